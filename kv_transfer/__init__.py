@@ -1,5 +1,5 @@
-"""Move KV blocks between engines.
+"""Transfer of KV blocks between engines.
 
-Decides nothing about requests, models or scheduling: its methods take request ids, block ids, token
-counts and tickets, and its only view of KV memory is ``kv_transfer.connector.KVDeviceIO``.
+Nothing here decides about requests, models or scheduling. Methods take request ids, block ids,
+token counts and tickets. ``kv_transfer.connector.KVDeviceIO`` is the only view of KV memory.
 """

@@ -1,10 +1,10 @@
 """Chain hash of blocks of tokens: one definition for prefix caches, the router and the pool.
 
 ``h_i = BLAKE2b(h_{i-1} or root, token ids of block i as little-endian int32)``, keyed with the
-root: equal hashes mean equal prefixes under one root, so that a block can be found without
-comparing what came before it. Clients choose the tokens, and whoever found two prompts of one hash
-would have the one answered from the other's KV: hence a cryptographic hash of 32 bytes, and in an
-engine a root that nobody outside of the deployment can compute. Pure; owns no state.
+root. Under one root, equal hashes mean equal prefixes, so a block is found without comparing the
+tokens before it. Clients choose the tokens. With a weak hash, a client could search for two prompts
+of one hash and be answered from the KV of the other. Hence a cryptographic hash of 32 bytes, and in
+an engine a root that only processes of the deployment can compute. Pure; owns no state.
 Source of the scheme: vLLM v1/core/kv_cache_utils.py (chain with parent), with raw int32 bytes in
 place of a serialised tuple.
 """
@@ -17,15 +17,15 @@ HASH_BYTES = 32
 NAME_BYTES = 8
 
 PREFIX_CACHE = "prefix cache"
-"""Purpose of the key of prefix caches: the first that ``KeyRing.derive`` gives for it."""
+"""Purpose of the key of prefix caches, which is the first key that ``KeyRing.derive`` gives."""
 
 
 def prefix_root(key: bytes, cache_salt: str) -> bytes:
-    """Return what a request's chain starts from, and is keyed with, in prefix caches.
+    """Return the root of a request's chain in prefix caches, which also keys its hashes.
 
     Args:
-        key: Secret of all engines that should agree; 16 to 64 bytes.
-        cache_salt: Of the request; equal tokens under another salt never share a block.
+        key: Secret shared by all engines whose hashes must agree; 16 to 64 bytes.
+        cache_salt: Salt of the request; equal tokens under two salts never share a block.
     """
     return hashlib.blake2b(
         cache_salt.encode(), digest_size=HASH_BYTES, key=key, person=b"ttserve prefix"
@@ -41,12 +41,12 @@ def extend_block_hashes(
         hashes: Hashes of the first ``len(hashes)`` blocks, 32 bytes each; grown in place.
         token_ids: All tokens so far.
         block_size: Tokens per block.
-        root: Of the chain, ``HASH_BYTES`` long; the same each time that it is extended.
+        root: Root of the chain, ``HASH_BYTES`` long; the same in every call for this chain.
     """
     start, full = len(hashes), len(token_ids) // block_size
     if start >= full:
         return
-    # Faster than an array for lists of Python integers, which is what a prompt is.
+    # struct.pack is faster than an array for a list of Python integers, which a prompt is.
     raw = struct.pack(
         f"<{(full - start) * block_size}i", *token_ids[start * block_size : full * block_size]
     )
@@ -61,7 +61,7 @@ def extend_block_hashes(
 
 
 def block_names(hashes: Iterable[bytes]) -> list[int]:
-    """What blocks are called where a mistake costs time alone: 64 bits of their hashes.
+    """Return 64-bit names of blocks, for uses in which a collision costs only time.
 
     Unsigned, little-endian, the first ``NAME_BYTES`` bytes. Never look KV up by these.
     """

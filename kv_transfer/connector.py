@@ -1,7 +1,7 @@
-"""The seam between an engine and KV transfer: who calls what, when, in which order.
+"""Interface between an engine and KV transfer, with the order of all calls.
 
 An engine owns two objects of one connector, both used from its core thread only. The *scheduler
-side* is pure bookkeeping per request; the *worker side* moves bytes. Plain values travel between
+side* keeps the books of each request; the *worker side* moves bytes. Plain values travel between
 them in ``ConnectorMeta`` (scheduler to worker) and ``TransferResults`` (worker to scheduler).
 
 At start::
@@ -11,14 +11,14 @@ At start::
     worker.register_kv_caches(ios)                # binds; worker.endpoints go into `describe`
     scheduler = connector.create_scheduler(settings, [io.layout for io in ios])
 
-Layers that share one block table are a *KV group*. What an engine gives has an entry for each of
-its KV groups, in an order that never changes: ``ios``, layouts, every ``block_ids``. A connector
-that moves the KV of one group alone, as those here do, refuses an engine with several at start.
+Layers that share one block table are a *KV group*. The engine passes one entry for each of its KV
+groups, in an order that never changes: ``ios``, layouts, every ``block_ids``. The connectors in
+this package move the KV of one group and refuse an engine with several at start.
 
 When a request arrives: ``on_new_request``; on the decode side, when its ticket does. While it waits
 to be admitted: ``get_num_new_matched_tokens``, then blocks are allocated for the whole prompt, then
-``update_state_after_alloc``. In every step in which a prompt is computed or the connector has
-something at stake (``num_inflight``, ``has_pending_work``), with or without a forward::
+``update_state_after_alloc``. In every step that computes a prompt, and while the connector has
+transfers or pending work (``num_inflight``, ``has_pending_work``), with or without a forward::
 
     preempted or aborted requests: scheduler.request_preempted / scheduler.cancel
     meta = scheduler.build_connector_meta(progress)   # what this step's forward will have computed
@@ -30,8 +30,8 @@ something at stake (``num_inflight``, ``has_pending_work``), with or without a f
     results = worker.get_transfer_results(now_s)      # one snapshot; ids appear in it once, ever
     ends = scheduler.update_connector_output(results)
 
-When a request finishes for whatever reason: ``request_finished``; if it returns True its blocks
-must stay allocated until one of ``ends.sent``, ``received`` or ``failed`` names it.
+When a request finishes for any reason: ``request_finished``. If it returns True, the blocks must
+stay allocated until one of ``ends.sent``, ``received`` or ``failed`` names the request.
 
 An idle engine sleeps until an input arrives or ``notify`` is called (from another thread: set an
 event, do nothing else), and then makes one step. Lease deadlines also end in ``notify``, so the
@@ -64,16 +64,16 @@ if TYPE_CHECKING:
 
 
 BlockTables = tuple[tuple[int, ...], ...]
-"""For each KV group a request's block table, from position 0."""
+"""A request's block table for each KV group, from position 0."""
 
 _T = TypeVar("_T")
 
 
 def only_kv_group(of_groups: Sequence[_T]) -> _T:
-    """Return what there is of the one KV group, for who moves the KV of one alone.
+    """Return the entry of the one KV group, for a connector that moves the KV of one group.
 
     Args:
-        of_groups: Something of each KV group.
+        of_groups: One entry for each KV group.
 
     Raises:
         TransferError: When there are several.
@@ -87,7 +87,7 @@ def only_kv_group(of_groups: Sequence[_T]) -> _T:
 
 
 class KVDeviceIO(Protocol):
-    """Read and write the blocks of one KV group as rows of bytes; on the core thread only.
+    """Access to the blocks of one KV group as rows of bytes, on the core thread only.
 
     ``block_ids`` is always a request's block table from position 0, so that row r of the request
     is in block ``block_ids[r // layout.rows_per_block]``.
@@ -95,7 +95,7 @@ class KVDeviceIO(Protocol):
 
     @property
     def layout(self) -> KVLayout:
-        """What the bytes mean."""
+        """Meaning of the bytes."""
 
     def read_rows(
         self, lane: int, block_ids: Sequence[int], first_row: int, num_rows: int
@@ -126,19 +126,19 @@ class KVDeviceIO(Protocol):
 
     @property
     def host_blocks(self) -> Sequence[HostBlocks] | None:
-        """The blocks of each lane where this process can address them; None for a device."""
+        """Blocks of each lane in memory that this process can address; None on a device."""
 
     @property
     def shared_region(self) -> "SharedRegion | None":
-        """The memory of ``host_blocks``, where other processes of this host may map it."""
+        """Memory of ``host_blocks`` that other processes of this host may map; None without."""
 
     @property
     def region_layout(self) -> "RegionLayout | None":
-        """Where the blocks are in ``shared_region``."""
+        """Places of the blocks in ``shared_region``."""
 
 
 class ConnectorSettings(Struct, frozen=True, kw_only=True):
-    """What one engine's connector is told at start.
+    """Settings of one engine's connector, fixed at start.
 
     Attributes:
         incarnation: Unique name of this engine process, the one that tickets name.
@@ -146,16 +146,17 @@ class ConnectorSettings(Struct, frozen=True, kw_only=True):
             or ``ipc://<path>``. The address is one of this host, never a wildcard; and loopback
             where there are no keys.
         config: Deadlines and sizes.
-        keys: What tickets are sealed with, and connections over the network are secured with.
-        network: Whether KV that leaves the host is encrypted, and its connections prove that they
-            hold a secret; or "plain": whoever has a ticket is served, and can be listened to.
-        unix_now_s: Wall clock of this host, in Unix seconds: tickets expire by it. Read whenever
-            one is checked and never kept, as it may be set at any time.
-        step_now_s: Monotonic clock of this engine's steps: what copying costs is measured by it.
-        accept_dtypes: KV dtypes of producers that this engine takes although they are not its own;
-            converting them may lose precision.
-        store: The pool of the connectors that have one.
-        make_transport: What carries messages and chunks; over ZMQ without one.
+        keys: Secrets that seal tickets and secure connections over the network.
+        network: "encrypted": KV that leaves the host is encrypted, and both ends of a connection
+            prove that they hold a secret. "plain": any holder of a ticket is served, and the
+            network sees all of it.
+        unix_now_s: Wall clock of this host, in Unix seconds, by which tickets expire. Read at each
+            check and never kept, because it may be set at any time.
+        step_now_s: Monotonic clock of this engine's steps, which measures the cost of copying.
+        accept_dtypes: KV dtypes of producers that this engine accepts besides its own; converting
+            them may lose precision.
+        store: Configuration of the pool, for connectors that have one.
+        make_transport: Makes the transport of messages and chunks; ZMQ by default.
     """
 
     incarnation: str
@@ -175,11 +176,11 @@ TransportFactory = Callable[[ConnectorSettings, KVDeviceIO, Callable[[], None]],
 
 
 class TransferRequest(Struct, frozen=True, array_like=True):
-    """What a connector learns of a request.
+    """A request as a connector sees it.
 
     Attributes:
         request_id: The request.
-        prompt_token_ids: Its prompt; of one that is decoded already, also what followed.
+        prompt_token_ids: Its prompt; for a stream that moves, also its output so far.
         ticket: Sealed ticket of its transfer; empty without one.
         cache_salt: Tenant: KV in a pool is found under the same salt only.
     """
@@ -191,7 +192,7 @@ class TransferRequest(Struct, frozen=True, array_like=True):
 
 
 class SaveProgress(Struct, frozen=True, array_like=True):
-    """How much of one prefilling request is in the cache once this step's forward has run.
+    """Progress of one prefilling request after this step's forward.
 
     Attributes:
         request_id: The request.
@@ -210,11 +211,11 @@ class LoadSpec(Struct, frozen=True, array_like=True):
     """Start of a consumer's side of a transfer.
 
     Attributes:
-        ticket: What to fetch, and where.
+        ticket: The opened ticket: producer, layout and number of tokens.
         sealed: The ticket as it came, for the producer.
         lane: Lane of the destination blocks.
         block_ids: The request's block tables.
-        start_row: First row to fetch; those before it are there already.
+        start_row: First row to fetch; the rows before it are already here.
     """
 
     ticket: Ticket
@@ -225,19 +226,19 @@ class LoadSpec(Struct, frozen=True, array_like=True):
 
 
 class ConnectorMeta(Struct, frozen=True):
-    """What a scheduler side tells its worker side in one step; each connector has its own kind.
+    """Message of one step from scheduler side to worker side; each connector has a subclass.
 
-    Nobody else looks into it. It is plain data, so that the two sides may be in two processes.
+    Opaque to the engine, and plain data, so that the two sides may be in two processes.
     """
 
 
 class Failure(Struct, frozen=True, array_like=True):
-    """How a transfer failed.
+    """Failure of one transfer.
 
     Attributes:
         reason: Why.
         num_tokens: Consumer: leading tokens of the request whose KV is verified and in its blocks
-            all the same, local hits included.
+            despite the failure, local hits included.
     """
 
     reason: FailureReason
@@ -253,9 +254,9 @@ class TransferResults(Struct, frozen=True):
         failed: Requests whose transfer ended without delivery. Producer: the blocks may be freed.
             Consumer: nothing more will be written to the blocks.
         found: Requests whose prompt was looked up in a pool, each with its leading tokens there.
-            No end of anything: news for the scheduler side.
-        converted: Of ``received`` and ``failed``, those whose KV came in another dtype: what is in
-            their blocks is not what this engine computes, and nobody else may be given it.
+            No end of a transfer, only news for the scheduler side.
+        converted: Requests of ``received`` and ``failed`` whose KV came in another dtype. Their
+            blocks differ from what this engine computes, so no other request may share them.
     """
 
     sent: frozenset[str] = frozenset()
@@ -265,14 +266,14 @@ class TransferResults(Struct, frozen=True):
     converted: frozenset[str] = frozenset()
 
     def __bool__(self) -> bool:
-        """Tell whether there is anything to tell."""
+        """Return whether the snapshot holds anything."""
         return bool(self.sent or self.received or self.failed or self.found)
 
 
 STAGE_BOUNDS_S = (
     0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0,
 )  # fmt: skip
-"""Upper bounds of a ``StageHistogram``'s buckets but the last, which has none."""
+"""Upper bounds of the buckets of a ``StageHistogram``; the last bucket has none."""
 
 STAGES = ("rendezvous", "handover", "first_chunk", "stream", "commit", "total")
 """Producer: rendezvous (offered to attached), handover (last row computed to delivered). Consumer:
@@ -281,18 +282,18 @@ total (load started to reported)."""
 
 
 class StageHistogram(Struct):
-    """How long one stage took, over all transfers. Owner: the worker side's core thread.
+    """Duration of one stage, over all transfers. Owner: the worker side's core thread.
 
     Attributes:
         counts: Transfers per bucket of ``STAGE_BOUNDS_S``, not cumulative.
-        total_s: Sum.
+        total_s: Sum of all durations.
     """
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(STAGE_BOUNDS_S) + 1))
     total_s: float = 0.0
 
     def observe(self, seconds: float) -> None:
-        """Count one more."""
+        """Count one duration."""
         self.counts[bisect.bisect_left(STAGE_BOUNDS_S, seconds)] += 1
         self.total_s += seconds
 
@@ -301,10 +302,10 @@ class PathCounters(Struct):
     """Delivered transfers over one path. Owner: the worker side's core thread.
 
     Attributes:
-        num_sent: As producer.
-        num_received: As consumer.
-        bytes_sent: Of those sent.
-        bytes_received: Of those received.
+        num_sent: Transfers as producer.
+        num_received: Transfers as consumer.
+        bytes_sent: Payload bytes as producer.
+        bytes_received: Payload bytes as consumer.
     """
 
     num_sent: int = 0
@@ -314,9 +315,9 @@ class PathCounters(Struct):
 
 
 class TransferStats(WireCounters, kw_only=True):
-    """Totals since start, and gauges, of one worker side. Plain numbers for metrics.
+    """Totals since start, and gauges, of one worker side; plain numbers for metrics.
 
-    Owner: the worker side's core thread, which counts in one of these and gives out others.
+    Owner: the worker side's core thread, which counts in one of these and returns copies.
 
     Attributes:
         paths: Delivered transfers by path: inline, shared, nixl or pool.
@@ -347,23 +348,23 @@ class TransferStats(WireCounters, kw_only=True):
 
     @classmethod
     def empty(cls) -> "TransferStats":
-        """Make totals to count in."""
+        """Make totals that start at zero."""
         return cls(stages={stage: StageHistogram() for stage in STAGES})
 
     def count_sent(self, path: str, num_bytes: int) -> None:
-        """Count a transfer that was delivered."""
+        """Count a transfer that was delivered to its consumer."""
         counters = self.paths.setdefault(path, PathCounters())
         counters.num_sent += 1
         counters.bytes_sent += num_bytes
 
     def count_received(self, path: str, num_bytes: int, times_s: tuple[float, ...]) -> None:
-        """Count a load that came.
+        """Count a load that has ended well.
 
         Args:
-            path: How.
+            path: Path of its payload.
             num_bytes: Bytes of it.
-            times_s: When it was started, its first rows were here, its last ones were written, and
-                it is reported.
+            times_s: Times at which it started, its first rows arrived, its last rows were written,
+                and it was reported.
         """
         counters = self.paths.setdefault(path, PathCounters())
         counters.num_received += 1
@@ -379,7 +380,7 @@ def count_failure(failures: dict[str, int], reason: FailureReason) -> None:
 
 
 class TransferInfo(Struct, frozen=True, kw_only=True):
-    """One transfer under way, for people who look.
+    """Snapshot of one transfer under way, for diagnosis.
 
     Attributes:
         request_id: The request.
@@ -388,8 +389,8 @@ class TransferInfo(Struct, frozen=True, kw_only=True):
         path: How its payload travels; ``pool`` for a load from a store.
         state: waiting (for the other end), computing, streaming, confirming.
         total_rows: Rows of 32 tokens that the transfer moves.
-        ready_rows: Of these, computed by the producer, as far as this end knows.
-        done_rows: Of these, sent or written here.
+        ready_rows: Rows of these that the producer has computed, as far as this end knows.
+        done_rows: Rows of these that were sent or written here.
         num_blocks: Blocks of this engine that it holds.
         age_s: Seconds since it began here.
         lease_left_s: Producer: seconds until its lease ends unless renewed.
@@ -409,12 +410,12 @@ class TransferInfo(Struct, frozen=True, kw_only=True):
 
 
 class KVConnectorScheduler(Protocol):
-    """Scheduler side: which requests transfer, and with which blocks. Pure, no I/O."""
+    """Scheduler side: decides which requests transfer, and with which blocks. Pure, no I/O."""
 
     def on_new_request(self, request: TransferRequest, now_s: float) -> None:
-        """Take note of a request; called before it is queued, or when its ticket arrives.
+        """Record a request; called before it is queued, or when its ticket arrives.
 
-        The ticket tells which end this engine is. Without one there is no transfer with another
+        The ticket says which end this engine is. Without one there is no transfer with another
         engine; a pool may still be asked.
 
         Args:
@@ -428,15 +429,15 @@ class KVConnectorScheduler(Protocol):
         """
 
     def lend(self, request: TransferRequest, lent: SaveProgress, now_s: float) -> None:
-        """Offer the KV of a request that runs here and goes on, to the consumer of its ticket.
+        """Offer the KV of a request that keeps running here to the consumer of its ticket.
 
-        It lasts until results name the request: ``sent`` or ``failed``. Of a request that is
-        preempted it is cancelled; of one that finishes, the blocks stay allocated for it.
+        The offer lasts until results name the request: ``sent`` or ``failed``. If the request is
+        preempted, the offer is cancelled. If it finishes, its blocks stay allocated for the offer.
 
         Args:
             request: The request, with its ticket.
-            lent: How much of it is here, in blocks that nobody writes to any more. A ticket for
-                more is cancelled, as results then say.
+            lent: The part of its KV that is in full blocks, to which no step writes any more. A
+                ticket for more tokens is cancelled, and results say so.
             now_s: Monotonic clock.
 
         Raises:
@@ -446,15 +447,15 @@ class KVConnectorScheduler(Protocol):
     def get_num_new_matched_tokens(
         self, request_id: str, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tell how many tokens beyond the local prefix hit will be loaded. Free of side effects.
+        """Return how many tokens beyond the local prefix hit will be loaded; free of side effects.
 
         Args:
             request_id: The request being considered for admission.
             num_computed_tokens: Its local prefix hit, a multiple of the block size.
 
         Returns:
-            ``(n, is_async)``: n tokens come from the other engine, while this one goes on; None
-            means "not known yet, ask again next step": the worker side notifies the engine when it
+            ``(n, is_async)``: n tokens come from elsewhere while this engine keeps stepping. None
+            means "not known yet, ask again next step"; the worker side notifies the engine when it
             is. ``(0, False)`` for a request that loads nothing.
         """
 
@@ -465,20 +466,22 @@ class KVConnectorScheduler(Protocol):
         block_ids: Sequence[Sequence[int]],
         num_external_tokens: int,
     ) -> None:
-        """Take the blocks that were allocated for a load; calling it twice changes nothing.
+        """Record the blocks that were allocated for a load; idempotent.
 
         Args:
             request_id: The request.
             lane: Lane of the blocks.
             block_ids: For each KV group its whole block table, local prefix hits included.
-            num_external_tokens: What ``get_num_new_matched_tokens`` said.
+            num_external_tokens: The n that ``get_num_new_matched_tokens`` returned.
 
         Raises:
             TransferError: When a table is too short for the tokens.
         """
 
     def build_connector_meta(self, progress: Sequence[SaveProgress] = ()) -> ConnectorMeta:
-        """Hand over everything that is new, once per step, after scheduling; drains.
+        """Return everything that is new for the worker side, and clear it; once per step.
+
+        Called after scheduling.
 
         Args:
             progress: One entry per scheduled request that prefills; entries of requests that are
@@ -486,17 +489,18 @@ class KVConnectorScheduler(Protocol):
         """
 
     def update_connector_output(self, results: TransferResults) -> TransferResults:
-        """Forget the transfers that ended.
+        """Remove the transfers that ended.
 
         Returns:
-            What has ended for the engine: of a connector made of several not the same.
+            The ends that concern the engine. A connector made of several may return other ends than
+            it was given.
         """
 
     def request_preempted(self, request_id: str) -> None:
         """Stop reading a producing request's blocks: they are about to be reused."""
 
     def request_finished(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> bool:
-        """Tell whether the blocks of a finished request must stay allocated (delayed free).
+        """Return whether the blocks of a finished request must stay allocated (delayed free).
 
         A request that finishes before all of its KV was computed (producer) or loaded (consumer)
         is cancelled by this call.
@@ -516,7 +520,7 @@ class KVConnectorScheduler(Protocol):
         """
 
     def has_pending_work(self) -> bool:
-        """Tell whether a step is needed to hand something to the worker side."""
+        """Return whether a step is needed to pass something to the worker side."""
 
     @property
     def num_inflight(self) -> int:
@@ -527,16 +531,16 @@ class KVConnectorWorker(Protocol):
     """Worker side: moves bytes between KV memory and other engines.
 
     Every method is called on the engine's core thread, and only ``start_load_kv``, the two layer
-    calls, ``mark_ready`` and ``get_transfer_results`` touch KV memory. None blocks on a peer, and
-    what all of them copy in one step is bounded (``step_budget``).
+    calls, ``mark_ready`` and ``get_transfer_results`` touch KV memory. None blocks on a peer. The
+    time that they spend on copying in one step is bounded (``step_budget``).
     """
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """Where other engines reach this one; valid after ``register_kv_caches``."""
+        """Endpoints of this engine for others; valid after ``register_kv_caches``."""
 
     def register_kv_caches(self, ios: Sequence[KVDeviceIO]) -> None:
-        """Take the cache and start listening; once, after the cache is allocated.
+        """Attach the allocated cache and start listening; called once.
 
         Args:
             ios: One for each KV group.
@@ -546,38 +550,38 @@ class KVConnectorWorker(Protocol):
         """
 
     def start_load_kv(self, meta: ConnectorMeta, now_s: float) -> None:
-        """Before the forward: begin a step, start and stop transfers, inject what arrived."""
+        """Begin a step before its forward: start and stop transfers, inject what arrived."""
 
     def wait_for_layer_load(self, layer: int) -> None:
-        """Before a layer's attention: return once its loaded KV is in place."""
+        """Return once a layer's loaded KV is in place; called before its attention."""
 
     def save_kv_layer(self, layer: int) -> None:
-        """After a layer's KV was written: it may be read from now on."""
+        """Record that a layer's KV was written and may be read from now on."""
 
     def mark_ready(self, meta: ConnectorMeta, now_s: float) -> None:
-        """After the forward: what ``meta.saves`` announced is in the cache; extract and send."""
+        """Record after the forward that ``meta.saves`` is in the cache; extract and send."""
 
     def wait_for_save(self) -> None:
         """Return once no save of this step reads KV memory any more."""
 
     def get_transfer_results(self, now_s: float) -> TransferResults:
-        """At the end of the step: move what is due and report what ended, as one snapshot."""
+        """Move what is due at the end of a step, and return what ended, as one snapshot."""
 
     def stats(self, now_s: float) -> TransferStats:
         """Return totals and gauges for metrics."""
 
     def transfers(self, now_s: float) -> list[TransferInfo]:
-        """Return what is under way."""
+        """Return the transfers under way."""
 
     def close(self, deadline_s: float) -> None:
         """Stop listening and leave no thread, socket or file; ends within ``deadline_s`` seconds.
 
-        Transfers in flight end as a death of this engine does for their peers. Idempotent.
+        To their peers, transfers in flight end as if this engine had died. Idempotent.
         """
 
 
 class KVConnector(Protocol):
-    """A way to move KV: makes the two sides. What ``load_connector`` returns."""
+    """Factory of the two sides of one way to move KV; returned by ``load_connector``."""
 
     def create_scheduler(
         self, settings: ConnectorSettings, layouts: Sequence[KVLayout]
@@ -611,7 +615,7 @@ _BUILT_IN = {
 
 
 def load_connector(name: str) -> KVConnector:
-    """Find a connector and make it.
+    """Import a connector class and make an instance.
 
     Args:
         name: A built-in one, or ``"module:Class"`` of a class without constructor arguments.

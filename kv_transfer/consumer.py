@@ -1,10 +1,10 @@
-"""Fetch from producers: the consumer's half of the protocol as a state machine without I/O.
+"""Consumer's half of the protocol: fetch from producers, as a state machine without I/O.
 
 Messages, commands and ``now_s`` come in; messages to send and events for the core go out through
 ``take_sends`` and ``take_events``. A chunk reaches the core only if its transfer, epoch,
-incarnation, range, credit and checksum are right; after ``LoadFailed`` none does. What is read in
-the producer's memory (path ``shared``) counts only once the producer has confirmed that it held the
-rows until the last of them was read.
+incarnation, range, credit and checksum are right. After ``LoadFailed`` no chunk reaches it. Rows
+read in the producer's memory (path ``shared``) count only once the producer has confirmed that it
+held them until the last one was read.
 """
 
 from typing import NamedTuple
@@ -48,14 +48,14 @@ _REASON = {
 
 
 class SendToProducer(NamedTuple):
-    """A message for the producer that listens at an endpoint."""
+    """Message for the producer that listens at an endpoint."""
 
     endpoint: str
     message: ToProducer
 
 
 class ConsumerSessions:
-    """Every transfer that this engine consumes.
+    """Transfers that this engine consumes.
 
     Owner: the transport's thread.
     """
@@ -70,23 +70,23 @@ class ConsumerSessions:
         self._events: list[Event] = []
 
     def take_sends(self) -> list[SendToProducer]:
-        """Return and forget the messages to send, in order."""
+        """Return and clear the messages to send, in order."""
         sends, self._sends = self._sends, []
         return sends
 
     def take_events(self) -> list[Event]:
-        """Return and forget the events for the core, in order."""
+        """Return and clear the events for the core, in order."""
         events, self._events = self._events, []
         return events
 
     # ---- commands
 
     def load(self, command: Load, route: Route, num_rows: int, now_s: float) -> None:
-        """Start to fetch; with nothing left to fetch, only say Done.
+        """Start to fetch; with nothing left to fetch, only send Done.
 
         Args:
-            command: What the core asked for.
-            route: How to reach the producer.
+            command: The core's command.
+            route: Endpoint and path of the producer.
             num_rows: Rows of the whole request.
             now_s: Monotonic clock.
         """
@@ -95,6 +95,7 @@ class ConsumerSessions:
             done = Done(ticket.transfer_id, ticket.epoch, command.sealed)
             self._close(route.endpoint, done, now_s)
             return
+        # The transfer starts again: an unacknowledged end from before must not be repeated.
         self._last_words.take_back(ticket.transfer_id)
         loading = Loading.begin(self._incarnation, command, route, num_rows, now_s)
         self._raise_limit(loading)
@@ -120,7 +121,7 @@ class ConsumerSessions:
             self._close(endpoint, loading.done_message(), now_s)
 
     def spoiled(self, transfer_id: bytes, first_row: int, num_rows: int, now_s: float) -> None:
-        """Take back rows that were told of and turned out to be something else when read."""
+        """Handle rows in the producer's memory that did not match their digests when read."""
         loading = self._loading.get(transfer_id)
         if loading is None:
             return
@@ -128,12 +129,12 @@ class ConsumerSessions:
         self._on_corrupt(loading, start, end, now_s)
 
     def cancel(self, transfer_id: bytes, now_s: float) -> None:
-        """Stop a load on this engine's wish; the core has stopped listening already."""
+        """Stop a load at the core's request; the core ignores its events already."""
         loading = self._loading.pop(transfer_id, None)
         if loading is not None:
             self._close_with(loading, FailureReason.CANCELLED, now_s)
 
-    # ---- the outside
+    # ---- messages and deadlines
 
     def on_message(
         self,
@@ -147,10 +148,10 @@ class ConsumerSessions:
 
         Args:
             endpoint: The producer's.
-            message: What it said.
+            message: The decoded message.
             payload: The frame behind its header.
             now_s: Monotonic clock.
-            path: How a ``Data``'s payload came.
+            path: Path that the payload of a ``Data`` took.
         """
         if isinstance(message, Data | Mapped) != (payload is not None):
             self._counters.num_malformed += 1
@@ -169,14 +170,14 @@ class ConsumerSessions:
             self._fail(loading, message.reason)
 
     def on_peer_lost(self, endpoint: str) -> None:
-        """Fail what was still expected from a producer whose connection broke."""
+        """Fail the loads from a producer whose connection broke."""
         for loading in list(self._loading.values()):
             if loading.route.endpoint == endpoint:
                 self._fail(loading, FailureReason.PEER_DEAD)
         self._last_words.on_peer_lost(endpoint)
 
     def tick(self, now_s: float) -> None:
-        """Let deadlines pass: probe, repeat, give up."""
+        """Handle deadlines: probe, repeat, or fail a load."""
         for loading in list(self._loading.values()):
             reason = loading.overdue(self._config, now_s)
             if reason is not None and self._fail(loading, reason):
@@ -186,22 +187,22 @@ class ConsumerSessions:
         self._sends += [SendToProducer(*again) for again in self._last_words.due(now_s)]
 
     def next_deadline_s(self) -> float | None:
-        """Return when ``tick`` has something to do, or None."""
+        """Return the time of the next ``tick``, or None."""
         probes = [loading.probe_s for loading in self._loading.values()]
         return min(probes + self._last_words.deadlines_s(), default=None)
 
     @property
     def num_open(self) -> int:
-        """Loads that have not ended, and those whose end the producer has not acknowledged."""
+        """Loads that have not ended, and ended ones that their producer has not acknowledged."""
         return len(self._loading) + len(self._last_words)
 
     def expects(self, data: Data, num_bytes: int) -> bool:
-        """Tell whether these rows, of so many bytes, are awaited: worth fetching their payload."""
+        """Return whether these rows, of so many bytes, are awaited and worth fetching."""
         loading = self._loading.get(data.transfer_id)
         return loading is not None and loading.expects(data, num_bytes)
 
     def lost(self, data: Data, now_s: float) -> None:
-        """Ask at once for rows whose payload could not be fetched."""
+        """Request rows again whose payload could not be fetched."""
         loading = self._loading.get(data.transfer_id)
         if loading is not None and loading.expects(data, data.num_rows * loading.row_bytes):
             self._ask_again(loading, data.first_row, data.first_row + data.num_rows, now_s)
@@ -212,7 +213,7 @@ class ConsumerSessions:
             assert transfer_id not in self._last_words
             loading.check_invariants()
 
-    # ---- messages
+    # ---- handling of messages
 
     def _on_unknown(self, message: ToConsumer) -> None:
         is_known = message.transfer_id in self._last_words
@@ -246,7 +247,7 @@ class ConsumerSessions:
             self._drop(data)
             return
         start, end = data.first_row, data.first_row + data.num_rows
-        # Hashed as it came: a corrupted size or id must not get any further.
+        # Checked before any other use: a corrupted size or id must not reach the core.
         checksum = chunk_checksum(data.transfer_id, data.epoch, start, data.num_rows, payload)
         if checksum != data.checksum:
             self._on_corrupt(loading, start, end, now_s)
@@ -257,14 +258,14 @@ class ConsumerSessions:
             self._counters.num_malformed += 1
             return
         if isinstance(event, ArrivedMapped) and self._config.verify and not len(event.digests):
-            # Whether data is compared is this end's decision.
+            # The producer may have verification off; this end requires digests anyway.
             self._on_corrupt(loading, start, end, now_s)
             return
         loading.arrive(data, num_new, now_s)
         self._events.append(event)
 
     def _on_corrupt(self, loading: Loading, start: int, end: int, now_s: float) -> None:
-        """Ask once more for rows that arrived corrupted; the second time the transfer fails."""
+        """Request corrupted rows once more; the second time the transfer fails."""
         self._counters.num_checksum_failures += 1
         rows = range(start, end)
         if loading.spoiled.isdisjoint(rows):
@@ -289,18 +290,18 @@ class ConsumerSessions:
             return
         sent = min(info.sent_rows, loading.limit)
         gap = loading.first_gap(sent)
-        if gap is not None:
+        if gap is not None:  # Rows that the producer has sent and that are not here count as lost.
             if now_s >= loading.asked_s:
                 self._ask_again(loading, *gap, now_s)
         elif info.ready_rows <= info.sent_rows or loading.limit <= info.sent_rows:
             loading.data_s = now_s
 
-    # ---- inside
+    # ---- helpers
 
     def _ask_again(self, loading: Loading, start: int, end: int, now_s: float) -> None:
-        """Ask for rows that were sent and lost or corrupted; as long as it takes, but not faster.
+        """Request rows that were lost or corrupted on the way, at most once per probe interval.
 
-        A transfer that gets nowhere this way ends by ``no_data_s``.
+        There is no limit on attempts: without progress the transfer ends by ``no_data_s``.
         """
         loading.asked_s = now_s + self._config.probe_s
         self._counters.num_retransmits += 1
@@ -308,15 +309,15 @@ class ConsumerSessions:
         self._sends.append(SendToProducer(loading.route.endpoint, fetch))
 
     def _probe(self, loading: Loading, now_s: float) -> None:
-        """Give a sign of life, whatever its form is now."""
+        """Send the sign of life that fits the state of a load."""
         loading.probe_s = now_s + self._config.probe_s
         self._sends.append(SendToProducer(loading.route.endpoint, loading.sign_of_life()))
 
     def _raise_limit(self, loading: Loading) -> None:
-        """Grant what there is room for.
+        """Grant credit for the rows that memory has room for.
 
         One chunk is always granted: a load without credit would keep blocks of the producer that
-        other loads may be waiting for. What stays in the producer's memory needs no room.
+        other loads may be waiting for. Rows on the path ``shared`` need no room here.
         """
         if loading.is_mapped:
             loading.raise_limit(loading.num_rows)
@@ -333,7 +334,10 @@ class ConsumerSessions:
         loading.raise_limit(window)
 
     def _fail(self, loading: Loading, reason: FailureReason) -> bool:
-        """End a load, unless all of it has arrived verified: then only the core is awaited."""
+        """End a load and return True, unless all of it has arrived verified.
+
+        Then only the core's writing is outstanding, and the load will succeed.
+        """
         if loading.is_complete and not loading.is_mapped:
             return False
         del self._loading[loading.ticket.transfer_id]
@@ -344,7 +348,7 @@ class ConsumerSessions:
         self._close(loading.route.endpoint, loading.cancel_message(reason), now_s)
 
     def _close(self, endpoint: str, message: Done | Cancel, now_s: float) -> None:
-        """Say the last word, again and again until it is acknowledged or no use any more."""
+        """Send Done or Cancel, and repeat it until it is acknowledged or useless."""
         self._last_words.say(endpoint, message, now_s)
         self._sends.append(SendToProducer(endpoint, message))
 
@@ -359,7 +363,7 @@ def _arrival(
     """Make the event of a chunk whose checksum is right.
 
     Raises:
-        WireError: When it tells of blocks that the producer does not share.
+        WireError: When it names blocks that the producer does not share.
     """
     if isinstance(data, Data):
         rows = payload.reshape(data.num_rows, loading.row_bytes)
@@ -370,7 +374,7 @@ def _arrival(
     first_block, end_block = source.layout.covering(data.first_row, data.num_rows)
     block_ids, digests = decode_mapped(payload, end_block - first_block)
     if block_ids.min() < 0 or block_ids.max() >= source.num_blocks:
-        raise WireError(f"blocks outside the producer's {source.num_blocks}")
+        raise WireError(f"block ids outside the producer's {source.num_blocks} blocks")
     return ArrivedMapped(
         data.transfer_id, data.first_row, data.num_rows, source, block_ids, digests
     )

@@ -1,12 +1,13 @@
-"""Mutual proof, on ZMQ sockets, that both ends hold a secret of one deployment: CurveZMQ.
+"""Mutual authentication of ZMQ sockets by secrets of one deployment, with CurveZMQ.
 
-Whoever listens is a *server*: its key pair comes of the deployment's first secret and its own
-incarnation. Whoever connects is a *client*: one key pair for all of them, of the first secret. A
-server lets in the clients of each of its secrets; a client speaks to a server whose public key one
-of its own secrets gives for that incarnation, whatever the one who told it of the server says. So
-two processes understand each other when each has the other's first secret, which is what
-`KeyRing`'s way to rotate keeps true at every moment. CurveZMQ makes new keys for each connection:
-what it carries can be neither read nor repeated on another one. There is no way to turn it off.
+The end that binds is a *server*: its key pair is derived from the deployment's first secret and its
+own incarnation. The end that connects is a *client*: all clients share one key pair, derived from
+the first secret. A server accepts the clients of each of its secrets. A client connects to a server
+only if one of its own secrets gives the server's public key for that incarnation, so a false
+description of a server does not help an attacker. Two processes can connect when each has the
+other's first secret, which `KeyRing`'s way to rotate keeps true at every moment. CurveZMQ makes new
+keys for each connection, so its traffic can be neither read nor replayed on another one. It cannot
+be turned off.
 
 Owns no state but the `Doorkeeper`'s thread.
 """
@@ -27,9 +28,9 @@ if TYPE_CHECKING:
     from kv_transfer.keys import KeyRing
 
 HANDSHAKE_MS = 5000
-"""A connection that has not proved itself after so long is closed."""
+"""Time in which a new connection must prove itself, or it is closed."""
 BACKLOG = 128
-"""Connections that may wait to be taken; more are refused by the kernel."""
+"""Connections that may wait to be accepted; the kernel refuses more."""
 
 _DOMAIN = b"ttserve"
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
@@ -38,14 +39,14 @@ _NUM_ZAP_FRAMES = 7
 
 
 class _Pair(NamedTuple):
-    """A key pair, as ZMQ takes it: 40 characters each."""
+    """Key pair in ZMQ's form: 40 characters each."""
 
     public: bytes
     secret: bytes
 
 
 def server_public_key(keys: KeyRing, incarnation: str) -> str:
-    """The public key of the server of this incarnation, to be told to its clients.
+    """Return the public key of the server of this incarnation, for its clients.
 
     Raises:
         ServerKeyError: There is no secret.
@@ -54,10 +55,10 @@ def server_public_key(keys: KeyRing, incarnation: str) -> str:
 
 
 def secure_server(socket: zmq.Socket[Any], keys: KeyRing, incarnation: str) -> None:
-    """Let only clients of this deployment connect; before `bind`, with a `Doorkeeper` at work.
+    """Accept only clients of this deployment; call before `bind`, with a running `Doorkeeper`.
 
     Args:
-        socket: Of a context that has a `Doorkeeper`; without one nobody gets in.
+        socket: Socket of a context that has a `Doorkeeper`; without one it accepts no client.
         keys: The deployment's secrets.
         incarnation: The server's.
 
@@ -68,7 +69,7 @@ def secure_server(socket: zmq.Socket[Any], keys: KeyRing, incarnation: str) -> N
     socket.set(zmq.CURVE_SERVER, 1)
     socket.set(zmq.CURVE_SECRETKEY, pair.secret)
     socket.set(zmq.ZAP_DOMAIN, _DOMAIN)
-    # Without it a context whose doorkeeper is missing would let in whoever knows the public key.
+    # Without it, a context without doorkeeper would accept any client that has the public key.
     socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
     socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.set(zmq.BACKLOG, BACKLOG)
@@ -77,22 +78,23 @@ def secure_server(socket: zmq.Socket[Any], keys: KeyRing, incarnation: str) -> N
 def secure_client(
     socket: zmq.Socket[Any], keys: KeyRing, incarnation: str, server_key: str
 ) -> None:
-    """Connect only to the server of this incarnation and deployment; before `connect`.
+    """Connect only to the server of this incarnation and deployment; call before `connect`.
 
     Args:
-        socket: Of any context.
+        socket: Socket of any context.
         keys: The deployment's secrets.
         incarnation: The server's.
-        server_key: Its public key, as whoever described it says.
+        server_key: Its public key, from the server's description.
 
     Raises:
-        ServerKeyError: None of the secrets gives that key to that incarnation.
+        ServerKeyError: No secret here gives that key for that incarnation.
     """
     known = [pair.public for pair in _pairs(keys, _server_purpose(incarnation))]
     if server_key.encode() not in known:
         raise ServerKeyError(
-            f"engine {incarnation} proves itself with none of this process's secrets: give both "
-            "the same key_file; to rotate, first deploy another file, the new secret behind the old"
+            f"engine {incarnation} proves itself with a secret that this process does not have: "
+            "give both the same key_file; to rotate, first deploy a file with the new secret "
+            "behind the old one"
         )
     client = _pairs(keys, _CLIENT_PURPOSE)[0]
     socket.set(zmq.CURVE_SERVERKEY, server_key.encode())
@@ -102,15 +104,15 @@ def secure_client(
 
 
 class Doorkeeper:
-    """Says for the server sockets of one ZMQ context who gets in; ends with the context.
+    """Authenticator of the server sockets of one ZMQ context; ends with the context.
 
-    Owner of a thread and its socket. It says nothing of those it turns away but to `on_denied`:
-    a line for each would be theirs to fill a disk with.
+    Owner of a thread and its socket. A refused client is only passed to `on_denied` and never
+    logged: with a line for each, clients could fill the disk.
 
     Args:
-        context: Of the server sockets, which must not be bound before.
-        keys: The deployment's secrets: a client of any of them gets in.
-        on_denied: Called on the thread, once for each that does not.
+        context: Context of the server sockets, none of which may be bound yet.
+        keys: The deployment's secrets: a client of any of them is accepted.
+        on_denied: Called on the thread, once for each refused client.
     """
 
     def __init__(
@@ -134,7 +136,10 @@ class Doorkeeper:
             self._socket.close(linger=0)
 
     def _answer(self, frames: list[bytes]) -> list[bytes]:
-        """ZMQ's RFC 27: version, request, domain, address, routing id, mechanism, credentials."""
+        """Answer a request of ZMQ's RFC 27.
+
+        Frames: version, request, domain, address, routing id, mechanism, credentials.
+        """
         gets_in = (
             len(frames) == _NUM_ZAP_FRAMES
             and frames[2] == _DOMAIN
@@ -157,7 +162,7 @@ def _server_purpose(incarnation: str) -> str:
 
 def _pairs(keys: KeyRing, purpose: str) -> list[_Pair]:
     if not keys.secrets:
-        raise ServerKeyError("no secret: set keys on whoever connects and on every engine")
+        raise ServerKeyError("no secret to authenticate with: set key_file on every process")
     pairs = []
     for secret in keys.derive(purpose):
         # Any 32 bytes are a secret key of Curve25519.

@@ -1,4 +1,4 @@
-"""What the parts of a connector's worker side have in common. Pure."""
+"""State shared by the parts of a connector's worker side. Pure."""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +8,7 @@ from kv_transfer.connector import Failure, KVDeviceIO, TransferResults, Transfer
 
 @dataclass(slots=True, eq=False)
 class Outcome:
-    """Transfers that have ended since they were last reported; see `TransferResults`."""
+    """Ends of transfers that are not reported yet; the fields are those of `TransferResults`."""
 
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
@@ -17,11 +17,11 @@ class Outcome:
     converted: set[str] = field(default_factory=set)
 
     def __contains__(self, request_id: str) -> bool:
-        """Tell whether the end of a request's transfer is yet to be reported."""
+        """Return whether the end of a request's transfer is waiting to be reported."""
         return any(request_id in ended for ended in (self.sent, self.received, self.failed))
 
     def take(self) -> TransferResults:
-        """Return all of it; from now on there is nothing."""
+        """Return all of it and clear it."""
         results = TransferResults(
             sent=frozenset(self.sent),
             received=frozenset(self.received),
@@ -36,12 +36,12 @@ class Outcome:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Desk:
-    """See the module. Owner: the worker side, on the engine's core thread.
+    """State shared by the parts of a worker side. Owner: the worker, on the engine's core thread.
 
     Attributes:
         io: The KV cache.
         config: Sizes and deadlines.
-        outcome: What has ended.
+        outcome: Ends that are not reported yet.
         totals: Counters since start.
     """
 

@@ -1,9 +1,9 @@
-"""Convert KV rows of one dtype to another, where the two ends of a transfer differ in nothing else.
+"""Conversion of KV rows between dtypes, where the two ends of a transfer differ in nothing else.
 
-The consumer converts what arrives, and only where it was told to accept the producer's dtype:
-most conversions lose bits, and tokens with them. Pure; owns no state and needs no device library.
+The consumer converts rows as they arrive, and only from dtypes that its configuration accepts: most
+conversions lose bits, and so can change tokens. Pure; owns no state and needs no device library.
 
-``bfloat8_b`` is as the device packs it. A tile of 32 tokens by 32 elements is four faces of 16x16,
+``bfloat8_b`` is packed as on the device. A tile of 32 tokens by 32 elements is four faces of 16x16,
 left before right, upper before lower. The 16 elements of a face's row share the exponent E of the
 largest of them; an element is a sign and seven bits m of magnitude, none of them hidden, and stands
 for m * 2**(E - 133). A tile's bytes are its 64 exponents and then its 1,024 elements, both face by
@@ -58,7 +58,7 @@ _LOSSY = frozenset(
 
 
 def is_lossless(source: str, target: str) -> bool:
-    """Tell whether the target can hold every number of the source.
+    """Return whether the target dtype can hold every number of the source dtype.
 
     Args:
         source: Dtype of the producer.
@@ -70,25 +70,25 @@ def is_lossless(source: str, target: str) -> bool:
     pair = (source, target)
     if source != target and pair not in _LOSSLESS and pair not in _LOSSY:
         raise InvalidLayoutError(
-            f"KV of dtype {source!r} cannot be converted to {target!r}: take it out of the "
-            "accepted dtypes, or run both ends with one dtype"
+            f"KV of dtype {source!r} cannot be converted to {target!r}: take it out of "
+            "kv_accept_dtypes, or run both ends with one dtype"
         )
     return source == target or pair in _LOSSLESS
 
 
 def acceptable_layouts(own: KVLayout, accept_dtypes: Iterable[str]) -> dict[str, KVLayout]:
-    """List what an engine takes from a producer, of whose layout only the hash will be known.
+    """Return the layouts that an engine accepts, by hash: all it will know of a producer's layout.
 
     Args:
         own: The engine's layout.
-        accept_dtypes: Dtypes to take besides the engine's own.
+        accept_dtypes: Dtypes to accept besides the engine's own.
 
     Returns:
         ``content_hash() -> layout``: the engine's own layout, and it with each accepted dtype. The
-        block size says nothing about the producer.
+        block size in them is this engine's, not the producer's.
 
     Raises:
-        InvalidLayoutError: A dtype is unknown, impossible for this layout, or not one to convert
+        InvalidLayoutError: A dtype is unknown, impossible for this layout, or cannot be converted
             to the engine's own.
     """
     layouts = [own]
@@ -99,12 +99,12 @@ def acceptable_layouts(own: KVLayout, accept_dtypes: Iterable[str]) -> dict[str,
 
 
 def convert_rows(data: _Bytes, source: KVLayout, target: KVLayout) -> _Bytes:
-    """Convert rows; rounds to nearest, ties to even, and keeps infinities and NaNs.
+    """Convert rows; round to nearest, ties to even, and keep infinities and NaNs.
 
     Args:
         data: ``(n, source.row_bytes)`` uint8, perhaps read-only.
-        source: What the rows are.
-        target: What they should be; differs from the source in dtype and block size at most.
+        source: Layout of the rows.
+        target: Layout to convert to; differs from the source in dtype and block size at most.
 
     Returns:
         ``(n, target.row_bytes)`` uint8; ``data`` itself when the dtypes are equal.
@@ -116,17 +116,18 @@ def convert_rows(data: _Bytes, source: KVLayout, target: KVLayout) -> _Bytes:
     as_target = msgspec.structs.replace(source, dtype=target.dtype)
     if as_target.content_hash() != target.content_hash():
         raise InvalidLayoutError(
-            f"rows of {source} are no rows of {target}: a conversion changes the dtype only"
+            f"cannot convert rows of {source} to rows of {target}: only the dtype may differ"
         )
     is_lossless(source.dtype, target.dtype)
     if data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != source.row_bytes:
         raise ValueError(
-            f"data of {data.shape} {data.dtype} instead of (n, {source.row_bytes}) uint8"
+            f"data has shape {data.shape} and dtype {data.dtype}; (n, {source.row_bytes}) uint8 "
+            "is needed"
         )
     if source.dtype == target.dtype:
         return data
     units = np.ascontiguousarray(data).reshape(-1, source.unit_bytes)
-    # A number too large for the target is infinite there, as the rounding says.
+    # Rounding makes a number infinite that is too large for the target.
     with np.errstate(over="ignore", invalid="ignore"):
         values = _READ[source.dtype](units).reshape(-1, ROW_TOKENS, source.head_dim)
         return _WRITE[target.dtype](values).reshape(len(data), target.row_bytes)
@@ -153,16 +154,16 @@ def _read_bfloat16(units: _Bytes) -> _Floats:
 def _write_bfloat16(values: _Floats) -> _Bytes:
     bits = _to_float32_and_odd(values).view(np.uint32)
     rounded = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
-    # Rounding may carry a NaN into an infinity, or leave none of its bits.
+    # Rounding could carry a NaN into an infinity, or clear all of its mantissa.
     is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
     return np.where(is_nan, bits >> 16 | 0x40, rounded).astype(np.uint16).view(np.uint8)
 
 
 def _to_float32_and_odd(values: _Floats) -> NDArray[np.float32]:
-    """Narrow to float32 so that rounding once more gives what rounding once would.
+    """Narrow to float32 so that a second rounding gives what a single one would ("round to odd").
 
-    What float32 has no room for is cut off and leaves the last bit set: then no later rounding
-    takes the number for a tie, which it may be for float32's bits alone.
+    Bits that float32 has no room for are cut off and leave the last bit set. No later rounding
+    then mistakes the number for a tie.
     """
     narrow = values.astype(np.float32)
     if values.dtype == np.float64:
@@ -177,7 +178,7 @@ def _to_float32_and_odd(values: _Floats) -> NDArray[np.float32]:
 
 @functools.cache
 def _bfloat8_b_values() -> NDArray[np.float32]:
-    """What element ``byte`` under exponent ``e`` stands for, at ``e * 256 + byte``; 256 KiB."""
+    """Tabulate the value of element ``byte`` under exponent ``e``, at ``e * 256 + byte``."""
     exponents, elements = np.divmod(np.arange(1 << 16), 256)
     magnitudes = elements & 0x7F
     values = np.ldexp(magnitudes.astype(np.float64), exponents - 133)
@@ -206,8 +207,8 @@ def _write_bfloat8_b(values: _Floats) -> _Bytes:
     bits = bits.reshape(-1, _TILE_EXPONENTS, _FACE)
     exponents = bits >> 23 & 0xFF
     shared = exponents.max(axis=-1, keepdims=True)
-    # 24 bits with the hidden one. The device drops what it shifts out before it rounds, so that
-    # a little more than a tie counts as a tie.
+    # 24 bits with the hidden one. The device drops the bits it shifts out before it rounds, so a
+    # number slightly above a tie counts as a tie.
     magnitudes = (bits & 0x7FFFFF | 0x800000) >> np.minimum(shared - exponents, 24)
     magnitudes = (magnitudes + (0xFFFF + (magnitudes >> 17 & 1))) >> 17
     magnitudes = np.minimum(magnitudes, 0x7F)

@@ -1,30 +1,30 @@
-"""Name what can go wrong in a transfer: failure reasons for results, exceptions for callers.
+"""Failure reasons of transfers, and the exceptions of this package.
 
-A *reason* travels (in results, on the wire, as a metric label); an *exception* tells the caller of
-this package that what it passed in cannot be used. A transfer that fails after it has started is
-never an exception: it is reported once, with its reason, in ``TransferResults.failed``.
+A *reason* travels: in results, on the wire, as a metric label. An *exception* tells the caller that
+an argument cannot be used. A transfer that fails after it has started never raises. It is reported
+once, with its reason, in ``TransferResults.failed``.
 """
 
 from enum import Enum
 
 
 class FailureReason(str, Enum):
-    """Why a transfer ended without delivery. The value is the metric label and the wire form."""
+    """Reason why a transfer ended without delivery; the value is metric label and wire form."""
 
     PEER_DEAD = "peer_dead"
     """The connection to the other engine broke, or never came up."""
     STALLED = "stalled"
-    """The other engine is connected and silent for longer than its deadline."""
+    """The other engine is connected and was silent for longer than its deadline."""
     EXPIRED = "expired"
-    """The producer's lease ended: nobody fetched, or nobody renewed."""
+    """The producer's lease ended: no consumer fetched, or the consumer stopped renewing."""
     CHECKSUM = "checksum"
-    """A chunk arrived corrupted, and so did its repetition."""
+    """A chunk arrived corrupted twice."""
     LAYOUT = "layout"
     """The two ends lay out a KV block differently."""
     CANCELLED = "cancelled"
-    """One of the two engines gave the request up."""
+    """One of the two engines ended the transfer."""
     UNKNOWN_TRANSFER = "unknown_transfer"
-    """The producer never heard of the transfer within the rendezvous deadline."""
+    """The producer did not learn of the transfer within the rendezvous deadline."""
     VERSION = "version"
     """The two ends speak different versions of the protocol."""
     INCARNATION = "incarnation"
@@ -32,11 +32,11 @@ class FailureReason(str, Enum):
     AUDIENCE = "audience"
     """The ticket was minted for another consumer."""
     AUTH = "auth"
-    """A ticket was not sealed by this cluster's router."""
+    """A ticket was not sealed with a secret of this deployment."""
     CAPACITY = "capacity"
-    """There was no room for the data on the way."""
+    """No buffer had room for the data."""
     STORE = "store"
-    """The pool lost, or could not give, what it said it had."""
+    """The pool did not deliver a value that it had reported as present."""
     EPOCH = "epoch"
     """The message belongs to another attempt of the same transfer."""
 
@@ -46,19 +46,19 @@ class KVTransferError(Exception):
 
 
 class InvalidLayoutError(KVTransferError, ValueError):
-    """A KV cache is laid out in a way that cannot be transferred."""
+    """KV layout that cannot be transferred."""
 
 
 class AddressError(KVTransferError, ValueError):
-    """Nobody may listen on such an address; says which one to give."""
+    """Address that an engine must not listen on; the text says which one to give."""
 
 
 class ServerKeyError(KVTransferError):
-    """Two processes have no secret in common, or one of them has none; says what to do."""
+    """Missing secret, or a peer that proves none which this process has; says what to do."""
 
 
 class TransferError(KVTransferError):
-    """The connector was used wrongly or can no longer work.
+    """Wrong use of a connector, or a connector that can no longer work.
 
     Attributes:
         reason: The failure reason where one applies, else None.
@@ -70,19 +70,19 @@ class TransferError(KVTransferError):
 
 
 class SharedMemoryError(TransferError):
-    """Memory for processes to share is short: says how much was asked for, how much there is."""
+    """Shortage of shared memory; the text says how much was asked for and how much there is."""
 
 
 class TicketError(TransferError):
-    """A ticket is not usable by this engine; ``reason`` says which check failed."""
+    """Ticket that this engine cannot use; ``reason`` says which check failed."""
 
 
 class LayoutMismatchError(TicketError):
-    """A ticket names another KV layout than this engine's."""
+    """Ticket for another KV layout than this engine's."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, FailureReason.LAYOUT)
 
 
 class WireError(KVTransferError):
-    """Bytes from a peer are no message of this protocol. They are counted and ignored."""
+    """Bytes from a peer that are no message of this protocol; they are counted and ignored."""

@@ -1,8 +1,8 @@
-"""Move and check KV blocks that lie in memory of this process.
+"""Copy and check KV blocks in memory of this process.
 
-Two engines' block sizes meet in rows (``read_rows``, ``write_rows``); between equal ones whole
-blocks move with one copy (``copy_from``). Nothing here knows whose memory it is: it may be this
-engine's cache or another's, mapped read-only. Called by one thread at a time.
+Between engines of different block sizes rows move (``read_rows``, ``write_rows``); between equal
+ones whole blocks move with one copy (``copy_from``). The memory may be this engine's cache or
+another's, mapped read-only. Called by one thread at a time.
 """
 
 from collections.abc import Sequence
@@ -33,22 +33,22 @@ class _Span(NamedTuple):
 
 
 class HostBlocks:
-    """The blocks of one lane as bytes.
+    """Blocks of one lane as bytes.
 
-    Owner: nothing; the memory belongs to whoever passed it in and lives as long as this object.
-    Block ids count from 0; a *table* is a list of them that holds a request from position 0.
+    Owner: nothing; the memory belongs to the caller and must live as long as this object. Block ids
+    count from 0; a *table* is a list of them that holds a request from position 0.
     """
 
     def __init__(self, layout: KVLayout, pieces: Sequence[Bytes]) -> None:
-        """Look at memory as blocks.
+        """Make a view of memory as blocks.
 
         Args:
-            layout: What the bytes mean.
+            layout: Meaning of the bytes.
             pieces: Per layer and plane (``layer * num_planes + plane``) the pieces of all blocks,
                 (num_blocks, piece_bytes) uint8, C-contiguous, perhaps read-only.
 
         Raises:
-            ValueError: The pieces are not as many, or not of the shape, that the layout says.
+            ValueError: Number or shape of the pieces differ from the layout.
         """
         num_blocks = len(pieces[0]) if len(pieces) else 0
         wanted = (num_blocks, layout.piece_bytes)
@@ -58,8 +58,8 @@ class HostBlocks:
         ):
             found = sorted({f"{piece.shape} {piece.dtype}" for piece in pieces})
             raise ValueError(
-                f"{len(pieces)} pieces of {found} instead of {layout.num_pieces} contiguous ones "
-                f"of {wanted} uint8"
+                f"{len(pieces)} pieces of {found}; the layout needs {layout.num_pieces} contiguous "
+                f"pieces of {wanted} uint8"
             )
         self._layout = layout
         self._num_blocks = num_blocks
@@ -73,13 +73,13 @@ class HostBlocks:
     def within(
         cls, layout: KVLayout, memory: Bytes, offsets: Sequence[int], num_blocks: int
     ) -> "HostBlocks":
-        """Look at blocks whose pieces all lie in one piece of memory.
+        """Make a view of blocks whose pieces all lie in one array.
 
         Args:
-            layout: What the bytes mean.
+            layout: Meaning of the bytes.
             memory: (n,) uint8, contiguous, perhaps read-only.
-            offsets: Per layer and plane where in ``memory`` the first block's piece is; the other
-                blocks follow without gaps.
+            offsets: Per layer and plane the offset in ``memory`` of the first block's piece; the
+                other blocks follow without gaps.
             num_blocks: Blocks of this lane.
 
         Raises:
@@ -89,8 +89,9 @@ class HostBlocks:
         num_bytes, unit_bytes = num_blocks * layout.piece_bytes, layout.unit_bytes
         if num_blocks < 1 or not all(0 <= at <= len(memory) - num_bytes for at in offsets):
             raise ValueError(
-                f"{num_blocks} blocks of {layout.piece_bytes} bytes at {min(offsets, default=0)} "
-                f"to {max(offsets, default=0)} do not fit into {len(memory)} bytes"
+                f"{num_blocks} blocks with pieces of {layout.piece_bytes} bytes at offsets "
+                f"{min(offsets, default=0)} to {max(offsets, default=0)} do not fit into "
+                f"{len(memory)} bytes"
             )
         blocks = cls(
             layout, [memory[at : at + num_bytes].reshape(num_blocks, -1) for at in offsets]
@@ -105,13 +106,13 @@ class HostBlocks:
 
     @classmethod
     def empty(cls, layout: KVLayout, num_blocks: int) -> "HostBlocks":
-        """Make blocks of their own, which hold nothing in particular."""
+        """Make blocks in new memory, with undefined contents."""
         shape = (num_blocks, layout.piece_bytes)
         return cls(layout, [np.empty(shape, np.uint8) for _ in range(layout.num_pieces)])
 
     @property
     def layout(self) -> KVLayout:
-        """What the bytes mean."""
+        """Meaning of the bytes."""
         return self._layout
 
     @property
@@ -121,16 +122,16 @@ class HostBlocks:
 
     @property
     def pieces(self) -> Sequence[Bytes]:
-        """Per layer and plane the pieces of all blocks, (num_blocks, piece_bytes)."""
+        """Pieces of all blocks per layer and plane, (num_blocks, piece_bytes)."""
         return self._pieces
 
     def read_rows(self, block_ids: Sequence[int], first_row: int, num_rows: int) -> Bytes:
         """Copy rows of a request out.
 
         Args:
-            block_ids: The request's table; blocks that hold no wanted row are not looked at.
+            block_ids: The request's table; blocks without a wanted row are not accessed.
             first_row: First wanted row of the request.
-            num_rows: How many.
+            num_rows: Number of rows.
 
         Returns:
             (num_rows, row_bytes) uint8, contiguous, not aliased.
@@ -142,7 +143,7 @@ class HostBlocks:
         index = self._unit_index(block_ids, first_row, num_rows)
         data = np.empty((num_rows, self._layout.num_pieces, heads, unit_bytes), np.uint8)
         for span in self._spans:
-            # "clip" lets numpy write where it shall without a copy; the index is checked already.
+            # "clip" lets numpy write into `target` without a buffer; the index is checked already.
             target = data[:, span.pieces]
             np.take(span.units, index + span.firsts[:, None], 0, out=target, mode="clip")
         return data.reshape(num_rows, self._layout.row_bytes)
@@ -161,7 +162,8 @@ class HostBlocks:
         """
         if data.shape[1:] != (self._layout.row_bytes,) or data.dtype != np.uint8:
             raise ValueError(
-                f"data of {data.shape} {data.dtype} instead of (n, {self._layout.row_bytes}) uint8"
+                f"data has shape {data.shape} and dtype {data.dtype}; "
+                f"(n, {self._layout.row_bytes}) uint8 is needed"
             )
         heads, unit_bytes = self._layout.num_kv_heads, self._layout.unit_bytes
         index = self._unit_index(block_ids, first_row, len(data))
@@ -170,10 +172,10 @@ class HostBlocks:
             span.units[index + span.firsts[:, None]] = rows[:, span.pieces]
 
     def digests(self, block_ids: Sequence[int]) -> NDArray[np.uint64]:
-        """Hash blocks: of each, xxh3-64 over its pieces in order.
+        """Hash each block: xxh3-64 over its pieces in order.
 
-        Finds blocks that were copied wrong or overwritten meanwhile; no protection against whoever
-        may write to the memory.
+        Detects blocks that were copied wrong or overwritten meanwhile. No protection against an
+        attacker who can write to the memory.
 
         Returns:
             (len(block_ids),) uint64.
@@ -199,30 +201,30 @@ class HostBlocks:
         """Copy whole blocks of another lane or engine into this one.
 
         Args:
-            source: Where they are; its blocks must be laid out as these.
+            source: Blocks to copy from; laid out as these.
             source_ids: Blocks there.
             block_ids: Blocks here, as many, each once.
-            digests: What ``source.digests(source_ids)`` said where the blocks were last written.
-                What was written here is hashed, so that also a copy that went wrong is found.
+            digests: ``source.digests(source_ids)`` from when the blocks were last written. The copy
+                is hashed, not the source, so that a copy that went wrong is found, too.
 
         Returns:
-            Positions in ``block_ids`` whose blocks are not what their digest says, ascending; these
-            blocks hold something else. Empty without digests.
+            Positions in ``block_ids`` whose blocks do not match their digest, ascending; the
+            contents of these blocks are wrong. Empty without digests.
 
         Raises:
             ValueError: Layouts or numbers of ids differ, an id is out of range, or this memory is
                 read-only.
         """
         if source.layout != self._layout:
-            raise ValueError(f"blocks of {source.layout} are no blocks of {self._layout}")
+            raise ValueError(f"cannot copy blocks of {source.layout} to blocks of {self._layout}")
         sources, targets = (
             _checked(source_ids, source.num_blocks),
             _checked(block_ids, self._num_blocks),
         )
         if len(sources) != len(targets) or (digests is not None and len(digests) != len(targets)):
             raise ValueError(
-                f"{len(targets)} blocks from {len(sources)} with "
-                f"{'no' if digests is None else len(digests)} digests"
+                f"cannot copy {len(sources)} blocks to {len(targets)} with "
+                f"{'no' if digests is None else len(digests)} digests: the numbers must be equal"
             )
         pairs = list(zip(self._pieces, source.pieces, strict=True))
         if digests is None:
@@ -241,10 +243,10 @@ class HostBlocks:
         return wrong
 
     def zero_tail(self, block_ids: Sequence[int], num_tokens: int) -> None:
-        """Zero what follows a request's last token in its last block.
+        """Zero the last block of a request behind its last token.
 
-        Why: a block may be reused with values of its former owner behind the end, and some of them
-        (NaN) survive being multiplied by zero.
+        A reused block holds values of its former request there, and some of them (NaN) survive
+        being multiplied by zero.
 
         Args:
             block_ids: The request's table.
@@ -268,7 +270,7 @@ class HostBlocks:
     def _unit_index(
         self, block_ids: Sequence[int], first_row: int, num_rows: int
     ) -> NDArray[np.int64]:
-        """Number the units of rows within a piece: (num_rows, 1, num_kv_heads)."""
+        """Return the numbers of the rows' units within a piece, (num_rows, 1, num_kv_heads)."""
         per_block, heads = self._layout.rows_per_block, self._layout.num_kv_heads
         if num_rows < 0 or first_row < 0:
             raise ValueError(f"{num_rows} rows from row {first_row}: neither may be negative")
@@ -292,7 +294,7 @@ class HostBlocks:
 
 
 def _checked(block_ids: Sequence[int], num_blocks: int) -> NDArray[np.int64]:
-    # numpy would take a negative index for a block from the end.
+    # Without the check numpy would take a negative id for a block from the end.
     ids = np.asarray(block_ids, np.int64)
     if len(ids) and (ids.min() < 0 or ids.max() >= num_blocks):
         raise ValueError(f"block ids {ids} are not within 0..{num_blocks - 1}")
@@ -302,18 +304,18 @@ def _checked(block_ids: Sequence[int], num_blocks: int) -> NDArray[np.int64]:
 def _copy(
     pairs: list[tuple[Bytes, Bytes]], targets: NDArray[np.int64], sources: NDArray[np.int64]
 ) -> None:
-    """Copy blocks of every (target, source) piece; neighbours on both sides in one go."""
+    """Copy blocks in every (target, source) pair of pieces, adjacent blocks in one slice."""
     runs = _runs(targets, sources)
     for here, there in pairs:
         for first, other, length in runs:
-            if length == 1:  # a plain index costs less than a slice, which shows in small pieces
+            if length == 1:  # An index costs less than a slice, which shows in small pieces.
                 here[first] = there[other]
             else:
                 here[first : first + length] = there[other : other + length]
 
 
 def _runs(targets: NDArray[np.int64], sources: NDArray[np.int64]) -> list[tuple[int, int, int]]:
-    """Merge neighbours that are neighbours on both sides: (first target, first source, length)."""
+    """Merge blocks adjacent on both sides into runs: (first target, first source, length)."""
     is_next = (np.diff(targets) == 1) & (np.diff(sources) == 1)
     starts = np.flatnonzero(np.concatenate([[True], ~is_next])[: len(targets)])
     lengths = np.diff(starts, append=len(targets))
@@ -323,7 +325,7 @@ def _runs(targets: NDArray[np.int64], sources: NDArray[np.int64]) -> list[tuple[
 
 
 def _zero_tokens(units: Bytes, first: int, dtype: str) -> None:
-    """Zero the tokens from ``first`` on of units, (num_kv_heads, unit_bytes) uint8."""
+    """Zero the tokens from ``first`` on in units, (num_kv_heads, unit_bytes) uint8."""
     if dtype == BFLOAT8_B:
         tiles = units.reshape(len(units), -1, BFLOAT8_B_TILE_BYTES)
         tiles[..., first <= _TOKEN_OF_TILE_BYTE] = 0
@@ -332,7 +334,7 @@ def _zero_tokens(units: Bytes, first: int, dtype: str) -> None:
 
 
 def _token_of_tile_byte() -> NDArray[np.int64]:
-    """Tell which of a tile's 32 tokens (its rows) each byte is of, (1088,).
+    """Return the token (of a tile's 32, its rows) to which each byte of a tile belongs, (1088,).
 
     A tile is four faces of 16x16, left before right and upper before lower: first a byte of
     exponent per row of each face, then a byte of sign and mantissa per element.
@@ -346,7 +348,7 @@ _TOKEN_OF_TILE_BYTE = _token_of_tile_byte()
 
 
 def zero_row_tail(layout: KVLayout, row: NDArray[np.uint8], num_tokens: int) -> None:
-    """Zero what follows the last token of a request in its last row."""
+    """Zero the last row of a request behind its last token."""
     one_row = msgspec.structs.replace(layout, block_size=ROW_TOKENS)
     pieces = list(row.reshape(layout.num_pieces, 1, -1))
     HostBlocks(one_row, pieces).zero_tail([0], num_tokens % ROW_TOKENS)

@@ -1,7 +1,7 @@
-"""Take memory that processes share, now and all of it, or say how much there is.
+"""Reservation of shared memory in full at start, with an error that says how much there is.
 
-A file in memory takes pages as they are written. Where these are short by then, the kernel ends
-some process, or the one that writes gets SIGBUS: at any time, and nobody says what was asked for.
+A memfd gets its pages as they are written. If memory is short by then, the kernel kills a process
+(OOM), or the writer gets SIGBUS: at any time, and without a hint at the size that was asked for.
 """
 
 import errno
@@ -16,7 +16,7 @@ _CGROUP_FILES = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat", "total_inactive_file"),
 )
-"""Limit and use of a control group, of version 2 and 1, and where it says what it can drop."""
+"""Files of a control group, version 2 and 1: limit, use, statistics, key of droppable bytes."""
 
 
 def reserve(descriptor: int, num_bytes: int, *, purpose: str, advice: str) -> None:
@@ -25,14 +25,14 @@ def reserve(descriptor: int, num_bytes: int, *, purpose: str, advice: str) -> No
     Args:
         descriptor: The memfd, still empty.
         num_bytes: Its size.
-        purpose: What it is for, as the error says it.
-        advice: What to do when it cannot be had.
+        purpose: Use of the memory, for the error's text.
+        advice: Remedy, for the error's text.
 
     Raises:
         SharedMemoryError: The host, or this process's control group, has not that much left, or
             the kernel refuses; says both numbers.
     """
-    # Asking for more than there is would not fail: the kernel would kill some process.
+    # Checked before: an allocation beyond that would not fail, the kernel would kill a process.
     require(num_bytes, purpose=purpose, advice=advice)
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)
@@ -43,10 +43,10 @@ def reserve(descriptor: int, num_bytes: int, *, purpose: str, advice: str) -> No
 
 
 def require(num_bytes: int, *, purpose: str, advice: str) -> None:
-    """Refuse to ask for more memory than there is.
+    """Refuse to allocate more memory than there is.
 
     Args:
-        num_bytes: How much will be asked for.
+        num_bytes: Bytes that will be allocated.
         purpose: As for ``reserve``.
         advice: As for ``reserve``.
 
@@ -61,18 +61,18 @@ def require(num_bytes: int, *, purpose: str, advice: str) -> None:
 
 def _shortage(num_bytes: int, purpose: str, problem: str, advice: str) -> SharedMemoryError:
     return SharedMemoryError(
-        f"no {num_bytes} bytes of shared memory for {purpose}: {problem}; {advice}"
+        f"cannot reserve {num_bytes} bytes of shared memory for {purpose}: {problem}; {advice}"
     )
 
 
 def available_bytes(
     proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
 ) -> tuple[int, str]:
-    """Return how much can be had without memory being taken from a process, and who says so.
+    """Return how much memory can be had without taking it from a process, and which limit says so.
 
     Args:
-        proc: Where the kernel tells of the host and of this process.
-        cgroups: Where it tells of control groups.
+        proc: Mount point of procfs.
+        cgroups: Mount point of the control groups.
     """
     left = [(_host_bytes(proc), "on this host")]
     left += [(num_bytes, f"in control group {name}") for name, num_bytes in _groups(proc, cgroups)]
@@ -84,17 +84,17 @@ def _host_bytes(proc: Path) -> int:
         name, value = line.split(":")
         if name == "MemAvailable":
             return int(value.removesuffix("kB")) << 10
-    raise OSError(errno.ENODATA, "the host does not say how much memory is available")
+    raise OSError(errno.ENODATA, f"no MemAvailable in {proc / 'meminfo'}")
 
 
 def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[str, int]]:
-    """Yield what each limited control group around this process has left."""
+    """Yield name and remaining bytes of each limited control group around this process."""
     for line in (proc / "self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers not in {"", "memory"}:
             continue
         root = cgroups / controllers
-        # A container may see its own group as the root, whatever its path is elsewhere.
+        # A container may see its own group as the root, whatever its path on the host is.
         group = root / path.lstrip("/")
         for folder in (group, *group.parents):
             left = _left_bytes(folder)

@@ -1,9 +1,9 @@
-"""ZeroMQ contexts whose threads run as soon as something has come.
+"""ZeroMQ contexts whose threads are scheduled soon after they become ready.
 
-A thread that moves messages works for some microseconds at a time; what it is woken by is a token
-that somebody waits for. Linux may wake it on the core of a thread that computes, in a virtual
-machine even where another core is idle, and there it waits for the other's time slice to end. A
-thread that asks for short slices (Linux 6.12) goes first, and gets no more time in all.
+A thread that moves messages works for some microseconds at a time, and a token that a client waits
+for is often what wakes it. Linux may wake it on the core of a thread that computes, in a virtual
+machine even where another core is idle. There it waits for the other thread's time slice to end. A
+thread that asks for short slices (Linux 6.12) runs first, and gets no more time in total.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import NamedTuple
 import zmq
 
 SLICE_S = 1e-4
-"""The shortest slice that Linux grants."""
+"""Shortest slice that Linux grants."""
 _SYSCALLS = {"x86_64": (314, 315), "aarch64": (274, 275)}
 """Numbers of `sched_setattr` and `sched_getattr`, which C libraries before glibc 2.41 lack."""
 _ATTRIBUTES = struct.Struct("=IIQiIQQQII")
-"""Of Linux: size, policy, flags, nice, priority, runtime, deadline, period, two clamps. For threads
-without real-time priority the runtime is the slice."""
+"""Linux's struct sched_attr: size, policy, flags, nice, priority, runtime, deadline, period, two
+clamps. For threads without real-time priority the runtime is the slice."""
 
 
 class _Scheduling(NamedTuple):
@@ -31,7 +31,7 @@ class _Scheduling(NamedTuple):
     flags: int
     nice: int
     priority: int
-    slice_ns: int  # of any use to threads without real-time priority; 0 before Linux 6.12
+    slice_ns: int  # Has an effect without real-time priority only; 0 before Linux 6.12.
     deadline_ns: int
     period_ns: int
     least_clamp: int
@@ -39,16 +39,16 @@ class _Scheduling(NamedTuple):
 
 
 def new_context() -> zmq.Context[zmq.Socket[bytes]]:
-    """A context whose threads have begun; the scheduling of the calling thread is as before.
+    """Make a context and start its threads; the calling thread's scheduling is not changed.
 
     Raises:
-        zmq.ZMQError: They cannot begin.
+        zmq.ZMQError: The threads cannot be started.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
     def begin() -> None:
         _ask_for_short_slices()
-        # The first socket starts the threads, which are scheduled as the one that starts them.
+        # The first socket starts the threads, which inherit the scheduling of this one.
         context.socket(zmq.PAIR).close(linger=0)
 
     with ThreadPoolExecutor(1, "zmq-begin") as thread:
@@ -57,7 +57,7 @@ def new_context() -> zmq.Context[zmq.Socket[bytes]]:
 
 
 def _ask_for_short_slices() -> None:
-    """For this thread. A system that has no slices, or forbids it, leaves all as it is."""
+    """Ask for short slices for the calling thread; without effect where the system has none."""
     scheduling = _scheduling(0)
     if scheduling is None:
         return
@@ -68,7 +68,7 @@ def _ask_for_short_slices() -> None:
 
 
 def _scheduling(thread_id: int) -> _Scheduling | None:
-    """How a thread, by the system's number, is scheduled; None if this system does not say."""
+    """Return the scheduling of a thread by its system id; None if this system does not say."""
     numbers = _SYSCALLS.get(platform.machine()) if platform.system() == "Linux" else None
     if numbers is None:
         return None

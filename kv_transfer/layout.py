@@ -1,4 +1,4 @@
-"""Say what the bytes of one KV block mean, so that two engines agree before any of them move.
+"""Meaning of the bytes of a KV block, on which two engines agree before any of them move.
 
 The unit of everything that moves is a *row*: 32 consecutive tokens of all layers, planes and KV
 heads, in the order (layer, plane, KV head, unit). A *unit* is 32 tokens of one head in one plane of
@@ -17,7 +17,7 @@ import msgspec
 from kv_transfer.errors import InvalidLayoutError
 
 ROW_TOKENS = 32
-"""Token rows of a hardware tile: block sizes are multiples of it so that any two can be mapped."""
+"""Tokens of a row of hardware tiles; block sizes are multiples of it, so any two can be mapped."""
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Element sizes of the dtypes whose units are plain arrays."""
@@ -29,7 +29,7 @@ BFLOAT8_B_TILE_BYTES = 1088
 """64 shared exponents and 1,024 signs with mantissas."""
 
 _FORMAT = 2
-"""Raised when the byte order of a row on the wire changes."""
+"""Rises when the byte order of a row on the wire changes."""
 
 
 class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,8 +37,8 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         num_layers: Layers whose KV a block holds.
-        num_kv_heads: KV heads of one layer, of all device shards together.
-        head_dim: Elements of one token in one head; of a latent cache, of its vector.
+        num_kv_heads: KV heads of one layer, over all device shards.
+        head_dim: Elements of one token in one head; for a latent cache, of its vector.
         block_size: Tokens of a block; a multiple of 32.
         dtype: Element type, a key of ``DTYPE_BYTES`` or ``"bfloat8_b"``.
         rope: Element order in which K was rotated: ``"hf"`` (halves) or ``"meta"`` (pairs).
@@ -72,11 +72,11 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if self.dtype not in DTYPE_BYTES and self.dtype != BFLOAT8_B:
             known = sorted([*DTYPE_BYTES, BFLOAT8_B])
-            raise InvalidLayoutError(f"dtype {self.dtype!r} is none of {known}")
+            raise InvalidLayoutError(f"KV dtype {self.dtype!r} is unknown: use one of {known}")
         if self.dtype == BFLOAT8_B and self.head_dim % ROW_TOKENS:
             raise InvalidLayoutError(
                 f"head_dim {self.head_dim} is no multiple of {ROW_TOKENS}: {BFLOAT8_B} has "
-                f"{ROW_TOKENS}x{ROW_TOKENS} tiles"
+                f"{ROW_TOKENS}x{ROW_TOKENS} tiles; use another KV dtype"
             )
         if self.rope not in {"hf", "meta"}:
             raise InvalidLayoutError(f"rope {self.rope!r} is neither 'hf' nor 'meta'")
@@ -116,20 +116,20 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.num_pieces * self.piece_bytes
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Return how many blocks hold ``num_tokens`` tokens, the last one perhaps in part."""
+        """Return how many blocks hold ``num_tokens`` tokens; the last one may be partly filled."""
         return -(-num_tokens // self.block_size)
 
     def num_rows(self, num_tokens: int) -> int:
-        """Return how many rows hold ``num_tokens`` tokens, the last one perhaps in part."""
+        """Return how many rows hold ``num_tokens`` tokens; the last one may be partly filled."""
         return -(-num_tokens // ROW_TOKENS)
 
     def covering(self, first_row: int, num_rows: int) -> tuple[int, int]:
-        """Return which blocks hold these rows, as a half-open range of positions in the table."""
+        """Return the blocks that hold these rows: a half-open range of positions in the table."""
         end_row = first_row + num_rows
         return first_row // self.rows_per_block, -(-end_row // self.rows_per_block)
 
     def content_hash(self) -> str:
-        """Return 32 hexadecimal digits that are equal where rows are: for any block size."""
+        """Return 32 hexadecimal digits that are equal for equal rows, whatever the block size."""
         body = msgspec.to_builtins(self)
         del body["block_size"]
         return hashlib.blake2b(msgspec.msgpack.encode((_FORMAT, body)), digest_size=16).hexdigest()

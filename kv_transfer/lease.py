@@ -1,8 +1,8 @@
-"""Decide how long a producer keeps blocks for a consumer.
+"""Leases: how long a producer keeps blocks for a consumer.
 
-A lease is WAITING until its consumer attaches, SERVING while the consumer gives signs of life, and
-then DONE, EXPIRED or CANCELLED for good. How much is ready or sent is not a state but a count, kept
-by the session. Pure: time comes in as ``now_s``.
+A lease is WAITING until its consumer attaches, SERVING while the consumer renews it, and then DONE,
+EXPIRED or CANCELLED for good. The numbers of ready and sent rows are no part of the state; the
+session counts them. Pure: time comes in as ``now_s``.
 """
 
 from collections import OrderedDict
@@ -12,14 +12,14 @@ from enum import Enum
 from kv_transfer.config import TransferConfig
 
 MAX_ENDED = 4096
-"""Ended leases that are remembered, so that late messages get a true answer."""
+"""Ended leases that are remembered, so that a late message gets a true answer."""
 
 
 class LeaseState(str, Enum):
     """State of a lease; the value is the wire form."""
 
     WAITING = "waiting"
-    """Nobody has fetched yet; ends at the rendezvous deadline."""
+    """No consumer has fetched yet; ends at the rendezvous deadline."""
     SERVING = "serving"
     """A consumer is attached; ends when it stops renewing."""
     DONE = "done"
@@ -27,7 +27,7 @@ class LeaseState(str, Enum):
     EXPIRED = "expired"
     """A deadline passed."""
     CANCELLED = "cancelled"
-    """One end gave up."""
+    """One end cancelled the transfer."""
 
 
 _LIVE = frozenset({LeaseState.WAITING, LeaseState.SERVING})
@@ -42,7 +42,8 @@ class _Lease:
 class LeaseTable:
     """All leases of one producer.
 
-    Owner: the connector's I/O thread. A transfer id is granted at most once; ended states absorb.
+    Owner: the connector's I/O thread. A transfer id is granted at most once. An ended lease never
+    changes its state.
     """
 
     def __init__(self, config: TransferConfig) -> None:
@@ -57,14 +58,14 @@ class LeaseTable:
         return f"LeaseTable(live={live}, ended={ended})"
 
     def grant(self, transfer_id: bytes, now_s: float) -> bool:
-        """Start a lease in WAITING; False when this id already had one (or was refused)."""
+        """Start a lease in WAITING; return False when this id already had one, or was refused."""
         if transfer_id in self._live or transfer_id in self._ended:
             return False
         self._live[transfer_id] = _Lease(LeaseState.WAITING, now_s + self._config.rendezvous_s)
         return True
 
     def attach(self, transfer_id: bytes, now_s: float) -> bool:
-        """Note that the consumer is here; False unless the lease is live."""
+        """Record that the consumer has attached; return False unless the lease is live."""
         if not self.is_live(transfer_id, now_s):
             return False
         lease = self._live[transfer_id]
@@ -74,7 +75,7 @@ class LeaseTable:
         return self.renew(transfer_id, now_s)
 
     def renew(self, transfer_id: bytes, now_s: float) -> bool:
-        """Extend an attached lease; False when there is none that lives.
+        """Extend an attached lease; return False when no lease of this id is live.
 
         A lease past its deadline is not revived even if ``expire`` has not run yet.
         """
@@ -86,7 +87,7 @@ class LeaseTable:
         return True
 
     def end(self, transfer_id: bytes, state: LeaseState) -> bool:
-        """End a lease, or refuse one that was never granted; False when it has ended before."""
+        """End a lease, or refuse one that was never granted; return False if it had ended."""
         assert state not in _LIVE, f"{state} ends nothing"
         if transfer_id in self._ended:
             return False
@@ -97,7 +98,7 @@ class LeaseTable:
         return True
 
     def expire(self, now_s: float) -> tuple[bytes, ...]:
-        """End every lease whose deadline has come, and return their ids."""
+        """End every lease whose deadline has passed, and return their ids."""
         due = tuple(tid for tid, lease in self._live.items() if lease.deadline_s <= now_s)
         for transfer_id in due:
             self.end(transfer_id, LeaseState.EXPIRED)
@@ -109,17 +110,17 @@ class LeaseTable:
         return lease.state if lease is not None else self._ended.get(transfer_id)
 
     def is_live(self, transfer_id: bytes, now_s: float) -> bool:
-        """Tell whether data may be sent under this lease at this moment."""
+        """Return whether data may be sent under this lease at this moment."""
         lease = self._live.get(transfer_id)
         return lease is not None and now_s < lease.deadline_s
 
     def left_s(self, transfer_id: bytes, now_s: float) -> float:
-        """Return the seconds until a lease ends unless renewed; 0 for one that has ended."""
+        """Return the seconds until a lease ends unless renewed; 0 for an ended one."""
         lease = self._live.get(transfer_id)
         return max(0.0, lease.deadline_s - now_s) if lease is not None else 0.0
 
     def next_deadline_s(self) -> float | None:
-        """Return the earliest deadline, or None when nothing is leased."""
+        """Return the earliest deadline, or None without live leases."""
         return min((lease.deadline_s for lease in self._live.values()), default=None)
 
     def check_invariants(self) -> None:

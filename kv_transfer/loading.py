@@ -1,4 +1,4 @@
-"""One transfer on its way here: which rows have come, which may, and what its producer is told."""
+"""Consumer's state of one transfer: the rows that have arrived, and the credit granted."""
 
 from dataclasses import dataclass, field
 
@@ -20,7 +20,7 @@ from kv_transfer.transport import Load, Route
 
 @dataclass(slots=True, eq=False)
 class Loading:
-    """See the module docstring. Owner: the ``ConsumerSessions`` that it is one of."""
+    """Progress of one incoming transfer. Owner: the ``ConsumerSessions`` that holds it."""
 
     consumer: str
     """Incarnation of this engine."""
@@ -32,9 +32,9 @@ class Loading:
     num_rows: int
     started_s: float
     heard_s: float
-    """When the producer's process last said anything about this transfer."""
+    """When the producer's process last sent anything about this transfer."""
     data_s: float
-    """When a chunk last arrived, or the producer last had good reason not to send one."""
+    """When a chunk last arrived, or the producer last had a valid reason to send none."""
     probe_s: float
     """When the next FETCH, RENEW or DONE is due."""
     is_attached: bool = False
@@ -42,18 +42,18 @@ class Loading:
     consumed: int = 0
     limit: int = 0
     told_limit: int = 0
-    """What the producer knows of ``limit``."""
+    """The ``limit`` that the producer has been sent."""
     arrived: bytearray = field(default_factory=bytearray)
     asked_s: float = 0.0
-    """Before this, lost rows are not asked for again."""
+    """Earliest time to ask for lost rows again."""
     spoiled: set[int] = field(default_factory=set)
-    """Rows that were asked for again because they had arrived corrupted."""
+    """Rows that arrived corrupted and were requested again."""
 
     @classmethod
     def begin(
         cls, consumer: str, command: Load, route: Route, num_rows: int, now_s: float
     ) -> "Loading":
-        """Begin what the core asked for, of a request of so many rows; nothing may arrive yet."""
+        """Start the load of a ``Load`` command, for a request of ``num_rows`` rows."""
         return cls(
             consumer,
             command.ticket,
@@ -69,22 +69,22 @@ class Loading:
 
     @property
     def is_mapped(self) -> bool:
-        """Whether its rows are read where they are, in the producer's memory."""
+        """True if rows are read in place, in the producer's memory."""
         return self.route.path == "shared"
 
     @property
     def is_complete(self) -> bool:
-        """Whether every row has arrived."""
+        """True once every row has arrived."""
         return self.num_arrived == self.num_rows - self.start_row
 
     @property
     def is_consumed(self) -> bool:
-        """Whether every row is written."""
+        """True once every row is written."""
         return self.consumed == self.num_rows - self.start_row
 
     @property
     def is_confirming(self) -> bool:
-        """Everything was read in the producer's memory; it has to say that it held it."""
+        """True once all rows were read in place and only the producer's confirmation is missing."""
         return self.is_mapped and self.is_consumed
 
     @property
@@ -95,12 +95,12 @@ class Loading:
     # ---- rows
 
     def may_send(self, data: Data | Mapped) -> bool:
-        """Tell whether these rows are among those that the producer has credit for."""
+        """Return whether the producer has credit for these rows."""
         start = data.first_row
         return self.start_row <= start < start + data.num_rows <= self.limit
 
     def expects(self, data: Data, num_bytes: int) -> bool:
-        """Tell whether a header is this producer's, and so many bytes are its rows."""
+        """Return whether a header is from this producer and matches a payload of so many bytes."""
         return (
             data.epoch == self.ticket.epoch
             and data.incarnation == self.ticket.producer_incarnation
@@ -109,20 +109,20 @@ class Loading:
         )
 
     def num_new(self, data: Data | Mapped) -> int:
-        """Count those of these rows that have not arrived before."""
+        """Return how many of these rows have not arrived before."""
         return data.num_rows - sum(self.arrived[data.first_row : data.first_row + data.num_rows])
 
     def arrive(self, data: Data | Mapped, num_new: int, now_s: float) -> None:
-        """Note rows that are here, and right; so many of them for the first time."""
+        """Record verified rows, ``num_new`` of them for the first time."""
         self.heard_s = self.data_s = now_s
         self.is_attached = True
         self.num_arrived += num_new
         self.arrived[data.first_row : data.first_row + data.num_rows] = b"\x01" * data.num_rows
 
     def take_back(self, first_row: int, num_rows: int) -> tuple[int, int]:
-        """Note that rows are not here, though they had arrived; returns where they begin and end.
+        """Record that rows are missing again, and return their range.
 
-        Only those that are asked for: blocks that were read may hold others, too.
+        Clipped to the rows of this load: a block that was read may hold others, too.
         """
         start = max(first_row, self.start_row)
         end = min(first_row + num_rows, self.num_rows)
@@ -131,7 +131,7 @@ class Loading:
         return start, end
 
     def first_gap(self, sent: int) -> tuple[int, int] | None:
-        """Return where the first rows begin and end that were sent and have not arrived."""
+        """Return the first range of rows that were sent and have not arrived, or None."""
         missing = self.arrived.find(0, self.start_row)
         if not 0 <= missing < sent:
             return None
@@ -139,17 +139,18 @@ class Loading:
         return missing, sent if end < 0 else end
 
     def raise_limit(self, window_rows: int) -> None:
-        """Grant so many rows beyond the consumed ones, as far as there are any; never fewer."""
+        """Raise the limit to ``window_rows`` beyond the consumed rows; never lower it."""
         limit = min(self.start_row + self.consumed + window_rows, self.num_rows)
         self.limit = max(self.limit, limit)
 
-    # ---- words to the producer
+    # ---- messages to the producer
 
     def must_tell(self, window_rows: int) -> bool:
-        """Tell whether it is time to say how far the limit has risen.
+        """Return whether the producer should be sent the new limit now.
 
-        By a quarter of the window: each message costs both ends more than a chunk's checksum. But
-        not later than when the producer may send no more, as of a window that shrank.
+        Sent in steps of a quarter of the window, because each message costs both ends more than a
+        chunk's checksum. Sent at once when the producer has no credit left, as after the window
+        shrank.
         """
         untold = self.limit - self.told_limit
         is_used_up = self.told_limit <= self.start_row + self.consumed
@@ -157,12 +158,15 @@ class Loading:
         return untold > 0 and (is_raised_enough or is_used_up)
 
     def tell_credit(self) -> Credit:
-        """Return the message that says how much may be sent; from now on the producer knows."""
+        """Return the message with the current limit, and record that it was sent."""
         self.told_limit = self.limit
         return Credit(self.ticket.transfer_id, self.ticket.epoch, self.consumed, self.window)
 
     def sign_of_life(self) -> Fetch | Renew | Done:
-        """FETCH until attached, then RENEW; DONE until confirmed. The first two tell the limit."""
+        """Return FETCH until attached, then RENEW, and DONE until confirmed.
+
+        FETCH and RENEW carry the current limit.
+        """
         self.told_limit = self.limit
         if self.is_confirming:
             return self.done_message()
@@ -171,7 +175,7 @@ class Loading:
         return Renew(self.ticket.transfer_id, self.ticket.epoch, self.consumed, self.window)
 
     def fetch(self, start: int, end: int, *, attempt: int) -> Fetch:
-        """Ask for rows, for the first time or once more."""
+        """Return a FETCH of rows, for the first time or again."""
         return Fetch(
             version=PROTOCOL_VERSION,
             transfer_id=self.ticket.transfer_id,
@@ -186,17 +190,17 @@ class Loading:
         )
 
     def done_message(self) -> Done:
-        """Say that it is over, and well."""
+        """Return the DONE of this transfer."""
         return Done(self.ticket.transfer_id, self.ticket.epoch, self.sealed)
 
     def cancel_message(self, reason: FailureReason) -> Cancel:
-        """Say that it is over, and why."""
+        """Return the CANCEL of this transfer."""
         return Cancel(self.ticket.transfer_id, self.ticket.epoch, reason, self.sealed)
 
     # ---- deadlines
 
     def overdue(self, config: TransferConfig, now_s: float) -> FailureReason | None:
-        """Return why it has taken too long, if it has."""
+        """Return the reason to fail the load for a deadline, or None."""
         if self.is_complete and not self.is_confirming:
             return None
         if not self.is_attached and now_s - self.started_s >= config.rendezvous_s:

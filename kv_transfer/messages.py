@@ -1,4 +1,4 @@
-"""The wire messages of the point-to-point connector, their codec and the chunk checksum.
+"""Wire messages of the point-to-point connector, their codec and the chunk checksum.
 
 Consumer to producer: ``Fetch``, ``Credit``, ``Renew``, ``Done``, ``Cancel``. Producer to consumer:
 ``Data``, ``Mapped`` and ``Agent`` (each followed by one payload frame), ``Staged``, ``LeaseInfo``,
@@ -22,12 +22,12 @@ from kv_transfer.ticket import Count, Name, TransferId
 
 PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 2048
-"""Most bytes of a message without its payload; longer frames are refused undecoded."""
+"""Most bytes of a message without its payload; longer frames are refused before decoding."""
 
 PayloadPath = Literal["inline", "shared", "nixl"]
-"""How payload travels. inline: behind its header, on the same connection. shared: not at all, the
-consumer reads it in the producer's memory, which it has mapped. nixl: the consumer reads it over
-NIXL where the producer has staged it."""
+"""Path of a transfer's payload. inline: behind its header, on the same connection. shared: none is
+sent; the consumer reads the producer's memory, which it has mapped. nixl: the producer stages it,
+and the consumer reads it over NIXL."""
 
 SealedTicket = Annotated[bytes, Meta(min_length=1, max_length=MAX_SEALED_BYTES)]
 _Hash64 = Annotated[int, Meta(ge=0)]
@@ -37,9 +37,10 @@ _NumRows = Annotated[int, Meta(gt=0, lt=1 << 31)]
 class Fetch(
     Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True, kw_only=True, gc=False
 ):
-    """Attach to a transfer (``attempt`` 0), or ask for a range of it again (``attempt`` 1).
+    """Request to attach to a transfer (``attempt`` 0), or to repeat a range of it (``attempt`` 1).
 
-    May arrive before the producer has heard of the transfer. Answered by ``LeaseInfo`` or ``Fail``.
+    May arrive before the producer has learned of the transfer. Answered by ``LeaseInfo`` or
+    ``Fail``.
 
     Attributes:
         version: ``PROTOCOL_VERSION`` of the sender.
@@ -50,7 +51,7 @@ class Fetch(
         start_row: First row wanted.
         end_row: One past the last row wanted.
         window: Rows that the sender has room for beyond those it consumed.
-        path: How the payload is to travel.
+        path: Path that the payload should take.
         attempt: 0 to attach, 1 to repeat.
     """
 
@@ -67,7 +68,7 @@ class Fetch(
 
 
 class Credit(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True, gc=False):
-    """Say how many rows have been consumed since ``start_row`` and how many more may come."""
+    """Credit of a consumer: rows consumed since ``start_row``, and rows that may still come."""
 
     transfer_id: TransferId
     epoch: Count
@@ -76,7 +77,7 @@ class Credit(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=
 
 
 class Renew(Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True, gc=False):
-    """Keep the lease alive and repeat the latest credit; answered by ``LeaseInfo``."""
+    """Renewal of the lease, which repeats the latest credit; answered by ``LeaseInfo``."""
 
     transfer_id: TransferId
     epoch: Count
@@ -85,15 +86,15 @@ class Renew(Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=T
 
 
 class Done(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True, gc=False):
-    """Every row is verified and written; repeated until ``LeaseInfo`` says so.
+    """End of a transfer whose rows are all verified and written; repeated until acknowledged.
 
     Over the path ``shared`` the data counts only once that answer says ``done``: until then the
-    producer may have let go of the memory that was read.
+    producer may have freed the memory that was read.
 
     Attributes:
         transfer_id: From the ticket.
         epoch: From the ticket.
-        ticket: The sealed ticket, as it may come before, or without, a FETCH.
+        ticket: The sealed ticket, as this message may come before, or without, a FETCH.
     """
 
     transfer_id: TransferId
@@ -102,13 +103,14 @@ class Done(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=Tr
 
 
 class Cancel(Struct, frozen=True, array_like=True, tag=5, forbid_unknown_fields=True, gc=False):
-    """The sender's end is over. A consumer repeats it until ``LeaseInfo`` acknowledges.
+    """End of a transfer without delivery. A consumer repeats it until ``LeaseInfo`` acknowledges.
 
     Attributes:
         transfer_id: From the ticket.
         epoch: From the ticket.
         reason: Why.
-        ticket: A consumer's sealed ticket, as it may come before a FETCH; a producer shows none.
+        ticket: A consumer's sealed ticket, as this message may come before a FETCH; empty from a
+            producer.
     """
 
     transfer_id: TransferId
@@ -138,7 +140,7 @@ class Data(Struct, frozen=True, array_like=True, tag=6, forbid_unknown_fields=Tr
 
 
 class Mapped(Struct, frozen=True, array_like=True, tag=9, forbid_unknown_fields=True, gc=False):
-    """Tell where ``num_rows`` rows are in the producer's shared memory; path ``shared`` only.
+    """Announcement of ``num_rows`` rows in the producer's shared memory; path ``shared`` only.
 
     The payload frame holds the producer's blocks that cover the rows, as little-endian int64 block
     ids, and behind them, if the producer computes them, as many uint64 digests of these blocks.
@@ -148,7 +150,7 @@ class Mapped(Struct, frozen=True, array_like=True, tag=9, forbid_unknown_fields=
         epoch: From the ticket.
         incarnation: The producer process.
         first_row: Position of the first row in the request.
-        num_rows: Rows that are told of.
+        num_rows: Number of rows announced.
         lane: Lane of the producer that holds the blocks.
         checksum: ``chunk_checksum`` of coordinates and payload.
     """
@@ -163,14 +165,14 @@ class Mapped(Struct, frozen=True, array_like=True, tag=9, forbid_unknown_fields=
 
 
 class Staged(Struct, frozen=True, array_like=True, tag=10, forbid_unknown_fields=True, gc=False):
-    """Tell where ``num_rows`` rows are in the producer's staging memory; path ``nixl`` only.
+    """Announcement of ``num_rows`` rows in the producer's staging memory; path ``nixl`` only.
 
-    Once read there, they are what follows a ``Data`` with the same coordinates and checksum.
+    Once read there, they are the payload of a ``Data`` with the same coordinates and checksum.
 
     Attributes:
-        data: That header.
-        address: Of the rows, in the producer.
-        num_bytes: Of the rows.
+        data: Header of the rows.
+        address: Address of the rows in the producer.
+        num_bytes: Bytes of the rows.
     """
 
     data: Data
@@ -179,13 +181,13 @@ class Staged(Struct, frozen=True, array_like=True, tag=10, forbid_unknown_fields
 
 
 class Agent(Struct, frozen=True, array_like=True, tag=11, forbid_unknown_fields=True, gc=False):
-    """Introduce the producer's NIXL agent, whose metadata follows; before the first ``Staged``."""
+    """Introduction of the producer's NIXL agent, before the first ``Staged``; metadata follows."""
 
     incarnation: Name
 
 
 class LeaseInfo(Struct, frozen=True, array_like=True, tag=7, forbid_unknown_fields=True, gc=False):
-    """The producer's answer: where the transfer stands. Also acknowledges Done and Cancel.
+    """State of a transfer, as the producer's answer. Also acknowledges Done and Cancel.
 
     Attributes:
         transfer_id: From the ticket.
@@ -205,7 +207,7 @@ class LeaseInfo(Struct, frozen=True, array_like=True, tag=7, forbid_unknown_fiel
 
 
 class Fail(Struct, frozen=True, array_like=True, tag=8, forbid_unknown_fields=True, gc=False):
-    """The producer will send nothing (more) for this transfer."""
+    """Refusal or end of a transfer: the producer will send nothing (more) for it."""
 
     transfer_id: TransferId
     epoch: Count
@@ -215,7 +217,7 @@ class Fail(Struct, frozen=True, array_like=True, tag=8, forbid_unknown_fields=Tr
 ToProducer = Fetch | Credit | Renew | Done | Cancel
 ToConsumer = Data | Mapped | LeaseInfo | Fail | Cancel
 FromProducer = ToConsumer | Staged | Agent
-"""What arrives at a consumer: the last two are for its transport."""
+"""Messages that arrive at a consumer; ``Staged`` and ``Agent`` are for its transport."""
 
 _MessageT = TypeVar("_MessageT")
 
@@ -225,12 +227,12 @@ _to_consumer: msgspec.msgpack.Decoder[FromProducer] = msgspec.msgpack.Decoder(Fr
 
 
 def encode(message: ToProducer | FromProducer) -> bytes:
-    """Return the frame of a message (a ``Data`` payload is a frame of its own)."""
+    """Return the frame of a message; the payload of a ``Data`` is a frame of its own."""
     return _encoder.encode(message)
 
 
 def decode_to_producer(frame: bytes) -> ToProducer:
-    """Decode what a consumer sent.
+    """Decode a frame from a consumer.
 
     Raises:
         WireError: When the frame is too long or no such message.
@@ -239,7 +241,7 @@ def decode_to_producer(frame: bytes) -> ToProducer:
 
 
 def decode_to_consumer(frame: bytes) -> FromProducer:
-    """Decode what a producer sent.
+    """Decode a frame from a producer.
 
     Raises:
         WireError: When the frame is too long or no such message.
@@ -253,7 +255,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[_MessageT], frame: bytes) -> _Messa
     try:
         return decoder.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise WireError(f"no message of this protocol: {error}") from error
+        raise WireError(f"not a message of this protocol: {error}") from error
 
 
 def chunk_checksum(
@@ -261,8 +263,8 @@ def chunk_checksum(
 ) -> int:
     """Return xxh3 over a chunk's coordinates and bytes.
 
-    Why: a chunk that arrives intact under another chunk's name must not pass. It finds what went
-    wrong on the way, not who did it on purpose: whoever can forge a chunk can forge this too.
+    The coordinates are part of it so that an intact chunk under another chunk's name fails. It
+    detects damage on the way, not forgery: an attacker can compute it too.
     """
     digest = xxhash.xxh3_64(_encoder.encode((transfer_id, epoch, first_row, num_rows)))
     digest.update(payload.data)
@@ -278,12 +280,14 @@ def encode_mapped(block_ids: NDArray[np.int64], digests: NDArray[np.uint64]) -> 
 def decode_mapped(
     payload: NDArray[np.uint8], num_blocks: int
 ) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-    """Return block ids and digests of a ``Mapped`` about ``num_blocks`` blocks.
+    """Return block ids and digests of a ``Mapped`` for ``num_blocks`` blocks.
 
     Raises:
         WireError: When the payload has another size.
     """
     if payload.nbytes not in {8 * num_blocks, 16 * num_blocks}:
-        raise WireError(f"{payload.nbytes} bytes about {num_blocks} blocks")
+        raise WireError(
+            f"a payload of {payload.nbytes} bytes for {num_blocks} blocks: 8 or 16 a block needed"
+        )
     words = np.frombuffer(payload.tobytes(), "<i8")
     return words[:num_blocks], words[num_blocks:].view("<u8")

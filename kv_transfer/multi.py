@@ -1,13 +1,14 @@
-"""The connector ``"multi"``: what the local prefix lacks comes from the pool, the rest from a peer.
+"""Connector ``"multi"``: loads from the pool first, and the rest from another engine.
 
-It is a point-to-point connector and a pooled one side by side, and does nothing that they do. It
-says which part of a request each of them gets, one after the other, and when the request has ended:
+It runs a point-to-point connector and a pooled one side by side and adds no transfer of its own. It
+decides which part of a request each of them gets, one after the other, and when a request has
+ended:
 
 * A request that fetches its KV from another engine gets its leading units from the pool, as far as
   they are there, and then the rows behind them from the other engine. Which rows these are depends
-  on the pool's answer, so that a fetch starts up to ``SPLIT_WAIT_S`` later than it could.
-* Every other request gets its leading units from the pool and computes the rest. What it computes
-  is saved to the pool, and offered to the other engine if it has a ticket.
+  on the pool's answer, so a fetch may start up to ``SPLIT_WAIT_S`` later than it could.
+* Every other request gets its leading units from the pool and computes the rest. The computed KV
+  is saved to the pool, and offered to the other engine if the request has a ticket.
 """
 
 from collections import Counter
@@ -48,7 +49,7 @@ _Outcome: TypeAlias = Literal["sent", "received"] | Failure
 
 
 class MultiMeta(ConnectorMeta, frozen=True):
-    """What the scheduler side tells the worker side in one step.
+    """Message of one step from scheduler side to worker side.
 
     Attributes:
         p2p: For the point-to-point connector.
@@ -60,37 +61,37 @@ class MultiMeta(ConnectorMeta, frozen=True):
 
 
 class MultiResults(TransferResults, frozen=True):
-    """What ended of either connector's parts; the scheduler side says what that ends.
+    """Ends of both connectors' parts; the scheduler side derives the ends of requests from them.
 
     Attributes:
-        p2p: Of the point-to-point connector.
-        pooled: Of the pooled connector.
+        p2p: Ends in the point-to-point connector.
+        pooled: Ends in the pooled connector.
     """
 
     p2p: TransferResults = field(default_factory=TransferResults)
     pooled: TransferResults = field(default_factory=TransferResults)
 
     def __bool__(self) -> bool:
-        """Tell whether there is anything to tell."""
+        """Return whether either part holds anything."""
         return bool(self.p2p) or bool(self.pooled)
 
 
 @dataclass(slots=True, eq=False)
 class _Fetching:
-    """A request whose KV another engine sends, until its end is reported."""
+    """Request whose KV another engine sends, until its end is reported."""
 
     num_tokens: int
     lane: int = 0
     block_ids: BlockTables = ()
     num_local: int = 0
-    """Leading tokens that are in its blocks without the other engine."""
+    """Leading tokens whose KV is in its blocks from the local prefix or the pool."""
     is_allocated: bool = False
     is_started: bool = False
-    """The other engine was asked for the rest, or that is not wanted any more."""
+    """The other engine was asked for the rest, or must not be asked any more."""
 
 
 class MultiConnectorScheduler:
-    """Scheduler side (see ``KVConnectorScheduler`` and the module docstring).
+    """Scheduler side of the connector ``"multi"`` (see ``KVConnectorScheduler``).
 
     Owner: the engine's core thread.
     """
@@ -103,12 +104,12 @@ class MultiConnectorScheduler:
         self._layout = layout
         self._fetching: dict[str, _Fetching] = {}
         self._lent: set[str] = set()
-        """Finished requests whose blocks the other engine keeps; they are saved meanwhile."""
+        """Finished requests whose blocks stay for a p2p transfer; pool saves continue meanwhile."""
         self._late: dict[str, _Outcome] = {}
-        """Ends of the other engine's part that are told after that of the pool's load."""
+        """Ends of p2p parts that are reported only after the request's load from the pool ended."""
 
     def __repr__(self) -> str:
-        """Show both."""
+        """Show both connectors."""
         return f"MultiConnectorScheduler({self._p2p!r}, {self._pooled!r})"
 
     @property
@@ -117,7 +118,7 @@ class MultiConnectorScheduler:
         return self._p2p.num_inflight + self._pooled.num_inflight + len(self._late)
 
     def on_new_request(self, request: TransferRequest, now_s: float) -> None:
-        """Take note of a request, and look it up in the pool."""
+        """Record a request, and look it up in the pool."""
         request_id = request.request_id
         self._pooled.check_unused(request_id)
         self._p2p.on_new_request(request, now_s)
@@ -131,16 +132,16 @@ class MultiConnectorScheduler:
         )
 
     def lend(self, request: TransferRequest, lent: SaveProgress, now_s: float) -> None:
-        """Offer what a request that runs here has in full blocks; the pool has no part in it."""
+        """Offer the full blocks of a request that keeps running here; the pool is not used."""
         self._p2p.lend(request, lent, now_s)
 
     def get_num_new_matched_tokens(
         self, request_id: str, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tell how many tokens beyond the local prefix hit will be loaded, from wherever."""
+        """Return how many tokens beyond the local prefix hit will be loaded, from either source."""
         fetching = self._fetching.get(request_id)
         if fetching is not None and (fetching.is_allocated or fetching.is_started):
-            # It has lost its blocks; what comes next is open until the end was reported.
+            # The request has lost its blocks; nothing is known before its end was reported.
             return None, True
         if fetching is not None:
             return self._p2p.get_num_new_matched_tokens(request_id, num_computed_tokens)
@@ -153,7 +154,7 @@ class MultiConnectorScheduler:
         block_ids: Sequence[Sequence[int]],
         num_external_tokens: int,
     ) -> None:
-        """Take the blocks that were allocated for a load."""
+        """Record the blocks that were allocated for a load."""
         fetching = self._fetching.get(request_id)
         if fetching is None:
             self._pooled.update_state_after_alloc(request_id, lane, block_ids, num_external_tokens)
@@ -171,14 +172,14 @@ class MultiConnectorScheduler:
             self._go_on(request_id, fetching)
 
     def build_connector_meta(self, progress: Sequence[SaveProgress] = ()) -> MultiMeta:
-        """Hand over everything that is new; drains."""
+        """Return everything that is new for the worker side, and clear it."""
         p2p = self._p2p.build_connector_meta(progress)
         return MultiMeta(p2p, self._pooled.build_connector_meta(progress))
 
     def update_connector_output(self, results: TransferResults) -> TransferResults:
-        """Tell each side the ends of its parts, go on with what waited, and say what has ended."""
+        """Pass each connector its ends, continue waiting requests, return the ends of requests."""
         if not isinstance(results, MultiResults):
-            raise TransferError(f"{type(results).__name__} is of another connector")
+            raise TransferError(f"{type(results).__name__} is not from connector 'multi'")
         self._p2p.update_connector_output(results.p2p)
         self._pooled.update_connector_output(results.pooled)
         self._late.update(_outcomes(results.p2p))
@@ -191,7 +192,7 @@ class MultiConnectorScheduler:
                 ends[request_id] = outcome
         for request_id in [x for x in self._late if self._is_due(x) and x not in ends]:
             ends[request_id] = self._late.pop(request_id)
-            # Of what was fetched nothing is saved: the other engine does that.
+            # Fetched KV is not saved here: the engine that computed it saves it.
             was_fetching = self._fetching.pop(request_id, None) is not None
             if (was_fetching and ends[request_id] == "received") or request_id in self._lent:
                 self._lent.discard(request_id)
@@ -213,21 +214,21 @@ class MultiConnectorScheduler:
         self._pooled.request_preempted(request_id)
 
     def request_finished(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> bool:
-        """Tell whether the blocks of a finished request must stay allocated."""
+        """Return whether the blocks of a finished request must stay allocated."""
         if not self._p2p.request_finished(request_id, block_ids):
             self._late.pop(request_id, None)
             return self._pooled.request_finished(request_id, block_ids)
         fetching = self._fetching.get(request_id)
         if fetching is not None:
             fetching.is_started = True
-        # Beyond its load the pool's part asks for no blocks of its own: it ends with the other one.
+        # Apart from its load the pool needs no blocks after this: saves end with the p2p transfer.
         self._lent.add(request_id)
         if self._pooled.is_loading(request_id):
             self._pooled.request_finished(request_id, block_ids)
         return True
 
     def cancel(self, request_id: str) -> None:
-        """End a request's transfer, both parts of it."""
+        """End both parts of a request's transfer."""
         fetching = self._fetching.get(request_id)
         if fetching is not None:
             fetching.is_started = True
@@ -235,16 +236,16 @@ class MultiConnectorScheduler:
         self._pooled.cancel(request_id)
 
     def has_pending_work(self) -> bool:
-        """Tell whether a step is needed to hand something to the worker side, or to tell an end."""
+        """Return whether a step is needed to inform the worker side or to report an end."""
         is_due = any(map(self._is_due, self._late))
         return is_due or self._p2p.has_pending_work() or self._pooled.has_pending_work()
 
     def _is_due(self, request_id: str) -> bool:
-        """Tell whether the pool writes to a request's blocks no more."""
+        """Return whether the pool has stopped writing to a request's blocks."""
         return not self._pooled.is_loading(request_id)
 
     def _go_on(self, request_id: str, fetching: _Fetching) -> None:
-        """Load what the pool has, then fetch what is behind it, as soon as it is known what."""
+        """Load what the pool has, then fetch the rest; wait while the pool has not answered."""
         if fetching.is_started or not fetching.is_allocated or not self._is_due(request_id):
             return
         lane, block_ids = fetching.lane, fetching.block_ids
@@ -262,7 +263,7 @@ class MultiConnectorScheduler:
 
 
 class MultiConnectorWorker:
-    """Worker side: both, one after the other (see ``KVConnectorWorker``).
+    """Worker side of the connector ``"multi"``: runs both connectors one after the other.
 
     Owner: the engine's core thread.
     """
@@ -275,11 +276,11 @@ class MultiConnectorWorker:
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """Where other engines reach this one."""
+        """Endpoints of this engine for others."""
         return self._p2p.endpoints
 
     def register_kv_caches(self, ios: Sequence[KVDeviceIO]) -> None:
-        """Take the cache, start listening and open the store."""
+        """Attach the cache, open the store and start listening."""
         self._pooled.register_kv_caches(ios)
         self._p2p.register_kv_caches(ios)
 
@@ -293,7 +294,7 @@ class MultiConnectorWorker:
     # ---- one step
 
     def start_load_kv(self, meta: ConnectorMeta, now_s: float) -> None:
-        """Before the forward: start and stop transfers, then write what arrived."""
+        """Begin a step: start and stop transfers, then write what arrived."""
         meta = _require_meta(meta)
         self._p2p.start_load_kv(meta.p2p, now_s)
         self._pooled.start_load_kv(meta.pooled, now_s)
@@ -304,12 +305,12 @@ class MultiConnectorWorker:
         self._pooled.wait_for_layer_load(layer)
 
     def save_kv_layer(self, layer: int) -> None:
-        """Take note that a layer's KV was written."""
+        """Record that a layer's KV was written."""
         self._p2p.save_kv_layer(layer)
         self._pooled.save_kv_layer(layer)
 
     def mark_ready(self, meta: ConnectorMeta, now_s: float) -> None:
-        """After the forward: what was announced is in the cache; send it and save it."""
+        """Record after the forward what is in the cache; send it and save it."""
         meta = _require_meta(meta)
         self._p2p.mark_ready(meta.p2p, now_s)
         self._pooled.mark_ready(meta.pooled, now_s)
@@ -320,7 +321,7 @@ class MultiConnectorWorker:
         self._pooled.wait_for_save()
 
     def get_transfer_results(self, now_s: float) -> TransferResults:
-        """At the end of the step: move what is due and report what ended of either part."""
+        """Copy what is due at the end of a step, and return what ended in either part."""
         p2p = self._p2p.get_transfer_results(now_s)
         return MultiResults(p2p=p2p, pooled=self._pooled.get_transfer_results(now_s))
 
@@ -329,12 +330,12 @@ class MultiConnectorWorker:
         return _add(self._p2p.stats(now_s), self._pooled.stats(now_s))
 
     def transfers(self, now_s: float) -> list[TransferInfo]:
-        """Return what is under way, each part for itself."""
+        """Return the transfers under way, both parts of a request separately."""
         return [*self._p2p.transfers(now_s), *self._pooled.transfers(now_s)]
 
 
 class MultiConnector:
-    """The built-in connector ``"multi"`` (see ``KVConnector``)."""
+    """Built-in connector ``"multi"`` (see ``KVConnector``)."""
 
     def create_scheduler(
         self, settings: ConnectorSettings, layouts: Sequence[KVLayout]
@@ -359,7 +360,7 @@ class MultiConnector:
             TransferError: When the engine converts KV, or no store is set.
         """
         _refuse_conversion(settings)
-        # Half of a step's budget each, so that neither part waits for the other.
+        # Half of a step's budget each, so that neither part starves the other.
         config = settings.config.with_half_of_a_step()
         settings = msgspec.structs.replace(settings, config=config)
         p2p = P2PConnector().create_worker(settings, notify)
@@ -368,7 +369,11 @@ class MultiConnector:
 
 
 def _refuse_conversion(settings: ConnectorSettings) -> None:
-    """Keep converted KV, which may be less precise, out of the pool: its keys do not show it."""
+    """Keep converted KV, which may be less precise, out of the pool: its keys do not show it.
+
+    Raises:
+        TransferError: When the engine accepts other dtypes.
+    """
     if settings.accept_dtypes:
         raise TransferError(
             "KV converted from another engine's dtype would be saved to the pool as if it had been "
@@ -387,12 +392,12 @@ def _outcomes(results: TransferResults) -> Iterator[tuple[str, _Outcome]]:
 
 def _require_meta(meta: ConnectorMeta) -> MultiMeta:
     if not isinstance(meta, MultiMeta):
-        raise TransferError(f"{type(meta).__name__} is of another connector")
+        raise TransferError(f"{type(meta).__name__} is not from connector 'multi'")
     return meta
 
 
 def _add(p2p: TransferStats, pooled: TransferStats) -> TransferStats:
-    """Add what both have; the rest is of one of them only."""
+    """Return totals of both connectors; fields that only one of them counts come from that one."""
     failures = Counter(p2p.receive_failures)
     failures.update(pooled.receive_failures)
     return msgspec.structs.replace(

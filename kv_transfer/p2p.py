@@ -1,7 +1,7 @@
-"""The point-to-point connector: one producer streams one request's blocks to one consumer.
+"""Point-to-point connector: one producer streams one request's blocks to one consumer.
 
-``P2PConnectorScheduler`` decides which requests transfer, with which blocks. Its worker side is in
-``p2p_worker``. Pure: neither side knows what carries the bytes.
+``P2PConnectorScheduler`` decides which requests transfer, and with which blocks. Its worker side is
+in ``p2p_worker``. Pure: neither side knows which transport carries the bytes.
 """
 
 import importlib
@@ -33,7 +33,7 @@ class _Transfer:
     num_saved_tokens: int = 0
     is_loading: bool = False
     is_lent: bool = False
-    """Its request runs on: blocks that it loses do not come back."""
+    """The request keeps running: KV of blocks that it loses is not computed again here."""
 
 
 class P2PConnectorScheduler:
@@ -57,7 +57,7 @@ class P2PConnectorScheduler:
         self._cancels: list[str] = []
 
     def __repr__(self) -> str:
-        """Show what is in flight."""
+        """Show the transfers in flight."""
         inflight = {request_id: x.role for request_id, x in self._transfers.items()}
         return f"P2PConnectorScheduler({inflight}, cancels={self._cancels})"
 
@@ -67,13 +67,13 @@ class P2PConnectorScheduler:
         return len(self._transfers)
 
     def on_new_request(self, request: TransferRequest, now_s: float) -> None:
-        """Take note of a request that brings a ticket (see the protocol)."""
+        """Record a request that brings a ticket."""
         if not request.ticket:
             return
         self._begin(request)
 
     def lend(self, request: TransferRequest, lent: SaveProgress, now_s: float) -> None:
-        """Offer what a request that runs here has in full blocks (see the protocol)."""
+        """Offer the full blocks of a request that keeps running here."""
         transfer = self._begin(request, only_role="producer")
         transfer.is_lent = True
         if transfer.ticket.num_tokens > lent.num_computed_tokens:
@@ -83,17 +83,18 @@ class P2PConnectorScheduler:
         self._lent.append(lent)
 
     def _begin(self, request: TransferRequest, only_role: Role | None = None) -> _Transfer:
-        """Take a ticket; on one end only, if so."""
+        """Open a ticket and start its transfer, only in ``only_role`` if that is given."""
         request_id, num_tokens = request.request_id, len(request.prompt_token_ids)
         ticket = self._keys.unseal(request.ticket, self._unix_now_s())
         role = check_ticket(ticket, self._incarnation, self._layout_hashes)
         if only_role not in {None, role}:
             raise TransferError(
-                f"ticket of request {ticket.request_id} makes this engine its {role}"
+                f"the ticket of request {ticket.request_id} makes this engine its {role}, and only "
+                f"its producer can lend"
             )
         if role == "producer" and ticket.layout_hash != self._own_hash:
             raise LayoutMismatchError(
-                f"ticket of request {request_id} is for KV layout {ticket.layout_hash}; this "
+                f"the ticket of request {request_id} is for KV layout {ticket.layout_hash}; this "
                 f"producer has {self._own_hash}: mint a ticket from fresh snapshots"
             )
         if ticket.request_id != request_id or ticket.num_tokens > num_tokens:
@@ -106,8 +107,8 @@ class P2PConnectorScheduler:
         )
         if known:
             raise TransferError(
-                f"request {request_id} has a transfer already: every attempt needs a new "
-                f"transfer_id, after the end of the previous one was reported"
+                f"request {request_id} already has a transfer: use a new transfer_id for every "
+                f"attempt, and only after the end of the previous one was reported"
             )
         transfer = self._transfers[request_id] = _Transfer(ticket, request.ticket, role)
         if role == "producer":
@@ -117,7 +118,7 @@ class P2PConnectorScheduler:
     def get_num_new_matched_tokens(
         self, request_id: str, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tell how many tokens beyond the local prefix hit will be loaded."""
+        """Return how many tokens beyond the local prefix hit will be loaded."""
         transfer = self._transfers.get(request_id)
         if transfer is None or transfer.role == "producer":
             return 0, False
@@ -131,7 +132,7 @@ class P2PConnectorScheduler:
         block_ids: Sequence[Sequence[int]],
         num_external_tokens: int,
     ) -> None:
-        """Take the blocks that were allocated for a load."""
+        """Record the blocks that were allocated for a load."""
         transfer = self._transfers.get(request_id)
         if transfer is None or transfer.role == "producer" or transfer.is_loading:
             return
@@ -143,6 +144,7 @@ class P2PConnectorScheduler:
                 f"request {request_id}: {len(table)} blocks allocated, {num_blocks} needed "
                 f"for the {num_tokens} tokens of its ticket"
             )
+        # Rounded down: a row that the local prefix covers in part is fetched whole.
         start_row = (num_tokens - num_external_tokens) // ROW_TOKENS
         if num_external_tokens == 0:
             start_row = self._layout.num_rows(num_tokens)
@@ -153,7 +155,7 @@ class P2PConnectorScheduler:
         )
 
     def build_connector_meta(self, progress: Sequence[SaveProgress] = ()) -> P2PMeta:
-        """Hand over everything that is new; drains."""
+        """Return everything that is new for the worker side, and clear it."""
         saves = self._lent.copy()
         for save in progress:
             transfer = self._transfers.get(save.request_id)
@@ -172,7 +174,7 @@ class P2PConnectorScheduler:
         return meta
 
     def update_connector_output(self, results: TransferResults) -> TransferResults:
-        """Forget the transfers that ended."""
+        """Remove the transfers that ended."""
         for request_id in (*results.sent, *results.received, *results.failed):
             self._transfers.pop(request_id, None)
             self._loads.pop(request_id, None)
@@ -190,7 +192,7 @@ class P2PConnectorScheduler:
             self._preempted.append(request_id)
 
     def request_finished(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> bool:
-        """Tell whether the blocks of a finished request must stay allocated."""
+        """Return whether the blocks of a finished request must stay allocated."""
         transfer = self._transfers.get(request_id)
         if transfer is None:
             return False
@@ -204,12 +206,12 @@ class P2PConnectorScheduler:
             self._cancels.append(request_id)
 
     def has_pending_work(self) -> bool:
-        """Tell whether a step is needed to hand something to the worker side."""
+        """Return whether a step is needed to pass something to the worker side."""
         return bool(self._cancels or self._preempted or self._offers or self._loads)
 
 
 class P2PConnector:
-    """The built-in connector ``"p2p"`` (see ``KVConnector``)."""
+    """Built-in connector ``"p2p"`` (see ``KVConnector``)."""
 
     def create_scheduler(
         self, settings: ConnectorSettings, layouts: Sequence[KVLayout]
@@ -220,9 +222,9 @@ class P2PConnector:
     def create_worker(
         self, settings: ConnectorSettings, notify: Callable[[], None]
     ) -> P2PConnectorWorker:
-        """Make the worker side of one engine, over ZMQ unless its settings say otherwise.
+        """Make the worker side of one engine, over ZMQ unless its settings name another transport.
 
-        Why: the transport is imported by name so that the scheduler side stays free of sockets.
+        The transport is imported by name, so that the scheduler side stays free of sockets.
         """
         make_transport = settings.make_transport
         if make_transport is None:

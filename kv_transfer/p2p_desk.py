@@ -1,4 +1,4 @@
-"""What the sends and the loads of one point-to-point worker have in common."""
+"""State shared by the sends and the loads of one point-to-point worker."""
 
 from dataclasses import dataclass, field
 
@@ -8,12 +8,12 @@ from kv_transfer.transport import Command
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class P2PDesk(Desk):
-    """See the module, and `Desk`.
+    """`Desk` with the commands and the turns of point-to-point transfers.
 
     Attributes:
-        commands: What the transport is to be told next.
-        turns: Every transfer in flight, in the order in which they move.
-        now_s: When the part of the step began that runs.
+        commands: Commands for the transport that are not submitted yet.
+        turns: Every transfer in flight, in the order in which they copy.
+        now_s: Time at which the current part of the step began.
     """
 
     commands: list[Command] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Point-to-point transfers to this engine: rows are written as they come, each load in its turn."""
+"""Point-to-point transfers to this engine: write arrived rows, one chunk of each load in turn."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ from kv_transfer.transport import (
 class _Loading:
     ticket: Ticket
     layout: KVLayout
-    """The producer's, with this engine's block size."""
+    """Layout of the producer, with this engine's block size."""
     lane: int
     block_ids: tuple[int, ...]
     start_row: int
@@ -43,26 +43,26 @@ class _Loading:
     written: bytearray = field(default_factory=bytearray)
     num_missing: int = 0
     arrived: deque[Event] = field(default_factory=deque)
-    """Data that waits to be written, and what was said after it."""
+    """Chunks that are not written yet, and the events that came after them."""
     first_s: float | None = None
     last_s: float = 0.0
 
     def take(self, start: int, end: int) -> int:
-        """Note that rows were written; returns how many were not before."""
+        """Record that rows were written; return how many were not before."""
         num_new = self.written.count(0, start, end)
         self.written[start:end] = b"\x01" * (end - start)
         self.num_missing -= num_new
         return num_new
 
     def lose(self, start: int, end: int) -> int:
-        """Note that rows were overwritten with something else; returns how many were written."""
+        """Record that rows were overwritten with wrong data; return how many had been written."""
         num_lost = self.written.count(1, start, end)
         self.written[start:end] = bytes(end - start)
         self.num_missing += num_lost
         return num_lost
 
     def is_whole(self, first_row: int, num_rows: int) -> bool:
-        """Tell whether these rows end where blocks of this engine, or the request, do."""
+        """Return whether these rows begin and end at block bounds of this engine, or at the end."""
         rows_per_block, end_row = self.layout.rows_per_block, first_row + num_rows
         return first_row % rows_per_block == 0 and (
             end_row % rows_per_block == 0 or end_row == self.num_rows
@@ -86,8 +86,8 @@ class P2PLoads:
     """Transfers that this engine consumes. Owner: the worker, on the engine's core thread.
 
     Args:
-        desk: What they share with sends.
-        layouts: Of producers whose KV is taken, by their hash.
+        desk: State shared with sends.
+        layouts: Layouts of acceptable producers, by their hash.
     """
 
     def __init__(self, desk: P2PDesk, layouts: Mapping[str, KVLayout]) -> None:
@@ -101,11 +101,11 @@ class P2PLoads:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that they write into."""
+        """Blocks that in-flight loads write into."""
         return sum(len(x.block_ids) for x in self._loading.values())
 
     def infos(self, now_s: float) -> list[TransferInfo]:
-        """Return what is under way."""
+        """Return the loads under way."""
         return [
             TransferInfo(
                 request_id=x.ticket.request_id,
@@ -125,7 +125,7 @@ class P2PLoads:
     # ---- starts and stops
 
     def begin(self, spec: LoadSpec) -> None:
-        """Fetch what a ticket names."""
+        """Start to fetch the KV that a ticket names."""
         layout = self._layouts[spec.ticket.layout_hash]
         num_rows = layout.num_rows(spec.ticket.num_tokens)
         self._desk.commands.append(Load(spec.ticket, spec.sealed, spec.start_row, layout.row_bytes))
@@ -148,7 +148,7 @@ class P2PLoads:
         )
 
     def cancel(self, request_id: str) -> bool:
-        """Stop touching a request's blocks now; returns whether it was loaded."""
+        """Stop touching a request's blocks now; return whether it was being loaded."""
         transfer_id = self._ids.get(request_id)
         if transfer_id is None:
             return False
@@ -159,10 +159,10 @@ class P2PLoads:
     # ---- moving bytes
 
     def hold_back(self, event: Event) -> bool:
-        """Keep data, and what was said after it, until it is the transfer's turn.
+        """Queue data, and events that follow it, until it is the transfer's turn.
 
         Returns:
-            Whether there is no more to do now.
+            True if the event was queued or is stale data, False if it should be applied now.
         """
         loading = self._loading.get(event.transfer_id)
         is_data = isinstance(event, Arrived | ArrivedMapped)
@@ -172,7 +172,7 @@ class P2PLoads:
         return is_data
 
     def inject(self, transfer_id: bytes) -> bool:
-        """Write the chunk that came first of a transfer; returns whether there was one."""
+        """Write the oldest queued chunk of a transfer; return whether there was one."""
         loading = self._loading.get(transfer_id)
         if loading is None or not loading.arrived:
             return False
@@ -184,14 +184,14 @@ class P2PLoads:
         return True
 
     def apply(self, event: Event) -> None:
-        """Apply what is not data."""
+        """Apply an event that carries no data."""
         if isinstance(event, Confirmed):
             self._end(event.transfer_id, None)
         elif isinstance(event, LoadFailed):
             self._end(event.transfer_id, event.reason)
 
     def _inject(self, loading: _Loading, event: Arrived | ArrivedMapped) -> None:
-        """Write rows into their blocks."""
+        """Write the rows of one chunk into their blocks."""
         if loading.first_s is None:
             loading.first_s = self._desk.now_s
         num_lost = 0
@@ -222,8 +222,7 @@ class P2PLoads:
         """Copy rows out of the producer's memory.
 
         Returns:
-            The rows that are now here as the producer told of them, and those that are something
-            else.
+            The rows that match the producer's digests, and the rows that do not.
         """
         source = event.source
         loading.path = "shared"
@@ -239,7 +238,10 @@ class P2PLoads:
         return good, bad
 
     def _copy_mapped(self, loading: _Loading, event: ArrivedMapped) -> list[int]:
-        """Copy rows, whole blocks at once where both ends' are alike; returns which were wrong."""
+        """Copy rows; return the positions of the blocks that do not match their digests.
+
+        Copies whole blocks at once where the layouts of both ends are equal.
+        """
         io, source = self._desk.io, event.source
         first_block, end_block = source.layout.covering(event.first_row, event.num_rows)
         digests = event.digests if len(event.digests) else None
@@ -250,7 +252,7 @@ class P2PLoads:
             block_ids = loading.block_ids[first_block:end_block]
             return io.host_blocks[loading.lane].copy_from(source, source_ids, block_ids, digests)
         offset = event.first_row - first_block * source.layout.rows_per_block
-        # Into memory of this process first, and checked there: the source may change at any time.
+        # Copied and checked in memory of this process: the source may change between two reads.
         copy = HostBlocks.empty(source.layout, len(source_ids))
         wrong = copy.copy_from(source, source_ids, range(len(source_ids)), digests)
         rows = copy.read_rows(range(len(source_ids)), offset, event.num_rows)
@@ -260,7 +262,7 @@ class P2PLoads:
         return wrong
 
     def _finish_writing(self, loading: _Loading) -> None:
-        """Zero what follows the last token in its block; stale values there could be NaN."""
+        """Zero the last block behind the last token: stale values there could be NaN."""
         io, num_tokens = self._desk.io, loading.ticket.num_tokens
         loading.last_s = self._desk.now_s
         if io.host_blocks is not None:

@@ -1,4 +1,4 @@
-"""Point-to-point transfers to other engines: rows that are ready and asked for are read."""
+"""Point-to-point transfers to other engines: extract the rows that are computed and granted."""
 
 from collections import deque
 from collections.abc import Callable
@@ -38,9 +38,9 @@ class _Sending:
     lane: int = 0
     block_ids: tuple[int, ...] = ()
     ready: int = 0
-    """Rows from position 0 that may be read."""
+    """Rows from position 0 that are computed and may be read."""
     computed_s: float | None = None
-    """When the last of them became ready."""
+    """Time at which the last row became ready."""
     path: PayloadPath = "inline"
     cursor: int = -1
     """Next row to extract; -1 until a consumer has attached."""
@@ -48,9 +48,9 @@ class _Sending:
     repeats: deque[range] = field(default_factory=deque)
 
     def next_range(self, chunk_rows: int, rows_per_block: int) -> range:
-        """Return the rows to extract next, empty when none may be.
+        """Return the rows to extract next; empty if none may be.
 
-        A block is told of only as a whole, since its digest covers all of it.
+        On the path ``shared`` only whole blocks are announced, since a digest covers a whole block.
         """
         is_shared, ready = self.path == "shared", self.ready
         if is_shared and ready < self.num_rows:
@@ -68,7 +68,7 @@ class _Sending:
         return range(start, min(end, stop))
 
     def advance(self, taken: range) -> None:
-        """Note that these rows, from ``next_range``, were extracted."""
+        """Record that these rows, from ``next_range``, were extracted."""
         if self.repeats:
             left = self.repeats.popleft()[len(taken) :]
             if left:
@@ -102,17 +102,17 @@ class P2PSends:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that stay allocated for them."""
+        """Blocks that in-flight sends keep allocated."""
         return sum(len(x.block_ids) for x in self._sending.values())
 
     def oldest_s(self, now_s: float) -> float:
-        """Age of the oldest."""
+        """Return the age of the oldest send in seconds; 0 without one."""
         return max((now_s - x.offered_s for x in self._sending.values()), default=0.0)
 
     def infos(
         self, now_s: float, lease_left_s: Callable[[bytes, float], float]
     ) -> list[TransferInfo]:
-        """Return what is under way, and how long the consumers' leases last."""
+        """Return the sends under way, each with the seconds that its lease still lasts."""
         return [
             TransferInfo(
                 request_id=x.ticket.request_id,
@@ -133,7 +133,7 @@ class P2PSends:
     # ---- starts and stops
 
     def offer(self, ticket: Ticket) -> None:
-        """Let a consumer attach from now on."""
+        """Permit a consumer to attach."""
         transfer_id = ticket.transfer_id
         num_rows = self._desk.io.layout.num_rows(ticket.num_tokens)
         self._sending[transfer_id] = _Sending(ticket, num_rows, self._desk.now_s)
@@ -142,7 +142,7 @@ class P2PSends:
         self._desk.commands.append(Offer(ticket))
 
     def cancel(self, request_id: str) -> bool:
-        """Stop touching a request's blocks now; returns whether it was sent."""
+        """Stop touching a request's blocks now; return whether it was being sent."""
         sending = self._of(request_id)
         if sending is None:
             return False
@@ -151,10 +151,10 @@ class P2PSends:
         return True
 
     def pause(self, request_id: str) -> None:
-        """Let go of the blocks of a preempted request; they are overwritten from now on.
+        """Release the blocks of a preempted request; they may be overwritten from now on.
 
-        A consumer that may be reading them where they are cannot be stopped: what it reads must
-        never be confirmed, so its transfer ends.
+        A consumer on the path ``shared`` may be reading them and cannot be stopped. Its transfer
+        ends, so that what it reads is never confirmed.
         """
         sending = self._of(request_id)
         if sending is None:
@@ -164,11 +164,11 @@ class P2PSends:
             return
         sending.ready = 0
         sending.block_ids = ()
-        # A consumer that believes that rows are ready would not wait for them for ever.
+        # Without this the consumer would see ready rows that never come, and fail by no_data_s.
         self._desk.commands.append(Ready(sending.ticket.transfer_id, 0))
 
     def mark(self, save: SaveProgress) -> None:
-        """Note what the step's forward has computed of a request."""
+        """Record how much of a request is computed after the step's forward."""
         sending = self._of(save.request_id)
         if sending is None:
             return
@@ -186,7 +186,7 @@ class P2PSends:
     # ---- moving bytes
 
     def extract(self, transfer_id: bytes) -> bool:
-        """Hand out the next ready rows, if credits allow any; returns whether there were some."""
+        """Submit the next granted chunk of a transfer; return whether there was one."""
         sending = self._sending[transfer_id]
         layout, is_shared = self._desk.io.layout, sending.path == "shared"
         largest = self._desk.config.mapped_chunk_rows if is_shared else self._desk.config.chunk_rows
@@ -199,7 +199,7 @@ class P2PSends:
         return True
 
     def _chunk(self, sending: _Sending, taken: range) -> Chunk:
-        """Copy rows out, without what the last block holds behind the last token."""
+        """Copy rows out, with zeros behind the last token of the last row."""
         io = self._desk.io
         payload = io.read_rows(sending.lane, sending.block_ids, taken.start, len(taken))
         if taken.stop == sending.num_rows:
@@ -207,7 +207,7 @@ class P2PSends:
         return Chunk(sending.ticket.transfer_id, taken.start, payload)
 
     def _mapped_chunk(self, sending: _Sending, taken: range) -> MappedChunk:
-        """Tell where rows are, and with which digests whoever reads them can check them."""
+        """Announce rows in place, with digests to check them if ``verify`` is set."""
         io = self._desk.io
         assert io.host_blocks is not None
         first_block, end_block = io.layout.covering(taken.start, len(taken))
@@ -224,7 +224,7 @@ class P2PSends:
         )
 
     def serve(self, event: Granted | Repeat) -> None:
-        """Note what the consumer wants."""
+        """Record a credit, or a request to repeat rows, from the consumer."""
         sending = self._sending.get(event.transfer_id)
         if sending is None:
             return
@@ -236,12 +236,12 @@ class P2PSends:
             sending.path = event.path
             return
         wanted = range(event.first_row, event.first_row + event.num_rows)
-        # Asked for again while it waits already, as for the blocks of a preempted request.
+        # The rows may be queued already: a preempted request's rows are asked for repeatedly.
         if not any(x.start <= wanted.start and wanted.stop <= x.stop for x in sending.repeats):
             sending.repeats.append(wanted)
 
     def end(self, transfer_id: bytes, reason: FailureReason | None, num_rows: int = 0) -> None:
-        """Report a transfer, of which so many rows went, and let go of its blocks."""
+        """Report the end of a transfer, of which ``num_rows`` rows went, and release its blocks."""
         sending = self._sending.pop(transfer_id, None)
         if sending is None:
             return

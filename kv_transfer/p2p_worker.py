@@ -1,9 +1,8 @@
 """Worker side of the point-to-point connector: copies blocks between KV memory and a transport.
 
-It does so on the engine's core thread and nowhere else. Because this thread alone both touches the
-blocks and reports the end of a transfer, nothing is read or written for a transfer once its end has
-been reported. Owns the transfers in flight of one engine; not their deadlines, which the transport
-keeps.
+Copies run on the engine's core thread only. This thread alone touches the blocks and reports the
+ends of transfers, so nothing is read or written for a transfer after its end was reported. Owns the
+transfers in flight of one engine, but not their deadlines, which the transport keeps.
 """
 
 from collections import deque
@@ -35,14 +34,14 @@ from kv_transfer.transport import Delivered, Event, Granted, Repeat, SendFailed,
 
 
 class P2PMeta(ConnectorMeta, frozen=True):
-    """Everything the scheduler side tells the worker side in one step.
+    """Message of one step from scheduler side to worker side.
 
     Attributes:
         cancels: Requests whose transfer ends now, in either role.
-        preempted: Producing requests whose blocks were taken away; saves start again.
+        preempted: Producing requests whose blocks were taken away; their saves start again.
         offers: Transfers that a consumer may attach to from now on.
         loads: Transfers to fetch.
-        saves: What this step's forward will have computed.
+        saves: Progress of prefills after this step's forward.
     """
 
     cancels: tuple[str, ...] = ()
@@ -56,8 +55,8 @@ class P2PConnectorWorker:
     """Worker side of the point-to-point connector (see ``KVConnectorWorker``).
 
     Owner: the engine's core thread. ``now_s`` is any monotonic clock; it only feeds statistics,
-    because every deadline is kept by the transport. Every transfer, in either direction, moves one
-    chunk in its turn until the step's budget is spent; the next step goes on with whose turn it is.
+    because the transport keeps every deadline. Transfers in both directions take turns, one chunk
+    each, until the step's budget is spent. The next step continues with the next in turn.
     """
 
     def __init__(
@@ -70,12 +69,12 @@ class P2PConnectorWorker:
         self._notify = notify
         self._make_transport = make_transport
         self._transport: Transport | None = None
-        """There is one, and what follows, once the cache is known."""
+        """None until ``register_kv_caches``, which also sets the three fields below."""
         self._desk: P2PDesk
         self._sends: P2PSends
         self._loads: P2PLoads
         self._is_behind = False
-        """Whether some transfers may have a chunk that the step's budget had no room for."""
+        """True if some transfers may have a chunk that did not fit into the step's budget."""
         config = settings.config
         self._budget = StepBudget(config.copy_s, config.copy_share, settings.step_now_s)
 
@@ -83,13 +82,13 @@ class P2PConnectorWorker:
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """Where other engines reach this one."""
+        """Endpoints of this engine for others."""
         return self._require_transport().endpoints
 
     def register_kv_caches(self, ios: Sequence[KVDeviceIO]) -> None:
-        """Take the cache and start listening."""
+        """Attach the cache and start listening."""
         if self._transport is not None:
-            raise TransferError("register_kv_caches was called before")
+            raise TransferError("register_kv_caches was called twice: call it once")
         io = only_kv_group(ios)
         self._desk = P2PDesk(io=io, config=self._settings.config)
         self._sends = P2PSends(self._desk)
@@ -105,7 +104,7 @@ class P2PConnectorWorker:
     # ---- one step
 
     def start_load_kv(self, meta: ConnectorMeta, now_s: float) -> None:
-        """Before the forward: start and stop transfers, then move what is due."""
+        """Begin a step: start and stop transfers, then copy what is due."""
         assert isinstance(meta, P2PMeta)
         self._require_transport()
         self._desk.now_s = now_s
@@ -123,10 +122,10 @@ class P2PConnectorWorker:
         self._move()
 
     def wait_for_layer_load(self, layer: int) -> None:
-        """Return at once: a load becomes visible only when it is whole."""
+        """Return at once: a load becomes visible only when it is complete."""
 
     def save_kv_layer(self, layer: int) -> None:
-        """Keep transfers going during a long forward: what an earlier chunk made ready moves now.
+        """Copy rows of earlier prefill chunks that became due during a long forward.
 
         The layer itself becomes ready with its prefill chunk, by ``mark_ready``.
         """
@@ -134,7 +133,7 @@ class P2PConnectorWorker:
             self._move()
 
     def mark_ready(self, meta: ConnectorMeta, now_s: float) -> None:
-        """After the forward: what ``meta.saves`` announced is in the cache; move what is due."""
+        """Record after the forward what is in the cache; copy what is due."""
         assert isinstance(meta, P2PMeta)
         self._desk.now_s = now_s
         for save in meta.saves:
@@ -142,10 +141,10 @@ class P2PConnectorWorker:
         self._move()
 
     def wait_for_save(self) -> None:
-        """Return at once: extraction copies on this thread."""
+        """Return at once: rows are extracted on this thread."""
 
     def get_transfer_results(self, now_s: float) -> TransferResults:
-        """At the end of the step: move what is due and report what ended."""
+        """Copy what is due at the end of a step, and return what ended."""
         self._desk.now_s = now_s
         self._take_events()
         self._move()
@@ -166,21 +165,24 @@ class P2PConnectorWorker:
         )
 
     def transfers(self, now_s: float) -> list[TransferInfo]:
-        """Return what is under way."""
+        """Return the transfers under way."""
         lease_left_s = self._require_transport().lease_left_s
         return self._sends.infos(now_s, lease_left_s) + self._loads.infos(now_s)
 
-    # ---- inside
+    # ---- helpers
 
     def _cancel(self, request_id: str) -> None:
-        """Stop touching a request's blocks now; a transfer that never started ends here too."""
+        """Stop touching a request's blocks now.
+
+        A transfer that the worker side never started is reported as failed here.
+        """
         if self._sends.cancel(request_id) or self._loads.cancel(request_id):
             return
         if request_id not in self._desk.outcome:
             self._desk.outcome.failed[request_id] = Failure(FailureReason.CANCELLED)
 
     def _move(self) -> None:
-        """Copy chunks, of each transfer in its turn, as far as the step's budget goes."""
+        """Copy one chunk of each transfer in turn, until the step's budget is spent."""
         self._budget.resume()
         turns = self._desk.turns
         waiting = deque(turns)
@@ -191,17 +193,17 @@ class P2PConnectorWorker:
                 self._flush()
                 self._budget.charge()
                 waiting.append(transfer_id)
-                if transfer_id in turns:
+                if transfer_id in turns:  # It may have ended with this chunk.
                     turns[transfer_id] = turns.pop(transfer_id)
         self._is_behind = bool(waiting)
         if waiting:
             self._notify()
 
     def _take_events(self) -> bool:
-        """Apply what the transport reported; data, and what follows on it, waits for its turn.
+        """Apply the transport's events; data, and events that follow it, wait for their turn.
 
         Returns:
-            Whether there was anything.
+            Whether there were any.
         """
         events = self._require_transport().poll()
         for event in events:
@@ -211,7 +213,7 @@ class P2PConnectorWorker:
         return bool(events)
 
     def _apply(self, event: Event) -> None:
-        """Apply what is not data."""
+        """Apply an event that carries no data."""
         if isinstance(event, Granted | Repeat):
             self._sends.serve(event)
         elif isinstance(event, Delivered):

@@ -1,4 +1,4 @@
-"""FETCHes for transfers that this engine has not heard of yet: the router is on its way. Pure."""
+"""FETCHes for transfers that the router has not announced to this engine yet. Pure."""
 
 from collections import OrderedDict
 from typing import NamedTuple
@@ -7,17 +7,17 @@ from kv_transfer.messages import Fetch
 from kv_transfer.ticket import Ticket
 
 MAX_PARKED = 4096
-"""Of more than so many the oldest give way."""
+"""Most parked fetches; above it the oldest is dropped."""
 
 
 class Parked(NamedTuple):
-    """A fetch that waits.
+    """A parked fetch.
 
     Attributes:
         peer: The connection that it came over.
-        fetch: It.
-        ticket: What it has shown.
-        deadline_s: When it is forgotten.
+        fetch: The message.
+        ticket: The ticket that it showed.
+        deadline_s: Time at which it is dropped.
     """
 
     peer: bytes
@@ -27,18 +27,18 @@ class Parked(NamedTuple):
 
 
 class ParkedFetches:
-    """At most one for each transfer: of whoever came first. Owner: a ``ProducerSessions``."""
+    """Parked fetches, at most one per transfer: the first. Owner: a ``ProducerSessions``."""
 
     def __init__(self) -> None:
         self._parked: OrderedDict[bytes, Parked] = OrderedDict()
 
     @property
     def transfer_ids(self) -> set[bytes]:
-        """Of which transfers."""
+        """Ids of the transfers with a parked fetch."""
         return set(self._parked)
 
     def park(self, new: Parked) -> bool:
-        """Keep a fetch; False if another peer's is kept already."""
+        """Keep a fetch; return False if a fetch of another peer is parked for this transfer."""
         known = self._parked.get(new.fetch.transfer_id)
         if known is not None:
             return known.peer == new.peer
@@ -48,18 +48,18 @@ class ParkedFetches:
         return True
 
     def take(self, transfer_id: bytes) -> Parked | None:
-        """Return and forget the fetch for a transfer, if there is one."""
+        """Remove and return the fetch for a transfer; None without one."""
         return self._parked.pop(transfer_id, None)
 
     def expire(self, now_s: float) -> int:
-        """Forget those that have waited for too long; returns how many."""
+        """Drop the fetches past their deadline, and return how many."""
         num_before = len(self._parked)
         while self._parked and self._next().deadline_s <= now_s:
             self._parked.popitem(last=False)
         return num_before - len(self._parked)
 
     def next_deadline_s(self) -> float | None:
-        """Return when ``expire`` has something to do."""
+        """Return the time of the next ``expire``, or None."""
         return self._next().deadline_s if self._parked else None
 
     def check_invariants(self) -> None:

@@ -1,6 +1,6 @@
-"""Tell whose process is at the other end of a Unix socket, and take a descriptor from it.
+"""User of the process at the other end of a Unix socket, and descriptors received from it.
 
-Anybody may take a name that is free.
+Any user may bind a free abstract name, so a client must check who has bound it.
 """
 
 import os
@@ -12,7 +12,7 @@ _DESCRIPTOR = struct.Struct("i")
 
 
 def peer_user_id(connection: socket.socket) -> int:
-    """Return the user of the process at the other end, as the kernel knows it.
+    """Return the user id of the process at the other end, as the kernel knows it.
 
     Raises:
         OSError: The socket is closed or not connected.
@@ -25,10 +25,10 @@ def peer_user_id(connection: socket.socket) -> int:
 def receive_descriptor(connection: socket.socket, max_bytes: int) -> tuple[bytes, int | None]:
     """Receive a message with a descriptor, which no child of this process inherits.
 
-    Why not ``socket.recv_fds``: Python 3.11 does not pass its flags on.
+    Not ``socket.recv_fds``: in Python 3.11 that ignores its flags.
 
     Returns:
-        The message; and the descriptor, or None unless there is one, with a whole message.
+        The message, and the descriptor; None unless exactly one came with a whole message.
 
     Raises:
         OSError: Nothing came.

@@ -1,8 +1,8 @@
-"""The pooled connector: prompts find the KV of their first units in a store that engines share.
+"""Pooled connector: prompts find the KV of their first units in a store that engines share.
 
-``PooledConnectorScheduler`` names units of a prompt by their keys, asks which of them the pool has,
-and says which to load and which to save. Its worker side is in ``pooled_worker``. Pure: no I/O, and
-no clock, since deadlines are kept by the worker side.
+``PooledConnectorScheduler`` names the units of a prompt by keys, asks which of them the pool has,
+and decides which to load and which to save. Its worker side is in ``pooled_worker``. Pure: no I/O,
+and no clock, since the worker side keeps the deadlines.
 """
 
 import hashlib
@@ -32,16 +32,16 @@ from kv_transfer.pooled_worker import PooledConnectorWorker, require_store
 from kv_transfer.store_thread import StoreThread
 
 _UNIT_VERSION = 2
-"""Raised when the bytes of a value, or what its key covers, change."""
+"""Rises when the bytes of a value, or the inputs of its key, change."""
 
 
 def unit_keys(
     content_hash: str, cache_salt: str, token_ids: Sequence[int], unit_tokens: int
 ) -> tuple[bytes, ...]:
-    """Name the whole units of a prompt: equal keys mean equal KV, in engines of any block size.
+    """Return the keys of a prompt's whole units: equal keys mean equal KV, at any block size.
 
     Args:
-        content_hash: ``KVLayout.content_hash()``: model, dtype and the rest of what bytes mean.
+        content_hash: ``KVLayout.content_hash()``, which covers model, dtype and byte order.
         cache_salt: Tenant; equal prompts of two tenants share no key.
         token_ids: The prompt.
         unit_tokens: Tokens per unit.
@@ -50,7 +50,7 @@ def unit_keys(
         One 32-byte key per whole unit, each a hash of everything up to the end of its unit.
     """
     covered = msgspec.msgpack.encode((_UNIT_VERSION, unit_tokens, content_hash, cache_salt))
-    # No secret: engines that share a pool need not share one, and 32 bytes have no known collision.
+    # Not keyed with a secret: engines that share a pool need not share one. No collision is known.
     root = hashlib.blake2b(covered, digest_size=HASH_BYTES, person=b"ttserve kv root").digest()
     keys: list[bytes] = []
     extend_block_hashes(keys, token_ids, unit_tokens, root)
@@ -63,17 +63,17 @@ class _Request:
     keys: tuple[bytes, ...]
     lookup_timeout_s: float
     found: int | None = None
-    """Leading tokens in the pool; None while that is not known."""
+    """Leading tokens in the pool; None while the pool has not answered."""
     is_loading: bool = False
-    """From the allocation of blocks until results name the request."""
+    """True from the allocation of blocks until results name the request."""
     is_cancelled: bool = False
-    """The load under way was cancelled."""
+    """True once the load under way was cancelled."""
     num_settled: int = 0
-    """Leading units that are in the pool, or were handed to the worker side to be saved."""
+    """Leading units that are in the pool, or were passed to the worker side to be saved."""
     is_saving: bool = False
-    """The worker side has not read all of the units handed to it."""
+    """True while the worker side has not read all of the units passed to it."""
     is_finished: bool = False
-    """The engine is done with it and keeps its blocks until results name it."""
+    """True once the engine has finished it and keeps its blocks until results name it."""
 
     def num_loadable(self, block_size: int) -> int:
         """Return how many leading tokens the pool can give, in whole blocks."""
@@ -83,7 +83,7 @@ class _Request:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the worker side has, or will get, something to do for it."""
+        """True if the worker side has, or will get, work for it."""
         return (
             self.found is None
             or self.is_loading
@@ -96,9 +96,9 @@ class _Request:
 class PooledConnectorScheduler:
     """Scheduler side of the pooled connector (see ``KVConnectorScheduler``).
 
-    Every request whose prompt has a whole unit is looked up; blocks of what was found are loaded,
-    and what was computed here is saved. A lookup is no transfer: its answer only says how much
-    there is to load. Owner: the engine's core thread.
+    Every request whose prompt has a whole unit is looked up. Whole blocks of the units found are
+    loaded, and units computed here are saved. A lookup is no transfer: its answer only says how
+    much there is to load. Owner: the engine's core thread.
 
     Args:
         settings: The engine's settings.
@@ -113,7 +113,7 @@ class PooledConnectorScheduler:
         if store.unit_tokens % layout.block_size:
             raise TransferError(
                 f"the KV store's unit_tokens ({store.unit_tokens}) is no multiple of block_size "
-                f"({layout.block_size}): only whole blocks can be loaded; change one of the two"
+                f"({layout.block_size}), and only whole blocks can be loaded: change one of the two"
             )
         self._store = store
         self._layout = layout
@@ -125,19 +125,19 @@ class PooledConnectorScheduler:
         self._finished: list[str] = []
 
     def __repr__(self) -> str:
-        """Show what is in flight."""
+        """Show the loads in flight."""
         loading = [request_id for request_id, x in self._requests.items() if x.is_loading]
         return f"PooledConnectorScheduler(loading={loading}, cancels={self._cancels})"
 
     @property
     def num_inflight(self) -> int:
-        """Requests for which the worker side has, or will get, something to do."""
+        """Requests for which the worker side has, or will get, work."""
         return sum(request.is_busy for request in self._requests.values())
 
     def on_new_request(
         self, request: TransferRequest, now_s: float, lookup_timeout_s: float | None = None
     ) -> None:
-        """Look a request's prompt up.
+        """Look up a request's prompt.
 
         Args:
             request: The request, without a ticket.
@@ -151,8 +151,8 @@ class PooledConnectorScheduler:
         request_id = request.request_id
         if request.ticket:
             raise TransferError(
-                f"request {request_id} brings a ticket and this engine has only a pool: set "
-                f"kv_connector to 'multi' or 'p2p'"
+                f"request {request_id} brings a ticket and kv_connector 'pooled' transfers nothing "
+                f"between engines: set kv_connector to 'multi' or 'p2p'"
             )
         self.check_unused(request_id)
         self.forget(request_id)
@@ -165,14 +165,18 @@ class PooledConnectorScheduler:
             self._look_up(request_id, new)
 
     def lend(self, request: TransferRequest, lent: SaveProgress, now_s: float) -> None:
-        """Refuse: nobody fetches from this engine."""
+        """Refuse to lend: no engine fetches from this one.
+
+        Raises:
+            TransferError: Always.
+        """
         raise TransferError(
-            f"request {request.request_id} is to be lent and this engine has only a pool: set "
-            f"kv_connector to 'multi' or 'p2p'"
+            f"request {request.request_id} cannot be lent: kv_connector 'pooled' transfers nothing "
+            f"between engines; set kv_connector to 'multi' or 'p2p'"
         )
 
     def check_unused(self, request_id: str) -> None:
-        """Do nothing if a new request may have this id.
+        """Check that a new request may have this id.
 
         Raises:
             TransferError: When results have yet to name an earlier request of this id.
@@ -180,18 +184,18 @@ class PooledConnectorScheduler:
         known = self._requests.get(request_id)
         if known is not None and (known.is_loading or known.is_finished):
             raise TransferError(
-                f"request {request_id} has a transfer already: wait until its end was reported"
+                f"request {request_id} already has a transfer: wait until its end was reported"
             )
 
     def is_loading(self, request_id: str) -> bool:
-        """Tell whether results have yet to name the end of a request's load."""
+        """Return whether results have yet to name the end of a request's load."""
         request = self._requests.get(request_id)
         return request is not None and request.is_loading
 
     def get_num_new_matched_tokens(
         self, request_id: str, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tell how many tokens beyond the local prefix hit will be loaded: of whole blocks only."""
+        """Return how many tokens beyond the local prefix hit will be loaded, in whole blocks."""
         request = self._requests.get(request_id)
         if request is None:
             return 0, False
@@ -207,7 +211,7 @@ class PooledConnectorScheduler:
         block_ids: Sequence[Sequence[int]],
         num_external_tokens: int,
     ) -> None:
-        """Take the blocks that were allocated for a load."""
+        """Record the blocks that were allocated for a load."""
         request = self._requests.get(request_id)
         if request is None or request.is_loading or num_external_tokens == 0:
             return
@@ -215,8 +219,8 @@ class PooledConnectorScheduler:
         num_computed = end - num_external_tokens
         if not 0 <= num_computed < end:
             raise TransferError(
-                f"{num_external_tokens} tokens to load, of which the pool has {end}: use what "
-                f"get_num_new_matched_tokens said"
+                f"request {request_id} is to load {num_external_tokens} tokens, and the pool has "
+                f"{end} in whole blocks: pass what get_num_new_matched_tokens returned"
             )
         table = only_kv_group(block_ids)
         if len(table) < self._layout.num_blocks(end):
@@ -238,7 +242,7 @@ class PooledConnectorScheduler:
         )
 
     def build_connector_meta(self, progress: Sequence[SaveProgress] = ()) -> PooledMeta:
-        """Hand over everything that is new; drains."""
+        """Return everything that is new for the worker side, and clear it."""
         saves = [spec for spec in map(self._save, progress) if spec is not None]
         meta = PooledMeta(
             drops=tuple(self._drops),
@@ -253,7 +257,7 @@ class PooledConnectorScheduler:
         return meta
 
     def update_connector_output(self, results: TransferResults) -> TransferResults:
-        """Take the pool's answers, and forget what ended."""
+        """Record the pool's answers, and remove the requests that ended."""
         for request_id, num_tokens in results.found.items():
             request = self._requests.get(request_id)
             if request is not None and request.found is None:
@@ -273,7 +277,7 @@ class PooledConnectorScheduler:
         return results
 
     def request_preempted(self, request_id: str) -> None:
-        """Stop touching a request's blocks; it is looked up again, and its saves start again.
+        """Stop touching a request's blocks, look it up again, and start its saves again.
 
         A load under way is cancelled, and results say so.
         """
@@ -289,7 +293,7 @@ class PooledConnectorScheduler:
             self._look_up(request_id, request)
 
     def request_finished(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> bool:
-        """Tell whether the blocks must stay allocated: while they are written, or read for a save.
+        """Return whether the blocks must stay allocated: while a load writes or a save reads them.
 
         A load under way is cancelled by this call; saves are not.
         """
@@ -309,8 +313,8 @@ class PooledConnectorScheduler:
     def cancel(self, request_id: str) -> None:
         """End a load, which results then name, or a lookup, after which there is nothing to load.
 
-        Saves go on: what they read is worth keeping, and they hold blocks for a step or two. So
-        nothing happens to a finished request, whose end results will name in any case.
+        Saves continue: the KV that they read is worth keeping, and they hold blocks for a step or
+        two. So this does nothing to a finished request, whose end results will name in any case.
         """
         request = self._requests.get(request_id)
         if request is None or request.is_finished:
@@ -324,9 +328,9 @@ class PooledConnectorScheduler:
             request.found = 0
 
     def forget(self, request_id: str) -> None:
-        """Stop to look up, load and save for a request, whose blocks may be freed at once.
+        """Stop the lookup and the saves of a request, whose blocks may be freed at once.
 
-        Only for a request that is not being loaded; results do not name it any more.
+        Only for a request that is not being loaded; results no longer name it.
         """
         request = self._requests.pop(request_id, None)
         if request is not None:
@@ -335,23 +339,23 @@ class PooledConnectorScheduler:
                 self._finished.remove(request_id)
 
     def has_pending_work(self) -> bool:
-        """Tell whether a step is needed to hand something to the worker side."""
+        """Return whether a step is needed to pass something to the worker side."""
         return bool(self._drops or self._lookups or self._loads or self._cancels or self._finished)
 
-    # ---- inside
+    # ---- helpers
 
     def _look_up(self, request_id: str, request: _Request) -> None:
         request.found = None
         self._lookups[request_id] = LookupSpec(request_id, request.keys, request.lookup_timeout_s)
 
     def _drop(self, request_id: str, request: _Request) -> None:
-        """End what the worker side does for a request, if anything."""
+        """End the worker side's lookup and saves for a request, if there are any."""
         is_asked = self._lookups.pop(request_id, None) is None and request.found is None
         if is_asked or request.is_saving:
             self._drops.append(request_id)
 
     def _save(self, progress: SaveProgress) -> PoolSaveSpec | None:
-        """Return what of a request became whole units, unless it was saved before."""
+        """Return the units of a request that became whole since the last call, or None."""
         request = self._requests.get(progress.request_id)
         if request is None or request.is_loading:
             return None
@@ -378,7 +382,7 @@ class PooledConnectorScheduler:
             request.is_saving = False
 
     def _end_load(self, request_id: str, num_verified_tokens: int | None = None) -> None:
-        """Take note that a load is over; one that failed is not tried again."""
+        """Record that a load is over; one that failed is not tried again."""
         request = self._requests.get(request_id)
         if request is None or not request.is_loading:
             return
@@ -394,7 +398,7 @@ class PooledConnectorScheduler:
 
 
 class PooledConnector:
-    """The built-in connector ``"pooled"`` (see ``KVConnector``)."""
+    """Built-in connector ``"pooled"`` (see ``KVConnector``)."""
 
     def create_scheduler(
         self, settings: ConnectorSettings, layouts: Sequence[KVLayout]

@@ -1,4 +1,4 @@
-"""What the loads and the saves of one pooled worker have in common."""
+"""State shared by the loads and the saves of one pooled worker."""
 
 from dataclasses import dataclass
 
@@ -9,10 +9,10 @@ from kv_transfer.store_thread import StoreExecutor
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PoolDesk(Desk):
-    """See the module, and `Desk`.
+    """`Desk` with the store's executor and the size of a unit.
 
     Attributes:
-        executor: What calls the store.
+        executor: Runs the calls of the store.
         unit_tokens: Tokens of a unit.
     """
 

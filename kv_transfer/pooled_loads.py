@@ -1,4 +1,4 @@
-"""Units on their way from a pool to KV memory: got under leases, written in turns, in chunks."""
+"""Loads from a pool into KV memory: lease units, then copy them in chunks, each load in turn."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from kv_transfer.store import Lease
 from kv_transfer.store_thread import CHECKSUM_BYTES, Fetch, Release
 
 _UNITS_AHEAD = 2
-"""Least number of units got from the store before they are copied: one arrives as one is copied."""
+"""Least number of units to lease ahead: one arrives while another is copied."""
 
 
 @dataclass(slots=True, eq=False)
@@ -21,13 +21,13 @@ class _Load:
     started_s: float
     progress_s: float
     num_units: int
-    """Units that will come: fewer than were asked for once one of them is known to be missing."""
+    """Units that will come; lowered once one of them is known to be missing."""
     next_row: int
     """First row that is not written."""
     num_asked: int = 0
     num_written: int = 0
     num_done: int = 0
-    """Units that are written from values which proved protected while they were read."""
+    """Units written from values that stayed protected until the copy was complete."""
     fault: FailureReason | None = None
     jobs: list[Fetch] = field(default_factory=list)
     units: deque[tuple[int, Lease]] = field(default_factory=deque)
@@ -41,7 +41,7 @@ class _Load:
 
     @property
     def num_ahead(self) -> int:
-        """Units that are asked for or here, and not written."""
+        """Units that are requested or here, and not written."""
         return self.num_asked - self.num_written
 
 
@@ -57,16 +57,16 @@ class PoolLoads:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that they write."""
+        """Blocks that in-flight loads write."""
         return sum(map(self._num_blocks, self._loads.values()))
 
     @property
     def have_units(self) -> bool:
-        """Whether there is anything to write."""
+        """True if a unit is waiting to be copied."""
         return any(load.units for load in self._loads.values())
 
     def infos(self, now_s: float) -> list[TransferInfo]:
-        """Return what is under way."""
+        """Return the loads under way."""
         return [
             TransferInfo(
                 request_id=request_id,
@@ -84,18 +84,18 @@ class PoolLoads:
         ]
 
     def cancel(self, request_id: str, now_s: float) -> None:
-        """End a load now, if there is one."""
+        """End the load of a request, if there is one."""
         if request_id in self._loads:
             self._end(self._loads[request_id], FailureReason.CANCELLED, now_s)
 
     def expire(self, heard_s: float, now_s: float) -> None:
-        """Give up those to which nothing has come for too long."""
+        """End the loads that have made no progress for too long."""
         for load in list(self._loads.values()):
             if now_s >= self._stalled_s(load, heard_s):
                 self._end(load, FailureReason.STALLED, now_s)
 
     def deadlines_s(self, heard_s: float) -> list[float]:
-        """When they are given up if nothing comes."""
+        """Return the times at which loads end without progress."""
         return [self._stalled_s(load, heard_s) for load in self._loads.values()]
 
     def _stalled_s(self, load: _Load, heard_s: float) -> float:
@@ -105,13 +105,13 @@ class PoolLoads:
         return load.num_rows // self._desk.io.layout.rows_per_block
 
     def begin(self, spec: PoolLoadSpec, now_s: float) -> None:
-        """Get units from the store, and write them."""
+        """Start a load."""
         self._loads[spec.request_id] = _Load(
             spec, now_s, now_s, num_units=len(spec.keys), next_row=spec.start_row
         )
 
     def _end(self, load: _Load, reason: FailureReason | None, now_s: float) -> None:
-        """Report a load and give back what it holds; nothing is written for it from here on."""
+        """Report a load and release its leases; nothing is written for it after this."""
         request_id = load.spec.request_id
         del self._loads[request_id]
         for job in load.jobs:
@@ -126,7 +126,7 @@ class PoolLoads:
             self._desk.totals.count_received("pool", num_bytes, times_s)
             return
         count_failure(self._desk.totals.receive_failures, reason)
-        # The blocks of a cancelled load may have been taken away already.
+        # The blocks of a cancelled load may belong to another request already.
         is_kept = reason is not FailureReason.CANCELLED
         self._desk.outcome.failed[request_id] = Failure(
             reason, self._num_verified_tokens(load) * is_kept
@@ -141,7 +141,7 @@ class PoolLoads:
         )
 
     def on_fetched(self, job: Fetch, now_s: float) -> None:
-        """Take the units that came."""
+        """Queue the units that arrived."""
         load = self._live(job.owner)
         if job.reason is FailureReason.CHECKSUM:
             self._desk.totals.num_checksum_failures += 1
@@ -162,7 +162,7 @@ class PoolLoads:
                 self._end(load, load.fault, now_s)
 
     def on_released(self, job: Release, now_s: float) -> None:
-        """A unit is written, if its value was protected until then."""
+        """Count a unit as done if its value stayed protected; else fail the load."""
         load = self._live(job.owner)
         if load is None:
             return
@@ -174,7 +174,7 @@ class PoolLoads:
             self._end(load, load.fault, now_s)
 
     def _live(self, owner: object) -> _Load | None:
-        """Return the load that a job was for, unless that is over."""
+        """Return the load that a job was for; None if it has ended."""
         if isinstance(owner, _Load) and self._loads.get(owner.spec.request_id) is owner:
             return owner
         return None
@@ -183,17 +183,17 @@ class PoolLoads:
         self._desk.executor.submit(Release(owner, lease))
 
     def write_next(self, now_s: float) -> bool:
-        """Write a chunk of the load whose turn it is; returns whether there was one."""
+        """Copy one chunk of the next load in turn; return whether there was one."""
         load = next((load for load in self._loads.values() if load.units), None)
         if load is None:
             return False
         self._write(load, now_s)
         request_id = load.spec.request_id
-        self._loads[request_id] = self._loads.pop(request_id)  # Behind the others.
+        self._loads[request_id] = self._loads.pop(request_id)  # To the end of the order of turns.
         return True
 
     def _write(self, load: _Load, now_s: float) -> None:
-        """Write a chunk of a load's next unit."""
+        """Copy one chunk of a load's next unit."""
         number, lease = load.units[0]
         spec, layout = load.spec, self._desk.io.layout
         first = (spec.first_unit + number) * self._desk.unit_rows
@@ -212,7 +212,7 @@ class PoolLoads:
             self._release(load, lease)
 
     def fetch(self) -> None:
-        """Ask for the next units, of the load whose turn to be written comes first."""
+        """Request the next units, for the loads in the order of their turns."""
         room = max(_UNITS_AHEAD, self._desk.config.window_bytes // self._desk.unit_bytes)
         room -= sum(load.num_ahead for load in self._loads.values())
         for load in self._loads.values():

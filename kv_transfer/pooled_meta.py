@@ -1,4 +1,4 @@
-"""What the two sides of the pooled connector tell each other in a step. Plain data."""
+"""Messages between the two sides of the pooled connector in a step. Plain data."""
 
 from msgspec import Struct
 
@@ -6,12 +6,12 @@ from kv_transfer.connector import BlockTables, ConnectorMeta, TransferResults
 
 
 class LookupSpec(Struct, frozen=True, array_like=True):
-    """A prompt to look up.
+    """Prompt to look up.
 
     Attributes:
         request_id: The request.
         keys: Keys of its units, from position 0.
-        timeout_s: After this long the pool counts as having nothing.
+        timeout_s: Seconds after which the pool counts as having none of them.
     """
 
     request_id: str
@@ -26,10 +26,10 @@ class PoolLoadSpec(Struct, frozen=True, array_like=True):
         request_id: The request.
         lane: Lane of the destination blocks.
         block_ids: The request's block tables.
-        first_unit: Number of the first unit to get.
-        keys: Keys of the units to get.
-        start_row: First row to write; those before it are there already. In the first unit.
-        end_row: First row not to write. In the last unit, or at its end.
+        first_unit: Number of the first unit to load.
+        keys: Keys of the units to load.
+        start_row: First row to write, within the first unit; the rows before it are already here.
+        end_row: One past the last row to write, within the last unit or at its end.
     """
 
     request_id: str
@@ -60,14 +60,14 @@ class PoolSaveSpec(Struct, frozen=True, array_like=True):
 
 
 class PooledMeta(ConnectorMeta, frozen=True):
-    """What the scheduler side tells the worker side in one step, in order of execution.
+    """Message of one step from scheduler side to worker side; fields in order of execution.
 
     Attributes:
         drops: Requests whose lookup and saves end now; results do not name them.
         lookups: Prompts to look up.
         loads: Loads to start.
         cancels: Requests whose load ends now; results name them.
-        saves: What this step's forward will have computed.
+        saves: Units that this step's forward completes.
         finished: Requests whose blocks may be freed once their saves have been read; results name
             them then.
     """
@@ -84,11 +84,11 @@ class PooledResults(TransferResults, frozen=True):
     """``TransferResults`` with more news for the scheduler side.
 
     Attributes:
-        saved: Requests of which nothing that was announced is left to read.
+        saved: Requests whose announced units have all been read.
     """
 
     saved: frozenset[str] = frozenset()
 
     def __bool__(self) -> bool:
-        """Tell whether there is anything to tell."""
+        """Return whether the snapshot holds anything."""
         return bool(self.sent or self.received or self.failed or self.found or self.saved)

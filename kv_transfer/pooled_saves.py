@@ -1,4 +1,4 @@
-"""Units on their way from KV memory to a pool: read in chunks, then put; dropped when behind."""
+"""Saves from KV memory to a pool: read units in chunks, then put them; drop units when behind."""
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ class PoolSaves:
     """Saves of one worker. Owner: the worker, on the engine's core thread.
 
     Attributes:
-        saved: Requests of which nothing that was announced is left to read.
+        saved: Requests whose announced units have all been read.
     """
 
     def __init__(self, desk: PoolDesk) -> None:
@@ -35,31 +35,31 @@ class PoolSaves:
         self._desk = desk
         self._saves: deque[_Save] = deque()
         self._num_unread: Counter[str] = Counter()
-        """Entries of ``_saves`` by request."""
+        """Number of entries in ``_saves``, by request."""
         self._finished: set[str] = set()
         self._waiting_bytes = 0
-        """Bytes of saves that the store has not taken yet."""
+        """Bytes of units that were read and that the store has not answered for."""
 
     def __len__(self) -> int:
         return len(self._saves)
 
     def drop(self, request_id: str) -> None:
-        """End a request's saves without a word."""
+        """End a request's saves without reporting it."""
         self._finished.discard(request_id)
         if self._num_unread.pop(request_id, 0):
             self._saves = deque(save for save in self._saves if save.request_id != request_id)
 
     def finish(self, request_id: str) -> None:
-        """Report a request as sent as soon as nothing of it is left to read."""
+        """Report a request as sent as soon as all of its units have been read."""
         self._finished.add(request_id)
         self._report_if_read(request_id)
 
     def on_put(self) -> None:
-        """The store has taken a unit, or has not: it waits no more."""
+        """Record that a unit no longer waits for the store, stored or not."""
         self._waiting_bytes -= self._desk.unit_bytes
 
     def announce(self, spec: PoolSaveSpec) -> None:
-        """Queue units to be read; their blocks stay what they are until that was reported."""
+        """Queue units to be read; their blocks must not change until results name the request."""
         unit_rows, table = self._desk.unit_rows, only_kv_group(spec.block_ids)
         for number, key in enumerate(spec.keys, spec.first_unit):
             start, end = number * unit_rows, (number + 1) * unit_rows
@@ -68,7 +68,10 @@ class PoolSaves:
         self.saved.discard(spec.request_id)
 
     def read_next(self) -> bool:
-        """Read a chunk of the first save, and pass it on once it is whole; False without saves."""
+        """Read one chunk of the first save, and put its unit once it is whole; False without saves.
+
+        A unit that the store has no room to wait for is dropped.
+        """
         while self._saves:
             save = self._saves[0]
             if save.pieces or self._has_room:
@@ -83,14 +86,14 @@ class PoolSaves:
         return False
 
     def _end_save(self, save: _Save) -> None:
-        """Forget the first save."""
+        """Remove the first save."""
         self._saves.popleft()
         self._num_unread[save.request_id] -= 1
         self._report_if_read(save.request_id)
 
     @property
     def _has_room(self) -> bool:
-        """Whether one more unit may wait for the store."""
+        """True if one more unit may wait for the store."""
         is_idle = self._waiting_bytes == 0
         return is_idle or (
             self._waiting_bytes + self._desk.unit_bytes <= self._desk.config.max_inflight_bytes

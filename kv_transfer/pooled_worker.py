@@ -1,10 +1,9 @@
 """Worker side of the pooled connector: copies units between KV memory and a store's values.
 
-It does so on the engine's core thread and nowhere else; calls of the store run in a
-``StoreExecutor``. Because this thread alone both touches the blocks and reports the end of a load,
-nothing is written for a load once its end has been reported. Whatever the store does or fails to do
-costs hits, never a step: its calls are waited for by a deadline, and saves that it cannot keep up
-with are dropped.
+Copies run on the engine's core thread only; calls of the store run in a ``StoreExecutor``. The core
+thread alone touches the blocks and reports the ends of loads, so nothing is written for a load
+after its end was reported. A failure of the store costs hits and never a step: every call has a
+deadline, and saves that the store cannot keep up with are dropped.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,7 +51,7 @@ def require_store(settings: ConnectorSettings) -> StoreConfig:
         TransferError: When there is none.
     """
     if settings.store is None:
-        raise TransferError("this KV connector needs a pool: set kv_store")
+        raise TransferError("kv_connector 'pooled' and 'multi' need a pool: set kv_store")
     return settings.store
 
 
@@ -60,13 +59,13 @@ class PooledConnectorWorker:
     """Worker side of the pooled connector (see ``KVConnectorWorker``).
 
     Owner: the engine's core thread. ``now_s`` is any monotonic clock; deadlines are kept on it, and
-    the executor ends the wait for them. Loads in turn, and one of the saves after each, copy a
-    chunk until the step's budget is spent.
+    the executor wakes the engine at the next one. Loads in turn, and one of the saves after each,
+    copy a chunk until the step's budget is spent.
 
     Args:
         settings: The engine's settings.
         notify: Wakes the engine.
-        make_executor: Makes what calls the store.
+        make_executor: Makes the executor of store calls.
 
     Raises:
         TransferError: When no store is set.
@@ -83,7 +82,7 @@ class PooledConnectorWorker:
         self._notify = notify
         self._make_executor = make_executor
         self._executor: StoreExecutor | None = None
-        """There is one, and what follows, once the cache is known."""
+        """None until ``register_kv_caches``, which also sets the three fields below."""
         self._desk: PoolDesk
         self._loads: PoolLoads
         self._saves: PoolSaves
@@ -92,30 +91,30 @@ class PooledConnectorWorker:
             settings.config.copy_s, settings.config.copy_share, settings.step_now_s
         )
         self._is_saves_turn = False
-        """A save is next to copy a chunk, not a load."""
+        """True if the last chunk was a load's, so that a save is next."""
         self._heard_s = 0.0
-        """When the store last answered anything."""
+        """Time at which the store last answered any call."""
         self._is_stuck = False
-        """Nothing was heard for longer than a call may take, and nothing since."""
+        """True once the store was silent for longer than a call may take, until it answers."""
 
     # ---- life cycle
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """Nothing: other engines do not reach this one."""
+        """Empty: other engines do not reach this one."""
         return ()
 
     def register_kv_caches(self, ios: Sequence[KVDeviceIO]) -> None:
-        """Take the cache and open the store.
+        """Attach the cache and open the store.
 
         Raises:
             TransferError: When the store's backend is unknown or not installed, or there are
                 several KV groups.
         """
         if self._executor is not None:
-            raise TransferError("register_kv_caches was called before")
+            raise TransferError("register_kv_caches was called twice: call it once")
         io = only_kv_group(ios)
-        # Where nobody named the store: engines whose KV differ have no use for each other's.
+        # A default name per layout: engines whose KV differ can use none of each other's values.
         name = self._store.name or io.layout.content_hash()[:_NAME_DIGITS]
         executor = self._make_executor(replace(self._store, name=name), self._notify)
         self._desk = PoolDesk(
@@ -126,16 +125,16 @@ class PooledConnectorWorker:
         self._executor = executor
 
     def close(self, deadline_s: float) -> None:
-        """Close the store, which gives every lease back, and stop its thread. Idempotent."""
+        """Close the store, which releases every lease, and stop its thread. Idempotent."""
         if self._executor is not None:
             self._executor.close(deadline_s)
 
     # ---- one step
 
     def start_load_kv(self, meta: ConnectorMeta, now_s: float) -> None:
-        """Before the forward: start and stop lookups and loads, then write what arrived."""
+        """Begin a step: start and stop lookups and loads, then write what arrived."""
         if not isinstance(meta, PooledMeta):
-            raise TransferError(f"{type(meta).__name__} is of another connector")
+            raise TransferError(f"{type(meta).__name__} is not from connector 'pooled'")
         self._budget.begin()
         for request_id in meta.drops:
             self._drop(request_id)
@@ -148,15 +147,15 @@ class PooledConnectorWorker:
         self._advance(now_s)
 
     def wait_for_layer_load(self, layer: int) -> None:
-        """Return at once: a load becomes visible only when it is whole."""
+        """Return at once: a load becomes visible only when it is complete."""
 
     def save_kv_layer(self, layer: int) -> None:
         """Do nothing: units are read when all of their layers are computed, by ``mark_ready``."""
 
     def mark_ready(self, meta: ConnectorMeta, now_s: float) -> None:
-        """After the forward: what ``meta.saves`` announced is in the cache; read some of it."""
+        """Queue after the forward the units that are complete; read some of them."""
         if not isinstance(meta, PooledMeta):
-            raise TransferError(f"{type(meta).__name__} is of another connector")
+            raise TransferError(f"{type(meta).__name__} is not from connector 'pooled'")
         for spec in meta.saves:
             self._saves.announce(spec)
         for request_id in meta.finished:
@@ -167,7 +166,7 @@ class PooledConnectorWorker:
         """Return at once: units are read on this thread."""
 
     def get_transfer_results(self, now_s: float) -> TransferResults:
-        """At the end of the step: move what is due and report what ended."""
+        """Copy what is due at the end of a step, and return what ended."""
         self._advance(now_s)
         self._set_alarm(now_s)
         ended = msgspec.structs.asdict(self._desk.outcome.take())
@@ -195,10 +194,10 @@ class PooledConnectorWorker:
         """Return the loads under way."""
         return self._loads.infos(now_s)
 
-    # ---- inside
+    # ---- helpers
 
     def _drop(self, request_id: str) -> None:
-        """End a request's lookup and saves without a word."""
+        """End a request's lookup and saves without reporting it."""
         self._saves.drop(request_id)
         lookup = self._lookups.pop(request_id, None)
         if lookup is not None:
@@ -206,7 +205,7 @@ class PooledConnectorWorker:
 
     def _look_up(self, spec: LookupSpec, now_s: float) -> None:
         if self._is_stuck:
-            # Whoever waits for a store that does not answer waits in vain, each time anew.
+            # A store that does not answer would cost each request its full lookup timeout.
             self._desk.outcome.found[spec.request_id] = 0
             return
         lookup = _Lookup(spec.request_id, now_s, now_s + spec.timeout_s)
@@ -215,7 +214,7 @@ class PooledConnectorWorker:
         self._require_executor().submit(lookup.job)
 
     def _advance(self, now_s: float) -> None:
-        """Take what the store answered, copy, ask for more, and let deadlines pass."""
+        """Handle the store's answers, copy, request more units, and handle deadlines."""
         self._poll(now_s)
         self._move(now_s)
         self._loads.fetch()
@@ -241,10 +240,10 @@ class PooledConnectorWorker:
             self._desk.outcome.found[lookup.request_id] = job.num_present * self._store.unit_tokens
 
     def _move(self, now_s: float) -> None:
-        """Copy chunks, to a load and of a save by turns, as far as the step's budget goes."""
+        """Copy chunks of loads and saves alternately, until the step's budget is spent."""
         self._budget.resume()
         while self._budget.has_room:
-            # Both are tried: the turn of one that has nothing to copy is the other's.
+            # Tries both: if one side has nothing to copy, the other uses its turn.
             for _ in range(2):
                 self._is_saves_turn = not self._is_saves_turn
                 if self._move_chunk(now_s):
@@ -256,13 +255,13 @@ class PooledConnectorWorker:
             self._notify()
 
     def _move_chunk(self, now_s: float) -> bool:
-        """Copy one chunk of whose turn it is; returns whether there was one."""
+        """Copy one chunk for the side whose turn it is; return whether there was one."""
         if self._is_saves_turn:
             return self._loads.write_next(now_s)
         return self._saves.read_next()
 
     def _expire(self, now_s: float) -> None:
-        """Give up what the store has not answered in time; no answer is no KV."""
+        """End lookups and loads that the store has not answered in time; they count as misses."""
         for lookup in [x for x in self._lookups.values() if now_s >= x.deadline_s]:
             del self._lookups[lookup.request_id]
             lookup.job.is_dropped = True

@@ -1,8 +1,9 @@
-"""Answer consumers: the producer's half of the protocol as a state machine without I/O.
+"""Producer's half of the protocol: answer consumers, as a state machine without I/O.
 
 Messages, commands and ``now_s`` come in; messages to send and events for the core go out through
-``take_sends`` and ``take_events``. Whether a lease lives is decided anew for every chunk. A
-transfer belongs to the connection that first showed its ticket; nobody else is listened to.
+``take_sends`` and ``take_events``. Every chunk is sent only if its lease is live at that moment. A
+transfer belongs to the connection that first showed its ticket; messages about it from other
+connections are refused.
 """
 
 from typing import NamedTuple
@@ -49,7 +50,7 @@ _REASON = {
 
 
 class SendToConsumer(NamedTuple):
-    """A message for the peer that a message came from, with the payload of a ``Data``."""
+    """Message for the connection of a consumer, with the payload of a ``Data``."""
 
     peer: bytes
     message: ToConsumer
@@ -57,7 +58,7 @@ class SendToConsumer(NamedTuple):
 
 
 class ProducerSessions:
-    """Every transfer that this engine produces.
+    """Transfers that this engine produces.
 
     Owner: the transport's thread.
     """
@@ -85,19 +86,19 @@ class ProducerSessions:
         self._events: list[Event] = []
 
     def take_sends(self) -> list[SendToConsumer]:
-        """Return and forget the messages to send, in order."""
+        """Return and clear the messages to send, in order."""
         sends, self._sends = self._sends, []
         return sends
 
     def take_events(self) -> list[Event]:
-        """Return and forget the events for the core, in order."""
+        """Return and clear the events for the core, in order."""
         events, self._events = self._events, []
         return events
 
     # ---- commands
 
     def offer(self, ticket: Ticket, now_s: float) -> None:
-        """Grant a lease and attach the consumer if it has come already."""
+        """Grant a lease, and attach the consumer if its fetch is parked."""
         if not self._leases.grant(ticket.transfer_id, now_s):
             self._events.append(SendFailed(ticket.transfer_id, FailureReason.CANCELLED))
             return
@@ -109,14 +110,14 @@ class ProducerSessions:
             self._on_valid_fetch(parked.peer, parked.fetch, parked.ticket, now_s)
 
     def ready(self, transfer_id: bytes, num_rows: int, now_s: float) -> None:
-        """Note how many rows are computed; consumers learn it with their next renewal."""
+        """Record how many rows are computed; consumers learn it with their next renewal."""
         sending = self._sending.get(transfer_id)
         if sending is not None:
             sending.ready_rows = num_rows
             self._watch_stall(sending, now_s)
 
     def send_chunk(self, chunk: Chunk | MappedChunk, now_s: float) -> None:
-        """Send rows if the lease still lives; a dead one answers ``expired`` instead."""
+        """Send rows if the lease is live; a dead one answers ``expired`` instead."""
         if not self._leases.is_live(chunk.transfer_id, now_s):
             self._expire(now_s)
             return
@@ -126,16 +127,16 @@ class ProducerSessions:
             self._tell(sending, header, chunk.payload)
 
     def cancel(self, transfer_id: bytes) -> None:
-        """End a transfer on this engine's wish."""
+        """End a transfer at this engine's request."""
         sending = self._end(transfer_id, LeaseState.CANCELLED)
         if sending is not None:
             epoch = sending.ticket.epoch
             self._tell(sending, Cancel(transfer_id, epoch, FailureReason.CANCELLED))
 
-    # ---- the outside
+    # ---- messages and deadlines
 
     def on_message(self, peer: bytes, message: ToProducer, now_s: float) -> None:
-        """Handle one message; ``peer`` names the connection that it came over."""
+        """Handle one message; ``peer`` is the connection that it came over."""
         if isinstance(message, Fetch):
             self._on_fetch(peer, message, now_s)
             return
@@ -153,13 +154,13 @@ class ProducerSessions:
             self._answer(peer, message.transfer_id, message.epoch, now_s)
 
     def on_peer_lost(self, peer: bytes) -> None:
-        """End what a vanished consumer was fetching: it has given up too."""
+        """End the transfers of a consumer whose connection is gone."""
         lost = [tid for tid, sending in self._sending.items() if sending.peer == peer]
         for transfer_id in lost:
             self._fail(transfer_id, FailureReason.PEER_DEAD)
 
     def tick(self, now_s: float) -> None:
-        """Let deadlines pass; address silent consumers, as a dead one cannot be reached."""
+        """Handle deadlines, and address silent consumers: a send to a dead one fails."""
         self._expire(now_s)
         for transfer_id, sending in self._sending.items():
             if sending.peer is not None and now_s >= sending.probe_s:
@@ -168,7 +169,7 @@ class ProducerSessions:
         self._counters.num_unknown_ids += self._parked.expire(now_s)
 
     def next_deadline_s(self) -> float | None:
-        """Return when ``tick`` has something to do, or None."""
+        """Return the time of the next ``tick``, or None."""
         deadlines_s = [x.probe_s for x in self._sending.values() if x.peer is not None]
         others_s = (self._parked.next_deadline_s(), self._leases.next_deadline_s())
         deadlines_s += [deadline_s for deadline_s in others_s if deadline_s is not None]
@@ -176,26 +177,26 @@ class ProducerSessions:
 
     @property
     def num_open(self) -> int:
-        """Transfers that have been offered and have not ended."""
+        """Transfers that were offered and have not ended."""
         return len(self._sending)
 
     def consumed_row(self, transfer_id: bytes) -> int | None:
-        """Return one past the last row that is not needed any more; None when all are not."""
+        """Return one past the last row that the consumer has released; None once it has ended."""
         sending = self._sending.get(transfer_id)
         return None if sending is None else sending.consumed_row
 
     @property
     def peers(self) -> set[bytes]:
-        """Connections that transfers belong to."""
+        """Connections that own a transfer."""
         return {x.peer for x in self._sending.values() if x.peer is not None}
 
     def path(self, transfer_id: bytes) -> PayloadPath:
-        """Return how a transfer's payload travels."""
+        """Return the path of a transfer's payload."""
         sending = self._sending.get(transfer_id)
         return "inline" if sending is None else sending.path
 
     def left_s(self, transfer_id: bytes, now_s: float) -> float:
-        """Return the seconds until a lease ends unless renewed; any thread may ask."""
+        """Return the seconds until a lease ends unless renewed; safe on any thread."""
         return self._leases.left_s(transfer_id, now_s)
 
     def check_invariants(self) -> None:
@@ -207,12 +208,12 @@ class ProducerSessions:
         assert not self._sending.keys() & self._parked.transfer_ids
         self._parked.check_invariants()
 
-    # ---- messages
+    # ---- handling of messages
 
     def _on_fetch(self, peer: bytes, fetch: Fetch, now_s: float) -> None:
         sending = self._sending.get(fetch.transfer_id)
         if sending is not None and (sending.peer, sending.ticket.epoch) == (peer, fetch.epoch):
-            # It has shown its ticket, whose age says nothing about a lease that lives.
+            # Its ticket was checked when it attached; a live lease outlasts the ticket's age.
             self._on_valid_fetch(peer, fetch, sending.ticket, now_s)
             return
         shown = self._checks.of_fetch(fetch)
@@ -233,11 +234,11 @@ class ProducerSessions:
             self._counters.num_bad_tickets += 1
             self._refuse(peer, fetch, reason)
         elif sending.peer not in {None, peer}:
-            # A replay: whoever attached first has the transfer, and holds its connection.
+            # A replay: the connection that attached first keeps the transfer.
             self._counters.num_bad_tickets += 1
             self._refuse(peer, fetch, FailureReason.AUDIENCE)
         elif sending.peer is None and fetch.attempt:
-            # Asks once more for what it never asked for: out of order, or made up.
+            # A repetition before the first fetch: reordered or made up.
             self._counters.num_unknown_ids += 1
         elif self._leases.attach(fetch.transfer_id, now_s):
             self._attach(sending, peer, fetch, now_s)
@@ -258,7 +259,7 @@ class ProducerSessions:
             self._grant(sending, 0, fetch.window, now_s)
 
     def _park(self, peer: bytes, fetch: Fetch, ticket: Ticket, now_s: float) -> None:
-        """Keep a fetch for a transfer that the router has not told this engine of yet."""
+        """Keep a fetch for a transfer that the router has not announced to this engine yet."""
         if self._parked.park(Parked(peer, fetch, ticket, now_s + self._rendezvous_s)):
             self._answer(peer, fetch.transfer_id, fetch.epoch, now_s)
         else:
@@ -289,9 +290,9 @@ class ProducerSessions:
             self._fail(transfer_id, message.reason)
 
     def _may_speak(self, peer: bytes, sending: Sending, message: ToProducer) -> bool:
-        """Tell whether a message is from the transfer's consumer.
+        """Return whether a message is from the transfer's consumer.
 
-        Once attached, that is whoever holds its connection; before, whoever has the ticket.
+        Once attached, the consumer is known by its connection; before that, by its ticket.
         """
         if sending.peer is not None:
             return sending.peer == peer
@@ -299,7 +300,7 @@ class ProducerSessions:
         return ticket is not None and ticket_mismatch(ticket, sending.ticket) is None
 
     def _end_early(self, message: ToProducer) -> bool:
-        """Remember that a transfer is over before this engine has heard of it."""
+        """Remember the end of a transfer that this engine has not learned of yet."""
         if self._checks.of_last_word(message) is None:
             return False
         self._parked.take(message.transfer_id)

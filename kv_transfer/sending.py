@@ -1,4 +1,4 @@
-"""One transfer on its way out: who fetches it, which rows may go, and which have gone."""
+"""Producer's state of one transfer: its consumer, and the rows granted, computed and sent."""
 
 from dataclasses import dataclass, field
 
@@ -9,40 +9,40 @@ from kv_transfer.transport import Chunk, MappedChunk
 
 @dataclass(slots=True, eq=False)
 class Sending:
-    """See the module docstring. Owner: the ``ProducerSessions`` that it is one of."""
+    """Progress of one outgoing transfer. Owner: the ``ProducerSessions`` that holds it."""
 
     ticket: Ticket
     num_rows: int
     peer: bytes | None = None
     path: PayloadPath = "inline"
     probe_s: float = 0.0
-    """When to address a consumer that stays silent, to learn whether it is still there."""
+    """Time to address a silent consumer, to learn whether its connection still exists."""
     repeat_s: float = 0.0
     repeated: set[int] = field(default_factory=set)
-    """Rows that were sent once more, and are not again before ``repeat_s``: whoever asks faster
-    gains nothing."""
+    """Rows that were repeated, and are not repeated again before ``repeat_s``, even if a consumer
+    asks faster."""
     start_row: int = 0
     limit: int = 0
     consumed_row: int = 0
-    """One past the last row that the consumer has let go of."""
+    """One past the last row that the consumer has released."""
     ready_rows: int = 0
     sent_rows: int = 0
     stalled_s: float | None = None
-    """Since when computed rows wait for credit."""
+    """Time since which computed rows wait for credit."""
 
     def attach(self, peer: bytes, path: PayloadPath, start_row: int) -> None:
-        """Belong to a consumer that wants the rows from there on."""
+        """Bind the transfer to a consumer that fetches from ``start_row`` on."""
         self.peer, self.path = peer, path
         self.start_row = self.sent_rows = self.limit = start_row
 
     def grant(self, consumed: int, window: int, largest: int) -> bool:
-        """Raise the limit, and note what the consumer has let go of; says whether more may go.
+        """Raise the limit, record what the consumer has released; return whether more may be sent.
 
         Args:
-            consumed: Rows that the consumer says it has let go of.
-            window: What it grants beyond them.
-            largest: This engine's own window, whatever the peer asks. Nothing is in flight on the
-                path ``shared``: there, none is needed.
+            consumed: Rows that the consumer says it has released.
+            window: Rows that it grants beyond them.
+            largest: This engine's own window, which bounds the consumer's. Not applied on the path
+                ``shared``, where nothing is in flight.
         """
         consumed = min(consumed, self.sent_rows - self.start_row)
         if self.path != "shared":
@@ -54,9 +54,10 @@ class Sending:
         return is_raised
 
     def take_out(self, incarnation: str, chunk: Chunk | MappedChunk) -> Data | Mapped | None:
-        """Count rows as sent and return their header; None where they go another way."""
+        """Count rows as sent and return their header; None for rows of another path."""
         is_mapped = isinstance(chunk, MappedChunk)
         if is_mapped != (self.path == "shared"):
+            # The core extracted it for another path than the consumer attached with.
             return None
         first_row, epoch = chunk.first_row, self.ticket.epoch
         num_rows = chunk.num_rows if isinstance(chunk, MappedChunk) else len(chunk.payload)
@@ -68,7 +69,7 @@ class Sending:
         return Data(*coordinates, checksum)
 
     def repeat(self, fetch: Fetch, now_s: float, pause_s: float) -> tuple[int, int] | None:
-        """Return where rows begin and end that are sent once more, if any are now."""
+        """Return the range of rows to send once more, or None."""
         start, end = max(fetch.start_row, self.start_row), min(fetch.end_row, self.sent_rows)
         if now_s >= self.repeat_s:
             self.repeated.clear()
@@ -79,7 +80,7 @@ class Sending:
         return start, end
 
     def take_stalled_s(self, now_s: float) -> float:
-        """Return the seconds since the last call, if only credit was missing then."""
+        """Return the seconds since the last call, if credit was all that was missing then."""
         seconds = 0.0 if self.stalled_s is None else now_s - self.stalled_s
         waits = self.peer is not None and self.limit < min(self.num_rows, self.ready_rows)
         self.stalled_s = now_s if waits else None

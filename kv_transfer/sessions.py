@@ -1,7 +1,7 @@
-"""Both halves of one engine's transfers behind one door, for whatever carries their messages.
+"""Both halves of one engine's transfers behind one interface, for transports.
 
-A transport submits commands, hands in messages and lets time pass; it takes out what to send and
-what to tell the core. Pure, like the two state machines that it joins.
+A transport submits commands, passes in messages and advances time; it takes out messages to send
+and events for the core. Pure, like the two state machines that it joins.
 """
 
 from kv_transfer.connector import ConnectorSettings
@@ -27,7 +27,7 @@ from kv_transfer.transport import (
 
 
 class TransferSessions:
-    """Every transfer of one engine, in either role.
+    """Transfers of one engine, in either role.
 
     Owner: the transport's thread.
 
@@ -47,16 +47,16 @@ class TransferSessions:
 
         Args:
             settings: The engine's.
-            layout: Of its blocks.
+            layout: Layout of its blocks.
             counters: Where to count.
-            paths: How this engine can give its payload away.
+            paths: Paths by which this engine can give its payload away.
         """
         self._layout = layout
         self.producer = ProducerSessions(settings, layout, counters, paths)
         self.consumer = ConsumerSessions(settings, counters)
 
     def apply(self, command: Command, now_s: float) -> None:
-        """Carry out a command of the core; a ``Load`` by the ticket's first endpoint."""
+        """Carry out a command of the core; a ``Load`` goes to the ticket's first endpoint."""
         if isinstance(command, Chunk | MappedChunk):
             self.producer.send_chunk(command, now_s)
         elif isinstance(command, Consumed):
@@ -79,22 +79,22 @@ class TransferSessions:
         self.consumer.load(command, route, self._layout.num_rows(command.ticket.num_tokens), now_s)
 
     def tick(self, now_s: float) -> None:
-        """Let deadlines pass."""
+        """Handle the deadlines of both roles."""
         self.producer.tick(now_s)
         self.consumer.tick(now_s)
 
     def next_deadline_s(self) -> float | None:
-        """Return when ``tick`` has something to do, or None."""
+        """Return the time of the next ``tick``, or None."""
         deadlines = (self.producer.next_deadline_s(), self.consumer.next_deadline_s())
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def take_events(self) -> list[Event]:
-        """Return and forget the events for the core, in order."""
+        """Return and clear the events for the core, in order."""
         return self.producer.take_events() + self.consumer.take_events()
 
     @property
     def num_open(self) -> int:
-        """Transfers that have not ended, in either role, last words included."""
+        """Transfers in either role that have not ended, or whose end is not acknowledged."""
         return self.producer.num_open + self.consumer.num_open
 
     def check_invariants(self) -> None:

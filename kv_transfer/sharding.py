@@ -1,7 +1,7 @@
-"""Which KV heads each device shard of an engine holds. Pure.
+"""Split of KV heads over the device shards of an engine. Pure.
 
-Rows on the wire know of no shards (see ``layout``): each end puts them together from its own, so
-that the numbers of shards of two engines need not divide each other.
+Rows on the wire do not know shards (see ``layout``). Each end assembles rows from its own shards,
+so the numbers of shards of two engines need not divide each other.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def head_shards(num_kv_heads: int, num_shards: int) -> tuple[range, ...]:
 
     Returns:
         The heads of each shard. With no more shards than heads these are consecutive and disjoint,
-        the first ones one head longer where the division leaves a rest. With more shards, each
-        holds one head, and the replicas of a head are neighbours.
+        and the first shards hold one head more where the division leaves a remainder. With more
+        shards, each holds one head, and the replicas of a head are neighbours.
 
     Raises:
         InvalidLayoutError: A number is not positive.

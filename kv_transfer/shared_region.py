@@ -1,10 +1,10 @@
-"""Let other engines of this host read this one's KV memory where it is.
+"""Read access to an engine's KV memory for other engines of its host.
 
 A region is an anonymous file (memfd): it has no name anywhere and is gone with the last process
-that holds it, however those end. Its owner maps it writable and then seals it, so that whoever
-receives its descriptor can only map it for reading, and never finds it shorter than it was. It is
-handed out over an abstract Unix socket, which leaves no file behind either, to processes of the
-same user in the same network namespace. What arrives is checked before any of it is used.
+that holds it, however that ends. Its owner maps it writable and then seals it. A process that
+receives the descriptor can map it only for reading, and the file never shrinks under the reader. It
+is handed out over an abstract Unix socket, which leaves no file behind either, to processes of the
+same user in the same network namespace. The receiver checks all of it before use.
 """
 
 import contextlib
@@ -46,18 +46,18 @@ _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_F
 _ADDRESS = re.compile(r"shm://([0-9a-f]{32})")
 
 _BACKLOG = 1024
-"""Connections that wait while the owner's thread is busy; the kernel refuses more than that."""
+"""Connections that may wait while the owner's thread is busy; the kernel refuses more."""
 
 _MAX_ACCEPTS = 256
-"""Connections answered in one call, so that a flood of them leaves time for other work."""
+"""Connections accepted in one call, so that a flood of them leaves time for other work."""
 
 _MAX_WAITING = 256
-"""Connections that may wait to show a ticket; the oldest gives way."""
+"""Connections that may wait to show a ticket; above it the oldest is closed."""
 
 _MAX_SHOWN_BYTES = 4096
 
 _MAX_POPULATE_BYTES = 1 << 30
-"""Larger regions are paged in as they are read: the caller would wait too long for all of it."""
+"""Larger regions are paged in as they are read: populating them would block for too long."""
 
 _ADVICE = "make the KV cache smaller (kv_cache_memory_bytes), or serve without sharing it"
 
@@ -66,7 +66,7 @@ _Count = Annotated[int, Meta(gt=0, lt=1 << 31)]
 
 
 class RegionLayout(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where the pieces of every lane's blocks are in a region.
+    """Places of the pieces of every lane's blocks in a region.
 
     Attributes:
         block_size: Tokens of a block.
@@ -92,7 +92,7 @@ class SharedRegion:
     """
 
     def __init__(self, fd: int, memory: NDArray[np.uint8]) -> None:
-        """Take over a sealed descriptor and its writable mapping; use ``create``."""
+        """Own a sealed descriptor and its writable mapping; use ``create``."""
         self._fd = fd
         self._memory = memory
         self._close = weakref.finalize(self, os.close, fd)
@@ -101,7 +101,7 @@ class SharedRegion:
     def create(cls, num_bytes: int) -> "SharedRegion":
         """Make a region of zeros, all of it in memory already.
 
-        Why: memory that is short must show now, not as a dead process in the middle of a request.
+        A shortage of memory must show now, not as a dead process in the middle of a request.
 
         Raises:
             SharedMemoryError: There is not that much; says both numbers.
@@ -118,32 +118,33 @@ class SharedRegion:
                 os.close(fd)
             if isinstance(error, SharedMemoryError):
                 raise
-            raise TransferError(f"no shared memory for KV blocks: {error}; {_ADVICE}") from error
+            raise TransferError(f"cannot share memory for KV blocks: {error}; {_ADVICE}") from error
         return cls(fd, np.frombuffer(memory, np.uint8))
 
     @property
     def memory(self) -> NDArray[np.uint8]:
-        """All of it, (num_bytes,) uint8, writable."""
+        """Memory of the region, (num_bytes,) uint8, writable."""
         return self._memory
 
     @property
     def fd(self) -> int:
-        """The descriptor to hand out; -1 once closed."""
+        """Descriptor to hand out; -1 once closed."""
         return self._fd if self._close.alive else -1
 
     def close(self) -> None:
-        """Give up the descriptor: nobody else gets it now. Idempotent; arrays stay valid."""
+        """Close the descriptor: no further process gets it. Idempotent; arrays stay valid."""
         self._close()
 
 
 class RegionServer:
-    """Hands a region out to those of the same user who show a ticket.
+    """Server that hands a region to processes of the same user that show a ticket.
 
-    Why a ticket: who may fetch one request's KV is trusted with all of it, as the memory cannot be
-    handed out by halves; so no process gets it that the cluster's router has not named.
+    The ticket matters because a region cannot be handed out in parts: a process that may fetch one
+    request's KV can then read all of it. So only processes that the cluster's router has named get
+    it.
 
-    Owner: its sockets, used from one thread. It waits for a peer's ticket as long as there is room
-    for other peers, and for nothing else: the answer waits in the peer's own buffer.
+    Owner: its sockets, used from one thread. It never blocks. A peer may take its time to show a
+    ticket while there is room for other peers, and an answer waits in the peer's own buffer.
     """
 
     def __init__(
@@ -152,12 +153,12 @@ class RegionServer:
         region_layout: RegionLayout,
         admits: Callable[[bytes], bool],
     ) -> None:
-        """Listen under a fresh name.
+        """Listen under a new random name.
 
         Args:
-            region: What to hand out; it must stay open.
-            region_layout: What is where in it.
-            admits: Tells whether whoever shows this may have it.
+            region: Region to hand out; it must stay open.
+            region_layout: Its layout.
+            admits: Returns whether a sealed ticket permits access.
 
         Raises:
             TransferError: The layout is too long for one message, or no socket can be had.
@@ -174,8 +175,8 @@ class RegionServer:
         name = secrets.token_hex(16)
         self._address = f"shm://{name}"
         self._socket = _make_socket()
-        # Given up for the moment in which a process without descriptors has to turn a peer away:
-        # one that is never accepted would wake the thread for ever.
+        # Closed for the moment in which a process without free descriptors has to refuse a peer: a
+        # connection that is never accepted would wake the thread for ever.
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._poller = selectors.EpollSelector()
         try:
@@ -183,33 +184,33 @@ class RegionServer:
             self._socket.listen(_BACKLOG)
         except OSError as error:
             self._socket.close()
-            raise TransferError(f"cannot listen for {self._address}: {error}") from error
+            raise TransferError(f"cannot listen on {self._address}: {error}") from error
         self._poller.register(self._socket, selectors.EVENT_READ)
 
     @property
     def address(self) -> str:
-        """``shm://`` and 32 random hexadecimal digits."""
+        """Address of this server: ``shm://`` and 32 random hexadecimal digits."""
         return self._address
 
     def fileno(self) -> int:
-        """Return what to poll for reading; then call ``serve``."""
+        """Return the descriptor to poll for reading; then call ``serve``."""
         return self._poller.fileno()
 
     def serve(self) -> None:
-        """Answer those that wait. Never blocks and never raises for what a peer does."""
+        """Answer the waiting peers; never blocks, and no peer can make it raise."""
         # Twice: most peers have shown their ticket by the time they are accepted.
         for _ in range(2):
             for key, _ in self._poller.select(0):
                 if key.fileobj is self._socket:
                     self._accept()
-                elif key.fileobj in self._waiting:  # And has not just given way to another.
+                elif key.fileobj in self._waiting:  # Not if it was just closed to make room.
                     assert isinstance(key.fileobj, socket.socket)
                     self._answer(key.fileobj)
                     self._waiting.remove(key.fileobj)
                     self._hang_up(key.fileobj)
 
     def close(self) -> None:
-        """Stop listening; idempotent. Peers that were answered keep what they have."""
+        """Stop listening; idempotent. Peers that were answered keep their descriptor."""
         while self._waiting:
             self._waiting.popleft().close()
         self._poller.close()
@@ -225,7 +226,7 @@ class RegionServer:
             except BlockingIOError:
                 return
             except OSError as error:
-                logger.warning("cannot answer a request for shared KV memory: %s", error)
+                logger.warning("cannot accept a connection for shared KV memory: %s", error)
                 if error.errno in {errno.EMFILE, errno.ENFILE}:
                     self._turn_away()
                 return
@@ -249,15 +250,15 @@ class RegionServer:
         peer.close()
 
     def _answer(self, peer: socket.socket) -> None:
-        # The connection's buffer is empty, so this waits for nobody; the kernel keeps the answer
-        # for the peer when the connection is closed here.
+        # Does not block: the connection's buffer is empty. The kernel keeps the answer for the peer
+        # after the connection is closed here.
         try:
             if not _is_ours(peer):
-                logger.warning("another user's process asked for shared KV memory")
+                logger.warning("refused shared KV memory to a process of another user")
                 return
             shown = peer.recv(_MAX_SHOWN_BYTES)
             if not self._admits(shown):
-                logger.warning("a process without a ticket asked for shared KV memory")
+                logger.warning("refused shared KV memory to a process without a valid ticket")
                 return
             socket.send_fds(peer, [self._frame], [self._region.fd])
         except OSError as error:
@@ -265,25 +266,25 @@ class RegionServer:
 
 
 class MappedRegion:
-    """Another process's region, not trusted before ``lanes`` has looked at it.
+    """Region of another process, untrusted until ``lanes`` has checked it.
 
     Owner: its descriptor. The memory is mapped until the last array over it is gone, so it stays
     readable when the other process dies.
     """
 
     def __init__(self, fd: int, frame: bytes) -> None:
-        """Take over a descriptor.
+        """Own a descriptor.
 
         Args:
-            fd: What claims to be a region.
-            frame: What claims to be its ``RegionLayout``.
+            fd: Descriptor that claims to be a region.
+            frame: Bytes that claim to be its ``RegionLayout``.
         """
         self._fd = fd
         self._frame = frame
         self._close = weakref.finalize(self, os.close, fd)
 
     def lanes(self, layout: KVLayout) -> list[HostBlocks]:
-        """Map the region and find every lane's blocks in it.
+        """Map the region and return the blocks of every lane.
 
         Args:
             layout: This engine's. The other's block size may differ: the blocks returned have it in
@@ -293,14 +294,14 @@ class MappedRegion:
             One per lane, read-only.
 
         Raises:
-            WireError: It is no sealed region, its layout is not what the protocol says or does not
-                fit into it, or its contents are not laid out as this engine's.
+            WireError: It is no sealed region, its layout breaks the protocol or does not fit into
+                it, or its contents are not laid out as this engine's.
         """
         region = _decode(self._frame)
         if region.content_hash != layout.content_hash():
-            raise WireError("a region of KV that is laid out otherwise than this engine's")
+            raise WireError("the region's KV layout differs from this engine's")
         if any(len(offsets) != layout.num_pieces for offsets in region.offsets):
-            raise WireError(f"a region without {layout.num_pieces} pieces in every lane")
+            raise WireError(f"the region lacks {layout.num_pieces} pieces in every lane")
         theirs = _with_block_size(layout, region.block_size)
         memory = self._map()
         try:
@@ -309,34 +310,34 @@ class MappedRegion:
                 for offsets in region.offsets
             ]
         except ValueError as error:
-            raise WireError(f"a region that is smaller than its layout: {error}") from error
+            raise WireError(f"the region is smaller than its layout says: {error}") from error
 
     def close(self) -> None:
-        """Give up the descriptor; idempotent. What ``lanes`` returned stays valid."""
+        """Close the descriptor; idempotent. The blocks from ``lanes`` stay valid."""
         self._close()
 
     def _map(self) -> NDArray[np.uint8]:
         try:
-            # Without these seals the memory could vanish while it is read, which kills the reader.
+            # Without these seals the owner could shrink the file: a read would raise SIGBUS.
             if fcntl.fcntl(self._fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-                raise WireError("a region that is not sealed")
+                raise WireError("the region is not sealed")
             num_bytes = os.fstat(self._fd).st_size
             flags = mmap.MAP_SHARED
             if num_bytes <= _MAX_POPULATE_BYTES:
                 flags |= mmap.MAP_POPULATE
             return np.frombuffer(mmap.mmap(self._fd, num_bytes, flags, mmap.PROT_READ), np.uint8)
         except (OSError, ValueError, OverflowError) as error:
-            raise WireError(f"no region of shared memory: {error}") from error
+            raise WireError(f"cannot map the region: {error}") from error
 
 
 class RegionFetch:
-    """Asks a ``RegionServer`` for its region, without blocking and without a deadline of its own.
+    """Request to a ``RegionServer`` for its region, without blocking and without a deadline.
 
     Owner: its socket, used from one thread.
     """
 
     def __init__(self, address: str, ticket: bytes) -> None:
-        """Ask; whatever is wrong shows in ``poll``.
+        """Send the request; errors show in ``poll``.
 
         Args:
             address: The server's.
@@ -346,7 +347,7 @@ class RegionFetch:
         match = _ADDRESS.fullmatch(address)
         if match is None:
             return
-        # At once there is a connection or there is none: nothing is in between for these sockets.
+        # For this kind of socket, connect() succeeds or fails at once.
         peer: socket.socket | None = None
         try:
             peer = _make_socket()
@@ -360,15 +361,15 @@ class RegionFetch:
             peer.close()
 
     def fileno(self) -> int:
-        """Return what to poll for reading while ``poll`` says "waiting"; -1 afterwards."""
+        """Return the descriptor to poll while ``poll`` returns "waiting"; -1 afterwards."""
         return -1 if self._socket is None else self._socket.fileno()
 
     def poll(self) -> Literal["waiting", "failed"] | MappedRegion:
-        """Tell what came of it.
+        """Return the state of the request, or the region.
 
         Returns:
             "waiting" while the server has not answered; "failed" when there is none, it is another
-            user's or it went away; else the region, once, which is then the caller's to close.
+            user's or it went away; else the region, once, which the caller must close.
         """
         if self._socket is None:
             return "failed"
@@ -383,7 +384,7 @@ class RegionFetch:
         return "failed" if fd is None else MappedRegion(fd, frame)
 
     def close(self) -> None:
-        """Hang up; idempotent. A region that ``poll`` returned is not touched."""
+        """Close the connection; idempotent. Does not affect a region that ``poll`` returned."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -400,7 +401,7 @@ def _socket_name(name: str) -> str:
 
 
 def _is_ours(peer: socket.socket) -> bool:
-    """Tell whether the other end of a connection is a process of this user."""
+    """Return whether the other end of a connection is a process of this user."""
     return peer_user_id(peer) == os.geteuid()
 
 
@@ -408,11 +409,11 @@ def _decode(frame: bytes) -> RegionLayout:
     try:
         return _decoder.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise WireError(f"no layout of a region: {error}") from error
+        raise WireError(f"not the layout of a region: {error}") from error
 
 
 def _with_block_size(layout: KVLayout, block_size: int) -> KVLayout:
     try:
         return msgspec.structs.replace(layout, block_size=block_size)
     except InvalidLayoutError as error:
-        raise WireError(f"a region of impossible blocks: {error}") from error
+        raise WireError(f"the region has impossible blocks: {error}") from error

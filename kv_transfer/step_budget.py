@@ -1,24 +1,24 @@
-"""Bound how much longer an engine's step gets because KV is copied in it. Pure; see the class."""
+"""Bound on the time by which copying KV may lengthen an engine's step. Pure."""
 
 from collections.abc import Callable
 
 
 class StepBudget:
-    """Seconds that one step of an engine may spend on copying, whichever way and for whomever.
+    """Seconds that one step of an engine may spend on copying, over all transfers, both directions.
 
-    A step may copy for ``least_s``, and longer where it computes for long: for ``share`` of the
-    time that it has spent on other things. What a chunk costs is known when it is copied, so that
-    a step is over its budget by less than one chunk; and each step may copy one at least.
+    A step may copy for ``least_s``, and longer if it computes for long: for ``share`` of the time
+    that it has spent on other things. The cost of a chunk is known only after it is copied, so a
+    step exceeds its budget by less than one chunk. Each step may copy at least one.
 
     Owner: the worker side of a connector, on the engine's core thread.
     """
 
     def __init__(self, least_s: float, share: float, now_s: Callable[[], float]) -> None:
-        """Begin the first step.
+        """Start the first step.
 
         Args:
-            least_s: What every step may spend, in seconds; more than 0.
-            share: What it may spend of the time that it computes for.
+            least_s: Seconds that every step may spend; more than 0.
+            share: Share of a step's computing time that it may spend.
             now_s: Monotonic clock.
         """
         self._least_s = least_s
@@ -27,22 +27,22 @@ class StepBudget:
         self.begin()
 
     def begin(self) -> None:
-        """Begin a step: nothing of its budget is spent."""
+        """Start a step with an unspent budget."""
         self._began_s = self._mark_s = self._now_s()
         self._spent_s = 0.0
 
     def resume(self) -> None:
-        """Begin to copy: what has gone by since the last chunk was spent on something else."""
+        """Start copying: do not charge the time since the last chunk."""
         self._mark_s = self._now_s()
 
     def charge(self) -> None:
-        """Count what has gone by since ``resume`` or the last call: a chunk was copied."""
+        """Charge the time since ``resume`` or the last call for a chunk that was copied."""
         now_s = self._now_s()
         self._spent_s += now_s - self._mark_s
         self._mark_s = now_s
 
     @property
     def has_room(self) -> bool:
-        """Whether one more chunk may be copied in this step."""
+        """True if one more chunk may be copied in this step."""
         other_s = self._mark_s - self._began_s - self._spent_s
         return self._spent_s < max(self._least_s, self._share * other_s)

@@ -1,9 +1,9 @@
-"""What the pooled connector asks of a store of KV units, and how it gets one.
+"""Interface between the pooled connector and a store of KV units, and its configuration.
 
 A store maps keys to immutable byte strings and may lose any of them at any time: it is a cache.
-Everything that can go wrong with it (absent, full, slow, frozen, dead) is a miss or a drop that
-costs no more than ``timeout_s``, and never an exception. What a value means, and whether it came
-back unchanged, is the caller's business: put a checksum into the value.
+Every failure of a store (absent, full, slow, frozen, dead) is a miss or a drop that costs no more
+than ``timeout_s``, and never an exception. The caller gives values their meaning and must check
+that they come back unchanged: put a checksum into the value.
 """
 
 import importlib
@@ -21,33 +21,34 @@ MAX_KEY_BYTES = 64
 """Longest key; a longer one is never present and never stored."""
 
 PutOutcome = Literal["stored", "present", "dropped"]
-"""What became of a put: ``stored`` now, ``present`` before, or ``dropped`` for whatever reason."""
+"""Result of a put: ``stored`` now, ``present`` before, or ``dropped`` for any reason."""
 
 STORE_BACKENDS = {
     "shm": "kv_transfer.stores.shm:ShmStore",
     "ray": "kv_transfer.stores.ray:RayStore",
     "mooncake": "kv_transfer.stores.mooncake:MooncakeStore",
 }
-"""The built-in stores and their classes."""
+"""Classes of the built-in stores."""
 
 
 class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which store to use, and its limits.
+    """Choice of a store, and its limits.
 
     Attributes:
         backend: ``"shm"`` (engines of one node), ``"ray"`` or ``"mooncake"`` (engines of one
             cluster), or ``"module:Class"`` of a class whose constructor takes this config.
-        capacity_bytes: Most bytes of values kept. Of ``shm`` and ``ray`` for the whole store, as
-            said by whoever starts it; of ``mooncake`` the memory that this engine contributes.
+        capacity_bytes: Most bytes of values kept. For ``shm`` and ``ray`` of the whole store; the
+            engine that starts the store sets it. For ``mooncake`` the memory that this engine
+            contributes.
         address: ``shm``: any name, ``name`` if it is empty. ``ray``: of the Ray cluster, ``""``
             for the one of this node. ``mooncake``: ``host:port`` of the master.
-        name: ``shm`` and ``ray``: stores of different names know nothing of each other. When it is
-            empty the connector puts in one that engines with the same KV have in common.
-        unit_tokens: Tokens of one value. The same in every engine that shares the store; a multiple
-            of every one's block size.
+        name: ``shm`` and ``ray``: stores of different names are separate. When it is empty the
+            connector derives one that is equal in engines with the same KV.
+        unit_tokens: Tokens of one value. The same in every engine that shares the store, and a
+            multiple of the block size of each.
         timeout_s: Longest time that one call waits for the store.
-        lease_s: How long a value that was got stays protected unless it is released earlier, and
-            how long a put may take. As said by whoever starts the store.
+        lease_s: How long a value stays protected after ``get`` unless it is released earlier, and
+            how long a put may take. The engine that starts the store sets it.
     """
 
     backend: str
@@ -69,15 +70,14 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class StoreCounters(msgspec.Struct, kw_only=True):
-    """Totals of one client. Owner: its thread; others only read single numbers.
+    """Totals of one client. Owner: its thread; other threads only read single numbers.
 
     Attributes:
         hits: Values that ``get`` returned: units that a load got.
-        misses: Keys that ``num_present`` or ``get`` was asked for in vain.
+        misses: Keys that ``num_present`` or ``get`` was asked for and did not find.
         puts: Values stored.
-        drops: Values not stored although nobody had stored them before: the store was slow, full
-            or away.
-        errors: Calls that failed because the store was down, silent, or talked nonsense; poisoned
+        drops: Values not stored although the key had none: the store was slow, full or away.
+        errors: Calls that failed because the store was down, silent, or sent nonsense; poisoned
             values among them.
     """
 
@@ -89,30 +89,30 @@ class StoreCounters(msgspec.Struct, kw_only=True):
 
 
 class Lease(Protocol):
-    """A value and the store's promise not to evict it for ``lease_s``."""
+    """Value with the store's promise not to evict it for ``lease_s``."""
 
     @property
     def value(self) -> NDArray[np.uint8]:
-        """The value, 1-D and read-only. May be the store's own memory: copy before ``release``."""
+        """Value, 1-D and read-only. May be the store's own memory: copy before ``release``."""
 
     def release(self) -> bool:
-        """Give the value up; idempotent, the first answer stays.
+        """End the lease; idempotent, the first answer stays.
 
         Returns:
             True: the value was protected from ``get`` until now. False: the lease had ended, or
-            the store cannot tell any more; whatever was read may be bytes of another value.
+            the store can no longer tell; the bytes read may belong to another value.
         """
 
 
 class KVStore(Protocol):
-    """One client of a store. Used from ONE thread.
+    """Client of a store. Used from ONE thread.
 
     A call waits at most ``timeout_s``; copying the value comes on top. While a store does not
     answer, its clients skip most calls instead of waiting each time.
     """
 
     def num_present(self, keys: Sequence[bytes]) -> int:
-        """Count how many of the keys, from the first on, are stored. Promises nothing for later."""
+        """Return how many of the keys, from the first on, are stored at this moment."""
 
     def get(self, keys: Sequence[bytes]) -> Sequence[Lease]:
         """Lease the values of the keys, from the first on, up to the first that is missing."""
@@ -127,14 +127,14 @@ class KVStore(Protocol):
     def discard(self, key: bytes) -> None:
         """Make a key's value, which proved wrong, unavailable, so that the next put replaces it.
 
-        Best effort. Leases on the value, also the caller's own, stay as they are.
+        Best effort. Leases on the value, also the caller's own, are not affected.
         """
 
     def counters(self) -> StoreCounters:
-        """Return the totals, which go on changing."""
+        """Return the live totals, which keep changing."""
 
     def close(self) -> None:
-        """Give everything up that this client holds; idempotent. Ends no lease's memory."""
+        """Release all that this client holds; idempotent. The memory of leases stays valid."""
 
 
 def make_store(config: StoreConfig) -> KVStore:

@@ -1,8 +1,8 @@
-"""Run the calls of a KV store on a thread of their own, so that a slow store slows nobody else.
+"""Calls of a KV store on a thread of their own, so that a slow store never blocks the engine.
 
-A job goes down to the thread and comes back whole, always, with an answer that is a miss unless the
-store said more. It belongs to one side at a time, except for ``is_dropped``, which the core thread
-may set at any moment. Values are sealed and verified here, away from the core thread.
+Every job goes to the thread and comes back, always with an answer, which is a miss unless the store
+said more. A job belongs to one side at a time, except for ``is_dropped``, which the core thread may
+set at any moment. Values are sealed and verified here, away from the core thread.
 """
 
 import logging
@@ -46,14 +46,14 @@ def seal_value(key: bytes, pieces: Sequence[NDArray[np.uint8]]) -> NDArray[np.ui
 
 
 def is_value(key: bytes, value: NDArray[np.uint8], payload_bytes: int) -> bool:
-    """Tell whether a value from a store is what ``seal_value`` made for this key."""
+    """Return whether a value from a store is what ``seal_value`` made for this key."""
     if value.dtype != np.uint8 or value.shape != (CHECKSUM_BYTES + payload_bytes,):
         return False
     return value[:CHECKSUM_BYTES].tobytes() == _checksum(key, value)
 
 
 def _checksum(key: bytes, value: NDArray[np.uint8]) -> bytes:
-    # Against damage and mistakes only: whoever can write into the store can write this too.
+    # Detects damage and mistakes, not forgery: a writer of the store can compute it, too.
     state = xxhash.xxh3_64(key)
     state.update(value[CHECKSUM_BYTES:].data)
     return state.digest()
@@ -61,29 +61,29 @@ def _checksum(key: bytes, value: NDArray[np.uint8]) -> bytes:
 
 @dataclass(slots=True, eq=False)
 class StoreJob(ABC):
-    """Something to do with the store, and afterwards its answer.
+    """Call of the store, and afterwards its answer.
 
     Attributes:
-        is_dropped: Nobody wants the answer any more; the store is not bothered with it.
+        is_dropped: True when the answer is not needed any more; the store is then not called.
     """
 
     is_urgent: ClassVar[bool] = True
-    """Whether it goes before the others, and its end wakes the engine."""
+    """True if the job runs before the others, and its end wakes the engine."""
 
     is_dropped: bool = field(default=False, init=False)
 
     @abstractmethod
     def run(self, store: KVStore) -> None:
-        """Ask the store and write down what it says."""
+        """Call the store and record its answer."""
 
 
 @dataclass(slots=True, eq=False)
 class Count(StoreJob):
-    """How many of the keys, from the first on, are there.
+    """Count of how many of the keys, from the first on, are stored.
 
     Attributes:
-        owner: Whoever asked.
-        keys: What to look for.
+        owner: Object of the caller, by which it knows the job.
+        keys: Keys to look for.
         num_present: The answer.
     """
 
@@ -92,20 +92,20 @@ class Count(StoreJob):
     num_present: int = 0
 
     def run(self, store: KVStore) -> None:
-        """Ask the store."""
+        """Count the keys."""
         self.num_present = min(max(0, store.num_present(self.keys)), len(self.keys))
 
 
 @dataclass(slots=True, eq=False)
 class Fetch(StoreJob):
-    """Lease the values of the keys, from the first on, as far as they are there and right.
+    """Lease of the values of the keys, from the first on, as far as they are stored and correct.
 
     Attributes:
-        owner: Whoever asked.
+        owner: Object of the caller, by which it knows the job.
         first: Number of the first key among the owner's.
-        keys: What to get.
-        payload_bytes: Of each value, without its checksum.
-        leases: Of verified values only.
+        keys: Keys to get.
+        payload_bytes: Bytes of each value without its checksum.
+        leases: Leases of verified values only.
         reason: Why there are fewer leases than keys, if so.
     """
 
@@ -117,7 +117,7 @@ class Fetch(StoreJob):
     reason: FailureReason = FailureReason.STORE
 
     def run(self, store: KVStore) -> None:
-        """Get the values; one that is wrong is discarded and ends the list."""
+        """Get the values; discard the first wrong one, which ends the list."""
         got = list(store.get(self.keys))[: len(self.keys)]
         for key, lease in zip(self.keys, got, strict=False):
             if not is_value(key, lease.value, self.payload_bytes):
@@ -133,12 +133,12 @@ class Fetch(StoreJob):
 
 @dataclass(slots=True, eq=False)
 class Release(StoreJob):
-    """Give a value up.
+    """Release of a value.
 
     Attributes:
-        owner: Who copied from it, and wants to know; None if nobody does.
-        lease: What to give up.
-        was_protected: Whether the value stayed what it was until now.
+        owner: Object of the caller that copied from it; None if the result does not matter.
+        lease: Lease to release.
+        was_protected: Whether the value was protected until now.
     """
 
     owner: object
@@ -152,7 +152,7 @@ class Release(StoreJob):
 
 @dataclass(slots=True, eq=False)
 class Put(StoreJob):
-    """Store a payload, unless the key is there already."""
+    """Put of a payload, unless the key has a value."""
 
     is_urgent = False
 
@@ -160,45 +160,45 @@ class Put(StoreJob):
     pieces: Sequence[NDArray[np.uint8]]
 
     def run(self, store: KVStore) -> None:
-        """Seal the payload and offer it to the store."""
+        """Seal the payload and put it."""
         store.put(self.key, seal_value(self.key, self.pieces))
 
 
 class StoreExecutor(Protocol):
-    """Whatever runs jobs, in the order of submission, urgent ones first."""
+    """Executor of jobs in the order of submission, urgent ones first."""
 
     def submit(self, job: StoreJob) -> None:
-        """Pass a job on, without blocking."""
+        """Queue a job, without blocking."""
 
     def poll(self) -> list[StoreJob]:
-        """Take the jobs that came back since the last call, in order of their end."""
+        """Return the jobs that finished since the last call, in order of their ends."""
 
     def wake_in(self, delay_s: float | None) -> None:
-        """Let the engine make a step so many seconds from now, in place of what was said before.
+        """Wake the engine in so many seconds; replaces the time that was set before.
 
-        None: no step is needed.
+        None: no wake-up is needed.
         """
 
     @property
     def counters(self) -> StoreCounters:
-        """The store's totals."""
+        """Totals of the store."""
 
     @property
     def num_errors(self) -> int:
-        """Calls that the store let end in an exception."""
+        """Number of calls that raised an exception in the store."""
 
     def close(self, deadline_s: float) -> None:
         """Stop within so many seconds; jobs that are not urgent are lost. Idempotent."""
 
 
 class StoreThread:
-    """A ``StoreExecutor`` with one thread for the store and one that keeps the time.
+    """``StoreExecutor`` with one thread for the store and one for its timer.
 
-    A third party's store may hang for good; that is why the store's own thread cannot keep the
-    time, and why both are daemons. Owner: the engine's core thread, which alone calls the methods.
+    A store from elsewhere may hang for good. So the store's own thread cannot run the timer, and
+    both threads are daemons. Owner: the engine's core thread, which alone calls the methods.
 
     Args:
-        config: Which store.
+        config: Configuration of the store.
         notify: Wakes the engine; called on both threads.
 
     Raises:
@@ -206,7 +206,7 @@ class StoreThread:
     """
 
     def __init__(self, config: StoreConfig, notify: Callable[[], None]) -> None:
-        # Made here, so that a wrong configuration ends the start; used by the thread alone.
+        # Made here, so that a wrong configuration fails at start; used by the thread alone.
         self._store = make_store(config)
         self._counters = self._store.counters()
         self._notify = notify
@@ -222,29 +222,29 @@ class StoreThread:
 
     @property
     def counters(self) -> StoreCounters:
-        """The store's totals."""
+        """Totals of the store."""
         return self._counters
 
     @property
     def num_errors(self) -> int:
-        """Calls that the store let end in an exception."""
+        """Number of calls that raised an exception in the store."""
         return self._num_errors
 
     def submit(self, job: StoreJob) -> None:
-        """Pass a job on, without blocking."""
+        """Queue a job, without blocking."""
         (self._urgent if job.is_urgent else self._others).append(job)
         self._news.set()
 
     def poll(self) -> list[StoreJob]:
-        """Take the jobs that came back since the last call."""
+        """Return the jobs that finished since the last call."""
         return [self._done.popleft() for _ in range(len(self._done))]
 
     def wake_in(self, delay_s: float | None) -> None:
-        """Let the engine make a step so many seconds from now."""
+        """Wake the engine in so many seconds."""
         self._alarm.set(delay_s)
 
     def close(self, deadline_s: float) -> None:
-        """Stop; a store that does not answer keeps its thread until it does."""
+        """Stop; the thread of a store that does not answer stays until it does."""
         self._is_closing = True
         self._news.set()
         self._alarm.close()
@@ -259,8 +259,8 @@ class StoreThread:
         try:
             self._store.close()
         except Exception:
-            # As with its calls: the engine ends in order whatever a backend does.
-            logger.exception("the KV store failed at its end")
+            # The protocol forbids it, but a bug in a backend must not break the engine's shutdown.
+            logger.exception("the KV store raised when it was closed; ignored")
 
     def _next(self) -> StoreJob | None:
         if self._urgent:
@@ -274,16 +274,18 @@ class StoreThread:
             if not job.is_dropped:
                 job.run(self._store)
         except Exception:
-            # The protocol forbids it, but a bug in a backend must cost hits and not the engine.
+            # The protocol forbids it, but a bug in a backend must cost hits, not the engine.
             self._num_errors += 1
-            logger.exception("the KV store failed at %s", type(job).__name__)
+            logger.exception(
+                "the KV store raised in %s; counted as an error and a miss", type(job).__name__
+            )
         self._done.append(job)
         if job.is_urgent:
             self._notify()
 
 
 class _Alarm:
-    """Calls back once at a set time. Owner of the time: its lock."""
+    """Timer that calls back once at a set time. Owner of the time: its lock."""
 
     def __init__(self, ring: Callable[[], None]) -> None:
         self._ring = ring

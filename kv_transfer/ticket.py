@@ -1,8 +1,8 @@
-"""Name one transfer to both of its ends, sealed so that only the cluster's router can have done it.
+"""Ticket of a transfer: names it to both ends, and only the cluster's router can make one.
 
-A ticket holds no block ids and no memory addresses: a producer resolves ``transfer_id`` to blocks
-itself, so a stolen or stale ticket cannot name somebody else's memory. It travels sealed, as bytes:
-from the router to both engines, and from the consumer to the producer in its FETCH.
+A ticket holds no block ids and no memory addresses. A producer resolves ``transfer_id`` to blocks
+itself, so a stolen or stale ticket cannot name memory of another request. A ticket travels sealed,
+as bytes: from the router to both engines, and from the consumer to the producer in its FETCH.
 Pure; owns no state.
 """
 
@@ -26,15 +26,15 @@ class Ticket(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     Attributes:
         transfer_id: 16 random bytes.
         request_id: The request whose KV moves; never used to address memory.
-        epoch: Counts the attempts of the request; messages of another epoch are dropped.
+        epoch: Number of the request's attempt; messages of another epoch are dropped.
         producer_endpoints: Where the producer's connector listens: ``tcp://host:port``,
-            ``ipc://@name`` and ``shm://name``, of which the consumer takes what it can reach.
+            ``ipc://@name`` and ``shm://name``. The consumer uses the ones it can reach.
         producer_incarnation: The process that must answer there.
-        consumer: Incarnation of the only engine that may fetch (the audience). Empty while it is
-            not chosen: such a ticket is good for the producer to keep the KV, not to fetch it.
+        consumer: Incarnation of the only engine that may fetch (the audience). Empty while none is
+            chosen: then the producer keeps the KV, and no engine may fetch it.
         num_tokens: Tokens whose KV moves, counted from position 0.
         layout_hash: ``KVLayout.content_hash()`` of the producer.
-        expires_ms: Unix time in milliseconds after which nobody takes the ticket any more.
+        expires_ms: Unix time in milliseconds after which the ticket is refused.
     """
 
     transfer_id: TransferId
@@ -49,19 +49,19 @@ class Ticket(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 def check_ticket(ticket: Ticket, incarnation: str, layout_hashes: frozenset[str]) -> Role:
-    """Check that a ticket names this engine and a layout of its, and tell on which end.
+    """Check that a ticket names this engine and an acceptable layout, and return the engine's role.
 
     Args:
-        ticket: What the router minted.
+        ticket: Ticket from the router.
         incarnation: This engine process.
-        layout_hashes: Contents that this engine can take; of its own KV among them.
+        layout_hashes: Content hashes of the layouts that this engine accepts, its own included.
 
     Returns:
         The end of the transfer that this engine is.
 
     Raises:
-        TicketError: When this engine is neither the producer (reason ``incarnation``) nor the
-            audience, or is both (reason ``audience``).
+        TicketError: When this engine is neither the producer nor the audience (reason
+            ``incarnation``), or is both (reason ``audience``).
         LayoutMismatchError: When the KV has another layout.
     """
     is_producer = ticket.producer_incarnation == incarnation
@@ -69,15 +69,15 @@ def check_ticket(ticket: Ticket, incarnation: str, layout_hashes: frozenset[str]
     if is_producer == is_consumer:
         reason = FailureReason.AUDIENCE if is_producer else FailureReason.INCARNATION
         raise TicketError(
-            f"ticket of request {ticket.request_id} is from {ticket.producer_incarnation} to "
-            f"{ticket.consumer or 'nobody yet'}; this engine is {incarnation}: mint a ticket from "
-            f"fresh snapshots",
+            f"the ticket of request {ticket.request_id} is from {ticket.producer_incarnation} to "
+            f"{ticket.consumer or 'no engine yet'}, and this engine is {incarnation}: mint a "
+            f"ticket from fresh snapshots",
             reason,
         )
     if ticket.layout_hash not in layout_hashes:
         raise LayoutMismatchError(
-            f"ticket of request {ticket.request_id} is for KV layout {ticket.layout_hash}; this "
-            f"engine takes {sorted(layout_hashes)}: both pools must serve the same model with the "
-            f"same rope order and a dtype that kv_accept_dtypes of the decode pool allows"
+            f"the ticket of request {ticket.request_id} is for KV layout {ticket.layout_hash}, and "
+            f"this engine accepts {sorted(layout_hashes)}: both pools must serve the same model "
+            f"with the same rope order and a dtype that kv_accept_dtypes of the decode pool allows"
         )
     return "producer" if is_producer else "consumer"

@@ -1,4 +1,4 @@
-"""Whether a consumer's message shows a ticket, and one for what it wants."""
+"""Checks that a consumer's message shows a ticket, and that the ticket allows the message."""
 
 from kv_transfer.connector import ConnectorSettings
 from kv_transfer.errors import FailureReason, TicketError
@@ -9,13 +9,15 @@ from kv_transfer.transport import WireCounters
 
 
 class TicketChecks:
-    """Of one producer; it keeps nothing. Owner: a ``ProducerSessions``, whose clock tells the age.
+    """Ticket checks of one producer, without state.
+
+    Owner: a ``ProducerSessions``. Tickets expire by the wall clock in ``settings.unix_now_s``.
 
     Args:
         settings: The engine's.
-        layout: Of its blocks.
+        layout: Layout of its blocks.
         counters: Where bad tickets are counted.
-        paths: How this engine can give its payload away.
+        paths: Paths by which this engine can give its payload away.
     """
 
     def __init__(
@@ -33,9 +35,10 @@ class TicketChecks:
         self._paths = paths
 
     def of_fetch(self, fetch: Fetch) -> Ticket | FailureReason | None:
-        """Return the ticket, or why it is refused; None for strangers, who get no answer.
+        """Return the ticket, or the reason to refuse it; None without a valid seal.
 
-        An answer to these would wait in memory for one who never reads it.
+        A sender without a valid seal gets no answer: an answer that is never read would stay in
+        memory.
         """
         try:
             ticket = self._keys.unseal(fetch.ticket, self._unix_now_s())
@@ -48,7 +51,7 @@ class TicketChecks:
         return reason or ticket
 
     def of_last_word(self, message: ToProducer) -> Ticket | None:
-        """Return what a last word shows, if it is a ticket of this transfer and engine."""
+        """Return the ticket that a DONE or CANCEL shows, if it is for this transfer and engine."""
         if not isinstance(message, Done | Cancel) or not message.ticket:
             return None
         try:
@@ -64,7 +67,7 @@ class TicketChecks:
         return ticket if is_right else None
 
     def _contradiction(self, fetch: Fetch, ticket: Ticket) -> FailureReason | None:
-        """Return what of a fetch its own ticket does not allow, or None."""
+        """Return the reason why a fetch asks for more than its ticket allows, or None."""
         if fetch.version != PROTOCOL_VERSION:
             return FailureReason.VERSION
         if ticket.producer_incarnation != self._incarnation:
@@ -76,13 +79,13 @@ class TicketChecks:
         if ticket.epoch != fetch.epoch:
             return FailureReason.EPOCH
         is_in_range = fetch.start_row < fetch.end_row <= self._layout.num_rows(ticket.num_tokens)
-        # Payload that travels can replace every path but one: memory that is not shared.
+        # Inline payload can replace any path except "shared", which needs shared memory here.
         is_possible = fetch.path != "shared" or "shared" in self._paths
         return None if is_in_range and is_possible else FailureReason.LAYOUT
 
 
 def ticket_mismatch(shown: Ticket, offered: Ticket) -> FailureReason | None:
-    """Return in what a consumer's ticket contradicts the one that this engine was given."""
+    """Return how a consumer's ticket contradicts the one that this engine was given, or None."""
     if offered.consumer not in {"", shown.consumer}:
         return FailureReason.AUDIENCE
     if shown.epoch != offered.epoch:

@@ -1,8 +1,8 @@
-"""What the core thread and a transport say to each other, by value.
+"""Commands and events between the core thread and a transport, passed by value.
 
 Commands go down, events come up; neither holds a reference to KV memory. A transport decides
 nothing about blocks: it runs the two session state machines of ``producer`` and ``consumer`` over
-whatever carries bytes.
+its sockets, or over a simulated wire.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ from kv_transfer.ticket import Ticket
 
 
 class Route(NamedTuple):
-    """How a transport reaches one producer: what it has found out for a ``Load``.
+    """Way to one producer, found by the transport for a ``Load``.
 
     Attributes:
         endpoint: Where messages go.
-        path: How payload comes back.
+        path: Path of the payload.
         source: The producer's blocks of each lane, mapped here; for the path ``shared`` alone.
     """
 
@@ -38,7 +38,7 @@ class Route(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Producer: from now on the ticket's consumer may attach."""
+    """Producer: permit the ticket's consumer to attach."""
 
     ticket: Ticket
 
@@ -62,12 +62,12 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MappedChunk:
-    """Producer: rows to tell of, which stay where they are.
+    """Producer: rows to announce, which stay where they are.
 
     Attributes:
         transfer_id: Which transfer.
-        first_row: First of them.
-        num_rows: How many.
+        first_row: First row of the chunk.
+        num_rows: Number of rows.
         lane: Lane of the blocks.
         payload: ``encode_mapped`` of the blocks that cover them.
     """
@@ -81,7 +81,7 @@ class MappedChunk:
 
 @dataclass(frozen=True, slots=True)
 class CancelSend:
-    """Producer: nothing more will come."""
+    """Producer: the core has ended the transfer."""
 
     transfer_id: bytes
 
@@ -91,9 +91,9 @@ class Load:
     """Consumer: fetch the rows from ``start_row`` on.
 
     Attributes:
-        ticket: What to fetch.
-        sealed: The same as it came, to be shown to the producer.
-        start_row: First row; with none left, the producer is only told.
+        ticket: The opened ticket.
+        sealed: The same ticket as it came, to show to the producer.
+        start_row: First row; if no row is left, only Done is sent.
         row_bytes: Bytes of the producer's rows.
     """
 
@@ -105,9 +105,9 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Consumed:
-    """Consumer: this many more rows have been written; their buffers are free again.
+    """Consumer: so many more rows are written, and their buffers are free again.
 
-    Fewer than none when rows were overwritten that had been told as written (see ``Spoiled``).
+    Negative when more rows were spoiled than written (see ``Spoiled``).
     """
 
     transfer_id: bytes
@@ -116,7 +116,7 @@ class Consumed:
 
 @dataclass(frozen=True, slots=True)
 class Spoiled:
-    """Consumer: these rows, read in shared memory, were not what the producer had told."""
+    """Consumer: these rows, read in shared memory, do not match the producer's digests."""
 
     transfer_id: bytes
     first_row: int
@@ -125,7 +125,7 @@ class Spoiled:
 
 @dataclass(frozen=True, slots=True)
 class CancelLoad:
-    """Consumer: the data is not wanted any more."""
+    """Consumer: the core has ended the load."""
 
     transfer_id: bytes
 
@@ -147,7 +147,7 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """Producer: these rows are wanted once more."""
+    """Producer: the consumer needs these rows once more."""
 
     transfer_id: bytes
     first_row: int
@@ -156,7 +156,7 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """Producer: the consumer has all, ``num_rows`` of it from here."""
+    """Producer: the consumer holds all rows, of which ``num_rows`` were sent from here."""
 
     transfer_id: bytes
     num_rows: int
@@ -172,7 +172,7 @@ class SendFailed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrived:
-    """Consumer: verified rows, ``payload`` (n, bytes of a producer's row) uint8."""
+    """Consumer: verified rows; ``payload`` is (n, bytes of a producer's row) uint8."""
 
     transfer_id: bytes
     first_row: int
@@ -182,15 +182,15 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArrivedMapped:
-    """Consumer: rows that may be read in the producer's memory now; nothing is verified yet.
+    """Consumer: rows that may now be read in the producer's memory; not verified yet.
 
     Attributes:
         transfer_id: Which transfer.
-        first_row: First of them.
-        num_rows: How many.
+        first_row: First row of the chunk.
+        num_rows: Number of rows.
         source: The producer's blocks, mapped here.
-        block_ids: Those that cover the rows.
-        digests: One for each of these blocks; none where the producer computes none.
+        block_ids: Blocks that cover the rows.
+        digests: One for each of these blocks; empty where the producer computes none.
     """
 
     transfer_id: bytes
@@ -203,14 +203,14 @@ class ArrivedMapped:
 
 @dataclass(frozen=True, slots=True)
 class Confirmed:
-    """Consumer: the producer held the rows until all of them had been read; path shared only."""
+    """Consumer: the producer held the rows until all were read; path ``shared`` only."""
 
     transfer_id: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class LoadFailed:
-    """Consumer: nothing more will arrive."""
+    """Consumer: the load has failed, and nothing more will arrive."""
 
     transfer_id: bytes
     reason: FailureReason
@@ -220,7 +220,7 @@ Event = Granted | Repeat | Delivered | SendFailed | Arrived | ArrivedMapped | Co
 
 
 class WireCounters(Struct):
-    """Totals about messages. Owner: the transport's thread; others only read single numbers.
+    """Totals of messages. Owner: the transport's thread; other threads only read single numbers.
 
     Attributes:
         num_retransmits: Chunks that were asked for again.
@@ -228,7 +228,7 @@ class WireCounters(Struct):
         num_dropped_chunks: Chunks that were late, duplicated, or of another epoch or incarnation.
         num_unknown_ids: Messages about transfers that this engine does not know.
         num_malformed: Frames that are no message of the protocol.
-        num_bad_tickets: Fetches whose ticket was forged, of another audience, or too old.
+        num_bad_tickets: Fetches whose ticket was forged, for another audience, or too old.
         num_denied: Connections over the network that held no secret of the deployment.
         credit_stalled_s: Seconds, summed over sends, in which computed rows waited for credit.
         leases: Leases by event: granted, renewed, done, expired, cancelled, late_fetch (a consumer
@@ -246,34 +246,34 @@ class WireCounters(Struct):
     leases: dict[str, int] = field(default_factory=dict)
 
     def count_denied(self) -> None:
-        """Count a connection that was turned away; on the thread that does so, and no other."""
+        """Count a refused connection; only the thread that refuses them calls this."""
         self.num_denied += 1
 
     def count_lease(self, event: str) -> None:
-        """Count something that happened to a lease."""
+        """Count an event of a lease."""
         self.leases[event] = self.leases.get(event, 0) + 1
 
 
 class Transport(Protocol):
-    """A byte mover with its own thread, or a test double without one."""
+    """Carrier of messages and chunks with its own thread, or a test double without one."""
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """Where consumers find this producer; they take what they can reach."""
+        """Endpoints of this producer; a consumer uses the ones it can reach."""
 
     @property
     def counters(self) -> WireCounters:
-        """Totals about messages."""
+        """Totals of messages."""
 
     def submit(self, commands: Sequence[Command]) -> None:
-        """Pass commands on, in order, without blocking.
+        """Queue commands, in order, without blocking.
 
         Raises:
             TransferError: When the transport has stopped working.
         """
 
     def poll(self) -> Sequence[Event]:
-        """Take the events since the last call. Credits bound the bytes that they hold.
+        """Return the events since the last call. Credits bound the bytes that they hold.
 
         Raises:
             TransferError: When the transport has stopped working.
@@ -283,4 +283,4 @@ class Transport(Protocol):
         """Return the seconds until a producer's lease ends unless renewed; 0 without one."""
 
     def close(self, deadline_s: float) -> None:
-        """Stop; idempotent. Leaves no thread, socket or file."""
+        """Stop, and leave no thread, socket or file. Idempotent."""

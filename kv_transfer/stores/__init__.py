@@ -1,1 +1,1 @@
-"""Places that keep KV units for the engines of a node or a cluster. They do not know each other."""
+"""Stores of KV units for the engines of a node or a cluster; none imports another."""

@@ -1,4 +1,4 @@
-"""A lease as every store hands it out."""
+"""Lease that every store hands out."""
 
 from collections.abc import Callable
 
@@ -7,14 +7,14 @@ from numpy.typing import NDArray
 
 
 class HeldLease:
-    """A ``Lease`` whose end is the store's business. Owner: whoever got it."""
+    """``Lease`` that a function of its store ends. Owner: the caller of ``get``."""
 
     def __init__(self, value: NDArray[np.uint8], end: Callable[[], bool]) -> None:
-        """Take a value (1-D).
+        """Hold a value (1-D).
 
         Args:
             value: Made read-only here.
-            end: Ends the lease; returns whether it had lasted until then. Called once.
+            end: Ends the lease and returns whether it had lasted until then. Called once.
         """
         value.flags.writeable = False
         self._value = value
@@ -23,11 +23,11 @@ class HeldLease:
 
     @property
     def value(self) -> NDArray[np.uint8]:
-        """The value."""
+        """Value, 1-D and read-only."""
         return self._value
 
     def release(self) -> bool:
-        """Give the value up."""
+        """End the lease; return whether the value was protected until now."""
         if self._was_protected is None:
             self._was_protected = self._end()
         return self._was_protected

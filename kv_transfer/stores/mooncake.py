@@ -1,8 +1,8 @@
-"""Share KV units with all engines of a cluster through a Mooncake store.
+"""KV units shared by all engines of a cluster through a Mooncake store.
 
 Needs a running ``mooncake_master`` and the package ``mooncake-transfer-engine`` (or its variant
 without CUDA). Each engine contributes ``capacity_bytes`` of memory, whose values are lost with it.
-Mooncake grants leases itself, of a length that only its master knows, and cannot tell whether one
+Mooncake grants leases itself, of a length that only its master knows, and cannot report whether one
 has lapsed; so a value is copied out before it is returned. It has no authentication: use it in a
 closed network only.
 """
@@ -31,18 +31,18 @@ _ResultT = TypeVar("_ResultT")
 
 
 class _ClusterError(Exception):
-    """The process works and the cluster does not."""
+    """Error reported by the process of a store: it works, and the cluster does not."""
 
 
 class MooncakeStore:
-    """A ``KVStore`` in a Mooncake cluster, which a process of its own is the member of.
+    """``KVStore`` in a Mooncake cluster, joined by a process of its own.
 
-    Questions wait for it on a thread of their own: up to half a minute when the master freezes,
-    some seconds when it dies, and for as long as it is frozen or absent at first.
+    Calls run on a thread of their own. A call can take up to half a minute when the master freezes
+    and some seconds when it dies; the first call lasts as long as the master is frozen or absent.
     """
 
     def __init__(self, config: StoreConfig) -> None:
-        """Start the thread; the process starts when a call needs it.
+        """Start the thread; the first call starts the process.
 
         Raises:
             TransferError: When the package is missing or the address has no port.
@@ -50,7 +50,7 @@ class MooncakeStore:
         host, _, port = config.address.rpartition(":")
         if not host or not port.isdecimal():
             raise TransferError(
-                f"address {config.address!r} of the mooncake store: use host:port of its master"
+                f"kv_store address {config.address!r}: mooncake needs host:port of its master"
             )
         if not _is_installed():
             raise TransferError(
@@ -66,14 +66,14 @@ class MooncakeStore:
     # ---- KVStore
 
     def num_present(self, keys: Sequence[bytes]) -> int:
-        """Count the stored keys, which Mooncake leases for a moment."""
+        """Return how many keys are stored, all of which Mooncake leases for a moment."""
         names = tuple(key.hex() for key in keys)
         num_present = self._call(lambda _: self._ask(Ask("present", names)).count, 0)
         self._counters.misses += len(keys) - num_present
         return num_present
 
     def get(self, keys: Sequence[bytes]) -> list[Lease]:
-        """Copy values out."""
+        """Copy values out, up to the first that is missing."""
         values: list[NDArray[np.uint8]] = []
         values = self._call(lambda end_s: self._get(keys, end_s), values)
         self._counters.hits += len(values)
@@ -90,7 +90,7 @@ class MooncakeStore:
         return outcome
 
     def discard(self, key: bytes) -> None:
-        """Remove a value, leased or not: who reads it has a copy, or fails."""
+        """Remove a value, leased or not: a reader has its own copy already, or its read fails."""
         self._call(lambda _: self._ask(Ask("discard", (key.hex(),))).count, 0)
 
     def counters(self) -> StoreCounters:
@@ -99,9 +99,9 @@ class MooncakeStore:
 
     def close(self) -> None:
         """End the process, which loses the values in its memory."""
-        process = self._process  # The thread may set it to None at any moment.
+        process = self._process  # The thread may set the field to None at any moment.
         if process is not None:
-            process.kill()  # Whatever the thread waits for comes to an end.
+            process.kill()  # Ends the call that the thread may wait in.
         self._thread.close(self._end)
 
     # ---- the thread
@@ -134,7 +134,7 @@ class MooncakeStore:
         self._connection = Connection(ours.detach())
         try:
             self._listen(self._connection)
-        except _ClusterError:  # The process has ended after that.
+        except _ClusterError:  # The process ends after it has sent an error.
             self._end()
             raise
         return self._connection
@@ -145,7 +145,7 @@ class MooncakeStore:
         return self._listen(connection)
 
     def _listen(self, connection: Connection) -> Told:
-        """Return the answer.
+        """Return the process's answer.
 
         Raises:
             _ClusterError: When the cluster does not work.
@@ -158,7 +158,7 @@ class MooncakeStore:
         return told
 
     def _end(self) -> None:
-        """Make sure that nothing is left of the process."""
+        """Kill the process, if there is one, and close the connection to it."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -177,21 +177,21 @@ class MooncakeStore:
 
     def _put(self, key: bytes, value: NDArray[np.uint8], end_s: float) -> PutOutcome:
         name = key.hex()
-        if self._ask(Ask("present", (name,))).count:  # A second put would look like a success.
+        if self._ask(Ask("present", (name,))).count:  # Mooncake reports a second put as stored.
             return "present"
         if not 0 < value.nbytes < MAX_MESSAGE_BYTES // 2:
             return "dropped"
         ask = Ask("put", (name,), memoryview(value.tobytes()))
-        if time.monotonic() >= end_s:  # The caller may have changed the value meanwhile.
+        if time.monotonic() >= end_s:  # The caller waits no longer and may change the value.
             return "dropped"
         return "stored" if self._ask(ask).count else "dropped"
 
 
 def _is_installed() -> bool:
-    """Look for the package without loading it: its native libraries are none of the engine's."""
+    """Return whether the package exists, without loading its native libraries into the engine."""
     return importlib.util.find_spec("mooncake") is not None
 
 
 def _was_protected() -> bool:
-    """Tell that the value did not change: it is a copy."""
+    """Return True: the value is a copy and cannot change."""
     return True

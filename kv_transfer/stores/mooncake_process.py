@@ -1,8 +1,9 @@
-"""Talk to a Mooncake cluster for one engine: a process of its own.
+"""Process that talks to a Mooncake cluster for one engine.
 
-Why: the library holds the interpreter lock while it joins or leaves, for ever when its master is
-frozen; in the engine's process that would stop the engine. The engine asks over a socket pair, one
-question at a time, and kills this process when it ends; the kernel does when it dies first.
+The library holds the interpreter lock while it joins or leaves, for ever when its master is frozen.
+In the engine's process that would stop the engine. The engine asks over a socket pair, one question
+at a time, and kills this process when it closes the store; the kernel kills it when the engine dies
+first.
 """
 
 import ctypes
@@ -19,18 +20,18 @@ import msgspec
 import numpy as np
 
 _STAGING_BYTES = 256 << 20
-"""Memory through which values pass on their way; the largest value is somewhat smaller."""
+"""Memory through which values pass; the largest value is somewhat smaller."""
 
 MAX_MESSAGE_BYTES = _STAGING_BYTES + 4096
 
 _OK = 0
 _UNREACHABLE = (-900, -901)
-"""What the library returns when the master refuses or does not answer."""
+"""Codes of the library when the master refuses or does not answer."""
 _SET_DEATH_SIGNAL = 1
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True):
-    """A question. ``value`` is of a put only; only ``present`` has other than one name."""
+    """Question of the engine; ``value`` is for puts, and only ``present`` takes several names."""
 
     what: Literal["present", "get", "put", "discard"]
     names: tuple[str, ...]
@@ -38,25 +39,25 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Told(msgspec.Struct, frozen=True, array_like=True):
-    """The answer: how many are present, a value (None: missing), or whether a put went well."""
+    """Answer: how many are present, a value (None: missing), or whether a put succeeded."""
 
     count: int = 0
     value: memoryview | None = None
     error: str = ""
-    """What went wrong with the cluster; then the rest means nothing."""
+    """Failure of the cluster; the other fields then mean nothing."""
 
 
 class Member:
-    """This process's membership of the cluster. Owner: the main thread."""
+    """Membership of this process in the cluster. Owner: the main thread."""
 
     def __init__(self, master: tuple[str, int], capacity_bytes: int) -> None:
-        """Join.
+        """Join the cluster.
 
         Raises:
             ImportError: When the package or a library that it loads is missing.
             OSError: When the master refuses.
         """
-        # Only this process loads it: its native libraries are none of the engine's.
+        # Loaded in this process only, to keep its native libraries out of the engine.
         library = importlib.import_module("mooncake.store")
         self._store: Any = library.MooncakeDistributedStore()
         code = self._store.setup(
@@ -72,7 +73,7 @@ class Member:
             raise OSError(f"cannot join the mooncake cluster of {master}: error {code}")
 
     def answer(self, ask: Ask) -> Told:
-        """Carry out what is asked, or tell why the cluster does not."""
+        """Carry out a question; a failure of the cluster is an answer with ``error``."""
         try:
             return self._answer(ask)
         except OSError as error:
@@ -110,20 +111,20 @@ def _own_address(master: tuple[str, int]) -> str:
 
 
 def _die_with(parent: int) -> None:
-    """End when the parent does, or now if it has; for that no signal would ever come."""
+    """Let the kernel kill this process when its parent ends; exit if the parent is gone already."""
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:
+    if os.getppid() != parent:  # It died before the signal was requested.
         os._exit(1)
 
 
 def main(descriptor: int, engine: int, host: str, port: int, capacity_bytes: int) -> None:
-    """Answer until the engine hangs up, or something goes wrong that a new process may not have.
+    """Answer until the engine hangs up, or an error occurs that a new process may not have.
 
     Args:
-        descriptor: Of the socket to the engine.
+        descriptor: Descriptor of the socket to the engine.
         engine: Process id of the engine.
-        host: Where the master is.
-        port: The master's.
+        host: Host of the master.
+        port: Port of the master.
         capacity_bytes: Memory to contribute.
     """
     _die_with(engine)
@@ -139,7 +140,7 @@ def main(descriptor: int, engine: int, host: str, port: int, capacity_bytes: int
         pass
     except (OSError, ImportError) as error:
         connection.send_bytes(msgspec.msgpack.encode(Told(error=str(error))))
-    os._exit(0)  # Leaving in order could take for ever, too.
+    os._exit(0)  # A regular exit leaves the cluster, which can hang for ever.
 
 
 if __name__ == "__main__":

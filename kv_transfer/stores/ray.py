@@ -1,9 +1,9 @@
-"""Share KV units with all engines of a Ray cluster through Ray's object store.
+"""KV units shared by all engines of a Ray cluster through Ray's object store.
 
-A named actor, the directory, knows which object is whose value and decides what stays; an actor on
-each node that writes, the keeper, owns the objects, so that they outlive the engines. Every store,
-told apart by its name, has actors of its own. They stay until the cluster ends. Reading is without
-a copy: the value lies in the object store of this node.
+A named actor, the directory, maps keys to objects and decides which values stay. On each node that
+writes, an actor, the keeper, owns the objects, so that they outlive the engines. Every store, told
+apart by its name, has actors of its own. They stay until the cluster ends. Reading makes no copy:
+the value lies in the object store of this node.
 
 An engine that uses this store is a Ray driver: it trusts the cluster, whose objects are pickled,
 and like every driver it ends some time after the head node's control service has. The capacity
@@ -35,11 +35,11 @@ _DIRECTORY = "kv-store-directory"
 _KEEPER = "kv-store-keeper"
 
 _FETCH_SHARE = 0.8
-"""Part of a call's time after which ``get`` is content with the values that have come: at its end
-nobody would listen any more."""
+"""Share of a call's time after which ``get`` returns the values that have come: when the whole time
+is over, its caller has stopped waiting."""
 
 _MAX_LATE = 64
-"""Values that did not come in time and are looked after."""
+"""Most values that did not come in time and whose loss is still to be checked."""
 
 _ResultT = TypeVar("_ResultT")
 
@@ -48,7 +48,7 @@ Content = list[Any]
 
 
 class Directory:
-    """Which object is whose value. Runs as an actor, the only owner of its table."""
+    """Map from keys to objects. Runs as an actor, the only owner of its table."""
 
     def __init__(self, capacity_bytes: int, lease_s: float) -> None:
         self._table = StoreTable(capacity_bytes, lease_s)
@@ -56,11 +56,11 @@ class Directory:
         self._puts_since_s: dict[ClientId, float] = {}
 
     def num_present(self, keys: tuple[bytes, ...]) -> int:
-        """Count the leading keys that are stored."""
+        """Return how many of the leading keys are stored."""
         return self._table.num_present(keys)
 
     def get(self, client: ClientId, keys: tuple[bytes, ...]) -> list[tuple[int, Content]]:
-        """Lease the leading values that are stored; returns (lease id, content) of each."""
+        """Lease the leading values that are stored; return (lease id, content) of each."""
         grants = self._table.get(client, keys, time.monotonic())
         return [(grant.lease_id, _as_content(grant.content)) for grant in grants]
 
@@ -72,9 +72,9 @@ class Directory:
     def begin(
         self, client: ClientId, key: bytes, num_bytes: int
     ) -> int | Literal["present", "dropped"]:
-        """Make room; returns the id of the put."""
+        """Reserve room for a put; return its id."""
         now_s = time.monotonic()
-        # Nobody tells when an engine dies. Here a lapsed put writes nowhere: it can just end.
+        # Deaths of engines are not reported. A lapsed put writes to no slab here, so it can end.
         for lapsed in [c for c, s in self._puts_since_s.items() if s + self._lease_s <= now_s]:
             self.abort(lapsed)
         place = self._table.begin(client, key, num_bytes, now_s)
@@ -94,23 +94,23 @@ class Directory:
         self._table.abort(client)
 
     def discard(self, key: bytes) -> None:
-        """Let nobody find the key any more."""
+        """Remove the key."""
         self._table.discard(key)
 
 
 class Keeper:
-    """Owner of the objects of its node. Holds none: the directory's references keep them."""
+    """Owner of the objects of its node. The directory's references keep them alive."""
 
     def keep(self, value: NDArray[np.uint8]) -> Content:
-        """Store a copy."""
+        """Store a copy, and return a reference to it."""
         return [ray.put(value)]
 
 
 class RayStore:
-    """A ``KVStore`` in Ray's object store. Every call to Ray is made on a thread of its own."""
+    """``KVStore`` in Ray's object store. Every call to Ray runs on a thread of its own."""
 
     def __init__(self, config: StoreConfig) -> None:
-        """Start the thread; Ray is first asked for when a call needs it."""
+        """Start the thread; the first call connects to Ray."""
         self._config = config
         self._client: ClientId = secrets.randbits(62)
         self._counters = StoreCounters()
@@ -123,13 +123,13 @@ class RayStore:
     # ---- KVStore
 
     def num_present(self, keys: Sequence[bytes]) -> int:
-        """Count the stored keys."""
+        """Return how many of the leading keys are stored."""
         num_present = self._call(lambda end_s: self._num_present(tuple(keys), end_s), 0)
         self._counters.misses += len(keys) - num_present
         return num_present
 
     def get(self, keys: Sequence[bytes]) -> list[Lease]:
-        """Lease values; they lie in the object store."""
+        """Lease values, which lie in the object store."""
         values: list[NDArray[np.uint8]] = []
         values = self._call(lambda end_s: self._get(tuple(keys), end_s), values)
         self._counters.hits += len(values)
@@ -146,7 +146,7 @@ class RayStore:
         return outcome
 
     def discard(self, key: bytes) -> None:
-        """Let nobody find the key any more."""
+        """Remove the key."""
         self._call(lambda end_s: self._ask(end_s, "discard", key), None)
 
     def counters(self) -> StoreCounters:
@@ -154,7 +154,7 @@ class RayStore:
         return self._counters
 
     def close(self) -> None:
-        """Leave Ray, if this store was what joined it. The values stay for the others."""
+        """Disconnect from Ray, if this store connected to it. The values stay for other engines."""
         self._thread.close(self._leave)
 
     # ---- the thread
@@ -169,13 +169,13 @@ class RayStore:
                 self._look_after_late()
                 return function(end_s)
             except ray.exceptions.RayError:
-                self._directory = self._keeper = None  # An actor may have died: find or make it.
+                self._directory = self._keeper = None  # To find them again: one may have died.
                 raise
 
         return run
 
     def _join(self) -> None:
-        """Find the actors, or make them; a driver of its own where this process has no Ray."""
+        """Find the actors, or make them; connect to Ray first if this process is not."""
         if not ray.is_initialized():
             address = self._config.address or "auto"
             ray.init(address, namespace=_NAMESPACE, log_to_driver=False, configure_logging=False)
@@ -217,14 +217,14 @@ class RayStore:
         return values
 
     def _fetch(self, key: bytes, content: Content, end_s: float) -> NDArray[np.uint8] | None:
-        """Return a value as it lies in the object store; None when it is not to be had."""
+        """Return a value as it lies in the object store; None if it is late or lost."""
         try:
             value = _result(content[0], end_s)
         except ray.exceptions.GetTimeoutError:
             self._late.append((key, content))
             return None
         except ray.exceptions.RayError as error:
-            logger.warning("a KV value is lost: %s", error)
+            logger.warning("Ray has lost a KV value, discarding its key: %s", error)
             value = None
         if isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 1:
             return value
@@ -234,7 +234,7 @@ class RayStore:
     def _look_after_late(self) -> None:
         """Discard the values that did not come in time because they are lost.
 
-        Ray takes about a second to tell the loss of an object from its being far away.
+        Ray needs about a second to tell a lost object from a distant one.
         """
         for key, content in [self._late.popleft() for _ in range(len(self._late))]:
             is_lost = _is_lost(content)
@@ -249,7 +249,7 @@ class RayStore:
             return "present" if put_id == "present" else "dropped"
         try:
             kept = self._keeper.keep.remote(value)
-            # The value was copied just now; only until then did the caller surely wait.
+            # remote() has copied the value, which its caller may change after the deadline.
             if time.monotonic() >= end_s:
                 raise ray.exceptions.GetTimeoutError("copying the value took too long")
             content = _result(kept, end_s)
@@ -265,7 +265,7 @@ def _actor_name(*parts: str) -> str:
 
 
 def _actor(kind: type, name: str, **options: object) -> Any:  # noqa: ANN401
-    """Return what makes, or finds, the one actor of this name."""
+    """Return a handle factory that makes or finds the one actor of this name."""
     return ray.remote(kind).options(
         name=name,
         namespace=_NAMESPACE,
@@ -281,13 +281,13 @@ def _result(reference: Any, end_s: float) -> Any:  # noqa: ANN401
 
 
 def _is_lost(content: Content) -> bool | None:
-    """Tell whether Ray has given an object up; None while it looks for it."""
+    """Return whether Ray has lost an object; None while it is looking for it."""
     try:
         ray.get(content[0], timeout=0)
     except ray.exceptions.GetTimeoutError:
         return None
     except ray.exceptions.RayError as error:
-        logger.warning("a KV value is lost: %s", error)
+        logger.warning("Ray has lost a KV value, discarding its key: %s", error)
         return True
     return False
 
@@ -297,7 +297,7 @@ def _left_s(end_s: float) -> float:
 
 
 def _was_protected() -> bool:
-    """Tell that the value did not change: an object's memory lasts as long as any view of it."""
+    """Return True: an object's memory lasts as long as any view of it."""
     return True
 
 

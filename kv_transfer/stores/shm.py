@@ -1,7 +1,7 @@
-"""Share KV units with the other engines of this node through shared memory: the client.
+"""KV units shared by the engines of a node through shared memory: the client.
 
 Values are copied once on the way in and read where they lie. The server is a process of its own,
-started by whoever misses it first, so that a pool survives every engine that filled it.
+started by the first client that finds none, so that a pool survives every engine that filled it.
 """
 
 import errno
@@ -62,22 +62,22 @@ logger = logging.getLogger(__name__)
 _AnswerT = TypeVar("_AnswerT", bound=Answer)
 
 _LAUNCHER = "import os, sys; os.fork() or os.execv(sys.argv[1], sys.argv[1:])"
-"""Starts what it is told to, as nobody's child, and ends."""
+"""Script that starts a command as an orphan and exits."""
 
 
 def ensure_server(config: StoreConfig, idle_s: float = IDLE_S) -> None:
     """Start a server of this node's store unless one runs or is starting; do not wait for it.
 
-    It ends when nobody has been connected for ``idle_s``. It is no child of this process and
-    belongs to a session of its own, so that it outlives whoever started it, also where all
-    descendants of a process are killed with it, as Ray does.
+    It ends when no client has been connected for ``idle_s``. It is no child of this process and has
+    a session of its own. So it outlives the engine that started it, even where all descendants of a
+    process are killed with it, as Ray does.
 
     Raises:
         OSError: When no process can be started.
         SharedMemoryError: There is no memory for it; says both numbers.
     """
     try:
-        # Whoever has the name starts the server, which gets it: two never start.
+        # Binding the name is the lock, and the server inherits the socket: two never start.
         listener = bind(store_address(config))
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
@@ -89,7 +89,7 @@ def ensure_server(config: StoreConfig, idle_s: float = IDLE_S) -> None:
         server += ["--listener", str(listener.fileno())]
         server += ["--capacity-bytes", str(config.capacity_bytes)]
         server += ["--lease-s", str(config.lease_s), "--idle-s", str(idle_s)]
-        # No stream of ours: whoever waits for the end of one would wait for the server.
+        # Inherits no stream: a reader of this process's output would wait for the server's end.
         launched = subprocess.run(
             [sys.executable, "-I", "-S", "-c", _LAUNCHER, *server],
             stdin=subprocess.DEVNULL,
@@ -100,26 +100,26 @@ def ensure_server(config: StoreConfig, idle_s: float = IDLE_S) -> None:
             check=False,
         )
     if launched.returncode:
-        raise OSError(f"cannot start a KV store server: its launcher ended so: {launched}")
+        raise OSError(f"cannot start a KV store server: its launcher failed: {launched}")
 
 
 def store_address(config: StoreConfig) -> str:
-    """Return what tells this store of the node from others."""
+    """Return the address that tells this store of the node from others."""
     return config.address or config.name
 
 
 class ShmStore:
-    """A ``KVStore`` in shared memory. Owner of the connection: the thread that calls.
+    """``KVStore`` in shared memory. Owner of the connection: the thread that calls.
 
-    A question that is not answered in time costs the connection, so that a late answer is never
-    taken for another's; the server then frees what this client held.
+    A call that is not answered in time closes the connection, so that a late answer is never taken
+    for that of a later call. The server then frees what this client held.
     """
 
     def __init__(self, config: StoreConfig) -> None:
         """Try to connect, which starts the server where there is none.
 
         Raises:
-            SharedMemoryError: There is none, and no memory for one; says both numbers.
+            SharedMemoryError: There is no server, and no memory for one; says both numbers.
         """
         self._config = config
         self._name = socket_name(store_address(config), os.getuid())
@@ -133,7 +133,7 @@ class ShmStore:
     # ---- KVStore
 
     def num_present(self, keys: Sequence[bytes]) -> int:
-        """Count the stored keys."""
+        """Return how many of the leading keys are stored."""
         deadline_s = self._deadline_s()
         num_present = 0
         for batch in _batches(keys):
@@ -145,7 +145,7 @@ class ShmStore:
         return num_present
 
     def get(self, keys: Sequence[bytes]) -> list[Lease]:
-        """Lease values; they lie in the slab."""
+        """Lease values, which lie in the slab."""
         deadline_s = self._deadline_s()
         leases: list[Lease] = []
         for batch in _batches(keys):
@@ -165,7 +165,7 @@ class ShmStore:
         return outcome
 
     def discard(self, key: bytes) -> None:
-        """Let nobody find the key any more."""
+        """Remove the key."""
         if _is_usable(key):
             self._ask(Discard(key), Count, self._deadline_s())
 
@@ -174,11 +174,11 @@ class ShmStore:
         return self._counters
 
     def close(self) -> None:
-        """Disconnect, which frees what this client holds. The server stays for the others."""
+        """Disconnect, which frees what this client holds. The server stays for other clients."""
         self._is_closed = True
         self._disconnect()
 
-    # ---- questions
+    # ---- calls
 
     def _get(self, keys: tuple[bytes, ...], deadline_s: float) -> list[Lease]:
         answer = self._ask(Get(keys), Leased, deadline_s)
@@ -186,7 +186,7 @@ class ShmStore:
             return []
         in_slab = all(offset + size <= len(self._slab) for _, offset, size in answer.leases)
         if len(answer.leases) > len(keys) or not in_slab:
-            self._lose("it leased what there is not")
+            self._lose("it leased values outside its slab, or more than asked for")
             return []
         return [
             HeldLease(
@@ -197,7 +197,10 @@ class ShmStore:
         ]
 
     def _release(self, lease_id: int, connection: socket.socket | None) -> bool:
-        """End a lease; its connection's end was its own, as nobody knows what came after."""
+        """End a lease and return whether it had lasted; False if its connection has been lost.
+
+        The server ends all leases of a lost connection, and may then have reused their memory.
+        """
         if connection is None or connection is not self._connection:
             return False
         answer = self._ask(Release(lease_id), Count, self._deadline_s())
@@ -212,18 +215,18 @@ class ShmStore:
             return answer.outcome
         place = self._slab[answer.offset : answer.offset + value.nbytes]
         if len(place) != value.nbytes:
-            self._lose("it placed a value outside the slab")
+            self._lose("it placed a value outside its slab")
             return "dropped"
         began_s = time.monotonic()
         place[...] = value
-        deadline_s += time.monotonic() - began_s  # Copying is no waiting.
+        deadline_s += time.monotonic() - began_s  # Copying does not count as waiting.
         ended = self._ask(Commit(answer.put_id), Outcome, deadline_s)
         return ended.outcome if ended is not None else "dropped"
 
     def _ask(
         self, question: Question, expected: type[_AnswerT], deadline_s: float
     ) -> _AnswerT | None:
-        """Return the server's answer; None when there is none in time."""
+        """Return the server's answer; None without one in time."""
         try:
             self._connect(deadline_s)
         except SharedMemoryError as error:
@@ -249,7 +252,7 @@ class ShmStore:
         return time.monotonic() + self._config.timeout_s
 
     def _connect(self, deadline_s: float) -> bool:
-        """Tell whether there is a connection, after an attempt if one is due.
+        """Return whether there is a connection, after an attempt if one is due.
 
         Raises:
             SharedMemoryError: See ``ensure_server``.
@@ -271,18 +274,21 @@ class ShmStore:
         return True
 
     def _on_unreachable(self, error: Exception) -> None:
-        if isinstance(error, ConnectionRefusedError):  # Nobody listens.
+        if isinstance(error, ConnectionRefusedError):  # No server listens.
             self._back_off.fail(time.monotonic())
             try:
                 ensure_server(self._config)
             except OSError:
-                logger.exception("cannot start a KV store server")
+                logger.exception("cannot start a KV store server; trying again later")
         else:
             self._lose(error)
 
     def _lose(self, reason: Exception | str) -> None:
-        """Give up on the connection, which is of no more use."""
-        logger.warning("lost the KV store server: %s", reason or "it closed the connection")
+        """Close a connection that is of no more use, and back off."""
+        logger.warning(
+            "lost the KV store server, treating its values as misses: %s",
+            reason or "it closed the connection",
+        )
         self._counters.errors += 1
         self._disconnect()
         self._back_off.fail(time.monotonic())
@@ -295,7 +301,7 @@ class ShmStore:
 
 
 def _batches(keys: Sequence[bytes]) -> Iterator[tuple[bytes, ...]]:
-    """Cut keys up to the first that no store has into questions."""
+    """Split keys into batches, up to the first key that no store can hold."""
     usable = tuple(takewhile(_is_usable, keys))
     for first in range(0, len(usable), MAX_KEYS):
         yield usable[first : first + MAX_KEYS]
@@ -310,19 +316,19 @@ def _fetch_slab(connection: socket.socket) -> NDArray[np.uint8]:
 
     Raises:
         OSError: When it does not answer, or the memory cannot be mapped.
-        WireError: When it is another user's or its slab is not what it says.
+        WireError: When it is another user's, or its slab differs from its description.
         ValueError: When the slab cannot be mapped.
     """
     if peer_user_id(connection) != os.getuid():
-        raise WireError("the server of this name runs as another user")
+        raise WireError("a process of another user has bound the name of the KV store server")
     connection.send(encode(Hello(PROTOCOL_VERSION)))
     packet, descriptor = receive_descriptor(connection, MAX_MESSAGE_BYTES + 1)
     if descriptor is None:
-        raise WireError("the server did not hand out its memory")
+        raise WireError("the KV store server sent no descriptor of its memory")
     try:
         answer = decode_answer(packet)
         if not isinstance(answer, Welcome):
-            raise WireError("the server did not hand out its memory")
+            raise WireError("the KV store server did not answer with Welcome")
         _check_slab(descriptor, answer.capacity_bytes)
         memory = mmap.mmap(descriptor, answer.capacity_bytes)
     finally:
@@ -331,7 +337,11 @@ def _fetch_slab(connection: socket.socket) -> NDArray[np.uint8]:
 
 
 def _check_slab(descriptor: int, capacity_bytes: int) -> None:
-    """Make sure that no access can fault."""
+    """Check size and seals of the slab, so that no access to it can fault.
+
+    Raises:
+        WireError: When the size is wrong or may change.
+    """
     has_size = os.fstat(descriptor).st_size == capacity_bytes
     if not has_size or fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SLAB_SEALS != SLAB_SEALS:
         raise WireError("the server's memory has another size than it says, or may change it")

@@ -1,6 +1,6 @@
-"""What a client and the server of the node's store say to each other, and where they meet.
+"""Messages between a client and the server of the node's store, and the name of their socket.
 
-A connection is an abstract unix socket (SOCK_SEQPACKET: one packet, one message). The client asks,
+A connection is an abstract Unix socket (SOCK_SEQPACKET: one packet, one message). The client asks,
 the server answers, one question at a time; ``Hello`` comes first. The answer to it carries the file
 descriptor of the slab. Pure; owns no state.
 """
@@ -18,7 +18,7 @@ PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 1 << 17
 """Most bytes of a message; below the kernel's usual limit for one packet."""
 MAX_KEYS = 1024
-"""Most keys of one question."""
+"""Most keys in one question."""
 
 _Key = Annotated[bytes, Meta(min_length=1, max_length=MAX_KEY_BYTES)]
 _Keys = Annotated[tuple[_Key, ...], Meta(max_length=MAX_KEYS)]
@@ -26,68 +26,68 @@ _Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
 class Hello(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):
-    """Ask for the slab; answered by ``Welcome``."""
+    """Request for the slab; answered by ``Welcome``."""
 
     version: _Count
 
 
 class NumPresent(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):
-    """Ask how many keys, from the first on, are stored; answered by ``Count``."""
+    """Question how many keys, from the first on, are stored; answered by ``Count``."""
 
     keys: _Keys
 
 
 class Get(Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
-    """Ask for leases; answered by ``Leased``."""
+    """Request for leases; answered by ``Leased``."""
 
     keys: _Keys
 
 
 class Release(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
-    """End a lease; answered by ``Count``: 1 when it had not lapsed."""
+    """End of a lease; answered by ``Count``: 1 if it had not lapsed."""
 
     lease_id: _Count
 
 
 class Begin(Struct, frozen=True, array_like=True, tag=5, forbid_unknown_fields=True):
-    """Ask for a place to write to; answered by ``Placed``."""
+    """Request for a place to write to; answered by ``Placed``."""
 
     key: _Key
     num_bytes: _Count
 
 
 class Commit(Struct, frozen=True, array_like=True, tag=6, forbid_unknown_fields=True):
-    """Say that everything is written; answered by ``Outcome``."""
+    """End of a put whose bytes are all written; answered by ``Outcome``."""
 
     put_id: _Count
 
 
 class Discard(Struct, frozen=True, array_like=True, tag=7, forbid_unknown_fields=True):
-    """Make a value unavailable; answered by ``Count``."""
+    """Removal of a value; answered by ``Count``."""
 
     key: _Key
 
 
 class Welcome(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):
-    """Comes with the slab's file descriptor."""
+    """Answer that carries the slab's file descriptor."""
 
     capacity_bytes: _Count
 
 
 class Count(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):
-    """A number."""
+    """Answer with a number."""
 
     count: _Count
 
 
 class Leased(Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
-    """Leases, each (lease id, offset in the slab, number of bytes)."""
+    """Answer with leases, each (lease id, offset in the slab, number of bytes)."""
 
     leases: Annotated[tuple[tuple[_Count, _Count, _Count], ...], Meta(max_length=MAX_KEYS)]
 
 
 class Placed(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
-    """Where to write, unless ``outcome`` says how the put has ended already."""
+    """Answer with a place to write, unless ``outcome`` says how the put has ended already."""
 
     outcome: PutOutcome | None
     put_id: _Count = 0
@@ -95,7 +95,7 @@ class Placed(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=
 
 
 class Outcome(Struct, frozen=True, array_like=True, tag=5, forbid_unknown_fields=True):
-    """How a put ended."""
+    """Answer with the result of a put."""
 
     outcome: PutOutcome
 
@@ -111,7 +111,7 @@ _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 def socket_name(address: str, user_id: int) -> bytes:
-    """Return the abstract name under which the server of this store listens."""
+    """Return the abstract name on which the server of this store listens."""
     digest = hashlib.blake2b(address.encode(), digest_size=16).hexdigest()
     return f"\0ttserve-kv-store-{user_id}-{digest}".encode()
 
@@ -122,7 +122,7 @@ def encode(message: Question | Answer) -> bytes:
 
 
 def decode_question(packet: bytes) -> Question:
-    """Decode what a client sent.
+    """Decode a packet from a client.
 
     Raises:
         WireError: When the packet is too long or no such message.
@@ -131,7 +131,7 @@ def decode_question(packet: bytes) -> Question:
 
 
 def decode_answer(packet: bytes) -> Answer:
-    """Decode what the server sent.
+    """Decode a packet from the server.
 
     Raises:
         WireError: When the packet is too long or no such message.
@@ -141,8 +141,10 @@ def decode_answer(packet: bytes) -> Answer:
 
 def _decode(decoder: msgspec.msgpack.Decoder[_MessageT], packet: bytes) -> _MessageT:
     if len(packet) > MAX_MESSAGE_BYTES:
-        raise WireError(f"message of {len(packet)} bytes or more; limit {MAX_MESSAGE_BYTES}")
+        raise WireError(
+            f"a message of {len(packet)} bytes or more; the limit is {MAX_MESSAGE_BYTES}"
+        )
     try:
         return decoder.decode(packet)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise WireError(f"no message of this protocol: {error}") from error
+        raise WireError(f"not a message of this protocol: {error}") from error

@@ -1,12 +1,12 @@
-"""Keep KV units in shared memory for all engines of a node: the server process.
+"""Server process of the node's store: KV units in shared memory for all engines of a node.
 
 ``python -m kv_transfer.stores.shm_server --address NAME --capacity-bytes N --lease-s S`` serves
-until nobody has been connected for ``--idle-s``. It owns a memfd that every client maps, and tells
-clients where in it to read and write; no value passes through it. Nothing is on disk, and nothing
-outlives the last process that maps the memory. The name of the abstract socket is the lock: a
-second server of one store ends at once. Clients must run as the same user, who may harm a process
-of theirs in easier ways than by writing to the wrong place; the others' checksums would notice that
-too.
+until no client has been connected for ``--idle-s``. It owns a memfd that every client maps, and
+sends clients the offsets to read and write; no value passes through it. Nothing is on disk, and
+nothing outlives the last process that maps the memory. The name of the abstract socket is the lock:
+a second server of one store ends at once. Clients must run as the same user. Such a process could
+harm the engines more easily than by writing to the wrong place, which the values' checksums would
+show.
 """
 
 import argparse
@@ -49,21 +49,21 @@ from kv_transfer.stores.table import ClientId, Place, StoreTable
 logger = logging.getLogger(__name__)
 
 IDLE_S = 30.0
-"""How long a server without clients waits for one."""
+"""Time that a server without clients waits for one."""
 
 _HELLO_S = 5.0
-"""How long a connection may be silent at first."""
+"""Time in which a new connection must send ``Hello``."""
 
-CAPACITY_ADVICE = "set capacity_bytes of kv_store to less, or give this host more memory"
+CAPACITY_ADVICE = "lower capacity_bytes of kv_store, or give this host more memory"
 
 _MAX_CLIENTS = 256
 _BACKLOG = 128
 SLAB_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-"""Nobody can change the size, so that no access within it ever faults."""
+"""Seals of the slab: its size cannot change, so that no access within it ever faults."""
 
 
 def bind(address: str) -> socket.socket:
-    """Take the name of a store, which nobody else can have as long as this socket is open.
+    """Bind the name of a store, which no other process can have while this socket is open.
 
     Raises:
         OSError: With EADDRINUSE when another server of this store runs or is starting.
@@ -86,12 +86,12 @@ class _Client:
 
 
 class ShmServer:
-    """The server. Owner of the slab and its table: the thread that runs it, the only one."""
+    """Server of one store. Owner of the slab and its table: the only thread, which runs it."""
 
     def __init__(
         self, listener: socket.socket, capacity_bytes: int, lease_s: float, idle_s: float
     ) -> None:
-        """Listen.
+        """Allocate the slab and listen.
 
         Args:
             listener: From ``bind``; closed by ``close``.
@@ -117,7 +117,7 @@ class ShmServer:
         self._selector.register(self._listener, selectors.EVENT_READ)
 
     def run(self) -> None:
-        """Serve until idle for long enough."""
+        """Serve until idle for ``idle_s``."""
         while self._is_wanted(time.monotonic()):
             events = self._selector.select(self._timeout_s(time.monotonic()))
             now_s = time.monotonic()
@@ -128,7 +128,7 @@ class ShmServer:
                     self._receive(key.data, now_s)
 
     def close(self) -> None:
-        """Close every connection and give up the slab."""
+        """Close every connection and the slab."""
         for client in list(self._clients.values()):
             self._drop(client, time.monotonic())
         self._selector.close()
@@ -136,14 +136,14 @@ class ShmServer:
         os.close(self._slab)
 
     def _is_wanted(self, now_s: float) -> bool:
-        """Close connections that stay silent; tell whether there is anybody to serve."""
+        """Close connections that sent no Hello in time; return whether to keep serving."""
         for client in list(self._clients.values()):
             if not client.is_welcome and client.connected_s + _HELLO_S <= now_s:
                 self._drop(client, now_s)
         return self._has_welcome() or now_s < self._idle_since_s + self._idle_s
 
     def _timeout_s(self, now_s: float) -> float | None:
-        """Return how long nothing needs to happen; None for ever."""
+        """Return the seconds until the next deadline; None without one."""
         due_s = [c.connected_s + _HELLO_S for c in self._clients.values() if not c.is_welcome]
         if not self._has_welcome():
             due_s.append(self._idle_since_s + self._idle_s)
@@ -155,7 +155,7 @@ class ShmServer:
     def _accept(self, now_s: float) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError as error:  # It was gone before it was accepted.
+        except OSError as error:  # The client was gone before it was accepted.
             logger.debug("cannot accept a client: %s", error)
             return
         if len(self._clients) >= _MAX_CLIENTS or peer_user_id(connection) != os.getuid():
@@ -168,9 +168,10 @@ class ShmServer:
         self._selector.register(connection, selectors.EVENT_READ, client)
 
     def _receive(self, client: _Client, now_s: float) -> None:
-        """Answer one message; a client that breaks the protocol or is gone loses everything.
+        """Answer one message; drop a client that is gone or breaks the protocol, with all it holds.
 
-        Its half-done put is freed as well. It is not writing: it has asked something, or is dead.
+        Its unfinished put is freed at once, which is safe: a client that sends or is dead does not
+        write.
         """
         try:
             packet = client.connection.recv(MAX_MESSAGE_BYTES + 1)
@@ -178,17 +179,21 @@ class ShmServer:
                 self._answer(client, decode_question(packet), now_s)
                 return
         except OSError as error:
-            logger.debug("client %d is gone or reads nothing: %s", client.client_id, error)
+            logger.debug("dropped client %d, gone or not reading: %s", client.client_id, error)
         except WireError as error:
             self._num_malformed += 1
-            if self._num_malformed & (self._num_malformed - 1) == 0:  # Ever more rarely.
-                logger.warning("%d malformed messages: %s", self._num_malformed, error)
+            if self._num_malformed & (self._num_malformed - 1) == 0:  # Log at powers of two only.
+                logger.warning(
+                    "dropped clients for %d malformed messages so far, the last: %s",
+                    self._num_malformed,
+                    error,
+                )
         self._drop(client, now_s)
 
     def _answer(self, client: _Client, question: Question, now_s: float) -> None:
         if isinstance(question, Hello):
             if question.version != PROTOCOL_VERSION or client.is_welcome:
-                raise WireError(f"unexpected hello of version {question.version}")
+                raise WireError(f"an unexpected hello of version {question.version}")
             packet = encode(Welcome(self._capacity_bytes))
             socket.send_fds(client.connection, [packet], [self._slab])
             client.is_welcome = True
@@ -230,7 +235,7 @@ class ShmServer:
 
 
 def _make_slab(capacity_bytes: int) -> int:
-    """Return a memfd of fixed size, with all of its memory: none is missing later."""
+    """Return a memfd of fixed size whose memory is all allocated, so that none is missing later."""
     slab = os.memfd_create("ttserve-kv-store", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         reserve(slab, capacity_bytes, purpose="a KV pool", advice=CAPACITY_ADVICE)
@@ -242,7 +247,7 @@ def _make_slab(capacity_bytes: int) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve one store; return 0 at once when another process does so."""
+    """Serve one store; return 0 at once when another process serves it."""
     parser = argparse.ArgumentParser(description="Keep KV units in shared memory for one node.")
     name = parser.add_mutually_exclusive_group(required=True)
     name.add_argument("--address", help="name of the store")
@@ -260,7 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
-        logger.info("another process serves store %r", options.address)
+        logger.info("another process already serves store %r; exiting", options.address)
         return 0
     server = ShmServer(listener, options.capacity_bytes, options.lease_s, options.idle_s)
     try:

@@ -1,9 +1,9 @@
-"""Decide which values a store keeps, where, and who may read or write them.
+"""Table of a store's values: which are kept, where, and which clients read or write them.
 
 A slab of ``capacity_bytes`` is cut into slots as large as the largest value so far; the values of
 one deployment are all equally large. A slot is *free*, *writing* (a put is under way), *stored*, or
-*leased* (stored, and somebody reads it). Only stored slots are evicted, the longest unused first.
-A put has two phases, so that nobody sees half a value. Pure: time comes in as ``now_s``.
+*leased* (stored, and being read). Only stored slots are evicted, the longest unused first. A put
+has two phases, so that no reader sees half a value. Pure: time comes in as ``now_s``.
 """
 
 from collections import OrderedDict
@@ -17,18 +17,18 @@ SLOT_ALIGNMENT = 64
 """Slots start at cache lines."""
 
 ClientId = int
-"""Names a client for as long as it is connected; never used twice."""
+"""Identifies a client while it is connected; never used twice."""
 
 
 class Place(NamedTuple):
-    """Where a put writes. ``put_id`` is never used twice, so a late commit cannot hit another."""
+    """Place that a put writes to; ``put_id`` is never reused, so a late commit hits no other."""
 
     put_id: int
     offset: int
 
 
 class Grant(NamedTuple):
-    """A leased value: bytes ``offset`` to ``offset + num_bytes`` of the slab, or ``content``."""
+    """Leased value: bytes ``offset`` to ``offset + num_bytes`` of the slab, or ``content``."""
 
     lease_id: int
     offset: int
@@ -37,7 +37,7 @@ class Grant(NamedTuple):
 
 
 class SlotCounts(NamedTuple):
-    """How many slots are in each state."""
+    """Number of slots in each state."""
 
     free: int
     writing: int
@@ -52,7 +52,7 @@ class _Value:
     content: object
     num_leases: int = 0
     is_discarded: bool = False
-    """Nobody finds it any more; its slot is free when its last lease ends."""
+    """True once the key is removed; the slot is freed when the last lease ends."""
 
 
 @dataclass(slots=True, eq=False)
@@ -73,14 +73,14 @@ class _Lease:
 
 @dataclass(eq=False)
 class StoreTable:
-    """All values, puts and leases of one store.
+    """Values, puts and leases of one store.
 
-    Owner: whoever owns the slab. A client puts one value at a time.
+    Owner: the owner of the slab. A client puts one value at a time.
 
     A lease or put that is not ended within ``lease_s`` lapses. The slot of a lapsed lease may be
-    evicted. The slot of a lapsed put may not: its writer may be frozen in the middle of it and go
-    on some day, so that the slot stays *writing* until the client says anything about it or is
-    gone; but the put can never succeed, and others may put the same key.
+    evicted. The slot of a lapsed put may not: its writer may be frozen in the middle of it and
+    resume later. So the slot stays *writing* until the client sends anything about it or is gone.
+    The put can no longer succeed, and other clients may put the same key.
 
     Attributes:
         capacity_bytes: Size of the slab.
@@ -94,21 +94,21 @@ class StoreTable:
     _next_id: int = 0
     _free: list[int] = field(default_factory=list)
     _values: OrderedDict[bytes, _Value] = field(default_factory=OrderedDict)
-    """What can be found; the longest unused first."""
+    """Values that can be found; the longest unused first."""
     _puts: dict[ClientId, _Put] = field(default_factory=dict)
     _writers: OrderedDict[bytes, _Put] = field(default_factory=OrderedDict)
-    """The puts that may still succeed; the earliest deadline first."""
+    """Puts that may still succeed; the earliest deadline first."""
     _leases: OrderedDict[int, _Lease] = field(default_factory=OrderedDict)
-    """The earliest deadline first."""
+    """Leases; the earliest deadline first."""
 
     def __repr__(self) -> str:
-        """Show how full it is."""
+        """Show the number of slots in each state."""
         return f"StoreTable({self._slot_bytes} bytes per slot, {self.counts()})"
 
     # ---- reading
 
     def num_present(self, keys: Sequence[bytes]) -> int:
-        """Count the keys, from the first on, that are stored. Counts as use of them."""
+        """Return how many of the keys, from the first on, are stored. Counts as use of them."""
         num_present = 0
         for key in keys:
             if key not in self._values:
@@ -141,11 +141,11 @@ class StoreTable:
     def begin(
         self, client: ClientId, key: bytes, num_bytes: int, now_s: float
     ) -> Place | Literal["present", "dropped"]:
-        """Start to put a value; ends an earlier put of the same client.
+        """Start a put; ends an earlier put of the same client.
 
-        A value larger than the slots are makes the table start anew with larger slots, empty, if
-        nothing is being read or written; else, or when all slots are in use, it is dropped. So is
-        the second of two puts of one key at the same time.
+        A value larger than a slot resets the table to larger slots, empty, if no value is being
+        read or written. Otherwise, or when all slots are in use, it is dropped. So is the second of
+        two puts of one key at the same time.
         """
         self._expire(now_s)
         self.abort(client)
@@ -167,7 +167,7 @@ class StoreTable:
         """Make a value visible whose bytes are all written.
 
         Args:
-            client: Who began the put.
+            client: The client that began the put.
             put_id: From ``begin``.
             now_s: Monotonic clock.
             content: The value itself, where the slab is not real.
@@ -196,7 +196,7 @@ class StoreTable:
             del self._writers[put.key]
 
     def discard(self, key: bytes) -> None:
-        """Let nobody find a key's value any more."""
+        """Remove a key; readers keep its value until their leases end."""
         value = self._values.pop(key, None)
         if value is None:
             return
@@ -205,7 +205,7 @@ class StoreTable:
             self._free.append(value.slot)
 
     def drop_client(self, client: ClientId) -> None:
-        """End everything of a client that is gone and can write no more."""
+        """End the put and the leases of a client that is gone and can no longer write."""
         self.abort(client)
         for lease_id in [i for i, lease in self._leases.items() if lease.client == client]:
             self._end_lease(lease_id)
@@ -213,7 +213,7 @@ class StoreTable:
     # ---- state
 
     def counts(self) -> SlotCounts:
-        """Count the slots by state."""
+        """Return the number of slots in each state."""
         leased = {lease.value.slot for lease in self._leases.values()}
         num_stored = sum(value.num_leases == 0 for value in self._values.values())
         return SlotCounts(len(self._free), len(self._puts), num_stored, len(leased))
@@ -246,7 +246,7 @@ class StoreTable:
         return self._next_id
 
     def _touch(self, keys: Sequence[bytes]) -> None:
-        """Note a use. The last key comes first: a later unit is of no use without the earlier."""
+        """Record a use, the first key last: a later unit is useless without the earlier ones."""
         for key in reversed(keys):
             self._values.move_to_end(key)
 
@@ -271,7 +271,7 @@ class StoreTable:
         return self._values.pop(unused).slot if unused is not None else None
 
     def _enlarge_slots(self, num_bytes: int) -> bool:
-        """Start anew, empty; False while anybody reads or writes."""
+        """Reset to larger slots, all free; return False while any value is read or written."""
         if self._leases or self._puts:
             return False
         self._values.clear()
@@ -282,7 +282,7 @@ class StoreTable:
         return True
 
     def _expire(self, now_s: float) -> None:
-        """Note what has lapsed."""
+        """End the leases and the chances of puts that have lapsed."""
         while self._leases and next(iter(self._leases.values())).deadline_s <= now_s:
             self._end_lease(next(iter(self._leases)))
         while self._writers and next(iter(self._writers.values())).deadline_s <= now_s:

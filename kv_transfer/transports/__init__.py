@@ -1,1 +1,1 @@
-"""Ways to carry messages and chunks. Transports do not know each other."""
+"""Transports of messages and chunks; none imports another except `faulty`, which extends `zmq`."""

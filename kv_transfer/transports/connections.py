@@ -1,7 +1,7 @@
-"""Break this process's own network connections, as a pulled cable does: for scripted faults.
+"""Breaking of this process's own network connections, as a pulled cable does, for scripted faults.
 
 ZMQ cannot drop the peers of a bound socket. Their connections are found among the process's file
-descriptors by the address that they were accepted at; ZMQ and the other end then see them break.
+descriptors by the address that accepted them; ZMQ and the other end then see them break.
 """
 
 import os
@@ -12,14 +12,14 @@ from contextlib import suppress
 def break_accepted(endpoint: str) -> int:
     """Break every connection that this process has accepted at an endpoint.
 
-    The listening socket stays as it is: peers may connect again at once.
+    The listening socket stays open: peers may connect again at once.
 
     Args:
         endpoint: ``tcp://<address>:<port>``, ``ipc://<path>`` or ``ipc://@<name>``, where a socket
             of this process is bound.
 
     Returns:
-        How many connections were broken.
+        Number of connections broken.
     """
     at = _name(endpoint)
     num_broken = 0
@@ -30,7 +30,7 @@ def break_accepted(endpoint: str) -> int:
 
 
 _Name = tuple[str, int] | str | bytes
-"""What the operating system calls a bound address."""
+"""A bound address as the operating system reports it."""
 
 
 def _name(endpoint: str) -> _Name:
@@ -44,7 +44,8 @@ def _name(endpoint: str) -> _Name:
 def _break(descriptor: int, at: _Name) -> bool:
     """Shut a connection down if it was accepted at an address.
 
-    Why a copy: between the look and the deed the number may be closed and used for something else.
+    Works on a duplicate: between check and shutdown another thread may close the descriptor, and
+    the system may reuse its number.
 
     Raises:
         OSError: The descriptor is closed, no socket, or not connected.
@@ -59,6 +60,6 @@ def _break(descriptor: int, at: _Name) -> bool:
         name = connection.getsockname()
         if (name[:2] if isinstance(name, tuple) else name) != at:
             return False
-        connection.getpeername()  # A listening socket has none: OSError.
+        connection.getpeername()  # Raises OSError for a listening socket.
         connection.shutdown(socket.SHUT_RDWR)
         return True

@@ -1,8 +1,8 @@
-"""Secure the TCP side of a KV endpoint: who may connect, and what others can read of it.
+"""Security of the TCP side of a KV endpoint.
 
 With ``network`` "encrypted" both ends prove with CurveZMQ that they hold a secret of the
-deployment, and nobody else can read or change what goes between them. With "plain" a ticket is all
-that a consumer shows. Neither is about neighbours: they meet at a Unix socket of their user.
+deployment, and no other host can read or change their traffic. With "plain" a consumer shows only a
+ticket. Neither applies to engines of one host, which connect over a Unix socket of their user.
 """
 
 import zmq
@@ -14,27 +14,29 @@ from kv_transfer.errors import AddressError, ServerKeyError, TransferError
 from kv_transfer.transport import WireCounters
 
 _CURVE_BYTES = 33
-"""What CurveZMQ adds to a frame; libzmq counts it as part of the frame's size."""
+"""Bytes that CurveZMQ adds to a frame; libzmq counts them as part of the frame's size."""
 
 _KEY = "#"
-"""Between an address and the public key of whoever listens there, where it has one."""
+"""Separates an address from the server's public key, where it has one."""
 
 
 def address_of(endpoint: str) -> str:
-    """Return what ZMQ connects to: an endpoint without the key that it may come with."""
+    """Return the address of an endpoint, for ZMQ, without the key that may follow it."""
     return endpoint.partition(_KEY)[0]
 
 
 def bind_far(router: zmq.Socket[bytes], settings: ConnectorSettings, counters: WireCounters) -> str:
-    """Bind where the settings say; what is bound to the socket later is not secured.
+    """Bind to ``settings.bind``, secured if the settings say so.
+
+    Call last: security applies to the binds of a socket that follow it, too.
 
     Args:
         router: The socket, not bound to TCP yet.
         settings: The engine's.
-        counters: Where those that are turned away are counted.
+        counters: Where refused connections are counted.
 
     Returns:
-        The endpoint to tell consumers.
+        The endpoint for consumers.
 
     Raises:
         TransferError: The address is a wildcard or a name, beyond loopback although there is no
@@ -71,8 +73,8 @@ def connect_far(
         producer: The incarnation that has to answer.
 
     Raises:
-        ServerKeyError: The producer has another deployment's key, or none although this engine
-            wants what travels to be encrypted.
+        ServerKeyError: The producer has a key of another deployment, or none although this engine
+            requires encryption.
         zmq.ZMQError: It is no address.
     """
     address, _, key = endpoint.partition(_KEY)
@@ -81,14 +83,14 @@ def connect_far(
         _make_room(dealer)
     elif settings.network != "plain":
         raise ServerKeyError(
-            f"engine {producer} sends KV in plain and this one takes it encrypted only: give both "
-            "pools the same kv_network"
+            f"engine {producer} sends KV unencrypted, and this engine requires encryption: give "
+            "both pools the same kv_network"
         )
     dealer.connect(address)
 
 
 def _make_room(secured: zmq.Socket[bytes]) -> None:
-    """Let frames be as long as before they were encrypted, where there is a limit."""
+    """Raise the limit on a frame's size, if there is one, by what encryption adds."""
     limit = int(secured.get(zmq.MAXMSGSIZE))
     if limit >= 0:
         secured.set(zmq.MAXMSGSIZE, limit + _CURVE_BYTES)

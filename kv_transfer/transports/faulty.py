@@ -1,7 +1,6 @@
-"""ZMQ with connections that are made to fail, on purpose and by a script.
+"""ZMQ transport whose connections fail by a script.
 
-Faults happen at the wire, behind the sessions, so that these see what they would see of a network's
-own.
+Faults happen at the wire, below the sessions, which so see the same as with a failing network.
 """
 
 import time
@@ -16,26 +15,26 @@ from kv_transfer.transports.zmq import ZmqTransport
 
 
 class LinkFaults(Protocol):
-    """What is wrong with one engine's connections.
+    """Scripted faults of one engine's connections.
 
     Asked on the transport's thread; ``now_s`` is the monotonic clock of the process.
     """
 
     def is_cut(self, now_s: float) -> bool:
-        """Tell whether nothing gets in or out."""
+        """Return whether no message gets in or out."""
 
     def corrupts(self, now_s: float) -> bool:
-        """Tell whether payloads that leave have flipped bytes, behind their checksum."""
+        """Return whether bytes of outgoing payloads are flipped after their checksum was made."""
 
     def num_breaks(self, now_s: float) -> int:
         """Return how often every connection has broken so far."""
 
     def next_change_s(self, now_s: float) -> float | None:
-        """Return when an answer changes next, or None."""
+        """Return the time at which an answer changes next, or None."""
 
 
 class FaultyTransport(ZmqTransport):
-    """A ``ZmqTransport`` to which a script's faults happen. Owner: as there."""
+    """``ZmqTransport`` with scripted faults. Owner: as there."""
 
     def __init__(
         self,
@@ -44,7 +43,7 @@ class FaultyTransport(ZmqTransport):
         io: KVDeviceIO,
         notify: Callable[[], None],
     ) -> None:
-        """Bind and start; what broke before is over."""
+        """Bind and start; ignore the breaks that happened earlier."""
         self._faults = faults
         self._num_breaks = faults.num_breaks(time.monotonic())
         super().__init__(settings, io, notify)
@@ -65,6 +64,6 @@ class FaultyTransport(ZmqTransport):
 
     def _send_to_consumer(self, send: SendToConsumer) -> None:
         if send.payload is not None and self._faults.corrupts(time.monotonic()):
-            # A byte of every row, after the checksum.
+            # One byte of every row, after the checksum was made.
             send.payload.reshape(len(send.payload), -1)[:, 0] ^= 0xFF
         super()._send_to_consumer(send)

@@ -1,13 +1,13 @@
-"""Move payload between hosts over NIXL: the producer stages rows, the consumer reads them there.
+"""Payload between hosts over NIXL: the producer stages rows, and the consumer reads them there.
 
-Only the payload goes this way. Leases, credit, headers and checksums are those of every other path,
-so that a read that came too late, or was torn, is found by the checksum of its header. Nobody
-writes into another engine's memory: there is nothing to quarantine but an own read that does not
-end, whose landing place is never used again.
+Only the payload takes this path. Leases, credit, headers and checksums are those of every other
+path, so the checksum in the header detects a read that came too late or was torn. No engine writes
+into another's memory. Only an engine's own read that does not end needs quarantine: its landing
+slot is not reused.
 
-NIXL can block, and over some networks never says that a peer is frozen. It therefore has a thread
-of its own, the only one that calls it, and a deadline for each read. What NIXL is called ``agent``,
-and what it reads with ``handle``.
+NIXL can block, and over some networks never reports that a peer is frozen. So one thread makes all
+calls of NIXL, and each read has a deadline. ``agent`` and ``handle`` are NIXL's names for itself
+and for a read.
 """
 
 import contextlib
@@ -31,28 +31,28 @@ from kv_transfer.messages import Data, Staged
 logger = logging.getLogger(__name__)
 
 _START_S = 60.0
-"""How long an agent may take to come up; then payload goes another way."""
+"""Time in which an agent must come up; after it payload takes another path."""
 
 _POLL_S = 0.0005
-"""Interval at which reads under way are looked at."""
+"""Interval at which reads under way are polled."""
 
 _RETAINED_S = 0.1
-"""Interval at which NIXL is asked to let go of reads that failed."""
+"""Interval at which NIXL is asked again to release failed reads."""
 
 
 def is_installed() -> bool:
-    """Tell whether NIXL can be imported."""
+    """Return whether NIXL can be imported."""
     return importlib.util.find_spec("nixl") is not None
 
 
 def has_rdma_device() -> bool:
-    """Tell whether this host has a network device for which NIXL is worth it."""
+    """Return whether this host has an RDMA device, without which NIXL brings nothing."""
     devices = Path("/sys/class/infiniband")
     return devices.is_dir() and any(devices.iterdir())
 
 
 Tag = tuple[str, Data]
-"""What a read is for: the producer's endpoint and the header of the rows."""
+"""Purpose of a read: the producer's endpoint and the header of the rows."""
 
 
 class RemoteRows(NamedTuple):
@@ -64,7 +64,7 @@ class RemoteRows(NamedTuple):
 
 
 class FinishedRead(NamedTuple):
-    """A read that has ended; ``payload`` is None when it failed."""
+    """Read that has ended; ``payload`` is None if it failed."""
 
     tag: Tag
     payload: NDArray[np.uint8] | None
@@ -91,10 +91,10 @@ class _Forget:
 
 
 class NixlEnd:
-    """One engine's NIXL agent with its staging and landing memory.
+    """NIXL agent of one engine, with its staging and landing memory.
 
     Owner: its thread owns the agent and the landing memory; the transport's I/O thread owns the
-    staging memory and calls everything that is public here.
+    staging memory and calls all public methods.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class NixlEnd:
         self._slot_bytes = slot_bytes
         self._deadline_s = deadline_s
         self._wake = wake
-        # Staging in front, landing behind it: one registration.
+        # Staging slots come first, landing slots behind them, so one registration covers both.
         self._memory = np.zeros(2 * num_slots * slot_bytes, np.uint8)
         self._base = self._memory.ctypes.data
         self._free_staging = list(range(num_slots))
@@ -144,17 +144,20 @@ class NixlEnd:
         self._thread.start()
         if not self._ready.wait(_START_S) or not self._metadata:
             self._stopping.set()
-            raise TransferError(f"NIXL did not come up within {_START_S:g} s: see the log")
+            raise TransferError(
+                f"NIXL did not start (waited for up to {_START_S:g} s; see the log for its error); "
+                "payload takes another path"
+            )
 
     # ---- I/O thread: producer
 
     @property
     def metadata(self) -> bytes:
-        """What a consumer needs in order to read here."""
+        """Metadata that a consumer needs in order to read here."""
         return self._metadata
 
     def stage(self, payload: NDArray[np.uint8]) -> tuple[int, int] | None:
-        """Copy payload to where consumers can read it.
+        """Copy payload to memory that consumers can read.
 
         Returns:
             The slot, to be freed with ``free``, and its address; None when there is no room.
@@ -167,18 +170,18 @@ class NixlEnd:
         return slot, self._base + start
 
     def free(self, slot: int) -> None:
-        """Use a staging slot for something else from now on."""
+        """Free a staging slot for other payload."""
         self._free_staging.append(slot)
 
     # ---- I/O thread: consumer
 
     @property
     def num_lost_slots(self) -> int:
-        """Landing places of reads that never ended; they are not used again."""
+        """Landing slots of reads that never ended; they are not reused."""
         return self._lost_slots
 
     def introduce(self, endpoint: str, metadata: bytes) -> None:
-        """Learn the agent of the producer at an endpoint."""
+        """Add the agent of the producer at an endpoint."""
         self._submit(_Introduce(endpoint, metadata))
 
     def forget(self, endpoint: str) -> None:
@@ -186,18 +189,18 @@ class NixlEnd:
         self._submit(_Forget(endpoint))
 
     def read(self, tag: Tag, rows: RemoteRows, now_s: float) -> None:
-        """Start to read; ``take_reads`` says how it ended, within the deadline."""
+        """Start a read; ``take_reads`` returns its end, within the deadline."""
         self._submit(_Read(tag, rows, now_s + self._deadline_s))
 
     def take_reads(self) -> list[FinishedRead]:
-        """Return and forget the reads that have ended."""
+        """Return and clear the reads that have ended."""
         finished = []
         while self._finished:
             finished.append(self._finished.popleft())
         return finished
 
     def close(self, deadline_s: float) -> None:
-        """Stop the thread; one that NIXL does not let go of is left behind, as a daemon."""
+        """Stop the thread; one that hangs in NIXL is left behind, as a daemon."""
         self._stopping.set()
         self._work.set()
         self._thread.join(deadline_s)
@@ -213,8 +216,8 @@ class NixlEnd:
     def _run(self) -> None:
         try:
             self._start()
-        except Exception:  # whatever a native library raises: without it there is another way
-            logger.exception("NIXL does not come up")
+        except Exception:  # Any error of a native library: without NIXL there is another path.
+            logger.exception("NIXL failed to start; payload takes another path")
         finally:
             self._ready.set()
         try:
@@ -223,13 +226,13 @@ class NixlEnd:
                 self._work.wait(_POLL_S if is_busy else _RETAINED_S if self._retained else None)
                 self._work.clear()
                 self._turn(time.monotonic())
-        except Exception:  # the top of a thread: every read fails from now on
-            logger.exception("NIXL is not used any more")
+        except Exception:  # The top of a thread: every read fails from now on.
+            logger.exception("NIXL has failed; not using it any more, reads come over TCP instead")
             self._is_broken = True
             self._fail_all()
 
     def _fail_all(self) -> None:
-        """Say of each read that it failed; their landing places are lost."""
+        """Report every read as failed; their landing slots are lost."""
         while self._inbox:
             job = self._inbox.popleft()
             if isinstance(job, _Read):
@@ -252,7 +255,7 @@ class NixlEnd:
             if isinstance(job, _Read):
                 self._waiting.append(job)
             else:
-                # A peer whose agent is not usable: its reads fail one by one.
+                # An unusable agent is ignored here: each read from its peer fails on its own.
                 with contextlib.suppress(*_errors()):
                     self._meet(job) if isinstance(job, _Introduce) else self._part(job.endpoint)
         while self._waiting and self._free_landing:
@@ -288,14 +291,20 @@ class NixlEnd:
             if self._agent.transfer(read.handle) == "ERR":
                 self._fail(read)
         except _errors() as error:  # The rows are asked for again.
-            logger.warning("NIXL cannot read from %s: %s", read.rows.endpoint, error)
+            logger.warning(
+                "NIXL cannot start to read from %s, asking for its rows again: %s",
+                read.rows.endpoint,
+                error,
+            )
             self._fail(read)
 
     def _look_at(self, read: _Read, now_s: float) -> None:
         try:
             state = self._agent.check_xfer_state(read.handle)
         except _errors() as error:
-            logger.warning("NIXL read from %s failed: %s", read.rows.endpoint, error)
+            logger.warning(
+                "NIXL read from %s failed, asking for its rows again: %s", read.rows.endpoint, error
+            )
             state = "ERR"
         if state == "DONE":
             start = read.slot * self._slot_bytes
@@ -313,7 +322,7 @@ class NixlEnd:
         self._finish(read, None)
 
     def _retire(self, read: _Read) -> None:
-        """Let go of a read, and of its landing place only if NIXL has let go too."""
+        """Release a read; its landing slot is reused only once NIXL has released it, too."""
         if not self._release(read):
             self._retained.append(read)
             self._lost_slots += 1
@@ -322,7 +331,7 @@ class NixlEnd:
         if read.handle is not None:
             try:
                 self._agent.release_xfer_handle(read.handle)
-            except _errors():  # Still in use: asked again in every turn.
+            except _errors():  # Still in use: tried again in every turn.
                 return False
             read.handle = None
             if read in self._retained:
@@ -343,11 +352,11 @@ class _StagedRows:
 
 
 class Staging:
-    """Which staging slots hold rows that a consumer may still read.
+    """Staging slots whose rows a consumer may still read.
 
-    Owner: the transport's I/O thread. A slot is used again once the consumer has written as many
-    rows as were sent up to it, or the transfer has ended. A consumer that reads later than that
-    finds by the checksum that it was too late.
+    Owner: the transport's I/O thread. A slot is reused once the consumer has written as many rows
+    as were sent up to it, or the transfer has ended. A consumer that reads later detects it by the
+    checksum.
     """
 
     def __init__(self, end: NixlEnd) -> None:
@@ -355,11 +364,11 @@ class Staging:
         self._transfers: dict[bytes, _StagedRows] = {}
 
     def stage(self, data: Data, payload: NDArray[np.uint8]) -> Staged | None:
-        """Put rows where their consumer can read them.
+        """Copy rows to where their consumer can read them.
 
         Returns:
-            What to tell it; None when they must travel behind their header: there is no room, or
-            they are sent once more, as reading them may be what failed.
+            The announcement; None when the rows must travel behind their header. Then there is no
+            room, or the rows are sent once more, possibly because reading them failed.
         """
         rows = self._transfers.setdefault(data.transfer_id, _StagedRows())
         place = self._end.stage(payload) if data.first_row >= rows.end_row else None
@@ -371,10 +380,11 @@ class Staging:
         return Staged(data, address, payload.nbytes)
 
     def free_consumed(self, consumed_row: Callable[[bytes], int | None]) -> None:
-        """Free what is not needed any more.
+        """Free the slots that no consumer needs any more.
 
         Args:
-            consumed_row: Tells of a transfer how far its consumer is; None when it has ended.
+            consumed_row: Returns one past the last row that a transfer's consumer has released;
+                None when the transfer has ended.
         """
         for transfer_id, rows in list(self._transfers.items()):
             done_row = consumed_row(transfer_id)
@@ -385,7 +395,7 @@ class Staging:
 
 
 def _errors() -> tuple[type[Exception], ...]:
-    """Return what calls of NIXL raise."""
+    """Return the exceptions that calls of NIXL raise."""
     bindings = importlib.import_module("nixl._bindings")
     own = [x for name, x in vars(bindings).items() if name.endswith("Error")]
     return (*own, RuntimeError, ValueError)

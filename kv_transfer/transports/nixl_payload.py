@@ -1,4 +1,4 @@
-"""What a ZMQ transport does with NIXL: announce staged rows, read announced ones."""
+"""Use of NIXL by the ZMQ transport: announce staged rows, read announced ones."""
 
 import logging
 from collections.abc import Callable
@@ -25,20 +25,20 @@ logger = logging.getLogger(__name__)
 def start_nixl(
     settings: ConnectorSettings, slot_bytes: int, wake: Callable[[], None]
 ) -> NixlEnd | None:
-    """Start NIXL where it is and gains something; where it fails, payload goes another way.
+    """Start NIXL if it is installed and useful; return None if not, or if it fails to start.
 
     Args:
         settings: The engine's.
         slot_bytes: Most bytes of one payload.
-        wake: Called when something was read.
+        wake: Called when a read has ended.
     """
     config = settings.config
     if not (is_installed() and has_rdma_device()):
         return None
     if settings.network != "plain":
         logger.info(
-            "KV transfer: NIXL and an RDMA device are here and stay unused, as kv_network is "
-            "encrypted and NIXL carries plain text"
+            "KV transfer: NIXL and an RDMA device are present but not used: NIXL cannot encrypt, "
+            "and kv_network is encrypted"
         )
         return None
     try:
@@ -50,23 +50,23 @@ def start_nixl(
             wake=wake,
         )
     except TransferError as error:
-        logger.warning("%s", error)
+        logger.warning("KV transfer without NIXL: %s", error)
         return None
 
 
 class NixlPayload:
-    """Payload of both halves of an engine's transfers, as far as it goes over NIXL.
+    """Payload of an engine's transfers, in both roles, as far as it goes over NIXL.
 
     Owner: the transport's I/O thread.
     """
 
     def __init__(self, end: NixlEnd, incarnation: str, sessions: TransferSessions) -> None:
-        """Have met nobody.
+        """Start without known consumers.
 
         Args:
             end: The agent.
             incarnation: This engine's.
-            sessions: Whose payload it is.
+            sessions: Sessions whose payload it carries.
         """
         self._end = end
         self._staging = Staging(end)
@@ -75,11 +75,11 @@ class NixlPayload:
         self._met: set[bytes] = set()
 
     def free_consumed(self) -> None:
-        """Use the memory of rows again that their consumers have."""
+        """Free the staging slots of rows that their consumers have released."""
         self._staging.free_consumed(self._sessions.producer.consumed_row)
 
     def stage(self, send: SendToConsumer) -> Staged | None:
-        """Put payload where its consumer reads it; None where it travels behind its header."""
+        """Stage payload for its consumer; None where it travels behind its header."""
         message, producer = send.message, self._sessions.producer
         if send.payload is None or not isinstance(message, Data):
             return None
@@ -88,16 +88,16 @@ class NixlPayload:
         return self._staging.stage(message, send.payload)
 
     def hello(self) -> tuple[bytes, bytes]:
-        """Return what a consumer has to hear before its first staged rows."""
+        """Return the frames that a consumer must receive before its first staged rows."""
         return encode(Agent(self._incarnation)), self._end.metadata
 
     def has_met(self, peer: bytes) -> bool:
-        """Tell whether a consumer has."""
+        """Return whether a consumer was sent ``hello``."""
         return peer in self._met
 
     def met(self, peer: bytes) -> None:
-        """Note that it is on its way to a consumer."""
-        # Those that no transfer belongs to any more are gone, or will be greeted anew.
+        """Record that ``hello`` was sent to a consumer."""
+        # Consumers without a transfer are dropped: they are gone, or get another hello later.
         self._met = (self._met & self._sessions.producer.peers) | {peer}
 
     def on_message(
@@ -107,7 +107,7 @@ class NixlPayload:
         payload: NDArray[np.uint8] | None,
         now_s: float,
     ) -> bool:
-        """Meet a producer's agent, or begin to read what it has staged; False for nonsense."""
+        """Add a producer's agent, or read its staged rows; False for an invalid message."""
         if isinstance(message, Agent) != (payload is not None):
             return False
         if payload is not None:
@@ -121,7 +121,7 @@ class NixlPayload:
         return True
 
     def take_reads(self, avoid: Callable[[str], None], now_s: float) -> None:
-        """Hand in what was read; what could not be is asked for again, to come another way.
+        """Pass finished reads to the sessions; request rows of failed ones over another path.
 
         Args:
             avoid: Called with the endpoint of a producer from which a read has failed.
@@ -140,5 +140,5 @@ class NixlPayload:
         self._end.forget(endpoint)
 
     def close(self) -> None:
-        """Stop the agent's thread, if NIXL lets it go."""
+        """Stop the agent's thread, within 1 s."""
         self._end.close(1.0)

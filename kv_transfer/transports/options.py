@@ -1,4 +1,4 @@
-"""What both ends of a KV connection have in common."""
+"""Socket options of both ends of a KV connection."""
 
 import zmq
 
@@ -8,15 +8,15 @@ HEARTBEAT_TIMEOUT_S = 5.0
 
 
 def set_options(endpoint: zmq.Socket[bytes], max_bytes: int) -> None:
-    """Prepare a socket.
+    """Set the options of a socket.
 
     Args:
-        endpoint: It, neither bound nor connected.
-        max_bytes: Longest frame that it takes.
+        endpoint: The socket, neither bound nor connected.
+        max_bytes: Longest frame that it accepts.
     """
     endpoint.set(zmq.LINGER, 0)
     endpoint.set(zmq.MAXMSGSIZE, max_bytes)
     endpoint.set(zmq.HEARTBEAT_IVL, int(1000 * HEARTBEAT_S))
     endpoint.set(zmq.HEARTBEAT_TIMEOUT, int(1000 * HEARTBEAT_TIMEOUT_S))
-    # No limit in messages: a ROUTER silently drops above it. Credits limit the bytes.
+    # No limit on messages: above one, a ROUTER drops them silently. Credits limit the bytes.
     endpoint.set(zmq.SNDHWM, 0)

@@ -1,4 +1,4 @@
-"""Connections to the producers that an engine fetches from: one DEALER and its monitor each."""
+"""Connections to the producers that an engine fetches from, each a DEALER with its monitor."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ class Peer:
         self.monitor: zmq.Socket[bytes] | None = None
 
     def connect(self, settings: ConnectorSettings, max_bytes: int, producer: str) -> None:
-        """Start to connect to this incarnation, watched from before the first attempt."""
+        """Start to connect to this incarnation; the monitor runs from before the first attempt."""
         set_options(self.dealer, max_bytes)
         self.monitor = self.dealer.get_monitor_socket(_LOST)
         if self.endpoint.startswith("tcp://"):
@@ -35,14 +35,14 @@ class Peer:
             self.dealer.connect(self.endpoint)
 
     def is_lost(self) -> bool:
-        """Tell whether the monitor has seen the connection break or be refused."""
+        """Return whether the monitor has seen the connection break or be refused."""
         while self.monitor is not None and self.monitor.poll(0):
             if int(recv_monitor_message(self.monitor)["event"]) & _LOST:
                 return True
         return False
 
     def close(self) -> None:
-        """Close both sockets, dropping what is queued."""
+        """Close both sockets and drop queued messages."""
         if self.monitor is not None:
             self.dealer.disable_monitor()
             self.monitor.close(linger=0)
@@ -50,7 +50,7 @@ class Peer:
 
 
 class Peers:
-    """All of them, by endpoint.
+    """Connections to producers, by endpoint.
 
     Owner: the I/O thread, whose poller knows their sockets.
     """
@@ -62,13 +62,13 @@ class Peers:
         max_bytes: int,
         poller: zmq.Poller,
     ) -> None:
-        """Know nobody.
+        """Start without connections.
 
         Args:
             context: Makes the sockets.
             settings: The engine's.
             max_bytes: Longest frame that a producer may send.
-            poller: Of the I/O thread.
+            poller: Poller of the I/O thread.
         """
         self._context = context
         self._settings = settings
@@ -78,23 +78,23 @@ class Peers:
         self._incarnations: dict[str, str] = {}
 
     def __iter__(self) -> Iterator[Peer]:
-        """Yield those that are connected, some of which may be closed meanwhile."""
+        """Yield the connections; some may be closed during the iteration."""
         return iter(list(self._connected.values()))
 
     def ready(self, ready: Mapping[object, int]) -> list[Peer]:
-        """Return those of which a poll says that they have something."""
+        """Return the connections that a poll reported as ready."""
         return [peer for peer in self if peer.dealer in ready or peer.monitor in ready]
 
     def expect(self, endpoint: str, incarnation: str) -> None:
-        """Note which engine has to answer at an endpoint."""
+        """Record which engine has to answer at an endpoint."""
         self._incarnations[endpoint] = incarnation
 
     def reach(self, endpoint: str) -> Peer | None:
-        """Connect to a producer unless that is done, and return it; None if it cannot be."""
+        """Return the connection to a producer, made if there is none; None if that fails."""
         return self._connected.get(endpoint) or self._connect(endpoint)
 
     def close(self, endpoint: str) -> None:
-        """Let go of a producer, if it is known, and of what was expected there."""
+        """Close the connection to a producer, and drop the incarnation expected there."""
         self._incarnations.pop(endpoint, None)
         peer = self._connected.pop(endpoint, None)
         if peer is not None:
@@ -103,7 +103,7 @@ class Peers:
             peer.close()
 
     def close_all(self) -> None:
-        """Let go of everybody, once nobody polls any more."""
+        """Close all connections; call only when the poller is not used any more."""
         for peer in self._connected.values():
             peer.close()
         self._connected.clear()

@@ -1,6 +1,6 @@
-"""Set up this process for a transport: memory that is kept, and room for connections.
+"""Process-wide settings for a transport: heap, descriptors and thread switching.
 
-Both are settings of the whole process, made when its first transport starts.
+They are made when the first transport of the process starts.
 """
 
 import ctypes
@@ -13,19 +13,19 @@ logger = logging.getLogger(__name__)
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _MAX_MMAP_THRESHOLD = 32 << 20
-"""The most that glibc takes."""
+"""Largest value that glibc accepts."""
 
 _TRIM_THRESHOLD = 256 << 20
 
 _MAX_DESCRIPTORS = 65536
 
 _SWITCH_S = 0.0005
-"""How long an I/O thread waits for the interpreter while the core copies or hashes small pieces: a
-tenth of Python's default, as a peer with nothing to do waits with it."""
+"""Time that an I/O thread waits for the interpreter while the core copies or hashes small pieces. A
+tenth of Python's default, because an idle peer waits with the I/O thread."""
 
 
 def prepare_process() -> None:
-    """Keep freed buffers, and allow as many descriptors as the system does, within reason."""
+    """Keep freed memory, raise the descriptor limit, and switch threads sooner."""
     keep_heap()
     raise_descriptor_limit()
     sys.setswitchinterval(min(_SWITCH_S, sys.getswitchinterval()))
@@ -34,14 +34,14 @@ def prepare_process() -> None:
 def keep_heap() -> None:
     """Let this process keep up to 256 MiB of freed memory, and take large buffers from it.
 
-    Why: ZMQ allocates every received frame anew, and PyTorch every result. By default the C library
-    maps what is large and unmaps it when it is freed, so that each megabyte costs 256 page faults:
-    more time than its copying. A C library other than glibc is left as it is.
+    ZMQ allocates every received frame, and PyTorch every result. By default the C library maps a
+    large buffer and unmaps it when it is freed. Then each megabyte costs 256 page faults, which
+    take more time than copying it. A C library other than glibc is not changed.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
-        logger.info("no mallopt: every large buffer will cost its page faults anew")
+        logger.info("this C library has no mallopt: every large buffer costs new page faults")
         return
     mallopt(_M_MMAP_THRESHOLD, _MAX_MMAP_THRESHOLD)
     mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD)
@@ -50,7 +50,7 @@ def keep_heap() -> None:
 def raise_descriptor_limit() -> None:
     """Allow this process as many descriptors as the system does, at most 65,536.
 
-    Why: libzmq aborts the process when it cannot accept on a Unix socket for want of one.
+    Without a free descriptor, libzmq aborts the process when it accepts on a Unix socket.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_MAX_DESCRIPTORS, hard)

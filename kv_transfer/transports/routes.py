@@ -1,7 +1,7 @@
-"""Find out how to reach a producer, and by which path its payload comes.
+"""Routes to producers: endpoint, and path of the payload.
 
-A producer of this host and user is reached over its Unix socket, and asked for its KV memory, which
-takes a moment: loads wait for it, but not long. Any other is reached over TCP.
+A producer of this host and user is reached over its Unix socket and asked for its KV memory. Loads
+wait for that answer, for a short time. Any other producer is reached over TCP.
 """
 
 import logging
@@ -21,15 +21,15 @@ from kv_transfer.transport import Load, Route
 logger = logging.getLogger(__name__)
 
 _REGION_S = 0.25
-"""How long a load waits for the memory of its producer; then the payload travels instead."""
+"""Time that a load waits for its producer's memory; after it the payload is sent instead."""
 
 _Key = tuple[tuple[str, ...], str]
-"""A producer's endpoints and the hash of its layout."""
+"""Endpoints of a producer and the hash of its layout."""
 
 
 @dataclass(slots=True, eq=False)
 class _Approach:
-    """Loads that wait while their producer is asked for its memory."""
+    """Loads that wait for the memory of their producer."""
 
     fetch: RegionFetch
     fileno: int
@@ -38,19 +38,19 @@ class _Approach:
 
 
 class Routes:
-    """The ways to all producers of one engine.
+    """Routes to all producers of one engine.
 
-    Owner: the I/O thread. A way is kept until ``forget``; one that is not the best possible is
+    Owner: the I/O thread. Only a route over shared memory is kept, until ``forget``; any other is
     looked for again with the next load.
     """
 
     def __init__(
         self, layouts: Mapping[str, KVLayout], poller: zmq.Poller, *, has_nixl: bool
     ) -> None:
-        """Know no producer.
+        """Start without routes.
 
         Args:
-            layouts: Those of acceptable producers by their hash.
+            layouts: Layouts of acceptable producers by their hash.
             poller: Wakes the I/O thread when a producer has answered.
             has_nixl: Whether payload from other hosts may come over NIXL.
         """
@@ -62,7 +62,7 @@ class Routes:
         self._approaches: dict[_Key, _Approach] = {}
 
     def find(self, load: Load, now_s: float) -> Route | None:
-        """Return the way for a load; None when it waits, for ``take_ready`` to give it back."""
+        """Return the route of a load; None if it must wait for ``take_ready`` to return it."""
         key = (load.ticket.producer_endpoints, load.ticket.layout_hash)
         approach = self._approaches.get(key)
         if approach is not None:
@@ -79,7 +79,7 @@ class Routes:
         return None
 
     def take_ready(self, now_s: float) -> list[tuple[Load, Route]]:
-        """Return the loads that need not wait any longer, each with its way."""
+        """Remove and return the loads that need not wait any longer, each with its route."""
         ready: list[tuple[Load, Route]] = []
         for key, approach in list(self._approaches.items()):
             answer = approach.fetch.poll()
@@ -101,7 +101,7 @@ class Routes:
         return ready
 
     def take_waiting(self, transfer_id: bytes) -> tuple[Load, Route] | None:
-        """Return a load that waits, with some way: its producer must hear that it is cancelled."""
+        """Remove and return a load that waits, with any route over which to cancel it."""
         for approach in self._approaches.values():
             for load in approach.loads:
                 if load.ticket.transfer_id == transfer_id:
@@ -110,35 +110,35 @@ class Routes:
         return None
 
     def avoid_nixl(self, endpoint: str) -> None:
-        """Let payload from a producer travel otherwise from now on."""
+        """Use another path than NIXL for a producer from now on."""
         self._without_nixl.add(endpoint)
 
     def forget(self, endpoint: str) -> None:
-        """Let go of a producer's memory; what replaces it will be asked anew."""
+        """Drop the route to a producer's memory; its successor is asked again."""
         self._without_nixl.discard(endpoint)
         for key, route in list(self._known.items()):
             if route.endpoint == endpoint:
                 del self._known[key]
 
     def next_deadline_s(self) -> float | None:
-        """Return when a load stops waiting, or None."""
+        """Return the time at which a load stops waiting, or None."""
         return min((x.give_up_s for x in self._approaches.values()), default=None)
 
     def close(self) -> None:
-        """Hang up everywhere."""
+        """Close the connections to producers that have not answered."""
         for approach in self._approaches.values():
             approach.fetch.close()
         self._approaches.clear()
 
     def _plain(self, endpoints: Sequence[str]) -> Route:
-        """Return the way of payload that is not read in the producer's memory."""
+        """Return the route for payload that is sent, not read in the producer's memory."""
         endpoint = _nearest(endpoints)
         is_far = endpoint.startswith("tcp://") and endpoint not in self._without_nixl
         return Route(endpoint, "nixl" if self._has_nixl and is_far else "inline")
 
 
 def _nearest(endpoints: Sequence[str]) -> str:
-    """Return the endpoint to use: the Unix socket of a producer of this host, if it is one."""
+    """Return the Unix socket of a producer of this host and user, else its TCP endpoint."""
     for endpoint in endpoints:
         if endpoint.startswith("ipc://@") and _is_neighbour(endpoint):
             return endpoint
@@ -146,11 +146,11 @@ def _nearest(endpoints: Sequence[str]) -> str:
 
 
 def _is_neighbour(endpoint: str) -> bool:
-    """Tell whether a process of this user listens; anybody may take a name that is free."""
+    """Return whether a process of this user listens there; any user may bind a free name."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.setblocking(False)
             probe.connect("\0" + endpoint.removeprefix("ipc://@"))
             return peer_user_id(probe) == os.geteuid()
     except OSError:
-        return False  # Nobody, or too busy: there is another way.
+        return False  # It does not listen or is too busy: TCP is left.

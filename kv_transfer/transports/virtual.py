@@ -1,8 +1,7 @@
-"""A transport without sockets and threads, for a simulator that owns time and the network.
+"""Transport without sockets and threads, for a simulator that owns time and the network.
 
-The sessions and their messages are the real ones; what a message meets on its way (delay, loss,
-repetition, another order, flipped bytes) is the wire's business. Everything happens on the
-simulator's thread.
+Sessions and messages are the real ones. The wire decides what happens to a message on its way
+(delay, loss, repetition, reordering, flipped bytes). Everything runs on the simulator's thread.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,20 +17,20 @@ from kv_transfer.transport import Command, Event, WireCounters
 
 
 class Cancellable(Protocol):
-    """A call that has not happened yet."""
+    """Pending call that can be cancelled."""
 
     def cancel(self) -> None:
-        """Let it not happen."""
+        """Drop the call."""
 
 
 class VirtualWire(Protocol):
-    """Time and network of one engine, as its transport sees them."""
+    """Clock and network of one engine, as its transport uses them."""
 
     def now_s(self) -> float:
-        """Return the present; within a step of the engine that is some way into the step."""
+        """Return the current time; during an engine's step that is some way into the step."""
 
     def call_at(self, when_s: float, callback: Callable[[], None]) -> Cancellable:
-        """Call back at a time that is not before ``now_s``; equal times in the order of asking."""
+        """Schedule a call, not before ``now_s``; equal times run in the order of scheduling."""
 
     def send_to_producer(self, endpoint: str, message: ToProducer) -> None:
         """Carry a message to the producer at an endpoint."""
@@ -39,11 +38,11 @@ class VirtualWire(Protocol):
     def send_to_consumer(
         self, peer: bytes, message: ToConsumer, payload: NDArray[np.uint8] | None
     ) -> None:
-        """Carry a message back to the consumer that one came from."""
+        """Carry a message back to the consumer on a connection."""
 
 
 class VirtualTransport:
-    """A ``Transport`` over a ``VirtualWire``.
+    """``Transport`` over a ``VirtualWire``.
 
     Owner: the simulator's thread.
     """
@@ -68,21 +67,21 @@ class VirtualTransport:
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """Where consumers find this producer."""
+        """Endpoints of this producer."""
         return self._endpoints
 
     @property
     def counters(self) -> WireCounters:
-        """Totals about messages."""
+        """Totals of messages."""
         return self._counters
 
     def submit(self, commands: Sequence[Command]) -> None:
-        """Carry commands out at the present, which may be later than the step's beginning."""
+        """Schedule commands for the current time, which may be later than the step's start."""
         waiting = list(commands)
         self._wire.call_at(self._wire.now_s(), lambda: self._apply(waiting))
 
     def poll(self) -> Sequence[Event]:
-        """Take the events since the last call."""
+        """Return the events since the last call."""
         events, self._events = self._events, []
         return events
 
@@ -99,37 +98,37 @@ class VirtualTransport:
     # ---- wire
 
     def receive_from_consumer(self, peer: bytes, message: ToProducer) -> None:
-        """Take a message that a consumer sent."""
+        """Handle a message that a consumer sent."""
         self._sessions.producer.on_message(peer, message, self._wire.now_s())
         self._flush()
 
     def receive_from_producer(
         self, endpoint: str, message: ToConsumer, payload: NDArray[np.uint8] | None
     ) -> None:
-        """Take a message that a producer sent."""
+        """Handle a message that a producer sent."""
         self._sessions.consumer.on_message(endpoint, message, payload, self._wire.now_s())
         self._flush()
 
     def lose_producer(self, endpoint: str) -> None:
-        """Learn that the connection to a producer broke."""
+        """Handle the break of the connection to a producer."""
         self._sessions.consumer.on_peer_lost(endpoint)
         self._flush()
 
     def lose_consumer(self, peer: bytes) -> None:
-        """Learn that a consumer cannot be reached."""
+        """Handle that a consumer cannot be reached."""
         self._sessions.producer.on_peer_lost(peer)
         self._flush()
 
     @property
     def num_open(self) -> int:
-        """Transfers that have not ended, in either role, last words included."""
+        """Transfers in either role that have not ended, or whose end is not acknowledged."""
         return self._sessions.num_open
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two calls."""
         self._sessions.check_invariants()
 
-    # ---- inside
+    # ---- helpers
 
     def _apply(self, commands: Sequence[Command]) -> None:
         for command in commands:
@@ -138,14 +137,14 @@ class VirtualTransport:
 
     def _tick(self) -> None:
         if self._timer is not None:
-            # Another one, if this tick waited while its process was frozen.
+            # A tick that waited while its process was frozen may find a newer timer.
             self._timer.cancel()
         self._timer = None
         self._sessions.tick(self._wire.now_s())
         self._flush()
 
     def _flush(self) -> None:
-        """Send what is to be sent, tell the core what it should know, wind the clock."""
+        """Send messages, pass events to the core, and set the timer."""
         for to_consumer in self._sessions.producer.take_sends():
             self._wire.send_to_consumer(*to_consumer)
         for to_producer in self._sessions.consumer.take_sends():

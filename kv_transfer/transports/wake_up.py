@@ -1,13 +1,13 @@
-"""Let any thread end the poll of an I/O thread."""
+"""Wake-up of an I/O thread's poll by any thread."""
 
 import contextlib
 import socket
 
 
 class WakeUp:
-    """A socket that is readable once somebody has called ``wake``.
+    """Socket that becomes readable when ``wake`` is called.
 
-    Any thread may call that. The I/O thread polls and drains; whoever made this closes it.
+    Any thread may call ``wake``. The I/O thread polls and drains; the owner closes it.
     """
 
     def __init__(self) -> None:
@@ -17,13 +17,13 @@ class WakeUp:
         self._is_waking = False
 
     def fileno(self) -> int:
-        """Return what to poll."""
+        """Return the descriptor to poll."""
         return self._receiver.fileno()
 
     def wake(self) -> None:
-        """Let the I/O thread look at what it has to do, if it will not do so anyway.
+        """Wake the I/O thread, unless a wake-up is pending.
 
-        Why the flag: each system call gives the interpreter up to the other thread.
+        The flag saves system calls, each of which gives the interpreter lock to the other thread.
         """
         if self._is_waking:
             return
@@ -31,19 +31,19 @@ class WakeUp:
         try:
             self._sender.send(b"\0")
         except (BlockingIOError, OSError):
-            # Full: a wake-up is pending already. Closed: there is nobody left to wake.
+            # Full: a wake-up is pending already. Closed: the I/O thread has ended.
             return
 
     def drain(self) -> None:
-        """Take all wake-ups; the I/O thread looks at what there is to do after it."""
+        """Clear all wake-ups; the I/O thread must look for work after this, not before."""
         with contextlib.suppress(BlockingIOError):
             while self._receiver.recv(4096):
                 pass
-        # Not before they are taken, or one of now could be taken with them; and not after commands
-        # are read: whoever adds one from then on has to wake this thread again.
+        # After the reads, or a wake-up sent now could be read with them. Before commands are read:
+        # a thread that adds one later must send a new wake-up.
         self._is_waking = False
 
     def close(self) -> None:
-        """Let go of the socket, once the I/O thread has ended. Idempotent."""
+        """Close the socket, once the I/O thread has ended. Idempotent."""
         self._receiver.close()
         self._sender.close()

@@ -1,10 +1,10 @@
-"""Carry messages and chunks over ZMQ (tcp or ipc) in one I/O thread.
+"""ZMQ transport (TCP or IPC): messages and chunks, in one I/O thread.
 
 The thread owns every socket: one bound ROUTER on which consumers reach this engine, and one DEALER
 with its monitor per producer that this engine fetches from. It runs the two session state machines
 and exchanges plain values with the core thread over two queues, whose bytes the credits bound. It
 never touches KV memory and decides nothing about blocks. A producer of this host is reached over
-an abstract Unix socket, and its KV memory mapped for reading, where it hands that out.
+an abstract Unix socket, and its KV memory is mapped for reading if it shares it.
 """
 
 import contextlib
@@ -53,14 +53,14 @@ from kv_transfer.transports.wake_up import WakeUp
 logger = logging.getLogger(__name__)
 
 _MAX_BATCH = 256
-"""Messages taken from one socket before the others get their turn."""
+"""Messages read from one socket before the others get their turn."""
 
 _LONGEST_WAIT_S = 3600.0
-"""A poll's timeout is a 32-bit number of milliseconds, and a deadline may be far away."""
+"""Bound on a poll: its timeout is a 32-bit number of milliseconds."""
 
 
 class ZmqTransport:
-    """A ``Transport`` over ZMQ.
+    """``Transport`` over ZMQ.
 
     Owner: the I/O thread owns sockets and sessions; the queues and the wake-up are shared.
     """
@@ -68,7 +68,7 @@ class ZmqTransport:
     def __init__(
         self, settings: ConnectorSettings, io: KVDeviceIO, notify: Callable[[], None]
     ) -> None:
-        """Bind and start.
+        """Bind and start the I/O thread.
 
         Raises:
             TransferError: When the address is a wildcard, not loopback although there is no
@@ -105,7 +105,7 @@ class ZmqTransport:
         self._commands: deque[Command] = deque()
         self._events: deque[Event] = deque()
         self._is_silent = False
-        """Nothing gets in or out."""
+        """True while messages are neither handled nor sent."""
         self._stopping = threading.Event()
         self._crash: BaseException | None = None
         self._core = CoreWatch(settings.config.probe_s, settings.config.no_data_s)
@@ -119,23 +119,23 @@ class ZmqTransport:
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """Where consumers find this producer."""
+        """Endpoints of this producer."""
         return self._endpoints
 
     @property
     def counters(self) -> WireCounters:
-        """Totals about messages."""
+        """Totals of messages."""
         return self._counters
 
     def submit(self, commands: Sequence[Command]) -> None:
-        """Pass commands on to the I/O thread."""
+        """Queue commands for the I/O thread."""
         self._check_alive()
         self._core.answer(time.monotonic())
         self._commands.extend(commands)
         self._wake_up.wake()
 
     def poll(self) -> Sequence[Event]:
-        """Take the events since the last call."""
+        """Return the events since the last call."""
         self._check_alive()
         self._core.answer(time.monotonic())
         events = []
@@ -148,7 +148,11 @@ class ZmqTransport:
         return self._sessions.producer.left_s(transfer_id, now_s)
 
     def close(self, deadline_s: float) -> None:
-        """Stop the I/O thread, which closes its sockets; idempotent."""
+        """Stop the I/O thread, which closes its sockets; idempotent.
+
+        Raises:
+            TransferError: The thread does not stop in time.
+        """
         self._stopping.set()
         self._wake_up.wake()
         self._thread.join(deadline_s)
@@ -158,17 +162,17 @@ class ZmqTransport:
 
     def _check_alive(self) -> None:
         if self._crash is not None:
-            raise TransferError("the KV transfer thread has crashed") from self._crash
+            raise TransferError("the KV transfer thread crashed: see the cause") from self._crash
         if self._stopping.is_set():
             raise TransferError("the KV transfer connector is closed")
 
     # ---- start and stop
 
     def _open(self, io: KVDeviceIO) -> tuple[str, ...]:
-        """Let consumers in, and neighbours at the KV memory itself where it can be shared."""
+        """Bind the ROUTER, and serve the KV memory to engines of this host if it can be shared."""
         endpoints = _bind(self._router, self._settings, self._counters)
         if io.shared_region is None or io.region_layout is None:
-            logger.info("KV transfer: payload travels, as this engine's KV memory is not shared")
+            logger.info("KV transfer sends all payload: this engine's KV memory is not shared")
             return endpoints
         admits = partial(_admits, self._settings)
         self._region_server = RegionServer(io.shared_region, io.region_layout, admits)
@@ -186,8 +190,8 @@ class ZmqTransport:
         try:
             while not self._stopping.is_set():
                 self._turn()
-        except Exception as error:  # the top of a thread: poll and submit report it
-            logger.exception("KV transfer thread crashed")
+        except Exception as error:  # The top of a thread: poll and submit raise it.
+            logger.exception("the KV transfer thread crashed; the next step of the engine fails")
             self._crash = error
             self._notify()
         finally:
@@ -205,14 +209,14 @@ class ZmqTransport:
             Path(self._endpoints[0].removeprefix("ipc://")).unlink(missing_ok=True)
 
     def _end_context(self) -> None:
-        """Close the ROUTER and end what else the context has a thread for."""
+        """Close the ROUTER and end the context with its threads."""
         self._router.close(linger=0)
         self._context.term()
 
     # ---- I/O thread
 
     def _turn(self) -> None:
-        """Wait for something, handle all of it, send what follows from it."""
+        """Wait for events, handle all of them, and send the resulting messages."""
         ready = dict(self._poller.poll(self._timeout_ms()))
         self._wake_up.drain()
         now_s = time.monotonic()
@@ -244,7 +248,7 @@ class ZmqTransport:
         return [self._sessions.next_deadline_s(), self._routes.next_deadline_s()]
 
     def _must_be_silent(self, now_s: float) -> bool:
-        """Tell whether the core hangs: nothing that this engine would say could be kept."""
+        """Return whether the core hangs, so that this engine could keep no promise it makes."""
         if not self._sessions.num_open:
             return False
         if self._core.must_ask(now_s):
@@ -275,7 +279,7 @@ class ZmqTransport:
         for frames in _received(self._router):
             if self._is_silent:
                 continue
-            # Whatever the core has taken back is taken back before anybody is told that it holds.
+            # Before a consumer is answered: the core may have withdrawn rows that it asks for.
             self._apply_commands(now_s)
             try:
                 peer, message = frames
@@ -286,7 +290,7 @@ class ZmqTransport:
                 self._counters.num_malformed += 1
 
     def _receive_from_producer(self, peer: Peer, now_s: float) -> None:
-        """Take what has arrived, then look whether the producer is gone."""
+        """Handle the messages that have arrived, then a broken connection."""
         is_lost = peer.is_lost()
         for frames in _received(peer.dealer):
             if self._is_silent:
@@ -307,7 +311,7 @@ class ZmqTransport:
             self._forget(peer.endpoint)
 
     def _forget(self, endpoint: str) -> None:
-        """Fail what was expected from a producer that cannot be reached; a load connects anew."""
+        """Fail the loads from a producer that cannot be reached; a later load connects again."""
         self._peers.close(endpoint)
         self._routes.forget(endpoint)
         if self._nixl is not None:
@@ -321,7 +325,7 @@ class ZmqTransport:
             self._send_to_producer(to_producer)
 
     def _send_to_consumer(self, send: SendToConsumer) -> None:
-        """Send through the ROUTER, whose queue the credits bound."""
+        """Send through the ROUTER, whose queue is bounded by the credits."""
         if self._is_silent:
             return
         staged = None if self._nixl is None else self._nixl.stage(send)
@@ -350,7 +354,7 @@ class ZmqTransport:
         try:
             peer.dealer.send(encode(send.message), zmq.NOBLOCK)
         except zmq.Again:
-            # The producer reads nothing. Its silence has a deadline, and every message is repeated.
+            # The producer does not read. Its silence has a deadline, and every message is repeated.
             logger.debug("KV transfer message to %s dropped: queue full", send.endpoint)
 
     def _publish(self) -> None:
@@ -363,19 +367,19 @@ class ZmqTransport:
 def _bind(
     router: zmq.Socket[bytes], settings: ConnectorSettings, counters: WireCounters
 ) -> tuple[str, ...]:
-    """Bind where the settings say, and for neighbours where no file is left behind."""
+    """Bind to ``settings.bind``, and to an abstract Unix socket for engines of this host."""
     set_options(router, MAX_MESSAGE_BYTES)
     router.set(zmq.ROUTER_MANDATORY, 1)
-    # Neighbours of other users have no business here.
+    # Refuse processes of other users on the Unix socket.
     router.set(zmq.IPC_FILTER_UID, os.geteuid())
     neighbours = f"ipc://@ttserve-kv-{secrets.token_hex(16)}"
-    # First: what secures TCP is for what is bound after it.
+    # Bound first: the security of TCP applies to whatever is bound after it.
     router.bind(neighbours)
     return bind_far(router, settings, counters), neighbours
 
 
 def _admits(settings: ConnectorSettings, sealed: bytes) -> bool:
-    """Tell whether this is a ticket of a transfer from this engine."""
+    """Return whether these bytes are a valid ticket for a transfer from this engine."""
     try:
         ticket = settings.keys.unseal(sealed, settings.unix_now_s())
     except TicketError:
@@ -391,7 +395,7 @@ def _largest_payload(layout: KVLayout, settings: ConnectorSettings) -> int:
 
 
 def _received(endpoint: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
-    """Yield the messages that have arrived, but not so many that others would wait for long."""
+    """Yield the messages that have arrived, at most ``_MAX_BATCH``."""
     with contextlib.suppress(zmq.Again):
         for _ in range(_MAX_BATCH):
             yield endpoint.recv_multipart(zmq.NOBLOCK, copy=False)

@@ -287,7 +287,7 @@ def test_secrets_are_rotated_without_an_outage():
         for at, engine in enumerate(started):
             for stage in stages[max(at - 1, 0) : at + 2]:
                 assert await is_served(engine, stage)
-        with pytest.raises(EngineDeadError, match="none of this process's secrets"):
+        with pytest.raises(EngineDeadError, match="a secret that this process does not have"):
             await is_served(started[0], (new,))
         with pytest.raises(EngineDeadError, match="does not let in holders of this process's fir"):
             await is_served(started[0], (new, old))

@@ -304,13 +304,13 @@ def test_layouts_that_differ_in_more_than_dtype_and_block_size_are_refused():
     rows = random_rows("float32")
     for changes in ({"rope": "meta"}, {"model_fingerprint": "n"}, {"num_kv_heads": 2}):
         target = msgspec.structs.replace(layout_of("bfloat16"), **changes)
-        with pytest.raises(InvalidLayoutError, match="changes the dtype only"):
+        with pytest.raises(InvalidLayoutError, match="only the dtype may differ"):
             convert_rows(rows, layout_of("float32"), target)
 
 
 @pytest.mark.parametrize("cut", [lambda r: r[:, 1:], lambda r: r[0], lambda r: r.view(np.int8)])
 def test_rows_of_another_shape_are_refused(cut):
-    with pytest.raises(ValueError, match="instead of"):
+    with pytest.raises(ValueError, match="is needed"):
         convert(cut(random_rows("float32")), "float32", "bfloat16")
 
 

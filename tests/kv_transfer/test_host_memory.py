@@ -68,7 +68,9 @@ def test_the_limit_of_any_control_group_around_this_process_counts(
 
 
 def test_what_the_kernel_refuses_is_said_with_the_number() -> None:
-    with pytest.raises(SharedMemoryError, match=r"no 4096 bytes.*for a test: .*; do less"):
+    with pytest.raises(
+        SharedMemoryError, match=r"cannot reserve 4096 bytes.*for a test: .*; do less"
+    ):
         reserve(os.open(os.devnull, os.O_RDONLY), 4096, purpose="a test", advice="do less")
 
 
@@ -84,9 +86,9 @@ def test_a_pool_that_does_not_fit_ends_the_start_with_both_numbers() -> None:
     with pytest.raises(SharedMemoryError) as caught:
         make_store(store_config(address, MORE_THAN_ANY))
     text = str(caught.value)
-    assert f"no {MORE_THAN_ANY} bytes" in text
+    assert f"cannot reserve {MORE_THAN_ANY} bytes" in text
     assert re.search(r"only \d+ bytes are available (on this host|in control group)", text)
-    assert "set capacity_bytes of kv_store to less" in text
+    assert "lower capacity_bytes of kv_store" in text
     assert server_pid(address) is None
 
 
@@ -112,7 +114,9 @@ def test_a_server_that_is_refused_its_memory_ends_and_says_why(
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes)),
     )
     assert ended.returncode == 1
-    assert f"SharedMemoryError: no {capacity_bytes} bytes of shared memory" in ended.stderr
+    assert (
+        f"SharedMemoryError: cannot reserve {capacity_bytes} bytes of shared memory" in ended.stderr
+    )
     assert re.search(why, ended.stderr)
 
 

@@ -41,7 +41,7 @@ def test_a_ticket_sealed_with_another_secret_is_refused() -> None:
 
 def test_an_empty_ring_opens_nothing_and_seals_nothing() -> None:
     assert refusal(KeyRing(), KEYS.seal(TICKET)) is FailureReason.AUTH
-    with pytest.raises(TicketError, match="keys"):
+    with pytest.raises(TicketError, match="key_file"):
         KeyRing().seal(TICKET)
 
 
@@ -133,7 +133,7 @@ def test_a_ticket_tells_each_end_its_role() -> None:
 def test_a_ticket_whose_consumer_is_not_chosen_is_good_for_the_producer_alone() -> None:
     ticket = msgspec.structs.replace(TICKET, consumer="")
     assert check_ticket(ticket, "P", HASHES) == "producer"
-    with pytest.raises(TicketError, match="nobody yet"):
+    with pytest.raises(TicketError, match="no engine yet"):
         check_ticket(ticket, "D", HASHES)
 
 

@@ -78,5 +78,5 @@ def test_only_the_producer_of_a_ticket_lends_by_it() -> None:
     with pytest.raises(TransferError, match="makes this engine its consumer"):
         lend(pair, producer="D", consumer="P")
     lend(pair)
-    with pytest.raises(TransferError, match="has a transfer already"):
+    with pytest.raises(TransferError, match="already has a transfer"):
         lend(pair)

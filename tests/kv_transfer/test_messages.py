@@ -157,7 +157,7 @@ def test_block_ids_and_digests_survive_the_wire(with_digests: bool) -> None:
 
 @pytest.mark.parametrize("num_bytes", [0, 8, 23, 25, 32, 47, 49, 72])
 def test_a_payload_about_another_number_of_blocks_is_refused(num_bytes: int) -> None:
-    with pytest.raises(WireError, match=f"{num_bytes} bytes about 3 blocks"):
+    with pytest.raises(WireError, match=f"{num_bytes} bytes for 3 blocks"):
         decode_mapped(np.zeros(num_bytes, np.uint8), 3)
 
 

@@ -200,6 +200,6 @@ def test_nixl_that_is_passed_over_for_encryption_is_said_once(
     caplog.set_level("INFO", "kv_transfer")
     make_engine("P", FakeIO(10, seed=0)).worker.close(5.0)
     assert [r.message for r in caplog.records if "NIXL" in r.message] == [
-        "KV transfer: NIXL and an RDMA device are here and stay unused, as kv_network is "
-        "encrypted and NIXL carries plain text"
+        "KV transfer: NIXL and an RDMA device are present but not used: NIXL cannot encrypt, "
+        "and kv_network is encrypted"
     ]

@@ -94,7 +94,7 @@ def test_without_the_package_the_error_names_it(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("address", ["", "host", "host:", ":50051", "host:port"])
 def test_an_address_without_host_or_port_is_refused(address: str) -> None:
-    with pytest.raises(TransferError, match="use host:port of its master"):
+    with pytest.raises(TransferError, match="needs host:port of its master"):
         MooncakeStore(config(address))
 
 

@@ -144,7 +144,7 @@ class FakeConnector:
 
     def on_new_request(self, request: TransferRequest, now_s: float) -> None:
         request_id = request.request_id
-        assert request_id not in self.transfers, f"{request_id} has a transfer already"
+        assert request_id not in self.transfers, f"{request_id} already has a transfer"
         if not request.ticket:
             self.announced.append(request_id)
             return
@@ -157,7 +157,7 @@ class FakeConnector:
     def lend(self, request: TransferRequest, lent: SaveProgress, now_s: float) -> None:
         request_id, num_here = request.request_id, lent.num_computed_tokens
         assert request_id == lent.request_id
-        assert request_id not in self.transfers, f"{request_id} has a transfer already"
+        assert request_id not in self.transfers, f"{request_id} already has a transfer"
         ticket = KEYS.unseal(request.ticket, now_s)
         assert ticket.producer_incarnation == "here"
         self.transfers[request_id] = FakeTransfer(
