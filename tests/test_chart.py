@@ -10,11 +10,13 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.config.schema import IngressConfig, PoolConfig, RouterConfig
+from cluster.edge.door import DoorLimits
 from cluster.routing import metrics
 from cluster.routing.metrics import RouterMetrics, render
 from kv_transfer.connector import PathCounters, StageHistogram, TransferStats
 from replicas.meshes import MESHES, mesh_spec
 from replicas.messages import EngineMetrics, GroupCounters, HostSeconds
+from replicas.text_pieces import MAX_WHOLE_CHARS
 from scripts import values_table
 from tests.cluster.engines import make_member
 
@@ -89,6 +91,18 @@ def test_defaults_are_those_of_the_code():
         "queue_timeout_s": router.queue_timeout_s,
         "max_body_bytes": ingress.max_body_bytes,
     }
+
+
+def test_an_ingress_pod_holds_the_most_that_clients_can_make_it_keep():
+    """The comment above the value has the sum; these are its parts that the code decides."""
+    values = read("values.yaml")
+    limits = DoorLimits()
+    bodies = limits.max_bodies * limits.free_bytes + limits.shared_bytes
+    encoded = 2 * MAX_WHOLE_CHARS * 300
+    itself_and_ray, shared_memory = 0.8 * 2**30, 2**30
+    assert values["workerDefaults"]["shmSize"] == "1Gi"
+    assert values["workers"]["ingress"]["resources"]["limits"] == {"memory": "4Gi"}
+    assert 2 * bodies + encoded + itself_and_ray + shared_memory < 4 * 2**30
 
 
 def test_objectives_are_bounds_of_the_histograms():
