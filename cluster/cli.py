@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 if TYPE_CHECKING:
+    from cluster.lifecycle.local_nodes import LocalNode
     from cluster.lifecycle.supervisor import ServeOptions
     from replicas.config import Role
 
@@ -67,12 +68,21 @@ def serve(
 
 @app.command()
 def environment() -> None:
-    """Print the variables that `ray start` needs on each host, as shell commands for `eval`."""
+    """Print the variables and umask that `ray start` needs on each host, for a shell's `eval`."""
     import shlex
 
+    from cluster.config.environment import process_environment
     from cluster.lifecycle import haproxy
+    from cluster.lifecycle.private_files import UnsafeFileError
+    from cluster.lifecycle.ray_token import require_private_token
     from cluster.lifecycle.supervisor import private_folder
 
+    try:
+        require_private_token(process_environment())
+    except UnsafeFileError as error:
+        # The shell does not see the exit code of a command inside `eval "$(...)"`: this it does.
+        typer.echo("false")
+        _fail(str(error), _FAILED)
     script = haproxy.find_script()
     if script is None:
         typer.echo("ttserve: no HAProxy here: Serve's own proxy answers, slower", err=True)
@@ -82,6 +92,8 @@ def environment() -> None:
     # write a title of their own.
     variables = {"RAY_AUTH_MODE": "token", "RAY_TMPDIR": str(folder), "SPT_NOENV": "1"}
     variables |= haproxy.environment(folder, script)
+    # Ray writes its token, logs and sockets under the umask that it finds.
+    typer.echo("umask 077")
     for name, value in variables.items():
         typer.echo(f"export {name}={shlex.quote(value)}")
 
@@ -259,14 +271,16 @@ def leave(
     ] = _LEAVE_S,
 ) -> None:
     """Take this host, or pod, out of its Ray cluster: let its requests end, then return."""
+    node = _node_here()
     from cluster.lifecycle.leave import LeaveError
     from cluster.lifecycle.leave import leave as run
-    from cluster.lifecycle.ray_nodes import NoNodeError
+    from cluster.lifecycle.ray_nodes import RayNodes
+
+    def say(text: str) -> None:
+        typer.echo(f"ttserve: {text}", err=True)
 
     try:
-        run(seconds, lambda text: typer.echo(f"ttserve: {text}", err=True))
-    except NoNodeError as error:
-        _fail(str(error), _BAD_CONFIG)
+        run(RayNodes(node.address), node.node_id, seconds, say)
     except LeaveError as error:
         _fail(str(error), _FAILED)
 
@@ -280,20 +294,18 @@ def flip(
     ] = _LEAVE_S,
 ) -> None:
     """Let a replica take the other role, with its model loaded; on a host of a Ray cluster."""
-    from cluster.lifecycle.flip import flip as run
-    from cluster.lifecycle.flip import serve_replicas
-    from cluster.lifecycle.ray_nodes import ControlLostError, NoNodeError, node_here
-    from cluster.scaling.flip import FlipError
-
     if role not in {"prefill", "decode"}:
         _fail(f"ROLE must be prefill or decode, got {role!r}", _BAD_CONFIG)
     wanted: Role = "prefill" if role == "prefill" else "decode"
+    node = _node_here()
+    from cluster.lifecycle.flip import flip as run
+    from cluster.lifecycle.flip import serve_replicas
+    from cluster.lifecycle.ray_nodes import ControlLostError
+    from cluster.scaling.flip import FlipError
+
     try:
-        _, nodes = node_here()
-        with serve_replicas(nodes.address) as replicas:
+        with serve_replicas(node.address) as replicas:
             run(replicas, replica, wanted, seconds, lambda text: typer.echo(f"ttserve: {text}"))
-    except NoNodeError as error:
-        _fail(str(error), _BAD_CONFIG)
     except FlipError as error:
         _fail(str(error), _FAILED)
     except (ControlLostError, ConnectionError) as error:
@@ -303,15 +315,14 @@ def flip(
 @app.command()
 def status() -> None:
     """Say what Serve runs, why it does not, and which hosts leave; on a host of a Ray cluster."""
-    from cluster.lifecycle.ray_nodes import ControlLostError, NoNodeError, node_here
+    node = _node_here()
+    from cluster.lifecycle.ray_nodes import ControlLostError, RayNodes
     from cluster.lifecycle.status import is_whole, serve_status, status_text
 
     try:
-        _, nodes = node_here()
-        found = serve_status(nodes.address)
+        found = serve_status(node.address)
+        nodes = RayNodes(node.address)
         text = status_text(found, nodes.alive(), nodes.draining())
-    except NoNodeError as error:
-        _fail(str(error), _BAD_CONFIG)
     except (ControlLostError, ConnectionError) as error:
         _fail(f"the head does not answer: {error}", _FAILED)
     typer.echo(text, nl=False)
@@ -418,6 +429,22 @@ def _absolute_model(model: str) -> str:
 def _warn(path: Path | None, warning: str) -> None:
     if warning:
         typer.echo(f"{path}: warning: {warning}", err=True)
+
+
+def _node_here() -> LocalNode:
+    """Find the Ray node of this host, and take over what connects to its cluster.
+
+    Call it before Ray is imported, which reads some of that from the environment only then.
+    """
+    from cluster.config.environment import extend_environment, process_environment
+    from cluster.lifecycle.local_nodes import NoNodeError, find_node
+
+    try:
+        node = find_node(process_environment())
+    except NoNodeError as error:
+        _fail(str(error), _BAD_CONFIG)
+    extend_environment(node.variables)
+    return node
 
 
 def _fail(message: str, code: int) -> NoReturn:

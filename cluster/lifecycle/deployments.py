@@ -33,6 +33,7 @@ from cluster.ingress import Ingress
 from cluster.lifecycle import haproxy
 from cluster.lifecycle.autoscaling import ingress_report, replica_report
 from cluster.lifecycle.gangs import find_gang
+from cluster.lifecycle.replica_port import guard_replica_port
 from cluster.lifecycle.secret import deployment_keys
 from cluster.routing.fleet import DESCRIBE_TIMEOUT_S
 from cluster.routing.pools import Member
@@ -91,6 +92,7 @@ class PoolReplica:
 
     Raises:
         EngineStartError: The engine could not start; carries its reason.
+        UnsafeFileError: Another user of this host could have Ray's token.
         ClusterConfigError: The file of secrets cannot be used.
     """
 
@@ -102,6 +104,7 @@ class PoolReplica:
         # Serve deletes replicas whose constructor failed too: these have no engine to stop.
         self._life = Life()
         lose_log_lines()
+        guard_replica_port()
         began_s = time.monotonic()
         config = resolve(args)
         self._role: Role = role
@@ -209,10 +212,12 @@ class IngressReplica:
 
     Raises:
         ClusterConfigError: The file of secrets cannot be used.
+        UnsafeFileError: Another user of this host could have Ray's token.
     """
 
     def __init__(self, args: Mapping[str, Any], **pools: DeploymentHandle[Any]) -> None:
         lose_log_lines()
+        guard_replica_port()
         self._config = resolve(args)
         self._keys = deployment_keys(self._config, serve.get_replica_context().app_name)
         self._directory = PoolDirectory(pools)

@@ -14,7 +14,8 @@ import msgspec
 from cluster.config.environment import process_environment
 from cluster.lifecycle import haproxy
 from cluster.lifecycle.findings import Finding, can_run_mesh, devices_word, findings
-from cluster.lifecycle.listeners import Listener, judge_ray, read_listeners
+from cluster.lifecycle.listeners import Listener, judge_ray, ray_environments, read_listeners
+from cluster.lifecycle.ray_token import judge_tokens
 from replicas.boards import (
     RESOURCE,
     HostReport,
@@ -71,7 +72,7 @@ class Diagnosis:
         http_front: "haproxy", or "python" for Serve's own proxy.
         pools: Of the configuration that was asked about.
         listeners: Sockets on which this user's clusters listen.
-        ray: What is wrong with who may reach Ray.
+        ray: What is wrong with who may reach Ray, or have its token.
     """
 
     host: HostReport
@@ -85,7 +86,7 @@ class Diagnosis:
 
     @property
     def is_good(self) -> bool:
-        """Whether everything that was asked about can run, and Ray lets nobody in unasked."""
+        """Whether everything that was asked about can run, and Ray is closed to others."""
         return all(pool.problem is None for pool in self.pools) and not self.ray
 
 
@@ -102,7 +103,7 @@ def diagnose(config: ClusterConfig | None = None) -> Diagnosis:
         http_front="python" if haproxy.find_script() is None else "haproxy",
         pools=() if config is None else check_pools(config, report, environment),
         listeners=listeners,
-        ray=judge_ray(listeners),
+        ray=judge_ray(listeners) + judge_tokens([environment, *ray_environments()]),
     )
 
 
@@ -234,7 +235,7 @@ def doctor_text(diagnosis: Diagnosis) -> str:
         lines.append("  the name of the boards" if diagnosis.host.usable else "  none")
     lines.append("What runs here")
     lines += [f"  {line}" for line in _what_runs(diagnosis)]
-    if diagnosis.listeners:
+    if diagnosis.listeners or diagnosis.ray:
         lines += ["Listening (SECURITY.md says what each is)", *_finding_lines(diagnosis.ray)]
         lines += [f"  {_listener_text(listener)}" for listener in diagnosis.listeners]
     if diagnosis.pools:

@@ -29,15 +29,19 @@ Not a proxy and not a configuration of its own: anything else in the file stays 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
 import shutil
+import signal
 import sys
 from pathlib import Path
 
+from cluster.config.environment import process_environment
 from cluster.edge.headers import INTERNAL_HEADERS
 from cluster.lifecycle.private_files import UnsafeFileError, require_private
+from cluster.lifecycle.ray_token import require_private_token
 
 SCRIPT_NAME = "ttserve-haproxy"
 BINARY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
@@ -75,6 +79,7 @@ _FILE = re.compile(
     r"|errorfile \d+)\s+(/\S+)",
     re.MULTILINE,
 )
+_SET_DEATH_SIGNAL = 1
 _UNAVAILABLE_FILE, _TIMEOUT_FILE = "unavailable.http", "timeout.http"
 
 
@@ -277,10 +282,12 @@ def main() -> None:
     binary = real_binary()
     if binary is None:
         sys.exit(f"{SCRIPT_NAME}: no haproxy executable; install ray[serve] on Linux")
+    _end_with_parent()
     os.umask(0o077)
     if "-f" in arguments[:-1]:
         path = Path(arguments[arguments.index("-f") + 1])
         try:
+            require_private_token(process_environment())
             prepare(path)
         except UnsafeFileError as error:
             sys.exit(f"{SCRIPT_NAME}: {error}")
@@ -288,6 +295,20 @@ def main() -> None:
         if not _TAKE_OVER.intersection(arguments):
             _warn(path.read_text())
     os.execv(binary, [binary, *arguments])
+
+
+def _end_with_parent() -> None:
+    """Let the kernel end this process, HAProxy then, with the actor of Serve's that manages it.
+
+    Without its actor HAProxy would hold the public port and reload for no change. A predecessor
+    that drains after a reload has the same parent, and keeps its streams while that lives. The
+    signal follows the thread that forked: Serve's event loop, which ends with the actor's process.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)
+        # Where the parent has died before, its child is the first process's, and no signal comes.
+        if os.getppid() == 1:
+            sys.exit(f"{SCRIPT_NAME}: the process that started it is gone")
 
 
 def _warn(config: str) -> None:

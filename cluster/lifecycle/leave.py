@@ -20,7 +20,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from cluster.lifecycle.ray_nodes import ControlLostError, node_here
+from cluster.lifecycle.ray_nodes import ControlLostError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,20 +34,20 @@ class LeaveError(Exception):
     """This node cannot leave, or did not in time; the message says why."""
 
 
-def leave(seconds: float, say: Callable[[str], None]) -> None:
-    """Drain the Ray node that runs here and wait until nobody needs it.
+def leave(nodes: RayNodes, node_id: str, seconds: float, say: Callable[[str], None]) -> None:
+    """Drain a Ray node and wait until nothing of Ray Serve is left on it.
 
     Args:
+        nodes: Of its cluster.
+        node_id: Which node, in hexadecimal.
         seconds: When it is gone at the latest. What this has beyond the time that replicas may
             take to drain is left for their successors to start in.
         say: Told how far it is.
 
     Raises:
-        NoNodeError: No Ray node runs here.
         LeaveError: It is the head, or something still runs here after all that time.
     """
     deadline_s = time.monotonic() + seconds
-    node_id, nodes = node_here()
     last, is_draining = "", False
     while True:
         left_s = deadline_s - time.monotonic()

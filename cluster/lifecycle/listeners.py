@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from cluster.config.serve_file import is_loopback
 from cluster.lifecycle.findings import Finding, Level
-from cluster.lifecycle.processes import process_table
+from cluster.lifecycle.processes import process_environ, process_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -109,15 +109,15 @@ KNOWN_SOCKETS = (
         "ray",
         _RAY,
         frozenset({"tcp"}),
-        "Ray's node address, or every interface",
-        "who has Ray's token; without one, everybody",
+        "loopback with `ttserve serve`; else Ray's node address, or every interface",
+        "processes that have Ray's token; without token authentication, all that reach the address",
     ),
     KnownSocket(
         "ray-local",
         _RAY,
         frozenset({"unix", "abstract"}),
-        "Ray's session folder",
-        "processes of this host that may enter the folder",
+        "Ray's session folder, below the server's private one",
+        "the same user",
     ),
 )
 
@@ -239,6 +239,18 @@ def read_listeners(root: Path = Path("/proc")) -> tuple[Listener, ...]:
     found = [judge(socket) for socket in _sockets(root)]
     known = {listener for listener in found if listener is not None}
     return tuple(sorted(known, key=lambda listener: (listener.socket, listener.address)))
+
+
+def ray_environments(root: Path = Path("/proc")) -> list[dict[str, str]]:
+    """Return what this user's processes of Ray were started with."""
+    found = []
+    for process_id, process in process_table(root).items():
+        # The process may have ended since it was listed.
+        with contextlib.suppress(OSError):
+            is_mine = (root / str(process_id)).stat().st_uid == os.geteuid()
+            if is_mine and _RAY.search(process.command):
+                found.append(process_environ(process_id, root))
+    return found
 
 
 def _sockets(root: Path) -> Iterator[Socket]:

@@ -48,3 +48,13 @@ def process_table(proc: Path = Path("/proc")) -> dict[int, Process]:
                             command.decode(errors="replace"),
                         )  # fmt: skip
     return table
+
+
+def process_environ(process_id: int, proc: Path = Path("/proc")) -> dict[str, str]:
+    """Return the environment that a process was started with.
+
+    Raises:
+        OSError: It has ended, or belongs to another user.
+    """
+    entries = (proc / str(process_id) / "environ").read_bytes().decode(errors="replace").split("\0")
+    return {name: value for name, _, value in (entry.partition("=") for entry in entries) if name}

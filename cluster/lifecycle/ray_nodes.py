@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import ray
-from ray._private import services
 from ray._private.state import GlobalState
 from ray._raylet import GcsClient, GcsClientOptions  # type: ignore[attr-defined]
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # type: ignore[attr-defined]
@@ -24,10 +23,6 @@ if TYPE_CHECKING:
 _SERVE_PREFIX = "SERVE_"
 _REACH_S = 5.0
 _HEAD_RESOURCE = "node:__internal_head__"
-
-
-class NoNodeError(Exception):
-    """No Ray node runs here, or not one alone; the message says what to do."""
 
 
 class ControlLostError(Exception):
@@ -136,22 +131,4 @@ def check_reach(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), timeout=_REACH_S).close()
     except OSError as error:
-        raise ConnectionError(
-            f"{address}: {error}; the cluster of `ttserve serve` answers nobody outside it, one of "
-            "`ray start` and `serve deploy` does"
-        ) from error
-
-
-def node_here() -> tuple[str, RayNodes]:
-    """Id of the node that runs in this container, or on this host, and its cluster.
-
-    Raises:
-        NoNodeError: There is none, or more than one.
-    """
-    node_ids = services.find_node_ids()  # type: ignore[no-untyped-call]
-    addresses = services.find_gcs_addresses()  # type: ignore[no-untyped-call]
-    if not node_ids or not addresses:
-        raise NoNodeError("no Ray node runs here; run it where `ray start` did, in a pod inside it")
-    if len(node_ids) > 1:
-        raise NoNodeError(f"{len(node_ids)} Ray nodes run here, and it cannot tell which is meant")
-    return next(iter(node_ids)), RayNodes(next(iter(addresses)))
+        raise ConnectionError(f"{address}: {error}; does its cluster still run?") from error

@@ -33,7 +33,10 @@ from cluster.config.environment import process_environment
 from cluster.config.serve_file import read_faults, read_serve_file
 from cluster.errors import ClusterConfigError
 from cluster.lifecycle import haproxy
+from cluster.lifecycle.local_nodes import ON_LOOPBACK
+from cluster.lifecycle.private_files import UnsafeFileError
 from cluster.lifecycle.processes import process_table
+from cluster.lifecycle.ray_token import own_token
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -44,10 +47,6 @@ if TYPE_CHECKING:
 STOP_DEADLINE_S = 14.0
 """Seconds that the driver has for a clean stop after the first signal."""
 
-_ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""Gives Ray the loopback address on any system; with the host's own it listens on every interface,
-and it takes no loopback address as an argument. Source: Ray 2.60, `services.get_node_ip_address`.
-"""
 _KILL_DEADLINE_S = 4.0
 _POLL_S = 0.1
 _FIRST_PORT, _LAST_PORT = 20000, 29999
@@ -106,7 +105,8 @@ def serve(options: ServeOptions, host: str, port: int) -> int:
         The exit code: the driver's, 0 after a clean stop.
 
     Raises:
-        ClusterConfigError: The port is taken.
+        ClusterConfigError: The port is taken, or other users can write where the server's folder
+            would be.
     """
     require_free_port(host, port)
     folder = private_folder()
@@ -114,19 +114,25 @@ def serve(options: ServeOptions, host: str, port: int) -> int:
     options = msgspec.structs.replace(options, folder=str(folder), has_haproxy=script is not None)
     signals = _SignalCount()
     try:
+        # Whatever the caller's variables say, this server has a token, and one of its own.
+        variables = own_token(folder, process_environment())
         # The pipe is the driver's life line: closing it is how a stop is asked for, and whatever
         # kills this process closes it too.
         told = msgspec.json.encode(options).decode()
         driver = subprocess.Popen(
             [sys.executable, "-m", "cluster.lifecycle.driver", told],
             stdin=subprocess.PIPE,
-            env={**process_environment(), **environment(folder, script), **_ON_LOOPBACK},
+            env={**variables, **environment(folder, script), **ON_LOOPBACK},
             start_new_session=True,
+            # Ray and Serve write logs, sockets and state: none is for other users.
+            umask=0o077,
         )
         try:
             return _wait(driver, signals)
         finally:
             _end_session(driver)
+    except UnsafeFileError as error:
+        raise ClusterConfigError(str(error)) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         signals.restore()

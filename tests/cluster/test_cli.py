@@ -2,6 +2,9 @@
 
 import http.server
 import shlex
+import shutil
+import subprocess
+import tempfile
 import threading
 import warnings
 from pathlib import Path
@@ -12,7 +15,7 @@ from typer.testing import CliRunner
 
 from cluster import cli
 from cluster.edge.transfers import ReplicaView, TransfersView, transfers_text
-from cluster.lifecycle import haproxy, ray_nodes
+from cluster.lifecycle import haproxy, local_nodes
 
 with warnings.catch_warnings():
     # Ray Serve's own models use what Pydantic has deprecated, and `status` imports them.
@@ -50,12 +53,34 @@ def test_environment_is_for_a_shell_and_names_a_new_private_folder(run, monkeypa
     folders = []
     for output in outputs:
         lines = [shlex.split(line) for line in output.splitlines()]
+        assert ["umask", "077"] in lines
         variables = dict(word.split("=", 1) for export, word in lines if export == "export")
         assert variables["RAY_SERVE_HAPROXY_BINARY_PATH"] == "/a folder/ttserve-haproxy"
         folders.append(Path(variables["RAY_SERVE_HAPROXY_SOCKET_PATH"]).parent)
         assert folders[-1].stat().st_mode & 0o777 == 0o700
         folders[-1].rmdir()
     assert folders[0] != folders[1]
+
+
+def test_environment_refuses_a_token_that_others_can_read_and_stops_a_shell(run, monkeypatch):
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    try:
+        folder.chmod(0o755)
+        token = folder / "token"
+        token.write_text("secret")
+        monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+        monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+        token.chmod(0o644)
+        result = run("environment")
+        assert result.exit_code == 1
+        assert f"{token} can be used by other users" in result.stderr
+        assert "chmod 600" in result.stderr
+        # `eval "$(ttserve environment)" && ray start` must not start Ray.
+        assert subprocess.run(["sh", "-c", f"eval '{result.stdout}'"], check=False).returncode == 1
+        token.chmod(0o600)
+        assert run("environment").exit_code == 0
+    finally:
+        shutil.rmtree(folder)
 
 
 def test_validate_names_every_bad_file_and_its_key(run, tmp_path):
@@ -164,24 +189,16 @@ def test_kv_says_why_there_is_nothing_to_show(run, endpoint, url, code, reason):
 
 @pytest.mark.parametrize("command", [["leave"], ["status"], ["flip", "decode-1", "prefill"]])
 def test_where_no_ray_node_runs_it_says_where_to_go(run, command, monkeypatch):
-    monkeypatch.setattr(ray_nodes.services, "find_node_ids", set)
+    monkeypatch.setattr(local_nodes, "process_table", lambda _: {})
     result = run(*command)
     assert result.exit_code == 2
-    assert "no Ray node runs here; run it where `ray start` did" in result.output
+    assert "no Ray node runs here for this user; run it where" in result.output
 
 
 def test_a_role_that_there_is_not_is_refused(run):
     result = run("flip", "decode-1", "both")
     assert result.exit_code == 2
     assert "ROLE must be prefill or decode, got 'both'" in result.output
-
-
-def test_where_several_ray_nodes_run_none_of_them_leaves(run, monkeypatch):
-    monkeypatch.setattr(ray_nodes.services, "find_node_ids", lambda: {"a", "b"})
-    monkeypatch.setattr(ray_nodes.services, "find_gcs_addresses", lambda: {"127.0.0.1:1"})
-    result = run("leave")
-    assert result.exit_code == 2
-    assert "2 Ray nodes run here, and it cannot tell which is meant" in result.output
 
 
 def test_generate_names_the_folder_that_holds_no_model(run, tmp_path):

@@ -1,7 +1,9 @@
 """What the files of this folder share: its modules by their bare names, and servers."""
 
+import shutil
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import openai
@@ -32,19 +34,26 @@ def interrupted_server():
 def server(tmp_path_factory):
     """One prefill engine and two decode engines with two lanes, behind HAProxy and Serve.
 
-    It is that of `test_serving*.py`, which come one after the other as a host has room for one
+    Its caller's environment and home are as `test_serving_closed_to_users.py` needs them. It is
+    that of `test_serving*.py`, which come one after the other as a host has room for one
     cluster: what clients get, then clients that mean harm, then deaths, the server's own at last.
     """
     port = supervisor.free_port()
     path = tmp_path_factory.mktemp("serving") / "serve.yaml"
     path.write_text(tiny_server.serve_file(port))
-    server = harness.LocalServer(["--config", str(path)], port)
+    home = Path(tempfile.mkdtemp(prefix="home-", dir="/tmp"))
+    # Every user may enter it, and compiled code is kept where it is otherwise.
+    home.chmod(0o755)
+    (home / ".cache").symlink_to(Path.home() / ".cache")
+    environment = {"HOME": str(home), "RAY_AUTH_MODE": "disabled"}
+    server = harness.LocalServer(["--config", str(path)], port, environment=environment)
     try:
         server.wait_ready()
         tiny_server.wait_whole(server)
         yield server
     finally:
         server.close()
+        shutil.rmtree(home)
 
 
 @pytest.fixture(scope="package")

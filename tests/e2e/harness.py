@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.lifecycle import supervisor
+from cluster.lifecycle.ray_token import own_token
 from tests.shared_memory import shared_memory_of
 
 if TYPE_CHECKING:
@@ -170,7 +171,12 @@ class LocalServer:
     """
 
     def __init__(
-        self, arguments: list[str], port: int, *, command: list[str] | None = None
+        self,
+        arguments: list[str],
+        port: int,
+        *,
+        command: list[str] | None = None,
+        environment: dict[str, str] | None = None,
     ) -> None:
         """Start it.
 
@@ -178,6 +184,7 @@ class LocalServer:
             arguments: Arguments after the command.
             port: Port that the server was told, for `url`.
             command: What to run instead of `ttserve serve`.
+            environment: Variables to set for it.
         """
         self.url = f"http://127.0.0.1:{port}"
         self._log_folder = Path(tempfile.mkdtemp(prefix="e2e-"))
@@ -189,6 +196,7 @@ class LocalServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=REPOSITORY,
+                env={**os.environ, **(environment or {})},
                 start_new_session=True,
             )
         self.footprint = Footprint(self.process.pid)
@@ -260,16 +268,13 @@ class RayCluster:
         self.folder = Path(tempfile.mkdtemp(prefix="rc-", dir="/tmp"))
         dashboard = supervisor.free_port()
         self.environment = {
-            **os.environ,
+            **own_token(self.folder, os.environ),
             **supervisor.environment(self.folder, str(BINARIES / "ttserve-haproxy")),
             **self._documented(),
             "PATH": f"{BINARIES}:{os.environ['PATH']}",
             "RAY_DASHBOARD_ADDRESS": f"http://127.0.0.1:{dashboard}",
         }
-        self._token = subprocess.run(
-            ["ray", "get-auth-token", "--generate"],
-            env=self.environment, check=True, capture_output=True, text=True,
-        ).stdout.strip()  # fmt: skip
+        self._token = Path(self.environment["RAY_AUTH_TOKEN_PATH"]).read_text()
         self._log = self.folder / "log"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -280,7 +285,7 @@ class RayCluster:
                     f"--ray-client-server-port={supervisor.free_port()}",
                 ],
                 env=self.environment, cwd=REPOSITORY, start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, umask=0o077,
             )  # fmt: skip
         self.footprint = Footprint(self.process.pid)
         wait_for(
@@ -294,6 +299,7 @@ class RayCluster:
             env={**os.environ, "TMPDIR": str(self.folder)},
         )  # fmt: skip
         words = [shlex.split(line) for line in done.stdout.splitlines()]
+        assert words.pop(0) == ["umask", "077"]
         assert all(export == "export" for export, _ in words)
         return dict(assignment.split("=", 1) for _, assignment in words)
 

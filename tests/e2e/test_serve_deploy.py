@@ -3,6 +3,8 @@
 import contextlib
 import copy
 import os
+import re
+import signal
 import socket
 from pathlib import Path
 
@@ -56,6 +58,35 @@ def test_deployed_config_serves_and_is_gone_after_shutdown_and_wrong_ones_give_t
 
 def test_cluster_ends_by_its_process_id_and_leaves_nothing(cluster):
     cluster.stop()
+
+
+def test_haproxy_ends_with_a_cluster_that_is_killed(tmp_path):
+    """As `ray stop --force` does it, which would end every Ray of this host."""
+    cluster = harness.RayCluster()
+    try:
+        # Serve starts HAProxy whether an application can run or not.
+        file, port = demo_on_free_port()
+        file["applications"][0]["args"]["model"] = "/no/such/model"
+        deploy(cluster, SERVE, tmp_path, file)
+        harness.wait_for(lambda: harness.is_listening(port), 60, "HAProxy listens")
+        killed = [
+            process_id
+            for process_id in cluster.footprint.look()
+            if re.search(r"/raylet/raylet |^ray::ProxyActor", _command(process_id))
+        ]
+        assert len(killed) == 2
+        # The raylet first: it would end what an actor that has died has started.
+        for process_id in sorted(killed):
+            os.kill(process_id, signal.SIGKILL)
+        harness.wait_for(lambda: not harness.is_listening(port), 20, "the port is closed")
+    finally:
+        cluster.close()
+
+
+def _command(process_id: int) -> str:
+    """Command line of a process; "" of one that has ended."""
+    process = harness.process_table().get(process_id)
+    return "" if process is None else process.command
 
 
 def check_private(cluster: harness.RayCluster) -> None:

@@ -23,7 +23,6 @@ from tiny_server import (
 from typer.testing import CliRunner
 
 from cluster.cli import app as cli
-from cluster.lifecycle.listeners import read_listeners
 from examples import server_client
 from kv_transfer.layout import ROW_TOKENS
 from replicas import LLM
@@ -66,22 +65,6 @@ async def combined(cases):
 
 
 # --- answers -----------------------------------------------------------------------------------
-
-
-def test_every_listener_is_on_loopback(server):
-    family = server.footprint.look()
-    listeners = [listener for listener in read_listeners() if listener.pid in family]
-    kinds = {listener.socket for listener in listeners}
-    assert {"engine", "engine-kv", "http", "http-admin", "ray", "ray-local"} <= kinds
-    # Serve gives every replica one port of its own on every interface, whatever it is told.
-    reached = [x for x in listeners if x.verdict != "this host only"]
-    assert {(x.socket, x.level) for x in reached} <= {("ray", "ok")}
-    # One prefill replica, two that decode, and the ingress.
-    assert len(reached) <= 4
-    tcp = [x for x in listeners if x.socket in {"engine", "http", "http-behind", "ray"}]
-    ports = {int(x.address.rpartition(":")[2]) for x in tcp}
-    # None of ours is without a name.
-    assert {port for _, port in harness.listening_ports(family)} == ports
 
 
 def test_the_example_client_is_served(server, capsys):

@@ -39,36 +39,30 @@ class Nodes:
         return answer
 
 
-@pytest.fixture
-def here(monkeypatch):
-    """Time that passes only in sleeps; says which node runs here."""
+@pytest.fixture(autouse=True)
+def time_of_sleeps(monkeypatch):
+    """Time that passes only in sleeps."""
     now_s = [1000.0]
     monkeypatch.setattr(leave_module.time, "monotonic", lambda: now_s[0])
     monkeypatch.setattr(leave_module.time, "sleep", lambda s: now_s.__setitem__(0, now_s[0] + s))
-
-    def set_nodes(nodes):
-        monkeypatch.setattr(leave_module, "node_here", lambda: (NODE, nodes))
-        return nodes
-
-    return set_nodes
 
 
 REPLICA = "SERVE_REPLICA::ttserve#decode#x"
 
 
-def test_it_waits_until_nothing_of_serve_is_left(here):
-    nodes, said = here(Nodes(None, [REPLICA, "P"], [REPLICA, "P"], ["P"], [])), []
-    leave(60, said.append)
+def test_it_waits_until_nothing_of_serve_is_left():
+    nodes, said = Nodes(None, [REPLICA, "P"], [REPLICA, "P"], ["P"], []), []
+    leave(nodes, NODE, 60, said.append)
     assert nodes.drained == [(NODE, 60)]
     assert said == [
         f"still here: {REPLICA}, P", "still here: P", "nothing of Ray Serve runs here any more",
     ]  # fmt: skip
 
 
-def test_a_head_that_comes_back_in_time_is_told_what_time_is_left(here):
+def test_a_head_that_comes_back_in_time_is_told_what_time_is_left():
     lost = ControlLostError("gone")
-    nodes, said = here(Nodes(lost, lost, None, lost, [])), []
-    leave(60, said.append)
+    nodes, said = Nodes(lost, lost, None, lost, []), []
+    leave(nodes, NODE, 60, said.append)
     assert nodes.drained == [(NODE, 58)]
     assert said[0] == "the head does not answer: gone"
 
@@ -80,14 +74,13 @@ def test_a_head_that_comes_back_in_time_is_told_what_time_is_left(here):
         ([ControlLostError("gone")], "after 5 s the head does not answer: gone"),
     ],
 )
-def test_what_is_not_gone_in_time_is_named(here, answers, reason):
-    here(Nodes(*answers))
+def test_what_is_not_gone_in_time_is_named(answers, reason):
     with pytest.raises(LeaveError, match=reason):
-        leave(5, lambda _: None)
+        leave(Nodes(*answers), NODE, 5, lambda _: None)
 
 
-def test_the_head_stays(here):
-    nodes = here(Nodes([], is_head=True))
+def test_the_head_stays():
+    nodes = Nodes([], is_head=True)
     with pytest.raises(LeaveError, match="the head cannot leave"):
-        leave(5, lambda _: None)
+        leave(nodes, NODE, 5, lambda _: None)
     assert nodes.drained == []

@@ -14,11 +14,21 @@ from cluster import cli
 from cluster.config.serve_file import is_loopback
 from cluster.lifecycle import doctor, listeners
 from cluster.lifecycle.listeners import KNOWN_SOCKETS, Socket, judge, judge_ray, read_listeners
+from cluster.lifecycle.ray_token import VARIABLES
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 GCS = "/x/site-packages/ray/core/src/ray/gcs/gcs_server --gcs_server_port=6379"
 
 INGRESS = "ray::ServeReplica:ttserve:ingress"
+
+
+@pytest.fixture(autouse=True)
+def no_other_cluster(monkeypatch, tmp_path):
+    """Tokens of this host's user and clusters are no matter of these tests."""
+    monkeypatch.setattr(doctor, "ray_environments", list)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in VARIABLES - {"RAY_AUTH_MODE"}:
+        monkeypatch.delenv(name, raising=False)
 
 
 def test_the_security_policy_lists_the_sockets_that_are_known():

@@ -35,7 +35,7 @@ def test_a_control_plane_that_cannot_be_reached_is_said_at_once():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         check_reach(address)
-    with pytest.raises(ConnectionError, match=f"{address}: .*serve deploy"):
+    with pytest.raises(ConnectionError, match=f"{address}: .*still run"):
         check_reach(address)
 
 

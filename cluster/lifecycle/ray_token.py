@@ -1,0 +1,95 @@
+"""The token that lets a process into a Ray cluster, and whether other users can have it.
+
+With the token any program can be run as the cluster's user. Ray writes it under the umask that it
+finds, and does not look at the file's mode when it reads it.
+
+Source: Ray 2.60 takes the first of the variable RAY_AUTH_TOKEN, the file that RAY_AUTH_TOKEN_PATH
+names, and ~/.ray/auth_token.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cluster.lifecycle.findings import Finding
+from cluster.lifecycle.private_files import UnsafeFileError, require_secret
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+MODE, TOKEN, PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+KUBERNETES = "RAY_ENABLE_K8S_TOKEN_AUTH"
+VARIABLES = frozenset({MODE, TOKEN, PATH, KUBERNETES})
+"""What decides whether a process of Ray asks for a token, and for which."""
+
+_TOKEN_BYTES = 32
+_ADVICE = (
+    "`chmod 600` the file and `chmod go-w` its folders",
+    "if others could have read it, remove it and make another: `ray get-auth-token --generate`",
+    "copy it to every host (`scp -p`), and start Ray again",
+)
+
+
+def own_token(folder: Path, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Make a token for one server, and return the environment of the processes that share it.
+
+    Args:
+        folder: Private folder of the server.
+        inherited: Environment to start from. What it says of another cluster's token, or of
+            authentication, is left out.
+
+    Raises:
+        UnsafeFileError: Another user could read the token, or put another one in its place.
+    """
+    path = folder / "token"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_hex(_TOKEN_BYTES))
+    require_secret(path, "Name a folder in TMPDIR that other users cannot write")
+    kept = {name: value for name, value in inherited.items() if name not in VARIABLES}
+    return {**kept, MODE: "token", PATH: str(path)}
+
+
+def token_file(environment: Mapping[str, str]) -> Path | None:
+    """Return the file that Ray reads the token from; None where no file is read."""
+    if environment.get(TOKEN) or environment.get(MODE, "").lower() == "disabled":
+        return None
+    if environment.get(PATH):
+        return Path(environment[PATH])
+    home = environment.get("HOME")
+    return Path(home, ".ray", "auth_token") if home else None
+
+
+def require_private_token(environment: Mapping[str, str]) -> None:
+    """Refuse a token that another user could read or replace; one that is not there is no risk.
+
+    Args:
+        environment: Of the processes of Ray.
+
+    Raises:
+        UnsafeFileError: Names the file or folder, why it is refused, and what to do.
+    """
+    path = token_file(environment)
+    if path is not None and path.exists():
+        require_secret(path, "; ".join(_ADVICE))
+
+
+def judge_tokens(environments: Iterable[Mapping[str, str]]) -> tuple[Finding, ...]:
+    """Return one finding for each token file of these environments that is not private."""
+    files = {path for environment in environments if (path := token_file(environment)) is not None}
+    return tuple(finding for path in sorted(files) for finding in _judge(path))
+
+
+def _judge(path: Path) -> tuple[Finding, ...]:
+    try:
+        if path.exists():
+            require_secret(path)
+    except UnsafeFileError as error:
+        return (Finding("missing", "Ray's token", str(error), _ADVICE),)
+    except PermissionError:
+        # A path that this user cannot look at belongs to a cluster of another user.
+        pass
+    return ()
