@@ -1,11 +1,14 @@
-"""HAProxy ends with the process that started it, as Serve's proxy actor does."""
+"""HAProxy starts with a private token alone, and ends with the process that started it."""
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +29,24 @@ for line in sys.stdin:
     takes_over = ["-x", line.strip(), "-sf", str(processes[-1].pid)]
     processes.append(subprocess.Popen([*sys.argv[1:], *takes_over]))
 """
+
+
+def test_it_does_not_start_with_a_token_that_others_can_read(tmp_path):
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    try:
+        folder.chmod(0o755)
+        token = folder / "token"
+        token.write_text("secret")
+        token.chmod(0o644)
+        done = subprocess.run(
+            [sys.executable, "-m", "cluster.lifecycle.haproxy", "-f", str(tmp_path / "none")],
+            env={**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)},
+            check=False, capture_output=True, text=True,
+        )  # fmt: skip
+    finally:
+        shutil.rmtree(folder)
+    assert done.returncode == 1
+    assert f"{token} can be used by other users (mode 0644)" in done.stderr
 
 
 def has_ended(process_id):
