@@ -1,6 +1,7 @@
 """The command line without a cluster behind it."""
 
 import http.server
+import re
 import shlex
 import shutil
 import subprocess
@@ -78,7 +79,9 @@ def test_environment_refuses_a_token_that_others_can_read_and_stops_a_shell(run,
         # `eval "$(ttserve environment)" && ray start` must not start Ray.
         assert subprocess.run(["sh", "-c", f"eval '{result.stdout}'"], check=False).returncode == 1
         token.chmod(0o600)
-        assert run("environment").exit_code == 0
+        accepted = run("environment")
+        assert accepted.exit_code == 0
+        Path(re.search(r"RAY_TMPDIR=(\S+)", accepted.stdout)[1]).rmdir()
     finally:
         shutil.rmtree(folder)
 
