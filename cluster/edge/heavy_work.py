@@ -1,50 +1,101 @@
 """A few threads for what would hold up an event loop: long texts to encode and decode.
 
-Owner: a `HeavyWork` owns its threads and the count of what they have been given. What runs there
-should release the interpreter's lock, or do many small things: a thread that keeps it for long
-holds up the loop all the same. It bounds how many jobs there are, not how long each takes.
+Owner: a `HeavyWork` belongs to one event loop, and owns its threads; `cluster.edge.fair_lanes`
+decides which job gets a thread next. A job runs in steps, each in a thread of its own turn, so that
+a short text comes in between the pieces of a long one. A step should release the interpreter's
+lock, or do many small things: a thread that keeps it for long holds up the loop all the same.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
+from cluster.edge.fair_lanes import FairLanes, LaneLimits
 from cluster.errors import SaturatedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from concurrent.futures import Future
+    from collections.abc import Iterator
+
+    from cluster.edge.fair_lanes import Job
 
 T = TypeVar("T")
 
+_END = object()
+"""What `next` returns of steps that are over; StopIteration cannot pass a future."""
+
 
 class HeavyWork:
-    """Runs functions in threads, a bounded number at a time and in wait.
+    """Runs jobs in threads, a step at a time.
 
     Args:
-        num_threads: How many run at once.
-        max_jobs: How many may run and wait together.
+        num_threads: Steps that run at once.
+        limits: What jobs may hold that wait or run.
     """
 
-    def __init__(self, num_threads: int, max_jobs: int) -> None:
+    def __init__(self, num_threads: int, limits: LaneLimits | None = None) -> None:
         self._threads = ThreadPoolExecutor(num_threads, "heavy-work")
-        self._places = threading.BoundedSemaphore(max_jobs)
+        self._num_free = num_threads
+        self._lanes = FairLanes(limits or LaneLimits())
+        self._turns: dict[Job, asyncio.Future[None]] = {}
 
-    async def run(self, work: Callable[[], T]) -> T:
-        """Run `work` in a thread; one that waits still is dropped when the caller is cancelled.
+    async def run(self, job: Job, steps: Iterator[T]) -> T:
+        """Take the steps of a job, each in a thread when it is the job's turn.
+
+        A step that has begun ends, even if the caller is cancelled meanwhile; no other one begins.
+
+        Returns:
+            What the last step yielded; there is one at least.
 
         Raises:
-            SaturatedError: As many jobs as may be wait already.
+            SaturatedError: Too much waits already, of the job's source or in all.
         """
-        if not self._places.acquire(blocking=False):
-            raise SaturatedError("too many long texts are being encoded; try again in a moment")
-        job = self._threads.submit(work)
-        # Not when the caller is done: a job that has begun goes on without it.
-        job.add_done_callback(self._free_place)
-        return await asyncio.wrap_future(job)
+        refusal = self._lanes.refusal(job)
+        if refusal is not None:
+            raise SaturatedError(f"{refusal}; try again in a moment")
+        self._lanes.admit(job)
+        last: object = _END
+        try:
+            while True:
+                await self._turn(job)
+                value = await self._step(steps)
+                if value is _END:
+                    break
+                last = value
+                self._lanes.resume(job)
+        finally:
+            self._lanes.release(job)
+        assert last is not _END, "a job without a step"
+        return last  # type: ignore[return-value] # _END is handled
 
-    def _free_place(self, _job: Future[T]) -> None:
-        self._places.release()
+    async def _turn(self, job: Job) -> None:
+        """Wait for a thread that this job may use."""
+        turn = self._turns[job] = asyncio.get_running_loop().create_future()
+        self._assign()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._free()
+            raise
+        finally:
+            self._turns.pop(job, None)
+
+    async def _step(self, steps: Iterator[T]) -> object:
+        """Take a step in the thread that was assigned; the thread is free when the step ends."""
+        step = asyncio.get_running_loop().run_in_executor(self._threads, next, steps, _END)
+        step.add_done_callback(lambda _: self._free())
+        return await asyncio.shield(step)
+
+    def _free(self) -> None:
+        self._num_free += 1
+        self._assign()
+
+    def _assign(self) -> None:
+        """Give free threads to the jobs whose turn it is."""
+        while self._num_free and (job := self._lanes.next()) is not None:
+            turn = self._turns.get(job)
+            if turn is not None and not turn.done():
+                self._num_free -= 1
+                turn.set_result(None)

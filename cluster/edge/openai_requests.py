@@ -39,7 +39,7 @@ from replicas.messages import EngineRequest
 from replicas.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from cluster.edge.openai import ModelCard
     from cluster.edge.openai_limits import Limits
@@ -245,21 +245,42 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, max_tokens: int | None =
     """Turn a prompt into token ids; may take a second per megabyte of text.
 
     Raises:
+        InvalidRequestError: See `encode_steps`.
+    """
+    ids: list[int] = []
+    for ids in encode_steps(prompt, tokenizer, max_tokens):  # noqa: B007 - the last one has all
+        pass
+    return ids
+
+
+def encode_steps(
+    prompt: Prompt, tokenizer: Tokenizer, max_tokens: int | None = None
+) -> Iterator[list[int]]:
+    """Turn a prompt into token ids, a step of bounded work at a time.
+
+    Yields:
+        The ids so far; the last list has all.
+
+    Raises:
+        NoCutError: A text is too long for the tokenizer.
         TooManyTokensError: A text has more than `max_tokens`.
         BadRequestError: The chat template refuses the messages, or an id is not in the vocabulary.
     """
     if isinstance(prompt, TokenPrompt):
         check_vocabulary(prompt.token_ids, tokenizer.vocab_size, prompt.path)
-        return prompt.token_ids
+        yield prompt.token_ids
+        return
     if isinstance(prompt, TextPrompt):
-        return tokenizer.encode(prompt.text, prompt.add_special_tokens, max_tokens)
-    try:
-        text = tokenizer.apply_chat_template(
-            prompt.messages, prompt.add_generation_prompt, prompt.template_kwargs
-        )
-    except InvalidRequestError as error:
-        raise BadRequestError(str(error), param=error.param) from error
-    return tokenizer.encode(text, prompt.add_special_tokens, max_tokens)
+        text = prompt.text
+    else:
+        try:
+            text = tokenizer.apply_chat_template(
+                prompt.messages, prompt.add_generation_prompt, prompt.template_kwargs
+            )
+        except InvalidRequestError as error:
+            raise BadRequestError(str(error), param=error.param) from error
+        yield []
+    yield from tokenizer.encode_steps(text, prompt.add_special_tokens, max_tokens)
 
 
 def check_vocabulary(ids: Collection[int], vocab_size: int, path: str) -> None:

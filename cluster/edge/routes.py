@@ -28,7 +28,8 @@ from starlette.routing import Route
 
 from cluster.edge.answers import error_response, json_response
 from cluster.edge.explain import ROUTE_HEADER, engine_request_id
-from cluster.edge.headers import asks_for, cache_salt, claims, require_json
+from cluster.edge.fair_lanes import Job, Lane
+from cluster.edge.headers import asks_for, cache_salt, claims, require_json, source_of
 from cluster.edge.heavy_work import HeavyWork
 from cluster.edge.openai_limits import Limits, no_room
 from cluster.edge.openai_requests import (
@@ -36,6 +37,7 @@ from cluster.edge.openai_requests import (
     build_request,
     check_vocabulary,
     encode_prompt,
+    encode_steps,
     encoding_cost,
     parse_body,
     parse_chat_completion,
@@ -90,7 +92,6 @@ INLINE_COST = 4096
 MAX_ANSWERED_TOKENS = 2**18
 """Ids in an answer of /tokenize."""
 _NUM_THREADS = 2
-_MAX_JOBS = 64
 _MAX_REQUEST_ID_CHARS = 128
 _NOT_VISIBLE = re.compile(r"[^\x21-\x7e]")
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -234,7 +235,7 @@ class _Routes:
         self._admission = admission
         self._prompt_tokens_details = ingress.prompt_tokens_details
         self._has_route_header = ingress.route_header
-        self._heavy_work = HeavyWork(_NUM_THREADS, _MAX_JOBS)
+        self._heavy_work = HeavyWork(_NUM_THREADS)
         self._completion_shape = CompletionShape(backend.tokenizer)
         self._chat_shape = ChatShape(backend.tokenizer)
 
@@ -255,7 +256,7 @@ class _Routes:
         request_id: str = http_request.scope["request_id"]
         request = build_request(
             parsed,
-            await self._encode_within(card, parsed),
+            await self._encode_within(card, parsed, http_request),
             card,
             vocab_size=self._backend.tokenizer.vocab_size,
             request_id=engine_request_id(request_id, uuid.uuid4().hex),
@@ -311,11 +312,11 @@ class _Routes:
     async def tokenize(self, request: Request) -> Response:
         parsed = parse_tokenize(await self._parse_body(request))
         card = resolve_model(parsed.model, self._backend.models())
-        ids = await self._encode(parsed.prompt, MAX_ANSWERED_TOKENS)
+        ids = await self._encode(parsed.prompt, MAX_ANSWERED_TOKENS, Lane.OTHER, request)
         strings = None
         if parsed.return_token_strs:
             spell = functools.partial(self._backend.tokenizer.token_strings, ids)
-            strings = await self._run(spell, len(ids))
+            strings = await self._run(spell, len(ids), request)
         body = {"count": len(ids), "max_model_len": card.max_model_len}
         return json_response({**body, "tokens": ids, "token_strs": strings})
 
@@ -325,7 +326,7 @@ class _Routes:
         tokenizer = self._backend.tokenizer
         check_vocabulary(ids, tokenizer.vocab_size, "tokens")
         decode = functools.partial(tokenizer.decode, ids, skip_special_tokens=False)
-        return json_response({"prompt": await self._run(decode, len(ids))})
+        return json_response({"prompt": await self._run(decode, len(ids), request)})
 
     async def health(self, request: Request) -> Response:
         del request
@@ -380,9 +381,11 @@ class _Routes:
         raw = await self._read_body(request)
         return parse_body(raw, Limits.of(self._backend.models(), self._backend.tokenizer))
 
-    async def _encode_within(self, card: ModelCard, parsed: ParsedRequest) -> list[int]:
+    async def _encode_within(
+        self, card: ModelCard, parsed: ParsedRequest, request: Request
+    ) -> list[int]:
         try:
-            return await self._encode(parsed.prompt, card.max_model_len)
+            return await self._encode(parsed.prompt, card.max_model_len, Lane.PROMPT, request)
         except TooManyTokensError as error:
             raise no_room(
                 error.num_tokens,
@@ -393,13 +396,26 @@ class _Routes:
         except NoCutError as error:
             raise BadRequestError(str(error), param=parsed.prompt_param) from error
 
-    async def _encode(self, prompt: Prompt, max_tokens: int) -> list[int]:
-        encode = functools.partial(encode_prompt, prompt, self._backend.tokenizer, max_tokens)
-        return await self._run(encode, encoding_cost(prompt))
+    async def _encode(
+        self, prompt: Prompt, max_tokens: int, lane: Lane, request: Request
+    ) -> list[int]:
+        cost = encoding_cost(prompt)
+        if cost <= INLINE_COST:
+            return encode_prompt(prompt, self._backend.tokenizer, max_tokens)
+        steps = encode_steps(prompt, self._backend.tokenizer, max_tokens)
+        return await self._heavy_work.run(self._job(lane, cost, request), steps)
 
-    async def _run(self, work: Callable[[], T], cost: int) -> T:
+    async def _run(self, work: Callable[[], T], cost: int, request: Request) -> T:
         """Do at once what takes a moment, and in a thread what would hold up every stream."""
-        return work() if cost <= INLINE_COST else await self._heavy_work.run(work)
+        if cost <= INLINE_COST:
+            return work()
+        once = (work() for _ in range(1))
+        return await self._heavy_work.run(self._job(Lane.OTHER, cost, request), once)
+
+    def _job(self, lane: Lane, cost: int, request: Request) -> Job:
+        address = request.client.host if request.client else ""
+        source, weight = source_of(request.headers, address, self._admission)
+        return Job(lane, source, cost, weight)
 
     async def _read_body(self, request: Request) -> bytes:
         """Read the body, but never more than the limit.

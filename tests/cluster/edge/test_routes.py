@@ -28,8 +28,9 @@ MAX_BODY_BYTES = 2**20
 class Client:
     """One ASGI request at a time, with the client's side of the connection in the test's hand."""
 
-    def __init__(self, app):
+    def __init__(self, app, address="test"):
         self._app = app
+        self._address = address
         self.gone = asyncio.Event()
         self.status = None
         self.headers = {}
@@ -51,7 +52,7 @@ class Client:
             "query_string": b"",
             "headers": [(k.encode(), v.encode("latin-1")) for k, v in headers if v is not None],
             "server": ("test", 80),
-            "client": ("test", 1),
+            "client": (self._address, 1),
             "scheme": "http",
         }
 

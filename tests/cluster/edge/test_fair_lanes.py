@@ -1,0 +1,209 @@
+"""Long texts of many clients in few threads: shares, order and bounds, and an attack on them."""
+
+import asyncio
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.config.schema import AdmissionConfig, IngressConfig
+from cluster.edge.fair_lanes import SLICE_CHARS, FairLanes, Job, Lane, LaneLimits
+from cluster.edge.heavy_work import HeavyWork
+from cluster.edge.routes import create_app
+from cluster.errors import SaturatedError
+from tests.cluster.edge.fake_backend import FakeBackend
+from tests.cluster.edge.test_routes import Client
+
+SIZES = st.integers(0, 3 * SLICE_CHARS)
+JOBS = st.tuples(st.sampled_from(Lane), st.sampled_from("abcd"), SIZES)
+UNBOUNDED = LaneLimits(2**40, 2**40, 2**20, 2**20)
+
+
+def finish_slice(lanes, job):
+    """End a job's slice: it waits again, or is done."""
+    if job.num_left:
+        lanes.resume(job)
+    else:
+        lanes.release(job)
+
+
+@given(jobs=st.lists(JOBS, max_size=40), num_running=st.integers(1, 3), data=st.data())
+def test_every_job_ends_and_gives_back_what_it_held(jobs, num_running, data):
+    lanes = FairLanes(UNBOUNDED)
+    waiting = [Job(*job) for job in jobs]
+    for job in waiting:
+        lanes.admit(job)
+    assert lanes.num_chars == sum(job.num_chars for job in waiting)
+    running = []
+    while lanes.num_jobs:
+        while len(running) < num_running and (job := lanes.next()) is not None:
+            running.append(job)
+        finish_slice(lanes, running.pop(data.draw(st.integers(0, len(running) - 1))))
+    assert (lanes.num_jobs, lanes.num_chars, lanes.next()) == (0, 0, None)
+
+
+@given(sizes=st.lists(st.integers(1, 4 * SLICE_CHARS), min_size=4), num_slices=st.integers(1, 60))
+def test_of_two_sources_that_both_wait_neither_gets_two_slices_ahead(sizes, num_slices):
+    lanes = FairLanes(UNBOUNDED)
+    had = {"few": 0, "many": 0}
+    for number in range(num_slices):
+        lanes.admit(Job(Lane.PROMPT, "many", sizes[number % len(sizes)]))
+    lanes.admit(Job(Lane.PROMPT, "few", 10**9))
+    lefts = {}
+    for _ in range(num_slices):
+        job = lanes.next()
+        had[job.source] += lefts.get(job, job.num_chars) - job.num_left
+        lefts[job] = job.num_left
+        finish_slice(lanes, job)
+        assert abs(had["few"] - had["many"]) <= 2 * SLICE_CHARS
+
+
+def test_a_source_of_twice_the_weight_gets_twice_as_much():
+    lanes = FairLanes(UNBOUNDED)
+    for source, weight in (("light", 1.0), ("heavy", 2.0)):
+        lanes.admit(Job(Lane.PROMPT, source, 10**9, weight))
+    taken = []
+    for _ in range(300):
+        job = lanes.next()
+        taken.append(job.source)
+        lanes.resume(job)
+    assert abs(taken.count("heavy") - 2 * taken.count("light")) <= 3
+
+
+def test_prompts_go_first_and_other_texts_are_not_starved():
+    lanes = FairLanes(UNBOUNDED)
+    lanes.admit(Job(Lane.OTHER, "a", 10**9))
+    lanes.admit(Job(Lane.PROMPT, "b", 10**9))
+    taken = []
+    for _ in range(90):
+        job = lanes.next()
+        taken.append(job.lane)
+        lanes.resume(job)
+    assert taken[0] is Lane.PROMPT
+    assert taken.count(Lane.OTHER) == 10
+
+
+LIMITS = LaneLimits(max_chars=1000, max_source_chars=400, max_jobs=8, max_source_jobs=4)
+
+
+@settings(max_examples=200)
+@given(
+    asked=st.lists(
+        st.tuples(st.sampled_from("abcde"), st.integers(0, 1500), st.booleans()), max_size=60
+    )
+)
+def test_what_jobs_hold_is_bounded_in_all_and_for_each_source(asked):
+    lanes, held = FairLanes(LIMITS), []
+    for source, size, ends_one in asked:
+        if ends_one and held:
+            lanes.release(held.pop(0))
+        job = Job(Lane.PROMPT, source, size)
+        if lanes.refusal(job) is None:
+            lanes.admit(job)
+            held.append(job)
+        mine = [job for job in held if job.source == source]
+        chars = sum(job.num_chars for job in held)
+        of_source = sum(job.num_chars for job in mine)
+        assert (lanes.num_jobs, lanes.num_chars) == (len(held), chars)
+        assert len(held) <= 8
+        assert len(mine) <= 4
+        assert chars <= 1000 or sum(job.num_chars > 0 for job in held) == 1
+        assert of_source <= 400 or sum(job.num_chars > 0 for job in mine) == 1
+
+
+# --- threads --------------------------------------------------------------------------------------
+
+
+def test_the_steps_of_a_job_leave_room_for_another_source_between_them():
+    order = []
+
+    def steps(name, count):
+        for number in range(count):
+            order.append(name)
+            yield number
+
+    async def scenario():
+        work = HeavyWork(1)
+        long = work.run(Job(Lane.PROMPT, "long", 20 * SLICE_CHARS), steps("long", 20))
+        short = work.run(Job(Lane.PROMPT, "short", 1), steps("short", 1))
+        return await asyncio.gather(long, short)
+
+    assert asyncio.run(scenario()) == [19, 0]
+    assert order.index("short") <= 2
+
+
+def test_a_caller_that_is_gone_leaves_its_thread_and_its_place():
+    go_on = threading.Event()
+
+    def steps():
+        assert go_on.wait(30)
+        yield 1
+
+    async def scenario():
+        work = HeavyWork(1, LaneLimits(max_source_jobs=2))
+        jobs = [Job(Lane.PROMPT, "a", 1) for _ in range(3)]
+        running, waiting = (asyncio.create_task(work.run(job, steps())) for job in jobs[:2])
+        await asyncio.sleep(0)
+        with pytest.raises(SaturatedError, match="of this client"):
+            await work.run(jobs[2], steps())
+        running.cancel()
+        waiting.cancel()
+        await asyncio.gather(running, waiting, return_exceptions=True)
+        go_on.set()
+        return await work.run(jobs[2], steps())
+
+    assert asyncio.run(scenario()) == 1
+
+
+# --- an attack ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tenants", [False, True])
+def test_a_flood_of_long_texts_delays_no_prompt_of_another_client(tenants):
+    """70 connections of one client encode texts; another one's prompt is encoded next."""
+    order = []
+    gate = threading.Semaphore(0)
+
+    async def scenario():
+        service = FakeBackend()
+        service.max_model_len = 2**15
+        encode_steps = service.tokenizer.encode_steps
+
+        def watched(text, *args):
+            for ids in encode_steps(text, *args):
+                assert gate.acquire(timeout=30)
+                order.append(text[0])
+                yield ids
+
+        service.tokenizer.encode_steps = watched
+        admission = AdmissionConfig(tenant_header="x-account") if tenants else None
+        app = create_app(service, IngressConfig(), version="0", admission=admission)
+
+        def ask(path, text, client):
+            body = {"prompt": text * 20_000}
+            headers = [("x-account", client)] if tenants else []
+            address = "10.0.0.1" if tenants else client
+            return asyncio.create_task(
+                Client(app, address).request("POST", path, {**body, "max_tokens": 1}, headers)
+                if path == "/v1/completions"
+                else Client(app, address).request("POST", path, body, headers)
+            )
+
+        flood = [ask("/tokenize", "7", "10.0.0.66") for _ in range(70)]
+        await asyncio.sleep(0.05)
+        honest = ask("/v1/completions", "h", "10.0.0.7")
+        await asyncio.sleep(0.05)
+        for _ in range(200):
+            gate.release()
+        answer = await honest
+        num_before = order.index("h")
+        refused = 0
+        for task in flood:
+            refused += (await task).status == 429
+        return answer.status, num_before, refused
+
+    status, num_before, refused = asyncio.run(scenario())
+    assert status == 200
+    assert num_before <= 6, "two threads had begun, and each source takes turns"
+    assert refused > 0, "one client may not hold all that waits"
