@@ -124,10 +124,11 @@ class Ingress:
                     if rerun is not None:
                         rerun.check(part)
                     delta = processor.take(part)
-                    is_new = part.index >= num_known
-                    if delta is not None and (is_new or delta.finish_reason is not None):
+                    if delta is None:
+                        continue
+                    if part.index >= num_known or delta.finish_reason is not None:
                         watch.saw(delta)
-                        await emit(delta)
+                    await emit(delta)
                 return not processor.is_finished
 
             await self.router.run(request, take)

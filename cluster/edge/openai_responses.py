@@ -171,10 +171,12 @@ class ChunkWriter:
         counts = {"usage": None} if spec.include_usage else {}
         self._plain_end = _end({"logprobs": None, "finish_reason": None}, counts)
 
-    def skip(self, num_tokens: int) -> None:
-        """The client has so many tokens of the one choice already, from a stream that broke."""
-        self._num_tokens = num_tokens
+    def skip(self, delta: OutputDelta) -> None:
+        """Pass over a delta of the one choice that the client has from a stream that broke."""
+        self._num_tokens += len(delta.token_ids)
         self._last.is_first = False
+        if delta.logprobs:
+            _, self._last.offset = self._shape.logprobs(delta.logprobs, self._last.offset)
 
     def add(self, delta: OutputDelta) -> bytes:
         """Take a delta; returns the event to send now, or b""."""

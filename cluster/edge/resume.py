@@ -146,11 +146,14 @@ class ResumableChunks:
         # Seeds are int64.
         self._head = f"id: {_digest(request)}-{position.seed + 2**63:x}-"
         self._num_tokens, self._checksum = position.num_tokens, position.checksum
-        if position.num_tokens:
-            chunks.skip(position.num_tokens)
+        self._num_skipped = 0
 
     def add(self, delta: OutputDelta) -> bytes:
-        """See `ChunkWriter.add`; the delta is of what the client does not have."""
+        """See `ChunkWriter.add`; a delta of tokens that the client has gives no event."""
+        if self._num_skipped < self._position.num_tokens and delta.finish_reason is None:
+            self._num_skipped += len(delta.token_ids)
+            self._chunks.skip(delta)
+            return b""
         self._num_tokens += len(delta.token_ids)
         self._checksum = _checksum(delta.token_ids, self._checksum)
         chunk = self._chunks.add(delta)

@@ -119,8 +119,9 @@ class Backend(Protocol):
         Args:
             request: Validated.
             emit: Gets each delta as it comes; the last one of each choice has its finish reason.
-            known: Which tokens of its one choice nobody needs again: deltas begin after them, of
-                one token each, so that they are the same in every run; None: as they come.
+            known: Which tokens of its one choice the client has, and checks that they are the same
+                this time. Deltas are of one token each, so that they are the same in every run;
+                None: as they come.
 
         Returns:
             The token counts of the whole request, once every choice has ended.

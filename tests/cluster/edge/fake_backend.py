@@ -74,7 +74,6 @@ class FakeBackend:
             self.num_open -= 1
 
     async def _echo(self, request, emit, known):
-        num_known = 0 if known is None else known.num_tokens
         rerun = None if known is None else Rerun(known)
         processor = OutputProcessor(self.tokenizer, request, frozenset())
         sampling = request.sampling
@@ -89,7 +88,7 @@ class FakeBackend:
                 if rerun is not None:
                     rerun.check(output)
                 delta = processor.take(output)
-                if delta is not None and (i >= num_known or reason is not None):
+                if delta is not None:
                     await emit(delta)
         return Usage(len(request.prompt_token_ids), processor.num_output_tokens)
 

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from tests.cluster.edge.fake_backend import FakeBackend
+from tests.cluster.edge.test_openai_requests import turn_on
 from tests.cluster.edge.test_routes import call
 
 PROMPT = "héllo 你好, wörld"
@@ -49,7 +50,14 @@ def test_nobody_gets_ids_who_does_not_ask():
     ("path", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT)]
 )
 @pytest.mark.parametrize("usage", [False, True])
-def test_a_stream_goes_on_behind_each_of_its_events_with_every_token_once(path, body, usage):
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_a_stream_goes_on_behind_each_of_its_events_with_every_token_once(
+    path, body, usage, logprobs, monkeypatch
+):
+    if logprobs:
+        turn_on(monkeypatch, "logprobs", "top_logprobs")
+        own = {"logprobs": 2} if path == "/v1/completions" else {"logprobs": True}
+        body = {**body, **own}
     if usage:
         body = {**body, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     whole = stream(path, body, "0")
