@@ -216,7 +216,7 @@ def settle(url: str) -> Left:
 
 
 async def disturb(
-    url: str, server_id: int, *, is_quick: bool, num_requests: int, seed: int
+    url: str, operations_url: str, server_id: int, *, is_quick: bool, num_requests: int, seed: int
 ) -> tuple[Tally, list[Trouble]]:
     """Ask undisturbed, then disturbed."""
     num_asks, rate, trouble_s = (
@@ -230,7 +230,7 @@ async def disturb(
         ProcessSampler(server_id).ours,
         trouble_s,
         random.Random(f"{seed} troubles"),
-        functools.partial(can_lose, url),
+        functools.partial(can_lose, operations_url),
     )
     clients = Clients(
         url, asks, answers, DEADLINE_S, troublemaker.ingress_was_in_trouble,
@@ -249,7 +249,7 @@ async def disturb(
 def run(*, is_quick: bool, num_requests: int, seed: int, log: Path | None) -> Outcome:
     """Start a cluster, disturb it, look at what is left, end it."""
     port = free_port()
-    url = f"http://127.0.0.1:{port}"
+    url, operations_url = (f"http://127.0.0.1:{number}" for number in (port, port + 1))
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder, contextlib.ExitStack() as stack:
         path = Path(folder, "serve.yaml")
         path.write_text(yaml.safe_dump(serve_file(port)))
@@ -260,12 +260,19 @@ def run(*, is_quick: bool, num_requests: int, seed: int, log: Path | None) -> Ou
         )  # fmt: skip
         try:
             wait_ready(f"{url}/health", server)
-            if not settle(url).is_nothing:
+            if not settle(operations_url).is_nothing:
                 raise SystemExit("not every engine and ingress started")
             tally, troubles = asyncio.run(
-                disturb(url, server.pid, is_quick=is_quick, num_requests=num_requests, seed=seed)
+                disturb(
+                    url,
+                    operations_url,
+                    server.pid,
+                    is_quick=is_quick,
+                    num_requests=num_requests,
+                    seed=seed,
+                )
             )
-            left = settle(url)
+            left = settle(operations_url)
         finally:
             server.send_signal(signal.SIGINT)
             server.wait(_STOP_S)

@@ -67,16 +67,36 @@ def serve(
 
 
 @app.command()
-def environment() -> None:
+def environment(
+    operations: Annotated[
+        str | None,
+        typer.Option(help="ADDRESS:PORT for operators.  [default: 127.0.0.1, the public port + 1]"),
+    ] = None,
+    trusted_proxies: Annotated[
+        str | None,
+        typer.Option(help="Networks of gateways, by commas, whose X-Forwarded-For is believed."),
+    ] = None,
+) -> None:
     """Print the variables and umask that `ray start` needs on each host, for a shell's `eval`."""
     import shlex
 
     from cluster.config.environment import process_environment
+    from cluster.config.front import (
+        OPERATIONS_VARIABLE,
+        TRUSTED_PROXIES_VARIABLE,
+        FrontSettings,
+    )
+    from cluster.errors import ClusterConfigError
     from cluster.lifecycle import haproxy
     from cluster.lifecycle.private_files import UnsafeFileError
     from cluster.lifecycle.ray_token import require_private_token
     from cluster.lifecycle.supervisor import private_folder
 
+    given = {OPERATIONS_VARIABLE: operations or "", TRUSTED_PROXIES_VARIABLE: trusted_proxies or ""}
+    try:
+        FrontSettings.read(given)
+    except ClusterConfigError as error:
+        _fail(str(error), _BAD_CONFIG)
     try:
         require_private_token(process_environment())
     except UnsafeFileError as error:
@@ -92,6 +112,7 @@ def environment() -> None:
     # write a title of their own.
     variables = {"RAY_AUTH_MODE": "token", "RAY_TMPDIR": str(folder), "SPT_NOENV": "1"}
     variables |= haproxy.environment(folder, script)
+    variables |= {name: value for name, value in given.items() if value}
     # Ray writes its token, logs and sockets under the umask that it finds.
     typer.echo("umask 077")
     for name, value in variables.items():
@@ -236,7 +257,9 @@ def simulate(  # noqa: PLR0913, PLR0917 - one argument per command-line option
 
 @app.command()
 def kv(
-    url: Annotated[str, typer.Option(help="Where the cluster serves.")] = "http://127.0.0.1:8000",
+    url: Annotated[
+        str, typer.Option(help="The operations listener: the public port + 1, on the host itself.")
+    ] = "http://127.0.0.1:8001",
     json: Annotated[bool, typer.Option("--json", help="Print what the cluster sent.")] = False,
 ) -> None:
     """Show every replica's KV transfers under way, the blocks they keep, and its store's totals."""

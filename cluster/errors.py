@@ -63,6 +63,14 @@ class NotFoundError(ServingError):
     code = "not_found"
 
 
+class MisdirectedError(ServingError):
+    """The request was for a server of another name."""
+
+    status = 421
+    type = "BadRequestError"
+    code = "misdirected"
+
+
 class SaturatedError(ServingError):
     """Every slot is taken and the queue is full."""
 

@@ -16,6 +16,7 @@ from cluster.config.schema import (
     NODE_HOST,
     AdmissionConfig,
     ClusterArgs,
+    IngressConfig,
     PoolConfig,
     RouterConfig,
 )
@@ -37,6 +38,7 @@ _LEAST_RESOURCE = 0.0001
 # No name at all is that of those who bring no header.
 _TENANT = re.compile(rf"[!-~](?:[ -~]{{0,{MAX_TENANT_CHARS - 2}}}[!-~])?|")
 _LEAST_WEIGHT = 1e-3
+_HOST = re.compile(r"[a-z0-9_.-]+|\[[0-9a-f:.]+\]")
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
@@ -105,10 +107,38 @@ def check_pools(
         _check_dtypes(prefill, decode, of_prefill, resolve_dtype(decode, models["decode"]))
 
 
+def num_decode_slots(pools: Mapping[Role, PoolConfig], engines: Mapping[Role, EngineConfig]) -> int:
+    """Sequences that all decode replicas hold together, when each pool is as large as it may be."""
+    return sum(
+        (pool.max_replicas or pool.replicas) * engines[role].max_batch_size
+        for role, pool in pools.items()
+        if role != "prefill"
+    )
+
+
+def check_ongoing_requests(ingress: IngressConfig, num_slots: int) -> None:
+    """Refuse a limit of open requests below which some decode slots would always be empty."""
+    limit = ingress.max_ongoing_requests
+    if limit is None or limit * ingress.replicas >= num_slots:
+        return
+    raise ClusterConfigError(
+        f"args.ingress.max_ongoing_requests {limit} x {ingress.replicas} ingress replicas is less "
+        f"than the {num_slots} decode slots, which could never be filled: set it to "
+        f"{-(-num_slots // ingress.replicas)} or more, or remove it"
+    )
+
+
+def _check_hosts(hosts: list[str] | None) -> None:
+    for host in hosts or ():
+        if not _HOST.fullmatch(host):
+            raise ClusterConfigError(
+                f"args.ingress.allowed_hosts: {host!r} is no host name without port, in lower case"
+            )
+
+
 def _check_counts(args: ClusterArgs) -> None:
     counts = {
         "args.ingress.replicas": args.ingress.replicas,
-        "args.ingress.max_ongoing_requests": args.ingress.max_ongoing_requests,
         "args.ingress.max_body_bytes": args.ingress.max_body_bytes,
         "args.router.max_attempts": args.router.max_attempts,
         **{f"args.pools.{role}.replicas": pool.replicas for role, pool in args.pools.items()},
@@ -127,6 +157,9 @@ def _check_counts(args: ClusterArgs) -> None:
             f"args.ingress.max_body_bytes must be at most {LARGEST_BODY_BYTES}, "
             f"got {args.ingress.max_body_bytes}"
         )
+    _check_hosts(args.ingress.allowed_hosts)
+    if not args.ingress.stream_keep_alive_s > 0:
+        raise ClusterConfigError("args.ingress.stream_keep_alive_s must be positive")
     if not args.ingress.request_timeout_s > 0:
         raise ClusterConfigError("args.ingress.request_timeout_s must be positive")
     _check_router(args.router)

@@ -12,9 +12,17 @@ from typing import Any
 import msgspec
 
 import configs
-from cluster.config.checks import check_args, check_kv_memory, check_pools, check_store_units
+from cluster.config.checks import (
+    check_args,
+    check_kv_memory,
+    check_ongoing_requests,
+    check_pools,
+    check_store_units,
+    num_decode_slots,
+)
 from cluster.config.schema import (
     DEMO_MODEL,
+    LEAST_ONGOING_REQUESTS,
     ClusterArgs,
     IngressConfig,
     PoolConfig,
@@ -48,7 +56,7 @@ class ClusterConfig:
         pools: Each pool's replicas, and what Ray gives them.
         engines: Each pool's engines, without what `replica_engine` adds.
         router: How requests are placed.
-        ingress: The HTTP edge.
+        ingress: The HTTP edge; its `max_ongoing_requests` is a number.
         fault_plan: What goes wrong with which replica.
         fault_epoch_unix_s: When the plan starts.
     """
@@ -103,9 +111,7 @@ def resolve(raw: Any) -> ClusterConfig:  # noqa: ANN401 - whatever a YAML file h
         pools=MappingProxyType({role: _frozen(pool) for role, pool in args.pools.items()}),
         engines=MappingProxyType(engines),
         router=args.router,
-        ingress=msgspec.structs.replace(
-            args.ingress, resources=MappingProxyType(args.ingress.resources)
-        ),
+        ingress=_ingress(args, engines),
         fault_plan=_fault_plan(args, engines),
         fault_epoch_unix_s=args.fault_epoch_unix_s,
     )
@@ -229,6 +235,24 @@ def _fault_plan(args: ClusterArgs, engines: Mapping[Role, EngineConfig]) -> Faul
                     f"remove the plan, or set args.pools.{role}.engine.simulated_mesh"
                 )
     return plan
+
+
+def _ingress(args: ClusterArgs, engines: Mapping[Role, EngineConfig]) -> IngressConfig:
+    """The ingress with as many open requests as it is configured for, or as the slots need.
+
+    The latter are twice its share of the decode slots, as requests are not spread evenly over
+    ingresses, and as many as may be queued; at least `LEAST_ONGOING_REQUESTS`.
+    """
+    ingress, num_slots = args.ingress, num_decode_slots(args.pools, engines)
+    check_ongoing_requests(ingress, num_slots)
+    share = -(-num_slots // ingress.replicas)
+    derived = max(LEAST_ONGOING_REQUESTS, 2 * share + args.router.max_queued_requests)
+    limit = ingress.max_ongoing_requests
+    return msgspec.structs.replace(
+        ingress,
+        resources=MappingProxyType(ingress.resources),
+        max_ongoing_requests=derived if limit is None else limit,
+    )
 
 
 def _frozen(pool: PoolConfig) -> PoolConfig:

@@ -41,6 +41,9 @@ before it. Better where an error after the first token is worse than a late one.
 prefill_first: the KV waits with the prefill replica for a slot, takes its blocks there, and is
 computed again after `TransferConfig.rendezvous_s`."""
 
+LEAST_ONGOING_REQUESTS = 1024
+"""Open requests of an ingress, unless the configuration says otherwise or the slots need more."""
+
 LARGEST_BODY_BYTES = 64 * 2**20
 """No ingress can be told to read more: what stands before it does not know its configuration."""
 
@@ -167,7 +170,9 @@ class IngressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         num_cpus: CPUs that Ray sets aside for each.
         resources: Further Ray resources of each, for one `{edge: 0.001}`: they start only on hosts
             where `ray start --resources` says that there is some.
-        max_ongoing_requests: Requests that one of them holds open at a time.
+        max_ongoing_requests: Requests that one of them holds open at a time, running or queued;
+            more get 429. None takes what the decode slots need, and at least
+            `LEAST_ONGOING_REQUESTS`.
         max_body_bytes: Larger request bodies get 413; at most `LARGEST_BODY_BYTES`.
         request_timeout_s: How long a request may take in all; then it is aborted and gets 408, or
             a last event with the error. Clients cannot say another time.
@@ -176,16 +181,23 @@ class IngressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             of others are cached, as far as their caches are shared.
         route_header: Whether `x-debug-route` is answered, with names of replicas, predicted times
             and, likewise, the number of cached tokens.
+        stream_keep_alive_s: A stream that has nothing to send for so long sends a comment, which
+            clients ignore, so that no load balancer takes it for dead.
+        allowed_hosts: Names that a request's `Host` header may have, without port; others get 421.
+            None allows the names of the loopback interface where the listener has a loopback
+            address, and any name elsewhere.
     """
 
     replicas: int = 1
     num_cpus: float = 0.1
     resources: Mapping[str, float] = {}
-    max_ongoing_requests: int = 1024
+    max_ongoing_requests: int | None = None
     max_body_bytes: int = 8 * 2**20
     request_timeout_s: float = 3600.0
     prompt_tokens_details: bool = False
     route_header: bool = False
+    stream_keep_alive_s: float = 15.0
+    allowed_hosts: list[str] | None = None
 
 
 class ClusterArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -4,7 +4,6 @@ Keys that Serve itself would ignore are refused. What the application's `args` c
 `cluster.config.resolve`'s to say, after every change.
 """
 
-import ipaddress
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -13,6 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import yaml
 
+from cluster.config.front import is_loopback
 from cluster.config.schema import convert
 from cluster.errors import ClusterConfigError
 from replicas.errors import FaultPlanError
@@ -28,17 +28,18 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     Attributes:
         host: Address of the public listener; a loopback address keeps other hosts out.
-        port: Port of the public listener.
+        port: Port of the public listener; the operations listener has the next one.
         root_path: Prefix under which a gateway serves the API.
         request_timeout_s: Refused; set `args.ingress.request_timeout_s` instead.
-        keep_alive_timeout_s: Seconds for which an idle connection stays open.
+        keep_alive_timeout_s: Seconds for which an idle connection stays open. HAProxy takes 90,
+            Serve's own default, for 10.
     """
 
     host: Annotated[str, msgspec.Meta(min_length=1)]
-    port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 8000
+    port: Annotated[int, msgspec.Meta(ge=1, le=65534)] = 8000
     root_path: str = ""
     request_timeout_s: float | None = None
-    keep_alive_timeout_s: int = 90
+    keep_alive_timeout_s: int = 10
 
     def __post_init__(self) -> None:
         """Refuse what an ingress does not follow; a file that Serve has written says null."""
@@ -49,13 +50,16 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class DeploymentOverride(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An entry of an application's `deployments`; values are checked by Serve."""
+    """An entry of an application's `deployments`; values are checked by Serve.
+
+    Serve's limits of requests may only be null, as Serve writes them: `args.ingress` has ours.
+    """
 
     name: str
     num_replicas: Any = None
-    max_ongoing_requests: Any = None
-    max_queued_requests: Any = None
-    backpressure_config: Any = None
+    max_ongoing_requests: None = None
+    max_queued_requests: None = None
+    backpressure_config: None = None
     user_config: Any = None
     autoscaling_config: Any = None
     graceful_shutdown_wait_loop_s: Any = None
@@ -157,6 +161,11 @@ class ServeFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{self.http_options.port}"
 
     @property
+    def operations_url(self) -> str:
+        """Where an operator on this host reaches metrics, unless the environment says otherwise."""
+        return f"http://127.0.0.1:{self.http_options.port + 1}"
+
+    @property
     def warning(self) -> str:
         """What whoever serves this file should know of who can reach it; "" for nothing."""
         return public_warning(self.http_options.host)
@@ -193,16 +202,6 @@ def public_warning(host: str) -> str:
         f"http_options.host is {host}, and there are no API keys: everybody who reaches this "
         "address can use the model; put a gateway that asks for keys before it"
     )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address is one that other hosts cannot reach; a name but localhost is not."""
-    try:
-        address = ipaddress.ip_address(host.strip("[]"))
-    except ValueError:
-        return host == "localhost"
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback
 
 
 def read_serve_file(path: str | Path) -> ServeFile:

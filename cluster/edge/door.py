@@ -1,29 +1,48 @@
 """The door of a server: what every request passes before Serve counts it, and each answer after.
 
 Serve wraps it around its HTTP servers, those of ingress replicas and its own proxies', because
-`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names `middlewares`, or `ingress_middlewares`. It lets a
-request in when its body is there, so that a slow body takes no place from anybody; it takes off the
-headers that are Serve's own; and a client that does not read what it is sent is gone. Behind it no
-task waits for a client's bytes. In an ingress replica it also ends the requests of clients that are
-gone: Serve would, by two more tasks for each. An application that waits to hear of it ends by
-itself, and says so; what else runs is cancelled.
+`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names `middlewares`, or `ingress_middlewares`.
+
+- A request goes on when its body is there, so that a slow body takes no place from other requests.
+- Headers that are Serve's own, or ours, are taken from clients. Behind HAProxy ours are kept, as
+  HAProxy has removed what clients sent and has set its own.
+- `scope["client"]` is the request's source, as HAProxy saw it: behind the door it is the key for
+  shares between clients.
+- A client that does not read what it is sent is gone. Behind the door no task waits for a client's
+  bytes.
+- In an ingress replica the door also ends the requests of clients that are gone: Serve would, by
+  two more tasks for each. An application that waits for `http.disconnect` ends by itself, and says
+  so; anything else is cancelled.
 
 Owner: a `Door` owns what its process holds of request bodies, an `_Exchange` one request's own.
-What a body may say, and its size in one application, is `cluster.edge.routes`' business.
+What a body may say is `cluster.edge.routes`' business.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import ipaddress
 import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from starlette.middleware import Middleware
 
+from cluster.config.environment import process_environment
+from cluster.config.front import HAPROXY_VARIABLE, is_loopback
 from cluster.config.schema import LARGEST_BODY_BYTES
 from cluster.edge.answers import error_response
-from cluster.edge.headers import INTERNAL_HEADERS, LEFT_TO_US
+from cluster.edge.headers import (
+    BOUND_HEADER,
+    INTERNAL_HEADERS,
+    LEFT_TO_US,
+    LISTENER_HEADER,
+    LOOPBACK,
+    OPERATIONS,
+    SOURCE_HEADER,
+)
 from cluster.edge.interrupt import Interrupt
 from cluster.edge.sse import ClientGoneError, until_gone
 from cluster.errors import BodyTimeoutError, PayloadTooLargeError, SaturatedError, ServingError
@@ -33,6 +52,13 @@ if TYPE_CHECKING:
 
 _IS_INTERNAL = re.compile(INTERNAL_HEADERS.encode())
 _REQUEST_ID = b"x-request-id"
+_OURS = b"x-ttserve-"
+_SOURCE = SOURCE_HEADER.encode()
+_FORWARDED = frozenset({b"x-forwarded-for", b"forwarded", b"x-real-ip", b"via"})
+_SOURCE_BITS = 64
+
+MAX_BODY_VARIABLE = "TTSERVE_MAX_BODY_BYTES"
+"""Of an ingress replica's process, which has its door before its application."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +67,20 @@ class DoorLimits:
 
     At most `max_bodies * free_bytes + shared_bytes` bytes of bodies are held: 512 MiB.
 
+    In an ingress replica a body is held until the application has taken it. The application parses
+    it in the same turn of its event loop, so beyond the 512 MiB there is one body of
+    `max_body_bytes`, a copy of it, and its parsed form at a time. Texts that wait to be encoded are
+    bounded by `cluster.edge.heavy_work`. In a proxy of Serve's, whose application is in another
+    process, a body is held until its answer begins.
+
     Attributes:
         body_timeout_s: For a whole body, from its headers on; then 408.
         write_timeout_s: How long a client may leave unread what it is sent; then it is gone.
-        max_body_bytes: Larger bodies get 413.
+        max_body_bytes: Larger bodies get 413, before they are read where they declare their length.
         max_bodies: Bodies under way at a time; more get 429.
         free_bytes: Each body may have so many, so that large bodies never keep small ones out.
         shared_bytes: What is larger shares these; 429 when they are taken.
+        num_sources: One source has at most this part of `max_bodies`, and of `shared_bytes`.
     """
 
     body_timeout_s: float = 10.0
@@ -56,20 +89,25 @@ class DoorLimits:
     max_bodies: int = 4096
     free_bytes: int = 64 * 2**10
     shared_bytes: int = 256 * 2**20
+    num_sources: int = 4
 
 
 def middlewares() -> list[Middleware]:
-    """What Serve puts around its own proxies."""
-    return [Middleware(Door)]
+    """Return what Serve puts around its own proxies."""
+    has_haproxy = process_environment().get(HAPROXY_VARIABLE) == "1"
+    return [Middleware(Door, is_behind_haproxy=has_haproxy)]
 
 
 def ingress_middlewares() -> list[Middleware]:
-    """What Serve puts around the HTTP server of an ingress replica.
+    """Return what Serve puts around the HTTP server of an ingress replica.
 
     Only where Serve runs the application on the loop of its server
-    (`RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=0`): what a door tells stays on its loop.
+    (`RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=0`): what a door tells stays on its loop. There is
+    such a server only behind HAProxy.
     """
-    return [Middleware(Door, ends_requests=True)]
+    max_body_bytes = process_environment().get(MAX_BODY_VARIABLE, LARGEST_BODY_BYTES)
+    limits = DoorLimits(max_body_bytes=int(max_body_bytes))
+    return [Middleware(Door, limits, is_ingress=True, is_behind_haproxy=True)]
 
 
 class Door:
@@ -78,21 +116,30 @@ class Door:
     Args:
         app: What is behind it.
         limits: What clients may cost.
-        ends_requests: Whether it cancels what runs for a client that is gone and does not wait to
-            hear of it, and tells Serve that it need not; else the application has to.
+        is_ingress: Whether the application runs on this loop. The door then cancels what runs for a
+            client that is gone and does not wait to hear of it, and tells Serve that it need not.
+        is_behind_haproxy: Whether every request comes through HAProxy, which says where it is from.
 
     Attributes:
         num_bodies: Bodies under way.
-        num_shared_bytes: What they, and those whose requests have no answer yet, have taken of
+        num_shared_bytes: What they, and those that the application has not taken, have of
             `DoorLimits.shared_bytes`.
     """
 
     def __init__(
-        self, app: ASGIApp, limits: DoorLimits | None = None, *, ends_requests: bool = False
+        self,
+        app: ASGIApp,
+        limits: DoorLimits | None = None,
+        *,
+        is_ingress: bool = False,
+        is_behind_haproxy: bool = False,
     ) -> None:
         self._app = app
         self._limits = limits or DoorLimits()
-        self._ends_requests = ends_requests
+        self._is_ingress = is_ingress
+        self._is_behind_haproxy = is_behind_haproxy
+        self._bodies_of: Counter[str] = Counter()
+        self._shared_bytes_of: Counter[str] = Counter()
         self.num_bodies = 0
         self.num_shared_bytes = 0
 
@@ -101,14 +148,15 @@ class Door:
         if scope["type"] not in {"http", "websocket"}:
             await self._app(scope, receive, send)
             return
-        scope = {**scope, "headers": [h for h in scope["headers"] if _is_clients(*h)]}
+        scope = self._identified(scope)
         if scope["type"] == "websocket":
             await self._app(scope, receive, send)
             return
-        exchange = _Exchange(self, self._limits, receive, send)
+        source: str = scope["client"][0]
+        exchange = _Exchange(self, self._limits, source, receive, send)
         try:
             await exchange.read_body(dict(scope["headers"]))
-            await exchange.run(self._app, scope, ends_request=self._ends_requests)
+            await exchange.run(self._app, scope, is_ingress=self._is_ingress)
         except _RefusedError as refused:
             response = error_response(refused.error)
             # The rest of the body would be read as the connection's next request.
@@ -118,6 +166,65 @@ class Door:
             return
         finally:
             exchange.close()
+
+    def add_body(self, source: str) -> None:
+        """Count a body of a source that is being read.
+
+        Raises:
+            _RefusedError: There are as many as there may be, of all sources or of this one.
+        """
+        most = self._limits.max_bodies
+        if self.num_bodies >= most:
+            raise _RefusedError(_saturated(f"{most} requests are being read"))
+        most = max(1, most // self._limits.num_sources)
+        if self._bodies_of[source] >= most:
+            raise _RefusedError(_saturated(f"{most} requests of {source} are being read"))
+        self.num_bodies += 1
+        self._bodies_of[source] += 1
+
+    def remove_body(self, source: str) -> None:
+        """Count a body of a source no more."""
+        self.num_bodies -= 1
+        _subtract(self._bodies_of, source, 1)
+
+    def add_shared_bytes(self, source: str, num_bytes: int) -> None:
+        """Let a source have more of the shared bytes.
+
+        Raises:
+            _RefusedError: There are not so many left, or not for this source.
+        """
+        most = self._limits.shared_bytes
+        if self.num_shared_bytes + num_bytes > most:
+            raise _RefusedError(_saturated("too many large bodies are being read"))
+        if self._shared_bytes_of[source] + num_bytes > most // self._limits.num_sources:
+            raise _RefusedError(_saturated(f"too many large bodies of {source} are being read"))
+        self.num_shared_bytes += num_bytes
+        self._shared_bytes_of[source] += num_bytes
+
+    def remove_shared_bytes(self, source: str, num_bytes: int) -> None:
+        """Take back shared bytes that a source had."""
+        self.num_shared_bytes -= num_bytes
+        _subtract(self._shared_bytes_of, source, num_bytes)
+
+    def _identified(self, scope: Scope) -> Scope:
+        """The request without headers that are not its client's to send, and with its source.
+
+        Without HAProxy the connection says where a request is from. A peer on this host may use the
+        operations routes, unless it only forwards what another client has sent.
+        """
+        headers = [header for header in scope["headers"] if _is_clients(*header)]
+        peer, port = scope.get("client") or ("", 0)
+        if self._is_behind_haproxy:
+            ours = [(name, value) for name, value in scope["headers"] if name.startswith(_OURS)]
+            peer = dict(ours).get(_SOURCE, peer.encode()).decode("latin-1")
+        else:
+            ours = []
+            is_forwarded = any(name in _FORWARDED for name, _ in headers)
+            if is_loopback(peer) and not is_forwarded:
+                ours.append((LISTENER_HEADER.encode(), OPERATIONS.encode()))
+            if is_loopback((scope.get("server") or ("", 0))[0]):
+                ours.append((BOUND_HEADER.encode(), LOOPBACK.encode()))
+        return {**scope, "headers": headers + ours, "client": (source_of(peer), port)}
 
 
 class _RefusedError(Exception):
@@ -131,9 +238,12 @@ class _RefusedError(Exception):
 class _Exchange:
     """One request's body and answer."""
 
-    def __init__(self, door: Door, limits: DoorLimits, receive: Receive, send: Send) -> None:
+    def __init__(
+        self, door: Door, limits: DoorLimits, source: str, receive: Receive, send: Send
+    ) -> None:
         self._door = door
         self._limits = limits
+        self._source = source
         self._receive = receive
         self._send = send
         self._loop = asyncio.get_running_loop()
@@ -142,6 +252,7 @@ class _Exchange:
         self._gone = asyncio.Event()
         self._num_waiting = 0
         self._interrupt: Interrupt | None = None
+        self._is_ingress = False
         self._is_answered = False
         self._sending_since_s: float | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -159,9 +270,7 @@ class _Exchange:
             return
         if declared.isdigit() and int(declared) > self._limits.max_body_bytes:
             raise _RefusedError(PayloadTooLargeError(self._limits.max_body_bytes))
-        if self._door.num_bodies >= self._limits.max_bodies:
-            raise _RefusedError(_saturated(f"{self._limits.max_bodies} requests are being read"))
-        self._door.num_bodies += 1
+        self._door.add_body(self._source)
         late = BodyTimeoutError(
             f"the body was not complete within {self._limits.body_timeout_s:g} s; "
             "send it without pauses, or a smaller one"
@@ -173,21 +282,22 @@ class _Exchange:
             try:
                 self._body = await self._read()
             finally:
-                self._door.num_bodies -= 1
+                self._door.remove_body(self._source)
                 timer.cancel()
 
-    async def run(self, app: ASGIApp, scope: Scope, *, ends_request: bool) -> None:
+    async def run(self, app: ASGIApp, scope: Scope, *, is_ingress: bool) -> None:
         """Let the application answer, until it has or the client is gone.
 
         Raises:
             ClientGoneError: The client was gone first, and what ran for it has been cancelled, as
-                far as that was not somebody who keeps cancellations to himself, as Serve does.
+                far as it does not swallow cancellations, as Serve does.
         """
         watching = asyncio.create_task(self._watch())
         try:
-            if not ends_request:
+            if not is_ingress:
                 await app(scope, self.receive, self.send)
                 return
+            self._is_ingress = True
             scope["headers"] += LEFT_TO_US
             with Interrupt() as self._interrupt:
                 await app(scope, self.receive, self.send)
@@ -198,6 +308,8 @@ class _Exchange:
         """ASGI's channel to the application: the body at once, then the client's end."""
         if self._body is not None:
             body, self._body = self._body, None
+            if self._is_ingress:
+                self._give_back()
             return {"type": "http.request", "body": body, "more_body": False}
         self._num_waiting += 1
         try:
@@ -209,7 +321,7 @@ class _Exchange:
     async def send(self, message: Message) -> None:
         """ASGI's channel to the client; when it does not read, `receive` says that it is gone."""
         if self._timer is None:
-            self._give_back()  # whoever answers has read
+            self._give_back()  # an application that answers has read
             self._timer = self._loop.call_later(self._limits.write_timeout_s / 2, self._look)
         self._sending_since_s = self._loop.time()
         try:
@@ -259,18 +371,39 @@ class _Exchange:
 
     def _take_share(self, num_bytes: int) -> None:
         more = max(0, num_bytes) - self._num_shared_bytes
-        if more > 0 and self._door.num_shared_bytes + more > self._limits.shared_bytes:
-            raise _RefusedError(_saturated("too many large bodies are being read"))
-        self._num_shared_bytes += more
-        self._door.num_shared_bytes += more
+        if more > 0:
+            self._door.add_shared_bytes(self._source, more)
+            self._num_shared_bytes += more
 
     def _give_back(self) -> None:
-        self._door.num_shared_bytes -= self._num_shared_bytes
-        self._num_shared_bytes = 0
+        if self._num_shared_bytes:
+            self._door.remove_shared_bytes(self._source, self._num_shared_bytes)
+            self._num_shared_bytes = 0
+
+
+def _subtract(counts: Counter[str], source: str, num: int) -> None:
+    """Take from a source's count, and forget the source when nothing is left."""
+    counts[source] -= num
+    if not counts[source]:
+        del counts[source]
+
+
+@functools.lru_cache(maxsize=4096)
+def source_of(address: str) -> str:
+    """Return the source that an address counts as: itself, or its IPv6 network of 64 bits."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    if parsed.version == 4:
+        return str(parsed)
+    if parsed.ipv4_mapped is not None:
+        return str(parsed.ipv4_mapped)
+    return str(ipaddress.ip_network((int(parsed), _SOURCE_BITS), strict=False).network_address)
 
 
 def _is_clients(name: bytes, value: bytes) -> bool:
-    """Whether a header is the client's to send; Serve reads a request's id as UTF-8."""
+    """Return whether a header is the client's to send; Serve reads a request's id as UTF-8."""
     return not _IS_INTERNAL.match(name) and (name != _REQUEST_ID or value.isascii())
 
 

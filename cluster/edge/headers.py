@@ -1,4 +1,4 @@
-"""Headers with a meaning: Ray Serve's own, which no client may send, and those of admission."""
+"""Headers with a meaning: Ray Serve's and our own, which no client may send; those of admission."""
 
 from __future__ import annotations
 
@@ -15,16 +15,30 @@ if TYPE_CHECKING:
 
     from cluster.config.schema import AdmissionConfig
 
-INTERNAL_HEADERS = (
-    "^(x-request-(timeout-seconds|disconnect-disabled)|serve[-_]multiplexed[-_]model[-_]id"
-    "|x[-_]session[-_]id|x-serve-router-.*)$"
+SERVE_HEADERS = (
+    "x-request-(timeout-seconds|disconnect-disabled)|serve[-_]multiplexed[-_]model[-_]id"
+    "|x[-_]session[-_]id|x-serve-router-.*"
 )
-"""Regular expression over a name in lower case. They switch off Serve's deadline and its watch for
-clients that leave, choose a replica, or claim to come from its router; and Serve decodes them as
-UTF-8 before anybody can refuse them.
+"""Regular expression over a name in lower case. These headers switch off Serve's deadline and its
+watch for clients that leave, choose a replica, or claim to come from its router. Serve decodes them
+as UTF-8 before the application could refuse them.
 
 Source: serve/_private/constants.py and http_util.py of Ray 2.60.
 """
+
+INTERNAL_HEADERS = f"^({SERVE_HEADERS}|x-ttserve-.*)$"
+"""Regular expression over every name that the first server of ours removes from a request."""
+
+LISTENER_HEADER = "x-ttserve-listener"
+"""Which listener a request came by: `OPERATIONS`, or anything else for the public one."""
+OPERATIONS = "operations"
+
+BOUND_HEADER = "x-ttserve-bound"
+"""`LOOPBACK` where that listener has a loopback address, which other hosts cannot reach."""
+LOOPBACK = "loopback"
+
+SOURCE_HEADER = "x-ttserve-source"
+"""Address of the client, or of its IPv6 network of 64 bits, as the first server of ours saw it."""
 
 LEFT_TO_US = (
     (b"x-request-disconnect-disabled", b"?1"),

@@ -26,9 +26,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from cluster.config.schema import LEAST_ONGOING_REQUESTS
 from cluster.edge.answers import error_response, json_response
 from cluster.edge.explain import ROUTE_HEADER, engine_request_id
 from cluster.edge.fair_lanes import Job, Lane
+from cluster.edge.gate import RequestGate
 from cluster.edge.headers import asks_for, cache_salt, claims, require_json, source_of
 from cluster.edge.heavy_work import HeavyWork
 from cluster.edge.openai_limits import Limits, no_room
@@ -55,6 +57,7 @@ from cluster.edge.openai_responses import (
     whole_body,
 )
 from cluster.edge.resume import LAST_EVENT_ID, ResumableChunks, resumed
+from cluster.edge.route_table import ROUTES
 from cluster.edge.sse import ClientGoneError, EventStream, until_disconnect
 from cluster.errors import (
     BadRequestError,
@@ -77,6 +80,7 @@ if TYPE_CHECKING:
     from cluster.edge.openai_requests import Prompt
     from cluster.edge.openai_responses import Shape
     from cluster.edge.resume import Position
+    from cluster.edge.route_table import RouteSpec
     from cluster.edge.slots import SlotsView
     from cluster.edge.transfers import TransfersView
     from replicas.messages import EngineRequest
@@ -170,27 +174,35 @@ def create_app(
 
     Args:
         backend: Runs the requests.
-        ingress: Limits of bodies and times, and what answers say of caches and placement.
+        ingress: Limits of bodies, times, open requests and host names, and what answers say of
+            caches and placement.
         version: What /version says.
         admission: Which headers name a tenant and objectives; None: none does.
     """
     routes = _Routes(backend, ingress, version, admission)
+    gate = RequestGate(
+        ingress.max_ongoing_requests or LEAST_ONGOING_REQUESTS, ingress.allowed_hosts
+    )
+    handlers: dict[str, Callable[[Request], Awaitable[Response]]] = {
+        "completions": routes.completions,
+        "chat_completions": routes.chat_completions,
+        "models": routes.models,
+        "model": routes.model,
+        "tokenize": routes.tokenize,
+        "detokenize": routes.detokenize,
+        "health": routes.health,
+        "health_generate": routes.health_generate,
+        "live": routes.live,
+        "metrics": routes.metrics,
+        "kv": routes.kv,
+        "slots": routes.slots,
+        "route": routes.route,
+        "version": routes.version,
+    }
     return _App(
         routes=[
-            _route("/v1/completions", routes.completions, "POST"),
-            _route("/v1/chat/completions", routes.chat_completions, "POST"),
-            _route("/v1/models", routes.models),
-            _route("/v1/models/{model_id:path}", routes.model),
-            _route("/tokenize", routes.tokenize, "POST"),
-            _route("/detokenize", routes.detokenize, "POST"),
-            _route("/health", routes.health),
-            _route("/health_generate", routes.health_generate),
-            _route("/live", routes.live),
-            _route("/metrics", routes.metrics),
-            _route("/kv", routes.kv),
-            _route("/debug/slots", routes.slots),
-            _route("/debug/routes/{request_id:path}", routes.route),
-            _route("/version", routes.version),
+            Route(spec.path, _Handler(handlers[spec.name], spec, gate), methods=[spec.method])
+            for spec in ROUTES
         ]
     )
 
@@ -202,21 +214,22 @@ class _App(Starlette):
         return _Edge(self.router)
 
 
-def _route(
-    path: str, handle: Callable[[Request], Awaitable[Response]], method: str = "GET"
-) -> Route:
-    return Route(path, _Handler(handle), methods=[method])
-
-
 class _Handler:
     """A handler as an app: given a function, `Route` catches its errors, which are `_Edge`'s."""
 
-    def __init__(self, handle: Callable[[Request], Awaitable[Response]]) -> None:
+    def __init__(
+        self, handle: Callable[[Request], Awaitable[Response]], spec: RouteSpec, gate: RequestGate
+    ) -> None:
         self._handle = handle
+        self._spec = spec
+        self._gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = await self._handle(Request(scope, receive, send))
-        await response(scope, receive, send)
+        request = Request(scope, receive, send)
+        self._gate.check(self._spec, request.headers)
+        with self._gate.open(self._spec):
+            response = await self._handle(request)
+            await response(scope, receive, send)
 
 
 class _Routes:
@@ -233,6 +246,7 @@ class _Routes:
         self._version = version
         self._max_body_bytes = ingress.max_body_bytes
         self._request_timeout_s = ingress.request_timeout_s
+        self._stream_keep_alive_s = ingress.stream_keep_alive_s
         self._admission = admission
         self._prompt_tokens_details = ingress.prompt_tokens_details
         self._has_route_header = ingress.route_header
@@ -289,7 +303,14 @@ class _Routes:
                 request, position = resumed(request, last_event_id)
                 chunks = ResumableChunks(ChunkWriter(shape, request, spec), request, position)
                 generate = functools.partial(self._backend.generate, request, known=position)
-            return EventStream(generate, chunks, _serving_error, request.timeout_s, more_headers)
+            return EventStream(
+                generate,
+                chunks,
+                _serving_error,
+                timeout_s=request.timeout_s,
+                keep_alive_s=self._stream_keep_alive_s,
+                more_headers=more_headers,
+            )
         deltas: list[OutputDelta] = []
 
         async def emit(delta: OutputDelta) -> None:

@@ -28,6 +28,7 @@ from ray.serve.exceptions import RayServeException
 from cluster.config.environment import process_environment
 from cluster.config.resolve import replica_engine, resolve
 from cluster.config.schema import NODE_HOST
+from cluster.edge.door import MAX_BODY_VARIABLE
 from cluster.edge.routes import create_app
 from cluster.ingress import Ingress
 from cluster.lifecycle import haproxy
@@ -80,6 +81,9 @@ _INGRESS_VARIABLES = {
     haproxy.DOOR_VARIABLE: haproxy.INGRESS_DOOR,
 }
 """What Ray Serve reads when the process of an ingress starts."""
+_NO_LIMIT_OF_SERVE = 2**20
+"""More requests than an ingress can have connections. The application has the limit
+(`cluster.edge.gate`): Serve's stands in front of health checks too, and refuses in plain text."""
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -452,13 +456,16 @@ def ingress_deployment(config: ClusterConfig) -> Deployment:
             # Serve collects reports of deployments that it may scale, and of no other.
             config.ingress.replicas if config.is_scaled else None,
         ),
-        max_ongoing_requests=config.ingress.max_ongoing_requests,
-        max_queued_requests=config.router.max_queued_requests,
-        backpressure_config={"status_code": 429, "retry_after_s": 1},
+        max_ongoing_requests=_NO_LIMIT_OF_SERVE,
         ray_actor_options={
             "num_cpus": config.ingress.num_cpus,
             "resources": dict(config.ingress.resources),
-            "runtime_env": {"env_vars": _INGRESS_VARIABLES},
+            "runtime_env": {
+                "env_vars": {
+                    **_INGRESS_VARIABLES,
+                    MAX_BODY_VARIABLE: str(config.ingress.max_body_bytes),
+                }
+            },
         },
         # As long as the pools let their requests run, or streams would be cut here.
         graceful_shutdown_timeout_s=max(_shutdown_timeout_s(config, role) for role in config.pools),

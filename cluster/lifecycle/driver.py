@@ -25,6 +25,8 @@ import typer
 from ray import serve
 from ray.serve.config import HTTPOptions, ProxyLocation
 
+from cluster.config.environment import process_environment
+from cluster.config.front import FrontSettings
 from cluster.config.resolve import resolve
 from cluster.errors import ClusterConfigError
 from cluster.lifecycle.application import bind
@@ -77,7 +79,7 @@ def main() -> int:
         try:
             _deploy(file, application)
             if _wait_until_running(file, stop):
-                _announce(file.url, config.served_model_name, options.has_haproxy)
+                _announce(file, config.served_model_name, options.has_haproxy)
                 stop.wait()
             return 0
         except DeploymentFailedError as error:
@@ -217,14 +219,19 @@ def _is_healthy(file: ServeFile) -> bool:
         return False
 
 
-def _announce(url: str, model: str, has_haproxy: bool) -> None:
-    if not has_haproxy:
+def _announce(file: ServeFile, model: str, has_haproxy: bool) -> None:
+    url = operations = file.url
+    if has_haproxy:
+        front = FrontSettings.read(process_environment())
+        operations = f"http://{front.operations_address(file.http_options.port)}"
+    else:
         say("HAProxy is not available here: Serve's own proxy answers, which is slower.")
     body = json.dumps({"model": model, "prompt": "Return the", "max_tokens": 48, "stream": True})
     typer.echo(
         f"\nReady: {url}/v1 serves the model {model!r}. Try:\n\n"
         f"  curl -N {url}/v1/completions -H 'Content-Type: application/json' \\\n"
-        f"    -d '{body}'\n\nCtrl-C stops everything."
+        f"    -d '{body}'\n\n"
+        f"For operators: {operations}/metrics, /kv, /debug/slots.\n\nCtrl-C stops everything."
     )
 
 

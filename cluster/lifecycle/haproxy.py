@@ -7,12 +7,24 @@ HAProxy (same process id, which Serve checks).
 - The public address is that of `http_options`, but Serve writes the two administration listeners
   (metrics and statistics) without one, which means every interface: they are bound to loopback, and
   may have few connections, for all listeners share one number of them.
+- A second frontend, `operations`, leads to the same ingresses: by default 127.0.0.1, at the public
+  port + 1. It says so in a header, and the application decides by its route what it answers there
+  (`cluster.edge.route_table`): HAProxy would have to know every way to write a path.
+- The header `x-ttserve-source` has the client's address. It is the connection's, or the last one of
+  `X-Forwarded-For` where the connection comes from a trusted proxy.
+- Only HTTP/1.1 is spoken: a connection of HTTP/2 would be a hundred requests, and connections are
+  what is limited.
+- A request with a method that no route has gets 405 and is not logged: Serve makes a metric label
+  of every method that it sees in the log.
+- A POST is sent again after its ingress died only where its route permits that.
 - The admin socket, which Serve writes with mode 666, is its owner's alone, and nothing starts if
   another user could change one of the files. It keeps `expose-fd listeners`: Serve reloads with
   `-x`, and HAProxy ends at once if it cannot have its predecessor's listeners by that way.
 - A request must come whole, or fill HAProxy's buffer, within `REQUEST_TIMEOUT_S`; a client that
-  takes nothing of its answer for `CLIENT_TIMEOUT_S` is gone; one address has half of all
-  connections at most (`RAY_SERVE_HAPROXY_MAXCONN` says how many there are).
+  takes nothing of its answer for `CLIENT_TIMEOUT_S` is gone; a connection without a request is
+  closed after `KEEP_ALIVE_S`, unless `http_options.keep_alive_timeout_s` says otherwise; one
+  address, if it is no trusted proxy, has half of all connections at most
+  (`RAY_SERVE_HAPROXY_MAXCONN` says how many there are).
 - Headers that are Serve's own are taken off.
 - While its host leaves (`ttserve leave`), /health is a 503 and everything else is served on: Serve
   says so at its own /-/healthz alone.
@@ -36,10 +48,21 @@ import re
 import shutil
 import signal
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.config.environment import process_environment
-from cluster.edge.headers import INTERNAL_HEADERS
+from cluster.config.front import HAPROXY_VARIABLE, FrontSettings, is_loopback
+from cluster.edge.headers import (
+    BOUND_HEADER,
+    INTERNAL_HEADERS,
+    LISTENER_HEADER,
+    LOOPBACK,
+    OPERATIONS,
+    SOURCE_HEADER,
+)
+from cluster.edge.route_table import KNOWN_METHODS, REPEATABLE_PATHS, SAFE_METHODS
+from cluster.errors import ClusterConfigError
 from cluster.lifecycle.private_files import UnsafeFileError, require_private
 from cluster.lifecycle.ray_token import require_private_token
 
@@ -52,15 +75,21 @@ INGRESS_DOOR = "cluster.edge.door:ingress_middlewares"
 
 REQUEST_TIMEOUT_S = 10
 CLIENT_TIMEOUT_S = 30
+KEEP_ALIVE_S = 10
+_KEEP_ALIVE_OF_SERVE_S = 90
+"""Serve's default, which it also writes where a configuration says nothing."""
 _SOCKET_BYTES = 128 * 2**10
 _HEALTH_PERIOD_S = 1
 _DEFAULT_MAX_CONNECTIONS = 4096
 _OWN_CONNECTIONS = 32
+_OPERATIONS_CONNECTIONS = 128
 _LONGEST_STREAM_S = 3600
 
 _BIND = re.compile(r"^(?P<indent>\s*bind\s+)(?P<address>\S*):(?P<port>\d+)(?P<rest>.*)$")
 _ERROR_FILE = re.compile(r"^(?P<indent>\s*)errorfile\s+(?P<status>\d+)\s+\S+\s*$")
 _NOT_FOUND = re.compile(r"^\s*http-request return status 404\b")
+_PUBLIC, _OPERATIONS = "frontend http_frontend", "frontend operations"
+_SOURCE_BITS = "32,64"
 _OWN_SECTIONS = frozenset({"frontend prometheus", "listen stats"})
 _DRAINS = re.compile(
     r"^\s*http-request return status 503 .*node is being drained.* if healthcheck$"
@@ -74,13 +103,40 @@ _TAKE_OVER = frozenset({"-sf", "-st", "-x"})
 _SOCKET = re.compile(r"^(?P<head>\s*stats socket \S+)(?: mode \d+)?(?P<rest>.*)$")
 _MAX_CONNECTIONS = re.compile(r"^\s*maxconn (\d+)", re.MULTILINE)
 _REPLACED = re.compile(r"^\s*(timeout client|timeout http-request|errorfile 408)\s")
+_KEEP_ALIVE = re.compile(rf"^(?P<head>\s*timeout http-keep-alive) {_KEEP_ALIVE_OF_SERVE_S}s\s*$")
 _FILE = re.compile(
     r"^\s*(?:stats socket|server-state-file|lua-load-per-thread|log"
     r"|errorfile \d+)\s+(/\S+)",
     re.MULTILINE,
 )
 _SET_DEATH_SIGNAL = 1
-_UNAVAILABLE_FILE, _TIMEOUT_FILE = "unavailable.http", "timeout.http"
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorFiles:
+    """Files, with whole HTTP answers, that HAProxy sends by itself.
+
+    Attributes:
+        unavailable: No ingress can be reached.
+        timeout: The request was too slow.
+        method: No route has the method.
+    """
+
+    unavailable: str
+    timeout: str
+    method: str
+
+    @classmethod
+    def beside(cls, config: Path) -> ErrorFiles:
+        """Name the files in the folder of a configuration."""
+        names = ("unavailable.http", "timeout.http", "method.http")
+        return cls(*(str(config.with_name(name)) for name in names))
+
+    def write(self) -> None:
+        """Write every file."""
+        Path(self.unavailable).write_bytes(error_response())
+        Path(self.timeout).write_bytes(timeout_response())
+        Path(self.method).write_bytes(method_response())
 
 
 def rewrite(config: str, error_file: str | None = None) -> str:
@@ -117,47 +173,89 @@ def rewrite(config: str, error_file: str | None = None) -> str:
     return "\n".join(result) + "\n"
 
 
-def _public_host(lines: list[str]) -> str | None:
-    """Address of the frontend that clients use, or None if it listens on every interface."""
-    section = ""
-    for line in lines:
-        if line and not line[0].isspace():
-            section = line.strip()
-        bind = _BIND.match(line)
-        if bind and section == "frontend http_frontend":
-            return None if bind["address"] in _EVERY_ADDRESS else bind["address"]
-    return None
-
-
-def protect(config: str, timeout_file: str) -> str:
-    """Close the admin socket, and bound what a client can hold; see the module.
+def add_operations(config: str, front: FrontSettings) -> str:
+    """Add the operations listener, as a copy of the public frontend with an address of its own.
 
     Args:
         config: HAProxy's configuration as Serve wrote it.
-        timeout_file: File that HAProxy sends to a client whose request did not come in time.
+        front: Says which address.
+
+    Returns:
+        The configuration to run; the same again for one that has the listener.
+    """
+    public = _section(config, _PUBLIC)
+    bind = _bind_of(public)
+    if bind is None or _OPERATIONS in config.splitlines():
+        return config
+    address = front.operations_address(int(bind["port"]))
+    operations = [f"{bind['indent']}{address}" if line == bind[0] else line for line in public[1:]]
+    text = "\n".join(public)
+    return config.replace(text, "\n".join([text, _OPERATIONS, *operations]))
+
+
+def _section(config: str, name: str) -> list[str]:
+    """The lines of a section, its name first; empty if there is none."""
+    section: list[str] = []
+    for line in config.splitlines():
+        if line and not line[0].isspace():
+            if section:
+                break
+            if line.strip() != name:
+                continue
+        elif not section:
+            continue
+        section.append(line)
+    return section
+
+
+def _bind_of(section: list[str]) -> re.Match[str] | None:
+    return next((bind for bind in map(_BIND.match, section) if bind), None)
+
+
+def _host_of(config: str, name: str) -> str | None:
+    """Address that a frontend listens on, or None for every interface."""
+    bind = _bind_of(_section(config, name))
+    return None if bind is None or bind["address"] in _EVERY_ADDRESS else bind["address"]
+
+
+def protect(config: str, files: ErrorFiles, front: FrontSettings) -> str:
+    """Close the admin socket, and bound what a client can do and hold; see the module.
+
+    Args:
+        config: HAProxy's configuration as Serve wrote it.
+        files: What HAProxy sends to a client by itself.
+        front: Who is a trusted proxy.
 
     Returns:
         The configuration to run; the same again for one that has been protected.
 
     Source: as `rewrite`; HAProxy 2.8's configuration manual.
     """
-    added = _added(config, timeout_file)
+    added = _added(config, files, front)
     ours = {line for lines in added.values() for line in lines}
     result = []
+    section = ""
     for line in config.splitlines():
-        socket = _SOCKET.match(line)
+        if line and not line[0].isspace():
+            section = line.strip()
+        socket, bind, keep_alive = _SOCKET.match(line), _BIND.match(line), _KEEP_ALIVE.match(line)
         if socket:
             result.append(f"{socket['head']} mode 600{socket['rest']}")
+        elif bind and section in {_PUBLIC, _OPERATIONS} and not bind["rest"].endswith(" proto h1"):
+            result.append(f"{line} proto h1")
+        elif keep_alive:
+            result.append(f"{keep_alive['head']} {KEEP_ALIVE_S}s")
         elif line.strip() not in ours and not _REPLACED.match(line):
             result.append(line)
         result += [f"    {more}" for more in added.get(line.strip(), ())]
     return "\n".join(result) + "\n"
 
 
-def _added(config: str, timeout_file: str) -> dict[str, list[str]]:
+def _added(config: str, files: ErrorFiles, front: FrontSettings) -> dict[str, list[str]]:
     """What `protect` adds, by the section that it is for."""
     found = _MAX_CONNECTIONS.search(config)
     max_connections = int(found[1]) if found else _DEFAULT_MAX_CONNECTIONS
+    trusted = "{ src " + " ".join(front.trusted_proxies) + " }" if front.trusted_proxies else ""
     return {
         # The kernel would keep eight megabytes of an answer that nobody reads.
         "global": [
@@ -167,23 +265,56 @@ def _added(config: str, timeout_file: str) -> dict[str, list[str]]:
         "defaults": [
             f"timeout client {CLIENT_TIMEOUT_S}s",
             f"timeout http-request {REQUEST_TIMEOUT_S}s",
-            f"errorfile 408 {timeout_file}",
+            f"errorfile 408 {files.timeout}",
         ],
         **{section: [f"maxconn {_OWN_CONNECTIONS}"] for section in _OWN_SECTIONS},
-        "frontend http_frontend": [
-            "option http-buffer-request",
+        _PUBLIC: [
             # An IPv6 network of 64 bits is one household or host.
             "stick-table type ipv6 size 100k expire 60s store conn_cur",
-            "tcp-request connection track-sc0 src,ipmask(32,64)",
+            f"tcp-request connection track-sc0 src,ipmask({_SOURCE_BITS})"
+            + (f" unless {trusted}" if trusted else ""),
             f"tcp-request connection reject if {{ sc0_conn_cur gt {max_connections // 2} }}",
-            f"http-request del-header {INTERNAL_HEADERS} -m reg",
-            # Serve reads it as UTF-8, and fails.
-            "http-request del-header x-request-id if { req.hdr(x-request-id) -m reg '[^ -~]' }",
-            # The ingress names the request, and Serve does once more.
-            "http-response set-header x-request-id %[res.fhdr(x-request-id,1)]"
-            " if { res.fhdr_cnt(x-request-id) gt 1 }",
+            *_request_rules(config, _PUBLIC, files, trusted),
+        ],
+        _OPERATIONS: [
+            f"maxconn {_OPERATIONS_CONNECTIONS}",
+            *_request_rules(config, _OPERATIONS, files, trusted),
+            f"http-request set-header {LISTENER_HEADER} {OPERATIONS}",
         ],
     }
+
+
+def _request_rules(config: str, section: str, files: ErrorFiles, trusted: str) -> list[str]:
+    """What is done to each request and answer of a frontend, before Serve's own rules."""
+    host = _host_of(config, section)
+    is_loopback_only = host is not None and is_loopback(host)
+    methods, safe = " ".join(KNOWN_METHODS), " ".join(SAFE_METHODS)
+    forwarded_for = "req.hdr_ip(x-forwarded-for,-1)"
+    return [
+        "option http-buffer-request",
+        f"acl ttserve_has_route method {methods}",
+        "http-request set-log-level silent unless ttserve_has_route",
+        f"http-request return status 405 errorfile {files.method} unless ttserve_has_route",
+        f"acl ttserve_repeatable method {safe}",
+        f"acl ttserve_repeatable path {' '.join(REPEATABLE_PATHS)}",
+        "http-request disable-l7-retry unless ttserve_repeatable",
+        f"http-request del-header {INTERNAL_HEADERS} -m reg",
+        # Serve reads it as UTF-8, and fails.
+        "http-request del-header x-request-id if { req.hdr(x-request-id) -m reg '[^ -~]' }",
+        "http-request set-var(txn.ttserve_source) src",
+        # Left as it is where the header has no address at its end.
+        *(
+            [f"http-request set-var(txn.ttserve_source) {forwarded_for} if {trusted}"]
+            if trusted
+            else []
+        ),
+        f"http-request set-header {SOURCE_HEADER}"
+        f" %[var(txn.ttserve_source),ipmask({_SOURCE_BITS})]",
+        *([f"http-request set-header {BOUND_HEADER} {LOOPBACK}"] if is_loopback_only else []),
+        # The ingress names the request, and Serve does once more.
+        "http-response set-header x-request-id %[res.fhdr(x-request-id,1)]"
+        " if { res.fhdr_cnt(x-request-id) gt 1 }",
+    ]
 
 
 def files_of(config: str) -> list[Path]:
@@ -209,6 +340,18 @@ def timeout_response() -> bytes:
         f"The request was not complete within {REQUEST_TIMEOUT_S} s; send it without pauses.",
         "TimeoutError",
         "body_timeout",
+    )
+
+
+def method_response() -> bytes:
+    """What a client gets for a method that no route has: a 405 in the same form."""
+    methods = ", ".join(KNOWN_METHODS)
+    return _response(
+        "405 Method Not Allowed",
+        f"No route has this method; use one of {methods}.",
+        "BadRequestError",
+        "method_not_allowed",
+        f"Allow: {methods}\r\n",
     )
 
 
@@ -242,7 +385,7 @@ def environment(folder: Path, script: str | None) -> dict[str, str]:
     if script is None:
         return variables
     return variables | {
-        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        HAPROXY_VARIABLE: "1",
         BINARY_VARIABLE: script,
         # Whatever changes among the replicas reloads HAProxy: its predecessor must stay as long as
         # a stream that it carries may take, which Serve would cut after two minutes.
@@ -288,8 +431,8 @@ def main() -> None:
         path = Path(arguments[arguments.index("-f") + 1])
         try:
             require_private_token(process_environment())
-            prepare(path)
-        except UnsafeFileError as error:
+            prepare(path, FrontSettings.read(process_environment()))
+        except (UnsafeFileError, ClusterConfigError) as error:
             sys.exit(f"{SCRIPT_NAME}: {error}")
         # One that takes a predecessor's listeners over changes nothing about who reaches them.
         if not _TAKE_OVER.intersection(arguments):
@@ -319,27 +462,27 @@ def _warn(config: str) -> None:
     # Slow to load, and a reload must not wait for it.
     from cluster.config.serve_file import public_warning
 
-    warning = public_warning(_public_host(config.splitlines()) or "*")
+    warning = public_warning(_host_of(config, _PUBLIC) or "*")
     if warning:
         sys.stderr.write(f"{SCRIPT_NAME}: {warning}\n")
         sys.stderr.flush()
 
 
-def prepare(path: Path) -> None:
+def prepare(path: Path, front: FrontSettings) -> None:
     """Rewrite a configuration of Serve's, and put beside it what HAProxy answers by itself.
 
     Raises:
         UnsafeFileError: Another user could change it, or a file that it names.
     """
-    unavailable, timeout = path.with_name(_UNAVAILABLE_FILE), path.with_name(_TIMEOUT_FILE)
-    for file in (path, unavailable, timeout):
+    files = ErrorFiles.beside(path)
+    for file in (path, Path(files.unavailable), Path(files.timeout), Path(files.method)):
         require_private(file)
     config = path.read_text()
     for file in files_of(config):
         require_private(file)
-    unavailable.write_bytes(error_response())
-    timeout.write_bytes(timeout_response())
-    path.write_text(protect(rewrite(config, str(unavailable)), str(timeout)))
+    files.write()
+    config = add_operations(rewrite(config, files.unavailable), front)
+    path.write_text(protect(config, files, front))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from cluster.config.serve_file import is_loopback
+from cluster.config.front import is_loopback
 from cluster.lifecycle.findings import Finding, Level
 from cluster.lifecycle.processes import process_environ, process_table
 
@@ -88,7 +88,7 @@ KNOWN_SOCKETS = (
         "http",
         _HAPROXY,
         _TCP,
-        "`http_options.host`; its statistics and metrics on loopback",
+        "`http_options.host`; operations, statistics and metrics on loopback",
         "everybody who reaches the address: there are no API keys",
     ),
     KnownSocket(

@@ -16,7 +16,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from cluster.config.serve_file import is_loopback
+from cluster.config.front import is_loopback
 from cluster.lifecycle.processes import process_environ, process_table
 from cluster.lifecycle.ray_token import VARIABLES
 

@@ -12,7 +12,7 @@ import ray.util
 from ray.serve._private import replica
 
 from cluster.config.environment import process_environment
-from cluster.config.serve_file import is_loopback
+from cluster.config.front import is_loopback
 from cluster.lifecycle.ray_token import require_private_token
 
 if TYPE_CHECKING:

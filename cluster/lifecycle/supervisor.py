@@ -30,6 +30,7 @@ import msgspec
 import typer
 
 from cluster.config.environment import process_environment
+from cluster.config.front import FrontSettings
 from cluster.config.serve_file import read_faults, read_serve_file
 from cluster.errors import ClusterConfigError
 from cluster.lifecycle import haproxy
@@ -105,12 +106,16 @@ def serve(options: ServeOptions, host: str, port: int) -> int:
         The exit code: the driver's, 0 after a clean stop.
 
     Raises:
-        ClusterConfigError: The port is taken, or other users can write where the server's folder
-            would be.
+        ClusterConfigError: A port is taken, a setting of the front cannot be used, or other users
+            can write where the server's folder would be.
     """
-    require_free_port(host, port)
-    folder = private_folder()
     script = haproxy.find_script()
+    front = FrontSettings.read(process_environment())
+    require_free_port(host, port)
+    if script is not None:
+        operations_host, _, operations_port = front.operations_address(port).rpartition(":")
+        require_free_port(operations_host.strip("[]*"), int(operations_port))
+    folder = private_folder()
     options = msgspec.structs.replace(options, folder=str(folder), has_haproxy=script is not None)
     signals = _SignalCount()
     try:
@@ -167,24 +172,26 @@ def environment(folder: Path, haproxy_script: str | None) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on now.
+    """Return a TCP port of the loopback interface that is free, as is the next one.
 
-    Why a range: ports above it are where Ray's processes, and every outgoing connection, land by
-    chance; those below are the defaults of Ray, Serve and its workers.
+    The next one is for operators, where the port becomes a public one. Why a range: ports above it
+    are where Ray's processes, and every outgoing connection, land by chance; those below are the
+    defaults of Ray, Serve and its workers.
 
     Raises:
         ClusterConfigError: Every port of the range is taken.
     """
     first = random.randint(_FIRST_PORT, _LAST_PORT)
     for port in itertools.chain(range(first, _LAST_PORT + 1), range(_FIRST_PORT, first)):
-        with socket.socket() as probe, contextlib.suppress(OSError):
+        with socket.socket() as probe, socket.socket() as other, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
+            other.bind(("127.0.0.1", port + 1))
             return port
     raise ClusterConfigError(f"no free port on 127.0.0.1 from {_FIRST_PORT} to {_LAST_PORT}")
 
 
 def require_free_port(host: str, port: int) -> None:
-    """Check that the endpoint's address can be bound.
+    """Check that an address of the endpoint can be bound.
 
     Raises:
         ClusterConfigError: It cannot; names the address and what to pass instead.
@@ -197,7 +204,8 @@ def require_free_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise ClusterConfigError(
-                f"cannot listen on {host}:{port} ({error.strerror}); choose another with --port"
+                f"cannot listen on {host}:{port} ({error.strerror}); choose another with --port, "
+                "which takes the port after it too"
             ) from error
 
 

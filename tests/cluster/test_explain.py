@@ -14,7 +14,7 @@ from cluster.ingress import Ingress
 from cluster.lab.replay import read, replay
 from cluster.routing.demand import Demand
 from cluster.routing.explain import KEPT
-from tests.cluster.edge.test_routes import Client
+from tests.cluster.edge.test_routes import OPERATOR, Client
 from tests.cluster.engines import KEYS, engine_config, model_folder, running, until
 
 pytestmark = pytest.mark.process
@@ -49,7 +49,7 @@ async def serving(engines, options=None, **router):
 
         async def ask(method, path, body=b"", **headers):
             named = [(name.replace("_", "-"), value) for name, value in headers.items()]
-            return await Client(app).request(method, path, body, named)
+            return await Client(app).request(method, path, body, [*named, *OPERATOR])
 
         yield ask, ingress
     finally:
@@ -214,8 +214,8 @@ def test_routes_of_both_sides_are_kept_and_the_oldest_are_forgotten(monkeypatch)
                         body(f"{number} {PROMPT}"),
                         [("x-request-id", f"r{number}")],
                     )
-                old = await Client(app).request("GET", "/debug/routes/r2")
-                new = await Client(app).request("GET", "/debug/routes/r4")
+                old = await Client(app).request("GET", "/debug/routes/r2", headers=OPERATOR)
+                new = await Client(app).request("GET", "/debug/routes/r4", headers=OPERATOR)
                 assert len(ingress.router.routes) == 2
             finally:
                 await ingress.close()

@@ -154,7 +154,7 @@ def slow_clients(known: Attack) -> Counter[str]:
     _HELD.extend(unread)
     slow = [connect(known.http_port) for _ in range(NUM_SLOW)]
     for n, client in enumerate(slow):
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX-Slow: "
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow: "
         client.sendall(head if n % 3 == 0 else request_bytes(b"{", length=500))
     end_s = time.monotonic() + 5
     while time.monotonic() < end_s:
@@ -206,7 +206,7 @@ def costly_bodies(known: Attack) -> Counter[str]:
         return f"{name} {ask(known.http_port, raw, path=path)[0]}"
 
     with ThreadPoolExecutor(4) as storm, ThreadPoolExecutor(8) as threads:
-        scrapes = storm.map(lambda path: _get(known.http_port, path), ["/metrics", "/kv"] * 150)
+        scrapes = storm.map(lambda path: _get(known.http_port + 1, path), ["/metrics", "/kv"] * 150)
         came = Counter(threads.map(post, [*bodies] * 10))
         came += Counter(scrapes)
     return came
@@ -214,7 +214,9 @@ def costly_bodies(known: Attack) -> Counter[str]:
 
 def _get(port: int, path: str) -> str:
     with contextlib.closing(connect(port)) as client:
-        client.sendall(f"GET {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n".encode())
+        client.sendall(
+            f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
+        )
         return f"{path} {answer(client)[0]}"
 
 

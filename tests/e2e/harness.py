@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.lifecycle import supervisor
 from cluster.lifecycle.ray_token import own_token
+from tests.e2e.operations import operations_url
 from tests.shared_memory import shared_memory_of
 
 if TYPE_CHECKING:
@@ -167,6 +168,7 @@ class LocalServer:
 
     Attributes:
         url: Address of its endpoint, without a path.
+        operations_url: Address of its operations listener.
         footprint: What it holds.
     """
 
@@ -187,6 +189,7 @@ class LocalServer:
             environment: Variables to set for it.
         """
         self.url = f"http://127.0.0.1:{port}"
+        self.operations_url = operations_url(self.url)
         self._log_folder = Path(tempfile.mkdtemp(prefix="e2e-"))
         self._log = self._log_folder / "log"
         with self._log.open("wb") as log:

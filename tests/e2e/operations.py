@@ -5,4 +5,5 @@ from __future__ import annotations
 
 def operations_url(url: str) -> str:
     """The address, without a path, of the pages for operators of a cluster that serves at `url`."""
-    return url
+    host, _, port = url.rpartition(":")
+    return f"{host}:{int(port) + 1}"

@@ -94,7 +94,7 @@ def test_request_that_takes_too_long_ends_with_an_error_and_frees_its_slot(serve
 
 def num_running(server):
     """Requests that the engines have."""
-    lines = harness.get_json(f"{server.url}/metrics")[1].splitlines()
+    lines = harness.get_json(f"{server.operations_url}/metrics")[1].splitlines()
     return sum(float(x.split()[-1]) for x in lines if x.startswith("vllm:num_requests_running{"))
 
 

@@ -84,11 +84,11 @@ def test_server_says_what_it_serves(server, client):
 
 
 def test_replicas_tell_of_their_transfers_and_none_is_silent(server):
-    with urllib.request.urlopen(f"{server.url}/kv", timeout=10) as reply:
+    with urllib.request.urlopen(f"{server.operations_url}/kv", timeout=10) as reply:
         replicas = json.load(reply)["replicas"]
     assert [replica["pool"] for replica in replicas] == ["decode", "decode", "prefill"]
     assert not any(replica["is_silent"] for replica in replicas)
-    result = CliRunner().invoke(cli, ["kv", "--url", server.url])
+    result = CliRunner().invoke(cli, ["kv", "--url", server.operations_url])
     assert result.exit_code == 0
     assert all(replica["replica"] in result.output for replica in replicas)
 

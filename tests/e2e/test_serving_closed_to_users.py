@@ -14,7 +14,7 @@ import other_user
 import pytest
 from other_user import as_other_user
 
-from cluster.config.serve_file import is_loopback
+from cluster.config.front import is_loopback
 from cluster.lifecycle.listeners import read_listeners
 
 pytestmark = pytest.mark.ray

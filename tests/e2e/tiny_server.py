@@ -24,7 +24,7 @@ def serve_file(port):
         "model_name": MODEL,
         "engine": engine,
         "router": {"max_queued_requests": PLACES, "min_remote_prefill_tokens": 0},
-        "ingress": {"max_body_bytes": 100_000, "max_ongoing_requests": PLACES},
+        "ingress": {"max_body_bytes": 100_000, "max_ongoing_requests": 2 * PLACES},
         "pools": {
             "prefill": {"engine": {"max_batch_size": 8, "max_num_batched_tokens": 256}},
             "decode": {"replicas": 2, "engine": {"max_batch_size": 32, "tt_data_parallel": 2}},
@@ -38,7 +38,7 @@ def serve_file(port):
 
 def metrics(server):
     """(name, labels) -> value of every sample that the server shows."""
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as reply:
+    with urllib.request.urlopen(f"{server.operations_url}/metrics", timeout=10) as reply:
         page = reply.read().decode()
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value

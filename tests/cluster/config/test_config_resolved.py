@@ -66,7 +66,7 @@ OVERRIDES = [
     ({"http_options": {"host": ""}}, "^http_options.host: Expected `str` of length >= 1"),
     ({"http_options": {"host": 3}}, "^http_options.host: Expected `str`"),
     ({"http_options": {"port": 0}}, "^http_options.port: Expected `int` >= 1"),
-    ({"http_options": {"port": 65536}}, "^http_options.port: Expected `int` <= 65535"),
+    ({"http_options": {"port": 65535}}, "^http_options.port: Expected `int` <= 65534"),
     ({"http_options": {"port": "8000"}}, "^http_options.port: Expected `int`"),
     ({"args": {"faults": [{**KILL, "kind": "boom"}]}}, r"^args.faults: \[0\].kind: .*'boom'"),
     ({"args": {"faults": [{**KILL, "target": "decode/2"}]}}, r"^args.faults: \[0\].target: "),
@@ -101,7 +101,7 @@ def test_an_override_is_refused_as_the_same_file_is(raw, write, changes, reason)
     [
         ("--model", "models/tiny", "args.model 'models/tiny' is a relative path"),
         ("--host", "", "http_options.host: Expected `str` of length >= 1"),
-        ("--port", "65536", "http_options.port: Expected `int` <= 65535"),
+        ("--port", "65535", "http_options.port: Expected `int` <= 65534"),
         ("--faults", [{**KILL, "target": "decode/2"}], "args.faults: [0].target: 'decode/2'"),
         ("--faults", [{**KILL, "kind": "boom"}], "plan.yaml: [0].kind: unknown kind 'boom'"),
     ],

@@ -57,7 +57,7 @@ def connect(port, *, source="127.0.0.1", receive_bytes=None):
 def request_bytes(body, *, length=None, headers=(), path="/v1/completions"):
     """A POST; `length` is what it says of its body."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    lines = [f"POST {path} HTTP/1.1", "Host: test", "Connection: close"]
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Connection: close"]
     lines += ["Content-Type: application/json", *headers]
     head = [*lines, f"Content-Length: {len(raw) if length is None else length}", "", ""]
     return "\r\n".join(head).encode("latin-1") + raw

@@ -9,7 +9,7 @@ import warnings
 import pytest
 
 from cluster.config.schema import IngressConfig
-from cluster.edge.door import DoorLimits, ingress_middlewares, middlewares
+from cluster.edge.door import DoorLimits, ingress_middlewares, middlewares, source_of
 from cluster.edge.headers import LEFT_TO_US
 from cluster.edge.openai import Usage
 from cluster.edge.routes import create_app
@@ -110,7 +110,7 @@ def test_a_body_over_the_limit_is_refused_however_it_is_sent(door, chunked):
 
 
 def test_large_bodies_share_what_small_ones_never_need(door):
-    limits = DoorLimits(free_bytes=1000, shared_bytes=100_000)
+    limits = DoorLimits(free_bytes=1000, shared_bytes=100_000, num_sources=1)
     with door(limits) as (guard, port), contextlib.ExitStack() as stack:
         large = [stack.enter_context(contextlib.closing(connect(port))) for _ in range(2)]
         large[0].sendall(request_bytes(b" " * 90_000, length=95_000))
@@ -121,6 +121,149 @@ def test_large_bodies_share_what_small_ones_never_need(door):
         assert json.loads(text)["error"]["code"] == "saturated"
         assert ask(port, HI)[0] == 200
         assert guard.num_shared_bytes == 89_000
+
+
+def from_address(address):
+    """As HAProxy says it of a client."""
+    return [f"x-ttserve-source: {address}"]
+
+
+@pytest.fixture
+def behind_haproxy():
+    def make(limits):
+        app = create_app(FakeBackend(), IngressConfig(), version="0")
+        return serving_door(ingress_middlewares, app, limits)
+
+    return make
+
+
+def test_one_source_has_a_part_of_what_large_bodies_share(behind_haproxy):
+    limits = DoorLimits(free_bytes=1000, shared_bytes=100_000, num_sources=4)
+    greedy, honest = from_address("192.0.2.1"), from_address("192.0.2.2")
+    with behind_haproxy(limits) as (guard, port), contextlib.ExitStack() as stack:
+        held = [stack.enter_context(contextlib.closing(connect(port))) for _ in range(2)]
+        held[0].sendall(request_bytes(b" " * 20_000, length=30_000, headers=greedy))
+        poll(lambda: guard.num_shared_bytes == 19_000, "the first is being read")
+        held[1].sendall(request_bytes(b" " * 20_000, headers=greedy))
+        status, text = answer(held[1])
+        assert (status, json.loads(text)["error"]["code"]) == (429, "saturated")
+        large = json.dumps(HI).encode().ljust(20_000)
+        assert ask(port, large, headers=honest)[0] == 200
+
+
+def test_one_source_has_a_part_of_all_bodies(behind_haproxy):
+    greedy, honest = from_address("192.0.2.1"), from_address("192.0.2.2")
+    with (
+        behind_haproxy(DoorLimits(max_bodies=8, num_sources=4)) as (guard, port),
+        contextlib.ExitStack() as stack,
+    ):
+        held = [stack.enter_context(contextlib.closing(connect(port))) for _ in range(2)]
+        for client in held:
+            client.sendall(request_bytes(b"{", length=10, headers=greedy))
+        poll(lambda: guard.num_bodies == 2, "they are awaited")
+        assert ask(port, HI, headers=greedy)[0] == 429
+        assert ask(port, HI, headers=honest)[0] == 200
+
+
+def test_a_body_that_the_application_has_taken_has_no_share(behind_haproxy):
+    taken, done = threading.Event(), threading.Event()
+
+    async def takes(scope, receive, send):
+        if scope["type"] != "http":
+            return
+        assert len((await receive())["body"]) == 20_000
+        taken.set()
+        await asyncio.to_thread(done.wait, 20)
+        for message in whole_answer():
+            await send(message)
+
+    with (
+        serving_door(ingress_middlewares, takes, DoorLimits(free_bytes=1000)) as (guard, port),
+        contextlib.closing(connect(port)) as client,
+    ):
+        client.sendall(request_bytes(b" " * 20_000))
+        assert taken.wait(20)
+        held = guard.num_shared_bytes
+        done.set()
+        assert answer(client) == (200, b"x")
+        assert held == 0
+
+
+def test_an_ingress_reads_no_body_that_its_application_would_refuse(monkeypatch):
+    monkeypatch.setenv("TTSERVE_MAX_BODY_BYTES", "1000")
+    [middleware] = ingress_middlewares()
+    door = middleware.cls(NamesOfHeaders(), *middleware.args, **middleware.kwargs)
+    with serving(door) as port, contextlib.closing(connect(port)) as client:
+        client.sendall(request_bytes(b"", length=1001))
+        assert answer(client)[0] == 413
+
+
+class Scopes:
+    """An application that answers everything, and keeps each request's scope."""
+
+    def __init__(self):
+        self.seen = []
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] == "http":
+            self.seen.append(scope)
+            for message in whole_answer():
+                await send(message)
+
+
+def ours(scope):
+    return {k.decode(): v.decode() for k, v in scope["headers"] if k.startswith(b"x-ttserve-")}
+
+
+def test_behind_haproxy_a_request_is_from_where_haproxy_says():
+    app = Scopes()
+    told = ["x-ttserve-source: 192.0.2.1", "x-ttserve-listener: operations"]
+    with serving_door(ingress_middlewares, app) as (_, port):
+        ask(port, HI, headers=told)
+    assert app.seen[0]["client"][0] == "192.0.2.1"
+    assert ours(app.seen[0])["x-ttserve-listener"] == "operations"
+
+
+def test_without_haproxy_this_host_alone_may_use_the_operations_routes():
+    app = Scopes()
+    [middleware] = middlewares()
+
+    async def stays():
+        await asyncio.Event().wait()
+
+    async def swallow(message):
+        pass
+
+    async def ask_from(peer, server="10.0.0.5", headers=()):
+        door = middleware.cls(app, QUICK, **middleware.kwargs)
+        scope = {"type": "http", "headers": [*headers], "client": (peer, 1), "server": (server, 80)}
+        await door(scope, stays, swallow)
+        return ours(app.seen[-1])
+
+    async def run():
+        forged = [(b"x-ttserve-listener", b"operations"), (b"x-ttserve-source", b"192.0.2.9")]
+        assert await ask_from("192.0.2.1", headers=forged) == {}
+        assert await ask_from("127.0.0.1") == {"x-ttserve-listener": "operations"}
+        # A proxy on this host that passes on what another host sent.
+        forwarded = [(b"x-forwarded-for", b"192.0.2.1")]
+        assert await ask_from("127.0.0.1", headers=forwarded) == {}
+        assert "x-ttserve-bound" in await ask_from("127.0.0.1", server="127.0.0.1")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("address", "source"),
+    [
+        ("192.0.2.1", "192.0.2.1"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::"),
+        ("::ffff:192.0.2.1", "192.0.2.1"),
+        ("unix", "unix"),
+        ("", ""),
+    ],
+)
+def test_an_ipv6_network_of_64_bits_is_one_source(address, source):
+    assert source_of(address) == source
 
 
 def test_more_bodies_than_there_may_be_get_429(door):
@@ -168,14 +311,19 @@ def test_a_quiet_stream_outlives_the_time_for_writes(door):
 
 
 @pytest.mark.parametrize(
-    ("make_middlewares", "ours"), [(middlewares, []), (ingress_middlewares, [*LEFT_TO_US])]
+    ("make_middlewares", "ours"),
+    [
+        # Where clients connect to Serve's own proxy, the door says what HAProxy would.
+        (middlewares, [b"x-ttserve-bound", b"x-ttserve-listener"]),
+        (ingress_middlewares, [name for name, _ in LEFT_TO_US]),
+    ],
 )
 def test_headers_of_serve_do_not_pass(make_middlewares, ours):
     app = NamesOfHeaders()
     with serving_door(make_middlewares, app) as (_, port):
         assert ask(port, HI, headers=[*OF_SERVE, "x-mine: d"])[0] == 200
-    theirs = [b"connection", b"content-length", b"host", b"x-mine"]
-    assert sorted(app.seen) == sorted([*theirs, *(name for name, _ in ours)])
+    theirs = [b"connection", b"content-length", b"content-type", b"host", b"x-mine"]
+    assert sorted(app.seen) == sorted([*theirs, *ours])
 
 
 def test_what_an_ingress_tells_serve_is_what_serve_reads():

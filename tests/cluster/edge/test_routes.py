@@ -25,6 +25,10 @@ PROMPTS = {
 MAX_BODY_BYTES = 2**20
 
 
+OPERATOR = [("x-ttserve-listener", "operations")]
+"""What HAProxy adds to requests of the operations listener."""
+
+
 class Client:
     """One ASGI request at a time, with the client's side of the connection in the test's hand."""
 
@@ -97,6 +101,87 @@ def make_app(service, max_body_bytes=MAX_BODY_BYTES, admission=None, **options):
 def call(service, method, path, body=b"", *, headers=(), max_body_bytes=MAX_BODY_BYTES, **options):
     app = make_app(service, max_body_bytes, **options)
     return asyncio.run(Client(app).request(method, path, body, headers))
+
+
+# --- who is answered ------------------------------------------------------------------------------
+
+OPERATIONS = ["/metrics", "/kv", "/debug/slots", "/debug/routes/r1", "/health_generate"]
+
+
+@pytest.mark.parametrize("path", OPERATIONS)
+def test_operations_routes_are_on_their_own_listener_alone(path):
+    refused = call(FakeBackend(), "GET", path)
+    assert refused.status == 404
+    assert "operations listener" in refused.body["error"]["message"]
+    answered = call(FakeBackend(), "GET", path, headers=OPERATOR)
+    assert "operations listener" not in str(answered.chunks)
+
+
+@pytest.mark.parametrize("path", ["/health", "/live", "/version"])
+@pytest.mark.parametrize("headers", [[], OPERATOR])
+def test_probes_are_answered_on_both_listeners(path, headers):
+    assert call(FakeBackend(), "GET", path, headers=headers).status == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200),
+        ("LOCALHOST.:8000", 200),
+        ("127.0.0.1:8000", 200),
+        ("[::1]", 200),
+        ("[::1]:8000", 200),
+        ("evil.example:8000", 421),
+        ("localhost.evil.example", 421),
+        ("127.0.0.1.evil.example", 421),
+        ("", 421),
+    ],
+)
+def test_a_loopback_listener_answers_to_loopback_names_alone(host, status):
+    headers = [("x-ttserve-bound", "loopback"), ("host", host)]
+    answer = call(FakeBackend(), "GET", "/live", headers=headers)
+    assert answer.status == status
+    if status != 200:
+        assert answer.body["error"]["code"] == "misdirected"
+
+
+@pytest.mark.parametrize("bound", [[], [("x-ttserve-bound", "loopback")]])
+@pytest.mark.parametrize(("host", "status"), [("llm.example:80", 200), ("localhost", 421)])
+def test_configured_hosts_are_the_only_ones(bound, host, status):
+    config = IngressConfig(allowed_hosts=["llm.example"])
+    app = create_app(FakeBackend(), config, version="1")
+    headers = [*bound, ("host", host)]
+    assert asyncio.run(Client(app).request("GET", "/live", b"", headers)).status == status
+
+
+def test_a_full_ingress_refuses_requests_and_answers_its_probes():
+    async def run():
+        started, done = asyncio.Event(), asyncio.Event()
+
+        async def waits(request, emit):
+            started.set()
+            await done.wait()
+            await emit(OutputDelta(0, "a", [1], "length"))
+            return Usage(1, 1)
+
+        config = IngressConfig(max_ongoing_requests=1)
+        app = create_app(FakeBackend(waits), config, version="1")
+
+        async def ask(method, path, body=b"", headers=()):
+            return await Client(app).request(method, path, body, headers)
+
+        first = asyncio.create_task(ask("POST", "/v1/completions", {"prompt": "hi"}))
+        await started.wait()
+        refused = await ask("POST", "/v1/completions", {"prompt": "hi"})
+        assert (refused.status, refused.body["error"]["code"]) == (429, "saturated")
+        assert refused.headers["retry-after"] == "1"
+        for path in ("/health", "/live", "/version", "/v1/models", *OPERATIONS[:3]):
+            assert (await ask("GET", path, headers=OPERATOR)).status == 200
+        done.set()
+        assert (await first).status == 200
+        assert (await ask("POST", "/v1/completions", {"prompt": "hi"})).status == 200
+
+    asyncio.run(run())
 
 
 # --- tenants and objectives ----------------------------------------------------------------------
@@ -574,7 +659,7 @@ def test_health_is_degraded_while_a_part_is_ill_and_the_rest_serves():
 
 
 def test_metrics_and_version():
-    response = call(FakeBackend(), "GET", "/metrics")
+    response = call(FakeBackend(), "GET", "/metrics", headers=OPERATOR)
     assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert b"".join(response.chunks) == b"vllm:num_requests_running 0\n"
     assert call(FakeBackend(), "GET", "/version").body == {"version": "1.2.3"}
@@ -602,18 +687,18 @@ def test_paths_and_methods_that_do_not_exist_answer_in_the_same_form(method, pat
 def test_deep_health_is_that_of_whoever_has_ended_a_step(steps, status, body):
     backend = FakeBackend()
     backend.steps = steps
-    response = call(backend, "GET", "/health_generate")
+    response = call(backend, "GET", "/health_generate", headers=OPERATOR)
     assert (response.status, b"".join(response.chunks)) == (status, body)
 
 
 def test_debug_slots_says_what_waits_and_what_is_held():
-    client = call(FakeBackend(), "GET", "/debug/slots")
+    client = call(FakeBackend(), "GET", "/debug/slots", headers=OPERATOR)
     assert client.status == 200
     assert client.body == {"num_queued": 3, "num_at_door": 1, "replicas": []}
 
 
 def test_a_request_that_is_not_known_has_no_route():
-    client = call(FakeBackend(), "GET", "/debug/routes/some/id")
+    client = call(FakeBackend(), "GET", "/debug/routes/some/id", headers=OPERATOR)
     assert client.status == 404
     assert "'some/id'" in client.body["error"]["message"]
 
@@ -633,7 +718,7 @@ def test_a_route_comes_in_a_header_for_those_who_ask(stream, headers, answer):
 
 
 def test_kv_says_what_moves_between_the_replicas():
-    client = call(FakeBackend(), "GET", "/kv")
+    client = call(FakeBackend(), "GET", "/kv", headers=OPERATOR)
     assert client.status == 200
     assert client.headers["content-type"] == "application/json"
     [replica] = client.body["replicas"]

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from cluster.config.front import OPERATIONS_VARIABLE
 from cluster.lifecycle import haproxy, supervisor
 from tests.cluster.edge.http_server import poll
 
@@ -45,6 +46,7 @@ def serve_config(*, drains=False):
     with tempfile.TemporaryDirectory() as folder:
         environment = {
             **os.environ, "RAY_SERVE_ENABLE_HA_PROXY": "1", "FOLDER": folder,
+            "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
             "DRAINS": "yes" if drains else "",
         }  # fmt: skip
         subprocess.run(
@@ -59,13 +61,20 @@ class World:
     Attributes:
         folder: Of its files.
         port: Public.
+        operations_port: Of the operations listener.
         processes: Every HAProxy that was started, the newest last.
     """
 
-    def __init__(self, folder, config, backend_port, *, request_timeout_s=10, client_timeout_s=30):
+    def __init__(
+        self, folder, config, backend_port, *,
+        request_timeout_s=10, client_timeout_s=30, keep_alive_s=10, variables=None,
+    ):  # fmt: skip
+        """Choose ports; `variables` are added to the environment of `ttserve-haproxy`."""
         self.folder = folder
-        self.port = supervisor.free_port()
-        self._times = (request_timeout_s, client_timeout_s)
+        self.port, self.operations_port = supervisor.free_port(), supervisor.free_port()
+        self._times = (request_timeout_s, client_timeout_s, keep_alive_s)
+        operations = {OPERATIONS_VARIABLE: f"127.0.0.1:{self.operations_port}"}
+        self._environment = {**os.environ, **operations, **(variables or {})}
         self._config = (
             config.replace("/F/", f"{folder}/")
             .replace("server-state-base /F", f"server-state-base {folder}")
@@ -87,10 +96,9 @@ class World:
 
     def start(self, *arguments):
         """Start HAProxy on what is written; returns the process."""
-        request_timeout_s, client_timeout_s = self._times
         script = (
             "import sys; from cluster.lifecycle import haproxy as h; "
-            f"h.REQUEST_TIMEOUT_S, h.CLIENT_TIMEOUT_S = {request_timeout_s}, {client_timeout_s}; "
+            f"h.REQUEST_TIMEOUT_S, h.CLIENT_TIMEOUT_S, h.KEEP_ALIVE_S = {self._times}; "
             "sys.exit(h.main())"
         )
         config = str(self.folder / "haproxy.cfg")
@@ -98,6 +106,7 @@ class World:
             [sys.executable, "-c", script, "-db", "-f", config, *arguments],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
+            env=self._environment,
             text=True,
         )
         self.processes.append(process)

@@ -4,9 +4,15 @@ import json
 
 import pytest
 
+from cluster.config.front import FrontSettings
+from cluster.errors import ClusterConfigError
 from cluster.lifecycle import haproxy
+from cluster.lifecycle.haproxy import ErrorFiles
 
+FILES = ErrorFiles("/tmp/h/u.http", "/tmp/h/t.http", "/tmp/h/m.http")
 CONFIG = """\
+global
+    maxconn 4096
 defaults
     errorfile 502 /tmp/h/500.http
     errorfile 503 /tmp/h/500.http
@@ -38,8 +44,79 @@ def test_who_asks_before_an_ingress_is_known_is_told_to_come_again():
 
 
 def test_administration_listeners_may_not_take_the_clients_connections():
-    run = haproxy.protect(CONFIG.format(public="127.0.0.1:8000"), "/tmp/h/t.http")
+    run = haproxy.protect(CONFIG.format(public="127.0.0.1:8000"), FILES, FrontSettings())
     assert run.count("maxconn 32") == 2
+
+
+def run_of(public="127.0.0.1:8000", **settings):
+    """Sections of the configuration that runs, by their names."""
+    front = FrontSettings(**settings)
+
+    def run_once(config):
+        config = haproxy.rewrite(config, FILES.unavailable)
+        return haproxy.protect(haproxy.add_operations(config, front), FILES, front)
+
+    once = run_once(CONFIG.format(public=public))
+    assert run_once(once) == once
+    sections = {}
+    for line in once.splitlines():
+        if not line[0].isspace():
+            lines = sections[line] = []
+        else:
+            lines.append(line.strip())
+    return sections
+
+
+@pytest.mark.parametrize(
+    ("public", "operations_bind", "expected"),
+    [
+        ("10.0.0.5:80", None, "127.0.0.1:81"),
+        (":8000", None, "127.0.0.1:8001"),
+        ("*:8000", "0.0.0.0:9000", "0.0.0.0:9000"),
+    ],
+)
+def test_operators_have_a_listener_of_their_own(public, operations_bind, expected):
+    sections = run_of(public, operations_bind=operations_bind)
+    named, public_lines = sections["frontend operations"], sections["frontend http_frontend"]
+    assert f"bind {expected} proto h1" in named
+    assert f"bind {public} proto h1" in public_lines
+    sets = "http-request set-header x-ttserve-listener operations"
+    assert named.index(next(line for line in named if "del-header" in line)) < named.index(sets)
+    assert sets not in public_lines
+
+
+@pytest.mark.parametrize(
+    ("public", "is_told"),
+    [("127.0.0.1:8000", True), ("[::1]:8000", True), ("10.0.0.5:8000", False), (":8000", False)],
+)
+def test_the_application_is_told_of_a_loopback_address(public, is_told):
+    line = "http-request set-header x-ttserve-bound loopback"
+    sections = run_of(public, operations_bind="0.0.0.0:8001")
+    assert (line in sections["frontend http_frontend"]) is is_told
+    assert line not in sections["frontend operations"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("TTSERVE_OPERATIONS_BIND", "8001"),
+        ("TTSERVE_OPERATIONS_BIND", "0.0.0.0:99999"),
+        ("TTSERVE_OPERATIONS_BIND", "0.0.0.0:1\n  bind :2"),
+        ("TTSERVE_TRUSTED_PROXIES", "10.0.0.1/8"),
+        ("TTSERVE_TRUSTED_PROXIES", "gateway.example"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_by_name(variable, value):
+    with pytest.raises(ClusterConfigError, match=variable):
+        FrontSettings.read({variable: value})
+
+
+def test_settings_are_read_from_the_environment():
+    read = FrontSettings.read(
+        {"TTSERVE_TRUSTED_PROXIES": "10.0.0.0/8, 192.168.1.5", "TTSERVE_OPERATIONS_BIND": "[::]:81"}
+    )
+    assert read == FrontSettings("[::]:81", ("10.0.0.0/8", "192.168.1.5/32"))
+    assert FrontSettings.read({}) == FrontSettings()
 
 
 def test_rewriting_twice_changes_nothing_more():

@@ -6,9 +6,11 @@ import http.client
 import http.server
 import json
 import os
+import re
 import shutil
 import socket
 import stat
+import subprocess
 import tempfile
 import threading
 from pathlib import Path
@@ -16,8 +18,10 @@ from pathlib import Path
 import pytest
 
 from cluster.config.schema import IngressConfig
+from cluster.edge.door import ingress_middlewares
 from cluster.edge.openai import Usage
 from cluster.edge.routes import create_app
+from cluster.lifecycle import haproxy, supervisor
 from replicas.output_processor import OutputDelta
 from tests.cluster.edge.fake_backend import FakeBackend, flood
 from tests.cluster.edge.http_server import (
@@ -121,10 +125,10 @@ def test_a_host_that_leaves_is_not_healthy_and_serves_on(shared, drains):
     assert statuses == {"/health": 503 if drains else 200, "/v1/models": 200, "/live": 200}
 
 
-def get(port, path):
+def get(port, path, headers=()):
     """The status of a GET."""
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=20)) as client:
-        client.request("GET", path)
+        client.request("GET", path, headers=dict(headers))
         return client.getresponse().status
 
 
@@ -365,7 +369,219 @@ def test_headers_of_serve_do_not_pass(config, shared):
         assert ask(front.port, HI, headers=[*OF_SERVE, "x-mine: d"])[0] == 200
         assert ask(front.port, HI, headers=["x-request-id: job 7"])[0] == 200
     names = [name for name in app.seen if name.startswith((b"x", b"serve"))]
-    assert sorted(set(names)) == [b"x-mine", b"x-request-id"]
+    ours = [b"x-ttserve-bound", b"x-ttserve-source"]
+    assert sorted(set(names)) == [b"x-mine", b"x-request-id", *ours]
+
+
+# --- listeners, sources and methods --------------------------------------------------------------
+
+
+def behind_door(app):
+    """An app behind the door of an ingress."""
+    [middleware] = ingress_middlewares()
+    return middleware.cls(app, *middleware.args, **middleware.kwargs)
+
+
+def test_operations_routes_are_on_the_operations_listener_however_a_client_asks(config, shared):
+    forged = {"x-ttserve-listener": "operations", "X-TTServe-Listener": "operations"}
+    paths = ["/metrics", "/kv", "/debug/slots", "/health_generate"]
+    encoded = ["/%6detrics", "//metrics", "/metrics/", "/./metrics", "/metrics?x=1", "/METRICS"]
+    with world(config, shared, behind_door(make_app())) as front:
+        for path in [*paths, *encoded]:
+            assert get(front.port, path, forged) in {307, 404}, path
+        for path in paths[:3]:
+            assert get(front.operations_port, path) == 200
+        for port in (front.port, front.operations_port):
+            assert [get(port, path) for path in ("/health", "/live", "/version")] == [200] * 3
+
+
+def test_a_page_whose_name_leads_to_loopback_reads_nothing(config, shared):
+    """DNS rebinding: the browser sends the page's own name in `Host`."""
+    with world(config, shared, behind_door(make_app())) as front:
+        for port in (front.port, front.operations_port):
+            rebound = f"evil.example:{port}"
+            assert get(port, "/version", {"Host": rebound}) == 421
+            assert get(port, "/version", {"Host": f"localhost:{port}"}) == 200
+
+
+class Sources:
+    """An application that keeps from where each request came."""
+
+    def __init__(self):
+        self.seen = []
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] == "http":
+            self.seen.append(scope["client"][0])
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+
+
+def test_a_client_cannot_choose_its_source(config, shared):
+    app = Sources()
+    headers = ["x-ttserve-source: 192.0.2.1", "x-forwarded-for: 192.0.2.1"]
+    with world(config, shared, behind_door(app)) as front:
+        assert ask(front.port, HI, headers=headers)[0] == 200
+    assert app.seen == ["127.0.0.1"]
+
+
+def test_a_trusted_proxy_says_the_source_and_has_no_cap(config, shared):
+    app = Sources()
+    trusted = {"TTSERVE_TRUSTED_PROXIES": "127.0.0.3/32"}
+    small = config.replace("maxconn 4096", "maxconn 40")
+    with (
+        world(small, shared, behind_door(app), variables=trusted) as front,
+        contextlib.ExitStack() as stack,
+    ):
+        gateway = [
+            stack.enter_context(contextlib.closing(connect(front.port, source="127.0.0.3")))
+            for _ in range(30)
+        ]
+        for i, client in enumerate(gateway):
+            told = f"x-forwarded-for: 203.0.113.9, 198.51.100.{i}"
+            client.sendall(request_bytes(HI, headers=[told]))
+        assert {answer(client)[0] for client in gateway} == {200}
+        with contextlib.closing(connect(front.port, source="127.0.0.3")) as client:
+            client.sendall(request_bytes(HI, headers=["x-forwarded-for: 2001:db8:1:2:3::9"]))
+            assert answer(client)[0] == 200
+    assert sorted(app.seen[:30]) == sorted(f"198.51.100.{i}" for i in range(30))
+    assert app.seen[30:] == ["2001:db8:1:2::"]
+
+
+def test_a_gateway_of_haproxy_hands_the_source_on(config, shared, tmp_path):
+    """Two HAProxies in a row: the outer one as a gateway writes `X-Forwarded-For`."""
+    app = Sources()
+    trusted = {"TTSERVE_TRUSTED_PROXIES": "127.0.0.4"}
+    with world(config, shared, behind_door(app), variables=trusted) as front:
+        port = supervisor.free_port()
+        (tmp_path / "gateway.cfg").write_text(
+            "defaults\n  mode http\n  timeout client 10s\n  timeout connect 10s\n"
+            "  timeout server 10s\n  option forwardfor\n"
+            f"frontend gateway\n  bind 127.0.0.1:{port}\n  default_backend inner\n"
+            f"backend inner\n  source 127.0.0.4\n  server one 127.0.0.1:{front.port}\n"
+        )
+        binary = haproxy.real_binary()
+        gateway = subprocess.Popen([binary, "-db", "-f", str(tmp_path / "gateway.cfg")])
+        try:
+            poll(lambda: is_open(port), "the gateway listens")
+            for source in ("127.0.0.7", "127.0.0.8"):
+                with contextlib.closing(connect(port, source=source)) as client:
+                    client.sendall(request_bytes(HI))
+                    assert answer(client)[0] == 200
+        finally:
+            gateway.kill()
+            gateway.wait()
+    assert app.seen == ["127.0.0.7", "127.0.0.8"]
+
+
+def is_open(port):
+    with contextlib.suppress(OSError), contextlib.closing(connect(port)):
+        return True
+    return False
+
+
+def test_cleartext_http_2_is_refused(config, shared):
+    """One connection of it would be a hundred requests."""
+    app = Sources()
+    with world(config, shared, app) as front, contextlib.closing(connect(front.port)) as client:
+        client.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\x04\0\0\0\0\0")
+        status, _ = answer(client)
+    assert status == 400
+    assert app.seen == []
+
+
+def test_methods_that_clients_make_up_become_no_metric_labels(config, shared):
+    """Serve makes a label of each method that HAProxy logs for it."""
+    app = make_app()
+    with world(config, shared, app) as front:
+        logged = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        logged.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**22)
+        logged.bind(str(front.folder / "m.sock"))
+        with contextlib.closing(logged):
+            for i in range(3000):
+                with contextlib.closing(connect(front.port)) as client:
+                    client.sendall(f"M{i:06} / HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+                    assert answer(client)[0] == 405
+            assert get(front.port, "/live") == 200
+            brewing = http.client.HTTPConnection("127.0.0.1", front.port, timeout=20)
+            with contextlib.closing(brewing):
+                brewing.request("BREW", "/v1/completions")
+                reply = brewing.getresponse()
+                assert reply.headers["Allow"] == "GET, HEAD, OPTIONS, POST"
+                assert json.loads(reply.read())["error"]["code"] == "method_not_allowed"
+            methods = {
+                found for line in lines_of(logged) for found in re.findall(r'method="(\w+)"', line)
+            }
+    assert methods == {"GET"}
+
+
+def lines_of(logged):
+    """Datagrams that have come."""
+    logged.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            yield logged.recv(65536).decode()
+
+
+def test_an_idle_connection_is_closed_though_serve_would_keep_it(config, shared):
+    with (
+        world(config, shared, make_app(), keep_alive_s=1) as front,
+        contextlib.closing(connect(front.port)) as client,
+    ):
+        client.sendall(b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        # Returns when the server closes the connection.
+        assert answer(client)[0] == 200
+
+
+class Dying:
+    """A server that closes the connection of each POST without an answer, and counts them."""
+
+    def __init__(self):
+        self.num_posts = 0
+
+    async def __call__(self, reader, writer):
+        head = await reader.readuntil(b"\r\n\r\n")
+        if head.startswith(b"POST"):
+            self.num_posts += 1
+        else:
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+            await writer.drain()
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "is_repeated"),
+    [("/v1/completions", True), ("/v1/chat/completions", True), ("/v1/files", False)],
+)
+def test_a_post_is_repeated_only_where_its_route_permits_that(config, shared, path, is_repeated):
+    folder = shared / "serve"
+    folder.mkdir(mode=0o755)
+    server = Dying()
+    with listening(server) as port:
+        front = World(folder, config, port, variables={})
+        try:
+            front.run()
+            status, _ = ask(front.port, HI, path=path)
+        finally:
+            front.close()
+    assert status == 503
+    assert (server.num_posts > 1) is is_repeated
+
+
+@contextlib.contextmanager
+def listening(server):
+    """Run an asyncio server of a thread; yields its port."""
+    loop = asyncio.new_event_loop()
+    listener = loop.run_until_complete(asyncio.start_server(server, "127.0.0.1", 0))
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield listener.sockets[0].getsockname()[1]
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        listener.close()
+        loop.close()
 
 
 def named_by_serve(app):

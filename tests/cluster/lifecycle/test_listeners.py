@@ -11,7 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from cluster import cli
-from cluster.config.serve_file import is_loopback
+from cluster.config.front import is_loopback
 from cluster.lifecycle import doctor, listeners
 from cluster.lifecycle.listeners import KNOWN_SOCKETS, Socket, judge, judge_ray, read_listeners
 from cluster.lifecycle.ray_token import VARIABLES

@@ -1,0 +1,79 @@
+"""Settings of HAProxy beyond those of Serve, by environment: Serve writes the configuration file.
+
+`ttserve environment` prints these variables for `ray start`; `ttserve serve` passes its own on.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cluster.errors import ClusterConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+HAPROXY_VARIABLE = "RAY_SERVE_ENABLE_HA_PROXY"
+"""Serve's own: "1" where HAProxy stands in front."""
+OPERATIONS_VARIABLE = "TTSERVE_OPERATIONS_BIND"
+TRUSTED_PROXIES_VARIABLE = "TTSERVE_TRUSTED_PROXIES"
+
+_ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.*-]*):(?P<port>\d{1,5})")
+_LARGEST_PORT = 65535
+
+
+@dataclass(frozen=True, slots=True)
+class FrontSettings:
+    """Settings of the front that `http_options` has no place for.
+
+    Attributes:
+        operations_bind: Address and port of the operations listener; None: 127.0.0.1, at the public
+            port + 1.
+        trusted_proxies: Addresses and networks of proxies whose `X-Forwarded-For` is believed, and
+            whose connections are not limited as those of one client.
+    """
+
+    operations_bind: str | None = None
+    trusted_proxies: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str]) -> FrontSettings:
+        """Read the settings; an empty variable is as none.
+
+        Raises:
+            ClusterConfigError: Names the variable that cannot be used.
+        """
+        bind = environment.get(OPERATIONS_VARIABLE) or None
+        if bind is not None:
+            found = _ADDRESS.fullmatch(bind)
+            if found is None or not 0 < int(found["port"]) <= _LARGEST_PORT:
+                raise ClusterConfigError(
+                    f"{OPERATIONS_VARIABLE} must be ADDRESS:PORT, as 0.0.0.0:8001, not {bind!r}"
+                )
+        proxies = environment.get(TRUSTED_PROXIES_VARIABLE, "").replace(",", " ").split()
+        return cls(bind, tuple(_network(proxy) for proxy in proxies))
+
+    def operations_address(self, public_port: int) -> str:
+        """Address and port of the operations listener beside a public port."""
+        return self.operations_bind or f"127.0.0.1:{public_port + 1}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is one that other hosts cannot reach; a name but localhost is not."""
+    try:
+        address = ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return host == "localhost"
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
+def _network(text: str) -> str:
+    try:
+        return str(ipaddress.ip_network(text))
+    except ValueError as error:
+        raise ClusterConfigError(
+            f"{TRUSTED_PROXIES_VARIABLE} must be addresses or networks, for one 10.0.0.0/8: {error}"
+        ) from error

@@ -1,0 +1,99 @@
+"""Which requests an application answers at all: by listener, by host name, by how many are open.
+
+Owner: a `RequestGate` owns the number of open requests of one application. Why here and not in
+Serve: its semaphore stands in front of every route, so that health checks would wait behind
+streams, and it refuses in plain text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from cluster.edge.headers import BOUND_HEADER, LISTENER_HEADER, LOOPBACK, OPERATIONS
+from cluster.errors import MisdirectedError, NotFoundError, SaturatedError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from starlette.datastructures import Headers
+
+    from cluster.edge.route_table import RouteSpec
+
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
+
+
+class RequestGate:
+    """The checks that a request passes before its handler runs.
+
+    Args:
+        max_open: Counted requests that may be open at a time; more get 429.
+        allowed_hosts: Names that a `Host` header may have, without port. None: `LOOPBACK_NAMES`
+            on a listener with a loopback address, any name on others.
+
+    Attributes:
+        num_open: Counted requests that are open.
+    """
+
+    def __init__(self, max_open: int, allowed_hosts: Collection[str] | None = None) -> None:
+        self._max_open = max_open
+        self._allowed_hosts = None if allowed_hosts is None else frozenset(allowed_hosts)
+        self.num_open = 0
+
+    def check(self, route: RouteSpec, headers: Headers) -> None:
+        """Refuse a request that this listener does not serve.
+
+        Raises:
+            MisdirectedError: Its `Host` is not one of ours.
+            NotFoundError: The route is for operators, and the request came by the public listener.
+        """
+        self._check_host(headers)
+        if route.listener == "operations" and headers.get(LISTENER_HEADER) != OPERATIONS:
+            raise NotFoundError(
+                f"{route.path} is on the operations listener alone: by default "
+                "127.0.0.1, at the public port + 1"
+            )
+
+    @contextlib.contextmanager
+    def open(self, route: RouteSpec) -> Iterator[None]:
+        """Count a request while it is open, if its route is counted.
+
+        Raises:
+            SaturatedError: As many are open as may be.
+        """
+        if not route.is_counted:
+            yield
+            return
+        if self.num_open >= self._max_open:
+            raise SaturatedError(
+                f"{self._max_open} requests are open at this ingress; try again later"
+            )
+        self.num_open += 1
+        try:
+            yield
+        finally:
+            self.num_open -= 1
+
+    def _check_host(self, headers: Headers) -> None:
+        """Keep out pages of other sites whose name resolves to our address (DNS rebinding).
+
+        A request without the header is HTTP/1.0, which no browser sends.
+        """
+        allowed = self._allowed_hosts
+        if allowed is None:
+            if headers.get(BOUND_HEADER) != LOOPBACK:
+                return
+            allowed = LOOPBACK_NAMES
+        host = headers.get("host")
+        if host is not None and _name_of(host) not in allowed:
+            raise MisdirectedError(
+                f"the Host header {host!r} names no server here; set args.ingress.allowed_hosts "
+                "to serve it"
+            )
+
+
+def _name_of(host: str) -> str:
+    """The name of a `Host` header, without port and final dot, in lower case."""
+    name, colon, port = host.strip().lower().rpartition(":")
+    # The colons of an IPv6 address are within brackets.
+    return (name if colon and not port.endswith("]") else host.strip().lower()).rstrip(".")

@@ -1,0 +1,72 @@
+"""Every route of an ingress, and what the parts in front of the application know about each. Pure.
+
+The application builds its routes from `ROUTES` (`cluster.edge.routes`), and HAProxy's rules are
+generated from the same table (`cluster.lifecycle.haproxy`), so the two cannot disagree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Listener = Literal["both", "operations"]
+Method = Literal["GET", "POST"]
+
+SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+"""Requests with these methods may be repeated, whatever their path."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouteSpec:
+    """One route.
+
+    Attributes:
+        name: Of its handler.
+        path: Starlette's pattern.
+        method: The method that it takes; GET includes HEAD.
+        listener: "operations" for what only operators may ask; "both" for everything else.
+        is_counted: Whether an open request counts against `args.ingress.max_ongoing_requests`.
+            Never true of a health check: it must be answered when everything else is full.
+        is_repeatable: Whether HAProxy may send a POST again after its ingress died without an
+            answer. True only where doing the work twice has no effect that can be seen.
+    """
+
+    name: str
+    path: str
+    method: Method = "GET"
+    listener: Listener = "both"
+    is_counted: bool = False
+    is_repeatable: bool = False
+
+
+def _post(name: str, path: str) -> RouteSpec:
+    """A route that computes something from its body and keeps nothing."""
+    return RouteSpec(name, path, "POST", is_counted=True, is_repeatable=True)
+
+
+def _operations(name: str, path: str) -> RouteSpec:
+    return RouteSpec(name, path, listener="operations")
+
+
+ROUTES = (
+    _post("completions", "/v1/completions"),
+    _post("chat_completions", "/v1/chat/completions"),
+    RouteSpec("models", "/v1/models"),
+    RouteSpec("model", "/v1/models/{model_id:path}"),
+    _post("tokenize", "/tokenize"),
+    _post("detokenize", "/detokenize"),
+    RouteSpec("health", "/health"),
+    RouteSpec("live", "/live"),
+    RouteSpec("version", "/version"),
+    _operations("health_generate", "/health_generate"),
+    _operations("metrics", "/metrics"),
+    _operations("kv", "/kv"),
+    _operations("slots", "/debug/slots"),
+    _operations("route", "/debug/routes/{request_id:path}"),
+)
+
+KNOWN_METHODS = tuple(sorted({*SAFE_METHODS, *(spec.method for spec in ROUTES)}))
+"""Every other method is refused in front of the application, before it is counted anywhere."""
+
+REPEATABLE_PATHS = tuple(spec.path for spec in ROUTES if spec.is_repeatable)
+"""Paths whose POST may be repeated."""
