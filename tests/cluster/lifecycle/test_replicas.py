@@ -182,6 +182,7 @@ def test_an_ingress_serves_as_its_configuration_says_and_both_report_to_serve(in
             client = ingress._ingress.fleet.client
             assert client.incarnations == {replica._engine.description.incarnation}
         assert not client.incarnations, "its connections end with it"
+        await until(lambda: asyncio.all_tasks() == {asyncio.current_task()}, "nothing runs on")
 
     asyncio.run(scenario())
 
