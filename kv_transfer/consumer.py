@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from kv_transfer.connector import ConnectorSettings
 from kv_transfer.errors import FailureReason, WireError
-from kv_transfer.last_words import LastWords
 from kv_transfer.lease import LeaseState
 from kv_transfer.loading import Loading
 from kv_transfer.messages import (
@@ -34,11 +33,12 @@ from kv_transfer.transport import (
     ArrivedMapped,
     Confirmed,
     Event,
-    Load,
     LoadFailed,
-    Route,
+    ProducerRoute,
+    StartLoad,
     WireCounters,
 )
+from kv_transfer.unacked_finals import UnackedFinals
 
 _REASON = {
     LeaseState.DONE: FailureReason.UNKNOWN_TRANSFER,
@@ -65,7 +65,7 @@ class ConsumerSessions:
         self._config = settings.config
         self._counters = counters
         self._loading: dict[bytes, Loading] = {}
-        self._last_words = LastWords(settings.config)
+        self._unacked = UnackedFinals(settings.config)
         self._sends: list[SendToProducer] = []
         self._events: list[Event] = []
 
@@ -81,7 +81,7 @@ class ConsumerSessions:
 
     # ---- commands
 
-    def load(self, command: Load, route: Route, num_rows: int, now_s: float) -> None:
+    def load(self, command: StartLoad, route: ProducerRoute, num_rows: int, now_s: float) -> None:
         """Start to fetch; with nothing left to fetch, only send Done.
 
         Args:
@@ -96,8 +96,8 @@ class ConsumerSessions:
             self._close(route.endpoint, done, now_s)
             return
         # The transfer starts again: an unacknowledged end from before must not be repeated.
-        self._last_words.take_back(ticket.transfer_id)
-        loading = Loading.begin(self._incarnation, command, route, num_rows, now_s)
+        self._unacked.discard(ticket.transfer_id)
+        loading = Loading.from_command(self._incarnation, command, route, num_rows, now_s)
         self._raise_limit(loading)
         self._loading[ticket.transfer_id] = loading
         self._probe(loading, now_s)
@@ -125,7 +125,7 @@ class ConsumerSessions:
         loading = self._loading.get(transfer_id)
         if loading is None:
             return
-        start, end = loading.take_back(first_row, num_rows)
+        start, end = loading.mark_missing(first_row, num_rows)
         self._on_corrupt(loading, start, end, now_s)
 
     def cancel(self, transfer_id: bytes, now_s: float) -> None:
@@ -174,7 +174,7 @@ class ConsumerSessions:
         for loading in list(self._loading.values()):
             if loading.route.endpoint == endpoint:
                 self._fail(loading, FailureReason.PEER_DEAD)
-        self._last_words.on_peer_lost(endpoint)
+        self._unacked.on_peer_lost(endpoint)
 
     def tick(self, now_s: float) -> None:
         """Handle deadlines: probe, repeat, or fail a load."""
@@ -184,17 +184,17 @@ class ConsumerSessions:
                 self._close_with(loading, reason, now_s)
             elif now_s >= loading.probe_s:
                 self._probe(loading, now_s)
-        self._sends += [SendToProducer(*again) for again in self._last_words.due(now_s)]
+        self._sends += [SendToProducer(*again) for again in self._unacked.due(now_s)]
 
     def next_deadline_s(self) -> float | None:
         """Return the time of the next ``tick``, or None."""
         probes = [loading.probe_s for loading in self._loading.values()]
-        return min(probes + self._last_words.deadlines_s(), default=None)
+        return min(probes + self._unacked.deadlines_s(), default=None)
 
     @property
     def num_open(self) -> int:
         """Loads that have not ended, and ended ones that their producer has not acknowledged."""
-        return len(self._loading) + len(self._last_words)
+        return len(self._loading) + len(self._unacked)
 
     def expects(self, data: Data, num_bytes: int) -> bool:
         """Return whether these rows, of so many bytes, are awaited and worth fetching."""
@@ -210,15 +210,15 @@ class ConsumerSessions:
     def check_invariants(self) -> None:
         """Assert what must hold between any two calls."""
         for transfer_id, loading in self._loading.items():
-            assert transfer_id not in self._last_words
+            assert transfer_id not in self._unacked
             loading.check_invariants()
 
     # ---- handling of messages
 
     def _on_unknown(self, message: ToConsumer) -> None:
-        is_known = message.transfer_id in self._last_words
+        is_known = message.transfer_id in self._unacked
         if is_known and not isinstance(message, Data | Mapped):
-            self._last_words.hear(message)
+            self._unacked.acknowledge(message)
         else:
             self._counters.num_unknown_ids += not is_known
             self._drop(message)
@@ -349,7 +349,7 @@ class ConsumerSessions:
 
     def _close(self, endpoint: str, message: Done | Cancel, now_s: float) -> None:
         """Send Done or Cancel, and repeat it until it is acknowledged or useless."""
-        self._last_words.say(endpoint, message, now_s)
+        self._unacked.add(endpoint, message, now_s)
         self._sends.append(SendToProducer(endpoint, message))
 
     def _drop(self, message: ToConsumer) -> None:

@@ -9,7 +9,7 @@ other's first secret, which `KeyRing`'s way to rotate keeps true at every moment
 keys for each connection, so its traffic can be neither read nor replayed on another one. It cannot
 be turned off.
 
-Owns no state but the `Doorkeeper`'s thread.
+Owns no state but the `CurveAuthenticator`'s thread.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def server_public_key(keys: KeyRing, incarnation: str) -> str:
 
 
 def secure_server(socket: zmq.Socket[Any], keys: KeyRing, incarnation: str) -> None:
-    """Accept only clients of this deployment; call before `bind`, with a running `Doorkeeper`.
+    """Accept only clients of this deployment; call before `bind`.
 
     Args:
-        socket: Socket of a context that has a `Doorkeeper`; without one it accepts no client.
+        socket: Socket of a context with a `CurveAuthenticator`; without one it accepts no client.
         keys: The deployment's secrets.
         incarnation: The server's.
 
@@ -69,7 +69,7 @@ def secure_server(socket: zmq.Socket[Any], keys: KeyRing, incarnation: str) -> N
     socket.set(zmq.CURVE_SERVER, 1)
     socket.set(zmq.CURVE_SECRETKEY, pair.secret)
     socket.set(zmq.ZAP_DOMAIN, _DOMAIN)
-    # Without it, a context without doorkeeper would accept any client that has the public key.
+    # Without it, a context without authenticator would accept any client that has the public key.
     socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
     socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.set(zmq.BACKLOG, BACKLOG)
@@ -103,7 +103,7 @@ def secure_client(
     socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
 
 
-class Doorkeeper:
+class CurveAuthenticator:
     """Authenticator of the server sockets of one ZMQ context; ends with the context.
 
     Owner of a thread and its socket. A refused client is only passed to `on_denied` and never
@@ -126,7 +126,7 @@ class Doorkeeper:
         self._socket = context.socket(zmq.REP)
         self._socket.set(zmq.LINGER, 0)
         self._socket.bind(_ZAP_ENDPOINT)
-        threading.Thread(target=self._run, name="doorkeeper", daemon=True).start()
+        threading.Thread(target=self._run, name="curve-auth", daemon=True).start()
 
     def _run(self) -> None:
         try:

@@ -86,7 +86,7 @@ class LeaseTable:
             lease.deadline_s = max(lease.deadline_s, now_s + self._config.lease_s)
         return True
 
-    def end(self, transfer_id: bytes, state: LeaseState) -> bool:
+    def end_lease(self, transfer_id: bytes, state: LeaseState) -> bool:
         """End a lease, or refuse one that was never granted; return False if it had ended."""
         assert state not in _LIVE, f"{state} ends nothing"
         if transfer_id in self._ended:
@@ -101,7 +101,7 @@ class LeaseTable:
         """End every lease whose deadline has passed, and return their ids."""
         due = tuple(tid for tid, lease in self._live.items() if lease.deadline_s <= now_s)
         for transfer_id in due:
-            self.end(transfer_id, LeaseState.EXPIRED)
+            self.end_lease(transfer_id, LeaseState.EXPIRED)
         return due
 
     def state(self, transfer_id: bytes) -> LeaseState | None:

@@ -15,7 +15,7 @@ from kv_transfer.messages import (
     Renew,
 )
 from kv_transfer.ticket import Ticket
-from kv_transfer.transport import Load, Route
+from kv_transfer.transport import ProducerRoute, StartLoad
 
 
 @dataclass(slots=True, eq=False)
@@ -26,7 +26,7 @@ class Loading:
     """Incarnation of this engine."""
     ticket: Ticket
     sealed: bytes
-    route: Route
+    route: ProducerRoute
     row_bytes: int
     start_row: int
     num_rows: int
@@ -50,10 +50,10 @@ class Loading:
     """Rows that arrived corrupted and were requested again."""
 
     @classmethod
-    def begin(
-        cls, consumer: str, command: Load, route: Route, num_rows: int, now_s: float
+    def from_command(
+        cls, consumer: str, command: StartLoad, route: ProducerRoute, num_rows: int, now_s: float
     ) -> "Loading":
-        """Start the load of a ``Load`` command, for a request of ``num_rows`` rows."""
+        """Start the load of a ``StartLoad`` command, for a request of ``num_rows`` rows."""
         return cls(
             consumer,
             command.ticket,
@@ -119,7 +119,7 @@ class Loading:
         self.num_arrived += num_new
         self.arrived[data.first_row : data.first_row + data.num_rows] = b"\x01" * data.num_rows
 
-    def take_back(self, first_row: int, num_rows: int) -> tuple[int, int]:
+    def mark_missing(self, first_row: int, num_rows: int) -> tuple[int, int]:
         """Record that rows are missing again, and return their range.
 
         Clipped to the rows of this load: a block that was read may hold others, too.

@@ -196,7 +196,7 @@ class MultiConnectorScheduler:
             was_fetching = self._fetching.pop(request_id, None) is not None
             if (was_fetching and ends[request_id] == "received") or request_id in self._lent:
                 self._lent.discard(request_id)
-                self._pooled.forget(request_id)
+                self._pooled.drop_request(request_id)
         for request_id, fetching in self._fetching.items():
             self._go_on(request_id, fetching)
         return TransferResults(

@@ -13,7 +13,7 @@ from kv_transfer.errors import FailureReason
 from kv_transfer.host_blocks import HostBlocks, zero_row_tail
 from kv_transfer.layout import ROW_TOKENS, KVLayout
 from kv_transfer.messages import PayloadPath
-from kv_transfer.p2p_desk import P2PDesk
+from kv_transfer.p2p_context import P2PContext
 from kv_transfer.ticket import Ticket
 from kv_transfer.transport import (
     Arrived,
@@ -22,9 +22,9 @@ from kv_transfer.transport import (
     Confirmed,
     Consumed,
     Event,
-    Load,
     LoadFailed,
     Spoiled,
+    StartLoad,
 )
 
 
@@ -47,14 +47,14 @@ class _Loading:
     first_s: float | None = None
     last_s: float = 0.0
 
-    def take(self, start: int, end: int) -> int:
+    def mark_written(self, start: int, end: int) -> int:
         """Record that rows were written; return how many were not before."""
         num_new = self.written.count(0, start, end)
         self.written[start:end] = b"\x01" * (end - start)
         self.num_missing -= num_new
         return num_new
 
-    def lose(self, start: int, end: int) -> int:
+    def mark_lost(self, start: int, end: int) -> int:
         """Record that rows were overwritten with wrong data; return how many had been written."""
         num_lost = self.written.count(1, start, end)
         self.written[start:end] = bytes(end - start)
@@ -86,12 +86,12 @@ class P2PLoads:
     """Transfers that this engine consumes. Owner: the worker, on the engine's core thread.
 
     Args:
-        desk: State shared with sends.
+        context: State shared with sends.
         layouts: Layouts of acceptable producers, by their hash.
     """
 
-    def __init__(self, desk: P2PDesk, layouts: Mapping[str, KVLayout]) -> None:
-        self._desk = desk
+    def __init__(self, context: P2PContext, layouts: Mapping[str, KVLayout]) -> None:
+        self._context = context
         self._layouts = layouts
         self._loading: dict[bytes, _Loading] = {}
         self._ids: dict[str, bytes] = {}
@@ -124,17 +124,19 @@ class P2PLoads:
 
     # ---- starts and stops
 
-    def begin(self, spec: LoadSpec) -> None:
+    def start_load(self, spec: LoadSpec) -> None:
         """Start to fetch the KV that a ticket names."""
         layout = self._layouts[spec.ticket.layout_hash]
         num_rows = layout.num_rows(spec.ticket.num_tokens)
-        self._desk.commands.append(Load(spec.ticket, spec.sealed, spec.start_row, layout.row_bytes))
+        self._context.commands.append(
+            StartLoad(spec.ticket, spec.sealed, spec.start_row, layout.row_bytes)
+        )
         if spec.start_row >= num_rows:
-            self._desk.outcome.received.add(spec.ticket.request_id)
+            self._context.ended.received.add(spec.ticket.request_id)
             return
         transfer_id = spec.ticket.transfer_id
         self._ids[spec.ticket.request_id] = transfer_id
-        self._desk.turns[transfer_id] = None
+        self._context.turns[transfer_id] = None
         self._loading[transfer_id] = _Loading(
             spec.ticket,
             layout,
@@ -142,7 +144,7 @@ class P2PLoads:
             only_kv_group(spec.block_ids),
             spec.start_row,
             num_rows,
-            self._desk.now_s,
+            self._context.now_s,
             written=bytearray(b"\x01" * spec.start_row + bytes(num_rows - spec.start_row)),
             num_missing=num_rows - spec.start_row,
         )
@@ -152,7 +154,7 @@ class P2PLoads:
         transfer_id = self._ids.get(request_id)
         if transfer_id is None:
             return False
-        self._desk.commands.append(CancelLoad(transfer_id))
+        self._context.commands.append(CancelLoad(transfer_id))
         self._end(transfer_id, FailureReason.CANCELLED)
         return True
 
@@ -193,7 +195,7 @@ class P2PLoads:
     def _inject(self, loading: _Loading, event: Arrived | ArrivedMapped) -> None:
         """Write the rows of one chunk into their blocks."""
         if loading.first_s is None:
-            loading.first_s = self._desk.now_s
+            loading.first_s = self._context.now_s
         num_lost = 0
         if isinstance(event, Arrived):
             loading.path = event.path
@@ -201,17 +203,17 @@ class P2PLoads:
             good = [range(event.first_row, event.first_row + len(event.payload))]
         else:
             good, bad = self._read_mapped(loading, event)
-            num_lost = sum(loading.lose(rows.start, rows.stop) for rows in bad)
-            self._desk.commands += [Spoiled(event.transfer_id, x.start, len(x)) for x in bad]
-        num_new = sum(loading.take(rows.start, rows.stop) for rows in good)
+            num_lost = sum(loading.mark_lost(rows.start, rows.stop) for rows in bad)
+            self._context.commands += [Spoiled(event.transfer_id, x.start, len(x)) for x in bad]
+        num_new = sum(loading.mark_written(rows.start, rows.stop) for rows in good)
         if num_new and loading.num_missing == 0:
             self._finish_writing(loading)
-        self._desk.commands.append(Consumed(event.transfer_id, num_new - num_lost))
+        self._context.commands.append(Consumed(event.transfer_id, num_new - num_lost))
         if loading.num_missing == 0 and loading.path != "shared":
             self._end(event.transfer_id, None)
 
     def _write(self, loading: _Loading, first_row: int, rows: NDArray[np.uint8]) -> None:
-        io = self._desk.io
+        io = self._context.io
         if loading.layout.dtype != io.layout.dtype:
             rows = convert_rows(rows, loading.layout, io.layout)
         io.write_rows(loading.lane, loading.block_ids, first_row, rows)
@@ -242,7 +244,7 @@ class P2PLoads:
 
         Copies whole blocks at once where the layouts of both ends are equal.
         """
-        io, source = self._desk.io, event.source
+        io, source = self._context.io, event.source
         first_block, end_block = source.layout.covering(event.first_row, event.num_rows)
         digests = event.digests if len(event.digests) else None
         source_ids = event.block_ids.tolist()
@@ -263,8 +265,8 @@ class P2PLoads:
 
     def _finish_writing(self, loading: _Loading) -> None:
         """Zero the last block behind the last token: stale values there could be NaN."""
-        io, num_tokens = self._desk.io, loading.ticket.num_tokens
-        loading.last_s = self._desk.now_s
+        io, num_tokens = self._context.io, loading.ticket.num_tokens
+        loading.last_s = self._context.now_s
         if io.host_blocks is not None:
             io.host_blocks[loading.lane].zero_tail(loading.block_ids, num_tokens)
             return
@@ -277,17 +279,17 @@ class P2PLoads:
         loading = self._loading.pop(transfer_id, None)
         if loading is None:
             return
-        del self._ids[loading.ticket.request_id], self._desk.turns[transfer_id]
-        if loading.layout.dtype != self._desk.io.layout.dtype:
-            self._desk.outcome.converted.add(loading.ticket.request_id)
+        del self._ids[loading.ticket.request_id], self._context.turns[transfer_id]
+        if loading.layout.dtype != self._context.io.layout.dtype:
+            self._context.ended.converted.add(loading.ticket.request_id)
         if reason is not None:
-            self._desk.outcome.failed[loading.ticket.request_id] = Failure(
+            self._context.ended.failed[loading.ticket.request_id] = Failure(
                 reason, loading.num_tokens
             )
-            count_failure(self._desk.totals.receive_failures, reason)
+            count_failure(self._context.totals.receive_failures, reason)
             return
-        self._desk.outcome.received.add(loading.ticket.request_id)
+        self._context.ended.received.add(loading.ticket.request_id)
         assert loading.first_s is not None
         num_bytes = (loading.num_rows - loading.start_row) * loading.layout.row_bytes
-        times_s = (loading.started_s, loading.first_s, loading.last_s, self._desk.now_s)
-        self._desk.totals.count_received(loading.path, num_bytes, times_s)
+        times_s = (loading.started_s, loading.first_s, loading.last_s, self._context.now_s)
+        self._context.totals.count_received(loading.path, num_bytes, times_s)

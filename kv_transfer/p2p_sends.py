@@ -17,7 +17,7 @@ from kv_transfer.errors import FailureReason
 from kv_transfer.host_blocks import zero_row_tail
 from kv_transfer.layout import ROW_TOKENS
 from kv_transfer.messages import PayloadPath, encode_mapped
-from kv_transfer.p2p_desk import P2PDesk
+from kv_transfer.p2p_context import P2PContext
 from kv_transfer.ticket import Ticket
 from kv_transfer.transport import (
     CancelSend,
@@ -86,8 +86,8 @@ class _Sending:
 class P2PSends:
     """Transfers that this engine produces. Owner: the worker, on the engine's core thread."""
 
-    def __init__(self, desk: P2PDesk) -> None:
-        self._desk = desk
+    def __init__(self, context: P2PContext) -> None:
+        self._context = context
         self._sending: dict[bytes, _Sending] = {}
         self._ids: dict[str, bytes] = {}
 
@@ -135,19 +135,19 @@ class P2PSends:
     def offer(self, ticket: Ticket) -> None:
         """Permit a consumer to attach."""
         transfer_id = ticket.transfer_id
-        num_rows = self._desk.io.layout.num_rows(ticket.num_tokens)
-        self._sending[transfer_id] = _Sending(ticket, num_rows, self._desk.now_s)
+        num_rows = self._context.io.layout.num_rows(ticket.num_tokens)
+        self._sending[transfer_id] = _Sending(ticket, num_rows, self._context.now_s)
         self._ids[ticket.request_id] = transfer_id
-        self._desk.turns[transfer_id] = None
-        self._desk.commands.append(Offer(ticket))
+        self._context.turns[transfer_id] = None
+        self._context.commands.append(Offer(ticket))
 
     def cancel(self, request_id: str) -> bool:
         """Stop touching a request's blocks now; return whether it was being sent."""
         sending = self._of(request_id)
         if sending is None:
             return False
-        self._desk.commands.append(CancelSend(sending.ticket.transfer_id))
-        self.end(sending.ticket.transfer_id, FailureReason.CANCELLED)
+        self._context.commands.append(CancelSend(sending.ticket.transfer_id))
+        self.finish_send(sending.ticket.transfer_id, FailureReason.CANCELLED)
         return True
 
     def pause(self, request_id: str) -> None:
@@ -165,42 +165,44 @@ class P2PSends:
         sending.ready = 0
         sending.block_ids = ()
         # Without this the consumer would see ready rows that never come, and fail by no_data_s.
-        self._desk.commands.append(Ready(sending.ticket.transfer_id, 0))
+        self._context.commands.append(Ready(sending.ticket.transfer_id, 0))
 
     def mark(self, save: SaveProgress) -> None:
         """Record how much of a request is computed after the step's forward."""
         sending = self._of(save.request_id)
         if sending is None:
             return
-        layout = self._desk.io.layout
+        layout = self._context.io.layout
         num_tokens = min(save.num_computed_tokens, sending.ticket.num_tokens)
         is_whole = num_tokens == sending.ticket.num_tokens
         if is_whole and sending.ready < sending.num_rows:
-            sending.computed_s = self._desk.now_s
+            sending.computed_s = self._context.now_s
         sending.lane = save.lane
         table = only_kv_group(save.block_ids)
         sending.block_ids = table[: layout.num_blocks(sending.ticket.num_tokens)]
         sending.ready = sending.num_rows if is_whole else num_tokens // ROW_TOKENS
-        self._desk.commands.append(Ready(sending.ticket.transfer_id, sending.ready))
+        self._context.commands.append(Ready(sending.ticket.transfer_id, sending.ready))
 
     # ---- moving bytes
 
     def extract(self, transfer_id: bytes) -> bool:
         """Submit the next granted chunk of a transfer; return whether there was one."""
         sending = self._sending[transfer_id]
-        layout, is_shared = self._desk.io.layout, sending.path == "shared"
-        largest = self._desk.config.mapped_chunk_rows if is_shared else self._desk.config.chunk_rows
+        layout, is_shared = self._context.io.layout, sending.path == "shared"
+        largest = (
+            self._context.config.mapped_chunk_rows if is_shared else self._context.config.chunk_rows
+        )
         taken = sending.next_range(largest(layout.row_bytes), layout.rows_per_block)
         if not taken:
             return False
         chunk = self._mapped_chunk if is_shared else self._chunk
-        self._desk.commands.append(chunk(sending, taken))
+        self._context.commands.append(chunk(sending, taken))
         sending.advance(taken)
         return True
 
     def _chunk(self, sending: _Sending, taken: range) -> Chunk:
         """Copy rows out, with zeros behind the last token of the last row."""
-        io = self._desk.io
+        io = self._context.io
         payload = io.read_rows(sending.lane, sending.block_ids, taken.start, len(taken))
         if taken.stop == sending.num_rows:
             zero_row_tail(io.layout, payload[-1], sending.ticket.num_tokens)
@@ -208,12 +210,12 @@ class P2PSends:
 
     def _mapped_chunk(self, sending: _Sending, taken: range) -> MappedChunk:
         """Announce rows in place, with digests to check them if ``verify`` is set."""
-        io = self._desk.io
+        io = self._context.io
         assert io.host_blocks is not None
         first_block, end_block = io.layout.covering(taken.start, len(taken))
         block_ids = sending.block_ids[first_block:end_block]
         digests = np.empty(0, np.uint64)
-        if self._desk.config.verify:
+        if self._context.config.verify:
             digests = io.host_blocks[sending.lane].digests(block_ids)
         return MappedChunk(
             sending.ticket.transfer_id,
@@ -230,7 +232,7 @@ class P2PSends:
             return
         if isinstance(event, Granted):
             if sending.cursor < 0:
-                self._desk.observe("rendezvous", self._desk.now_s - sending.offered_s)
+                self._context.observe("rendezvous", self._context.now_s - sending.offered_s)
             sending.cursor = max(sending.cursor, event.start_row)
             sending.limit = event.limit
             sending.path = event.path
@@ -240,18 +242,20 @@ class P2PSends:
         if not any(x.start <= wanted.start and wanted.stop <= x.stop for x in sending.repeats):
             sending.repeats.append(wanted)
 
-    def end(self, transfer_id: bytes, reason: FailureReason | None, num_rows: int = 0) -> None:
+    def finish_send(
+        self, transfer_id: bytes, reason: FailureReason | None, num_rows: int = 0
+    ) -> None:
         """Report the end of a transfer, of which ``num_rows`` rows went, and release its blocks."""
         sending = self._sending.pop(transfer_id, None)
         if sending is None:
             return
-        del self._ids[sending.ticket.request_id], self._desk.turns[transfer_id]
+        del self._ids[sending.ticket.request_id], self._context.turns[transfer_id]
         if reason is None:
-            self._desk.outcome.sent.add(sending.ticket.request_id)
-            num_bytes = num_rows * self._desk.io.layout.row_bytes
-            self._desk.totals.count_sent(sending.path, num_bytes)
+            self._context.ended.sent.add(sending.ticket.request_id)
+            num_bytes = num_rows * self._context.io.layout.row_bytes
+            self._context.totals.count_sent(sending.path, num_bytes)
             if sending.computed_s is not None:
-                self._desk.observe("handover", self._desk.now_s - sending.computed_s)
+                self._context.observe("handover", self._context.now_s - sending.computed_s)
         else:
-            self._desk.outcome.failed[sending.ticket.request_id] = Failure(reason)
-            count_failure(self._desk.totals.send_failures, reason)
+            self._context.ended.failed[sending.ticket.request_id] = Failure(reason)
+            count_failure(self._context.totals.send_failures, reason)

@@ -25,7 +25,7 @@ from kv_transfer.connector import (
 )
 from kv_transfer.dtypes import acceptable_layouts
 from kv_transfer.errors import FailureReason, TransferError
-from kv_transfer.p2p_desk import P2PDesk
+from kv_transfer.p2p_context import P2PContext
 from kv_transfer.p2p_loads import P2PLoads
 from kv_transfer.p2p_sends import P2PSends
 from kv_transfer.step_budget import StepBudget
@@ -70,7 +70,7 @@ class P2PConnectorWorker:
         self._make_transport = make_transport
         self._transport: Transport | None = None
         """None until ``register_kv_caches``, which also sets the three fields below."""
-        self._desk: P2PDesk
+        self._context: P2PContext
         self._sends: P2PSends
         self._loads: P2PLoads
         self._is_behind = False
@@ -90,10 +90,10 @@ class P2PConnectorWorker:
         if self._transport is not None:
             raise TransferError("register_kv_caches was called twice: call it once")
         io = only_kv_group(ios)
-        self._desk = P2PDesk(io=io, config=self._settings.config)
-        self._sends = P2PSends(self._desk)
+        self._context = P2PContext(io=io, config=self._settings.config)
+        self._sends = P2PSends(self._context)
         layouts = acceptable_layouts(io.layout, self._settings.accept_dtypes)
-        self._loads = P2PLoads(self._desk, layouts)
+        self._loads = P2PLoads(self._context, layouts)
         self._transport = self._make_transport(self._settings, io, self._notify)
 
     def close(self, deadline_s: float) -> None:
@@ -107,14 +107,14 @@ class P2PConnectorWorker:
         """Begin a step: start and stop transfers, then copy what is due."""
         assert isinstance(meta, P2PMeta)
         self._require_transport()
-        self._desk.now_s = now_s
-        self._budget.begin()
+        self._context.now_s = now_s
+        self._budget.start_step()
         for request_id in meta.preempted:
             self._sends.pause(request_id)
         for offer in meta.offers:
             self._sends.offer(offer)
         for load in meta.loads:
-            self._loads.begin(load)
+            self._loads.start_load(load)
         for request_id in meta.cancels:
             self._cancel(request_id)
         self._flush()
@@ -135,7 +135,7 @@ class P2PConnectorWorker:
     def mark_ready(self, meta: ConnectorMeta, now_s: float) -> None:
         """Record after the forward what is in the cache; copy what is due."""
         assert isinstance(meta, P2PMeta)
-        self._desk.now_s = now_s
+        self._context.now_s = now_s
         for save in meta.saves:
             self._sends.mark(save)
         self._move()
@@ -145,17 +145,17 @@ class P2PConnectorWorker:
 
     def get_transfer_results(self, now_s: float) -> TransferResults:
         """Copy what is due at the end of a step, and return what ended."""
-        self._desk.now_s = now_s
+        self._context.now_s = now_s
         self._take_events()
         self._move()
-        return self._desk.outcome.take()
+        return self._context.ended.drain()
 
     def stats(self, now_s: float) -> TransferStats:
         """Return totals and gauges for metrics."""
         counters = self._require_transport().counters
         wire = msgspec.structs.asdict(counters) | {"leases": dict(counters.leases)}
         return msgspec.structs.replace(
-            self._desk.totals,
+            self._context.totals,
             **wire,
             num_inflight_sends=len(self._sends),
             num_inflight_loads=len(self._loads),
@@ -178,13 +178,13 @@ class P2PConnectorWorker:
         """
         if self._sends.cancel(request_id) or self._loads.cancel(request_id):
             return
-        if request_id not in self._desk.outcome:
-            self._desk.outcome.failed[request_id] = Failure(FailureReason.CANCELLED)
+        if request_id not in self._context.ended:
+            self._context.ended.failed[request_id] = Failure(FailureReason.CANCELLED)
 
     def _move(self) -> None:
         """Copy one chunk of each transfer in turn, until the step's budget is spent."""
         self._budget.resume()
-        turns = self._desk.turns
+        turns = self._context.turns
         waiting = deque(turns)
         while waiting and self._budget.has_room:
             transfer_id = waiting.popleft()
@@ -217,17 +217,17 @@ class P2PConnectorWorker:
         if isinstance(event, Granted | Repeat):
             self._sends.serve(event)
         elif isinstance(event, Delivered):
-            self._sends.end(event.transfer_id, None, event.num_rows)
+            self._sends.finish_send(event.transfer_id, None, event.num_rows)
         elif isinstance(event, SendFailed):
-            self._sends.end(event.transfer_id, event.reason)
+            self._sends.finish_send(event.transfer_id, event.reason)
         else:
             self._loads.apply(event)
 
     def _flush(self) -> None:
-        commands = self._desk.commands
+        commands = self._context.commands
         if commands:
             self._require_transport().submit(commands)
-            self._desk.commands = []
+            self._context.commands = []
 
     def _require_transport(self) -> Transport:
         if self._transport is None:

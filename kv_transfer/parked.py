@@ -47,7 +47,7 @@ class ParkedFetches:
         self._parked[new.fetch.transfer_id] = new
         return True
 
-    def take(self, transfer_id: bytes) -> Parked | None:
+    def pop_fetch(self, transfer_id: bytes) -> Parked | None:
         """Remove and return the fetch for a transfer; None without one."""
         return self._parked.pop(transfer_id, None)
 

@@ -58,7 +58,7 @@ def unit_keys(
 
 
 @dataclass(slots=True, eq=False)
-class _Request:
+class _PooledRequest:
     num_prompt_tokens: int
     keys: tuple[bytes, ...]
     lookup_timeout_s: float
@@ -117,7 +117,7 @@ class PooledConnectorScheduler:
             )
         self._store = store
         self._layout = layout
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, _PooledRequest] = {}
         self._drops: list[str] = []
         self._lookups: dict[str, LookupSpec] = {}
         self._loads: dict[str, PoolLoadSpec] = {}
@@ -155,12 +155,12 @@ class PooledConnectorScheduler:
                 f"between engines: set kv_connector to 'multi' or 'p2p'"
             )
         self.check_unused(request_id)
-        self.forget(request_id)
+        self.drop_request(request_id)
         prompt, unit_tokens = request.prompt_token_ids, self._store.unit_tokens
         keys = unit_keys(self._layout.content_hash(), request.cache_salt, prompt, unit_tokens)
         if keys:
             timeout_s = self._store.timeout_s if lookup_timeout_s is None else lookup_timeout_s
-            new = _Request(len(prompt), keys, timeout_s)
+            new = _PooledRequest(len(prompt), keys, timeout_s)
             self._requests[request_id] = new
             self._look_up(request_id, new)
 
@@ -305,7 +305,7 @@ class PooledConnectorScheduler:
         elif request.is_saving:
             self._finished.append(request_id)
         else:
-            self.forget(request_id)
+            self.drop_request(request_id)
             return False
         request.is_finished = True
         return True
@@ -327,7 +327,7 @@ class PooledConnectorScheduler:
             self._drop(request_id, request)
             request.found = 0
 
-    def forget(self, request_id: str) -> None:
+    def drop_request(self, request_id: str) -> None:
         """Stop the lookup and the saves of a request, whose blocks may be freed at once.
 
         Only for a request that is not being loaded; results no longer name it.
@@ -344,11 +344,11 @@ class PooledConnectorScheduler:
 
     # ---- helpers
 
-    def _look_up(self, request_id: str, request: _Request) -> None:
+    def _look_up(self, request_id: str, request: _PooledRequest) -> None:
         request.found = None
         self._lookups[request_id] = LookupSpec(request_id, request.keys, request.lookup_timeout_s)
 
-    def _drop(self, request_id: str, request: _Request) -> None:
+    def _drop(self, request_id: str, request: _PooledRequest) -> None:
         """End the worker side's lookup and saves for a request, if there are any."""
         is_asked = self._lookups.pop(request_id, None) is None and request.found is None
         if is_asked or request.is_saving:
@@ -372,7 +372,7 @@ class PooledConnectorScheduler:
             request.keys[first : request.num_settled],
         )
 
-    def _settle(self, request: _Request, num_tokens: int) -> None:
+    def _settle(self, request: _PooledRequest, num_tokens: int) -> None:
         num_units = min(num_tokens // self._store.unit_tokens, len(request.keys))
         request.num_settled = max(request.num_settled, num_units)
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from kv_transfer.connector import Failure, TransferInfo, count_failure, only_kv_group
 from kv_transfer.errors import FailureReason
 from kv_transfer.layout import ROW_TOKENS
-from kv_transfer.pooled_desk import PoolDesk
+from kv_transfer.pooled_context import PoolContext
 from kv_transfer.pooled_meta import PoolLoadSpec
 from kv_transfer.store import Lease
-from kv_transfer.store_thread import CHECKSUM_BYTES, Fetch, Release
+from kv_transfer.store_thread import CHECKSUM_BYTES, FetchJob, ReleaseJob
 
 _UNITS_AHEAD = 2
 """Least number of units to lease ahead: one arrives while another is copied."""
@@ -29,7 +29,7 @@ class _Load:
     num_done: int = 0
     """Units written from values that stayed protected until the copy was complete."""
     fault: FailureReason | None = None
-    jobs: list[Fetch] = field(default_factory=list)
+    jobs: list[FetchJob] = field(default_factory=list)
     units: deque[tuple[int, Lease]] = field(default_factory=deque)
     """Units to copy, each with its number among the load's."""
     first_s: float | None = None
@@ -48,8 +48,8 @@ class _Load:
 class PoolLoads:
     """Loads of one worker. Owner: the worker, on the engine's core thread."""
 
-    def __init__(self, desk: PoolDesk) -> None:
-        self._desk = desk
+    def __init__(self, context: PoolContext) -> None:
+        self._context = context
         self._loads: dict[str, _Load] = {}
 
     def __len__(self) -> int:
@@ -99,12 +99,12 @@ class PoolLoads:
         return [self._stalled_s(load, heard_s) for load in self._loads.values()]
 
     def _stalled_s(self, load: _Load, heard_s: float) -> float:
-        return max(load.progress_s, heard_s) + self._desk.config.no_progress_s
+        return max(load.progress_s, heard_s) + self._context.config.no_progress_s
 
     def _num_blocks(self, load: _Load) -> int:
-        return load.num_rows // self._desk.io.layout.rows_per_block
+        return load.num_rows // self._context.io.layout.rows_per_block
 
-    def begin(self, spec: PoolLoadSpec, now_s: float) -> None:
+    def start_load(self, spec: PoolLoadSpec, now_s: float) -> None:
         """Start a load."""
         self._loads[spec.request_id] = _Load(
             spec, now_s, now_s, num_units=len(spec.keys), next_row=spec.start_row
@@ -119,16 +119,16 @@ class PoolLoads:
         for _, lease in load.units:
             self._release(None, lease)
         if reason is None:
-            self._desk.outcome.received.add(request_id)
-            num_bytes = load.num_rows * self._desk.io.layout.row_bytes
+            self._context.ended.received.add(request_id)
+            num_bytes = load.num_rows * self._context.io.layout.row_bytes
             first_s = load.last_s if load.first_s is None else load.first_s
             times_s = (load.started_s, first_s, load.last_s, now_s)
-            self._desk.totals.count_received("pool", num_bytes, times_s)
+            self._context.totals.count_received("pool", num_bytes, times_s)
             return
-        count_failure(self._desk.totals.receive_failures, reason)
+        count_failure(self._context.totals.receive_failures, reason)
         # The blocks of a cancelled load may belong to another request already.
         is_kept = reason is not FailureReason.CANCELLED
-        self._desk.outcome.failed[request_id] = Failure(
+        self._context.ended.failed[request_id] = Failure(
             reason, self._num_verified_tokens(load) * is_kept
         )
 
@@ -137,14 +137,15 @@ class PoolLoads:
         if not load.num_done:
             return spec.start_row * ROW_TOKENS
         return (
-            min(spec.end_row, (spec.first_unit + load.num_done) * self._desk.unit_rows) * ROW_TOKENS
+            min(spec.end_row, (spec.first_unit + load.num_done) * self._context.unit_rows)
+            * ROW_TOKENS
         )
 
-    def on_fetched(self, job: Fetch, now_s: float) -> None:
+    def on_fetched(self, job: FetchJob, now_s: float) -> None:
         """Queue the units that arrived."""
         load = self._live(job.owner)
         if job.reason is FailureReason.CHECKSUM:
-            self._desk.totals.num_checksum_failures += 1
+            self._context.totals.num_checksum_failures += 1
         if load is None:
             for lease in job.leases:
                 self._release(None, lease)
@@ -161,7 +162,7 @@ class PoolLoads:
             if load.num_done == num_units:
                 self._end(load, load.fault, now_s)
 
-    def on_released(self, job: Release, now_s: float) -> None:
+    def on_released(self, job: ReleaseJob, now_s: float) -> None:
         """Count a unit as done if its value stayed protected; else fail the load."""
         load = self._live(job.owner)
         if load is None:
@@ -180,7 +181,7 @@ class PoolLoads:
         return None
 
     def _release(self, owner: _Load | None, lease: Lease) -> None:
-        self._desk.executor.submit(Release(owner, lease))
+        self._context.executor.submit(ReleaseJob(owner, lease))
 
     def write_next(self, now_s: float) -> bool:
         """Copy one chunk of the next load in turn; return whether there was one."""
@@ -195,31 +196,33 @@ class PoolLoads:
     def _write(self, load: _Load, now_s: float) -> None:
         """Copy one chunk of a load's next unit."""
         number, lease = load.units[0]
-        spec, layout = load.spec, self._desk.io.layout
-        first = (spec.first_unit + number) * self._desk.unit_rows
-        end = min(load.next_row + self._desk.chunk_rows, first + self._desk.unit_rows, spec.end_row)
-        rows = lease.value[CHECKSUM_BYTES:].reshape(self._desk.unit_rows, layout.row_bytes)
+        spec, layout = load.spec, self._context.io.layout
+        first = (spec.first_unit + number) * self._context.unit_rows
+        end = min(
+            load.next_row + self._context.chunk_rows, first + self._context.unit_rows, spec.end_row
+        )
+        rows = lease.value[CHECKSUM_BYTES:].reshape(self._context.unit_rows, layout.row_bytes)
         wanted = rows[load.next_row - first : end - first]
         table = only_kv_group(spec.block_ids)
-        self._desk.io.write_rows(spec.lane, table, load.next_row, wanted)
+        self._context.io.write_rows(spec.lane, table, load.next_row, wanted)
         load.next_row = end
         load.progress_s = load.last_s = now_s
         if load.first_s is None:
             load.first_s = now_s
-        if end in {first + self._desk.unit_rows, spec.end_row}:
+        if end in {first + self._context.unit_rows, spec.end_row}:
             load.units.popleft()
             load.num_written += 1
             self._release(load, lease)
 
     def fetch(self) -> None:
         """Request the next units, for the loads in the order of their turns."""
-        room = max(_UNITS_AHEAD, self._desk.config.window_bytes // self._desk.unit_bytes)
+        room = max(_UNITS_AHEAD, self._context.config.window_bytes // self._context.unit_bytes)
         room -= sum(load.num_ahead for load in self._loads.values())
         for load in self._loads.values():
             keys = load.spec.keys[load.num_asked : load.num_units][: max(0, room)]
             if keys:
-                job = Fetch(load, load.num_asked, keys, self._desk.unit_bytes)
+                job = FetchJob(load, load.num_asked, keys, self._context.unit_bytes)
                 load.num_asked += len(keys)
                 load.jobs.append(job)
                 room -= len(keys)
-                self._desk.executor.submit(job)
+                self._context.executor.submit(job)

@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_transfer.connector import only_kv_group
-from kv_transfer.pooled_desk import PoolDesk
+from kv_transfer.pooled_context import PoolContext
 from kv_transfer.pooled_meta import PoolSaveSpec
-from kv_transfer.store_thread import Put
+from kv_transfer.store_thread import PutJob
 
 
 @dataclass(slots=True, eq=False)
@@ -30,9 +30,9 @@ class PoolSaves:
         saved: Requests whose announced units have all been read.
     """
 
-    def __init__(self, desk: PoolDesk) -> None:
+    def __init__(self, context: PoolContext) -> None:
         self.saved: set[str] = set()
-        self._desk = desk
+        self._context = context
         self._saves: deque[_Save] = deque()
         self._num_unread: Counter[str] = Counter()
         """Number of entries in ``_saves``, by request."""
@@ -56,11 +56,11 @@ class PoolSaves:
 
     def on_put(self) -> None:
         """Record that a unit no longer waits for the store, stored or not."""
-        self._waiting_bytes -= self._desk.unit_bytes
+        self._waiting_bytes -= self._context.unit_bytes
 
     def announce(self, spec: PoolSaveSpec) -> None:
         """Queue units to be read; their blocks must not change until results name the request."""
-        unit_rows, table = self._desk.unit_rows, only_kv_group(spec.block_ids)
+        unit_rows, table = self._context.unit_rows, only_kv_group(spec.block_ids)
         for number, key in enumerate(spec.keys, spec.first_unit):
             start, end = number * unit_rows, (number + 1) * unit_rows
             self._saves.append(_Save(spec.request_id, spec.lane, table, key, start, end))
@@ -77,11 +77,11 @@ class PoolSaves:
             if save.pieces or self._has_room:
                 self._read(save)
                 if save.next_row == save.end_row:
-                    self._waiting_bytes += self._desk.unit_bytes
-                    self._desk.executor.submit(Put(save.key, save.pieces))
+                    self._waiting_bytes += self._context.unit_bytes
+                    self._context.executor.submit(PutJob(save.key, save.pieces))
                     self._end_save(save)
                 return True
-            self._desk.totals.store.drops += 1
+            self._context.totals.store.drops += 1
             self._end_save(save)
         return False
 
@@ -96,12 +96,13 @@ class PoolSaves:
         """True if one more unit may wait for the store."""
         is_idle = self._waiting_bytes == 0
         return is_idle or (
-            self._waiting_bytes + self._desk.unit_bytes <= self._desk.config.max_inflight_bytes
+            self._waiting_bytes + self._context.unit_bytes
+            <= self._context.config.max_inflight_bytes
         )
 
     def _read(self, save: _Save) -> None:
-        num_rows = min(self._desk.chunk_rows, save.end_row - save.next_row)
-        io = self._desk.io
+        num_rows = min(self._context.chunk_rows, save.end_row - save.next_row)
+        io = self._context.io
         save.pieces.append(io.read_rows(save.lane, save.block_ids, save.next_row, num_rows))
         save.next_row += num_rows
 
@@ -111,6 +112,6 @@ class PoolSaves:
         del self._num_unread[request_id]
         if request_id in self._finished:
             self._finished.discard(request_id)
-            self._desk.outcome.sent.add(request_id)
+            self._context.ended.sent.add(request_id)
         else:
             self.saved.add(request_id)

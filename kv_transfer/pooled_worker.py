@@ -23,13 +23,13 @@ from kv_transfer.connector import (
     only_kv_group,
 )
 from kv_transfer.errors import TransferError
-from kv_transfer.pooled_desk import PoolDesk
+from kv_transfer.pooled_context import PoolContext
 from kv_transfer.pooled_loads import PoolLoads
 from kv_transfer.pooled_meta import LookupSpec, PooledMeta, PooledResults
 from kv_transfer.pooled_saves import PoolSaves
 from kv_transfer.step_budget import StepBudget
 from kv_transfer.store import StoreConfig
-from kv_transfer.store_thread import Count, Fetch, Put, Release, StoreExecutor
+from kv_transfer.store_thread import CountJob, FetchJob, PutJob, ReleaseJob, StoreExecutor
 
 ExecutorFactory = Callable[[StoreConfig, Callable[[], None]], StoreExecutor]
 
@@ -41,7 +41,7 @@ class _Lookup:
     request_id: str
     asked_s: float
     deadline_s: float
-    job: Count = field(init=False)
+    job: CountJob = field(init=False)
 
 
 def require_store(settings: ConnectorSettings) -> StoreConfig:
@@ -83,7 +83,7 @@ class PooledConnectorWorker:
         self._make_executor = make_executor
         self._executor: StoreExecutor | None = None
         """None until ``register_kv_caches``, which also sets the three fields below."""
-        self._desk: PoolDesk
+        self._context: PoolContext
         self._loads: PoolLoads
         self._saves: PoolSaves
         self._lookups: dict[str, _Lookup] = {}
@@ -117,11 +117,11 @@ class PooledConnectorWorker:
         # A default name per layout: engines whose KV differ can use none of each other's values.
         name = self._store.name or io.layout.content_hash()[:_NAME_DIGITS]
         executor = self._make_executor(replace(self._store, name=name), self._notify)
-        self._desk = PoolDesk(
+        self._context = PoolContext(
             io=io, config=self._config, executor=executor, unit_tokens=self._store.unit_tokens
         )
-        self._desk.totals.paths["pool"] = PathCounters()
-        self._loads, self._saves = PoolLoads(self._desk), PoolSaves(self._desk)
+        self._context.totals.paths["pool"] = PathCounters()
+        self._loads, self._saves = PoolLoads(self._context), PoolSaves(self._context)
         self._executor = executor
 
     def close(self, deadline_s: float) -> None:
@@ -135,13 +135,13 @@ class PooledConnectorWorker:
         """Begin a step: start and stop lookups and loads, then write what arrived."""
         if not isinstance(meta, PooledMeta):
             raise TransferError(f"{type(meta).__name__} is not from connector 'pooled'")
-        self._budget.begin()
+        self._budget.start_step()
         for request_id in meta.drops:
             self._drop(request_id)
         for lookup in meta.lookups:
             self._look_up(lookup, now_s)
         for load in meta.loads:
-            self._loads.begin(load, now_s)
+            self._loads.start_load(load, now_s)
         for request_id in meta.cancels:
             self._loads.cancel(request_id, now_s)
         self._advance(now_s)
@@ -169,14 +169,14 @@ class PooledConnectorWorker:
         """Copy what is due at the end of a step, and return what ended."""
         self._advance(now_s)
         self._set_alarm(now_s)
-        ended = msgspec.structs.asdict(self._desk.outcome.take())
+        ended = msgspec.structs.asdict(self._context.ended.drain())
         results = PooledResults(**ended, saved=frozenset(self._saves.saved))
         self._saves.saved.clear()
         return results
 
     def stats(self, now_s: float) -> TransferStats:
         """Return totals and gauges for metrics."""
-        totals, executor = self._desk.totals, self._require_executor()
+        totals, executor = self._context.totals, self._require_executor()
         store = executor.counters
         num_wrong = executor.num_errors + totals.num_checksum_failures
         return replace(
@@ -206,10 +206,10 @@ class PooledConnectorWorker:
     def _look_up(self, spec: LookupSpec, now_s: float) -> None:
         if self._is_stuck:
             # A store that does not answer would cost each request its full lookup timeout.
-            self._desk.outcome.found[spec.request_id] = 0
+            self._context.ended.found[spec.request_id] = 0
             return
         lookup = _Lookup(spec.request_id, now_s, now_s + spec.timeout_s)
-        lookup.job = Count(lookup, spec.keys)
+        lookup.job = CountJob(lookup, spec.keys)
         self._lookups[spec.request_id] = lookup
         self._require_executor().submit(lookup.job)
 
@@ -224,20 +224,20 @@ class PooledConnectorWorker:
         for job in self._require_executor().poll():
             self._heard_s = now_s
             self._is_stuck = False
-            if isinstance(job, Count):
+            if isinstance(job, CountJob):
                 self._on_counted(job)
-            elif isinstance(job, Fetch):
+            elif isinstance(job, FetchJob):
                 self._loads.on_fetched(job, now_s)
-            elif isinstance(job, Release):
+            elif isinstance(job, ReleaseJob):
                 self._loads.on_released(job, now_s)
-            elif isinstance(job, Put):
+            elif isinstance(job, PutJob):
                 self._saves.on_put()
 
-    def _on_counted(self, job: Count) -> None:
+    def _on_counted(self, job: CountJob) -> None:
         lookup = job.owner
         if isinstance(lookup, _Lookup) and self._lookups.get(lookup.request_id) is lookup:
             del self._lookups[lookup.request_id]
-            self._desk.outcome.found[lookup.request_id] = job.num_present * self._store.unit_tokens
+            self._context.ended.found[lookup.request_id] = job.num_present * self._store.unit_tokens
 
     def _move(self, now_s: float) -> None:
         """Copy chunks of loads and saves alternately, until the step's budget is spent."""
@@ -265,8 +265,8 @@ class PooledConnectorWorker:
         for lookup in [x for x in self._lookups.values() if now_s >= x.deadline_s]:
             del self._lookups[lookup.request_id]
             lookup.job.is_dropped = True
-            self._desk.outcome.found[lookup.request_id] = 0
-            self._desk.totals.store.errors += 1
+            self._context.ended.found[lookup.request_id] = 0
+            self._context.totals.store.errors += 1
             silent_s = now_s - max(lookup.asked_s, self._heard_s)
             self._is_stuck = self._is_stuck or silent_s >= self._store.timeout_s
         self._loads.expire(self._heard_s, now_s)

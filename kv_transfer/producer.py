@@ -105,7 +105,7 @@ class ProducerSessions:
         self._counters.count_lease("granted")
         num_rows = self._layout.num_rows(ticket.num_tokens)
         self._sending[ticket.transfer_id] = Sending(ticket, num_rows)
-        parked = self._parked.take(ticket.transfer_id)
+        parked = self._parked.pop_fetch(ticket.transfer_id)
         if parked is not None:
             self._on_valid_fetch(parked.peer, parked.fetch, parked.ticket, now_s)
 
@@ -122,7 +122,7 @@ class ProducerSessions:
             self._expire(now_s)
             return
         sending = self._sending[chunk.transfer_id]
-        header = sending.take_out(self._incarnation, chunk)
+        header = sending.header_of(self._incarnation, chunk)
         if header is not None:
             self._tell(sending, header, chunk.payload)
 
@@ -216,7 +216,7 @@ class ProducerSessions:
             # Its ticket was checked when it attached; a live lease outlasts the ticket's age.
             self._on_valid_fetch(peer, fetch, sending.ticket, now_s)
             return
-        shown = self._checks.of_fetch(fetch)
+        shown = self._checks.check_fetch(fetch)
         if isinstance(shown, Ticket):
             self._on_valid_fetch(peer, fetch, shown, now_s)
         elif shown is not None:
@@ -296,16 +296,16 @@ class ProducerSessions:
         """
         if sending.peer is not None:
             return sending.peer == peer
-        ticket = self._checks.of_last_word(message)
+        ticket = self._checks.check_final(message)
         return ticket is not None and ticket_mismatch(ticket, sending.ticket) is None
 
     def _end_early(self, message: ToProducer) -> bool:
         """Remember the end of a transfer that this engine has not learned of yet."""
-        if self._checks.of_last_word(message) is None:
+        if self._checks.check_final(message) is None:
             return False
-        self._parked.take(message.transfer_id)
+        self._parked.pop_fetch(message.transfer_id)
         state = LeaseState.DONE if isinstance(message, Done) else LeaseState.CANCELLED
-        return self._leases.end(message.transfer_id, state)
+        return self._leases.end_lease(message.transfer_id, state)
 
     def _grant(self, sending: Sending, consumed: int, window: int, now_s: float) -> None:
         if sending.grant(consumed, window, self._window):
@@ -315,7 +315,7 @@ class ProducerSessions:
         self._watch_stall(sending, now_s)
 
     def _watch_stall(self, sending: Sending, now_s: float) -> None:
-        self._counters.credit_stalled_s += sending.take_stalled_s(now_s)
+        self._counters.credit_stalled_s += sending.measure_stall_s(now_s)
 
     def _answer(self, peer: bytes, transfer_id: bytes, epoch: int, now_s: float) -> None:
         sending = self._sending.get(transfer_id)
@@ -343,7 +343,7 @@ class ProducerSessions:
     def _end(self, transfer_id: bytes, state: LeaseState) -> Sending | None:
         sending = self._sending.pop(transfer_id, None)
         if sending is not None:
-            self._leases.end(transfer_id, state)
+            self._leases.end_lease(transfer_id, state)
             self._counters.count_lease(state.value)
         return sending
 

@@ -53,7 +53,7 @@ class Sending:
         self.limit = max(limit, self.limit)
         return is_raised
 
-    def take_out(self, incarnation: str, chunk: Chunk | MappedChunk) -> Data | Mapped | None:
+    def header_of(self, incarnation: str, chunk: Chunk | MappedChunk) -> Data | Mapped | None:
         """Count rows as sent and return their header; None for rows of another path."""
         is_mapped = isinstance(chunk, MappedChunk)
         if is_mapped != (self.path == "shared"):
@@ -79,7 +79,7 @@ class Sending:
         self.repeated.update(range(start, end))
         return start, end
 
-    def take_stalled_s(self, now_s: float) -> float:
+    def measure_stall_s(self, now_s: float) -> float:
         """Return the seconds since the last call, if credit was all that was missing then."""
         seconds = 0.0 if self.stalled_s is None else now_s - self.stalled_s
         waits = self.peer is not None and self.limit < min(self.num_rows, self.ready_rows)

@@ -16,12 +16,12 @@ from kv_transfer.transport import (
     Command,
     Consumed,
     Event,
-    Load,
     MappedChunk,
     Offer,
+    ProducerRoute,
     Ready,
-    Route,
     Spoiled,
+    StartLoad,
     WireCounters,
 )
 
@@ -56,7 +56,7 @@ class TransferSessions:
         self.consumer = ConsumerSessions(settings, counters)
 
     def apply(self, command: Command, now_s: float) -> None:
-        """Carry out a command of the core; a ``Load`` goes to the ticket's first endpoint."""
+        """Carry out a command of the core; a ``StartLoad`` goes to the ticket's first endpoint."""
         if isinstance(command, Chunk | MappedChunk):
             self.producer.send_chunk(command, now_s)
         elif isinstance(command, Consumed):
@@ -67,14 +67,14 @@ class TransferSessions:
             self.producer.ready(command.transfer_id, command.num_rows, now_s)
         elif isinstance(command, Offer):
             self.producer.offer(command.ticket, now_s)
-        elif isinstance(command, Load):
-            self.load(command, Route(command.ticket.producer_endpoints[0]), now_s)
+        elif isinstance(command, StartLoad):
+            self.load(command, ProducerRoute(command.ticket.producer_endpoints[0]), now_s)
         elif isinstance(command, CancelSend):
             self.producer.cancel(command.transfer_id)
         elif isinstance(command, CancelLoad):
             self.consumer.cancel(command.transfer_id, now_s)
 
-    def load(self, command: Load, route: Route, now_s: float) -> None:
+    def load(self, command: StartLoad, route: ProducerRoute, now_s: float) -> None:
         """Start a load by a route that the transport has found."""
         self.consumer.load(command, route, self._layout.num_rows(command.ticket.num_tokens), now_s)
 

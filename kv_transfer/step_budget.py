@@ -24,9 +24,9 @@ class StepBudget:
         self._least_s = least_s
         self._share = share
         self._now_s = now_s
-        self.begin()
+        self.start_step()
 
-    def begin(self) -> None:
+    def start_step(self) -> None:
         """Start a step with an unspent budget."""
         self._began_s = self._mark_s = self._now_s()
         self._spent_s = 0.0

@@ -78,7 +78,7 @@ class StoreJob(ABC):
 
 
 @dataclass(slots=True, eq=False)
-class Count(StoreJob):
+class CountJob(StoreJob):
     """Count of how many of the keys, from the first on, are stored.
 
     Attributes:
@@ -97,7 +97,7 @@ class Count(StoreJob):
 
 
 @dataclass(slots=True, eq=False)
-class Fetch(StoreJob):
+class FetchJob(StoreJob):
     """Lease of the values of the keys, from the first on, as far as they are stored and correct.
 
     Attributes:
@@ -132,7 +132,7 @@ class Fetch(StoreJob):
 
 
 @dataclass(slots=True, eq=False)
-class Release(StoreJob):
+class ReleaseJob(StoreJob):
     """Release of a value.
 
     Attributes:
@@ -151,7 +151,7 @@ class Release(StoreJob):
 
 
 @dataclass(slots=True, eq=False)
-class Put(StoreJob):
+class PutJob(StoreJob):
     """Put of a payload, unless the key has a value."""
 
     is_urgent = False

@@ -34,7 +34,7 @@ class TicketChecks:
         self._counters = counters
         self._paths = paths
 
-    def of_fetch(self, fetch: Fetch) -> Ticket | FailureReason | None:
+    def check_fetch(self, fetch: Fetch) -> Ticket | FailureReason | None:
         """Return the ticket, or the reason to refuse it; None without a valid seal.
 
         A sender without a valid seal gets no answer: an answer that is never read would stay in
@@ -50,7 +50,7 @@ class TicketChecks:
         self._counters.num_bad_tickets += reason is not None
         return reason or ticket
 
-    def of_last_word(self, message: ToProducer) -> Ticket | None:
+    def check_final(self, message: ToProducer) -> Ticket | None:
         """Return the ticket that a DONE or CANCEL shows, if it is for this transfer and engine."""
         if not isinstance(message, Done | Cancel) or not message.ticket:
             return None

@@ -19,8 +19,8 @@ from kv_transfer.messages import PayloadPath
 from kv_transfer.ticket import Ticket
 
 
-class Route(NamedTuple):
-    """Way to one producer, found by the transport for a ``Load``.
+class ProducerRoute(NamedTuple):
+    """Way to one producer, found by the transport for a ``StartLoad``.
 
     Attributes:
         endpoint: Where messages go.
@@ -87,7 +87,7 @@ class CancelSend:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class StartLoad:
     """Consumer: fetch the rows from ``start_row`` on.
 
     Attributes:
@@ -130,7 +130,9 @@ class CancelLoad:
     transfer_id: bytes
 
 
-Command = Offer | Ready | Chunk | MappedChunk | CancelSend | Load | Consumed | Spoiled | CancelLoad
+Command = (
+    Offer | Ready | Chunk | MappedChunk | CancelSend | StartLoad | Consumed | Spoiled | CancelLoad
+)
 
 # ---- events: transport -> core thread
 

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 from kv_transfer.errors import TransferError
 from kv_transfer.store import Lease, PutOutcome, StoreConfig, StoreCounters
+from kv_transfer.stores.backoff import CallThread
 from kv_transfer.stores.held import HeldLease
-from kv_transfer.stores.mooncake_process import MAX_MESSAGE_BYTES, Ask, Told
-from kv_transfer.stores.patience import CallThread
+from kv_transfer.stores.mooncake_process import MAX_MESSAGE_BYTES, MooncakeReply, MooncakeRequest
 
 _ResultT = TypeVar("_ResultT")
 
@@ -68,7 +68,7 @@ class MooncakeStore:
     def num_present(self, keys: Sequence[bytes]) -> int:
         """Return how many keys are stored, all of which Mooncake leases for a moment."""
         names = tuple(key.hex() for key in keys)
-        num_present = self._call(lambda _: self._ask(Ask("present", names)).count, 0)
+        num_present = self._call(lambda _: self._ask(MooncakeRequest("present", names)).count, 0)
         self._counters.misses += len(keys) - num_present
         return num_present
 
@@ -91,7 +91,7 @@ class MooncakeStore:
 
     def discard(self, key: bytes) -> None:
         """Remove a value, leased or not: a reader has its own copy already, or its read fails."""
-        self._call(lambda _: self._ask(Ask("discard", (key.hex(),))).count, 0)
+        self._call(lambda _: self._ask(MooncakeRequest("discard", (key.hex(),))).count, 0)
 
     def counters(self) -> StoreCounters:
         """Return the totals."""
@@ -139,12 +139,12 @@ class MooncakeStore:
             raise
         return self._connection
 
-    def _ask(self, ask: Ask) -> Told:
+    def _ask(self, ask: MooncakeRequest) -> MooncakeReply:
         connection = self._connection or self._start()
         connection.send_bytes(msgspec.msgpack.encode(ask))
         return self._listen(connection)
 
-    def _listen(self, connection: Connection) -> Told:
+    def _listen(self, connection: Connection) -> MooncakeReply:
         """Return the process's answer.
 
         Raises:
@@ -152,7 +152,7 @@ class MooncakeStore:
             OSError, EOFError: When the process has ended.
             msgspec.DecodeError: When it is no answer.
         """
-        told = msgspec.msgpack.decode(connection.recv_bytes(MAX_MESSAGE_BYTES), type=Told)
+        told = msgspec.msgpack.decode(connection.recv_bytes(MAX_MESSAGE_BYTES), type=MooncakeReply)
         if told.error:
             raise _ClusterError(told.error)
         return told
@@ -169,7 +169,7 @@ class MooncakeStore:
     def _get(self, keys: Sequence[bytes], end_s: float) -> list[NDArray[np.uint8]]:
         values: list[NDArray[np.uint8]] = []
         for key in keys:
-            value = self._ask(Ask("get", (key.hex(),))).value
+            value = self._ask(MooncakeRequest("get", (key.hex(),))).value
             if value is None or time.monotonic() >= end_s:
                 break
             values.append(np.frombuffer(value, np.uint8))
@@ -177,11 +177,13 @@ class MooncakeStore:
 
     def _put(self, key: bytes, value: NDArray[np.uint8], end_s: float) -> PutOutcome:
         name = key.hex()
-        if self._ask(Ask("present", (name,))).count:  # Mooncake reports a second put as stored.
+        if self._ask(
+            MooncakeRequest("present", (name,))
+        ).count:  # Mooncake reports a second put as stored.
             return "present"
         if not 0 < value.nbytes < MAX_MESSAGE_BYTES // 2:
             return "dropped"
-        ask = Ask("put", (name,), memoryview(value.tobytes()))
+        ask = MooncakeRequest("put", (name,), memoryview(value.tobytes()))
         if time.monotonic() >= end_s:  # The caller waits no longer and may change the value.
             return "dropped"
         return "stored" if self._ask(ask).count else "dropped"

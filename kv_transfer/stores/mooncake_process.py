@@ -30,7 +30,7 @@ _UNREACHABLE = (-900, -901)
 _SET_DEATH_SIGNAL = 1
 
 
-class Ask(msgspec.Struct, frozen=True, array_like=True):
+class MooncakeRequest(msgspec.Struct, frozen=True, array_like=True):
     """Question of the engine; ``value`` is for puts, and only ``present`` takes several names."""
 
     what: Literal["present", "get", "put", "discard"]
@@ -38,7 +38,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
     value: memoryview = memoryview(b"")
 
 
-class Told(msgspec.Struct, frozen=True, array_like=True):
+class MooncakeReply(msgspec.Struct, frozen=True, array_like=True):
     """Answer: how many are present, a value (None: missing), or whether a put succeeded."""
 
     count: int = 0
@@ -47,7 +47,7 @@ class Told(msgspec.Struct, frozen=True, array_like=True):
     """Failure of the cluster; the other fields then mean nothing."""
 
 
-class Member:
+class MooncakeMember:
     """Membership of this process in the cluster. Owner: the main thread."""
 
     def __init__(self, master: tuple[str, int], capacity_bytes: int) -> None:
@@ -72,25 +72,25 @@ class Member:
         if code != _OK:
             raise OSError(f"cannot join the mooncake cluster of {master}: error {code}")
 
-    def answer(self, ask: Ask) -> Told:
+    def answer(self, ask: MooncakeRequest) -> MooncakeReply:
         """Carry out a question; a failure of the cluster is an answer with ``error``."""
         try:
             return self._answer(ask)
         except OSError as error:
-            return Told(error=str(error))
+            return MooncakeReply(error=str(error))
 
-    def _answer(self, ask: Ask) -> Told:
+    def _answer(self, ask: MooncakeRequest) -> MooncakeReply:
         if ask.what == "present":
-            return Told(self._num_present(ask.names))
+            return MooncakeReply(self._num_present(ask.names))
         (name,) = ask.names
         if ask.what == "get":
             staged = self._store.get_buffer(name)
-            return Told(value=memoryview(staged).cast("B") if staged is not None else None)
+            return MooncakeReply(value=memoryview(staged).cast("B") if staged is not None else None)
         if ask.what == "put":
             code = _checked(self._store.put(name, np.frombuffer(ask.value, np.uint8)))
-            return Told(int(code == _OK))
+            return MooncakeReply(int(code == _OK))
         _checked(self._store.remove(name, True))
-        return Told()
+        return MooncakeReply()
 
     def _num_present(self, names: tuple[str, ...]) -> int:
         found = self._store.batch_is_exist(list(names)) if names else []
@@ -129,17 +129,17 @@ def main(descriptor: int, engine: int, host: str, port: int, capacity_bytes: int
     """
     _die_with(engine)
     connection = Connection(descriptor)
-    decoder = msgspec.msgpack.Decoder(Ask)
+    decoder = msgspec.msgpack.Decoder(MooncakeRequest)
     try:
-        member = Member((host, port), capacity_bytes)
-        connection.send_bytes(msgspec.msgpack.encode(Told()))
+        member = MooncakeMember((host, port), capacity_bytes)
+        connection.send_bytes(msgspec.msgpack.encode(MooncakeReply()))
         while True:
             ask = decoder.decode(connection.recv_bytes(MAX_MESSAGE_BYTES))
             connection.send_bytes(msgspec.msgpack.encode(member.answer(ask)))
     except EOFError:
         pass
     except (OSError, ImportError) as error:
-        connection.send_bytes(msgspec.msgpack.encode(Told(error=str(error))))
+        connection.send_bytes(msgspec.msgpack.encode(MooncakeReply(error=str(error))))
     os._exit(0)  # A regular exit leaves the cluster, which can hang for ever.
 
 

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kv_transfer.store import Lease, PutOutcome, StoreConfig, StoreCounters
+from kv_transfer.stores.backoff import CallThread
 from kv_transfer.stores.held import HeldLease
-from kv_transfer.stores.patience import CallThread
-from kv_transfer.stores.table import ClientId, Place, StoreTable
+from kv_transfer.stores.table import ClientId, PutPlace, StoreTable
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class Directory:
         for lease_id in lease_ids:
             self._table.release(client, lease_id, time.monotonic())
 
-    def begin(
+    def begin_put(
         self, client: ClientId, key: bytes, num_bytes: int
     ) -> int | Literal["present", "dropped"]:
         """Reserve room for a put; return its id."""
@@ -77,8 +77,8 @@ class Directory:
         # Deaths of engines are not reported. A lapsed put writes to no slab here, so it can end.
         for lapsed in [c for c, s in self._puts_since_s.items() if s + self._lease_s <= now_s]:
             self.abort(lapsed)
-        place = self._table.begin(client, key, num_bytes, now_s)
-        if not isinstance(place, Place):
+        place = self._table.begin_put(client, key, num_bytes, now_s)
+        if not isinstance(place, PutPlace):
             return place
         self._puts_since_s[client] = now_s
         return place.put_id
@@ -244,7 +244,7 @@ class RayStore:
                 self._directory.discard.remote(key)
 
     def _put(self, key: bytes, value: NDArray[np.uint8], end_s: float) -> PutOutcome:
-        put_id = self._ask(end_s, "begin", self._client, key, value.nbytes)
+        put_id = self._ask(end_s, "begin_put", self._client, key, value.nbytes)
         if isinstance(put_id, str):
             return "present" if put_id == "present" else "dropped"
         try:

@@ -31,8 +31,8 @@ from kv_transfer.store import (
     StoreConfig,
     StoreCounters,
 )
+from kv_transfer.stores.backoff import BackOff
 from kv_transfer.stores.held import HeldLease
-from kv_transfer.stores.patience import BackOff
 from kv_transfer.stores.shm_messages import (
     MAX_KEYS,
     MAX_MESSAGE_BYTES,
@@ -43,11 +43,11 @@ from kv_transfer.stores.shm_messages import (
     Count,
     Discard,
     Get,
-    Hello,
+    Greeting,
     Leased,
     NumPresent,
-    Outcome,
     Placed,
+    PutEnded,
     Question,
     Release,
     Welcome,
@@ -220,7 +220,7 @@ class ShmStore:
         began_s = time.monotonic()
         place[...] = value
         deadline_s += time.monotonic() - began_s  # Copying does not count as waiting.
-        ended = self._ask(Commit(answer.put_id), Outcome, deadline_s)
+        ended = self._ask(Commit(answer.put_id), PutEnded, deadline_s)
         return ended.outcome if ended is not None else "dropped"
 
     def _ask(
@@ -321,7 +321,7 @@ def _fetch_slab(connection: socket.socket) -> NDArray[np.uint8]:
     """
     if peer_user_id(connection) != os.getuid():
         raise WireError("a process of another user has bound the name of the KV store server")
-    connection.send(encode(Hello(PROTOCOL_VERSION)))
+    connection.send(encode(Greeting(PROTOCOL_VERSION)))
     packet, descriptor = receive_descriptor(connection, MAX_MESSAGE_BYTES + 1)
     if descriptor is None:
         raise WireError("the KV store server sent no descriptor of its memory")

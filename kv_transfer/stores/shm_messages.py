@@ -1,8 +1,8 @@
 """Messages between a client and the server of the node's store, and the name of their socket.
 
 A connection is an abstract Unix socket (SOCK_SEQPACKET: one packet, one message). The client asks,
-the server answers, one question at a time; ``Hello`` comes first. The answer to it carries the file
-descriptor of the slab. Pure; owns no state.
+the server answers, one question at a time; ``Greeting`` comes first. The answer to it carries the
+file descriptor of the slab. Pure; owns no state.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ _Keys = Annotated[tuple[_Key, ...], Meta(max_length=MAX_KEYS)]
 _Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
-class Hello(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):
+class Greeting(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):
     """Request for the slab; answered by ``Welcome``."""
 
     version: _Count
@@ -57,7 +57,7 @@ class Begin(Struct, frozen=True, array_like=True, tag=5, forbid_unknown_fields=T
 
 
 class Commit(Struct, frozen=True, array_like=True, tag=6, forbid_unknown_fields=True):
-    """End of a put whose bytes are all written; answered by ``Outcome``."""
+    """End of a put whose bytes are all written; answered by ``PutEnded``."""
 
     put_id: _Count
 
@@ -94,14 +94,14 @@ class Placed(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=
     offset: _Count = 0
 
 
-class Outcome(Struct, frozen=True, array_like=True, tag=5, forbid_unknown_fields=True):
+class PutEnded(Struct, frozen=True, array_like=True, tag=5, forbid_unknown_fields=True):
     """Answer with the result of a put."""
 
     outcome: PutOutcome
 
 
-Question = Hello | NumPresent | Get | Release | Begin | Commit | Discard
-Answer = Welcome | Count | Leased | Placed | Outcome
+Question = Greeting | NumPresent | Get | Release | Begin | Commit | Discard
+Answer = Welcome | Count | Leased | Placed | PutEnded
 
 _MessageT = TypeVar("_MessageT")
 

@@ -32,11 +32,11 @@ from kv_transfer.stores.shm_messages import (
     Count,
     Discard,
     Get,
-    Hello,
+    Greeting,
     Leased,
     NumPresent,
-    Outcome,
     Placed,
+    PutEnded,
     Question,
     Release,
     Welcome,
@@ -44,7 +44,7 @@ from kv_transfer.stores.shm_messages import (
     encode,
     socket_name,
 )
-from kv_transfer.stores.table import ClientId, Place, StoreTable
+from kv_transfer.stores.table import ClientId, PutPlace, StoreTable
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ IDLE_S = 30.0
 """Time that a server without clients waits for one."""
 
 _HELLO_S = 5.0
-"""Time in which a new connection must send ``Hello``."""
+"""Time in which a new connection must send ``Greeting``."""
 
 CAPACITY_ADVICE = "lower capacity_bytes of kv_store, or give this host more memory"
 
@@ -136,7 +136,7 @@ class ShmServer:
         os.close(self._slab)
 
     def _is_wanted(self, now_s: float) -> bool:
-        """Close connections that sent no Hello in time; return whether to keep serving."""
+        """Close connections that sent no Greeting in time; return whether to keep serving."""
         for client in list(self._clients.values()):
             if not client.is_welcome and client.connected_s + _HELLO_S <= now_s:
                 self._drop(client, now_s)
@@ -191,7 +191,7 @@ class ShmServer:
         self._drop(client, now_s)
 
     def _answer(self, client: _Client, question: Question, now_s: float) -> None:
-        if isinstance(question, Hello):
+        if isinstance(question, Greeting):
             if question.version != PROTOCOL_VERSION or client.is_welcome:
                 raise WireError(f"an unexpected hello of version {question.version}")
             packet = encode(Welcome(self._capacity_bytes))
@@ -217,10 +217,10 @@ class ShmServer:
             case Release(lease_id):
                 return Count(int(self._table.release(client, lease_id, now_s)))
             case Begin(key, num_bytes):
-                place = self._table.begin(client, key, num_bytes, now_s)
-                return Placed(None, *place) if isinstance(place, Place) else Placed(place)
+                place = self._table.begin_put(client, key, num_bytes, now_s)
+                return Placed(None, *place) if isinstance(place, PutPlace) else Placed(place)
             case Commit(put_id):
-                return Outcome(self._table.commit(client, put_id, now_s))
+                return PutEnded(self._table.commit(client, put_id, now_s))
             case Discard(key):
                 self._table.discard(key)
                 return Count(0)

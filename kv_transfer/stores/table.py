@@ -20,7 +20,7 @@ ClientId = int
 """Identifies a client while it is connected; never used twice."""
 
 
-class Place(NamedTuple):
+class PutPlace(NamedTuple):
     """Place that a put writes to; ``put_id`` is never reused, so a late commit hits no other."""
 
     put_id: int
@@ -65,7 +65,7 @@ class _Put:
 
 
 @dataclass(slots=True, eq=False)
-class _Lease:
+class _ReadLease:
     client: ClientId
     value: _Value
     deadline_s: float
@@ -98,7 +98,7 @@ class StoreTable:
     _puts: dict[ClientId, _Put] = field(default_factory=dict)
     _writers: OrderedDict[bytes, _Put] = field(default_factory=OrderedDict)
     """Puts that may still succeed; the earliest deadline first."""
-    _leases: OrderedDict[int, _Lease] = field(default_factory=OrderedDict)
+    _leases: OrderedDict[int, _ReadLease] = field(default_factory=OrderedDict)
     """Leases; the earliest deadline first."""
 
     def __repr__(self) -> str:
@@ -138,9 +138,9 @@ class StoreTable:
 
     # ---- writing
 
-    def begin(
+    def begin_put(
         self, client: ClientId, key: bytes, num_bytes: int, now_s: float
-    ) -> Place | Literal["present", "dropped"]:
+    ) -> PutPlace | Literal["present", "dropped"]:
         """Start a put; ends an earlier put of the same client.
 
         A value larger than a slot resets the table to larger slots, empty, if no value is being
@@ -159,7 +159,7 @@ class StoreTable:
             return "dropped"
         put = _Put(self._new_id(), key, slot, num_bytes, now_s + self.lease_s)
         self._puts[client] = self._writers[key] = put
-        return Place(put.put_id, slot * self._slot_bytes)
+        return PutPlace(put.put_id, slot * self._slot_bytes)
 
     def commit(
         self, client: ClientId, put_id: int, now_s: float, content: object = None
@@ -168,7 +168,7 @@ class StoreTable:
 
         Args:
             client: The client that began the put.
-            put_id: From ``begin``.
+            put_id: From ``begin_put``.
             now_s: Monotonic clock.
             content: The value itself, where the slab is not real.
 
@@ -252,7 +252,7 @@ class StoreTable:
 
     def _grant(self, client: ClientId, value: _Value, now_s: float) -> Grant:
         lease_id = self._new_id()
-        self._leases[lease_id] = _Lease(client, value, now_s + self.lease_s)
+        self._leases[lease_id] = _ReadLease(client, value, now_s + self.lease_s)
         value.num_leases += 1
         return Grant(lease_id, value.slot * self._slot_bytes, value.num_bytes, value.content)
 

@@ -10,7 +10,7 @@ from typing import Protocol
 from kv_transfer.connector import ConnectorSettings, KVDeviceIO
 from kv_transfer.producer import SendToConsumer
 from kv_transfer.transports.connections import break_accepted
-from kv_transfer.transports.far import address_of
+from kv_transfer.transports.tcp import address_of
 from kv_transfer.transports.zmq import ZmqTransport
 
 
@@ -53,7 +53,7 @@ class FaultyTransport(ZmqTransport):
         if num_breaks > self._num_breaks:
             self._num_breaks = num_breaks
             for peer in self._peers:
-                self._forget(peer.endpoint)
+                self._drop_producer(peer.endpoint)
             for endpoint in self._endpoints:
                 if not endpoint.startswith("shm://"):
                     break_accepted(address_of(endpoint))

@@ -86,7 +86,7 @@ class _Introduce:
 
 
 @dataclass(slots=True, eq=False)
-class _Forget:
+class _DropAgent:
     endpoint: str
 
 
@@ -131,7 +131,7 @@ class NixlEnd:
         self._metadata = b""
         self._agent: Any = None
         self._peers: dict[str, str] = {}
-        self._inbox: deque[_Read | _Introduce | _Forget] = deque()
+        self._inbox: deque[_Read | _Introduce | _DropAgent] = deque()
         self._waiting: deque[_Read] = deque()
         self._under_way: list[_Read] = []
         self._retained: list[_Read] = []
@@ -184,9 +184,9 @@ class NixlEnd:
         """Add the agent of the producer at an endpoint."""
         self._submit(_Introduce(endpoint, metadata))
 
-    def forget(self, endpoint: str) -> None:
+    def drop_agent(self, endpoint: str) -> None:
         """Drop the agent of a producer that is gone."""
-        self._submit(_Forget(endpoint))
+        self._submit(_DropAgent(endpoint))
 
     def read(self, tag: Tag, rows: RemoteRows, now_s: float) -> None:
         """Start a read; ``take_reads`` returns its end, within the deadline."""
@@ -205,7 +205,7 @@ class NixlEnd:
         self._work.set()
         self._thread.join(deadline_s)
 
-    def _submit(self, job: _Read | _Introduce | _Forget) -> None:
+    def _submit(self, job: _Read | _Introduce | _DropAgent) -> None:
         self._inbox.append(job)
         self._work.set()
         if self._is_broken:

@@ -135,9 +135,9 @@ class NixlPayload:
                 avoid(endpoint)
                 self._sessions.consumer.lost(data, now_s)
 
-    def forget(self, endpoint: str) -> None:
+    def drop_agent(self, endpoint: str) -> None:
         """Drop the agent of a producer that is gone."""
-        self._end.forget(endpoint)
+        self._end.drop_agent(endpoint)
 
     def close(self) -> None:
         """Stop the agent's thread, within 1 s."""

@@ -8,8 +8,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kv_transfer.connector import ConnectorSettings
 from kv_transfer.errors import ServerKeyError
-from kv_transfer.transports.far import address_of, connect_far
 from kv_transfer.transports.options import set_options
+from kv_transfer.transports.tcp import address_of, connect_tcp
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class Peer:
         set_options(self.dealer, max_bytes)
         self.monitor = self.dealer.get_monitor_socket(_LOST)
         if self.endpoint.startswith("tcp://"):
-            connect_far(self.dealer, self.endpoint, settings, producer)
+            connect_tcp(self.dealer, self.endpoint, settings, producer)
         else:
             self.dealer.connect(self.endpoint)
 

@@ -16,7 +16,7 @@ from kv_transfer.errors import WireError
 from kv_transfer.layout import KVLayout
 from kv_transfer.peer_user import peer_user_id
 from kv_transfer.shared_region import RegionFetch
-from kv_transfer.transport import Load, Route
+from kv_transfer.transport import ProducerRoute, StartLoad
 
 logger = logging.getLogger(__name__)
 
@@ -34,14 +34,14 @@ class _Approach:
     fetch: RegionFetch
     fileno: int
     give_up_s: float
-    loads: list[Load] = field(default_factory=list)
+    loads: list[StartLoad] = field(default_factory=list)
 
 
-class Routes:
+class ProducerRoutes:
     """Routes to all producers of one engine.
 
-    Owner: the I/O thread. Only a route over shared memory is kept, until ``forget``; any other is
-    looked for again with the next load.
+    Owner: the I/O thread. Only a route over shared memory is kept, until ``drop_producer``; any
+    other is looked for again with the next load.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class Routes:
         self._poller = poller
         self._has_nixl = has_nixl
         self._without_nixl: set[str] = set()
-        self._known: dict[_Key, Route] = {}
+        self._known: dict[_Key, ProducerRoute] = {}
         self._approaches: dict[_Key, _Approach] = {}
 
-    def find(self, load: Load, now_s: float) -> Route | None:
+    def find(self, load: StartLoad, now_s: float) -> ProducerRoute | None:
         """Return the route of a load; None if it must wait for ``take_ready`` to return it."""
         key = (load.ticket.producer_endpoints, load.ticket.layout_hash)
         approach = self._approaches.get(key)
@@ -78,9 +78,9 @@ class Routes:
         self._poller.register(fetch.fileno(), zmq.POLLIN)
         return None
 
-    def take_ready(self, now_s: float) -> list[tuple[Load, Route]]:
+    def take_ready(self, now_s: float) -> list[tuple[StartLoad, ProducerRoute]]:
         """Remove and return the loads that need not wait any longer, each with its route."""
-        ready: list[tuple[Load, Route]] = []
+        ready: list[tuple[StartLoad, ProducerRoute]] = []
         for key, approach in list(self._approaches.items()):
             answer = approach.fetch.poll()
             if answer == "waiting" and now_s < approach.give_up_s:
@@ -92,7 +92,7 @@ class Routes:
             if not isinstance(answer, str):
                 try:
                     lanes = answer.lanes(self._layouts[key[1]])
-                    route = self._known[key] = Route(route.endpoint, "shared", lanes)
+                    route = self._known[key] = ProducerRoute(route.endpoint, "shared", lanes)
                 except WireError as error:
                     logger.warning("cannot use the KV memory at %s: %s", route.endpoint, error)
                 answer.close()
@@ -100,20 +100,20 @@ class Routes:
             ready += [(load, route) for load in approach.loads]
         return ready
 
-    def take_waiting(self, transfer_id: bytes) -> tuple[Load, Route] | None:
+    def take_waiting(self, transfer_id: bytes) -> tuple[StartLoad, ProducerRoute] | None:
         """Remove and return a load that waits, with any route over which to cancel it."""
         for approach in self._approaches.values():
             for load in approach.loads:
                 if load.ticket.transfer_id == transfer_id:
                     approach.loads.remove(load)
-                    return load, Route(_nearest(load.ticket.producer_endpoints))
+                    return load, ProducerRoute(_nearest(load.ticket.producer_endpoints))
         return None
 
     def avoid_nixl(self, endpoint: str) -> None:
         """Use another path than NIXL for a producer from now on."""
         self._without_nixl.add(endpoint)
 
-    def forget(self, endpoint: str) -> None:
+    def drop_producer(self, endpoint: str) -> None:
         """Drop the route to a producer's memory; its successor is asked again."""
         self._without_nixl.discard(endpoint)
         for key, route in list(self._known.items()):
@@ -130,11 +130,11 @@ class Routes:
             approach.fetch.close()
         self._approaches.clear()
 
-    def _plain(self, endpoints: Sequence[str]) -> Route:
+    def _plain(self, endpoints: Sequence[str]) -> ProducerRoute:
         """Return the route for payload that is sent, not read in the producer's memory."""
         endpoint = _nearest(endpoints)
         is_far = endpoint.startswith("tcp://") and endpoint not in self._without_nixl
-        return Route(endpoint, "nixl" if self._has_nixl and is_far else "inline")
+        return ProducerRoute(endpoint, "nixl" if self._has_nixl and is_far else "inline")
 
 
 def _nearest(endpoints: Sequence[str]) -> str:

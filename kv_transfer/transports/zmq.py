@@ -40,14 +40,14 @@ from kv_transfer.messages import (
 from kv_transfer.producer import SendToConsumer
 from kv_transfer.sessions import TransferSessions
 from kv_transfer.shared_region import RegionServer
-from kv_transfer.transport import CancelLoad, Command, Event, Load, Route, WireCounters
+from kv_transfer.transport import CancelLoad, Command, Event, ProducerRoute, StartLoad, WireCounters
 from kv_transfer.transports.core_watch import CoreWatch
-from kv_transfer.transports.far import bind_far
 from kv_transfer.transports.nixl_payload import NixlPayload, start_nixl
 from kv_transfer.transports.options import set_options
 from kv_transfer.transports.peers import Peer, Peers
 from kv_transfer.transports.process import prepare_process
-from kv_transfer.transports.routes import Routes
+from kv_transfer.transports.routes import ProducerRoutes
+from kv_transfer.transports.tcp import bind_tcp
 from kv_transfer.transports.wake_up import WakeUp
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class ZmqTransport:
         self._core = CoreWatch(settings.config.probe_s, settings.config.no_data_s)
         self._poller = self._make_poller()
         self._peers = Peers(self._context, settings, self._max_bytes, self._poller)
-        self._routes = Routes(self._layouts, self._poller, has_nixl=nixl is not None)
+        self._routes = ProducerRoutes(self._layouts, self._poller, has_nixl=nixl is not None)
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
         self._thread.start()
 
@@ -259,17 +259,17 @@ class ZmqTransport:
         while self._commands:
             command = self._commands.popleft()
             started = None
-            if isinstance(command, Load):
+            if isinstance(command, StartLoad):
                 route = self._routes.find(command, now_s)
                 started = None if route is None else (command, route)
             elif isinstance(command, CancelLoad):
                 started = self._routes.take_waiting(command.transfer_id)
             if started is not None:
                 self._load(*started, now_s)
-            if not isinstance(command, Load):
+            if not isinstance(command, StartLoad):
                 self._sessions.apply(command, now_s)
 
-    def _load(self, load: Load, route: Route, now_s: float) -> None:
+    def _load(self, load: StartLoad, route: ProducerRoute, now_s: float) -> None:
         self._peers.expect(route.endpoint, load.ticket.producer_incarnation)
         self._sessions.load(load, route, now_s)
 
@@ -308,14 +308,14 @@ class ZmqTransport:
             ):
                 self._counters.num_malformed += 1
         if is_lost:
-            self._forget(peer.endpoint)
+            self._drop_producer(peer.endpoint)
 
-    def _forget(self, endpoint: str) -> None:
+    def _drop_producer(self, endpoint: str) -> None:
         """Fail the loads from a producer that cannot be reached; a later load connects again."""
         self._peers.close(endpoint)
-        self._routes.forget(endpoint)
+        self._routes.drop_producer(endpoint)
         if self._nixl is not None:
-            self._nixl.forget(endpoint)
+            self._nixl.drop_agent(endpoint)
         self._sessions.consumer.on_peer_lost(endpoint)
 
     def _send(self) -> None:
@@ -349,7 +349,7 @@ class ZmqTransport:
             return
         peer = self._peers.reach(send.endpoint)
         if peer is None:
-            self._forget(send.endpoint)
+            self._drop_producer(send.endpoint)
             return
         try:
             peer.dealer.send(encode(send.message), zmq.NOBLOCK)
@@ -375,7 +375,7 @@ def _bind(
     neighbours = f"ipc://@ttserve-kv-{secrets.token_hex(16)}"
     # Bound first: the security of TCP applies to whatever is bound after it.
     router.bind(neighbours)
-    return bind_far(router, settings, counters), neighbours
+    return bind_tcp(router, settings, counters), neighbours
 
 
 def _admits(settings: ConnectorSettings, sealed: bytes) -> bool:

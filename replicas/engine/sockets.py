@@ -16,7 +16,7 @@ import msgspec
 import zmq
 
 from kv_transfer.addresses import check_listen_host
-from kv_transfer.curve import Doorkeeper, secure_server
+from kv_transfer.curve import CurveAuthenticator, secure_server
 from kv_transfer.io_threads import new_context
 from replicas.codec import (
     HEARTBEAT_MS,
@@ -80,7 +80,7 @@ class Door:
         self.incarnation = arguments.incarnation
         self._host, self._keys = arguments.host, arguments.config.keys
         self.context = new_context()
-        Doorkeeper(self.context, self._keys, self._on_denied)
+        CurveAuthenticator(self.context, self._keys, self._on_denied)
 
     def open_input(self, max_model_len: int) -> zmq.Socket[bytes]:
         """The socket that takes messages.

@@ -29,7 +29,7 @@ from cluster.routing.metrics import RouterMetrics
 from cluster.routing.pools import Member
 from cluster.routing.router import Router
 from cluster.routing.tickets import TicketOffice
-from kv_transfer.curve import Doorkeeper, secure_server, server_public_key
+from kv_transfer.curve import CurveAuthenticator, secure_server, server_public_key
 from kv_transfer.keys import KeyRing
 from replicas.async_client import AsyncMPClient
 from replicas.codec import decode_client_message, encode
@@ -380,7 +380,7 @@ class ScriptedEngine:
         self, role: Role, incarnation: str, answer: Callable[[ClientMessage], list[EngineEvent]]
     ) -> None:
         self._context = zmq.asyncio.Context()
-        Doorkeeper(zmq.Context.shadow(self._context), KEYS)
+        CurveAuthenticator(zmq.Context.shadow(self._context), KEYS)
         self._input, self._output = (self._bind(incarnation) for _ in range(2))
         self._output.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.role: Role = role

@@ -40,7 +40,7 @@ from kv_transfer.p2p_worker import P2PConnectorWorker
 from kv_transfer.sessions import TransferSessions
 from kv_transfer.shared_region import RegionLayout, SharedRegion
 from kv_transfer.ticket import Ticket
-from kv_transfer.transport import Command, Event, Load, Route, WireCounters
+from kv_transfer.transport import Command, Event, ProducerRoute, StartLoad, WireCounters
 
 KEYS = KeyRing((b"a secret of this cluster's router",))
 FOREVER_MS = 1 << 52
@@ -407,18 +407,18 @@ class LoopbackTransport:
 
     def submit(self, commands: Sequence[Command]) -> None:
         for command in commands:
-            if isinstance(command, Load):
+            if isinstance(command, StartLoad):
                 self.sessions.load(command, self._route(command), self.network.now_s)
             else:
                 self.sessions.apply(command, self.network.now_s)
         self.send()
 
-    def _route(self, load: Load) -> Route:
+    def _route(self, load: StartLoad) -> ProducerRoute:
         endpoint = load.ticket.producer_endpoints[0]
         node = self.network.nodes.get(endpoint)
         if node is None or node.io.shared_region is None or node.io.host_blocks is None:
-            return Route(endpoint)
-        return Route(endpoint, "shared", node.io.host_blocks)
+            return ProducerRoute(endpoint)
+        return ProducerRoute(endpoint, "shared", node.io.host_blocks)
 
     def lease_left_s(self, transfer_id: bytes, now_s: float) -> float:
         return self.producer.left_s(transfer_id, now_s)

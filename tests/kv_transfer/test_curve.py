@@ -6,7 +6,7 @@ import pytest
 import zmq
 
 from kv_transfer.addresses import check_listen_host
-from kv_transfer.curve import Doorkeeper, secure_client, secure_server, server_public_key
+from kv_transfer.curve import CurveAuthenticator, secure_client, secure_server, server_public_key
 from kv_transfer.errors import AddressError, ServerKeyError
 from kv_transfer.keys import KeyRing
 
@@ -17,11 +17,11 @@ INCARNATION = "0123abcd"
 class Server:
     """Echoes on a secured ROUTER until it is closed."""
 
-    def __init__(self, keys: KeyRing, *, has_doorkeeper: bool = True) -> None:
+    def __init__(self, keys: KeyRing, *, has_authenticator: bool = True) -> None:
         self.context = zmq.Context()
         self.denied = threading.Semaphore(0)
-        if has_doorkeeper:
-            Doorkeeper(self.context, keys, self.denied.release)
+        if has_authenticator:
+            CurveAuthenticator(self.context, keys, self.denied.release)
         self.public_key = server_public_key(keys, INCARNATION)
         router = self.context.socket(zmq.ROUTER)
         secure_server(router, keys, INCARNATION)
@@ -118,7 +118,7 @@ def test_who_speaks_in_plain_gets_in_nowhere(serve):
 
 
 def test_nobody_gets_in_where_the_doorkeeper_is_missing(serve):
-    assert not hears(serve(OLD, has_doorkeeper=False), OLD, wait_s=1.0)
+    assert not hears(serve(OLD, has_authenticator=False), OLD, wait_s=1.0)
 
 
 def test_an_impostor_at_a_servers_address_is_told_nothing(serve):

@@ -20,7 +20,7 @@ from kv_transfer.messages import encode
 from kv_transfer.stores import shm_messages
 from kv_transfer.stores.shm_messages import socket_name
 from kv_transfer.ticket import Ticket
-from kv_transfer.transports.far import address_of
+from kv_transfer.transports.tcp import address_of
 from tests.kv_transfer.fakes import KEYS, FakeEngine, FakeIO, make_engine, make_ticket, run_until
 from tests.kv_transfer.insiders import dial, listen
 from tests.kv_transfer.stores.shm_servers import connect, server_process, value
@@ -290,7 +290,7 @@ def flood_pool(name: str, count: int) -> None:
     questions = [
         shm_messages.encode(x)
         for x in (
-            shm_messages.Hello(shm_messages.PROTOCOL_VERSION),
+            shm_messages.Greeting(shm_messages.PROTOCOL_VERSION),
             shm_messages.NumPresent((b"a", b"b")),
             shm_messages.Get((b"a",)),
             shm_messages.Begin(b"a", 4096),

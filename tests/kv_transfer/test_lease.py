@@ -53,7 +53,7 @@ class LeaseMachine(RuleBasedStateMachine):
     @rule(transfer_id=ids, state=st.sampled_from(ENDS))
     def end(self, transfer_id: bytes, state: LeaseState) -> None:
         had_ended = self.model.get(transfer_id, (LeaseState.WAITING, 0))[0] in ENDS
-        assert self.table.end(transfer_id, state) != had_ended
+        assert self.table.end_lease(transfer_id, state) != had_ended
         if not had_ended:
             self.model[transfer_id] = (state, 0.0)
 
@@ -102,5 +102,5 @@ def test_renewals_keep_a_queueing_consumer_alive_for_many_leases() -> None:
 def test_the_memory_of_ended_leases_is_bounded() -> None:
     table = LeaseTable(CONFIG)
     for n in range(10_000):
-        table.end(n.to_bytes(16, "big"), LeaseState.DONE)
+        table.end_lease(n.to_bytes(16, "big"), LeaseState.DONE)
     table.check_invariants()

@@ -12,7 +12,7 @@ import zmq
 from kv_transfer.errors import FailureReason, TransferError
 from kv_transfer.keys import KeyRing
 from kv_transfer.messages import encode
-from kv_transfer.transports.far import address_of
+from kv_transfer.transports.tcp import address_of
 from tests.kv_transfer.fakes import KEYS, FakeEngine, FakeIO, make_engine, make_ticket, run_until
 from tests.kv_transfer.insiders import dial
 from tests.kv_transfer.test_messages import FETCH

@@ -27,15 +27,15 @@ from kv_transfer.transport import (
     Consumed,
     Delivered,
     Granted,
-    Load,
     LoadFailed,
     MappedChunk,
     Offer,
+    ProducerRoute,
     Ready,
     Repeat,
-    Route,
     SendFailed,
     Spoiled,
+    StartLoad,
     WireCounters,
 )
 from tests.kv_transfer.fakes import KEYS, LAYOUT, QUICK, FakeIO, make_settings, make_ticket
@@ -44,7 +44,7 @@ HERE = "tcp://here:1"
 
 
 def load(ticket, start_row=0):
-    return Load(ticket, KEYS.seal(ticket), start_row, LAYOUT.row_bytes)
+    return StartLoad(ticket, KEYS.seal(ticket), start_row, LAYOUT.row_bytes)
 
 
 class Both:
@@ -117,7 +117,7 @@ def test_credit_is_returned_by_the_quarter_window(both):
 def test_rows_in_shared_memory_count_when_the_producer_has_confirmed(both):
     ticket, io = both.ticket, FakeIO(4, shares=True)
     both.apply(Offer(ticket))
-    both.sessions.load(load(ticket), Route(HERE, "shared", io.blocks), 0.0)
+    both.sessions.load(load(ticket), ProducerRoute(HERE, "shared", io.blocks), 0.0)
     assert both.deliver() == [Granted(ticket.transfer_id, 0, 2, "shared")]
     ids = np.array([3, 1], np.int64)
     told = encode_mapped(ids, io.blocks[0].digests(ids))

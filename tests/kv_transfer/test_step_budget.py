@@ -173,7 +173,7 @@ def test_every_step_may_copy_one_chunk_whatever_it_takes() -> None:
     clock = Clock()
     budget = StepBudget(0.01, 0.5, clock)
     for _ in range(3):
-        budget.begin()
+        budget.start_step()
         budget.resume()
         assert budget.has_room
         clock.now_s += 5.0

@@ -14,7 +14,7 @@ from kv_transfer.errors import FailureReason
 from kv_transfer.messages import Cancel, Data, Done, Fetch, LeaseInfo, Renew
 from kv_transfer.p2p import P2PConnectorScheduler
 from kv_transfer.p2p_worker import P2PConnectorWorker
-from kv_transfer.transport import CancelLoad, Delivered, Load, LoadFailed, Offer, SendFailed
+from kv_transfer.transport import CancelLoad, Delivered, LoadFailed, Offer, SendFailed, StartLoad
 from tests.kv_transfer.fakes import (
     KEYS,
     LAYOUT,
@@ -33,7 +33,7 @@ IMPATIENT = msgspec.structs.replace(QUICK, no_data_s=4.0)
 
 
 def load(ticket, start_row=0):
-    return Load(ticket, KEYS.seal(ticket), start_row, LAYOUT.row_bytes)
+    return StartLoad(ticket, KEYS.seal(ticket), start_row, LAYOUT.row_bytes)
 
 
 class Pair:

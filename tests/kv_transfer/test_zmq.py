@@ -19,7 +19,7 @@ import zmq
 from kv_transfer.errors import FailureReason, TransferError
 from kv_transfer.messages import encode
 from kv_transfer.transport import CancelSend
-from kv_transfer.transports.far import address_of
+from kv_transfer.transports.tcp import address_of
 from kv_transfer.transports.wake_up import WakeUp
 from tests.kv_transfer.fakes import (
     KEYS,

@@ -10,7 +10,7 @@ commits, and says how that went.
 import sys
 import time
 
-from kv_transfer.stores.shm_messages import Begin, Commit, Outcome, Placed
+from kv_transfer.stores.shm_messages import Begin, Commit, Placed, PutEnded
 from tests.kv_transfer.stores.shm_servers import VALUE_BYTES, connect, value
 
 
@@ -25,7 +25,7 @@ def main(address: str, key: bytes) -> None:
     print(f"holding {len(leases)}", flush=True)
     sys.stdin.readline()
     where[half:] = 0x11
-    ended = store._ask(Commit(placed.put_id), Outcome, time.monotonic() + 5)
+    ended = store._ask(Commit(placed.put_id), PutEnded, time.monotonic() + 5)
     print(ended.outcome, flush=True)
 
 

@@ -17,9 +17,9 @@ import pytest
 
 from kv_transfer.errors import TransferError
 from kv_transfer.store import StoreConfig
-from kv_transfer.stores import mooncake, patience
+from kv_transfer.stores import backoff, mooncake
 from kv_transfer.stores.mooncake import MooncakeStore
-from kv_transfer.stores.mooncake_process import Told
+from kv_transfer.stores.mooncake_process import MooncakeReply
 from tests.kv_transfer.stores.shm_servers import eventually, value
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -158,7 +158,7 @@ class Puts:
     """Stands for the process in a put: takes its time over every answer."""
 
     def __init__(self) -> None:
-        self.told = iter([Told(0), Told(1)])
+        self.told = iter([MooncakeReply(0), MooncakeReply(1)])
 
     def send_bytes(self, _: bytes) -> None:
         time.sleep(0.03)
@@ -170,9 +170,9 @@ class Puts:
         pass
 
 
-def test_copying_a_value_is_no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copying_a_value_does_not_count_as_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mooncake, "_is_installed", lambda: True)
-    monkeypatch.setattr(patience, "COPY_BYTES_PER_S", 1.0)
+    monkeypatch.setattr(backoff, "COPY_BYTES_PER_S", 1.0)
     store = MooncakeStore(config("127.0.0.1:1", timeout_s=0.05))
     store._connection = Puts()
     assert store.put(b"a", np.zeros(60, np.uint8)) == "stored"

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import ray
 
-from kv_transfer.stores import patience
+from kv_transfer.stores import backoff
 from kv_transfer.stores import ray as ray_store
 from kv_transfer.stores.ray import Directory, RayStore
 from tests.kv_transfer.stores.ray_values import NAME, NUM_VALUES, VALUE_BYTES, config, value
@@ -31,7 +31,7 @@ class Object:
 
 
 def put(directory: Directory, key: bytes, client: int = 1) -> "weakref.ref[Object]":
-    put_id = directory.begin(client, key, VALUE_BYTES)
+    put_id = directory.begin_put(client, key, VALUE_BYTES)
     assert isinstance(put_id, int)
     stored = Object()
     assert directory.commit(client, put_id, [stored]) == "stored"
@@ -47,7 +47,7 @@ def test_the_directory_lets_go_of_what_it_evicts_or_discards() -> None:
     third = put(directory, b"c")
     gc.collect()
     assert (first() is None, second() is None, third() is None) == (False, True, False)
-    assert directory.begin(1, b"a", VALUE_BYTES) == "present"
+    assert directory.begin_put(1, b"a", VALUE_BYTES) == "present"
     directory.discard(b"a")
     assert first() is not None
     directory.release(2, [lease_id, lease_id + 1])
@@ -58,15 +58,15 @@ def test_the_directory_lets_go_of_what_it_evicts_or_discards() -> None:
 
 def test_the_put_of_a_dead_engine_makes_room_when_it_lapses() -> None:
     directory = Directory(VALUE_BYTES, lease_s=0.05)
-    assert isinstance(directory.begin(1, b"a", VALUE_BYTES), int)
-    assert directory.begin(2, b"a", VALUE_BYTES) == "dropped"
-    eventually(lambda: isinstance(directory.begin(2, b"b", VALUE_BYTES), int))
+    assert isinstance(directory.begin_put(1, b"a", VALUE_BYTES), int)
+    assert directory.begin_put(2, b"a", VALUE_BYTES) == "dropped"
+    eventually(lambda: isinstance(directory.begin_put(2, b"b", VALUE_BYTES), int))
     assert directory.commit(1, 1, [Object()]) == "dropped"
 
 
 def test_an_aborted_put_leaves_nothing() -> None:
     directory = Directory(VALUE_BYTES, lease_s=60.0)
-    directory.begin(1, b"a", VALUE_BYTES)
+    directory.begin_put(1, b"a", VALUE_BYTES)
     directory.abort(1)
     put(directory, b"b", client=2)
     assert directory.num_present((b"a",)) == 0
@@ -129,11 +129,11 @@ def test_values_that_have_come_are_returned_while_somebody_listens(fake_ray: Fak
     store.close()
 
 
-def test_copying_a_value_is_no_waiting(fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "COPY_BYTES_PER_S", VALUE_BYTES / 60)
+def test_copying_a_value_does_not_count_as_waiting(fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backoff, "COPY_BYTES_PER_S", VALUE_BYTES / 60)
     fake_ray.copying_s = 0.02
     store = RayStore(msgspec.structs.replace(config(""), timeout_s=0.04))
-    store._directory = SimpleNamespace(begin=Method(1), commit=Method("stored"))
+    store._directory = SimpleNamespace(begin_put=Method(1), commit=Method("stored"))
     store._keeper = SimpleNamespace(keep=Method(["kept"]))
     assert store.put(b"a", value(1)) == "stored"
     assert store.counters().errors == 0

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kv_transfer.stores import patience, shm, shm_server
+from kv_transfer.stores import backoff, shm, shm_server
 from kv_transfer.stores.shm import ShmStore, ensure_server
 from kv_transfer.stores.shm_messages import (
     MAX_KEYS,
@@ -28,10 +28,10 @@ from kv_transfer.stores.shm_messages import (
     Commit,
     Count,
     Get,
-    Hello,
+    Greeting,
     Leased,
-    Outcome,
     Placed,
+    PutEnded,
     Welcome,
     encode,
     socket_name,
@@ -101,8 +101,8 @@ def test_of_two_writers_of_one_key_one_wins() -> None:
         assert other.put(b"a", value(2)) == "dropped"
         assert other.num_present([b"a"]) == 0
         one._slab[placed.offset : placed.offset + VALUE_BYTES] = value(1)
-        ended = one._ask(Commit(placed.put_id), Outcome, time.monotonic() + 5)
-        assert ended == Outcome("stored")
+        ended = one._ask(Commit(placed.put_id), PutEnded, time.monotonic() + 5)
+        assert ended == PutEnded("stored")
         assert other.put(b"a", value(2)) == "present"
         assert np.array_equal(other.get([b"a"])[0].value, value(1))
 
@@ -289,8 +289,8 @@ def test_a_frozen_server_is_a_miss_and_is_not_waited_for_each_time() -> None:
         assert not lease.release()
         # Each wait is twice the one before: a slow host has time for one or two more, not for all.
         took_s = time.monotonic() - began_s
-        num_doubled = math.log2(1 + took_s / patience._FIRST_S)
-        assert 1 <= store.counters().errors <= 2 + num_doubled + took_s / patience._LAST_S
+        num_doubled = math.log2(1 + took_s / backoff._FIRST_S)
+        assert 1 <= store.counters().errors <= 2 + num_doubled + took_s / backoff._LAST_S
         server.send_signal(signal.SIGCONT)
         eventually(lambda: store.num_present([b"a"]) == 1)
         assert store.put(b"b", value(1)) == "stored"
@@ -422,7 +422,7 @@ def stranger(address: str, *, greet: bool = False) -> Iterator[socket.socket]:
         # The backlog is short, and the server has other things to do.
         eventually(lambda: connection.connect_ex(socket_name(address, os.getuid())) == 0)
         if greet:
-            connection.send(encode(Hello(PROTOCOL_VERSION)))
+            connection.send(encode(Greeting(PROTOCOL_VERSION)))
             connection.recv(MAX_MESSAGE_BYTES)
         yield connection
 
@@ -466,8 +466,8 @@ def test_random_bytes_disturb_nobody() -> None:
     ("greet", "packet"),
     [
         (False, encode(Get((b"a",)))),
-        (False, encode(Hello(PROTOCOL_VERSION + 1))),
-        (True, encode(Hello(PROTOCOL_VERSION))),
+        (False, encode(Greeting(PROTOCOL_VERSION + 1))),
+        (True, encode(Greeting(PROTOCOL_VERSION))),
         (True, encode(Welcome(1))),
         (True, encode(Count(1)) + b"\0"),
         (True, bytes(MAX_MESSAGE_BYTES + 1)),
@@ -517,7 +517,7 @@ def test_another_user_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
             assert store.put(b"a", value(0)) == "stored"
         monkeypatch.setattr(shm_server, "peer_user_id", lambda _: os.getuid() + 1)
         with stranger(address) as connection, contextlib.suppress(BrokenPipeError):
-            connection.send(encode(Hello(PROTOCOL_VERSION)))
+            connection.send(encode(Greeting(PROTOCOL_VERSION)))
             assert is_closed(connection)
 
 

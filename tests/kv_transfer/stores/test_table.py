@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kv_transfer.stores.table import Grant, Place, SlotCounts, StoreTable
+from kv_transfer.stores.table import Grant, PutPlace, SlotCounts, StoreTable
 
 LEASE_S = 10.0
 SLOT = 64
@@ -19,8 +19,8 @@ def make_table(capacity_bytes: int = CAPACITY) -> StoreTable:
 
 
 def put(table: StoreTable, key: bytes, client: int = 1, size: int = SLOT, now_s: float = 0) -> str:
-    place = table.begin(client, key, size, now_s)
-    return table.commit(client, place.put_id, now_s) if isinstance(place, Place) else place
+    place = table.begin_put(client, key, size, now_s)
+    return table.commit(client, place.put_id, now_s) if isinstance(place, PutPlace) else place
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -35,7 +35,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.slab: dict[int, str] = {}
         self.now_s = 0.0
         self.num_puts = 0
-        self.open: dict[int, tuple[bytes, Place, str, float]] = {}
+        self.open: dict[int, tuple[bytes, PutPlace, str, float]] = {}
         self.known: dict[bytes, str] = {}
         self.leases: dict[int, tuple[int, int, str, float]] = {}
 
@@ -50,8 +50,8 @@ class StoreMachine(RuleBasedStateMachine):
     def begin(self, client: int, key: bytes, size: int) -> None:
         self.open.pop(client, None)
         others = [c for c in self.open if self.open[c][0] == key and self.is_put_live(c)]
-        place = self.table.begin(client, key, size, self.now_s)
-        if isinstance(place, Place):
+        place = self.table.begin_put(client, key, size, self.now_s)
+        if isinstance(place, PutPlace):
             assert not others
             assert 0 <= place.offset <= place.offset + size <= CAPACITY
             assert all(other[1].offset != place.offset for other in self.open.values())
@@ -178,7 +178,7 @@ def test_nobody_ends_the_lease_or_the_put_of_another() -> None:
     put(table, b"a")
     (grant,) = table.get(1, [b"a"], 0.0)
     assert not table.release(2, grant.lease_id, 0.0)
-    place = table.begin(1, b"b", SLOT, 0.0)
+    place = table.begin_put(1, b"b", SLOT, 0.0)
     assert table.commit(2, place.put_id, 0.0) == "dropped"
     table.abort(2)
     assert table.counts() == SlotCounts(free=0, writing=1, stored=0, leased=1)
@@ -198,20 +198,20 @@ def test_a_value_leased_twice_is_kept_for_the_second() -> None:
 
 def test_of_two_writers_one_wins_and_a_value_is_never_replaced() -> None:
     table = make_table()
-    place = table.begin(1, b"a", SLOT, 0.0)
-    assert table.begin(2, b"a", SLOT, 0.0) == "dropped"
+    place = table.begin_put(1, b"a", SLOT, 0.0)
+    assert table.begin_put(2, b"a", SLOT, 0.0) == "dropped"
     assert table.num_present([b"a"]) == 0
     assert table.commit(1, place.put_id, 1.0) == "stored"
-    assert table.begin(2, b"a", SLOT, 1.0) == "present"
+    assert table.begin_put(2, b"a", SLOT, 1.0) == "present"
     assert table.commit(1, place.put_id, 1.0) == "dropped"
 
 
 def test_a_lapsed_put_never_succeeds_and_its_slot_waits_for_its_writer() -> None:
     """It may be frozen while it writes."""
     table = make_table(2 * SLOT)
-    frozen = table.begin(1, b"a", SLOT, 0.0)
-    second = table.begin(2, b"a", SLOT, LEASE_S)
-    assert isinstance(second, Place)
+    frozen = table.begin_put(1, b"a", SLOT, 0.0)
+    second = table.begin_put(2, b"a", SLOT, LEASE_S)
+    assert isinstance(second, PutPlace)
     assert second.offset != frozen.offset
     assert table.commit(2, second.put_id, LEASE_S) == "stored"
     assert table.counts() == SlotCounts(free=0, writing=1, stored=1, leased=0)
@@ -223,7 +223,7 @@ def test_the_death_of_a_client_frees_its_put_and_its_leases() -> None:
     table = make_table(2 * SLOT)
     put(table, b"a")
     table.get(2, [b"a"], 0.0)
-    table.begin(2, b"b", SLOT, 0.0)
+    table.begin_put(2, b"b", SLOT, 0.0)
     assert table.counts() == SlotCounts(free=0, writing=1, stored=0, leased=1)
     table.drop_client(2)
     assert table.counts() == SlotCounts(free=1, writing=0, stored=1, leased=0)
@@ -235,7 +235,7 @@ def test_a_discarded_value_stays_with_its_reader_and_can_be_put_anew() -> None:
     put(table, b"a")
     (grant,) = table.get(1, [b"a"], 0.0)
     table.discard(b"a")
-    place = table.begin(2, b"a", SLOT, 0.0)
+    place = table.begin_put(2, b"a", SLOT, 0.0)
     assert place.offset != grant.offset
     assert table.commit(2, place.put_id, 0.0) == "stored"
     assert table.release(1, grant.lease_id, 1.0)
@@ -248,7 +248,7 @@ def test_a_larger_value_makes_the_slots_larger_unless_somebody_reads_or_writes()
     (grant,) = table.get(1, [b"a"], 0.0)
     assert put(table, b"b", client=2, size=2 * SLOT) == "dropped"
     table.release(1, grant.lease_id, 0.0)
-    writer = table.begin(3, b"c", SLOT, 0.0)
+    writer = table.begin_put(3, b"c", SLOT, 0.0)
     assert put(table, b"b", client=2, size=2 * SLOT) == "dropped"
     table.commit(3, writer.put_id, 0.0)
     assert put(table, b"b", client=2, size=2 * SLOT) == "stored"
@@ -269,12 +269,12 @@ def test_a_value_may_fill_the_store_and_slots_start_at_cache_lines() -> None:
     table = make_table(100)
     assert put(table, b"a", size=100) == "stored"
     table = make_table(1000)
-    offsets = [table.begin(client, bytes([client]), 65, 0.0).offset for client in (1, 2, 3)]
+    offsets = [table.begin_put(client, bytes([client]), 65, 0.0).offset for client in (1, 2, 3)]
     assert offsets == [0, 128, 256]
 
 
 def test_content_comes_back() -> None:
     table = make_table()
-    place = table.begin(1, b"a", 10, 0.0)
+    place = table.begin_put(1, b"a", 10, 0.0)
     table.commit(1, place.put_id, 0.0, content="value")
     assert table.get(1, [b"a", b"b"], 0.0) == [Grant(2, 0, 10, "value")]

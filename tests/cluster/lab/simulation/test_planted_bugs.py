@@ -177,7 +177,7 @@ def cancelled_load_still_writes(patch):
     cancel = P2PLoads.cancel
 
     def keeps_writing(self, request_id):
-        failed = self._desk.outcome.failed
+        failed = self._context.ended.failed
         if request_id in self._ids and request_id not in failed:
             failed[request_id] = Failure(FailureReason.CANCELLED)
             return True

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from kv_transfer.store import StoreCounters
-from kv_transfer.stores import patience
-from kv_transfer.stores.patience import COPY_BYTES_PER_S, BackOff, CallThread
+from kv_transfer.stores import backoff
+from kv_transfer.stores.backoff import COPY_BYTES_PER_S, BackOff, CallThread
 from tests.kv_transfer.stores.shm_servers import eventually
 
 
@@ -72,7 +72,7 @@ def test_copying_comes_on_top_of_the_time_of_a_put() -> None:
 def test_after_a_put_that_failed_there_are_no_puts_for_a_while_but_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(patience, "_FIRST_S", 600.0)
+    monkeypatch.setattr(backoff, "_FIRST_S", 600.0)
     counted = Counted(timeout_s=0.05)
     release = threading.Event()
     assert counted.thread.put(lambda _: release.wait(30), False, 0) is False
@@ -89,7 +89,7 @@ def test_after_a_put_that_failed_there_are_no_puts_for_a_while_but_calls(
 def test_after_a_call_that_failed_there_are_no_puts_either(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(patience, "_FIRST_S", 600.0)
+    monkeypatch.setattr(backoff, "_FIRST_S", 600.0)
     counted = Counted()
     counted.thread.call(raise_error, 0)
     assert not counted.thread.put(lambda _: True, False, 0)

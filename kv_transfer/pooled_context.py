@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 
-from kv_transfer.desk import Desk
 from kv_transfer.layout import ROW_TOKENS
 from kv_transfer.store_thread import StoreExecutor
+from kv_transfer.transfer_context import TransferContext
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class PoolDesk(Desk):
-    """`Desk` with the store's executor and the size of a unit.
+class PoolContext(TransferContext):
+    """`TransferContext` with the store's executor and the size of a unit.
 
     Attributes:
         executor: Runs the calls of the store.

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass, field
 
-from kv_transfer.desk import Desk
+from kv_transfer.transfer_context import TransferContext
 from kv_transfer.transport import Command
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class P2PDesk(Desk):
-    """`Desk` with the commands and the turns of point-to-point transfers.
+class P2PContext(TransferContext):
+    """`TransferContext` with the commands and the turns of point-to-point transfers.
 
     Attributes:
         commands: Commands for the transport that are not submitted yet.

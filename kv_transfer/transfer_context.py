@@ -7,7 +7,7 @@ from kv_transfer.connector import Failure, KVDeviceIO, TransferResults, Transfer
 
 
 @dataclass(slots=True, eq=False)
-class Outcome:
+class EndedTransfers:
     """Ends of transfers that are not reported yet; the fields are those of `TransferResults`."""
 
     sent: set[str] = field(default_factory=set)
@@ -20,7 +20,7 @@ class Outcome:
         """Return whether the end of a request's transfer is waiting to be reported."""
         return any(request_id in ended for ended in (self.sent, self.received, self.failed))
 
-    def take(self) -> TransferResults:
+    def drain(self) -> TransferResults:
         """Return all of it and clear it."""
         results = TransferResults(
             sent=frozenset(self.sent),
@@ -35,17 +35,17 @@ class Outcome:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Desk:
+class TransferContext:
     """State shared by the parts of a worker side. Owner: the worker, on the engine's core thread.
 
     Attributes:
         io: The KV cache.
         config: Sizes and deadlines.
-        outcome: Ends that are not reported yet.
+        ended: Ends that are not reported yet.
         totals: Counters since start.
     """
 
     io: KVDeviceIO
     config: TransferConfig
-    outcome: Outcome = field(default_factory=Outcome)
+    ended: EndedTransfers = field(default_factory=EndedTransfers)
     totals: TransferStats = field(default_factory=TransferStats.empty)

@@ -9,7 +9,7 @@ import zmq
 
 from kv_transfer.addresses import check_listen_host
 from kv_transfer.connector import ConnectorSettings
-from kv_transfer.curve import Doorkeeper, secure_client, secure_server, server_public_key
+from kv_transfer.curve import CurveAuthenticator, secure_client, secure_server, server_public_key
 from kv_transfer.errors import AddressError, ServerKeyError, TransferError
 from kv_transfer.transport import WireCounters
 
@@ -25,7 +25,7 @@ def address_of(endpoint: str) -> str:
     return endpoint.partition(_KEY)[0]
 
 
-def bind_far(router: zmq.Socket[bytes], settings: ConnectorSettings, counters: WireCounters) -> str:
+def bind_tcp(router: zmq.Socket[bytes], settings: ConnectorSettings, counters: WireCounters) -> str:
     """Bind to ``settings.bind``, secured if the settings say so.
 
     Call last: security applies to the binds of a socket that follow it, too.
@@ -52,7 +52,7 @@ def bind_far(router: zmq.Socket[bytes], settings: ConnectorSettings, counters: W
         if settings.network == "plain" or not keys.secrets:
             router.bind(bind)
             return _last(router)
-        Doorkeeper(router.context, keys, counters.count_denied)
+        CurveAuthenticator(router.context, keys, counters.count_denied)
         secure_server(router, keys, settings.incarnation)
         _make_room(router)
         router.bind(bind)
@@ -61,7 +61,7 @@ def bind_far(router: zmq.Socket[bytes], settings: ConnectorSettings, counters: W
         raise TransferError(f"cannot bind KV transfer to {bind!r}: {error}") from error
 
 
-def connect_far(
+def connect_tcp(
     dealer: zmq.Socket[bytes], endpoint: str, settings: ConnectorSettings, producer: str
 ) -> None:
     """Connect to a producer's TCP endpoint.

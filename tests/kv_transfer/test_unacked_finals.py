@@ -4,10 +4,10 @@ import pytest
 
 from kv_transfer.config import TransferConfig
 from kv_transfer.errors import FailureReason
-from kv_transfer.last_words import LastWords
 from kv_transfer.lease import LeaseState
 from kv_transfer.messages import PROTOCOL_VERSION, Cancel, Done, Fail, Fetch, LeaseInfo
 from kv_transfer.parked import MAX_PARKED, Parked, ParkedFetches
+from kv_transfer.unacked_finals import UnackedFinals
 from tests.kv_transfer.fakes import make_ticket
 
 CONFIG = TransferConfig(renew_s=1.0, no_progress_s=3.0, closing_s=3.5)
@@ -18,11 +18,11 @@ def done(transfer_id: bytes = ONE) -> Done:
     return Done(transfer_id, 7, b"ticket")
 
 
-def said(*messages: Done | Cancel) -> LastWords:
-    words = LastWords(CONFIG)
+def said(*messages: Done | Cancel) -> UnackedFinals:
+    finals = UnackedFinals(CONFIG)
     for message in messages:
-        words.say(f"tcp://{message.transfer_id[:1].decode()}", message, 0.0)
-    return words
+        finals.add(f"tcp://{message.transfer_id[:1].decode()}", message, 0.0)
+    return finals
 
 
 def info(state: LeaseState, epoch: int = 7) -> LeaseInfo:
@@ -30,35 +30,35 @@ def info(state: LeaseState, epoch: int = 7) -> LeaseInfo:
 
 
 def test_a_last_word_is_repeated_until_it_is_no_use_any_more() -> None:
-    words = said(done())
-    assert words.deadlines_s() == [1.0]
-    assert words.due(0.9) == []
+    finals = said(done())
+    assert finals.deadlines_s() == [1.0]
+    assert finals.due(0.9) == []
     for now_s in (1.0, 2.0, 3.0):
-        assert words.due(now_s) == [("tcp://1", done())]
-        assert words.due(now_s) == [], "not twice in one turn"
-    assert words.due(3.5) == []
-    assert (len(words), words.deadlines_s()) == (0, [])
+        assert finals.due(now_s) == [("tcp://1", done())]
+        assert finals.due(now_s) == [], "not twice in one turn"
+    assert finals.due(3.5) == []
+    assert (len(finals), finals.deadlines_s()) == (0, [])
 
 
 @pytest.mark.parametrize("state", list(LeaseState))
 def test_a_producer_that_says_that_the_transfer_is_over_has_heard_it(state: LeaseState) -> None:
-    words = said(done(), Cancel(OTHER, 7, FailureReason.CANCELLED, b"ticket"))
-    words.hear(info(state, epoch=6))
-    assert ONE in words, "it speaks of another transfer under this id"
-    words.hear(info(state))
-    assert (ONE in words) == (state in {LeaseState.WAITING, LeaseState.SERVING})
-    assert OTHER in words
-    words.hear(Fail(ONE, 7, FailureReason.EXPIRED))
-    assert ONE not in words
+    finals = said(done(), Cancel(OTHER, 7, FailureReason.CANCELLED, b"ticket"))
+    finals.acknowledge(info(state, epoch=6))
+    assert ONE in finals, "it speaks of another transfer under this id"
+    finals.acknowledge(info(state))
+    assert (ONE in finals) == (state in {LeaseState.WAITING, LeaseState.SERVING})
+    assert OTHER in finals
+    finals.acknowledge(Fail(ONE, 7, FailureReason.EXPIRED))
+    assert ONE not in finals
 
 
 def test_nothing_is_said_to_who_is_gone_or_of_what_begins_anew() -> None:
-    words = said(done(ONE), done(OTHER))
-    words.on_peer_lost("tcp://1")
-    assert words.due(1.0) == [("tcp://2", done(OTHER))]
-    words.take_back(OTHER)
-    words.take_back(OTHER)
-    assert words.due(2.0) == []
+    finals = said(done(ONE), done(OTHER))
+    finals.on_peer_lost("tcp://1")
+    assert finals.due(1.0) == [("tcp://2", done(OTHER))]
+    finals.discard(OTHER)
+    finals.discard(OTHER)
+    assert finals.due(2.0) == []
 
 
 def parked(number: int, peer: bytes = b"D", deadline_s: float = 1.0) -> Parked:
@@ -83,10 +83,10 @@ def test_the_first_who_asks_for_a_transfer_is_the_one_who_waits() -> None:
     assert not fetches.park(parked(1, peer=b"E"))
     assert fetches.park(parked(1, deadline_s=9.0)), "it asks again"
     assert fetches.next_deadline_s() == 1.0, "and waits for no longer"
-    first = fetches.take((1).to_bytes(16, "big"))
+    first = fetches.pop_fetch((1).to_bytes(16, "big"))
     assert first is not None
     assert first.peer == b"D"
-    assert fetches.take((1).to_bytes(16, "big")) is None
+    assert fetches.pop_fetch((1).to_bytes(16, "big")) is None
     assert fetches.next_deadline_s() is None
 
 
