@@ -1,4 +1,4 @@
-"""What the device library packs: 32 tokens of 64 numbers as bfloat8_b, recorded from ttnn 0.81.1.
+"""Golden output of the device library: 32 tokens of 64 numbers as bfloat8_b, from ttnn 0.81.1.
 
 Run as a script where ttnn is installed, this file prints ``PACKED`` and ``READ_BACK`` again; a mesh
 description in ``TT_METAL_MOCK_CLUSTER_DESC_PATH`` stands in for hardware.
@@ -12,7 +12,7 @@ import numpy as np
 
 
 def numbers():
-    """(32, 64) float32: common ones, extremes, ties and what is no number."""
+    """Return (32, 64) float32: common numbers, extremes, ties, infinities and NaNs."""
     i = np.arange(32 * 64, dtype=np.uint64)
     bits = ((i * 2654435761 + i * i * 40503) % 2**32).astype(np.uint32).reshape(32, 64)
     signs, fractions = bits & 0x80000000, bits & 0x7FFFFF
@@ -93,7 +93,7 @@ a02123a6292cb03337bc414bd661edfa
 """The two tiles."""
 
 READ_BACK = "ddb0505f7dae35d9f7c9d67b6778c534"
-"""``digest`` of what they are unpacked to, in float32."""
+"""``digest`` of the numbers unpacked from them, in float32."""
 
 
 def record():

@@ -65,7 +65,7 @@ QUICK = TransferConfig(
     window_bytes=4 * LAYOUT.row_bytes,
     mapped_chunk_bytes=2 * LAYOUT.row_bytes,
 )
-"""Chunks of one row, windows of four; two rows of shared memory are told of at once."""
+"""Chunks of one row, windows of four; two rows of shared memory are announced at once."""
 
 
 class FakeIO:
@@ -127,7 +127,7 @@ class FakeIO:
         self.blocks[lane].write_rows(block_ids, first_row, data)
 
     def changed(self, lane: int = 0) -> set[int]:
-        """Blocks that are not what they were at the start, however they were written."""
+        """Return the blocks whose bytes differ from those at the start, by whatever path."""
         differs = (self.cache[lane] != self.original[lane]).any(axis=(0, 2))
         return set(np.flatnonzero(differs).tolist())
 
@@ -176,7 +176,7 @@ class FakeEngine:
 
     @property
     def reasons(self) -> dict[str, FailureReason]:
-        """Why what failed did."""
+        """Return the reasons of the transfers that failed."""
         return {request_id: failure.reason for request_id, failure in self.failed.items()}
 
     @property
@@ -220,13 +220,13 @@ class FakeEngine:
 
 
 def ticks() -> Callable[[], float]:
-    """Return a clock on which a second has gone by whenever somebody looks: chunks cost one."""
+    """Return a clock that advances by a second with each reading, so that a chunk costs one."""
     count = itertools.count()
     return lambda: float(next(count))
 
 
 def make_settings(incarnation: str, **changes: Any) -> ConnectorSettings:
-    """What an engine is told whose clocks stand still: a step copies as much as there is."""
+    """Make settings whose clocks stand still, so that a step copies all that is due."""
     told = {"keys": KEYS, "unix_now_s": lambda: 0.0, "step_now_s": lambda: 0.0, **changes}
     return ConnectorSettings(incarnation=incarnation, **told)
 
@@ -348,7 +348,7 @@ class Network:
             self._wires.append(wire)
 
     def advance(self, seconds: float = 0.0) -> None:
-        """Let time pass, then deliver what is due until the wires are quiet."""
+        """Advance the time, then deliver due messages until the wires are quiet."""
         self.now_s += seconds
         for node in self.nodes.values():
             node.tick()
@@ -358,7 +358,7 @@ class Network:
                 deliver()
 
     def cut(self, endpoint: str) -> None:
-        """Kill a node: everybody who talks to it notices at once."""
+        """Kill a node; all its peers notice at once."""
         del self.nodes[endpoint]
         for node in self.nodes.values():
             node.consumer.on_peer_lost(endpoint)

@@ -14,7 +14,7 @@ from kv_transfer.store_thread import StoreJob
 
 @dataclass(eq=False)
 class Shelf:
-    """What the stores of one address share: values, and what is to go wrong."""
+    """Values shared by the stores of one address, and the faults to inject."""
 
     values: dict[bytes, NDArray[np.uint8]] = field(default_factory=dict)
     open_leases: int = 0
@@ -123,7 +123,7 @@ class MemoryStore:
 
 
 class InlineExecutor:
-    """A ``StoreExecutor`` that runs jobs when told to, on whichever thread tells it."""
+    """``StoreExecutor`` that runs jobs only when the test calls ``run``, on the calling thread."""
 
     def __init__(self, config: StoreConfig, notify: Callable[[], None]) -> None:
         self.store = MemoryStore(config)

@@ -26,7 +26,7 @@ NUM_TOKENS = 8 * 32 - 5
 class Pair:
     """Two engines, of which ``P`` prefills request "r" for ``D``.
 
-    Block 0 and the last one of either engine belong to nobody.
+    No request owns block 0 or the last block of either engine.
 
     Attributes:
         source: The producer's block table.
@@ -120,7 +120,7 @@ class Pair:
         self.assert_untouched(num_cached)
 
     def assert_untouched(self, num_cached: int = 0) -> None:
-        """Nothing but the blocks of the load was written, in neither engine."""
+        """Assert that only the blocks of the load were written, in either engine."""
         first = num_cached // self.consumer.io.layout.block_size
         assert self.consumer.io.changed() <= set(self.target[first:])
         if num_cached:
@@ -133,7 +133,7 @@ class Pair:
         assert not self.producer.io.changed()
 
     def assert_outcome(self, num_cached: int = 0) -> None:
-        """Each end has ended once, and nobody believes in rows that are not there."""
+        """Assert that each end has ended once, and that neither counts rows that are not there."""
         assert self.producer.ended == self.consumer.ended == {"r"}
         if "r" in self.consumer.received:
             assert self.has_rows(num_cached, self.num_tokens)

@@ -11,8 +11,8 @@ commands it steps when its connector wakes it. It ends when its standard input c
     ["verified"]        answers with the tokens that failed loads say are good
     ["digest", block_ids, num_tokens]  answers with the digest of tokens of these blocks
     ["written", request_id]  answers with the rows of a load that are there
-    ["paths"]           answers with the paths of what was received
-    ["pause"]           the core makes no step from now on; the I/O thread goes on
+    ["paths"]           answers with the paths of the transfers received
+    ["pause"]           stops the core's steps; the I/O thread keeps running
     ["resume"]          the core steps again
 """
 

@@ -95,7 +95,7 @@ class PoolIO:
         self.blocks.write_rows(block_ids, first_row, data)
 
     def wipe(self, block_ids: Sequence[int]) -> None:
-        """Let blocks hold what is nobody's."""
+        """Fill blocks with bytes that belong to no request."""
         for piece in self.pieces:
             piece[list(block_ids)] = 0xEE
 
@@ -112,7 +112,7 @@ class Job:
     num_local: int = 0
     """Tokens that the local prefix cache holds, whole blocks."""
     num_decodes: int = 1
-    """Steps that it goes on after its prompt is computed."""
+    """Steps that it still runs after its prompt is computed."""
     mode: str = "local"
     """local, producer or consumer; the latter two bring a ticket."""
     waits_for_pool: bool = True
@@ -162,7 +162,7 @@ class PoolEngine:
         return job
 
     def lend(self, job: Job, num_tokens: int, ticket: bytes) -> None:
-        """Let another engine fetch what a request has computed here, while it goes on."""
+        """Let another engine fetch what a request has computed here, while it keeps running."""
         request = TransferRequest(job.request_id, job.token_ids, ticket)
         lent = SaveProgress(job.request_id, 0, (tuple(job.block_ids),), num_tokens)
         self.scheduler.lend(request, lent, self.clock())
@@ -320,7 +320,7 @@ class PoolEngine:
             job.num_computed = max(job.num_local, failure.num_tokens)
             self.check(job)
             self._run(job)
-        # What failed may have been the other end's interest in what is computed here.
+        # The failure may be the consumer's, which no longer needs what is computed here.
         job.asked = 0
 
     def check(self, job: Job) -> None:

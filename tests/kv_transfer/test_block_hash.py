@@ -1,4 +1,4 @@
-"""Equal hashes mean equal prefixes, and nobody knows a hash who does not know its key."""
+"""Equal hashes mean equal prefixes, and a hash cannot be computed without its key."""
 
 import hashlib
 import struct
@@ -45,7 +45,7 @@ def test_two_deployments_have_no_hash_in_common(prompt, salt):
 
 
 def test_a_hash_is_keyed_in_each_of_its_blocks():
-    # Whoever learns the hash of a block cannot go on from there without the key.
+    # An attacker that learns the hash of a block cannot extend the chain without the key.
     prompt = list(range(8))
     parent, wanted = hashes_of(prompt)
     chained = parent + struct.pack("<4i", *prompt[4:])

@@ -1,4 +1,4 @@
-"""A core that hangs is told from one that has nothing to do, and its engine falls silent."""
+"""A hanging core is told apart from an idle one, and its engine falls silent."""
 
 import time
 
@@ -46,7 +46,7 @@ def test_an_engine_whose_core_hangs_falls_silent_for_its_peers() -> None:
         consumer.load(ticket, TARGET)
         producer.save("r", SOURCE, 100)
         run_until(lambda: len(consumer.io.changed()) == 3, [producer, consumer])
-        # Nobody steps the producer any more; nothing more is ready, so that all looks well.
+        # The producer is not stepped any more, and no row is ready, so that all looks well.
         run_until(lambda: bool(consumer.ended), [consumer])
         assert consumer.reasons == {"r": FailureReason.STALLED}
 

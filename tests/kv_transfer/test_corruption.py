@@ -1,4 +1,4 @@
-"""A byte that changes on its way, or a block that changes after it was told of."""
+"""A byte that changes on its way, or a block that changes after it was announced."""
 
 import dataclasses
 from collections.abc import Callable
@@ -25,9 +25,10 @@ IMPATIENT = TransferConfig(
 
 @dataclasses.dataclass
 class Mangler:
-    """Changes one byte of the chunk that begins with row 2, as often as it is told to.
+    """Fault that changes one byte of the chunk that begins with row 2, a given number of times.
 
-    A chunk whose message is not recognised any more is lost, which is a way of noticing.
+    A chunk whose message cannot be recognised counts as lost, which is one way to detect the
+    change.
     """
 
     position: int
@@ -162,7 +163,7 @@ def mapped(request: pytest.FixtureRequest) -> str:
 
 
 def between(world: World, change) -> None:
-    """Let the producer tell of what is ready, change something, and let the consumer read."""
+    """Announce rows, change something, and let the consumer read."""
     world.step(world.producer)
     change()
     world.network.advance(0.1)
@@ -212,7 +213,7 @@ def test_a_block_that_keeps_changing_fails_the_transfer(mapped: str, block_size:
 
 
 def test_rows_that_a_bad_copy_overwrote_do_not_count(mapped: str) -> None:
-    """Blocks of two rows, told of row by row: what was right may be overwritten by the rest."""
+    """Announce blocks of two rows row by row, so that a later copy may overwrite a correct row."""
     layout = msgspec.structs.replace(LAYOUT, num_layers=1, num_kv_heads=1, head_dim=1)
     layout = msgspec.structs.replace(layout, block_size=64)
     config = msgspec.structs.replace(IMPATIENT, mapped_chunk_bytes=1)
@@ -232,7 +233,7 @@ def test_rows_that_a_bad_copy_overwrote_do_not_count(mapped: str) -> None:
 
 
 def test_a_row_that_was_good_and_is_overwritten_with_a_bad_one_does_not_count(mapped: str) -> None:
-    """Rows come twice where what was lost is told of in other pieces than the first time."""
+    """Announce lost rows again in other pieces than before, so that some arrive twice."""
     world = World(mapped, num_tokens=NUM_TOKENS, config=IMPATIENT)
     world.start()
     world.steps(2)

@@ -1,4 +1,4 @@
-"""Who can speak with whom over a socket that is secured with a deployment's secrets."""
+"""Sockets secured with a deployment's secrets: which clients and servers accept each other."""
 
 import threading
 
@@ -76,7 +76,7 @@ def test_both_ends_with_one_secret_speak(serve):
     assert hears(serve(OLD), OLD)
 
 
-def test_every_step_of_a_rotation_leaves_everybody_in_touch(serve):
+def test_every_step_of_a_rotation_keeps_all_pairs_connected(serve):
     steps = [(OLD,), (OLD, NEW), (NEW, OLD), (NEW,)]
     servers = [serve(*secrets) for secrets in steps]
     for at in range(len(steps)):
@@ -100,7 +100,7 @@ def test_a_client_refuses_the_key_of_another_incarnation(serve):
         )
 
 
-def test_who_knows_the_public_key_but_no_secret_gets_in_nowhere(serve):
+def test_a_public_key_alone_opens_no_connection(serve):
     server = serve(OLD)
     public, secret = zmq.curve_keypair()
 
@@ -113,16 +113,16 @@ def test_who_knows_the_public_key_but_no_secret_gets_in_nowhere(serve):
     assert server.denied.acquire(timeout=10)
 
 
-def test_who_speaks_in_plain_gets_in_nowhere(serve):
+def test_an_unencrypted_client_is_refused(serve):
     assert not is_answered(serve(OLD), lambda _dealer: None, 1.0)
 
 
-def test_nobody_gets_in_where_the_doorkeeper_is_missing(serve):
+def test_without_an_authenticator_every_client_is_refused(serve):
     assert not hears(serve(OLD, has_authenticator=False), OLD, wait_s=1.0)
 
 
-def test_an_impostor_at_a_servers_address_is_told_nothing(serve):
-    # Another deployment's server has taken the port: what was meant for the old one stays here.
+def test_an_impostor_at_a_servers_address_receives_nothing(serve):
+    # Another deployment's server has taken the port: messages for the old one are not sent to it.
     impostor = serve(OTHER)
     impostor.public_key = server_public_key(KeyRing((OLD,)), INCARNATION)
     assert not hears(impostor, OLD, wait_s=1.0)

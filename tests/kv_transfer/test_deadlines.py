@@ -16,7 +16,7 @@ CONFIG = TransferConfig()
 
 
 def freeze(pair: Pair, engine: FakeEngine, *, is_frozen: bool = True) -> None:
-    """Stop or continue a process: its core, its threads and what is on its way to it."""
+    """Stop or continue a process: its core, its threads and the messages on their way to it."""
     pair.node(engine).is_frozen = is_frozen
 
 
@@ -73,11 +73,11 @@ def test_chunks_that_left_before_the_freeze_and_come_after_the_end_are_dropped(p
     world.assert_over()
 
 
-def test_a_frozen_consumer_loses_its_lease_and_reads_nothing_of_what_replaces_it(path: str) -> None:
+def test_a_frozen_consumer_loses_its_lease_and_reads_no_reused_blocks(path: str) -> None:
     world = World(path)
     stream(world)
     world.prefill()
-    world.step(world.producer)  # What it tells of now waits for the consumer.
+    world.step(world.producer)  # Messages from here on wait until the consumer thaws.
     freeze(world, world.consumer)
     took_s = run_until(world, world.producer, CONFIG.lease_s)
     assert world.producer.reasons == {"r": FailureReason.EXPIRED}
@@ -104,7 +104,7 @@ def test_a_freeze_shorter_than_the_deadlines_costs_nothing(path: str, frozen: st
     world.assert_over()
 
 
-def test_other_transfers_go_on_while_one_producer_is_frozen(path: str) -> None:
+def test_other_transfers_continue_while_one_producer_is_frozen(path: str) -> None:
     frozen, alive = Pair(path), Pair(path)
     # One consumer with two producers: the second pair's becomes known in the first's network.
     node = alive.node(alive.producer)
@@ -203,7 +203,7 @@ def test_a_consumer_whose_core_queues_many_leases_renews_from_its_own_thread(pat
     assert pair.producer.stats.leases["renewed"] >= 10
 
 
-def test_without_renewals_the_lease_ends_and_nobody_gets_data(path: str) -> None:
+def test_without_renewals_the_lease_ends_and_no_data_is_sent(path: str) -> None:
     """Messages of the consumer are lost from the moment at which it has attached."""
     world = World(
         path,
@@ -245,7 +245,7 @@ def test_a_fetch_after_the_end_gets_an_error_and_never_data(path: str, is_attach
     world.assert_over()
 
 
-def test_a_chunk_after_the_deadline_is_not_sent_even_if_nobody_has_looked_at_the_clock(
+def test_a_chunk_after_the_deadline_is_not_sent_even_before_the_next_tick(
     path: str,
 ) -> None:
     world = World(path)

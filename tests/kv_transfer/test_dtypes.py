@@ -314,7 +314,7 @@ def test_rows_of_another_shape_are_refused(cut):
         convert(cut(random_rows("float32")), "float32", "bfloat16")
 
 
-def test_an_engine_takes_its_own_dtype_and_what_it_was_told_whatever_the_block_size():
+def test_an_engine_accepts_its_own_dtype_and_configured_ones_at_any_block_size():
     own = layout_of("bfloat16", block_size=64)
     layouts = acceptable_layouts(own, ("float32", BFLOAT8_B, "bfloat16"))
     assert len(layouts) == 3
@@ -344,6 +344,6 @@ def test_an_engine_takes_nothing_else():
         (layout_of("float32", head_dim=16), BFLOAT8_B, "head_dim 16"),
     ],
 )
-def test_what_can_never_be_taken_is_refused_at_once(own, dtype, words):
+def test_a_dtype_that_can_never_be_converted_is_refused_at_once(own, dtype, words):
     with pytest.raises(InvalidLayoutError, match=words):
         acceptable_layouts(own, ("float32", dtype))

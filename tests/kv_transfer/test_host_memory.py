@@ -30,7 +30,7 @@ def fake_kernel(root: Path, cgroup: str, files: dict[str, str]) -> tuple[Path, P
     return proc, cgroups
 
 
-def test_without_limits_the_host_says_what_there_is(tmp_path: Path) -> None:
+def test_without_limits_the_memory_of_the_host_counts(tmp_path: Path) -> None:
     files = {"a/memory.max": "max\n", "a/memory.current": "5\n", "a/memory.stat": ""}
     assert available_bytes(*fake_kernel(tmp_path, "0::/a\n", files)) == (
         1000 << 10,
@@ -67,7 +67,7 @@ def test_the_limit_of_any_control_group_around_this_process_counts(
     assert where == f"in control group {cgroups / folder}"
 
 
-def test_what_the_kernel_refuses_is_said_with_the_number() -> None:
+def test_a_refusal_by_the_kernel_names_the_number_of_bytes() -> None:
     with pytest.raises(
         SharedMemoryError, match=r"cannot reserve 4096 bytes.*for a test: .*; do less"
     ):

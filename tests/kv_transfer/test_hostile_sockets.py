@@ -1,4 +1,4 @@
-"""Floods of bytes, connections and sizes at every socket, while a real transfer goes on."""
+"""Floods of bytes, connections and sizes at every socket, during a real transfer."""
 
 import itertools
 import os
@@ -28,13 +28,13 @@ from tests.kv_transfer.test_messages import TO_CONSUMER, TO_PRODUCER
 from tests.kv_transfer.test_zmq import NUM_TOKENS, PATIENT, SOURCE, TARGET, wait_until
 
 PLAIN_GREETING = b"\xff\0\0\0\0\0\0\0\1\x7f\3\1NULL".ljust(64, b"\0")
-"""How one who knows of no keys begins to speak ZMQ."""
+"""First bytes of a ZMQ peer without any key."""
 
 many = pytest.mark.parametrize(
     "count", [5_000, pytest.param(100_000, marks=pytest.mark.slow)], ids=["some", "many"]
 )
 MOST_GROWTH = 64 << 20
-"""Far less than what arrives if nobody throws it away, and more than an allocator's moods."""
+"""Far less than the flood if it were kept, and more than the noise of an allocator."""
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def zmq_socket(kind: int) -> Iterator[zmq.Socket[bytes]]:
 
 @contextmanager
 def running(work: Callable[[], None]) -> Iterator[threading.Thread]:
-    """Do something in a thread while the block runs, and raise what it raised."""
+    """Run a function in a thread during the block, and raise its exception at the end."""
     raised = []
 
     def run() -> None:
@@ -139,7 +139,7 @@ def strings(seed: int, real: list[bytes], count: int) -> Iterator[list[bytes]]:
 
 
 def num_noticed(engine: FakeEngine) -> int:
-    """Messages that an engine has taken for what they are."""
+    """Return how many messages an engine has counted as invalid."""
     stats = engine.stats
     return stats.num_malformed + stats.num_unknown_ids + stats.num_bad_tickets
 
@@ -153,7 +153,7 @@ def send_oversize(endpoint: str, num_bytes: int) -> None:
 @many
 @pytest.mark.parametrize("which", [0, 1], ids=["tcp", "abstract"])
 def test_hostile_frames_at_a_producer_change_nothing(which: int, count: int) -> None:
-    """By one who holds the deployment's secret: nobody else's are read at all."""
+    """Send from a peer that holds the deployment's secret: frames of others are not even read."""
     with engines() as both, zmq_socket(zmq.DEALER) as stranger:
         assert_transfers(both, "before")
         endpoint = both[0].worker.endpoints[which]
@@ -178,7 +178,7 @@ def test_hostile_frames_at_a_producer_change_nothing(which: int, count: int) -> 
 
 
 @many
-def test_hostile_bytes_of_one_without_a_secret_are_not_read_at_all(count: int) -> None:
+def test_bytes_of_a_peer_without_a_secret_are_not_read(count: int) -> None:
     dice = random.Random(11)
     with engines() as both:
         assert_transfers(both, "before")
@@ -233,7 +233,7 @@ def region_name(engine: FakeEngine) -> str:
 
 
 @many
-def test_hostile_frames_at_the_door_of_shared_memory_change_nothing(count: int) -> None:
+def test_hostile_frames_at_the_region_server_change_nothing(count: int) -> None:
     dice = random.Random(5)
     sealed = KEYS.seal(make_ticket("r", "tcp://127.0.0.1:1", NUM_TOKENS, producer="Q"))
     with engines(shares=True) as both:
@@ -317,7 +317,7 @@ def flood_pool(name: str, count: int) -> None:
 
 @many
 def test_hostile_frames_at_a_pools_socket_change_nothing(count: int) -> None:
-    """Its server is a process of its own; whoever connects is of the same user."""
+    """Run the server in a process of its own; every client is of the same user."""
     with server_process() as (address, process):
         store = connect(address)
         before = resident_bytes(process.pid)
@@ -382,7 +382,7 @@ def many_files() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("many_files")
-def test_a_thousand_half_open_connections_hold_up_nobody() -> None:
+def test_a_thousand_half_open_connections_delay_no_transfer() -> None:
     with engines(shares=True) as both, ExitStack() as stack:
         tcp, abstract, _ = both[0].worker.endpoints
         host, _, port = address_of(tcp).removeprefix("tcp://").rpartition(":")

@@ -54,7 +54,7 @@ def fetch(pair: Pair, sealed: bytes | None = None, **changes) -> Fetch:
 
 
 def ask(pair: Pair, message, peer: bytes = STRANGER) -> list:
-    """Show a message to the producer; returns what it sends back over that connection."""
+    """Send a message to the producer and return its answers over that connection."""
     producer = pair.node(pair.producer).producer
     pair.node(pair.producer).send()
     producer.on_message(peer, message, pair.network.now_s)
@@ -139,7 +139,7 @@ def test_a_restarted_producer_at_the_same_address_is_refused(path: str) -> None:
 
 
 def test_a_producer_that_restarts_in_the_middle_is_never_read(path: str) -> None:
-    """Nobody notices the break; the new process is reached over the same address."""
+    """Restart the process at the same address without a visible break of the connection."""
     world = World(path)
     world.start()
     world.prefill(100)
@@ -196,7 +196,7 @@ def test_a_producer_without_the_secret_gives_nothing_away() -> None:
     assert caught.value.reason is FailureReason.AUTH
     pair.consumer.load(pair.ticket, TARGET)
     pair.finish(pair.consumer)
-    # Nobody answers a stranger, so that to him it looks like silence.
+    # A stranger gets no answer, and sees the same as with a silent engine.
     assert pair.consumer.reasons == {"r": FailureReason.STALLED}
     assert pair.producer.stats.num_bad_tickets >= 1
 
@@ -221,7 +221,7 @@ def test_a_wall_clock_that_is_set_back_or_forth_costs_no_later_transfer(jump_s: 
         pair.steps(12)
         assert request_id in pair.consumer.received
         assert request_id in pair.producer.sent
-    # And what was minted by the clock of another time is as old as it says.
+    # A ticket minted by the old clock is as old as it says.
     late = msgspec.structs.replace(pair.make_ticket("late"), expires_ms=int(1000 * 1e9 - 1e6))
     with pytest.raises(TicketError) as caught:
         pair.producer.add(late)
@@ -327,7 +327,7 @@ def test_a_stolen_ticket_is_no_use_while_its_owner_holds_the_connection(
     pair.assert_delivered()
 
 
-def test_a_stolen_ticket_is_no_use_before_the_producer_hears_of_the_transfer(path: str) -> None:
+def test_a_stolen_ticket_is_no_use_before_the_producer_knows_the_transfer(path: str) -> None:
     pair = Pair(path)
     pair.consumer.load(pair.ticket, TARGET)
     pair.steps(1)
@@ -351,7 +351,7 @@ def test_a_ticket_is_no_use_after_its_transfer(path: str, peer: bytes) -> None:
     assert pair.producer.stats.leases["late_fetch"] == 2
 
 
-def test_nobody_repeats_what_he_never_asked_for(path: str) -> None:
+def test_a_repetition_before_the_first_fetch_is_ignored(path: str) -> None:
     pair = offered(path)
     assert ask(pair, fetch(pair, attempt=1, path=pair.wired_path)) == []
     pair.consumer.load(pair.ticket, TARGET)
@@ -359,7 +359,7 @@ def test_nobody_repeats_what_he_never_asked_for(path: str) -> None:
     pair.assert_delivered()
 
 
-def test_a_stranger_changes_nothing_of_somebody_elses_transfer(path: str) -> None:
+def test_a_stranger_cannot_change_a_transfer(path: str) -> None:
     pair = Pair(path)
     pair.start()
     pair.prefill(100)
@@ -389,7 +389,7 @@ def last_words(pair: Pair, *sealed: bytes) -> list:
 
 
 @pytest.mark.parametrize("is_offered", [False, True])
-def test_nobody_ends_a_transfer_without_its_ticket(path: str, is_offered: bool) -> None:
+def test_a_transfer_cannot_be_ended_without_its_ticket(path: str, is_offered: bool) -> None:
     """Neither before its consumer has come, nor before the producer has heard of it."""
     pair = offered(path) if is_offered else Pair(path)
     foreign = [
@@ -400,7 +400,7 @@ def test_nobody_ends_a_transfer_without_its_ticket(path: str, is_offered: bool) 
         KEYS.seal(msgspec.structs.replace(pair.ticket, consumer="")),
         KEYS.seal(msgspec.structs.replace(pair.ticket, expires_ms=1)),
     ]
-    if is_offered:  # Before that, nobody knows who the consumer is.
+    if is_offered:  # Before that, the producer does not know its consumer.
         foreign.append(KEYS.seal(msgspec.structs.replace(pair.ticket, consumer="E")))
     for message in last_words(pair, *foreign):
         assert ask(pair, message) == []
@@ -413,7 +413,7 @@ def test_nobody_ends_a_transfer_without_its_ticket(path: str, is_offered: bool) 
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_who_has_the_ticket_ends_a_transfer_before_he_has_fetched(number: int) -> None:
+def test_the_ticket_ends_a_transfer_before_its_fetch(number: int) -> None:
     pair = offered()
     message = last_words(pair, KEYS.seal(pair.ticket))[number]
     [answer] = ask(pair, message)

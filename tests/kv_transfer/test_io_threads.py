@@ -54,7 +54,7 @@ def ping(context):
 
 
 @has_slices
-def test_its_threads_have_short_slices_and_nobody_else():
+def test_only_the_threads_of_zmq_have_short_slices():
     own_s, before = slice_s(0), zmq_threads()
     context = new_context()
     begun = begun_since(before)
@@ -83,7 +83,7 @@ def other_system(monkeypatch):
 
 
 @pytest.mark.parametrize("change", [refuse, other_machine, other_system])
-def test_where_none_are_to_be_had_messages_come_all_the_same(change, monkeypatch):
+def test_without_short_slices_messages_still_arrive(change, monkeypatch):
     change(monkeypatch)
     assert slice_s(0) is None
     context = new_context()

@@ -1,4 +1,4 @@
-"""Tickets: who can make one, who may use one, and who is told why not."""
+"""Tickets: sealing, opening, roles, and the reasons of refusals."""
 
 import hmac
 import itertools
@@ -31,7 +31,7 @@ def refusal(keys: KeyRing, sealed: bytes, now_unix_s: float = 0.0) -> FailureRea
 # ---- seals
 
 
-def test_what_was_sealed_comes_back() -> None:
+def test_a_sealed_ticket_survives_a_round_trip() -> None:
     assert KEYS.unseal(KEYS.seal(TICKET), 0.0) == TICKET
 
 
@@ -65,14 +65,14 @@ def test_random_bytes_are_no_ticket(sealed: bytes) -> None:
     assert refusal(KEYS, sealed) is FailureReason.AUTH
 
 
-def test_what_is_sealed_for_another_use_of_the_secret_is_no_ticket() -> None:
+def test_a_seal_for_another_use_of_the_secret_makes_no_ticket() -> None:
     body = msgspec.msgpack.encode(TICKET)
     for context in (b"", b"ttserve kv ticket 1\0"):
         sealed = hmac.digest(NEW, context + body, "sha256") + body
         assert refusal(KEYS, sealed) is FailureReason.AUTH
 
 
-def test_a_sealed_thing_that_is_no_ticket_is_refused() -> None:
+def test_sealed_bytes_that_are_no_ticket_are_refused() -> None:
     other = msgspec.structs.replace(TICKET, num_tokens=0)
     assert refusal(KEYS, KEYS.seal(other)) is FailureReason.AUTH
 
@@ -118,7 +118,7 @@ def test_a_ticket_beyond_the_tolerance_is_too_old() -> None:
     assert refusal(KEYS, sealed, 1000.0 + CLOCK_TOLERANCE_S + 0.01) is FailureReason.EXPIRED
 
 
-def test_whether_it_is_forged_is_decided_before_its_age() -> None:
+def test_a_forged_ticket_is_refused_before_its_age_is_checked() -> None:
     assert refusal(KeyRing((OLD,)), KEYS.seal(TICKET), 1e9) is FailureReason.AUTH
 
 
@@ -130,7 +130,7 @@ def test_a_ticket_tells_each_end_its_role() -> None:
     assert check_ticket(TICKET, "D", HASHES) == "consumer"
 
 
-def test_a_ticket_whose_consumer_is_not_chosen_is_good_for_the_producer_alone() -> None:
+def test_a_ticket_without_a_consumer_is_for_the_producer_alone() -> None:
     ticket = msgspec.structs.replace(TICKET, consumer="")
     assert check_ticket(ticket, "P", HASHES) == "producer"
     with pytest.raises(TicketError, match="no engine yet"):

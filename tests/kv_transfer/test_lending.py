@@ -11,7 +11,7 @@ from tests.kv_transfer.fakes import KEYS
 from tests.kv_transfer.pairs import Pair
 
 FULL = 6 * 32
-"""What the producer has in full blocks; its request goes on in others."""
+"""Tokens that the producer has in full blocks; its request writes to other blocks."""
 
 
 def lend(pair: Pair, num_tokens: int = FULL, **names: str) -> None:
@@ -32,7 +32,7 @@ def pair(path: str) -> Iterator[Pair]:
     made.assert_nothing_is_held()
 
 
-def test_what_is_lent_arrives_while_the_request_goes_on(pair: Pair) -> None:
+def test_lent_kv_arrives_while_the_request_keeps_running(pair: Pair) -> None:
     lend(pair)
     while not pair.consumer.ended:
         pair.producer.save("r", pair.source, FULL + 20)  # News of its own steps say nothing here.

@@ -28,7 +28,7 @@ from tests.kv_transfer.fakes import (
 from tests.kv_transfer.insiders import dial
 from tests.kv_transfer.test_messages import FETCH
 
-# No deadline of these ends a transfer within a test's time, unless the test says so.
+# None of these deadlines ends a transfer within a test's time, unless the test changes it.
 PATIENT = msgspec.structs.replace(
     QUICK, no_progress_s=60.0, no_data_s=60.0, lease_s=60.0, rendezvous_s=60.0
 )
@@ -125,7 +125,7 @@ def num_checksum_failures(consumer: FakeEngine) -> int:
 
 
 @pytest.mark.parametrize("end", ["of_producer", "of_consumer"])
-def test_a_broken_connection_fails_both_ends_and_the_next_transfer_connects_anew(
+def test_a_broken_connection_fails_both_ends_and_the_next_transfer_connects_again(
     end: str, shares: bool
 ) -> None:
     script = Script()
@@ -150,7 +150,7 @@ def test_a_connection_breaks_on_time_while_nothing_moves() -> None:
         assert engines[1].reasons == {"r": FailureReason.PEER_DEAD}
 
 
-def test_a_break_of_before_the_start_is_not_repeated() -> None:
+def test_a_break_before_the_start_is_not_repeated() -> None:
     with pair(of_producer=Script(break_at_s=time.monotonic() - 1.0)) as engines, zmq.Context() as c:
         # The first thing that ever happens at this producer, so that nothing woke it before.
         with c.socket(zmq.DEALER) as dealer:
@@ -193,7 +193,7 @@ def test_lasting_corruption_fails_the_transfer_and_writes_nothing(shares: bool) 
 
 
 @pytest.mark.parametrize("end", ["of_producer", "of_consumer"])
-def test_a_transfer_goes_on_after_a_short_partition(end: str, shares: bool) -> None:
+def test_a_transfer_continues_after_a_short_partition(end: str, shares: bool) -> None:
     script = Script()
     with pair(**{end: script}, shares=shares) as engines:
         producer, consumer = engines
@@ -245,6 +245,6 @@ def test_only_connections_that_were_accepted_at_the_endpoint_break() -> None:
                 connection.close()
 
 
-def test_nothing_breaks_where_nobody_is_connected() -> None:
+def test_breaking_an_endpoint_without_connections_does_nothing() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         assert break_accepted(f"tcp://127.0.0.1:{listener.getsockname()[1]}") == 0

@@ -229,7 +229,7 @@ class Machine(RuleBasedStateMachine):
             self.world.check()
 
     def teardown(self) -> None:
-        """What was lost is lost; from now on messages arrive, and everything ends."""
+        """Deliver all messages from now on, after which every transfer must end."""
         if not hasattr(self, "world"):
             return
         world = self.world

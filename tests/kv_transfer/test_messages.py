@@ -1,4 +1,4 @@
-"""The codec: what is sent comes back, and nothing else gets through."""
+"""Codec: every message survives a round trip, and every other frame is refused."""
 
 import random
 from contextlib import suppress

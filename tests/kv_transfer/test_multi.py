@@ -134,7 +134,7 @@ class World:
         return self.consumer.submit(heir, ticket=sealed)
 
     def round(self, *, seconds: float = 0.0, is_frozen: bool = False) -> None:
-        """Let everybody do something once; without more, the store keeps up."""
+        """Step each engine once; the store keeps up unless told otherwise."""
         for engine in self.engines:
             engine.step()
         if not is_frozen:
@@ -146,7 +146,7 @@ class World:
             executor.run()
 
     def finish(self) -> None:
-        """Let everything come to its end and look at what is left."""
+        """Run until everything has ended, and assert that nothing is left."""
         for number in range(400):
             self.round(seconds=0.0 if number < 60 else 1.0)
             if all(engine.is_idle for engine in self.engines):
@@ -257,7 +257,7 @@ def test_a_fetch_waits_for_the_pool_only_so_long() -> None:
     assert world.consumer.worker.stats(0.0).paths["pool"].num_received == 0
 
 
-# ---- what goes wrong
+# ---- failures
 
 
 def start_fetch(world: World, num_parts: int) -> tuple[Job, Job, list[int]]:
@@ -276,7 +276,7 @@ def start_fetch(world: World, num_parts: int) -> tuple[Job, Job, list[int]]:
     raise AssertionError(paths)
 
 
-def test_what_the_pool_fails_to_give_the_peer_gives() -> None:
+def test_the_peer_gives_what_the_pool_fails_to_give() -> None:
     world = World()
     sends, fetches, prompt = start_fetch(world, 1)
     world.shelf.lied_about.add(world.keys(prompt)[1])
@@ -312,7 +312,7 @@ def test_when_both_fail_what_the_pool_gave_before_is_kept() -> None:
     assert failure.num_tokens == 2 * UNIT
 
 
-def test_the_end_of_a_pool_load_is_told_before_that_of_the_offer() -> None:
+def test_the_end_of_a_pool_load_is_reported_before_that_of_the_offer() -> None:
     world = World()
     prompt = tokens(4 * UNIT + 40, 1)
     world.serve(world.producer, prompt[: 3 * UNIT])
@@ -368,7 +368,7 @@ def test_an_abort_at_any_time_ends_once(who: str, num_rounds: int) -> None:
 
 @pytest.mark.parametrize("num_decodes", [4, 30])
 @pytest.mark.parametrize("is_pooled", [True, False])
-def test_what_is_lent_comes_from_the_pool_and_from_who_goes_on(
+def test_a_moved_stream_loads_from_the_pool_and_from_its_lender(
     is_pooled: bool, num_decodes: int
 ) -> None:
     world = World()
@@ -386,7 +386,7 @@ def test_what_is_lent_comes_from_the_pool_and_from_who_goes_on(
 @pytest.mark.parametrize("deed", [PoolEngine.preempt, PoolEngine.abort])
 @pytest.mark.parametrize("who", ["producer", "consumer"])
 @pytest.mark.parametrize("num_rounds", range(7))
-def test_whatever_ends_a_lender_or_its_heir_ends_the_transfer_once(
+def test_any_end_of_a_lender_or_its_successor_ends_the_transfer_once(
     who: str, deed: Callable[[PoolEngine, str], None], num_rounds: int
 ) -> None:
     world = World()
@@ -405,7 +405,7 @@ def test_whatever_ends_a_lender_or_its_heir_ends_the_transfer_once(
 
 
 def lender(world: World, prompt: list[int], num_decodes: int) -> Job:
-    """A request that the producer has computed and goes on with."""
+    """Start a request that the producer has computed and keeps decoding."""
     job = world.producer.submit(Job(f"r{next(_numbers)}", prompt, num_decodes=num_decodes))
     while job.num_computed < len(prompt):
         world.round()
@@ -489,7 +489,7 @@ class CannotClose:
         raise OSError("scripted")
 
 
-def test_the_pool_is_closed_whatever_becomes_of_the_other() -> None:
+def test_the_pool_is_closed_however_closing_p2p_ends() -> None:
     pooled = Closes()
     worker = MultiConnectorWorker(CannotClose(), pooled)
     with pytest.raises(OSError, match="scripted"):

@@ -77,7 +77,7 @@ def test_a_stolen_ticket_is_worth_nothing_without_a_secret() -> None:
             assert answers(insider, producer, ticket, 20.0)
 
 
-def test_who_knows_the_public_key_alone_is_turned_away_and_counted() -> None:
+def test_a_client_with_only_the_public_key_is_refused_and_counted() -> None:
     public, secret = zmq.curve_keypair()
     with engines() as (producer, _), zmq.Context() as context:
         ticket = offer(producer, far(producer))
@@ -135,7 +135,7 @@ def _shut(end: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("network", ["encrypted", "plain"])
-def test_what_the_network_hears_of_kv_and_tickets(network: str) -> None:
+def test_an_encrypted_network_shows_neither_kv_nor_tickets(network: str) -> None:
     with engines(network, network) as both, closing(Wiretap(far(both[0]))) as tap:
         _, separator, key = far(both[0]).partition("#")
         endpoint = f"tcp://127.0.0.1:{tap.port}{separator}{key}"
@@ -148,7 +148,7 @@ def test_what_the_network_hears_of_kv_and_tickets(network: str) -> None:
         assert is_heard == [network == "plain"] * 2
 
 
-def test_an_engine_that_takes_kv_encrypted_only_takes_none_in_plain() -> None:
+def test_an_engine_that_requires_encryption_refuses_plain_kv() -> None:
     with engines("plain", "encrypted") as both:
         move(both, far(both[0]))
         assert both[1].reasons == {"r": FailureReason.PEER_DEAD}
@@ -192,7 +192,7 @@ def test_two_deployments_do_not_speak() -> None:
             engine.worker.close(5.0)
 
 
-def test_nixl_that_is_passed_over_for_encryption_is_said_once(
+def test_nixl_unused_because_of_encryption_is_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kv_transfer.transports.nixl_payload.is_installed", lambda: True)

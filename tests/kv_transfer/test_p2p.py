@@ -71,7 +71,7 @@ def test_a_full_local_hit_releases_the_producer_without_data(path: str) -> None:
     assert not pair.consumer.io.changed()
 
 
-def test_a_consumer_may_come_long_before_the_producer_hears_of_the_request(path: str) -> None:
+def test_a_consumer_may_come_long_before_the_producer_knows_the_request(path: str) -> None:
     pair = Pair(path)
     pair.consumer.load(pair.ticket, TARGET)
     pair.steps(60, 1.0)
@@ -90,14 +90,14 @@ def test_a_prefill_that_takes_many_leases_is_waited_for(path: str) -> None:
     pair.assert_delivered()
 
 
-def test_a_producer_that_never_hears_of_it_fails_the_load(path: str) -> None:
+def test_a_producer_that_never_learns_of_a_transfer_fails_the_load(path: str) -> None:
     pair = Pair(path)
     pair.consumer.load(pair.ticket, TARGET)
     pair.finish(pair.consumer)
     assert pair.consumer.failed == {"r": Failure(FailureReason.UNKNOWN_TRANSFER, 0)}
 
 
-def test_a_lease_that_nobody_fetches_expires_and_frees_the_blocks(path: str) -> None:
+def test_a_lease_without_a_fetch_expires_and_frees_the_blocks(path: str) -> None:
     pair = Pair(path)
     pair.producer.add(pair.ticket)
     pair.prefill()
@@ -153,7 +153,7 @@ def test_a_dead_consumer_ends_the_send_at_once_when_it_is_noticed(path: str) -> 
     assert pair.producer.reasons == {"r": FailureReason.PEER_DEAD}
 
 
-def test_a_failed_load_tells_how_much_of_it_is_good(path: str) -> None:
+def test_a_failed_load_reports_its_verified_tokens(path: str) -> None:
     pair = Pair(path)
     pair.start(num_cached=32)
     pair.prefill(100)
@@ -193,7 +193,7 @@ def test_an_abort_of_the_producer_ends_both_sides(path: str, num_steps: int) -> 
     assert pair.consumer.reasons == {"r": FailureReason.CANCELLED}
 
 
-def test_an_abort_before_the_producer_hears_of_it_is_remembered(path: str) -> None:
+def test_an_abort_before_the_producer_knows_the_transfer_is_remembered(path: str) -> None:
     pair = Pair(path)
     pair.consumer.load(pair.ticket, TARGET)
     pair.steps(1)
@@ -245,7 +245,7 @@ def test_a_chunk_that_stays_corrupted_fails_both_sides_and_is_never_written(path
 
 
 @pytest.mark.parametrize("where", ["source", "target"])
-def test_what_follows_the_last_token_never_stays(path: str, where: str) -> None:
+def test_bytes_behind_the_last_token_are_zeroed(path: str, where: str) -> None:
     layout = msgspec.structs.replace(LAYOUT, block_size=128)
     layouts = {"source": (layout, LAYOUT), "target": (LAYOUT, layout)}[where]
     pair = Pair(path, num_tokens=130, layouts=layouts)

@@ -45,7 +45,7 @@ def test_any_pieces_of_a_prefill_arrive(path: str, sizes: tuple[int, int], piece
 
 @pytest.mark.parametrize("sizes", PAIRS, ids=str)
 @pytest.mark.parametrize("num_tokens", [256, 250, 290])
-def test_only_what_is_not_there_travels(path: str, sizes: tuple[int, int], num_tokens: int) -> None:
+def test_only_missing_rows_travel(path: str, sizes: tuple[int, int], num_tokens: int) -> None:
     block_size, num_rows = sizes[1], -(-num_tokens // 32)
     most = (num_tokens - 1) // block_size * block_size  # All but the last block.
     for num_cached in sorted({0, block_size, most} - {num_tokens}):
@@ -77,8 +77,8 @@ def test_with_everything_there_nothing_travels(path: str, sizes: tuple[int, int]
 
 
 @pytest.mark.parametrize("block_size", SIZES)
-def test_shared_memory_is_told_of_by_whole_blocks(block_size: int) -> None:
-    """However small the chunks are: a block that is told of in parts is hashed for each of them."""
+def test_shared_memory_is_announced_in_whole_blocks(block_size: int) -> None:
+    """Use the smallest chunks: a block announced in parts would be hashed once for each part."""
     layout = BY_SIZE[block_size]
     config = TransferConfig(mapped_chunk_bytes=1)
     pair = Pair("shared", num_tokens=300, layouts=(layout, layout), config=config)
@@ -92,7 +92,7 @@ def test_shared_memory_is_told_of_by_whole_blocks(block_size: int) -> None:
 
 
 @pytest.mark.parametrize("block_size", [64, 128])
-def test_a_block_that_is_still_being_filled_is_not_told_of(block_size: int) -> None:
+def test_a_block_still_being_filled_is_not_announced(block_size: int) -> None:
     """Its digest would be another one by the time that it is read."""
     layout = BY_SIZE[block_size]
     pair = Pair("shared", num_tokens=300, layouts=(layout, layout))

@@ -47,8 +47,8 @@ SLACK_S = 3.0
 """For a busy machine, on top of every deadline."""
 
 STATES = ("waiting", "prefilling", "ready", "serving", "unconfirmed")
-"""How far a transfer gets. waiting: offered, nobody has fetched. prefilling: attached, nothing
-computed. ready: computed, nobody has fetched. serving: three of eight rows have been written.
+"""Progress of a transfer. waiting: offered, not fetched. prefilling: attached, nothing
+computed. ready: computed, not fetched. serving: three of eight rows have been written.
 unconfirmed: all that may be sent has been, and the consumer's core has not looked at it."""
 
 FETCHED_LATER = ("waiting", "ready")
@@ -162,7 +162,7 @@ def is_right(consumer: FakeEngine, request_id: str, num_tokens: int = NUM_TOKENS
 
 
 def reuse(consumer: FakeEngine, request_id: str) -> None:
-    """Give a request's blocks to somebody else, who fills them."""
+    """Give a request's blocks to another request, which fills them."""
     consumer.io.cache[0][:, list(target(request_id))] = 0x5A
 
 
@@ -207,7 +207,7 @@ def reach_all(producer: Peer, consumer: FakeEngine) -> None:
     run_until(lambda: attached(consumer) == 3, [consumer])
     producer.tell("save", "serving", source("serving"), 100)
     run_until(lambda: len(consumer.io.changed() & set(target("serving"))) == 3, [consumer])
-    # Nobody steps the consumer from here on.
+    # The consumer is not stepped from here on.
     producer.tell("save", "unconfirmed", source("unconfirmed"), NUM_TOKENS)
     give_up_s = time.monotonic() + 20
     while len(consumer.worker._transport._events) < 4:
@@ -254,7 +254,7 @@ def test_a_frozen_producer_is_given_up_in_every_state_and_too_late_when_it_thaws
         producer.signal(signal.SIGSTOP)
         for state in FETCHED_LATER:
             load(consumer, producer, state)
-        # Others go on meanwhile.
+        # Other transfers continue meanwhile.
         other.tell("offer", "other", "D", 64)
         ticket = make_ticket("other", other.endpoints, 64, producer="P2", consumer="D")
         consumer.load(ticket, (60, 61))
@@ -276,7 +276,7 @@ def test_a_frozen_producer_is_given_up_in_every_state_and_too_late_when_it_thaws
             assert_reused(consumer, state)
         report = producer.tell("report")
         assert set(STATES) <= {*report["failed"], *report["sent"]}
-        # The consumer's last word on what it had read in shared memory lay there all the time.
+        # The consumer's DONE for the rows read in shared memory was queued all the time.
         assert set(report["sent"]) <= {"before", "after", "unconfirmed"}
 
 
@@ -354,7 +354,7 @@ def test_a_frozen_consumer_loses_its_leases_in_every_state_and_gets_nothing_when
         serve(producer, consumer, "before")
         offer_all(producer, consumer)
         consumer.signal(signal.SIGSTOP)
-        # Others go on meanwhile.
+        # Other transfers continue meanwhile.
         endpoints = producer.worker.endpoints
         producer.add(make_ticket("other", endpoints, 64, producer="P", consumer="D2"))
         producer.save("other", (1, 2), 64)
@@ -364,7 +364,7 @@ def test_a_frozen_consumer_loses_its_leases_in_every_state_and_gets_nothing_when
         assert "other" in producer.sent
         assert {producer.reasons[state] for state in STATES} == {FailureReason.EXPIRED}
         assert producer.stats.num_leased_blocks == producer.stats.num_inflight_sends == 0
-        producer.io.cache[:] ^= 0xFF  # The blocks are somebody else's now.
+        producer.io.cache[:] ^= 0xFF  # The blocks belong to another request now.
         consumer.signal(signal.SIGCONT)
         consumer.tell("resume")
         for state in FETCHED_LATER:
@@ -374,7 +374,7 @@ def test_a_frozen_consumer_loses_its_leases_in_every_state_and_gets_nothing_when
             assert time.monotonic() < give_up_s, report
             run_for(0.05, producer)
         assert report["received"] == ["before"]
-        # What they have of it is right all the same.
+        # The rows that they have are correct all the same.
         producer.io.cache[:] ^= 0xFF
         for state, num_tokens in consumer.tell("verified").items():
             got = bytes.fromhex(consumer.tell("digest", target(state), num_tokens))

@@ -103,7 +103,7 @@ class World:
                     executor.run()
 
     def finish(self) -> None:
-        """Let everything come to its end and look at what is left."""
+        """Run until everything has ended, and assert that nothing is left."""
         for _ in range(1000):
             self.steps()
             if all(engine.is_idle for engine in self.engines):
@@ -267,7 +267,7 @@ def test_distinct_prompts_at_once_get_each_their_own() -> None:
     assert [job.num_loaded for job in again] == [[2 * UNIT]] * 6
 
 
-# ---- what goes wrong
+# ---- failures
 
 
 def test_a_poisoned_value_is_a_miss_that_is_recomputed_and_replaced() -> None:
@@ -306,7 +306,7 @@ def test_a_lease_that_was_lost_during_the_copy_fails_the_load() -> None:
     world.shelf.loses_leases = True
     world.finish()
     assert job.num_loaded == []
-    # What was written is not known to be what was stored.
+    # The bytes written may not be those that were stored.
     assert [(x.reason, x.num_tokens) for x in job.failures] == [(FailureReason.STORE, 0)]
 
 
@@ -334,7 +334,7 @@ def test_a_frozen_store_is_waited_for_once() -> None:
     world.now_s += world.store.timeout_s
     world.steps(2, is_frozen=True)
     assert job.state == "running"
-    # Nobody waits for it again before it has answered something.
+    # No request waits for it again before it has answered.
     second = world.engine.submit(Job("second", prompt))
     world.steps(2, is_frozen=True)
     assert second.state == "running"
@@ -360,7 +360,7 @@ def test_a_load_from_a_store_that_freezes_ends_by_its_deadline() -> None:
     world.now_s += CONFIG.no_progress_s
     world.steps(1, is_frozen=True)
     assert [x.reason for x in job.failures] == [FailureReason.STALLED]
-    # What the store says later is for nobody: the fake engine fails on a write.
+    # Later answers of the store are ignored: the fake engine fails on a write.
     world.finish()
 
 
@@ -387,7 +387,7 @@ def test_blocks_of_a_finished_request_stay_until_their_units_are_read() -> None:
     while job.state != "over":
         world.steps()
     assert world.engine.held
-    # Nobody else would wake the engine to read the rest.
+    # Only the worker side can wake the engine to read the rest.
     world.num_notified = 0
     world.steps(is_frozen=True)
     assert world.num_notified > 0
@@ -481,7 +481,7 @@ def test_the_answer_to_an_aborted_lookup_is_not_taken_for_the_next_one(
     assert (job.num_loaded, job.failures) == ([2 * UNIT] if seeds[1] == 1 else [], [])
 
 
-def test_an_aborted_load_gives_back_what_it_has_not_written() -> None:
+def test_an_aborted_load_releases_its_unwritten_units() -> None:
     world = World(32, config=SLOW)
     prompt = tokens(4 * UNIT + 1, 1)
     world.serve(prompt)
@@ -751,7 +751,7 @@ def test_everything_works_with_a_thread_for_the_store() -> None:
     assert threading.active_count() == num_threads - 2
 
 
-def test_a_store_that_never_answers_does_not_hold_up_the_end() -> None:
+def test_a_store_that_never_answers_does_not_delay_close() -> None:
     world = ThreadedWorld()
     world.shelf.thaw.clear()
     world.serve(tokens(UNIT + 1, 1))
@@ -766,7 +766,7 @@ class CannotClose(MemoryStore):
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_store_that_fails_at_its_end_is_told_of_and_no_more(
+def test_a_store_that_fails_to_close_is_only_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     thread = StoreThread(
@@ -784,7 +784,7 @@ def test_a_store_without_a_name_gets_that_of_the_kv() -> None:
     assert names == [LAYOUT.content_hash()[:16]] * 3 + ["mine"]
 
 
-def test_an_unknown_backend_ends_the_start() -> None:
+def test_an_unknown_backend_fails_at_start() -> None:
     store = StoreConfig(backend="nowhere", capacity_bytes=1)
     with pytest.raises(TransferError, match="nowhere"):
         StoreThread(store, lambda: None)

@@ -70,7 +70,7 @@ def test_a_preemption_between_reading_and_confirming_ends_the_transfer() -> None
 
 
 def test_a_confirmation_that_is_under_way_stands(path: str) -> None:
-    """What was read before the blocks were taken away was right."""
+    """Rows that were read before the preemption are correct and must count."""
     world = World(path)
     world.start()
     world.prefill()
@@ -121,7 +121,7 @@ def test_lost_rows_of_a_preempted_prefill_wait_until_they_are_computed_again() -
 
 @pytest.mark.parametrize("num_steps", range(6))
 def test_a_consumer_may_be_preempted_while_it_receives(path: str, num_steps: int) -> None:
-    """Its engine gives the load up; what is on its way is not written into reused blocks."""
+    """Cancel the load: messages on their way must not be written into reused blocks."""
     world = World(path)
     world.start()
     world.prefill(100)

@@ -1,4 +1,4 @@
-"""One door to both halves: each command reaches its half, and time passes for both."""
+"""Both halves behind one interface: each command reaches its half, and both see time pass."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def load(ticket, start_row=0):
 
 
 class Both:
-    """Sessions of an engine that fetches from itself: what it sends comes back."""
+    """Sessions of an engine that fetches from itself: its messages come back to it."""
 
     def __init__(self):
         self.counters = WireCounters()
@@ -134,7 +134,7 @@ def test_rows_in_shared_memory_count_when_the_producer_has_confirmed(both):
     assert both.deliver() == [Delivered(ticket.transfer_id, 2), Confirmed(ticket.transfer_id)]
 
 
-def test_ready_rows_are_told_with_the_next_answer(both):
+def test_ready_rows_are_reported_with_the_next_answer(both):
     both.apply(Offer(both.ticket), load(both.ticket))
     both.deliver()
     both.apply(Ready(both.ticket.transfer_id, 1))

@@ -1,4 +1,4 @@
-"""A region between processes: who gets it, what they can do with it, and what is left of it."""
+"""Region between processes: who gets it, what they can do with it, and what is left of it."""
 
 import ctypes
 import errno
@@ -134,7 +134,7 @@ def test_a_region_starts_as_zeros_of_its_size_and_is_closed_once() -> None:
     assert open_files() == before
 
 
-def test_a_region_that_nobody_closed_is_gone_with_its_last_array() -> None:
+def test_an_unclosed_region_is_gone_with_its_last_array() -> None:
     before = open_files()
     memory = make_region().memory
     assert open_files() == before + 1
@@ -151,7 +151,7 @@ def test_a_region_of_nothing_is_refused(num_bytes: int) -> None:
     assert open_files() == before
 
 
-def test_memory_that_there_is_not_is_refused_before_any_of_it_is_taken(
+def test_a_shortage_of_memory_is_refused_before_any_is_allocated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Asked of the real host, a mistake here would cost every process on it its memory.
@@ -263,7 +263,7 @@ def test_a_layout_of_the_largest_size_arrives_and_a_larger_one_is_refused() -> N
         "",
     ],
 )
-def test_asking_nobody_fails_at_once(address: str) -> None:
+def test_a_fetch_without_a_server_fails_at_once(address: str) -> None:
     before = open_files()
     fetch = RegionFetch(address, TICKET)
     assert fetch.poll() == "failed"
@@ -298,7 +298,7 @@ def test_a_process_without_a_ticket_gets_nothing(shown: bytes) -> None:
         assert open_files() == before
 
 
-def test_one_who_shows_no_ticket_waits_until_others_need_the_place() -> None:
+def test_a_peer_without_a_ticket_is_kept_until_others_need_its_place() -> None:
     with serving() as (_, server), ExitStack() as stack:
         name = "\0ttserve-kv-" + server.address.removeprefix("shm://")
         idle, slow, *others = (
@@ -349,7 +349,7 @@ def test_without_descriptors_a_peer_is_turned_away_and_the_thread_may_sleep() ->
         found.close()
 
 
-def test_another_users_server_is_not_listened_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_users_server_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving() as (_, server), monkeypatch.context() as patch:
         before = open_files()
         patch.setattr(os, "geteuid", lambda: os.getuid() + 1)
@@ -360,7 +360,7 @@ def test_another_users_server_is_not_listened_to(monkeypatch: pytest.MonkeyPatch
         assert open_files() == before
 
 
-def test_peers_that_never_read_or_are_gone_hold_up_nobody() -> None:
+def test_peers_that_never_read_or_are_gone_delay_no_other() -> None:
     with serving() as (_, server):
         silent, gone, reader = (RegionFetch(server.address, TICKET) for _ in range(3))
         gone.close()
@@ -481,8 +481,8 @@ def make_file(size: int = NUM_BYTES) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("seals", [None, 0, fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_SHRINK | 0x10])
-def test_memory_that_its_owner_could_take_away_is_refused(seals: int | None) -> None:
-    """Reading what is behind the end of a file kills the process."""
+def test_memory_that_its_owner_could_shrink_is_refused(seals: int | None) -> None:
+    """Reading behind the end of a file would kill the process."""
     if seals is None:
         with make_file() as file, pytest.raises(WireError):
             MappedRegion(os.dup(file), changed()).lanes(LAYOUT)
@@ -541,7 +541,7 @@ def main() -> None:
 
 
 def holders(inode: int) -> list[str]:
-    """Find whoever has a file open or mapped, among the processes that may be looked into."""
+    """Return the processes, among those that may be inspected, that have a file open or mapped."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

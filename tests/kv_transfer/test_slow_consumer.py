@@ -1,7 +1,7 @@
-"""Consumers that take nothing, or ask for too much: they cost what their window says, no more.
+"""Consumers that take nothing, or ask for too much, cost no more than their window.
 
-Nobody measures memory here: what a producer holds for a consumer is counted where it is held, on
-the wires and in the queues.
+No memory is measured here. The rows that a producer holds for a consumer are counted on the wires
+and in the queues.
 """
 
 import msgspec
@@ -112,7 +112,7 @@ def test_a_consumer_that_claims_more_room_gets_no_more(window: int) -> None:
     producer.on_message(b"tcp://D:1", greedy, pair.network.now_s)
     for _ in range(20):
         pair.producer.step()
-        # It claims to have consumed what was never sent, too.
+        # It also claims to have consumed rows that were never sent.
         producer.on_message(b"tcp://D:1", Renew(tid, 1, 0, window), pair.network.now_s)
         pair.network.advance(0.1)
     assert sum(isinstance(message, Data) for message in pair.network.sent) == WINDOW
@@ -123,7 +123,7 @@ def test_a_consumer_that_claims_more_room_gets_no_more(window: int) -> None:
     assert sum(isinstance(message, Data) for message in pair.network.sent) == 2 * WINDOW
 
 
-def test_who_asks_for_rows_again_and_again_gets_them_no_faster() -> None:
+def test_repeated_requests_for_rows_get_them_no_faster() -> None:
     pair = long_pair()
     pair.start()
     pair.prefill()
@@ -182,7 +182,7 @@ def other_consumer(pair: Pair, name: str, **settings) -> FakeEngine:
     return make_loopback_engine(name, io, pair.network, CONFIG, **settings)
 
 
-def test_a_consumer_that_takes_nothing_holds_up_nobody_else(path: str) -> None:
+def test_a_consumer_that_takes_nothing_delays_no_other(path: str) -> None:
     pair = long_pair(path)
     quick = other_consumer(pair, "E")
     pair.start()

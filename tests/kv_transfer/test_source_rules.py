@@ -1,4 +1,4 @@
-"""What must not be written in a package that listens to other processes."""
+"""Forbidden constructs in a package that listens to other processes."""
 
 import ast
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ def unsafe_serializers(tree: ast.Module) -> list[int]:
 
 
 def wildcard_addresses(tree: ast.Module) -> list[int]:
-    """Lines that name every address of the host, unless they ask whether somebody else does."""
+    """Return the lines with a wildcard address, except those that check for one."""
     return [
         node.lineno
         for node in ast.walk(tree)
@@ -67,7 +67,7 @@ def wildcard_addresses(tree: ast.Module) -> list[int]:
 
 
 def is_narrowing(test: ast.expr) -> bool:
-    """Tell whether a test only says of which type an own value is: a type checker's business."""
+    """Return whether a test only narrows the type of an own value for the type checker."""
     if isinstance(test, ast.Call):
         return isinstance(test.func, ast.Name) and test.func.id == "isinstance"
     return (

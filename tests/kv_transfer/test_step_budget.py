@@ -86,7 +86,7 @@ class Busy:
         producer.save(request_id, source, 32 * NUM_ROWS)
 
     def step(self) -> float:
-        """Let everybody step once; returns what this engine spent on copying."""
+        """Step every engine once; return the time that this engine spent on copying."""
         began_s = self.clock.now_s
         self.engine.step()
         spent_s = self.clock.now_s - began_s
@@ -112,7 +112,7 @@ def test_a_step_copies_for_its_budget_over_all_transfers_and_both_ways() -> None
 @pytest.mark.parametrize("copy_s", [1e-9, 1.0, COPY_S])
 def test_transfers_of_both_directions_take_turns(copy_s: float) -> None:
     busy = Busy(msgspec.structs.replace(BUDGET, copy_s=copy_s))
-    for _ in range(5):  # Until everybody has shown a ticket and has credits.
+    for _ in range(5):  # Until every consumer has shown a ticket and has credits.
         busy.step()
     before = busy.moved()
     least = []
@@ -181,7 +181,7 @@ def test_every_step_may_copy_one_chunk_whatever_it_takes() -> None:
         assert not budget.has_room
 
 
-def test_what_is_done_between_two_rounds_of_copying_is_no_copying() -> None:
+def test_time_between_two_rounds_of_copying_is_not_charged() -> None:
     clock = Clock()
     budget = StepBudget(1.0, 1e-9, clock)
     budget.resume()

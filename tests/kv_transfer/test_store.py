@@ -1,4 +1,4 @@
-"""Stores are found by name, and what cannot work says so at once."""
+"""Stores are found by name, and a wrong configuration fails at once with its reason."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What is said at the end of a transfer, and what is kept for one that has not begun."""
+"""Repetition of unacknowledged ends, and fetches parked for transfers that are not known yet."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def info(state: LeaseState, epoch: int = 7) -> LeaseInfo:
     return LeaseInfo(ONE, epoch, state, 0, 0, 0)
 
 
-def test_a_last_word_is_repeated_until_it_is_no_use_any_more() -> None:
+def test_a_final_is_repeated_until_its_deadline() -> None:
     finals = said(done())
     assert finals.deadlines_s() == [1.0]
     assert finals.due(0.9) == []
@@ -41,7 +41,7 @@ def test_a_last_word_is_repeated_until_it_is_no_use_any_more() -> None:
 
 
 @pytest.mark.parametrize("state", list(LeaseState))
-def test_a_producer_that_says_that_the_transfer_is_over_has_heard_it(state: LeaseState) -> None:
+def test_any_answer_that_the_transfer_is_over_acknowledges_a_final(state: LeaseState) -> None:
     finals = said(done(), Cancel(OTHER, 7, FailureReason.CANCELLED, b"ticket"))
     finals.acknowledge(info(state, epoch=6))
     assert ONE in finals, "it speaks of another transfer under this id"
@@ -52,7 +52,7 @@ def test_a_producer_that_says_that_the_transfer_is_over_has_heard_it(state: Leas
     assert ONE not in finals
 
 
-def test_nothing_is_said_to_who_is_gone_or_of_what_begins_anew() -> None:
+def test_a_lost_peer_and_a_restarted_transfer_get_no_finals() -> None:
     finals = said(done(ONE), done(OTHER))
     finals.on_peer_lost("tcp://1")
     assert finals.due(1.0) == [("tcp://2", done(OTHER))]
@@ -77,7 +77,7 @@ def parked(number: int, peer: bytes = b"D", deadline_s: float = 1.0) -> Parked:
     return Parked(peer, fetch, ticket, deadline_s)
 
 
-def test_the_first_who_asks_for_a_transfer_is_the_one_who_waits() -> None:
+def test_the_first_fetch_for_a_transfer_is_parked() -> None:
     fetches = ParkedFetches()
     assert fetches.park(parked(1))
     assert not fetches.park(parked(1, peer=b"E"))
@@ -90,7 +90,7 @@ def test_the_first_who_asks_for_a_transfer_is_the_one_who_waits() -> None:
     assert fetches.next_deadline_s() is None
 
 
-def test_fetches_give_way_to_newer_ones_and_to_time() -> None:
+def test_parked_fetches_give_way_to_newer_ones_and_expire() -> None:
     fetches = ParkedFetches()
     for number in range(MAX_PARKED + 1):
         assert fetches.park(parked(number, deadline_s=float(number)))

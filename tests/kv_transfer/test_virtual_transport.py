@@ -1,4 +1,4 @@
-"""The virtual transport: real sessions, whoever owns time and the network."""
+"""Virtual transport: real sessions over simulated time and network."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def load(ticket, start_row=0):
 
 
 class Pair:
-    """A producer and a consumer whose cores step when they are told to."""
+    """Producer and consumer whose cores step only when the test calls ``steps``."""
 
     def __init__(self, latency_s=0.0):
         self.net = Net(latency_s)
@@ -157,7 +157,7 @@ def test_commands_of_one_submission_may_be_changed_afterwards():
     assert [type(m) for m in net.sent] == [Fetch]
 
 
-def test_an_offer_that_nobody_takes_lapses_at_its_deadline_and_wakes_the_core():
+def test_an_unfetched_offer_lapses_at_its_deadline_and_wakes_the_core():
     net = Net()
     producer, _, woken = transport(net)
     producer.submit([Offer(make_ticket("r", producer.endpoints[0], 64, producer="T"))])
@@ -206,7 +206,7 @@ def test_a_waiting_consumer_keeps_its_lease():
     assert any(isinstance(m, Renew) for m in net.sent)
 
 
-def test_a_lost_producer_is_told_to_the_core():
+def test_a_lost_producer_is_reported_to_the_core():
     net = Net()
     producer, consumer, _, _, woken = attached(net)
     consumer.lose_producer("another one")
@@ -217,7 +217,7 @@ def test_a_lost_producer_is_told_to_the_core():
     assert woken == [0.0]
 
 
-def test_a_lost_consumer_is_told_to_the_core():
+def test_a_lost_consumer_is_reported_to_the_core():
     net = Net()
     producer, _, _, woken, _ = attached(net)
     producer.lose_consumer(b"another one")

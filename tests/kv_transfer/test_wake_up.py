@@ -13,7 +13,7 @@ SECOND = 1.0
 
 
 class Sleepers:
-    """A pair whose engines step only when their connector says so, or something is computed."""
+    """Pair whose engines step only when woken by their connector or by a prefill chunk."""
 
     def __init__(self, path: str, **changes) -> None:
         self.pair = Pair(path, layouts=(TINY, TINY), **changes)
@@ -23,7 +23,7 @@ class Sleepers:
         return engine.notified.is_set() or engine.scheduler.has_pending_work()
 
     def run(self, seconds: float = 0.0) -> None:
-        """Let time pass, and step who is awake until both sleep."""
+        """Let time pass, and step woken engines until both sleep."""
         end_s = self.pair.network.now_s + seconds
         while True:
             for _ in range(200):
@@ -56,7 +56,7 @@ def test_a_transfer_needs_no_step_but_those_it_asks_for(path: str) -> None:
     sleepers.pair.assert_delivered()
 
 
-def test_who_has_nothing_to_do_sleeps(path: str) -> None:
+def test_an_idle_engine_sleeps(path: str) -> None:
     """Renewals are the I/O thread's business; a core that waits costs nothing."""
     sleepers = Sleepers(path)
     sleepers.pair.start()
@@ -107,7 +107,7 @@ def test_deadlines_wake_both_ends(path: str) -> None:
     assert pair.producer.reasons == {"r": FailureReason.EXPIRED}
 
 
-def test_an_offer_that_nobody_takes_wakes_its_engine(path: str) -> None:
+def test_an_unfetched_offer_wakes_its_engine(path: str) -> None:
     sleepers = Sleepers(path)
     sleepers.pair.producer.add(sleepers.pair.ticket)
     assert sleepers.pair.producer.scheduler.has_pending_work()

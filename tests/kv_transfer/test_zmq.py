@@ -44,8 +44,8 @@ class Way(NamedTuple):
     """How a consumer reaches a producer.
 
     Attributes:
-        bind: Where the producer is told to listen, with a directory in it.
-        is_near: Whether the consumer is told of the producer's abstract socket too.
+        bind: Address on which the producer listens, with a directory in it.
+        is_near: Whether the consumer gets the producer's abstract socket too.
         shares: Whether the KV memory of both is shared.
     """
 
@@ -236,7 +236,7 @@ def test_a_cancel_by_the_producer_reaches_the_consumer() -> None:
         assert consumer.reasons == producer.reasons == {"r": FailureReason.CANCELLED}
 
 
-def test_a_lease_nobody_fetches_expires_and_wakes_the_engine() -> None:
+def test_an_unfetched_lease_expires_and_wakes_the_engine() -> None:
     config = msgspec.structs.replace(QUICK, rendezvous_s=0.2)
     with engines("P", config=config) as (producer,):
         producer.add(make_ticket("r", "tcp://127.0.0.1:1", NUM_TOKENS))
@@ -265,10 +265,10 @@ def test_wrong_ends_get_no_data(offered, used, reason: FailureReason) -> None:
         assert not consumer.io.changed()
 
 
-# ---- nobody there
+# ---- no producer
 
 
-def test_an_address_where_nobody_listens_is_dead_at_once() -> None:
+def test_an_address_without_a_listener_is_dead_at_once() -> None:
     with engines("D") as (consumer,):
         with socket.socket() as placeholder:
             placeholder.bind(("127.0.0.1", 0))
@@ -453,7 +453,7 @@ def test_a_command_that_comes_while_wake_ups_are_read_wakes_the_thread_again(
 
 
 def listening(engine: FakeEngine) -> list[str]:
-    """Names of an engine's abstract sockets that somebody listens at."""
+    """Return the names of an engine's abstract sockets on which a process listens."""
     names = [x.partition("://")[2].strip("@") for x in engine.worker.endpoints[1:]]
     known = Path("/proc/net/unix").read_text()
     return [name for name in names if name in known]

@@ -1,4 +1,4 @@
-"""Time and network for virtual transports in a test: a list of what is due, and nothing random."""
+"""Clock and network for virtual transports in a test: a list of due calls, without randomness."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Net:
         return sum(not due.is_cancelled for _, _, due in self._due)
 
     def run(self, until_s: float | None = None) -> None:
-        """Let happen what is due until then; by default what is due now."""
+        """Run the calls that are due until then; by default those due now."""
         until_s = self.now_s if until_s is None else until_s
         while self._due and self._due[0][0] <= until_s:
             when_s, _, due = heapq.heappop(self._due)

@@ -1,4 +1,4 @@
-"""Two engines that reuse every block at once, so that whoever is late is caught.
+"""Two engines that reuse every block at once, so that a late read or write is caught.
 
 As soon as an end of a transfer is reported, the blocks that it held get another pattern: the
 producer's before the consumer may have read them, the consumer's before a late write may land.
@@ -38,7 +38,7 @@ class World(Pair):
         super().start(num_cached=num_cached)
 
     def step(self, engine: FakeEngine) -> None:
-        """Step one engine, if it is not frozen, and reuse what it gives back."""
+        """Step one engine, if it is not frozen, and reuse the blocks that it frees."""
         if not self.node(engine).is_frozen:
             engine.step()
         self.check()
@@ -85,7 +85,7 @@ class World(Pair):
         assert bool(self.producer.stats.num_inflight_sends) <= ("P" not in self.ended_s)
 
     def _check_load(self) -> None:
-        """Whatever the consumer believes in is the request's KV."""
+        """Assert that every row that the consumer counts as verified is the request's KV."""
         num_tokens = self.num_tokens
         if not self.consumer.received:
             num_tokens = self.consumer.failed["r"].num_tokens

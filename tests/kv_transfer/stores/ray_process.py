@@ -1,7 +1,7 @@
-"""A client of the Ray store in a process of its own.
+"""Client of the Ray store in a process of its own.
 
-``ADDRESS KEY``: puts a value until it is stored, says so, and waits to be killed. Without KEY: asks
-a cluster that is not there, and says what it got.
+``ADDRESS KEY``: puts a value until it is stored, prints that, and waits to be killed. Without KEY:
+calls a store whose cluster does not exist, and prints the results.
 """
 
 import sys

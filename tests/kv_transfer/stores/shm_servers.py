@@ -102,7 +102,7 @@ def server_pid(address: str) -> int | None:
 
 
 def end_started(address: str) -> None:
-    """End the server of this address if somebody's client started one, also one that starts."""
+    """End the server of this address if a client has started one, or is starting one."""
     with contextlib.suppress(OSError):
         bind(address).close()
         return

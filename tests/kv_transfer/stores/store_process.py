@@ -3,8 +3,8 @@
 ``start ADDRESS``: starts a server, puts a value, says how that went, and waits to be killed.
 
 ``ADDRESS KEY``: leases every value it finds under the keys "0", "1", ..., begins to put KEY, writes
-the first half of 1 MiB of 0x11, says so, and waits for a line; then it writes the second half,
-commits, and says how that went.
+the first half of 1 MiB of 0x11, prints that, and waits for a line; then it writes the second half,
+commits, and prints the outcome.
 """
 
 import sys

@@ -123,7 +123,7 @@ def test_a_last_function_that_fails_is_no_error() -> None:
     Counted().thread.close(lambda: raise_error(0.0) and None)
 
 
-def test_waits_double_up_to_a_limit_and_start_anew_after_a_success() -> None:
+def test_waits_double_up_to_a_limit_and_reset_after_a_success() -> None:
     back_off = BackOff()
     waits = []
     for _ in range(10):

@@ -38,7 +38,7 @@ def put(directory: Directory, key: bytes, client: int = 1) -> "weakref.ref[Objec
     return weakref.ref(stored)
 
 
-def test_the_directory_lets_go_of_what_it_evicts_or_discards() -> None:
+def test_the_directory_releases_evicted_and_discarded_values() -> None:
     directory = Directory(2 * VALUE_BYTES, lease_s=60.0)
     first, second = put(directory, b"a"), put(directory, b"b")
     ((lease_id, content),) = directory.get(2, (b"a",))
@@ -76,7 +76,7 @@ def test_an_aborted_put_leaves_nothing() -> None:
 
 
 class Method:
-    """Stands for a method of an actor; what it returns stands for a reference to its answer."""
+    """Stand-in for a method of an actor, which returns a stand-in for a reference to its answer."""
 
     def __init__(self, answer: object) -> None:
         self._answer = answer
@@ -115,7 +115,7 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     return fake
 
 
-def test_values_that_have_come_are_returned_while_somebody_listens(fake_ray: FakeRay) -> None:
+def test_arrived_values_are_returned_before_the_deadline(fake_ray: FakeRay) -> None:
     store = RayStore(config(""))
     store._directory = SimpleNamespace(
         get=Method([(1, [value(1)]), (2, [None])]), release=Method(None)
@@ -129,7 +129,9 @@ def test_values_that_have_come_are_returned_while_somebody_listens(fake_ray: Fak
     store.close()
 
 
-def test_copying_a_value_does_not_count_as_waiting(fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copying_a_value_does_not_count_as_waiting(
+    fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(backoff, "COPY_BYTES_PER_S", VALUE_BYTES / 60)
     fake_ray.copying_s = 0.02
     store = RayStore(msgspec.structs.replace(config(""), timeout_s=0.04))
@@ -231,7 +233,7 @@ def test_stores_of_other_names_have_other_tables(store: RayStore, cluster: str) 
 
 
 @pytest.mark.ray
-def test_what_is_no_value_is_missed_and_replaced(store: RayStore) -> None:
+def test_an_invalid_value_is_a_miss_and_is_replaced(store: RayStore) -> None:
     directory = ray.get_actor(f"kv-store-directory-{NAME}", namespace="ttserve")
     for poison in (b"bytes", np.zeros(3), np.zeros((2, 2), np.uint8)):
         put_id = ray.get(directory.begin.remote(99, b"poison", VALUE_BYTES))
@@ -243,7 +245,7 @@ def test_what_is_no_value_is_missed_and_replaced(store: RayStore) -> None:
 
 
 @pytest.mark.ray
-def test_dead_actors_are_a_miss_and_are_made_anew(store: RayStore) -> None:
+def test_dead_actors_are_a_miss_and_are_replaced(store: RayStore) -> None:
     eventually(lambda: store.put(b"lost", value(3)) in {"stored", "present"})
     node = ray.get_runtime_context().get_node_id()
     ray.kill(ray.get_actor(f"kv-store-keeper-{NAME}-{node}", namespace="ttserve"))

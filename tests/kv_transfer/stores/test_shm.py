@@ -148,7 +148,7 @@ def test_a_lease_that_lapsed_is_no_protection_and_says_so() -> None:
 def test_a_value_that_proved_wrong_can_be_replaced() -> None:
     with two_clients() as (one, other):
         one.put(b"a", value(0))
-        poisoned = one._slab  # Whoever maps the slab can do this; a checksum has to find it.
+        poisoned = one._slab  # Any client of the slab can do this; a checksum must detect it.
         poisoned[7] ^= 0xFF
         (lease,) = other.get([b"a"])
         assert not np.array_equal(lease.value, value(0))
@@ -314,7 +314,7 @@ def test_a_server_stays_for_its_last_client() -> None:
 
 
 @pytest.mark.process
-def test_a_server_is_started_once_and_ends_when_nobody_comes() -> None:
+def test_a_server_is_started_once_and_ends_without_clients() -> None:
     address = new_address()
     try:
         ensure_server(config(address), idle_s=0.5)
@@ -345,7 +345,7 @@ def descendants(pid: int) -> list[int]:
 
 
 @pytest.mark.process
-def test_a_server_outlives_who_started_it_and_all_descendants_of_that() -> None:
+def test_a_server_outlives_its_starter_and_all_its_descendants() -> None:
     address = new_address()
     command = [sys.executable, "-m", "tests.kv_transfer.stores.store_process", "start", address]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -386,7 +386,7 @@ def test_stores_without_an_address_are_told_apart_by_their_name() -> None:
 
 
 @pytest.mark.process
-def test_a_client_that_finds_nobody_starts_the_server() -> None:
+def test_a_client_without_a_server_starts_one() -> None:
     address = new_address()
     store = ShmStore(config(address))
     try:
@@ -442,7 +442,7 @@ def send_many(connection: socket.socket, packet: bytes) -> None:
         connection.send(packet)
 
 
-def test_random_bytes_disturb_nobody() -> None:
+def test_random_bytes_disturb_no_client() -> None:
     choose = random.Random(7)
     genuine = [encode(Get((b"0", b"1"))), encode(Begin(b"z", 100)), encode(Commit(1))]
     with server_thread() as address, contextlib.closing(connect(address)) as store:
@@ -477,13 +477,13 @@ def test_random_bytes_disturb_nobody() -> None:
         (True, encode(Commit(-1))),
     ],
 )
-def test_who_breaks_the_protocol_is_disconnected(greet: bool, packet: bytes) -> None:
+def test_a_client_that_breaks_the_protocol_is_disconnected(greet: bool, packet: bytes) -> None:
     with server_thread() as address, stranger(address, greet=greet) as connection:
         connection.send(packet)
         assert is_closed(connection)
 
 
-def test_who_never_reads_is_disconnected() -> None:
+def test_a_client_that_never_reads_is_disconnected() -> None:
     with (
         server_thread() as address,
         contextlib.closing(connect(address)) as store,
@@ -606,7 +606,7 @@ FALSE_ANSWERS = [
 
 @pytest.mark.parametrize("answer", FALSE_ANSWERS, ids=lambda answer: repr(answer)[:30])
 @pytest.mark.parametrize("call", ["num_present", "get", "put", "discard"])
-def test_a_server_that_talks_nonsense_is_left(answer: Answer | bytes, call: str) -> None:
+def test_a_server_that_sends_nonsense_is_disconnected(answer: Answer | bytes, call: str) -> None:
     with false_server(lambda: [answer]) as store:
         if call == "put":
             assert store.put(b"a", np.zeros(1000, np.uint8)) == "dropped"

@@ -24,9 +24,10 @@ def put(table: StoreTable, key: bytes, client: int = 1, size: int = SLOT, now_s:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Drive a table and a slab, in which every open put, lapsed or not, goes on writing.
+    """Drives a table and a slab, in which every open put, lapsed or not, keeps writing.
 
-    Model: who writes what where, since when; which leases are live, and what they showed at first.
+    Model: for each client its place, value and start of writing; and the live leases with their
+    first contents.
     """
 
     def __init__(self) -> None:
@@ -173,7 +174,7 @@ def test_a_leased_value_is_not_evicted_and_its_slot_comes_back() -> None:
     assert not table.release(1, leases[0].lease_id, LEASE_S)
 
 
-def test_nobody_ends_the_lease_or_the_put_of_another() -> None:
+def test_a_client_cannot_end_the_lease_or_put_of_another() -> None:
     table = make_table(2 * SLOT)
     put(table, b"a")
     (grant,) = table.get(1, [b"a"], 0.0)
@@ -230,7 +231,7 @@ def test_the_death_of_a_client_frees_its_put_and_its_leases() -> None:
     assert put(table, b"b") == "stored"
 
 
-def test_a_discarded_value_stays_with_its_reader_and_can_be_put_anew() -> None:
+def test_a_discarded_value_stays_with_its_reader_and_can_be_put_again() -> None:
     table = make_table(2 * SLOT)
     put(table, b"a")
     (grant,) = table.get(1, [b"a"], 0.0)
@@ -242,7 +243,7 @@ def test_a_discarded_value_stays_with_its_reader_and_can_be_put_anew() -> None:
     assert table.counts() == SlotCounts(free=1, writing=0, stored=1, leased=0)
 
 
-def test_a_larger_value_makes_the_slots_larger_unless_somebody_reads_or_writes() -> None:
+def test_a_larger_value_makes_the_slots_larger_unless_one_is_read_or_written() -> None:
     table = make_table()
     put(table, b"a", size=SLOT)
     (grant,) = table.get(1, [b"a"], 0.0)
