@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
     import tokenizers
 
-PIECE_CHARS = 2**16
+PIECE_CHARS = 2**14
+"""Some 20 ms of work at the worst, which another text has to wait for."""
 MAX_UNCUT_CHARS = 2**18
 """Characters of a text without a place where it may be cut, though places are known."""
 MAX_WHOLE_CHARS = 2**19

@@ -214,9 +214,9 @@ def test_a_text_without_a_place_to_cut_is_refused_and_not_encoded(backend):
 
 def test_encoding_ends_at_the_first_count_above_the_room():
     tokenizer = Tokenizer.from_folder(DEMO)
-    text = "1" * 8 * text_pieces.PIECE_CHARS
+    text = "1" * 64 * text_pieces.PIECE_CHARS
     counts = []
-    steps = map(counts.append, tokenizer.encode_steps(text, max_tokens=2**17))
+    steps = map(counts.append, tokenizer.encode_steps(text, max_tokens=2 * text_pieces.PIECE_CHARS))
     with pytest.raises(TooManyTokensError, match="more than") as caught:
         list(steps)
     assert len(counts) <= 4
