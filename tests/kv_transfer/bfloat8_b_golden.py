@@ -36,7 +36,7 @@ def numbers():
 
 
 def digest(values):
-    """Of float32 numbers, all NaNs alike."""
+    """Hash float32 numbers, with all NaNs as one."""
     bits = values.view(np.uint32).copy()
     bits[np.isnan(values)] = 0x7FC00000
     return hashlib.blake2b(bits.tobytes(), digest_size=16).hexdigest()

@@ -162,13 +162,13 @@ class FakeEngine:
     notified: threading.Event
     clock: Callable[[], float]
     keys: KeyRing = KEYS
-    """Of the router, whose tickets the engine gets."""
+    """Keys of the router, whose tickets the engine gets."""
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
     failed: dict[str, Failure] = field(default_factory=dict)
     progress: list[SaveProgress] = field(default_factory=list)
     forward: list[Callable[[], None]] = field(default_factory=list)
-    """What the next step's forward does to KV memory."""
+    """Change that the next step's forward makes to KV memory."""
 
     @property
     def ended(self) -> set[str]:
@@ -302,7 +302,7 @@ Fate = Callable[[Message], list[float]]
 
 
 class Faults:
-    """What happens to each message: nothing, or what a seeded dice says."""
+    """Fate of each message: none, or random by a seed."""
 
     def __init__(
         self, seed: int = 0, drop: float = 0.0, repeat: float = 0.0, delay: float = 0.0

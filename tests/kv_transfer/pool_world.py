@@ -64,7 +64,7 @@ class PoolIO:
         self.blocks = HostBlocks(layout, pieces)
         self.pieces = pieces
         self.moves_whole_blocks = True
-        """Whether anything else is an error, as it would be inefficient on a device."""
+        """True if any other access is an error, as it would be inefficient on a device."""
         self.readable: dict[int, str] = {}
         """Blocks that may be read, with their request."""
         self.writable: dict[int, str] = {}
@@ -116,7 +116,7 @@ class Job:
     mode: str = "local"
     """local, producer or consumer; the latter two bring a ticket."""
     waits_for_pool: bool = True
-    """Whether it is asked what there is to load before it runs."""
+    """True if the engine asks how much there is to load before the request runs."""
     state: str = "waiting"
     block_ids: list[int] = field(default_factory=list)
     num_computed: int = 0

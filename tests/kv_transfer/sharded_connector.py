@@ -1,4 +1,4 @@
-"""Memory as a mesh has it: every shard its own heads. And connectors of engines that have such."""
+"""Sharded memory, as on a mesh, in which every shard holds its own heads; and its connectors."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ShardedIO:
     def _places(
         self, rows: NDArray[np.uint8], block_ids: Sequence[int], first_row: int
     ) -> list[tuple[NDArray[np.uint8], int, int]]:
-        """Each row as (layer and plane, head, byte of the unit), its block, its row there."""
+        """Return (layer and plane, head, byte of the unit), block and row in it, of each row."""
         layout = self.layout
         units = rows.reshape(len(rows), layout.num_pieces, layout.num_kv_heads, layout.unit_bytes)
         places = (divmod(first_row + i, layout.rows_per_block) for i in range(len(rows)))

@@ -40,7 +40,7 @@ def run_until(world: World, engine: FakeEngine, deadline_s: float) -> float:
 # ---- frozen processes
 
 
-def test_a_frozen_producer_is_given_up_and_its_late_chunks_are_not_written(path: str) -> None:
+def test_a_frozen_producer_fails_the_load_and_its_late_chunks_are_not_written(path: str) -> None:
     world = World(path)
     stream(world)
     freeze(world, world.producer)
@@ -133,7 +133,7 @@ def test_other_transfers_continue_while_one_producer_is_frozen(path: str) -> Non
 # ---- slow cores
 
 
-def test_a_producer_whose_core_hangs_is_given_up_later(path: str) -> None:
+def test_a_producer_whose_core_hangs_fails_the_load_later(path: str) -> None:
     pair = Pair(path)
     pair.start()
     pair.prefill()
@@ -160,8 +160,8 @@ def test_a_consumer_whose_core_is_busy_for_long_loses_nothing(path: str) -> None
     pair.assert_delivered()
 
 
-def test_a_producer_that_never_confirms_is_given_up() -> None:
-    """It answers that it serves, for ever, although everything was read."""
+def test_a_producer_that_never_confirms_fails_the_load() -> None:
+    """Let it answer "serving" for ever, although every row was read."""
     pair = Pair("shared")
     pair.start()
     pair.prefill()
@@ -204,7 +204,7 @@ def test_a_consumer_whose_core_queues_many_leases_renews_from_its_own_thread(pat
 
 
 def test_without_renewals_the_lease_ends_and_no_data_is_sent(path: str) -> None:
-    """Messages of the consumer are lost from the moment at which it has attached."""
+    """Lose every message of the consumer after it has attached."""
     world = World(
         path,
         lambda message: (
@@ -275,7 +275,7 @@ def test_a_transfer_id_is_never_granted_twice(path: str) -> None:
 
 
 def test_a_ticket_that_becomes_too_old_does_not_end_a_lease_that_lives(path: str) -> None:
-    """Rows that are lost late are asked for again with the ticket of long ago."""
+    """Request lost rows again with a ticket that has expired since."""
     lost: list[str] = []
 
     def fate(message: object) -> list[float]:

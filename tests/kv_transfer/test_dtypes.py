@@ -55,13 +55,13 @@ def random_rows(dtype, num_rows=3, seed=0, **changes):
 
 
 def rows_of(values):
-    """Rows of one piece and head from (n * 32, head_dim) floats."""
+    """Return rows of one piece and head from (n * 32, head_dim) floats."""
     values = np.ascontiguousarray(values)
     return values.reshape(len(values) // 32, -1).view(np.uint8)
 
 
 def floats(data, dtype, **changes):
-    """Rows as float64, flat; NaNs are kept."""
+    """Return rows as float64, flat, with their NaNs."""
     if dtype != "float64":
         data = convert(data, dtype, "float32", **changes)
     values = data.view(np.float64 if dtype == "float64" else np.float32).ravel()

@@ -135,7 +135,7 @@ def test_all_of_a_pools_memory_is_taken_at_its_start() -> None:
 
 
 def _target(fd: Path) -> str:
-    """What a file descriptor is of; its process may have closed it meanwhile."""
+    """Return the target of a descriptor's link; its process may have closed it meanwhile."""
     try:
         return os.readlink(fd)
     except FileNotFoundError:

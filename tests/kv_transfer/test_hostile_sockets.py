@@ -106,7 +106,7 @@ def transfer_during(flooding: threading.Thread, engines: tuple[FakeEngine, FakeE
 
 
 def real_frames(ticket: Ticket) -> list[bytes]:
-    """What the consumer of a transfer that is over has said, in its order."""
+    """Return the frames that the consumer of a finished transfer has sent, in order."""
     sealed = KEYS.seal(ticket)
     names = {"transfer_id": ticket.transfer_id, "epoch": ticket.epoch, "ticket": sealed}
     said = []
@@ -117,7 +117,7 @@ def real_frames(ticket: Ticket) -> list[bytes]:
 
 
 def strings(seed: int, real: list[bytes], count: int) -> Iterator[list[bytes]]:
-    """Messages that are random, cut short, repeated, changed, out of order, or of many parts."""
+    """Make messages that are random, cut short, repeated, changed, reordered, or of many parts."""
     dice = random.Random(seed)
     for n in range(count):
         frame = dice.choice(real)

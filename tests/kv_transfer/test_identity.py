@@ -1,4 +1,4 @@
-"""Who may fetch what from whom: versions, layouts, incarnations, tickets and their thieves."""
+"""Permission to fetch: versions, layouts, incarnations, tickets and stolen tickets."""
 
 import itertools
 import random
@@ -390,7 +390,7 @@ def last_words(pair: Pair, *sealed: bytes) -> list:
 
 @pytest.mark.parametrize("is_offered", [False, True])
 def test_a_transfer_cannot_be_ended_without_its_ticket(path: str, is_offered: bool) -> None:
-    """Neither before its consumer has come, nor before the producer has heard of it."""
+    """Try before its consumer has attached, and before the producer knows the transfer."""
     pair = offered(path) if is_offered else Pair(path)
     foreign = [
         b"",

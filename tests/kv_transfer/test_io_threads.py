@@ -27,7 +27,7 @@ has_slices = pytest.mark.skipif(
 
 
 def zmq_threads():
-    """By the names that ZeroMQ gives its threads; one that has just ended may be there no more."""
+    """Return the threads with ZeroMQ's names; one that has just ended may be missing."""
     found = set()
     for folder in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):

@@ -24,7 +24,7 @@ def lend(pair: Pair, num_tokens: int = FULL, **names: str) -> None:
 
 @pytest.fixture
 def pair(path: str) -> Iterator[Pair]:
-    """Two engines, of which one has begun to fetch what the other one decodes."""
+    """Join two engines, of which one has begun to fetch KV that the other one decodes from."""
     made = Pair(path, num_tokens=FULL)
     made.consumer.load(made.ticket, made.target)
     yield made

@@ -62,7 +62,7 @@ class Script:
 
 @pytest.fixture(params=[False, True], ids=["inline", "shared"])
 def shares(request: pytest.FixtureRequest) -> bool:
-    """Whether the consumer reads the producer's memory, so that only messages can go wrong."""
+    """Return whether the consumer reads the producer's memory, so that only messages can fail."""
     return request.param
 
 

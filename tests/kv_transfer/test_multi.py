@@ -167,7 +167,7 @@ class World:
 
     @property
     def rows_sent(self) -> int:
-        """Rows that went from engine to engine in delivered transfers."""
+        """Return the rows that went from engine to engine in delivered transfers."""
         paths = self.producer.worker.stats(self.network.now_s).paths
         return sum(paths[x].bytes_sent for x in paths if x != "pool") // LAYOUT.row_bytes
 
@@ -510,7 +510,7 @@ def test_converted_kv_is_kept_out_of_the_pool() -> None:
 
 
 class MultiMachine(RuleBasedStateMachine):
-    """Two engines, and all kinds of bad luck between them."""
+    """Two engines with aborts, preemptions, failures and delays in any order."""
 
     def __init__(self) -> None:
         super().__init__()

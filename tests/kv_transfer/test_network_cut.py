@@ -1,4 +1,4 @@
-"""Two hosts, as far as the kernel is concerned, and the cable between them."""
+"""Two hosts, simulated by network namespaces, and the cable between them."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.process
 BLOCKS = tuple(range(1, 9))
 NUM_TOKENS = 8 * 32 - 9
 ADDRESSES = {"P": "192.0.2.1", "D": "192.0.2.2"}
-"""Of a network that is reserved for examples."""
+"""Prefix of a network reserved for examples."""
 
 
 def run(*command: str) -> None:
@@ -110,7 +110,7 @@ def digest(end: Peer) -> object:
 def test_a_pulled_cable_ends_transfers_on_both_sides_and_a_plugged_one_serves_again(
     cable: Cable, heartbeat_timeout_s: float
 ) -> None:
-    """Where the transport notices nothing, the deadlines of the protocol do."""
+    """The deadlines of the protocol detect it where the transport does not."""
     with ExitStack() as stack:
         producer, consumer = (
             stack.enter_context(

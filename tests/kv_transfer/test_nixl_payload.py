@@ -1,4 +1,4 @@
-"""What the transport does with NIXL, on a stand-in for the agent that copies in this process."""
+"""Use of NIXL by the transport, with a stand-in for the agent that copies in this process."""
 
 import itertools
 
@@ -15,7 +15,7 @@ class StandIn:
 
     made: list["StandIn"]
     staged: dict[int, np.ndarray]
-    """What lies at which address, of all of them."""
+    """Memory of all stand-ins, by address."""
     reads_fail = False
 
     def __init__(self, name, *, slot_bytes, num_slots, deadline_s, wake) -> None:

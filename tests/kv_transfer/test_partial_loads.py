@@ -93,7 +93,7 @@ def test_shared_memory_is_announced_in_whole_blocks(block_size: int) -> None:
 
 @pytest.mark.parametrize("block_size", [64, 128])
 def test_a_block_still_being_filled_is_not_announced(block_size: int) -> None:
-    """Its digest would be another one by the time that it is read."""
+    """Otherwise its digest could change before it is read."""
     layout = BY_SIZE[block_size]
     pair = Pair("shared", num_tokens=300, layouts=(layout, layout))
     pair.start()

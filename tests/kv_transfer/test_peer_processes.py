@@ -44,7 +44,7 @@ CONFIG = msgspec.structs.replace(
 """Short deadlines: no transport notices a frozen process before they do."""
 
 SLACK_S = 3.0
-"""For a busy machine, on top of every deadline."""
+"""Added to every deadline, for a busy machine."""
 
 STATES = ("waiting", "prefilling", "ready", "serving", "unconfirmed")
 """Progress of a transfer. waiting: offered, not fetched. prefilling: attached, nothing
@@ -55,7 +55,7 @@ FETCHED_LATER = ("waiting", "ready")
 BLOCKS = {
     name: tuple(range(1 + 8 * n, 9 + 8 * n)) for n, name in enumerate((*STATES, "before", "after"))
 }
-"""Each request's own, on both sides; the consumer's in another order."""
+"""Blocks of each request on both sides; the consumer's in another order."""
 
 
 def source(request_id: str) -> tuple[int, ...]:
@@ -147,7 +147,7 @@ def path(request: pytest.FixtureRequest) -> str:
 
 
 def kv(request_id: str) -> np.ndarray:
-    """What a request's KV is."""
+    """Return the KV of a request."""
     return FakeIO(NUM_BLOCKS, seed=SEEDS["P"]).tokens(0, source(request_id), 0, NUM_TOKENS)
 
 
@@ -247,7 +247,9 @@ def test_a_producer_that_is_killed_is_noticed_in_every_state(path: str) -> None:
             fetch_from(producer, consumer, "after")
 
 
-def test_a_frozen_producer_is_given_up_in_every_state_and_too_late_when_it_thaws(path: str) -> None:
+def test_a_frozen_producer_fails_the_load_in_every_state_and_thaws_too_late(
+    path: str,
+) -> None:
     with engine("D", path) as consumer, peer("P", path) as producer, peer("P2", path) as other:
         fetch_from(producer, consumer, "before")
         reach_all(producer, consumer)

@@ -555,7 +555,7 @@ def test_the_blocks_must_hold_the_load() -> None:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Two engines of different block sizes, a store of any speed, and all kinds of bad luck."""
+    """Two engines of different block sizes and a store of any speed, with any order of failures."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -50,7 +50,7 @@ def fetch(pair: Pair, window: int, attempt: int = 0) -> Fetch:
 
 
 def held_rows(pair: Pair) -> int:
-    """Rows whose payload is between the two caches."""
+    """Return the rows whose payload is between the two caches."""
     events = pair.node(pair.consumer).events
     return sum(len(event.payload) for event in events if isinstance(event, Arrived))
 
@@ -82,7 +82,7 @@ def test_a_consumer_that_steps_again_gets_all_of_it() -> None:
     pair.assert_delivered()
 
 
-def test_what_is_told_of_shared_memory_is_small() -> None:
+def test_announcements_of_shared_memory_are_small() -> None:
     pair = long_pair("shared")
     told: list[int] = []
 

@@ -38,7 +38,7 @@ def imported(node: ast.AST) -> set[str]:
 
 
 def unsafe_serializers(tree: ast.Module) -> list[int]:
-    """Lines that can turn bytes into code."""
+    """Return the lines that can turn bytes into code."""
     return [
         node.lineno
         for node in ast.walk(tree)
@@ -79,7 +79,7 @@ def is_narrowing(test: ast.expr) -> bool:
 
 
 def asserts_on_the_outside(tree: ast.Module) -> list[int]:
-    """Lines that may die of what another process sent.
+    """Return the lines that may crash on messages of another process.
 
     Allowed are: methods ``check_invariants``, which only tests call; types of own values; and, in
     modules that never see a message, mistakes of the caller, with words that say which.

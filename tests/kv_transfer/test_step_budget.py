@@ -1,4 +1,4 @@
-"""What KV transfers may cost one step of an engine: a budget over all of them and both ways."""
+"""Budget of KV copies in one step of an engine, over all transfers in both directions."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -96,7 +96,7 @@ class Busy:
         return spent_s
 
     def moved(self) -> Counter[int]:
-        """Rows that were copied for each transfer."""
+        """Return the rows that were copied for each transfer."""
         return Counter(self.owner[block] for _, block in self.io.reads + self.io.writes)
 
 

@@ -135,7 +135,7 @@ def test_its_endpoint_names_the_start_of_the_engine():
 
 
 def test_commands_wait_until_the_step_has_come_to_them():
-    """What a step submits some way in, leaves at that time; not when the step began."""
+    """A command submitted some time into a step leaves at that time, not at the step's start."""
     net = Net()
     consumer, wire, _ = transport(net)
     wire.ahead_s = 0.5
@@ -170,7 +170,7 @@ def test_an_unfetched_offer_lapses_at_its_deadline_and_wakes_the_core():
     assert list(producer.poll()) == [], "events are taken once"
 
 
-def test_a_consumer_asks_again_and_gives_up_a_silent_producer():
+def test_a_consumer_asks_again_and_then_fails_the_load_of_a_silent_producer():
     net = Net()
     consumer, _, woken = transport(net)
     consumer.submit([load(make_ticket("r", "tcp://nowhere:1", 64))])

@@ -41,7 +41,7 @@ NUM_TOKENS = 8 * 32 - 9
 
 
 class Way(NamedTuple):
-    """How a consumer reaches a producer.
+    """Way in which a consumer reaches a producer.
 
     Attributes:
         bind: Address on which the producer listens, with a directory in it.
@@ -160,7 +160,7 @@ def test_one_engine_produces_and_consumes_at_once() -> None:
         assert np.array_equal(other.io.tokens(0, (1, 2), 0, 60), one.io.tokens(0, (5, 6), 0, 60))
 
 
-def test_chunks_travel_while_prefill_goes_on(way: Way) -> None:
+def test_chunks_travel_during_prefill(way: Way) -> None:
     with engines("P", "D", way=way) as (producer, consumer):
         start(producer, consumer, num_ready=100, way=way)
         run_until(lambda: len(consumer.io.changed()) == 3, [producer, consumer])

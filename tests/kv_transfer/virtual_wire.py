@@ -30,7 +30,7 @@ class Due:
 
 
 class Net:
-    """What happens when; owns the transports that were made with `Wire.make`.
+    """Schedule of calls; owns the transports that were made with `Wire.make`.
 
     Attributes:
         latency_s: Of every message.

@@ -12,7 +12,7 @@ from tests.kv_transfer.fakes import LAYOUT, FakeEngine
 from tests.kv_transfer.pairs import Pair
 
 TINY = msgspec.structs.replace(LAYOUT, num_layers=1, num_kv_heads=1, head_dim=1)
-"""So that a run takes a millisecond, and many are possible."""
+"""Layout so small that a run takes a millisecond and many are possible."""
 
 REUSED = {"P": 0xA5, "D": 0x5A}
 

@@ -93,7 +93,7 @@ def server_process(lease_s: float = 60.0) -> Iterator[tuple[str, "subprocess.Pop
 
 
 def server_pid(address: str) -> int | None:
-    """Process that listens under this address."""
+    """Return the id of the process that listens under this address."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         if connection.connect_ex(socket_name(address, os.getuid())):
             return None

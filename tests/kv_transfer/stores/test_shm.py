@@ -428,7 +428,7 @@ def stranger(address: str, *, greet: bool = False) -> Iterator[socket.socket]:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Whether the server hangs up, after whatever it answered."""
+    """Return whether the server hangs up, after any answer."""
     try:
         while connection.recv(MAX_MESSAGE_BYTES):
             pass

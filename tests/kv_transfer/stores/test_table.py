@@ -208,7 +208,7 @@ def test_of_two_writers_one_wins_and_a_value_is_never_replaced() -> None:
 
 
 def test_a_lapsed_put_never_succeeds_and_its_slot_waits_for_its_writer() -> None:
-    """It may be frozen while it writes."""
+    """The writer may be frozen in the middle of it."""
     table = make_table(2 * SLOT)
     frozen = table.begin_put(1, b"a", SLOT, 0.0)
     second = table.begin_put(2, b"a", SLOT, LEASE_S)
