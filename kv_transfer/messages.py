@@ -287,7 +287,7 @@ def decode_mapped(
     """
     if payload.nbytes not in {8 * num_blocks, 16 * num_blocks}:
         raise WireError(
-            f"a payload of {payload.nbytes} bytes for {num_blocks} blocks: 8 or 16 a block needed"
+            f"a payload of {payload.nbytes} bytes for {num_blocks} blocks: not 8 or 16 a block"
         )
     words = np.frombuffer(payload.tobytes(), "<i8")
     return words[:num_blocks], words[num_blocks:].view("<u8")

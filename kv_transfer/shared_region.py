@@ -226,7 +226,9 @@ class RegionServer:
             except BlockingIOError:
                 return
             except OSError as error:
-                logger.warning("cannot accept a connection for shared KV memory: %s", error)
+                logger.warning(
+                    "cannot accept an engine for shared KV memory, so it is sent payload: %s", error
+                )
                 if error.errno in {errno.EMFILE, errno.ENFILE}:
                     self._turn_away()
                 return
@@ -262,7 +264,9 @@ class RegionServer:
                 return
             socket.send_fds(peer, [self._frame], [self._region.fd])
         except OSError as error:
-            logger.warning("cannot hand out shared KV memory: %s", error)
+            logger.warning(
+                "cannot share KV memory with an engine, so it is sent payload: %s", error
+            )
 
 
 class MappedRegion:

@@ -55,7 +55,7 @@ class MooncakeStore:
         if not _is_installed():
             raise TransferError(
                 "the mooncake store needs the package mooncake-transfer-engine, or "
-                "mooncake-transfer-engine-non-cuda, and the libraries that these load"
+                "mooncake-transfer-engine-non-cuda: pip install 'ttserve[mooncake]'"
             )
         self._arguments = [host, port, str(config.capacity_bytes)]
         self._counters = StoreCounters()

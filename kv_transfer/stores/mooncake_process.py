@@ -70,7 +70,10 @@ class MooncakeMember:
             f"{master[0]}:{master[1]}",
         )
         if code != _OK:
-            raise OSError(f"cannot join the mooncake cluster of {master}: error {code}")
+            raise OSError(
+                f"cannot join the mooncake cluster: error {code}; is a master running at "
+                f"{master[0]}:{master[1]}?"
+            )
 
     def answer(self, ask: MooncakeRequest) -> MooncakeReply:
         """Carry out a question; a failure of the cluster is an answer with ``error``."""

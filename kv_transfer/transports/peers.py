@@ -114,7 +114,11 @@ class Peers:
             peer = Peer(self._context, endpoint)
             peer.connect(self._settings, self._max_bytes, self._incarnations.get(endpoint, ""))
         except (zmq.ZMQError, ServerKeyError) as error:
-            logger.warning("cannot connect KV transfer to %s: %s", address_of(endpoint), error)
+            logger.warning(
+                "cannot connect KV transfer to %s, failing its loads: %s",
+                address_of(endpoint),
+                error,
+            )
             if peer is not None:
                 peer.close()
             return None

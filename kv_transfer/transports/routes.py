@@ -94,7 +94,11 @@ class ProducerRoutes:
                     lanes = answer.lanes(self._layouts[key[1]])
                     route = self._known[key] = ProducerRoute(route.endpoint, "shared", lanes)
                 except WireError as error:
-                    logger.warning("cannot use the KV memory at %s: %s", route.endpoint, error)
+                    logger.warning(
+                        "cannot read the KV memory of %s in place, so payload is sent: %s",
+                        route.endpoint,
+                        error,
+                    )
                 answer.close()
             logger.info("KV from %s comes over the path %s", route.endpoint, route.path)
             ready += [(load, route) for load in approach.loads]
