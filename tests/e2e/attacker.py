@@ -1,11 +1,12 @@
-"""Another user of the host who attacks a whole server; run with an `Attack` as JSON on stdin.
+"""An attack on a whole server by another user of its host; run with an `Attack` as JSON on stdin.
 
-It gives up root first, prints how often each thing happened to it, and then holds what it still
-holds until stdin ends.
+The process gives up root first, prints how often each outcome occurred, and keeps the connections
+that it still has until stdin ends.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -29,6 +30,7 @@ from replicas.messages import EngineDescription
 from tests.cluster.control_attacker import Knowledge
 from tests.cluster.control_attacker import attack as speak
 from tests.cluster.edge.http_server import answer, ask, connect, request_bytes
+from tests.e2e import http_attacks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,20 +46,18 @@ class Attack(msgspec.Struct):
     """What to do, and what the attacker has found out.
 
     Attributes:
-        name: Which of `ATTACKS`.
-        model: That the server serves.
-        http_port: Its public port.
+        name: One of `ATTACKS`, or of `http_attacks.ATTACKS`.
+        target: The server's endpoint.
         engine_ports: Every TCP port on which an engine listens.
         recorded: What honest clients sent to an engine, by connection: port and bytes.
         folder: Of HAProxy's files.
     """
 
     name: str
-    model: str
-    http_port: int
-    engine_ports: list[int]
-    recorded: list[tuple[int, bytes]]
-    folder: str
+    target: http_attacks.Target
+    engine_ports: list[int] = []
+    recorded: list[tuple[int, bytes]] = []
+    folder: str = ""
 
 
 # --- the engines' sockets ------------------------------------------------------------------------
@@ -144,15 +144,15 @@ def _outcome(act: Callable[[], object]) -> str:
 
 def slow_clients(known: Attack) -> Counter[str]:
     """Slow bodies and headers, bodies without end, and streams that nobody reads."""
-    unread = [connect(known.http_port, receive_bytes=4096) for _ in range(NUM_UNREAD)]
+    unread = [connect(known.target.port, receive_bytes=4096) for _ in range(NUM_UNREAD)]
     body = {
-        "model": known.model, "prompt": "hi", "max_tokens": 8000, "temperature": 0,
+        "model": known.target.model, "prompt": "hi", "max_tokens": 8000, "temperature": 0,
         "ignore_eos": True, "stream": True, "return_token_ids": True,
     }  # fmt: skip
     for client in unread:
         client.sendall(request_bytes(body))
     _HELD.extend(unread)
-    slow = [connect(known.http_port) for _ in range(NUM_SLOW)]
+    slow = [connect(known.target.port) for _ in range(NUM_SLOW)]
     for n, client in enumerate(slow):
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow: "
         client.sendall(head if n % 3 == 0 else request_bytes(b"{", length=500))
@@ -170,8 +170,10 @@ def slow_clients(known: Attack) -> Counter[str]:
 
 
 def _oversized(known: Attack, n: int) -> str:
-    with contextlib.closing(connect(known.http_port)) as client:
-        with contextlib.suppress(ConnectionError):
+    with contextlib.closing(connect(known.target.port)) as client:
+        # HAProxy has the refusal before the body has been sent, and reads no more of it.
+        client.settimeout(3.0)
+        with contextlib.suppress(ConnectionError, TimeoutError):
             if n % 2:
                 client.sendall(request_bytes(b" " * 2**16, length=2**30))
             else:
@@ -179,7 +181,7 @@ def _oversized(known: Attack, n: int) -> str:
                 for _ in range(9):
                     client.sendall(b" " * 2**20)
         # HAProxy keeps the connection for a while, for what was announced and does not come.
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(ConnectionError, TimeoutError):
             if status := client.recv(12)[9:]:
                 return f"oversized {status.decode()}"
     return "oversized, cut off"
@@ -203,10 +205,11 @@ def costly_bodies(known: Attack) -> Counter[str]:
 
     def post(name: str) -> str:
         path, raw = bodies[name]
-        return f"{name} {ask(known.http_port, raw, path=path)[0]}"
+        return f"{name} {ask(known.target.port, raw, path=path)[0]}"
 
     with ThreadPoolExecutor(4) as storm, ThreadPoolExecutor(8) as threads:
-        scrapes = storm.map(lambda path: _get(known.http_port + 1, path), ["/metrics", "/kv"] * 150)
+        scrape = partial(_get, known.target.operations_port)
+        scrapes = storm.map(scrape, ["/metrics", "/kv"] * 150)
         came = Counter(threads.map(post, [*bodies] * 10))
         came += Counter(scrapes)
     return came
@@ -232,7 +235,7 @@ _HELD: list[socket.socket] = []
 
 
 def main() -> None:
-    """Attack, tell, and hold."""
+    """Attack, print the outcomes, and keep connections open."""
     known = msgspec.json.decode(sys.stdin.readline(), type=Attack)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -240,7 +243,13 @@ def main() -> None:
         os.setgroups([])
         os.setgid(NOBODY)
         os.setuid(NOBODY)
-    print(json.dumps(ATTACKS[known.name](known)), flush=True)
+    http_attack = http_attacks.ATTACKS.get(known.name)
+    came = (
+        ATTACKS[known.name](known)
+        if http_attack is None
+        else asyncio.run(http_attack(known.target))
+    )
+    print(json.dumps(came), flush=True)
     sys.stdin.read()
 
 

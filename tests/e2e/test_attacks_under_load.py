@@ -2,6 +2,7 @@
 
 Both ways to start one: `ttserve serve`, and stock `ray start` with `serve deploy`. The streams and
 each attack run in processes of their own; the last test looks at what the attacks have left.
+What attacks over HTTP do to times to a first token is for `benchmarks.attacks` to measure.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import socket
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import harness
@@ -22,11 +22,14 @@ import yaml
 from tiny_server import is_idle, metrics
 
 from cluster.lifecycle import haproxy, supervisor
-from tests.cluster.engines import model_folder, prompts
-from tests.e2e import attacker, steady_streams
+from tests.cluster.engines import prompts
+from tests.e2e import attacker, http_attacks, steady_streams, vitals
+from tests.e2e.long_model import MAX_MODEL_LEN, long_model_folder
+from tests.e2e.operations import operations_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 pytestmark = [
     pytest.mark.ray,
@@ -39,6 +42,13 @@ MODEL = "tiny"
 NUM_STREAMS = 32
 NUM_ENGINES = 2
 START_S = 400
+ONE_TOKEN = {"max_tokens": 1, "temperature": 0}
+PROBES = [
+    steady_streams.Probe("body", {"prompt": "hi", "user": "u" * 100_000, **ONE_TOKEN}),
+    steady_streams.Probe("long", {"prompt": "the quick brown fox " * 220, **ONE_TOKEN}),
+]
+MOST_MIB = 600
+"""Memory of an ingress under any of these attacks."""
 IS_ROOT = os.geteuid() == 0
 
 
@@ -101,18 +111,26 @@ class Front(NamedTuple):
     port: int
     footprint: harness.Footprint
 
-    def processes(self, word: str) -> set[int]:
-        """Those of its processes that have a word in their command lines."""
-        table = harness.process_table()
-        return {p for p in self.footprint.look() if p in table and word in table[p].command}
+    @property
+    def operations_url(self) -> str:
+        return operations_url(self.url)
 
     def engines(self) -> set[int]:
-        return self.processes("replicas.engine")
+        return vitals.processes(self.footprint, "replicas.engine")
 
-    def haproxy_folder(self) -> Path:
-        process_id = next(iter(self.processes("haproxy -db")))
-        arguments = Path(f"/proc/{process_id}/cmdline").read_text().split("\0")
-        return Path(arguments[arguments.index("-f") + 1]).parent
+    def ingress(self) -> int:
+        [process_id] = vitals.processes(self.footprint, vitals.INGRESS)
+        return process_id
+
+    def haproxy(self) -> int:
+        # One that a reload replaced may still drain.
+        found = vitals.processes(self.footprint, vitals.HAPROXY)
+        [process_id] = {p for p in found if harness.listening_ports({p})}
+        return process_id
+
+    def serving(self) -> tuple[set[int], int, int]:
+        """The processes that must outlive every attack."""
+        return self.engines(), self.ingress(), self.haproxy()
 
     def is_healthy(self) -> bool:
         with contextlib.suppress(OSError):
@@ -152,7 +170,7 @@ def front(request, tmp_path_factory):
     port = file["http_options"]["port"] = supervisor.free_port()
     args = file["applications"][0]["args"]
     # The demo model's bfloat16 does not give the same tokens in every batch.
-    args |= {"model": str(model_folder()), "model_name": MODEL}
+    args |= {"model": str(long_model_folder()), "model_name": MODEL}
     args["engine"]["dtype"] = "float32"
     args["pools"]["decode"]["engine"]["max_batch_size"] = NUM_STREAMS + 2 * attacker.NUM_UNREAD
     path = tmp_path_factory.mktemp("attacked") / "serve.yaml"
@@ -227,7 +245,7 @@ def send(process: subprocess.Popen, what: object) -> None:
 def honest(front):
     """32 streams, checked and running."""
     with running("steady_streams") as process:
-        task = steady_streams.Task(front[0].url, MODEL, prompts(NUM_STREAMS), max_tokens=48)
+        task = steady_streams.Task(front[0].url, MODEL, prompts(NUM_STREAMS), 48, PROBES)
         streams = Honest(process)
         send(process, task)
         streams.check(NUM_STREAMS)
@@ -245,13 +263,13 @@ def attackers(honest):
 def known(front, attackers):
     """What an attacker can find out, and more; the processes that must outlive it."""
     server, recorder = front
-    engines = server.engines()
-    ports = {port for _, port in harness.listening_ports(engines)}
+    ports = {port for _, port in harness.listening_ports(server.engines())}
     assert len(ports) >= 2 * NUM_ENGINES
     recorded = [(port, raw) for port, raw in recorder.sent_to(ports) if len(raw) > 64]
     assert len(recorded) >= 2 * NUM_ENGINES or not IS_ROOT
-    folder = str(server.haproxy_folder())
-    return attacker.Attack("", MODEL, server.port, sorted(ports), recorded, folder), engines
+    target = http_attacks.Target(server.port, server.port + 1, MODEL, MAX_MODEL_LEN)
+    folder = str(vitals.haproxy_folder(server.haproxy()))
+    return attacker.Attack("", target, sorted(ports), recorded, folder), server.serving()
 
 
 def strangers_are_not_heard(came):
@@ -294,16 +312,33 @@ def costly_bodies_are_refused(came):
     ],
 )
 def test_attack_breaks_no_stream(front, honest, attackers, known, name, check):
-    attack, engines = known
+    attack_and_check(front[0], honest, attackers, known, name, check)
+
+
+def attack_and_check(server, honest, attackers, known, name, check):
+    attack, serving = known
     process = attackers.enter_context(running("attacker"))
     send(process, msgspec.structs.replace(attack, name=name))
     told = process.stdout.readline()
     assert told, "the attacker failed"
     came = msgspec.json.decode(told, type=dict[str, int])
-    print(name, came)
+    peak_mib = vitals.peak_mib(server.ingress())
+    print(name, came, f"ingress: {peak_mib} MiB at most")
     check(came)
     honest.check(NUM_STREAMS)
-    assert front[0].engines() == engines, "none was replaced"
+    assert server.serving() == serving, "none was replaced"
+    ingresses = vitals.backends(vitals.haproxy_folder(server.haproxy()))
+    assert [(i.status, i.num_down) for i in ingresses.values()] == [("UP", 0)], ingresses
+    assert peak_mib < MOST_MIB
+
+
+def methods_are_refused(came):
+    assert came == {"405": http_attacks.NUM_METHODS}
+
+
+@pytest.mark.parametrize("front", [served], ids=["ttserve serve"], indirect=True)
+def test_unknown_methods_break_no_stream(front, honest, attackers, known):
+    attack_and_check(front[0], honest, attackers, known, "unknown_methods", methods_are_refused)
 
 
 def test_attacks_leave_nothing_behind(front, honest):
