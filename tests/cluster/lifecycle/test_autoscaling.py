@@ -172,6 +172,13 @@ def test_nothing_changes_before_replicas_and_ingresses_have_reported(policy):
     assert policy(contexts)[0] == {}
 
 
+def test_a_replica_that_has_not_reported_for_a_minute_does_not_count(policy, router):
+    now_s = 1e9
+    ingress, reports = context("ingress", {"i": ingress_report(router)}, now_s - 60.0, 1, 1)
+    reports.current_time = now_s
+    assert policy(dict([(ingress, reports), context("decode", {"d": REPLICA}, now_s)]))[0] == {}
+
+
 FILE = """
 http_options: {{host: 127.0.0.1}}
 applications:
