@@ -56,6 +56,52 @@ def write(tmp_path):
     return write
 
 
+# --- open requests of an ingress -----------------------------------------------------------------
+
+
+def ongoing(raw, slots_per_replica, **ingress):
+    """Resolved limit of open requests where two decode replicas have so many slots each."""
+    args = raw["applications"][0]["args"]
+    args["pools"]["decode"]["engine"] = {"max_batch_size": slots_per_replica}
+    return resolve({**args, "ingress": ingress}).ingress.max_ongoing_requests
+
+
+def test_an_ingress_holds_at_least_a_thousand_requests_open(raw):
+    assert ongoing(raw, 16) == 1024
+
+
+def test_an_ingress_holds_enough_requests_open_for_its_share_of_the_slots(raw):
+    raw["applications"][0]["args"]["pools"]["decode"]["max_replicas"] = 200
+    share = 200 * 16 / 2
+    assert ongoing(raw, 16, replicas=2) >= 2 * share
+
+
+def test_as_many_open_requests_as_slots_will_do(raw):
+    assert ongoing(raw, 16, max_ongoing_requests=16, replicas=2) == 16
+
+
+def test_slots_that_no_open_request_could_fill_are_refused_with_both_numbers(raw):
+    with pytest.raises(ClusterConfigError, match=r"15 x 2 ingress replicas .* the 32 decode slots"):
+        ongoing(raw, 16, max_ongoing_requests=15, replicas=2)
+
+
+@pytest.mark.parametrize("host", ["llm.example:8000", "https://llm.example", "LLM.example", ""])
+def test_an_allowed_host_is_a_name_without_port(raw, host):
+    with pytest.raises(ClusterConfigError, match=r"^args\.ingress\.allowed_hosts"):
+        ongoing(raw, 16, allowed_hosts=[host])
+
+
+@pytest.mark.parametrize("key", ["max_ongoing_requests", "max_queued_requests"])
+def test_serves_own_limits_of_requests_are_refused(raw, write, key):
+    application = raw["applications"][0]
+    application["deployments"] = [{"name": "ingress", key: 5}]
+    with pytest.raises(ClusterConfigError, match=key):
+        read_serve_file(write(raw))
+    # As Serve writes a file.
+    application["deployments"] = [{"name": "ingress", key: None}]
+    read_serve_file(write(raw))
+
+
 # --- overrides -----------------------------------------------------------------------------------
 
 
