@@ -20,7 +20,7 @@ POLICY = {"policy_function": "cluster.lifecycle.autoscaling:ApplicationPolicy"}
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Runs the driver over an application's fields; returns its exit code, its output and what it stopped."""
+    """Runs the driver over an application; returns exit code, output and what it stopped."""
     stopped = []
     monkeypatch.setattr(driver, "_stop_event", threading.Event)
     monkeypatch.setattr(driver, "_start_ray", lambda *_: None)
