@@ -125,6 +125,8 @@ def test_a_request_is_told_where_it_went_and_how_that_was_predicted(pool, tmp_pa
 
 SECRET = "the account number is 1234 and the pin is {pin:02d}; "
 PIN = 21
+NUM_CACHES = 4
+"""Of two engines with two DP groups each."""
 TENANTS = {"tenant_header": "x-account"}
 
 
@@ -167,7 +169,9 @@ def test_a_tenant_finds_what_it_has_asked_itself_and_nothing_of_another(pool):
         async with serving(pool, options, admission=TENANTS) as (ask, _):
             assert await hits(ask, [PIN], x_account="alice") == []
             assert await hits(ask, range(PIN - 5, PIN + 5), x_account="mallory") == []
-            assert await hits(ask, [PIN], x_account="alice") == [PIN]
+            # There are four caches: at the fifth time the prompt is in the one that is asked.
+            again = [await hits(ask, [PIN], x_account="alice") for _ in range(NUM_CACHES)]
+            assert [PIN] in again
 
     asyncio.run(scenario())
 
@@ -178,8 +182,8 @@ def test_tenants_that_share_their_caches_find_each_others_prompts(pool):
 
     async def scenario():
         async with serving(pool, options, admission=admission) as (ask, _):
-            await hits(ask, [PIN], x_account="bob")
-            assert await hits(ask, [PIN], x_account="carol") == [PIN]
+            each = [await hits(ask, [PIN], x_account=f"t{i}") for i in range(NUM_CACHES + 1)]
+            assert [PIN] in each
 
     asyncio.run(scenario())
 

@@ -617,7 +617,7 @@ def test_a_storm_of_deep_health_checks_does_not_wait_for_a_slow_step():
             app = create_app(service, IngressConfig(), version="0")
 
             def check():
-                return Client(app).request("GET", "/health_generate")
+                return Client(app).request("GET", "/health_generate", b"", OPERATOR)
 
             assert (await check()).status == 200
             checks = [asyncio.create_task(check()) for _ in range(1000)]

@@ -10,7 +10,7 @@ from cluster.config.schema import IngressConfig
 from cluster.edge.routes import create_app
 from cluster.ingress import Ingress
 from cluster.routing.explain import KEPT, KEPT_OF_AN_ID, MOST_MADE
-from tests.cluster.edge.test_routes import Client
+from tests.cluster.edge.test_routes import OPERATOR, Client
 from tests.cluster.engines import KEYS, model_folder
 from tests.cluster.routing.test_explain import choose
 
@@ -40,7 +40,7 @@ async def asked(monkeypatch, names):
     app = create_app(ingress, IngressConfig(), version="0")
 
     async def ask(name):
-        return await Client(app).request("GET", f"/debug/routes/{name}")
+        return await Client(app).request("GET", f"/debug/routes/{name}", b"", OPERATOR)
 
     try:
         yield ask, threads
