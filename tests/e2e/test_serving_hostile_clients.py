@@ -17,7 +17,8 @@ from pathlib import Path
 
 import harness
 import pytest
-from tiny_server import MODEL
+import tiny_server
+from tiny_server import LONG, MODEL
 
 from cluster.lifecycle import haproxy
 from tests.cluster.edge.http_server import answer, ask, connect, request_bytes
@@ -110,6 +111,31 @@ def test_headers_of_serve_change_nothing_by_any_way(ways, header):
     for way, port in ways.items():
         status, body = ask(port, SHORT, headers=[header])
         assert status == 200, (way, body)
+
+
+def test_a_full_ingress_answers_its_probes_and_refuses_in_openais_form(server, ways):
+    """With Serve's own limit of requests, probes waited until a stream ended."""
+    port = ways["haproxy -db"]
+    body = {**SHORT, "max_tokens": LONG, "stream": True}
+    with contextlib.ExitStack() as stack:
+        streams = []
+        for _ in range(tiny_server.MAX_ONGOING):
+            streams.append(stack.enter_context(contextlib.closing(connect(port))))
+            streams[-1].sendall(request_bytes(body))
+
+        def refused():
+            status, text = ask(port, SHORT)
+            return text if status == 429 else None
+
+        error = json.loads(harness.wait_for(refused, 30, "the ingress is full"))["error"]
+        assert (error["type"], error["code"]) == ("RateLimitError", "saturated")
+        for url in (server.url, server.operations_url):
+            for path in ("/health", "/live", "/version"):
+                assert harness.get_json(f"{url}{path}")[0] == 200
+        assert "ttserve_slots" in harness.get_json(f"{server.operations_url}/metrics")[1]
+        status, _ = harness.get_json(f"{server.url}/metrics")
+        assert status == 404
+    tiny_server.wait_idle(server)
 
 
 def test_haproxy_that_is_killed_under_load_comes_back(server, ways):

@@ -14,6 +14,8 @@ LONG = 8000
 """Tokens of an answer that nobody reads to its end: seconds."""
 GREEDY = {"temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
 PLACES = 32
+MAX_ONGOING = 64
+"""Open requests of the one ingress: as many as decode slots."""
 
 
 def serve_file(port):
@@ -24,7 +26,7 @@ def serve_file(port):
         "model_name": MODEL,
         "engine": engine,
         "router": {"max_queued_requests": PLACES, "min_remote_prefill_tokens": 0},
-        "ingress": {"max_body_bytes": 100_000, "max_ongoing_requests": 2 * PLACES},
+        "ingress": {"max_body_bytes": 100_000, "max_ongoing_requests": MAX_ONGOING},
         "pools": {
             "prefill": {"engine": {"max_batch_size": 8, "max_num_batched_tokens": 256}},
             "decode": {"replicas": 2, "engine": {"max_batch_size": 32, "tt_data_parallel": 2}},
