@@ -22,7 +22,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever the public names are
-    """Import a public name when it is first used: the pure cores must not pull torch in."""
+    """Import a public name on first use, so that the pure cores do not import torch."""
     if name not in _HOMES:
         raise AttributeError(f"module 'replicas' has no attribute {name!r}")
     import importlib

@@ -1,7 +1,6 @@
-"""Asynchronous client of any number of engine processes: the ingress of a cluster, and `AsyncLLM`.
+"""Asynchronous client of any number of engine processes, for ingresses and `AsyncLLM`.
 
-Owner of the connections and of the map from (engine, request) to stream; everything on one event
-loop.
+Owns the connections and the map from (engine, request) to stream, all on one event loop.
 """
 
 from __future__ import annotations
@@ -53,22 +52,22 @@ if TYPE_CHECKING:
 
 
 _MAX_FRAMES = 64
-"""Frames that are taken before anybody else on the loop has a turn."""
+"""Frames read in one go before other callbacks of the event loop get a turn."""
 _LOST_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 class AsyncMPClient:
-    """Talks to any number of engine processes from one event loop.
+    """Client of any number of engine processes on one event loop.
 
     Owner of the connections and of the map from request to stream; all on one loop.
 
     Args:
-        keys: The secrets of the client's deployment; engines of another one are not spoken to.
-        on_snapshot: Called with (incarnation, snapshot) in the order the engine took them.
-        on_dead: Called once with (incarnation, reason) when an engine is lost; its streams have
-            been told already.
-        on_moves: Called with (incarnation, whether it moves) when an engine stalls or falls
-            quiet, and when it goes on.
+        keys: The secrets of the client's deployment; engines of other deployments are refused.
+        on_snapshot: Called with (incarnation, snapshot) in the order in which the engine took them.
+        on_dead: Called once with (incarnation, reason) when an engine is lost, after its streams
+            got `EngineDeadError`.
+        on_moves: Called with (incarnation, whether it makes progress) when an engine stalls or
+            falls quiet, and when it recovers.
         on_kv_events: See `StreamTable`.
     """
 
@@ -90,15 +89,16 @@ class AsyncMPClient:
         self._call_ids = itertools.count(1)
 
     async def connect(self, description: EngineDescription) -> None:
-        """Connect to an engine and wait for its first snapshot; a known one is left as it is.
+        """Connect to an engine and wait for its first snapshot; do nothing if connected.
 
         Raises:
-            EngineDeadError: It did not answer within `CONNECT_S`, or holds no secret of ours.
+            EngineDeadError: The engine did not answer within `CONNECT_S`, or shares no secret with
+                this client.
         """
         if description.incarnation in self._links:
             return
-        # A new identity each time: an engine that was lost and is found again has to notice that
-        # its old client is gone, or it would go on with requests that nobody reads.
+        # A new identity each time: an engine that was lost and found again must see that its old
+        # client is gone, or it would keep computing requests whose output no client reads.
         try:
             sockets = connect_dealers(
                 self._context, secrets.token_bytes(8), description, self._keys
@@ -121,7 +121,8 @@ class AsyncMPClient:
             link.close()
             if isinstance(error, asyncio.TimeoutError | EngineDeadError):
                 raise EngineDeadError(
-                    f"engine {description.incarnation} does not answer{link.hint}"
+                    f"engine {description.incarnation} at {description.input_endpoint} did "
+                    f"not answer within {CONNECT_S:g} s{link.hint}"
                 ) from error
             raise
 
@@ -137,14 +138,14 @@ class AsyncMPClient:
         message: ClientMessage,
         inbox: Inbox | None = None,
     ) -> EngineStream:
-        """Send the message that starts a request on an engine and listen to what comes back.
+        """Send the message that starts a request on an engine and return its event stream.
 
         Args:
             incarnation: The engine.
             request_id: The request that `message` is about.
             message: What to send.
-            inbox: Where its events go, each with the stream it came from, for a request that runs
-                on two engines; None reads them with `EngineStream.get`.
+            inbox: Queue that receives (stream, event), for a request that runs on two engines; None
+                creates one that `EngineStream.get` reads.
 
         Raises:
             EngineDeadError: The engine is not connected.
@@ -160,7 +161,7 @@ class AsyncMPClient:
         self._link(incarnation).send(message)
 
     async def metrics(self, incarnation: str) -> EngineMetrics:
-        """Every counter of an engine.
+        """Return every counter of an engine.
 
         Raises:
             EngineDeadError: The engine is not connected.
@@ -168,7 +169,7 @@ class AsyncMPClient:
         return msgspec.convert(await self._call(incarnation, "metrics"), EngineMetrics)
 
     async def probe(self, incarnation: str) -> bool:
-        """Return once the engine has ended a step, which it takes also without a request.
+        """Return once the engine has completed a step; an idle engine runs an empty one.
 
         Raises:
             EngineDeadError: The engine is not connected.
@@ -176,7 +177,7 @@ class AsyncMPClient:
         return msgspec.convert(await self._call(incarnation, "probe"), bool)
 
     async def kv_transfers(self, incarnation: str) -> KVTransfers:
-        """The KV transfers of an engine that are under way.
+        """Return the KV transfers of an engine that are under way.
 
         Raises:
             EngineDeadError: The engine is not connected.
@@ -194,7 +195,7 @@ class AsyncMPClient:
         """Close every connection."""
         for incarnation in list(self._links):
             await self.disconnect(incarnation)
-        # Not `term`, which would wait for ever for a socket that a failed connect had left open.
+        # Not `term`: it would block forever on a socket that a failed connect left open.
         self._context.destroy(linger=0)
 
     def _link(self, incarnation: str) -> _EngineLink:
@@ -217,10 +218,10 @@ class AsyncMPClient:
 
 
 class _EngineLink:
-    """Both sockets of one engine, read by the event loop: what has come is taken in one go.
+    """Both sockets of one engine, read by the event loop in batches of frames.
 
     Attributes:
-        hint: Why it may not answer; empty if nothing is known.
+        hint: Likely reason why the engine does not answer; empty if none is known.
     """
 
     def __init__(
@@ -250,7 +251,7 @@ class _EngineLink:
         """Say hello until the engine answers."""
         for descriptor, reader in self._readers.items():
             self._loop.add_reader(descriptor, reader)
-            # A descriptor tells of what comes from now on alone.
+            # ZMQ descriptors are edge-triggered: read once for messages that are already there.
             self._loop.call_soon(reader)
         self._timer = self._loop.call_later(QUIET_S, self._listen)
         while not self._first_frame.is_set():
@@ -262,30 +263,30 @@ class _EngineLink:
                     raise EngineDeadError("connection lost") from None
 
     def send(self, message: ClientMessage) -> None:
-        """Queue a message; lost if the engine is, which it counts as when the queue is full."""
+        """Queue a message. A full queue counts as a lost engine, whose messages are dropped."""
         if self._is_closed:
             return
         raw = encode(message)
         if isinstance(message, AddRequest):
             refusal = too_large(self.description, message.request.request_id, len(raw))
             if refusal is not None:
-                # Later, as an answer comes: nobody listens to it yet.
+                # Deferred like a real answer: the caller has no stream to read it from yet.
                 frame = EngineFrame(self.description.incarnation, [refusal])
                 self._loop.call_soon(self._take, [frame])
                 return
         try:
             self._input.send(raw, zmq.NOBLOCK)
         except zmq.Again:
-            # One that has not answered yet, or does not let us in, is greeted again until it does.
+            # Before the first frame, `start` repeats the hello until the engine answers.
             if self._first_frame.is_set():
-                # Later: the stream that this message starts is to end with the others.
+                # Deferred, so that the stream that this message starts also gets the error.
                 self._loop.call_soon(self._on_lost, self, NO_ROOM)
 
     async def call(self, message: Utility) -> UtilityResult:
         """Send a utility call and wait for its result.
 
         Raises:
-            EngineDeadError: The engine is lost meanwhile.
+            EngineDeadError: The engine was lost before it answered.
         """
         future = self.table.expect(message.call_id)
         self.send(message)
@@ -308,7 +309,7 @@ class _EngineLink:
             socket.close(linger=0)
 
     def _read(self) -> None:
-        """Take every frame that is there: a loop that is late has one round of work, not many."""
+        """Read all frames that have arrived, so that a late loop handles them in one round."""
         if self._is_closed:
             return
         frames: list[EngineFrame] = []
@@ -316,24 +317,24 @@ class _EngineLink:
         try:
             while len(frames) < _MAX_FRAMES:
                 frames.append(decode_engine_frame(self._output.recv(zmq.NOBLOCK)))
-            # The descriptor tells nothing of the rest.
+            # Edge-triggered: no further wake-up comes for frames that are already queued.
             self._loop.call_soon(self._read)
         except zmq.Again:
             pass
         except UnreadableMessageError as error:
-            problem = f"it sent what this version cannot read: {error}"
+            problem = f"it sent a frame that this version cannot read: {error}"
         try:
             self._take(frames)
         except Exception as error:
-            # Nobody waits for this: a bug here takes the link with it.
-            self._on_lost(self, f"reading from it failed: {error!r}")
+            # No caller sees an exception of this callback: drop the link, so that a bug is visible.
+            self._on_lost(self, f"handling its frames failed: {error!r}")
             raise
         if problem is not None:
             self._on_lost(self, problem)
 
     def _listen(self) -> None:
-        """Look how long the engine has been silent."""
-        # Whatever held up this loop, the engine may have spoken meanwhile.
+        """Check how long the engine has been silent."""
+        # If this loop was held up, frames may be waiting: read them before judging.
         self._read()
         if self._is_closed:
             return
@@ -344,12 +345,12 @@ class _EngineLink:
         is_quiet = silent_s >= QUIET_S
         if is_quiet:
             self.table.hush()
-        # It may speak meanwhile, and fall quiet once more.
+        # It may recover before the deadline and fall quiet again.
         quiet_s = (self._loop.time() if is_quiet else self._heard_s) + QUIET_S
         self._timer = self._loop.call_at(min(quiet_s, self._heard_s + SILENCE_S), self._listen)
 
     def _watch(self) -> None:
-        """The connection broke, if the monitor says something."""
+        """Drop the link if the socket monitor reports a broken connection."""
         if self._is_closed:
             return
         try:
@@ -358,13 +359,13 @@ class _EngineLink:
             return
         if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self.hint = (
-                ": it does not let in holders of this process's first secret; give both the same "
-                "key_file, and to rotate add the new secret behind the old one everywhere first"
+                ": it rejects this process's first secret; give both the same key_file, and to "
+                "rotate keys append the new secret to every key_file before it becomes the first"
             )
         self._on_lost(self, "its connection broke")
 
     def _take(self, frames: list[EngineFrame]) -> None:
-        """Hand out what frames bring, together: a stream that has to be told more is told once."""
+        """Deliver all frames of a batch together: a stream gets one merged output, not many."""
         if not frames or self._is_closed:
             return
         self._heard_s = self._loop.time()

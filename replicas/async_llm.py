@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class AsyncLLM:
-    """An engine process and its client; make it with `AsyncLLM.start`, end it with `shutdown`."""
+    """Engine process with its client; create with `AsyncLLM.start`, end with `shutdown`."""
 
     def __init__(self, handle: EngineHandle, client: AsyncMPClient, tokenizer: Tokenizer) -> None:
         self._handle = handle
@@ -40,7 +40,7 @@ class AsyncLLM:
         """Start the engine and wait until it is ready.
 
         Raises:
-            EngineStartError: It could not start; says why.
+            EngineStartError: The engine could not start; says why.
         """
         tokenizer = Tokenizer.from_folder(config.model)
         handle = await asyncio.to_thread(start_engine, config)
@@ -55,13 +55,13 @@ class AsyncLLM:
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams
     ) -> AsyncIterator[RequestOutput]:
-        """Continue a prompt; yields the same, growing output after every step that added to it.
+        """Continue a prompt; yield the same growing output after every step that extends it.
 
         Leaving the iteration early drops the request in the engine.
 
         Raises:
             InvalidRequestError: The prompt or a parameter can never work.
-            RequestRefusedError: The engine did not take it.
+            RequestRefusedError: The engine refused the request.
             EngineDeadError: The engine died.
         """
         description = self._handle.description
@@ -90,7 +90,7 @@ class AsyncLLM:
                     output.apply(delta, processor)
                     yield output
         except EngineDeadError as error:
-            # The connection knows only that it broke.
+            # The connection error says only that it broke; the handle knows why the engine ended.
             raise self._handle.failure or error from None
         finally:
             stream.close(abort=True, reason="stop" if output.finished else "abort")

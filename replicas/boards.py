@@ -1,7 +1,7 @@
-"""The Tenstorrent boards of this host, and what software is there for them; opens no device.
+"""Tenstorrent boards of this host and the installed software for them. Opens no device.
 
-`read_host` gathers facts from files below a root; `mesh_choices` and `mesh_problem` judge which
-meshes the boards make.
+`read_host` collects facts from files below a root folder. `mesh_choices` and `mesh_problem` decide
+which meshes the boards can form.
 
 Sources: sysfs and procfs files, and PCI device ids, from tt-kmd's docs/sysfs-attributes.md and its
 source; a Galaxy's subsystem ids from tt-smi; numbers in TT_VISIBLE_DEVICES from tt-umd's
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 VENDOR_ID = "0x1e52"
 RESOURCE = "TTNPU"
-"""Ray's resource: one for each device node."""
+"""Name of Ray's resource; a host has one unit for each device node."""
 
 VISIBLE_DEVICES = "TT_VISIBLE_DEVICES"
 MOCK_DESCRIPTOR = "TT_METAL_MOCK_CLUSTER_DESC_PATH"
@@ -47,24 +47,24 @@ _FREE_HUGEPAGES_FILE = "sys/kernel/mm/hugepages/hugepages-1048576kB/free_hugepag
 _CHIPS_PER_BOARD: Mapping[str | None, int] = {"n300": 2, "p300": 2}
 _CHIPS_PER_DEVICE: Mapping[str | None, int] = {"n300": 2}
 _GALAXIES: Mapping[int, str] = {0x35: "galaxy-wormhole", 0x47: "galaxy-blackhole"}
-"""Subsystem ids of their chips."""
+"""Subsystem id of a chip -> Galaxy board that it is on."""
 _CARD = re.compile(r"^(?:tt-)?(galaxy|[np]\d{3})(?:-(wormhole|blackhole|wh|bh))?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One PCIe device of Tenstorrent's.
+    """One Tenstorrent PCIe device.
 
     Attributes:
         address: Its PCI address.
-        arch: None for a chip that ttnn does not run.
+        arch: Its architecture; None for a chip that ttnn does not support.
         index: N of /dev/tenstorrent/N; None without a driver.
-        has_node: Whether that node is in this file system: a container has those it was given.
+        has_node: Whether that node exists here; a container sees only the nodes that it was given.
         is_usable: Whether this user may read and write the node.
         board: "n150", "n300", "p100", "p150", "p300", "galaxy-wormhole" or "galaxy-blackhole"; None
-            where neither the driver nor tt-smi says.
+            where neither the driver nor tt-smi reports it.
         firmware: Version of the firmware bundle, or None.
-        holders: Process ids that have it open; 0 for one outside this container.
+        holders: Ids of processes that have it open; 0 for one outside this container.
     """
 
     address: str
@@ -78,35 +78,34 @@ class Device:
 
     @property
     def is_galaxy(self) -> bool:
-        """Whether it is one of a Galaxy's chips."""
+        """Return whether it is one of a Galaxy's chips."""
         return (self.board or "").startswith("galaxy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostReport:
-    """What was found on a host.
+    """Facts about a host's boards and software.
 
     Attributes:
-        devices: By device node.
-        num_ray_devices: `TTNPU` that Ray would count by itself.
-        driver: Version of the loaded driver; "" where it says none; None without one.
-        num_hugepages: Of 1 GiB.
-        num_free_hugepages: Of these, how many nobody uses; None where the kernel does not say.
-        has_hugepage_mount: Whether /dev/hugepages-1G is there.
+        devices: Its devices, ordered by device node.
+        num_ray_devices: `TTNPU` units that Ray would detect by itself.
+        driver: Version of the loaded driver; "" if it reports none; None without a driver.
+        num_hugepages: Configured huge pages of 1 GiB.
+        num_free_hugepages: Unused ones among these; None where the kernel does not report it.
+        has_hugepage_mount: Whether /dev/hugepages-1G exists.
         has_iommu: Whether an IOMMU translates for every device.
-        python: Of the interpreter.
-        ttnn: Version of the installed package, "from source" without one, or None.
+        python: (major, minor) version of the interpreter.
+        ttnn: Version of the installed package; "from source" without metadata; None if missing.
         sfpi: Path of the SFPI compiler, which builds kernels; None without one.
-        is_sfpi_real: Whether that is an executable and not a script in its place.
-        sfpi_version: Of that compiler, or None.
-        wanted: The versions that ttnn wants of it, of firmware and driver.
-        blocked_folders: Where engines keep files of their own, and this user may not write.
-        metal_home: What TT_METAL_HOME says, and has_metal_home whether that is a folder.
-        has_metal_home: See `metal_home`.
-        mock_descriptor: File of a mock cluster that stands in for boards, if ttnn is told of one,
-            and has_mock_descriptor whether it is there.
-        has_mock_descriptor: See `mock_descriptor`.
-        visible_devices: What TT_VISIBLE_DEVICES says.
+        is_sfpi_real: Whether that is an ELF executable and not a placeholder script.
+        sfpi_version: Version of that compiler, or None.
+        wanted: Versions of compiler, firmware and driver that ttnn expects.
+        blocked_folders: Folders that engines write to and this user may not.
+        metal_home: Value of TT_METAL_HOME, or None.
+        has_metal_home: Whether `metal_home` is a folder.
+        mock_descriptor: File that describes a mock cluster in place of boards, or None.
+        has_mock_descriptor: Whether `mock_descriptor` exists.
+        visible_devices: Value of TT_VISIBLE_DEVICES, or None.
         tt_smi: The command that resets boards, or None.
     """
 
@@ -138,32 +137,32 @@ class HostReport:
 
     @property
     def visible_names(self) -> tuple[str, ...]:
-        """What `visible_devices` names; see the function of this name."""
+        """Names in `visible_devices`; see `replicas.boards.visible_names`."""
         return visible_names(self.visible_devices)
 
     def is_visible(self, device: Device) -> bool:
-        """Whether TT_VISIBLE_DEVICES leaves it to ttnn."""
+        """Return whether TT_VISIBLE_DEVICES lets ttnn open a device."""
         names = self.visible_names
         return not names or any(device in named(self.devices, name) for name in names)
 
 
 def visible_names(visible_devices: str | None) -> tuple[str, ...]:
-    """What TT_VISIBLE_DEVICES names: numbers and PCI addresses; none for all devices.
+    """Return the names in TT_VISIBLE_DEVICES: numbers and PCI addresses; empty for all devices.
 
     Args:
-        visible_devices: Its value; None where it is not set. Empty names in it are dropped.
+        visible_devices: Its value; None if it is not set. Empty names are dropped.
     """
     names = (name.strip() for name in (visible_devices or "").split(","))
     return tuple(name for name in names if name)
 
 
 def named(devices: Sequence[Device], name: str) -> tuple[Device, ...]:
-    """The devices that a name in TT_VISIBLE_DEVICES stands for.
+    """Return the devices that a name in TT_VISIBLE_DEVICES matches.
 
     Args:
-        devices: All of the host.
-        name: A part of a PCI address, or a number: a place in the order of the addresses of those
-            that have a node here. It need not be the N of /dev/tenstorrent/N.
+        devices: All devices of the host.
+        name: A part of a PCI address, or a number: an index into the sorted addresses of the
+            devices that have a node here. It need not be the N of /dev/tenstorrent/N.
     """
     if not name.isdigit():
         return tuple(d for d in devices if name.lower() in d.address.lower())
@@ -171,13 +170,13 @@ def named(devices: Sequence[Device], name: str) -> tuple[Device, ...]:
 
 
 def visible_number(devices: Sequence[Device], device: Device) -> int | None:
-    """What TT_VISIBLE_DEVICES calls a device; None without a node. See `named`."""
+    """Return the number of a device in TT_VISIBLE_DEVICES; None without a node. See `named`."""
     addresses = sorted(d.address for d in devices if d.has_node)
     return addresses.index(device.address) if device.has_node else None
 
 
 def holders_text(devices: Sequence[Device]) -> str:
-    """Which processes have which of some devices open; "" for none."""
+    """Describe which processes have which devices open; return "" for none."""
     return "; ".join(
         f"/dev/tenstorrent/{d.index} by "
         + ", ".join("a process elsewhere" if pid == 0 else f"process {pid}" for pid in d.holders)
@@ -188,12 +187,12 @@ def holders_text(devices: Sequence[Device]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MeshChoice:
-    """A mesh that the boards here make.
+    """A mesh that the boards of this host can form.
 
     Attributes:
-        mesh: What `MeshConfig.name` may say.
+        mesh: A value for `MeshConfig.name`.
         num_replicas: How many engines with such a mesh fit on this host.
-        condition: What must hold beside the number of boards; "" for nothing.
+        condition: Further requirement that files do not show; "" for none.
     """
 
     mesh: str
@@ -208,11 +207,11 @@ def read_host(
     python: tuple[int, int] = sys.version_info[:2],
     packages: Sequence[str] | None = None,
 ) -> HostReport:
-    """Look at this host.
+    """Collect the facts about this host.
 
     Args:
         environment: The process's environment.
-        root: Folder that holds dev, sys, proc and opt.
+        root: Folder that contains dev, sys, proc and opt.
         python: Version of the interpreter that engines run in.
         packages: Folders to look for ttnn in; None takes this interpreter's.
     """
@@ -254,23 +253,23 @@ def read_host(
 
 
 def read_devices(root: Path = Path("/")) -> tuple[Device, ...]:
-    """The Tenstorrent devices of this host by device node, from the driver's files alone.
+    """Return this host's Tenstorrent devices, ordered by node, from the driver's files alone.
 
     Args:
-        root: Folder that holds dev, sys and proc.
+        root: Folder that contains dev, sys and proc.
     """
     return tuple(sorted(_devices(root), key=lambda d: (d.index is None, d.index, d.address)))
 
 
 def can_write(folder: Path) -> bool:
-    """Whether this user may write in a folder, or make it."""
+    """Return whether this user may write in a folder, or create it."""
     while not folder.exists() and folder.parent != folder:
         folder = folder.parent
     return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
 
 
 def _blocked_folders(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Where engines could not keep converted weights and logs, or ttnn its compiled kernels."""
+    """Return unwritable folders for converted weights and logs, or for ttnn's kernels."""
     cache = user_cache(environment.get("HOME"))
     if cache is None:
         return (f"~ ({NO_HOME})",)
@@ -280,9 +279,9 @@ def _blocked_folders(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def mesh_choices(report: HostReport) -> tuple[MeshChoice, ...]:
-    """Meshes that the usable boards make, the largest first.
+    """Return the meshes that the usable boards can form, the largest first.
 
-    A board that nothing names is taken for none: the chip alone does not tell an n150 from an n300.
+    A board of unknown kind is left out: its chip does not distinguish an n150 from an n300.
     """
     choices = []
     for board, num_devices in Counter(d.board for d in report.usable).most_common():
@@ -303,15 +302,15 @@ def mesh_choices(report: HostReport) -> tuple[MeshChoice, ...]:
 
 
 def mesh_problem(report: HostReport, spec: MeshSpec) -> str | None:
-    """Why an engine cannot have this mesh on this host as far as boards go, or None.
+    """Return why the boards of this host cannot form a mesh, or None if they can.
 
-    Boards that nothing names are taken for the right ones. A mesh that is only a grid is judged by
-    the number of chips of its architecture.
+    Boards of unknown kind count as fitting. A mesh that is only a grid is judged by its number of
+    chips of the architecture.
     """
     if report.mock_descriptor is not None:
         return None
     if spec.num_hosts > 1:
-        return f"it spans {spec.num_hosts} hosts, and an engine runs on one"
+        return f"it spans {spec.num_hosts} hosts and an engine runs on one; use a mesh of one host"
     if spec.board is None:
         num_chips = sum(_chips_of_grid(report, spec))
         if num_chips >= spec.num_chips:
@@ -324,17 +323,17 @@ def mesh_problem(report: HostReport, spec: MeshSpec) -> str | None:
     devices = [d for d in report.usable if d.arch == spec.arch and d.board in {None, spec.board}]
     if len(devices) < spec.num_pcie_devices:
         return (
-            f"it needs {spec.num_pcie_devices} of {spec.board} under /dev/tenstorrent, and this "
-            f"host has {len(devices)}"
+            f"it needs {spec.num_pcie_devices} {spec.board} devices under /dev/tenstorrent, and "
+            f"this host has {len(devices)} usable ones"
         )
     return None
 
 
 def num_devices(report: HostReport, spec: MeshSpec) -> int:
-    """How many PCIe devices of this host a mesh takes; for a grid only the boards say it.
+    """Return how many PCIe devices of this host a mesh needs; for a grid the boards decide.
 
-    Of boards with different numbers of chips it counts those with the fewest: Ray may give any.
-    What cannot be told from this host is `spec.num_pcie_devices`.
+    Among boards with different numbers of chips it assumes those with the fewest, as Ray may assign
+    any. Falls back to `spec.num_pcie_devices` where this host cannot tell.
     """
     chips = sorted(_chips_of_grid(report, spec))
     is_unknown = any(d.board is None for d in report.usable if d.arch == spec.arch)
@@ -344,7 +343,7 @@ def num_devices(report: HostReport, spec: MeshSpec) -> int:
 
 
 def _chips_of_grid(report: HostReport, spec: MeshSpec) -> list[int]:
-    """Chips of each device that a grid can be made of."""
+    """Return the number of chips of each usable device of the grid's architecture."""
     return [_CHIPS_PER_DEVICE.get(d.board, 1) for d in report.usable if d.arch == spec.arch]
 
 
@@ -393,7 +392,7 @@ def _device(root: Path, folder: Path) -> Device:
 
 
 def _board(name: str | None) -> str | None:
-    """The kind of card behind what the driver or tt-smi calls it: "p150b", "tt-galaxy-wh L"."""
+    """Return the kind of board for a name that the driver or tt-smi reports, such as "p150b"."""
     card = _CARD.match((name or "").lower())
     if card is None:
         return None
@@ -405,7 +404,7 @@ def _board(name: str | None) -> str | None:
 
 
 def _galaxy(folder: Path) -> str | None:
-    """A Galaxy by its chip's subsystem, whatever the driver's version."""
+    """Return the kind of Galaxy by the PCI subsystem id, which every driver version has."""
     with contextlib.suppress(ValueError):
         return _GALAXIES.get(int(_read(folder / "subsystem_device") or "0", 16))
     return None
@@ -414,7 +413,7 @@ def _galaxy(folder: Path) -> str | None:
 def _name_boards(
     devices: tuple[Device, ...], tool: TTSmi | None, environment: Mapping[str, str]
 ) -> tuple[Device, ...]:
-    """Ask tt-smi for what an older driver does not say; not while anything runs on a board."""
+    """Fill in boards that older drivers do not report from tt-smi, unless a board is in use."""
     unnamed = any(d.has_node and d.board is None for d in devices)
     if not unnamed or tool is None or any(d.holders for d in devices):
         return devices

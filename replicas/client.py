@@ -1,8 +1,8 @@
-"""Synchronous clients of an engine: in process, and over ZMQ to a process of its own.
+"""Synchronous clients of an engine: in-process, and over ZMQ to an engine process.
 
 `InprocClient` steps the engine core on the caller's thread (debugging, tests). `SyncMPClient`
-starts an engine process and owns it (offline `LLM`). The asynchronous one is
-`replicas.async_client`.
+starts and owns an engine process (offline `LLM`). `replicas.async_client` has the asynchronous
+client.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ if TYPE_CHECKING:
 
 
 _MAX_IDS_PER_ABORT = 128
-"""So that an abort of any number of requests is made of messages that an engine reads."""
+"""Keeps each abort message below the size limit of an engine's input socket."""
 _LOOK_MS = 250
-"""Who waits for an engine looks this often whether it lives."""
+"""How often a blocked client checks whether the engine process is alive."""
 
 
 class EngineClient(Protocol):
-    """What `LLMEngine` asks of a client: requests in, token outputs out."""
+    """Interface between `LLMEngine` and a client: requests in, token outputs out."""
 
     @property
     def description(self) -> EngineFacts:
@@ -77,20 +77,20 @@ class EngineClient(Protocol):
         """
 
     def abort(self, request_ids: list[str], reason: AbortReason = "abort") -> None:
-        """Drop requests, which count as `reason`; no further output of them comes."""
+        """Drop requests, counted under `reason`. They produce no further output."""
 
     def get_outputs(self) -> list[TokenOutput]:
-        """Outputs of at least one step; blocks while requests run.
+        """Return the outputs of at least one step; block while requests run.
 
         Raises:
             EngineDeadError: The engine is gone.
         """
 
     def metrics(self) -> EngineMetrics:
-        """Every counter of the engine."""
+        """Return every counter of the engine."""
 
     def reset_prefix_cache(self) -> None:
-        """Forget cached blocks."""
+        """Drop all cached blocks."""
 
     def shutdown(self) -> None:
         """End the engine. Idempotent."""
@@ -119,15 +119,15 @@ class _InprocFacts(msgspec.Struct, frozen=True):
 
 
 class InprocClient:
-    """Runs the engine core on the caller's thread: every call of `get_outputs` is one step.
+    """Engine client that runs the core on the caller's thread: each `get_outputs` is one step.
 
     Args:
         config: The engine's configuration.
         progress: Called with (stage, fraction done) while the engine starts.
 
     Raises:
-        ConfigError: A class of others on a mesh needs an environment of its own, and niceness a
-            process.
+        ConfigError: The configuration needs an engine process: a third-party generator class on a
+            mesh (own environment), or niceness.
     """
 
     def __init__(
@@ -136,58 +136,58 @@ class InprocClient:
         progress: Callable[[str, float], None] = lambda _stage, _fraction: None,
     ) -> None:
         config = with_registered_generator(config)
-        # Such classes, and ttnn with them, read the environment that `start_engine` makes.
+        # Third-party classes, and ttnn, read environment variables that only `start_engine` sets.
         if config.mesh is not None and not config.uses_native_generator:
             raise ConfigError(
                 f"generator {config.generator!r} on a mesh needs an environment of its own, or it "
-                "writes beside the model: run the engine in a process, set multiprocess=True"
+                "writes files beside the model; set multiprocess=True"
             )
         if config.niceness:
             raise ConfigError(
-                f"niceness {config.niceness} is that of an engine's own process: set "
-                "multiprocess=True, or leave it out"
+                f"niceness {config.niceness} applies to an engine process; set "
+                "multiprocess=True, or remove niceness"
             )
         self.core = EngineCore(config, UniProcExecutor(config, progress=progress))
         self._columns = ColumnReader()
-        # Outputs that nobody has had yet.
+        # Outputs that were read but not yet returned by `get_outputs`.
         self._kept: list[TokenOutput] = []
         self.description: EngineFacts = _InprocFacts(
             config.model, self.core.max_model_len, self.core.facts.vocab_size
         )
 
     def add_request(self, request: EngineRequest) -> None:
-        """See `EngineClient`."""
+        """Queue a request."""
         self.core.handle(b"", AddRequest(request), time.monotonic())
         self._keep_outputs()
 
     def abort(self, request_ids: list[str], reason: AbortReason = "abort") -> None:
-        """See `EngineClient`."""
+        """Drop requests, counted under `reason`. They produce no further output."""
         self.core.handle(b"", Abort(request_ids, reason), time.monotonic())
         for request_id in request_ids:
             self._columns.forget(request_id)
 
     def get_outputs(self) -> list[TokenOutput]:
-        """See `EngineClient`."""
+        """Return the outputs of at least one step; block while requests run."""
         self.core.step(time.monotonic())
         self._keep_outputs()
         outputs, self._kept = self._kept, []
         return outputs
 
     def metrics(self) -> EngineMetrics:
-        """See `EngineClient`."""
+        """Return every counter of the engine."""
         return self.core.metrics(time.monotonic())
 
     def reset_prefix_cache(self) -> None:
-        """See `EngineClient`."""
+        """Drop all cached blocks."""
         self.core.handle(b"", Utility(0, "reset_prefix_cache"), time.monotonic())
         self.core.take_events()
 
     def shutdown(self) -> None:
-        """See `EngineClient`."""
+        """End the engine. Idempotent."""
         self.core.shutdown()
 
     def _keep_outputs(self) -> None:
-        """Take what the core has to tell; who is refused costs nobody else a token."""
+        """Collect the core's events; keep every token output even when a refusal is raised."""
         refused: Refused | None = None
         for event in self._columns.read(self.core.take_events().get(b"", [])):
             if isinstance(event, Refused):
@@ -199,7 +199,7 @@ class InprocClient:
 
 
 class SyncMPClient:
-    """Starts an engine process; a thread of this process reads its outputs into a queue.
+    """Engine client that owns an engine process; a reader thread queues the outputs.
 
     Args:
         config: The engine's configuration.
@@ -218,7 +218,7 @@ class SyncMPClient:
         self._context = new_context()
         self._frames: queue.SimpleQueue[list[WireEvent] | EngineDeadError] = queue.SimpleQueue()
         self._columns = ColumnReader()
-        # Events of frames that were taken from the queue, which nobody has had yet.
+        # Events of frames already taken from the queue but not yet returned.
         self._kept: deque[EngineEvent] = deque()
         self._live: set[str] = set()
         self._call_ids = itertools.count(1)
@@ -244,7 +244,7 @@ class SyncMPClient:
             self._frames.put([refusal])
 
     def abort(self, request_ids: list[str], reason: AbortReason = "abort") -> None:
-        """See `EngineClient`."""
+        """Drop requests, counted under `reason`. They produce no further output."""
         self._live.difference_update(request_ids)
         for request_id in request_ids:
             self._columns.forget(request_id)
@@ -253,11 +253,11 @@ class SyncMPClient:
             self._send(encode(Abort(some, reason)))
 
     def get_outputs(self) -> list[TokenOutput]:
-        """See `EngineClient`.
+        """Return the outputs of at least one step; block while requests run.
 
         Raises:
             EngineDeadError: The engine is gone.
-            RequestRefusedError: The engine did not take a request.
+            RequestRefusedError: The engine refused a request.
         """
         outputs: list[TokenOutput] = []
         while not outputs or not self._frames.empty():
@@ -271,10 +271,10 @@ class SyncMPClient:
                         self._live.discard(event.request_id)
                 elif isinstance(event, Accepted) and event.request_id not in self._live:
                     self._columns.forget(event.request_id)
-                # What is left of requests that were given up concerns nobody.
+                # Refusals of aborted requests are dropped.
                 elif isinstance(event, Refused) and event.request_id in self._live:
                     if outputs:
-                        # Tokens of others, which an error would lose; it is told next.
+                        # Raising now would lose tokens of other requests: raise on the next call.
                         self._kept.appendleft(event)
                         return outputs
                     self._live.discard(event.request_id)
@@ -282,15 +282,15 @@ class SyncMPClient:
         return outputs
 
     def metrics(self) -> EngineMetrics:
-        """See `EngineClient`; outputs that arrive meanwhile are kept for `get_outputs`."""
+        """Return every counter of the engine; keep outputs that arrive in the meantime."""
         return msgspec.convert(self._call("metrics"), EngineMetrics)
 
     def reset_prefix_cache(self) -> None:
-        """See `EngineClient`."""
+        """Drop all cached blocks."""
         self._call("reset_prefix_cache")
 
     def shutdown(self) -> None:
-        """See `EngineClient`."""
+        """End the engine. Idempotent."""
         if self._context.closed:
             return
         self._handle.stop()
@@ -299,7 +299,7 @@ class SyncMPClient:
         self._context.term()
 
     def _send(self, raw: bytes) -> None:
-        """Queue a message; waits for room, for as long as the engine is heard."""
+        """Queue a message; wait for room as long as the reader thread still hears the engine."""
         while self._reader.is_alive():
             with contextlib.suppress(zmq.Again):
                 self._input.send(raw)
@@ -310,7 +310,10 @@ class SyncMPClient:
         while not self._greeted.wait(HELLO_S):
             self._send(encode(Hello(PROTOCOL_VERSION)))
             if time.monotonic() > deadline_s or not self._handle.is_alive:
-                raise EngineDeadError("the engine started but did not answer")
+                raise EngineDeadError(
+                    "the engine started, but then ended or did not answer within "
+                    f"{CONNECT_S:g} s; see its log"
+                )
 
     def _call(self, method: str) -> object:
         call_id = next(self._call_ids)
@@ -327,7 +330,7 @@ class SyncMPClient:
         return result.result
 
     def _next_events(self) -> list[EngineEvent]:
-        """Those of the next frame that has some; waits for it."""
+        """Wait for the next frame that has events and return them."""
         events = self._frames.get()
         if isinstance(events, EngineDeadError):
             self._frames.put(events)
@@ -335,7 +338,7 @@ class SyncMPClient:
         return self._columns.read(events)
 
     def _read(self, socket: zmq.Socket[bytes]) -> None:
-        """Output thread: hands over frames until the engine ends, or says nothing any more."""
+        """Queue frames until the engine ends or falls silent. Runs on the reader thread."""
         heard_s = time.monotonic()
         try:
             while self._handle.is_alive and time.monotonic() - heard_s < SILENCE_S:
@@ -351,6 +354,6 @@ class SyncMPClient:
                     self._frames.put(frame.events)
         finally:
             socket.close(linger=0)
-            # Also when a frame could not be read: nobody may wait for more.
+            # Also after an unreadable frame: otherwise `get_outputs` would block forever.
             silence = EngineDeadError("the engine has ended or is frozen; see its log")
             self._frames.put(self._handle.failure or silence)

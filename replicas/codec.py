@@ -6,15 +6,14 @@ from replicas.errors import UnreadableMessageError
 from replicas.messages import MAX_REQUEST_ID_CHARS, ClientMessage, EngineFrame
 
 MAX_FRAME_BYTES = 64 * 2**20
-"""Largest frame that a client reads; whoever sends it has proved to be the engine."""
+"""Largest frame that a client reads. Generous: the sender has proved to be the engine."""
 
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 1000, 5000
-"""ZMQ asks this often whether the other end of a connection that carries frames is there, and
-breaks it when nothing has come for so long after it asked."""
+"""Interval and timeout of ZMQ's heartbeats on connections that carry frames."""
 
 _MAX_TOKEN_BYTES = 5
 _OTHER_BYTES = 1 << 16
-"""Room for all of a message but token ids: salt, stop strings, ids, a ticket, ZMQ's own."""
+"""Room for a message without its token ids: salt, stop strings, ids, ticket, ZMQ's framing."""
 
 _encoder = msgspec.msgpack.Encoder()
 _client_message_decoder: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(
@@ -23,7 +22,7 @@ _client_message_decoder: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpac
 _engine_frame_decoder: msgspec.msgpack.Decoder[EngineFrame] = msgspec.msgpack.Decoder(EngineFrame)
 
 _ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What a decoder raises for bytes that somebody has made up."""
+"""Exceptions that a decoder raises for malformed or hostile bytes."""
 
 
 class _Request(msgspec.Struct, array_like=True):
@@ -38,7 +37,9 @@ _head_decoder = msgspec.msgpack.Decoder(_AddRequest)
 
 
 def max_client_message_bytes(max_model_len: int) -> int:
-    """Largest message that an engine reads: a prompt, and as many token ids that end it.
+    """Return the size of the largest message that an engine reads, in bytes.
+
+    That is a prompt of full length and as many stop token ids.
 
     Args:
         max_model_len: The engine's longest sequence, in tokens.
@@ -52,7 +53,7 @@ def encode(message: ClientMessage | EngineFrame) -> bytes:
 
 
 def decode_client_message(raw: bytes) -> ClientMessage:
-    """Decode what a client sent.
+    """Decode a message from a client.
 
     Raises:
         UnreadableMessageError: Not a message of this protocol.
@@ -64,7 +65,7 @@ def decode_client_message(raw: bytes) -> ClientMessage:
 
 
 def decode_engine_frame(raw: bytes) -> EngineFrame:
-    """Decode what an engine sent.
+    """Decode a frame from an engine.
 
     Raises:
         UnreadableMessageError: Not a frame of this protocol.
@@ -76,7 +77,7 @@ def decode_engine_frame(raw: bytes) -> EngineFrame:
 
 
 def _added_request_id(raw: bytes) -> str | None:
-    """The id of the request that an unreadable `AddRequest` is about, if there is one."""
+    """Return the id of the request that an unreadable `AddRequest` is about, if there is one."""
     try:
         request_id = _head_decoder.decode(raw).request.request_id
     except _ERRORS:

@@ -1,8 +1,8 @@
-"""How clients read the tokens of many requests that an engine sends as columns.
+"""Expansion of `TokenColumns` into `TokenOutput`s on the client's side.
 
-What an engine says of a request in most steps is one token more: a row of a handle and a token.
-Whoever reads frames makes a `TokenOutput` of each, once, and nobody else knows of rows.
-`replicas.engine.events` writes them.
+In most steps each request gains one token, which engines send as a row (handle, token) of a
+column-wise message. `ColumnReader` turns rows into `TokenOutput`s right after a frame is decoded;
+no other code sees rows.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class ColumnReader:
-    """Makes `TokenOutput`s of the rows that one engine sends to one client.
+    """Converter of the rows that one engine sends to one client into `TokenOutput`s.
 
-    Owner: whoever reads that engine's frames. A row of a handle that it does not know, for one of a
-    request that was given up, gives nothing.
+    Owner: the reader of that engine's frames. Rows with unknown handles, such as those of an
+    aborted request, are dropped.
     """
 
     def __init__(self) -> None:
@@ -32,9 +32,9 @@ class ColumnReader:
         return len(self._rows)
 
     def read(self, events: Sequence[WireEvent]) -> list[EngineEvent]:
-        """The same events, with a `TokenOutput` for each row, or for several of one request."""
+        """Return the events with rows replaced by `TokenOutput`s, rows of one request merged."""
         read: list[EngineEvent] = []
-        # By handle, what later rows can be added to: nothing else has been said since.
+        # handle -> output that later rows may extend. Cleared by any other event, as order matters.
         growing: dict[int, TokenOutput] | None = {} if len(events) > 1 else None
         for event in events:
             if isinstance(event, TokenColumns):
@@ -52,13 +52,13 @@ class ColumnReader:
         return read
 
     def forget(self, request_id: str) -> None:
-        """Drop what is known of a request. Idempotent."""
+        """Drop the state of a request. Idempotent."""
         handle = self._handles.pop(request_id, None)
         if handle is not None:
             self._rows.pop(handle, None)
 
     def forget_handle(self, handle: int) -> None:
-        """Drop one of the times that a request was accepted; a later one stays. Idempotent."""
+        """Drop one acceptance of a request; a later one of the same id stays. Idempotent."""
         row = self._rows.pop(handle, None)
         if row is not None and self._handles.get(row.request_id) == handle:
             del self._handles[row.request_id]
@@ -66,7 +66,7 @@ class ColumnReader:
     def _expand(
         self, columns: TokenColumns, read: list[EngineEvent], growing: dict[int, TokenOutput] | None
     ) -> None:
-        """Add outputs, or their tokens to those that grow."""
+        """Append outputs to `read`, or tokens to the outputs in `growing`."""
         rows, token_ids = self._rows, columns.token_ids
         end = 0
         counts = columns.counts or [1] * len(columns.handles)
@@ -87,7 +87,7 @@ class ColumnReader:
                 growing[handle] = output
 
     def _note(self, output: TokenOutput) -> None:
-        """Where the rows after this output begin."""
+        """Record the index at which the next row of this output's request begins."""
         if output.finish_reason is not None:
             self.forget(output.request_id)
         elif not output.choice and (handle := self._handles.get(output.request_id)) is not None:
@@ -97,7 +97,7 @@ class ColumnReader:
 
 
 class _Row:
-    """What the rows of one handle leave out: their request, and the index of the next token."""
+    """State of one handle that its rows leave out: the request and the next token's index."""
 
     __slots__ = ("index", "num_cached", "request_id")
 

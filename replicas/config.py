@@ -1,4 +1,4 @@
-"""Configuration of one engine: one frozen struct, checked once, never changed afterwards."""
+"""Configuration of one engine: a frozen struct, validated once and immutable afterwards."""
 
 import math
 from pathlib import Path
@@ -15,33 +15,33 @@ from replicas.meshes import Arch, MeshSpec, lane_shape, mesh_spec
 from replicas.user_cache import user_cache
 
 Role = Literal["prefill", "decode", "both"]
-"""What an engine takes: prompts for others to go on from, decoding (and short prompts), or all."""
+"""Work that an engine accepts: prompts to hand over, decoding (and short prompts), or both."""
 
 STORE_CONNECTORS = ("pooled", "multi")
-"""Connectors that cannot do without a store."""
+"""Connectors that require a store."""
 
 NATIVE_TT_GENERATOR = "replicas.generators.ttnn.generator:TTGenerator"
-"""The generator of a mesh whose configuration names none."""
+"""Default generator of a mesh."""
 
 MOST_NICE = 19
-"""What Linux has of niceness."""
+"""Largest niceness of Linux."""
 
 TILE_ROWS = 32
-"""Rows of a hardware tile: KV is written in tiles, and a decode batch of one lane fills one."""
+"""Rows of a hardware tile. KV is written in tiles; the decode batch of a lane fills one."""
 
 
 class SimulatedMeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A device that costs what a TT mesh costs and computes nothing; see docs/simulated-mesh.md.
+    """Device with the timing and memory of a TT mesh and no arithmetic; see docs/simulated-mesh.md.
 
     Attributes:
-        model: Name of the model whose time and memory it takes, for one "Llama-3.1-8B".
-        board: Name of the board, for one "n150", "T3K", "Galaxy", "p150".
-        compile_s: Warm-up before the replica is ready. On a mesh it takes minutes, which the
-            simulator reckons with; a replica that is started to be looked at need not.
-        jitter: Standard deviation of the logarithm of a factor on every step; 0 is none.
-        link_setup_s: Seconds per message of KV blocks, on each side.
+        model: Name of the model whose time and memory are simulated, such as "Llama-3.1-8B".
+        board: Name of the board, such as "n150", "T3K", "Galaxy", "p150".
+        compile_s: Seconds of warm-up before the replica is ready. A real mesh takes minutes, which
+            the simulator accounts for; for interactive use the default of 0 is enough.
+        jitter: Standard deviation of the logarithm of a random factor on every step; 0 is none.
+        link_setup_s: Fixed seconds per message of KV blocks, on each side.
         link_bytes_per_s: Bandwidth of a KV transfer, on each side. The default is 100 Gbit/s.
-        faults: What goes wrong with this replica; set by the cluster.
+        faults: The faults of this replica; set by the cluster.
         fault_epoch_unix_s: Unix time from which the faults' times count; set by the cluster.
     """
 
@@ -55,7 +55,7 @@ class SimulatedMeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     fault_epoch_unix_s: float = 0.0
 
     def validate(self) -> None:
-        """Check the numbers; whether the names are known is checked where they are looked up.
+        """Check the numbers; names are checked where they are looked up.
 
         Raises:
             ConfigError: A number is out of range; names it.
@@ -83,31 +83,32 @@ _MESH_CHOICES: dict[str, tuple[str | None, ...]] = {
 
 
 class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The Tenstorrent mesh that an engine runs on.
+    """Tenstorrent mesh that an engine runs on.
 
     Attributes:
-        name: A known mesh, for one "N150", "T3K", or a shape like "(2,4)"; see `replicas.meshes`.
+        name: A known mesh such as "N150" or "T3K", or a shape like "(2,4)"; see `replicas.meshes`.
         arch: Architecture of the chips, where `name` is a shape; None is "wormhole".
         optimizations: "performance" keeps weights and KV in bfloat8_b, most of the MLP's weights in
             bfloat4_b; "balanced" all in bfloat8_b; "accuracy" in bfloat16.
         trace: Which calls are captured once and replayed: all, decode only, or none.
-        sample_on_device: Which steps draw their tokens on the device: none, decode steps, or
-            prefill too; None is whatever the generator can. Draws of a device are its own: they are
-            not those of the host for the same seed. For a request that it cannot draw for, for one
-            with a larger top_k, the host draws, whoever else is in the step.
-        trace_region_size: Bytes of each chip's DRAM set aside for traces; None is what the mesh and
-            the model usually need, see `replicas.trace_regions`.
+        sample_on_device: Which steps draw their tokens on the device: none, decode steps, or all;
+            None is all that the generator supports. For the same seed, device and host draw
+            different tokens. Requests that the device cannot draw for, such as those with a larger
+            top_k, are drawn by the host even in a step that otherwise draws on the device.
+        trace_region_size: Bytes of each chip's DRAM reserved for traces; None takes the usual size
+            for the mesh and the model, see `replicas.trace_regions`.
         worker_l1_size: Bytes of L1 per worker core; 0 leaves ttnn's default.
-        l1_small_size: Bytes of L1 set aside for small buffers.
-        fabric: Member of `ttnn.FabricConfig`, instead of the mesh's usual one.
-        dispatch_core_axis: "row" or "col", instead of the mesh's usual one.
-        visible_devices: Boards to open, by their places in the order of PCI addresses; None takes
-            those that Ray, or the environment, has bound the process to.
-        weight_cache: Folder for converted weights, of others' classes too, absolute, as the next
-            two; None is a folder in the user's cache.
-        tt_metal_home: Checkout of tt-metal, for generators that come from there; without such a
-            `generator` it is refused, as is the next.
-        extra_models_dir: Folder of model bundles, each with a vllm_metadata.json.
+        l1_small_size: Bytes of L1 reserved for small buffers.
+        fabric: Member of `ttnn.FabricConfig` that replaces the mesh's default.
+        dispatch_core_axis: "row" or "col"; None is the mesh's default.
+        visible_devices: Boards to open, as indices into the sorted PCI addresses; None takes the
+            boards that Ray or the environment has bound the process to.
+        weight_cache: Absolute path of the folder for converted weights, also those of third-party
+            classes; None is a folder in the user's cache.
+        tt_metal_home: Absolute path of a tt-metal checkout, for generators that come from there.
+            Refused with any other generator, as is `extra_models_dir`.
+        extra_models_dir: Absolute path of a folder of model bundles, each with a
+            vllm_metadata.json.
     """
 
     name: str
@@ -130,20 +131,20 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """The mesh's chips and grid.
 
         Raises:
-            ConfigError: There is no such mesh, or it is of another architecture than `arch`.
+            ConfigError: There is no such mesh, or its architecture is not `arch`.
         """
         return mesh_spec(self.name, arch=self.arch)
 
     @property
     def weight_cache_folder(self) -> Path | None:
-        """Folder for the converted weights of all models; None: the user has no home for one."""
+        """Folder for the converted weights of all models; None if the user has no home folder."""
         if self.weight_cache:
             return Path(self.weight_cache)
         cache = user_cache()
         return None if cache is None else cache / "weights"
 
     def validate(self) -> None:
-        """Check what can be checked without the device.
+        """Check everything that needs no device.
 
         Raises:
             ConfigError: A value is out of range or there is no such mesh; names it.
@@ -157,13 +158,13 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if self.trace != "none" and self.trace_region_size == 0:
             raise ConfigError(
                 f"mesh.trace {self.trace!r} needs memory for traces and mesh.trace_region_size is "
-                "0; leave it out for the usual, or set mesh.trace: none"
+                "0; remove trace_region_size for the default, or set mesh.trace: none"
             )
         if (self.trace_region_size or 0) >= spec.dram_bytes_per_chip:
             raise ConfigError(
-                f"mesh.trace_region_size {self.trace_region_size} leaves nothing of the "
-                f"{spec.dram_bytes_per_chip} bytes of each chip of mesh {spec.name}; leave it out "
-                "for the usual"
+                f"mesh.trace_region_size {self.trace_region_size} leaves no memory of the "
+                f"{spec.dram_bytes_per_chip} bytes of each chip of mesh {spec.name}; remove it "
+                "for the default"
             )
         self._validate_folders()
         devices = self.visible_devices
@@ -171,12 +172,12 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             return
         if min(devices, default=-1) < 0 or len(set(devices)) != len(devices):
             raise ConfigError(
-                f"mesh.visible_devices {list(devices)} must be different indices from 0 on"
+                f"mesh.visible_devices must be distinct indices of 0 or more, got {list(devices)}"
             )
         if spec.board is not None and len(devices) != spec.num_pcie_devices:
             raise ConfigError(
-                f"mesh.visible_devices names {len(devices)} devices, and mesh {spec.name} has "
-                f"{spec.num_pcie_devices}; name as many, or leave it out"
+                f"mesh.visible_devices names {len(devices)} devices, but mesh {spec.name} has "
+                f"{spec.num_pcie_devices}; name as many, or remove it"
             )
 
     def _validate_folders(self) -> None:
@@ -184,13 +185,13 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             folder = getattr(self, name)
             if folder is not None and not Path(folder).is_absolute():
                 raise ConfigError(
-                    f"mesh.{name} {folder!r} is not absolute, and an engine starts in a folder of "
-                    'its own, where nobody expands "~"; write it from the root on, as '
-                    f'"/home/me/{name}", or leave it out'
+                    f"mesh.{name} {folder!r} is not an absolute path; engines run in a folder of "
+                    f'their own and do not expand "~": write it like "/home/me/{name}", or '
+                    "remove it"
                 )
 
     def _validate_choices(self) -> None:
-        """Check what a decoder would: made in Python, the struct takes any value."""
+        """Check literal values, which msgspec checks only when it decodes a struct."""
         for name, choices in _MESH_CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
@@ -199,13 +200,13 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class GangConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An engine's place among those that step together, see `replicas.gang.lockstep`.
+    """Membership of an engine in a gang that steps in lockstep, see `replicas.gang.lockstep`.
 
     Attributes:
-        name: Of the gang, never used again.
+        name: Name of the gang, never reused.
         rank: This engine's number, from 0 on.
-        size: How many there are.
-        hub: "host:port" of what agrees with all ranks on every step.
+        size: Number of engines in the gang.
+        hub: "host:port" of the hub that coordinates every step.
     """
 
     name: str
@@ -215,11 +216,11 @@ class GangConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that an engine is told; what it computes itself travels as arguments.
+    """Complete configuration of one engine; values derived from it are passed as arguments.
 
     Attributes:
         model: Folder of the model, absolute.
-        role: Which part of a request it takes; its snapshots say so.
+        role: Which part of a request it runs; also reported in its snapshots.
         generator: None (the generator registered for the model's architecture) or "module:Class".
         load_format: "safetensors", or "random": weights drawn from `weights_seed`, config.json
             only.
@@ -228,57 +229,58 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             `mesh.optimizations` decides.
         attention: Attention back end of the torch generator.
         max_model_len: Longest sequence, prompt and output together; None takes the model's.
-        max_batch_size: Decode slots of the engine, over all lanes.
-        tt_data_parallel: Lanes (DP groups) that the engine drives in lock-step.
-        block_size: Tokens per KV block; on a mesh a multiple of 32, as a rule 64.
+        max_batch_size: Decode slots of the engine, in all lanes together.
+        tt_data_parallel: Lanes (DP groups) that the engine drives in lockstep.
+        block_size: Tokens per KV block; on a mesh a multiple of 32, usually 64.
         kv_cache_memory_bytes: Memory for the KV caches of all lanes together, on the CPU.
-        num_blocks: Blocks per lane, null block included; None: from `kv_cache_memory_bytes`, or
-            what the mesh's memory holds beside the weights.
+        num_blocks: Blocks per lane, null block included; None derives it from
+            `kv_cache_memory_bytes`, or from a mesh's memory beside the weights.
         max_num_batched_tokens: Token budget of one step.
-        max_num_waiting: Most sequences that wait for a slot; None is unbounded (offline use).
-        enable_chunked_prefill: Whether a prompt may be computed over several steps; None, as for
-            the next two: if the generator can.
-        enable_prefix_caching: Whether full blocks are found again by their hash.
-        mixed_batches: Whether prefill chunks and decodes share a pass; otherwise a step is all one
-            or all the other.
-        prefill_steps_per_decode_step: Where one step is all prefill or all decode: how many prefill
-            steps may follow each other while sequences wait to decode.
-        steps_in_flight: 2 lets the next decode step begin before the tokens of the one before have
-            been read, where the generator can; 1 does not.
-        num_threads: Compute threads of the generator; None leaves the library's default, or takes
-            one on a simulated mesh.
-        niceness: How much nicer the engine's process is than its parent, 19 being all that Linux
-            has, to others of its container (of its session, where Linux groups by these) that want
-            the same core: with 3 it gets a third of it, with 5 a quarter. Where engines share
-            cores, first tokens come sooner if those that decode are. It stays when the role
-            changes; an engine in its caller's process has none.
-        simulated_mesh: A simulated device instead of the CPU: `model` then gives the tokenizer,
-            the vocabulary and the end tokens alone. It decides generator, dtype and KV capacity.
+        max_num_waiting: Most sequences that may queue for a slot; None is unbounded (offline use).
+        enable_chunked_prefill: Whether a prompt may be computed over several steps. Here and in the
+            next two, None enables it if the generator supports it.
+        enable_prefix_caching: Whether full blocks are reused by their hash.
+        mixed_batches: Whether prefill chunks and decodes share a pass; otherwise each step is all
+            prefill or all decode.
+        prefill_steps_per_decode_step: Without mixed batches, the number of consecutive prefill
+            steps while sequences wait to decode.
+        steps_in_flight: 2 lets a decode step start before the tokens of the previous one have been
+            read, if the generator supports it; 1 does not.
+        num_threads: Compute threads of the generator; None is the library's default, or one on a
+            simulated mesh.
+        niceness: Niceness of the engine's process relative to its parent, 0 to 19. Against
+            processes of its container (of its session, where Linux groups by these) that want the
+            same core, 3 leaves it a third of the core and 5 a quarter. Where engines share cores,
+            nicer decode engines shorten the time to first token. It stays when the role changes; an
+            engine in its caller's process cannot have one.
+        simulated_mesh: A simulated device instead of the CPU. `model` then provides only the
+            tokenizer, vocabulary and end tokens; this setting decides generator, dtype and KV
+            capacity.
         mesh: A Tenstorrent mesh instead of the CPU. It decides dtype and KV capacity. `generator`
-            may then name a class written for Tenstorrent's vLLM plug-in: "module:Class"; a route
-            (`replicas.generators.plugin.routes`), for one "tt-transformers" or "tt-metal", for the
+            may then name a class written for Tenstorrent's vLLM plug-in as "module:Class"; a route
+            (`replicas.generators.plugin.routes`) such as "tt-transformers" or "tt-metal", for the
             class that serves the model's architecture there; or a bundle's architecture.
-        step_timeout_s: A step that takes longer means that the device hangs: the engine is ended.
-            None derives it, see `replicas.launch.step_timeout_s`.
-        start_timeout_s: Longest time without progress while it starts. Classes of others report
+        step_timeout_s: Longest step. A longer one counts as a hung device, and the engine is
+            killed. None derives it, see `replicas.launch.step_timeout_s`.
+        start_timeout_s: Longest time without progress during the start. Third-party classes report
             none while they load: for these it must cover the first conversion of the weights.
         kv_connector: None, "p2p", "pooled", "multi", or "module:Class" of a KV connector.
-        kv_endpoint: Where the connector listens; port * takes a free one.
-        keys: What clients prove themselves with, and tickets must be sealed with;
-            `replicas.launch.start_engine` makes one where there is none. The first one also keys
-            the prefix cache, whose key is random without.
-        kv_network: "encrypted": KV between hosts can be neither read nor changed on its way, and
-            only holders of the keys connect. "plain": tickets alone say who is served, and whoever
-            sees the network reads the KV; 2.5 times as fast, and NIXL needs it.
-        kv_accept_dtypes: Element types of other engines' KV that this one converts to its own, each
-            for the request that asked alone; not with "pooled" and "multi".
-        kv_store: The store that pooled KV is kept in, if there is one.
-        kv_load_failure_policy: What becomes of a request whose KV another engine did not send:
-            "recompute" goes on from the part that was verified and computes the rest, as is always
-            done with what a store lost; "fail" ends the request with an error.
-        reservation_timeout_s: How long a reserved slot waits for its KV before it is given up.
-        gang: The engines that this one steps with, which have the other experts of its model; None
-            if it has all that it needs. On the CPU alone.
+        kv_endpoint: Address on which the connector listens; port * picks a free one.
+        keys: Secrets that authenticate clients and seal tickets; `replicas.launch.start_engine`
+            makes one where there is none. The first one also keys the prefix cache, whose key is
+            random without.
+        kv_network: "encrypted": KV between hosts is confidential and authenticated, and only
+            holders of the keys connect. "plain": only tickets authorise a transfer, and anyone on
+            the network can read the KV; 2.5 times as fast, and required by NIXL.
+        kv_accept_dtypes: Element types of other engines' KV that this engine converts to its own,
+            for use by the requesting request only; not with "pooled" and "multi".
+        kv_store: The store of pooled KV, if any.
+        kv_load_failure_policy: Handling of a request whose KV another engine failed to send.
+            "recompute" keeps the verified part and computes the rest, as is always done with KV
+            lost by a store; "fail" ends the request with an error.
+        reservation_timeout_s: How long a reserved slot waits for its KV before it is released.
+        gang: The gang of engines that share out the experts of the model; None for an engine with
+            all experts. Only on the CPU.
     """
 
     model: str
@@ -318,7 +320,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     gang: GangConfig | None = None
 
     def validate(self) -> None:
-        """Check what can be checked without the model.
+        """Check everything that needs no model.
 
         Raises:
             ConfigError: A value is out of range or two values exclude each other; names both.
@@ -327,7 +329,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.max_batch_size % self.tt_data_parallel:
             raise ConfigError(
                 f"max_batch_size {self.max_batch_size} is not a multiple of "
-                f"tt_data_parallel {self.tt_data_parallel}"
+                f"tt_data_parallel {self.tt_data_parallel}; change one of them"
             )
         if self.max_num_batched_tokens < self.max_batch_size:
             raise ConfigError(
@@ -340,7 +342,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             self._validate_mesh(self.mesh)
         self._validate_store()
         if self.gang is not None and (self.mesh is not None or self.simulated_mesh is not None):
-            raise ConfigError("a gang is for engines on the CPU: remove gang_size, or the mesh")
+            raise ConfigError("gangs are for engines on the CPU: remove gang_size, or the mesh")
 
     def _validate_ranges(self) -> None:
         for name in (
@@ -368,7 +370,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         store = self.kv_store
         if store is None:
             if self.kv_connector in STORE_CONNECTORS:
-                raise ConfigError(f"kv_connector {self.kv_connector!r} needs a kv_store")
+                raise ConfigError(f"kv_connector {self.kv_connector!r} needs a kv_store; set one")
         elif self.kv_connector in {None, "p2p"}:
             raise ConfigError(
                 f"kv_connector {self.kv_connector!r} does not use kv_store; set one of "
@@ -377,19 +379,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         elif store.unit_tokens % self.block_size:
             raise ConfigError(
                 f"kv_store.unit_tokens {store.unit_tokens} is not a multiple of block_size "
-                f"{self.block_size}"
+                f"{self.block_size}; change one of them"
             )
         if self.kv_connector in STORE_CONNECTORS and self.kv_accept_dtypes:
             raise ConfigError(
-                f"kv_accept_dtypes and kv_connector {self.kv_connector!r} exclude each other: the "
-                "store would give KV that was converted here to others as if it had been computed "
-                "in this dtype; remove kv_accept_dtypes, or use kv_connector 'p2p'"
+                f"kv_accept_dtypes and kv_connector {self.kv_connector!r} exclude each other: "
+                "engines would read converted KV from the store as if it had been computed in this "
+                "dtype; remove kv_accept_dtypes, or use kv_connector 'p2p'"
             )
 
     def _validate_simulated(self, mesh: SimulatedMeshConfig) -> None:
         mesh.validate()
         if self.generator is not None:
-            raise ConfigError(f"generator {self.generator!r} and simulated_mesh exclude each other")
+            raise ConfigError(
+                f"generator {self.generator!r} and simulated_mesh exclude each other; remove one"
+            )
         if self.mixed_batches:
             raise ConfigError("mixed_batches: a mesh cannot mix prefill and decode in one pass")
 
@@ -413,43 +417,43 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         lane_shape(mesh.spec, self.tt_data_parallel)
         if self.slots_per_group > TILE_ROWS:
             raise ConfigError(
-                f"max_batch_size {self.max_batch_size} in {self.tt_data_parallel} lanes is "
-                f"{self.slots_per_group} slots a lane, and a mesh decodes at most {TILE_ROWS}"
+                f"max_batch_size {self.max_batch_size} in {self.tt_data_parallel} lanes gives "
+                f"{self.slots_per_group} slots a lane; a mesh decodes at most {TILE_ROWS} a lane"
             )
         if self.block_size % TILE_ROWS:
             raise ConfigError(
-                f"block_size {self.block_size} is no multiple of {TILE_ROWS}, the rows of a tile, "
-                "which a mesh writes KV in; 64 is usual"
+                f"block_size {self.block_size} is not a multiple of {TILE_ROWS}, the rows of the "
+                "tiles that a mesh writes KV in; 64 is usual"
             )
         if self.max_num_batched_tokens < self.block_size:
             raise ConfigError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is less than block_size "
-                f"{self.block_size}, and a mesh writes a prompt's KV in whole blocks"
+                f"{self.block_size}, but a mesh writes a prompt's KV in whole blocks; raise it"
             )
 
     def _validate_mesh_generator(self, mesh: MeshConfig) -> None:
-        """Refuse settings that the generator has no use for."""
+        """Refuse settings that the generator would ignore."""
         if self.uses_native_generator:
             for name in ("tt_metal_home", "extra_models_dir"):
                 if getattr(mesh, name) is not None:
                     raise ConfigError(
-                        f"mesh.{name} {getattr(mesh, name)!r} is for classes of others, and this "
-                        "engine runs the generator of this package; remove it, or set generator"
+                        f"mesh.{name} {getattr(mesh, name)!r} is for third-party classes, but this "
+                        "engine runs ttserve's own generator; remove it, or set generator"
                     )
         elif self.load_format == "random":
             raise ConfigError(
-                f"load_format 'random' is for the generators of this package, and {self.generator} "
-                "loads its weights by itself; remove one of them"
+                f"load_format 'random' is for ttserve's own generators; {self.generator} loads its "
+                "weights by itself; remove load_format or generator"
             )
         elif mesh.optimizations == "balanced":
             raise ConfigError(
-                "mesh.optimizations 'balanced' is for the generators of this package, and "
-                f"{self.generator} knows performance and accuracy; set one of them"
+                "mesh.optimizations 'balanced' is for ttserve's own generators; "
+                f"{self.generator} supports 'performance' and 'accuracy': set one of them"
             )
 
     @property
     def uses_native_generator(self) -> bool:
-        """Whether it runs on a mesh with this package's own models."""
+        """Whether the engine runs on a mesh with ttserve's own models."""
         return self.mesh is not None and self.generator in {None, NATIVE_TT_GENERATOR}
 
     @property

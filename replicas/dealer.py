@@ -1,4 +1,4 @@
-"""The client's end of an engine's sockets: one way to connect, for every kind of client."""
+"""Client side of an engine's two sockets, shared by all kinds of clients."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from replicas.messages import EngineDescription
 
 HELLO_S = 0.05
-"""A client repeats its Hello this often until the engine's first frame comes."""
+"""Interval at which a client repeats its Hello until the engine's first frame arrives."""
 CONNECT_S = 10.0
-"""How long a started engine may take to send its first frame."""
+"""Longest time that a started engine may take to send its first frame."""
 QUIET_S = 2.0
-"""An engine that sends nothing for so long (it sends heartbeats every 0.25 s) gets nothing new."""
+"""An engine silent for this long gets no new requests. Its heartbeats come every 0.25 s."""
 SILENCE_S = 5.0
-"""And one that sends nothing for so long counts as dead."""
+"""An engine silent for this long counts as dead."""
 MAX_WAITING_MESSAGES = 4096
-"""Messages that may wait to be sent to one engine, behind all that it and both kernels take."""
-NO_ROOM = f"it takes nothing: {MAX_WAITING_MESSAGES} messages wait for it"
-"""What has become of an engine with which that is used up."""
-NOT_GREETED = "it does not know this client any more, and has dropped its requests"
-"""What has become of an engine that answers so, to whoever has requests on it."""
+"""Messages queued in this process for one engine; kernels and the engine buffer more."""
+NO_ROOM = f"it reads no messages: {MAX_WAITING_MESSAGES} are queued for it"
+"""Loss reason of an engine whose queue is full."""
+NOT_GREETED = "it no longer knows this client and has dropped its requests"
+"""Loss reason of an engine that answers `NotGreeted`."""
 
 SocketT = TypeVar("SocketT", bound="zmq.Socket[object]")
 
@@ -40,10 +40,10 @@ SocketT = TypeVar("SocketT", bound="zmq.Socket[object]")
 def connect_dealers(
     context: zmq.Context[SocketT], identity: bytes, description: EngineDescription, keys: KeyRing
 ) -> tuple[SocketT, SocketT]:
-    """Connect to both sockets of an engine: the one that takes messages, the one that sends frames.
+    """Connect to an engine's input socket (messages) and output socket (frames).
 
-    Only the second drops a connection whose peer is silent: the engine does not read the first for
-    as long as it has too much to do. Whoever hears nothing on the second has to close both.
+    Only the output socket has heartbeats: a busy engine may leave its input socket unread for a
+    while. If nothing arrives on the output socket, close both.
 
     Args:
         context: Decides whether the sockets are synchronous or asynchronous.
@@ -52,7 +52,7 @@ def connect_dealers(
         keys: The secrets of the client's deployment.
 
     Raises:
-        ServerKeyError: The engine holds none of these.
+        ServerKeyError: The engine holds none of these secrets.
     """
     to_engine, from_engine = (_make(context, identity, description, keys) for _ in range(2))
     from_engine.setsockopt(zmq.RCVHWM, 0)
@@ -64,20 +64,22 @@ def connect_dealers(
 
 
 def too_large(description: EngineDescription, request_id: str, num_bytes: int) -> Refused | None:
-    """Refuse in the engine's name a request that it would not read.
+    """Return a refusal for a request larger than the engine reads, or None.
 
-    It would close the connection, and with it end every request that the client has there.
+    The engine would close the connection, and all of the client's requests on it would be lost.
 
     Args:
         description: The engine.
         request_id: The request.
-        num_bytes: Of its message.
+        num_bytes: Size of its encoded message.
     """
     limit = max_client_message_bytes(description.max_model_len)
     if num_bytes <= limit:
         return None
     return Refused(
-        request_id, "invalid", f"the request has {num_bytes} bytes; the engine reads {limit}"
+        request_id,
+        "invalid",
+        f"the request has {num_bytes} bytes; the engine reads at most {limit}",
     )
 
 

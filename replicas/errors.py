@@ -1,4 +1,4 @@
-"""Errors of the engine side that a caller can act on; anything else is a bug, and fatal."""
+"""Errors of the engine side that a caller can act on; any other exception is a fatal bug."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class EngineError(Exception):
 
 
 class InvalidRequestError(EngineError):
-    """A request that can never run as it stands; nothing was done for it.
+    """A request that can never run in its present form; no work was done for it.
 
     Attributes:
         param: The offending field, as the caller spelled it.
@@ -36,42 +36,42 @@ class UnknownGeneratorError(ConfigError):
 
 
 class DeviceError(EngineError):
-    """A device that cannot be used, or that refused a call; says which and what to do."""
+    """A device that cannot be used or that rejected a call; names it and says what to do."""
 
 
 class EngineStartError(EngineError):
-    """The engine process ended, or said that it failed, before it was ready."""
+    """Failure of an engine process before it was ready."""
 
 
 class EngineDeadError(EngineError):
-    """The engine process is gone; every request that it held has ended with this error."""
+    """Loss of an engine process; every request that it held ends with this error."""
 
 
 class GangLostError(EngineError):
-    """A rank of the engine's gang is no more, and no other can go on without it."""
+    """Loss of one rank of a gang, which ends all its ranks: forward passes need every one."""
 
 
 class EngineStalledError(EngineError):
-    """The engine lives and is in one step for too long; whoever can go elsewhere should."""
+    """Engine alive but too long in one step; move the request if another engine has room."""
 
 
 class EngineLeavingError(EngineError):
-    """The engine will soon be gone; whoever can go elsewhere should."""
+    """Engine about to stop or change its role; move the request if another engine has room."""
 
 
 class EngineQuietError(EngineError):
-    """The engine has sent nothing for a while: it may be gone, and may speak again."""
+    """Engine silent for a while; it may be dead or may recover."""
 
 
 class EngineLateError(EngineError):
-    """The engine does not stall and has not answered in time: it may not hear what it is told."""
+    """Engine that makes progress but missed a deadline; messages to it may be lost."""
 
 
 class UnreadableMessageError(EngineError):
-    """Bytes that are no message of this protocol.
+    """Bytes that are not a message of this protocol.
 
     Attributes:
-        request_id: Of the request that they were to add, where that much can be read.
+        request_id: Id of the request in an unreadable `AddRequest`, where it can be decoded.
     """
 
     def __init__(self, message: str, request_id: str | None = None) -> None:
@@ -80,11 +80,11 @@ class UnreadableMessageError(EngineError):
 
 
 class RequestRefusedError(EngineError):
-    """The engine did not take the request; another engine, or the same one later, may.
+    """Refusal of a request by an engine; another engine, or this one later, may accept it.
 
     Attributes:
         reason: One of `replicas.messages.RefusalReason`.
-        request_id: Which request.
+        request_id: The refused request.
     """
 
     def __init__(self, reason: str, message: str, request_id: str) -> None:
@@ -94,4 +94,4 @@ class RequestRefusedError(EngineError):
 
 
 class RequestFailedError(EngineError):
-    """A request that was accepted ended without finishing (for one: its remote KV never came)."""
+    """Accepted request that ended without finishing, for example because its KV never arrived."""

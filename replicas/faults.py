@@ -1,9 +1,9 @@
-"""Fault plans: what goes wrong with which replica, and when.
+"""Fault plans: which fault hits which replica, and when.
 
-Pure values and queries. Real simulated-mesh engines (`replicas.engine.fault_injection`, the
-simulated device and the KV transport) and the simulator ask the same `ReplicaFaults`, each with
-seconds of the plan: a process of its own gets them from its clock through `PlanClock`, the
-simulator counts from its start.
+Values and pure queries. Real simulated-mesh engines (`replicas.engine.fault_injection`, the
+simulated device and the KV transport) and the simulator query the same `ReplicaFaults` with seconds
+of the plan. An engine process converts its own clock through `PlanClock`; the simulator counts from
+its start.
 """
 
 from __future__ import annotations
@@ -23,41 +23,47 @@ FaultKind = Literal[
     "kill", "freeze", "slow", "drop_link", "corrupt", "partition",
     "hang", "deaf", "mute", "clog", "clock", "cling", "replace", "flip",
 ]  # fmt: skip
-"""What happens, and to what.
+"""Kind of a fault.
 
-kill: the process ends at once. freeze: all of it stops, for `duration_s`. slow: its device takes
-`factor` times as long. drop_link: its KV connections break at that instant. corrupt: KV payloads
-that leave it have flipped bytes. partition: nothing gets from or to it. hang: a device call does
-not come back before the window's end; the rest of the process works on. deaf: nothing that clients
-send reaches it. mute: nothing that it sends reaches clients. clog: its inbox is full, and takes
-nothing. clock: its wall clock is off by `shift_s`. cling: told to end, it does not. replace: it is
-drained, ended and started again, as in a rolling update. flip: it changes its role, prefill for
-decode or back, unless it is the last of its role.
+- kill: the process ends at once.
+- freeze: the whole process stops for `duration_s`.
+- slow: the device takes `factor` times as long.
+- drop_link: KV connections break at that instant.
+- corrupt: KV payloads sent by the replica have flipped bytes.
+- partition: no message gets from or to the replica.
+- hang: a device call does not return before the window's end; the rest of the process works.
+- deaf: messages from clients do not reach the replica.
+- mute: messages to clients do not reach them.
+- clog: the replica's inbox is full and accepts no messages.
+- clock: the wall clock is off by `shift_s`.
+- cling: the process ignores requests to end.
+- replace: the replica is drained, stopped and started again, as in a rolling update.
+- flip: the replica changes its role, prefill to decode or back, unless it is the last of its role.
 """
 
 KINDS: tuple[str, ...] = get_args(FaultKind)
 INGRESS = "ingress"
-"""What fails beside engines, as targets name it."""
+"""Pool name of ingresses in a fault's target."""
 _INSTANTS = frozenset({"kill", "drop_link", "replace", "flip"})
 _SIMULATED = frozenset({"replace", "flip"})
-"""What other tools do to real replicas."""
+"""Kinds that only the simulator injects; real replicas have tools for them."""
 _INGRESS_KINDS = ("kill", "clock")
-"""What can happen to what is no engine."""
+"""Kinds that an ingress supports."""
 _FIELDS = ("at_s", "target", "kind", "duration_s", "factor", "shift_s")
 _TARGET = re.compile(r"(prefill|decode|both|ingress)/(0|[1-9][0-9]*)")
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One entry of a plan.
+    """One entry of a fault plan.
 
     Attributes:
-        at_s: When, in seconds after the plan's epoch.
-        target: Which replica: "pool/rank", for one "decode/1"; or "ingress/0".
-        kind: What goes wrong.
-        duration_s: How long; None is for ever. Nothing for kill, drop_link, replace and flip,
+        at_s: Start, in seconds after the plan's epoch.
+        target: The replica as "pool/rank", such as "decode/1"; or "ingress/0".
+        kind: See `FaultKind`.
+        duration_s: Duration in seconds; None is forever. Not for kill, drop_link, replace and flip,
             which are instants.
-        factor: slow only: how many times as long a device step takes.
-        shift_s: clock only: seconds that the wall clock is ahead; less than 0 is behind.
+        factor: slow only: factor on the duration of a device step.
+        shift_s: clock only: seconds by which the wall clock is ahead; negative is behind.
     """
 
     at_s: float
@@ -69,7 +75,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def window(self) -> Window:
-        """When it holds; an instant ends where it starts."""
+        """Period in which the fault holds; an instant ends when it starts."""
         if self.kind in _INSTANTS:
             return Window(self.at_s, self.at_s)
         duration_s = math.inf if self.duration_s is None else self.duration_s
@@ -77,24 +83,24 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Window(NamedTuple):
-    """Seconds of a plan from `start_s` up to but excluding `end_s`, which may be infinite."""
+    """Half-open period [`start_s`, `end_s`) in seconds of a plan; the end may be infinite."""
 
     start_s: float
     end_s: float
 
     def holds(self, now_s: float) -> bool:
-        """Whether a moment lies in it."""
+        """Return whether a moment lies in the window."""
         return self.start_s <= now_s < self.end_s
 
 
 class ReplicaFaults:
-    """What is wrong with one replica at a time; the same answer however often it is asked.
+    """Faults of one replica as pure functions of time.
 
-    `now_s` is in seconds of the plan everywhere. Nothing is remembered: whether an instant (kill,
-    dropped link) has been acted on is the caller's business.
+    `now_s` is in seconds of the plan everywhere. The object is stateless: the caller tracks which
+    instants (kill, dropped link) it has acted on.
 
     Args:
-        faults: The entries of this replica; their targets are not looked at.
+        faults: The entries of this replica; their targets are not checked.
     """
 
     __slots__ = ("_changes_s", "_clocks", "_slow", "_windows")
@@ -110,100 +116,100 @@ class ReplicaFaults:
         self._changes_s = tuple(sorted(moments_s - {math.inf}))
 
     def __bool__(self) -> bool:
-        """Whether anything ever goes wrong."""
+        """Return whether there is any fault."""
         return bool(self._changes_s)
 
     # --- the device ----------------------------------------------------------------------------
 
     def slow_factor(self, now_s: float) -> float:
-        """How many times as long a device step that starts now takes; 1 where nothing is wrong."""
+        """Return the factor on the duration of a device step that starts now; 1 without a fault."""
         return next((factor for window, factor in self._slow if window.holds(now_s)), 1.0)
 
     def hang_left_s(self, now_s: float) -> float:
-        """How long a device call that starts now takes at least; 0 where nothing is wrong."""
+        """Return the least duration of a device call that starts now; 0 without a fault."""
         ends_s = [window.end_s for window in self._windows["hang"] if window.holds(now_s)]
         return max(ends_s, default=now_s) - now_s
 
     # --- the ways to and from it ---------------------------------------------------------------
 
     def corrupts(self, now_s: float) -> bool:
-        """Whether KV payloads that leave the replica now have flipped bytes.
+        """Return whether KV payloads sent now have flipped bytes.
 
-        On the wire: the transport asks, after the checksum was taken, so that the other end can
-        tell. Not the business of whoever reads the device's memory.
+        The transport corrupts payloads after computing the checksum, so that the receiver can
+        detect it. Reads of the device's memory are unaffected.
         """
         return self._holds("corrupt", now_s)
 
     def is_partitioned(self, now_s: float) -> bool:
-        """Whether nothing gets from or to the replica now."""
+        """Return whether the replica is cut off in both directions now."""
         return self._holds("partition", now_s)
 
     def is_deaf(self, now_s: float) -> bool:
-        """Whether nothing that clients send reaches it now."""
+        """Return whether messages from clients are lost now."""
         return self._holds("deaf", now_s) or self.is_partitioned(now_s)
 
     def is_mute(self, now_s: float) -> bool:
-        """Whether nothing that it sends reaches clients now."""
+        """Return whether messages to clients are lost now."""
         return self._holds("mute", now_s) or self.is_partitioned(now_s)
 
     def is_clogged(self, now_s: float) -> bool:
-        """Whether its inbox takes nothing now: what clients send waits for its end, in order."""
+        """Return whether the inbox accepts no messages now; they queue, in order, until it does."""
         return self._holds("clog", now_s)
 
     # --- the process ---------------------------------------------------------------------------
 
     def is_frozen(self, now_s: float) -> bool:
-        """Whether the engine process stands still now."""
+        """Return whether the engine process is frozen now."""
         return self._holds("freeze", now_s)
 
     def clings(self, now_s: float) -> bool:
-        """Whether it would not end now if it were told to."""
+        """Return whether the process ignores requests to end now."""
         return self._holds("cling", now_s)
 
     def clock_shift_s(self, now_s: float) -> float:
-        """How many seconds its wall clock is ahead of the others' now."""
+        """Return by how many seconds the replica's wall clock is ahead now."""
         return sum(shift_s for window, shift_s in self._clocks if window.holds(now_s))
 
     # --- when ----------------------------------------------------------------------------------
 
     def kills(self) -> tuple[float, ...]:
-        """When the process ends, in order."""
+        """Return the times at which the process is killed, in order."""
         return self._starts_s("kill")
 
     def replacements(self) -> tuple[float, ...]:
-        """When it is drained, ended and started again, in order."""
+        """Return the times at which the replica is replaced, in order."""
         return self._starts_s("replace")
 
     def flips(self) -> tuple[float, ...]:
-        """When its role changes, in order."""
+        """Return the times at which the role changes, in order."""
         return self._starts_s("flip")
 
     def link_drops(self) -> tuple[float, ...]:
-        """When its KV connections break, in order."""
+        """Return the times at which KV connections break, in order."""
         return self._starts_s("drop_link")
 
     def freezes(self) -> tuple[Window, ...]:
-        """When the engine stands still, in order."""
+        """Return the windows in which the engine is frozen, in order."""
         return self._windows["freeze"]
 
     def hangs(self) -> tuple[Window, ...]:
-        """When its device does not answer, in order."""
+        """Return the windows in which the device hangs, in order."""
         return self._windows["hang"]
 
     def clogs(self) -> tuple[Window, ...]:
-        """When its inbox takes nothing, in order."""
+        """Return the windows in which the inbox is clogged, in order."""
         return self._windows["clog"]
 
     def silences(self) -> tuple[Window, ...]:
-        """When clients hear nothing of it, in order of their kinds."""
+        """Return the windows in which clients receive no message from it, by kind."""
         return self._windows["partition"] + self._windows["mute"]
 
     def gaps(self) -> tuple[Window, ...]:
-        """When messages between it and clients are lost: connections break when that is over."""
+        """Return the windows in which messages are lost. Connections break at the end of each."""
         return self.silences() + self._windows["deaf"]
 
     def next_change_s(self, now_s: float) -> float | None:
-        """The first moment after now at which an answer changes or an instant lies, or None."""
+        """Return the next moment at which any answer changes or an instant occurs, or None."""
         for change_s in self._changes_s:
             if change_s > now_s:
                 return change_s
@@ -217,14 +223,14 @@ class ReplicaFaults:
 
 
 NO_FAULTS = ReplicaFaults()
-"""A replica with which nothing is wrong."""
+"""Faults of a healthy replica."""
 
 
 class FaultPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that goes wrong in a cluster.
+    """All faults of a cluster.
 
     Attributes:
-        faults: The entries, as they stand in the file.
+        faults: The entries in the file's order.
     """
 
     faults: tuple[Fault, ...] = ()
@@ -234,7 +240,7 @@ class FaultPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Read and check a plan.
 
         Args:
-            raw: What a YAML or JSON file held: a list of mappings with the fields of `Fault`.
+            raw: Content of a YAML or JSON file: a list of mappings with the fields of `Fault`.
 
         Raises:
             FaultPlanError: The plan cannot work; names the entry and says what to do.
@@ -249,27 +255,27 @@ class FaultPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return cls(faults=faults)
 
     def entries_for(self, target: str) -> tuple[Fault, ...]:
-        """The entries about one replica, "pool/rank"."""
+        """Return the entries of one replica, given as "pool/rank"."""
         return tuple(fault for fault in self.faults if fault.target == target)
 
     def for_target(self, target: str) -> ReplicaFaults:
-        """What happens to one replica, "pool/rank"."""
+        """Return the faults of one replica, given as "pool/rank"."""
         return ReplicaFaults(self.entries_for(target))
 
     def check_targets(self, num_replicas: Mapping[str, int]) -> None:
         """Check that every target exists.
 
         Args:
-            num_replicas: How many replicas each pool has.
+            num_replicas: Pool -> number of its replicas.
 
         Raises:
-            FaultPlanError: One does not; names the entry and the pools.
+            FaultPlanError: A target does not exist; names the entry and the pools.
         """
         for i, fault in enumerate(self.faults):
             pool, _, rank = fault.target.partition("/")
             if pool not in num_replicas:
                 raise FaultPlanError(
-                    f"[{i}].target: {fault.target!r}: there is no pool {pool!r} here; "
+                    f"[{i}].target: {fault.target!r}: this cluster has no pool {pool!r}; "
                     f"use one of {', '.join(sorted(num_replicas))}"
                 )
             if int(rank) >= num_replicas[pool]:
@@ -279,25 +285,25 @@ class FaultPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 )
 
     def check_real(self) -> None:
-        """Check that replicas outside the simulator can act on it.
+        """Check that real replicas, outside the simulator, support every entry.
 
         Raises:
-            FaultPlanError: They cannot on an entry; names it.
+            FaultPlanError: An entry is for the simulator only; names it.
         """
         for i, fault in enumerate(self.faults):
             if fault.kind in _SIMULATED or fault.target.startswith(INGRESS):
                 raise FaultPlanError(
-                    f"[{i}]: {fault.kind} of {fault.target} happens in the simulator alone; kill "
-                    "the ingress's process, deploy a changed configuration, or use `ttserve flip`, "
-                    "and remove it here"
+                    f"[{i}]: {fault.kind} of {fault.target} works only in the simulator; remove it "
+                    "and kill the ingress's process, deploy a changed configuration, or use "
+                    "`ttserve flip` instead"
                 )
 
 
 class PlanClock(msgspec.Struct, frozen=True):
-    """Turns readings of a process's own clock into seconds of a plan, and back.
+    """Conversion between a process's clock and seconds of a plan.
 
     Attributes:
-        offset_s: What a reading lacks to seconds of the plan.
+        offset_s: Seconds of the plan minus the clock's reading.
     """
 
     offset_s: float = 0.0
@@ -307,19 +313,19 @@ class PlanClock(msgspec.Struct, frozen=True):
         """Make the clock of one process.
 
         Args:
-            epoch_unix_s: Where the plan starts, in Unix time.
+            epoch_unix_s: Start of the plan in Unix time.
             unix_s: Unix time now.
-            now_s: The process's monotonic clock at the same moment: later steps of the wall clock
-                do not move the plan.
+            now_s: The process's monotonic clock at the same moment, so that later steps of the wall
+                clock do not shift the plan.
         """
         return cls(unix_s - epoch_unix_s - now_s)
 
     def plan_s(self, now_s: float) -> float:
-        """Seconds of the plan at a reading of the process's clock."""
+        """Return seconds of the plan at a reading of the process's clock."""
         return now_s + self.offset_s
 
     def clock_s(self, plan_s: float) -> float:
-        """What the process's clock reads at a moment of the plan."""
+        """Return the reading of the process's clock at a moment of the plan."""
         return plan_s - self.offset_s
 
 
@@ -356,28 +362,26 @@ def _check_times(fault: Fault, where: str) -> None:
         )
     if _TARGET.fullmatch(fault.target) is None:
         raise FaultPlanError(
-            f"{where}.target: {fault.target!r} is no replica; give pool/rank with a pool of "
-            "prefill, decode, both, for one decode/1, or ingress/rank"
+            f"{where}.target: {fault.target!r} is not a replica; give pool/rank with a pool of "
+            "prefill, decode or both, such as decode/1, or give ingress/rank"
         )
     if fault.duration_s is None:
         return
     if fault.kind in _INSTANTS:
-        raise FaultPlanError(
-            f"{where}.duration_s: {fault.kind} happens at an instant; remove duration_s"
-        )
+        raise FaultPlanError(f"{where}.duration_s: {fault.kind} is an instant; remove duration_s")
     if not (math.isfinite(fault.duration_s) and fault.duration_s > 0):
         raise FaultPlanError(
-            f"{where}.duration_s: give positive seconds, or leave it out for ever; "
+            f"{where}.duration_s: give positive seconds, or remove it for no end; "
             f"got {fault.duration_s}"
         )
 
 
 def _check_kind(fault: Fault, where: str) -> None:
-    """Refuse what cannot happen to its target."""
+    """Refuse a kind that the target does not support."""
     if fault.target.startswith(INGRESS) and fault.kind not in _INGRESS_KINDS:
         raise FaultPlanError(
-            f"{where}.target: {fault.kind} does not happen to {fault.target}, only "
-            f"{' and '.join(_INGRESS_KINDS)}; give a replica of a pool of prefill, decode, both"
+            f"{where}.target: {fault.kind} is not supported for {fault.target}, only "
+            f"{' and '.join(_INGRESS_KINDS)}; target a replica of pool prefill, decode or both"
         )
 
 
@@ -387,21 +391,21 @@ def _check_amounts(fault: Fault, where: str) -> None:
             raise FaultPlanError(f"{where}.factor: {fault.kind} takes no factor; remove it")
     elif not (math.isfinite(fault.factor) and fault.factor > 1.0):
         raise FaultPlanError(
-            f"{where}.factor: slow needs a factor above 1, the times as long that a device step "
-            f"takes; got {fault.factor}"
+            f"{where}.factor: slow needs a factor above 1 on the duration of a device step; "
+            f"got {fault.factor}"
         )
     if fault.kind != "clock":
         if fault.shift_s:
             raise FaultPlanError(f"{where}.shift_s: {fault.kind} takes no shift_s; remove it")
     elif not (math.isfinite(fault.shift_s) and fault.shift_s):
         raise FaultPlanError(
-            f"{where}.shift_s: clock needs seconds that the wall clock is ahead, less than 0 for "
-            f"behind; got {fault.shift_s}"
+            f"{where}.shift_s: clock needs the seconds by which the wall clock is ahead, "
+            f"negative for behind; got {fault.shift_s}"
         )
 
 
 def _check_overlaps(faults: tuple[Fault, ...]) -> None:
-    """Refuse two windows of one kind on one replica: which one holds would be anyone's guess."""
+    """Refuse overlapping windows of one kind on one replica, which would be ambiguous."""
     for i, later in enumerate(faults):
         for j, earlier in enumerate(faults[:i]):
             if (earlier.target, earlier.kind) != (later.target, later.kind):
@@ -410,7 +414,7 @@ def _check_overlaps(faults: tuple[Fault, ...]) -> None:
             if max(one.start_s, two.start_s) < min(one.end_s, two.end_s):
                 raise FaultPlanError(
                     f"[{i}]: this {later.kind} of {later.target} overlaps entry [{j}]; "
-                    "make them one, or move one of them"
+                    "merge them, or move one of them"
                 )
 
 

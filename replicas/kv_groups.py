@@ -1,8 +1,9 @@
-"""KV groups: layers whose KV shares one block table, and what their blocks are. Pure.
+"""KV groups: sets of layers that share one block table, and the sizes of their blocks. Pure.
 
-An engine is told of its groups once, at start (`ModelFacts.kv_groups`); sizes, pools, tables,
-snapshots and what a KV connector is told have an entry for each of them, in their order. Not to be
-confused with DP groups: each of these has a pool of blocks for every KV group.
+An engine gets its groups once, at start (`ModelFacts.kv_groups`). Sizes, pools, tables, snapshots
+and a KV connector's settings have one entry for each group, in this order. Not to be confused with
+DP groups: each DP group has a pool of blocks for every KV group.
+
 Source of the term: vLLM v1/kv_cache_interface.py `KVCacheGroupSpec`.
 """
 
@@ -19,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """One KV group of a model: its sequences keep blocks for all of their tokens.
+    """KV group of a model whose sequences keep blocks for all of their tokens.
 
     Attributes:
-        layers: The layers that are in it, 0-based.
+        layers: Indices of its layers, 0-based.
         block_size: Tokens per block.
         num_blocks: Blocks of each lane, null block included.
         bytes_per_block: Bytes of one block over all of these layers, K and V.
@@ -39,20 +40,20 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_blocks - 1
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that a sequence of so many tokens needs, the last one perhaps in part."""
+        """Return how many blocks a sequence of so many tokens needs."""
         return -(-num_tokens // self.block_size)
 
     def num_tokens_in(self, num_blocks: int) -> int:
-        """The longest sequence that needs no more than so many blocks, in tokens."""
+        """Return the longest sequence, in tokens, that fits into so many blocks."""
         return num_blocks * self.block_size
 
 
 def only_kv_group(kv_groups: Sequence[KVGroup], user: str) -> KVGroup:
-    """The one KV group that there is.
+    """Return the only KV group of a model.
 
     Args:
-        kv_groups: Of the model.
-        user: Who cannot do with several.
+        kv_groups: The model's KV groups.
+        user: The component that supports only one, for the error text.
 
     Raises:
         ConfigError: There are several.
@@ -60,7 +61,7 @@ def only_kv_group(kv_groups: Sequence[KVGroup], user: str) -> KVGroup:
     if len(kv_groups) != 1:
         sizes = [group.block_size for group in kv_groups]
         raise ConfigError(
-            f"{user} takes models with one KV group, and this one has {len(kv_groups)}, of blocks "
-            f"of {sizes} tokens; serve another model"
+            f"{user} supports models with one KV group; this one has {len(kv_groups)}, with "
+            f"blocks of {sizes} tokens; serve another model"
         )
     return kv_groups[0]

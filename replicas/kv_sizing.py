@@ -1,4 +1,4 @@
-"""How many KV blocks fit: arithmetic alone, so that what cannot work is refused at once."""
+"""Size of the KV cache: pure arithmetic, so that impossible configurations are refused early."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 """Element sizes of the dtypes that an engine computes in."""
 
 DEFAULT_TOKEN_BUDGET = 131_072
-"""KV tokens of a lane for a class written for Tenstorrent's plug-in that does not say.
+"""KV tokens of a lane for a plug-in class that does not declare its own limit.
 Source: vllm-tt-plugin's worker."""
 
 
 def resolve_dtype(config: EngineConfig, model: ModelConfig) -> str:
-    """The engine's dtype; "auto" is the checkpoint's, half precision or none is bfloat16.
+    """Return the engine's dtype; "auto" is the checkpoint's, but bfloat16 for float16 or none.
 
-    On a mesh it is the KV cache's. On a simulated mesh it is that of the bytes that travel,
-    whatever the checkpoint says.
+    On a mesh it is the KV cache's dtype. On a simulated mesh it is the dtype of the transferred
+    bytes, independent of the checkpoint.
     """
     if config.simulated_mesh is not None:
         return "float32"
@@ -43,16 +43,16 @@ def resolve_dtype(config: EngineConfig, model: ModelConfig) -> str:
 
 
 def kv_rope(config: EngineConfig) -> str:
-    """Order of the elements of cached keys, as `kv_transfer.layout.KVLayout.rope`.
+    """Return the order of the elements of cached keys, as in `kv_transfer.layout.KVLayout.rope`.
 
-    Classes of tt-metal permute their weights to Meta's; all others here keep Hugging Face's.
+    tt-metal's classes permute weights to Meta's order; all other generators keep Hugging Face's.
     """
     is_theirs = config.mesh is not None and not config.uses_native_generator
     return "meta" if is_theirs else "hf"
 
 
 def bytes_per_block(config: EngineConfig, model: ModelConfig) -> int:
-    """Bytes of one KV block over all layers, K and V; of a simulated mesh's, those held here."""
+    """Return bytes of a KV block over all layers, K and V; on a simulated mesh, as stored here."""
     if config.simulated_mesh is not None:
         return BYTES_PER_TOKEN * config.block_size
     elements = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim
@@ -65,11 +65,11 @@ def bytes_per_block(config: EngineConfig, model: ModelConfig) -> int:
 def kv_groups(
     config: EngineConfig, model: ModelConfig, token_budget: int | None = None
 ) -> tuple[KVGroup, ...]:
-    """The KV groups of a model: one, as every layer of the models here caches every token.
+    """Return the KV groups of a model: one, as all layers of supported models cache every token.
 
     Args:
         config: The engine's configuration.
-        model: Of the served model's config.json.
+        model: The served model's config.json.
         token_budget: See `num_blocks_per_lane`.
 
     Raises:
@@ -87,19 +87,19 @@ def kv_groups(
 def num_blocks_per_lane(
     config: EngineConfig, model: ModelConfig, token_budget: int | None = None
 ) -> int:
-    """KV blocks of each lane, null block included: the configured count, or what memory holds.
+    """Return KV blocks of each lane, null block included: as configured, or as memory allows.
 
-    Memory is the configured bytes, or the DRAM of a mesh beside the weights.
+    Memory is the configured number of bytes, or a mesh's DRAM beside the weights.
 
     Args:
         config: The engine's configuration.
-        model: Of the served model's config.json.
-        token_budget: On a mesh, what a generator class says that a lane holds; None if it is one of
-            ours, or does not say.
+        model: The served model's config.json.
+        token_budget: On a mesh, the tokens per lane that a generator class declares; None for
+            ttserve's own classes and for classes that declare none.
 
     Raises:
-        ConfigError: It holds no usable block, or not the configured count beside one of our models
-            on a mesh, or the mesh cannot be; says the numbers.
+        ConfigError: Memory holds no usable block, or not the configured number beside one of
+            ttserve's models on a mesh, or the mesh is impossible; gives the numbers.
     """
     if config.simulated_mesh is not None:
         simulated = engine_profile(config, config.simulated_mesh)
@@ -112,8 +112,8 @@ def num_blocks_per_lane(
     count = config.kv_cache_memory_bytes // config.tt_data_parallel // size
     if count < 2:
         raise ConfigError(
-            f"kv_cache_memory_bytes {config.kv_cache_memory_bytes} holds no KV block for each of "
-            f"{config.tt_data_parallel} lanes: a block takes {size} bytes"
+            f"kv_cache_memory_bytes {config.kv_cache_memory_bytes} is too small for 2 KV blocks in "
+            f"each of {config.tt_data_parallel} lanes: a block takes {size} bytes"
         )
     return count
 
@@ -121,14 +121,14 @@ def num_blocks_per_lane(
 def _num_blocks_on_mesh(
     config: EngineConfig, mesh: MeshConfig, model: ModelConfig, token_budget: int | None
 ) -> int:
-    """See `num_blocks_per_lane`.
+    """Return KV blocks of each lane of a mesh; see `num_blocks_per_lane`.
 
-    The null block is one of those that the rounding of each slot's tokens leaves over.
+    The null block is covered by the rounding up of each slot's tokens to whole blocks.
     """
     if config.uses_native_generator:
         _, tp = lane_shape(mesh.spec, config.tt_data_parallel)
         check_lane(model, tp, max_rows=config.slots_per_group, block_size=config.block_size)
-        # Even where the count is given: what it says of the weights holds all the same.
+        # Called even if num_blocks is given, as it also checks that the weights fit.
         token_budget = native_token_budget(
             model, mesh.spec, mesh, config.tt_data_parallel,
             block_size=config.block_size, num_slots=config.slots_per_group,
@@ -144,7 +144,7 @@ def _num_blocks_on_mesh(
 def _check_num_blocks(
     config: EngineConfig, given: int, mesh: MeshConfig, model: ModelConfig
 ) -> None:
-    """Refuse more blocks than memory holds; more than rows can fill are for prefixes."""
+    """Refuse more blocks than memory holds. More than the rows can fill may cache prefixes."""
     fits = lane_memory(
         model, mesh.spec, mesh, config.tt_data_parallel,
         block_size=config.block_size, max_seq_len=config.max_model_len,
@@ -157,10 +157,10 @@ def _check_num_blocks(
 
 
 def position_limit(config: EngineConfig, model: ModelConfig) -> int:
-    """Positions that the served model was made for, or the one that a simulated mesh stands for.
+    """Return the position limit of the served model, or of the model that a mesh simulates.
 
     Raises:
-        ConfigError: The simulated mesh cannot be; says the numbers.
+        ConfigError: The simulated mesh is impossible; gives the numbers.
     """
     if config.simulated_mesh is not None:
         return engine_profile(config, config.simulated_mesh).model.max_context
@@ -168,15 +168,15 @@ def position_limit(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def longest_sequence(config: EngineConfig, model: ModelConfig) -> int:
-    """Longest sequence of an engine, from its configuration and its model's alone.
+    """Return the longest sequence of an engine, from its and its model's configuration alone.
 
-    A class written for Tenstorrent's plug-in says only when it is loaded what a lane holds: until
-    then it is taken to hold what was asked for.
+    A plug-in class declares the capacity of a lane only once it is loaded; until then the requested
+    length is assumed to fit.
 
     Raises:
-        ConfigError: As `derive_max_model_len` and `num_blocks_per_lane`; or one of our models has
-            fewer blocks on a mesh than a page table has entries, which may be a few more than the
-            sequence needs.
+        ConfigError: As in `derive_max_model_len` and `num_blocks_per_lane`; or one of ttserve's
+            models on a mesh has fewer blocks than a page table has entries, which may be a few more
+            than the sequence needs.
     """
     is_unknown = (
         config.mesh is not None and not config.uses_native_generator and not config.num_blocks
@@ -190,15 +190,16 @@ def longest_sequence(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def derive_max_model_len(config: EngineConfig, model_limit: int, groups: Sequence[KVGroup]) -> int:
-    """Longest sequence that the model and one lane's KV cache allow.
+    """Return the longest sequence that the model and one lane's KV cache allow.
 
     Args:
         config: The engine's configuration.
-        model_limit: Positions that the model was made for.
-        groups: The model's KV groups; none if it is not known yet how many blocks they have.
+        model_limit: Position limit of the model.
+        groups: The model's KV groups; empty while their number of blocks is unknown.
 
     Raises:
-        ConfigError: The asked length exceeds what the model or the KV cache holds; both numbers.
+        ConfigError: The requested length exceeds the limit of the model or the KV cache; gives both
+            numbers.
     """
     asked = config.max_model_len if config.max_model_len is not None else model_limit
     if asked > model_limit:
@@ -228,7 +229,7 @@ def _check_room(config: EngineConfig, asked: int, group: KVGroup) -> None:
 
 
 def _more_memory(config: EngineConfig) -> str:
-    """How a lane gets a larger KV cache."""
+    """Return advice on how to give a lane a larger KV cache."""
     if config.simulated_mesh is not None:
         return f"give a lane more of {config.simulated_mesh.board}'s chips"
     if config.mesh is None:

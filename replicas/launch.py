@@ -1,13 +1,13 @@
-"""Start an engine process, follow its start, notice its end or that it hangs, stop it.
+"""Start, supervise and stop an engine process.
 
-Owner of the child process: whoever holds the `EngineHandle`. Closing it closes the pipe that the
-engine lives by, so an engine never outlives its parent, however the parent ends.
+Owner of the child process: the holder of the `EngineHandle`. The engine ends when the pipe on its
+stdin closes, so it never outlives its parent, however the parent ends.
 
-A device that hangs takes the engine's core thread with it, and maybe the whole interpreter, so it
-is this process that watches: the engine sends beats that say how far its core thread is, and one
-that stays in a step, or sends no beat, for `step_timeout_s` is killed. Routers have long given it
-nothing new by then (`replicas.engine.pulse`): the kill is for what is left on it and for its mesh.
-When it begins to stall its stacks are logged (`replicas.stall_watch`), a kill leaves none.
+A hung device blocks the engine's core thread and possibly the whole interpreter, so the parent
+watches: the engine sends beats with the state of its core thread, and an engine that stays in one
+step, or sends no beat, for `step_timeout_s` is killed. Routers have long stopped sending it
+requests by then (`replicas.engine.pulse`); the kill ends its remaining requests and frees its mesh.
+Its stacks are logged when it begins to stall (`replicas.stall_watch`), because a kill leaves none.
 """
 
 from __future__ import annotations
@@ -50,31 +50,31 @@ if TYPE_CHECKING:
     from replicas.messages import EngineDescription
 
 LOOK_S = 0.5
-"""How often an engine's beats are looked at."""
+"""Interval at which an engine's beats are checked."""
 _LOOK_DRAINED_S = 0.1
 HAND_OVER_SHARE = 0.75
-"""Of the time that an engine has to drain: what still runs after this share of it might not end."""
+"""Share of the drain timeout after which the remaining requests are handed to other engines."""
 _ENGINE = "replicas.engine.process"
 KNOWN_STEP_S = 60.0
-"""Longest step, at least, of an engine whose warm-up has run all that will ever run."""
+"""Least step timeout of an engine whose warm-up has run every shape that it will ever run."""
 UNKNOWN_STEP_S = 300.0
-"""And of one that may yet compile, or whose host computes: minutes are no sign of a fault there."""
+"""Least step timeout of an engine that may still compile, or that computes on the host's CPU."""
 MESH_STOP_S = 60.0
-"""How long an engine may take to close a mesh; one that was not closed has to be reset."""
+"""Time for an engine to close its mesh; a mesh that was not closed must be reset."""
 
 Hang = Literal["step", "frozen"]
-"""step: the core thread does not get on; frozen: nothing in the process does."""
+"""step: the core thread is stuck in a step. frozen: no thread sends beats."""
 
 
 class HangWatch:
-    """Tells an engine that hangs from one that is slow or idle.
+    """Detector of a hung engine, as opposed to a slow or idle one.
 
-    Counts its own looks and reads no clock: a machine that slept must not end its engines.
+    Counts its own checks and reads no clock, so that a suspended machine does not kill its engines.
 
     Args:
-        timeout_s: How long a step may take, and how long no beat may come; rounded up to looks. A
-            step that waits for other engines may take twice as long: who holds them all up is
-            ended first, and the others hear of that.
+        timeout_s: Longest step and longest time without a beat; rounded up to whole checks. A step
+            that waits for other engines of a gang may take twice as long: the engine that holds up
+            the gang is killed first, and the others learn of that.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -84,11 +84,11 @@ class HangWatch:
         self._num_looks_without_beat = 0
 
     def look(self, beats: Sequence[int], *, stalls: bool = False) -> Hang | None:
-        """Take the beats since the last look, `LOOK_S` ago; says whether the engine hangs.
+        """Process the beats since the last check, `LOOK_S` ago; return the kind of hang, or None.
 
         Args:
             beats: Values of `Pulse.count`, in order.
-            stalls: Whether it has said that it does, with the last of them.
+            stalls: Whether the engine reported a stall with the last of them.
         """
         self._num_looks_without_beat = 0 if beats else self._num_looks_without_beat + 1
         count = beats[-1] if beats else self._count
@@ -103,22 +103,22 @@ class HangWatch:
 
 
 class EngineHandle:
-    """A started engine process.
+    """Handle of a started engine process.
 
     Args:
         process: The process.
         description: What the engine is.
         keys: The secrets with which it was started.
-        stop_s: How long it may take to end when it is told to.
-        role: What it was started with.
+        stop_s: Seconds that the engine may take to end when asked to.
+        role: The role that it was started with.
 
     Attributes:
         description: What the engine is.
-        keys: What a client proves itself to it with.
-        role: What it takes; while it changes that, what it took.
-        next_role: What it was last told to take.
-        drained: Set once the engine has said that it is; see `drain`.
-        failure: Why it was killed, if it hung, or what it said when it ended; otherwise None.
+        keys: The secrets that clients authenticate with.
+        role: Its role; during a change still the old one.
+        next_role: The role that was last requested.
+        drained: Set once the engine reports that it is drained; see `drain`.
+        failure: Why a hung engine was killed, or the reason that it reported at its end; else None.
     """
 
     def __init__(
@@ -140,17 +140,17 @@ class EngineHandle:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process still runs and does not hang."""
+        """Whether the process runs and does not hang."""
         return self.failure is None and self._process.poll() is None
 
     def wait(self) -> int:
-        """Block until the process ends; its exit code."""
+        """Block until the process ends; return its exit code."""
         return self._process.wait()
 
     def call_at_exit(self, callback: Callable[[int], None]) -> None:
-        """Call `callback(exit code)` from a thread of its own once the process has ended.
+        """Call `callback(exit code)` from a separate thread once the process has ended.
 
-        Whatever it said before that is known by then.
+        All reports of the process have been read by then.
         """
 
         def watch() -> None:
@@ -164,7 +164,7 @@ class EngineHandle:
     def watch(
         self, reports: _Reports, process_fd: int, dump_fd: int, step_timeout_s: float
     ) -> None:
-        """Hear the process from now on, and kill it if it hangs; the descriptors are owned."""
+        """Start reading the process's reports, and kill it if it hangs; owns the descriptors."""
         self._watcher = threading.Thread(
             target=_watch_for_hang,
             args=(self, self._process, reports, process_fd, dump_fd, step_timeout_s),
@@ -174,16 +174,16 @@ class EngineHandle:
         self._watcher.start()
 
     def drain(self, timeout_s: float) -> bool:
-        """Let the engine take no more requests, and wait until those that it has are done.
+        """Make the engine refuse new requests, and wait until its requests are done.
 
-        Nobody else can: it goes through the pipe that this process alone holds. What still runs
-        when little of the time is left is asked to go on elsewhere (`HAND_OVER_SHARE`).
+        Only the parent can do this, as the order goes through the pipe that only it holds. Requests
+        that still run after `HAND_OVER_SHARE` of the time are handed over to other engines.
 
         Args:
-            timeout_s: How long to wait.
+            timeout_s: Longest time to wait.
 
         Returns:
-            Whether it is idle now; False if the time was too short or the engine is gone.
+            Whether the engine is idle; False if the time ran out or the engine is gone.
         """
         began_s = time.monotonic()
         for line, share in ((DRAIN_LINE, HAND_OVER_SHARE), (HAND_OVER_LINE, 1.0)):
@@ -196,43 +196,43 @@ class EngineHandle:
         return self.drained.is_set() and self.is_alive
 
     def change_role(self, role: Role) -> bool:
-        """Let the engine take another role once nothing is left of this one; returns at once.
+        """Order the engine to change its role once its present requests are done; return at once.
 
-        The engine takes nothing new until then, and `role` is the new one from then on. Told to
-        take its present role, it stays with it.
+        The engine refuses new requests until then; afterwards `role` is the new one. Ordered to its
+        present role, it keeps it.
 
         Args:
             role: Prefill or decode.
 
         Returns:
-            Whether it was told; False if the engine is gone.
+            Whether the order was sent; False if the engine is gone.
         """
         self.next_role = role
         return self._say(b"role " + role.encode())
 
     def probe(self) -> None:
-        """Let an engine without requests take a step, and return: if it hangs it is killed."""
+        """Make an idle engine run a step, so that a hung device is noticed; return at once."""
         self._say(PROBE_LINE)
 
     def _say(self, line: bytes) -> bool:
-        """Tell the engine something; False if it has ended, or was stopped."""
+        """Send the engine an order; return False if it has ended or was stopped."""
         assert self._process.stdin is not None
         try:
-            # Not through its buffer, which would keep what nobody reads, and fail again at its end.
+            # Bypass the buffered writer: it would keep unread bytes and raise again when it closes.
             os.write(self._process.stdin.fileno(), line + b"\n")
         except (OSError, ValueError):
             return False
         return True
 
     def stop(self) -> None:
-        """End the process: ask by closing its stdin, kill if it takes too long. Idempotent."""
+        """End the process: close its stdin, and kill it after `stop_s`. Idempotent."""
         if self._process.stdin is not None and not self._process.stdin.closed:
             self._process.stdin.close()
         try:
             self._process.wait(timeout=self._stop_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            # A process that is stuck in a driver's call ends only when the call does.
+            # A process stuck in a driver call ends only when that call returns.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=STOP_S)
 
@@ -245,7 +245,7 @@ def _watch_for_hang(
     dump_fd: int,
     timeout_s: float,
 ) -> None:
-    """Kill the process if it hangs. Runs on a thread of its own until the process ends."""
+    """Kill the process if it hangs. Runs on its own thread until the process ends."""
     watch = HangWatch(timeout_s)
     stalls = StallReports(process.pid, process_fd, dump_fd, LOOK_S, STALL_S)
     ended = select.poll()
@@ -257,16 +257,16 @@ def _watch_for_hang(
             beats = [report.beat for report in said if report.beat is not None]
             hang = watch.look(beats, stalls=stalls.is_stalled)
             if hang is not None and not ended.poll(0):
-                # Before the process ends: whoever notices that must find out why.
+                # Set before the kill, so that code woken by the process's end finds the reason.
                 handle.failure = _hang_error(hang, timeout_s)
                 process.kill()
                 return
-        # Its last words, as why it ended.
+        # The last report says why the process ended.
         _hear(handle, reports)
 
 
 def _hear(handle: EngineHandle, reports: _Reports) -> list[EngineReport]:
-    """What the engine has said since the last time."""
+    """Read the engine's new reports, apply them to the handle and return them."""
     said = reports.read(0.0) or []
     if any(report.is_drained for report in said):
         handle.drained.set()
@@ -279,9 +279,9 @@ def _hear(handle: EngineHandle, reports: _Reports) -> list[EngineReport]:
 
 
 def _hang_error(hang: Hang, timeout_s: float) -> EngineDeadError:
-    what = "a step did not end" if hang == "step" else "nothing in its process moved"
+    what = "a step did not end" if hang == "step" else "its process sent no beat"
     return EngineDeadError(
-        f"the engine hung and was killed: {what} within {timeout_s:g} s, its step_timeout_s"
+        f"the engine hung and was killed: {what} within {timeout_s:g} s (step_timeout_s)"
     )
 
 
@@ -295,16 +295,16 @@ def start_engine(
     """Start an engine and wait until it is ready.
 
     Args:
-        config: The engine's configuration; without keys it gets a secret of its own, which the
-            handle has.
-        host: Address of this host that the engine listens on: loopback, if it has no keys.
-        env: The child's whole environment (device binding, thread counts); None inherits. A mesh
-            that names its devices is bound to these, whatever it says.
+        config: The engine's configuration; without keys a secret is generated, see
+            `EngineHandle.keys`.
+        host: Address of this host that the engine listens on; must be loopback without keys.
+        env: The child's whole environment (device binding, thread counts); None inherits. A mesh's
+            `visible_devices` override it.
         progress: Called with (stage, fraction done) as the engine reports it.
 
     Raises:
-        EngineStartError: The engine failed, ended, or hung before it was ready, or may not listen
-            on that address; carries the reason.
+        EngineStartError: The engine failed, ended or hung before it was ready, or may not listen on
+            that address; carries the reason.
     """
     config = with_registered_generator(_with_secret(config, host))
     config = with_places(config, _inherited(env))
@@ -314,7 +314,7 @@ def start_engine(
     except ConfigError as error:
         raise EngineStartError(str(error)) from error
     process, reports, ready_fd, dump_fd = _spawn(environment)
-    # Before anybody may wait for it, and its number be another's.
+    # Open the pidfd before the process can be reaped and its id reused.
     process_fd = os.pidfd_open(process.pid)
     arguments = EngineArguments(
         config=config,
@@ -344,10 +344,11 @@ def start_engine(
 
 
 def _spawn(environment: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], _Reports, int, int]:
-    """Start a process that waits for its arguments.
+    """Start an engine process, which then waits for its arguments.
 
     Returns:
-        The process, its reports, where it writes these, and the file for its stacks.
+        The process, its reports, the descriptor that it writes them to, and the file for its
+        stacks.
     """
     read_fd, write_fd = os.pipe()
     dump_fd = new_dump_file()
@@ -368,9 +369,9 @@ def _spawn(environment: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], _Re
 
 
 def _with_secret(config: EngineConfig, host: str) -> EngineConfig:
-    """The configuration of an engine that nobody can speak to who was not given its secret.
+    """Return the configuration with a secret, so that only clients that hold it can connect.
 
-    One that is its parent's alone, as an offline one is, gets a secret of its own.
+    An engine without configured keys, such as an offline one, gets a random secret.
     """
     try:
         check_listen_host(host, has_secrets=bool(config.keys.secrets))
@@ -383,17 +384,17 @@ def _with_secret(config: EngineConfig, host: str) -> EngineConfig:
 
 
 def step_timeout_s(config: EngineConfig, warm_up_s: float) -> float:
-    """How long a step of an engine may take before the engine is killed.
+    """Return how long a step of an engine may take before the engine is killed.
 
-    This package's generators run every shape on a mesh in their warm-up, where all compiling is
-    done: no later step takes as long as the whole of it. A class of somebody else may compile what
-    a request brings, and a kill in the middle would only begin it anew; on the CPU there is no
-    device that hangs, and a step is as slow as its host. No step is ended that may take so long by
-    its number of tokens before it counts as stalled.
+    ttserve's own generators run every shape on a mesh during warm-up, including all compilation, so
+    no later step takes longer than the whole warm-up. A third-party class may compile during a
+    request, and a kill would only repeat that; on the CPU no device hangs, and a step is as slow as
+    its host. The timeout is never shorter than the time after which a step of the largest batch
+    counts as stalled.
 
     Args:
-        config: The engine's configuration; what it says is taken.
-        warm_up_s: How long its warm-up took.
+        config: The engine's configuration; its `step_timeout_s` takes precedence.
+        warm_up_s: Duration of its warm-up.
     """
     if config.step_timeout_s is not None:
         return config.step_timeout_s
@@ -403,16 +404,16 @@ def step_timeout_s(config: EngineConfig, warm_up_s: float) -> float:
 
 
 def stop_timeout_s(config: EngineConfig) -> float:
-    """How long an engine of this configuration may take to end before it is killed."""
+    """Return how long an engine may take to end before it is killed."""
     return STOP_S if config.mesh is None else MESH_STOP_S
 
 
 def child_environment(config: EngineConfig, env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Environment to start an engine with; see `mesh_environment`, which may raise.
+    """Return the environment to start an engine with; raises as `mesh_environment` does.
 
     Args:
-        config: The engine's configuration; a mesh that names its devices is bound to these.
-        env: What the caller gives; None stands for this process's own.
+        config: The engine's configuration; a mesh's `visible_devices` are bound.
+        env: The caller's environment; None is this process's own.
     """
     return mesh_environment(config, _inherited(env))
 
@@ -422,15 +423,15 @@ def _inherited(env: Mapping[str, str] | None) -> Mapping[str, str]:
 
 
 class _Reports:
-    """The lines that an engine sends on its ready descriptor.
+    """Reader of the report lines that an engine writes to its ready descriptor.
 
     Args:
-        fd: Where they are read; owned from now on.
+        fd: Read end of the pipe; owned from now on.
     """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        # Not select(), which takes no descriptor over 1,023.
+        # Not select(), which rejects descriptors above 1,023.
         self._poll = select.poll()
         self._poll.register(fd, select.POLLIN)
         self._rest = b""
@@ -443,13 +444,13 @@ class _Reports:
         self.close()
 
     def close(self) -> None:
-        """Read no more. Idempotent."""
+        """Close the descriptor. Idempotent."""
         if self._is_open:
             self._is_open = False
             os.close(self._fd)
 
     def read(self, timeout_s: float) -> list[EngineReport] | None:
-        """Whatever has come, waiting at most so long for it; None once nothing can come."""
+        """Return the reports that arrive within `timeout_s`; None after the end of the stream."""
         if not self._poll.poll(timeout_s * 1000):
             return []
         raw = os.read(self._fd, 1 << 16)
@@ -465,7 +466,7 @@ def _await_ready(
     progress: Callable[[str, float], None],
     timeout_s: float,
 ) -> EngineReport:
-    """The report that says that the engine is ready."""
+    """Wait for the report that the engine is ready and return it."""
     watch = HangWatch(timeout_s)
     stage, num_stages = "before its first stage", 0
     signs: list[int] = []
@@ -479,13 +480,13 @@ def _await_ready(
             if report.stage is not None:
                 stage, num_stages = report.stage, num_stages + 1
                 progress(report.stage, report.fraction)
-            # A start is one long step, but for what it says of its progress.
+            # The watch sees the start as steps: an odd count is "in a step", each stage a new one.
             signs.append(2 * num_stages + 1)
         if time.monotonic() >= next_look_s:
             if watch.look(signs) is not None:
                 raise EngineStartError(
-                    f"the engine hung in its start ({stage}): no progress within {timeout_s:g} s, "
-                    "its start_timeout_s"
+                    f"the engine hung at its start ({stage}): no progress within {timeout_s:g} s "
+                    "(start_timeout_s)"
                 )
             signs.clear()
             next_look_s = time.monotonic() + LOOK_S

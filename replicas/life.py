@@ -1,11 +1,12 @@
-"""The life of a replica, in four states that are lived once each and in order. Pure.
+"""Life cycle of a replica: four states, each entered at most once and in order. Pure.
 
-STARTING: its engine loads and warms up, or nobody has heard of it yet. READY: it takes requests.
-DRAINING: it takes no more, and ends those that it has. DEAD: nothing of it is left. Any of them may
-be followed by DEAD; nothing comes back, a successor is another replica.
+- STARTING: its engine loads and warms up, or has not been discovered yet.
+- READY: it accepts requests.
+- DRAINING: it accepts no more requests and finishes those that it has.
+- DEAD: its process is gone. Any state may be followed by DEAD; a successor is a new replica.
 
-A replica that changes its role stays READY; to ingresses it looks like one that drains, until its
-engine takes requests again (`replicas.engine.duty`).
+A replica that changes its role stays READY. Ingresses see it as draining until its engine accepts
+requests again (`replicas.engine.duty`).
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from replicas.errors import EngineError
 
 
 class LifeError(EngineError):
-    """A replica was to go back to a state that it has left, or to skip being ready."""
+    """Attempt to leave the order of states: back, or from STARTING past READY."""
 
 
 class LifeState(str, Enum):
-    """See the module docstring; the values are what people read."""
+    """State of a replica; the values appear in status output."""
 
     STARTING = "starting"
     READY = "ready"
@@ -37,10 +38,10 @@ _NEXT = {
 
 
 class Life:
-    """Where a replica is in its life. Owner: whoever starts and ends it.
+    """State machine of one replica. Owner: the code that starts and stops it.
 
     Attributes:
-        state: Where it is.
+        state: The current state.
     """
 
     def __init__(self) -> None:
@@ -50,10 +51,10 @@ class Life:
         return f"Life({self.state.value})"
 
     def become(self, state: LifeState) -> None:
-        """Go on to a state.
+        """Enter the next state.
 
         Raises:
-            LifeError: It does not follow on the one before.
+            LifeError: The state does not follow the current one.
         """
         if state not in _NEXT[self.state]:
             raise LifeError(f"a replica that is {self.state.value} cannot become {state.value}")

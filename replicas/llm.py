@@ -28,14 +28,14 @@ _KV_BYTES_OFFLINE = 512 * 2**20
 
 
 class LLM:
-    """A model, ready to generate; a context manager that ends the engine.
+    """Model for offline generation; as a context manager it ends the engine on exit.
 
     Args:
         model: Folder of the model.
-        multiprocess: Run the engine in a process of its own; False steps it on this thread, which a
-            class of others on a mesh does not take.
-        skip_tokenizer_init: Work on token ids only.
-        seed: Base of the seeds of requests that bring none.
+        multiprocess: Whether to run the engine in its own process; False steps it on this thread,
+            which is not possible for a third-party class on a mesh.
+        skip_tokenizer_init: Load no tokenizer; prompts and outputs are token ids.
+        seed: Base seed for requests without a seed.
         **engine_options: Further fields of `EngineConfig`.
 
     Raises:
@@ -130,21 +130,21 @@ class LLM:
             use_tqdm: Show a progress bar.
         """
         if self._tokenizer is None:
-            raise ModelLoadError("chat needs a tokenizer; do not skip its initialisation")
+            raise ModelLoadError("chat needs a tokenizer; remove skip_tokenizer_init=True")
         text = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
         token_ids = self._tokenizer.encode(text, add_special_tokens=False)
         return self.generate(token_ids, sampling_params, use_tqdm=use_tqdm)
 
     def get_tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer, unless it was skipped."""
+        """Return the model's tokenizer; None if it was skipped."""
         return self._tokenizer
 
     def get_metrics(self) -> EngineMetrics:
-        """Every counter of the engine; call it between generations."""
+        """Return every counter of the engine; must not run during `generate`."""
         return self._client.metrics()
 
     def reset_prefix_cache(self) -> None:
-        """Forget cached blocks."""
+        """Drop all cached blocks."""
         self._client.reset_prefix_cache()
 
     def shutdown(self) -> None:
@@ -176,7 +176,7 @@ def _progress_bar(*, disable: bool = False) -> Progress:
 
 @contextmanager
 def _named(what: str) -> Iterator[None]:
-    """Say whose a refusal is."""
+    """Prefix refusals with the name of the prompt that they concern."""
     try:
         yield
     except InvalidRequestError as error:
@@ -184,7 +184,7 @@ def _named(what: str) -> Iterator[None]:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """The prompts of a batch; what holds neither text nor lists is one prompt."""
+    """Return the prompts of a batch; a flat list of token ids is a single prompt."""
     if isinstance(prompts, list | tuple) and (
         not prompts or isinstance(prompts[0], str | bytes | list | tuple)
     ):
@@ -200,5 +200,7 @@ def _one_for_each(
     if isinstance(params, SamplingParams):
         return [params] * count
     if len(params) != count:
-        raise ValueError(f"{len(params)} sampling parameters for {count} prompts")
+        raise ValueError(
+            f"got {len(params)} sampling parameters for {count} prompts; give one, or one each"
+        )
     return list(params)

@@ -33,15 +33,15 @@ Prompt = str | list[int]
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """The generated part of a request, as far as it has come.
+    """Output of one choice of a request so far.
 
     Attributes:
-        index: Which of the request's choices, from 0 on.
-        token_ids: Its tokens, an end token included.
-        finish_reason: Why it ended, or None.
+        index: Index of the choice, from 0.
+        token_ids: Its tokens, including an end token.
+        finish_reason: Why it ended, or None while it runs.
         stop_reason: The stop string or token id that ended it, if one did.
-        logprobs: As in `OutputDelta`, of all tokens; None if they were not asked for.
-        processor: What makes its text.
+        logprobs: For all tokens as in `OutputDelta`; None if not requested.
+        processor: Processor that detokenizes the choice.
     """
 
     index: int = 0
@@ -53,20 +53,20 @@ class CompletionOutput:
 
     @property
     def text(self) -> str:
-        """Its text, made when it is read."""
+        """Its text, detokenized when read."""
         return self.processor.text(self.index) if self.processor is not None else ""
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request and what came of it so far.
+    """Output of a request so far.
 
     Attributes:
         request_id: Its id.
-        prompt: Its text, or None when token ids were given.
+        prompt: Its prompt as text; None if token ids were given.
         prompt_token_ids: Its prompt as tokens.
         outputs: One for each choice.
-        finished: Whether nothing more will come.
+        finished: Whether the output is complete.
         num_cached_tokens: Prompt tokens found in the prefix cache.
     """
 
@@ -81,13 +81,13 @@ class RequestOutput:
     def of(
         cls, request: EngineRequest, prompt: Prompt, processor: OutputProcessor
     ) -> RequestOutput:
-        """Nothing yet of a request, whose outputs this processor is to take."""
+        """Create the empty output of a request that this processor will fill."""
         text = prompt if isinstance(prompt, str) else None
         choices = [CompletionOutput(i, processor=processor) for i in range(request.sampling.n)]
         return cls(request.request_id, text, request.prompt_token_ids, choices)
 
     def apply(self, delta: OutputDelta, processor: OutputProcessor) -> None:
-        """Add what one step brought to one choice, as the request's processor made it."""
+        """Append one step's output for one choice, as produced by the request's processor."""
         output = self.outputs[delta.choice]
         output.token_ids.extend(delta.token_ids)
         output.finish_reason = delta.finish_reason
@@ -99,11 +99,11 @@ class RequestOutput:
 
 
 def to_token_ids(prompt: Prompt, tokenizer: Tokenizer | None, facts: EngineFacts) -> list[int]:
-    """The prompt as tokens, checked for what this engine takes.
+    """Return the prompt as token ids that this engine accepts.
 
     Raises:
-        InvalidRequestError: It is empty, leaves no room for output, is text without a tokenizer or
-            with half a character, or has something that is no token id of the model.
+        InvalidRequestError: The prompt is empty, leaves no room for output, is text without a
+            tokenizer or with a lone surrogate, or contains an invalid token id.
     """
     token_ids = _encoded(prompt, tokenizer) if isinstance(prompt, str) else _plain_ids(prompt)
     if not token_ids:
@@ -130,7 +130,7 @@ def _encoded(text: str, tokenizer: Tokenizer | None) -> list[int]:
         text.encode()
     except UnicodeEncodeError as error:
         raise InvalidRequestError(
-            "prompt", f"prompt[{error.start}] is half a character (a lone surrogate)"
+            "prompt", f"prompt[{error.start}] is a lone surrogate, half of a character"
         ) from error
     return tokenizer.encode(text)
 
@@ -149,12 +149,12 @@ def _plain_ids(prompt: object) -> list[int]:
 
 
 class LLMEngine:
-    """Runs requests to completion, step by step.
+    """Engine front end that runs requests to completion, step by step.
 
     Args:
-        client: The engine.
+        client: Client of the engine.
         tokenizer: The model's tokenizer; None works on token ids only.
-        seed: Base of the seeds of requests that bring none.
+        seed: Base seed for requests without a seed.
     """
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, seed: int = 0) -> None:
@@ -177,8 +177,8 @@ class LLMEngine:
 
         Args:
             prompt: Text or token ids.
-            sampling_params: How to continue it.
-            request_id: Unique among the live ones; None makes one.
+            sampling_params: Sampling parameters.
+            request_id: Unique among live requests; None generates one.
 
         Returns:
             The request's id.
@@ -212,11 +212,11 @@ class LLMEngine:
         """Wait for the outputs of at least one engine step.
 
         Returns:
-            The requests that got something new; finished ones are forgotten here.
+            The requests with new output; finished ones are dropped from the engine.
 
         Raises:
             EngineDeadError: The engine is gone.
-            RequestRefusedError: The engine did not take a request, which is forgotten here.
+            RequestRefusedError: The engine refused a request, which is dropped.
         """
         changed: dict[str, RequestOutput] = {}
         try:
@@ -229,7 +229,7 @@ class LLMEngine:
         return list(changed.values())
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has anything to wait for."""
+        """Return whether any request is unfinished."""
         return bool(self._requests)
 
     def abort_request(self, request_ids: Sequence[str]) -> None:

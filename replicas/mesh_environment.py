@@ -1,7 +1,7 @@
-"""What an engine on a mesh finds in its environment: read by ttnn, and by classes of others.
+"""Environment variables of an engine on a mesh, read by ttnn and by third-party classes.
 
-Everything but the boards and the model is a default: what the caller's environment says goes
-before it.
+Only the variables for boards and model are fixed. All others are defaults, which the caller's
+environment overrides.
 
 Sources: what tt-inference-server sets for each device and model (workflows/model_spec.py and its
 model_specs), and how tt_transformers' model_config.py reads it.
@@ -36,28 +36,29 @@ if TYPE_CHECKING:
 
 MODEL = "HF_MODEL"
 CACHE = "TT_CACHE_PATH"
-"""Where classes of tt-metal keep converted weights and zeros for KV caches. Without it they write
-beside a checkpoint that is named by its path, and they take whatever lies there for their own."""
+"""Folder in which tt-metal's classes keep converted weights and zeros for KV caches. Without it
+they write beside a checkpoint named by its path, and use any file that they find there."""
 
 _ARCH_NAMES = {"wormhole": "wormhole_b0", "blackhole": "blackhole"}
 _DISPATCH_ON_ETHERNET = "wormhole_b0_80_arch_eth_dispatch.yaml"
-"""Commands go out from cores of the Ethernet, so that all 64 others compute."""
+"""Dispatches commands from Ethernet cores, so that all 64 other cores compute."""
 _HAS_ETHERNET_DISPATCH = frozenset({"N300", "T3K", "GalaxyT3K"})
 _THROTTLE = "5"
-"""How much matrix products are held back on a Galaxy, against swings of its chips' current."""
+"""Throttling level of matrix products on a Galaxy, which limits swings of the chips' current."""
 _DESCRIPTORS = {"P300": "p300", "GalaxyT3K": "t3k"}
-"""Of meshes that are a part of a larger machine, which ttnn would take for the whole of it."""
+"""Meshes that are part of a larger machine, which ttnn would otherwise open as a whole."""
 
 
 def mesh_environment(config: EngineConfig, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The whole environment of an engine.
+    """Return the complete environment of an engine.
 
     Args:
-        config: The engine's configuration; without a mesh nothing is added.
-        inherited: What the caller gives.
+        config: The engine's configuration; without a mesh, `inherited` is returned unchanged.
+        inherited: The caller's environment.
 
     Raises:
-        ConfigError: A class of others would need a link in the cache of a user who has none.
+        ConfigError: A third-party class needs a link in the user's cache, but there is no home
+        folder.
     """
     mesh = config.mesh
     if mesh is None:
@@ -69,11 +70,11 @@ def mesh_environment(config: EngineConfig, inherited: Mapping[str, str]) -> dict
 
 
 def with_places(config: EngineConfig, environment: Mapping[str, str]) -> EngineConfig:
-    """With where a mesh's class of others comes from, as Tenstorrent's own tools are told it.
+    """Fill in where third-party classes are found, from the variables of Tenstorrent's tools.
 
     Args:
-        config: The engine's configuration; what it says itself is left.
-        environment: Of whoever starts it.
+        config: The engine's configuration; fields that it sets are kept.
+        environment: Environment of the process that starts the engine.
     """
     mesh = config.mesh
     if mesh is None or config.uses_native_generator:
@@ -87,15 +88,15 @@ def with_places(config: EngineConfig, environment: Mapping[str, str]) -> EngineC
 
 
 def check_generator(config: EngineConfig, environment: Mapping[str, str]) -> None:
-    """Refuse a mesh's class of others that is not on this host, as far as files tell.
+    """Refuse a third-party generator class that cannot be found in this host's files.
 
     Args:
         config: The engine's configuration.
-        environment: Of whoever would start it.
+        environment: Environment of the process that would start the engine.
 
     Raises:
-        ConfigError: Its generator is no name that stands for a class, or the class's module is not
-            here; says what to write or to set.
+        ConfigError: The generator is not a known name, or the class's module is missing; says what
+            to write or to set.
     """
     config = with_places(with_registered_generator(config), environment)
     mesh, name = config.mesh, config.generator
@@ -106,14 +107,14 @@ def check_generator(config: EngineConfig, environment: Mapping[str, str]) -> Non
 
 
 def make_folders(config: EngineConfig, environment: Mapping[str, str]) -> None:
-    """Make what a foreign class finds by its environment: a model's other name, and its cache.
+    """Create the model link and the cache folder that the environment of a foreign class names.
 
     Args:
         config: The engine's configuration.
-        environment: Of `mesh_environment`.
+        environment: The result of `mesh_environment`.
 
     Raises:
-        ConfigError: It cannot be written; says what to set.
+        ConfigError: One of them cannot be created; says what to set.
     """
     if config.mesh is None or config.uses_native_generator:
         return
@@ -125,14 +126,14 @@ def make_folders(config: EngineConfig, environment: Mapping[str, str]) -> None:
                 name.symlink_to(Path(config.model).absolute(), target_is_directory=True)
         except OSError as error:
             raise ConfigError(
-                f"cannot name {config.model} by a link {name}: {error.strerror}; give a folder "
-                f"that is called {name.name} as the model"
+                f"cannot create the link {name} to model {config.model}: {error.strerror}; use a "
+                f"model folder that is called {name.name}"
             ) from error
     if CACHE not in environment:
         if config.mesh.weight_cache_folder is None:
             raise ConfigError(
-                f"classes of tt-metal would keep converted weights beside the model, as {NO_HOME}, "
-                "or mesh.weight_cache"
+                f"tt-metal's classes have no folder for converted weights: {NO_HOME}, "
+                "or set mesh.weight_cache"
             )
         return
     folder = Path(environment[CACHE])
@@ -142,19 +143,19 @@ def make_folders(config: EngineConfig, environment: Mapping[str, str]) -> None:
             raise PermissionError("this user may not write there")
     except OSError as error:
         raise ConfigError(
-            f"{CACHE} {folder}, where classes of tt-metal keep converted weights, cannot be used: "
-            f"{error}; set mesh.weight_cache to a folder that can be written"
+            f"{CACHE} {folder}, the folder for tt-metal's converted weights, cannot be used: "
+            f"{error}; set mesh.weight_cache to a writable folder"
         ) from error
 
 
 def _file_defaults(inherited: Mapping[str, str]) -> dict[str, str]:
-    """What keeps ttnn from leaving files where they are in the way."""
-    # ttnn starts its MPI library in every process, whose shared-memory transport leaves a file in
-    # /dev/shm after each, for ever. An engine is one process and sends to nobody by MPI.
+    """Return defaults that keep ttnn from leaving files in shared or current folders."""
+    # ttnn initialises MPI in every process, and MPI's shared-memory transport leaves a file in
+    # /dev/shm each time. An engine is one process and sends no MPI messages, so "self" is enough.
     defaults = {"OMPI_MCA_btl": "self"}
     cache = user_cache(inherited.get("HOME"))
     if cache is not None:
-        # It would make a folder `generated` in whatever folder the engine is started from.
+        # Otherwise ttnn creates a folder `generated` in the engine's working folder.
         defaults["TT_METAL_LOGS_PATH"] = str(cache / "ttnn-logs")
     return defaults
 
@@ -162,7 +163,7 @@ def _file_defaults(inherited: Mapping[str, str]) -> dict[str, str]:
 def _power_and_fabric(
     config: EngineConfig, mesh: MeshConfig, inherited: Mapping[str, str]
 ) -> dict[str, str]:
-    """What the boards need, whoever's class runs on them."""
+    """Return defaults that depend on the boards, for any generator class."""
     spec = mesh.spec
     defaults = {}
     route = ROUTES.get(config.generator or "")
@@ -178,12 +179,12 @@ def _power_and_fabric(
 
 
 def _metal_home(mesh: MeshConfig, inherited: Mapping[str, str]) -> str | None:
-    """The checkout of tt-metal that the engine finds, or None."""
+    """Return the tt-metal checkout that the engine uses, or None."""
     return mesh.tt_metal_home or inherited.get(METAL_HOME) or None
 
 
 def _mesh_graph_descriptor(name: str, metal_home: str | None) -> Path | None:
-    """The file in the checkout of tt-metal, or else in the ttnn package."""
+    """Return the descriptor's path in the tt-metal checkout, else in the ttnn package, or None."""
     package = find_ttnn()
     roots = (
         Path(metal_home) if metal_home is not None else None,
@@ -197,7 +198,7 @@ def _mesh_graph_descriptor(name: str, metal_home: str | None) -> Path | None:
 def _foreign_defaults(
     config: EngineConfig, mesh: MeshConfig, inherited: Mapping[str, str]
 ) -> dict[str, str]:
-    """What classes of tt-metal read while they load."""
+    """Return defaults that tt-metal's classes read while they load."""
     spec = mesh.spec
     defaults = {"ARCH_NAME": _ARCH_NAMES[spec.arch], **route_environment(config.generator)}
     if spec.name in _HAS_ETHERNET_DISPATCH:
@@ -209,9 +210,9 @@ def _foreign_defaults(
 
 
 def _cache_folder(config: EngineConfig, mesh: MeshConfig, metal_home: str | None) -> Path | None:
-    """A folder that belongs to these weights, this class, mesh and precision alone.
+    """Return a folder specific to these weights, this class, mesh and precision.
 
-    None without a readable model, of which the engine says more, or a place for it.
+    None if the model is unreadable (the engine reports that in detail) or the user has no cache.
     """
     folder = mesh.weight_cache_folder
     try:
@@ -222,7 +223,7 @@ def _cache_folder(config: EngineConfig, mesh: MeshConfig, metal_home: str | None
         return None
     package = find_ttnn()
     version = None if package is None else package.version
-    # Releases of a class may convert to other layouts.
+    # Different releases of a class may convert to different layouts.
     source = (config.generator, metal_home, version)
     digest = hashlib.blake2b(repr((*weights, source)).encode(), digest_size=12)
     spec = mesh.spec
@@ -232,7 +233,7 @@ def _cache_folder(config: EngineConfig, mesh: MeshConfig, metal_home: str | None
 
 
 def _bindings(config: EngineConfig, mesh: MeshConfig) -> dict[str, str]:
-    """What the configuration decides, whatever the environment says."""
+    """Return variables that the configuration fixes, overriding the environment."""
     variables: dict[str, str] = {}
     if mesh.visible_devices is not None:
         variables[VISIBLE_DEVICES] = ",".join(map(str, mesh.visible_devices))
@@ -244,12 +245,12 @@ def _bindings(config: EngineConfig, mesh: MeshConfig) -> dict[str, str]:
 
 
 def _named_model(folder: str) -> str:
-    """A path of a model whose last part is the model's name: classes of tt-metal go by that alone.
+    """Return a path of the model that ends in its name, by which tt-metal's classes identify it.
 
-    The folder's own; or one for a link to it, which `make_folders` makes.
+    That is the folder itself, or a link to it that `make_folders` creates.
 
     Raises:
-        ConfigError: There is no place for a link.
+        ConfigError: A link is needed, but there is no home folder for it.
     """
     name = model_name(folder)
     if name == Path(folder).name:
@@ -258,5 +259,5 @@ def _named_model(folder: str) -> str:
     digest = hashlib.blake2b(target.encode(), digest_size=8).hexdigest()
     cache = user_cache()
     if cache is None:
-        raise ConfigError(f"cannot name {folder} by a link that is called {name}: {NO_HOME}")
+        raise ConfigError(f"cannot create a link called {name} to {folder}: {NO_HOME}")
     return str(cache / "names" / digest / name)

@@ -1,18 +1,21 @@
 """Tenstorrent chips and meshes: names, shapes and counts. Facts and arithmetic, no device.
 
-A mesh is what one engine opens: a card, or the chips of a machine as one grid. Its name is what
-`MeshConfig.name` says; an unnamed grid is written "(rows,cols)".
+A mesh is the set of chips that one engine opens: a card, or the chips of a machine as one grid.
+`MeshConfig.name` takes its name, or "(rows,cols)" for an unnamed grid.
 
 Sources: names and shapes as opened from vllm-tt-plugin (dp_discovery's presets and the worker);
-what upstream calls them, and the part of a Galaxy that is a T3K, from tt-inference-server;
-physical shapes and hosts from the mesh graph descriptors in the ttnn 0.81.1 wheel; fabric from
-the plugin's worker; DRAM from the wheel's SoC descriptors, its bandwidth from product pages; PCIe
-devices from tt-umd's cluster descriptors. Unsure, because no public description says so: the DRAM
-of a p100 (7 of 8 channels), and the grid of N150x4, whose cards share no board. TG is here the
-machine of 32 chips that each have a PCIe device; the older one, whose 32 chips are behind four
-cards, is configured with the same name and `resources: {TTNPU: 4}`. What boards a "(rows,cols)"
-grid is made of cannot be known without them: where it has another number of PCIe devices than
-`mesh_spec` supposes, the pool says so in the same way.
+upstream's names, and the part of a Galaxy that is a T3K, from tt-inference-server; physical shapes
+and hosts from the mesh graph descriptors in the ttnn 0.81.1 wheel; fabric from the plugin's worker;
+DRAM from the wheel's SoC descriptors, its bandwidth from product pages; PCIe devices from tt-umd's
+cluster descriptors.
+
+Unsure, as no public description states it: the DRAM of a p100 (7 of 8 channels), and the grid of
+N150x4, whose cards share no board.
+
+TG here is the machine of 32 chips that each have a PCIe device. The older one, with 32 chips behind
+four cards, is configured with the same name and `resources: {TTNPU: 4}`. The boards of a
+"(rows,cols)" grid are unknown here: if their number of PCIe devices differs from the assumption of
+`mesh_spec`, the pool states it in the same way.
 """
 
 from __future__ import annotations
@@ -31,12 +34,12 @@ _BIG_MACHINE = 32
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """One chip.
+    """One type of chip.
 
     Attributes:
-        name: Its name here.
-        family: "wormhole" or "blackhole": chips of a family differ by memory alone.
-        dram_bytes: Memory.
+        name: Its name in this module.
+        family: "wormhole" or "blackhole"; chips of one family differ only in memory.
+        dram_bytes: Size of the memory.
         dram_bytes_per_s: Peak bandwidth of the memory.
         dram_banks: Banks that ttnn divides the memory into.
     """
@@ -55,19 +58,19 @@ P150_CHIP = Chip("p150", "blackhole", 8 * 4_278_190_080, 512e9, dram_banks=8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshSpec:
-    """A mesh.
+    """Chips, shape and wiring of a mesh.
 
     Attributes:
-        name: As a configuration names it.
-        chip: Its chips, all alike.
-        shape: (rows, columns) as it is opened.
-        physical_shape: (rows, columns) as the chips are wired.
-        board: The card it is made of, as `replicas.boards` names it; None where that is not known.
-        num_pcie_devices: Device nodes under /dev/tenstorrent, all hosts together; what Ray counts
-            as `TTNPU`. An n300 is one for two chips, a p300 two for two. Only supposed where
-            `board` is None.
-        num_hosts: Machines that it spans.
-        is_galaxy: Whether it is made of whole Galaxies, whose rows and columns are rings.
+        name: Its name in configurations.
+        chip: Type of its chips, which are all alike.
+        shape: (rows, columns) as opened.
+        physical_shape: (rows, columns) as wired.
+        board: Kind of its cards, as named in `replicas.boards`; None if unknown.
+        num_pcie_devices: Device nodes under /dev/tenstorrent on all hosts together, which Ray
+            counts as `TTNPU`. An n300 is one device for two chips, a p300 two for two. Only an
+            assumption if `board` is None.
+        num_hosts: Number of machines that it spans.
+        is_galaxy: Whether it consists of whole Galaxies, whose rows and columns are rings.
     """
 
     name: str
@@ -86,12 +89,12 @@ class MeshSpec:
 
     @property
     def mesh_device(self) -> str:
-        """What Tenstorrent's own programs call it in MESH_DEVICE."""
+        """Its name in MESH_DEVICE, a variable of Tenstorrent's own programs."""
         return _MESH_DEVICES.get(self.name, self.name)
 
     @property
     def num_chips(self) -> int:
-        """How many chips it has."""
+        """Number of chips."""
         return self.shape[0] * self.shape[1]
 
     @property
@@ -101,7 +104,7 @@ class MeshSpec:
 
     @property
     def fabric(self) -> str | None:
-        """Member of `ttnn.FabricConfig` to set before it is opened; None for one chip."""
+        """Member of `ttnn.FabricConfig` to set before opening it; None for one chip."""
         if self.num_chips == 1:
             return None
         if not self.is_galaxy:
@@ -110,18 +113,18 @@ class MeshSpec:
 
     @property
     def dispatch_core_axis(self) -> Literal["row", "col"]:
-        """Where ttnn keeps its dispatch cores by default, on chips of this architecture."""
+        """Axis of ttnn's dispatch cores by default, on chips of this architecture."""
         return "row" if self.arch == "wormhole" else "col"
 
     def check_one_host(self) -> None:
-        """Refuse a mesh of several machines, which an engine's one process cannot open.
+        """Refuse a mesh of several machines, which a single engine process cannot open.
 
         Raises:
             ConfigError: It spans several hosts.
         """
         if self.num_hosts > 1:
             raise ConfigError(
-                f"mesh {self.name} spans {self.num_hosts} hosts, and an engine runs on one; use a "
+                f"mesh {self.name} spans {self.num_hosts} hosts, but an engine runs on one; use a "
                 f"replica for each Galaxy"
             )
 
@@ -200,8 +203,8 @@ MESHES = _meshes(
         board="galaxy-blackhole", num_pcie_devices=32, is_galaxy=True,
     ),
 )  # fmt: skip
-"""By name. T3K is the Wormhole QuietBox and LoudBox too, P150x4 and P300x2 the Blackhole ones;
-GalaxyT3K is a tray of a Wormhole Galaxy, whose eight chips are wired as a T3K's are."""
+"""Meshes by name. T3K is also the Wormhole QuietBox and LoudBox; P150x4 and P300x2 are those of
+Blackhole. GalaxyT3K is a tray of a Wormhole Galaxy, whose eight chips are wired like a T3K's."""
 
 _MESH_DEVICES = {
     "Galaxy": "TG",
@@ -229,18 +232,18 @@ _BY_KEY = {_key(name): name for name in MESHES} | _ALIASES
 
 
 def mesh_spec(name: str, *, arch: Arch | None = None) -> MeshSpec:
-    """A mesh by name, or by its grid.
+    """Return a mesh by its name or grid.
 
     Args:
         name: One of `MESHES` in any case, with or without dashes and underscores; or "(rows,cols)".
-        arch: Architecture of a mesh that is only a grid, None for "wormhole": its chips, memory
-            and fabric follow from it, and what its PCIe devices are supposed to be (on Wormhole
-            two chips to a device, as on an n300, unless it is a Galaxy or one chip). A mesh with
-            a name has its own.
+        arch: Architecture of a mesh given as a grid; None is "wormhole". It determines chips,
+            memory and fabric, and the assumed PCIe devices (on Wormhole one device for two chips,
+            as on an n300, unless it is a Galaxy or a single chip). A named mesh has its own
+            architecture.
 
     Raises:
-        ConfigError: There is no such mesh; names the known ones. Or it is of another architecture
-            than `arch`; names both.
+        ConfigError: There is no such mesh (lists the known ones), or its architecture is not
+            `arch`.
     """
     if (grid := _GRID.match(name)) is not None:
         return _grid_spec(int(grid[1]), int(grid[2]), arch or "wormhole")
@@ -253,7 +256,7 @@ def mesh_spec(name: str, *, arch: Arch | None = None) -> MeshSpec:
     spec = MESHES[known]
     if arch not in {None, spec.arch}:
         raise ConfigError(
-            f"mesh {spec.name} is of {spec.arch} chips, and arch is {arch!r}; remove arch, which "
+            f"mesh {spec.name} has {spec.arch} chips, but arch is {arch!r}; remove arch, which "
             "is for grids"
         )
     return spec
@@ -278,10 +281,10 @@ def _grid_spec(rows: int, cols: int, arch: Arch) -> MeshSpec:
 
 
 def lane_shape(spec: MeshSpec, tt_data_parallel: int) -> tuple[int, int]:
-    """Shape of one lane: a row of chips that share a copy of the model.
+    """Return the shape of one lane: a row of chips that share one copy of the model.
 
     Raises:
-        ConfigError: The lanes do not divide the chips; names both numbers.
+        ConfigError: The number of lanes does not divide the number of chips; gives both.
     """
     if tt_data_parallel < 1 or spec.num_chips % tt_data_parallel:
         raise ConfigError(

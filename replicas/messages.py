@@ -1,8 +1,8 @@
 """Wire structs between an engine and its clients: msgpack, tagged, positional, never pickled.
 
-Client to engine: one `ClientMessage` a frame. Engine to client: one `EngineFrame` per engine step
-and client, in order, on one socket, so that a snapshot never overtakes the tokens it was taken
-after. Appending a field keeps older peers working; anything else raises `PROTOCOL_VERSION`.
+A client sends one `ClientMessage` a frame. The engine sends one `EngineFrame` per step and client,
+in order and on one socket, so that a snapshot never overtakes the tokens that it accounts for.
+Appending a field keeps older peers working; any other change must raise `PROTOCOL_VERSION`.
 """
 
 from typing import Literal
@@ -19,41 +19,45 @@ from replicas.sampling_params import SamplingParams
 PROTOCOL_VERSION = 7
 
 MAX_REQUEST_ID_CHARS = 256
-"""An engine refuses a request whose id is longer."""
+"""Longest request id that an engine accepts."""
 
 RequestMode = Literal["local", "prefill", "decode"]
-"""local: prompt and output here. prefill: prompt and first token here, the KV is kept for the
-ticket's consumer. decode: slot and blocks are reserved here, the prompt's KV comes from there."""
+"""Which part of a request runs on this engine.
+
+- local: prompt and output.
+- prefill: the prompt and the first token; the KV is kept for the ticket's consumer.
+- decode: slot and blocks are reserved here, and the prompt's KV comes from a prefill engine.
+"""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 AbortReason = Literal["stop", "abort"]
-"""stop: the client has all that it wanted, as after a stop string, of which engines know none.
-abort: nobody wants the rest."""
+"""stop: the client has all that it needs, as after a stop string, which engines do not check.
+abort: the rest of the output is not wanted."""
 
 LAPSED = "the reservation lapsed before it was activated"
-"""The error of a `TokenOutput` that ends a reserved request which nobody activated in time."""
+"""Error of the `TokenOutput` that ends a reserved request that was not activated in time."""
 
 KV_TRANSFER_FAILED = "kv transfer failed"
-"""With ": " and the connector's reason, the error of a `TokenOutput` that ends a request whose KV
-did not come, where the engine must not compute it again."""
+"""Error of the `TokenOutput` that ends a request whose KV did not arrive and must not be
+recomputed. Followed by ": " and the connector's reason."""
 
 NO_LOGITS = "the model's logits are no distribution: NaN or infinite"
-"""The error of a `TokenOutput` that ends a request for which no token could be drawn."""
+"""Error of the `TokenOutput` that ends a request for which no token could be drawn."""
 
 RefusalReason = Literal["no_slot", "no_blocks", "queue_full", "draining", "duplicate", "invalid"]
 
 
 class MultimodalInput(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What stands for a run of placeholder tokens of a prompt.
+    """Data for a run of placeholder tokens in a prompt.
 
     Attributes:
-        modality: "image", for one.
+        modality: Kind of data, such as "image".
         offset: Index of the first placeholder in the prompt.
-        length: How many there are.
-        content_hash: Of `data`; equal placeholders share cached KV only under an equal one, so
-            that it has to be a cryptographic hash, made by whoever decoded the client's request.
-        data: As the client sent it, still encoded.
+        length: Number of placeholders.
+        content_hash: Hash of `data`. Placeholders share cached KV only under an equal hash, so it
+            must be cryptographic and computed by the process that decoded the client's request.
+        data: The client's data, still encoded.
     """
 
     modality: str
@@ -64,21 +68,21 @@ class MultimodalInput(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class EngineRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One request, from the HTTP edge to the engine: made once, passed on as it is.
+    """One request from the HTTP edge to the engine: created once, passed on unchanged.
 
     Attributes:
-        request_id: Unique among all live requests, whatever the client called its own.
+        request_id: Unique among all live requests; independent of the HTTP client's own id.
         prompt_token_ids: At least one token id, each inside the vocabulary.
-        sampling: Validated parameters with a seed; `sampling.n` says how many choices to make.
-        cache_salt: Requests share cached KV, here and in a store, only under the same salt.
-        adapter: Name of the LoRA adapter to apply; "" is the model as it is.
-        priority: Lower ones go first; equal ones in order of arrival.
-        tenant: On whose account it runs; "" where nobody keeps accounts.
-        timeout_s: Seconds from its arrival after which nobody waits for it; None: no end.
-        multimodal: What stands for placeholder tokens of the prompt, in order.
-        session: Requests of one session like to be together; "" is none.
-        ttft_s: Seconds that its first token may take; None: as long as everybody's may.
-        tpot_s: Seconds that each further token may take in the mean; None: as everybody's may.
+        sampling: Validated parameters with a seed; `sampling.n` is the number of choices.
+        cache_salt: Requests share cached KV, in engines and stores, only under equal salts.
+        adapter: Name of the LoRA adapter to apply; "" is the base model.
+        priority: Lower values run first; equal ones in order of arrival.
+        tenant: Tenant that the request is accounted to; "" without accounting.
+        timeout_s: Seconds from arrival after which the client stops waiting; None is no limit.
+        multimodal: Data for placeholder tokens of the prompt, in order.
+        session: Requests of one session prefer the same replica; "" is none.
+        ttft_s: Target for the time to first token in seconds; None is the cluster's default.
+        tpot_s: Target for the mean time per further token; None is the cluster's default.
     """
 
     request_id: str
@@ -95,10 +99,10 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tpot_s: float | None = None
 
     def check_supported(self) -> None:
-        """Refuse what the seams carry and no engine does yet.
+        """Refuse features that the wire format carries but engines do not support yet.
 
         Raises:
-            InvalidRequestError: It asks for such a thing; `param` names it.
+            InvalidRequestError: The request uses one; `param` names it.
         """
         for param, is_asked in (
             ("n", self.sampling.n > 1),
@@ -113,13 +117,13 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
 def checked_request(
     request_id: str, prompt_token_ids: list[int], sampling: SamplingParams, cache_salt: str = ""
 ) -> EngineRequest:
-    """Make a request whose values have the types that the wire demands.
+    """Create a request and check the types of its values.
 
-    A frozen struct checks no types when it is made; an engine would drop what it cannot decode.
+    A frozen struct checks no types on creation, and an engine drops messages that it cannot decode.
 
     Raises:
-        InvalidRequestError: A value has another type, or asks for what no engine does yet; the
-            message says where.
+        InvalidRequestError: A value has a wrong type, or uses a feature that engines do not support
+            yet; the message says which.
     """
     request = EngineRequest(request_id, prompt_token_ids, sampling, cache_salt)
     try:
@@ -131,12 +135,12 @@ def checked_request(
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """A client introduces itself; a snapshot on its output socket answers.
+    """Client's introduction, answered by a snapshot on its output socket.
 
     Attributes:
-        protocol_version: Its `PROTOCOL_VERSION`.
-        follows_prefixes: Whether it wants to know what the prefix cache holds: a listing, and then
-            every change. A client that has missed some greets again.
+        protocol_version: The client's `PROTOCOL_VERSION`.
+        follows_prefixes: Whether the client follows the prefix caches: it gets a listing and then
+            every change. A client that missed a change sends another Hello.
     """
 
     protocol_version: int
@@ -144,18 +148,19 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
 
 
 class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag="add"):
-    """Run a request, or reserve for it; answered by one `Accepted` or `Refused`, aborted or not.
+    """Order to run a request, or to reserve capacity for it.
 
-    Those of one id, each aborted before the next, are answered in order, and nothing else is said
-    of one before.
+    Answered by exactly one `Accepted` or `Refused`, even if aborted. Requests of one id, each
+    aborted before the next, are answered in order, and a request's answer precedes its other
+    events.
 
     Attributes:
         request: What to generate.
-        mode: Which part of it runs here.
+        mode: Which part of the request runs here.
         dp_group: The DP group to use, or -1 for the engine's choice.
         ticket: For mode prefill: the sealed ticket under which the prompt's KV may be fetched.
-        token_ids: For mode decode, of an engine that is to go on with another one's stream: for
-            each choice the tokens that the client has so far; there is room for these too.
+        token_ids: For mode decode, when continuing another engine's stream: for each choice the
+            tokens that the client already has. Capacity for these is reserved, too.
     """
 
     request: EngineRequest
@@ -166,11 +171,11 @@ class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag="add"):
 
 
 class LoadKV(msgspec.Struct, frozen=True, array_like=True, tag="load"):
-    """Fetch a reserved request's KV with this ticket; a later one replaces an earlier one.
+    """Order to fetch a reserved request's KV; a later one replaces an earlier one.
 
     Attributes:
         request_id: The reserved request.
-        ticket: A sealed ticket.
+        ticket: The sealed ticket to fetch it with.
         epoch: The client's number for this attempt, with which `KVLoaded` answers.
     """
 
@@ -180,16 +185,15 @@ class LoadKV(msgspec.Struct, frozen=True, array_like=True, tag="load"):
 
 
 class LendKV(msgspec.Struct, frozen=True, array_like=True, tag="lend"):
-    """Let the ticket's consumer fetch the KV of a request that runs here, and go on meanwhile.
+    """Order to let the ticket's consumer fetch the KV of a request that keeps running here.
 
-    Only blocks that are full move: nothing is written to those any more. What cannot be lent, or
-    is taken away before it has gone, the consumer is told of as of any transfer that fails.
+    Only full blocks are sent, as they are no longer written to. If blocks cannot be lent, or are
+    freed before they were sent, the consumer sees a failed transfer.
 
     Attributes:
         request_id: The running request.
-        ticket: A sealed ticket; it says of how many of its tokens.
-        epoch: The client's number for this attempt, with which `KVLoaded` answers a ticket that is
-            no good.
+        ticket: The sealed ticket, which also states the number of tokens.
+        epoch: The client's number for this attempt; `KVLoaded` answers an invalid ticket with it.
     """
 
     request_id: str
@@ -198,15 +202,15 @@ class LendKV(msgspec.Struct, frozen=True, array_like=True, tag="lend"):
 
 
 class Activate(msgspec.Struct, frozen=True, array_like=True, tag="activate"):
-    """Start decoding a reserved request.
+    """Order to start decoding a reserved request.
 
-    One that was reserved with tokens goes on with the KV that it has by then.
+    A request that was reserved with tokens continues with the KV that has arrived by then.
 
     Attributes:
         request_id: The reserved request.
-        token_ids: For each choice the tokens that the client has already, which prefill, or a
-            decode engine that was lost, has drawn; empty: no prefill will come, run the prompt
-            here.
+        token_ids: For each choice the tokens that the client already has, drawn by the prefill
+            engine or by a lost decode engine; empty if no prefill will come and the prompt is to be
+            computed here.
     """
 
     request_id: str
@@ -214,13 +218,13 @@ class Activate(msgspec.Struct, frozen=True, array_like=True, tag="activate"):
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
-    """Drop these requests; slots and blocks are free at the next step.
+    """Order to drop requests; their slots and blocks are free at the next step.
 
-    Ids that are unknown, or another client's, are ignored, as in `LoadKV`, `LendKV`, `Activate`.
+    Unknown ids and those of other clients are ignored, as in `LoadKV`, `LendKV` and `Activate`.
 
     Attributes:
         request_ids: The requests.
-        reason: What they count as.
+        reason: The finish reason under which they are counted.
     """
 
     request_ids: list[str]
@@ -228,7 +232,7 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
 
 
 class Utility(msgspec.Struct, frozen=True, array_like=True, tag="utility"):
-    """Call a method of the engine core by name; answered by `UtilityResult`.
+    """Call of a method of the engine core by name; answered by `UtilityResult`.
 
     Attributes:
         call_id: Chosen by the client.
@@ -243,14 +247,14 @@ ClientMessage = Hello | AddRequest | LoadKV | LendKV | Activate | Abort | Utilit
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag="accepted", gc=False):
-    """The engine took the request.
+    """Acceptance of a request.
 
     Attributes:
         request_id: The request.
-        dp_group: Its DP group, or -1 while it waits for one.
-        slot: Its global slot, or -1 while it waits for one.
-        num_cached_tokens: Prompt tokens whose KV was found here (mode decode: need not be sent).
-        handle: Names it in `TokenColumns`; no other request of this incarnation ever has it.
+        dp_group: Its DP group, or -1 while it is queued.
+        slot: Its global slot, or -1 while it is queued.
+        num_cached_tokens: Prompt tokens whose KV is cached here (mode decode: need not be sent).
+        handle: The request's number in `TokenColumns`; never reused by this incarnation.
     """
 
     request_id: str
@@ -261,7 +265,7 @@ class Accepted(msgspec.Struct, frozen=True, array_like=True, tag="accepted", gc=
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused", gc=False):
-    """The engine did not take the request and keeps nothing of it."""
+    """Refusal of a request; the engine keeps no state of it."""
 
     request_id: str
     reason: RefusalReason
@@ -269,12 +273,12 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused", gc=Fa
 
 
 class KVLoaded(msgspec.Struct, frozen=True, array_like=True, tag="kv_loaded", gc=False):
-    """How the transfer into a reserved request ended, or that one cannot be lent from.
+    """End of the transfer into a reserved request, or failure to lend a request's KV.
 
     Attributes:
         request_id: The request.
-        epoch: Of the `LoadKV` or `LendKV` that this is about.
-        failure: None, or the connector's reason; reservation or stream stand in either case.
+        epoch: Epoch of the `LoadKV` or `LendKV` that this answers.
+        failure: None, or the connector's reason; reservation or stream continue in either case.
     """
 
     request_id: str
@@ -283,12 +287,12 @@ class KVLoaded(msgspec.Struct, frozen=True, array_like=True, tag="kv_loaded", gc
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """How likely a token was where one was drawn.
+    """Log probability of a token at one position.
 
     Attributes:
         token_id: The token.
         logprob: Natural logarithm of its probability.
-        rank: Its place among all tokens, 1 for the likeliest.
+        rank: Its rank among all tokens, 1 for the likeliest.
     """
 
     token_id: int
@@ -299,20 +303,20 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True, tag="tokens", gc=False):
     """New tokens of one choice of a request.
 
-    On the wire it is what there is more to say of than `TokenColumns` can: an engine's first tokens
-    of a request, an ending, log probabilities, another choice. A reader makes the others of the
-    columns (`replicas.columns`), and sees no difference.
+    On the wire it is used where `TokenColumns` does not suffice: the first tokens that an engine
+    sends of a request, an end, log probabilities, further choices. Readers convert all rows of
+    columns to this type (`replicas.columns`).
 
     Attributes:
         request_id: The request.
-        index: Output index of the first of `token_ids`; lets a reader drop duplicates.
-        token_ids: New tokens, possibly none with a finish reason.
+        index: Output index of the first of `token_ids`, by which readers drop duplicates.
+        token_ids: New tokens; may be empty with a finish reason.
         finish_reason: Set on the last output of a choice.
         stop_reason: The stop token id that ended it, if one did.
-        num_cached_tokens: Prompt tokens that came from the prefix cache, or from a store.
-        error: With finish_reason "error", which ends all choices: what happened.
-        choice: Which of the request's choices, from 0 on.
-        logprobs: If they were asked for: for each token the drawn one first, then the likeliest.
+        num_cached_tokens: Prompt tokens found in the prefix cache or in a store.
+        error: Reason, with finish_reason "error", which ends all choices.
+        choice: Index of the choice, from 0.
+        logprobs: If requested: for each position the drawn token first, then the likeliest ones.
     """
 
     request_id: str
@@ -327,14 +331,14 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, tag="tokens", gc
 
 
 class TokenColumns(msgspec.Struct, frozen=True, array_like=True, tag="columns", gc=False):
-    """The next tokens of many requests, of which there is no more to say: a column for each value.
+    """Next tokens of many requests, one column per value.
 
-    Each row goes on where what was last said of its request, here or in a `TokenOutput`, has ended.
+    Each row continues at the output index after the request's previous row or `TokenOutput`.
 
     Attributes:
-        handles: The requests, by the handles that `Accepted` gave them.
-        token_ids: Their tokens, one after the other.
-        counts: How many each has, at least 1; empty where each has one.
+        handles: Handles of the requests, from `Accepted`.
+        token_ids: Their tokens, concatenated.
+        counts: Number of tokens of each request, at least 1; empty if all are 1.
     """
 
     handles: list[int]
@@ -343,7 +347,7 @@ class TokenColumns(msgspec.Struct, frozen=True, array_like=True, tag="columns", 
 
 
 class UtilityResult(msgspec.Struct, frozen=True, array_like=True, tag="utility_result"):
-    """Answer to `Utility`: a msgpack-able result, or what went wrong."""
+    """Answer to `Utility`: a result that msgpack can encode, or an error text."""
 
     call_id: int
     result: object = None
@@ -351,20 +355,20 @@ class UtilityResult(msgspec.Struct, frozen=True, array_like=True, tag="utility_r
 
 
 class NotGreeted(msgspec.Struct, frozen=True, array_like=True, tag="not_greeted", gc=False):
-    """The engine does not know the client that sent it a message, or has given it up.
+    """Answer to a client that the engine does not know, or has dropped.
 
-    Whatever that client asked for before is gone. Alone in its frame.
+    All earlier requests of that client are gone. The only event in its frame.
     """
 
 
 EngineEvent = Accepted | Refused | KVLoaded | TokenOutput | UtilityResult | NotGreeted
-"""What readers see."""
+"""Events as readers see them."""
 WireEvent = EngineEvent | TokenColumns
-"""What is sent."""
+"""Events as they are sent."""
 
 
 def num_pairs(start: int, end: int) -> int:
-    """(token, token that it attends to) of the tokens from `start` to `end`."""
+    """Return the number of pairs (token, attended token) for the tokens `start` to `end`."""
     return (end * end - start * start) // 2
 
 
@@ -372,18 +376,18 @@ class GroupSnapshot(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Load of one DP group.
 
     Attributes:
-        num_empty_slots: Decode positions that are free.
-        num_free_blocks: For each KV group the blocks that are free or evictable.
-        num_running: Sequences that hold a slot and run.
-        num_reserved: Sequences that hold a slot and wait for their KV.
-        num_waiting: Queued sequences that will run in this group.
-        num_context_tokens: Tokens of the sequences that hold a slot, prompts to come included.
+        num_empty_slots: Free decode slots.
+        num_free_blocks: For each KV group the number of free or evictable blocks.
+        num_running: Running sequences, each with a slot.
+        num_reserved: Sequences with a slot that wait for their KV.
+        num_waiting: Queued sequences bound to this group.
+        num_context_tokens: Tokens of the sequences with a slot, prompts not yet computed included.
         max_context_tokens: The longest of these.
-        num_prompt_tokens: Tokens that are to be computed before all of these, and all that wait for
-            this group, can decode, and an equal share of those that wait for any; KV that comes
-            from elsewhere is not among them.
-        num_prompt_pairs: (token, token that it attends to) of these: attention's share of the work.
-        num_prompts: How many sequences have such tokens, likewise.
+        num_prompt_tokens: Prompt tokens still to be computed before all sequences with a slot, and
+            all that are queued for this group, can decode; plus an equal share of those queued for
+            any group. KV that comes from other engines is excluded.
+        num_prompt_pairs: Pairs (token, attended token) of these: attention's share of the work.
+        num_prompts: Number of sequences with such tokens, counted in the same way.
     """
 
     num_empty_slots: int
@@ -399,17 +403,17 @@ class GroupSnapshot(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepWork(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What one step computed, and what it took.
+    """Work and duration of one step.
 
-    DP groups step together: of each number that of the group that has most.
+    DP groups step together, so each number is the maximum over the groups.
 
     Attributes:
-        num_rows: Rows that decode.
-        num_context_tokens: Tokens of KV that these read.
+        num_rows: Decoding rows.
+        num_context_tokens: Tokens of KV that these rows read.
         max_context_tokens: Of the longest of them.
-        num_prompts: Rows that compute more than one token, or the first ones.
-        num_prompt_tokens: Tokens that these compute.
-        num_prompt_pairs: (token, token that it attends to) of these.
+        num_prompts: Rows that compute prompt tokens: more than one token, or a first one.
+        num_prompt_tokens: Tokens that these rows compute.
+        num_prompt_pairs: Pairs (token, attended token) of these.
         device_s: Seconds that the host waited for the device.
     """
 
@@ -423,22 +427,23 @@ class StepWork(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True, array_like=True):
-    """What the engine has left: the authority's view, ordered by `seq` per incarnation.
+    """Load and free capacity of an engine, ordered by `seq` per incarnation. Authoritative.
 
     Attributes:
-        seq: Counts the snapshots.
-        draining: Whether it refuses new requests.
-        num_waiting: Sequences in its queue.
-        num_waiting_tokens: Prompt tokens of these.
+        seq: Number of the snapshot.
+        draining: Whether the engine refuses new requests.
+        num_waiting: Queued sequences.
+        num_waiting_tokens: Prompt tokens of the queued sequences.
         num_steps: Steps so far.
         groups: Its DP groups.
-        role: Which part of a request it takes now.
-        step_s: Seconds that it waited for its device in the latest step with decodes; 0 before one.
-        decode_step: The latest step of decodes alone that was unlike the one before it.
+        role: The engine's present role.
+        step_s: Seconds that the host waited for the device in the latest step with decodes; 0 at
+        first.
+        decode_step: The latest step of decodes only that differed from its predecessor.
         prompt_step: The latest step with prompts.
-        hands_over: Whether what decodes here should go on elsewhere, where there is room: the
-            engine has little time left, or is about to change its role.
-        epoch: How often it has taken requests again after it drained: in each it has one role.
+        hands_over: Whether decoding requests should move to other engines that have room, because
+            this engine is about to stop or to change its role.
+        epoch: Number of times that it reopened after draining; the role is constant in an epoch.
     """
 
     seq: int
@@ -456,7 +461,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag="BlockStored", gc=False):
-    """Blocks can be found from now on.
+    """Blocks that have entered the prefix cache.
 
     Attributes:
         block_hashes: Their names (`kv_transfer.block_hash.block_names`), in order.
@@ -466,29 +471,30 @@ class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag="BlockStored
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag="BlockRemoved", gc=False):
-    """Blocks cannot be found any more; see `BlockStored`."""
+    """Blocks that have left the prefix cache; see `BlockStored`."""
 
     block_hashes: list[int]
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag="AllBlocksCleared"):
-    """No block can be found any more."""
+    """Removal of all blocks from the prefix cache."""
 
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
-"""Named and filled as vLLM's (vllm/distributed/kv_events.py). A name stands for all tokens from the
-first on, so that neither parents nor tokens are said."""
+"""Named and structured like vLLM's events (vllm/distributed/kv_events.py).
+
+A block's name depends on all tokens up to its end, so neither parents nor tokens are sent."""
 
 
 class KVEventBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What the prefix cache of one DP group has to tell since the batch before.
+    """Changes of one DP group's prefix cache since the previous batch.
 
     Attributes:
-        seq: Counts the batches of this group. A listing has that of the batch that it was made
-            after.
+        seq: Number of the batch in this group. A listing has the number of the latest batch that it
+            includes.
         data_parallel_rank: The DP group.
         events: In order.
-        is_listing: Whether this is all that is there: what was said before is void.
+        is_listing: Whether this is the full content, which replaces all earlier batches.
     """
 
     seq: int
@@ -498,15 +504,15 @@ class KVEventBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class EngineFrame(msgspec.Struct, frozen=True, array_like=True):
-    """Everything one engine step has for one client; empty as a heartbeat.
+    """Output of one engine step for one client; empty as a heartbeat.
 
     Attributes:
-        incarnation: The engine's.
+        incarnation: The engine's incarnation.
         events: In order; `replicas.columns` reads them.
-        snapshot: Taken after them, if the client has not had it.
-        stalled_s: How long the engine has been in one step, if that is longer than it should be
-            (`replicas.engine.pulse`): nothing is to be hoped of it before a frame says 0 again.
-        kv_events: For a client that follows them, of every DP group that has any.
+        snapshot: Taken after the events, if it is new to the client.
+        stalled_s: Seconds that the engine has been in one step, if that is too long
+            (`replicas.engine.pulse`); the engine makes no progress until a frame says 0 again.
+        kv_events: Batches of the DP groups with changes, for a client that follows them.
     """
 
     incarnation: str
@@ -517,23 +523,23 @@ class EngineFrame(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine is, fixed for its lifetime; what it has left is in its snapshots.
+    """Constant properties of an engine; `EngineSnapshot` has its changing load.
 
     Attributes:
         incarnation: Random id of this start of the engine.
-        public_key: With which it proves itself on every socket of its own, see `kv_transfer.curve`.
-        input_endpoint: ROUTER socket that takes `ClientMessage` frames.
+        public_key: Key that authenticates the engine on all its sockets, see `kv_transfer.curve`.
+        input_endpoint: ROUTER socket that receives `ClientMessage` frames.
         output_endpoint: ROUTER socket that sends `EngineFrame` frames.
-        kv_endpoints: Where its KV connector listens, in order of preference; None without one.
-        kv_layout_hash: Equal on two engines whose KV may move between them as it is, whatever
-            their block sizes; None without a connector.
+        kv_endpoints: Addresses of its KV connector, in order of preference; None without one.
+        kv_layout_hash: Equal on engines that can exchange KV without conversion, even with
+            different block sizes; None without a connector.
         kv_groups: The model's KV groups, with the blocks of each DP group.
-        model: Folder that it serves.
+        model: Folder of the served model.
         max_model_len: Longest sequence.
         vocab_size: Token ids are below this.
         eos_token_ids: The model's end tokens.
         dp_groups: Number of DP groups.
-        slots_per_group: Decode slots of each.
+        slots_per_group: Decode slots of each DP group.
         max_num_batched_tokens: Token budget of a step.
         pid: Process id on its host.
     """
@@ -556,7 +562,7 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupCounters(msgspec.Struct, kw_only=True):
-    """Counters and gauges of one DP group since the engine started; of blocks for each KV group."""
+    """Counters and gauges of one DP group since the engine's start; blocks per KV group."""
 
     num_running: int = 0
     num_reserved: int = 0
@@ -573,16 +579,16 @@ class GroupCounters(msgspec.Struct, kw_only=True):
 
 
 class HostSeconds(msgspec.Struct):
-    """What an engine's steps cost beside the model, by what it went to, to the last byte sent.
+    """Host time of an engine's steps outside the model, by activity.
 
     Attributes:
-        schedule: Deciding what runs next.
-        prepare: Inputs, and calls of the model but for the time inside it.
-        sample: Tokens that the host draws, and taking over those of the device.
-        update: Taking over a step: endings, blocks, events.
-        transfer: Reading KV for other engines, and taking over what of it has come.
-        frames: Putting together what clients are told, snapshots too.
-        encode: Making bytes of it, and giving them to the socket.
+        schedule: Scheduling.
+        prepare: Building inputs, and calling the model, without the time inside it.
+        sample: Drawing tokens on the host, or reading those drawn by the device.
+        update: Applying a step's results: ended requests, blocks, events.
+        transfer: Reading KV for other engines, and handling received KV.
+        frames: Assembling frames and snapshots for clients.
+        encode: Encoding frames and passing them to the socket.
     """
 
     schedule: float = 0.0
@@ -595,18 +601,18 @@ class HostSeconds(msgspec.Struct):
 
 
 class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """All counters of one engine, taken between two steps.
+    """All counters of one engine, read between two steps.
 
     Attributes:
-        num_waiting: Sequences in the queue.
-        num_steps: Steps that computed something.
-        scheduled_tokens: Tokens that they computed.
+        num_waiting: Queued sequences.
+        num_steps: Steps that computed tokens.
+        scheduled_tokens: Tokens computed by these steps.
         device_seconds: Time inside the generator.
-        host_seconds: The steps' other time; nothing of an engine whose time is a model's.
-        groups: The DP groups'.
-        transfer: The KV connector's; all zero without one.
-        kv_recompute_tokens: Prompt tokens that are computed here because their KV did not come.
-        num_stalls: Turns of the core thread that took longer than they should.
+        host_seconds: Other time of the steps; zero for an engine with modelled time.
+        groups: Counters of the DP groups.
+        transfer: Counters of the KV connector; all zero without one.
+        kv_recompute_tokens: Prompt tokens computed here because their KV did not arrive.
+        num_stalls: Turns of the core thread that exceeded the stall limit.
     """
 
     num_waiting: int
@@ -621,14 +627,14 @@ class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KVTransfers(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of the utility method "kv_transfers": what is under way now.
+    """Answer of the utility method "kv_transfers": transfers under way.
 
     Attributes:
-        transfers: Those that have not ended, in either direction.
-        num_leased_blocks: See `kv_transfer.connector.TransferStats`, as for the next two.
-        num_reserved_blocks: Blocks that wait for KV to come.
-        num_quarantined_blocks: Blocks that nobody may have yet.
-        store: Totals of the store, as this engine sees it; None without one.
+        transfers: Unfinished transfers in either direction.
+        num_leased_blocks: Blocks leased to consumers; see `kv_transfer.connector.TransferStats`.
+        num_reserved_blocks: Blocks that wait for KV to arrive.
+        num_quarantined_blocks: Blocks that must not be reused yet.
+        store: This engine's totals for the store; None without one.
     """
 
     transfers: list[TransferInfo] = []

@@ -1,6 +1,6 @@
-"""Counter-based random numbers: the same (seed, index) gives the same number, anywhere, any time.
+"""Counter-based random numbers: equal (seed, index) give equal numbers on every machine.
 
-Pure; numpy only. Used by the sampler, and by front ends to mint seeds.
+Pure; needs only numpy. Used by the sampler, and by front ends to mint seeds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SHIFT32 = np.uint64(32)
 def philox4x32(
     counter: tuple[npt.NDArray[np.uint64], ...], key: tuple[npt.NDArray[np.uint64], ...]
 ) -> tuple[npt.NDArray[np.uint64], ...]:
-    """Philox-4x32-10: four 32-bit random words per lane from a 128-bit counter and a 64-bit key.
+    """Compute Philox-4x32-10: four random words per lane from a 128-bit counter and a 64-bit key.
 
     Args:
         counter: Four arrays of 32-bit words, each uint64 (R,).
@@ -49,7 +49,7 @@ def philox4x32(
 def uniform(
     seeds: npt.NDArray[np.int64], indices: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
-    """Random numbers in [0, 1) with 53 bits, one per (seed, output index).
+    """Return random numbers in [0, 1) with 53 random bits, one per (seed, output index).
 
     Args:
         seeds: int64 (R,).
@@ -66,9 +66,9 @@ def uniform(
 
 
 def mint_seed(base: int, count: int) -> int:
-    """The seed of the `count`-th request under a base seed: 63 random bits, reproducible.
+    """Return the seed of the `count`-th request under a base seed: 63 random bits, reproducible.
 
-    A front end mints it once, so that every engine that ever runs the request draws the same
+    The front end mints the seed once, so that every engine that runs the request draws the same
     numbers.
     """
     drawn = uniform(np.array([base], dtype=np.int64), np.array([count], dtype=np.int64))

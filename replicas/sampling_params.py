@@ -1,4 +1,4 @@
-"""Sampling parameters of one request: values only, checked once, the same offline and online."""
+"""Sampling parameters of one request: plain values, equal offline and online, validated once."""
 
 import math
 from typing import Any, Self, get_type_hints
@@ -13,13 +13,13 @@ GREEDY_EPS = 1e-5
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
-"""As in OpenAI's and vLLM's interfaces."""
+"""Limits of OpenAI's and vLLM's interfaces."""
 
 _INT64 = 2**63
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """How the next token is chosen and when generation ends.
+    """Parameters that control token choice and the end of generation.
 
     Attributes:
         max_tokens: Most tokens to generate, >= 1.
@@ -32,8 +32,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
         ignore_eos: Do not end at the model's end tokens.
         skip_special_tokens: Leave special tokens out of the text.
         include_stop_str_in_output: Keep the stop string at the end of the text.
-        n: Choices to make of one prompt.
-        logprobs: How many of the likeliest tokens to tell with each drawn one; None: nothing.
+        n: Number of choices to generate.
+        logprobs: Number of likeliest tokens to report with each drawn one; None reports nothing.
     """
 
     max_tokens: int = 16
@@ -50,17 +50,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        """One stop string may stand alone, as in vLLM."""
+        """Accept a single stop string in place of a tuple, as vLLM does."""
         stop: object = self.stop
         if isinstance(stop, str):
             msgspec.structs.force_setattr(self, "stop", (stop,))
 
     def checked(self, vocab_size: int) -> Self:
-        """The same with the types that the wire demands, of which a frozen struct checks none.
+        """Return the same parameters with checked types, which a frozen struct does not check.
 
         Raises:
-            InvalidRequestError: A value has another type, is outside its documented range, or is a
-                token id that is not below `vocab_size`; `param` names it.
+            InvalidRequestError: A value has a wrong type, is outside its documented range, or is a
+                token id not below `vocab_size`; `param` names it.
         """
         kinds = get_type_hints(type(self))
         checked = type(self)(
@@ -71,7 +71,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
             if token_id >= vocab_size:
                 raise InvalidRequestError(
                     "stop_token_ids",
-                    f"stop_token_ids has {token_id}, outside the vocabulary of 0 to "
+                    f"stop_token_ids contains {token_id}, outside the vocabulary of 0 to "
                     f"{vocab_size - 1}",
                 )
         return checked
@@ -121,7 +121,7 @@ def _typed(name: str, value: object, kind: Any) -> Any:  # noqa: ANN401 - a fiel
 
 
 def _plain(value: object) -> object:
-    """A value without numpy's scalars."""
+    """Return a value with numpy's scalars replaced by Python's."""
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(item) for item in value]
     return value.item() if isinstance(value, np.generic) else value

@@ -1,10 +1,9 @@
-"""What an engine's parent does when the engine stalls: it lets it say, once, where it stands.
+"""Stack dumps of a stalled engine, requested and logged by its parent process.
 
-A call that does not come back may keep the interpreter to itself, so nothing in the engine can be
-counted on: the parent sends a signal, `faulthandler` answers it from its handler without the
-interpreter, and writes every thread's stack to a file without a name that the parent made and
-reads. Whether it stalls the engine says itself as long as it can (`replicas.engine.pulse`, the one
-judge); of one that says nothing at all its silence does.
+A call that does not return may hold the interpreter lock, so the engine cannot dump itself. The
+parent sends a signal; `faulthandler` handles it without the interpreter and writes every thread's
+stack to an unnamed file that the parent created and reads. The engine itself reports whether it
+stalls (`replicas.engine.pulse`); an engine that sends no beats at all counts as stalled, too.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DUMP_SIGNAL = signal.SIGUSR2
-"""Nothing that an engine computes with uses it."""
+"""No library in an engine uses this signal."""
 MAX_DUMP_BYTES = 1 << 16
-"""More of a dump is not told: it has a hundred frames of a hundred threads at most."""
+"""Bytes of a dump that are logged; faulthandler writes at most 100 frames of 100 threads."""
 
 Turn = Literal["stalls", "moves"]
 
 
 class StallWatch:
-    """Tells when an engine begins to stall, and when it moves again; each once, by turns. Pure.
+    """Detector of an engine's stalls; reports each beginning and end once. Pure.
 
-    Counts its own looks and reads no clock, as `HangWatch` does.
+    Counts its own checks and reads no clock, as `HangWatch` does.
 
     Args:
-        max_silent_looks: After so many without a word of it, it stalls too.
+        max_silent_looks: The engine also counts as stalled after this many checks without a beat.
     """
 
     def __init__(self, max_silent_looks: int) -> None:
@@ -49,10 +48,10 @@ class StallWatch:
         """Take what the engine has said since the last look.
 
         Args:
-            says: Of each beat, whether it stalls, in order.
+            says: For each beat in order, whether the engine reports a stall.
         """
         self._num_silent_looks = 0 if says else self._num_silent_looks + 1
-        # One that has fallen silent is as it was until it has been so for too long.
+        # Without a beat the state stays until the silence exceeds the limit.
         is_stalled = (
             says[-1]
             if says
@@ -65,14 +64,14 @@ class StallWatch:
 
 
 class StallReports:
-    """Logs each stall of one engine once: what it was doing, and its stacks. Owner of their file.
+    """Logger of one engine's stalls: its activity and stacks, once each. Owns the dump file.
 
     Args:
-        process_id: The engine's, for a person.
-        process_fd: The same as a descriptor, which is never another's; owned from now on.
-        dump_fd: The file that it writes its stacks to; owned from now on.
-        look_s: Seconds from one look to the next.
-        stall_s: How long it may be silent before it stalls.
+        process_id: The engine's process id, for log lines.
+        process_fd: Its pidfd, which unlike the id is never reused; owned from now on.
+        dump_fd: The file that the engine writes its stacks to; owned from now on.
+        look_s: Seconds between two checks.
+        stall_s: Silence in seconds after which the engine counts as stalled.
     """
 
     def __init__(
@@ -85,16 +84,16 @@ class StallReports:
         self._watch = StallWatch(math.ceil(stall_s / look_s))
         self._num_looks = 0
         self._doing = ""
-        # A dump is read one look after it was asked for: by then it is written.
+        # A dump is read one check after it was requested: by then it has been written.
         self._is_asked = False
 
     @property
     def is_stalled(self) -> bool:
-        """Whether it stalls, as far as was heard."""
+        """Whether the engine stalls, according to its latest beats."""
         return self._watch.is_stalled
 
     def look(self, said: Sequence[EngineReport]) -> None:
-        """Take what the engine has said since the last look."""
+        """Process the engine's reports since the last check; log a stall's beginning and end."""
         self._num_looks += 1
         if self._is_asked:
             self._is_asked = False
@@ -108,13 +107,13 @@ class StallReports:
             self._begin()
         elif turn == "moves":
             logger.warning(
-                "engine pid=%d moves again after %.1f s", self._process_id,
+                "engine pid=%d has recovered from a stall of %.1f s", self._process_id,
                 self._num_looks * self._look_s,
             )  # fmt: skip
             self._doing = ""
 
     def close(self) -> None:
-        """Read no more; what was asked for and has come is told first."""
+        """Log a requested dump if there is one, and close the descriptors."""
         if self._is_asked:
             self._tell_dump()
         os.close(self._dump_fd)
@@ -123,12 +122,12 @@ class StallReports:
     def _begin(self) -> None:
         state = kernel_state(self._process_id)
         logger.warning(
-            "engine pid=%d stalls (%s): %s", self._process_id, state,
-            self._doing or "nothing is heard of it",
+            "engine pid=%d stalls (process state %s): %s", self._process_id, state,
+            self._doing or "it sends no beats",
         )  # fmt: skip
-        # One that is stopped would answer when it goes on, which nobody wants to know.
+        # A stopped process (state T) would dump only after it resumes, when it is of no use.
         if not state.startswith("T"):
-            # Both ends of the file share one position: the last dump is told, and need not stay.
+            # Parent and engine share one file position. The previous dump is already logged.
             os.ftruncate(self._dump_fd, 0)
             os.lseek(self._dump_fd, 0, os.SEEK_SET)
             try:
@@ -139,17 +138,17 @@ class StallReports:
 
     def _tell_dump(self) -> None:
         raw = os.pread(self._dump_fd, MAX_DUMP_BYTES, 0)
-        stacks = raw.decode(errors="replace") or "it did not answer"
+        stacks = raw.decode(errors="replace") or "none: it did not answer the signal"
         logger.warning("stacks of engine pid=%d:\n%s", self._process_id, stacks)
 
 
 def new_dump_file() -> int:
-    """A file in memory, without a name, for an engine's stacks."""
+    """Create an unnamed in-memory file for an engine's stacks; return its descriptor."""
     return os.memfd_create("ttserve-stacks", os.MFD_CLOEXEC)
 
 
 def kernel_state(process_id: int, proc: Path = Path("/proc")) -> str:
-    """What the kernel says a process does, for one "D (disk sleep)"; empty if it is gone."""
+    """Return a process's state such as "D (disk sleep)"; empty if the process is gone."""
     try:
         lines = (proc / str(process_id) / "status").read_text(errors="replace").splitlines()
     except OSError:

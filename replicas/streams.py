@@ -1,7 +1,7 @@
-"""Streams of one client: which request on an engine has which reader, and how frames reach them.
+"""Streams of one client: the map from (engine, request) to reader, and frame delivery.
 
-Owner: the client's event loop. No sockets and no clock: the asynchronous client and the simulator
-deliver frames through it.
+Owner: the client's event loop. Has no sockets and no clock: the asynchronous client and the
+simulator deliver frames through it.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ if TYPE_CHECKING:
     OnKVEvents = Callable[[str, list[KVEventBatch]], bool]
 
 Passing = EngineLateError | EngineLeavingError | EngineQuietError | EngineStalledError
-"""What a stream tells of its engine and goes on."""
+"""Notices about its engine after which a stream continues."""
 News = EngineDeadError | Passing
-"""What a stream tells of its engine: `EngineDeadError` is its last."""
+"""Notices about its engine on a stream; `EngineDeadError` is always the last event."""
 Inbox = asyncio.Queue["tuple[EngineStream, EngineEvent | News]"]
-"""Events of one request, each with the stream of the engine that it came from."""
+"""Queue of a request's events, each with the stream that it came from."""
 
 
 class EngineStream:
@@ -58,8 +58,8 @@ class EngineStream:
     Owner: the coroutine that opened it; it must `close` it.
 
     Attributes:
-        is_answered: Whether the engine has taken or refused it; what came before that was another's
-            of the same id, which is closed.
+        is_answered: Whether the engine has accepted or refused the request. Earlier events belong
+            to a closed stream of the same request id.
     """
 
     def __init__(self, table: StreamTable, request_id: str, inbox: Inbox | None = None) -> None:
@@ -74,10 +74,10 @@ class EngineStream:
         return self._table.description.incarnation
 
     async def get(self) -> EngineEvent:
-        """Wait for the next event, also of an engine that stalls: its only one has no other.
+        """Wait for the next event, skipping notices: callers with a single engine cannot move.
 
         Raises:
-            EngineDeadError: The engine is gone; nothing more will come.
+            EngineDeadError: The engine is gone; no further event will come.
         """
         while True:
             _, event = await self._inbox.get()
@@ -89,27 +89,27 @@ class EngineStream:
 
     @property
     def stalled(self) -> EngineStalledError | None:
-        """Why its engine stalls, as long as it does."""
+        """Reason why the engine stalls, while it does."""
         return self._table.stalled
 
     @property
     def leaving(self) -> EngineLeavingError | None:
-        """Said as long as its engine hands over what it has."""
+        """Notice that the engine hands over its requests, while it does."""
         return self._table.leaving
 
     @property
     def quiet(self) -> EngineQuietError | None:
-        """Said of its engine, as long as nothing is heard of it."""
+        """Notice that the engine is silent, while it is."""
         return self._table.quiet
 
     @property
     def still(self) -> EngineStalledError | EngineQuietError | None:
-        """Why nothing is to be had of its engine now: it does not move, see `StreamTable`."""
+        """Reason why the engine makes no progress now (stalled or quiet), or None."""
         return self._table.stalled or self._table.quiet
 
     @property
     def away(self) -> EngineLeavingError | EngineStalledError | None:
-        """Why one should go elsewhere, where there is room."""
+        """Reason to move the request to another engine, if one has room; or None."""
         return self._table.leaving or self._table.stalled
 
     def close(self, *, abort: bool, reason: AbortReason = "abort") -> None:
@@ -118,28 +118,28 @@ class EngineStream:
             self._table.send(Abort([self.request_id], reason))
 
     def put(self, event: EngineEvent | News) -> None:
-        """Called by the table, and by the reader's own deadlines."""
+        """Append an event; called by the table and by the reader's own deadlines."""
         self._inbox.put_nowait((self, event))
 
 
 class StreamTable:
-    """The open streams and utility calls of one engine, and whether it moves.
+    """Table of one engine's open streams and utility calls, and of its progress.
 
-    It *stalls* while its heartbeats say that it is in one step for too long, is *quiet* while
-    nothing is heard of it, and *moves* while neither holds.
+    The engine is *stalled* while its heartbeats report a step that takes too long, *quiet* while no
+    frame arrives, and *moving* while neither holds.
 
     Args:
         description: The engine.
-        send: Sends it a message; lost if the engine is.
-        on_snapshot: Called with (incarnation, snapshot) in the order the engine took them.
+        send: Sends the engine a message; the message is dropped if the engine is lost.
+        on_snapshot: Called with (incarnation, snapshot) in the order in which the engine took them.
         on_moves: Called with (incarnation, whether the engine moves) when that changes.
-        on_kv_events: Called with (incarnation, batches) and says whether it needs a listing; None:
-            nobody follows the engine's prefix caches.
+        on_kv_events: Called with (incarnation, batches); returns whether it needs a full listing.
+            None: the client does not follow the engine's prefix caches.
 
     Attributes:
-        stalled: Why the engine stalls, as long as it does.
-        leaving: Said as long as the engine hands over what it has.
-        quiet: Said while the engine is quiet.
+        stalled: Reason why the engine stalls, while it does.
+        leaving: Notice that the engine hands over its requests, while it does.
+        quiet: Notice that the engine is quiet, while it is.
     """
 
     def __init__(
@@ -160,7 +160,8 @@ class StreamTable:
         self.leaving: EngineLeavingError | None = None
         self.quiet: EngineQuietError | None = None
         self._streams: dict[str, EngineStream] = {}
-        # How many were closed before the engine answered them, of each id. It answers in order.
+        # request id -> streams closed before the engine answered. Answers come in order, so the
+        # next so many answers for this id belong to those closed streams.
         self._unanswered: dict[str, int] = {}
         self._columns = ColumnReader()
         self._calls: dict[int, asyncio.Future[UtilityResult]] = {}
@@ -169,7 +170,7 @@ class StreamTable:
         return len(self._streams)
 
     def open(self, request_id: str, message: ClientMessage, inbox: Inbox | None) -> EngineStream:
-        """Send the message that starts a request and listen to what comes back."""
+        """Send the message that starts a request and return its stream."""
         assert request_id not in self._streams, (
             f"{request_id} is open on {self.description.incarnation}"
         )
@@ -180,7 +181,7 @@ class StreamTable:
         return stream
 
     def remove(self, request_id: str) -> bool:
-        """Stop listening to a request; False if nobody did."""
+        """Remove the stream of a request; return False if there was none."""
         stream = self._streams.pop(request_id, None)
         if stream is None:
             return False
@@ -190,7 +191,7 @@ class StreamTable:
         return True
 
     def expect(self, call_id: int) -> asyncio.Future[UtilityResult]:
-        """A future for the result of a utility call; `forget` it in the end."""
+        """Return a future for the result of a utility call; the caller must `forget` it."""
         future: asyncio.Future[UtilityResult] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
         return future
@@ -200,19 +201,19 @@ class StreamTable:
         self._calls.pop(call_id, None)
 
     def take(self, frames: Sequence[EngineFrame]) -> bool:
-        """Hand out what frames bring, each once, in order; tokens of one request together.
+        """Deliver all events of some frames in order, with tokens of one request merged.
 
         Returns:
-            False if the engine says that it does not know this client, or not any more.
+            False if the engine does not know this client, or no longer does.
         """
         return self.hand_out(frames, self.read(frames))
 
     def read(self, frames: Sequence[EngineFrame]) -> list[EngineEvent]:
-        """The first half of `take`: their events."""
+        """Return the events of some frames, rows expanded: the first half of `take`."""
         return self._columns.read([event for frame in frames for event in frame.events])
 
     def hand_out(self, frames: Sequence[EngineFrame], events: list[EngineEvent]) -> bool:
-        """The second half of `take`: snapshots first, they count what the events tell of."""
+        """Deliver events: the other half of `take`. Snapshots go first; they include the events."""
         for frame in frames:
             self.quiet = None
             self._note_stall(frame.stalled_s)
@@ -233,9 +234,9 @@ class StreamTable:
         return True
 
     def _hand_out(self, event: Accepted | Refused | KVLoaded | TokenOutput) -> None:
-        """Give an event to the stream that it is of: not to another one of the same request.
+        """Give an event to its own stream, not to a later one of the same request id.
 
-        A request may come back to an engine that is yet to answer what it asked before.
+        A request may return to an engine that has not yet answered its earlier, closed stream.
         """
         request_id = event.request_id
         stream = self._streams.get(request_id)
@@ -250,7 +251,7 @@ class StreamTable:
             if stream is not None:
                 stream.is_answered = True
         if stream is None:
-            # It was given up: of what follows nothing is kept.
+            # The stream was closed: drop the state that its rows would need.
             self._columns.forget(request_id)
         elif stream.is_answered:
             stream.put(event)
@@ -260,10 +261,7 @@ class StreamTable:
         self.send(Hello(PROTOCOL_VERSION, self._on_kv_events is not None))
 
     def hush(self) -> None:
-        """The engine has sent nothing for a while; until it does, it gets nothing new.
-
-        Every stream is told, once.
-        """
+        """Mark the engine as quiet, so that it gets no new requests; notify each stream once."""
         self._set_moves(False)
         if self.quiet is None:
             self.quiet = EngineQuietError(f"engine {self.description.incarnation} is quiet")
@@ -271,13 +269,13 @@ class StreamTable:
                 stream.put(self.quiet)
 
     def _take_kv_events(self, frame: EngineFrame) -> None:
-        """Pass on what the engine's prefix caches told; ask for a listing where it is needed."""
+        """Pass on prefix-cache events; request a listing if the follower needs one."""
         take = self._on_kv_events
         if take is not None and take(frame.incarnation, frame.kv_events):
             self.greet()
 
     def _note_stall(self, stalled_s: float) -> None:
-        """Tell every stream, once, when its engine begins to stall."""
+        """Notify every stream once when the engine begins to stall."""
         if not stalled_s:
             self.stalled = None
         elif self.stalled is None:
@@ -289,12 +287,12 @@ class StreamTable:
         self._set_moves(self.stalled is None)
 
     def _note_leaving(self, snapshot: EngineSnapshot) -> None:
-        """Tell every stream, once, when its engine will soon be gone, or have another role."""
+        """Notify every stream once when the engine is about to stop or change its role."""
         if not snapshot.hands_over:
             self.leaving = None
         elif self.leaving is None:
             self.leaving = EngineLeavingError(
-                f"engine {self.description.incarnation} hands over what it has"
+                f"engine {self.description.incarnation} is handing over its requests"
             )
             for stream in self._streams.values():
                 stream.put(self.leaving)
@@ -305,7 +303,7 @@ class StreamTable:
             self._on_moves(self.description.incarnation, moves)
 
     def fail(self, reason: str) -> None:
-        """Tell every open stream and call that the engine is gone."""
+        """End every open stream and call with `EngineDeadError`."""
         error = EngineDeadError(f"engine {self.description.incarnation} is gone: {reason}")
         for stream in self._streams.values():
             stream.put(error)

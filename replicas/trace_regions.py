@@ -1,11 +1,11 @@
-"""How much of each chip's DRAM is set aside for traces: by mesh and model, or as configured. Pure.
+"""Size of each chip's DRAM region for traces, by mesh and model or as configured. Pure.
 
-A trace is the commands of a call, so its size goes with the layers and with the chips that exchange
-data, not with the weights. Too small a region ends an engine while it warms up.
+A trace records the commands of a call, so its size grows with the number of layers and of chips
+that exchange data, not with the weights. An engine whose region is too small fails during warm-up.
 
 Source: what tt-inference-server publishes for Llama-3.1-8B (release_model_spec.json), for classes
-of tt_transformers that trace a decode and two or five lengths of prompts. Unsure: that our own
-models need no more, and what lanes of other sizes need; they get what the next larger one does.
+of tt_transformers that trace a decode and two or five lengths of prompts. Unsure: whether ttserve's
+own models need no more, and the needs of lanes of other sizes, which get the next larger value.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _PUBLISHED: Mapping[str, Mapping[int, int]] = {
 
 
 def trace_region_bytes(mesh: MeshConfig, num_layers: int, tt_data_parallel: int) -> int:
-    """Bytes of each chip: as configured, or the usual; none without traces.
+    """Return the bytes per chip: as configured, else the usual size; 0 without traces.
 
     Args:
-        mesh: Its settings.
-        num_layers: Of the model.
+        mesh: The mesh's settings.
+        num_layers: Number of the model's layers.
         tt_data_parallel: Lanes, which share the chips.
     """
     if mesh.trace_region_size is not None:
@@ -45,10 +45,10 @@ def trace_region_bytes(mesh: MeshConfig, num_layers: int, tt_data_parallel: int)
 
 
 def usual_trace_region_bytes(spec: MeshSpec, num_layers: int, tt_data_parallel: int) -> int:
-    """Bytes that a model of so many layers is given on each chip.
+    """Return the default bytes per chip for a model of so many layers.
 
     Raises:
-        ConfigError: The lanes do not divide the chips.
+        ConfigError: The number of lanes does not divide the number of chips.
     """
     _, num_chips = lane_shape(spec, tt_data_parallel)
     published = _PUBLISHED[spec.chip.name]

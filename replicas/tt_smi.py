@@ -1,8 +1,8 @@
-"""Tenstorrent's `tt-smi`: where it is, its version, what that takes. Nobody else runs it.
+"""Wrapper of Tenstorrent's `tt-smi` command: its path, version, reports and resets.
 
-A number after `-r` is the N of /dev/tenstorrent/N up to version 4.1; from 4.2 on it is a place in
-the order of PCI addresses, another board wherever the two orders differ, and a device node may be
-named instead.
+A number after `-r` is the N of /dev/tenstorrent/N up to version 4.1. From 4.2 on it is an index
+into the sorted PCI addresses, another board wherever the two orders differ; these versions also
+accept device nodes.
 
 Sources: the arguments of tt-smi at its tags v3.0.20 to v6.2.1, and its README on Galaxy resets.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 Snapshot: TypeAlias = "dict[str, Mapping[str, Mapping[str, str]]]"
-"""PCI address -> part of the report -> key -> value."""
+"""PCI address -> section of the report -> key -> value."""
 
 NAME = "tt-smi"
 _TAKES_NODES = (4, 2)
@@ -37,11 +37,11 @@ _NODES = "/dev/tenstorrent"
 
 @dataclass(frozen=True, slots=True)
 class TTSmi:
-    """The command of a host.
+    """The `tt-smi` command of a host.
 
     Attributes:
-        path: Of the executable.
-        version: As it says, for one "6.2.1"; None where it says none.
+        path: Path of the executable.
+        version: The version that it prints, such as "6.2.1"; None if it prints none.
     """
 
     path: str
@@ -49,7 +49,7 @@ class TTSmi:
 
     @property
     def takes_nodes(self) -> bool:
-        """Whether a reset names device nodes; otherwise their numbers."""
+        """Whether resets are given device nodes instead of numbers."""
         return self._number >= _TAKES_NODES
 
     @property
@@ -58,28 +58,29 @@ class TTSmi:
         return self._number >= _RESETS_GALAXIES
 
     def reset_arguments(self, nodes: Sequence[int]) -> tuple[str, ...]:
-        """Arguments that reset these boards and no others.
+        """Return the arguments that reset these boards and no others.
 
         Args:
-            nodes: The N of each /dev/tenstorrent/N; at least one: without any it resets all.
+            nodes: The N of each /dev/tenstorrent/N. Must not be empty: tt-smi would reset all
+            boards.
 
         Raises:
-            DeviceError: It does not say its version, so what its numbers mean is not known.
+            DeviceError: Its version is unknown, and with it the meaning of its numbers.
         """
         assert nodes
         if self.version is None:
             raise DeviceError(
-                f"`{self.path} -v` says no version, and what its numbers mean depends on it: mend "
+                f"`{self.path} -v` prints no version, so board numbers are ambiguous: repair "
                 f"tt-smi, or reset {', '.join(f'{_NODES}/{node}' for node in nodes)} by hand"
             )
         prefix = f"{_NODES}/" if self.takes_nodes else ""
         return "-r", ",".join(f"{prefix}{node}" for node in nodes)
 
     def galaxy_reset_arguments(self) -> tuple[str, ...]:
-        """Arguments that reset a whole Galaxy.
+        """Return the arguments that reset a whole Galaxy.
 
         Raises:
-            DeviceError: It is too old.
+            DeviceError: This tt-smi is too old.
         """
         if not self.resets_galaxies:
             raise DeviceError(
@@ -92,12 +93,12 @@ class TTSmi:
         """Run a reset and wait for it.
 
         Args:
-            arguments: Its own.
-            environment: Its variables; TT_VISIBLE_DEVICES limits what a reset by nodes looks at
-                afterwards, and a Galaxy is not reset where it is set.
+            arguments: The command's arguments.
+            environment: The command's environment. TT_VISIBLE_DEVICES limits which boards a reset
+                by nodes checks afterwards; tt-smi does not reset a Galaxy while it is set.
 
         Raises:
-            DeviceError: It did not succeed, or takes longer than five minutes; with its last line.
+            DeviceError: It failed or took longer than five minutes; quotes its last line.
         """
         command = f"`tt-smi {' '.join(arguments)}`"
         try:
@@ -112,7 +113,7 @@ class TTSmi:
             said = (done.stderr.strip() or done.stdout.strip()).splitlines()
             raise DeviceError(
                 f"{command} did not reset the boards, exit code {done.returncode}: "
-                f"{said[-1] if said else 'it said nothing'}"
+                f"{said[-1] if said else 'it printed nothing'}"
             )
 
     @property
@@ -121,9 +122,9 @@ class TTSmi:
 
 
 def find_tt_smi(environment: Mapping[str, str]) -> TTSmi | None:
-    """The command on this environment's PATH, or beside this interpreter; or None.
+    """Return the command on this PATH or beside this interpreter, or None.
 
-    Asks it for its version alone, which touches no board.
+    Runs it once for its version, which touches no board.
     """
     folders = (environment.get("PATH"), os.path.dirname(sys.executable))
     path = shutil.which(NAME, path=os.pathsep.join(folder for folder in folders if folder))
@@ -134,21 +135,21 @@ def find_tt_smi(environment: Mapping[str, str]) -> TTSmi | None:
 
 
 def snapshot(tool: TTSmi, environment: Mapping[str, str]) -> Snapshot:
-    """What it says of each chip with a PCI address, by address; empty where it says nothing.
+    """Return tt-smi's report of each chip by PCI address; empty if it fails.
 
-    It talks to every board, so nothing may run on any.
+    It accesses every board, so no process may be using any of them.
     """
     text = _said(tool.path, ["-s", "--snapshot_no_tty"], environment) or ""
     try:
         told = json.loads(text[text.index("{") : text.rindex("}") + 1])
-        # A board's second chip, which has no PCIe device, has no address either.
+        # The second chip of an n300 has no PCIe device and hence no address.
         return {chip["board_info"]["bus_id"]: chip for chip in told["device_info"]}
     except (ValueError, KeyError, TypeError):
         return {}
 
 
 def _said(path: str, arguments: Sequence[str], environment: Mapping[str, str]) -> str | None:
-    """What the command prints; None if it fails."""
+    """Return the command's output; None if it fails."""
     try:
         done = subprocess.run(
             [path, *arguments],

@@ -1,6 +1,6 @@
-"""The installed ttnn, its compiler, and the versions that it wants of what is around it.
+"""The installed ttnn, its compiler, and the versions of software that it expects.
 
-ttnn is not imported: that takes seconds and looks for boards.
+Does not import ttnn, which takes seconds and looks for boards.
 
 Sources: where tt-metal looks for SFPI (jit_build), its file sfpi-version, and the table of releases
 in its README, which the package carries as its description; the oldest firmware from tt-umd's
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PACKAGE = "ttnn"
 
 OLDEST_FIRMWARE: Mapping[Arch, str] = {"wormhole": "18.3.0", "blackhole": "18.5.0"}
-"""Bundles before these ttnn refuses."""
+"""Oldest firmware bundle that ttnn accepts."""
 
 _OLD_FIRMWARE = 80
 _COMPILER = "compiler/bin/riscv-tt-elf-g++"
@@ -37,12 +37,12 @@ _RELEASE = re.compile(r"^\|\s*\[?(\d+\.\d+\.\d+)\b.*\|\s*([\d.]+)\s*\|\s*([\d.]+
 
 @dataclass(frozen=True, slots=True)
 class TtnnPackage:
-    """What is installed.
+    """The installed ttnn package.
 
     Attributes:
         version: "from source" for a package without metadata.
-        folder: Of the package.
-        description: Of its metadata; "" without.
+        folder: The package's folder.
+        description: Description in its metadata; "" without one.
     """
 
     version: str
@@ -52,13 +52,13 @@ class TtnnPackage:
 
 @dataclass(frozen=True, slots=True)
 class WantedVersions:
-    """What a ttnn wants; None where it does not say.
+    """Versions that a ttnn expects; None where it does not state one.
 
     Attributes:
-        sfpi: The compiler, exactly.
-        release: The release of tt-metal that the next two were named for: the last one that the
-            package lists, which may be older than itself.
-        firmware: The bundle that it was tested with.
+        sfpi: Exact version of the compiler.
+        release: The tt-metal release for which the next two are listed: the latest one in the
+            package's table, which may be older than the package.
+        firmware: The firmware bundle that it was tested with.
         driver: The driver that it was tested with.
     """
 
@@ -69,7 +69,7 @@ class WantedVersions:
 
 
 def find_ttnn(packages: Sequence[str] | None = None) -> TtnnPackage | None:
-    """Look for it.
+    """Find the installed ttnn.
 
     Args:
         packages: Folders to look in; None takes this interpreter's.
@@ -85,7 +85,7 @@ def find_ttnn(packages: Sequence[str] | None = None) -> TtnnPackage | None:
 
 
 def wanted_versions(package: TtnnPackage | None, metal_home: str | None) -> WantedVersions:
-    """What the package says, or for the compiler a checkout of tt-metal before it."""
+    """Return the expected versions; for the compiler a tt-metal checkout takes precedence."""
     roots = [Path(metal_home)] if metal_home is not None else []
     roots += [package.folder] if package is not None else []
     texts = (_text(root / "tt_metal/sfpi-version") for root in roots)
@@ -101,7 +101,7 @@ def wanted_versions(package: TtnnPackage | None, metal_home: str | None) -> Want
 
 
 def find_sfpi(root: Path, package: TtnnPackage | None, metal_home: str | None) -> Path | None:
-    """The compiler in the places where tt-metal looks for it."""
+    """Return the path of the compiler, searched in the order in which tt-metal does."""
     folders = [Path(metal_home) / "runtime/sfpi"] if metal_home is not None else []
     folders += [package.folder / "runtime/sfpi"] if package is not None else []
     folders.append(root / "opt/tenstorrent/sfpi")
@@ -110,7 +110,7 @@ def find_sfpi(root: Path, package: TtnnPackage | None, metal_home: str | None) -
 
 
 def sfpi_version(compiler: Path) -> tuple[bool, str | None]:
-    """Whether it is an executable and not a script in its place; and the version in it, or None."""
+    """Return whether the compiler is an ELF executable, and the version found in it, or None."""
     try:
         content = compiler.read_bytes()
     except OSError:
@@ -120,12 +120,12 @@ def sfpi_version(compiler: Path) -> tuple[bool, str | None]:
 
 
 def version_number(text: str | None) -> tuple[int, ...]:
-    """The numbers of a version, to compare it by; empty for none."""
+    """Return a version as a tuple of numbers to compare by; empty for none."""
     return tuple(int(part) for part in re.findall(r"\d+", text or ""))
 
 
 def firmware_number(text: str | None) -> tuple[int, ...]:
-    """The numbers of a firmware bundle's version, to compare it by.
+    """Return a firmware bundle's version as a tuple of numbers to compare by.
 
     Bundles whose numbers begin with 80 or more are older than all others.
     """

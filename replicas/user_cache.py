@@ -1,4 +1,4 @@
-"""The folder that keeps what engines of this user need again: nobody else spells it."""
+"""Cache folder of this user's engines; the only place that spells its path."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ NO_HOME = "this user has no home folder for caches: set HOME"
 
 
 def user_cache(home: str | None = None) -> Path | None:
-    """The folder; None for a user without a home.
+    """Return the cache folder; None for a user without a home folder.
 
     Args:
-        home: What HOME says in the environment that is meant; None or empty for this process's.
+        home: HOME of the environment in question; None or empty for this process's own.
     """
     try:
         return Path(home or Path.home()) / ".cache" / "ttserve"

@@ -1,9 +1,10 @@
-"""One engine under a virtual clock: the production core and server on a device that is a model.
+"""Engine under a virtual clock: the production core and server on a modelled device.
 
-For simulators. It starts no thread, opens no socket and sleeps for nobody: whoever drives it says
-what time it is, brings messages and takes frames. A turn is one step of the engine process's loop:
-`begin` tells when it will be over, `end` what came of it. One that serves KV transfers has two
-halves: after the forward pass `go_on` gives the frames with its tokens, and only then KV is copied.
+For simulators. It starts no thread, opens no socket and never sleeps: the simulator advances the
+time, delivers messages and collects frames. A turn is one iteration of the engine process's loop:
+`begin` computes when it will be over, `end` returns its frames. A turn that serves KV transfers has
+two halves: after the forward pass `go_on` returns the frames with its tokens, and only then KV is
+copied.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ class Turn(NamedTuple):
     """A turn that has begun.
 
     Attributes:
-        started_s: When it began.
-        end_times_s: When each of its steps is over; empty: there was nothing to do.
-        step: What it computes, and repeats if it has several steps; None where it is collected.
-        spent_s: What of the turn was over when its step had begun.
+        started_s: Time at which it began.
+        end_times_s: Times at which its steps end; empty if there was nothing to do.
+        step: The step that it computes, and repeats if it has several; None once collected.
+        spent_s: Seconds of the turn before its step began.
     """
 
     started_s: float
@@ -53,23 +54,23 @@ class Turn(NamedTuple):
 
     @property
     def is_half(self) -> bool:
-        """Whether this is the first half of a step with transfers: `go_on` when it is over."""
+        """Whether this is the first half of a step with transfers, to be followed by `go_on`."""
         return self.step is not None and self.step.meta is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class VirtualDevice:
-    """What an engine runs on.
+    """Model of the device that a virtual engine runs on.
 
     Attributes:
-        timing: What steps cost.
-        facts: What the modelled device and the served model are.
-        faults: What is wrong with it, and when.
-        models_kv: Whether KV rows are kept and read, see `VirtualWorker`.
-        run_ahead: Whether decode steps without a decision between them make one turn. The same
-            results, sooner; not for a device whose faults change.
+        timing: Durations of steps.
+        facts: Properties of the modelled device and the served model.
+        faults: Its faults over time.
+        models_kv: Whether KV rows are stored and read, see `VirtualWorker`.
+        run_ahead: Whether decode steps without a decision between them form one turn: the same
+            results in less time. Not for a device whose faults change.
         transfer: Deadlines and sizes of KV transfers.
-        seed: Of the jitter.
+        seed: Seed of the jitter.
     """
 
     timing: StepTiming
@@ -82,25 +83,25 @@ class VirtualDevice:
 
 
 def simulated_facts(config: EngineConfig) -> ModelFacts:
-    """What the core of a real engine on this simulated mesh would be told at its start.
+    """Return the facts that a real engine on this simulated mesh would start with.
 
     Raises:
-        ConfigError: The model folder is not usable, or the mesh cannot be; says the numbers.
+        ConfigError: The model folder is unusable or the mesh is impossible; gives the numbers.
     """
     assert config.simulated_mesh is not None
     return model_facts(config, load_hf_config(config.model), CAPABILITIES)
 
 
 class VirtualEngine:
-    """See the module docstring.
+    """Engine core and server driven by a simulator's clock.
 
     Args:
         config: The engine's configuration.
-        device: What it runs on.
-        incarnation: Id of this start.
-        make_transport: Makes its KV transport.
-        notify: Called when a turn is due although no message came.
-        unix_now_s: The wall clock that tickets expire by.
+        device: Model of its device.
+        incarnation: Id of this start of the engine.
+        make_transport: Factory of its KV transport.
+        notify: Called when a turn is due without a message.
+        unix_now_s: Wall clock for the expiry of tickets.
 
     Raises:
         ConfigError: The configuration and the device do not fit.
@@ -122,7 +123,7 @@ class VirtualEngine:
         self._timing = device.timing
         mesh = config.simulated_mesh
         self._run_ahead = device.run_ahead and not (mesh is not None and mesh.jitter)
-        # Whether a client's message may have changed what clients are to be told.
+        # Whether a message since the last turn may require a new snapshot for clients.
         self._has_changed = False
         self._worker = VirtualWorker(
             config=config,
@@ -145,41 +146,41 @@ class VirtualEngine:
         return f"VirtualEngine({self._core!r})"
 
     def take(self, client: bytes, message: ClientMessage, now_s: float) -> None:
-        """Take one client message."""
+        """Process one client message."""
         self._has_changed = True
         self._server.take(client, message, now_s)
 
     def client_gone(self, client: bytes) -> None:
-        """Drop a client and all that it asked for."""
+        """Drop a client and all of its requests."""
         self._has_changed = True
         self._server.client_gone(client)
 
     def drain(self) -> None:
-        """Take nothing new from now on."""
+        """Refuse new requests from now on."""
         self._has_changed = True
         self._server.drain()
 
     def change_role(self, role: Role) -> None:
-        """Take another role once nothing is left of this one."""
+        """Change the role once the present requests are done."""
         self._has_changed = True
         self._server.change_role(role)
 
     def hand_over(self) -> None:
-        """Ask clients to go elsewhere with what they have here."""
+        """Ask clients to move their requests to other engines."""
         self._has_changed = True
         self._server.hand_over()
 
     def gather_s(self, message: ClientMessage) -> float:
-        """How long it waits, when idle, for more messages like this one."""
+        """Return how long an idle engine waits for more messages after this one."""
         return gather_s(self._core.config, message)
 
     @property
     def is_drained(self) -> bool:
-        """See `EngineServer.is_drained`."""
+        """Whether the engine is draining and has no requests left."""
         return self._server.is_drained
 
     def begin(self, now_s: float) -> Turn:
-        """Begin a turn; no other call but views until its `end`."""
+        """Begin a turn; until its `end`, only calls that change nothing are allowed."""
         self._clock.start(now_s)
         self._core.pulse.work(now_s)
         step = self._core.begin_step(now_s)
@@ -188,11 +189,12 @@ class VirtualEngine:
         if batch is None:
             if step.meta is not None and spent_s:
                 return Turn(now_s, [self._end_s(now_s, spent_s, 0)], step, spent_s)
-            # Moving KV takes time, even where nothing runs and no transfer ends.
+            # Moving KV takes time even if nothing runs and no transfer ends.
             if not self._core.end_step(step, now_s) and not self._clock.spent_s:
                 return Turn(now_s, [])
             return Turn(now_s, [self._end_s(now_s, self._clock.spent_s, 0)])
-        # What has changed must be told after the first step, as an engine process does.
+        # After a change, clients get a snapshot after the first step, as from an engine process: do
+        # not merge steps then.
         is_told = not (has_changed or batch.new or batch.appended_blocks)
         num_steps = self._core.num_repeats(step) if self._run_ahead and is_told else 1
         if num_steps > 1:
@@ -206,85 +208,85 @@ class VirtualEngine:
         """Begin the second half of a turn whose first half is over.
 
         Returns:
-            The second half, and the frames that are to be sent before it.
+            The second half, and the frames to send before it.
         """
         assert turn.step is not None
         self._collect(turn, 1)
         frames = self._server.frames(now_s)
-        # What arrives while the device works is seen right after it.
+        # Messages that arrive while the device works are handled right after it.
         self._clock.start(now_s)
         self._core.end_step(turn.step, now_s)
         return Turn(now_s, [now_s + self._clock.spent_s]), frames
 
     def end(self, turn: Turn, num_steps: int, now_s: float) -> Frames:
-        """End a turn after `num_steps` of its steps; the frames that are to be sent now."""
+        """End a turn after `num_steps` of its steps; return the frames to send now."""
         if turn.step is not None:
             self._collect(turn, num_steps)
         self._core.pulse.rest(now_s)
         return self._server.frames(now_s)
 
     def present_s(self) -> float:
-        """Virtual time while `begin` runs, some way into the turn."""
+        """Return the virtual time inside a running `begin`."""
         return self._clock.now_s()
 
     def next_deadline_s(self) -> float | None:
-        """When a turn is due although nothing comes."""
+        """Return the time of the next turn that is due without a message, or None."""
         return self._server.next_deadline_s()
 
     def stalls_at_s(self) -> float | None:
-        """When the turn that has begun counts as stalled, if it does not end; see `Pulse`."""
+        """Return when the current turn will count as stalled, or None; see `Pulse`."""
         return self._core.pulse.stalls_at_s()
 
     def heartbeat(self, now_s: float) -> EngineFrame:
-        """The heartbeat that an engine sends now, whatever its core does."""
+        """Return the heartbeat that an engine process would send now, even during a step."""
         return EngineFrame(self._incarnation, stalled_s=self._core.pulse.stalled_s(now_s))
 
     def snapshot(self) -> EngineSnapshot:
-        """What it has left now."""
+        """Return a snapshot of the engine's free capacity."""
         return self._core.snapshot(0)
 
     def listing(self) -> list[KVEventBatch]:
-        """What its prefix caches hold now."""
+        """Return a listing of the engine's prefix caches."""
         return self._core.prefix_feed.listing()
 
     def metrics(self, now_s: float) -> EngineMetrics:
-        """Every counter."""
+        """Return every counter of the engine."""
         return self._core.metrics(now_s)
 
     @property
     def clients(self) -> list[bytes]:
-        """Whoever it serves, and whoever it still has a request of."""
+        """Connected clients, and others that still have requests here."""
         return self._server.clients
 
     @property
     def role(self) -> Role:
-        """What it takes; while it changes that, what it took."""
+        """Its role; during a change still the old one."""
         return self._core.duty.role
 
     @property
     def num_live(self) -> int:
-        """Requests that run, wait, or still have blocks lent to another engine."""
+        """Number of requests that run, wait, or still have blocks lent to another engine."""
         return self._core.num_live
 
     def check_invariants(self) -> None:
-        """See `EngineCore.check_invariants`."""
+        """Check the core's invariants; see `EngineCore.check_invariants`."""
         self._core.check_invariants()
 
     def _collect(self, turn: Turn, num_steps: int) -> None:
-        """Collect a turn's step after so many times, as if its host had begun to wait just now."""
+        """Collect a step after `num_steps` runs, as if the host had just begun to wait for it."""
         assert turn.step is not None
         if num_steps == 1:
             self._clock.start(turn.started_s)
             self._clock.spend(turn.spent_s)
         else:
             assert turn.step.batch is not None
-            # The next step may be submitted as early as the last of these was waited for.
+            # The host may submit the next step when it begins to wait for the last of these.
             self._clock.start(turn.end_times_s[num_steps - 2])
             self._worker.repeat(turn.step.batch, num_steps - 1)
         self._core.collect_step(turn.step, num_steps)
 
     def _end_s(self, now_s: float, spent_s: float, num_rows: int) -> float:
-        """When a turn of one step is over that began now."""
+        """Return the end of a turn of one step that begins now."""
         return now_s + max(spent_s + self._host_s(num_rows), MIN_TURN_S)
 
     def _host_s(self, num_rows: int) -> float:
@@ -292,11 +294,11 @@ class VirtualEngine:
 
 
 class _OneWorker:
-    """An `Executor` of one worker that exists already."""
+    """`Executor` of one existing worker."""
 
     def __init__(self, worker: VirtualWorker) -> None:
         self._worker = worker
 
     def collective_rpc(self, method: str, *args: object) -> list[Any]:
-        """See `Executor`."""
+        """Call a method of the worker; return its result in a list of one."""
         return [getattr(self._worker, method)(*args)]

@@ -1,1 +1,1 @@
-"""Engines that step together: who steps in a turn, and what ends them all."""
+"""Gangs: engines that step in lockstep. Coordination of turns and handling of a lost rank."""

@@ -1,7 +1,7 @@
-"""The hub of a gang: joins the ranks, agrees with them on every turn, tells all of a loss.
+"""Hub of a gang: admits the ranks, coordinates every turn, and announces a loss.
 
-It runs in the process that started rank 0's engine, so that it outlives the engine. Owner: the
-`Waves`, under one lock, and the connections. It listens only until all ranks have joined.
+Runs in the process that started rank 0's engine, so that it outlives that engine. Owns the `Waves`,
+under one lock, and the connections. Listens only until all ranks have joined.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ logger = logging.getLogger(__name__)
 
 
 class GangHub:
-    """See the module docstring.
+    """Server that coordinates the ranks of one gang.
 
     Args:
-        gang: Name of the gang, never used again.
-        size: Ranks.
+        gang: Name of the gang, never reused.
+        size: Number of ranks.
         keys: The deployment's secrets.
         host: Address to listen on, on a free port.
 
     Attributes:
-        address: "host:port" for `GangConfig.hub`.
+        address: The hub's "host:port", for `GangConfig.hub`.
 
     Raises:
-        OSError: It cannot listen there.
+        OSError: The hub cannot listen on this host.
     """
 
     def __init__(self, gang: str, size: int, keys: KeyRing, host: str = "127.0.0.1") -> None:
@@ -58,7 +58,7 @@ class GangHub:
         self._watch = SilenceWatch(size, SILENT_LOOKS)
         self._ranks: dict[int, socket.socket] = {}
         self._store = ""
-        # Who stalls, for how long: asked for when it is gone.
+        # rank -> seconds that it has been stalled, to explain its loss.
         self._stalled_s: dict[int, float] = {}
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -71,21 +71,21 @@ class GangHub:
 
     @property
     def loss(self) -> Loss | None:
-        """Why the gang has ended, if it has."""
+        """The loss that ended the gang, or None."""
         return self._waves.loss
 
     @property
     def num_turns(self) -> int:
-        """Turns that have started."""
+        """Number of turns that have started."""
         return self._waves.number
 
     @property
     def num_waves(self) -> int:
-        """How often they have begun after a pause."""
+        """Number of waves: how often turns have begun after a pause."""
         return self._waves.num_waves
 
     def close(self) -> None:
-        """End the gang: every rank that is left ends, too. Idempotent."""
+        """End the gang, and with it all remaining ranks. Idempotent."""
         self._closed.set()
         self._stop_listening()
         with self._lock:
@@ -93,7 +93,7 @@ class GangHub:
                 _hang_up(connection)
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # closed: all are here, or nobody is to come any more
+        with contextlib.suppress(OSError):  # closed: all ranks have joined, or the gang has ended
             while not self._closed.is_set():
                 connection, _ = self._listener.accept()
                 threading.Thread(
@@ -101,9 +101,9 @@ class GangHub:
                 ).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        """Hear one rank until it is gone."""
+        """Handle one rank's messages until its connection ends."""
         rank: int | None = None
-        reason = "its process is gone"
+        reason = "its connection closed"
         try:
             rank = self._join(connection, admit(connection, self._keys, self._gang))
             while not self._closed.is_set():
@@ -121,7 +121,7 @@ class GangHub:
         with self._lock:
             size = self._watch.size
             if not isinstance(said, Join) or not 0 <= said.rank < size or said.rank in self._ranks:
-                raise ConnectionError(f"{said} is no rank that is missing")
+                raise ConnectionError(f"{said} does not come from a rank that has yet to join")
             self._ranks[said.rank] = connection
             self._watch.hear(said.rank)
             self._store = said.store or self._store
@@ -150,7 +150,7 @@ class GangHub:
             with self._lock:
                 for rank in self._watch.look():
                     if rank in self._ranks:
-                        self._end(rank, f"it was silent for {BEAT_S * SILENT_LOOKS:g} s")
+                        self._end(rank, f"it sent nothing for {BEAT_S * SILENT_LOOKS:g} s")
                 self._tell(Beat())
 
     def _lose(self, rank: int, reason: str) -> None:
@@ -159,19 +159,19 @@ class GangHub:
             self._end(rank, reason + (f" after {stalled_s:.0f} s in one step" if stalled_s else ""))
 
     def _end(self, rank: int, reason: str) -> None:
-        """Tell everybody, under the lock, unless they know."""
+        """Announce a loss to all ranks, once. The caller holds the lock."""
         loss = self._waves.lose(rank, reason)
         if loss is not None and not self._closed.is_set():
-            logger.error("gang %s ends: rank %d was lost: %s", self._gang, rank, reason)
+            logger.error("gang %s ends because rank %d was lost: %s", self._gang, rank, reason)
             self._tell(loss)
 
     def _tell(self, message: Down) -> None:
         for connection in self._ranks.values():
-            with contextlib.suppress(OSError):  # whoever hears it notices
+            with contextlib.suppress(OSError):  # the thread that reads this connection notices
                 send(connection, message)
 
     def _stop_listening(self) -> None:
-        # Not closed alone: a thread that waits in accept would wait on.
+        # `close` alone does not wake a thread that is blocked in accept.
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()

@@ -1,16 +1,18 @@
-"""Lock-step of a gang: who steps in a turn, when turns begin and end, what a lost rank does. Pure.
+"""Lockstep of a gang: when turns start, which ranks compute, and what a loss means. Pure.
 
-The experts of a mixture-of-experts model are shared out over the ranks of a gang, so every forward
-pass is a collective of them all: it happens on all ranks or, where it has begun, never ends. Each
-rank *declares*, once for each turn, how many tokens its batch has, if it has one. Once all have,
-and one has a batch, the turn starts, and a rank without one serves the others' (an idle pass).
-While nobody has a batch no turn starts: a *wave* of turns is over, the gang is paused, and every
-rank has said that it would serve. So the first batch, whoever has it, begins the next wave with
-nobody else being asked. A rank that said that it had none may say otherwise until the turn starts;
-what the turn says of a rank counts, not what the rank has by then.
+The experts of a mixture-of-experts model are distributed over the ranks of a gang, so every forward
+pass is a collective operation: once begun, it completes only if all ranks take part. Each rank
+*declares*, once per turn, how many tokens its batch has, or 0 without a batch. When all have
+declared and at least one has a batch, the turn starts; ranks without a batch serve the others (an
+idle pass).
 
-Source: what vLLM's data-parallel engines do with waves and dummy batches; there the ranks agree
-every few steps, here in each, by one message up and one down.
+While no rank has a batch, no turn starts: the *wave* of turns is over and the gang is paused, with
+every rank ready to serve. The first batch on any rank then starts the next wave without further
+messages. A rank that declared 0 may declare a batch until the turn starts. The numbers in the
+`Turn` count, not the batch that a rank has by then.
+
+Source: vLLM's data-parallel engines with their waves and dummy batches; there the ranks agree every
+few steps, here in each, by one message up and one down.
 """
 
 from __future__ import annotations
@@ -19,15 +21,15 @@ import msgspec
 
 
 class LockstepError(Exception):
-    """Ranks of a gang do not agree about where they are: going on would hang them all."""
+    """Disagreement of ranks about the current turn; to continue would hang the whole gang."""
 
 
 class Turn(msgspec.Struct, frozen=True, tag="turn", array_like=True):
-    """One step of the whole gang.
+    """One step of all ranks of a gang.
 
     Attributes:
-        number: From 0 on, without gaps.
-        num_tokens: For each rank how many tokens of its own it computes; one of them has some.
+        number: Number of the turn, from 0 without gaps.
+        num_tokens: For each rank the tokens of its own batch; at least one is positive.
     """
 
     number: int
@@ -35,16 +37,16 @@ class Turn(msgspec.Struct, frozen=True, tag="turn", array_like=True):
 
     @property
     def largest(self) -> int:
-        """Tokens of the rank that has most: it takes all ranks as long as that one."""
+        """Tokens of the largest batch, which determines the duration for all ranks."""
         return max(self.num_tokens)
 
 
 class Declaration(msgspec.Struct, frozen=True, tag="declare", array_like=True):
-    """What a rank has for a turn.
+    """A rank's batch size for a turn.
 
     Attributes:
         number: The turn.
-        num_tokens: Of its batch; 0: it has none.
+        num_tokens: Tokens of its batch; 0 without one.
     """
 
     number: int
@@ -52,11 +54,11 @@ class Declaration(msgspec.Struct, frozen=True, tag="declare", array_like=True):
 
 
 class Loss(msgspec.Struct, frozen=True, tag="loss", array_like=True):
-    """Why the gang ends.
+    """Loss of a rank, which ends the gang.
 
     Attributes:
-        rank: Who was lost first.
-        reason: For a person.
+        rank: The rank that was lost first.
+        reason: Explanation for log lines and errors.
     """
 
     rank: int
@@ -64,15 +66,15 @@ class Loss(msgspec.Struct, frozen=True, tag="loss", array_like=True):
 
 
 class Waves:
-    """What the ranks have declared, and the turns that follow from it.
+    """Declarations of all ranks and the turns that follow from them.
 
     Args:
-        size: Ranks of the gang.
+        size: Number of ranks.
 
     Attributes:
-        number: The turn that is to start next.
-        num_waves: How often turns have begun after a pause.
-        loss: Why there will be no further turn; None while there may be.
+        number: Number of the next turn to start.
+        num_waves: Number of waves so far.
+        loss: The loss that ended the gang; None while it lives.
     """
 
     def __init__(self, size: int) -> None:
@@ -85,28 +87,28 @@ class Waves:
 
     @property
     def is_paused(self) -> bool:
-        """Whether all ranks wait and none has a batch."""
+        """Whether no rank has a batch and all wait."""
         return not any(num_tokens != 0 for num_tokens in self._declared)
 
     def declare(self, rank: int, said: Declaration) -> Turn | None:
-        """Take what a rank has.
+        """Process a rank's declaration.
 
         Args:
-            rank: Who.
-            said: For which turn; one that has started already took what the rank said before.
+            rank: The declaring rank.
+            said: The declaration; ignored if its turn has already started.
 
         Returns:
-            The turn that starts with it, for every rank; None if none does.
+            The turn that this declaration starts, to be sent to every rank; None if it starts none.
 
         Raises:
-            LockstepError: The rank speaks of a turn that is not there yet, or takes a batch back.
+            LockstepError: The rank declares for a future turn, or withdraws a batch.
         """
         if self.loss is not None or said.number < self.number:
             return None
         before = self._declared[rank]
         if said.number > self.number or (before is not None and not said.num_tokens):
             raise LockstepError(
-                f"rank {rank} declares {said} before turn {self.number}, and said {before} already"
+                f"rank {rank} sent {said} at turn {self.number}, after declaring {before} tokens"
             )
         self._declared[rank] = said.num_tokens
         if None in self._declared:
@@ -122,20 +124,20 @@ class Waves:
         return turn
 
     def drain(self, rank: int) -> bool:
-        """A rank takes no more requests and has none left; says whether it was the last one.
+        """Record that a rank is drained; return whether it was the last one.
 
-        It still serves the others, which cannot go on without it.
+        A drained rank still serves the others, which cannot compute without it.
         """
         is_new = rank not in self._drained
         self._drained.add(rank)
         return is_new and len(self._drained) == len(self._declared)
 
     def lose(self, rank: int, reason: str) -> Loss | None:
-        """A rank is no more, or nothing is heard of it.
+        """Record that a rank is gone or silent.
 
         Returns:
-            What every rank is to be told; None if they have been told already, or if they are all
-            drained: then they end as they should.
+            The loss to announce to every rank; None if one was announced before, or if all ranks
+            are drained and thus expected to end.
         """
         if self.loss is not None or len(self._drained) == len(self._declared):
             return None
@@ -144,13 +146,13 @@ class Waves:
 
 
 class Rank:
-    """One rank's side: the turn it waits for, and what it has said of it.
+    """One rank's side of the lockstep: the turn that it waits for and its declaration.
 
     Args:
-        rank: Its number.
+        rank: The rank's number.
 
     Attributes:
-        number: The turn that it takes next.
+        number: Number of the next turn.
     """
 
     def __init__(self, rank: int) -> None:
@@ -159,14 +161,14 @@ class Rank:
         self._declared: int | None = None
 
     def declare(self, num_tokens: int) -> Declaration | None:
-        """Say what it has for the next turn.
+        """Declare the rank's batch for the next turn.
 
         Args:
-            num_tokens: Of its batch; 0: it has none.
+            num_tokens: Tokens of its batch; 0 without one.
 
         Returns:
-            What is to be sent; None if that has been said already, or a batch was declared, which
-            it still has.
+            The message to send; None if it was sent before, or a batch was declared, which still
+            stands.
         """
         if self._declared or self._declared == num_tokens:
             return None
@@ -174,31 +176,32 @@ class Rank:
         return Declaration(self.number, num_tokens)
 
     def take(self, turn: Turn) -> bool:
-        """Take a turn that has started; says whether it computes its batch, or serves the others.
+        """Enter a turn that has started; return whether the rank computes its own batch in it.
 
         Raises:
-            LockstepError: It is another one, or it says that this rank has a batch and it has not.
+            LockstepError: The turn is not the expected one, or counts a batch that was not
+            declared.
         """
         is_own = turn.num_tokens[self._rank] > 0
         if turn.number != self.number or (is_own and not self._declared):
             raise LockstepError(
-                f"rank {self._rank} waits for turn {self.number}, having said {self._declared}, "
-                f"and {turn} starts"
+                f"rank {self._rank} expects turn {self.number} with {self._declared} tokens "
+                f"declared, but got {turn}"
             )
-        # A batch that came too late for this turn is for the next, which has yet to be told.
+        # A batch declared too late for this turn must be declared again for the next one.
         self._declared = None
         self.number += 1
         return is_own
 
 
 class SilenceWatch:
-    """Tells ranks that say nothing. Counts looks and reads no clock.
+    """Detector of silent ranks. Counts checks and reads no clock.
 
-    A host that slept, or a process that was stopped and goes on, must not accuse everybody else.
+    That way a suspended host, or a process that was stopped and resumed, does not accuse all ranks.
 
     Args:
-        size: Ranks of the gang.
-        max_looks: A rank that was not heard between so many looks is silent.
+        size: Number of ranks.
+        max_looks: Number of checks without a message after which a rank counts as silent.
 
     Attributes:
         size: As given.
@@ -210,10 +213,10 @@ class SilenceWatch:
         self._num_looks = [0] * size
 
     def hear(self, rank: int) -> None:
-        """A rank said something."""
+        """Record a message from a rank."""
         self._num_looks[rank] = 0
 
     def look(self) -> list[int]:
-        """Another while has passed; returns who is silent."""
+        """Count one check interval; return the silent ranks."""
         self._num_looks = [count + 1 for count in self._num_looks]
         return [rank for rank, count in enumerate(self._num_looks) if count >= self._max_looks]

@@ -1,8 +1,8 @@
-"""What the ranks of a gang and their hub say to each other: frames on a TCP connection.
+"""Messages between the ranks of a gang and their hub: frames on a TCP connection.
 
-Owns nothing. Whoever connects proves that it holds a secret of the deployment, and so does the hub,
-before anything is believed; no secret travels. What follows is neither encrypted nor sealed, as are
-the tensors that ranks send each other: a gang belongs on a network that nobody else is on.
+Both ends first prove that they hold a secret of the deployment; the secret is not sent. Later
+messages, and the tensors that ranks exchange, are neither encrypted nor authenticated: a gang
+belongs on a private network.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from kv_transfer.keys import KeyRing
 
 PROVE_S = 5.0
-"""How long a connection may take to prove itself."""
+"""Time limit for the mutual proof of a new connection."""
 BEAT_S = 0.5
-"""How often each end says that it is there, and looks whether the others do."""
+"""Interval at which each end sends a beat and checks for the other end's."""
 SILENT_LOOKS = 10
-"""Who was not heard between so many looks is lost."""
+"""Checks without a message after which the other end counts as lost."""
 
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
@@ -36,11 +36,11 @@ _LENGTH = struct.Struct(">I")
 
 
 class Join(msgspec.Struct, frozen=True, tag="join", array_like=True):
-    """A rank's first message.
+    """First message of a rank.
 
     Attributes:
         rank: Its number.
-        store: Where rank 0 keeps what ranks tell each other to connect; "" of the others.
+        store: Address of the rendezvous store that rank 0 hosts; "" from other ranks.
     """
 
     rank: int
@@ -48,25 +48,25 @@ class Join(msgspec.Struct, frozen=True, tag="join", array_like=True):
 
 
 class Complete(msgspec.Struct, frozen=True, tag="complete", array_like=True):
-    """All ranks have joined.
+    """Announcement that all ranks have joined.
 
     Attributes:
-        store: As rank 0 said.
+        store: Address of the rendezvous store, from rank 0.
     """
 
     store: str
 
 
 class Drained(msgspec.Struct, frozen=True, tag="drained", array_like=True):
-    """Up: the rank takes no more requests and has none left. Down: so it is with all of them."""
+    """Up: the rank refuses new requests and has none left. Down: all ranks are drained."""
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat", array_like=True):
-    """It is there.
+    """Sign of life.
 
     Attributes:
-        stalled_s: Of a rank: how long it has been in one turn, if that is too long and not because
-            it waits for the others.
+        stalled_s: From a rank: seconds that it has been in one turn, if that is too long and not
+            caused by waiting for other ranks.
     """
 
     stalled_s: float = 0.0
@@ -81,7 +81,7 @@ decode_down = msgspec.msgpack.Decoder(Down).decode
 
 
 def send(connection: socket.socket, message: Up | Down) -> None:
-    """Send one message; callers take turns.
+    """Send one message. Concurrent callers must use a lock.
 
     Raises:
         OSError: The other end is gone.
@@ -91,26 +91,26 @@ def send(connection: socket.socket, message: Up | Down) -> None:
 
 
 def receive(connection: socket.socket, until_s: float | None = None) -> bytes:
-    """The bytes of the next message.
+    """Receive the next message.
 
     Args:
-        connection: To the other end.
-        until_s: When it has to be here, as `_exactly` takes it.
+        connection: Connection to the other end.
+        until_s: Deadline on the monotonic clock; None for none.
 
     Raises:
-        OSError: The other end is gone, or sends what is no message.
+        OSError: The other end is gone or sent an invalid message.
     """
     (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size, until_s))
     if length > _MAX_BYTES:
-        raise ConnectionError(f"a message of {length} bytes")
+        raise ConnectionError(f"it sent a message of {length} bytes, more than {_MAX_BYTES}")
     return _exactly(connection, length, until_s)
 
 
 def admit(connection: socket.socket, keys: KeyRing, gang: str) -> bytes:
-    """The hub's half of the proof; returns the first message of whoever has proved itself.
+    """Run the hub's side of the mutual proof; return the rank's first message.
 
     Raises:
-        OSError: Whoever connected holds none of the secrets, or is too slow over all of it.
+        OSError: The peer holds none of the secrets, or exceeds `PROVE_S` in total.
     """
     until_s = time.monotonic() + PROVE_S
     connection.settimeout(PROVE_S)
@@ -124,30 +124,32 @@ def admit(connection: socket.socket, keys: KeyRing, gang: str) -> bytes:
             joins = receive(connection, until_s)
             _settle(connection)
             return joins
-    raise ConnectionError("no key of this deployment")
+    raise ConnectionError("it holds no key of this deployment")
 
 
 def connect(address: str, keys: KeyRing, gang: str) -> socket.socket:
-    """A rank's half: a connection to the hub at "host:port".
+    """Connect to the hub at "host:port" and run the rank's side of the mutual proof.
 
     Raises:
-        GangLostError: It is not there, or holds another secret.
+        GangLostError: The hub is not there, or holds another secret.
     """
     derived = keys.derive(f"gang {gang}")
     if not derived:
-        raise GangLostError("no secret: set keys on every engine of the gang")
+        raise GangLostError(
+            f"gang {gang} has no secret to prove; set keys on every engine of the gang"
+        )
     host, _, port = address.rpartition(":")
     try:
         connection = socket.create_connection((host.strip("[]"), int(port)), PROVE_S)
     except OSError as error:
-        raise GangLostError(f"gang {gang} has no hub at {address}: {error}") from error
+        raise GangLostError(f"cannot reach the hub of gang {gang} at {address}: {error}") from error
     try:
         _prove(connection, derived[0])
     except OSError as error:
         connection.close()
-        raise GangLostError(f"the hub of gang {gang} at {address} lets nobody in: {error}") from (
-            error
-        )
+        raise GangLostError(
+            f"the hub of gang {gang} at {address} rejected this rank: {error}"
+        ) from error
     return connection
 
 
@@ -171,17 +173,17 @@ def _settle(connection: socket.socket) -> None:
 
 
 def _exactly(connection: socket.socket, num_bytes: int, until_s: float | None = None) -> bytes:
-    """So many bytes, all of which are to be here by a reading of the monotonic clock."""
+    """Receive exactly `num_bytes`, by a deadline on the monotonic clock if one is given."""
     found = bytearray()
     while len(found) < num_bytes:
         if until_s is not None:
-            # A timeout of the socket's begins anew with every byte that comes.
+            # The socket's own timeout restarts with every received byte, so shrink it each time.
             left_s = until_s - time.monotonic()
             if left_s <= 0.0:
-                raise TimeoutError("too slow")
+                raise TimeoutError("it did not complete the handshake in time")
             connection.settimeout(left_s)
         part = connection.recv(num_bytes - len(found))
         if not part:
-            raise ConnectionError("the other end is gone")
+            raise ConnectionError("the other end closed the connection")
         found += part
     return bytes(found)

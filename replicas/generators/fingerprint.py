@@ -25,7 +25,7 @@ _READ_BYTES = 8 * 2**20
 
 
 def model_fingerprint(config: EngineConfig) -> str:
-    """32 hexadecimal digits that two engines share if they load the same weights.
+    """Return 32 hexadecimal digits that two engines share if they load the same weights.
 
     And if both of them have a store, or neither has.
 
@@ -69,7 +69,7 @@ def conversion_source(config: EngineConfig) -> tuple[str, list[int]]:
 
 
 def _samples(path: Path) -> bytes:
-    """Bytes of a file at equal distances, the first and the last ones among them."""
+    """Return bytes of a file at equal distances, the first and the last ones among them."""
     size = path.stat().st_size
     samples = bytearray()
     with path.open("rb") as file:

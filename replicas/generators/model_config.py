@@ -151,7 +151,7 @@ def load_hf_config(folder: str | Path) -> ModelConfig:
 
 
 def load_engine_model(config: EngineConfig) -> ModelConfig:
-    """Configuration of the model that an engine serves, whoever computes it.
+    """Return the configuration of the model that an engine serves, whoever computes it.
 
     A generator that the configuration names may extend one of ours, which needs all that ours
     read, or compute what ours do not know.
@@ -172,7 +172,7 @@ def load_engine_model(config: EngineConfig) -> ModelConfig:
 
 
 def read_architecture(folder: str | Path) -> str | None:
-    """The first architecture that ``folder``/config.json names, if it names any.
+    """Return the first architecture that ``folder``/config.json names, if it names any.
 
     Raises:
         ConfigError: There is no config.json, it is not JSON, or its architectures are no list of

@@ -66,7 +66,7 @@ def with_registered_generator(config: EngineConfig) -> EngineConfig:
 
 
 def split_target(target: str, what: str = "generator") -> tuple[str, str]:
-    """Module and class of "module:Class".
+    """Return the module and class of "module:Class".
 
     Args:
         target: To be split.

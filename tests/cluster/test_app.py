@@ -50,7 +50,7 @@ def args(tmp_path):
         ("model", "/no/such/model", "/no/such/model"),
         ("pools.decode.replicas", "many", "args.pools"),
         ("pools.decode.engine", {"block_size": 33}, "block_size"),
-        ("engine", {"kv_cache_memory_bytes": 1}, "holds no KV block"),
+        ("engine", {"kv_cache_memory_bytes": 1}, "too small for 2 KV blocks"),
     ],
 )
 def test_build_refuses_args_that_cannot_work(args, path, value, reason):

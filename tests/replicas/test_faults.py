@@ -62,7 +62,7 @@ def replica(*entries):
         ({"kind": "slow", "factor": math.inf}, ["[1].factor", "inf"]),
         ({"kind": "slow", "factor": math.nan}, ["[1].factor", "nan"]),
         ({"kind": "slow", "target": "ingress/0", "factor": 2.0}, ["[1].target", "kill and clock"]),
-        ({"kind": "clock"}, ["[1].shift_s", "clock needs seconds"]),
+        ({"kind": "clock"}, ["[1].shift_s", "clock needs the seconds"]),
         ({"kind": "clock", "shift_s": math.inf}, ["[1].shift_s", "inf"]),
         ({"shift_s": 5.0}, ["[1].shift_s", "freeze takes no shift_s", "remove it"]),
         ({"kind": "replace"}, ["[1].duration_s", "replace", "remove duration_s"]),
@@ -143,7 +143,7 @@ def test_targets_that_exist_are_accepted():
 )
 def test_what_happens_in_the_simulator_alone_is_refused_to_real_replicas(fields):
     plan = FaultPlan.parse([entry(), kill(**fields)])
-    with pytest.raises(FaultPlanError, match=r"\[1\]: .* in the simulator alone"):
+    with pytest.raises(FaultPlanError, match=r"\[1\]: .* only in the simulator"):
         plan.check_real()
     FaultPlan.parse([entry()]).check_real()
 

@@ -28,7 +28,7 @@ def test_a_value_that_is_none_of_the_choices_is_refused(name, value, message):
 @pytest.mark.parametrize("name", ["weight_cache", "tt_metal_home", "extra_models_dir"])
 @pytest.mark.parametrize("folder", ["~/weights", "", "relative/x"])
 def test_a_folder_that_depends_on_where_an_engine_starts_is_refused(name, folder):
-    with pytest.raises(ConfigError, match=f'mesh.{name} .*is not absolute.*"/home/me/{name}"'):
+    with pytest.raises(ConfigError, match=f'mesh.{name} .*is not an absolute.*"/home/me/{name}"'):
         MeshConfig(name="N150", **{name: folder}).validate()
     MeshConfig(name="N150", **{name: "/weights"}).validate()
 
@@ -36,7 +36,7 @@ def test_a_folder_that_depends_on_where_an_engine_starts_is_refused(name, folder
 @pytest.mark.parametrize("name", ["N150", "P150"])
 def test_a_trace_region_leaves_something_of_a_chip(name):
     memory = MeshConfig(name=name).spec.dram_bytes_per_chip
-    with pytest.raises(ConfigError, match=rf"trace_region_size {memory} leaves nothing .*{name}"):
+    with pytest.raises(ConfigError, match=rf"trace_region_size {memory} leaves no memory .*{name}"):
         MeshConfig(name=name, trace_region_size=memory).validate()
     MeshConfig(name=name, trace_region_size=memory - 1).validate()
 

@@ -179,7 +179,7 @@ def test_a_snapshot_of_hugging_faces_cache_bears_its_models_name(model, tmp_path
     blocked = tmp_path / "home/.cache/ttserve/names"
     shutil.rmtree(blocked)
     blocked.touch()
-    with pytest.raises(ConfigError, match=r"cannot name .* give a folder that is called Qwen3-8B"):
+    with pytest.raises(ConfigError, match=r"create the link .* folder that is called Qwen3-8B"):
         make_folders(config, told)
 
 

@@ -98,7 +98,7 @@ def test_a_grid_takes_its_chips_from_the_architecture():
 
 def test_a_named_mesh_has_its_own_architecture():
     assert mesh_spec("P150", arch="blackhole") is MESHES["P150"]
-    with pytest.raises(ConfigError, match="T3K is of wormhole chips, and arch is 'blackhole'"):
+    with pytest.raises(ConfigError, match="T3K has wormhole chips, but arch is 'blackhole'"):
         mesh_spec("T3K", arch="blackhole")
 
 

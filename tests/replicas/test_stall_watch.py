@@ -69,7 +69,7 @@ def test_a_stall_is_told_once_with_what_was_going_on(caplog):
     assert "stalls" in told[0]
     assert "9 s in a turn" in told[0]
     assert "it did not answer" in told[1]  # this process has another handler
-    assert "moves again after 1.5 s" in told[2]
+    assert "recovered from a stall of 1.5 s" in told[2]
 
 
 def test_what_is_said_of_a_stall_fits_into_the_pipe_whatever_it_is_written_in():
@@ -130,7 +130,7 @@ def test_a_step_that_is_late_is_told_and_counted_and_goes_on(engine_of, caplog):
     outputs = []
     while not (outputs and outputs[-1].finish_reason):
         outputs += [o for o in engine.get_outputs() if isinstance(o, TokenOutput)]
-    wait_told(caplog, "moves again")
+    wait_told(caplog, "recovered from a stall")
     assert "slow_generators.py" in wait_told(caplog, "stacks of engine")
     assert sum("stalls" in record.getMessage() for record in caplog.records) == 1
     assert engine.metrics().num_stalls == 1
@@ -143,6 +143,6 @@ def test_an_engine_that_is_stopped_is_told_so_and_moves_again(engine_of, caplog,
     os.kill(engine.description.pid, signal.SIGSTOP)
     assert "T (stopped)" in wait_told(caplog, "stalls")
     os.kill(engine.description.pid, signal.SIGCONT)
-    wait_told(caplog, "moves again")
+    wait_told(caplog, "recovered from a stall")
     assert not any("stacks" in record.getMessage() for record in caplog.records)
     assert engine.metrics().num_stalls == 0

@@ -255,7 +255,7 @@ FILE_MISTAKES = [
     ("applications[0].args.pools.decode.gang_size", 2, "the model has no experts to share out"),
     ("applications[0].args.engine.num_blocks", 1, "num_blocks must be at least 2"),
     ("applications[0].args.engine.num_blocks", 5, "max_model_len 256 .* holds 128 tokens"),
-    ("applications[0].args.engine.kv_cache_memory_bytes", 1000, "1000 holds no KV .* 16384 b"),
+    ("applications[0].args.engine.kv_cache_memory_bytes", 1000, "1000 is too small .* 16384 b"),
     ("applications[0].args.engine.kv_cache_memory_bytes", 65536, "256 does not fit .* tokens"),
     ("applications[0].args.engine.max_model_len", 257, "max_model_len 257 exceeds .* 256"),
 ]  # fmt: skip

@@ -131,5 +131,5 @@ def test_who_takes_one_kv_group_refuses_several():
         only_kv_group(two, "generator X")
     config, facts = plain_config(), msgspec.structs.replace(FACTS, kv_groups=two)
     worker = virtual_worker(config, CountingClock(), timing=OddTiming(), facts=facts)
-    with pytest.raises(ConfigError, match="a simulated mesh takes models with one KV group"):
+    with pytest.raises(ConfigError, match="a simulated mesh supports models with one KV group"):
         EngineCore(config, OneWorker(worker))

@@ -222,7 +222,7 @@ def test_ranks_that_do_not_agree_are_told():
     waves.declare(1, Declaration(0, 5))
     with pytest.raises(LockstepError):
         waves.declare(1, Declaration(0, 0))
-    with pytest.raises(LockstepError, match="waits for turn 0"):
+    with pytest.raises(LockstepError, match="expects turn 0"):
         rank.take(Turn(1, (0, 5)))
     rank.declare(0)
     with pytest.raises(LockstepError):

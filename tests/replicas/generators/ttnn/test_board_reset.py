@@ -138,7 +138,7 @@ def test_two_names_of_one_board_are_one_lock(host: FakeHost) -> None:
 def test_a_command_that_says_no_version_is_not_guessed_at(host: FakeHost) -> None:
     (address,) = [host.add_board("n150", node=5)]
     run = host.add_tt_smi(version="tt-smi")
-    with pytest.raises(DeviceError, match=r"says no version.* reset /dev/tenstorrent/5 by hand"):
+    with pytest.raises(DeviceError, match=r"prints no version.* reset /dev/tenstorrent/5 by hand"):
         reset(host, die_with(host, [address]))
     assert not run.exists()
 
