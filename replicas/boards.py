@@ -324,7 +324,7 @@ def mesh_problem(report: HostReport, spec: MeshSpec) -> str | None:
     if len(devices) < spec.num_pcie_devices:
         return (
             f"it needs {spec.num_pcie_devices} {spec.board} devices under /dev/tenstorrent, and "
-            f"this host has {len(devices)} usable ones"
+            f"this host has {len(devices)}"
         )
     return None
 

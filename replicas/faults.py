@@ -371,7 +371,7 @@ def _check_times(fault: Fault, where: str) -> None:
         raise FaultPlanError(f"{where}.duration_s: {fault.kind} is an instant; remove duration_s")
     if not (math.isfinite(fault.duration_s) and fault.duration_s > 0):
         raise FaultPlanError(
-            f"{where}.duration_s: give positive seconds, or remove it for no end; "
+            f"{where}.duration_s: give positive seconds, or leave it out for no end; "
             f"got {fault.duration_s}"
         )
 

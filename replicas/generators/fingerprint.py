@@ -1,9 +1,9 @@
-"""A short name for a model's weights, so that KV of two models is never mixed by accident.
+"""Fingerprint of a model's weights, which keeps KV of different models apart.
 
-It reads the configuration whole. Of each weights file it reads the header and samples, not every
-byte, where KV lives no longer than the engines: it tells apart checkpoints, not adversaries. Where
-engines have a store it reads every byte: a store outlives them, and weights that were changed in
-place, where no sample was taken, would be given the KV of the weights before.
+Hashes the whole configuration. Without a store, KV lives no longer than the engines, so only the
+header and samples of each weights file are hashed: that distinguishes checkpoints, but is no
+defence against adversaries. With a store every byte is hashed: a store outlives engines, and
+weights modified in place between two samples would otherwise be given KV of the old weights.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 _SAMPLE_BYTES = 65536
 _NUM_SAMPLES = 8
 _READ_BYTES = 8 * 2**20
-"""At a time when all is read: large enough that neither reading nor hashing holds the GIL."""
+"""Read size when hashing whole files; large enough that reading and hashing release the GIL."""
 
 
 def model_fingerprint(config: EngineConfig) -> str:
-    """Return 32 hexadecimal digits that two engines share if they load the same weights.
+    """Return 32 hexadecimal digits that are equal for engines with the same weights.
 
-    And if both of them have a store, or neither has.
+    Only comparable between engines that both have a store or both have none.
 
     Args:
-        config: Names the model folder, the load format and the seed of random weights; or the
-            model of a simulated mesh, whose KV depends on nothing else.
+        config: Gives the model folder, the load format and the seed of random weights; or the model
+            of a simulated mesh, which alone determines its KV.
     """
     digest = hashlib.blake2b(digest_size=16)
     if config.simulated_mesh is not None:
@@ -49,16 +49,17 @@ def model_fingerprint(config: EngineConfig) -> str:
 
 
 def conversion_source(config: EngineConfig) -> tuple[str, list[int]]:
-    """What weights are converted from, for folders of conversions, which outlive the process.
+    """Return the identity of weights for the name of a persistent folder of converted weights.
 
-    The fingerprint takes samples of the files, at every start; so files that were changed in place
-    are told by their times.
+    The fingerprint without a store only samples the files, so modification times are added to
+    detect files that were changed in place.
 
     Args:
-        config: Names the model folder.
+        config: Gives the model folder.
 
     Returns:
-        The fingerprint of an engine without a store, and the times of the weights files, ns.
+        The fingerprint of an engine without a store, and the modification times of the weights
+        files in ns.
 
     Raises:
         OSError: The model cannot be read.
@@ -69,7 +70,7 @@ def conversion_source(config: EngineConfig) -> tuple[str, list[int]]:
 
 
 def _samples(path: Path) -> bytes:
-    """Return bytes of a file at equal distances, the first and the last ones among them."""
+    """Return samples of a file at equal distances, including its first and last bytes."""
     size = path.stat().st_size
     samples = bytearray()
     with path.open("rb") as file:
@@ -80,9 +81,9 @@ def _samples(path: Path) -> bytes:
 
 
 def file_digest(path: Path) -> bytes:
-    """16 bytes that depend on every byte of a file; against damage and mix-ups, not adversaries.
+    """Return 16 bytes that depend on every byte of a file, without cryptographic strength.
 
-    Whoever may change a model's weights decides what it answers, whatever they hash to.
+    It detects damage and mix-ups. An adversary who can change weights controls the output anyway.
     """
     state = xxhash.xxh3_128()
     buffer = bytearray(_READ_BYTES)

@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 
 def causal_mask(positions: npt.NDArray[np.integer], length: int) -> npt.NDArray[np.bool_]:
-    """Tell which positions of its sequence each token attends to: its own and all before it.
+    """Return which positions of its sequence each token attends to: its own and all earlier ones.
 
     Args:
         positions: (n,) position of each token in its own sequence.
-        length: Positions to cover. With ``positions`` 0..n-1 and ``length`` n it is the triangle
-            that the first chunks of all requests share.
+        length: Number of positions to cover. With ``positions`` 0..n-1 and ``length`` n the result
+            is the triangle that the first chunks of all requests share.
 
     Returns:
         (n, length) bool.

@@ -1,8 +1,8 @@
-"""Read a Hugging Face model's configuration into a frozen value, and refuse what we cannot compute.
+"""Parser of Hugging Face model configurations, which refuses models that we cannot compute.
 
-Decides which families, activations, rope types and attention windows are understood. It reads
-config.json itself (the keys of transformers 5 and the older ones), so transformers is not needed at
-run time. Imports no torch: anybody may ask what a model folder holds.
+Defines the supported families, activations, rope types and attention windows. Reads config.json
+itself (the keys of transformers 5 and the older ones), so transformers is not needed at run time.
+Imports no torch, so that any module may inspect a model folder.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ _POSITION_KEYS = (
     "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length",
     "max_target_positions", "max_sequence_length", "max_seq_length", "seq_len",
 )  # fmt: skip
-"""Names that configurations give the longest sequence. Source: vLLM's `_get_and_verify_max_len`."""
+"""Keys for the longest sequence. Source: vLLM's `_get_and_verify_max_len`."""
 _DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32, "mixtral": 8, "qwen3_moe": 4}
 _DEFAULT_THETA = {"mixtral": 1e6}
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding settings; the last four only mean something for type "llama3".
+    """Rotary embedding settings; the last four are used only for type "llama3".
 
     Attributes:
         rope_type: "default" or "llama3".
         theta: Base of the frequencies.
         factor: Divisor of the long wavelengths.
         low_freq_factor: Wavelengths over original length / this are divided by ``factor``.
-        high_freq_factor: Wavelengths under original length / this stay as they are.
+        high_freq_factor: Wavelengths under original length / this are unchanged.
         original_max_position_embeddings: Context length before scaling, in tokens.
     """
 
@@ -65,14 +65,14 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """Experts that take the place of each layer's MLP.
+    """Settings of the experts that replace each layer's MLP.
 
     Attributes:
-        num_experts: In a layer.
-        num_per_token: How many of them a token goes to.
-        intermediate_size: Size inside one of them.
-        is_normalised: The shares of a token's experts are made to add up to 1.
-        rounds_shares: They are rounded to the model's dtype.
+        num_experts: Experts of a layer.
+        num_per_token: Experts that compute each token.
+        intermediate_size: Size inside one expert.
+        is_normalised: The weights of a token's experts are scaled to sum to 1.
+        rounds_shares: These weights are rounded to the model's dtype.
     """
 
     num_experts: int
@@ -84,12 +84,12 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What the engine and the torch generator need to know of a model.
+    """Properties of a model that the engine and the torch generator need.
 
     Attributes:
         name_or_path: Model folder.
         architectures: Architecture names, the first one counts.
-        family: One of `FAMILIES`; "" if only others compute it.
+        family: One of `FAMILIES`; "" if only third-party classes compute it.
         num_hidden_layers: Decoder layers.
         num_attention_heads: Query heads.
         num_key_value_heads: Key and value heads; divides the query heads.
@@ -97,7 +97,7 @@ class ModelConfig:
         hidden_size: Size of a token's hidden state.
         intermediate_size: Size inside the MLP.
         vocab_size: Rows of the embedding and of the logits.
-        max_position_embeddings: Longest context that the model was made for, in tokens.
+        max_position_embeddings: Longest context of the model, in tokens.
         rms_norm_eps: Added to the variance in every norm.
         tie_word_embeddings: The output layer is the embedding.
         qkv_bias: Query, key and value projections have biases.
@@ -109,7 +109,7 @@ class ModelConfig:
         eos_token_id: Every token that ends a generation, from config.json, then
             generation_config.json.
         dtype: Dtype that the weights were saved in, for example "bfloat16"; "" if not stated.
-        experts: What each layer has instead of an MLP; None if it has one.
+        experts: Experts that replace each layer's MLP; None for an MLP.
     """
 
     name_or_path: str
@@ -151,14 +151,14 @@ def load_hf_config(folder: str | Path) -> ModelConfig:
 
 
 def load_engine_model(config: EngineConfig) -> ModelConfig:
-    """Return the configuration of the model that an engine serves, whoever computes it.
+    """Return the configuration of an engine's model, computed by this package or a third party.
 
-    A generator that the configuration names may extend one of ours, which needs all that ours
-    read, or compute what ours do not know.
+    A named generator may extend one of this package's, which needs the full configuration, or
+    compute an architecture that this package does not know.
 
     Raises:
-        ConfigError: The folder cannot be read, or this package would have to compute a model that
-            it does not know.
+        ConfigError: The folder cannot be read, or this package would have to compute an
+            architecture that it does not know.
     """
     try:
         return load_hf_config(config.model)
@@ -172,10 +172,10 @@ def load_engine_model(config: EngineConfig) -> ModelConfig:
 
 
 def read_architecture(folder: str | Path) -> str | None:
-    """Return the first architecture that ``folder``/config.json names, if it names any.
+    """Return the first architecture in ``folder``/config.json, or None.
 
     Raises:
-        ConfigError: There is no config.json, it is not JSON, or its architectures are no list of
+        ConfigError: There is no config.json, it is not JSON, or its architectures are not a list of
             names.
     """
     path = Path(folder)
@@ -183,17 +183,17 @@ def read_architecture(folder: str | Path) -> str | None:
 
 
 def load_foreign_config(folder: str | Path) -> ModelConfig:
-    """Read what an engine needs of a model that a class of another package computes.
+    """Read the configuration of a model that a third-party class computes.
 
-    Any architecture that transformers knows will do: sizes, positions and end tokens are read, what
-    says how to compute is not, so that no generator of ours takes it. Of an image-text model it is
-    the text part's, and where layers differ that of the one with the most KV.
+    Accepts any architecture that transformers knows. Only sizes, positions and end tokens are read,
+    not how to compute, so that this package's generators refuse the result. For an image-text model
+    the text part counts, and where layers differ the one with the most KV.
 
     Raises:
-        ConfigError: The folder cannot be read, or says too little; names what is missing.
+        ConfigError: The folder cannot be read or lacks values; names the missing ones.
     """
     path = Path(folder)
-    # By ourselves first: transformers takes a folder that is not there for a name on Hugging Face.
+    # Read the file first: transformers would look up a missing folder as a name on Hugging Face.
     architectures = _architectures(_read_json(path / "config.json"), str(path))
 
     from transformers import AutoConfig  # takes seconds; only these models need it
@@ -238,7 +238,7 @@ def load_foreign_config(folder: str | Path) -> ModelConfig:
 
 
 def _layer_with_most_kv(text: Any) -> Any:  # noqa: ANN401 - of one of transformers' many classes
-    """The text's configuration, with the sizes of a layer where they are each layer's own."""
+    """Return the text configuration, or where layers differ that of the one with the most KV."""
     if not getattr(text, "is_heterogeneous", False):
         return text
     return max(text.per_layer_config, key=lambda layer: _kv_heads(layer) * _head_dim(layer))
@@ -253,14 +253,14 @@ def _head_dim(text: Any) -> int:  # noqa: ANN401 - of one of transformers' many 
 
 
 def to_model_config(hf_config: Any) -> ModelConfig:  # noqa: ANN401 - duck-typed transformers object
-    """Take our own configuration as it is, or a transformers one by its ``to_dict()``.
+    """Return our own configuration unchanged, or convert a transformers one by ``to_dict()``.
 
     Raises:
-        ConfigError: It is neither, or describes an unsupported model.
+        ConfigError: The object is neither, or describes an unsupported model.
     """
     if isinstance(hf_config, ModelConfig):
         if hf_config.family not in FAMILIES.values():
-            # Says what this package would have to know.
+            # Parsing again raises an error that names the unsupported part.
             return load_hf_config(hf_config.name_or_path)
         return hf_config
     if not hasattr(hf_config, "to_dict"):
@@ -271,10 +271,10 @@ def to_model_config(hf_config: Any) -> ModelConfig:  # noqa: ANN401 - duck-typed
 
 
 def check_sizes(config: ModelConfig, max_batch_size: int, max_seq_len: int, num_lanes: int) -> None:
-    """Refuse sizes that a generator cannot be made for.
+    """Refuse sizes that a generator does not support.
 
     Raises:
-        ConfigError: They do not divide, or the model does not attend so far; says which numbers.
+        ConfigError: They do not divide, or exceed the attention window; gives the numbers.
     """
     if min(max_batch_size, max_seq_len, num_lanes) < 1 or max_batch_size % num_lanes:
         raise ConfigError(
@@ -296,7 +296,7 @@ def parse_hf_config(
 
     Args:
         raw: The parsed config.json.
-        name_or_path: Model folder, used in messages too.
+        name_or_path: Model folder, also used in messages.
         generation: The parsed generation_config.json, if any.
 
     Raises:
@@ -360,7 +360,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(raw, dict):
-        raise ConfigError(f"{path} holds no JSON object")
+        raise ConfigError(f"{path} does not contain a JSON object")
     return raw
 
 
@@ -396,13 +396,13 @@ def _refuse_unsupported(raw: Mapping[str, Any], name: str) -> None:
 
 
 def _max_positions(raw: Mapping[str, Any], family: str) -> int:
-    """Return the longest sequence in tokens: the smallest of the stated ones, as vLLM has it."""
+    """Return the longest sequence in tokens: the smallest of the stated limits, as in vLLM."""
     stated = [int(raw[key]) for key in _POSITION_KEYS if raw.get(key)]
     return min(stated, default=_DEFAULT_MAX_POSITIONS[family])
 
 
 def _sliding_window(raw: Mapping[str, Any], family: str) -> int | None:
-    """Return the window of the layers that have one, whichever layers those are."""
+    """Return the attention window of any layer that has one, or None."""
     layer_types = raw.get("layer_types")
     if layer_types is not None and "sliding_attention" not in layer_types:
         return None
@@ -416,11 +416,11 @@ def _sliding_window(raw: Mapping[str, Any], family: str) -> int | None:
 
 
 def _experts(raw: Mapping[str, Any], family: str) -> ExpertsConfig | None:
-    """Read the keys of the families that have experts; transformers 5 has one name for both."""
+    """Return the expert settings of the families that have experts, or None."""
     if family not in ("mixtral", "qwen3_moe"):
         return None
     if raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1:
-        raise ConfigError("layers with an MLP beside layers of experts are not supported")
+        raise ConfigError("models that mix MLP layers and expert layers are not supported")
     is_mixtral = family == "mixtral"
     found = ExpertsConfig(
         num_experts=int(raw["num_local_experts"] if is_mixtral else _num_qwen_experts(raw)),
@@ -431,7 +431,8 @@ def _experts(raw: Mapping[str, Any], family: str) -> ExpertsConfig | None:
     )
     if not 1 <= found.num_per_token <= found.num_experts:
         raise ConfigError(
-            f"num_experts_per_tok {found.num_per_token} of {found.num_experts} experts"
+            f"num_experts_per_tok {found.num_per_token} is not from 1 to the number of experts, "
+            f"{found.num_experts}"
         )
     return found
 

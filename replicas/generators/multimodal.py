@@ -1,7 +1,7 @@
-"""Image and encoder-decoder generators: what they take and give beyond the text-only interface.
+"""Interface of image and encoder-decoder generators, beyond the text-only one.
 
-No model of ours uses these yet. They are typed from the start because they decide what the engine
-must carry for a sequence: model inputs by name, masks kept from prefill for every decode, and a
+No model of this package uses it yet. It is typed from the start because it determines what the
+engine must keep per sequence: model inputs by name, masks kept from prefill for every decode, and a
 second block table for cross attention. Notation as in ``protocol.py``.
 
 Source: Tenstorrent's vLLM integration interface (``images``, ``pixel_values``,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ProcessedInputs:
-    """What an input processor made of a request with images.
+    """Result of an input processor for a request with images.
 
     Attributes:
         token_ids: Decoder tokens, image placeholders expanded.
@@ -46,7 +46,7 @@ class ProcessedInputs:
 
 
 class InputProcessor(Protocol):
-    """Turns a prompt with images into tokens and model inputs; runs before queueing."""
+    """Callable that turns a prompt with images into tokens and model inputs, before queueing."""
 
     def __call__(self, token_ids: Sequence[int], images: Sequence[object]) -> ProcessedInputs:
         """Process one request.
@@ -62,7 +62,7 @@ class InputProcessor(Protocol):
 
 
 class MultimodalGenerator(GeneratorBase, TextDecoder, Protocol):
-    """An image and text decoder model; ``decode_forward`` is the text-only one."""
+    """Decoder model for images and text; ``decode_forward`` is the text-only one."""
 
     def prefill_forward(
         self,
@@ -106,9 +106,9 @@ class MultimodalGenerator(GeneratorBase, TextDecoder, Protocol):
 
 
 class EncoderDecoderGenerator(GeneratorBase, Protocol):
-    """A model whose text attends to encoder tokens through a second, cross block table.
+    """Model whose text attends to encoder tokens through a second, cross-attention block table.
 
-    Cross KV lives in the same cache as self-attention KV, in blocks of its own.
+    Cross KV is in the same cache as self-attention KV, in separate blocks.
     """
 
     @property

@@ -1,19 +1,19 @@
-"""What the engine asks of a model: the generator interface, its inputs and its capabilities.
+"""Interface between the engine and a model: generators, their inputs and capabilities.
 
-The text-only surface is Tenstorrent's vLLM generator interface: keyword names, shapes and dtypes
-are theirs, so that a class written for their vLLM plug-in fits as it is. What only some models can
-do (mixed batches, per-layer callbacks) is typed as further small protocols, so that a minimal
-generator stays minimal; image and encoder-decoder models are in ``multimodal.py``.
+The text-only part is Tenstorrent's vLLM generator interface with its keyword names, shapes and
+dtypes, so that a class written for their vLLM plug-in fits unchanged. Abilities of only some models
+(mixed batches, per-layer callbacks) are separate small protocols, so that a minimal generator stays
+minimal. Image and encoder-decoder models are in ``multimodal.py``.
 
 Notation: N rows that prefill in this call; B = ``max_batch_size`` rows of the global decode batch;
 K = blocks per sequence in the page table; T tokens and R requests of a flat batch; V vocabulary
-size. A slot is a row of the global decode batch. A lane is the share of a generator that serves
-one data-parallel group: ``lane = slot // (max_batch_size // tt_data_parallel)``; block ids are
+size. A slot is a row of the global decode batch. A lane is the share of a generator that serves one
+data-parallel group: ``lane = slot // (max_batch_size // tt_data_parallel)``; block ids are
 lane-local.
 
 Source: tt-metal ``models/common/readiness_check/contract_vllm.py`` and vllm-tt-plugin
-``docs/DECODE_RELOAD_CONTRACT.md``, ``docs/MODEL_CAPABILITIES.md`` (decode contract 1).
-Nothing here computes, and nothing here imports torch or ttnn at run time.
+``docs/DECODE_RELOAD_CONTRACT.md``, ``docs/MODEL_CAPABILITIES.md`` (decode contract 1). This module
+computes nothing and imports neither torch nor ttnn at run time.
 """
 
 # The interface is fixed by other projects, so its methods keep all of their arguments.
@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     Int64Array: TypeAlias = npt.NDArray[np.int64]
 
 KVCache: TypeAlias = Any
-"""What ``allocate_kv_cache`` returned. Opaque to the engine, which only hands it back; by custom
-``list[lane][layer] -> [k, v]``."""
+"""Result of ``allocate_kv_cache``; opaque to the engine, often ``list[lane][layer] -> [k, v]``."""
 
 ForwardOutput: TypeAlias = Any
 """Host logits ``torch.Tensor`` float (rows, 1, V); or, with ``sampling_params``, sampled tokens
@@ -43,14 +42,14 @@ int (rows,) or (rows, 1), or a pair (tokens, log-probabilities) when those were 
 handles for ``read_decode_output`` when ``read_from_device`` is False."""
 
 LayerCallback: TypeAlias = Callable[[int], None]
-"""Called with the index of a layer, 0-based, in the middle of a forward."""
+"""Called with the index of a layer, 0-based, during a forward pass."""
 
 KVCacheShape: TypeAlias = tuple[int, int, int, int]
 """(num_blocks, num_kv_heads, block_size, head_dim); num_blocks is per lane and counts block 0."""
 
 
 class ModelCapabilities(TypedDict, total=False):
-    """What a generator class can do; a missing key means its default, unknown keys are ignored.
+    """Abilities of a generator class; a missing key means its default, unknown keys are ignored.
 
     Attributes:
         supports_prefix_caching: ``prefill_forward`` honours ``start_pos`` > 0. Default False.
@@ -63,19 +62,20 @@ class ModelCapabilities(TypedDict, total=False):
         output_tokens_per_step: Tokens a decode call yields per row. Default 1.
         supports_spec_decode: Accepts draft tokens for verification. Default False.
         supports_async_spec_decode: Does so while running ahead. Default False.
-        spec_requirements: What the model asks of a speculative plan.
+        spec_requirements: Requirements of the model for a speculative plan.
         spec_hidden_handoff: Hidden states are handed to the drafter on device. Default False.
         fabric_config: Keyword arguments for the device fabric's set-up.
         tt_adaptive_block_output: Adapts the number of output tokens per step. Default False.
         tt_adaptive_block_max_prompt_tokens: Longest prompt for which it does.
         tt_block_kv_extent_tokens: KV tokens that one block-output step may touch.
-        required_block_size: The only KV block size the model takes; missing or None for any.
-        device_draws_keep_no_state: What the device draws depends on logits, seed and position
-            alone: a row of which no token is wanted may draw beside others, and a seed may be sent
-            again. Ours; default False.
-        supports_sample_in_prefill: ``prefill_forward`` too honours ``sampling_params``. Ours;
+        required_block_size: The only KV block size that the model supports; missing or None for
+        any.
+        device_draws_keep_no_state: Device draws depend only on logits, seed and position, so rows
+            whose token is not needed may draw along, and a seed may be sent again. Ours; default
+            False.
+        supports_sample_in_prefill: ``prefill_forward`` also honours ``sampling_params``. Ours;
             default False.
-        gives_logits_beside_tokens: ``decode_forward`` takes ``logits_rows`` beside
+        gives_logits_beside_tokens: ``decode_forward`` accepts ``logits_rows`` together with
             ``sampling_params``. Ours; default False.
         supports_mixed_batch: Has ``forward_mixed``. Ours; default False.
         supports_layer_callbacks: Has ``set_layer_callbacks``. Ours; default False.
@@ -106,18 +106,18 @@ class ModelCapabilities(TypedDict, total=False):
 
 
 class Exchange(Protocol):
-    """What ranks that share out experts say to each other; every rank makes the same calls.
+    """Collective communication of ranks that share out experts; all make the same calls.
 
     Attributes:
-        rank: This one's number.
-        size: How many there are.
+        rank: Number of this rank.
+        size: Number of ranks.
     """
 
     rank: int
     size: int
 
     def counts(self, counts: torch.Tensor) -> torch.Tensor:
-        """Send each rank its part of some numbers; returns the parts that this rank was sent.
+        """Send each rank its part of some numbers; return the parts sent to this rank.
 
         Args:
             counts: int64 (size * n,), n for each rank in order.
@@ -148,17 +148,17 @@ class Exchange(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CpuDevice:
-    """The torch generator's ``mesh_device``: where and how it computes.
+    """``mesh_device`` of the torch generator: settings of the computation on the CPU.
 
     Attributes:
-        dtype: Of weights, activations and KV cache: float32, bfloat16, or float64 (an oracle).
+        dtype: Dtype of weights, activations and KV cache: float32, bfloat16 or float64 (oracle).
         load_format: "safetensors" reads the model folder's weights; "random" needs only its
             config.json and draws normal(0, 0.02) weights.
         seed: Seed of the random weights; equal seeds give equal weights in every dtype.
         attention: "fast" batches decode rows; "reference" attends request by request.
         progress: Called while loading with (stage, fraction done in 0..1); must be quick.
-        shares_kv: Whether other processes of this host may be shown the KV cache's memory.
-        exchange: The way to the other ranks of a gang, which have the other experts.
+        shares_kv: Whether other processes of this host may map the KV cache's memory.
+        exchange: Communication with the other ranks of a gang, which have the other experts.
     """
 
     dtype: torch.dtype
@@ -171,12 +171,12 @@ class CpuDevice:
 
 
 NO_LOG_PROBS = -2
-"""``num_logprobs`` of a row that wants none; 0 would be that of the sampled token."""
+"""``num_logprobs`` of a row without log-probabilities; 0 means that of the sampled token."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSamplingParams:
-    """Sampling settings for sampling on device, one entry per row of the call.
+    """Settings for sampling on device, one entry per row of the call.
 
     Padding rows hold ``PADDING_ROW``.
     Source: ``TTSamplingParams`` of vllm-tt-plugin.
@@ -215,12 +215,12 @@ PADDING_ROW: Mapping[str, float | int | bool | None] = {
     "num_logprobs": NO_LOG_PROBS,
     "enable_log_probs": False,
 }
-"""What each field of ``DeviceSamplingParams`` holds for a row of padding: greedy, nothing else."""
+"""Values of ``DeviceSamplingParams`` for a padding row: greedy."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatBatch:
-    """Tokens of one step in a row: prefill chunks and decodes of R requests, request after request.
+    """Concatenated tokens of one step: prefill chunks and decodes of R requests.
 
     R is at least 1. Arrays have exactly the stated lengths; a generator may read them only during
     the call.
@@ -253,7 +253,7 @@ GeneratorT = TypeVar("GeneratorT", bound="GeneratorBase")
 
 
 class GeneratorBase(Protocol):
-    """Life of a model on a device: set up, cache, warm-up, output read-back."""
+    """Life cycle of a model on a device: loading, cache, warm-up, output read-back."""
 
     model_capabilities: ClassVar[ModelCapabilities]
 
@@ -340,7 +340,7 @@ class GeneratorBase(Protocol):
         """Start copying a decode's device output to the host.
 
         Args:
-            tt_out: What ``decode_forward(read_from_device=False)`` returned.
+            tt_out: Result of ``decode_forward(read_from_device=False)``.
             async_read: Do not wait for the copy.
 
         Returns:
@@ -364,7 +364,7 @@ class GeneratorBase(Protocol):
 
 
 class TextDecoder(Protocol):
-    """Decodes text; shared by text-only and image models."""
+    """Model that decodes text; shared by text-only and image models."""
 
     def decode_forward(
         self,
@@ -402,10 +402,10 @@ class TextDecoder(Protocol):
             page_tables_per_layer: See ``prefill_forward``.
             reload_inputs: ``tokens``, ``start_pos`` and ``page_table`` are authoritative; otherwise
                 the device continues from what it sampled and only its own positions count.
-            reload_page_table: Only the page table changed. A row of null blocks alone has left: the
-                device may go on with it, in vain, until inputs are reloaded.
+            reload_page_table: Only the page table changed. A row with only null blocks has ended;
+                the device may keep computing it, without effect, until inputs are reloaded.
             reload_sampling_params: ``sampling_params`` changed.
-            reset_sampling_state: Start penalties and seeds of the rows afresh.
+            reset_sampling_state: Reset penalties and seeds of the rows.
             slot_remap: int32 (B,), row i takes over the device state of slot ``slot_remap[i]``,
                 applied once; None when no row moved.
             **kwargs: Inputs of other model kinds, and token histories for device penalties. With
@@ -423,7 +423,7 @@ class TextDecoder(Protocol):
 
 
 class Generator(GeneratorBase, TextDecoder, Protocol):
-    """A text-only decoder model."""
+    """Text-only decoder model."""
 
     def prefill_forward(
         self,
@@ -463,7 +463,7 @@ class Generator(GeneratorBase, TextDecoder, Protocol):
 
 
 class SupportsTokenBudget(Protocol):
-    """A generator class that knows how much KV fits beside its weights."""
+    """Generator class that knows how much KV fits beside its weights."""
 
     @classmethod
     def get_max_tokens_all_users(
@@ -491,40 +491,41 @@ class SupportsTokenBudget(Protocol):
 
 
 class DescribesKVCache(Protocol):
-    """A generator whose cache holds something else than its engine would assume.
+    """Generator that declares the contents of its cache where they may differ from the default.
 
     Attributes:
-        kv_rope: Order of K's elements, as `kv_transfer.layout.KVLayout.rope`; assumed is "hf".
-        kv_dtype: Their type, as `KVLayout.dtype`, once the cache is allocated; assumed is what the
-            engine's configuration says.
+        kv_rope: Order of K's elements, as in `kv_transfer.layout.KVLayout.rope`; the default is
+        "hf".
+        kv_dtype: Element type, as in `KVLayout.dtype`, once the cache is allocated; the default is
+            that of the engine's configuration.
     """
 
     kv_rope: ClassVar[str]
 
     @property
     def kv_dtype(self) -> str:
-        """See the class."""
+        """Element type of the allocated cache, as in `KVLayout.dtype`."""
         ...
 
 
 class KeepsSlotState(Protocol):
-    """A generator that keeps something for each slot besides its KV."""
+    """Generator that keeps state for each slot besides its KV."""
 
     def release_request(self, slot: int) -> None:
-        """Forget it: another sequence, or the same one from its start, takes the slot."""
+        """Drop a slot's state: another sequence, or the same one from its start, will use it."""
         ...
 
 
 class Closes(Protocol):
-    """A generator that holds something on the device; closed before the device is."""
+    """Generator with resources on the device, to be closed before the device."""
 
     def close(self) -> None:
-        """Let go of it; idempotent."""
+        """Release the resources; idempotent."""
         ...
 
 
 class SupportsPerLayerKVCache(Protocol):
-    """A generator whose layers cache differently (sliding windows, shared layers)."""
+    """Generator whose layers cache differently (sliding windows, shared layers)."""
 
     def allocate_kv_cache_per_layer(
         self, layers: Sequence[tuple[KVCacheShape, torch.dtype, int]]
@@ -557,10 +558,10 @@ class SupportsMixedBatch(Protocol):
 
 
 class SupportsGang(Protocol):
-    """A generator whose layers may be shared out over ranks that pass through them together."""
+    """Generator whose experts may be distributed over ranks that compute each layer together."""
 
     def forward_idle(self) -> None:
-        """Take part in one forward of the others without a token of its own.
+        """Take part in one forward pass of the other ranks without tokens of its own.
 
         Raises:
             GangLostError: A rank is no more.
@@ -569,17 +570,18 @@ class SupportsGang(Protocol):
 
 
 class SupportsLayerCallbacks(Protocol):
-    """Capability ``supports_layer_callbacks``: tells when a layer needs KV and when it has it."""
+    """Capability ``supports_layer_callbacks``: reports when a layer reads and has written KV."""
 
     def set_layer_callbacks(
         self, before: LayerCallback | None, after: LayerCallback | None
     ) -> None:
-        """Call these around the attention of every layer in later forwards; None stops it.
+        """Set callbacks around the attention of every layer in later forward passes, or None.
 
-        They run on the calling thread, and not during warm-up.
+        They run on the calling thread, but not during warm-up.
 
         Args:
-            before: Once the KV of earlier tokens, which attention reads, must be in the cache.
-            after: Once the layer's KV of this forward's tokens is in the cache.
+            before: Called when the KV of earlier tokens must be in the cache, as attention reads it
+            next.
+            after: Called when the layer's KV of this pass's tokens is in the cache.
         """
         ...

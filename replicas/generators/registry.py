@@ -1,6 +1,6 @@
 """Find a generator class by Hugging Face architecture name or by "module:Class".
 
-Modules are imported only when their generator is asked for.
+Modules are imported only when their generator is requested.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def resolve_generator(name_or_architecture: str) -> type[Generator]:
         name_or_architecture: "module:Class", or a registered architecture name.
 
     Raises:
-        UnknownGeneratorError: Neither, or the module or the class does not exist.
+        UnknownGeneratorError: It is neither, or the module or the class does not exist.
         ConfigError: The class lacks methods of the interface; the message names them.
     """
     target = target_of(name_or_architecture) or name_or_architecture
@@ -61,25 +61,25 @@ def resolve_generator(name_or_architecture: str) -> type[Generator]:
 
 
 def resolve_mesh_generator(config: EngineConfig, architecture: str) -> type[Generator]:
-    """Import the generator class of a Tenstorrent mesh.
+    """Return the generator class for a Tenstorrent mesh.
 
-    A class that was written for Tenstorrent's vLLM plug-in is put behind our protocol. One that
-    extends this package's own is taken as it is.
+    A class written for Tenstorrent's vLLM plug-in is adapted to our protocol. A subclass of this
+    package's own generator is returned unchanged.
 
     Args:
-        config: With a mesh, which says where bundles and tt-metal are. Its generator is None for
-            this package's own; one of `ROUTES` for the class that serves the architecture there;
-            "module:Class"; or the architecture of a bundle.
-        architecture: Of the model.
+        config: With a mesh, which gives the folders of bundles and tt-metal. Its generator is None
+            for this package's own; one of `ROUTES` for the class that serves the architecture
+            there; "module:Class"; or the architecture of a bundle.
+        architecture: The model's architecture.
 
     Raises:
-        UnknownGeneratorError: No such class; says what to set.
-        ConfigError: The class cannot serve text, this model, or on this mesh; says why.
+        UnknownGeneratorError: There is no such class; says what to set.
+        ConfigError: The class cannot serve text, or this model, or this mesh; says why.
     """
     name, mesh = config.generator, config.mesh
     if name is None or name == NATIVE_TT_GENERATOR:
         return resolve_generator(NATIVE_TT_GENERATOR)
-    # They import torch, which most that ask this module for something do without.
+    # Imported here because they import torch, which most callers of this module do not need.
     from replicas.generators.plugin.adapter import adapt
     from replicas.generators.plugin.find import find_plugin_class
     from replicas.generators.plugin.routes import check_route

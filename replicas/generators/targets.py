@@ -1,7 +1,7 @@
-"""Which class serves an architecture where a configuration names none.
+"""Table of the generator class that serves each architecture by default.
 
-Owner: the table of registered architectures, filled at import time and by ``register_generator``.
-It is this process's: what was registered goes to an engine's process in its configuration
+Owns the table of registered architectures, filled at import time and by ``register_generator``. The
+table belongs to this process; an engine process gets a registered class through its configuration
 (``with_registered_generator``).
 """
 
@@ -27,8 +27,8 @@ def register_generator(architecture: str, target: str) -> None:
 
     Args:
         architecture: Name as in a config.json's ``architectures``.
-        target: "module:Class", imported when first asked for, by engines in processes of their own
-            too. Replaces an earlier target.
+        target: "module:Class", imported when first needed, also by engine processes. Replaces an
+            earlier target.
 
     Raises:
         ConfigError: ``target`` is not of the form "module:Class".
@@ -38,7 +38,7 @@ def register_generator(architecture: str, target: str) -> None:
 
 
 def target_of(architecture: str) -> str | None:
-    """The class that serves an architecture, as "module:Class"; None if nobody registered any."""
+    """Return the class registered for an architecture as "module:Class", or None."""
     return _targets.get(architecture)
 
 
@@ -48,11 +48,11 @@ def known_generators() -> tuple[str, ...]:
 
 
 def with_registered_generator(config: EngineConfig) -> EngineConfig:
-    """Name the class in a configuration that its model's architecture was registered with.
+    """Set the generator of a configuration to the class registered for its model's architecture.
 
-    An engine is mostly a process of its own, to which a configuration is all that comes. One that
-    names a generator, a simulated mesh, an architecture that nobody registered and a folder that
-    cannot be read are left to the engine.
+    An engine process sees only its configuration, not this table. The configuration is returned
+    unchanged if it names a generator or a simulated mesh, or if the architecture is not registered
+    or unreadable, which the engine then reports.
     """
     if config.generator is not None or config.simulated_mesh is not None:
         return config
@@ -66,14 +66,14 @@ def with_registered_generator(config: EngineConfig) -> EngineConfig:
 
 
 def split_target(target: str, what: str = "generator") -> tuple[str, str]:
-    """Return the module and class of "module:Class".
+    """Split "module:Class".
 
     Args:
-        target: To be split.
-        what: It is, for messages.
+        target: The text to split.
+        what: What the text names, for error messages.
 
     Raises:
-        ConfigError: It is not of that form.
+        ConfigError: The text is not of that form.
     """
     module_name, _, class_name = target.partition(":")
     if not module_name or not class_name.isidentifier():

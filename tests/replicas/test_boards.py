@@ -194,9 +194,9 @@ def test_a_galaxy_is_one_mesh_or_its_trays(host):
     [
         (["n300"] * 4, "T3K", None),
         (["n300"] * 4, "(2,4)", None),
-        (["n300"] * 2, "T3K", "needs 4 of n300 under /dev/tenstorrent, and this host has 2"),
-        (["p150a"], "N150", "needs 1 of n150 under /dev/tenstorrent, and this host has 0"),
-        (["n150"] * 4, "T3K", "needs 4 of n300 .* has 0"),
+        (["n300"] * 2, "T3K", "needs 4 n300 devices under /dev/tenstorrent, and this host has 2"),
+        (["p150a"], "N150", "needs 1 n150 devices under /dev/tenstorrent, and this host has 0"),
+        (["n150"] * 4, "T3K", "needs 4 n300 devices .* has 0"),
         (["n300"], "(2,4)", "needs 8 wormhole chips, and this host has 2"),
         (["n150"] * 4, "(2,4)", "needs 8 wormhole chips, and this host has 4"),
         (["p150a"] * 8, "(2,4)", "needs 8 wormhole .* has 0; .* set mesh.arch: blackhole"),

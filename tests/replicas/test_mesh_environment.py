@@ -221,7 +221,7 @@ def test_without_a_home_nothing_is_kept_and_nothing_written_beside_a_model(
     make_folders(native, of(native))
     config = theirs(model)
     assert CACHE not in of(config)
-    with pytest.raises(ConfigError, match=r"beside the model, .*set HOME, or mesh\.weight_cache"):
+    with pytest.raises(ConfigError, match=r"weights: .*set HOME, or set mesh\.weight_cache"):
         make_folders(config, of(config))
     kept = theirs(model, weight_cache=str(tmp_path / "kept"))
     make_folders(kept, of(kept))

@@ -1,9 +1,8 @@
-"""Puts a generator class written for vllm-tt-plugin behind our `Generator` protocol.
+"""Adapter that gives generator classes written for vllm-tt-plugin our `Generator` protocol.
 
-`adapt` makes a class of ours out of one of theirs. That one makes the model, which may be of
-another class: it is the model's methods that are called, with what they take (`model`,
-`signatures`).
-Source of the calls: vllm-tt-plugin ``loader.py``, ``worker.py``.
+`adapt` derives a class from a plug-in class. The plug-in class creates the model, which may be of a
+different class; calls go to the model's methods, with the arguments that these accept (`model`,
+`signatures`). Source of the calls: vllm-tt-plugin ``loader.py``, ``worker.py``.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class AdaptedGenerator(AdaptedModel):
-    """A model of a plugin class; see `adapt`, which makes the subclasses that can be used."""
+    """Base of adapted plug-in classes; `adapt` creates the usable subclasses."""
 
     plugin_class: ClassVar[Any]
     entry: ClassVar[EntrySignature]
@@ -37,10 +36,10 @@ class AdaptedGenerator(AdaptedModel):
 
     @classmethod
     def check_checkpoint(cls, folder: str) -> None:
-        """See that the class has a model for a folder, before a device is opened for it.
+        """Check that the class serves a model folder, before a device is opened.
 
         Raises:
-            ConfigError: It has none; says what to do.
+            ConfigError: It does not; says what to do.
         """
         checkpoint_for(cls.plugin_class, folder)
 
@@ -58,29 +57,30 @@ class AdaptedGenerator(AdaptedModel):
         """Load the model; see `GeneratorBase.initialize_vllm_model`.
 
         Args:
-            hf_config: Ours, whose folder is then read by transformers, or a transformers one.
-            mesh_device: A mesh, or an object with one as its ``device``: the class is given the
-                mesh itself, whole, and makes its lanes' submeshes.
+            hf_config: Our configuration, whose folder transformers then reads, or a transformers
+                one.
+            mesh_device: A mesh, or an object with one as its ``device``. The class gets the whole
+                mesh and creates the submeshes of its lanes.
             max_batch_size: Rows of all lanes together.
             max_seq_len: Longest sequence in tokens.
             tt_data_parallel: Lanes.
-            optimizations: "performance" is what every class does by itself, and is not passed on:
-                some accept no other value than None.
+            optimizations: "performance" is every class's default and is not passed on, as some
+                classes accept only None.
 
         Returns:
-            An instance of this class; of a subclass whose ``model_capabilities`` are fewer, if the
-            loaded model's own are.
+            An instance of this class, or of a subclass with reduced ``model_capabilities`` if the
+            loaded model declares fewer.
 
         Raises:
-            ConfigError: The class refuses these numbers or the checkpoint, or lacks a package; says
-                its reason. Or what the loaded model has or says of itself will not do.
+            ConfigError: The class refuses the numbers or the checkpoint, lacks a package, or loads
+                a model with unusable declarations; gives the reason.
         """
         for note in cls.notes:
             _LOG.info("generator %s: %s", cls.entry.class_name, note)
         config = _transformers_config(hf_config, cls.plugin_class)
         device = getattr(mesh_device, "device", mesh_device)
         count = getattr(device, "get_num_devices", None)
-        # Without a mesh, in tests, a lane is as good as a chip.
+        # Tests run without a mesh: assume one chip a lane.
         num_chips = int(count()) if callable(count) else tt_data_parallel
         if num_chips % tt_data_parallel:
             raise ConfigError(
@@ -99,8 +99,8 @@ class AdaptedGenerator(AdaptedModel):
                 )
         except ImportError as error:
             raise ConfigError(
-                f"generator {cls.entry.class_name} cannot load its model: {error}; install what "
-                "its package asks for"
+                f"generator {cls.entry.class_name} cannot load its model: {error}; install the "
+                "requirements of its package"
             ) from error
         except (AssertionError, NotImplementedError, ValueError) as error:
             reason = str(error) or type(error).__name__
@@ -124,7 +124,7 @@ class AdaptedGenerator(AdaptedModel):
 
     @classmethod
     def _narrowed(cls, model: object, signature: ModelSignature) -> type[AdaptedGenerator]:
-        """This class, or one that can only what `model` can."""
+        """Return this class, or a subclass with the capabilities reduced to the model's."""
         declared = getattr(cls.plugin_class, "model_capabilities", None)
         if signature is cls.entry.model and getattr(model, "model_capabilities", None) is declared:
             return cls
@@ -135,18 +135,18 @@ class AdaptedGenerator(AdaptedModel):
 
 
 def adapt(plugin_class: type) -> type[AdaptedGenerator]:
-    """Make a generator class of ours out of one that was written for the plugin.
+    """Create a class with our protocol from a class written for the plug-in.
 
     Args:
-        plugin_class: A class with the plugin's methods, of any generation of the interface, or one
-            that has only ``initialize_vllm_model`` and makes a model of such a class.
+        plugin_class: A class with the plug-in's methods, of any version of the interface, or a
+            factory class with only ``initialize_vllm_model``.
 
     Returns:
         A subclass of `AdaptedGenerator` with that class's name and capabilities. It has
-        ``get_max_tokens_all_users`` only if the class has.
+        ``get_max_tokens_all_users`` only if the class does.
 
     Raises:
-        ConfigError: The class lacks something, or needs what an engine for text does not have.
+        ConfigError: The class lacks methods, or requires arguments that a text-only engine lacks.
     """
     entry = read_entry(plugin_class)
     capabilities: ModelCapabilities
@@ -173,7 +173,7 @@ def _max_tokens_all_users(
     max_model_len: int,
     max_num_seqs: int,
 ) -> int:
-    """See `SupportsTokenBudget.get_max_tokens_all_users`."""
+    """Return the KV tokens of one lane, all of its sequences together."""
     sizes = {
         "model_name": checkpoint_for(cls.plugin_class, model_name),
         "num_devices": num_devices,
@@ -194,7 +194,7 @@ def _max_tokens_all_users(
 
 
 def _transformers_config(hf_config: object, plugin_class: type) -> Any:  # noqa: ANN401 - no base worth naming
-    """The configuration that the classes expect: transformers', with the folder as its name."""
+    """Return the configuration that plug-in classes expect: transformers', named by the folder."""
     if not isinstance(hf_config, ModelConfig):
         return hf_config
     from transformers import AutoConfig  # takes seconds; only these need it
@@ -209,4 +209,4 @@ def _transformers_config(hf_config: object, plugin_class: type) -> Any:  # noqa:
 
 
 def _nothing() -> None:
-    """What a model without ``cleanup`` has to do."""
+    """Do nothing: the clean-up of a model without ``cleanup``."""

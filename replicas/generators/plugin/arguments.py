@@ -1,4 +1,4 @@
-"""What a plugin's class is given in a call: only what it takes, in the form that it takes."""
+"""Arguments for calls of plug-in classes, reduced to those that each method accepts."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ _IMAGES = ("images", "pixel_values", "image_grid_thw")
 
 
 def taken(parameters: Parameters, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of some keyword arguments that a method takes."""
+    """Return the keyword arguments that a method accepts."""
     return {name: value for name, value in arguments.items() if parameters.takes(name)}
 
 
 def require(class_name: str, parameters: Parameters, name: str, advice: str) -> None:
-    """Refuse a keyword argument that a method has no use for.
+    """Refuse a keyword argument that a method does not accept.
 
     Args:
-        class_name: Of the method, for the message.
+        class_name: Class of the method, for the message.
         parameters: Of the method.
         name: The keyword.
-        advice: What to do instead.
+        advice: Advice or reason for the message.
 
     Raises:
-        ConfigError: It does not take it.
+        ConfigError: The method does not accept it.
     """
     if not parameters.takes(name):
-        raise ConfigError(f"generator {class_name} takes no {name}: {advice}")
+        raise ConfigError(f"generator {class_name} does not accept {name}: {advice}")
 
 
 def warmup_arguments(
     parameters: Parameters, num_rows: int, *, can_sample_on_device: bool
 ) -> dict[str, Any]:
-    """What warm-up took over the years to say how tokens will be sampled.
+    """Return the warm-up arguments that announce how tokens will be sampled, for every version.
 
     Args:
-        parameters: Of the warm-up.
+        parameters: Parameters of the warm-up method.
         num_rows: Rows of the decode batch.
-        can_sample_on_device: Whether the device will draw.
+        can_sample_on_device: Whether the device will draw tokens.
     """
     arguments = taken(parameters, {"can_sample_on_device": can_sample_on_device})
     if "sampling_params" in parameters.names:
@@ -65,10 +65,10 @@ def warmup_arguments(
 def layer_tables(
     class_name: str, parameters: Parameters, tables: Sequence[torch.Tensor] | None
 ) -> dict[str, Any]:
-    """A page table per layer, where there are any.
+    """Return the argument for per-layer page tables, if there are any.
 
     Raises:
-        ConfigError: The class has no use for them.
+        ConfigError: The class does not accept them.
     """
     if tables is None:
         return {}
@@ -79,10 +79,10 @@ def layer_tables(
 def image_arguments(
     class_name: str, parameters: Parameters, given: Mapping[str, object], num_rows: int
 ) -> dict[str, Any]:
-    """Images of the rows; None for each row where the class requires them and there are none.
+    """Return the image arguments; a required argument without images is None for each row.
 
     Raises:
-        ConfigError: There are some and the class is for text only.
+        ConfigError: There are images and the class is for text only.
     """
     images = {name: given[name] for name in _IMAGES if given.get(name) is not None}
     for name in images:
@@ -92,16 +92,16 @@ def image_arguments(
 
 
 def padding_rows(num_rows: int) -> DeviceSamplingParams:
-    """Settings of rows that nobody uses."""
+    """Return sampling settings of padding rows."""
     columns: dict[str, Any] = {name: [value] * num_rows for name, value in PADDING_ROW.items()}
     return DeviceSamplingParams(**columns)
 
 
 def prefill_row(arguments: Mapping[str, Any], row: int) -> dict[str, Any]:
-    """Keyword arguments of `Generator.prefill_forward` for one of its rows alone.
+    """Return the keyword arguments of `Generator.prefill_forward` for one of its rows alone.
 
     Args:
-        arguments: Of the call with all rows.
+        arguments: Arguments of the call with all rows.
         row: Number of the row.
     """
     one = slice(row, row + 1)

@@ -1,4 +1,4 @@
-"""What an adapted class can do: what it declares, less what its methods or this engine cannot."""
+"""Capabilities of an adapted class: its declaration minus what its methods cannot do."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from replicas.generators.protocol import ModelCapabilities
 
 _OURS = ("supports_mixed_batch", "supports_layer_callbacks", "gives_logits_beside_tokens")
-"""Capabilities of this project: the plugin's classes have no methods for them."""
+"""Capabilities defined by this project, which plug-in classes have no methods for."""
 _SILENT_DEFAULTS = ("supports_prefix_caching", "supports_chunked_prefill")
-"""Off where a class does not say; worth a line, because both cost much where they could be on."""
+"""Off unless declared. Logged, because both improve performance much where they are possible."""
 
 _PENALTIES = "supports_device_penalties"
-"""The one ability that a class has unless it says otherwise."""
+"""The only capability that defaults to True."""
 _NO_STATE = "device_draws_keep_no_state"
 _IN_PREFILL = "supports_sample_in_prefill"
 _TOP_K = "max_device_top_k"
@@ -26,19 +26,19 @@ _BLOCK_SIZE = "required_block_size"
 def adapted_capabilities(
     cls: object, class_name: str, signature: ModelSignature | None
 ) -> tuple[ModelCapabilities, tuple[str, ...]]:
-    """Merge a class's declaration with what it really takes.
+    """Reduce a class's declared capabilities to what its methods support.
 
     Args:
-        cls: The generator class, or a model of it; its ``model_capabilities`` may be missing.
+        cls: The generator class, or a model; its ``model_capabilities`` may be missing.
         class_name: For messages.
-        signature: Of that class; None where only the class of the model has methods, which will
-            take something away if need be (`narrowed_capabilities`).
+        signature: Signature of that class; None for a factory class, whose model may reduce the
+            capabilities later (`narrowed_capabilities`).
 
     Returns:
-        The capabilities, and a sentence on each that is off for a reason.
+        The capabilities, and a sentence on each that is off.
 
     Raises:
-        ConfigError: The declaration is no dictionary, or the class gives several tokens a step.
+        ConfigError: The declaration is not a dict, or the class produces several tokens a step.
     """
     declared: Any = getattr(cls, "model_capabilities", None) or {}
     if not isinstance(declared, dict):
@@ -49,8 +49,8 @@ def adapted_capabilities(
     width = declared.get("output_tokens_per_step", 1)
     if width != 1:
         raise ConfigError(
-            f"generator {class_name} gives output_tokens_per_step {width} tokens a step, and this "
-            "engine takes 1"
+            f"generator {class_name} has output_tokens_per_step {width}, and this engine supports "
+            "only 1"
         )
     merged: dict[str, Any] = {key: value for key, value in declared.items() if key not in _OURS}
     notes = [f"{key} is off: the class does not declare it" for key in _SILENT_DEFAULTS
@@ -66,18 +66,18 @@ def adapted_capabilities(
 def narrowed_capabilities(
     of_class: ModelCapabilities, model: object, signature: ModelSignature
 ) -> tuple[ModelCapabilities, tuple[str, ...]]:
-    """What a loaded model can do of what its class can: some find out while they are loaded.
+    """Reduce a class's capabilities to those that its loaded model declares.
 
-    What only one of the two declares is the default in the other. Of what is no ability, such as
-    the fabric, which is set up by then, the class's word counts.
+    A capability that only one of the two declares has its default in the other. For keys that are
+    no abilities, such as the fabric, which is already set up, the class's value counts.
 
     Args:
-        of_class: As `adapted_capabilities` gives them.
-        model: What the class has made.
-        signature: Of the model's class.
+        of_class: Result of `adapted_capabilities`.
+        model: The loaded model.
+        signature: Signature of the model's class.
 
     Returns:
-        The capabilities, and a sentence on each that the model takes away.
+        The capabilities, and a sentence on each that the model changes.
 
     Raises:
         ConfigError: As `adapted_capabilities`.
@@ -96,7 +96,7 @@ def narrowed_capabilities(
     if own.get(_BLOCK_SIZE) is not None:
         narrowed[_BLOCK_SIZE] = own[_BLOCK_SIZE]
     notes = tuple(
-        f"{key} is {value}: the loaded model says so"
+        f"{key} is {value}: the loaded model declares it"
         for key, value in narrowed.items()
         if (key, value) not in of_class.items()
     )

@@ -1,10 +1,9 @@
-"""Gives a model folder the name by which a class that chooses its model by name knows it.
+"""Names of model folders for classes that select their model by name.
 
-The classes of tt-transformers serve a few checkpoints each and look at nothing but their name: a
-Hugging Face id, or the folder that Hugging Face's cache keeps one in,
-``models--ORG--NAME/snapshots/REVISION``. Our models are folders that may lie anywhere. One that
-bears the name of a checkpoint is given to the class by a link of that form; others are refused.
-Source: tt-transformers ``vllm_registry.py``.
+The classes of tt-transformers serve a few checkpoints each and look only at the name: a Hugging
+Face id, or the folder of Hugging Face's cache, ``models--ORG--NAME/snapshots/REVISION``. Our models
+may be in any folder. A folder named after a served checkpoint is passed to the class through a link
+of that form; other folders are refused. Source: tt-transformers ``vllm_registry.py``.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ def checkpoint_for(
     plugin_class: Any,  # noqa: ANN401 - a class that is not known here
     folder: str,
 ) -> str:
-    """Path of a model folder as a class wants to have it named.
+    """Return the path of a model folder in the form that a class recognises.
 
     Args:
-        plugin_class: A generator class; one without ``select`` takes any path.
-        folder: Of the model.
+        plugin_class: A generator class; one without ``select`` accepts any path.
+        folder: The model folder.
 
     Returns:
         `folder`, or a link to it.
 
     Raises:
-        ConfigError: The class serves no checkpoint of that name, or a link cannot be made; says
-            which it serves and what to do.
+        ConfigError: The class serves no checkpoint of that name (lists those that it serves), or
+            the link cannot be created; says what to do.
     """
     select = getattr(plugin_class, "select", None)
     if not callable(select):
@@ -48,9 +47,10 @@ def checkpoint_for(
         name = f"{plugin_class.__module__}:{plugin_class.__qualname__}"
         served = ", ".join(_served_ids(plugin_class)) or "the checkpoints that it names"
         raise ConfigError(
-            f"generator {name} chooses its model by name and serves {served}; {folder} bears none "
-            "of these names: if it is one of them, rename the folder to the part after the slash, "
-            "or give the snapshot in Hugging Face's cache (models--ORG--NAME/snapshots/REVISION)"
+            f"generator {name} selects its model by name and serves {served}; the name of {folder} "
+            "is none of these. If it is one of these models, rename the folder to the part after "
+            "the slash, or use the snapshot in Hugging Face's cache "
+            "(models--ORG--NAME/snapshots/REVISION)"
         )
     return _link(folder, hf_id)
 
@@ -61,7 +61,7 @@ def _served_ids(plugin_class: Any) -> tuple[str, ...]:  # noqa: ANN401 - as `che
 
 
 def _named_by(folder: str, hf_ids: tuple[str, ...]) -> str | None:
-    """Which of some checkpoints a folder is named after."""
+    """Return the checkpoint that a folder is named after, or None."""
     name = Path(folder).name
     for hf_id in hf_ids:
         organisation, _, model = hf_id.partition("/")
@@ -71,15 +71,15 @@ def _named_by(folder: str, hf_ids: tuple[str, ...]) -> str | None:
 
 
 def _link(folder: str, hf_id: str) -> str:
-    """A path of the form that Hugging Face's cache has, which is the folder."""
+    """Create a link to the folder in the form of Hugging Face's cache; return its path."""
     target = Path(folder).absolute()
-    # The same folder has the same link: what classes keep under a checkpoint's path is found again.
+    # Equal folders get equal links, so that files cached under a checkpoint's path are reused.
     digest = hashlib.blake2b(str(target).encode(), digest_size=8).hexdigest()
     cache = user_cache()
     if cache is None:
-        raise ConfigError(f"cannot name {folder} after {hf_id} by a link: {NO_HOME}")
+        raise ConfigError(f"cannot link {folder} under the name {hf_id}: {NO_HOME}")
     repository = f"models--{hf_id.replace('/', '--')}"
-    # Each is made once and stays.
+    # Created once and kept.
     link = cache / "checkpoints" / repository / "snapshots" / digest
     try:
         link.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ def _link(folder: str, hf_id: str) -> str:
             link.symlink_to(target, target_is_directory=True)
     except OSError as error:
         raise ConfigError(
-            f"cannot name {folder} after {hf_id} by a link {link}: {error.strerror}; give the "
-            "snapshot in Hugging Face's cache as the model"
+            f"cannot create the link {link} to {folder}: {error.strerror}; use the snapshot of "
+            f"{hf_id} in Hugging Face's cache as the model"
         ) from error
     return str(link)

@@ -1,6 +1,6 @@
-"""Imports generator classes that are not ours: of tt-metal, of model bundles, of Python's path.
+"""Import of third-party generator classes from tt-metal, model bundles and Python's path.
 
-`sources` says which class a name stands for, and where it is.
+`sources` maps a name to a class and its location.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ def find_plugin_class(name: str, paths: PluginPaths, architecture: str = "") -> 
         architecture: See `sources.find_source`.
 
     Raises:
-        UnknownGeneratorError: No such architecture or module, or its package is not there; says
-            what to set.
-        ConfigError: A bundle, a module or a class is broken; names the file and the reason. Or the
+        UnknownGeneratorError: There is no such architecture, module or package; says what to set.
+        ConfigError: A bundle, module or class is broken (names file and reason), or the
             architecture cannot be served.
     """
     source = find_source(name, paths, architecture)
@@ -54,13 +53,13 @@ def _check_origin(module_name: str, tt_metal_home: str | None) -> None:
     root, file = Path(tt_metal_home).resolve(), Path(_file_of(module_name)).resolve()
     if not file.is_relative_to(root):
         raise ConfigError(
-            f"tt_metal_home {tt_metal_home} has it too, but {file} goes first on Python's path; "
-            "take that folder off PYTHONPATH, or do not set tt_metal_home"
+            f"module {module_name} is in tt_metal_home {tt_metal_home}, but {file} comes first on "
+            "Python's path; remove that folder from PYTHONPATH, or unset tt_metal_home"
         )
 
 
 def _append_to_path(folder: Path) -> None:
-    """At the end: an installed package of the same name goes first, as without us."""
+    """Append a folder to Python's path, so that installed packages keep precedence."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
@@ -73,7 +72,7 @@ def _import(target: str, what: str) -> type:
     except ModuleNotFoundError as error:
         if module_name == error.name or module_name.startswith(f"{error.name}."):
             raise UnknownGeneratorError(f"{what}: there is no module {error.name!r}") from error
-        raise ConfigError(f"{what}: its imports lack {error.name!r}: {error}") from error
+        raise ConfigError(f"{what}: it imports the missing {error.name!r}: {error}") from error
     except Exception as error:  # a foreign module may fail in every way
         where = f" ({_file_of(module_name)})"
         raise ConfigError(f"{what}{where} cannot be imported: {_reason(error)}") from error

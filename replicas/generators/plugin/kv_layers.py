@@ -1,4 +1,4 @@
-"""The KV cache that a plugin class is asked for: one shape per layer, as one chip holds it."""
+"""KV cache requested from a plug-in class: one shape per layer, as stored on one chip."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LayerCaches:
-    """What `allocate_kv_cache_per_layer` takes, and what it means for the page tables.
+    """Layers for `allocate_kv_cache_per_layer`, and their need for page tables.
 
     Attributes:
         layers: (shape on one chip, dtype, buffer) of each layer; no two share a buffer.
-        has_windows: Some layers attend to a window: each is given a page table of its own.
+        has_windows: Some layers have an attention window, so each layer gets its own page table.
     """
 
     layers: list[tuple[KVCacheShape, torch.dtype, int]]
@@ -35,21 +35,20 @@ def kv_cache_spec(
     shape: KVCacheShape,
     dtype: torch.dtype,
 ) -> list[Any] | None:
-    """The model's own records of its layers' KV.
+    """Return the model's own specification of each layer's KV.
 
     Args:
-        model: The model, whose class has the method.
-        signature: Of that class.
+        model: The model.
+        signature: Signature of its class.
         hf_config: The model's configuration.
         shape: (num_blocks, KV heads of the whole model, block_size, head_dim).
         dtype: Of the cache, as far as torch is concerned.
 
     Returns:
-        One of vLLM's attention specifications per layer, in layer order; None where the class
-        leaves it to its caller.
+        One of vLLM's attention specifications per layer, in order; None if the class provides none.
 
     Raises:
-        ConfigError: A layer's name has no number.
+        ConfigError: A layer's name does not contain exactly one number.
     """
     if not signature.has_kv_cache_spec:
         return None
@@ -78,34 +77,35 @@ def layer_caches(
     num_layers: int,
     num_chips: int,
 ) -> LayerCaches:
-    """Divide the heads over the chips, of the layers as the class itself describes them.
+    """Return each layer's cache shape on one chip, with the heads divided over the chips.
 
-    Every layer gets all the blocks, whatever its window: a sequence has one block table.
+    Every layer gets all blocks, even with a window, as a sequence has one block table.
 
     Args:
-        signature: Of the class.
-        specs: From `kv_cache_spec`.
+        signature: Signature of the class.
+        specs: Result of `kv_cache_spec`.
         shape: (num_blocks, KV heads of the whole model, block_size, head_dim).
         dtype: Of the cache, as far as torch is concerned.
-        num_layers: Layers of a class that does not describe them.
+        num_layers: Number of layers, used if `specs` is None.
         num_chips: Chips of one lane.
 
     Raises:
-        ConfigError: The class wants other blocks, or layers that it cannot allocate.
+        ConfigError: The class needs another block size, or differing layers that it cannot
+            allocate.
     """
     num_blocks, num_kv_heads, block_size, head_size = shape
     sizes, has_windows = [(num_kv_heads, head_size)] * num_layers, False
     if specs is not None:
         if any(spec.block_size != block_size for spec in specs):
             raise ConfigError(
-                f"generator {signature.class_name} wants blocks of "
+                f"generator {signature.class_name} needs blocks of "
                 f"{sorted({spec.block_size for spec in specs})} tokens, block_size is {block_size}"
             )
         sizes = [(spec.num_kv_heads, spec.head_size) for spec in specs]
         has_windows = any("SlidingWindow" in type(spec).__name__ for spec in specs)
     if len(set(sizes)) > 1 and not signature.allocates_per_layer:
         raise ConfigError(
-            f"generator {signature.class_name}: its layers' KV differs, (heads, size) "
+            f"generator {signature.class_name}: its layers have different KV, (heads, size) "
             f"{sorted(set(sizes))}, and it has no allocate_kv_cache_per_layer"
         )
     layers = [
@@ -116,9 +116,9 @@ def layer_caches(
 
 
 def is_one_lane(cache: KVCache) -> bool:
-    """Whether a cache is ``[layer][k, v]``, as tt-transformers' of one lane, not ``[lane][layer]``.
+    """Return whether a cache is ``[layer][k, v]`` and not ``[lane][layer]``.
 
-    A cache that cannot be looked into is taken for the usual one.
+    tt-transformers uses the former for a single lane. An opaque cache counts as the latter.
     """
     if not (isinstance(cache, (list, tuple)) and cache):
         return False
@@ -129,7 +129,7 @@ def is_one_lane(cache: KVCache) -> bool:
 
 
 def dtype_name(cache: KVCache) -> str | None:
-    """Name of the element type of a cache, if it is a nested list of tensors: "bfloat8_b"."""
+    """Return the element type of a cache such as "bfloat8_b"; None unless it nests tensors."""
     while isinstance(cache, (list, tuple)) and cache:
         cache = cache[0]
     dtype = getattr(cache, "dtype", None)
@@ -137,8 +137,8 @@ def dtype_name(cache: KVCache) -> str | None:
 
 
 def _layer_index(layer_name: str) -> int:
-    """3 of "model.layers.3.self_attn"."""
+    """Return the number in a layer's name: 3 for "model.layers.3.self_attn"."""
     numbers = [part for part in layer_name.split(".") if part.isdigit()]
     if len(numbers) != 1:
-        raise ConfigError(f"get_kv_cache_spec names a layer {layer_name!r}: no single number in it")
+        raise ConfigError(f"get_kv_cache_spec has layer {layer_name!r}, without exactly one number")
     return int(numbers[0])

@@ -1,4 +1,4 @@
-"""A loaded model of a plugin's class: its KV cache, what is kept of its slots, its end."""
+"""Loaded plug-in model: its KV cache, per-slot state and clean-up."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
 
 
 class LoadedModel:
-    """A loaded model of a plugin's class, from its cache to its end; see `AdaptedModel` for calls.
+    """Loaded plug-in model with its cache and slots; `AdaptedModel` adds the forward calls.
 
-    Owner: the model, from now on; what prefill has said of the slots' rotary offsets.
+    Owns the model and the rotary offsets that prefill returned for each slot.
 
     Args:
-        model: Instance of the class that `signature` is of.
-        signature: What it takes.
+        model: Instance of the class that `signature` describes.
+        signature: Methods and parameters of the model.
         hf_config: The model's transformers configuration.
         num_chips: Chips of the mesh.
         num_lanes: DP groups.
         max_batch_size: Rows of the decode batch, all lanes together.
 
     Attributes:
-        signature: What the model takes.
-        kv_rope: Layout of the rotated pairs in the cache's keys, for KV transfer: tt_transformers
-            permutes the weights to Meta's.
+        signature: Methods and parameters of the model.
+        kv_rope: Order of the rotated pairs in cached keys, for KV transfer: tt_transformers
+            permutes weights to Meta's order.
     """
 
     model_capabilities: ClassVar[ModelCapabilities]
@@ -68,10 +68,10 @@ class LoadedModel:
         self._has_bare_lane = False
         self._num_layer_tables = 0
         self._is_closed = False
-        # Of the last decode that drew; one that does not reload them does not look at them.
+        # Settings of the last decode that sampled; reused by decodes that do not reload them.
         self._decode_params: TTSamplingParams | None = None
-        # Of models with several rope axes: what prefill says of each slot, and whether a decode has
-        # told the model since.
+        # For models with several rope axes: the offset of each slot from prefill, and whether the
+        # model must be given them with the next decode.
         self._has_rope_deltas = _has_rope_deltas(text_config)
         self._rope_deltas: list[int] = [0] * max_batch_size
         self._rope_deltas_changed = True
@@ -79,21 +79,23 @@ class LoadedModel:
     def allocate_kv_cache(
         self, kv_cache_shape: KVCacheShape, dtype: torch.dtype, num_layers: int
     ) -> KVCache:
-        """Allocate; see `GeneratorBase.allocate_kv_cache`. Heads are those of the whole model.
+        """Allocate the KV cache; see `GeneratorBase.allocate_kv_cache`.
 
-        The class is given the heads of one chip, and each layer by itself where it asks for that.
+        The shape has the heads of the whole model. The class gets the heads of one chip, and
+        separate layers if it supports them.
 
         Returns:
-            The cache as ``[lane][layer] -> [k, v]``, however the class nests it.
+            The cache as ``[lane][layer] -> [k, v]``.
 
         Raises:
-            ConfigError: The class needs another block size, or layers that differ; both numbers.
+            ConfigError: The class needs another block size, or cannot allocate differing layers;
+                gives both numbers.
         """
         block_size = kv_cache_shape[2]
         required = self.model_capabilities.get("required_block_size") or block_size
         if required != block_size:
             raise ConfigError(
-                f"generator {self.signature.class_name} needs block_size {required}, and "
+                f"generator {self.signature.class_name} needs block_size {required}, but "
                 f"block_size is {block_size}"
             )
         specs = kv_cache_spec(self._model, self.signature, self._hf_config, kv_cache_shape, dtype)
@@ -118,20 +120,20 @@ class LoadedModel:
 
     @property
     def kv_dtype(self) -> str:
-        """Element type of the cache, which the class decides: ``bfloat8_b`` unless it can be seen.
+        """Element type of the allocated cache; ``bfloat8_b`` if it cannot be inspected.
 
-        Known once the cache is allocated.
+        Valid once the cache is allocated.
         """
         return self._kv_dtype
 
     def release_request(self, slot: int) -> None:
-        """Forget what the model keeps for a slot whose sequence has ended or was preempted."""
+        """Drop the model's state of a slot whose sequence has ended or was preempted."""
         self._rope_deltas[slot] = 0
         if "release_request" in self.signature.hooks:
             self._model.release_request(slot)
 
     def close(self) -> None:
-        """Let the model release what it keeps for good; call before the mesh is closed."""
+        """Let the model release its resources; call before the mesh is closed. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -144,7 +146,7 @@ class LoadedModel:
     # --- arguments -------------------------------------------------------------------------------
 
     def _theirs(self, kv_cache: KVCache) -> KVCache:
-        """The cache as the class gave it: some compare it with their own by identity."""
+        """Return the cache in the class's own form, which some classes compare by identity."""
         return kv_cache[0] if self._has_bare_lane else kv_cache
 
     def _tables(
@@ -163,7 +165,7 @@ class LoadedModel:
 
 
 def _has_rope_deltas(text_config: object) -> bool:
-    """Whether positions have several axes, so that prefill also returns an offset per row."""
+    """Return whether rope has several axes, so that prefill also returns offsets."""
     for name in ("rope_parameters", "rope_scaling"):
         if "mrope_section" in (getattr(text_config, name, None) or {}):
             return True

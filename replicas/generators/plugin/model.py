@@ -1,9 +1,8 @@
-"""Calls a loaded model of a plugin's class as the plugin does, behind our `Generator` protocol.
+"""Forward calls of a loaded plug-in model behind our `Generator` protocol.
 
-Keywords, shapes and dtypes are those that the plugin uses, and only those that the class takes
-(`signatures`). Our slots are rows that stay where they are, so a row of the decode batch is the
-device's state slot.
-Source of the calls: vllm-tt-plugin ``model_runner.py``, ``async_decode.py``.
+Keywords, shapes and dtypes are those of the plug-in, reduced to those that the class accepts
+(`signatures`). Our slots are rows that never move, so a row of the decode batch is the device's
+state slot. Source of the calls: vllm-tt-plugin ``model_runner.py``, ``async_decode.py``.
 """
 
 # The interface is fixed by another project, so its methods keep all of their arguments.
@@ -43,13 +42,13 @@ _TOKEN_HISTORY = ("prompt_tokens", "output_tokens")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeHandle:
-    """A decode whose output is still on the device, or on its way.
+    """Decode whose output is still on the device or being copied.
 
     Attributes:
-        output: What the class answered.
-        events: What must have happened before `output` may be looked at.
-        is_tokens: Sampled on the device.
-        wants_log_probs: With log-probabilities.
+        output: Result of the class.
+        events: Events to wait for before `output` may be read.
+        is_tokens: Whether the output is tokens sampled on the device.
+        wants_log_probs: Whether log-probabilities come with them.
     """
 
     output: object
@@ -59,7 +58,7 @@ class DecodeHandle:
 
 
 class AdaptedModel(LoadedModel):
-    """A loaded model of a plugin's class: warm-up, prefill, decode."""
+    """Loaded plug-in model with warm-up, prefill and decode."""
 
     def warmup_model_prefill(
         self,
@@ -71,7 +70,8 @@ class AdaptedModel(LoadedModel):
     ) -> None:
         """Warm up; see `GeneratorBase.warmup_model_prefill`.
 
-        The classes remember that they have warmed up, and would do nothing the second time.
+        Classes remember that they have warmed up and would skip the second call, so the flag is
+        reset.
         """
         if enable_trace and hasattr(self._model, "already_warmed_up_prefill"):
             self._model.already_warmed_up_prefill = False
@@ -95,8 +95,8 @@ class AdaptedModel(LoadedModel):
     ) -> None:
         """Warm up; see `GeneratorBase.warmup_model_decode`.
 
-        A class without a warm-up for decode decodes a batch of padding instead, in each way in
-        which its tokens will be drawn. What it answers is not looked at.
+        For a class without a decode warm-up, a batch of padding is decoded instead, once for each
+        way of sampling. Its output is ignored.
         """
         parameters = self.signature.warmup_decode
         if parameters is None:
@@ -141,14 +141,14 @@ class AdaptedModel(LoadedModel):
     ) -> ForwardOutput:
         """Prefill; see `Generator.prefill_forward`.
 
-        A class of the legacy contract gets one row a call: given several of one padded length, some
-        of them keep what they know of a row at its slot's place in a list that is as long as there
-        are rows.
+        A class of the legacy contract gets one row per call: given several rows of one padded
+        length, some of them index their per-row state by slot in a list as long as the number of
+        rows.
 
         Raises:
-            ConfigError: The class takes no ``start_pos``, and one is not 0; or it has no use for
-                ``sampling_params`` or for the images that were given.
-            DeviceError: The answer is of no known form.
+            ConfigError: The class does not accept ``start_pos`` and one is not 0; or it does not
+                accept ``sampling_params`` or the given images.
+            DeviceError: The result has an unknown form.
         """
         arguments = {
             "tokens": tokens,
@@ -180,7 +180,7 @@ class AdaptedModel(LoadedModel):
         page_tables_per_layer: Sequence[torch.Tensor] | None,
         **images: object,
     ) -> ForwardOutput:
-        """One call of the class; arguments and errors as of `prefill_forward`."""
+        """Call the class once; arguments and errors as in `prefill_forward`."""
         name, parameters = self.signature.class_name, self.signature.prefill
         num_rows = len(tokens)
         arguments: dict[str, Any] = {
@@ -190,12 +190,12 @@ class AdaptedModel(LoadedModel):
             **taken(parameters, {"enable_trace": enable_trace, "empty_slots": empty_slots}),
         }
         if parameters.takes("start_pos"):
-            # Arrays of numpy, as the plugin makes them; before `start_pos` there was a tensor.
+            # numpy arrays, as from the plug-in; classes older than `start_pos` expect a tensor.
             arguments |= {"prompt_lens": prompt_lens.numpy(), "start_pos": start_pos.numpy()}
         elif bool((start_pos != 0).any()):
             raise ConfigError(
-                f"generator {name} takes no start_pos and cannot go on after "
-                f"{int(start_pos.max())} tokens: no prefix caching, chunks, or KV of others"
+                f"generator {name} does not accept start_pos and cannot continue after "
+                f"{int(start_pos.max())} tokens: no prefix caching, chunks, or transferred KV"
             )
         else:
             arguments["prompt_lens"] = prompt_lens
@@ -241,24 +241,24 @@ class AdaptedModel(LoadedModel):
     ) -> ForwardOutput:
         """Decode; see `TextDecoder.decode_forward`.
 
-        A class of contract 1 gets the four commands as they are. One of the legacy contract gets
-        ``reset_batch`` with sampling on the device: the batch is not the one that it knows.
+        A class of contract 1 gets the four commands unchanged. One of the legacy contract gets
+        ``reset_batch`` if it samples on the device and the batch has changed.
 
         Returns:
-            As the protocol says; without `read_from_device` a `DecodeHandle`.
+            As in the protocol; without `read_from_device` a `DecodeHandle`.
 
         Raises:
             TypeError: The retired ``reset_batch`` was passed.
             ConfigError: The class cannot follow a row to another slot.
         """
         if "reset_batch" in kwargs:
-            raise TypeError("reset_batch is retired: give the four commands of decode contract 1")
+            raise TypeError("reset_batch is retired: pass the four commands of decode contract 1")
         said = (reload_inputs, reload_page_table, reload_sampling_params, reset_sampling_state)
         commands = dict(zip(COMMANDS, said, strict=True))
         _check_commands(commands, self)
         name, parameters = self.signature.class_name, self.signature.decode
         if not self.signature.contract:
-            # It guesses from the table of its last call, which the engine writes into.
+            # A legacy class compares with the table of its last call, which the engine overwrites.
             page_table = page_table.clone()
         arguments: dict[str, Any] = {
             "tokens": tokens,
@@ -296,7 +296,7 @@ class AdaptedModel(LoadedModel):
     def _params_of_decode(
         self, sampling_params: DeviceSamplingParams, num_rows: int, *, is_new: bool
     ) -> TTSamplingParams:
-        # A class may change what it is given where it reads it: it never reads the same twice.
+        # Legacy classes may modify the settings in place, so they get a new object each time.
         params = None if is_new else self._decode_params
         if params is None or not self.signature.contract:
             params = self._decode_params = to_tt_sampling_params(sampling_params, num_rows)
@@ -315,14 +315,14 @@ class AdaptedModel(LoadedModel):
             return handle, ()
         if not self.signature.splits_read:
             raise DeviceError(
-                f"generator {self.signature.class_name} left its decode output on the device, and "
+                f"generator {self.signature.class_name} left its decode output on the device, but "
                 "lacks read_decode_output(tt_out, async_read) or "
                 "process_decode_output_host(tt_out, is_tokens)"
             )
         answer = self._model.read_decode_output(handle.output, async_read=True)
         if not (isinstance(answer, tuple) and len(answer) == 2):
             raise DeviceError(
-                f"generator {self.signature.class_name}: read_decode_output gave "
+                f"generator {self.signature.class_name}: read_decode_output returned "
                 f"{type(answer).__name__}, not a pair of output and events"
             )
         output, events = answer
@@ -337,11 +337,11 @@ class AdaptedModel(LoadedModel):
         """Wait for the copy and shape it; see `GeneratorBase.process_decode_output_host`.
 
         Args:
-            tt_out: First element of what `read_decode_output` returned.
-            is_tokens: Ignored: the handle knows.
+            tt_out: First element of the result of `read_decode_output`.
+            is_tokens: Ignored; the handle has the value.
 
         Raises:
-            DeviceError: The answer is of no known form.
+            DeviceError: The result has an unknown form.
         """
         handle = cast("DecodeHandle", tt_out)
         _wait_for(handle.events)
@@ -366,7 +366,7 @@ def _check_commands(commands: Mapping[str, bool], model: AdaptedModel) -> None:
 
 
 def _wait_for(events: Sequence[object]) -> None:
-    """Wait on the device: the class that made the events has imported ttnn, this module never."""
+    """Wait for events on the device; ttnn is already imported by the class that created them."""
     if events:
         ttnn: Any = sys.modules["ttnn"]
         for event in events:

@@ -1,4 +1,4 @@
-"""Brings the forms in which generator classes answer to the one that our protocol names."""
+"""Conversion of the results of plug-in classes to the form of our protocol."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def is_on_host(output: ForwardOutput) -> bool:
-    """Whether there is nothing to read from the device: a tensor, or a tuple of them and None."""
+    """Return whether an output is a host tensor, or a tuple of host tensors and None."""
     parts = output if isinstance(output, tuple) else (output,)
     return all(part is None or isinstance(part, torch.Tensor) for part in parts)
 
@@ -28,31 +28,31 @@ def host_output(
     is_tokens: bool,
     wants_log_probs: bool,
 ) -> ForwardOutput:
-    """Shape a host answer.
+    """Convert a result on the host to the protocol's shape.
 
     Args:
         output: Logits (rows, V) or (rows, 1, V); tokens (rows,), (rows, 1) or (rows, 1, 1); or a
-            pair of either and log-probabilities or None. There may be more rows than were asked
-            for, and V may be padded.
-        num_rows: Rows that were asked for.
+            pair of either and log-probabilities or None. There may be extra rows, and V may be
+            padded.
+        num_rows: Rows of the call.
         vocab_size: Real size of the vocabulary.
-        is_tokens: They were sampled on the device.
-        wants_log_probs: Log-probabilities were asked for.
+        is_tokens: Whether the output is tokens sampled on the device.
+        wants_log_probs: Whether log-probabilities were requested.
 
     Returns:
-        Logits (rows, 1, V) as the class made them, or int tokens (rows, 1), or with
-        `wants_log_probs` a pair (tokens, log-probabilities).
+        Logits (rows, 1, V), or int tokens (rows, 1), or with `wants_log_probs` a pair (tokens,
+        log-probabilities).
 
     Raises:
-        DeviceError: The answer is none of these; says its shape.
+        DeviceError: The output has another form; gives its shape.
     """
     rest: Any = None
     if isinstance(output, (tuple, list)):
         if len(output) != 2:
-            raise DeviceError(f"the generator answered with {len(output)} values, not one or two")
+            raise DeviceError(f"the generator returned {len(output)} values, not one or two")
         output, rest = output
     if not isinstance(output, torch.Tensor):
-        raise DeviceError(f"the generator answered with {type(output).__name__}, not a host tensor")
+        raise DeviceError(f"the generator returned {type(output).__name__}, not a host tensor")
     if is_tokens:
         tokens = _tokens(output, num_rows)
         return (tokens, rest) if wants_log_probs else tokens
@@ -60,10 +60,10 @@ def host_output(
 
 
 def joined(outputs: Sequence[ForwardOutput]) -> ForwardOutput:
-    """Put the answers to calls for some of the rows each together, in order.
+    """Concatenate the results of calls for some of the rows each, in order.
 
     Args:
-        outputs: As `host_output` gives them, all of one form.
+        outputs: Results of `host_output`, all of one form.
     """
     if not isinstance(outputs[0], tuple):
         return torch.cat(list(outputs))

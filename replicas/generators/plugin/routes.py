@@ -1,9 +1,9 @@
-"""Which class of Tenstorrent serves an architecture, and what its modules want to find set.
+"""Routes: families of Tenstorrent's classes, by architecture, with their required settings.
 
-A route is what a configuration may say as its generator instead of a class: a family of classes.
-Upstream chooses between them by environment variables; here their values are names of routes.
-Nothing is imported and nothing is set here: these are tables.
-Source: vllm-tt-plugin ``platform.py``; the settings for a Galaxy are those of its documents.
+A configuration may name a route as its generator instead of a class. Upstream selects these
+families by environment variables; here the variables' values are the names of routes. This module
+only has tables: it imports no class and sets nothing. Source: vllm-tt-plugin ``platform.py``; the
+settings for a Galaxy are those of its documents.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _GALAXY_SHAPE, _GALAXY_LANES, _GALAXY_SLOTS = (8, 4), 4, 32
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A family of generator classes.
+    """Family of generator classes.
 
     Attributes:
         classes: Architecture of a config.json -> "module:Class".
-        package: Where they come from, for messages.
-        environment: What else the process has in its environment, where its parent's has not.
-        mesh: Fields of `MeshConfig` -> value, where the configuration leaves the usual one.
-        is_for_galaxy: They run on the 32 chips of a Galaxy alone, with a lane for each column.
+        package: The package that contains them, for messages.
+        environment: Defaults of environment variables of the engine process.
+        mesh: Fields of `MeshConfig` -> value, used where the configuration has the default.
+        is_for_galaxy: Whether they run only on the 32 chips of a Galaxy, with a lane per column.
     """
 
     classes: Mapping[str, str]
@@ -104,21 +104,21 @@ ROUTES: Mapping[str, Route] = {
         is_for_galaxy=True,
     ),
 }  # fmt: skip
-"""By the name that a configuration gives as its generator."""
+"""Routes by the name that a configuration gives as its generator."""
 
 _ENCODER_DECODERS = ("MllamaForConditionalGeneration",)
-"""tt-metal has classes for them, whose prefill needs a page table of an encoder's KV."""
+"""Architectures whose tt-metal classes need a page table for an encoder's KV in prefill."""
 
 
 def class_of_route(name: str, architecture: str) -> str:
-    """Which class a route serves an architecture with, as "module:Class".
+    """Return the class with which a route serves an architecture, as "module:Class".
 
     Args:
-        name: Of the route.
-        architecture: With or without the plugin's "TT" before it.
+        name: Name of the route.
+        architecture: With or without the plug-in's prefix "TT".
 
     Raises:
-        ConfigError: The route has none; says what it has.
+        ConfigError: The route has none; lists its architectures.
     """
     check_decoder(architecture)
     classes = ROUTES[name].classes
@@ -126,7 +126,7 @@ def class_of_route(name: str, architecture: str) -> str:
         if known in classes:
             return classes[known]
     raise ConfigError(
-        f"generator {name!r} has no class for {architecture!r}; it has some for: "
+        f"generator {name!r} has no class for {architecture!r}; it has classes for "
         f"{', '.join(sorted(classes))}"
     )
 
@@ -140,22 +140,21 @@ def check_decoder(architecture: str) -> None:
     if architecture.removeprefix("TT") in _ENCODER_DECODERS:
         raise ConfigError(
             f"{architecture} attends to the KV of an image encoder (its class needs a "
-            "cross_page_table), and encoder-decoder models are not served yet; serve the "
+            "cross_page_table); encoder-decoder models are not supported yet. Serve the "
             "text-only model of the same family"
         )
 
 
 def check_route(config: EngineConfig, architecture: str) -> None:
-    """Refuse what the classes of the route that a configuration names can never serve.
+    """Refuse configurations that the classes of their route can never serve.
 
     Args:
-        config: Of an engine; one whose generator is no route is left alone.
-        architecture: Of the model.
+        config: The engine's configuration; accepted if its generator is not a route.
+        architecture: The model's architecture.
 
     Raises:
-        ConfigError: The route has no class for the architecture; or it is for a Galaxy, and the
-            mesh is none of Wormhole chips, has other lanes, more slots or another precision, or KV
-            is to be moved; names both.
+        ConfigError: The route has no class for the architecture; or it is for a Galaxy and the mesh
+            has other chips, lanes, slots or precision, or KV transfer is configured; names both.
     """
     name, mesh = config.generator, config.mesh
     if name is None or name not in ROUTES or mesh is None:
@@ -170,39 +169,40 @@ def _check_galaxy(name: str, config: EngineConfig, mesh: MeshConfig) -> None:
     spec = mesh.spec
     if spec.arch != "wormhole" or spec.shape != _GALAXY_SHAPE:
         raise ConfigError(
-            f"generator {name!r} runs on the 32 chips of a Galaxy, and the mesh is {mesh.name} of "
+            f"generator {name!r} runs on the 32 chips of a Galaxy, but mesh {mesh.name} has "
             f"{spec.shape[0]} rows of {spec.shape[1]} {spec.arch} chips; use a mesh of 8 rows of 4 "
             "wormhole chips (TG), or generator: tt-transformers or tt-metal"
         )
     if mesh.optimizations != "performance":
         raise ConfigError(
-            f"generator {name!r} takes no other precision than its own, and mesh.optimizations is "
-            f"{mesh.optimizations!r}; leave it out"
+            f"generator {name!r} has a fixed precision, but mesh.optimizations is "
+            f"{mesh.optimizations!r}; remove it"
         )
     if config.tt_data_parallel != _GALAXY_LANES:
         raise ConfigError(
-            f"generator {name!r} has a lane for each of a Galaxy's {_GALAXY_LANES} columns, and "
+            f"generator {name!r} has a lane for each of a Galaxy's {_GALAXY_LANES} columns, but "
             f"tt_data_parallel is {config.tt_data_parallel}; set it to {_GALAXY_LANES}"
         )
     if config.max_batch_size > _GALAXY_SLOTS:
         raise ConfigError(
-            f"generator {name!r} decodes {_GALAXY_SLOTS} rows on a Galaxy, and max_batch_size is "
+            f"generator {name!r} decodes {_GALAXY_SLOTS} rows on a Galaxy, but max_batch_size is "
             f"{config.max_batch_size}; set it to {_GALAXY_SLOTS}"
         )
     if config.kv_connector is not None:
         raise ConfigError(
             f"generator {name!r} keeps the KV of all lanes in one cache, from which "
-            f"kv_connector {config.kv_connector!r} cannot take a lane's; run it in one pool, "
+            f"kv_connector {config.kv_connector!r} cannot read a single lane; run it in one pool "
             "without kv_connector"
         )
 
 
 def route_mesh(name: str | None, mesh: MeshConfig) -> MeshConfig:
-    """A mesh's settings with those that a route's classes need.
+    """Return a mesh's settings with the defaults of a route filled in.
 
     Args:
-        name: What the configuration calls its generator.
-        mesh: As configured; what it says itself is left, and without traces they need no memory.
+        name: The configuration's generator.
+        mesh: The configured settings; values other than the defaults are kept. Without traces no
+            trace region is set.
     """
     route = ROUTES.get(name or "")
     usual = type(mesh)(name=mesh.name)
@@ -217,6 +217,6 @@ def route_mesh(name: str | None, mesh: MeshConfig) -> MeshConfig:
 
 
 def route_environment(name: str | None) -> Mapping[str, str]:
-    """What a route's classes want to find in the environment."""
+    """Return default environment variables for a route's classes."""
     route = ROUTES.get(name or "")
     return {} if route is None else route.environment

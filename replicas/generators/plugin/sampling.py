@@ -1,4 +1,4 @@
-"""Sampling settings as the plugin's classes read them: nine fields, each a list."""
+"""Sampling settings in the form of plug-in classes: nine fields, each a list."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _NO_SEED = -1
 
 @dataclass(frozen=True)
 class TTSamplingParams:
-    """One entry per row; see `DeviceSamplingParams`. The defaults of a row are those of padding.
+    """Sampling settings with one entry per row; see `DeviceSamplingParams`.
 
-    A plain frozen dataclass of lists, without slots: the classes use `dataclasses.replace`,
-    ``fields`` and ``vars`` on it, and ask whether a field is a list.
-    Source: vllm-tt-plugin ``model_input.py``.
+    A plain frozen dataclass of lists, without slots: classes use `dataclasses.replace`, ``fields``
+    and ``vars`` on it, and check whether a field is a list. Source: vllm-tt-plugin
+    ``model_input.py``.
 
     Attributes:
         temperature: 0.0 is greedy.
@@ -28,9 +28,9 @@ class TTSamplingParams:
         presence_penalty: Added once per token already produced.
         frequency_penalty: Added per occurrence.
         repetition_penalty: 1.0 is off.
-        seed: None where the model may draw its own.
+        seed: None lets the model draw its own.
         num_logprobs: -2 is none, 0 the sampled token only.
-        enable_log_probs: Whether any are wanted.
+        enable_log_probs: Whether any log-probabilities are requested.
     """
 
     temperature: list[float]
@@ -45,7 +45,7 @@ class TTSamplingParams:
 
     @property
     def wants_log_probs(self) -> bool:
-        """Whether the model answers with a pair (tokens, log-probabilities)."""
+        """Whether the model returns a pair (tokens, log-probabilities)."""
         return any(self.enable_log_probs)
 
 
@@ -53,7 +53,7 @@ _FIELDS = tuple(field.name for field in fields(TTSamplingParams))
 
 
 def to_tt_sampling_params(params: DeviceSamplingParams, num_rows: int) -> TTSamplingParams:
-    """Take our settings over, padded to the rows of the call.
+    """Convert our settings, padded to the rows of the call.
 
     Args:
         params: At most `num_rows` entries per field; seed -1 means none.
@@ -70,7 +70,7 @@ def to_tt_sampling_params(params: DeviceSamplingParams, num_rows: int) -> TTSamp
 def warmup_sampling_params(
     num_rows: int, *, can_sample_on_device: bool
 ) -> list[TTSamplingParams | None]:
-    """The list that warm-up took before it took a flag: each kind of sampling, then None.
+    """Return the list of settings for older warm-up methods: each kind of sampling, then None.
 
     Args:
         num_rows: Entries of every field.

@@ -1,9 +1,9 @@
-"""A stand-in for vLLM, so that tt-metal's generator classes can be imported without it.
+"""Stand-in for vLLM, so that tt-metal's generator classes can be imported without it.
 
 tt-metal's ``generator_vllm.py`` files import vLLM at the top: decorators that register image
 processors, marker base classes, and records of KV cache layouts. A text-only engine calls none of
-it. `vllm_stand_in` puts modules with just those names into ``sys.modules`` and takes them out again
-when the import is done; what the imported module has bound stays with it.
+them. `vllm_stand_in` puts modules with exactly these names into ``sys.modules`` and removes them
+after the import; names bound by the imported module stay.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ T = TypeVar("T")
 
 
 class MissingVLLMError(ImportError):
-    """Something of vLLM was wanted that the stand-in does not have; says what and what to do.
+    """Use of a vLLM name that the stand-in lacks; says which and what to do.
 
-    An ImportError, not an AttributeError: ``from vllm.x import y`` swallows the message of those.
+    An ImportError, because ``from vllm.x import y`` hides the message of an AttributeError.
     """
 
 
 @contextlib.contextmanager
 def vllm_stand_in() -> Iterator[None]:
-    """Let the body import vLLM's names; does nothing where vLLM itself is installed.
+    """Let the body import vLLM's names; does nothing if vLLM itself is installed.
 
-    Not for several threads at once: ``sys.modules`` is everybody's.
+    Not thread-safe, as ``sys.modules`` is global.
     """
     if not _is_needed():
         yield
@@ -55,19 +55,19 @@ def _is_needed() -> bool:
 
 
 class _Module(ModuleType):
-    """A module of the stand-in; also a package, so that its submodules can be imported."""
+    """Module of the stand-in; also a package, so that its submodules can be imported."""
 
     def __init__(self, name: str, contents: Mapping[str, object]) -> None:
         super().__init__(name, "Stand-in of ttserve; vLLM is not installed.")
-        # A specification, because `importlib.util.find_spec` fails on modules without.
+        # `importlib.util.find_spec` fails on modules without a specification.
         vars(self).update(contents, __path__=[], __spec__=ModuleSpec(name, None, is_package=True))
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
         raise MissingVLLMError(
-            f"vLLM is not installed, and its stand-in has no {self.__name__}.{name}: a text-only "
-            "generator class can do without; otherwise install vLLM beside ttserve",
+            f"vLLM is not installed, and its stand-in has no {self.__name__}.{name}: remove this "
+            "import from the generator class, or install vLLM beside ttserve",
             name=self.__name__,
         )
 
@@ -89,7 +89,7 @@ def _make_modules() -> dict[str, ModuleType]:
 
 
 class _Registry:
-    """Registers nothing: hands a decorated class back as it is."""
+    """Registry whose decorators return the decorated class unchanged."""
 
     def _decorate(self, *_args: object, **_settings: object) -> Callable[[T], T]:
         return lambda decorated: decorated
@@ -100,12 +100,12 @@ class _Registry:
 
 
 def _marker(name: str) -> type:
-    """An empty base class: it must not stand in the way of the other bases' ``__init__``."""
+    """Return an empty base class, which does not interfere with other bases' ``__init__``."""
     return type(name, (), {"__doc__": f"Stand-in for vLLM's {name}."})
 
 
 def _processor(name: str) -> type:
-    """A class to derive from and to subscript, whose instances a text-only engine never makes."""
+    """Return a class that can be subclassed and subscripted, but not instantiated."""
 
     def refuse(self: object, *_args: object, **_settings: object) -> None:
         raise MissingVLLMError(f"vLLM is not installed: {type(self).__name__} needs its {name}")
@@ -123,14 +123,14 @@ def _processor(name: str) -> type:
 
 @dataclass(frozen=True)
 class FullAttentionSpec:
-    """KV of a layer that attends to everything.
+    """KV of a layer with full attention.
 
     Attributes:
         block_size: Tokens per block.
         num_kv_heads: KV heads of the whole model, not of one chip.
         head_size: Elements of one head.
         dtype: Of the elements.
-        sliding_window: Tokens attended to, if the model says so; the cache holds all of them.
+        sliding_window: The layer's window, if any; the cache still holds all tokens.
     """
 
     block_size: int
@@ -142,7 +142,7 @@ class FullAttentionSpec:
 
 @dataclass(frozen=True)
 class SlidingWindowSpec(FullAttentionSpec):
-    """KV of a layer that attends to a window."""
+    """KV of a layer with an attention window."""
 
 
 def _processors(prefix: str) -> dict[str, object]:
@@ -205,7 +205,7 @@ _CONTENTS: Mapping[str, Mapping[str, object]] = {
     "vllm.utils.torch_utils": {"STR_DTYPE_TO_TORCH_DTYPE": _DTYPES},
     "vllm.v1.kv_cache_interface": _ATTENTION_SPECS,
 }
-"""Module -> its names: those that tt-metal's ``generator_vllm.py`` files import, no others."""
+"""Module -> names, exactly those that tt-metal's ``generator_vllm.py`` files import."""
 
 
 def vllm_config(
@@ -216,7 +216,7 @@ def vllm_config(
     block_size: int,
     dtype: torch.dtype,
 ) -> SimpleNamespace:
-    """As much of a ``VllmConfig`` as the classes' ``get_kv_cache_spec`` reads.
+    """Return the part of a ``VllmConfig`` that the classes' ``get_kv_cache_spec`` reads.
 
     Args:
         hf_config: The model's transformers configuration.

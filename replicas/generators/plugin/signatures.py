@@ -1,15 +1,15 @@
-"""Reads off a generator class which of the interface's generations it was written for.
+"""Inspection of generator classes: which version of the plug-in interface they implement.
 
-The interface of Tenstorrent's vLLM integration has changed several times, and classes of every age
-are in use: without ``start_pos`` in prefill and with a list of sampling parameters in warm-up
-(2025), with ``reset_batch`` in decode (2026), with the four commands of decode contract 1 (late
-2026). A class says its contract by the marker ``decode_input_update_contract``; everything else is
-seen from its methods' parameters.
+The interface of Tenstorrent's vLLM integration has changed several times, and classes of every
+version are in use: without ``start_pos`` in prefill and with a list of sampling parameters in
+warm-up (2025), with ``reset_batch`` in decode (2026), with the four commands of decode contract 1
+(late 2026). A class declares its contract by the marker ``decode_input_update_contract``;
+everything else is read from its methods' parameters.
 
-A class that is named may only choose: those of tt-transformers have ``initialize_vllm_model``,
-which makes an instance of another class, and only that one has the other methods. So what a class
-is asked before its model is there (`EntrySignature`) is kept apart from what a model is asked
-(`ModelSignature`).
+A named class may be only a factory: those of tt-transformers have just ``initialize_vllm_model``,
+which creates an instance of another class with the other methods. So the signature before loading
+(`EntrySignature`) is separate from that of a loaded model (`ModelSignature`).
+
 Source: vllm-tt-plugin ``async_decode.py`` and ``docs/DECODE_RELOAD_CONTRACT.md``; tt-metal
 ``models/tt_transformers/tt/generator_vllm.py`` of 2025 and 2026; tt-transformers
 ``vllm_registry.py``.
@@ -33,10 +33,10 @@ COMMANDS = (
     "reload_sampling_params",
     "reset_sampling_state",
 )
-"""Of decode contract 1; each is a bool, and all are sent with every decode."""
+"""Commands of decode contract 1; each is a bool, and all are passed with every decode."""
 
 _FIRST = 3
-"""Arguments of ``initialize_vllm_model`` that are given by place, whatever they are called."""
+"""Positional arguments of ``initialize_vllm_model``, whose names differ between classes."""
 _EVERY_MODEL_HAS = (
     "allocate_kv_cache", "warmup_model_prefill", "prefill_forward", "decode_forward",
 )  # fmt: skip
@@ -67,18 +67,18 @@ _ANSWERABLE = {
         "model_name", "num_devices", "tt_data_parallel", "max_model_len", "max_num_seqs",
     },
 }  # fmt: skip
-"""Parameters that can be given a value; a class that requires any other is not for text."""
+"""Parameters that have a value here; a class that requires any other is not for text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """The parameters of one method, ``self`` and ``cls`` left out.
+    """Parameters of one method, without ``self`` and ``cls``.
 
     Attributes:
-        in_order: Names of those that can be given by place.
-        names: Those that can be given by keyword.
-        required: Those among them without a default.
-        takes_any: It has ``**kwargs``.
+        in_order: Names of positional parameters.
+        names: Names of keyword parameters.
+        required: Keyword parameters without a default.
+        takes_any: Whether the method has ``**kwargs``.
     """
 
     in_order: tuple[str, ...]
@@ -87,28 +87,28 @@ class Parameters:
     takes_any: bool
 
     def takes(self, name: str) -> bool:
-        """Whether the keyword may be given."""
+        """Return whether the method accepts a keyword."""
         return self.takes_any or name in self.names
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSignature:
-    """What a loaded model can be asked, and how.
+    """Methods of a loaded model and their parameters.
 
     Attributes:
         class_name: "module:Class" of the model, for messages.
-        contract: 1 for the four reload commands, 0 for what came before.
+        contract: 1 for the four reload commands, 0 for the legacy contract.
         prefill: Parameters of ``prefill_forward``.
-        decode: Of ``decode_forward``.
-        warmup_prefill: Of ``warmup_model_prefill``.
-        warmup_decode: Of ``warmup_model_decode``; None where there is none.
-        splits_read: It has ``read_decode_output(..., async_read)`` and
+        decode: Parameters of ``decode_forward``.
+        warmup_prefill: Parameters of ``warmup_model_prefill``.
+        warmup_decode: Parameters of ``warmup_model_decode``; None without it.
+        splits_read: Whether it has ``read_decode_output(..., async_read)`` and
             ``process_decode_output_host(..., is_tokens)``.
-        allocates_per_layer: It has ``allocate_kv_cache_per_layer``.
-        has_kv_cache_spec: It has ``get_kv_cache_spec``.
-        drafts: It has ``spec_plan`` and ``propose_draft_tokens``.
-        hooks: Which of ``release_request``, ``release_persistent_capture``,
-            ``note_state_slots_moved`` and ``cleanup`` it has.
+        allocates_per_layer: Whether it has ``allocate_kv_cache_per_layer``.
+        has_kv_cache_spec: Whether it has ``get_kv_cache_spec``.
+        drafts: Whether it has ``spec_plan`` and ``propose_draft_tokens``.
+        hooks: Those of ``release_request``, ``release_persistent_capture``,
+            ``note_state_slots_moved`` and ``cleanup`` that it has.
     """
 
     class_name: str
@@ -126,13 +126,13 @@ class ModelSignature:
 
 @dataclass(frozen=True, slots=True)
 class EntrySignature:
-    """What a named class can be asked before its model is loaded.
+    """Methods of a named class that are called before its model is loaded.
 
     Attributes:
         class_name: "module:Class", for messages.
         initialize: Parameters of ``initialize_vllm_model``.
-        token_budget: Of ``get_max_tokens_all_users``; None where there is none.
-        model: Of the class itself; None if it only chooses the class of its model.
+        token_budget: Parameters of ``get_max_tokens_all_users``; None without it.
+        model: Signature of the class as a model; None for a factory class.
     """
 
     class_name: str
@@ -142,14 +142,14 @@ class EntrySignature:
 
 
 def read_entry(cls: type) -> EntrySignature:
-    """Inspect a class that is named as a generator.
+    """Inspect a class named as a generator.
 
     Args:
-        cls: Any class with the plugin's ``initialize_vllm_model``.
+        cls: Any class with the plug-in's ``initialize_vllm_model``.
 
     Raises:
         ConfigError: It lacks that or some of a model's methods, or requires a parameter that a
-            text-only engine has no value for; or see `read_signature`.
+            text-only engine has no value for; also as in `read_signature`.
     """
     name = _name(cls)
     if not _has(cls, "initialize_vllm_model"):
@@ -167,14 +167,14 @@ def read_entry(cls: type) -> EntrySignature:
 
 
 def read_signature(cls: type) -> ModelSignature:
-    """Inspect the class of a model.
+    """Inspect a model's class.
 
     Args:
-        cls: Any class with the plugin's methods.
+        cls: Any class with the plug-in's methods.
 
     Raises:
         ConfigError: It lacks a method, requires a parameter that a text-only engine has no value
-            for, or declares contract 1 and does not take its commands; names them.
+            for, or declares contract 1 without accepting its commands; names them.
     """
     name = _name(cls)
     missing = [method for method in _EVERY_MODEL_HAS if not _has(cls, method)]
@@ -182,7 +182,7 @@ def read_signature(cls: type) -> ModelSignature:
         raise ConfigError(f"generator {name} lacks {', '.join(missing)}")
     signature = ModelSignature(
         class_name=name,
-        # A later contract must be a superset of this one.
+        # Later contracts are assumed to be supersets of contract 1.
         contract=min(int(getattr(cls, "decode_input_update_contract", 0) or 0), 1),
         prefill=_parameters(cls, "prefill_forward"),
         decode=_parameters(cls, "decode_forward"),
@@ -207,7 +207,7 @@ def read_signature(cls: type) -> ModelSignature:
     if signature.contract and refused:
         raise ConfigError(
             f"generator {name} declares decode_input_update_contract = 1, but its "
-            f"decode_forward does not take {', '.join(refused)}"
+            f"decode_forward does not accept {', '.join(refused)}"
         )
     return signature
 
@@ -219,7 +219,7 @@ def _check_required(name: str, call: str, parameters: Parameters | None, by_plac
     if unknown:
         raise ConfigError(
             f"generator {name}: {call} requires {', '.join(sorted(unknown))}, which a text-only "
-            "engine has nothing for"
+            "engine cannot provide"
         )
 
 
@@ -257,11 +257,11 @@ def _parameters(cls: type, name: str) -> Parameters:
 
 
 def _what_runs(cls: type, name: str) -> tuple[Callable[..., object], frozenset[str]]:
-    """The method, or the one of a base class that it only passes its arguments on to.
+    """Return the method, or the base class's method that it forwards all arguments to.
 
     tt_transformers' classes are full of ``def prefill_forward(self, *args, **kwargs): return
-    super().prefill_forward_text(*args, **kwargs)``: the second's parameters are the ones that
-    count, and the strings of the first: they name what it takes out of ``kwargs`` for itself.
+    super().prefill_forward_text(*args, **kwargs)``. The second's parameters count, plus the string
+    constants of the first, which may be keys that it pops from ``kwargs``.
     """
     method, mentioned = _function(cls, name), frozenset[str]()
     seen = {method}
@@ -289,7 +289,7 @@ def _passes_everything_on(method: FunctionType) -> bool:
 
 
 def _inherited(cls: type, method: FunctionType, name: str) -> Callable[..., object] | None:
-    """What ``super().name`` is inside ``method``."""
+    """Return what ``super().name`` resolves to inside ``method``."""
     mro = cls.__mro__
     owner = next((i for i, base in enumerate(mro) if method in map(_plain, vars(base).values())), 0)
     for base in mro[owner + 1 :]:

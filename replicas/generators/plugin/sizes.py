@@ -1,7 +1,7 @@
-"""Sizes that tt_transformers' text classes refuse, said before minutes of loading.
+"""Sizes that tt_transformers' text classes do not support, refused before minutes of loading.
 
 Source: batch sizes and the lengths of the warm-up in tt_transformers' model_config.py, whose
-ModelArgs only the classes named here take as they are.
+ModelArgs only the classes named here use unchanged.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _PACKAGE = "models.tt_transformers."
 _CLASSES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "QwenForCausalLM"})
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 _LEAST_CHUNK = 4096
-"""Tokens that they compute at once at least, and warm up in powers of two."""
+"""Least number of tokens that they compute at once; warm-up runs in powers of two."""
 _MOST_CHUNK = 131_072
 
 
 def check_class_sizes(config: EngineConfig, generator: type, max_seq_len: int) -> None:
-    """Refuse sizes for a class that is, or adapts, one of tt_transformers or extends it.
+    """Refuse sizes that a tt_transformers class, a subclass or its adapter does not support.
 
     Args:
         config: The engine's configuration.
@@ -36,7 +36,7 @@ def check_class_sizes(config: EngineConfig, generator: type, max_seq_len: int) -
         max_seq_len: Longest sequence in tokens.
 
     Raises:
-        ConfigError: Its warm-up takes no such length, or its model no such batch.
+        ConfigError: The warm-up does not support the length, or the model the batch size.
     """
     bases = getattr(generator, "plugin_class", generator).__mro__
     if any(base.__module__.startswith(_PACKAGE) and base.__name__ in _CLASSES for base in bases):
@@ -44,15 +44,15 @@ def check_class_sizes(config: EngineConfig, generator: type, max_seq_len: int) -
 
 
 def check_route_sizes(config: EngineConfig, architectures: Sequence[str], max_seq_len: int) -> None:
-    """Do the same by the name of a route, without importing its class.
+    """Refuse the same sizes by the name of a route, without importing its class.
 
     Args:
-        config: The engine's configuration; with another generator nothing is checked.
-        architectures: Of the model, as its config.json says.
+        config: The engine's configuration; accepted if its generator is not a route.
+        architectures: The architectures in the model's config.json.
         max_seq_len: Longest sequence in tokens.
 
     Raises:
-        ConfigError: As `check_class_sizes`.
+        ConfigError: As in `check_class_sizes`.
     """
     route = ROUTES.get(config.generator or "")
     target = "" if route is None else route.classes.get(next(iter(architectures), ""), "")
@@ -63,8 +63,8 @@ def check_route_sizes(config: EngineConfig, architectures: Sequence[str], max_se
 def _check(config: EngineConfig, max_seq_len: int) -> None:
     if config.slots_per_group not in _BATCH_SIZES:
         raise ConfigError(
-            f"max_batch_size {config.max_batch_size} in {config.tt_data_parallel} lanes is "
-            f"{config.slots_per_group} slots a lane, and classes of tt_transformers take "
+            f"max_batch_size {config.max_batch_size} in {config.tt_data_parallel} lanes gives "
+            f"{config.slots_per_group} slots a lane; tt_transformers' classes support "
             f"{', '.join(map(str, _BATCH_SIZES))}"
         )
     is_power = max_seq_len & (max_seq_len - 1) == 0
@@ -74,10 +74,10 @@ def _check(config: EngineConfig, max_seq_len: int) -> None:
     ways = f"set max_model_len to {above // 2} or {above}"
     if max_seq_len < _LEAST_CHUNK:
         raise ConfigError(
-            f"max_model_len is {max_seq_len}, and classes of tt_transformers warm up in powers of "
+            f"max_model_len is {max_seq_len}, but tt_transformers' classes warm up in powers of "
             f"two: {ways}"
         )
     _LOG.warning(
-        "max_model_len %d is no power of two, which classes of tt_transformers want where they "
-        "compute as many tokens at once: if the warm-up fails, %s", max_seq_len, ways,
+        "max_model_len %d is not a power of two, which tt_transformers' classes need when they "
+        "compute as many tokens at once; if the warm-up fails, %s", max_seq_len, ways,
     )  # fmt: skip

@@ -1,11 +1,11 @@
-"""Where generator classes that are not ours come from, without importing any.
+"""Location of third-party generator classes, without importing any.
 
-Three places. "module:Class" names a class that Python can import (``PYTHONPATH``), or one of a
-tt-metal checkout. A route (`routes`) stands for the class that it serves an architecture with, an
-architecture's name for that of tt-metal. A folder of bundles gives further architectures: each
-bundle is a folder with a ``vllm_metadata.json`` of {"arch", "main_class": "module:Class"} beside
-its modules. Nothing is read from the environment here: the places are arguments.
-Source of the bundle format: vllm-tt-plugin ``platform.py``.
+There are three places. "module:Class" names a class on Python's path, or one of a tt-metal
+checkout. A route (`routes`) stands for its class for an architecture, and an architecture's name
+for that of tt-metal. A folder of bundles adds architectures: each bundle is a folder with its
+modules and a ``vllm_metadata.json`` of {"arch", "main_class": "module:Class"}. The environment is
+not read here; the places are arguments. Source of the bundle format: vllm-tt-plugin
+``platform.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ METADATA = "vllm_metadata.json"
 
 @dataclass(frozen=True, slots=True)
 class PluginPaths:
-    """Where classes are looked for besides Python's own path.
+    """Places to search for classes besides Python's path.
 
     Attributes:
         tt_metal_home: Root of a tt-metal checkout.
@@ -37,10 +37,10 @@ class PluginPaths:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """One folder of ``extra_models_dir``.
+    """Bundle in a folder of ``extra_models_dir``.
 
     Attributes:
-        folder: Goes on Python's path, so that the class's module is found.
+        folder: The bundle's folder, appended to Python's path to import its modules.
         architecture: The architecture that the bundle serves.
         target: "module:Class".
     """
@@ -52,11 +52,11 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A class, not imported.
+    """Location of a class that is not imported yet.
 
     Attributes:
         target: "module:Class".
-        bundle: That it is of, if it is of one.
+        bundle: The bundle that contains it, if any.
     """
 
     target: str
@@ -69,21 +69,21 @@ class Source:
 
     @property
     def package(self) -> str:
-        """The root of its module's name; "models" is that of tt-metal's model code."""
+        """Root package of its module; "models" is tt-metal's model code."""
         return self.module.partition(".")[0]
 
 
 def find_source(name: str, paths: PluginPaths, architecture: str = "") -> Source:
-    """Which class a configuration's generator stands for.
+    """Return the class that a configuration's generator stands for.
 
     Args:
         name: One of `ROUTES`; "module:Class"; or an architecture of a bundle or of tt-metal, with
-            or without the plugin's "TT" before it. A bundle goes before tt-metal.
-        paths: Where to look besides Python's path.
-        architecture: Of the model, which a route goes by.
+            or without the plug-in's prefix "TT". Bundles take precedence over tt-metal.
+        paths: Places to search besides Python's path.
+        architecture: The model's architecture, which selects a route's class.
 
     Raises:
-        UnknownGeneratorError: It is none of these; names those there are.
+        UnknownGeneratorError: The name is none of these; lists the known ones.
         ConfigError: A bundle is broken, or the architecture cannot be served; says why.
     """
     if name in ROUTES:
@@ -108,23 +108,22 @@ def find_source(name: str, paths: PluginPaths, architecture: str = "") -> Source
 
 
 def check_source(source: Source, paths: PluginPaths) -> None:
-    """Refuse a class whose module is not here.
+    """Refuse a class whose module is not on this host.
 
     Raises:
-        UnknownGeneratorError: The module, or the package that has it, is not there; says what to
-            do.
-        ConfigError: What should be a tt-metal checkout is none.
+        UnknownGeneratorError: The module or its package is missing; says what to do.
+        ConfigError: tt_metal_home is not a tt-metal checkout.
     """
     check_package(source, paths)
     if not any(_has_module(folder, source.module) for folder in _folders(source, paths)):
         raise UnknownGeneratorError(
-            f"generator {source.target!r}: there is no module {source.module!r} here; correct its "
-            "name, or put the folder that it is in on PYTHONPATH"
+            f"generator {source.target!r}: there is no module {source.module!r} on this host; "
+            "correct its name, or put its folder on PYTHONPATH"
         )
 
 
 def _folders(source: Source, paths: PluginPaths) -> list[Path]:
-    """Folders in which the class's root package may be."""
+    """Return the folders that may contain the class's root package."""
     if source.bundle is not None:
         return [source.bundle.folder]
     if source.package == "models" and paths.tt_metal_home is not None:
@@ -138,19 +137,19 @@ def _folders(source: Source, paths: PluginPaths) -> list[Path]:
 
 def _has_module(folder: Path, module: str) -> bool:
     path = folder.joinpath(*module.split("."))
-    # Also one that is compiled, whose file has a longer ending.
+    # Also matches compiled modules, whose suffix is longer than ".py".
     return path.is_dir() or any(path.parent.glob(f"{path.name}.*"))
 
 
 def check_package(source: Source, paths: PluginPaths) -> None:
-    """Refuse a class of a package of Tenstorrent's that is not here; as `check_source`."""
+    """Refuse a class whose Tenstorrent package is missing; errors as in `check_source`."""
     package, target, home = source.package, source.target, paths.tt_metal_home
     if source.bundle is not None:
         return
     if package == "tt_transformers" and importlib.util.find_spec(package) is None:
         raise UnknownGeneratorError(
-            f"generator {target!r} is part of tt-transformers, which is not there: install "
-            "github.com/tenstorrent/tt-transformers beside the ttnn that it asks for, or put its "
+            f"generator {target!r} is part of tt-transformers, which is missing: install "
+            "github.com/tenstorrent/tt-transformers with the ttnn that it requires, or put its "
             "folder src on PYTHONPATH"
         )
     if package != "models":
@@ -161,9 +160,9 @@ def check_package(source: Source, paths: PluginPaths) -> None:
         )
     if home is None and importlib.util.find_spec(package) is None:
         raise UnknownGeneratorError(
-            f"generator {target!r} is part of tt-metal, which is not there (the ttnn wheel does "
-            "not hold it): clone github.com/tenstorrent/tt-metal at the release of the ttnn wheel "
-            "and set TT_METAL_HOME or mesh.tt_metal_home to it, or put it on PYTHONPATH"
+            f"generator {target!r} is part of tt-metal, which is missing (the ttnn wheel does "
+            "not contain it): clone github.com/tenstorrent/tt-metal at the release of the ttnn "
+            "wheel and set TT_METAL_HOME or mesh.tt_metal_home to it, or put it on PYTHONPATH"
         )
 
 
@@ -171,10 +170,10 @@ def find_bundles(extra_models_dir: str | None) -> dict[str, Bundle]:
     """Read the metadata of every bundle.
 
     Args:
-        extra_models_dir: Their folder; folders in it without metadata are no bundles.
+        extra_models_dir: Folder of the bundles; folders in it without metadata are ignored.
 
     Returns:
-        Architecture, without "TT" before it -> bundle.
+        Architecture without the prefix "TT" -> bundle.
 
     Raises:
         ConfigError: The folder does not exist, a metadata file is broken, or two bundles serve the

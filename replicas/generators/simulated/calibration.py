@@ -78,7 +78,7 @@ class Fit:
     prefill_lanes_s: float = 0.0
 
     def step_s(self, board: Board, model: ModelSpec, num_lanes: int) -> float:
-        """Predicted seconds of a full decode step after prompts of 128 tokens."""
+        """Return predicted seconds of a full decode step after prompts of 128 tokens."""
         one_lane_s = _decode_reads(board, model, num_lanes) * self.read[board.chip.family]
         one_lane_s += _logits(model) * self.sample_s
         one_lane_s += _hops(board, model, num_lanes) * self.hop_s
@@ -86,7 +86,7 @@ class Fit:
         return factor * one_lane_s + self.decode_lanes_s * lane_share(num_lanes)
 
     def ttft_s(self, board: Board, model: ModelSpec, num_lanes: int) -> float:
-        """Predicted seconds of a prefill of 128 tokens."""
+        """Return predicted seconds of a prefill of 128 tokens."""
         chips = board.num_chips // num_lanes
         work_s = model.num_forward_params / chips * self.compute_s + model.num_layers * self.layer_s
         one_lane_s = work_s / (self.speed[board.chip.family] * _bandwidth_ratio(board.chip))
@@ -95,7 +95,7 @@ class Fit:
         return factor * one_lane_s + self.prefill_lanes_s * lane_share(num_lanes)
 
     def context_token_s(self, board: Board, model: ModelSpec, num_lanes: int) -> float:
-        """Seconds to read the KV of one token."""
+        """Return seconds to read the KV of one token."""
         bandwidth = board.num_chips // num_lanes * board.chip.dram_bytes_per_s
         return model.kv_bytes_per_token / bandwidth * self.read[board.chip.family]
 
@@ -117,7 +117,7 @@ def fit(rows: Collection[MeasuredRow] = ROWS) -> Fit:
 
 
 def held_out(row: MeasuredRow) -> tuple[float, float] | None:
-    """How far the prediction from all other rows is off: of the prompt, of the decode step.
+    """Return how far the prediction from all other rows is off: of the prompt, of the decode step.
 
     Args:
         row: A measured row; one that is not in `ROWS` is predicted from all of them.
@@ -156,7 +156,7 @@ def _fit_wormhole(rows: Sequence[MeasuredRow]) -> Fit:
 
 
 def _fit_blackhole(known: Fit, rows: Sequence[MeasuredRow]) -> Fit:
-    """The same chip per byte of bandwidth, but for an efficiency of its own."""
+    """Return the same chip per byte of bandwidth, but for an efficiency of its own."""
 
     def read(row: MeasuredRow) -> float:
         board, model = BOARDS[row.board], MODELS[row.model]
@@ -222,24 +222,24 @@ def _fit_lanes(known: Fit, rows: Sequence[MeasuredRow]) -> Fit:
 
 
 def _is_base(row: MeasuredRow) -> bool:
-    """Whether Llama's general code ran it: on Galaxy the 70B model has code of its own."""
+    """Return whether Llama's general code ran it: on Galaxy the 70B model has code of its own."""
     return MODELS[row.model].implementation == _BASE_IMPLEMENTATION and row.board != "Galaxy"
 
 
 def _is_other(row: MeasuredRow) -> bool:
-    """Whether other code ran it, with nothing but that between it and a prediction."""
+    """Return whether other code ran it, with nothing but that between it and a prediction."""
     return MODELS[row.model].implementation != _BASE_IMPLEMENTATION and row.num_lanes == 1
 
 
 def _decode_reads(board: Board, model: ModelSpec, num_lanes: int) -> float:
-    """Seconds at peak bandwidth to read the weights and a full batch's contexts."""
+    """Return seconds at peak bandwidth to read the weights and a full batch's contexts."""
     weights = model.num_forward_params * BYTES_PER_ELEMENT
     contexts = SLOTS_PER_LANE * CONTEXT * model.kv_bytes_per_token
     return (weights + contexts) / (board.num_chips // num_lanes * board.chip.dram_bytes_per_s)
 
 
 def _hops(board: Board, model: ModelSpec, num_lanes: int) -> int:
-    """Chip to chip steps of the all-reduces of one forward, in a ring."""
+    """Return the chip to chip steps of the all-reduces of one forward, in a ring."""
     return model.num_layers * (board.num_chips // num_lanes - 1)
 
 

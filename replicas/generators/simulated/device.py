@@ -30,7 +30,7 @@ class DeviceClock(Protocol):
     """Where a device's time comes from and goes to."""
 
     def now_s(self) -> float:
-        """Monotonic seconds."""
+        """Return monotonic seconds."""
         ...
 
     def spend(self, seconds: float) -> None:
@@ -65,11 +65,11 @@ class Slowdown(Protocol):
     """What is wrong with a device; see `replicas.faults.ReplicaFaults`."""
 
     def slow_factor(self, now_s: float) -> float:
-        """How many times as long a step takes that starts now."""
+        """Return how many times as long a step takes that starts now."""
         ...
 
     def hang_left_s(self, now_s: float) -> float:
-        """How long a step takes at least that starts now."""
+        """Return how long a step takes at least that starts now."""
         ...
 
 

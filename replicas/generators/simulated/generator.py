@@ -315,7 +315,7 @@ class SimulatedGenerator:
         return lanes
 
     def _one_hot(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits (n, 1, V) of tokens (n, 1)."""
+        """Return logits (n, 1, V) of tokens (n, 1)."""
         logits = torch.zeros((len(tokens), 1, self._vocab_size))
         return logits.scatter_(-1, tokens.long()[:, :, None], _HOT)
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def simulated_kv_layout(block_size: int, fingerprint: str) -> KVLayout:
-    """How a simulated engine's KV travels: of each token eight bytes of K and eight of V.
+    """Return how a simulated engine's KV travels: of each token eight bytes of K and eight of V.
 
     Args:
         block_size: Tokens per block.
@@ -143,7 +143,7 @@ class SimulatedKVIO:
                 self._kv_cache.write_blocks(lane, unique.tolist(), content)
 
     def _as_rows(self, blocks: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-        """Blocks (n, block_size, 2) seen as (n, rows of a block, 32, 2)."""
+        """Return blocks (n, block_size, 2) seen as (n, rows of a block, 32, 2)."""
         return blocks.reshape(len(blocks), self._layout.rows_per_block, ROW_TOKENS, 2)
 
     def _seconds(self, num_rows: int) -> float:

@@ -94,7 +94,7 @@ class MeshProfile:
         return int((usable - self.model.weight_bytes) // self.model.kv_bytes_per_token)
 
     def compile_s(self, max_model_len: int | None = None) -> float:
-        """Seconds of warm-up: every padded prompt length, and decode."""
+        """Return seconds of warm-up: every padded prompt length, and decode."""
         longest = padded_prefill_len(max_model_len or self.model.max_context)
         num_buckets = 1 if longest == PROMPT_LEN else 2 + max(0, (longest // 1024).bit_length() - 1)
         return COMPILE_S_PER_BUCKET * (num_buckets + 1)
@@ -107,7 +107,7 @@ class MeshProfile:
         compile_s: float | None = None,
         num_slots: int | None = None,
     ) -> MeshTiming:
-        """Times of single steps.
+        """Return times of single steps.
 
         Args:
             block_size: Tokens per KV block.
@@ -145,7 +145,7 @@ class MeshProfile:
 
 
 def mesh_profile(board_name: str, model_name: str, num_lanes: int = 1) -> MeshProfile:
-    """The profile of a model on a board.
+    """Return the profile of a model on a board.
 
     Args:
         board_name: A key of `meshes.BOARDS`.
@@ -189,7 +189,7 @@ def mesh_profile(board_name: str, model_name: str, num_lanes: int = 1) -> MeshPr
 
 
 def engine_profile(config: EngineConfig, mesh: SimulatedMeshConfig) -> MeshProfile:
-    """The profile of an engine.
+    """Return the profile of an engine.
 
     Args:
         config: The engine's configuration.
@@ -209,7 +209,7 @@ def engine_profile(config: EngineConfig, mesh: SimulatedMeshConfig) -> MeshProfi
 def engine_timing(
     config: EngineConfig, mesh: SimulatedMeshConfig, compile_s: float | None = None
 ) -> MeshTiming:
-    """Times of an engine's steps.
+    """Return times of an engine's steps.
 
     Args:
         config: The engine's configuration.
@@ -229,7 +229,7 @@ def engine_timing(
 
 
 def _row(board: Board, model: ModelSpec, num_lanes: int) -> MeasuredRow | None:
-    """A row of the same shape on as many of the same chips, best with as many lanes."""
+    """Return a row of the same shape on as many of the same chips, best with as many lanes."""
     chips = board.num_chips // num_lanes
     found = [
         row
@@ -242,7 +242,7 @@ def _row(board: Board, model: ModelSpec, num_lanes: int) -> MeasuredRow | None:
 
 
 def _shape(model: ModelSpec) -> tuple[object, ...]:
-    """Fine-tunes of one model run alike."""
+    """Return fine-tunes of one model run alike."""
     return (
         model.implementation, model.hidden_size, model.intermediate_size, model.num_layers,
         model.num_kv_heads, model.vocab_size, model.num_experts,

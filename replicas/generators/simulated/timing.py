@@ -53,7 +53,7 @@ class StepTiming(Protocol):
     def link(self) -> LinkTiming: ...  # noqa: D102
 
     def prefill_s(self, chunks: Sequence[tuple[int, int, int]]) -> float:
-        """Seconds of one prefill call.
+        """Return seconds of one prefill call.
 
         Args:
             chunks: (lane, start, end) of every row: positions start..end - 1 are computed.
@@ -61,7 +61,7 @@ class StepTiming(Protocol):
         ...
 
     def decode_s(self, rows: Sequence[tuple[int, int]]) -> float:
-        """Seconds of one decode call.
+        """Return seconds of one decode call.
 
         Args:
             rows: (lane, context tokens) of every live row, the token to decode included.
@@ -84,7 +84,7 @@ class StepTiming(Protocol):
         ...
 
     def warm_up_s(self) -> float:
-        """Seconds of compiling and trace capture before the engine is ready."""
+        """Return seconds of compiling and trace capture before the engine is ready."""
         ...
 
 
@@ -101,7 +101,7 @@ class LinkTiming:
     bytes_per_s: float
 
     def transfer_s(self, num_bytes: int) -> float:
-        """Seconds to move `num_bytes` in one direction; nothing for nothing."""
+        """Return seconds to move `num_bytes` in one direction; nothing for nothing."""
         return self.setup_s + num_bytes / self.bytes_per_s if num_bytes else 0.0
 
 

@@ -62,7 +62,7 @@ class NextToken:
         self._allowed: Int64Array = allowed.astype(np.int64)
 
     def __call__(self, sums: UInt64Array) -> Int64Array:
-        """Token ids for sums of K + V: int64, of the same shape."""
+        """Return token ids for sums of K + V: int64, of the same shape."""
         chosen: Int64Array = self._allowed[_mix64(sums) % np.uint64(len(self._allowed))]
         return chosen
 
@@ -193,7 +193,7 @@ def expected_tokens(
 
 
 def _mix64(values: UInt64Array) -> UInt64Array:
-    """The finaliser of splitmix64: a bijection that spreads every bit."""
+    """Return the finaliser of splitmix64: a bijection that spreads every bit."""
     z = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: UInt64Array = z ^ (z >> np.uint64(31))

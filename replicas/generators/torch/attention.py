@@ -103,7 +103,7 @@ def _softmax(scores: torch.Tensor) -> torch.Tensor:
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
-    """How many blocks hold ``num_tokens``."""
+    """Return how many blocks hold ``num_tokens``."""
     return -(-num_tokens // block_size)
 
 

@@ -38,7 +38,7 @@ def open_store(host: str) -> tuple[Any, str]:
 
 
 def reach_store(address: str) -> Any:  # noqa: ANN401 - as above
-    """The store of rank 0, as `open_store` has said where."""
+    """Return the store of rank 0, as `open_store` has said where."""
     host, _, port = address.rpartition(":")
     return _distributed.TCPStore(host, int(port), is_master=False, timeout=_TIMEOUT)
 

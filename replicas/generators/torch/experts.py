@@ -117,7 +117,7 @@ class Experts:
 
 
 def own_experts(num_experts: int, exchange: Exchange | None) -> range:
-    """Which experts of a layer are this rank's."""
+    """Return which experts of a layer are this rank's."""
     if exchange is None:
         return range(num_experts)
     share = num_experts // exchange.size

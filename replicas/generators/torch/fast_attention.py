@@ -56,7 +56,7 @@ class FastAttention:
 
 
 def tiles_of(batch: PagedBatch) -> tuple[Int64Array, Int64Array]:
-    """All tiles of a pass.
+    """Return all tiles of a pass.
 
     Returns:
         int64 (4, B): the first token of each, how many, what the last of them sees, its request;
@@ -69,14 +69,14 @@ def tiles_of(batch: PagedBatch) -> tuple[Int64Array, Int64Array]:
 
 
 def _parts(batch: PagedBatch) -> list[Tiles]:
-    """The tiles of requests with one token, and those of others."""
+    """Return the tiles of requests with one token, and those of others."""
     counts = np.diff(batch.query_start_loc)
     kinds = ((1, counts == 1), (TILE, counts > 1))
     return [_tiles(batch, which, size) for size, which in kinds if which.any()]
 
 
 def _tiles(batch: PagedBatch, which: npt.NDArray[np.bool_], size: int) -> Tiles:
-    """The tokens of some requests, a request's in tiles from its first on."""
+    """Return the tokens of some requests, a request's in tiles from its first on."""
     requests = np.flatnonzero(which)
     starts, ends = batch.query_start_loc[requests], batch.query_start_loc[requests + 1]
     num_tiles = -(-(ends - starts) // size)

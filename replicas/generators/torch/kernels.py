@@ -175,7 +175,7 @@ def _version() -> str:
 
 
 def address(tensor: torch.Tensor | None, dtype: torch.dtype) -> int:
-    """The address of its first number, 0 of None; the others follow.
+    """Return the address of its first number, 0 of None; the others follow.
 
     Raises:
         ValueError: They do not, or are of another dtype.
@@ -188,7 +188,7 @@ def address(tensor: torch.Tensor | None, dtype: torch.dtype) -> int:
 
 
 def _rows(tensor: torch.Tensor, dtype: torch.dtype) -> int:
-    """The address of its first number; the others of a row follow.
+    """Return the address of its first number; the others of a row follow.
 
     Raises:
         ValueError: As `address`.
@@ -199,7 +199,7 @@ def _rows(tensor: torch.Tensor, dtype: torch.dtype) -> int:
 
 
 def place(array: Int64Array) -> int:
-    """The address of its first number; the others follow.
+    """Return the address of its first number; the others follow.
 
     Raises:
         ValueError: They do not, or are no int64.
@@ -217,7 +217,7 @@ def bits(number: float) -> int:
 
 @cache
 def kernels_for(dtype: torch.dtype) -> Kernels:
-    """The kernels for a dtype, made once."""
+    """Return the kernels for a dtype, made once."""
     return Kernels(dtype)
 
 
@@ -296,7 +296,7 @@ class Kernels:
         then: int = products.NOTHING,
         other: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Rows times a packed weight plus its bias, and then something, rounded once.
+        """Return rows times a packed weight plus its bias, and then something, rounded once.
 
         Args:
             x: (T, K) bfloat16, contiguous.
@@ -325,7 +325,7 @@ class Kernels:
 
 @cache
 def attention_for(dtype: torch.dtype, head_dim: int, share: int) -> Attention:
-    """The kernels for a dtype and a shape, made once."""
+    """Return the kernels for a dtype and a shape, made once."""
     return Attention(dtype, head_dim, share)
 
 

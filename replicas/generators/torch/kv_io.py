@@ -87,7 +87,7 @@ class TorchKVIO:
 
     @property
     def region_layout(self) -> RegionLayout | None:
-        """Where the blocks are in ``shared_region``; None without one."""
+        """Return where the blocks are in ``shared_region``; None without one."""
         return None if self._shared_region is None else self._region_layout
 
     def read_rows(

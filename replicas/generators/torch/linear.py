@@ -32,7 +32,7 @@ _Results: TypeAlias = tuple[torch.Tensor, ...]
 
 
 def _kernel(name: str, overload: str = "default") -> Callable[..., torch.Tensor]:
-    """One overload: finding it by the arguments takes as long as a small product."""
+    """Return one overload: finding it by the arguments takes as long as a small product."""
     found: Callable[..., torch.Tensor] = getattr(
         getattr(torch.ops.mkldnn, name, None), overload, _is_missing
     )
@@ -59,11 +59,11 @@ class Linear(Protocol):
         ...
 
     def plus(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """The product and ``other`` (T, N) added up."""
+        """Return the product and ``other`` (T, N) added up."""
         ...
 
     def times(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """The product times ``other`` (T, N), element by element."""
+        """Return the product times ``other`` (T, N), element by element."""
         ...
 
     def swish(self, x: torch.Tensor) -> torch.Tensor:
@@ -135,7 +135,7 @@ class PackedLinear:
 
 
 def _as_panels(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-    """The weight for a kernel of our own; ImportError: numba is not to be had."""
+    """Return the weight for a kernel of our own; ImportError: numba is not to be had."""
     from replicas.generators.torch.panels import PanelLinear
 
     return PanelLinear(weight, bias)

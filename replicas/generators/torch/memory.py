@@ -23,7 +23,7 @@ _CHUNK = 1 << 26
 
 
 def own_memory(num_bytes: int) -> NDArray[np.uint8]:
-    """Zeros in pages of their own; given back when nothing refers to them."""
+    """Return zeros in pages of their own; given back when nothing refers to them."""
     mapped = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # A kernel without huge pages says so.
     with contextlib.suppress(OSError):
@@ -42,7 +42,7 @@ class Pieces:
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Zeros."""
+        """Return zeros."""
         with self._lock:
             if num_bytes > len(self._left):
                 chunk = own_memory(max(num_bytes, _CHUNK) + _HUGE)

@@ -57,7 +57,7 @@ class PagedTransformer:
 
     @property
     def is_one_call(self) -> bool:
-        """Whether a pass is one call."""
+        """Return whether a pass is one call."""
         return self._stack is not None
 
     def forward(

@@ -24,12 +24,12 @@ WIDTH = 32
 
 @cache
 def are_supported() -> bool:
-    """Whether numba may use the instruction."""
+    """Return whether numba may use the instruction."""
     return has("avx512bf16")
 
 
 def has(*features: str) -> bool:
-    """Whether numba compiles for a processor with these features, named as LLVM does."""
+    """Return whether numba compiles for a processor with these features, named as LLVM does."""
     found: str = cpu_target.target_context.codegen().magic_tuple()[2]
     return {f"+{feature}" for feature in features} <= {*found.split(",")}
 
@@ -56,18 +56,18 @@ _PLACES = ir.VectorType(_PAIR, WIDTH)
 
 
 def are_of(array: _Value) -> bool:
-    """Whether an array is of bfloat16, as its bits."""
+    """Return whether an array is of bfloat16, as its bits."""
     return bool(array.type.pointee == ir.IntType(16))
 
 
 def load(builder: _Value, array: _Value, index: _Value) -> _Value:
-    """16 pairs from an index on, which need not be aligned."""
+    """Return 16 pairs from an index on, which need not be aligned."""
     place = builder.bitcast(builder.gep(array, [index]), _BITS.as_pointer())
     return builder.bitcast(builder.load(place, align=2), _HALVES)
 
 
 def spread(builder: _Value, array: _Value, index: _Value) -> _Value:
-    """The pair from an index on everywhere."""
+    """Return the pair from an index on everywhere."""
     place = builder.bitcast(builder.gep(array, [index]), _PAIR.as_pointer())
     nothing = ir.Constant(_PAIRS, None)
     one = builder.insert_element(nothing, builder.load(place, align=2), ir.Constant(_PAIR, 0))
@@ -87,7 +87,7 @@ def interleaved(builder: _Value, one: _Value, other: _Value | None = None) -> li
 
 
 def transposed(builder: _Value, rows: Sequence[_Value]) -> list[_Value]:
-    """16 vectors of 16 pairs as vectors of the first pair of each, of the second, and so on.
+    """Return 16 vectors of 16 pairs as vectors of the first pair of each, of the second, and so on.
 
     Pairs change places within parts of four, then parts do: 64 instructions that are cheap.
     """
@@ -121,7 +121,7 @@ def transposed(builder: _Value, rows: Sequence[_Value]) -> list[_Value]:
 
 
 def add_products(builder: _Value, total: _Value, one: _Value, other: _Value) -> _Value:
-    """The products of each pair, added to float32 (16,)."""
+    """Return the products of each pair, added to float32 (16,)."""
     function = cgutils.get_or_insert_function(
         builder.module,
         ir.FunctionType(_SUMS, [_SUMS, _HALVES, _HALVES]),

@@ -64,7 +64,7 @@ def num_panels(num_outputs: int) -> int:
 
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> Panels:
-    """A weight matrix as panels; columns that the last one lacks are zeros.
+    """Return a weight matrix as panels; columns that the last one lacks are zeros.
 
     Args:
         weight: (N, K) bfloat16, K even.

@@ -49,7 +49,7 @@ def cos_and_sin(
 def rope_table(
     rope: RopeConfig, head_dim: int, max_seq_len: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of every position as the two halves of a head need them.
+    """Return cosines and sines of every position as the two halves of a head need them.
 
     Returns:
         Two tensors (max_seq_len, head_dim): each cosine twice; each sine negated, then as it is.

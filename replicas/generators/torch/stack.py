@@ -131,16 +131,16 @@ class LayerStack:
 
     @property
     def _is_small(self) -> bool:
-        """Whether to read the weights is no work beside anything else."""
+        """Return whether to read the weights is no work beside anything else."""
         return self._layer_weights < LONG_WEIGHTS
 
     def is_short(self, num_tokens: int) -> bool:
-        """Whether a pass of so many tokens is better not interrupted."""
+        """Return whether a pass of so many tokens is better not interrupted."""
         return num_tokens * self._layer_weights * len(self._addresses) < SHORT_PASS
 
     @staticmethod
     def can_run(weights: ModelWeights) -> bool:
-        """Whether all weights are packed as panels, and no layer has experts."""
+        """Return whether all weights are packed as panels, and no layer has experts."""
         return all(
             isinstance(layer, DenseLayerWeights)
             and all(isinstance(linear, PanelLinear) for linear in _matrices(layer))
@@ -148,7 +148,7 @@ class LayerStack:
         )
 
     def plan(self, batch: PagedBatch, wanted: Int64Array) -> Units | Shares:
-        """How a pass is cut for the threads that PyTorch uses.
+        """Return how a pass is cut for the threads that PyTorch uses.
 
         Args:
             batch: The tokens.
@@ -288,7 +288,7 @@ class LayerStack:
         )
 
     def _with(self, cache: TorchKVCache) -> Int64Array:
-        """The table with the planes of a cache."""
+        """Return the table with the planes of a cache."""
         held, table = self._used
         if held is None or held() is not cache:
             # A table of its own: another thread may be in a pass over another cache.

@@ -92,7 +92,7 @@ def _this_core() -> Callable[[], int] | None:
 
 
 def _others_in_team(num_threads: int) -> list[int]:
-    """The system's numbers of the threads that this one computes with."""
+    """Return the system's numbers of the threads that this one computes with."""
     found: list[int] = []
     note = _Function(lambda _: found.append(threading.get_native_id()))
     run = in_team()

@@ -39,7 +39,7 @@ _STRIDE = ir.IntType(64)
 
 @cache
 def are_supported() -> bool:
-    """Whether numba may use them, and the kernel lets this process: it asks it to, once."""
+    """Return whether numba may use them, and the kernel lets this process: it asks it to, once."""
     return pairs.has("amx-tile", "amx-bf16") and _is_permitted()
 
 
@@ -84,7 +84,7 @@ def add_products(builder: _Value, sums: int, rows: int, columns: int) -> None:
 
 
 def stride_of(num_bytes: int) -> _Value:
-    """A constant distance of rows."""
+    """Return a constant distance of rows."""
     return ir.Constant(_STRIDE, num_bytes)
 
 

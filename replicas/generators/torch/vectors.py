@@ -46,7 +46,7 @@ _PLACE = ir.IntType(32)
 
 
 def number_of(number: int) -> _Value:
-    """A constant."""
+    """Return a constant."""
     return ir.Constant(_INDEX, number)
 
 
@@ -64,7 +64,7 @@ class Vectors:
         self.zero = ir.Constant(ir.VectorType(number, width), None)
 
     def load(self, array: _Value, index: _Value) -> _Value:
-        """Numbers from an index on, which need not be aligned; 16 bits are a bfloat16's."""
+        """Return numbers from an index on, which need not be aligned; 16 bits are a bfloat16's."""
         builder, item = self._builder, array.type.pointee
         size = item.width // 8 if isinstance(item, ir.IntType) else 4
         place = builder.bitcast(
@@ -113,12 +113,12 @@ class Vectors:
         return ir.Constant(ir.VectorType(ir.IntType(32), self._width), [number] * self._width)
 
     def spread(self, number: _Value) -> _Value:
-        """One number everywhere."""
+        """Return one number everywhere."""
         one = self._builder.insert_element(self.zero, number, ir.Constant(_PLACE, 0))
         return self._take(one, one, [0] * self._width)
 
     def spread_from(self, array: _Value, index: _Value) -> _Value:
-        """One number of an array everywhere."""
+        """Return one number of an array everywhere."""
         return self.spread(self._builder.load(self._builder.gep(array, [index])))
 
     def add(self, one: _Value, other: _Value) -> _Value:
@@ -126,15 +126,15 @@ class Vectors:
         return self._builder.fadd(one, other, flags=FLAGS)
 
     def add_product(self, one: _Value, other: _Value, to: _Value) -> _Value:
-        """The product of two added to a third."""
+        """Return the product of two added to a third."""
         return self.add(self._builder.fmul(one, other, flags=FLAGS), to)
 
     def greater(self, one: _Value, other: _Value) -> _Value:
-        """The other where either is NaN."""
+        """Return the other where either is NaN."""
         return self._builder.select(self._builder.fcmp_ordered(">", one, other), one, other)
 
     def are_before(self, limit: _Value) -> _Value:
-        """Which places are below a limit."""
+        """Return which places are below a limit."""
         bits = ir.VectorType(_PLACE, self._width)
         one = self._builder.insert_element(
             ir.Constant(bits, None), self._builder.trunc(limit, _PLACE), ir.Constant(_PLACE, 0)
@@ -168,7 +168,7 @@ class Vectors:
         return builder.fmul(found, builder.bitcast(scale, x.type), flags=FLAGS)
 
     def swish(self, x: _Value) -> _Value:
-        """A number times its sigmoid."""
+        """Return a number times its sigmoid."""
         builder, one = self._builder, self._constant(1.0)
         is_negative = builder.fcmp_ordered("<", x, self.zero)
         raised = self.exp(builder.select(is_negative, x, builder.fneg(x)))
@@ -179,7 +179,7 @@ class Vectors:
         return ir.Constant(self.zero.type, [number] * self._width)
 
     def _call(self, name: str, x: _Value) -> _Value:
-        """One of LLVM's functions of a vector."""
+        """Return one of LLVM's functions of a vector."""
         kind = "f64" if isinstance(self._number, ir.DoubleType) else "f32"
         of = ir.FunctionType(x.type, [x.type])
         function = cgutils.get_or_insert_function(
@@ -195,7 +195,7 @@ class Vectors:
         return vector
 
     def first(self, vector: _Value) -> _Value:
-        """Its first number."""
+        """Return its first number."""
         return self._builder.extract_element(vector, ir.Constant(_PLACE, 0))
 
     def join(self, by: Callable[[_Value, _Value], _Value], vectors: Sequence[_Value]) -> _Value:
@@ -214,7 +214,7 @@ class Vectors:
         return self._take(found, found, range(len(vectors)))
 
     def _pairs(self, by: Callable[[_Value, _Value], _Value], one: _Value, other: _Value) -> _Value:
-        """Neighbours joined: of each four, two of the one, then two of the other."""
+        """Return neighbours joined: of each four, two of the one, then two of the other."""
         starts = range(0, self._width, TOGETHER)
         even = [start + i for start in starts for i in (0, 2, self._width, self._width + 2)]
         odd = [place + 1 for place in even]
@@ -238,7 +238,7 @@ def along(
 
 
 def unpacked(context: _Value, builder: _Value, signature: _Value, values: _Value) -> list[_Value]:
-    """Arguments, arrays as where they begin."""
+    """Return arguments, arrays as where they begin."""
     return [
         context.make_array(kind)(context, builder, value).data
         if isinstance(kind, types.Array)

@@ -86,7 +86,7 @@ class PagedAttention:
         self._concat_cores = None if max_rows % columns == 0 else _whole(self._grid)
 
     def piece(self, num_tokens: int, start: int) -> int:
-        """Tokens of queries, and of keys, that attention of a chunk takes at once.
+        """Return tokens of queries, and of keys, that attention of a chunk takes at once.
 
         Where an earlier part of the sequence is in the cache, its end must be a multiple of them:
         ttnn says so of both, and of keys for its issue 35225. A block's tokens always are.
@@ -336,7 +336,7 @@ def _output(joined: ttnn.Tensor, layer: LayerWeights, products: Products) -> ttn
 
 
 def _height_shards(cores: ttnn.CoreRangeSet, head_dim: int) -> ttnn.MemoryConfig:
-    """A row of tiles on each core."""
+    """Return a row of tiles on each core."""
     return ttnn.MemoryConfig(
         ttnn.TensorMemoryLayout.HEIGHT_SHARDED,
         ttnn.BufferType.L1,

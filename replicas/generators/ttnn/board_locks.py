@@ -82,7 +82,7 @@ class BoardLocks:
         self._unlock()
 
     def file_of(self, board: str) -> Path:
-        """The file of a board; deleting it takes the mark of a process that died."""
+        """Return the file of a board; deleting it takes the mark of a process that died."""
         return self.folder / f"{board}.lock"
 
     def _lock(self, board: str) -> None:

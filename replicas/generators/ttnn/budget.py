@@ -125,7 +125,7 @@ def native_token_budget(  # noqa: PLR0913 - what the memory of a lane depends on
     num_slots: int = MAX_ROWS,
     max_seq_len: int | None = None,
 ) -> int:
-    """Tokens of KV that fit each lane's DRAM, at most what 32 rows can fill.
+    """Return tokens of KV that fit each lane's DRAM, at most what 32 rows can fill.
 
     `num_blocks` of the result, which rounds each slot up to a block, fit.
 
@@ -189,7 +189,7 @@ def num_blocks(num_tokens: int, block_size: int, num_slots: int) -> int:
 
 
 def weight_bytes_per_chip(model: ModelConfig, chosen: Profile, tp: int, dram_banks: int = 1) -> int:
-    """Bytes of the weights on each of ``tp`` chips of a lane, as ``weights`` lays them out.
+    """Return bytes of the weights on each of ``tp`` chips of a lane, as ``weights`` lays them out.
 
     Args:
         model: The model; its heads and sizes are shared out evenly.
@@ -269,7 +269,7 @@ def _matrix_bytes(num_elements: int, dtype: Dtype) -> int:
 
 
 def _row_bytes_per_chip(model: ModelConfig, chosen: Profile, tp: int) -> int:
-    """Bytes of 32 tokens of KV in all layers on one chip."""
+    """Return bytes of 32 tokens of KV in all layers on one chip."""
     tiles = -(-model.head_dim // TILE)
     units = 2 * model.num_hidden_layers * (model.num_key_value_heads // tp)
     return units * tiles * TILE_BYTES[chosen.kv_dtype]

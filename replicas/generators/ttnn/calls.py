@@ -221,7 +221,7 @@ def check_remap(limits: CallLimits, slot_remap: torch.Tensor) -> Int64Array:
 
 
 def _integers(name: str, values: object, num_dims: int) -> IntArray:
-    """Integers of a known rank, without a copy where they are an array or a tensor.
+    """Return integers of a known rank, without a copy where they are an array or a tensor.
 
     Raises:
         ValueError: They have another dtype or rank, or there are none.

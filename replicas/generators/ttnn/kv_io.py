@@ -270,7 +270,7 @@ def _stage_shape(length: int, head_dim: int) -> tuple[int, ...]:
 
 
 def _stage_length(num_units: int) -> int:
-    """The shortest staging tensor that they fit, else the longest."""
+    """Return the shortest staging tensor that they fit, else the longest."""
     return next((length for length in FILL_UNITS if num_units <= length), FILL_UNITS[-1])
 
 

@@ -192,7 +192,7 @@ def open_mesh(
 
 
 def names_to_open(settings: MeshConfig, bound: str | None) -> tuple[str, ...]:
-    """Names of the boards that ttnn opens in this process; none for all that the host has.
+    """Return names of the boards that ttnn opens in this process; none for all that the host has.
 
     Args:
         settings: Whose `visible_devices` must be what the process is bound to.
@@ -214,13 +214,13 @@ def names_to_open(settings: MeshConfig, bound: str | None) -> tuple[str, ...]:
 
 
 def _host_devices() -> tuple[Device, ...]:
-    """The host's boards; none beside a mock cluster, for which no board is opened."""
+    """Return the host's boards; none beside a mock cluster, for which no board is opened."""
     # ttnn's own variable.
     return () if os.environ.get(MOCK_DESCRIPTOR) else read_devices()  # noqa: TID251
 
 
 def ttnn_message(error: BaseException) -> str:
-    """The line of an exception of ttnn that says what is wrong.
+    """Return the line of an exception of ttnn that says what is wrong.
 
     ttnn's texts are a place in its source, "info:", the message, and a backtrace of many lines.
     """
@@ -276,7 +276,7 @@ def _open(spec: MeshSpec, fabric: dict[str, object], arguments: dict[str, object
 
 
 def _open_arguments(spec: MeshSpec, settings: MeshConfig) -> dict[str, object]:
-    """Arguments of ``ttnn.open_mesh_device``, but for the shape."""
+    """Return arguments of ``ttnn.open_mesh_device``, but for the shape."""
     axis = settings.dispatch_core_axis or spec.dispatch_core_axis
     arguments = {
         "dispatch_core_config": ttnn.DispatchCoreConfig(
@@ -293,7 +293,7 @@ def _open_arguments(spec: MeshSpec, settings: MeshConfig) -> dict[str, object]:
 def _fabric(
     spec: MeshSpec, settings: MeshConfig, asked: Mapping[str, object] | None
 ) -> dict[str, object]:
-    """Arguments of ``ttnn.set_fabric_config``; none for one chip, which has no fabric."""
+    """Return arguments of ``ttnn.set_fabric_config``; none for one chip, which has no fabric."""
     if spec.num_chips == 1:
         return {}
     arguments: dict[str, object] = {"config": spec.fabric, **(asked or {})}

@@ -50,7 +50,7 @@ class Products(Protocol):
         weight: ttnn.Tensor,
         bias: ttnn.Tensor | None = None,
     ) -> ttnn.Tensor:
-        """Product with the weight of that name, and the bias added; ``x`` stays."""
+        """Return the product with the weight of that name, and the bias added; ``x`` stays."""
         ...
 
     def summed(self, partial: ttnn.Tensor, bias: ttnn.Tensor | None = None) -> ttnn.Tensor:
@@ -58,7 +58,7 @@ class Products(Protocol):
         ...
 
     def added(self, x: ttnn.Tensor, out: ttnn.Tensor) -> ttnn.Tensor:
-        """The residual stream and a branch's output; frees both."""
+        """Return the residual stream and a branch's output; frees both."""
         ...
 
 
@@ -69,7 +69,7 @@ def chip_cores(device: ttnn.MeshDevice) -> ChipCores:
 
 
 def striped(rows: int, columns: int, dram_banks: int) -> ttnn.MemoryConfig:
-    """A weight in column stripes, one in each bank.
+    """Return a weight in column stripes, one in each bank.
 
     Args:
         rows: Of the weight on a chip, in elements.
@@ -213,7 +213,7 @@ class RowProducts:
         return out
 
     def _shards(self, num_cores: int, width: int) -> ttnn.MemoryConfig:
-        """32 rows in shards of ``width`` columns, on the first cores row by row."""
+        """Return 32 rows in shards of ``width`` columns, on the first cores row by row."""
         return width_shards(core_range(0, num_cores, self._grid), width)
 
 
@@ -303,7 +303,7 @@ def moved(x: ttnn.Tensor, memory_config: ttnn.MemoryConfig) -> ttnn.Tensor:
 
 
 def row_program(product: BankProduct | ColumnProduct) -> object:
-    """The program configuration of a product of 32 rows."""
+    """Return the program configuration of a product of 32 rows."""
     if isinstance(product, BankProduct):
         return ttnn.MatmulMultiCoreReuseMultiCastDRAMShardedProgramConfig(
             in0_block_w=product.block,
@@ -328,7 +328,7 @@ def row_program(product: BankProduct | ColumnProduct) -> object:
 
 
 def chunk_program(product: ChunkProduct, *, is_whole: bool) -> object:
-    """The program configuration of a product of a chunk, multiplied whole or in parts."""
+    """Return the program configuration of a product of a chunk, multiplied whole or in parts."""
     return ttnn.MatmulMultiCoreReuseMultiCastProgramConfig(
         compute_with_storage_grid_size=(product.grid.columns, product.grid.rows),
         in0_block_w=product.block,
@@ -359,7 +359,7 @@ def _rectangle_shards(norm: Norm) -> ttnn.MemoryConfig:
 
 
 def width_shards(cores: ttnn.CoreRangeSet, width: int) -> ttnn.MemoryConfig:
-    """32 rows in shards of ``width`` columns in L1."""
+    """Return 32 rows in shards of ``width`` columns in L1."""
     return ttnn.MemoryConfig(
         ttnn.TensorMemoryLayout.WIDTH_SHARDED,
         ttnn.BufferType.L1,
@@ -382,7 +382,7 @@ def _biased(x: ttnn.Tensor, bias: ttnn.Tensor, memory_config: ttnn.MemoryConfig)
 
 
 def _sum(x: ttnn.Tensor, out: ttnn.Tensor, memory_config: ttnn.MemoryConfig) -> ttnn.Tensor:
-    """The sum; frees both."""
+    """Return the sum; frees both."""
     total = ttnn.add(x, out, memory_config=memory_config)
     ttnn.deallocate(x)
     ttnn.deallocate(out)

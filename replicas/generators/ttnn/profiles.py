@@ -82,13 +82,13 @@ class Profile:
     activation_dtype: Dtype = "bfloat16"
 
     def weight(self, name: ProductName, *, is_last: bool) -> Dtype:
-        """Dtype of a product's weights, in the last layer or in another."""
+        """Return dtype of a product's weights, in the last layer or in another."""
         if name in ("gate", "up"):
             return self.last_gate_up_dtype if is_last else self.gate_up_dtype
         return self.weight_dtype if name == "down" else self.attention_dtype
 
     def product(self, name: ProductName, *, is_last: bool = False) -> Precision:
-        """How a product computes, in the last layer or in another."""
+        """Return how a product computes, in the last layer or in another."""
         if name in ("gate", "up"):
             return self.last_gate_up if is_last else self.gate_up
         return self.down if name == "down" else self.attention_linear
@@ -175,7 +175,7 @@ PROFILES = {profile.name: profile for profile in (PERFORMANCE, BALANCED, ACCURAC
 
 
 def profile(optimizations: str | None, model: ModelConfig | None = None) -> Profile:
-    """The profile of a name, as a model has it.
+    """Return the profile of a name, as a model has it.
 
     Args:
         optimizations: The name; None is "performance".

@@ -179,7 +179,7 @@ class LanePrograms:
 
 
 def product_sizes(model: ModelConfig, tp: int) -> dict[ProductName, tuple[int, int]]:
-    """Rows and columns of each weight on one of ``tp`` chips, in elements."""
+    """Return rows and columns of each weight on one of ``tp`` chips, in elements."""
     hidden, inner = model.hidden_size, model.intermediate_size // tp
     heads = model.num_attention_heads // tp * model.head_dim
     kv = model.num_key_value_heads // tp * model.head_dim
@@ -231,24 +231,24 @@ def lane_programs(model: ModelConfig, profile: Profile, chip: ChipCores, tp: int
 
 
 def weight_tile_bytes(profile: Profile, name: ProductName) -> int:
-    """Bytes of a tile of a product's weights, in the layer where they have the most."""
+    """Return bytes of a tile of a product's weights, in the layer where they have the most."""
     return max(TILE_BYTES[profile.weight(name, is_last=is_last)] for is_last in (False, True))
 
 
 def shard_grid(num_tiles: int) -> Grid:
-    """The grid that shares out ``num_tiles`` evenly and has next to 32 cores."""
+    """Return the grid that shares out ``num_tiles`` evenly and has next to 32 cores."""
     divisors = [n for n in range(1, _GRID_EDGE**2 + 1) if num_tiles % n == 0]
     return _rectangle(sorted(divisors, key=lambda n: abs(n - _RESIDUAL_CORES)))
 
 
 def common_grid(first: int, second: int) -> Grid:
-    """The largest grid that shares out both numbers of tiles evenly."""
+    """Return the largest grid that shares out both numbers of tiles evenly."""
     both = [n for n in range(_GRID_EDGE**2, 0, -1) if first % n == second % n == 0]
     return _rectangle(both)
 
 
 def _rectangle(candidates: list[int]) -> Grid:
-    """The first of these numbers of cores that is a rectangle; 1 is one."""
+    """Return the first of these numbers of cores that is a rectangle; 1 is one."""
     return next(
         Grid(n // rows, rows)
         for n in candidates
@@ -258,7 +258,7 @@ def _rectangle(candidates: list[int]) -> Grid:
 
 
 def bank_readers(dram_banks: int) -> int:
-    """Cores beside each bank that compute a product with weights in stripes.
+    """Return cores beside each bank that compute a product with weights in stripes.
 
     ttnn takes two on Blackhole alone. They are measured on one p150 (tt-metal #55080); a P300's, a
     P150x4's and a Blackhole Galaxy's chips have as many banks.
@@ -330,7 +330,7 @@ def column_product(
 def chunk_product(
     num_tokens: int, k: int, n: int, chip: ChipCores, tile_bytes: int, precision: Precision
 ) -> ChunkProduct | None:
-    """A program for a chunk and weights in stripes or interleaved.
+    """Return a program for a chunk and weights in stripes or interleaved.
 
     Of those that fit, the one that multiplies the most rows at once, if it takes blocks of four
     tiles, or else the longest block there is.
@@ -374,12 +374,12 @@ def _result_bytes(precision: Precision) -> int:
 
 
 def _most_accumulated(precision: Precision) -> int:
-    """Tiles that a core's destination registers hold."""
+    """Return tiles that a core's destination registers hold."""
     return 4 if precision.fp32_accumulation else 8
 
 
 def _divisors(number: int, most: int) -> list[int]:
-    """Divisors of up to ``most``, falling."""
+    """Return divisors of up to ``most``, falling."""
     return [n for n in range(min(number, most), 0, -1) if number % n == 0]
 
 

@@ -77,7 +77,7 @@ class SamplingRows:
         return SamplingRows(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     def draw_seeds(self, positions: IntArray) -> npt.NDArray[np.int32]:
-        """Seeds of one step's draws.
+        """Return seeds of one step's draws.
 
         Args:
             positions: (n,) of each row's last token; padding rows may hold anything.
@@ -91,7 +91,7 @@ class SamplingRows:
 
 
 def greedy_rows(num_rows: int) -> SamplingRows:
-    """Rows that all take the most likely token; what padding rows hold."""
+    """Return rows that all take the most likely token; what padding rows hold."""
     return SamplingRows(
         is_greedy=np.ones(num_rows, dtype=np.bool_),
         top_k=np.ones(num_rows, dtype=np.int64),

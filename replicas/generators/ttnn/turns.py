@@ -27,7 +27,7 @@ class Turns:
         self._num_taken = 0
 
     def take(self) -> int:
-        """The set of the next collective, below `NUM_SETS`."""
+        """Return the set of the next collective, below `NUM_SETS`."""
         taken = self._num_taken
         self._num_taken += 1
         return 0 if taken == 0 else 1 + taken % 2

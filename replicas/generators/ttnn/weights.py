@@ -338,7 +338,7 @@ def _place(
 def _weight_places(
     config: ModelConfig, profile: Profile, chip: ChipCores, tp: int
 ) -> dict[str, ttnn.MemoryConfig]:
-    """Where the weights of a layer's products are whose program wants them in stripes."""
+    """Return where the weights of a layer's products are whose program wants them in stripes."""
     sizes = product_sizes(config, tp)
     return {
         name: striped(*sizes[name], chip.dram_banks)
@@ -381,7 +381,7 @@ def _assemble(config: ModelConfig, tensors: Mapping[str, ttnn.Tensor], tp: int) 
 def _cache(
     config: ModelConfig, settings: MeshConfig, profile: Profile, tp: int
 ) -> WeightCache | None:
-    """The place of a conversion; None where the user has no folder for caches."""
+    """Return the place of a conversion; None where the user has no folder for caches."""
     model = Path(config.name_or_path)
     version = importlib.metadata.version("ttnn")
     source = conversion_source(EngineConfig(model=str(model)))

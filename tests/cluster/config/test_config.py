@@ -346,7 +346,9 @@ def test_converted_kv_must_not_get_into_a_store(good, pools, name, role):
     args["pools"] = pools or args["pools"]
     resolve(args)
     accepting = changed(args, f"pools.{role}.engine.kv_accept_dtypes", ["bfloat16"])
-    with pytest.raises(ClusterConfigError, match=r"kv_accept_dtypes and .* store .* converted"):
+    with pytest.raises(
+        ClusterConfigError, match=r"kv_accept_dtypes and .* converted KV from the store"
+    ):
         resolve(accepting)
 
 

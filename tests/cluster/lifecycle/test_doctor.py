@@ -354,7 +354,7 @@ def test_replicas_on_a_grid_fit_by_the_boards_that_they_take(host):
 def test_a_pool_whose_mesh_is_not_here_cannot_run(host):
     host.add_everything("n150")
     check = check_pool_on(host, pools("T3K"))
-    assert "needs 4 of n300" in check.problem
+    assert "needs 4 n300 devices" in check.problem
 
 
 def test_a_pool_cannot_run_before_what_lacks_is_mended(host):
@@ -443,8 +443,8 @@ def test_a_user_without_a_home_is_told_what_to_set(host, monkeypatch):
         (["n150"] * 2, {"name": "N150", "visible_devices": [2]},
          "visible_devices names 2, and the boards here are 0, 1"),
         (["n150", "n300"], {"name": "N150", "visible_devices": [1]},
-         "of the boards in visible_devices [1]: it needs 1 of n150 under /dev/tenstorrent, and "
-         "this host has 0"),
+         "of the boards in visible_devices [1]: it needs 1 n150 devices under /dev/tenstorrent, "
+         "and this host has 0"),
         (["n300"] * 4, {"name": "T3K", "visible_devices": [0, 1, 2, 3]}, None),
         (["n300"] * 4, {"name": "(1,4)", "visible_devices": [0]},
          "of the boards in visible_devices [0]: it needs 4 wormhole chips, and this host has 2"),
@@ -513,7 +513,7 @@ def test_the_command_fails_only_for_a_configured_mesh_that_is_not_here(run, host
     path.write_text(CONFIG)
     result = run("--config", path)
     assert result.exit_code == 1
-    assert "cannot run here: it needs 4 of n300" in result.output
+    assert "cannot run here: it needs 4 n300 devices" in result.output
     host.add_everything(*["n300"] * 4)
     result = run("--config", path)
     assert result.exit_code == 0

@@ -256,9 +256,9 @@ def test_a_route_is_no_architecture_and_refuses_what_it_has_no_class_for():
         resolve_mesh("llama3_70b_galaxy", "LlamaForCausalLM")
     with pytest.raises(ConfigError, match="no class for 'Gemma3ForCausalLM'"):
         resolve_mesh("tt-transformers", "Gemma3ForCausalLM")
-    with pytest.raises(ConfigError, match="encoder-decoder models are not served yet"):
+    with pytest.raises(ConfigError, match="encoder-decoder models are not supported yet"):
         resolve_mesh("tt-metal", "MllamaForConditionalGeneration")
-    with pytest.raises(ConfigError, match="encoder-decoder models are not served yet"):
+    with pytest.raises(ConfigError, match="encoder-decoder models are not supported yet"):
         resolve_mesh("TTMllamaForConditionalGeneration", "MllamaForConditionalGeneration")
 
 

@@ -170,7 +170,7 @@ def test_dtype_of_the_cache() -> None:
 def test_required_block_size() -> None:
     cls = type("Blocks", (Plain,), {"model_capabilities": {"required_block_size": 64}})
     generator = make(cls)
-    with pytest.raises(ConfigError, match="needs block_size 64, and block_size is 32"):
+    with pytest.raises(ConfigError, match="needs block_size 64, but block_size is 32"):
         generator.allocate_kv_cache((9, 2, 32, 16), torch.bfloat16, 3)
     generator.allocate_kv_cache((9, 2, 64, 16), torch.bfloat16, 3)
 
@@ -218,7 +218,7 @@ def test_instance_that_can_less_than_its_class(
     assert found == {**of_class, **expected}
     assert of_class["supports_sample_on_device"], "other models of the class are as they were"
     for key, value in expected.items():
-        assert f"{key} is {value}: the loaded model says so" in caplog.text
+        assert f"{key} is {value}: the loaded model declares it" in caplog.text
 
 
 def test_what_an_instance_leaves_out_it_cannot() -> None:
@@ -235,7 +235,7 @@ def test_instance_whose_capabilities_are_broken() -> None:
 
 def test_instance_that_needs_blocks_of_a_size() -> None:
     generator = narrowed({**Narrowed.model_capabilities, "required_block_size": 64})
-    with pytest.raises(ConfigError, match="needs block_size 64, and block_size is 32"):
+    with pytest.raises(ConfigError, match="needs block_size 64, but block_size is 32"):
         generator.allocate_kv_cache((9, 2, 32, 16), torch.bfloat16, 3)
 
 
@@ -280,7 +280,9 @@ def test_layers_that_differ() -> None:
 
 def test_layers_that_differ_need_the_method() -> None:
     cls = type("NoMethod", (Windows,), {"allocate_kv_cache_per_layer": None})
-    with pytest.raises(ConfigError, match=r"layers' KV differs, .* \[\(1, 512\), \(8, 256\)\]"):
+    with pytest.raises(
+        ConfigError, match=r"layers have different KV, .*\[\(1, 512\), \(8, 256\)\]"
+    ):
         make(cls).allocate_kv_cache((9, 8, 32, 128), torch.bfloat16, 4)
 
 
@@ -423,11 +425,11 @@ def test_start_pos_that_the_class_does_not_take() -> None:
 
     generator = make(Whole)
     assert prefill(generator).shape == (2, 1, VOCAB_SIZE)
-    with pytest.raises(ConfigError, match="takes no start_pos and cannot go on after 2 tokens"):
+    with pytest.raises(ConfigError, match="start_pos and cannot continue after 2 tokens"):
         prefill(generator, start_pos=torch.tensor([0, 2], dtype=torch.int32))
-    with pytest.raises(ConfigError, match="takes no sampling_params: set sample_on_device"):
+    with pytest.raises(ConfigError, match="does not accept sampling_params: set sample_on_device"):
         prefill(generator, sampling_params=params(2))
-    with pytest.raises(ConfigError, match="takes no pixel_values: it is for text only"):
+    with pytest.raises(ConfigError, match="does not accept pixel_values: it is for text only"):
         prefill(generator, pixel_values=[torch.zeros(1)] * 2)
 
 
@@ -572,7 +574,7 @@ def test_read_out_without_events() -> None:
 
     generator = make(NoEvents)
     generator._model.answer = [object()]
-    with pytest.raises(DeviceError, match="gave list, not a pair of output and events"):
+    with pytest.raises(DeviceError, match="returned list, not a pair of output and events"):
         decode(generator)
 
 
@@ -660,8 +662,8 @@ def test_forms_of_tokens(shape: tuple[int, ...]) -> None:
         (torch.zeros(2, 4), False, r"logits \(2, 4\) for 2 rows of a vocabulary of 5"),
         (torch.zeros(1, 5), False, r"logits \(1, 5\) for 2 rows"),
         (torch.zeros(5), False, r"logits \(5,\) for 2 rows"),
-        ((1, 2, 3), False, "answered with 3 values"),
-        ("text", False, "answered with str"),
+        ((1, 2, 3), False, "returned 3 values"),
+        ("text", False, "returned str"),
     ],
 )
 def test_other_forms(output: object, is_tokens: bool, reason: str) -> None:

@@ -81,7 +81,7 @@ def test_other_package_of_that_name(tmp_path: Path) -> None:
     make_tt_metal(tmp_path / "other", "class LlamaForCausalLM: ...")
     paths = make_tt_metal(tmp_path / "tt-metal", "class LlamaForCausalLM: ...")
     sys.path.insert(0, str(tmp_path / "other"))
-    with pytest.raises(ConfigError, match=r"tt-metal has it too, but .*other.* goes first"):
+    with pytest.raises(ConfigError, match=r"tt-metal, but .*other.* comes first"):
         find_plugin_class("LlamaForCausalLM", paths)
 
 
