@@ -50,7 +50,7 @@ def replica(*entries):
         ({"target": "decode/-1"}, ["[1].target", "pool/rank"]),
         ({"target": "decode/01"}, ["[1].target", "pool/rank"]),
         ({"target": "decode/1/2"}, ["[1].target", "pool/rank"]),
-        ({"target": "ingress/0"}, ["[1].target", "prefill, decode, both"]),
+        ({"target": "ingress/0"}, ["[1].target", "prefill, decode or both"]),
         ({"target": 3}, ["[1].target", "str"]),
         ({"kind": "kill"}, ["[1].duration_s", "kill", "remove duration_s"]),
         ({"kind": "drop_link"}, ["[1].duration_s", "drop_link", "remove duration_s"]),

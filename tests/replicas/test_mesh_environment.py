@@ -229,7 +229,7 @@ def test_without_a_home_nothing_is_kept_and_nothing_written_beside_a_model(
     snapshot = tmp_path / "models--Qwen--Qwen3-8B" / "snapshots" / "b968826d9c46"
     snapshot.parent.mkdir(parents=True)
     model.rename(snapshot)
-    with pytest.raises(ConfigError, match=r"called Qwen3-8B: .*set HOME"):
+    with pytest.raises(ConfigError, match=r"called Qwen3-8B to .*set HOME"):
         of(theirs(snapshot))
 
 
@@ -265,8 +265,8 @@ def with_generator(model, name, **settings):
         ("models.mine:Class", "set TT_METAL_HOME or mesh.tt_metal_home"),
         ("tt-mettal", r"no generator class for 'tt-mettal'.*one of tt-metal, tt-transformers"),
         ("tt-transformers", "install github.com/tenstorrent/tt-transformers"),
-        ("tests.replicas.no_such:Class", "no module 'tests.replicas.no_such' here; correct its"),
-        ("no_such_package:Class", "no module 'no_such_package' here; correct its"),
+        ("tests.replicas.no_such:Class", "no module 'tests.replicas.no_such' on this host;"),
+        ("no_such_package:Class", "no module 'no_such_package' on this host;"),
     ],
 )
 def test_a_class_that_is_not_here_is_refused_before_anything_starts(llama, name, message):

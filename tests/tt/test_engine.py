@@ -197,5 +197,5 @@ def test_kv_goes_between_a_mesh_and_a_cpu(config, computes, optimizations, dtype
 @pytest.mark.board("N150")
 def test_a_mesh_larger_than_the_host_is_refused(config):
     larger = config("T3K")
-    with pytest.raises(DeviceError, match="mesh T3K needs 8 chips, and ttnn finds 1"):
+    with pytest.raises(DeviceError, match="mesh T3K needs 8 chips, but ttnn finds 1"):
         EngineCore(larger, UniProcExecutor(larger))

@@ -290,9 +290,9 @@ WRONG_CALLS = {
     "a reset alone": ("decode", {**STEADY, "reset_sampling_state": True}, "reset_sampling_state"),
     "a remap alone": ("decode", {**STEADY, "slot_remap": torch.arange(8)}, "slot_remap needs"),
     "logits without inputs": ("decode", {"reload_inputs": False}, "logits need reload_inputs"),
-    "nothing to go on from": ("decode", STEADY, "needs reload_inputs"),
+    "nothing to go on from": ("decode", STEADY, "set reload_inputs"),
     "no settings yet": ("decode", {"sampling_params": params(8)}, "reload_sampling_params"),
-    "a remap that is no order": ("decode", {"slot_remap": torch.zeros(8).int()}, "no order of 8"),
+    "a remap that is no order": ("decode", {"slot_remap": torch.zeros(8).int()}, "not permute 8"),
     "penalties": (
         "decode",
         {"sampling_params": params(8, presence_penalty=0.5), "reload_sampling_params": True},
@@ -325,7 +325,7 @@ def test_calls_that_are_of_another_kind_are_type_errors(golden_calls):
     golden_calls.cache = golden_calls.allocate()
     for cache in (old, list(golden_calls.cache), TTKVCache([], NUM_BLOCKS, BLOCK)):
         for call in (golden_calls.prefill, golden_calls.decode, golden_calls.warm_up_decode):
-            with pytest.raises(TypeError, match="allocate_kv_cache returned last"):
+            with pytest.raises(TypeError, match="latest result of allocate_kv_cache"):
                 call(kv_cache=cache)
 
 

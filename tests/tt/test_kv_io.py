@@ -474,7 +474,7 @@ def test_a_device_that_refuses_is_a_typed_error(ops, monkeypatch):
     with pytest.raises(DeviceError, match="KV cannot be written: Out of Memory"):
         world.io.warm_up()
     monkeypatch.setattr(ops, "view", refuse)
-    with pytest.raises(DeviceError, match="KV cannot be moved: Out of Memory"):
+    with pytest.raises(DeviceError, match="cannot prepare KV transfer: Out of Memory"):
         TTKVIO(world.cache, layout)
 
 

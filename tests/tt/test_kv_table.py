@@ -109,7 +109,7 @@ def test_a_table_of_bfloat16_has_its_tiles(tmp_path):
 
 
 def test_another_number_of_layers_is_refused_with_both():
-    with pytest.raises(InvalidLayoutError, match=r"4 planes in memory .* the layout has 6"):
+    with pytest.raises(InvalidLayoutError, match=r"4 planes and .* the layout has 6"):
         build_table(make_memory(1, 1088, 8), make_layout(layers=3), [[1]], "host-a")
 
 

@@ -239,9 +239,9 @@ def test_which_fabric(
 
 @pytest.mark.board("N300")
 def test_what_cannot_be_opened(open_mock_mesh: OpenMesh) -> None:
-    with pytest.raises(DeviceError, match=r"T3K needs 8 chips, and ttnn finds 2 .*ttserve doctor"):
+    with pytest.raises(DeviceError, match=r"T3K needs 8 chips, but ttnn finds 2 .*ttserve doctor"):
         open_mock_mesh("T3K")
-    with pytest.raises(DeviceError, match=r"P150 is of blackhole chips, .* are wormhole"):
+    with pytest.raises(DeviceError, match=r"P150 has blackhole chips, .* are wormhole"):
         open_mock_mesh("P150")
     with pytest.raises(ConfigError, match=r"ttnn has no FabricConfig 'RING'; use one of .*1D_RING"):
         open_mock_mesh(fabric="RING")
@@ -256,7 +256,7 @@ def test_what_cannot_be_opened(open_mock_mesh: OpenMesh) -> None:
 
 @pytest.mark.board("P150x4")
 def test_a_grid_is_of_the_architecture_that_it_says(open_mock_mesh: OpenMesh) -> None:
-    with pytest.raises(DeviceError, match=r"is of wormhole chips.* set mesh.arch: blackhole"):
+    with pytest.raises(DeviceError, match=r"has wormhole chips.* set mesh.arch: blackhole"):
         open_mock_mesh("(1,4)")
     mesh = open_mock_mesh("(1,4)", arch="blackhole")
     assert mesh.spec == mesh.settings.spec

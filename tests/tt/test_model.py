@@ -301,7 +301,7 @@ def test_a_model_that_does_not_fit_the_chips_is_refused(open_mock_mesh, changes,
 
 @pytest.mark.board("N150")
 def test_a_decode_of_other_sizes_is_refused(mock_lane):
-    with pytest.raises(ConfigError, match="3 rows, the lane takes 4"):
+    with pytest.raises(ConfigError, match="3 rows, but the lane 4"):
         mock_lane(make_config(), rows=4).decode([1], rows=3)
     with pytest.raises(ConfigError, match=r"7 blocks.* 8,"):
         mock_lane(make_config(), num_blocks=7).decode([1])
@@ -373,7 +373,7 @@ def test_padding_rows_of_a_decode_write_nothing_and_read_the_null_block():
     ("arguments", "message"),
     [
         (([1, 2], 32, [1, 2]), "starts at 32, .*block_size=64"),
-        (([1] * 65, 0, [1]), "65 tokens need 2 blocks, there are 1"),
+        (([1] * 65, 0, [1]), "65 tokens need 2 blocks, but got 1"),
         (([1] * 257, 0, range(5)), "257 tokens .* 256"),
     ],
 )
@@ -383,7 +383,7 @@ def test_a_wrong_chunk_is_refused_with_both_numbers(arguments, message):
 
 
 def test_a_page_table_wider_than_the_lanes_is_refused():
-    with pytest.raises(ConfigError, match="9 blocks per row, the lane's has 8"):
+    with pytest.raises(ConfigError, match="9 blocks per row, the lane's only 8"):
         host_decode_inputs(np.zeros(1), np.zeros(1), np.zeros((1, 9)), table_width=8)
 
 

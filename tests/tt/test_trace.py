@@ -304,5 +304,5 @@ def test_close_releases_every_trace_once(monkeypatch):
         calls.generator.close()
         calls.generator.close()
         assert names(double) == ["release"] * num_traces
-        with pytest.raises(TypeError, match="allocate_kv_cache returned last"):
+        with pytest.raises(TypeError, match="latest result of allocate_kv_cache"):
             calls.decode()

@@ -138,7 +138,7 @@ def held_out(row: MeasuredRow) -> tuple[float, float] | None:
 
 
 def _fit_wormhole(rows: Sequence[MeasuredRow]) -> Fit:
-    """What one chip does: reading and host sampling; computing and a cost per layer."""
+    """Fit one chip: reading and host sampling of decode; computing and layer cost of prefill."""
     decode = [
         (_decode_reads(BOARDS[r.board], MODELS[r.model], 1), _logits(MODELS[r.model]), r.step_s)
         for r in rows
@@ -175,7 +175,7 @@ def _fit_blackhole(known: Fit, rows: Sequence[MeasuredRow]) -> Fit:
 
 
 def _fit_fabric(known: Fit, rows: Sequence[MeasuredRow]) -> Fit:
-    """What is left where chips share a model: of a step per hop, of a prefill per layer."""
+    """Fit the remaining time of shared models: per hop of a step, per layer of a prefill."""
     hop, all_reduce = [], []
     for row in rows:
         board, model = BOARDS[row.board], MODELS[row.model]
@@ -189,7 +189,7 @@ def _fit_fabric(known: Fit, rows: Sequence[MeasuredRow]) -> Fit:
 
 
 def _fit_implementations(known: Fit, rows: Sequence[MeasuredRow]) -> Fit:
-    """How much slower or faster other code than Llama's is, as the geometric mean of its rows."""
+    """Fit the relative speed of other code than Llama's, as the geometric mean of its rows."""
     decode: dict[str, list[float]] = {}
     prefill: dict[str, list[float]] = {}
     for row in rows:
@@ -206,7 +206,7 @@ def _fit_implementations(known: Fit, rows: Sequence[MeasuredRow]) -> Fit:
 
 
 def _fit_lanes(known: Fit, rows: Sequence[MeasuredRow]) -> Fit:
-    """What further lanes add: their square root fits the two Falcon rows, line and log do not."""
+    """Fit the cost of further lanes. A square root fits both Falcon rows; line and log do not."""
     shares = [lane_share(row.num_lanes) for row in rows]
     if not rows:
         return known
@@ -252,7 +252,7 @@ def _bandwidth_ratio(chip: Chip) -> float:
 
 
 def lane_share(num_lanes: int) -> float:
-    """What the coefficients of lanes are multiplied with: 0 for one lane."""
+    """Return the factor on the coefficients of lanes: 0 for one lane."""
     return math.sqrt(num_lanes) - 1.0
 
 

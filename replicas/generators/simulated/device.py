@@ -1,8 +1,8 @@
-"""The simulated mesh as a device: it makes a step take as long as the model of time says.
+"""Simulated mesh as a device: makes each step take the time that the timing model gives.
 
-What it is given it does in that order, beside its host, who may go on and wait for the end later.
-The clock sleeps time away (`WallClock`, in a real replica) or adds it up (in tests). The
-simulator's worker does without a mesh, on a `DeviceTimeline` of its own.
+It executes work in order, concurrently with its host, which may wait for the end later. The clock
+sleeps (`WallClock`, in a real replica) or counts (in tests). The simulator's worker uses a
+`DeviceTimeline` without a mesh.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ _SLEEP_S = 3600.0
 
 
 class DeviceClock(Protocol):
-    """Where a device's time comes from and goes to."""
+    """Clock of a simulated device, which can also spend time."""
 
     def now_s(self) -> float:
         """Return monotonic seconds."""
         ...
 
     def spend(self, seconds: float) -> None:
-        """Let the device work that long; the caller goes on afterwards."""
+        """Wait until the device has worked for so many seconds."""
         ...
 
 
 class WallClock:
-    """Real time: sleeps, without a busy core but for the last instant."""
+    """Clock of real time; sleeps, and spins only for the last instant."""
 
     def now_s(self) -> float:
-        """See `DeviceClock.now_s`."""
+        """Return monotonic seconds."""
         return time.monotonic()
 
     def spend(self, seconds: float) -> None:
-        """See `DeviceClock.spend`; nothing where `seconds` is not positive."""
+        """Sleep for so many seconds; do nothing if they are not positive."""
         deadline_s = time.monotonic() + seconds
         while (left_s := deadline_s - time.monotonic()) > 0:
             if left_s > _SPIN_S:
@@ -55,39 +55,39 @@ class WallClock:
 
 @contextlib.contextmanager
 def busy(clock: DeviceClock, seconds: float) -> Iterator[None]:
-    """Make the body take so many seconds in all: what it computes is part of them, not on top."""
+    """Make the body take so many seconds in total, its own computation included."""
     until_s = clock.now_s() + seconds
     yield
     clock.spend(until_s - clock.now_s())
 
 
 class Slowdown(Protocol):
-    """What is wrong with a device; see `replicas.faults.ReplicaFaults`."""
+    """Faults of a device over time; see `replicas.faults.ReplicaFaults`."""
 
     def slow_factor(self, now_s: float) -> float:
-        """Return how many times as long a step takes that starts now."""
+        """Return the factor on the duration of a step that starts now."""
         ...
 
     def hang_left_s(self, now_s: float) -> float:
-        """Return how long a step takes at least that starts now."""
+        """Return the least duration of a step that starts now."""
         ...
 
 
 class DeviceTimeline:
-    """When a device is done with what it is given: one thing after another, each in its time.
+    """Timeline of a device that executes work in order.
 
-    The one rule of that, of a real replica's simulated mesh and of the simulator's. Owner of the
-    random stream that jitter draws on. Pure: the present is handed in.
+    Shared by a real replica's simulated mesh and the simulator. Owns the random stream of the
+    jitter. Pure: the present time is an argument.
 
     Args:
-        faults: What is wrong with the device; a step is slow, or hangs, that starts while it is so.
-        plan_clock: Tells the faults' time from the clock's.
-        jitter: Standard deviation of the logarithm of a factor on every step; 0 is none.
-        seed: Of the jitter.
+        faults: Faults of the device; they affect steps that start during them.
+        plan_clock: Converts the clock's time to that of the faults.
+        jitter: Standard deviation of the logarithm of a random factor on every step; 0 is none.
+        seed: Seed of the jitter.
 
     Attributes:
-        free_s: When it is done with all that it was given.
-        busy_s: Seconds of all that it was given.
+        free_s: Time at which all submitted work is done.
+        busy_s: Total seconds of all submitted work.
     """
 
     def __init__(
@@ -105,35 +105,35 @@ class DeviceTimeline:
         self._random = random.Random(seed)
 
     def begin(self, now_s: float, device_s: float) -> float:
-        """Give it something to do, behind all that it has; returns when that is over.
+        """Submit work behind all earlier work; return the time at which it will be done.
 
         Args:
-            now_s: The present.
-            device_s: What it takes a device with which nothing is wrong.
+            now_s: The present time.
+            device_s: Duration on a healthy device.
         """
         started_s = max(now_s, self.free_s)
         plan_s = self._plan_clock.plan_s(started_s)
         factor = self._faults.slow_factor(plan_s)
         if self._jitter:
             factor *= math.exp(self._random.gauss(0.0, self._jitter))
-        # A device that hangs takes until it answers again.
+        # Work on a hung device takes until the hang is over.
         seconds = max(device_s * factor, self._faults.hang_left_s(plan_s))
         self.busy_s += seconds
         self.free_s = started_s + seconds
         return self.free_s
 
     def rewind(self, free_s: float, busy_s: float) -> None:
-        """Take back what it was given last: it is as it was when it was so."""
+        """Undo submissions by restoring earlier values of `free_s` and `busy_s`."""
         self.free_s, self.busy_s = free_s, busy_s
 
 
 class SimulatedMesh:
-    """The `mesh_device` of the simulated generator.
+    """`mesh_device` of the simulated generator.
 
     Args:
-        timing: What each step costs.
-        clock: Where that time goes.
-        timeline: Of this device; None: nothing is wrong with it.
+        timing: Durations of steps.
+        clock: Clock on which they are spent.
+        timeline: Timeline of this device; None is a healthy device's.
 
     Attributes:
         timing: As given.
@@ -149,7 +149,7 @@ class SimulatedMesh:
         self.timeline = timeline or DeviceTimeline()
 
     def begin(self, device_s: float) -> float:
-        """Let it work on something as soon as it is free; returns the event that it is done."""
+        """Submit work; return the event of its end."""
         return self.timeline.begin(self.clock.now_s(), device_s)
 
     def wait(self, event: object) -> None:
@@ -159,7 +159,7 @@ class SimulatedMesh:
 
     @contextlib.contextmanager
     def busy(self, device_s: float) -> Iterator[None]:
-        """Work on something to its end: what the body computes is part of it, not on top."""
+        """Submit work and wait for its end after the body, which runs concurrently."""
         event = self.begin(device_s)
         yield
         self.wait(event)

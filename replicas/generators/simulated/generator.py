@@ -49,7 +49,7 @@ _NUM_WARM_UPS = 4
 
 @dataclass(frozen=True, slots=True)
 class DeviceOutput:
-    """What a decode call has left on the device: (B, 1) tokens or (B, 1, V) logits, and when."""
+    """Output of a decode on the device: (B, 1) tokens or (B, 1, V) logits, and its event."""
 
     host: torch.Tensor
     event: float
@@ -57,7 +57,7 @@ class DeviceOutput:
 
 @dataclass(slots=True)
 class _Resident:
-    """What the device goes on from: (B, 1) tokens, (B,) their positions, (B, K) page table."""
+    """Decode state on the device: (B, 1) tokens, (B,) their positions, (B, K) page table."""
 
     tokens: npt.NDArray[np.int32]
     positions: npt.NDArray[np.int64]
@@ -123,12 +123,12 @@ class SimulatedGenerator:
         max_model_len: int,
         max_num_seqs: int,
     ) -> int:
-        """What a lane's DRAM holds; see `SupportsTokenBudget.get_max_tokens_all_users`.
+        """Return the token budget of a lane; see `SupportsTokenBudget.get_max_tokens_all_users`.
 
         Args:
-            model_name: "board/model", as `meshes` names both; any other gets what a class without
-                this method gets.
-            num_devices: Ignored: the board says.
+            model_name: "board/model" with the names in `meshes`; any other name gets the default of
+                a class without this method.
+            num_devices: Ignored; the board decides.
             tt_data_parallel: Lanes.
             max_model_len: Ignored.
             max_num_seqs: Ignored.
@@ -234,8 +234,8 @@ class SimulatedGenerator:
 
         Raises:
             TypeError: `reset_batch` was passed.
-            ValueError: The batch is not `max_batch_size` rows, the device has nothing to go on
-                from, or an option is not supported.
+            ValueError: The batch does not have `max_batch_size` rows, the device has no previous
+                step to continue from, or an option is not supported.
         """
         if "reset_batch" in kwargs:
             raise TypeError("reset_batch is retired; decode contract 1 has four reload commands")
@@ -246,17 +246,17 @@ class SimulatedGenerator:
             positions = start_pos.numpy().astype(np.int64)
             found = _Resident(tokens.numpy(), positions, page_table.numpy().copy())
         elif self._resident is None:
-            raise ValueError("needs reload_inputs: the device has not drawn the tokens before")
+            raise ValueError("the device drew no tokens in the last step: set reload_inputs")
         else:
             found = self._resident
             if reload_page_table:
                 found.page_table = page_table.numpy().copy()
-                # Who has no block any more: it costs nothing and is not looked at.
+                # Rows without blocks have ended: they cost nothing and are not read.
                 found.positions[found.page_table[:, 0] == 0] = -1
         live = np.flatnonzero(found.positions >= 0)
         lanes, rows = self._lanes_of(live), found.positions[live]
         contexts = list(zip(lanes.tolist(), (rows + 1).tolist(), strict=True))
-        # From here on the device works beside the host; what is computed here is part of that.
+        # From here on the device works concurrently; host computation below is part of its time.
         event = self._mesh.begin(self._mesh.timing.decode_s(contexts))
         output = self._decode(found, live, lanes, rows, kv_cache)
         self._resident = None

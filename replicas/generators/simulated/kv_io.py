@@ -62,20 +62,21 @@ class SimulatedKVIO:
 
         Args:
             kv_cache: The cache.
-            layout: What the other side was told; must describe this cache.
-            timing: What moving bytes costs.
-            clock: Where that time goes.
-            keeps_rows: Otherwise the cache is not touched: zeros are read, and writes forgotten.
+            layout: The layout that peers know; must describe this cache.
+            timing: Durations of transfers.
+            clock: Clock on which they are spent.
+            keeps_rows: Whether the cache is accessed; otherwise reads give zeros and writes are
+            dropped.
 
         Raises:
-            InvalidLayoutError: The layout is not the cache's; says both.
+            InvalidLayoutError: The layout is not the cache's; gives both.
         """
         told = (layout.num_pieces, layout.block_size, layout.unit_bytes)
         found = (2, kv_cache.block_size, ROW_TOKENS * BYTES_PER_TOKEN // 2)
         if told != found:
             raise InvalidLayoutError(
-                f"layout of {told} of a simulated KV cache of {found} (planes, block size, bytes "
-                f"per unit)"
+                f"layout {told} does not match the simulated KV cache {found} (planes, block size, "
+                "bytes per unit)"
             )
         self._kv_cache = kv_cache
         self._layout = layout
@@ -85,12 +86,12 @@ class SimulatedKVIO:
 
     @property
     def layout(self) -> KVLayout:
-        """What the bytes mean."""
+        """Layout of the bytes."""
         return self._layout
 
     @property
     def host_blocks(self) -> None:
-        """None: what takes the time of a link must go over it."""
+        """None, so that every transfer takes the time of a link."""
         return
 
     @property

@@ -27,12 +27,12 @@ BYTES_PER_ELEMENT = 1.0625
 
 @dataclass(frozen=True, slots=True)
 class Board:
-    """What one replica owns: a card, or a machine of several chips as one mesh.
+    """Board of one replica: a card, or a machine of several chips as one mesh.
 
     Attributes:
         name: As a configuration names it.
         chip: Its chips.
-        num_chips: How many.
+        num_chips: Number of chips.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""Times and memory of a model on a board: measured where it was measured, predicted elsewhere.
+"""Times and memory of a model on a board: measured where available, otherwise predicted.
 
-Pure. A pair of board and model that Tenstorrent measured takes that row; any other takes what
-`calibration` predicts. Lanes beyond those of a row add what its fit says of lanes.
+Pure. A pair of board and model that Tenstorrent measured uses that row; other pairs use the
+prediction of `calibration`. Lanes beyond those of a row add the fitted cost of lanes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CAPABILITIES: ModelCapabilities = {
     "supports_sample_in_prefill": True,
     "device_draws_keep_no_state": True,
 }
-"""What a simulated mesh's generator can; a simulator asks without making one."""
+"""Capabilities of the simulated generator, for simulators that create none."""
 
 HOST_S = 0.0013
 HOST_ROW_S = 14e-6
@@ -58,7 +58,7 @@ DRAM_UTILISATION = 0.95
 TRACE_REGION_BYTES = 50_000_000
 """Of each chip; vllm-tt-plugin's default."""
 COMPILE_S_PER_BUCKET = 10.0
-"""Seconds to compile and capture one padded length. Assumed: nobody has published it."""
+"""Seconds to compile and capture one padded length. Assumed, as no figure is published."""
 
 
 @dataclass(frozen=True, slots=True)

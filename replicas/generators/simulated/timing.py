@@ -1,8 +1,7 @@
-"""What a step costs on a mesh, in seconds: the model of time, without a clock.
+"""Model of the time of steps on a mesh, in seconds; has no clock.
 
-Pure and stateless. The engine's generator asks it and waits that long; the simulator asks it and
-moves its clock. Times are device times: what an engine's host does around a step is `host_s` and
-`host_row_s`.
+Pure and stateless. The engine's generator waits for the computed time, and the simulator advances
+its clock by it. Times are device times; the host's time around a step is `host_s` and `host_row_s`.
 
 Model of time (one lane is one DP group; lanes of a mesh step together):
 
@@ -37,7 +36,7 @@ class StepTiming(Protocol):
         host_s: Nominal host time of a step outside the device; an engine that runs spends its own.
         host_row_s: The same per row (sequence) of the step, on top.
         bytes_per_token: KV bytes of a token, K and V over all layers, of the model that is timed.
-        link: What moving KV costs one engine.
+        link: Timing of KV transfers of one engine.
     """
 
     @property
@@ -138,7 +137,7 @@ class MeshTiming:
     link: LinkTiming
 
     def prefill_s(self, chunks: Sequence[tuple[int, int, int]]) -> float:
-        """See `StepTiming.prefill_s`; 0.0 for no chunks."""
+        """Return seconds of one prefill call; 0.0 without chunks."""
         if not chunks:
             return 0.0
         longest_s = _longest_lane_s(
@@ -147,7 +146,7 @@ class MeshTiming:
         return longest_s + self.prefill_lanes_s
 
     def decode_s(self, rows: Sequence[tuple[int, int]]) -> float:
-        """See `StepTiming.decode_s`; 0.0 for no rows."""
+        """Return seconds of one decode call; 0.0 without rows."""
         if not rows:
             return 0.0
         read_s = self.context_token_s
@@ -155,7 +154,7 @@ class MeshTiming:
         return self.decode_base_s + longest_s + self.decode_lanes_s
 
     def decode_run_s(self, rows: Sequence[tuple[int, int]], num_steps: int) -> list[float]:
-        """See `StepTiming.decode_run_s`."""
+        """Seconds of each of `num_steps` decode calls in a row; contexts grow by a token each."""
         if all(self._padded(n) == self._padded(n + num_steps - 1) for _, n in rows):
             return [self.decode_s(rows)] * num_steps
         return [self.decode_s([(lane, n + i) for lane, n in rows]) for i in range(num_steps)]
@@ -167,7 +166,7 @@ class MeshTiming:
         return self.prefill_s(chunks) + self.decode_s(rows)
 
     def warm_up_s(self) -> float:
-        """See `StepTiming.warm_up_s`."""
+        """Return seconds of compiling and trace capture before the engine is ready."""
         return self.compile_s
 
     def _chunk_s(self, start: int, end: int) -> float:

@@ -1,9 +1,9 @@
-"""The simulated model: KV rows, a paged cache of them, and the token that a context leads to.
+"""Simulated model: KV rows, a paged cache of them, and the next token of a context.
 
 Each token's K and V are 64-bit hashes of (token id, position). The token after a context is a
-function of the sum, modulo 2^64, of K + V over *all* of its rows as they are found through the page
-table. So one row that is wrong, stale, lost or damaged gives another token, and `expected_tokens`
-knows the right ones without an engine. Pure numpy; the cache is owned by whoever made it.
+function of the sum, modulo 2^64, of K + V over *all* of its rows as found through the page table.
+So a single wrong, stale, lost or damaged row gives another token, and `expected_tokens` computes
+the right ones without an engine. Pure numpy; the cache belongs to its creator.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class ReferenceAttention:
         self.kernels = PlainKernels()
 
     def prepare(self, batch: PagedBatch, cache: TorchKVCache) -> Attend:
-        """See ``AttentionBackend.prepare``."""
+        """Return the attention function of one pass, which every layer calls once."""
 
         def attend(layer: int, q: torch.Tensor) -> torch.Tensor:
             k_plane, v_plane = cache.planes[layer]
@@ -121,14 +121,14 @@ BACKENDS: Mapping[str, Callable[[torch.dtype, int, int], AttentionBackend]] = {
 
 
 def make_attention(name: str, dtype: torch.dtype, head_dim: int, share: int) -> AttentionBackend:
-    """One of `BACKENDS`, or the plain one where its kernels cannot be compiled, which is told."""
+    """Create one of `BACKENDS`; falls back to the plain one, with a warning, without kernels."""
     try:
         return BACKENDS[name](dtype, head_dim, share)
     except (ImportError, RuntimeError) as error:
         logger.warning(
             "this engine computes attention, norms and rotations without compiled kernels, many "
-            "times slower: %s. Install the numba and llvmlite that constraints.txt names, made for "
-            "this processor; `attention: reference` takes the plain operations without a warning",
+            "times slower: %s. Install the numba and llvmlite of constraints.txt, built for "
+            "this processor; `attention: reference` selects the plain operations silently",
             error,
         )
         return ReferenceAttention()

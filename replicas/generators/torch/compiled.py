@@ -18,7 +18,7 @@ from numba.extending import intrinsic, overload
 from replicas.generators.torch import heads, pairs, products, rows, tiles, vectors
 from replicas.generators.torch.products import MOST_ROWS, NOTHING, PANEL, PLUS, ROWS, SWISH, TIMES
 
-# What is divided by zero is no exception, which nobody would hear of.
+# "numpy" makes division by zero give inf or NaN; a raised exception would be lost in a kernel.
 OPTIONS: dict[str, Any] = {"fastmath": {*vectors.FLAGS, "reassoc"}, "error_model": "numpy"}
 
 TILE = 4
@@ -59,7 +59,7 @@ def pointer(_context, _address, item):
 
 @intrinsic
 def take_from(_context, _block, place):
-    """What a number of a block was before it is one more."""
+    """Increment a number of a block atomically; return its previous value."""
 
     def generate(_context, builder, _signature, values):
         integer = ir.IntType(64)
@@ -270,18 +270,19 @@ def attend(item, head_dim, share, num_tokens):
 
 @njit(inline="always")
 def room_for(num_rows, head_dim, block_size, zero, kept):
-    """What a tile needs.
+    """Allocate the buffers of a tile.
 
     Args:
-        num_rows: Query heads of it.
+        num_rows: Query heads of the tile.
         head_dim: D.
         block_size: S.
-        zero: Of what is computed in.
-        kept: A zero of what queries and weights are kept as.
+        zero: Zero of the compute type.
+        kept: Zero of the type in which queries and weights are stored.
 
     Returns:
-        Queries, what was found, scores, weights, from a row of them to the next, the greatest
-        score, the sum of the weights, what becomes of what was found before, what a row sees.
+        Queries, results, scores, weights, the stride of their rows, the greatest score of each row,
+        the sum of its weights, the factor on its earlier result, and the number of keys that it
+        sees.
     """
     stride = -(-block_size // vectors.WIDTH) * vectors.WIDTH
     queries, weights = np.full(num_rows * head_dim, kept), np.full(num_rows * stride, kept)
@@ -296,22 +297,22 @@ def attend_tile(
     reads, writes, here, planes, block_size, num_kv_heads, head, room,
     head_dim, share, num_tokens, num_rows,
 ):  # fmt: skip
-    """The query heads of a KV head, of neighbouring tokens, over the blocks of their sequence.
+    """Attend with the query heads of one KV head, of neighbouring tokens, over a sequence's blocks.
 
     Args:
-        reads: Queries, where the first token's are, and from one token to the next.
-        writes: The same of what they find.
-        here: Tokens, what the last of them sees, blocks of sequences, where this one's are, where
-            those of the sequence are that this thread reads next (-1: somebody else may read even
-            the next head), from one sequence to the next.
+        reads: Queries, index of the first token's, and stride between tokens.
+        writes: The same for the results.
+        here: Number of tokens, keys that the last of them sees, block tables, index of this
+            sequence's table, index of the table that this thread reads next (-1 if another thread
+            may read even the next head), and stride of tables.
         planes: Keys and values.
         block_size: S.
         num_kv_heads: G.
-        head: Which KV head.
+        head: Index of the KV head.
         room: See `room_for`.
-        head_dim: D, written out as are the next three.
+        head_dim: D; a compile-time constant, like the next three.
         share: H / G.
-        num_tokens: Of a tile.
+        num_tokens: Tokens of a tile.
         num_rows: Query heads of a tile.
     """
     q, q_at, q_stride = reads
@@ -322,7 +323,7 @@ def attend_tile(
     last = count_tokens - 1
     first = head * share * head_dim
     for j in range(num_tokens):
-        # What is too few is made up with the last one again, and not written.
+        # Missing tokens are filled with the last one; their results are not written.
         read(q, q_at + min(j, last) * q_stride + first, queries, j, share * head_dim)
     found[:] = 0
     tops[:] = -np.inf
@@ -379,7 +380,7 @@ def read(q, at, queries, place, size):
 
 @njit(**OPTIONS)
 def write(found, totals, place, share, head_dim, out, at):
-    """What the heads of a token found, over what their weights are together."""
+    """Write the results of a token's heads, divided by the sums of their weights."""
     for h in range(share):
         row = place * share + h
         part = _same(totals[row], 1 / totals[row])
@@ -389,7 +390,7 @@ def write(found, totals, place, share, head_dim, out, at):
 
 
 def product(item):
-    """Rows times a packed matrix, and what is done with the product; a unit is a panel."""
+    """Multiply rows by a packed matrix and apply the fused operation; a unit is a panel."""
 
     def kernel(block):
         a = carray(block, (12,), np.int64)
@@ -479,7 +480,7 @@ def _():
 
 @njit(**OPTIONS)
 def sums_for():
-    """What `multiply` needs: sums of some rows and a panel, where they begin, shapes of tiles."""
+    """Allocate buffers for `multiply`: sums of some rows and a panel, offsets, shapes of tiles."""
     shapes = np.zeros(tiles.SHAPES_BYTES, np.uint8)
     return np.empty(MOST_ROWS * PANEL, np.float32), np.zeros(PANEL, np.float32), shapes
 
@@ -513,7 +514,7 @@ def _finish(sums, count, width, other, other_at, out, at, stride, then):
 
 
 def kept_as(item, head_dim):
-    """What queries and weights are kept as: what pairs are multiplied of, where they can be."""
+    """Return the storage type of queries and weights: that of pair products, where supported."""
     in_pairs = item == types.uint16 and pairs.are_supported() and head_dim % pairs.WIDTH == 0
     return np.uint16 if in_pairs else _wide(item)
 

@@ -1,9 +1,9 @@
 """All layers of a pass of few tokens as one kernel, which numba compiles; see `stack.py`.
 
-Few tokens are no work to read many weights for: were tokens shared out, each thread would read them
-all. Here threads share out the weights, panel by panel, and between two products what is done to
-tokens and heads. Tasks are taken in order, and a task waits for all those of the phase before its
-own, which were taken earlier: whoever waits waits for a thread that computes.
+With few tokens, reading the weights dominates: if threads divided the tokens, each would read all
+weights. Here threads divide the weights, panel by panel, and the per-token and per-head work
+between two products. Tasks are taken in order, and a task waits for all tasks of the previous
+phase. These were taken earlier, so a waiting thread always waits for a running one.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from replicas.generators.torch.compiled_stack import (
 )
 
 PHASES = 7
-"""Of a layer: queries, keys and values; rotation; attention; what nobody reads any more is left
-behind; the output projection; gate and up; down."""
+"""Phases of a layer: queries, keys and values; rotation; attention; dropping of unused tokens;
+output projection; gate and up; down."""
 ROWS = 8
-"""Tokens that are rotated in one task."""
+"""Tokens rotated in one task."""
 
 
 @intrinsic
 def _count(_context, array, index):
-    """One more, seen only with all that was written before it."""
+    """Increment atomically, with release semantics for all earlier writes."""
 
     def generate(_context, builder, _signature, values):
         place = builder.gep(values[0], [values[1]])
@@ -137,7 +137,7 @@ def _mix(phase, part, count, layer, shape, attended, normed, gated, into, sums, 
 
 @njit(**OPTIONS)
 def _place_of(part, counts):
-    """Of a task of a layer the phase, which one it is there, and how many the phase before has."""
+    """Return a task's phase, its index in it, and the number of tasks of the previous phase."""
     phase, before = 0, counts[PHASES - 1]
     while part >= counts[phase]:
         part -= counts[phase]

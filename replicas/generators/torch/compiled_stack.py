@@ -1,9 +1,9 @@
 """All layers of a pass as one kernel, which numba compiles; `stack.py` beside this file calls it.
 
 A task is some neighbouring tokens in one layer. Threads take tasks in order, layer by layer, so
-that all of them read the weights of a layer while it is in the caches. A task waits for its tokens'
-layer before, and, where a prompt is cut, for the keys and values of what is before them: tasks
-that were taken earlier, so that whoever waits waits for a thread that computes.
+that all of them read the weights of a layer while these are in the caches. A task waits for its
+tokens' previous layer and, in a cut prompt, for the keys and values of earlier tokens. These tasks
+were taken earlier, so a waiting thread always waits for a running one.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from replicas.generators.torch.compiled import (
 from replicas.generators.torch.products import NOTHING, PLUS, SWISH, TIMES, num_panels
 
 COLUMNS = 15
-"""Addresses of a layer: norm, qkv, its bias, norm of heads, o, its bias, norm, gate, its bias, up,
-its bias, down, its bias, plane of keys, plane of values; 0 for what it has not."""
+"""Number of addresses of a layer: norm, qkv, its bias, norm of heads, o, its bias, norm, gate, its
+bias, up, its bias, down, its bias, plane of keys, plane of values; 0 for a missing one."""
 PLANES = COLUMNS - 2
-"""Where the planes begin."""
+"""Index of the first plane."""
 
 _TURNS = 1000
-"""How often a thread looks before it lets others have its core."""
+"""Number of polls before a waiting thread yields its core."""
 
 
 @intrinsic
@@ -164,7 +164,7 @@ def run_layers(item, head_dim, share):
 
 @njit(inline="always")
 def items(address, item):
-    """What is stored from an address on."""
+    """Return the items stored from an address on."""
     return carray(pointer(address, item), (1,))
 
 
@@ -176,7 +176,7 @@ def numbers(address):
 
 @njit(**OPTIONS)
 def leave(wanted, first, count, begin, attended, size, x, out, hidden):
-    """Wanted tokens: what they found to the start of ``attended``, they themselves to ``out``."""
+    """Move wanted tokens: results to the start of ``attended``, hidden states to ``out``."""
     for nth in range(first, first + count):
         token, row = wanted[np.uintp(nth)], nth - first
         _copy(attended, (token - begin) * size, attended, row * size, size)
@@ -191,7 +191,7 @@ def _copy(source, at, target, to, size):
 
 @njit(inline="always")
 def _mix(x, at, count, layer, shape, attended, normed, gated, sums, item):
-    """What attention found and the MLP, added to some rows of x."""
+    """Add attention's output projection and the MLP to some rows of x."""
     hidden, inner, _, _, _, _, eps = shape
     all_of_hidden = 0, num_panels(hidden)
     add_attended(attended, count, all_of_hidden, layer, shape, (x, at), sums, item)

@@ -1,6 +1,6 @@
-"""The exchange of rows between ranks that share out experts, by gloo.
+"""Exchange of rows between ranks that share out experts, by gloo.
 
-Gloo's connections prove nothing and hide nothing: they belong on a network that nobody else is on.
+Gloo's connections are neither authenticated nor encrypted: use them only on a private network.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
-# PyTorch's own types say nothing of what its C++ has.
+# PyTorch's type stubs do not cover its C++ parts.
 _distributed: Any = torch.distributed
 _TIMEOUT = datetime.timedelta(days=1)
-"""Never: who waits in vain is told of a loss, or is ended by whoever watches it."""
+"""Effectively infinite. A rank in a dead exchange is ended by the hub's loss or by its parent."""
 
 
 def open_store(host: str) -> tuple[Any, str]:
-    """What ranks tell each other to connect, kept by rank 0; with its "host:port"."""
+    """Create rank 0's rendezvous store for the ranks' addresses; return it and its "host:port"."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # The store by itself listens on every address of the host.
+    # Pass a listening socket, because the store itself would listen on every address of the host.
     listener = socket.create_server((host, 0), family=family)
     port = listener.getsockname()[1]
     store = _distributed.TCPStore(
@@ -38,23 +38,23 @@ def open_store(host: str) -> tuple[Any, str]:
 
 
 def reach_store(address: str) -> Any:  # noqa: ANN401 - as above
-    """Return the store of rank 0, as `open_store` has said where."""
+    """Connect to rank 0's store at the address from `open_store`."""
     host, _, port = address.rpartition(":")
     return _distributed.TCPStore(host, int(port), is_master=False, timeout=_TIMEOUT)
 
 
 class GlooExchange:
-    """See the module docstring; made on all ranks at once, and waits for all.
+    """`Exchange` over gloo. Its constructor waits until all ranks call it.
 
-    Owner: the connections to the other ranks.
+    Owns the connections to the other ranks.
 
     Args:
-        store: That of rank 0.
-        rank: This one's number.
-        size: How many there are.
-        host: This host's address for the others.
-        explain: Called when an exchange has failed: the reason, as far as anybody knows.
-        waiting: Is entered for as long as it is for the others to get on.
+        store: The store of rank 0.
+        rank: Number of this rank.
+        size: Number of ranks.
+        host: Address of this host for the other ranks.
+        explain: Called after a failed exchange; returns the best known reason.
+        waiting: Context that is entered while this rank waits for the others.
 
     Attributes:
         rank: As given.
@@ -80,7 +80,7 @@ class GlooExchange:
         self._group = gloo(store, rank, size, options)
 
     def counts(self, counts: torch.Tensor) -> torch.Tensor:
-        """See `Exchange.counts`."""
+        """Send each rank its part of some numbers; return the parts sent to this rank."""
         asked = torch.empty_like(counts)
         self._send(asked, counts, [], [])
         return asked
@@ -88,9 +88,9 @@ class GlooExchange:
     def rows(
         self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]
     ) -> torch.Tensor:
-        """See `Exchange.rows`."""
+        """Send each rank some rows."""
         arrived = rows.new_empty(sum(received), rows.shape[1])
-        # As bytes: gloo need not know the dtype.
+        # Sent as bytes, because gloo does not support every dtype.
         as_bytes = arrived.view(torch.uint8), rows.contiguous().view(torch.uint8)
         self._send(*as_bytes, list(received), list(sent))
         return arrived
@@ -102,4 +102,4 @@ class GlooExchange:
             with self._waiting():
                 self._group.alltoall_base(arrived, sent, counts, sizes).wait()
         except RuntimeError as error:
-            raise GangLostError(f"the gang's ranks cannot go on: {self._explain()}") from error
+            raise GangLostError(f"the gang's exchange failed: {self._explain()}") from error

@@ -1,10 +1,10 @@
-"""A layer of experts: each token goes to a few of them, wherever they are.
+"""Layer of experts, each of which computes some of the tokens.
 
-The experts of a layer may be shared out over the ranks of a gang. A rank then sends each row to
-whoever has the row's expert and gets the products back: one answer for each expert of each token,
-which it weighs and adds up itself, in the experts' order. So a token is the same sum of the same
-products however many ranks there are. Every call is a collective of all ranks, also of those that
-have no token of their own.
+The experts of a layer may be distributed over the ranks of a gang. A rank then sends each row to
+the rank with its expert and gets the product back: one result for each expert of each token, which
+it weights and sums itself, in the experts' order. So a token is the same sum of the same products
+for any number of ranks. Every call is a collective of all ranks, including those without tokens of
+their own.
 
 Dimensions: T tokens, K experts of each token, E experts of a layer, D hidden.
 """

@@ -43,7 +43,7 @@ class FastAttention:
         self._attend = attention_for(dtype, head_dim, share)
 
     def prepare(self, batch: PagedBatch, cache: TorchKVCache) -> Attend:
-        """See ``attention.AttentionBackend.prepare``."""
+        """Return the attention function of a pass; see ``attention.AttentionBackend.prepare``."""
         parts = _parts(batch)
 
         def attend(layer: int, q: torch.Tensor) -> torch.Tensor:

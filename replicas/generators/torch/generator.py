@@ -294,14 +294,14 @@ class TorchGenerator:
         return self._forward(from_flat(batch, self._space(cache)), cache)
 
     def forward_idle(self) -> None:
-        """See ``SupportsGang.forward_idle``."""
+        """Take part in one forward pass of the other ranks without tokens of its own."""
         with torch.inference_mode():
             self._model.serve_experts()
 
     def set_layer_callbacks(
         self, before: LayerCallback | None, after: LayerCallback | None
     ) -> None:
-        """See ``SupportsLayerCallbacks.set_layer_callbacks``."""
+        """Set callbacks around the attention of every layer in later forward passes, or None."""
         self._before_layer, self._after_layer = before, after
 
     def read_decode_output(

@@ -68,7 +68,7 @@ def _in_turn(builder: _Value, count: _Value, write: Callable[[_Value, int], None
 
 @intrinsic(prefer_literal=True)
 def score(_context, queries, keys, at, count, scores, stride, head_dim, share):
-    """Products of each query and each key, over the square root of D.
+    """Compute the products of queries and keys, divided by the square root of D.
 
     Args:
         queries: (h * D,).
@@ -122,7 +122,7 @@ def _score_pairs(builder, given, size, heads):
     with _whole_vectors(builder, count) as first:
         rows = []
         for t in range(WIDTH):
-            # What is too few is made up with the last key again.
+            # Missing keys are filled with the last one.
             row = builder.add(first, number_of(t))
             row = builder.select(builder.icmp_signed("<", row, last), row, last)
             rows.append(builder.add(at, builder.mul(row, number_of(size))))
@@ -154,7 +154,7 @@ def soften(_context, scores, weights, stride, seen, count, tops, totals, fades, 
         count: n.
         tops: (h,), the greatest so far, -inf before any; NaN is not seen.
         totals: (h,), the sum of the weights so far.
-        fades: (h,), written: what was found before counts by so much.
+        fades: (h,), written: factor on the earlier results.
         num_rows: h.
     """
     rows = range(num_rows.literal_value)
@@ -188,7 +188,7 @@ def soften(_context, scores, weights, stride, seen, count, tops, totals, fades, 
 
 
 def _greatest(builder, vectors, scores, places, count, least):
-    """The greatest score of each of some rows, together in a vector.
+    """Return a vector with the greatest score of each of some rows.
 
     Args:
         builder: Where to.
@@ -196,7 +196,7 @@ def _greatest(builder, vectors, scores, places, count, least):
         scores: See ``soften``.
         places: Of each row where it starts, and how many of it are seen.
         count: See ``soften``.
-        least: What is not seen counts as.
+        least: Value of masked scores.
     """
     best = [cgutils.alloca_once_value(builder, least) for _ in places]
     with _whole_vectors(builder, count) as first:
@@ -209,7 +209,7 @@ def _greatest(builder, vectors, scores, places, count, least):
 
 
 def _weigh(builder, vectors, planes, places, count, tops):
-    """Scores of some rows made weights by the greatest of each; their sums, together in a vector.
+    """Turn scores of some rows into weights, by the greatest of each; return a vector of sums.
 
     Args:
         builder: Where to.
@@ -235,7 +235,7 @@ def _weigh(builder, vectors, planes, places, count, tops):
 
 @contextlib.contextmanager
 def _whole_vectors(builder: _Value, count: _Value) -> Iterator[_Value]:
-    """A loop over so many numbers, and whatever until a vector is full: the first of a vector."""
+    """Generate a loop over vectors of so many numbers, rounded up; yield each first index."""
     rounds = builder.sdiv(builder.add(count, number_of(WIDTH - 1)), number_of(WIDTH))
     with cgutils.for_range(builder, rounds) as loop:
         yield builder.mul(loop.index, number_of(WIDTH))
@@ -243,7 +243,7 @@ def _whole_vectors(builder: _Value, count: _Value) -> Iterator[_Value]:
 
 @intrinsic(prefer_literal=True)
 def add_weighted(_context, weights, stride, plane, at, count, found, fades, head_dim, share):
-    """What was found before fades; the weighted sums of values are added to it.
+    """Scale the earlier results by ``fades`` and add the weighted sums of values.
 
     Args:
         weights: (h, S), the first n of each row are read.

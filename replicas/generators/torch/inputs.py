@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BlockSpace:
-    """How lane-local blocks and global slots map to the cache.
+    """Mapping of lane-local blocks and global slots to the cache.
 
     Attributes:
         num_blocks: Blocks per lane, with the null block.

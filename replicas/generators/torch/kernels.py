@@ -73,7 +73,7 @@ _SOURCES = (
 )  # fmt: skip
 """What the compiled code is made of."""
 
-# --- what they are given -------------------------------------------------------------------------
+# --- arguments of kernels ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,10 +139,10 @@ def _compile(
         try:
             found: Any = cfunc(signature, cache=True, **compiled.OPTIONS)(function)
         except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
-            logger.warning("compiled code of %s is not kept: %s", make.__name__, error)
+            logger.warning("compiled code of %s is not cached: %s", make.__name__, error)
             return cfunc(signature, **compiled.OPTIONS)(function)
     except NumbaError as error:
-        # Its text has a terminal's colours where one may be about.
+        # The exception's text may contain terminal colours; `msg` does not.
         plain = getattr(error, "msg", error)
         raise RuntimeError(f"numba cannot compile {make.__name__}: {plain}") from error
     _prune(Path(found._cache.cache_path))  # noqa: SLF001 - said nowhere else
@@ -164,7 +164,7 @@ def _prune(folder: Path) -> None:
 
 @cache
 def _version() -> str:
-    """What the compiled code depends on besides its dtype."""
+    """Return what the compiled code depends on besides its dtype, for cache names."""
     # Not LLVM's host: numba compiles for what NUMBA_CPU_NAME and NUMBA_CPU_FEATURES say.
     target = cpu_target.target_context.codegen().magic_tuple()
     # Code from disk has tiles, too: each process has to ask for them before it runs.

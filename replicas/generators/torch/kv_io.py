@@ -31,14 +31,14 @@ class TorchKVIO:
     """
 
     def __init__(self, kv_cache: TorchKVCache, layout: KVLayout) -> None:
-        """Look at the cache's memory as bytes.
+        """View the cache's memory as bytes.
 
         Args:
             kv_cache: The cache.
-            layout: What the other side was told; must describe this cache.
+            layout: The layout that peers know; must describe this cache.
 
         Raises:
-            InvalidLayoutError: The layout is not the cache's; says both.
+            InvalidLayoutError: The layout is not the cache's; gives both.
         """
         k = kv_cache[0][0][0]
         _, num_kv_heads, block_size, head_dim = k.shape
@@ -72,7 +72,7 @@ class TorchKVIO:
 
     @property
     def layout(self) -> KVLayout:
-        """What the bytes mean."""
+        """Layout of the bytes."""
         return self._layout
 
     @property
@@ -112,7 +112,7 @@ class TorchKVIO:
         per_block = self._layout.rows_per_block
         end = -(-(first_row + len(data)) // per_block)
         if len(data) and 0 in block_ids[first_row // per_block : end]:
-            raise ValueError("block 0 is the null block: it is no sequence's and not written")
+            raise ValueError("block 0 is the null block, of no sequence, and must not be written")
         self._host_blocks[lane].write_rows(block_ids, first_row, data)
 
 

@@ -84,19 +84,19 @@ class PlainLinear:
     bias: torch.Tensor | None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """See ``Linear``."""
+        """(T, K) -> (T, N)."""
         return functional.linear(x, self.weight, self.bias)
 
     def plus(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """See ``Linear.plus``."""
+        """Return the product and ``other`` (T, N) added up."""
         return other + functional.linear(x, self.weight, self.bias)
 
     def times(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """See ``Linear.times``."""
+        """Return the product times ``other`` (T, N), element by element."""
         return other * functional.linear(x, self.weight, self.bias)
 
     def swish(self, x: torch.Tensor) -> torch.Tensor:
-        """See ``Linear.swish``."""
+        """SiLU of the product."""
         return functional.silu(functional.linear(x, self.weight, self.bias))
 
 
@@ -118,19 +118,19 @@ class PackedLinear:
         self._bias = bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """See ``Linear``."""
+        """(T, K) -> (T, N)."""
         return _product(x, self._packed, self._bias, "none", [], "")
 
     def plus(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """See ``Linear.plus``."""
+        """Return the product and ``other`` (T, N) added up."""
         return _product_with(x, other, self._packed, self._bias, "add")
 
     def times(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """See ``Linear.times``."""
+        """Return the product times ``other`` (T, N), element by element."""
         return _product_with(x, other, self._packed, self._bias, "mul")
 
     def swish(self, x: torch.Tensor) -> torch.Tensor:
-        """See ``Linear.swish``."""
+        """SiLU of the product."""
         return _product(x, self._packed, self._bias, "swish", [], "")
 
 
@@ -161,7 +161,7 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
 
 
 def gives_the_same(found: Linear, plain: PlainLinear) -> bool:
-    """Whether every operation of ``found`` agrees with the plain one, within bfloat16's rounding.
+    """Return whether ``found`` agrees with the plain operations within bfloat16's rounding.
 
     Tried on a few random rows. A sum of K products may be rounded in another order, hence also a
     share of the greatest result.

@@ -57,7 +57,7 @@ _EXPERT_NAMES = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    """One decoder layer, but for what comes after its attention.
+    """Weights of a decoder layer up to and including its attention.
 
     Attributes:
         input_norm: (hidden,).
@@ -74,7 +74,7 @@ class LayerWeights:
     post_norm: torch.Tensor
 
     def mlp_plus(self, normed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """What comes after attention, of (T, hidden) that were normalised, and `x` added up."""
+        """Return `x` plus the MLP or experts of normalised hidden states (T, hidden)."""
         raise NotImplementedError
 
 
@@ -93,7 +93,7 @@ class DenseLayerWeights(LayerWeights):
     down: Linear
 
     def mlp_plus(self, normed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """See `LayerWeights.mlp_plus`."""
+        """Return `x` plus the MLP or experts of normalised hidden states (T, hidden)."""
         return self.down.plus(self.up.times(normed, self.gate.swish(normed)), x)
 
 
@@ -108,7 +108,7 @@ class ExpertLayerWeights(LayerWeights):
     experts: Experts
 
     def mlp_plus(self, normed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """See `LayerWeights.mlp_plus`."""
+        """Return `x` plus the MLP or experts of normalised hidden states (T, hidden)."""
         return x + self.experts(normed)
 
 
@@ -238,7 +238,9 @@ def open_safetensors(folder: Path, shapes: Mapping[str, Shape]) -> Iterator[Fetc
             if (found := tuple(holder[name].get_slice(name).get_shape())) != shape
         ]
         if wrong:
-            raise ModelLoadError(f"weights in {folder} have other shapes: {_listed(wrong)}")
+            raise ModelLoadError(
+                f"weights in {folder} do not have the shapes of config.json: {_listed(wrong)}"
+            )
         yield lambda name: holder[name].get_tensor(name)
 
 
@@ -252,7 +254,7 @@ def _files(folder: Path) -> list[Path]:
         return [folder / name for name in sorted(names)]
     if (folder / _SINGLE).is_file():
         return [folder / _SINGLE]
-    raise ModelLoadError(f"{folder} holds neither {_SINGLE} nor {_INDEX}")
+    raise ModelLoadError(f"{folder} contains neither {_SINGLE} nor {_INDEX}")
 
 
 def _check_names(folder: Path, shapes: Mapping[str, Shape], found: Mapping[str, object]) -> None:

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 _HUGE = 1 << 21
 _PAGE = 1 << 12
 _CHUNK = 1 << 26
-"""What is taken from the host for small pieces: what the last one leaves is never touched."""
+"""Bytes mapped at once for small pieces; the unused rest of a mapping is never touched."""
 
 
 def own_memory(num_bytes: int) -> NDArray[np.uint8]:
-    """Return zeros in pages of their own; given back when nothing refers to them."""
+    """Return zeros in separate pages, unmapped when no reference is left."""
     mapped = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # A kernel without huge pages says so.
+    # madvise fails on kernels without huge pages.
     with contextlib.suppress(OSError):
         mapped.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(mapped, dtype=np.uint8)

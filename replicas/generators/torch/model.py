@@ -91,12 +91,12 @@ class PagedTransformer:
     def _run_stack(
         self, x: torch.Tensor, batch: PagedBatch, cache: TorchKVCache, around: _Callbacks
     ) -> torch.Tensor:
-        """All layers in one call, or each in one where somebody looks at them and there is time."""
+        """Run all layers in one call, or one call each for a long pass with layer callbacks."""
         assert self._stack is not None
         layers = range(len(self._weights.layers))
         indices = batch.logits_indices.numpy()
         is_in_order = bool((indices[1:] > indices[:-1]).all())
-        # As an engine wants them, always: whoever comes second here is a caller of another kind.
+        # Indices of an engine are always in order; only other callers need the sort.
         wanted, order = (indices, None) if is_in_order else np.unique(indices, return_inverse=True)
         plan = self._stack.plan(batch, wanted)
         before_layer, after_layer = around
@@ -110,7 +110,7 @@ class PagedTransformer:
     def _run_one_by_one(
         self, x: torch.Tensor, batch: PagedBatch, cache: TorchKVCache, around: _Callbacks
     ) -> torch.Tensor:
-        """Operation by operation, each shared out among the threads."""
+        """Run operation by operation, each divided among the threads."""
         before_layer, after_layer = around
         config, weights, kernels = self._config, self._weights, self._attention.kernels
         eps = config.rms_norm_eps
@@ -140,7 +140,7 @@ class PagedTransformer:
             layer.mlp_plus(nothing, nothing)
 
     def _check(self, batch: PagedBatch, cache: TorchKVCache) -> None:
-        """Kernels read and write where they are told to.
+        """Check all indices, as kernels do not check bounds.
 
         Raises:
             IndexError: A position or a block does not exist.

@@ -1,6 +1,6 @@
-"""What a pass computes besides attention and products, as PyTorch spells it out.
+"""Norms and rotations of a pass in plain PyTorch.
 
-Nothing here needs a compiler: `kernels.py` beside this file has the same compiled.
+Needs no compiler; `kernels.py` beside this file has the compiled versions.
 
 Dimensions: T tokens, H query heads, G KV heads, D head size, P blocks, S block size, N hidden size.
 """
@@ -20,7 +20,7 @@ Attend: TypeAlias = Callable[[int, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenPlaces:
-    """Where the tokens of a pass stand.
+    """Positions of the tokens of a pass.
 
     Attributes:
         cos: (positions, D), the cosines of each position twice.
@@ -39,7 +39,7 @@ class PlainKernels:
     """Norm and rotation as PyTorch spells them out: what the compiled ones are held to."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See `kernels.Kernels.rms_norm`."""
+        """Normalise rows; see `kernels.Kernels.rms_norm`."""
         return functional.rms_norm(x, x.shape[-1:], eps=eps) * weight
 
     def rotate_and_store(
@@ -50,7 +50,7 @@ class PlainKernels:
         norm: torch.Tensor | None,
         eps: float,
     ) -> None:
-        """See `kernels.Kernels.rotate_and_store`."""
+        """Rotate queries and keys and store KV; see `kernels.Kernels.rotate_and_store`."""
         _, num_kv_heads, block_size, head_dim = planes[0].shape
         turning, values = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
         plain = turning.clone() if norm is None else self.rms_norm(turning, norm, eps)

@@ -247,7 +247,7 @@ def finish_rows(_context, sums, num_rows, width, other, other_at, out, at, strid
         sums: float32 (rows, 64).
         num_rows: Rows.
         width: Columns of each, the others are left.
-        other: What is added, or multiplied by.
+        other: The summand or factor.
         other_at: Of its first row.
         out: May be ``other``.
         at: Of its first row.

@@ -38,13 +38,13 @@ MOST_ROWS = 96
 FEWEST_ROWS = 8
 """A unit of fewer reads the weights for too little."""
 SHORT_PASS = 1 << 30
-"""A pass of so many products of a token and a weight is over in milliseconds: to stop at each of
-its layers takes as long as they do, and what moves meanwhile can wait."""
+"""A pass of at most so many products of a token and a weight takes milliseconds. Stopping at each
+of its layers would take as long, and KV transfers can wait until its end."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Units:
-    """How the tokens of a pass are cut; a prompt only where a tile of it ends.
+    """Division of a pass into units of tokens; prompts are cut only at the ends of tiles.
 
     Attributes:
         cuts: int64 (U + 1,), the first token of each, and T.
@@ -63,7 +63,7 @@ class Units:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shares:
-    """How a pass is cut whose weights are shared out.
+    """Division of a pass whose weights are distributed over the threads.
 
     Attributes:
         wanted: int64 (S,), in order: tokens that go through the model's last layer.
@@ -127,7 +127,7 @@ class LayerStack:
         self._layer_weights = sum(linear.panels.weight.numel() for linear in matrices)
         self._make_shares_kernel = cache(lambda: Kernel(compiled_shares.share_layers, *shape))
         if not self._is_small:
-            self._make_shares_kernel()  # now, and not while somebody waits for a step
+            self._make_shares_kernel()  # compile at start, not during a step
 
     @property
     def _is_small(self) -> bool:
@@ -270,7 +270,7 @@ class LayerStack:
     def _given(
         self, x: torch.Tensor, out: torch.Tensor, batch: PagedBatch, cache: TorchKVCache
     ) -> tuple[int, ...]:
-        """What both kernels are given alike: sizes, the rows, their places."""
+        """Return the arguments common to both kernels: sizes, rows, places."""
         config, dtype = self._config, x.dtype
         return (
             x.shape[1],

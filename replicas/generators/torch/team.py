@@ -69,9 +69,9 @@ class Helpers(threading.local):
                 # OpenMP ends those that a team has had no use for, and makes new ones.
                 self._confine(cores - {core}, num_threads)
         except OSError as error:
-            # They compute wherever they are: it only takes longer.
+            # Not an error: computation works on any core, only slower.
             self._is_off = True
-            logger.warning("compute threads stay where the system puts them: %s", error)
+            logger.warning("cannot pin compute threads to cores, steps may be slower: %s", error)
         self._seen = seen
 
     def _confine(self, cores: set[int], num_threads: int | None) -> None:
@@ -87,7 +87,7 @@ HELPERS = Helpers()
 
 @cache
 def _this_core() -> Callable[[], int] | None:
-    """Tells on which core a thread runs, if that can be told; keeps the interpreter."""
+    """Return a function for the current core's number, or None; it keeps the interpreter lock."""
     return getattr(ctypes.PyDLL(None), "sched_getcpu", None)
 
 

@@ -51,11 +51,11 @@ def number_of(number: int) -> _Value:
 
 
 class Vectors:
-    """Writes instructions on vectors of one width.
+    """Generator of instructions on vectors of one width.
 
     Args:
         builder: Where to.
-        number: What they compute in.
+        number: Type of the numbers.
         width: Numbers of a vector, a power of two.
     """
 
@@ -199,7 +199,7 @@ class Vectors:
         return self._builder.extract_element(vector, ir.Constant(_PLACE, 0))
 
     def join(self, by: Callable[[_Value, _Value], _Value], vectors: Sequence[_Value]) -> _Value:
-        """What the numbers of each of up to four vectors are together, as a vector."""
+        """Reduce each of up to four vectors to a number; return these as a vector."""
         if self._width < TOGETHER:
             found = ir.Constant(ir.VectorType(self._number, len(vectors)), None)
             for place, vector in enumerate(vectors):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 LARGEST_PIECE = 256
 _PIECES = (LARGEST_PIECE, 128)
-"""Tokens of a chunk that attention takes at once, if that leaves work for every core; else 64.
+"""Tokens of a chunk that attention processes at once if every core then has work; else 64.
 Source: SDPA program configurations of tt-metal's models/tt_transformers/tt/model_config.py."""
 
 _COLUMNS = 8
@@ -38,7 +38,7 @@ fill a rectangle, and heads are joined by the op's plain program, not by that fo
 
 
 class PagedAttention:
-    """The attention of every layer of a lane.
+    """Attention of every layer of a lane.
 
     Owner: nothing on the device; weights and cache are arguments.
     """
@@ -73,7 +73,7 @@ class PagedAttention:
         all_heads = self._num_heads + 2 * self._num_kv_heads
         self._is_apart = 2 * max_rows <= num_cores and all_heads <= num_cores
         self.rotated_in = [self._joined_in]
-        """Where queries are rotated, and keys, if those are elsewhere."""
+        """Memory configurations in which queries are rotated, and keys, if these differ."""
         if self._is_apart:
             # Cores that differ write keys and values at once.
             self.rotated_in = [
@@ -86,10 +86,11 @@ class PagedAttention:
         self._concat_cores = None if max_rows % columns == 0 else _whole(self._grid)
 
     def piece(self, num_tokens: int, start: int) -> int:
-        """Return tokens of queries, and of keys, that attention of a chunk takes at once.
+        """Return how many tokens of queries, and of keys, attention of a chunk processes at once.
 
-        Where an earlier part of the sequence is in the cache, its end must be a multiple of them:
-        ttnn says so of both, and of keys for its issue 35225. A block's tokens always are.
+        If an earlier part of the sequence is in the cache, its end must be a multiple of this
+        number. ttnn requires that for both, and for keys because of its issue 35225. The tokens of
+        a block always qualify.
 
         Args:
             num_tokens: S.

@@ -1,9 +1,9 @@
-"""Which process has which board open: one locked file per board, in a folder of the user.
+"""Exclusive locks of boards: one locked file per board, in a folder of the user.
 
-Two processes that open the same chip hang or fail in ways that tell nothing, and a board that was
-not closed can hang whoever opens it next. The lock is the kernel's and ends with its process,
-however that ends; what the file says outlives it. A file that can be locked and still names a
-process is the mark of one that died with the board open.
+Two processes that open the same chip hang or fail with unhelpful errors, and a board that was not
+closed can hang the next process that opens it. The lock is the kernel's and ends with its process,
+however that ends; the file's content survives. A file that can be locked and still names a process
+shows that this process died with the board open.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _BOARD = re.compile(r"[0-9A-Za-z:.]+")
 
 
 class BoardLocks:
-    """Locks of some boards, all or none, held from construction to `release`.
+    """Locks of several boards, all or none, held from construction to `release`.
 
     Attributes:
-        boards: The boards, as they were named.
-        left_open: Those of them that a process had open when it died.
-        folder: Where the files are.
+        boards: The boards' names as given.
+        left_open: Boards that a process had open when it died.
+        folder: Folder of the lock files.
     """
 
     def __init__(self, boards: Sequence[str], folder: Path | None = None) -> None:
@@ -39,11 +39,10 @@ class BoardLocks:
 
         Args:
             boards: Their names, PCI addresses or digits.
-            folder: Where the files are; None is the user's own in the temporary folder.
+            folder: Folder of the lock files; None is the user's own in the temporary folder.
 
         Raises:
-            DeviceError: Another process has one of them, which it names; or the files cannot be
-                written.
+            DeviceError: Another process holds one of them (named), or the files cannot be written.
         """
         self.boards = tuple(sorted(set(boards)))
         self._files: dict[str, int] = {}
@@ -61,33 +60,33 @@ class BoardLocks:
             self._unlock()
             raise DeviceError(
                 f"cannot lock boards {', '.join(self.boards)} with files in {folder}: {error}; "
-                "give this process a temporary folder (TMPDIR) that it can write"
+                "give this process a writable temporary folder (TMPDIR)"
             ) from error
         except DeviceError:
             self._unlock()
             raise
 
     def mark_open(self) -> None:
-        """Note that this process is about to touch the boards."""
+        """Record that this process is about to open the boards."""
         for file in self._files.values():
             _write(file, f"{os.getpid()}\n")
 
     def mark_closed(self) -> None:
-        """Note that the boards can be opened by another as they are."""
+        """Record that the boards were closed and need no reset."""
         for file in self._files.values():
             _write(file, "")
 
     def release(self) -> None:
-        """Let others have the boards; again does nothing."""
+        """Release the locks. Idempotent."""
         self._unlock()
 
     def file_of(self, board: str) -> Path:
-        """Return the file of a board; deleting it takes the mark of a process that died."""
+        """Return the lock file of a board; deleting it removes the record of a dead process."""
         return self.folder / f"{board}.lock"
 
     def _lock(self, board: str) -> None:
         if _BOARD.fullmatch(board) is None:
-            raise DeviceError(f"{board!r} names no board; TT_VISIBLE_DEVICES is a list like 0,1")
+            raise DeviceError(f"{board!r} is not a board; TT_VISIBLE_DEVICES is a list like 0,1")
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         file = os.open(self.file_of(board), flags, 0o600)
         self._files[board] = file
@@ -112,7 +111,7 @@ class BoardLocks:
 
 
 def _make_private(folder: Path) -> None:
-    """Make the folder, or see that it is the user's own: others may write beside it."""
+    """Create the folder, or check that it belongs to the user: its parent is world-writable."""
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     found = folder.lstat()

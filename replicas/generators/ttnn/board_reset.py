@@ -1,7 +1,7 @@
-"""Which boards are whose, and how those that a dead process left open are brought back.
+"""Names under which boards are locked, and the reset of boards that a dead process left open.
 
-A name in TT_VISIBLE_DEVICES means another board to another process, and to `tt-smi` yet another:
-so boards are locked by their PCI addresses, and reset by their device nodes.
+A name in TT_VISIBLE_DEVICES may mean different boards to different processes, and to `tt-smi`. So
+boards are locked by their PCI addresses and reset by their device nodes.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _LOG = logging.getLogger(__name__)
 
 
 def lock_names(names: Sequence[str], devices: Sequence[Device]) -> tuple[str, ...]:
-    """What boards are locked by: PCI addresses, and the name itself of a board that is not found.
+    """Return the lock names of boards: PCI addresses, or the given name if no board matches it.
 
     Args:
-        names: As TT_VISIBLE_DEVICES has them; none for all boards of the host.
-        devices: Those of the host.
+        names: Names in TT_VISIBLE_DEVICES; empty for all boards of the host.
+        devices: The host's devices.
     """
     if not names:
         return tuple(device.address for device in devices if device.has_node)
@@ -40,18 +40,18 @@ def lock_names(names: Sequence[str], devices: Sequence[Device]) -> tuple[str, ..
 def reset_left_open(
     locks: BoardLocks, devices: Sequence[Device], environment: Mapping[str, str]
 ) -> None:
-    """Bring boards that a dead process had open back to a state that can be opened.
+    """Reset boards that a process had open when it died.
 
-    A Galaxy is reset whole, and only by who has locked the whole of it.
+    A Galaxy can only be reset as a whole, by a process that has locked all of it.
 
     Args:
-        locks: What this process has locked, and what was left open of that.
-        devices: Those of the host.
-        environment: Whose PATH has tt-smi, or has not.
+        locks: The locks of this process, with the boards that were left open.
+        devices: The host's devices.
+        environment: Environment whose PATH is searched for tt-smi.
 
     Raises:
-        DeviceError: They were not reset, or would not be without resetting other boards too, or
-            under other processes that have them open; says what to do.
+        DeviceError: The reset failed, or would affect other boards or processes that have them
+            open; says what to do.
     """
     if not locks.left_open:
         return
@@ -61,16 +61,16 @@ def reset_left_open(
     if len(boards) < len(locks.left_open):
         lost = sorted(set(locks.left_open) - {device.address for device in boards})
         _LOG.warning(
-            "a process died with boards %s open, and this host has no device nodes for them: if "
-            "opening hangs, reset them by hand", ", ".join(lost),
+            "a process died with boards %s open, and this host has no device nodes for them; if "
+            "opening them hangs, reset them by hand", ", ".join(lost),
         )  # fmt: skip
     if not boards:
         return
     tool = find_tt_smi(environment)
     if tool is None:
         _LOG.warning(
-            "a process died with boards %s open and tt-smi is not on PATH to reset them: if "
-            "opening hangs, run %s on this host (pip install tt-smi)",
+            "a process died with boards %s open and tt-smi is not on PATH to reset them; if "
+            "opening them hangs, run %s on this host (pip install tt-smi)",
             ", ".join(device.address for device in boards), by_hand,
         )  # fmt: skip
         return
@@ -96,15 +96,15 @@ def _by_hand(boards: Sequence[Device], nodes: Sequence[int]) -> str:
 
 
 def _check_nobody_else(locks: BoardLocks, devices: Sequence[Device], by_hand: str) -> None:
-    """See that no other process has a device open that is to be reset: it may be at work."""
+    """Refuse to reset devices that another process has open and may be using."""
     own = os.getpid()
     others = [replace(d, holders=tuple(pid for pid in d.holders if pid != own)) for d in devices]
     holders = holders_text(others)
     if holders:
         files = ", ".join(str(locks.file_of(board)) for board in locks.left_open)
         raise DeviceError(
-            f"a process died with boards {', '.join(locks.left_open)} open, and resetting them "
-            f"would take away {holders}: end them, or run {by_hand} and delete {files}"
+            f"a process died with boards {', '.join(locks.left_open)} open, but a reset would "
+            f"disrupt {holders}: end these processes, or run {by_hand} and delete {files}"
         )
 
 
@@ -112,7 +112,7 @@ def _check_whole_galaxy(locks: BoardLocks, devices: Sequence[Device], by_hand: s
     others = [device for device in devices if device.address not in locks.boards]
     if others:
         raise DeviceError(
-            f"a process died with chips of this Galaxy open, and resetting them resets all "
-            f"{len(devices)} of the machine, of which this engine has {len(locks.boards)}: stop "
+            f"a process died with chips of this Galaxy open, but a reset affects all "
+            f"{len(devices)} of the machine, and this engine has {len(locks.boards)}: stop "
             f"every engine here, run {by_hand}, and delete {locks.folder}"
         )

@@ -25,7 +25,7 @@ MAX_CHUNK = 8192
 """Tokens of the longest chunk that one call computes; longer prompts take several calls."""
 
 MAX_ROWS = 32
-"""Rows of a decode batch of one lane; the paged decode operations take no more."""
+"""Rows of a decode batch of one lane; limit of the paged decode operations."""
 
 _TABLE_ALIGNMENT = 8
 """Entries of 32 bytes: a row of a page table starts at a multiple of them in DRAM."""

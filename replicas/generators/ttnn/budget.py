@@ -1,9 +1,9 @@
-"""How many tokens of KV fit a lane of a mesh: arithmetic alone, without a device. Pure.
+"""KV capacity of a lane of a mesh in tokens: arithmetic, without a device. Pure.
 
-Every chip of a lane has the same share of everything, so it is one chip's arithmetic. Beside the
-weights and the KV its DRAM holds the activations of the longest chunk, what traces keep, rotary
-tables and the trace region; what is left out (inputs, staging tensors, what ttnn keeps for itself,
-fragments) comes out of ``RESERVED_SHARE``.
+Every chip of a lane has an equal share of everything, so one chip's arithmetic suffices. Beside
+weights and KV its DRAM has the activations of the longest chunk, the outputs of traces, rotary
+tables and the trace region. Inputs, staging tensors, ttnn's own buffers and fragmentation are
+covered by ``RESERVED_SHARE``.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ if TYPE_CHECKING:
     from replicas.meshes import MeshSpec
 
 RESERVED_SHARE = 0.03
-"""Of each chip's DRAM, for what the terms of `LaneMemory` leave out. Assumed; ttnn's allocator
+"""Share of each chip's DRAM for uses that `LaneMemory` does not list. Assumed; ttnn's allocator
 offers 0.1 % less than the memory of a Wormhole chip."""
 
 _ACTIVATION_BYTES = 2
-"""Of an element of bfloat16."""
+"""Bytes of a bfloat16 element."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneMemory:
-    """DRAM of one chip of a lane, in bytes.
+    """Use of the DRAM of one chip of a lane, in bytes.
 
     Attributes:
-        dram: All of it.
+        dram: Total DRAM.
         weights: See `weight_bytes_per_chip`.
         activations: See `activation_bytes_per_chip`.
-        outputs: Logits that stay: of each traced call, and of calls on their way.
+        outputs: Persistent logits: of each traced call, and of calls whose output is being copied.
         rope: Rotary tables.
-        trace_region: Set aside for traces.
+        trace_region: Reserved for traces.
         reserved: See `RESERVED_SHARE`.
         block: One KV block, keys and values of all layers.
     """
@@ -65,13 +65,13 @@ class LaneMemory:
 
     @property
     def usable(self) -> int:
-        """For weights and KV."""
+        """Bytes for weights and KV."""
         others = self.activations + self.outputs + self.rope + self.trace_region + self.reserved
         return self.dram - others
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks that fit; negative if the weights do not."""
+        """Number of KV blocks that fit; negative if the weights do not fit."""
         return (self.usable - self.weights) // self.block
 
 
@@ -84,19 +84,19 @@ def lane_memory(
     block_size: int = TILE,
     max_seq_len: int | None = None,
 ) -> LaneMemory:
-    """Add up what is on each chip of a lane.
+    """Compute the memory use of each chip of a lane.
 
     Args:
         model: The model.
         mesh: The mesh.
-        settings: Its profile, traces, and the trace region of each chip.
+        settings: The mesh's profile, traces and trace region.
         tt_data_parallel: Lanes, which share the chips.
         block_size: Tokens per KV block.
         max_seq_len: Tokens of the longest sequence; None is all positions of the model.
 
     Raises:
-        ConfigError: The lanes do not divide the chips, or the model does not divide among a lane's;
-            says both numbers.
+        ConfigError: The lanes do not divide the chips, or the model does not divide among a lane's
+            chips; gives both numbers.
     """
     _, tp = lane_shape(mesh, tt_data_parallel)
     check_lane(model, tp, max_rows=1, block_size=block_size)
@@ -125,9 +125,9 @@ def native_token_budget(  # noqa: PLR0913 - what the memory of a lane depends on
     num_slots: int = MAX_ROWS,
     max_seq_len: int | None = None,
 ) -> int:
-    """Return tokens of KV that fit each lane's DRAM, at most what 32 rows can fill.
+    """Return the tokens of KV that fit each lane's DRAM, at most as many as 32 rows can fill.
 
-    `num_blocks` of the result, which rounds each slot up to a block, fit.
+    Memory suffices for `num_blocks` of the result, which rounds each slot up to whole blocks.
 
     Args:
         model: See `lane_memory`.
@@ -139,8 +139,8 @@ def native_token_budget(  # noqa: PLR0913 - what the memory of a lane depends on
         max_seq_len: See `lane_memory`.
 
     Raises:
-        ConfigError: As `lane_memory`; or weights and a block for each slot and one more need more
-            than is left of a chip's DRAM; says both numbers.
+        ConfigError: As in `lane_memory`; or the weights and one block more than there are slots do
+            not fit a chip's DRAM; gives both numbers.
     """
     memory = lane_memory(
         model, mesh, settings, tt_data_parallel, block_size=block_size, max_seq_len=max_seq_len
@@ -152,9 +152,9 @@ def native_token_budget(  # noqa: PLR0913 - what the memory of a lane depends on
         raise ConfigError(
             f"{model.name_or_path} does not fit mesh {mesh.name} in {tt_data_parallel} lanes: its "
             f"weights in {profile(settings.optimizations, model).weight_dtype} take "
-            f"{memory.weights / 1e9:.2f} GB of each chip, and of its {memory.dram / 1e9:.2f} GB "
+            f"{memory.weights / 1e9:.2f} GB of each chip. Of its {memory.dram / 1e9:.2f} GB, "
             f"{usable / 1e9:.2f} GB are left for weights and KV, of which {num_slots} slots need "
-            f"{(num_slots + 1) * memory.block / 1e9:.2f} GB at least; {', or '.join(ways)}"
+            f"at least {(num_slots + 1) * memory.block / 1e9:.2f} GB; {', or '.join(ways)}"
         )
     return min(free_blocks * block_size, MAX_ROWS * model.max_position_embeddings)
 
@@ -162,7 +162,7 @@ def native_token_budget(  # noqa: PLR0913 - what the memory of a lane depends on
 def _ways_to_fit(
     mesh: MeshSpec, settings: MeshConfig, tt_data_parallel: int, memory: LaneMemory
 ) -> list[str]:
-    """What a configuration whose model does not fit can still change."""
+    """Return advice for a configuration whose model does not fit."""
     ways = [f"use a larger mesh than {mesh.name}"]
     if tt_data_parallel > 1:
         ways.append(f"fewer lanes than tt_data_parallel {tt_data_parallel}")
@@ -176,7 +176,7 @@ def _ways_to_fit(
 
 
 def num_blocks(num_tokens: int, block_size: int, num_slots: int) -> int:
-    """KV blocks of a lane with room for ``num_tokens``, however its slots share them.
+    """Return the KV blocks of a lane with room for ``num_tokens``, however slots share them.
 
     Source: ``get_num_available_blocks_tt`` of vllm-tt-plugin's worker.
 
@@ -189,14 +189,14 @@ def num_blocks(num_tokens: int, block_size: int, num_slots: int) -> int:
 
 
 def weight_bytes_per_chip(model: ModelConfig, chosen: Profile, tp: int, dram_banks: int = 1) -> int:
-    """Return bytes of the weights on each of ``tp`` chips of a lane, as ``weights`` lays them out.
+    """Return the bytes of weights on each of ``tp`` chips of a lane, in the layout of ``weights``.
 
     Args:
         model: The model; its heads and sizes are shared out evenly.
         chosen: Dtypes.
         tp: Chips of the lane.
         dram_banks: Banks of a chip, which get equal stripes of a layer's matrices, in whole tiles;
-            1 for what is on disk.
+            1 for the size on disk.
     """
     hidden, inner = model.hidden_size, model.intermediate_size // tp
     heads = model.num_attention_heads // tp
@@ -221,9 +221,9 @@ def weight_bytes_per_chip(model: ModelConfig, chosen: Profile, tp: int, dram_ban
 
 
 def activation_bytes_per_chip(model: ModelConfig, tp: int, max_seq_len: int) -> int:
-    """Most bytes that a chunk of the longest bucket has in DRAM at once, beside its inputs.
+    """Return the peak DRAM use of a chunk of the longest bucket in bytes, without its inputs.
 
-    Measured on ttnn's mock device, where they are these. A decode step's are in L1.
+    Equal to measurements on ttnn's mock device. Activations of a decode step are in L1.
 
     Args:
         model: The model.
@@ -233,7 +233,7 @@ def activation_bytes_per_chip(model: ModelConfig, tp: int, max_seq_len: int) -> 
     hidden, inner = model.hidden_size, model.intermediate_size // tp
     heads = (model.num_attention_heads + 2 * model.num_key_value_heads) // tp
     qkv = heads * model.head_dim
-    # Columns of activations beside cos and sin, which stay, where they are the most.
+    # Largest number of activation columns at any point, without cos and sin, which stay throughout.
     widest = max(
         # The residual, the MLP's input, gate and up; then its product instead of the input.
         2 * hidden + 2 * inner,
@@ -241,8 +241,8 @@ def activation_bytes_per_chip(model: ModelConfig, tp: int, max_seq_len: int) -> 
         # The residual, the attention's input, its projection; then that one split into heads.
         2 * hidden + qkv,
         hidden + 2 * qkv,
-        # The residual, a branch's output and their sum; or a branch's summands, what the reduction
-        # over the chips keeps in between, and their sum.
+        # The residual, a branch's output and their sum; or a branch's summands, the reduction's
+        # intermediate result, and their sum.
         3 * hidden if tp == 1 else 4 * hidden + hidden // tp,
     )
     longest = prefill_buckets(max_seq_len)[-1]
@@ -252,13 +252,13 @@ def activation_bytes_per_chip(model: ModelConfig, tp: int, max_seq_len: int) -> 
 def _output_bytes_per_chip(
     model: ModelConfig, settings: MeshConfig, tp: int, max_seq_len: int
 ) -> int:
-    """Bytes of the logits that stay beside a chunk's activations, and of the vocabulary's bias."""
-    num_kept = 2  # the bias, and logits of an earlier prompt on their way to the host
+    """Return bytes of persistent logits and of the vocabulary's padding bias."""
+    num_kept = 2  # the bias, and logits of an earlier prompt that are being copied
     if settings.trace != "none":
-        # Of the decode that gives logits, and of the one that draws from them.
+        # Logits of the decode that returns them, and of the decode that draws from them.
         num_kept += 1 if settings.sample_on_device == "none" else 2
     if settings.trace == "all":
-        # A first chunk of each traced bucket, and later ones with small and large pieces.
+        # For each traced bucket: a first chunk, and later chunks with small and with large pieces.
         num_kept += 3 * len(traced_buckets(max_seq_len))
     vocab = padded_vocab_size(model.vocab_size, tp) // tp
     return num_kept * TILE * vocab * _ACTIVATION_BYTES

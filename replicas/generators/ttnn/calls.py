@@ -1,8 +1,8 @@
-"""Arguments of prefill and decode, checked before any device sees them.
+"""Checks of prefill and decode arguments before the device gets them.
 
-A wrong argument is a ValueError, as with the torch generator, and says both numbers. The checks are
-those that keep a call inside what was compiled and inside the cache: the device checks no index.
-Page tables are wide, so they are neither copied nor, where the device keeps its own, looked at.
+As with the torch generator, a wrong argument is a ValueError with both numbers. The checks keep a
+call within the compiled shapes and within the cache, as the device checks no index. Page tables are
+wide, so they are not copied, and not read if the device keeps its own.
 
 Dimensions: N rows that prefill, B slots, K entries of a page table.
 """
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """What a generator was made for.
+    """Sizes that a generator was created with.
 
     Attributes:
         max_batch_size: B.
         max_seq_len: Tokens of the longest sequence.
-        vocab_size: Tokens there are.
+        vocab_size: Size of the vocabulary.
         num_blocks: Blocks of a lane's KV cache.
         block_size: Tokens per block.
         table_width: Most entries of a sequence's page table.
@@ -48,13 +48,14 @@ class CallLimits:
         """Refuse a page table that is wider than the compiled one."""
         if num_blocks > self.table_width:
             raise ValueError(
-                f"a page table of {num_blocks} blocks per row, the device's has {self.table_width}"
+                f"a page table has {num_blocks} blocks per row, more than the device's "
+                f"{self.table_width}"
             )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefillCall:
-    """Rows to prefill.
+    """Checked arguments of a prefill.
 
     Attributes:
         tokens: int64 (N, longest), prompts from position 0.
@@ -73,7 +74,7 @@ class PrefillCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeCall:
-    """What a decode of all B rows gives the device; None where that goes on with its own.
+    """Checked inputs of a decode of all B rows; None where the device continues with its own.
 
     Attributes:
         tokens: int64 (B,).
@@ -95,7 +96,7 @@ def check_prefill(
     start_pos: torch.Tensor,
     empty_slots: Sequence[int],
 ) -> PrefillCall:
-    """Take over the arguments of ``prefill_forward``.
+    """Check and convert the arguments of ``prefill_forward``.
 
     Raises:
         ValueError: A dtype, rank, number of rows, slot, length, block or token is out of range.
@@ -114,7 +115,7 @@ def check_prefill(
     if not 0 <= slots.min() <= slots.max() < limits.max_batch_size:
         raise ValueError(f"empty_slots {slots} for a batch of {limits.max_batch_size}")
     if len(set(slots.tolist())) < num_rows:
-        raise ValueError(f"empty_slots {slots} names a slot twice")
+        raise ValueError(f"empty_slots {slots} contains a slot twice")
     _check_tables(limits, call.page_table, num_rows)
     width = min(call.tokens.shape[1], _tokens_of_a_row(limits, call.page_table))
     if (call.ends - call.starts).min() < 1 or call.starts.min() < 0 or call.ends.max() > width:
@@ -134,7 +135,7 @@ def check_decode(
     reload_inputs: bool,
     reload_page_table: bool,
 ) -> DecodeCall:
-    """Take over those arguments of ``decode_forward`` that the device is to load.
+    """Check and convert the arguments of ``decode_forward`` that the device loads.
 
     Args:
         limits: See `CallLimits`.
@@ -171,15 +172,15 @@ def check_decode(
 
 
 def check_goes_on(*, reset: bool, remap: torch.Tensor | None, samples: bool) -> None:
-    """Refuse what a decode without ``reload_inputs`` cannot do.
+    """Refuse arguments that need ``reload_inputs``.
 
     Args:
         reset: ``reset_sampling_state``.
         remap: ``slot_remap``.
-        samples: There are ``sampling_params``.
+        samples: Whether there are ``sampling_params``.
 
     Raises:
-        ValueError: Says what.
+        ValueError: Names the argument.
     """
     if reset:
         raise ValueError("reset_sampling_state needs reload_inputs")
@@ -192,7 +193,7 @@ def check_goes_on(*, reset: bool, remap: torch.Tensor | None, samples: bool) -> 
 def check_logits_rows(
     limits: CallLimits, logits_rows: object, start_pos: torch.Tensor, *, samples: bool
 ) -> Int64Array:
-    """Take over ``logits_rows``.
+    """Check and convert ``logits_rows``.
 
     Raises:
         ValueError: There are no ``sampling_params`` beside it, or a row does not decode.
@@ -209,22 +210,22 @@ def check_logits_rows(
 
 
 def check_remap(limits: CallLimits, slot_remap: torch.Tensor) -> Int64Array:
-    """Take over ``slot_remap``.
+    """Check and convert ``slot_remap``.
 
     Raises:
-        ValueError: It is no permutation of the slots.
+        ValueError: It is not a permutation of the slots.
     """
     remap = _int64("slot_remap", slot_remap, 1)
     if not np.array_equal(np.sort(remap), np.arange(limits.max_batch_size)):
-        raise ValueError(f"slot_remap {remap} is no order of {limits.max_batch_size} slots")
+        raise ValueError(f"slot_remap {remap} does not permute {limits.max_batch_size} slots")
     return remap
 
 
 def _integers(name: str, values: object, num_dims: int) -> IntArray:
-    """Return integers of a known rank, without a copy where they are an array or a tensor.
+    """Return integers of the given rank; arrays and tensors are not copied.
 
     Raises:
-        ValueError: They have another dtype or rank, or there are none.
+        ValueError: The values have another dtype or rank, or are missing.
     """
     array: IntArray = np.asarray(values)
     if array.ndim != num_dims or array.dtype.kind not in "iu" or not array.size:

@@ -1,9 +1,9 @@
-"""Sums and concatenations over the chips of a lane; nothing on a lane of one chip.
+"""Sums and concatenations over the chips of a lane; no-ops on a lane of one chip.
 
-A sum is a reduce-scatter and an all-gather. Both go round where the mesh was opened with a fabric
-that does and ttnn finds the lane's chips to be a ring, and their semaphores are made once, so that
-a step makes none. Tensors that they write are allocated anew, so each waits until those chips that
-it writes to have theirs.
+A sum is a reduce-scatter followed by an all-gather. Both use a ring if the mesh was opened with a
+ring fabric and ttnn finds the lane's chips to form one. Their semaphores are created once, not per
+step. Output tensors are newly allocated, so each collective waits until the chips that it writes to
+have allocated theirs.
 """
 
 from __future__ import annotations
@@ -21,29 +21,30 @@ if TYPE_CHECKING:
 _CHIPS_AXIS = 1
 """A lane is a submesh of shape (1, tp)."""
 _SUMMING, _GATHERING = 3, 2
-"""Semaphores that a reduce-scatter takes, and an all-gather."""
+"""Number of semaphores for a reduce-scatter, and for an all-gather."""
 _LAST = 3
 """The dimension of columns."""
 _PACE = {"chunks_per_sync": 10, "num_workers_per_link": 2, "num_buffers_per_channel": 2}
-"""Source: tt-metal's models/tt_transformers/tt/ccl.py, whatever the tensor."""
+"""Settings for all tensors. Source: tt-metal's models/tt_transformers/tt/ccl.py."""
 _RINGS = ("FABRIC_1D_RING", "FABRIC_2D_TORUS_X", "FABRIC_2D_TORUS_Y", "FABRIC_2D_TORUS_XY")
-"""Fabrics that go round; on others a ring never ends. Source: tt-metal, demos/qwen38_27b_t3k."""
+"""Ring fabrics; on others a ring collective hangs. Source: tt-metal, demos/qwen38_27b_t3k."""
 _FEW_CHIPS = 8
-"""Of a Wormhole mesh whose chips have one link to a neighbour that dispatch does not use."""
+"""Largest Wormhole mesh whose chips have only one link per neighbour left beside dispatch."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Semaphores:
-    """What one collective takes: its own, and the one of its barrier."""
+    """Semaphores of one collective: its own, and its barrier's."""
 
     own: Sequence[object]
     barrier: object
 
 
 class Collectives:
-    """The collectives of a lane.
+    """Collective operations of a lane.
 
-    Owner: their semaphores, in the L1 of every core, until ``close``. They must be there before
+    Owns the semaphores, in the L1 of every core, until ``close``. They must exist before anything
+    is captured.
     anything is captured.
 
     Args:
@@ -61,7 +62,7 @@ class Collectives:
             self._gathers = _sets(device, _GATHERING)
 
     def begin(self) -> None:
-        """A call of the lane begins, of at least two sums, or two concatenations, or neither."""
+        """Begin a call of the lane, with at least two operations of each kind that it uses."""
         self._sum_turns.begin()
         self._gather_turns.begin()
 
@@ -95,7 +96,7 @@ class Collectives:
         return shard if self._tp == 1 else self._gathered(shard, ttnn.DRAM_MEMORY_CONFIG)
 
     def close(self) -> None:
-        """Free the semaphores; safe twice. Traces that took them are released by then."""
+        """Free the semaphores; idempotent. Release traces that use them before."""
         self._sums = self._gathers = ()
 
     def _gathered(self, shard: ttnn.Tensor, memory_config: ttnn.MemoryConfig) -> ttnn.Tensor:
@@ -118,7 +119,7 @@ def _topology() -> ttnn.Topology:
 
 
 def _links() -> dict[str, int]:
-    """How many links; of others ttnn knows. Source: tt_transformers' ccl.py, `get_num_links`."""
+    """Return the number of links if ttnn does not know it. Source: ccl.py's `get_num_links`."""
     is_few = "wormhole" in ttnn.get_arch_name().lower() and ttnn.get_num_devices() <= _FEW_CHIPS
     return {"num_links": 1} if is_few else {}
 

@@ -1,4 +1,4 @@
-"""Events of a device: what an engine waits for before it looks at an output on its way."""
+"""Events of a device, which an engine waits for before it reads a copied output."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ def wait_for_event(event: object) -> None:
     """Wait for an event of ``read_decode_output``.
 
     Raises:
-        DeviceError: The device did not get there.
+        DeviceError: The device failed before the event.
     """
     try:
         ttnn.event_synchronize(event)
     except RuntimeError as error:
-        raise DeviceError(f"waiting for the device: {ttnn_message(error)}") from error
+        raise DeviceError(f"the device failed during a step: {ttnn_message(error)}") from error

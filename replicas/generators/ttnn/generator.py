@@ -1,7 +1,7 @@
 """The ttnn generator: the generator interface over one transformer per lane of a mesh.
 
-A call is checked before the device sees it; what ttnn itself refuses is a `DeviceError`. What is
-done with it is `lane_batch.py`'s.
+Checks each call before the device sees it and turns ttnn's own errors into `DeviceError`.
+`lane_batch.py` does the rest.
 """
 
 # The interface is fixed by other projects, so its methods keep all of their arguments.
@@ -50,14 +50,14 @@ if TYPE_CHECKING:
 
 
 class TTGenerator:
-    """Llama, Mistral, Qwen2 and Qwen3 on a Tenstorrent mesh.
+    """Generator of Llama, Mistral, Qwen2 and Qwen3 on a Tenstorrent mesh.
 
-    Owner: the weights on the mesh, and the batch of lanes over the KV cache that was allocated
+    Owns the weights on the mesh, and the batch of lanes over the KV cache that was allocated last.
+    The mesh and the KV cache belong to the caller, who must call ``close`` before closing the mesh.
     last. The mesh is the caller's, who calls ``close`` before closing it; so is the KV cache.
 
-    A call raises TypeError for another cache than that, ValueError for arguments that are out of
-    range, contradict each other or are not supported (nothing was computed then), and DeviceError
-    where ttnn refuses something.
+    A call raises TypeError for any other cache; ValueError for arguments that are out of range,
+    contradictory or not supported, before anything is computed; and DeviceError for ttnn's errors.
     """
 
     model_capabilities: ClassVar[ModelCapabilities] = {
@@ -115,7 +115,7 @@ class TTGenerator:
         max_model_len: int,
         max_num_seqs: int,
     ) -> int:
-        """Return what fits so many Wormhole chips, the smallest there are, at the usual precision.
+        """Return the token budget on Wormhole chips, the smallest ones, at the default precision.
 
         Where the mesh and its settings are known, ``budget.native_token_budget`` is exact.
 
@@ -127,7 +127,7 @@ class TTGenerator:
             max_num_seqs: Slots of one lane.
 
         Raises:
-            ConfigError: The folder holds no model that we know, or it does not fit.
+            ConfigError: The folder contains no known model, or it does not fit.
         """
         model, name = load_hf_config(model_name), f"(1,{num_devices})"
         sizes = {"num_slots": max_num_seqs, "max_seq_len": max_model_len}
@@ -138,17 +138,17 @@ class TTGenerator:
     def allocate_kv_cache(
         self, kv_cache_shape: KVCacheShape, dtype: torch.dtype, num_layers: int
     ) -> TTKVCache:
-        """Allocate a zeroed cache in DRAM, and each lane's inputs; an earlier cache is let go.
+        """Allocate a zeroed cache in DRAM and each lane's inputs; an earlier cache is dropped.
 
         Args:
             kv_cache_shape: (num_blocks, num_kv_heads, block_size, head_dim) of one lane, the heads
                 of all of its chips together.
-            dtype: bfloat16, what the model computes with; the profile says what is stored.
+            dtype: bfloat16, the model's compute dtype; the profile decides the stored dtype.
             num_layers: Layers.
 
         Raises:
-            ConfigError: Heads, head size, layers or dtype are not the model's, the block size is
-                none that a lane takes, or the longest sequence has more blocks than there are.
+            ConfigError: Heads, head size, layers or dtype are not the model's, a lane does not
+                support the block size, or the longest sequence has more blocks than there are.
             DeviceError: The device has no room.
         """
         model = self._model
@@ -161,7 +161,7 @@ class TTGenerator:
         return cache
 
     def close(self) -> None:
-        """Release the traces and the lanes; call it before the mesh is closed. Safe twice."""
+        """Release the traces and the lanes; call before the mesh is closed. Idempotent."""
         if self._batch is not None:
             self._batch.close()
         self._batch = None
@@ -276,7 +276,7 @@ class TTGenerator:
 
         Raises:
             TypeError: ``reset_batch`` was passed.
-            ValueError: The device has nothing to go on from.
+            ValueError: The device has no previous step to continue from.
         """
         if "reset_batch" in kwargs:
             raise TypeError("reset_batch is retired; decode contract 1 has four reload commands")
@@ -323,9 +323,9 @@ class TTGenerator:
     def process_decode_output_host(
         self, tt_out: DecodeOutput, is_tokens: bool = False
     ) -> ForwardOutput:
-        """Shape an output on the host; see ``GeneratorBase.process_decode_output_host``.
+        """Convert an output on the host; see ``GeneratorBase.process_decode_output_host``.
 
-        A ValueError if ``is_tokens`` is not what the decode gave.
+        Raises ValueError if ``is_tokens`` does not match the decode.
         """
         if is_tokens != tt_out.is_tokens:
             kind = "tokens" if tt_out.is_tokens else "logits"
@@ -336,13 +336,13 @@ class TTGenerator:
 
     def _in_use(self) -> LaneBatch:
         if self._batch is None:
-            raise TypeError("there is no KV cache: allocate_kv_cache comes first")
+            raise TypeError("there is no KV cache: call allocate_kv_cache first")
         return self._batch
 
     def _batch_over(self, kv_cache: KVCache) -> LaneBatch:
-        """The lanes over this cache; a TypeError if it is not the one that was allocated last."""
+        """Return the lanes over this cache; raise TypeError unless it was allocated last."""
         if self._batch is None or kv_cache is not self._batch.cache:
-            raise TypeError("kv_cache must be what allocate_kv_cache returned last")
+            raise TypeError("kv_cache must be the latest result of allocate_kv_cache")
         return self._batch
 
 

@@ -1,4 +1,4 @@
-"""Inputs of one call of a lane: fixed shapes, on the host first, then on the device.
+"""Inputs of one call of a lane: tensors of fixed shapes, built on the host, then on the device.
 
 A lane's inputs have the same shapes for every request of a bucket (prefill) and for every step
 (decode), so that programs are compiled once, and a captured trace is replayed after its input
@@ -32,7 +32,7 @@ PADDING_POSITION = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefillInputs:
-    """One chunk of one sequence; every tensor is row-major and the same on all chips.
+    """Inputs of one chunk of one sequence; tensors are row-major and equal on all chips.
 
     Attributes:
         tokens: uint32 (1, S); 0 past the chunk.
@@ -41,8 +41,8 @@ class PrefillInputs:
         chunk_page_table: int32 (1, S / block size), the blocks that the chunk is written to; 0,
             the null block, past them.
         chunk_start: int32 (1,), position of the first token, or None where that is 0.
-        last_tile_start: uint32 (4,), where the tiles begin that hold the last token's row.
-        last_tile_end: uint32 (4,), where they end.
+        last_tile_start: uint32 (4,), start of the tiles with the last token's row.
+        last_tile_end: uint32 (4,), end of these tiles.
         last_index: uint32 (1, 32), row of the last token within its tile, repeated.
     """
 
@@ -58,11 +58,11 @@ class PrefillInputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeInputs:
-    """One token of each row of a lane; every tensor is row-major and the same on all chips.
+    """Inputs of one token of each row; tensors are row-major and equal on all chips.
 
     Attributes:
         tokens: uint32 (1, B); 0 for padding rows.
-        positions: int32 (B,), where the tokens stand; -1 for padding rows.
+        positions: int32 (B,), positions of the tokens; -1 for padding rows.
         rope_indices: uint32 (1, B), the positions again; 0 for padding rows.
         page_table: int32 (B, K); 0 past a row's blocks and for padding rows.
     """
@@ -99,7 +99,7 @@ def host_prefill_inputs(  # noqa: PLR0913 - what the shapes of a chunk depend on
 
     Raises:
         ConfigError: The chunk does not begin at a block, is longer than the longest bucket, or has
-            more tokens than its blocks hold.
+            more tokens than its blocks.
     """
     num_tokens = len(token_ids)
     if start % block_size:
@@ -107,7 +107,7 @@ def host_prefill_inputs(  # noqa: PLR0913 - what the shapes of a chunk depend on
     first_block, end_block = start // block_size, -(-(start + num_tokens) // block_size)
     if end_block > len(block_ids):
         raise ConfigError(
-            f"{start + num_tokens} tokens need {end_block} blocks, there are {len(block_ids)}"
+            f"{start + num_tokens} tokens need {end_block} blocks, but got {len(block_ids)}"
         )
     bucket = bucket_for(num_tokens, max_seq_len)
     owned = np.asarray(block_ids)[:end_block]
@@ -136,7 +136,7 @@ def host_decode_inputs(
 
     Args:
         token_ids: (B,) the last token of each row.
-        positions: (B,) where it stands; -1 for padding rows.
+        positions: (B,) its position; -1 for padding rows.
         page_table: (B, at most ``table_width``) each row's blocks, 0 past them.
         table_width: See ``buckets.decode_table_width``.
 
@@ -158,7 +158,7 @@ def host_page_table(
     """Lay out ``DecodeInputs.page_table`` alone.
 
     Args:
-        is_live: (B,) rows that are no padding.
+        is_live: (B,) whether each row is live, not padding.
         page_table: See `host_decode_inputs`.
         table_width: See `host_decode_inputs`.
 
@@ -167,7 +167,7 @@ def host_page_table(
     """
     given = page_table.shape[1]
     if given > table_width:
-        raise ConfigError(f"a page table has {given} blocks per row, the lane's has {table_width}")
+        raise ConfigError(f"a page table has {given} blocks per row, the lane's only {table_width}")
     tables = np.zeros((len(is_live), table_width), dtype=np.int32)
     np.copyto(tables[:, :given], page_table, casting="same_kind", where=is_live[:, None])
     return _host(tables, ttnn.int32)
@@ -184,14 +184,14 @@ def to_device(inputs: Inputs, device: ttnn.MeshDevice) -> Inputs:
 
 
 def refresh(on_device: Inputs, on_host: Inputs) -> None:
-    """Overwrite inputs on the device in place, as a captured trace needs it.
+    """Overwrite inputs on the device in place, as captured traces require.
 
-    The device gets them in the order of the commands; ``copy_host_to_device_tensor`` does not wait
-    for that, but has taken the host's bytes when it returns, so they may be freed or overwritten:
-    it copies them into the command queue, and waits where the device reads large ones itself.
+    The device receives them in command order. ``copy_host_to_device_tensor`` does not wait for
+    that, but has read the host's bytes when it returns, so they may be freed or overwritten: it
+    copies them into the command queue, or waits if the device reads large ones itself.
 
     Raises:
-        ConfigError: One of them begins at 0 and the other does not: two different programs.
+        ConfigError: Only one of them begins at position 0, and they use different programs.
     """
     for field in fields(on_device):
         target, source = getattr(on_device, field.name), getattr(on_host, field.name)

@@ -1,4 +1,4 @@
-"""How a profile's precision is said to ttnn: compute kernel configurations and dtypes."""
+"""Compute kernel configurations and dtypes of ttnn for a profile's precision."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kernels:
-    """What the operations of a lane are told of precision.
+    """Precision settings of a lane's operations.
 
     Attributes:
-        linear: Of the output layer.
-        products: Of a layer's products: name and dtype of the weights -> configuration.
-        attention: Of scaled dot product attention of a chunk.
-        attention_of_rows: Of that of a decode step.
-        norm: Of RMSNorm.
-        rope: Of the rotation.
-        activation_dtype: Of everything that flows between operations.
+        linear: Configuration of the output layer.
+        products: Name and dtype of a layer's weights -> configuration.
+        attention: Configuration of scaled dot product attention of a chunk.
+        attention_of_rows: Configuration of attention of a decode step.
+        norm: Configuration of RMSNorm.
+        rope: Configuration of the rotation.
+        activation_dtype: Dtype of tensors between operations.
     """
 
     linear: ttnn.DeviceComputeKernelConfig
@@ -41,7 +41,7 @@ class Kernels:
 
 
 def kernels_of(profile: Profile) -> Kernels:
-    """Return the configurations that a profile asks for."""
+    """Return the configurations of a profile."""
     return Kernels(
         linear=_compute_kernel(profile.linear),
         products={
@@ -60,7 +60,7 @@ def kernels_of(profile: Profile) -> Kernels:
 
 
 def _compute_kernel(precision: Precision) -> ttnn.DeviceComputeKernelConfig:
-    # The Wormhole type serves Blackhole too.
+    # The Wormhole type is also valid for Blackhole.
     return ttnn.WormholeComputeKernelConfig(
         math_fidelity=getattr(ttnn.MathFidelity, precision.fidelity),
         math_approx_mode=False,

@@ -39,12 +39,12 @@ def zeroed_cache(
         shape: (num_blocks, num_kv_heads, block_size, head_dim), the heads of a lane's chips
             together.
         num_layers: Layers.
-        kv_dtype: What is stored, as ttnn calls it.
+        kv_dtype: ttnn's dtype of the stored values.
     """
     num_blocks, num_heads, block_size, head_dim = shape
     devices = list(lanes)
     heads = num_heads // devices[0].get_num_devices()
-    # Packed once: every plane of every chip is the same zeros.
+    # Packed once, as every plane of every chip has the same zeros.
     zeros = ttnn.from_torch(
         torch.zeros(num_blocks, heads, block_size, head_dim, dtype=torch.bfloat16),
         dtype=getattr(ttnn, kv_dtype),

@@ -1,22 +1,24 @@
-"""Read and write KV blocks of a Tenstorrent mesh as bytes, for KV transfer.
+"""Byte access to KV blocks of a Tenstorrent mesh, for KV transfer.
 
 A paged cache is ``[lane][layer][k | v]``, each a mesh tensor of (num_blocks, KV heads of a chip,
 block_size, head_dim) in tiles in DRAM. Its bytes on one chip are *units* of 32 tokens of one head,
-one after another over (block, head, row of the block), and a unit is its tiles from left to right:
-in bfloat8_b just what travels, in bfloat16 reordered from and to rows of tokens. So a cache is
-looked at as (units, 1, 32, head_dim), which copies nothing:
+ordered by (block, head, row of the block). A unit is its tiles from left to right: in bfloat8_b
+exactly the transferred bytes, in bfloat16 reordered from and to rows of tokens. So a cache is
+viewed as (units, 1, 32, head_dim), without a copy:
 
 - Reading takes neighbouring units with ``ttnn.narrow``, a view that starts at the first DRAM bank,
   and copies them to the host. No program runs.
 - Writing copies units into a staging tensor of one of a few lengths and runs
   ``paged_fill_cache`` on the view, whose blocks are then units. Lengths are padded with unit 0,
-  which is in the null block, and zeros, which do no harm there. So two programs are all, compiled
-  by ``TTKVIO.warm_up``; they and the staging tensors must be there before a trace is captured.
+  which is in the null block, and zeros, which do no harm there. So only two programs are needed,
+  compiled by ``TTKVIO.warm_up``; they and the staging tensors must exist before a trace is
+  captured.
 
-No block is written but those named, not even in part. Calls on a lane are queued after the forward
-pass before and ahead of the next, on command queue 0.
+Only the named blocks are written. Calls on a lane are queued between two forward passes, on command
+queue 0.
 
-Source: vllm-tt-plugin's and tt_transformers' caches have this form, so theirs can be moved too.
+Source: vllm-tt-plugin's and tt_transformers' caches have this form, so they can be transferred,
+too.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ FILL_UNITS = (32, 256)
 """Lengths of a write in units: four rows of eight heads, and 1,024 tokens of them."""
 
 _READ_BYTES = 64 * 2**20
-"""At most, of each chip in one copy to the host."""
+"""Largest copy to the host from each chip."""
 
 _FACE = ROW_TOKENS // 2
 _DTYPES = (BFLOAT8_B, "bfloat16")
@@ -104,7 +106,7 @@ def _unit_ids(block_ids: Sequence[int], rows: range, layout: KVLayout) -> NDArra
 
 
 class LaneUnits(Protocol):
-    """The units of one lane, on all of its chips, in the device's byte order.
+    """Units of one lane, on all of its chips, in the device's byte order.
 
     A piece is one plane of one layer: ``2 * layer``, plus one for V.
     """
@@ -117,25 +119,25 @@ class LaneUnits(Protocol):
         """Copy neighbouring units out: (count, bytes of a unit) of each chip."""
 
     def write(self, units: NDArray[np.int32], chips: Sequence[Bytes]) -> None:
-        """Copy units in.
+        """Write units.
 
         Args:
-            units: Where they go, each once.
+            units: Target units, without duplicates.
             chips: (pieces, len(units), bytes of a unit) of each chip.
         """
 
     def warm_up(self) -> None:
-        """Do whatever the first write would have to."""
+        """Compile the programs of the first write."""
 
 
 class TTLaneUnits:
     """``LaneUnits`` of mesh tensors.
 
-    Owner: the staging tensors, which live as long as this; not the cache.
+    Owns the staging tensors for its lifetime, but not the cache.
     """
 
     def __init__(self, planes: Sequence[ttnn.Tensor]) -> None:
-        """Look at a lane's cache as units, and allocate what writing needs.
+        """View a lane's cache as units, and allocate the staging tensors for writes.
 
         Args:
             planes: K and V of each layer, of one shape and dtype.
@@ -165,7 +167,7 @@ class TTLaneUnits:
                 for length in FILL_UNITS
             }
         except RuntimeError as error:
-            raise DeviceError(f"KV cannot be moved: {ttnn_message(error)}") from error
+            raise DeviceError(f"cannot prepare KV transfer: {ttnn_message(error)}") from error
 
     @property
     def num_chips(self) -> int:
@@ -173,7 +175,7 @@ class TTLaneUnits:
         return len(self._coordinates)
 
     def read(self, piece: int, first: int, count: int) -> list[Bytes]:
-        """See ``LaneUnits.read``.
+        """Copy neighbouring units out: (count, bytes of a unit) of each chip.
 
         Raises:
             DeviceError: The device refused.
@@ -187,7 +189,7 @@ class TTLaneUnits:
         return [shard.reshape(first + count - start, -1)[first - start :] for shard in shards]
 
     def write(self, units: NDArray[np.int32], chips: Sequence[Bytes]) -> None:
-        """See ``LaneUnits.write``.
+        """Write units; see ``LaneUnits.write``.
 
         Raises:
             DeviceError: The device refused.
@@ -200,7 +202,7 @@ class TTLaneUnits:
             raise DeviceError(f"KV cannot be written: {ttnn_message(error)}") from error
 
     def warm_up(self) -> None:
-        """Compile what writing needs, by writing zeros to the null block.
+        """Compile the programs for writes, by writing zeros to the null block.
 
         Raises:
             DeviceError: The device refused.
@@ -228,7 +230,7 @@ class TTLaneUnits:
         host_stage = self._on_host(_stage_shape(length, self._head_dim), self._dtype)
         held = [shard.reshape(length, -1) for shard in self._shards(host_stage)]
         for piece in range(len(chips[0])):
-            # One for all pieces: a copy has taken the host's bytes when it returns.
+            # One host buffer for all pieces, as a copy has read it when it returns.
             for rows, chip in zip(held, chips, strict=True):
                 rows[: len(units)] = chip[piece]
                 rows[len(units) :] = 0
@@ -252,11 +254,11 @@ class TTLaneUnits:
 
 
 def host_shards(host: ttnn.Tensor, coordinates: Sequence[ttnn.MeshCoordinate]) -> list[Bytes]:
-    """Look at the bytes of a host tensor, of each chip; what is written there is in the tensor.
+    """Return views of each chip's bytes in a host tensor; writes to them change the tensor.
 
     Args:
-        host: On the host.
-        coordinates: Of the chips.
+        host: A tensor on the host.
+        coordinates: Coordinates of the chips.
 
     Returns:
         uint8, one dimension, the tensor's own memory.
@@ -270,7 +272,7 @@ def _stage_shape(length: int, head_dim: int) -> tuple[int, ...]:
 
 
 def _stage_length(num_units: int) -> int:
-    """Return the shortest staging tensor that they fit, else the longest."""
+    """Return the shortest staging length that fits so many units, else the longest."""
     return next((length for length in FILL_UNITS if num_units <= length), FILL_UNITS[-1])
 
 
@@ -289,7 +291,7 @@ def _groups(num_units: int) -> Iterator[tuple[int, int]]:
 class TTKVIO:
     """Byte access to a paged cache on a mesh; implements ``kv_transfer.connector.KVDeviceIO``.
 
-    Owner: the staging tensors of its lanes. It writes the cache that it was given, on the engine's
+    Owns the staging tensors of its lanes. Writes the given cache, on the engine's core thread only.
     core thread only.
 
     Attributes:
@@ -309,15 +311,15 @@ class TTKVIO:
         *,
         open_lane: Callable[[Sequence[ttnn.Tensor]], LaneUnits] = TTLaneUnits,
     ) -> None:
-        """Look at the cache's memory as bytes.
+        """View the cache's memory as bytes.
 
         Args:
             kv_cache: The cache, of this project's generator or of one for vllm-tt-plugin.
-            layout: What the other side was told; must describe this cache.
-            open_lane: Makes the units of a lane from K and V of each layer.
+            layout: The layout that peers know; must describe this cache.
+            open_lane: Creates the units of a lane from K and V of each layer.
 
         Raises:
-            InvalidLayoutError: The layout is not the cache's; says both.
+            InvalidLayoutError: The layout is not the cache's; gives both.
             DeviceError: The device refused.
         """
         self._lanes = tuple(
@@ -330,7 +332,7 @@ class TTKVIO:
 
     @property
     def layout(self) -> KVLayout:
-        """What the bytes mean."""
+        """Layout of the bytes."""
         return self._layout
 
     def read_rows(
@@ -369,7 +371,7 @@ class TTKVIO:
             )
         _, ids = self._covered(block_ids, first_row, len(data))
         if 0 in ids:
-            raise ValueError("block 0 is the null block: it is no sequence's and not written")
+            raise ValueError("block 0 is the null block, of no sequence, and must not be written")
         if not len(data):
             return
         rows = range(first_row, first_row + len(data))
@@ -380,7 +382,7 @@ class TTKVIO:
         self._lanes[lane].write(units, [self._to_device(shard) for shard in shards])
 
     def warm_up(self) -> None:
-        """Compile what writing needs; to be called before a trace is captured.
+        """Compile the programs for writes; call before a trace is captured.
 
         Raises:
             DeviceError: The device refused.
@@ -391,7 +393,7 @@ class TTKVIO:
     def _covered(
         self, block_ids: Sequence[int], first_row: int, num_rows: int
     ) -> tuple[int, list[int]]:
-        """Return the part of a table that holds these rows, and where it begins."""
+        """Return the part of a table that contains these rows, and its first index."""
         if first_row < 0 or num_rows < 0:
             raise ValueError(f"{num_rows} rows from row {first_row}: neither may be negative")
         first, end = self._layout.covering(first_row, num_rows)
@@ -409,9 +411,9 @@ class TTKVIO:
         """Read neighbouring blocks of a piece.
 
         Args:
-            lane: Where.
-            piece: Which.
-            block: The first.
+            lane: The lane.
+            piece: The piece.
+            block: The first block.
             target: (blocks, rows of a block, KV heads of all chips, bytes of a unit).
         """
         layout = self._chip_layout
@@ -439,7 +441,7 @@ class TTKVIO:
 
 
 def _check_layout(kv_cache: KVCache, layout: KVLayout, chips: Sequence[range]) -> int:
-    """Return the blocks of each lane, null block included, if the layout is the cache's."""
+    """Check that the layout is the cache's; return its blocks per lane, null block included."""
     k = kv_cache[0][0][0]
     num_blocks, heads, block_size, head_dim = k.shape
     dtype = next((name for name in _DTYPES if k.dtype == getattr(ttnn, name)), str(k.dtype))
@@ -454,8 +456,8 @@ def _check_layout(kv_cache: KVCache, layout: KVLayout, chips: Sequence[range]) -
     )
     if head_dim % ROW_TOKENS:
         raise InvalidLayoutError(
-            f"heads of {head_dim} elements are no whole tiles of {ROW_TOKENS}: such a cache is not "
-            "moved"
+            f"heads of {head_dim} elements are not whole tiles of {ROW_TOKENS}; KV transfer does "
+            "not support such a cache"
         )
     if found != told:
         raise InvalidLayoutError(

@@ -1,13 +1,13 @@
-"""Tell processes without a device where KV is in the chips' memory.
+"""Table of the addresses of KV in the chips' memory, for processes without a device.
 
 The table is ttnn's own (``KvChunkAddressTable``), as the migration layer of Tenstorrent's serving
 stack reads it: per *config*, layer, slot and position one address in the DRAM of a chip. A paged
-cache is interleaved, page by page over the DRAM banks, and a page is a tile: 32 tokens by 32
+cache is interleaved page by page over the DRAM banks, and a page is a tile: 32 tokens by 32
 elements of one head. So a chunk here is a tile, and there is a config for each head and each tile
-of its width, first of K and then of V (``config_name``). Slots are sequences: what is exported
-holds for their block tables at that time.
+of its width, first of K and then of V (``config_name``). Slots are sequences; an exported table is
+valid for their block tables at that time.
 
-Building and reading a table needs no cluster; ``lane_memory`` asks an open one for addresses.
+Building and reading a table needs no cluster; ``lane_memory`` queries an open one for addresses.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _BANK_SHIFT = 32
 
 @dataclass(frozen=True, slots=True)
 class LaneMemory:
-    """Where a lane's cache is on its chips, which all have it at the same addresses.
+    """Addresses of a lane's cache, which are the same on all of its chips.
 
     Attributes:
         bases: Per layer and plane (``2 * layer``, plus one for V) the address of the first page.
-        page_bytes: From one page of a bank to the next.
-        num_banks: DRAM banks that pages go round.
+        page_bytes: Distance of pages in a bank.
+        num_banks: DRAM banks that pages are interleaved over.
         chips: (mesh, chip) of the fabric, in the order of the lane's chips.
     """
 
@@ -50,7 +50,7 @@ class LaneMemory:
 
 
 def lane_memory(lane_cache: Sequence[Sequence[ttnn.Tensor]]) -> LaneMemory:
-    """Ask an open mesh where the cache of a lane is.
+    """Query an open mesh for the addresses of a lane's cache.
 
     Args:
         lane_cache: ``[layer][k | v]``.
@@ -73,7 +73,8 @@ def lane_memory(lane_cache: Sequence[Sequence[ttnn.Tensor]]) -> LaneMemory:
 def config_name(plane: int, head: int, tile: int) -> str:
     """Name the config of one tile of the width of a head.
 
-    Names are of one length: ttnn numbers configs in the order of their names when it reads a table.
+    Names have equal lengths, as ttnn numbers configs in the order of their names when it reads a
+    table.
 
     Args:
         plane: 0 for K, 1 for V.
@@ -89,22 +90,22 @@ def build_table(
     """List the address of every tile of some sequences.
 
     Args:
-        memory: Where the cache is.
-        layout: Of the whole cache.
-        block_tables: Of each slot, from position 0; positions behind it have size 0.
-        host: Name of the machine that the chips are in.
+        memory: Addresses of the cache.
+        layout: Layout of the whole cache.
+        block_tables: Blocks of each slot from position 0; later positions have size 0.
+        host: Name of the chips' machine.
 
     Returns:
         The table; ``config_name`` names its configs, and a chunk is 32 tokens.
 
     Raises:
-        InvalidLayoutError: The memory is of another number of layers, or heads are no whole tiles.
+        InvalidLayoutError: The memory has another number of layers, or heads are not whole tiles.
     """
     tiles, rest = divmod(layout.head_dim, ROW_TOKENS)
     if rest or len(memory.bases) != layout.num_pieces:
         raise InvalidLayoutError(
-            f"a cache of {len(memory.bases)} planes in memory and heads of {layout.head_dim} "
-            f"elements, where the layout has {layout.num_pieces} and a tile {ROW_TOKENS}"
+            f"the cache has {len(memory.bases)} planes and heads of {layout.head_dim} elements; "
+            f"the layout has {layout.num_pieces} planes and a tile {ROW_TOKENS} elements"
         )
     config = ttnn.experimental.disaggregation.KvChunkAddressTableConfig()
     config.num_layers = layout.num_layers
@@ -143,7 +144,8 @@ def write_table(table: ttnn.experimental.disaggregation.KvChunkAddressTable, pat
     Raises:
         OSError: The file cannot be written.
     """
-    # ttnn says only that it failed, not why; and a reader never sees half a table.
+    # Written beside and renamed, so that readers never see half a table. ttnn reports failure
+    # without a reason.
     partial = path.with_name(f"{path.name}.partial")
     partial.write_bytes(b"")
     ttnn.experimental.disaggregation.export_to_protobuf_file(table, str(partial))
@@ -152,7 +154,7 @@ def write_table(table: ttnn.experimental.disaggregation.KvChunkAddressTable, pat
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """What one config lists.
+    """Content of one config.
 
     Attributes:
         plane: 0 for K, 1 for V.

@@ -1,11 +1,11 @@
-"""All lanes of a mesh as one batch of slots: what is given to each, and what they give together.
+"""All lanes of a mesh as one batch of slots.
 
-Lanes run side by side: work is given to all of them before any is read from. Rows of one lane
-prefill one after another, and decode together. Arguments have been checked (`calls.py`).
+Lanes run side by side: commands are queued on all of them before any output is read. Rows of one
+lane prefill one after another, and decode together. Arguments have been checked (`calls.py`).
 
 State on the device is that of the last decode: tokens, positions, page table and sampling settings
-of every slot. The first three are written anew with every change of slots; the host keeps the
-settings, and writes them again in their new order.
+of every slot. The first three are rewritten with every change of slots. The host keeps the settings
+and writes them again in their new order.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeOutput:
-    """What a decode gave, on the device or, once read, on the host.
+    """Output of a decode, on the device or, once read, on the host.
 
     Attributes:
-        tokens: Of each lane; None for a lane without live rows, or where only logits are wanted.
-        logits: Of each lane; None for a lane of which none are wanted.
+        tokens: Tokens of each lane; None without live rows, or if only logits are requested.
+        logits: Logits of each lane; None if none are requested.
         is_live: bool (B,).
         is_tokens: Tokens were sampled on the device.
-        logits_rows: (H,) rows whose logits are wanted beside them.
+        logits_rows: (H,) rows whose logits are requested in addition.
     """
 
     tokens: tuple[ttnn.Tensor | None, ...]
@@ -55,25 +55,26 @@ class DecodeOutput:
 
 
 class LaneBatch:
-    """The lanes over one KV cache; lives as long as that is in use.
+    """Lanes over one KV cache, for as long as it is in use.
 
-    Owner: the lanes with their inputs, the traces, and the settings that the device draws with.
+    Owns the lanes with their inputs, the traces, and the device's sampling settings.
 
     Attributes:
-        cache: The caller's.
-        limits: What calls must keep to.
-        lanes: Lane ``i`` has the slots from ``i`` times its rows.
+        cache: The KV cache, owned by the caller.
+        limits: Limits for arguments of calls.
+        lanes: Lane ``i`` has the slots from ``i`` times its number of rows.
     """
 
     def __init__(self, model: LoadedModel, cache: TTKVCache, limits: CallLimits) -> None:
-        """Make a transformer and its inputs on every lane."""
+        """Create a transformer and its inputs on every lane."""
         self.cache = cache
         self.limits = limits
         self._rows_per_lane = model.rows_per_lane
         traces = model.settings.trace
         self._prefill_tracer: Tracer = TtnnTracer() if traces == "all" else NoTrace()
         self._decode_tracer: Tracer = NoTrace() if traces == "none" else TtnnTracer()
-        # Whether the compiled prefill and decode draw on the device; missing if not compiled.
+        # "prefill" / "decode" -> whether its compiled form draws on the device; absent until
+        # compiled.
         self._compiled: dict[str, bool] = {}
         self._sampling: SamplingRows | None = None
         self.lanes = [self._lane(model, lane) for lane in range(len(model.lanes))]
@@ -101,7 +102,7 @@ class LaneBatch:
         return Lane(device, transformer, planes, sizes, self._prefill_tracer, self._decode_tracer)
 
     def close(self) -> None:
-        """Release the traces and the lanes; nothing runs afterwards."""
+        """Release the traces and the lanes; no call may follow."""
         for tracer in (self._prefill_tracer, self._decode_tracer):
             tracer.release()
         for lane in self.lanes:
@@ -110,7 +111,7 @@ class LaneBatch:
     # --- warm-up -------------------------------------------------------------------------------
 
     def warm_up_prefill(self, *, capture: bool, samples: bool) -> None:
-        """Compile every bucket in the null block, or capture what was compiled.
+        """Compile every bucket in the null block, or capture the compiled calls.
 
         Raises:
             ValueError: A capture before both warm-ups have compiled.
@@ -134,7 +135,7 @@ class LaneBatch:
         self._compiled["decode"] = samples
 
     def _check_compiled(self, kind: str, *, capture: bool, samples: bool) -> None:
-        """Refuse a capture with something left to compile, which may spoil the traces' memory."""
+        """Refuse a capture before everything is compiled: later compiling may corrupt traces."""
         is_whole = len(self._compiled) == len(("prefill", "decode"))
         if capture and not (is_whole and samples <= self._compiled[kind]):
             raise ValueError(
@@ -151,8 +152,8 @@ class LaneBatch:
 
         Args:
             call: The rows.
-            sampling: How they draw; None for logits.
-            traced: Replay where there is a trace.
+            sampling: Sampling settings of the rows; None for logits.
+            traced: Replay a trace if there is one.
 
         Returns:
             (N, 1, V) bfloat16, or with ``sampling`` int32 (N, 1).
@@ -180,18 +181,18 @@ class LaneBatch:
         return logits[:, None, : self.limits.vocab_size]
 
     def check_continues(self) -> None:
-        """See that every lane can go on from what it drew itself; a ValueError if not."""
+        """Check that every lane can continue from its own draws; raise ValueError if not."""
         for lane in self.lanes:
             lane.check_continues()
 
     def next_sampling(
         self, params: DeviceSamplingParams | None, remap: Int64Array | None, *, reload: bool
     ) -> SamplingRows | None:
-        """Return settings of all slots for the device to take over; None if it has them."""
+        """Return the settings of all slots to load; None if the device has them."""
         if params is not None and reload:
             return parse_sampling(params, self.limits.max_batch_size, self.limits.vocab_size)
         if params is not None and self._sampling is None:
-            raise ValueError("needs reload_sampling_params: the device has no settings yet")
+            raise ValueError("the device has no sampling settings yet: set reload_sampling_params")
         if remap is None or self._sampling is None:
             return None
         return self._sampling.take(remap)
@@ -208,11 +209,11 @@ class LaneBatch:
         """Compute a token of every live row.
 
         Args:
-            call: What the device is to load.
-            settings: How all slots draw from now on; None if the device has that.
-            samples: Draw on the device.
-            logits_rows: (H,) rows whose logits are wanted beside the tokens.
-            traced: Replay where there is a trace.
+            call: The inputs to load.
+            settings: Sampling settings of all slots to load; None if the device has them.
+            samples: Whether to draw on the device.
+            logits_rows: (H,) rows whose logits are returned with the tokens.
+            traced: Replay a trace if there is one.
         """
         self._load(call)
         if settings is not None:
@@ -250,10 +251,10 @@ class LaneBatch:
     def read(
         self, output: DecodeOutput, *, wait: bool
     ) -> tuple[DecodeOutput, list[ttnn.MeshEvent]]:
-        """Copy to the host, begun on all lanes before any is waited for.
+        """Copy an output to the host, started on all lanes before waiting for any.
 
         Returns:
-            What is there once the events have come, and these; none after a wait.
+            The output, valid after the events, and the events; without events after a wait.
         """
         tokens, logits = (
             tuple(
@@ -272,7 +273,7 @@ class LaneBatch:
         return replace(output, tokens=tokens, logits=logits), events
 
     def gathered(self, output: DecodeOutput) -> ForwardOutput:
-        """Put together what the lanes gave; see ``TTGenerator.decode_forward``."""
+        """Combine the lanes' outputs; see ``TTGenerator.decode_forward``."""
         if not output.is_tokens:
             return self._whole_logits(output)[:, None]
         tokens = np.zeros((self.limits.max_batch_size, 1), dtype=np.int32)
@@ -285,7 +286,7 @@ class LaneBatch:
         return torch.from_numpy(tokens), self._some_logits(output, output.logits_rows)
 
     def _whole_logits(self, output: DecodeOutput) -> torch.Tensor:
-        """(B, V), of one lane without another copy of them."""
+        """Return all logits (B, V); a single lane's without another copy."""
         vocab_size = self.limits.vocab_size
         empty = torch.zeros(self._rows_per_lane, vocab_size, dtype=torch.bfloat16)
         parts = [
@@ -299,7 +300,7 @@ class LaneBatch:
         return logits
 
     def _some_logits(self, output: DecodeOutput, rows: Int64Array) -> torch.Tensor:
-        """(H, V)."""
+        """Return the logits of some rows, (H, V)."""
         of_lanes = {
             index: lane.logits(host)
             for index, (lane, host) in enumerate(zip(self.lanes, output.logits, strict=True))
@@ -317,7 +318,7 @@ class LaneBatch:
         return slice(lane * self._rows_per_lane, (lane + 1) * self._rows_per_lane)
 
     def _interleaved(self, slots: Int64Array) -> list[int]:
-        """Rows of a prefill, the first of every lane first, so that all lanes have work early."""
+        """Return the order of prefill rows: each lane's first row first, so all start early."""
         lanes = slots // self._rows_per_lane
         turns = [int((lanes[:row] == lane).sum()) for row, lane in enumerate(lanes)]
         return sorted(range(len(slots)), key=lambda row: turns[row])

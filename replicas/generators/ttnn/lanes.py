@@ -1,7 +1,7 @@
-"""One lane: its model, KV cache, the input tensors that stay on its chips, and its traces.
+"""One lane: its model, KV cache, persistent input tensors, and traces.
 
-A lane's calls only enqueue: nothing here waits for the device. Every input tensor is allocated once
-and refreshed in place, whether a call is traced or not, so that there is one way to run a program.
+A lane's calls only enqueue commands and never wait for the device. Every input tensor is allocated
+once and refreshed in place, for traced and untraced calls alike.
 
 Dimensions: B rows of the lane's decode batch; S tokens of a bucket.
 """
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LaneSizes:
-    """What a lane's programs are compiled for.
+    """Sizes that a lane's programs are compiled for.
 
     Attributes:
         num_rows: B.
@@ -72,7 +72,7 @@ class LaneSizes:
 
 
 class _Call:
-    """A forward pass of one shape over tensors that stay; traced once it has been captured."""
+    """Forward pass of one shape over persistent tensors; traced once captured."""
 
     def __init__(self, run: Callable[[], Any]) -> None:
         self._run = run
@@ -86,9 +86,9 @@ class _Call:
 
 
 class Lane:
-    """A data-parallel group of a mesh.
+    """Data-parallel group of a mesh.
 
-    Owner: its input tensors and sampler. Model, cache and tracers are the caller's.
+    Owns its input tensors and sampler. Model, cache and tracers belong to the caller.
 
     Args:
         device: Submesh (1, tp).
@@ -116,9 +116,9 @@ class Lane:
         self._prefill_tracer = prefill_tracer
         self._decode_tracer = decode_tracer
         self._sampler = Sampler(device, model.collectives, sizes.num_rows, sizes.local_vocab)
-        # By the bucket, whether a chunk begins at 0, and the piece that attention takes at once.
+        # (bucket, whether the chunk begins at 0, attention's piece) -> call.
         self._chunks: dict[tuple[int, bool, int], tuple[PrefillInputs, _Call]] = {}
-        # Positions that the next decode step computes, as the device has them.
+        # Host copy of the device's positions for the next decode step.
         self._positions = np.full(sizes.num_rows, PADDING_POSITION, dtype=np.int64)
         self._continues = False
         self._rows = greedy_rows(sizes.num_rows)
@@ -128,33 +128,34 @@ class Lane:
         self._sampling = to_device(host_sampling, device)
         self._logits = _Call(self._decode_logits)
         self._tokens = _Call(self._decode_tokens)
-        # Prefill draws beside a decode batch that goes on: it has settings and tokens of its own.
+        # Separate settings and tokens, so that a prefill's draw leaves the running decode batch
+        # alone.
         self._chunk_sampling = to_device(host_sampling, device)
         self._chunk_tokens = ttnn.to_device(host.tokens, device)
 
     @property
     def is_live(self) -> npt.NDArray[np.bool_]:
-        """Bool (B,): rows that the next decode step computes."""
+        """Rows that the next decode step computes, bool (B,)."""
         live: npt.NDArray[np.bool_] = self._positions >= 0
         return live
 
     def close(self) -> None:
-        """Free what traces may use, once they are released; nothing runs afterwards. Safe twice."""
+        """Free tensors that traces use; call after these are released. Idempotent."""
         self._model.close()
 
     # --- warm-up -------------------------------------------------------------------------------
 
     def compile_prefill(self, *, sample: bool) -> None:
-        """Run every bucket in the null block: as a first chunk, and as later ones.
+        """Run every bucket in the null block, as a first chunk and as later chunks.
 
-        One of these begins where attention must take small pieces, one where it may take large.
+        One later chunk needs small pieces of attention, another allows large ones.
         """
         block_size, max_seq_len = self._sizes.block_size, self._sizes.max_seq_len
         done = set()
         for bucket in prefill_buckets(max_seq_len):
             for start in (0, block_size, LARGEST_PIECE):
                 num_tokens = min(bucket, max_seq_len - start)
-                # A bucket that only a whole prompt fills has no later chunk.
+                # The longest bucket may only fit a whole prompt; it then has no later chunk.
                 if num_tokens < 1 or bucket_for(num_tokens, max_seq_len) != bucket:
                     continue
                 shape = self._shape(bucket, start)
@@ -168,7 +169,7 @@ class Lane:
                     self._sample_chunk(logits, greedy_rows(1), position=0)
 
     def capture_prefill(self) -> None:
-        """Trace what ``compile_prefill`` has run, of the buckets that are traced."""
+        """Capture the calls that ``compile_prefill`` has run, for the traced buckets."""
         traced = traced_buckets(self._sizes.max_seq_len)
         for (bucket, *_), (_, call) in self._chunks.items():
             if bucket in traced:
@@ -184,7 +185,7 @@ class Lane:
             self._row_major(logits)
 
     def capture_decode(self, *, sample: bool) -> None:
-        """Trace what ``compile_decode`` has run."""
+        """Capture the calls that ``compile_decode`` has run."""
         self._logits.capture(self._decode_tracer, self.device)
         if sample:
             self._tokens.capture(self._decode_tracer, self.device)
@@ -206,12 +207,12 @@ class Lane:
             tokens: (n,) the prompt from position 0.
             start: First position whose KV is not in the cache.
             block_ids: The sequence's blocks from position 0.
-            sampling: One row to draw with; None for logits.
-            traced: Replay where there is a trace.
+            sampling: Settings of the row; None for logits.
+            traced: Replay a trace if there is one.
 
         Returns:
-            On its way to the host: logits of the last token, (1, 1, 1, V / tp) per chip, or uint32
-            (1, B) whose first entry is the token.
+            An output being copied to the host: logits of the last token, (1, 1, 1, V / tp) per
+            chip, or uint32 (1, B) whose first entry is the token.
         """
         sizes = self._sizes
         *earlier, last = split_chunks(start, len(tokens), sizes.max_seq_len, sizes.block_size)
@@ -255,7 +256,7 @@ class Lane:
     def _sample_chunk(
         self, logits: ttnn.Tensor, sampling: SamplingRows, *, position: int
     ) -> ttnn.Tensor:
-        # All rows of the logits are the same: let all draw alike.
+        # All rows of the logits are equal: give all rows the same settings.
         alike = np.zeros(self._sizes.num_rows, dtype=np.int64)
         host: Any = host_sampling_inputs(sampling.take(alike), alike + position)
         refresh(self._chunk_sampling, host)
@@ -265,7 +266,7 @@ class Lane:
 
     def load(self, tokens: Int64Array, positions: Int64Array, page_table: IntArray) -> None:
         """Overwrite the inputs of the next decode step; arguments as ``host_decode_inputs``."""
-        if positions.max() < 0:  # The lane sits the step out.
+        if positions.max() < 0:  # The lane skips this step.
             self._positions = positions.copy()
             return
         self._load(self._host_decode_inputs(tokens, positions, page_table), positions)
@@ -276,19 +277,19 @@ class Lane:
         ttnn.copy_host_to_device_tensor(host, self._inputs.page_table)
 
     def load_sampling(self, rows: SamplingRows) -> None:
-        """Overwrite how the B rows draw."""
+        """Overwrite the sampling settings of the B rows."""
         self._rows = rows
         host: Any = host_sampling_inputs(rows, self._positions)
         refresh(self._sampling, host)
 
     def check_continues(self) -> None:
-        """See that the device can go on from what it drew itself.
+        """Check that the device can continue from its own draws.
 
         Raises:
             ValueError: The last step drew nothing, or a row is at its full length.
         """
         if self.is_live.any() and not self._continues:
-            raise ValueError("needs reload_inputs: the last decode drew no tokens on the device")
+            raise ValueError("the last decode drew no tokens on the device: set reload_inputs")
         if self._positions.max() >= self._sizes.max_seq_len:
             raise ValueError(
                 f"position {self._positions.max()} does not fit in {self._sizes.max_seq_len} tokens"
@@ -300,13 +301,13 @@ class Lane:
         """Compute a token of every live row.
 
         Args:
-            sample: Draw tokens, and prepare the next step on the device.
-            logits: They are wanted; one or both must be.
-            traced: Replay where there is a trace.
+            sample: Whether to draw tokens and prepare the next step on the device.
+            logits: Whether to return logits; `sample` or this must be set.
+            traced: Replay a trace if there is one.
 
         Returns:
-            What was asked for: uint32 (1, B) tokens, which the next step overwrites; logits
-            (1, 1, B, V / tp) per chip, row-major.
+            The requested outputs: uint32 (1, B) tokens, which the next step overwrites; logits (1,
+            1, B, V / tp) per chip, row-major.
         """
         self._continues = False
         if not sample:
@@ -327,11 +328,11 @@ class Lane:
         return ttnn.slice(rows, [0, 0, 0, 0], [1, 1, self._sizes.num_rows, self._sizes.local_vocab])
 
     def _decode_tokens(self) -> tuple[ttnn.Tensor, ttnn.Tensor]:
-        """Tokens, and the logits that they were drawn from, in tiles: the host may want some."""
+        """Return tokens, and in tiles the logits they were drawn from, which the host may need."""
         logits = self._model.decode(self._inputs, self._cache)
         self._sampler.sample(logits, self._sampling, self._inputs.tokens)
         ttnn.plus_one(self._inputs.positions, skip_negative_entries=True)
-        # Padding rows count too; they are at 0 after a reload, so never past a live row.
+        # Padding rows advance, too. They start at 0 after a reload, so they never pass a live row.
         ttnn.plus_one(self._inputs.rope_indices)
         return self._inputs.tokens, logits
 
@@ -362,7 +363,7 @@ class Lane:
         return ttnn.from_device(tensor, blocking=wait)
 
     def event(self) -> ttnn.MeshEvent:
-        """Return what ``ttnn.event_synchronize`` waits for: the end of all commands so far."""
+        """Return an event for the end of all commands so far, for ``ttnn.event_synchronize``."""
         return ttnn.record_event(self.device, 0)
 
     def logits(self, host: ttnn.Tensor) -> torch.Tensor:

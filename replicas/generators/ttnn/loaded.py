@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """See the module.
+    """Model loaded on a mesh.
 
     Attributes:
-        config: The model's.
-        precision: What is stored and computed in which format.
-        settings: How the mesh was asked for.
-        lanes: Each lane's submesh and what lies on it.
+        config: The model's configuration.
+        precision: Formats of storage and computation.
+        settings: Settings of the mesh.
+        lanes: Each lane's submesh and weights.
         max_batch_size: Slots of all lanes.
         max_seq_len: Tokens of the longest sequence.
     """
@@ -51,10 +51,10 @@ class LoadedModel:
         return self.max_batch_size // len(self.lanes)
 
     def limits(self, shape: KVCacheShape, dtype: torch.dtype, num_layers: int) -> CallLimits:
-        """Return what calls over a KV cache must keep to; arguments as ``allocate_kv_cache``.
+        """Return the limits of calls over a KV cache; arguments as in ``allocate_kv_cache``.
 
         Raises:
-            ConfigError: The cache is none for this model and these sizes.
+            ConfigError: The cache does not match this model and these sizes.
         """
         config = self.config
         num_blocks, num_heads, block_size, head_dim = shape
@@ -62,8 +62,7 @@ class LoadedModel:
         given = (num_heads, head_dim, num_layers)
         if given != wanted or dtype != torch.bfloat16:
             raise ConfigError(
-                f"KV cache of (kv heads, head size, layers) {given} in {dtype} for a model of "
-                f"{wanted} in {torch.bfloat16}"
+                f"KV cache of (kv heads, head size, layers) {given} in {dtype}, but the model has "
             )
         tp = self.lanes[0][0].get_num_devices()
         check_lane(config, tp, max_rows=self.rows_per_lane, block_size=block_size)
@@ -95,7 +94,7 @@ def load_model(
     precision = profile(optimizations or mesh.settings.optimizations, config)
     check_sizes(config, max_batch_size, max_seq_len, num_lanes)
     devices = mesh.lanes(num_lanes)
-    # Before minutes of loading. The block size is not known yet: any that a lane takes will do.
+    # Check before minutes of loading, with any valid block size, as the real one is unknown yet.
     num_rows = max_batch_size // num_lanes
     check_lane(config, devices[0].get_num_devices(), max_rows=num_rows, block_size=TILE)
     with refusals("loading the weights"):

@@ -1,13 +1,13 @@
-"""A Tenstorrent mesh from opening to closing, and its lanes.
+"""Opening and closing of a Tenstorrent mesh, and its division into lanes.
 
-Nothing else opens or closes a device. Which boards a process sees is decided before ttnn is
-imported, by ``TT_VISIBLE_DEVICES``; here it is only checked. Whatever happens, what was opened is
-closed, in the one order that ttnn takes (submeshes, mesh, fabric): on `TTMesh.close`, which a
-worker calls when its engine ends, and otherwise when the interpreter exits. A process that was
-killed cannot; the next one to open its boards resets them first.
+No other module opens or closes a device. ``TT_VISIBLE_DEVICES`` decides before the import of ttnn
+which boards a process sees; here it is only checked. The mesh is always closed, in the only order
+that ttnn supports (submeshes, mesh, fabric): by `TTMesh.close`, which a worker calls when its
+engine ends, or else when the interpreter exits. A killed process cannot close it; the next process
+that opens its boards resets them first.
 
-Source: the order and the arguments are those of vllm-tt-plugin's worker; the submeshes of a
-Galaxy those of tt_transformers' ``create_submeshes``, their order that of the plugin's discovery.
+Source: the order and the arguments are those of vllm-tt-plugin's worker; the submeshes of a Galaxy
+those of tt_transformers' ``create_submeshes``, their order that of the plugin's discovery.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _NUM_TRAYS = len(_TRAYS)
 
 @dataclass(eq=False)
 class TTMesh:
-    """The native generator's ``mesh_device``, as `CpuDevice` is the torch one's.
+    """``mesh_device`` of the native generator, like `CpuDevice` for the torch generator.
 
     Attributes:
-        device: The whole mesh. Once there are several lanes no work is given to it: ttnn cannot
-            close a submesh after its mesh and itself were both used.
-        spec: What it is.
-        settings: As it was asked for.
+        device: The whole mesh. With several lanes it must not be used: ttnn cannot close a submesh
+            after both its mesh and itself were used.
+        spec: The mesh's chips and shape.
+        settings: The mesh's settings.
         load_format: "safetensors" reads the model folder's weights; "random" needs only its
             config.json.
         seed: Seed of the random weights.
@@ -67,7 +67,7 @@ class TTMesh:
     _is_closed: bool = False
 
     def lanes(self, num_lanes: int) -> list[Any]:
-        """Return one device per lane, each a row of chips; the same ones when asked again.
+        """Return one device per lane, each a row of chips; always the same ones.
 
         Args:
             num_lanes: Copies of the model. One takes the whole mesh.
@@ -117,10 +117,10 @@ class TTMesh:
         return list(lanes)
 
     def close(self) -> None:
-        """Close submeshes, mesh and fabric; again does nothing.
+        """Close submeshes, mesh and fabric. Idempotent.
 
-        What ttnn does not close is logged, and stays this process's until it ends: whoever opens
-        the boards next resets them.
+        Failures of ttnn are logged. The boards then stay locked until this process ends, and the
+        next process that opens them resets them.
         """
         if self._is_closed:
             return
@@ -144,22 +144,22 @@ def open_mesh(
     seed: int = 0,
     progress: Callable[[str, float], None] | None = None,
 ) -> TTMesh:
-    """Open a mesh, alone of all processes of this user.
+    """Open a mesh exclusively among the processes of this user.
 
     Args:
-        settings: Which mesh, and how; without a trace region, unless it says its size.
-        fabric_config: Arguments of ``ttnn.set_fabric_config`` that a generator's capabilities ask
-            for, enums by value or by name. `settings.fabric` goes before them, they go before
-            the mesh's usual fabric.
+        settings: The mesh and its settings; without a trace region unless its size is given.
+        fabric_config: Arguments of ``ttnn.set_fabric_config`` from a generator's capabilities,
+            enums by value or by name. `settings.fabric` overrides them, and they override the
+            mesh's default.
         load_format: See `TTMesh`.
         seed: See `TTMesh`.
         progress: See `TTMesh`.
 
     Raises:
-        ConfigError: No such mesh, fabric or axis; or the process sees other boards than
+        ConfigError: There is no such mesh, fabric or axis; or the process sees other boards than
             `settings.visible_devices`; names both.
-        DeviceError: Another process has a board, there are fewer chips than the mesh has or
-            chips of another architecture, or ttnn refused.
+        DeviceError: Another process holds a board, chips are missing or of another architecture, or
+            ttnn failed.
     """
     spec = settings.spec
     spec.check_one_host()
@@ -192,10 +192,10 @@ def open_mesh(
 
 
 def names_to_open(settings: MeshConfig, bound: str | None) -> tuple[str, ...]:
-    """Return names of the boards that ttnn opens in this process; none for all that the host has.
+    """Return the names of the boards that ttnn opens in this process; empty for all boards.
 
     Args:
-        settings: Whose `visible_devices` must be what the process is bound to.
+        settings: Settings whose `visible_devices` must equal the process's binding.
         bound: Value of ``TT_VISIBLE_DEVICES``; None or empty is all boards of the host.
 
     Raises:
@@ -206,23 +206,23 @@ def names_to_open(settings: MeshConfig, bound: str | None) -> tuple[str, ...]:
         wanted = {str(board) for board in settings.visible_devices}
         if wanted != set(seen):
             raise ConfigError(
-                f"mesh.visible_devices is {sorted(wanted)} and this process was started with "
+                f"mesh.visible_devices is {sorted(wanted)}, but this process was started with "
                 f"{VISIBLE_DEVICES}={bound or ''}: set that to {','.join(sorted(wanted))} before "
-                "the process starts"
+                "starting the process"
             )
     return seen
 
 
 def _host_devices() -> tuple[Device, ...]:
-    """Return the host's boards; none beside a mock cluster, for which no board is opened."""
+    """Return the host's boards; none with a mock cluster, which opens no board."""
     # ttnn's own variable.
     return () if os.environ.get(MOCK_DESCRIPTOR) else read_devices()  # noqa: TID251
 
 
 def ttnn_message(error: BaseException) -> str:
-    """Return the line of an exception of ttnn that says what is wrong.
+    """Return the message of a ttnn exception without its backtrace.
 
-    ttnn's texts are a place in its source, "info:", the message, and a backtrace of many lines.
+    ttnn's texts consist of a place in its source, "info:", the message, and a long backtrace.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if "info:" in lines[:-1]:
@@ -232,7 +232,7 @@ def ttnn_message(error: BaseException) -> str:
 
 @contextmanager
 def refusals(what: str) -> Iterator[None]:
-    """Turn ttnn's own errors into one that says what was done and what ttnn said."""
+    """Convert ttnn's errors in the body into `DeviceError`s that name the operation."""
     try:
         yield
     except RuntimeError as error:
@@ -240,7 +240,7 @@ def refusals(what: str) -> Iterator[None]:
 
 
 def _check_chips(spec: MeshSpec, bound: str | None) -> None:
-    """See that the process has the chips."""
+    """Check that the process sees the mesh's chips."""
     where = f"with {VISIBLE_DEVICES}={bound}" if bound else "on all boards of this host"
     try:
         num_chips = ttnn.get_num_devices()
@@ -249,18 +249,18 @@ def _check_chips(spec: MeshSpec, bound: str | None) -> None:
         )
     except RuntimeError as error:
         raise DeviceError(
-            f"mesh {spec.name} needs {spec.num_chips} chips, and ttnn finds none {where} "
-            f"({ttnn_message(error)}); `ttserve doctor` says what is missing"
+            f"mesh {spec.name} needs {spec.num_chips} chips, but ttnn finds none {where} "
+            f"({ttnn_message(error)}); run `ttserve doctor` to see what is missing"
         ) from error
     if num_chips < spec.num_chips:
         raise DeviceError(
-            f"mesh {spec.name} needs {spec.num_chips} chips, and ttnn finds {num_chips} {where}; "
-            "`ttserve doctor` says what this host has"
+            f"mesh {spec.name} needs {spec.num_chips} chips, but ttnn finds {num_chips} {where}; "
+            "run `ttserve doctor` to see what this host has"
         )
     if spec.arch != kind:
         raise DeviceError(
-            f"mesh {spec.name} is of {spec.arch} chips, and those {where} are {kind}; "
-            + (f"set mesh.arch: {kind}" if spec.board is None else "`ttserve doctor` says more")
+            f"mesh {spec.name} has {spec.arch} chips, but those {where} are {kind}; "
+            + (f"set mesh.arch: {kind}" if spec.board is None else "see `ttserve doctor`")
         )
 
 
@@ -276,7 +276,7 @@ def _open(spec: MeshSpec, fabric: dict[str, object], arguments: dict[str, object
 
 
 def _open_arguments(spec: MeshSpec, settings: MeshConfig) -> dict[str, object]:
-    """Return arguments of ``ttnn.open_mesh_device``, but for the shape."""
+    """Return the arguments of ``ttnn.open_mesh_device`` without the shape."""
     axis = settings.dispatch_core_axis or spec.dispatch_core_axis
     arguments = {
         "dispatch_core_config": ttnn.DispatchCoreConfig(
@@ -293,7 +293,7 @@ def _open_arguments(spec: MeshSpec, settings: MeshConfig) -> dict[str, object]:
 def _fabric(
     spec: MeshSpec, settings: MeshConfig, asked: Mapping[str, object] | None
 ) -> dict[str, object]:
-    """Return arguments of ``ttnn.set_fabric_config``; none for one chip, which has no fabric."""
+    """Return the arguments of ``ttnn.set_fabric_config``; empty for one chip, without a fabric."""
     if spec.num_chips == 1:
         return {}
     arguments: dict[str, object] = {"config": spec.fabric, **(asked or {})}
@@ -315,7 +315,7 @@ def _member(kind: Any, name: str) -> object:  # noqa: ANN401 - an enum of ttnn
 
 
 def _cut(shape: tuple[int, int], num_chips: int) -> tuple[int, int]:
-    """Shape of the submeshes that a mesh is cut into: as flat as its rows and columns allow."""
+    """Return the shape of submeshes: as flat as the mesh's rows and columns allow."""
     rows, cols = shape
     for height in range(1, rows + 1):
         width, rest = divmod(num_chips, height)
@@ -328,6 +328,6 @@ def _try_close(close: Callable[[Any], object], what: object) -> bool:
     try:
         close(what)
     except RuntimeError as error:
-        _LOG.error("ttnn did not close %s: %s", what, ttnn_message(error))
+        _LOG.error("ttnn failed to close %s: %s", what, ttnn_message(error))
         return False
     return True

@@ -46,17 +46,18 @@ if TYPE_CHECKING:
     Attend = Callable[[ttnn.Tensor, LayerWeights, Sequence[ttnn.Tensor]], ttnn.Tensor]
 
 PADDING_LOGIT = -1e30
-"""Logit of the vocabulary's padding: never the best, and no probability."""
+"""Logit of the vocabulary's padding: never the best, and without probability."""
 
 
 class TTTransformer:
-    """A decoder model on one lane: a submesh (1, tp).
+    """Decoder model on one lane: a submesh (1, tp).
 
-    Owner: the rotary tables, semaphores and other constants on the device; weights and KV cache are
+    Owns the rotary tables, semaphores and other constants on the device. Weights and KV cache
+    belong to the caller. Every call has fixed shapes: see ``inputs``.
     the caller's. Every call has fixed shapes: see ``inputs``.
 
     Attributes:
-        collectives: Over the lane's chips, for whoever draws from its logits, too.
+        collectives: Collectives over the lane's chips, also used by the sampler.
     """
 
     def __init__(  # noqa: PLR0913 - what a lane is made of
@@ -106,11 +107,11 @@ class TTTransformer:
         self._padding_bias = _padding_bias(device, config.vocab_size, weights.num_vocab_padded)
 
     def close(self) -> None:
-        """Free the semaphores, which nothing else frees before the mesh is closed; safe twice."""
+        """Free the semaphores, which must happen before the mesh is closed; idempotent."""
         self.collectives.close()
 
     def attention_piece(self, num_tokens: int, start: int) -> int:
-        """See `PagedAttention.piece`."""
+        """Return attention's piece of a chunk in tokens; see `PagedAttention.piece`."""
         return self._attention.piece(num_tokens, start)
 
     def prefill(self, inputs: PrefillInputs, cache: LaneCache, piece: int) -> ttnn.Tensor:
@@ -119,7 +120,7 @@ class TTTransformer:
         Args:
             inputs: The chunk, on the device.
             cache: Keys and values of each layer, (blocks, kv_heads / tp, block_size, head_dim).
-            piece: What `attention_piece` says of it.
+            piece: Result of `attention_piece`.
 
         Returns:
             bfloat16 (1, 1, 32, V / tp) on each chip, tiles in DRAM: 32 times the same row. The
@@ -143,7 +144,7 @@ class TTTransformer:
             inputs.last_tile_start,
             inputs.last_tile_end,
             slice_dim=2,
-            # Into how many pieces of one row of tiles; where they begin is a tensor.
+            # The number of pieces is compiled in; where they begin is a tensor.
             num_devices=x.shape[2] // TILE,
         )
         ttnn.deallocate(x)
@@ -173,7 +174,7 @@ class TTTransformer:
         check_cache(cache[0][0].shape[0], inputs.page_table.shape[-1])
         if inputs.tokens.shape[-1] != self._num_rows:
             raise ConfigError(
-                f"a decode step of {inputs.tokens.shape[-1]} rows, the lane takes {self._num_rows}"
+                f"a decode step has {inputs.tokens.shape[-1]} rows, but the lane {self._num_rows}"
             )
         self.collectives.begin()
         x = self._embedded(inputs.tokens, l1)
@@ -200,7 +201,7 @@ class TTTransformer:
         return self.collectives.summed(x, memory_config)
 
     def _local_rows(self, tokens: ttnn.Tensor) -> ttnn.Tensor:
-        """Return each chip's row of the embedding; its last one is zero, for others' tokens."""
+        """Return each chip's embedding row of a token; the zero row for tokens of other chips."""
         tiles = ttnn.to_layout(ttnn.typecast(tokens, ttnn.int32), ttnn.TILE_LAYOUT)
         local = ttnn.subtract(tiles, self._first_token_id)
         is_other = ttnn.logical_or(ttnn.lt(local, 0), ttnn.ge(local, self._vocab_per_chip))

@@ -1,7 +1,7 @@
-"""Matrix products, norms and sums of a lane as ttnn is told to compute them.
+"""Matrix products, norms and sums of a lane, with their ttnn configurations.
 
-`programs` chooses; here its choices become program and memory configurations. A decode step and a
-chunk go through the same layers: `RowProducts` and `ChunkProducts` have the same methods.
+Turns the choices of `programs` into program and memory configurations. A decode step and a chunk go
+through the same layers, so `RowProducts` and `ChunkProducts` have the same methods.
 
 Dimensions: S tokens of a chunk; k and n, rows and columns of a weight on one chip.
 """
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 
 class Products(Protocol):
-    """How the layers of a call compute; its tensors are where its products want them."""
+    """Operations of a call's layers, with tensors in the memory that they need."""
 
     def attention_norm(self, x: ttnn.Tensor, weight: ttnn.Tensor) -> ttnn.Tensor:
-        """RMSNorm of the residual stream, as ``qkv`` takes it."""
+        """Return the RMSNorm of the residual stream, where ``qkv`` needs it."""
         ...
 
     def mlp_norm(self, x: ttnn.Tensor, weight: ttnn.Tensor) -> ttnn.Tensor:
-        """RMSNorm of the residual stream, as ``gate`` and ``up`` take it."""
+        """Return the RMSNorm of the residual stream, where ``gate`` and ``up`` need it."""
         ...
 
     def times(
@@ -54,26 +54,26 @@ class Products(Protocol):
         ...
 
     def summed(self, partial: ttnn.Tensor, bias: ttnn.Tensor | None = None) -> ttnn.Tensor:
-        """Sum of every chip's summand on all of them, and the bias added once; frees those."""
+        """Return the sum of all chips' summands plus the bias on every chip; free the summands."""
         ...
 
     def added(self, x: ttnn.Tensor, out: ttnn.Tensor) -> ttnn.Tensor:
-        """Return the residual stream and a branch's output; frees both."""
+        """Return the residual stream plus a branch's output; free both."""
         ...
 
 
 def chip_cores(device: ttnn.MeshDevice) -> ChipCores:
-    """What the programs of a lane's chips depend on."""
+    """Return the properties of a lane's chips that programs depend on."""
     grid = device.compute_with_storage_grid_size()
     return ChipCores(Grid(grid.x, grid.y), device.dram_grid_size().x)
 
 
 def striped(rows: int, columns: int, dram_banks: int) -> ttnn.MemoryConfig:
-    """Return a weight in column stripes, one in each bank.
+    """Return the memory configuration of a weight in column stripes, one per bank.
 
     Args:
-        rows: Of the weight on a chip, in elements.
-        columns: Likewise.
+        rows: Rows of the weight on a chip, in elements.
+        columns: Columns of the weight on a chip, in elements.
         dram_banks: Of the chip.
     """
     width = bank_columns(columns // TILE, dram_banks) * TILE
@@ -87,11 +87,11 @@ def striped(rows: int, columns: int, dram_banks: int) -> ttnn.MemoryConfig:
 
 
 def core_range(first: int, count: int, grid: ttnn.CoreCoord) -> ttnn.CoreRangeSet:
-    """Cores of a chip's grid from the ``first`` on, counted row by row, as ops share out rows.
+    """Return cores of a chip's grid from ``first``, counted row by row as ops distribute rows.
 
     Args:
-        first: Of them.
-        count: How many.
+        first: Index of the first core.
+        count: Number of cores.
         grid: Of the chip.
     """
     ranges = []
@@ -120,7 +120,7 @@ class RowProducts:
         device: ttnn.MeshDevice,
         collectives: Collectives,
     ) -> None:
-        """Say every choice of ``programs`` to ttnn once."""
+        """Create the ttnn configurations for the choices of ``programs``."""
         self._kernels = kernels
         self._collectives = collectives
         tp = self._tp = device.get_num_devices()
@@ -128,7 +128,7 @@ class RowProducts:
         self._grid = device.compute_with_storage_grid_size()
         self._programs = programs
         self.residual = _rectangle_shards(programs.residual)
-        """Where the residual stream is."""
+        """Memory configuration of the residual stream."""
         self._mlp_input = _rectangle_shards(programs.mlp_norm)
         self._norms = {
             "attention": (self.residual, _norm_program(programs.residual)),
@@ -152,11 +152,11 @@ class RowProducts:
             self._inputs["down"] = self._shards(down.cores, sizes["down"][0] // down.cores)
 
     def attention_norm(self, x: ttnn.Tensor, weight: ttnn.Tensor) -> ttnn.Tensor:
-        """See `Products`; (1, 1, 32, hidden)."""
+        """Normalise (1, 1, 32, hidden); see `Products`."""
         return self._norm("attention", x, weight)
 
     def mlp_norm(self, x: ttnn.Tensor, weight: ttnn.Tensor) -> ttnn.Tensor:
-        """See `Products`; (1, 1, 32, hidden)."""
+        """Normalise (1, 1, 32, hidden); see `Products`."""
         return self._norm("mlp", x, weight)
 
     def times(
@@ -166,7 +166,7 @@ class RowProducts:
         weight: ttnn.Tensor,
         bias: ttnn.Tensor | None = None,
     ) -> ttnn.Tensor:
-        """See `Products`; (1, 1, 32, k) in L1 to (1, 1, 32, n) in L1."""
+        """Multiply (1, 1, 32, k) in L1 to (1, 1, 32, n) in L1; see `Products`."""
         product = self._programs.decode[name]
         is_striped = isinstance(product, BankProduct)
         where = self._inputs[name] if is_striped else ttnn.L1_MEMORY_CONFIG
@@ -185,7 +185,7 @@ class RowProducts:
         return out if bias is None else _biased(out, bias, ttnn.L1_MEMORY_CONFIG)
 
     def summed(self, partial: ttnn.Tensor, bias: ttnn.Tensor | None = None) -> ttnn.Tensor:
-        """See `Products`; (1, 1, 32, hidden) in L1."""
+        """Sum over the chips, (1, 1, 32, hidden) in L1; see `Products`."""
         out = partial
         if self._tp > 1:
             flat = freed_after_move(partial, ttnn.L1_MEMORY_CONFIG)
@@ -193,7 +193,7 @@ class RowProducts:
         return out if bias is None else _biased(out, bias, ttnn.L1_MEMORY_CONFIG)
 
     def added(self, x: ttnn.Tensor, out: ttnn.Tensor) -> ttnn.Tensor:
-        """See `Products`; both (1, 1, 32, hidden)."""
+        """Add two tensors (1, 1, 32, hidden); see `Products`."""
         out = freed_after_move(out, self.residual)
         return _sum(x, out, self.residual)
 
@@ -233,7 +233,7 @@ class ChunkProducts:
         *,
         tp: int,
     ) -> None:
-        """Prepare; a program is chosen when the first chunk of its length comes."""
+        """Prepare; programs are chosen at the first chunk of each length."""
         self._config = config
         self._profile = profile
         self._kernels = kernels
@@ -242,7 +242,7 @@ class ChunkProducts:
         self._sizes = product_sizes(config, tp)
 
     def attention_norm(self, x: ttnn.Tensor, weight: ttnn.Tensor) -> ttnn.Tensor:
-        """See `Products`."""
+        """Return the RMSNorm of the residual stream, where ``qkv`` needs it."""
         return ttnn.rms_norm(
             x,
             epsilon=self._config.rms_norm_eps,
@@ -260,7 +260,7 @@ class ChunkProducts:
         weight: ttnn.Tensor,
         bias: ttnn.Tensor | None = None,
     ) -> ttnn.Tensor:
-        """See `Products`; (1, 1, S, k) to (1, 1, S, n)."""
+        """Multiply (1, 1, S, k) to (1, 1, S, n); see `Products`."""
         num_tokens, k = x.shape[2], x.shape[3]
         product = self.program(name, num_tokens)
         parts = 1 if product is None else num_tokens // product.tokens
@@ -278,7 +278,7 @@ class ChunkProducts:
         return out if bias is None else _biased(out, bias, ttnn.DRAM_MEMORY_CONFIG)
 
     def program(self, name: ProductName, num_tokens: int) -> ChunkProduct | None:
-        """What computes a product of a chunk of ``num_tokens``; see `programs.chunk_product`."""
+        """Return the program of a product of ``num_tokens`` rows; see `programs.chunk_product`."""
         k, n = self._sizes[name]
         tile_bytes = weight_tile_bytes(self._profile, name)
         return chunk_product(
@@ -286,17 +286,17 @@ class ChunkProducts:
         )
 
     def summed(self, partial: ttnn.Tensor, bias: ttnn.Tensor | None = None) -> ttnn.Tensor:
-        """See `Products`."""
+        """Return the sum of all chips' summands plus the bias on every chip; free the summands."""
         out = self._collectives.summed(partial, ttnn.DRAM_MEMORY_CONFIG)
         return out if bias is None else _biased(out, bias, ttnn.DRAM_MEMORY_CONFIG)
 
     def added(self, x: ttnn.Tensor, out: ttnn.Tensor) -> ttnn.Tensor:
-        """See `Products`."""
+        """Return the residual stream plus a branch's output; free both."""
         return _sum(x, out, ttnn.DRAM_MEMORY_CONFIG)
 
 
 def moved(x: ttnn.Tensor, memory_config: ttnn.MemoryConfig) -> ttnn.Tensor:
-    """``x`` itself where it is there, otherwise a copy; ``x`` stays."""
+    """Return ``x`` if it is in this memory, otherwise a copy; keep ``x``."""
     if x.memory_config() == memory_config:
         return x
     return ttnn.to_memory_config(x, memory_config)
@@ -328,7 +328,7 @@ def row_program(product: BankProduct | ColumnProduct) -> object:
 
 
 def chunk_program(product: ChunkProduct, *, is_whole: bool) -> object:
-    """Return the program configuration of a product of a chunk, multiplied whole or in parts."""
+    """Return the program configuration of a chunk's product, computed whole or in parts."""
     return ttnn.MatmulMultiCoreReuseMultiCastProgramConfig(
         compute_with_storage_grid_size=(product.grid.columns, product.grid.rows),
         in0_block_w=product.block,
@@ -368,7 +368,7 @@ def width_shards(cores: ttnn.CoreRangeSet, width: int) -> ttnn.MemoryConfig:
 
 
 def freed_after_move(x: ttnn.Tensor, memory_config: ttnn.MemoryConfig) -> ttnn.Tensor:
-    """``x`` itself where it is there, otherwise a copy, and ``x`` is freed."""
+    """Return ``x`` if it is in this memory, otherwise a copy, and free ``x``."""
     there = moved(x, memory_config)
     if there is not x:
         ttnn.deallocate(x)
@@ -376,13 +376,13 @@ def freed_after_move(x: ttnn.Tensor, memory_config: ttnn.MemoryConfig) -> ttnn.T
 
 
 def _biased(x: ttnn.Tensor, bias: ttnn.Tensor, memory_config: ttnn.MemoryConfig) -> ttnn.Tensor:
-    """``x`` with the bias added to each row, in the place of ``x`` where that is interleaved."""
+    """Return ``x`` with the bias added to each row; in place if ``x`` is interleaved."""
     flat = freed_after_move(x, memory_config)
     return ttnn.add(flat, bias, memory_config=memory_config, output_tensor=flat)
 
 
 def _sum(x: ttnn.Tensor, out: ttnn.Tensor, memory_config: ttnn.MemoryConfig) -> ttnn.Tensor:
-    """Return the sum; frees both."""
+    """Return the sum and free both."""
     total = ttnn.add(x, out, memory_config=memory_config)
     ttnn.deallocate(x)
     ttnn.deallocate(out)

@@ -1,8 +1,8 @@
-"""Optimisation profiles: the precision of weights, KV and arithmetic of the native ttnn models.
+"""Optimisation profiles: precision of weights, KV and arithmetic of the native ttnn models.
 
-Dtypes and fidelities are kept by the names of their ttnn members, ``getattr(ttnn, name)`` and
-``getattr(ttnn.MathFidelity, name)``, so that sizes are computed, and configurations refused, where
-ttnn is not installed. Pure.
+Dtypes and fidelities are stored as names of ttnn members, ``getattr(ttnn, name)`` and
+``getattr(ttnn.MathFidelity, name)``, so that sizes can be computed, and configurations refused,
+without ttnn. Pure.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ Fidelity: TypeAlias = Literal["LoFi", "HiFi2", "HiFi3", "HiFi4"]
 
 ProductName: TypeAlias = Literal["qkv", "o", "gate", "up", "down"]
 PRODUCTS: tuple[ProductName, ...] = ("qkv", "o", "gate", "up", "down")
-"""Matrix products of a layer, by the names of their weights in `weights.LayerWeights`."""
+"""Matrix products of a layer, named by their weights in `weights.LayerWeights`."""
 
 TILE_BYTES: dict[Dtype, int] = {"bfloat4_b": 576, "bfloat8_b": 1088, "bfloat16": 2048}
-"""Bytes of 32x32 elements."""
+"""Bytes of a tile of 32x32 elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """How one kind of op computes.
+    """Precision of one kind of operation.
 
     Attributes:
-        fidelity: How many of the mantissas' bits are multiplied: member of ``ttnn.MathFidelity``.
-        fp32_accumulation: Sums are kept in float32, not in bfloat16.
+        fidelity: Member of ``ttnn.MathFidelity``: how many bits of the mantissas are multiplied.
+        fp32_accumulation: Whether sums are kept in float32 instead of bfloat16.
     """
 
     fidelity: Fidelity
@@ -41,17 +41,17 @@ class Precision:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """One choice of speed against accuracy.
+    """Trade-off between speed and accuracy.
 
     Attributes:
-        name: As in the engine's configuration.
+        name: Name in the engine's configuration.
         weight_dtype: Matrices of the output layer, and of the MLP on its way down.
         attention_dtype: Those of the attention.
         gate_up_dtype: Matrices of the MLP on its way up.
         last_gate_up_dtype: Those of the last layer.
         vector_dtype: Embedding, norm weights and biases.
         kv_dtype: KV cache.
-        activation_dtype: What flows between ops.
+        activation_dtype: Tensors between operations.
         linear: Matrix products of the output layer.
         attention_linear: Those of the attention.
         gate_up: Those of the MLP on its way up.
@@ -82,13 +82,13 @@ class Profile:
     activation_dtype: Dtype = "bfloat16"
 
     def weight(self, name: ProductName, *, is_last: bool) -> Dtype:
-        """Return dtype of a product's weights, in the last layer or in another."""
+        """Return the dtype of a product's weights, in the last layer or in another."""
         if name in ("gate", "up"):
             return self.last_gate_up_dtype if is_last else self.gate_up_dtype
         return self.weight_dtype if name == "down" else self.attention_dtype
 
     def product(self, name: ProductName, *, is_last: bool = False) -> Precision:
-        """Return how a product computes, in the last layer or in another."""
+        """Return the precision of a product, in the last layer or in another."""
         if name in ("gate", "up"):
             return self.last_gate_up if is_last else self.gate_up
         return self.down if name == "down" else self.attention_linear
@@ -128,11 +128,11 @@ _PERFORMANCE_OF_QWEN_7B = replace(
     gate_up=_HIFI2_BF16,
     attention_of_rows=_HIFI4,
 )
-"""Of Qwen2.5-7B, which less degrades, as Tenstorrent says.
-Source: `ModelOptimizations.performance` again, which knows it by its name."""
+"""Profile of Qwen2.5-7B, which lower precision degrades, according to Tenstorrent.
+Source: `ModelOptimizations.performance` again, which identifies it by name."""
 _QWEN_7B = ("qwen2", 3584, 18944, 4)
-"""Family, hidden size, inner size and KV heads: it is known by these, whatever its folder is
-called, and so are the models that were trained on from it."""
+"""Family, hidden size, inner size and KV heads that identify it and its fine-tuned models, whatever
+the folder's name."""
 
 BALANCED = Profile(
     name="balanced",
@@ -171,18 +171,18 @@ ACCURACY = Profile(
 )
 
 PROFILES = {profile.name: profile for profile in (PERFORMANCE, BALANCED, ACCURACY)}
-"""Every profile by its name."""
+"""Profiles by name."""
 
 
 def profile(optimizations: str | None, model: ModelConfig | None = None) -> Profile:
-    """Return the profile of a name, as a model has it.
+    """Return a profile by name, with exceptions for particular models.
 
     Args:
         optimizations: The name; None is "performance".
-        model: The model; None is any but those that need more than others.
+        model: The model; None is any without an exception.
 
     Raises:
-        ConfigError: There is no profile of that name; names those there are.
+        ConfigError: There is no such profile; lists the known ones.
     """
     name = PERFORMANCE.name if optimizations is None else optimizations
     if name not in PROFILES:

@@ -1,16 +1,16 @@
-"""Which program computes each matrix product of a lane, on which cores, and what it takes of L1.
+"""Choice of the program and cores for each matrix product of a lane, and its use of L1.
 
-Arithmetic alone, for one chip of a lane. ttnn chooses a program by itself where it is given none,
-and for a decode step that is one that reads weights again and again; so every product has one here.
+Pure arithmetic for one chip of a lane. ttnn's own choice for a decode step reads weights
+repeatedly, so every product gets an explicit program here.
 
-- A decode step's products read every weight once, so the memory's bandwidth is their limit. Their
-  weights lie in column stripes, one per DRAM bank, and a core beside each bank, or two, read its
-  own (`BankProduct`). Where a stripe does not fit those cores' L1, weights are interleaved and
-  every core takes some columns (`ColumnProduct`): the output layer, whose columns are the most.
+- A decode step's products read every weight once, so they are limited by memory bandwidth. Their
+weights are stored in column stripes, one per DRAM bank, and one or two cores beside each bank read
+its stripe (`BankProduct`). If a stripe does not fit these cores' L1, weights are interleaved and
+every core computes some columns (`ColumnProduct`): the output layer, which has the most columns.
 - A chunk's products are limited by arithmetic, and read the same weights (`ChunkProduct`).
 
 Grids, and blocks along the summed dimension, are those of `ModelArgs` in tt-metal's
-models/tt_transformers/tt/model_config.py; L1 is counted as the program factories of ttnn's matmul
+models/tt_transformers/tt/model_config.py. L1 is counted as the program factories of ttnn's matmul
 allocate circular buffers. Sizes are in tiles unless a name says otherwise.
 """
 
@@ -29,27 +29,27 @@ if TYPE_CHECKING:
 _FLOAT32_TILE_BYTES = 4096
 
 L1_FOR_PRODUCTS = 1_200_000
-"""Bytes of a core's L1 that a product's circular buffers may take. A Wormhole core has 1,499,136, a
-Blackhole core more; kernels, and the activations of a decode step, have the rest."""
+"""Bytes of a core's L1 for a product's circular buffers. A Wormhole core has 1,499,136, a Blackhole
+core more; the rest is for kernels and the activations of a decode step."""
 
 _GRID_EDGE = 8
-"""Cores along each edge of a grid of shards, as many as every chip has; upstream's limit too."""
+"""Most cores along an edge of a grid of shards. Every chip has as many; also upstream's limit."""
 
 _RESIDUAL_CORES = 32
-"""A grid of shards has the number of cores that is next to this."""
+"""Preferred number of cores of a grid of shards; the nearest possible one is used."""
 
 _LONGEST_BLOCK = 8
-"""Tiles along the summed dimension that are taken at once, at most."""
+"""Most tiles along the summed dimension that are processed at once."""
 
 _BANKS_OF_A_P150 = 8
 
 _MOST_CHUNK_ROWS = 2048 // TILE
-"""Rows of a chunk that are multiplied at once, at most."""
+"""Most rows of a chunk that are multiplied at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A rectangle of cores from the first one.
+    """Rectangle of cores that starts at the first one.
 
     Attributes:
         columns: Cores side by side.
@@ -61,13 +61,13 @@ class Grid:
 
     @property
     def num_cores(self) -> int:
-        """Of the rectangle."""
+        """Number of cores of the rectangle."""
         return self.columns * self.rows
 
 
 @dataclass(frozen=True, slots=True)
 class ChipCores:
-    """What the programs of a chip depend on.
+    """Properties of a chip that its programs depend on.
 
     Attributes:
         grid: Its worker cores.
@@ -83,11 +83,11 @@ class BankProduct:
     """32 rows times weights in stripes; ttnn's MatmulMultiCoreReuseMultiCastDRAMSharded program.
 
     Attributes:
-        cores: How many hold the rows, and then the result, in shards of columns.
-        block: Tiles along the summed dimension that are taken at once.
+        cores: Number of cores that store the rows, and then the result, in shards of columns.
+        block: Tiles along the summed dimension that are processed at once.
         columns_per_core: Columns of the result on each core.
-        columns_per_bank: Columns of the weights in each bank; the last may have some in vain.
-        readers: Cores beside each bank that share out its columns.
+        columns_per_bank: Columns of the weights in each bank, padding in the last one included.
+        readers: Cores beside each bank that share its columns.
         l1_bytes: Circular buffers of the cores beside the banks.
     """
 
@@ -107,10 +107,10 @@ class ColumnProduct:
         grid: Cores, each of which computes some columns.
         block: See `BankProduct`.
         columns_per_core: Columns of each core.
-        columns_at_once: Those that it has in L1 at a time; divides the former.
-        subblock: Columns that are accumulated at once; divides the former.
+        columns_at_once: Columns that it has in L1 at a time; divides `columns_per_core`.
+        subblock: Columns that are accumulated at once; divides `columns_at_once`.
         l1_bytes: Circular buffers of a core.
-        reason: Why it is no `BankProduct`.
+        reason: Why it is not a `BankProduct`.
     """
 
     grid: Grid
@@ -131,8 +131,8 @@ class ChunkProduct:
         grid: Cores: some rows and some columns each.
         block: See `BankProduct`.
         rows_per_core: Rows of each core.
-        columns_per_core: Columns of each core, no fewer than a bank has: ttnn's reader of stripes
-            runs over otherwise.
+        columns_per_core: Columns of each core, at least as many as a bank has, as ttnn's reader of
+            stripes overruns otherwise.
         subblock: Columns that are accumulated at once.
         l1_bytes: Circular buffers of a core.
     """
@@ -148,12 +148,12 @@ class ChunkProduct:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A norm over rows in shards of columns; ttnn's LayerNormShardedMultiCore program.
+    """Norm over rows in shards of columns; ttnn's LayerNormShardedMultiCore program.
 
     Attributes:
         grid: Cores that have a shard.
         columns_per_core: Columns of each.
-        subblock: Columns that are taken at once; divides the former.
+        subblock: Columns that are processed at once; divides `columns_per_core`.
     """
 
     grid: Grid
@@ -163,13 +163,13 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class LanePrograms:
-    """The programs of one chip of a lane.
+    """Programs of one chip of a lane.
 
     Attributes:
-        residual: Of the residual stream of a decode step, and of the attention's norm.
-        mlp_norm: Of the MLP's.
+        residual: Norm of the attention, whose shards the residual stream of a decode step has.
+        mlp_norm: Norm of the MLP.
         decode: Product -> its program in a decode step.
-        output: Of the output layer, which always has 32 rows.
+        output: Program of the output layer, which always has 32 rows.
     """
 
     residual: Norm
@@ -179,7 +179,7 @@ class LanePrograms:
 
 
 def product_sizes(model: ModelConfig, tp: int) -> dict[ProductName, tuple[int, int]]:
-    """Return rows and columns of each weight on one of ``tp`` chips, in elements."""
+    """Return the rows and columns of each weight on one of ``tp`` chips, in elements."""
     hidden, inner = model.hidden_size, model.intermediate_size // tp
     heads = model.num_attention_heads // tp * model.head_dim
     kv = model.num_key_value_heads // tp * model.head_dim
@@ -199,7 +199,7 @@ def lane_programs(model: ModelConfig, profile: Profile, chip: ChipCores, tp: int
         model: The model; it divides among the chips (`buckets.check_lane`).
         profile: Dtypes and precision.
         chip: One of its chips.
-        tp: How many there are.
+        tp: Number of chips of the lane.
     """
     sizes = {name: (k // TILE, n // TILE) for name, (k, n) in product_sizes(model, tp).items()}
     hidden, inner = sizes["gate"]
@@ -231,24 +231,24 @@ def lane_programs(model: ModelConfig, profile: Profile, chip: ChipCores, tp: int
 
 
 def weight_tile_bytes(profile: Profile, name: ProductName) -> int:
-    """Return bytes of a tile of a product's weights, in the layer where they have the most."""
+    """Return the largest size in bytes, over the layers, of a tile of a product's weights."""
     return max(TILE_BYTES[profile.weight(name, is_last=is_last)] for is_last in (False, True))
 
 
 def shard_grid(num_tiles: int) -> Grid:
-    """Return the grid that shares out ``num_tiles`` evenly and has next to 32 cores."""
+    """Return the grid nearest to 32 cores that divides ``num_tiles`` evenly."""
     divisors = [n for n in range(1, _GRID_EDGE**2 + 1) if num_tiles % n == 0]
     return _rectangle(sorted(divisors, key=lambda n: abs(n - _RESIDUAL_CORES)))
 
 
 def common_grid(first: int, second: int) -> Grid:
-    """Return the largest grid that shares out both numbers of tiles evenly."""
+    """Return the largest grid that divides both numbers of tiles evenly."""
     both = [n for n in range(_GRID_EDGE**2, 0, -1) if first % n == second % n == 0]
     return _rectangle(both)
 
 
 def _rectangle(candidates: list[int]) -> Grid:
-    """Return the first of these numbers of cores that is a rectangle; 1 is one."""
+    """Return the first of these numbers of cores that forms a rectangle; 1 always does."""
     return next(
         Grid(n // rows, rows)
         for n in candidates
@@ -258,16 +258,16 @@ def _rectangle(candidates: list[int]) -> Grid:
 
 
 def bank_readers(dram_banks: int) -> int:
-    """Return cores beside each bank that compute a product with weights in stripes.
+    """Return the number of cores beside each bank that compute a product with stripes.
 
-    ttnn takes two on Blackhole alone. They are measured on one p150 (tt-metal #55080); a P300's, a
-    P150x4's and a Blackhole Galaxy's chips have as many banks.
+    ttnn supports two on Blackhole only. They were measured on one p150 (tt-metal #55080); chips of
+    a P300, a P150x4 and a Blackhole Galaxy have as many banks.
     """
     return 2 if dram_banks == _BANKS_OF_A_P150 else 1
 
 
 def bank_columns(num_columns: int, dram_banks: int) -> int:
-    """Columns of tiles in each bank, of a weight of ``num_columns``; as many for each reader."""
+    """Return columns of tiles per bank for ``num_columns`` columns, divisible among the readers."""
     readers = bank_readers(dram_banks)
     return -(-num_columns // (dram_banks * readers)) * readers
 
@@ -306,7 +306,7 @@ def _decode_product(
 def column_product(
     k: int, n: int, grid: Grid, tile_bytes: int, precision: Precision, reason: str
 ) -> ColumnProduct:
-    """A program for 32 rows of ``k`` tiles and interleaved weights of ``n`` columns of tiles.
+    """Return a program for 32 rows of ``k`` tiles and interleaved weights of ``n`` columns.
 
     Args:
         k: Summed dimension.
@@ -332,8 +332,8 @@ def chunk_product(
 ) -> ChunkProduct | None:
     """Return a program for a chunk and weights in stripes or interleaved.
 
-    Of those that fit, the one that multiplies the most rows at once, if it takes blocks of four
-    tiles, or else the longest block there is.
+    Among programs that fit L1, this is the one that multiplies the most rows at once with blocks of
+    at least four tiles, or else the one with the longest block.
 
     Args:
         num_tokens: Rows, a multiple of 32; not tiles.
@@ -344,7 +344,7 @@ def chunk_product(
         precision: Of the arithmetic.
 
     Returns:
-        None where none fits: weights are interleaved then, and ttnn has a program for those.
+        None if no program fits; weights are then interleaved, and ttnn chooses the program.
     """
     grid = Grid(
         min(chip.grid.columns, chip.dram_banks, _GRID_EDGE), min(chip.grid.rows, _GRID_EDGE)
@@ -368,18 +368,18 @@ def chunk_product(
 
 
 def _result_bytes(precision: Precision) -> int:
-    """Of a tile of the result: as it is stored, and as it is summed up where that is another."""
+    """Return bytes of a tile of the result: stored, plus its sums if they have another format."""
     stored = TILE_BYTES["bfloat16"]
     return stored + _FLOAT32_TILE_BYTES if precision.fp32_accumulation else stored
 
 
 def _most_accumulated(precision: Precision) -> int:
-    """Return tiles that a core's destination registers hold."""
+    """Return how many tiles a core's destination registers hold."""
     return 4 if precision.fp32_accumulation else 8
 
 
 def _divisors(number: int, most: int) -> list[int]:
-    """Return divisors of up to ``most``, falling."""
+    """Return the divisors up to ``most``, in descending order."""
     return [n for n in range(min(number, most), 0, -1) if number % n == 0]
 
 

@@ -1,4 +1,4 @@
-"""Rotary tables on the device, and the rows of them that a call needs.
+"""Rotary tables on the device, and lookup of the rows that a call needs.
 
 Layout "hf": channel i is paired with i + head_dim / 2, as in the weights that transformers saves,
 so weights and KV cache are those of the torch generator.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class DeviceRope:
-    """Cosines and sines of every position.
+    """Tables of the cosines and sines of every position.
 
     Owner: two bfloat16 tensors (1, 1, max_seq_len, head_dim), row-major, the same on every chip.
     """
@@ -60,13 +60,13 @@ class DeviceRope:
 
         Args:
             rope_indices: Position of each row's token.
-            memory_configs: A core per row, as the heads that are rotated have it.
+            memory_configs: One core per row, as for the rotated heads.
         """
         num_rows = rope_indices.shape[-1]
         both = []
         for table in self._tables:
             rows = ttnn.embedding(rope_indices, table, layout=ttnn.ROW_MAJOR_LAYOUT)
-            # Each row becomes a tile of its own.
+            # Each row becomes a separate tile.
             rows = ttnn.reshape(rows, (1, num_rows, 1, self._head_dim))
             both.append(ttnn.to_layout(rows, ttnn.TILE_LAYOUT))
         return [[ttnn.to_memory_config(tiles, where) for tiles in both] for where in memory_configs]

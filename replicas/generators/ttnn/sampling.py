@@ -43,23 +43,23 @@ if TYPE_CHECKING:
     IntArray = npt.NDArray[np.integer[Any]]
 
 MAX_TOP_K = 32
-"""Candidates per draw: what ttnn.sampling takes."""
+"""Candidates per draw, fixed by ttnn.sampling."""
 
 _PIECE = 32768
-"""Widest input that ttnn.topk spreads over cores; it has to be a power of two."""
+"""Widest input that ttnn.topk distributes over cores; must be a power of two."""
 _MIN_WIDTH = 64
-"""Narrowest input that ttnn.topk takes as it is."""
+"""Narrowest input that ttnn.topk accepts without padding."""
 _NEVER = float("-inf")
 _BEYOND_IDS = 1 << 24
-"""More than any token id; exact in every dtype that it passes through."""
+"""Larger than any token id, and exact in every dtype used on the way."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingRows:
-    """How each of n rows draws, on the host.
+    """Sampling settings of n rows on the host.
 
     Attributes:
-        is_greedy: bool (n,); the other settings of such a row mean nothing.
+        is_greedy: bool (n,); such a row's other settings are ignored.
         top_k: int64 (n,), 1 to 32.
         top_p: float64 (n,), 0 to 1.
         temperature: float64 (n,), above 0.
@@ -77,13 +77,13 @@ class SamplingRows:
         return SamplingRows(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     def draw_seeds(self, positions: IntArray) -> npt.NDArray[np.int32]:
-        """Return seeds of one step's draws.
+        """Return the seeds of one step's draws.
 
         Args:
             positions: (n,) of each row's last token; padding rows may hold anything.
 
         Returns:
-            (n,) at least 0: ttnn takes 2**32 - 1 for "do not seed".
+            (n,) at least 0, as ttnn interprets 2**32 - 1 as "do not seed".
         """
         with np.errstate(over="ignore"):
             mixed = _mix(self.seed + _mix(positions.astype(np.int64).view(np.uint64)))
@@ -91,7 +91,7 @@ class SamplingRows:
 
 
 def greedy_rows(num_rows: int) -> SamplingRows:
-    """Return rows that all take the most likely token; what padding rows hold."""
+    """Return settings of greedy rows, which are also those of padding rows."""
     return SamplingRows(
         is_greedy=np.ones(num_rows, dtype=np.bool_),
         top_k=np.ones(num_rows, dtype=np.int64),
@@ -102,7 +102,7 @@ def greedy_rows(num_rows: int) -> SamplingRows:
 
 
 def parse_sampling(params: DeviceSamplingParams, num_rows: int, vocab_size: int) -> SamplingRows:
-    """Check what a call asks of the device; rows without a seed get one.
+    """Check and convert a call's settings; rows without a seed get one.
 
     Args:
         params: One entry per row.
@@ -110,7 +110,7 @@ def parse_sampling(params: DeviceSamplingParams, num_rows: int, vocab_size: int)
         vocab_size: Tokens to choose from.
 
     Raises:
-        ValueError: A field has another length, or a row asks for what only the host can do.
+        ValueError: A field has another length, or a row needs sampling on the host.
     """
     for field in fields(params):
         length = len(getattr(params, field.name))
@@ -130,7 +130,7 @@ def parse_sampling(params: DeviceSamplingParams, num_rows: int, vocab_size: int)
             f"from 1 to {MAX_TOP_K} candidates; sample on the host"
         )
     if not ((top_p >= 0) & (top_p <= 1)).all():
-        raise ValueError(f"top_p {top_p.tolist()} must be 0 to 1")
+        raise ValueError(f"top_p must be from 0 to 1, got {top_p.tolist()}")
     drawn = np.random.default_rng().integers(2**63, size=num_rows)
     seeds = [own if given is None else given for given, own in zip(params.seed, drawn, strict=True)]
     return SamplingRows(
@@ -144,13 +144,13 @@ def parse_sampling(params: DeviceSamplingParams, num_rows: int, vocab_size: int)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingInputs:
-    """How the rows of a lane draw; the same on all of its chips, row-major but for ``greedy``.
+    """Sampling settings of a lane's rows on its chips, all equal; row-major except ``greedy``.
 
     Attributes:
         top_k: uint32 (B,).
         top_p: bfloat16 (B,).
         inverse_temperature: bfloat16 (B,).
-        greedy: int32 (1, 1, 32, 1) in tiles: 1 where the row takes the most likely token.
+        greedy: int32 (1, 1, 32, 1) in tiles: 1 for a greedy row.
         seeds: uint32 (B,).
     """
 
@@ -187,13 +187,13 @@ def host_seeds(rows: SamplingRows, positions: IntArray) -> ttnn.Tensor:
 
 
 def topk_pieces(width: int) -> tuple[int, int]:
-    """Cut a chip's vocabulary into what ttnn.topk spreads over its cores.
+    """Cut a chip's vocabulary into pieces that ttnn.topk can distribute over cores.
 
     Args:
         width: Vocabulary of one chip.
 
     Returns:
-        (pieces, tokens of each); together they are at least as wide, the rest is padding.
+        (pieces, tokens of each); their total is at least `width`, the rest is padding.
     """
     if width > _PIECE:
         return -(-width // _PIECE), _PIECE
@@ -201,13 +201,13 @@ def topk_pieces(width: int) -> tuple[int, int]:
 
 
 class Sampler:
-    """Draws the next token of every row of a lane.
+    """Sampler of the next token of every row of a lane.
 
-    Owner: its constants on the device.
+    Owns its constants on the device.
 
     Args:
         device: The lane.
-        collectives: Over its chips.
+        collectives: Collectives over its chips.
         num_rows: B.
         local_width: Vocabulary of one chip, padding included.
     """
@@ -240,7 +240,7 @@ class Sampler:
 
         Args:
             logits: bfloat16 (1, 1, 32, local_width) on each chip, in tiles.
-            inputs: How.
+            inputs: Sampling settings.
             tokens: uint32 (1, B), overwritten.
 
         Returns:
@@ -253,7 +253,7 @@ class Sampler:
         corner = [1, 1, self._num_rows, values.shape[-1]]
         values = ttnn.slice(values, [0, 0, 0, 0], corner)
         ids = ttnn.slice(ttnn.to_layout(ids, ttnn.ROW_MAJOR_LAYOUT), [0, 0, 0, 0], corner)
-        # Right before the draw: any arithmetic in between would move the generators on.
+        # Must come right before the draw: any arithmetic in between would advance the generators.
         ttnn.manual_seed(inputs.seeds, user_ids=self._rows)
         ttnn.sampling(
             values,
@@ -266,7 +266,7 @@ class Sampler:
         return tokens
 
     def _candidates(self, logits: ttnn.Tensor) -> tuple[ttnn.Tensor, ttnn.Tensor]:
-        """Values, bfloat16, and token ids, int32, (1, 1, 32, C), in the order of the vocabulary."""
+        """Return values (bfloat16) and token ids (int32), (1, 1, 32, C), in vocabulary order."""
         if self._padding:
             logits = ttnn.pad(logits, [(0, 0), (0, 0), (0, 0), (0, self._padding)], value=_NEVER)
         best = [ttnn.topk(piece, k=MAX_TOP_K, dim=-1, stable=True) for piece in self._split(logits)]
@@ -285,10 +285,10 @@ class Sampler:
 
 
 def _with_winner(values: ttnn.Tensor, ids: ttnn.Tensor, greedy: ttnn.Tensor) -> ttnn.Tensor:
-    """Replace all ids of a greedy row by that of its best candidate, of equals the lowest.
+    """Replace all ids of a greedy row by that of its best candidate; ties go to the lowest id.
 
-    Whatever is then drawn is that token: ttnn.sampling itself leaves open which of equals it takes.
-    Ids are compared as int32, where minima are exact; float32 is truncated on the way.
+    Any draw then gives that token; ttnn.sampling itself does not define which of equal candidates
+    it draws. Ids are compared as int32, whose minima are exact; float32 is truncated on the way.
     """
     is_worse = ttnn.typecast(ttnn.lt(values, ttnn.max(values, dim=3, keepdim=True)), ttnn.int32)
     winner = ttnn.min(ttnn.where(is_worse, _BEYOND_IDS, ids), dim=3, keepdim=True)
@@ -319,13 +319,13 @@ def _refuse(params: DeviceSamplingParams) -> None:
         if any(value != off for value in given):
             raise ValueError(f"{name}, but supports_device_penalties is False; sample on the host")
     if any(params.enable_log_probs) or any(n != NO_LOG_PROBS for n in params.num_logprobs):
-        raise ValueError("log-probabilities are not made on the device; sample on the host")
+        raise ValueError("the device computes no log-probabilities; sample on the host")
 
 
 def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """SplitMix64's finaliser: neighbouring inputs give unrelated outputs.
+    """Apply SplitMix64's finaliser, which gives unrelated outputs for neighbouring inputs.
 
-    The device's generators are shift registers: neighbouring seeds would give like numbers.
+    The device's generators are shift registers, in which neighbouring seeds give similar numbers.
     """
     with np.errstate(over="ignore"):
         values = values + np.uint64(0x9E3779B97F4A7C15)

@@ -1,9 +1,9 @@
-"""Capture a call's device commands once, then replay them: the one seam to ttnn's traces.
+"""Capture of a call's device commands and their replay; the only user of ttnn's traces.
 
-A captured call reads and writes the same device memory in every replay: its inputs are refreshed
-in place before, and its outputs stay where they are until the next replay of any trace of the
-device. What was freed during the capture belongs to the replay; so nothing that has to outlive one
-may be allocated on the device after the first capture, and every program must have been compiled.
+A captured call reads and writes the same device memory in every replay: its inputs are refreshed in
+place before, and its outputs are valid until the next replay of any trace of the device. Memory
+freed during the capture is used by replays. So after the first capture nothing that must outlive a
+replay may be allocated on the device, and every program must have been compiled before.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     Output = TypeVar("Output")
 
 _QUEUE = 0
-"""Command queue of captures and replays: the one that all other commands use, so that they keep
-their order."""
+"""Command queue of captures and replays; shared with all other commands, to keep their order."""
 
 
 class Tracer(Protocol):
-    """Makes traces and owns them."""
+    """Factory and owner of traces."""
 
     def capture(self, device: ttnn.MeshDevice, call: Callable[[], Output]) -> Callable[[], Output]:
-        """Record what ``call`` sends to ``device``.
+        """Record the commands that ``call`` sends to ``device``.
 
         Args:
             device: The lane.
-            call: Touches only tensors that are on the device; its programs are compiled.
+            call: A call that only uses tensors on the device and compiled programs.
 
         Returns:
-            Replays the commands, does not wait for them, and returns the outputs of ``call``.
+            A function that replays the commands without waiting, and returns the outputs of
+            ``call``.
         """
         ...
 
@@ -43,14 +43,14 @@ class Tracer(Protocol):
 
 
 class NoTrace:
-    """Records nothing: a replay is the call itself."""
+    """Tracer that records nothing; a replay is the call itself."""
 
     def capture(self, device: ttnn.MeshDevice, call: Callable[[], Output]) -> Callable[[], Output]:
         """Return ``call``."""
         return call
 
     def release(self) -> None:
-        """There is nothing to free."""
+        """Do nothing, as there are no traces."""
 
 
 class TtnnTracer:
@@ -60,7 +60,7 @@ class TtnnTracer:
         self._traces: list[tuple[ttnn.MeshDevice, ttnn.MeshTraceId]] = []
 
     def capture(self, device: ttnn.MeshDevice, call: Callable[[], Output]) -> Callable[[], Output]:
-        """See ``Tracer.capture``; a call that fails leaves no capture open."""
+        """Record a call; a failed call leaves no capture open. See ``Tracer.capture``."""
         trace_id = ttnn.begin_trace_capture(device, cq_id=_QUEUE)
         self._traces.append((device, trace_id))
         try:
@@ -75,7 +75,7 @@ class TtnnTracer:
         return replay
 
     def release(self) -> None:
-        """See ``Tracer.release``."""
+        """Free every trace; none may be replayed afterwards. May be called again."""
         while self._traces:
             ttnn.release_trace(*self._traces.pop())
 

@@ -1,26 +1,26 @@
-"""Which semaphores a collective takes, so that none waits for what another one was sent. Pure."""
+"""Rotation of semaphore sets, so that collectives do not see each other's signals. Pure."""
 
 from __future__ import annotations
 
 NUM_SETS = 3
-"""Sets of semaphores among which the collectives of a kind go round."""
+"""Number of semaphore sets over which the collectives of a kind rotate."""
 
 
 class Turns:
-    """Numbers of sets, one for each collective of a kind.
+    """Sequence of semaphore sets, one for each collective of a kind.
 
-    A chip that begins a collective may be ahead of one that still resets the semaphores of the last
-    one, never of one that resets those of the one before: the last one has ended only with what
-    every chip gave to it. So no set is taken twice in a row. Nor is one between two calls, of which
-    a captured one takes the same sets at every replay, whatever was replayed before: each begins
-    with a set that it does not end with.
+    A chip that begins a collective may be ahead of a chip that still resets the semaphores of the
+    previous one, but never of a chip that resets those of the one before that, as the previous one
+    ended only with input from every chip. So no set may be used twice in a row. That must also hold
+    between two calls, where a captured call uses the same sets at every replay, in any order of
+    replays: each call begins with a set that it does not end with.
     """
 
     def __init__(self) -> None:
         self._num_taken = 0
 
     def begin(self) -> None:
-        """A call begins; whatever is captured, is captured as whole calls."""
+        """Begin a call. Captures must contain whole calls."""
         assert self._num_taken != 1, (
             "a call of one collective ends with the set that all begin with"
         )

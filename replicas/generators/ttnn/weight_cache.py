@@ -1,10 +1,10 @@
-"""Keep one conversion of a model's weights in a folder, for the next start.
+"""Cache on disk of a model's converted weights, for later starts.
 
-A conversion is a folder of one file per tensor and a manifest with their sizes and checksums. It is
-written beside its place and renamed when it is whole, so nobody ever sees half of one; of several
-processes that convert the same, the one that holds the lock file writes. What a file holds is the
-caller's business. A cache that cannot be read or written costs time, never a start: callers go on
-without it.
+A conversion is a folder with one file per tensor and a manifest with their sizes and checksums. It
+is written beside its final place and renamed when complete, so that readers never see a partial
+one. Of several processes that convert the same weights, the one that holds the lock file writes.
+The callers define the files' content. An unreadable or unwritable cache costs time, but never fails
+a start: callers continue without it.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Files: TypeAlias = dict[str, tuple[int, str]]
-"""File name -> bytes, xxh3 of them in hexadecimal."""
+"""File name -> size in bytes, and hexadecimal xxh3 of the content."""
 
 _MANIFEST = "manifest.json"
 
 
 class DamagedCacheError(Exception):
-    """A conversion on disk that is not what was written; says which file and what is wrong."""
+    """Damaged conversion on disk; names the file and the defect."""
 
 
 class WeightCache:
-    """The place of one conversion on disk.
+    """Location of one conversion on disk.
 
-    Owner: ``folder``, and beside it ``folder``.partial and ``folder``.lock.
+    Owns ``folder``, and beside it ``folder``.partial and ``folder``.lock.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Say where it is; touches nothing.
+        """Set the location; accesses no file.
 
         Args:
-            folder: Of this conversion alone; its parents are made when it is written.
+            folder: Folder of this conversion only; its parents are created when it is written.
         """
         self.folder = folder
         self._partial = folder.with_name(f"{folder.name}.partial")
@@ -54,13 +54,13 @@ class WeightCache:
         """Open the conversion.
 
         Args:
-            names: The files that it must consist of.
+            names: The exact files of the conversion.
 
         Returns:
             None if there is none.
 
         Raises:
-            DamagedCacheError: It cannot be read, or does not consist of these files.
+            DamagedCacheError: It cannot be read, or has other files.
         """
         try:
             raw = (self.folder / _MANIFEST).read_bytes()
@@ -75,15 +75,15 @@ class WeightCache:
         except msgspec.DecodeError as error:
             raise DamagedCacheError(f"{self.folder / _MANIFEST}: {error}") from error
         if set(files) != set(names):
-            raise DamagedCacheError(f"{self.folder} holds other files than this model's")
+            raise DamagedCacheError(f"{self.folder} has other files than this model's")
         return CachedFiles(self.folder, files)
 
     @contextmanager
     def writing(self) -> Iterator[CacheWriter | None]:
-        """Write the conversion; whatever is in its place is replaced when the block ends well.
+        """Write the conversion, and replace an earlier one when the block ends without an error.
 
         Yields:
-            None if another process is writing it, or the folder cannot be written (warned about).
+            The writer; None if another process is writing, or the folder is unwritable (logged).
         """
         try:
             self.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -111,10 +111,10 @@ class WeightCache:
 
 
 class CachedFiles:
-    """Reads the files of one conversion. Owner: nothing."""
+    """Reader of the files of one conversion. Owns nothing."""
 
     def __init__(self, folder: Path, files: Files) -> None:
-        """Take what the manifest says.
+        """Check the files' sizes against the manifest.
 
         Raises:
             DamagedCacheError: A file is missing or has another size.
@@ -130,10 +130,10 @@ class CachedFiles:
                 raise DamagedCacheError(f"{folder / name} has {found} bytes instead of {size}")
 
     def path(self, name: str) -> Path:
-        """Return where a file is, once its bytes are seen to be those that were written.
+        """Return a file's path after verifying its checksum.
 
         Raises:
-            DamagedCacheError: They are not, or cannot be read.
+            DamagedCacheError: The content differs or cannot be read.
         """
         path = self._folder / name
         try:
@@ -141,26 +141,26 @@ class CachedFiles:
         except OSError as error:
             raise DamagedCacheError(f"{path}: {error.strerror}") from error
         if found != self._files[name][1]:
-            raise DamagedCacheError(f"{path} does not have the checksum that was written")
+            raise DamagedCacheError(f"{path} does not match its checksum")
         return path
 
 
 class CacheWriter:
-    """Writes the files of one conversion. Owner: its folder, until ``commit`` renames it."""
+    """Writer of the files of one conversion. Owns its folder until ``commit`` renames it."""
 
     def __init__(self, folder: Path) -> None:
-        """Begin; what another process left there when it died goes."""
+        """Create the folder, and remove the remains of a process that died."""
         self._folder = folder
         self._files: Files = {}
         self._has_failed = False
         shutil.rmtree(folder, ignore_errors=True)
 
     def put(self, name: str, dump: Callable[[Path], None]) -> None:
-        """Write one file; after a failure, which is warned about, this does nothing.
+        """Write one file; does nothing after a failure, which is logged.
 
         Args:
             name: File name.
-            dump: Writes the file; raises OSError or RuntimeError where it cannot.
+            dump: Function that writes the file; raises OSError or RuntimeError on failure.
         """
         if self._has_failed:
             return
@@ -173,7 +173,7 @@ class CacheWriter:
             self._fail(error)
 
     def commit(self, folder: Path) -> None:
-        """Put the files in their place, if all could be written."""
+        """Move the files to their final place if all were written."""
         if self._has_failed:
             return
         try:

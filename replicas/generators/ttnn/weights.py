@@ -1,4 +1,4 @@
-"""Convert a model's weights for the chips of a lane, keep the result on disk, and load it.
+"""Conversion of a model's weights for the chips of a lane, caching on disk, and loading.
 
 Layout on the ``tp`` chips of a lane:
 
@@ -12,8 +12,8 @@ Layout on the ``tp`` chips of a lane:
   vocabulary, padded with zeros to whole tiles on each chip. The embedding's last row on each chip
   is zero, for tokens of other chips. Tied embeddings are two tensors all the same.
 
-Matrices of a layer lie in stripes of columns, one per DRAM bank, where `programs` says so;
-everything else is interleaved. What is on disk does not depend on it.
+Matrices of a layer are stored in stripes of columns, one per DRAM bank, if `programs` says so; all
+others are interleaved. Files on disk are the same for both.
 
 Every weight is rounded to bfloat16 first, as the torch generator does, and from there to the
 profile's dtype, on the host. One tensor is on the host at a time; while it is converted, ttnn takes
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FORMAT = 1
-"""Raised when the layout of a converted tensor changes: older conversions are then not found."""
+"""Increment it when the layout of a converted tensor changes, to invalidate older conversions."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,11 +110,11 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceWeights:
-    """A whole model on the chips of a lane.
+    """Weights of a whole model on the chips of a lane.
 
     Attributes:
         embedding: (1, 1, num_vocab_padded / tp + 1, hidden) a chip, ROW_MAJOR bfloat16.
-        layers: In order.
+        layers: Weights of the layers, in order.
         final_norm: (1, 1, 1, hidden), whole on every chip.
         lm_head: (1, 1, hidden, num_vocab_padded / tp) a chip.
         num_vocab_padded: Vocabulary of all chips of the lane with the padding, which comes last.
@@ -129,13 +129,13 @@ class DeviceWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LaneTensor:
-    """How one tensor of a lane is made.
+    """Recipe of one tensor of a lane.
 
     Attributes:
         name: Attribute of ``DeviceWeights``, or "layers.<i>." and one of ``LayerWeights``.
         dtype: Member of ttnn.
-        is_tiled: Its layout: TILE, else ROW_MAJOR.
-        shards: What each chip gets, in order, in bfloat16.
+        is_tiled: Whether its layout is TILE, else ROW_MAJOR.
+        shards: Function that returns each chip's shard, in order, in bfloat16.
     """
 
     name: str
@@ -149,10 +149,10 @@ class LaneTensor:
         return f"{self.name}.tensorbin"
 
     def convert(self, fetch: Fetch, lane_shape: tuple[int, ...]) -> ttnn.Tensor:
-        """Make the host tensor of all chips.
+        """Create the host tensor of all chips.
 
         Args:
-            fetch: Gives a weight by its Hugging Face name.
+            fetch: Function that returns a weight by its Hugging Face name.
             lane_shape: (1, tp).
         """
         dtype = getattr(ttnn, self.dtype)
@@ -169,12 +169,12 @@ def load_lane_weights(
 ) -> tuple[DeviceWeights, ...]:
     """Load a model onto every lane of a mesh, one tensor at a time.
 
-    Converted weights are kept on disk and found again; random ones are drawn anew.
+    Converted weights are cached on disk; random ones are drawn each time.
 
     Args:
         config: The model; its ``name_or_path`` is the folder.
-        mesh: Says the load format, the seed of random weights, the cache folder
-            (``settings.weight_cache``) and whom to tell of progress ("weights", fraction).
+        mesh: Gives the load format, the seed of random weights, the cache folder
+            (``settings.weight_cache``), and the callback for progress ("weights", fraction).
         lanes: Submeshes of one shape (1, tp).
         profile: Dtypes.
 
@@ -182,7 +182,7 @@ def load_lane_weights(
         The weights of each lane, in the order of ``lanes``.
 
     Raises:
-        ConfigError: The model does not divide among ``tp`` chips; says both numbers.
+        ConfigError: The model does not divide among ``tp`` chips; gives both numbers.
         ModelLoadError: The folder's weights are not those that the configuration implies.
         DeviceError: The device refused a tensor.
     """
@@ -201,14 +201,14 @@ def load_lane_weights(
         if files:
             return place(partial(_load, files))
     except DamagedCacheError as error:
-        logger.warning("converted weights are converted again: %s", error)
+        logger.warning("converting the weights again, as the cached ones are damaged: %s", error)
     folder = Path(config.name_or_path)
     with open_safetensors(folder, expected_weights(config)) as fetch, _writing(cache) as writer:
         return place(partial(_convert_and_keep, fetch, lane_shape, writer))
 
 
 def lane_tensors(config: ModelConfig, profile: Profile, tp: int) -> tuple[LaneTensor, ...]:
-    """Return how every tensor of a lane of ``tp`` chips is made.
+    """Return the recipes of all tensors of a lane of ``tp`` chips.
 
     Args:
         config: The model; its sizes divide among the chips.
@@ -282,7 +282,7 @@ def _whole(name: str, tp: int, fetch: Fetch) -> Shards:
 
 
 def _columns(names: Sequence[str], tp: int, fetch: Fetch) -> Shards:
-    """Give a chip its share of each of the matrices, or biases, side by side."""
+    """Return each chip's columns of several matrices or biases, concatenated."""
     parts = [fetch(name).chunk(tp) for name in names]
     for chip in range(tp):
         joined = torch.cat([part[chip] for part in parts]) if len(parts) > 1 else parts[0][chip]
@@ -338,7 +338,7 @@ def _place(
 def _weight_places(
     config: ModelConfig, profile: Profile, chip: ChipCores, tp: int
 ) -> dict[str, ttnn.MemoryConfig]:
-    """Return where the weights of a layer's products are whose program wants them in stripes."""
+    """Return the memory configurations of a layer's weights that are stored in stripes."""
     sizes = product_sizes(config, tp)
     return {
         name: striped(*sizes[name], chip.dram_banks)
@@ -354,7 +354,7 @@ def _to_device(
         return ttnn.to_device(host, lane, memory_config=where)
     except RuntimeError as error:
         raise DeviceError(
-            f"the device did not take weight {tensor.name}, {tensor.dtype} of shape "
+            f"the device rejected weight {tensor.name}, {tensor.dtype} of shape "
             f"{tuple(host.shape)} on each chip; use a mesh with more memory or chips: "
             f"{ttnn_message(error)}"
         ) from error
@@ -381,7 +381,7 @@ def _assemble(config: ModelConfig, tensors: Mapping[str, ttnn.Tensor], tp: int) 
 def _cache(
     config: ModelConfig, settings: MeshConfig, profile: Profile, tp: int
 ) -> WeightCache | None:
-    """Return the place of a conversion; None where the user has no folder for caches."""
+    """Return the location of a conversion; None if the user has no folder for caches."""
     model = Path(config.name_or_path)
     version = importlib.metadata.version("ttnn")
     source = conversion_source(EngineConfig(model=str(model)))
@@ -389,7 +389,7 @@ def _cache(
     digest.update(repr((_FORMAT, *source, asdict(profile), tp, version)).encode())
     folder = settings.weight_cache_folder
     if folder is None:
-        logger.warning("converted weights are not kept: %s, or mesh.weight_cache", NO_HOME)
+        logger.warning("converted weights are not cached: %s, or set mesh.weight_cache", NO_HOME)
         return None
     return WeightCache(folder / f"{model.name}-{profile.name}-tp{tp}-{digest.hexdigest()}")
 

@@ -168,7 +168,7 @@ def test_a_grid_has_the_memory_of_its_architecture(llama):
          "'balanced' is for ttserve's own generators; a:B supports 'performance' and 'acc"),
         ({"generator": "tt-metal", "max_model_len": 1280},
          "max_model_len is 1280, .* powers of two: set max_model_len to 1024 or 2048"),
-        ({"generator": "tt-metal", "max_batch_size": 12}, "12 slots a lane, .* take 1, 2, 4, 8"),
+        ({"generator": "tt-metal", "max_batch_size": 12}, "12 slots a lane; .* support 1, 2, 4, 8"),
         ({"tt_data_parallel": 2}, "tt_data_parallel 2 does not divide the 1 chips of mesh N150"),
         ({"max_batch_size": 33}, "33 slots a lane; a mesh decodes at most 32"),
         ({"block_size": 48}, "block_size 48 is not a multiple of 32"),

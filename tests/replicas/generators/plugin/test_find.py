@@ -141,9 +141,9 @@ def test_no_folder_of_bundles(tmp_path: Path) -> None:
     [
         ("def broken(:", ConfigError, r"my_model\.py\) cannot be imported: line 1"),
         ("1 / 0", ConfigError, r"my_model\.py\) cannot be imported: ZeroDivisionError"),
-        ("import not_there", ConfigError, "its imports lack 'not_there'"),
+        ("import not_there", ConfigError, "it imports the missing 'not_there'"),
         ("from vllm.inputs import Oops", ConfigError, r"stand-in has no vllm\.inputs\.Oops"),
-        ("import vllm.oops", ConfigError, "its imports lack 'vllm.oops'"),
+        ("import vllm.oops", ConfigError, "it imports the missing 'vllm.oops'"),
         ("Model = 3", UnknownGeneratorError, r"my_model\.py has no class 'Model'"),
     ],
 )

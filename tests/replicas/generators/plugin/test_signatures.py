@@ -196,7 +196,7 @@ def test_marker_without_commands() -> None:
         decode_input_update_contract = 1
 
     with pytest.raises(
-        ConfigError, match="decode_forward does not take reload_inputs, reload_page"
+        ConfigError, match="decode_forward does not accept reload_inputs, reload_page"
     ):
         read_signature(Marked)
 
@@ -266,7 +266,7 @@ def test_asynchronous_without_a_split_read() -> None:
 @pytest.mark.parametrize(
     ("declared", "reason"),
     [
-        ({"output_tokens_per_step": 8}, "gives output_tokens_per_step 8 tokens a step"),
+        ({"output_tokens_per_step": 8}, "has output_tokens_per_step 8"),
         (["supports_prefix_caching"], "model_capabilities is a list, not a dictionary"),
     ],
 )

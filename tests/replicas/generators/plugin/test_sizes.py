@@ -39,7 +39,7 @@ def test_other_lengths_are_refused_with_those_that_will_do(caplog):
 
 def test_batches_that_tt_transformers_does_not_take_are_refused():
     with pytest.raises(
-        ConfigError, match=r"48 in 4 lanes is 12 slots a lane, .* 1, 2, 4, 8, 16, 32"
+        ConfigError, match=r"48 in 4 lanes gives 12 slots a lane; .* 1, 2, 4, 8, 16, 32"
     ):
         check_class_sizes(config(lanes=4, rows=12), Adapted, 2048)
     check_class_sizes(config(lanes=4, rows=12), GptOss, 2048)

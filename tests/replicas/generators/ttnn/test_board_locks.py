@@ -54,7 +54,7 @@ def test_no_boards_need_no_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "../0", "0/1", "a b"])
 def test_a_name_that_is_no_board(tmp_path: Path, name: str) -> None:
-    with pytest.raises(DeviceError, match="names no board"):
+    with pytest.raises(DeviceError, match="is not a board"):
         BoardLocks([name], tmp_path)
 
 

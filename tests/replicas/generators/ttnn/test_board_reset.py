@@ -95,7 +95,7 @@ def test_a_board_that_others_have_open_is_not_reset_under_them(host: FakeHost) -
     assert "/dev/tenstorrent/3 by a process elsewhere, process 71, process 72" in text
     assert str(os.getpid()) not in text
     file = locks.folder / f"{addresses[0]}.lock"
-    assert f"end them, or run `tt-smi -r /dev/tenstorrent/3` and delete {file}" in text
+    assert f"end these processes, or run `tt-smi -r /dev/tenstorrent/3` and delete {file}" in text
     assert file.exists()
     assert not run.exists()
 
@@ -114,7 +114,7 @@ def test_a_galaxy_is_not_reset_under_who_has_any_chip_of_it_open(host: FakeHost)
     run = host.add_tt_smi()
     host.write("proc/driver/tenstorrent/31/pids", "71\n")
     die_with(host, addresses[:1]).release()
-    with pytest.raises(DeviceError, match=r"/dev/tenstorrent/31 by process 71: end them"):
+    with pytest.raises(DeviceError, match=r"/dev/tenstorrent/31 by process 71: end these"):
         reset(host, BoardLocks(addresses, host.root / "locks"))
     assert not run.exists()
 
