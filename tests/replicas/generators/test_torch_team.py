@@ -155,7 +155,7 @@ def test_where_nobody_may_choose_it_is_said_once_and_computed_all_the_same(
     helpers.keep_off(2)
     [thread] = helpers_of(2)
     assert cores_of(thread) == CORES
-    assert caplog.text.count("stay where the system puts them") == 1
+    assert caplog.text.count("cannot pin compute threads") == 1
 
 
 def test_where_no_core_can_be_told_nothing_is_chosen(monkeypatch):
