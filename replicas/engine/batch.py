@@ -1,13 +1,14 @@
-"""The persistent batch: tables and counters of every slot, and the inputs made of them.
+"""Persistent batch: tables and counters of every slot, and the model inputs built from them.
 
-Owner: the model runner. Pure numpy. Rows are slots and stay where they are, so that a TT trace sees
-constant shapes and a step costs what it changes, whatever the tables' width. One table feeds two
-forms: the flat form (`flat_inputs`) that attends to prefill chunks and decodes in one pass, and the
-two padded forms of Tenstorrent's generator interface.
+Owner: the model runner. Pure numpy. Rows are slots and never move, so a TT trace sees constant
+shapes, and the cost of a step depends on its changes and not on the tables' width. The same tables
+give two forms: the flat form (`flat_inputs`), in which prefill chunks and decodes share a pass, and
+the two padded forms of Tenstorrent's generator interface.
+
 Source of the flat form: vLLM v1/worker/gpu_model_runner.py `_prepare_inputs`.
 
-Dimensions: G KV groups; B slots; M longest sequence; K blocks per sequence, in the group in which
-it has most; R scheduled requests; T their tokens.
+Dimensions: G KV groups; B slots; M longest sequence; K blocks per sequence, in the group with the
+most; R scheduled requests; T their tokens.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """KV blocks of one KV group in one DP group: ids, reference counts, free order, prefix index.
 
-Owner: the scheduler, on the engine's core thread. Pure: it moves numbers, never KV bytes.
-A block is in exactly one of three states: held (reference count > 0), cached (count 0, found by
-`find_prefix` as long as nobody resets the index, evictable) or free (count 0, never found).
+Owner: the scheduler, on the engine's core thread. Pure: it handles block ids, never KV bytes. A
+block is in exactly one of three states: held (reference count > 0), cached (count 0, found by
+`find_prefix` until the index is reset, evictable) or free (count 0, never found).
+
 Source of the scheme: vLLM v1/core/block_pool.py (null block, lazy eviction in LRU order, duplicates
 not merged so that block tables only ever grow).
 """

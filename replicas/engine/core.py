@@ -1,17 +1,17 @@
-"""Engine core: one step is schedule → run → update → transfer; everything else brings work to it.
+"""Engine core: one step is schedule → run → update → transfer.
 
-Where the generator runs ahead, the next decode step is submitted before the one under way is read:
-the device never waits for the host. That is so only for steps that are alike
-whatever the tokens are (`Scheduler.schedule_ahead`), and while no transfer is at stake.
+If the generator can run ahead, the next decode step is submitted before the current one is read, so
+that the device never waits for the host. That requires steps that do not depend on the tokens
+(`Scheduler.schedule_ahead`), and no transfer at stake.
 
-Owner: the engine's core thread (or the caller's, in process). It holds the scheduler and the
-scheduler side of the KV connector, talks to the device only through the executor, and reads no
-socket. Outputs are collected per client until `take_events`.
+Owner: the engine's core thread (or the caller's, in process). Holds the scheduler and the scheduler
+side of the KV connector, uses the device only through the executor, and reads no socket. Outputs
+are collected per client until `take_events`.
 
-A step's tokens are there after `collect_step`, before `end_step` copies KV for whoever waits for
-it: a client need not wait for a copy that is none of its business. Blocks that `collect_step` gives
-up are handed out by the next step's schedule at the earliest, and those that a transfer still reads
-then only after the connector has let go of them.
+A step's tokens are available after `collect_step`, before `end_step` copies KV for other engines,
+so that no client waits for an unrelated copy. Blocks freed in `collect_step` are reused by the next
+step's schedule at the earliest; blocks that a transfer still reads are reused only after the
+connector has released them.
 """
 
 from __future__ import annotations

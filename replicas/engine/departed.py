@@ -1,8 +1,8 @@
-"""Sequences that have ended and whose slot or blocks are still in use: what keeps them from others.
+"""Ended sequences whose slot or blocks are still in use.
 
-Owner of those, on the engine's core thread. One may be *held*, as another engine reads or writes
-its blocks, and it may be *overtaken*, as a step is under way that writes to them: its slot is free
-once the step is over, its blocks once nobody uses them.
+Owner of these sequences, on the engine's core thread. A sequence may be *held*, while another
+engine reads or writes its blocks, and *overtaken*, while a step under way still writes to them. Its
+slot is free once that step is over, its blocks once neither applies.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a generator's decode calls are given, and what of it the device has from those before.
+"""Inputs of a generator's decode calls, and the part of them that the device already has.
 
-Owner: the model runner. A device that goes on by itself is given the inputs of the step with which
-it began, and told to read none of them.
+Owner: the model runner. A device that continues by itself gets the inputs of the step with which it
+began, and is told to reload none of them.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Who draws which tokens, with which parameters, and what a decode call must reload.
+"""Division of token sampling between device and host, and the reload commands of decode calls.
 
-Owner: the model runner holds the one `DeviceDraws` and the one `DecodeCommands`. Pure numpy; rows
-are slots of the persistent batch, `replicas.engine.batch`.
+Owner: the model runner holds the only `DeviceDraws` and `DecodeCommands`. Pure numpy; rows are
+slots of the persistent batch, `replicas.engine.batch`.
 
-Who draws a token is a matter of its request alone, never of who else is in the step, as the two do
-not draw alike: the device where it can, for one not for more candidates than it takes, else the
-host, from the row's logits. A call of a generator answers with tokens or with logits. So a step
-with rows of both kinds takes two calls, each row in one of them, unless the generator gives the
-logits of some rows beside the tokens of the others.
+Device and host draw different tokens for the same seed, so the request alone decides which of them
+draws, never the other requests of a step. The device draws where it supports the parameters (for
+example, few enough candidates); otherwise the host draws from the row's logits. A generator call
+returns either tokens or logits. So a step with rows of both kinds takes two calls, each row in one
+of them, unless the generator returns the logits of some rows beside the tokens of the others.
 
 Source of the commands: vllm-tt-plugin docs/DECODE_RELOAD_CONTRACT.md (decode contract 1).
 """

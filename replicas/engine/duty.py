@@ -1,9 +1,9 @@
-"""Which part of requests an engine takes now, and how it goes over to another part. Pure.
+"""Role of an engine and the change to another role. Pure.
 
-Owner: the engine core. A change of roles is a small life of its own: the engine takes nothing new,
-asks for what it decodes to go on elsewhere, ends or hands on the rest, and once nothing is left of
-its old role takes the new one. Weights, KV and connections stay where they are. Each time that it
-opens again is another *epoch*: what was believed of it before, and what was said, is of before.
+Owner: the engine core. During a change the engine refuses new requests, asks clients to move its
+decoding requests elsewhere, finishes or hands over the rest, and enters the new role once no
+request of the old one is left. Weights, KV and connections are kept. Each reopening starts another
+*epoch*, which invalidates what clients know of earlier ones.
 """
 
 from __future__ import annotations

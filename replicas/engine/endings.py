@@ -1,4 +1,4 @@
-"""When a sequence ends by itself, and why. Pure."""
+"""Conditions under which a sequence ends by itself, and the reasons. Pure."""
 
 from __future__ import annotations
 

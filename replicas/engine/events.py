@@ -1,7 +1,7 @@
-"""What an engine core has to tell its clients, until it is sent: events, and columns of tokens.
+"""Unsent events and token columns of an engine core for its clients.
 
-A token of a request is a row of two numbers where its client knows the request by its handle and
-there is no more to say; `replicas.columns` reads them.
+A token of a request is a row of two numbers if the client knows the request's handle and there is
+nothing to add; `replicas.columns` reads the rows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Executor: the engine core's only way to its workers.
+"""Executor: the engine core's only access to its workers.
 
-One worker in this process today; several processes for tensor and pipeline parallelism take the
-same calls, which is why arguments and results are plain values.
+Today there is one worker, in this process. Several processes for tensor and pipeline parallelism
+would get the same calls, which is why arguments and results are plain values.
 """
 
 from __future__ import annotations

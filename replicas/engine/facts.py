@@ -1,6 +1,6 @@
-"""What the parts of an engine are told at start, from configuration and generator alone. Pure.
+"""Facts for the parts of an engine at its start, from configuration and generator alone. Pure.
 
-One function for every worker, so that a simulated engine is told what a real one is told.
+One function serves every worker, so that a simulated engine gets the same facts as a real one.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Makes a fault plan happen to a real engine on a simulated mesh.
+"""Injection of a fault plan into a real engine on a simulated mesh.
 
-The plan says what is wrong at which second (`replicas.faults`); here the engine process's clocks,
-signals and sockets come in. Kill and freeze come from a small process beside the engine; a
-partition, either way or both, is dropped frames at the sockets, and a full inbox is a socket that
-nobody reads; dropped links, corrupted payloads and a partition's KV part happen in a KV transport
-of their own. Slow and hung steps are the simulated device's own.
+The plan says which fault holds at which second (`replicas.faults`). This module applies it to the
+engine process's clocks, signals and sockets. Kill and freeze come from a small process beside the
+engine. A partition, in one or both directions, drops frames at the sockets, and a full inbox is a
+socket that is not read. Dropped links, corrupted payloads and the KV part of a partition are
+applied by a special KV transport. Slow and hung steps are applied by the simulated device.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Stops, continues and kills an engine process at given moments; a small process of its own.
+"""Helper process that stops, continues and kills an engine process at given times.
 
-Why a process: a stopped engine cannot wake itself, nor be killed by itself. Run by its path on a
-bare interpreter, hence the standard library only. It ends with the engine, and when the engine's
-parent is gone it lets a stopped engine go on, so that this ends too: nothing is left behind.
+A separate process is needed because a stopped engine can neither wake nor kill itself. It is run by
+its path on a bare interpreter, hence it uses the standard library only. It ends with the engine. If
+the engine's parent is gone it continues a stopped engine, so that the engine ends, too, and no
+process is left behind.
 
 Owner: the engine, see `replicas.engine.fault_injection`.
 """

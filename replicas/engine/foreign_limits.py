@@ -1,7 +1,7 @@
-"""What classes written for Tenstorrent's plug-in say of sizes, held against what chips can hold.
+"""Check of the capacities declared by plug-in classes against the chips' memory.
 
-tt-metal's classes tell models by the name of their folder: under any other name a model has the
-limits of none, which may be more than the chips have room for. Pure, but for warnings.
+tt-metal's classes identify models by the name of their folder. Under any other name a model gets
+default limits, which may exceed the chips' memory. Pure, except for warnings.
 
 Sources: `LlamaForCausalLM.get_max_tokens_all_users` of tt_transformers' generator_vllm.py; names
 from its model_config.py.
@@ -44,9 +44,9 @@ def warn_of_name(config: EngineConfig, generator: type) -> None:
     name = model_name(config.model)
     if comes_from(generator, "models") and not any(known in name for known in _KNOWN_NAMES):
         _LOG.warning(
-            "the model's folder is called %r, and classes of tt-metal tell models by such names: "
-            "none of their limits and settings are for it; name the folder as Hugging Face names "
-            "the model, for one Llama-3.1-8B-Instruct", name,
+            "the model's folder is called %r, and tt-metal's classes identify models by this name: "
+            "none of their limits and settings apply to it; give the folder the model's name on "
+            "Hugging Face, such as Llama-3.1-8B-Instruct", name,
         )  # fmt: skip
 
 
@@ -73,21 +73,21 @@ def foreign_token_budget(
             block_size=config.block_size, max_seq_len=max_seq_len,
         )  # fmt: skip
     except ConfigError as error:
-        _LOG.info("room for %d tokens of KV a lane is not checked: %s", said, error)
+        _LOG.info("cannot check whether %d tokens of KV fit a lane: %s", said, error)
         return said
     room = (memory.num_blocks - config.slots_per_group) * config.block_size
     if room >= said:
         return said
     if room < config.block_size:
         _LOG.warning(
-            "by our arithmetic %s does not fit mesh %s in %d lanes beside a KV cache: its weights "
-            "take %.2f GB of each chip's %.2f",
+            "by our estimate %s with a KV cache does not fit mesh %s in %d lanes: its weights "
+            "take %.2f GB of each chip's %.2f GB",
             config.model, mesh.name, config.tt_data_parallel,
             memory.weights / 1e9, memory.dram / 1e9,
         )  # fmt: skip
         return said
     _LOG.warning(
-        "the generator says that a lane holds %d tokens of KV, and beside the weights its chips "
-        "have room for %d: these are taken", said, room,
+        "the generator declares %d tokens of KV a lane, but beside the weights its chips "
+        "have room for %d; using the latter", said, room,
     )  # fmt: skip
     return room

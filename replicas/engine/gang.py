@@ -1,10 +1,10 @@
-"""An engine as a rank of a gang: it computes nothing but in the gang's turns.
+"""Engine as a rank of a gang: it computes only in the gang's turns.
 
-What decides is `replicas.gang.lockstep`; the hub (`replicas.gang.hub`) says when a turn starts. The
-core thread declares what it has and computes, one thread hears the hub, one says to it that this
-process is there. An engine that waits for messages has declared that it has no batch: a turn of the
-others wakes it, and it serves their tokens with its experts. When a rank is lost this process ends
-at once, whatever its core thread waits for, so that its clients are told and nobody hangs.
+`replicas.gang.lockstep` decides, and the hub (`replicas.gang.hub`) announces when a turn starts.
+The core thread declares its batch and computes, one thread reads from the hub, and one sends it
+beats. An idle engine has declared that it has no batch: a turn of the others wakes it, and it
+serves their tokens with its experts. When a rank is lost this process ends at once, even if its
+core thread is blocked, so that its clients get an error and do not hang.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class GangRank:
             with self._sending:
                 send(self._connection, message)
         except OSError as error:
-            raise GangLostError(f"the gang's ranks cannot go on: {self._explain()}") from error
+            raise GangLostError(f"the gang has ended: {self._explain()}") from error
 
     def _hear(self) -> None:
         while True:
@@ -222,7 +222,7 @@ class GangWorker(Worker):
     def _cpu(self) -> CpuDevice:
         if not hasattr(self._generator_class, "forward_idle"):
             name = self._generator_class.__qualname__
-            raise ConfigError(f"generator {name} cannot step with others; remove gang_size")
+            raise ConfigError(f"generator {name} does not support gangs; remove gang_size")
         self._progress("gang", 0.0)
         return replace(super()._cpu(), exchange=self._gang.join())
 

@@ -1,9 +1,9 @@
-"""DP groups: slots, KV blocks and prefix index that sequences are admitted to, with totals.
+"""DP groups: slots, KV blocks and prefix index of sequences, with totals.
 
-Owner: the scheduler, on the engine's core thread. It knows how a sequence gets and gives back what
-it needs, never when: that is the scheduler's policy. Slots are global. Each DP group has a pool of
-blocks for each KV group of the model, and block ids are a pool's own: a sequence gets and gives
-back blocks in all KV groups at once, or in none.
+Owner: the scheduler, on the engine's core thread. This module allocates and frees; the scheduler
+decides when. Slots are global. Each DP group has a pool of blocks for each KV group of the model,
+and block ids are local to a pool. A sequence gets and frees blocks in all KV groups at once, or in
+none.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the engine's core thread is to take next: clients' messages, and what the process tells it.
+"""Inbox of the engine's core thread: messages of clients and orders of the process.
 
-Owner of both bounds: clients' messages wait in a bounded number and size, and when there is no room
-the thread that reads the socket waits, reads nothing, and TCP makes the clients wait too.
+Owns both bounds: clients' messages are limited in number and size. When there is no room, the
+thread that reads the socket waits, and TCP makes the clients wait, too.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
-"""KV that comes to sequences from elsewhere: reservations, tickets, and what a store holds.
+"""KV that sequences load from elsewhere: reservations, tickets, and KV in a store.
 
-Owner of which sequences wait for KV, and of every sequence's `KVLoad`, on the engine's core thread.
-A state machine without clock or bytes: clients and connector say what has happened, and it says
-whether a sequence goes on (`Verdict`). Slots and blocks are given and taken by the roster.
+Owner of the set of sequences that wait for KV, and of every sequence's `KVLoad`, on the engine's
+core thread. A state machine without clock or bytes: it gets events from clients and connector, and
+returns how a sequence continues (`Verdict`). The roster allocates and frees slots and blocks.
 
-A sequence comes here by one of two ways. RESERVED: a client has asked for a place, names tickets of
-whoever computes its prompt, and activates it; it starts once it is activated and no transfer is
-under way. LOADING: it came from the queue, and the connector knows of KV for it; it starts when
-that transfer has ended, well or not.
+A sequence gets here in one of two ways:
+
+- RESERVED: a client has reserved a place, names tickets of the engine that computes the prompt, and
+activates the sequence. It starts once it is activated and no transfer is under way.
+- LOADING: it came from the queue, and the connector can load KV for it. It starts when that
+transfer has ended, successfully or not.
 """
 
 from __future__ import annotations

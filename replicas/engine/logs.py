@@ -1,8 +1,9 @@
-"""Where an engine's log lines go: to standard error, a bounded number of them, at nobody's cost.
+"""Log lines of an engine: written to standard error in bounded number, without blocking.
 
-Ray keeps standard error in a file that nobody rotates, or in a pipe; the disk may be full, and the
-pipe's reader may be stopped. An engine serves on all the same: what cannot be written at once is
-lost and counted, and a line that anybody can provoke is written a few times, then once a minute.
+Ray keeps standard error in a file without rotation, or in a pipe; the disk may be full, and the
+pipe's reader may be stopped. The engine must keep serving: lines that cannot be written at once are
+dropped and counted, and lines that any client can provoke are written a few times, then once a
+minute.
 """
 
 from __future__ import annotations

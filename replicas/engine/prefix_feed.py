@@ -1,9 +1,9 @@
-"""What the prefix caches of an engine's DP groups have to tell whoever follows them. Pure.
+"""Events of the prefix caches of an engine's DP groups for clients that follow them. Pure.
 
-Owner: the DP groups, on the engine's core thread. While nobody follows, nothing is kept: a follower
-begins with a listing of all that can be found, and so does one that has missed a batch, so that
-there is no history to hold. An engine whose model has several KV groups tells nothing: a prefix is
-there when each of them has it, which the blocks of one do not say.
+Owner: the DP groups, on the engine's core thread. No history is kept: a new follower, and one that
+has missed a batch, starts with a listing of all cached blocks, and without followers no event is
+recorded. An engine whose model has several KV groups publishes nothing, because a prefix is cached
+only if every group has it, which events of one group's blocks cannot express.
 """
 
 from __future__ import annotations

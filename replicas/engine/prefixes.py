@@ -1,6 +1,6 @@
-"""Which blocks of the DP groups hold the KV of which prefix: found for sequences, left by them.
+"""Search of cached prefixes for sequences, and registration of their full blocks.
 
-Pure. The blocks are `DPGroups`'; hashes and walks are kept by the sequences that they are of.
+Pure. The blocks belong to `DPGroups`; hashes and walks are kept by their sequences.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Whether an engine still computes, found out by one real step. Pure.
+"""Probe of whether an engine still computes, by one real step. Pure.
 
-Who asks is answered when the next step ends. An engine without requests takes a step for that: one
-token of nobody's, whose KV goes to the null block, by the same calls as any other. It is in no
-scheduler, takes no slot and no block, and counts nowhere; a request that comes meanwhile waits for
-as long as one token takes.
+A probe is answered when the next step ends. An idle engine runs a step for it: one token of no
+request, whose KV goes to the null block, by the same calls as any other. It uses no scheduler, slot
+or block, and is not counted; a request that arrives meanwhile waits for the time of one token.
 """
 
 from __future__ import annotations

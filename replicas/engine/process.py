@@ -1,15 +1,15 @@
-"""The engine process: a core thread that steps and sends, a thread that receives, one that beats.
+"""Engine process: a core thread that steps and sends, a thread that receives, one that beats.
 
 Started as `python -m replicas.engine.process` by `replicas.launch`, which writes one line of JSON
-to stdin and then keeps the pipe open: end of file means that the parent is gone, and so is this
-process. Readiness, progress and start-up failure go back as JSON lines on the file descriptor that
-it names, and so does a beat all the while: a device that hangs, or a call that never gives the
-interpreter back, can only be noticed from outside.
+to stdin and keeps the pipe open: end of file means that the parent is gone, and this process ends.
+Readiness, progress and start-up failures are reported as JSON lines on the given file descriptor,
+and so are beats: a hung device, or a call that never releases the interpreter, can only be noticed
+from outside.
 
-Threads share nothing but the inbox and the sender, which has a lock. Clients that are gone
-(their connection broke, or they do not read) have their requests dropped. Both sockets let in only
-clients of the engine's deployment (`kv_transfer.curve`); what the parent alone may say, to end and
-to drain, comes through the pipe.
+Threads share only the inbox and the sender, which has a lock. Requests of disconnected clients
+(their connection broke, or they do not read) are dropped. Both sockets accept only clients of the
+engine's deployment (`kv_transfer.curve`); orders of the parent alone, to end and to drain, come
+through the pipe.
 """
 
 from __future__ import annotations
@@ -327,7 +327,7 @@ def _tell_of_start(tell: Callable[[EngineReport], None], line: EngineReport) -> 
         tell(line)
     except BrokenPipeError:
         # An error of the start would be told to the same pipe.
-        logger.critical("the process that started this engine is gone: the engine ends")
+        logger.critical("the process that started this engine is gone; ending the engine")
         sys.exit(1)
 
 

@@ -1,9 +1,9 @@
-"""Whether the core thread moves, and whether its present turn takes longer than it should. Pure.
+"""Progress of the core thread, and detection of turns that take too long. Pure.
 
-A device call that never comes back leaves the threads that send alive: only the core thread's own
-progress says that an engine has stopped serving. What a turn should take is learned from turns of
+A device call that never returns leaves the sending threads alive, so only the core thread's own
+progress shows that an engine still serves. The expected duration of a turn is learned from turns of
 about as many tokens: the same engine needs milliseconds for a decode step and maybe a minute for a
-long prompt that it cannot cut in chunks, and must not be given up for being busy.
+long prompt that it cannot chunk, and must not count as stalled while it is only busy.
 """
 
 from __future__ import annotations

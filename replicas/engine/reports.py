@@ -1,7 +1,7 @@
-"""What an engine process and its parent tell each other: how to start, how far that is, to drain.
+"""Messages between an engine process and its parent: arguments, start-up progress, orders.
 
-Apart from `replicas.engine.process`, so that a parent need not load what an engine computes with:
-an actor or a driver that only watches an engine would take seconds longer to start.
+Separate from `replicas.engine.process`, so that a parent need not import the engine's compute
+libraries, which would delay the start of an actor or a driver by seconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a request must be for an engine to take it, whatever its client says. Pure."""
+"""Checks that a request must pass at the engine, independent of its client. Pure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What clients ask of an engine for their requests: taken, refused, loaded, lent, started, dropped.
+"""Handling of clients' messages about requests: add, load, lend, activate, abort.
 
-Owner: the engine core, which alone calls it; here are kept requests whose id an aborted one still
-has.
+Owner: the engine core, its only caller. Also keeps requests whose id is still used by an aborted
+one.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Requests:
             else:
                 self._scheduler.lend(request_id, ticket, now_s)
         except TransferError as error:
-            logger.warning("ticket of %s refused: %s", message.request_id, error)
+            logger.warning("refused the ticket of request %s: %s", message.request_id, error)
             failed = KVLoaded(message.request_id, message.epoch, failure_word(error))
             self._events[client].append(failed)
 

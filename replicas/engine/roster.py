@@ -1,11 +1,11 @@
-"""Every sequence of an engine, from its arrival to its end: its place, and what it holds there.
+"""All sequences of an engine from arrival to end, with their places and resources.
 
-Owner of all live sequences and of the DP groups' slots and blocks; it lives on the engine's core
-thread. Pure: time enters as `now_s`, KV bytes and tensors are elsewhere. A sequence is in exactly
-one place: in the queue, running, or among those that wait for KV. The scheduler says who runs next.
+Owner of all live sequences and of the DP groups' slots and blocks, on the engine's core thread.
+Pure: time is an argument `now_s`; KV bytes and tensors are elsewhere. A sequence is in exactly one
+place: queued, running, or waiting for KV. The scheduler decides which sequence runs next.
 
-A sequence whose KV is still to come holds a slot and blocks for its whole prompt and is never
-preempted: it ends or goes on without anybody else's doing, so that no two can wait for each other.
+A sequence that waits for KV holds a slot and blocks for its whole prompt and is never preempted. It
+ends or continues independently of other sequences, so no two can wait for each other.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Model runner: one step from the persistent batch through the generator and the sampler.
 
 Owner of the persistent batch, of the KV cache handle and of `DeviceInputs`; runs on the worker's
-thread only. A step is submitted, which counts its progress, and then
-collected, which waits for the device.
+thread only. A step is submitted, which counts its progress, and then collected, which waits for the
+device.
 """
 
 from __future__ import annotations

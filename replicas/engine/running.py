@@ -1,9 +1,8 @@
-"""Sequences that are advanced step by step, and what their decode steps have in common.
+"""Running sequences, and the common state of their decode steps.
 
 Owner: the roster, on the engine's core thread. A sequence *decodes* from its first token here on:
-all but its last token is computed, and the worker knows it. Such rows make the same step again and
-again, so that a step need look only at those that have come to `Sequence.look_at` or got a token
-that may end them.
+all but its last token is computed, and the worker knows it. Such rows repeat the same step, so a
+step only examines rows that have reached `Sequence.look_at` or got a token that may end them.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """Host sampling: logits to token ids, by counter-based random numbers.
 
-The random number of a token depends on (seed, output index) alone, so that the same request draws
-the same numbers whether it was chunked, preempted, moved to another engine, or batched with others.
-The draw inverts the cumulative distribution in vocabulary order: a change of the last bits of the
-logits moves no boundary by more than that, whereas sorted order could swap whole intervals. Order
-of operations: temperature, top-k, top-p, as in vLLM v1/sample/sampler.py.
+The random number of a token depends on (seed, output index) alone, so that a request draws the same
+numbers if it is chunked, preempted, moved to another engine, or batched with others. The draw
+inverts the cumulative distribution in vocabulary order: a change of the last bits of the logits
+moves no boundary by more than that, while sorted order could swap whole intervals. Order of
+operations: temperature, top-k, top-p, as in vLLM v1/sample/sampler.py.
 
-A row costs what it asks for. Its vocabulary is seen as blocks: the greatest value of each bounds
-the k best from below, so that only a few blocks are searched for candidates; the sum of each finds
-the block that a random number falls into. Nothing is ever sorted but candidates, and no row's
+The cost of a row depends on its parameters. The vocabulary is divided into blocks: the greatest
+value of each bounds the k best from below, so that few blocks are searched for candidates; the sum
+of each finds the block that a random number falls into. Only candidates are sorted, and no row's
 arithmetic depends on another's.
 
-Dimensions: R rows; V vocabulary; n rows that are treated together.
+Dimensions: R rows; V vocabulary; n rows that are processed together.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Continuous batching: which sequences advance in the next step, and by how many tokens.
 
-There is no prefill phase and no decode phase: a sequence has `num_computed_tokens`, and each step
+There are no separate prefill and decode phases: a sequence has `num_computed_tokens`, and each step
 advances it towards `num_tokens` within a token budget. Chunked prefill, prefix hits, resumption
-after preemption and KV that came from another engine or from a store are all that one rule.
-Rows that decode are planned all at once and looked at only when that changes something, see
-`RunningRows`: a step costs what it changes, and little for each token.
+after preemption, and KV from another engine or a store all follow this one rule. Decoding rows are
+planned together and examined only when something changes, see `RunningRows`: the cost of a step
+depends on its changes, with little per token.
+
 Source: vLLM v1/core/sched/scheduler.py (token accounting, running before waiting, preemption of the
 last running sequence by recompute).
 """

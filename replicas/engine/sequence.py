@@ -1,6 +1,6 @@
-"""The engine's mutable record of one request.
+"""Mutable record of one request in the engine.
 
-Owner: the scheduler, on the engine's core thread; nothing but its parts writes to it.
+Owner: the scheduler, on the engine's core thread; only its parts write to it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""An engine as its clients see it: greetings and messages in, frames with events and snapshots out.
+"""Engine as seen by clients: messages in, frames with events and snapshots out.
 
 Owner: the engine's core thread. It knows clients by their ids and reads no clock: the engine
-process puts sockets and threads around it, the simulator a virtual network and virtual time.
+process adds sockets and threads, the simulator a virtual network and virtual time.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class EngineServer:
         self._frames = [frame for frame in self._frames if frame[0] != client]
         num_dropped = self.core.client_gone(client)
         if num_dropped:
-            logger.warning("client %s is gone: dropped %d", client.hex(), num_dropped)
+            logger.warning("client %s is gone: dropped its %d requests", client.hex(), num_dropped)
 
     def drain(self) -> None:
         """Refuse every new request from now on; what runs goes on."""
@@ -145,7 +145,7 @@ class EngineServer:
     def _greet(self, client: bytes, hello: Hello) -> None:
         if hello.protocol_version != PROTOCOL_VERSION:
             logger.error(
-                "client %s speaks protocol %d, this engine %d: run one version everywhere",
+                "client %s speaks protocol %d, but this engine %d; run one version everywhere",
                 client.hex(), hello.protocol_version, PROTOCOL_VERSION,
             )  # fmt: skip
             return

@@ -1,4 +1,4 @@
-"""Decode slots of one engine: which positions of the global batch are taken.
+"""Decode slots of one engine: which rows of the global decode batch are in use.
 
 Owner: the scheduler, on the engine's core thread. A slot is a row of the padded decode batch;
 `dp_group = slot // slots_per_group`.

@@ -1,7 +1,7 @@
 """An engine's two sockets to its clients, and the threads that own them.
 
-Both sockets let in only clients of the engine's deployment (`kv_transfer.curve`). Clients that are
-gone (their connection broke, or they do not read) are the core's to forget.
+Both sockets accept only clients of the engine's deployment (`kv_transfer.curve`). The core drops
+disconnected clients (their connection broke, or they do not read).
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Door:
         return socket
 
     def _on_denied(self) -> None:
-        logger.warning("turned away a connection without a key of this deployment")
+        logger.warning("rejected a connection without a key of this deployment")
 
 
 class Receiver(threading.Thread):
@@ -145,13 +145,13 @@ class Receiver(threading.Thread):
 
     def _take(self, frames: list[bytes]) -> None:
         if len(frames) != 2:
-            logger.warning("dropped a message of %d parts", len(frames))
+            logger.warning("dropped a malformed message of %d parts", len(frames))
             return
         client, raw = frames
         try:
             item: InboxItem = client, decode_client_message(raw)
         except UnreadableMessageError as error:
-            logger.warning("cannot read a message of %d bytes: %s", len(raw), error)
+            logger.warning("dropped an unreadable message of %d bytes: %s", len(raw), error)
             if error.request_id is None:
                 return
             item = client, Unreadable(error.request_id, str(error))

@@ -1,4 +1,4 @@
-"""An engine's start: device, model, KV cache and warm-up, and what they decide for its core."""
+"""Start of an engine: device, model, KV cache and warm-up, and the resulting facts for the core."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def closing_if_it_fails(executor: Executor) -> Iterator[None]:
         try:
             executor.collective_rpc("shutdown")
         except (EngineError, OSError, RuntimeError):
-            logger.exception("an engine that could not start could not be closed either")
+            logger.exception("closing the engine after its failed start failed, too")
         raise
 
 
@@ -149,7 +149,7 @@ def _resolve_capabilities(config: EngineConfig, facts: ModelFacts) -> EngineConf
     }
     for name, supported in can.items():
         if getattr(config, name) and not supported:
-            raise ConfigError(f"{name} is on but the generator does not support it; leave it out")
+            raise ConfigError(f"{name} is on but the generator does not support it; remove it")
     decided = {
         n: supported if getattr(config, n) is None else getattr(config, n)
         for n, supported in can.items()

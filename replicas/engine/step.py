@@ -1,7 +1,7 @@
-"""What the engine core and its worker say to each other: facts at start, then step by step.
+"""Messages between the engine core and its worker: facts at start, then data of each step.
 
-Plain records that could cross a process: a sequence is sent whole once, afterwards only what
-changed.
+Plain records that could cross a process boundary: a sequence is sent completely once, afterwards
+only its changes.
 """
 
 from collections.abc import Sequence as SequenceOf

@@ -1,8 +1,8 @@
-"""What steps compute and how long they take: what a model of step times is fitted to. Pure.
+"""Records of the work and duration of steps, for fitting a model of step times. Pure.
 
-Owner: the engine core. Steps that are alike are noted once: a step of decodes is told from the one
-before it by its batch, which changes when a row comes or goes. Of those in which rows just get
-blocks some are noted, as they grow: a look at every row is spread over as many blocks.
+Owner: the engine core. Similar consecutive steps are recorded once: a decode step differs from its
+predecessor if its batch has changed by a row. Of steps in which rows only get blocks, some are
+recorded as contexts grow: the cost of examining every row is spread over as many blocks.
 """
 
 from __future__ import annotations

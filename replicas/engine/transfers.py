@@ -1,7 +1,7 @@
-"""What the engine core has to do with its KV connector: tell it of steps, take over what ended.
+"""Engine core's side of the KV connector: reports steps to it and applies ended transfers.
 
-Owner: the engine core. Transfers are the connector's, sequences the scheduler's; nothing is kept
-here.
+Owner: the engine core. Transfers belong to the connector and sequences to the scheduler; no state
+is kept here.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A worker whose device is a model of time: what a simulated engine runs under a virtual clock.
+"""Worker with a modelled device, for simulated engines under a virtual clock.
 
-Owner of its device's timeline and of the rows that stand for its KV. It takes the calls of
-`replicas.engine.worker.Worker` and gives the same step times, and where it models KV the same token
-ids, as that worker gives on a simulated mesh; it leaves out tensors, and on request the KV too, for
-thousands of replicas at once. A decode step may be run many times in one call, see
+Owner of its device's timeline and of the rows that stand for its KV. It accepts the calls of
+`replicas.engine.worker.Worker` and gives the same step times as that worker on a simulated mesh,
+and the same token ids if it models KV. It needs no tensors, and optionally no KV, so that thousands
+of replicas fit one simulation. A decode step may be run many times in one call, see
 `EngineCore.num_repeats`.
 """
 

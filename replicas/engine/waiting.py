@@ -1,7 +1,7 @@
-"""Sequences without slot or blocks, in the order in which they are to get some.
+"""Queued sequences, without slot or blocks, in the order of admission.
 
-Owner: the scheduler, on the engine's core thread. How many tokens they have to compute, and how
-many ask for which DP group, is counted as they come and go.
+Owner: the scheduler, on the engine's core thread. Keeps running totals of their tokens to compute,
+and of the number bound to each DP group.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Worker: owns one device (or one rank of a mesh), its model, KV memory and connector side.
+"""Worker: owner of one device (or one rank of a mesh), its model, KV memory and connector side.
 
-Life cycle, each step called once, in this order, through `Executor.collective_rpc`:
-`init_device` → `load_model` → `initialize_kv_cache` → `warm_up`, then per step `submit_step`,
-`collect_step` if there was anything to compute and, if the KV connector has anything at stake,
-`end_step`. A second step may be submitted before the first is collected.
+Life cycle, each step called once and in this order through `Executor.collective_rpc`: `init_device`
+→ `load_model` → `initialize_kv_cache` → `warm_up`, then per step `submit_step`, `collect_step` if
+there was anything to compute and, if a KV transfer is at stake, `end_step`. A second step may be
+submitted before the first is collected.
 """
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ class Worker:
         saved = self._hf_config.dtype
         if self._config.dtype == "auto" and saved == "float16":
             logger.warning(
-                "%s holds float16 weights and is computed in bfloat16, which keeps 8 of their 11 "
-                "bits; set engine.dtype to float32 to compute with all of them",
+                "%s has float16 weights but is computed in bfloat16, which keeps 8 of their 11 "
+                "bits of precision; set engine.dtype to float32 to compute with all of them",
                 self._config.model,
             )
 
@@ -396,18 +396,18 @@ def _check_capabilities(
     asked = mesh.sample_on_device not in (None, "none")
     if asked and not can.get("supports_sample_on_device"):
         raise ConfigError(
-            f"mesh.sample_on_device is {mesh.sample_on_device!r} and generator {name} does not "
+            f"mesh.sample_on_device is {mesh.sample_on_device!r}, but generator {name} does not "
             "sample on the device; set it to none"
         )
     if mesh.sample_on_device == "all" and not can.get("supports_sample_in_prefill"):
         raise ConfigError(
-            f"mesh.sample_on_device is 'all' and generator {name} does not sample in prefill; "
+            f"mesh.sample_on_device is 'all', but generator {name} does not sample in prefill; "
             "set it to decode_only"
         )
     block_size = can.get("required_block_size") or config.block_size
     if block_size != config.block_size:
         raise ConfigError(
-            f"block_size is {config.block_size} and generator {name} needs {block_size}"
+            f"block_size is {config.block_size}, but generator {name} needs {block_size}"
         )
     if not can.get("supports_chunked_prefill") and config.enable_chunked_prefill is None:
         config = msgspec.structs.replace(config, enable_chunked_prefill=False)
@@ -426,8 +426,8 @@ def _import_open_mesh(mesh: MeshConfig) -> Callable[..., TTMesh]:
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         raise DeviceError(
             f"mesh {mesh.name} needs the package ttnn, which has wheels for Python 3.10 and 3.12 "
-            f"on Linux x86_64 and cannot be imported by this Python {version} ({error}); `ttserve "
-            "doctor` says what is missing"
+            f"on Linux x86_64 and cannot be imported by this Python {version} ({error}); run "
+            "`ttserve doctor` to see what is missing"
         ) from error
     return open_mesh
 

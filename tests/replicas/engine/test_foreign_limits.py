@@ -57,7 +57,7 @@ def test_a_renamed_folder_gets_no_more_than_the_chip_holds(caplog):
     assert budget() == 32_768
     assert not caplog.records
     renamed = budget(folder="/models/mine")
-    assert "says that a lane holds 131072 tokens of KV" in caplog.text
+    assert "declares 131072 tokens of KV a lane" in caplog.text
     assert 32_768 < renamed < 131_072
     # The weights of 8.03 billion elements, were they all of four bits, leave so much of 12 GiB.
     free = 12 * 2**30 - 8.03e9 * 0.5625
@@ -83,7 +83,7 @@ def test_what_our_arithmetic_cannot_judge_is_believed(caplog):
     assert not caplog.records
     huge = {**LLAMA_8B, "num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 28672}
     assert budget(raw=huge) == 32_768
-    assert "does not fit mesh N150 in 1 lanes beside a KV cache" in caplog.text
+    assert "with a KV cache does not fit mesh N150 in 1 lanes" in caplog.text
 
 
 # --- before it loads -----------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def test_where_a_class_comes_from():
 )
 def test_a_name_that_hugging_face_does_not_have_is_warned_of(folder, is_known, caplog):
     warn_of_name(config(folder), Adapted)
-    assert ("classes of tt-metal tell models by such names" in caplog.text) != is_known
+    assert ("tt-metal's classes identify models by this name" in caplog.text) != is_known
 
 
 def test_no_other_class_is_warned_of_names(caplog):

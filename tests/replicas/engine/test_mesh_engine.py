@@ -323,7 +323,7 @@ def test_what_a_loaded_model_cannot_do_is_refused_though_its_class_can(
 ):
     doubles = install(monkeypatch, type("Narrowed", (Narrowed,), {"loses": loses}))
     drawing = config(folder, mesh={"sample_on_device": "all"})
-    with pytest.raises(ConfigError, match=f"'all' and generator Narrowed does not sample {what}"):
+    with pytest.raises(ConfigError, match=f"'all', but generator Narrowed does not sample {what}"):
         EngineCore(drawing, UniProcExecutor(drawing))
     assert [mesh.closed for mesh in doubles.meshes] == [1]
 
