@@ -351,7 +351,7 @@ class Whole(MeshGenerator):
          "'decode_only' and generator Undrawing does not sample on the device"),
         (DecodeOnly, {"sample_on_device": "all"},
          "'all' and generator DecodeOnly does not sample in prefill; set it to decode_only"),
-        (Blocks64, {}, "block_size is 32 and generator Blocks64 needs 64"),
+        (Blocks64, {}, "block_size is 32, but generator Blocks64 needs 64"),
         (Whole, {}, "max_num_batched_tokens 64 is less than max_model_len 128 and chunked"),
     ],
 )  # fmt: skip

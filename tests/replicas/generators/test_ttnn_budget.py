@@ -204,9 +204,7 @@ def test_more_than_all_rows_at_full_length_is_no_use():
 
 
 def test_a_model_that_does_not_fit_is_refused_with_both_numbers():
-    with pytest.raises(
-        ConfigError, match=r"16\.36 GB of each chip\. Of its 12\.88 GB, 11\.52 GB"
-    ):
+    with pytest.raises(ConfigError, match=r"16\.36 GB of each chip\. Of its 12\.88 GB, 11\.52 GB"):
         budget(LLAMA_8B, "N150", optimizations="accuracy")
 
 
