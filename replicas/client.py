@@ -62,7 +62,7 @@ _LOOK_MS = 250
 """How often a blocked client checks whether the engine process is alive."""
 
 
-class EngineClient(Protocol):
+class SyncEngineClient(Protocol):
     """Interface between `LLMEngine` and a client: requests in, token outputs out."""
 
     @property

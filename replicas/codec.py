@@ -25,12 +25,12 @@ _ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """Exceptions that a decoder raises for malformed or hostile bytes."""
 
 
-class _Request(msgspec.Struct, array_like=True):
+class _RequestHead(msgspec.Struct, array_like=True):
     request_id: str
 
 
 class _AddRequest(msgspec.Struct, array_like=True, tag="add"):
-    request: _Request
+    request: _RequestHead
 
 
 _head_decoder = msgspec.msgpack.Decoder(_AddRequest)

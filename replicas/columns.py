@@ -25,7 +25,7 @@ class ColumnReader:
     """
 
     def __init__(self) -> None:
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, _HandleState] = {}
         self._handles: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -46,7 +46,7 @@ class ColumnReader:
                 self._note(event)
             elif isinstance(event, Accepted):
                 self.forget(event.request_id)
-                self._rows[event.handle] = _Row(event.request_id)
+                self._rows[event.handle] = _HandleState(event.request_id)
                 self._handles[event.request_id] = event.handle
             read.append(event)
         return read
@@ -96,7 +96,7 @@ class ColumnReader:
             row.num_cached = output.num_cached_tokens
 
 
-class _Row:
+class _HandleState:
     """State of one handle that its rows leave out: the request and the next token's index."""
 
     __slots__ = ("index", "num_cached", "request_id")

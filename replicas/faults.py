@@ -74,15 +74,15 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     shift_s: float = 0.0
 
     @property
-    def window(self) -> Window:
+    def window(self) -> FaultWindow:
         """Period in which the fault holds; an instant ends when it starts."""
         if self.kind in _INSTANTS:
-            return Window(self.at_s, self.at_s)
+            return FaultWindow(self.at_s, self.at_s)
         duration_s = math.inf if self.duration_s is None else self.duration_s
-        return Window(self.at_s, self.at_s + duration_s)
+        return FaultWindow(self.at_s, self.at_s + duration_s)
 
 
-class Window(NamedTuple):
+class FaultWindow(NamedTuple):
     """Half-open period [`start_s`, `end_s`) in seconds of a plan; the end may be infinite."""
 
     start_s: float
@@ -107,7 +107,7 @@ class ReplicaFaults:
 
     def __init__(self, faults: Iterable[Fault] = ()) -> None:
         ordered = sorted(faults, key=lambda fault: fault.at_s)
-        self._windows: dict[str, tuple[Window, ...]] = {
+        self._windows: dict[str, tuple[FaultWindow, ...]] = {
             kind: tuple(fault.window for fault in ordered if fault.kind == kind) for kind in KINDS
         }
         self._slow = tuple((f.window, f.factor) for f in ordered if f.kind == "slow")
@@ -188,23 +188,23 @@ class ReplicaFaults:
         """Return the times at which KV connections break, in order."""
         return self._starts_s("drop_link")
 
-    def freezes(self) -> tuple[Window, ...]:
+    def freezes(self) -> tuple[FaultWindow, ...]:
         """Return the windows in which the engine is frozen, in order."""
         return self._windows["freeze"]
 
-    def hangs(self) -> tuple[Window, ...]:
+    def hangs(self) -> tuple[FaultWindow, ...]:
         """Return the windows in which the device hangs, in order."""
         return self._windows["hang"]
 
-    def clogs(self) -> tuple[Window, ...]:
+    def clogs(self) -> tuple[FaultWindow, ...]:
         """Return the windows in which the inbox is clogged, in order."""
         return self._windows["clog"]
 
-    def silences(self) -> tuple[Window, ...]:
+    def silences(self) -> tuple[FaultWindow, ...]:
         """Return the windows in which clients receive no message from it, by kind."""
         return self._windows["partition"] + self._windows["mute"]
 
-    def gaps(self) -> tuple[Window, ...]:
+    def gaps(self) -> tuple[FaultWindow, ...]:
         """Return the windows in which messages are lost. Connections break at the end of each."""
         return self.silences() + self._windows["deaf"]
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from types import TracebackType
 
-    from replicas.client import EngineClient
+    from replicas.client import SyncEngineClient
     from replicas.llm_engine import Prompt, RequestOutput
     from replicas.messages import EngineMetrics
 
@@ -65,7 +65,7 @@ class LLM:
             def show(stage: str, fraction: float) -> None:
                 bar.update(task, description=stage, completed=fraction)
 
-            client: EngineClient = (
+            client: SyncEngineClient = (
                 SyncMPClient(config, progress=show) if multiprocess else InprocClient(config, show)
             )
         self._client = client

@@ -20,7 +20,7 @@ from replicas.philox import mint_seed
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from replicas.client import EngineClient, EngineFacts
+    from replicas.client import EngineFacts, SyncEngineClient
     from replicas.messages import EngineRequest, FinishReason, TokenLogprob, TokenOutput
     from replicas.output_processor import OutputDelta
     from replicas.sampling_params import SamplingParams
@@ -157,7 +157,9 @@ class LLMEngine:
         seed: Base seed for requests without a seed.
     """
 
-    def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, seed: int = 0) -> None:
+    def __init__(
+        self, client: SyncEngineClient, tokenizer: Tokenizer | None, seed: int = 0
+    ) -> None:
         self._client = client
         self._tokenizer = tokenizer
         self._seed = seed

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from replicas.messages import ClientMessage, EngineMetrics, EngineSnapshot, KVEventBatch
 
 
-class Turn(NamedTuple):
+class VirtualTurn(NamedTuple):
     """A turn that has begun.
 
     Attributes:
@@ -179,7 +179,7 @@ class VirtualEngine:
         """Whether the engine is draining and has no requests left."""
         return self._server.is_drained
 
-    def begin(self, now_s: float) -> Turn:
+    def begin(self, now_s: float) -> VirtualTurn:
         """Begin a turn; until its `end`, only calls that change nothing are allowed."""
         self._clock.start(now_s)
         self._core.pulse.work(now_s)
@@ -188,11 +188,11 @@ class VirtualEngine:
         batch, spent_s = step.batch, self._clock.spent_s
         if batch is None:
             if step.meta is not None and spent_s:
-                return Turn(now_s, [self._end_s(now_s, spent_s, 0)], step, spent_s)
+                return VirtualTurn(now_s, [self._end_s(now_s, spent_s, 0)], step, spent_s)
             # Moving KV takes time even if nothing runs and no transfer ends.
             if not self._core.end_step(step, now_s) and not self._clock.spent_s:
-                return Turn(now_s, [])
-            return Turn(now_s, [self._end_s(now_s, self._clock.spent_s, 0)])
+                return VirtualTurn(now_s, [])
+            return VirtualTurn(now_s, [self._end_s(now_s, self._clock.spent_s, 0)])
         # After a change, clients get a snapshot after the first step, as from an engine process: do
         # not merge steps then.
         is_told = not (has_changed or batch.new or batch.appended_blocks)
@@ -202,9 +202,9 @@ class VirtualEngine:
             ends_s = self._worker.end_times_s(batch, num_steps, host_s, is_ahead=is_ahead)
         else:
             ends_s = [self._end_s(now_s, spent_s + self._worker.wait_s(), len(batch.slots))]
-        return Turn(now_s, ends_s, step, spent_s)
+        return VirtualTurn(now_s, ends_s, step, spent_s)
 
-    def go_on(self, turn: Turn, now_s: float) -> tuple[Turn, Frames]:
+    def go_on(self, turn: VirtualTurn, now_s: float) -> tuple[VirtualTurn, Frames]:
         """Begin the second half of a turn whose first half is over.
 
         Returns:
@@ -216,9 +216,9 @@ class VirtualEngine:
         # Messages that arrive while the device works are handled right after it.
         self._clock.start(now_s)
         self._core.end_step(turn.step, now_s)
-        return Turn(now_s, [now_s + self._clock.spent_s]), frames
+        return VirtualTurn(now_s, [now_s + self._clock.spent_s]), frames
 
-    def end(self, turn: Turn, num_steps: int, now_s: float) -> Frames:
+    def end(self, turn: VirtualTurn, num_steps: int, now_s: float) -> Frames:
         """End a turn after `num_steps` of its steps; return the frames to send now."""
         if turn.step is not None:
             self._collect(turn, num_steps)
@@ -272,7 +272,7 @@ class VirtualEngine:
         """Check the core's invariants; see `EngineCore.check_invariants`."""
         self._core.check_invariants()
 
-    def _collect(self, turn: Turn, num_steps: int) -> None:
+    def _collect(self, turn: VirtualTurn, num_steps: int) -> None:
         """Collect a step after `num_steps` runs, as if the host had just begun to wait for it."""
         assert turn.step is not None
         if num_steps == 1:

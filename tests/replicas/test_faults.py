@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replicas.errors import ConfigError, FaultPlanError
-from replicas.faults import KINDS, NO_FAULTS, Fault, FaultPlan, PlanClock, ReplicaFaults, Window
+from replicas.faults import (
+    KINDS,
+    NO_FAULTS,
+    Fault,
+    FaultPlan,
+    FaultWindow,
+    PlanClock,
+    ReplicaFaults,
+)
 
 INSTANTS = {"kill", "drop_link", "replace", "flip"}
 MISSING = object()
@@ -166,7 +174,7 @@ def test_a_window_holds_from_its_start_up_to_but_not_at_its_end():
 def test_a_window_without_a_duration_never_ends():
     faults = replica(entry(kind="partition", duration_s=None))
     assert faults.is_partitioned(1e12)
-    assert faults.silences() == (Window(5.0, math.inf),)
+    assert faults.silences() == (FaultWindow(5.0, math.inf),)
     assert faults.next_change_s(0.0) == 5.0
     assert faults.next_change_s(5.0) is None
 
@@ -185,7 +193,7 @@ def test_instants_and_windows_are_told_in_order():
     )  # fmt: skip
     assert faults.kills() == (3.0, 9.0)
     assert faults.link_drops() == (1.0, 8.0)
-    assert faults.freezes() == (Window(2.0, 4.0), Window(6.0, 8.0))
+    assert faults.freezes() == (FaultWindow(2.0, 4.0), FaultWindow(6.0, 8.0))
     assert faults.silences() == ()
 
 

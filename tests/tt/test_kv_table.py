@@ -12,10 +12,10 @@ from kv_transfer.host_blocks import HostBlocks
 from kv_transfer.layout import KVLayout
 from kv_transfer.sharding import head_shards
 from replicas.generators.ttnn.kv_table import (
-    LaneMemory,
+    LaneAddresses,
     build_table,
     config_name,
-    lane_memory,
+    lane_addresses,
     write_table,
 )
 from tests.kv_transfer.sharded_connector import ShardedIO
@@ -33,7 +33,7 @@ def make_layout(dtype="bfloat8_b", heads=4, head_dim=64, block_size=64, layers=2
 
 def make_memory(tp, page_bytes, num_banks):
     chips = tuple((0, 10 + chip) for chip in range(tp))
-    return LaneMemory(BASES, page_bytes, num_banks, chips)
+    return LaneAddresses(BASES, page_bytes, num_banks, chips)
 
 
 def banks_of(pieces, memory, tile_bytes):
@@ -133,7 +133,7 @@ def test_an_open_mesh_says_where_its_cache_is(open_mock_mesh, num_lanes):
             )
             for _ in range(4)
         ]  # fmt: skip
-        memory = lane_memory([planes[:2], planes[2:]])
+        memory = lane_addresses([planes[:2], planes[2:]])
         assert memory.bases == tuple(plane.buffer_address() for plane in planes)
         assert len(set(memory.bases)) == 4
         assert (memory.page_bytes, memory.num_banks) == (1088, 12)

@@ -19,7 +19,7 @@ from replicas.generators.ttnn.buckets import padded_vocab_size, prefill_buckets
 from replicas.generators.ttnn.products import chip_cores, chunk_program, row_program, striped
 from replicas.generators.ttnn.profiles import PRODUCTS, PROFILES, TILE_BYTES
 from replicas.generators.ttnn.programs import BankProduct, product_sizes
-from replicas.generators.ttnn.weights import DeviceWeights, LayerWeights
+from replicas.generators.ttnn.weights import DeviceWeights, TTLayerWeights
 from tests.replicas.generators.test_ttnn_budget import LLAMA_8B, QWEN3_8B, QWEN_7B
 from tests.tt import test_model
 from tests.tt.test_model import LaneUnderTest
@@ -72,7 +72,7 @@ def allocated_weights(config, device, profile):
             others |= {"q_norm": vector(config.head_dim), "k_norm": vector(config.head_dim)}
         if config.qkv_bias:
             others["qkv_bias"] = vector(sizes["qkv"][1])
-        return LayerWeights(**matrices, **others)
+        return TTLayerWeights(**matrices, **others)
 
     vocab = padded_vocab_size(config.vocab_size, tp)
     return DeviceWeights(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 from typing import TYPE_CHECKING, Protocol
 
-from replicas.virtual_engine import Turn
+from replicas.virtual_engine import VirtualTurn
 
 if TYPE_CHECKING:
     import asyncio
@@ -27,7 +27,7 @@ _FIRST_S = 8.0
 tokens here. `replicas.engine.pulse`."""
 _FACTOR = 4.0
 """And how many times as long as the longest before it any other; `replicas.engine.pulse.FACTOR`."""
-_NO_TURN = Turn(0.0, [])
+_NO_TURN = VirtualTurn(0.0, [])
 
 
 class Process(Protocol):

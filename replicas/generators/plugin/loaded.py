@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from replicas.generators.protocol import KVCache, KVCacheShape, ModelCapabilities
 
 
-class LoadedModel:
+class PluginModel:
     """Loaded plug-in model with its cache and slots; `AdaptedModel` adds the forward calls.
 
     Owns the model and the rotary offsets that prefill returned for each slot.

@@ -26,7 +26,7 @@ from replicas.generators.plugin.arguments import (
     taken,
     warmup_arguments,
 )
-from replicas.generators.plugin.loaded import LoadedModel
+from replicas.generators.plugin.loaded import PluginModel
 from replicas.generators.plugin.outputs import host_output, is_on_host, joined
 from replicas.generators.plugin.sampling import to_tt_sampling_params
 from replicas.generators.plugin.signatures import COMMANDS
@@ -57,7 +57,7 @@ class DecodeHandle:
     wants_log_probs: bool
 
 
-class AdaptedModel(LoadedModel):
+class AdaptedModel(PluginModel):
     """Loaded plug-in model with warm-up, prefill and decode."""
 
     def warmup_model_prefill(

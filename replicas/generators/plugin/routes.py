@@ -27,7 +27,7 @@ _GALAXY_SHAPE, _GALAXY_LANES, _GALAXY_SLOTS = (8, 4), 4, 32
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class GeneratorRoute:
     """Family of generator classes.
 
     Attributes:
@@ -45,8 +45,8 @@ class Route:
     is_for_galaxy: bool = False
 
 
-ROUTES: Mapping[str, Route] = {
-    "tt-metal": Route(
+ROUTES: Mapping[str, GeneratorRoute] = {
+    "tt-metal": GeneratorRoute(
         {
             "DeepseekV3ForCausalLM": (
                 "models.demos.deepseek_v3.tt.generator_vllm:DeepseekV3ForCausalLM"
@@ -73,7 +73,7 @@ ROUTES: Mapping[str, Route] = {
         },
         package="tt-metal",
     ),
-    "tt-transformers": Route(
+    "tt-transformers": GeneratorRoute(
         {
             architecture: f"tt_transformers.vllm_registry:{architecture}"
             for architecture in (
@@ -83,7 +83,7 @@ ROUTES: Mapping[str, Route] = {
         },
         package="tt-transformers",
     ),
-    "llama3_70b_galaxy": Route(
+    "llama3_70b_galaxy": GeneratorRoute(
         {"LlamaForCausalLM": f"{_GALAXY}:LlamaForCausalLM"},
         package="tt-metal",
         environment={"TT_LLAMA_TEXT_VER": "llama3_70b_galaxy"},
@@ -93,7 +93,7 @@ ROUTES: Mapping[str, Route] = {
         },
         is_for_galaxy=True,
     ),
-    "qwen3_32b_galaxy": Route(
+    "qwen3_32b_galaxy": GeneratorRoute(
         {"Qwen3ForCausalLM": f"{_GALAXY}:QwenForCausalLM"},
         package="tt-metal",
         environment={"TT_QWEN3_TEXT_VER": "qwen3_32b_galaxy"},

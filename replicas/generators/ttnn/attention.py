@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from replicas.generators.model_config import ModelConfig
-    from replicas.generators.ttnn.inputs import DecodeInputs, PrefillInputs
-    from replicas.generators.ttnn.kernels import Kernels
+    from replicas.generators.ttnn.inputs import TTDecodeInputs, TTPrefillInputs
+    from replicas.generators.ttnn.kernels import LaneKernels
     from replicas.generators.ttnn.products import Products
-    from replicas.generators.ttnn.weights import LayerWeights
+    from replicas.generators.ttnn.weights import TTLayerWeights
 
 LARGEST_PIECE = 256
 _PIECES = (LARGEST_PIECE, 128)
@@ -47,7 +47,7 @@ class PagedAttention:
         self,
         config: ModelConfig,
         device: ttnn.MeshDevice,
-        kernels: Kernels,
+        kernels: LaneKernels,
         *,
         tp: int,
         max_rows: int,
@@ -110,10 +110,10 @@ class PagedAttention:
     def prefill(  # noqa: PLR0913 - what a chunk consists of
         self,
         x: ttnn.Tensor,
-        layer: LayerWeights,
+        layer: TTLayerWeights,
         products: Products,
         rope: Sequence[ttnn.Tensor],
-        inputs: PrefillInputs,
+        inputs: TTPrefillInputs,
         cache: Sequence[ttnn.Tensor],
         *,
         piece: int,
@@ -181,10 +181,10 @@ class PagedAttention:
     def decode(
         self,
         x: ttnn.Tensor,
-        layer: LayerWeights,
+        layer: TTLayerWeights,
         products: Products,
         rope: Sequence[Sequence[ttnn.Tensor]],
-        inputs: DecodeInputs,
+        inputs: TTDecodeInputs,
         cache: Sequence[ttnn.Tensor],
     ) -> ttnn.Tensor:
         """Write each row's key and value, and attend with its query.
@@ -251,7 +251,7 @@ class PagedAttention:
         self,
         k: ttnn.Tensor,
         v: ttnn.Tensor,
-        inputs: DecodeInputs,
+        inputs: TTDecodeInputs,
         cache: Sequence[ttnn.Tensor],
     ) -> None:
         """Write each row's key and value, which are freed."""
@@ -330,7 +330,7 @@ class PagedAttention:
         )
 
 
-def _output(joined: ttnn.Tensor, layer: LayerWeights, products: Products) -> ttnn.Tensor:
+def _output(joined: ttnn.Tensor, layer: TTLayerWeights, products: Products) -> ttnn.Tensor:
     partial = products.times("o", joined, layer.o)
     ttnn.deallocate(joined)
     return products.summed(partial, layer.o_bias)

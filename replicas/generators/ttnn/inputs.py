@@ -31,7 +31,7 @@ PADDING_POSITION = -1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PrefillInputs:
+class TTPrefillInputs:
     """Inputs of one chunk of one sequence; tensors are row-major and equal on all chips.
 
     Attributes:
@@ -57,7 +57,7 @@ class PrefillInputs:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DecodeInputs:
+class TTDecodeInputs:
     """Inputs of one token of each row; tensors are row-major and equal on all chips.
 
     Attributes:
@@ -73,7 +73,7 @@ class DecodeInputs:
     page_table: ttnn.Tensor
 
 
-Inputs = TypeVar("Inputs", PrefillInputs, DecodeInputs)
+Inputs = TypeVar("Inputs", TTPrefillInputs, TTDecodeInputs)
 
 
 def host_prefill_inputs(  # noqa: PLR0913 - what the shapes of a chunk depend on
@@ -85,7 +85,7 @@ def host_prefill_inputs(  # noqa: PLR0913 - what the shapes of a chunk depend on
     block_size: int,
     table_width: int,
     hidden_size: int,
-) -> PrefillInputs:
+) -> TTPrefillInputs:
     """Lay out one chunk on the host.
 
     Args:
@@ -113,7 +113,7 @@ def host_prefill_inputs(  # noqa: PLR0913 - what the shapes of a chunk depend on
     owned = np.asarray(block_ids)[:end_block]
     last_tile, last_row = divmod(num_tokens - 1, TILE)
     first_row = last_tile * TILE
-    return PrefillInputs(
+    return TTPrefillInputs(
         tokens=_host(_padded(token_ids, bucket)[None], ttnn.uint32),
         rope_indices=_host(
             _padded(np.arange(start, start + num_tokens), bucket)[None], ttnn.uint32
@@ -131,7 +131,7 @@ def host_prefill_inputs(  # noqa: PLR0913 - what the shapes of a chunk depend on
 
 def host_decode_inputs(
     token_ids: IntArray, positions: IntArray, page_table: IntArray, *, table_width: int
-) -> DecodeInputs:
+) -> TTDecodeInputs:
     """Lay out one decode step of a lane on the host.
 
     Args:
@@ -144,7 +144,7 @@ def host_decode_inputs(
         ConfigError: The page table is wider than ``table_width``.
     """
     is_live = positions >= 0
-    return DecodeInputs(
+    return TTDecodeInputs(
         tokens=_host(np.where(is_live, token_ids, 0)[None], ttnn.uint32),
         positions=_host(np.where(is_live, positions, PADDING_POSITION), ttnn.int32),
         rope_indices=_host(np.where(is_live, positions, 0)[None], ttnn.uint32),
@@ -155,7 +155,7 @@ def host_decode_inputs(
 def host_page_table(
     is_live: npt.NDArray[np.bool_], page_table: IntArray, *, table_width: int
 ) -> ttnn.Tensor:
-    """Lay out ``DecodeInputs.page_table`` alone.
+    """Lay out ``TTDecodeInputs.page_table`` alone.
 
     Args:
         is_live: (B,) whether each row is live, not padding.

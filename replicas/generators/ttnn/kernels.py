@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kernels:
+class LaneKernels:
     """Precision settings of a lane's operations.
 
     Attributes:
@@ -40,9 +40,9 @@ class Kernels:
         return self.products[name, weight.dtype]
 
 
-def kernels_of(profile: Profile) -> Kernels:
+def kernels_of(profile: Profile) -> LaneKernels:
     """Return the configurations of a profile."""
-    return Kernels(
+    return LaneKernels(
         linear=_compute_kernel(profile.linear),
         products={
             (name, getattr(ttnn, profile.weight(name, is_last=is_last))): _compute_kernel(

@@ -7,7 +7,7 @@ elements of one head. So a chunk here is a tile, and there is a config for each 
 of its width, first of K and then of V (``config_name``). Slots are sequences; an exported table is
 valid for their block tables at that time.
 
-Building and reading a table needs no cluster; ``lane_memory`` queries an open one for addresses.
+Building and reading a table needs no cluster; ``lane_addresses`` queries an open one for addresses.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BANK_SHIFT = 32
 
 
 @dataclass(frozen=True, slots=True)
-class LaneMemory:
+class LaneAddresses:
     """Addresses of a lane's cache, which are the same on all of its chips.
 
     Attributes:
@@ -49,7 +49,7 @@ class LaneMemory:
     chips: tuple[tuple[int, int], ...]
 
 
-def lane_memory(lane_cache: Sequence[Sequence[ttnn.Tensor]]) -> LaneMemory:
+def lane_addresses(lane_cache: Sequence[Sequence[ttnn.Tensor]]) -> LaneAddresses:
     """Query an open mesh for the addresses of a lane's cache.
 
     Args:
@@ -62,7 +62,7 @@ def lane_memory(lane_cache: Sequence[Sequence[ttnn.Tensor]]) -> LaneMemory:
         device.get_fabric_node_id(ttnn.MeshCoordinate(row, column))
         for row, column in itertools.product(range(rows), range(columns))
     ]
-    return LaneMemory(
+    return LaneAddresses(
         bases=tuple(plane.buffer_address() for plane in planes),
         page_bytes=planes[0].buffer_aligned_page_size(),
         num_banks=grid.x * grid.y,
@@ -85,7 +85,7 @@ def config_name(plane: int, head: int, tile: int) -> str:
 
 
 def build_table(
-    memory: LaneMemory, layout: KVLayout, block_tables: Sequence[Sequence[int]], host: str
+    memory: LaneAddresses, layout: KVLayout, block_tables: Sequence[Sequence[int]], host: str
 ) -> ttnn.experimental.disaggregation.KvChunkAddressTable:
     """List the address of every tile of some sequences.
 
@@ -183,7 +183,7 @@ def _pages(
                     yield layer, position, slot, unit * tiles + column.tile
 
 
-def _address(memory: LaneMemory, piece: int, page: int) -> int:
+def _address(memory: LaneAddresses, piece: int, page: int) -> int:
     turn, bank = divmod(page, memory.num_banks)
     return bank << _BANK_SHIFT | memory.bases[piece] + turn * memory.page_bytes
 

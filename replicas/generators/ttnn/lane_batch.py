@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import ttnn
 
-from replicas.generators.ttnn.lanes import Lane, LaneSizes
+from replicas.generators.ttnn.lanes import LaneSizes, TTLane
 from replicas.generators.ttnn.model import TTTransformer
 from replicas.generators.ttnn.sampling import parse_sampling
 from replicas.generators.ttnn.trace import NoTrace, TtnnTracer
@@ -79,7 +79,7 @@ class LaneBatch:
         self._sampling: SamplingRows | None = None
         self.lanes = [self._lane(model, lane) for lane in range(len(model.lanes))]
 
-    def _lane(self, model: LoadedModel, index: int) -> Lane:
+    def _lane(self, model: LoadedModel, index: int) -> TTLane:
         device, weights = model.lanes[index]
         block_size = self.limits.block_size
         transformer = TTTransformer(
@@ -99,7 +99,7 @@ class LaneBatch:
             hidden_size=model.config.hidden_size,
         )
         planes = self.cache[index]
-        return Lane(device, transformer, planes, sizes, self._prefill_tracer, self._decode_tracer)
+        return TTLane(device, transformer, planes, sizes, self._prefill_tracer, self._decode_tracer)
 
     def close(self) -> None:
         """Release the traces and the lanes; no call may follow."""
@@ -311,7 +311,7 @@ class LaneBatch:
         picked = [logits[place] for logits, place in zip(found, places, strict=True)]
         return torch.stack(picked)[:, : self.limits.vocab_size]
 
-    def _lane_of(self, slot: int) -> Lane:
+    def _lane_of(self, slot: int) -> TTLane:
         return self.lanes[int(slot) // self._rows_per_lane]
 
     def _rows_of(self, lane: int) -> slice:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
-    from replicas.generators.ttnn.inputs import IntArray, PrefillInputs
+    from replicas.generators.ttnn.inputs import IntArray, TTPrefillInputs
     from replicas.generators.ttnn.model import LaneCache, TTTransformer
     from replicas.generators.ttnn.sampling import SamplingRows
     from replicas.generators.ttnn.trace import Tracer
@@ -71,7 +71,7 @@ class LaneSizes:
     hidden_size: int
 
 
-class _Call:
+class _TracedCall:
     """Forward pass of one shape over persistent tensors; traced once captured."""
 
     def __init__(self, run: Callable[[], Any]) -> None:
@@ -85,7 +85,7 @@ class _Call:
         return self._replay() if traced else self._run()
 
 
-class Lane:
+class TTLane:
     """Data-parallel group of a mesh.
 
     Owns its input tensors and sampler. Model, cache and tracers belong to the caller.
@@ -117,7 +117,7 @@ class Lane:
         self._decode_tracer = decode_tracer
         self._sampler = Sampler(device, model.collectives, sizes.num_rows, sizes.local_vocab)
         # (bucket, whether the chunk begins at 0, attention's piece) -> call.
-        self._chunks: dict[tuple[int, bool, int], tuple[PrefillInputs, _Call]] = {}
+        self._chunks: dict[tuple[int, bool, int], tuple[TTPrefillInputs, _TracedCall]] = {}
         # Host copy of the device's positions for the next decode step.
         self._positions = np.full(sizes.num_rows, PADDING_POSITION, dtype=np.int64)
         self._continues = False
@@ -126,8 +126,8 @@ class Lane:
         self._inputs = to_device(host, device)
         host_sampling: Any = host_sampling_inputs(self._rows, self._positions)
         self._sampling = to_device(host_sampling, device)
-        self._logits = _Call(self._decode_logits)
-        self._tokens = _Call(self._decode_tokens)
+        self._logits = _TracedCall(self._decode_logits)
+        self._tokens = _TracedCall(self._decode_tokens)
         # Separate settings and tokens, so that a prefill's draw leaves the running decode batch
         # alone.
         self._chunk_sampling = to_device(host_sampling, device)
@@ -242,7 +242,7 @@ class Lane:
             refresh(inputs, host)
         else:
             inputs = to_device(host, self.device)
-            call = _Call(lambda: self._model.prefill(inputs, self._cache, shape[-1]))
+            call = _TracedCall(lambda: self._model.prefill(inputs, self._cache, shape[-1]))
             self._chunks[shape] = inputs, call
         return call(traced=traced)
 
@@ -338,7 +338,7 @@ class Lane:
 
     def _host_decode_inputs(
         self, tokens: Int64Array, positions: Int64Array, page_table: IntArray | None = None
-    ) -> Any:  # noqa: ANN401 - DecodeInputs
+    ) -> Any:  # noqa: ANN401 - TTDecodeInputs
         sizes = self._sizes
         return host_decode_inputs(
             tokens,
@@ -347,7 +347,7 @@ class Lane:
             table_width=self._table_width,
         )
 
-    def _load(self, host: Any, positions: Int64Array) -> None:  # noqa: ANN401 - DecodeInputs
+    def _load(self, host: Any, positions: Int64Array) -> None:  # noqa: ANN401 - TTDecodeInputs
         refresh(self._inputs, host)
         self._positions = positions.copy()
 

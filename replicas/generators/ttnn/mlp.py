@@ -8,10 +8,10 @@ import ttnn
 
 if TYPE_CHECKING:
     from replicas.generators.ttnn.products import Products
-    from replicas.generators.ttnn.weights import LayerWeights
+    from replicas.generators.ttnn.weights import TTLayerWeights
 
 
-def mlp(x: ttnn.Tensor, layer: LayerWeights, products: Products) -> ttnn.Tensor:
+def mlp(x: ttnn.Tensor, layer: TTLayerWeights, products: Products) -> ttnn.Tensor:
     """Return ``down(silu(gate(x)) * up(x))``, summed over the chips.
 
     Args:

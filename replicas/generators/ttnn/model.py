@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from replicas.generators.model_config import ModelConfig
-    from replicas.generators.ttnn.inputs import DecodeInputs, PrefillInputs
+    from replicas.generators.ttnn.inputs import TTDecodeInputs, TTPrefillInputs
     from replicas.generators.ttnn.products import Products
     from replicas.generators.ttnn.profiles import Profile
-    from replicas.generators.ttnn.weights import DeviceWeights, LayerWeights
+    from replicas.generators.ttnn.weights import DeviceWeights, TTLayerWeights
 
     LaneCache = Sequence[Sequence[ttnn.Tensor]]
-    Attend = Callable[[ttnn.Tensor, LayerWeights, Sequence[ttnn.Tensor]], ttnn.Tensor]
+    Attend = Callable[[ttnn.Tensor, TTLayerWeights, Sequence[ttnn.Tensor]], ttnn.Tensor]
 
 PADDING_LOGIT = -1e30
 """Logit of the vocabulary's padding: never the best, and without probability."""
@@ -114,7 +114,7 @@ class TTTransformer:
         """Return attention's piece of a chunk in tokens; see `PagedAttention.piece`."""
         return self._attention.piece(num_tokens, start)
 
-    def prefill(self, inputs: PrefillInputs, cache: LaneCache, piece: int) -> ttnn.Tensor:
+    def prefill(self, inputs: TTPrefillInputs, cache: LaneCache, piece: int) -> ttnn.Tensor:
         """Compute a chunk, write its KV and return the logits of its last token.
 
         Args:
@@ -132,7 +132,7 @@ class TTTransformer:
         rope = self._rope.of_chunk(inputs.rope_indices)
 
         def attend(
-            normed: ttnn.Tensor, layer: LayerWeights, planes: Sequence[ttnn.Tensor]
+            normed: ttnn.Tensor, layer: TTLayerWeights, planes: Sequence[ttnn.Tensor]
         ) -> ttnn.Tensor:
             return self._attention.prefill(
                 normed, layer, self._chunk, rope, inputs, planes, piece=piece
@@ -154,7 +154,7 @@ class TTTransformer:
         ttnn.deallocate(rows)
         return self._logits(ttnn.reshape(last, (1, 1, TILE, self._config.hidden_size)))
 
-    def decode(self, inputs: DecodeInputs, cache: LaneCache) -> ttnn.Tensor:
+    def decode(self, inputs: TTDecodeInputs, cache: LaneCache) -> ttnn.Tensor:
         """Compute one token of each row, write its KV and return its logits.
 
         Args:
@@ -183,7 +183,7 @@ class TTTransformer:
         rope = self._rope.of_rows(inputs.rope_indices, self._attention.rotated_in)
 
         def attend(
-            normed: ttnn.Tensor, layer: LayerWeights, planes: Sequence[ttnn.Tensor]
+            normed: ttnn.Tensor, layer: TTLayerWeights, planes: Sequence[ttnn.Tensor]
         ) -> ttnn.Tensor:
             return self._attention.decode(normed, layer, self._rows, rope, inputs, planes)
 

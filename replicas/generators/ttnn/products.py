@@ -27,7 +27,7 @@ from replicas.generators.ttnn.programs import (
 if TYPE_CHECKING:
     from replicas.generators.model_config import ModelConfig
     from replicas.generators.ttnn.collectives import Collectives
-    from replicas.generators.ttnn.kernels import Kernels
+    from replicas.generators.ttnn.kernels import LaneKernels
     from replicas.generators.ttnn.profiles import ProductName, Profile
     from replicas.generators.ttnn.programs import ChunkProduct, LanePrograms, Norm
 
@@ -116,7 +116,7 @@ class RowProducts:
         self,
         config: ModelConfig,
         programs: LanePrograms,
-        kernels: Kernels,
+        kernels: LaneKernels,
         device: ttnn.MeshDevice,
         collectives: Collectives,
     ) -> None:
@@ -227,7 +227,7 @@ class ChunkProducts:
         self,
         config: ModelConfig,
         profile: Profile,
-        kernels: Kernels,
+        kernels: LaneKernels,
         chip: ChipCores,
         collectives: Collectives,
         *,

@@ -20,7 +20,7 @@ Fidelity: TypeAlias = Literal["LoFi", "HiFi2", "HiFi3", "HiFi4"]
 
 ProductName: TypeAlias = Literal["qkv", "o", "gate", "up", "down"]
 PRODUCTS: tuple[ProductName, ...] = ("qkv", "o", "gate", "up", "down")
-"""Matrix products of a layer, named by their weights in `weights.LayerWeights`."""
+"""Matrix products of a layer, named by their weights in `weights.TTLayerWeights`."""
 
 TILE_BYTES: dict[Dtype, int] = {"bfloat4_b": 576, "bfloat8_b": 1088, "bfloat16": 2048}
 """Bytes of a tile of 32x32 elements."""

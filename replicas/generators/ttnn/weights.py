@@ -70,7 +70,7 @@ _FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LayerWeights:
+class TTLayerWeights:
     """One decoder layer on the chips of a lane; a bias or norm is None where the model has none.
 
     Sizes below are of one chip; see the module for layouts.
@@ -121,7 +121,7 @@ class DeviceWeights:
     """
 
     embedding: ttnn.Tensor
-    layers: tuple[LayerWeights, ...]
+    layers: tuple[TTLayerWeights, ...]
     final_norm: ttnn.Tensor
     lm_head: ttnn.Tensor
     num_vocab_padded: int
@@ -132,7 +132,7 @@ class LaneTensor:
     """Recipe of one tensor of a lane.
 
     Attributes:
-        name: Attribute of ``DeviceWeights``, or "layers.<i>." and one of ``LayerWeights``.
+        name: Attribute of ``DeviceWeights``, or "layers.<i>." and one of ``TTLayerWeights``.
         dtype: Member of ttnn.
         is_tiled: Whether its layout is TILE, else ROW_MAJOR.
         shards: Function that returns each chip's shard, in order, in bfloat16.
@@ -361,10 +361,10 @@ def _to_device(
 
 
 def _assemble(config: ModelConfig, tensors: Mapping[str, ttnn.Tensor], tp: int) -> DeviceWeights:
-    def layer(index: int) -> LayerWeights:
-        names = (field.name for field in fields(LayerWeights))
+    def layer(index: int) -> TTLayerWeights:
+        names = (field.name for field in fields(TTLayerWeights))
         found = {name: tensors.get(f"layers.{index}.{name}") for name in names}
-        return LayerWeights(**found)
+        return TTLayerWeights(**found)
 
     return DeviceWeights(
         embedding=tensors["embedding"],
