@@ -77,9 +77,9 @@ class FirstTokens:
 
 
 class _Mesh(SimulatedMesh):
-    def begin(self, device_s: float) -> float:
+    def submit(self, device_s: float) -> float:
         del device_s
-        return super().begin(STEP_S)
+        return super().submit(STEP_S)
 
 
 class _Inbox:

@@ -293,7 +293,7 @@ class _EngineLink:
         try:
             return await future
         finally:
-            self.table.forget(message.call_id)
+            self.table.drop_call(message.call_id)
 
     def close(self) -> None:
         """Close the sockets. Idempotent."""
@@ -344,7 +344,7 @@ class _EngineLink:
             return
         is_quiet = silent_s >= QUIET_S
         if is_quiet:
-            self.table.hush()
+            self.table.mark_quiet()
         # It may recover before the deadline and fall quiet again.
         quiet_s = (self._loop.time() if is_quiet else self._heard_s) + QUIET_S
         self._timer = self._loop.call_at(min(quiet_s, self._heard_s + SILENCE_S), self._listen)
@@ -371,7 +371,7 @@ class _EngineLink:
         self._heard_s = self._loop.time()
         if any(frame.incarnation != self.description.incarnation for frame in frames):
             self._on_lost(self, "another engine answers at its address")
-        elif self.table.take(frames):
+        elif self.table.deliver(frames):
             self._first_frame.set()
         else:
             self._on_lost(self, NOT_GREETED)

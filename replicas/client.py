@@ -164,7 +164,7 @@ class InprocClient:
         """Drop requests, counted under `reason`. They produce no further output."""
         self.core.handle(b"", Abort(request_ids, reason), time.monotonic())
         for request_id in request_ids:
-            self._columns.forget(request_id)
+            self._columns.drop_request(request_id)
 
     def get_outputs(self) -> list[TokenOutput]:
         """Return the outputs of at least one step; block while requests run."""
@@ -247,7 +247,7 @@ class SyncMPClient:
         """Drop requests, counted under `reason`. They produce no further output."""
         self._live.difference_update(request_ids)
         for request_id in request_ids:
-            self._columns.forget(request_id)
+            self._columns.drop_request(request_id)
         for start in range(0, len(request_ids), _MAX_IDS_PER_ABORT):
             some = request_ids[start : start + _MAX_IDS_PER_ABORT]
             self._send(encode(Abort(some, reason)))
@@ -270,7 +270,7 @@ class SyncMPClient:
                     if event.finish_reason is not None:
                         self._live.discard(event.request_id)
                 elif isinstance(event, Accepted) and event.request_id not in self._live:
-                    self._columns.forget(event.request_id)
+                    self._columns.drop_request(event.request_id)
                 # Refusals of aborted requests are dropped.
                 elif isinstance(event, Refused) and event.request_id in self._live:
                     if outputs:

@@ -45,19 +45,19 @@ class ColumnReader:
             if isinstance(event, TokenOutput):
                 self._note(event)
             elif isinstance(event, Accepted):
-                self.forget(event.request_id)
+                self.drop_request(event.request_id)
                 self._rows[event.handle] = _HandleState(event.request_id)
                 self._handles[event.request_id] = event.handle
             read.append(event)
         return read
 
-    def forget(self, request_id: str) -> None:
+    def drop_request(self, request_id: str) -> None:
         """Drop the state of a request. Idempotent."""
         handle = self._handles.pop(request_id, None)
         if handle is not None:
             self._rows.pop(handle, None)
 
-    def forget_handle(self, handle: int) -> None:
+    def drop_handle(self, handle: int) -> None:
         """Drop one acceptance of a request; a later one of the same id stays. Idempotent."""
         row = self._rows.pop(handle, None)
         if row is not None and self._handles.get(row.request_id) == handle:
@@ -89,7 +89,7 @@ class ColumnReader:
     def _note(self, output: TokenOutput) -> None:
         """Record the index at which the next row of this output's request begins."""
         if output.finish_reason is not None:
-            self.forget(output.request_id)
+            self.drop_request(output.request_id)
         elif not output.choice and (handle := self._handles.get(output.request_id)) is not None:
             row = self._rows[handle]
             row.index = output.index + len(output.token_ids)

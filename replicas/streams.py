@@ -185,22 +185,22 @@ class StreamTable:
         stream = self._streams.pop(request_id, None)
         if stream is None:
             return False
-        self._columns.forget(request_id)
+        self._columns.drop_request(request_id)
         if not stream.is_answered:
             self._unanswered[request_id] = self._unanswered.get(request_id, 0) + 1
         return True
 
     def expect(self, call_id: int) -> asyncio.Future[UtilityResult]:
-        """Return a future for the result of a utility call; the caller must `forget` it."""
+        """Return a future for the result of a utility call; the caller must `drop_call` it."""
         future: asyncio.Future[UtilityResult] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
         return future
 
-    def forget(self, call_id: int) -> None:
+    def drop_call(self, call_id: int) -> None:
         """Drop a utility call."""
         self._calls.pop(call_id, None)
 
-    def take(self, frames: Sequence[EngineFrame]) -> bool:
+    def deliver(self, frames: Sequence[EngineFrame]) -> bool:
         """Deliver all events of some frames in order, with tokens of one request merged.
 
         Returns:
@@ -209,11 +209,11 @@ class StreamTable:
         return self.hand_out(frames, self.read(frames))
 
     def read(self, frames: Sequence[EngineFrame]) -> list[EngineEvent]:
-        """Return the events of some frames, rows expanded: the first half of `take`."""
+        """Return the events of some frames, rows expanded: the first half of `deliver`."""
         return self._columns.read([event for frame in frames for event in frame.events])
 
     def hand_out(self, frames: Sequence[EngineFrame], events: list[EngineEvent]) -> bool:
-        """Deliver events: the other half of `take`. Snapshots go first; they include the events."""
+        """Do the other half of `deliver`. Snapshots go first, as they already include the events."""
         for frame in frames:
             self.quiet = None
             self._note_stall(frame.stalled_s)
@@ -246,13 +246,13 @@ class StreamTable:
                 self._unanswered[request_id] = num_unanswered - 1
             if num_unanswered:
                 if isinstance(event, Accepted):
-                    self._columns.forget_handle(event.handle)
+                    self._columns.drop_handle(event.handle)
                 return
             if stream is not None:
                 stream.is_answered = True
         if stream is None:
             # The stream was closed: drop the state that its rows would need.
-            self._columns.forget(request_id)
+            self._columns.drop_request(request_id)
         elif stream.is_answered:
             stream.put(event)
 
@@ -260,7 +260,7 @@ class StreamTable:
         """Say hello, for the first time or because something was missed."""
         self.send(Hello(PROTOCOL_VERSION, self._on_kv_events is not None))
 
-    def hush(self) -> None:
+    def mark_quiet(self) -> None:
         """Mark the engine as quiet, so that it gets no new requests; notify each stream once."""
         self._set_moves(False)
         if self.quiet is None:

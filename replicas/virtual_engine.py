@@ -2,9 +2,9 @@
 
 For simulators. It starts no thread, opens no socket and never sleeps: the simulator advances the
 time, delivers messages and collects frames. A turn is one iteration of the engine process's loop:
-`begin` computes when it will be over, `end` returns its frames. A turn that serves KV transfers has
-two halves: after the forward pass `go_on` returns the frames with its tokens, and only then KV is
-copied.
+`begin_turn` computes when it will be over, `end_turn` returns its frames. A turn that serves KV
+transfers has two halves: after the forward pass `continue_turn` returns the frames with its tokens,
+and only then KV is copied.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class VirtualTurn(NamedTuple):
 
     @property
     def is_half(self) -> bool:
-        """Whether this is the first half of a step with transfers, to be followed by `go_on`."""
+        """Whether this is the first half of a step with transfers; `continue_turn` follows."""
         return self.step is not None and self.step.meta is not None
 
 
@@ -145,7 +145,7 @@ class VirtualEngine:
     def __repr__(self) -> str:
         return f"VirtualEngine({self._core!r})"
 
-    def take(self, client: bytes, message: ClientMessage, now_s: float) -> None:
+    def handle_message(self, client: bytes, message: ClientMessage, now_s: float) -> None:
         """Process one client message."""
         self._has_changed = True
         self._server.take(client, message, now_s)
@@ -179,8 +179,8 @@ class VirtualEngine:
         """Whether the engine is draining and has no requests left."""
         return self._server.is_drained
 
-    def begin(self, now_s: float) -> VirtualTurn:
-        """Begin a turn; until its `end`, only calls that change nothing are allowed."""
+    def begin_turn(self, now_s: float) -> VirtualTurn:
+        """Begin a turn; until its `end_turn`, only calls that change nothing are allowed."""
         self._clock.start(now_s)
         self._core.pulse.work(now_s)
         step = self._core.begin_step(now_s)
@@ -204,7 +204,7 @@ class VirtualEngine:
             ends_s = [self._end_s(now_s, spent_s + self._worker.wait_s(), len(batch.slots))]
         return VirtualTurn(now_s, ends_s, step, spent_s)
 
-    def go_on(self, turn: VirtualTurn, now_s: float) -> tuple[VirtualTurn, Frames]:
+    def continue_turn(self, turn: VirtualTurn, now_s: float) -> tuple[VirtualTurn, Frames]:
         """Begin the second half of a turn whose first half is over.
 
         Returns:
@@ -218,7 +218,7 @@ class VirtualEngine:
         self._core.end_step(turn.step, now_s)
         return VirtualTurn(now_s, [now_s + self._clock.spent_s]), frames
 
-    def end(self, turn: VirtualTurn, num_steps: int, now_s: float) -> Frames:
+    def end_turn(self, turn: VirtualTurn, num_steps: int, now_s: float) -> Frames:
         """End a turn after `num_steps` of its steps; return the frames to send now."""
         if turn.step is not None:
             self._collect(turn, num_steps)
@@ -226,7 +226,7 @@ class VirtualEngine:
         return self._server.frames(now_s)
 
     def present_s(self) -> float:
-        """Return the virtual time inside a running `begin`."""
+        """Return the virtual time inside a running `begin_turn`."""
         return self._clock.now_s()
 
     def next_deadline_s(self) -> float | None:

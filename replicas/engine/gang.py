@@ -112,7 +112,7 @@ class GangRank:
     def compute(self, num_tokens: int, serve: Callable[[Turn], None]) -> Turn:
         """The turn that the rank's batch is computed in; until then `serve` others' turns."""
         self._declare(num_tokens)
-        while not self._rank.take(turn := self._next_turn()):
+        while not self._rank.enter_turn(turn := self._next_turn()):
             serve(turn)
             self._declare(num_tokens)
         return turn
@@ -123,7 +123,7 @@ class GangRank:
             turn = self._turns.get_nowait()
         except queue.Empty:
             return
-        if self._rank.take(turn):
+        if self._rank.enter_turn(turn):
             raise LockstepError(f"{turn} starts without the batch of rank {self._config.rank}")
         serve(turn)
 
@@ -154,7 +154,7 @@ class GangRank:
             except (OSError, msgspec.MsgspecError) as error:
                 self._end(f"its hub is gone: {error}")
                 return
-            self._watch.hear(0)
+            self._watch.record_message(0)
             match said:
                 case Turn():
                     self._turns.put(said)

@@ -210,7 +210,7 @@ class VirtualWorker:
             self._connector.start_load_kv(meta, now_s)
         if batch is not None:
             self._apply(batch)
-            end_s = self._timeline.begin(self._clock.now_s(), self._step_s(batch))
+            end_s = self._timeline.submit(self._clock.now_s(), self._step_s(batch))
             self._begun.append(_Begun(self._advance(batch), end_s))
 
     def collect_step(self) -> StepResult:
@@ -252,7 +252,7 @@ class VirtualWorker:
         ends_s, self._planned = [], []
         for turn in range(num_steps):
             while len(marks) < min(turn + 1 + is_ahead, num_steps):
-                end_s = timeline.begin(now_s, next(seconds))
+                end_s = timeline.submit(now_s, next(seconds))
                 marks.append((end_s, timeline.free_s, timeline.busy_s))
             end_s, *mark = marks[turn]
             wait_s = max(end_s - now_s, 0.0)

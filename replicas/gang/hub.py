@@ -123,7 +123,7 @@ class GangHub:
             if not isinstance(said, Join) or not 0 <= said.rank < size or said.rank in self._ranks:
                 raise ConnectionError(f"{said} does not come from a rank that has yet to join")
             self._ranks[said.rank] = connection
-            self._watch.hear(said.rank)
+            self._watch.record_message(said.rank)
             self._store = said.store or self._store
             if self._waves.loss is not None:
                 send(connection, self._waves.loss)
@@ -135,7 +135,7 @@ class GangHub:
     def _hear(self, rank: int, raw: bytes) -> None:
         said = decode_up(raw)
         with self._lock:
-            self._watch.hear(rank)
+            self._watch.record_message(rank)
             if isinstance(said, Declaration):
                 turn = self._waves.declare(rank, said)
                 if turn is not None:

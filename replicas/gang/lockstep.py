@@ -175,7 +175,7 @@ class Rank:
         self._declared = num_tokens
         return Declaration(self.number, num_tokens)
 
-    def take(self, turn: Turn) -> bool:
+    def enter_turn(self, turn: Turn) -> bool:
         """Enter a turn that has started; return whether the rank computes its own batch in it.
 
         Raises:
@@ -212,7 +212,7 @@ class SilenceWatch:
         self._max_looks = max_looks
         self._num_looks = [0] * size
 
-    def hear(self, rank: int) -> None:
+    def record_message(self, rank: int) -> None:
         """Record a message from a rank."""
         self._num_looks[rank] = 0
 

@@ -113,7 +113,7 @@ def test_a_reader_sees_what_was_added_in_each_requests_order_for_every_client(ch
         output = msgspec.structs.replace(output, **FIELDS.get(change, {}))
         if change == "abort":
             read()
-            readers[seq.client].forget(seq.request_id)
+            readers[seq.client].drop_request(seq.request_id)
             # It was on its way.
             for late in [output] * seq.is_told:
                 add_output(events, seq, late)
@@ -157,8 +157,8 @@ def test_a_request_may_have_several_tokens_in_a_row():
 
 def test_a_row_of_a_handle_that_is_gone_is_ignored():
     seqs, events, reader = told(2)
-    reader.forget("r1")
-    reader.forget("r1")
+    reader.drop_request("r1")
+    reader.drop_request("r1")
     assert [o.request_id for o in reader.read(events.take()[A])] == ["r2"]
     # The same id again has another handle, and what is late of the first is not taken for its own.
     again = Accepted("r1", 0, 0, 0, 9)

@@ -74,7 +74,7 @@ class Client:
 
     def take(self, *events, snapshot=None, stalled_s=0.0):
         frame = EngineFrame("e.1", list(events), snapshot, stalled_s)
-        self.table.take([frame])
+        self.table.deliver([frame])
 
 
 @pytest.fixture
@@ -262,8 +262,8 @@ def test_utility_results_go_to_their_calls(client):
         client.take(UtilityResult(2, "two"), UtilityResult(9, "nobody's"))
         assert (first.done(), (await second).result) == (False, "two")
         client.take(UtilityResult(2, "again"))
-        client.table.forget(1)
-        client.table.forget(1)
+        client.table.drop_call(1)
+        client.table.drop_call(1)
         client.take(UtilityResult(1, "late"))
         assert not first.done()
         client.table.fail("gone")
@@ -335,8 +335,8 @@ def test_an_engine_that_is_quiet_does_not_move_and_its_streams_are_told_once_eac
     inbox = asyncio.Queue()
     stream = client.open("a", inbox)
     for _ in range(2):
-        client.table.hush()
-        client.table.hush()
+        client.table.mark_quiet()
+        client.table.mark_quiet()
         assert inbox.get_nowait() == (stream, stream.quiet)
         assert isinstance(stream.quiet, EngineQuietError)
         client.take()
@@ -366,15 +366,15 @@ def test_whoever_follows_prefix_caches_greets_for_that_and_again_where_it_needs_
     table = StreamTable(DESCRIPTION, sent.append, nobody, nobody, take)
     table.greet()
     batches = [KVEventBatch(4, 0, [BlockStored([7])]), KVEventBatch(9, 1, [])]
-    table.take([EngineFrame("e.1"), EngineFrame("e.1", kv_events=batches)])
+    table.deliver([EngineFrame("e.1"), EngineFrame("e.1", kv_events=batches)])
     assert told == [("e.1", [4, 9])]
     assert sent == [Hello(PROTOCOL_VERSION, follows_prefixes=True)]
     needs.append("a batch was missed")
-    table.take([EngineFrame("e.1", kv_events=batches)])
+    table.deliver([EngineFrame("e.1", kv_events=batches)])
     assert sent == [Hello(PROTOCOL_VERSION, follows_prefixes=True)] * 2
 
 
 def test_whoever_does_not_follow_says_so(client):
     client.table.greet()
-    client.table.take([EngineFrame("e.1", kv_events=[KVEventBatch(1, 0, [])])])
+    client.table.deliver([EngineFrame("e.1", kv_events=[KVEventBatch(1, 0, [])])])
     assert client.sent == [Hello(PROTOCOL_VERSION, follows_prefixes=False)]

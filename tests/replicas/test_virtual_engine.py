@@ -38,8 +38,8 @@ def make_engine(net, name):
         run_ahead=True,
     )
     engine = VirtualEngine(config, device, name, Wire(net, name).make, lambda: None, lambda: 0.0)
-    engine.take(CLIENT, Hello(PROTOCOL_VERSION), 0.0)
-    engine.end(engine.begin(0.0), 0, 0.0)
+    engine.handle_message(CLIENT, Hello(PROTOCOL_VERSION), 0.0)
+    engine.end_turn(engine.begin_turn(0.0), 0, 0.0)
     return engine, device.timing
 
 
@@ -66,65 +66,65 @@ def tokens(frames):
 
 def whole_turn(engine, now_s):
     """A turn at an instant, as far as it goes there."""
-    turn = engine.begin(now_s)
+    turn = engine.begin_turn(now_s)
     assert not turn.is_half
-    return engine.end(turn, len(turn.end_times_s), now_s)
+    return engine.end_turn(turn, len(turn.end_times_s), now_s)
 
 
 def test_tokens_leave_before_the_copy_of_kv_that_another_engine_waits_for():
     net = Net()
     (decode, _), (prefill, timing) = (make_engine(net, name) for name in ("decode", "prefill"))
     request, sealed = EngineRequest("r", PROMPT, SAMPLING), ticket(prefill)
-    decode.take(CLIENT, AddRequest(request, "decode"), 0.0)
-    decode.take(CLIENT, LoadKV("r", sealed, 0), 0.0)
+    decode.handle_message(CLIENT, AddRequest(request, "decode"), 0.0)
+    decode.handle_message(CLIENT, LoadKV("r", sealed, 0), 0.0)
     whole_turn(decode, 0.0)
-    prefill.take(CLIENT, AddRequest(request, "prefill", ticket=sealed), 0.0)
+    prefill.handle_message(CLIENT, AddRequest(request, "prefill", ticket=sealed), 0.0)
     net.run()
-    first = prefill.begin(0.0)
+    first = prefill.begin_turn(0.0)
     forward_s = timing.prefill_s([(0, 0, len(PROMPT))]) + timing.host_s + timing.host_row_s
     assert first.end_times_s == [pytest.approx(forward_s)]
     assert first.is_half
     net.run(first.end_times_s[0])
-    second, frames = prefill.go_on(first, net.now_s)
+    second, frames = prefill.continue_turn(first, net.now_s)
     assert [(output.index, output.finish_reason) for output in tokens(frames)] == [(0, None)]
     copy_s = timing.link.transfer_s(3 * 32 * timing.bytes_per_token)
     assert second.end_times_s == [pytest.approx(forward_s + copy_s)]
     assert not second.is_half
-    assert tokens(prefill.end(second, 1, second.end_times_s[0])) == []
+    assert tokens(prefill.end_turn(second, 1, second.end_times_s[0])) == []
 
 
 def test_a_turn_of_transfers_alone_takes_their_time_and_no_more():
     net = Net()
     (decode, timing), (prefill, _) = (make_engine(net, name) for name in ("decode", "prefill"))
     request, sealed = EngineRequest("r", PROMPT, SAMPLING), ticket(prefill)
-    decode.take(CLIENT, AddRequest(request, "decode"), 0.0)
-    decode.take(CLIENT, LoadKV("r", sealed, 0), 0.0)
+    decode.handle_message(CLIENT, AddRequest(request, "decode"), 0.0)
+    decode.handle_message(CLIENT, LoadKV("r", sealed, 0), 0.0)
     whole_turn(decode, 0.0)
-    prefill.take(CLIENT, AddRequest(request, "prefill", ticket=sealed), 0.0)
+    prefill.handle_message(CLIENT, AddRequest(request, "prefill", ticket=sealed), 0.0)
     net.run()
-    half = prefill.begin(0.0)
+    half = prefill.begin_turn(0.0)
     net.run(half.end_times_s[0])
-    prefill.go_on(half, net.now_s)
+    prefill.continue_turn(half, net.now_s)
     net.run()
-    turn = decode.begin(net.now_s)
+    turn = decode.begin_turn(net.now_s)
     copy_s = timing.link.transfer_s(3 * 32 * timing.bytes_per_token)
     assert turn.end_times_s[0] - net.now_s == pytest.approx(copy_s + timing.host_s)
     loaded = []
     if turn.is_half:
-        turn, frames = decode.go_on(turn, turn.end_times_s[0])
+        turn, frames = decode.continue_turn(turn, turn.end_times_s[0])
         loaded += frames
-    loaded += decode.end(turn, 1, turn.end_times_s[0])
+    loaded += decode.end_turn(turn, 1, turn.end_times_s[0])
     assert [e for _, f in loaded for e in f.events] == [KVLoaded("r", 0, None)]
 
 
 def test_a_turn_that_does_not_end_is_a_stall_in_the_engines_heartbeats():
     engine, _ = make_engine(Net(), "engine")
     assert engine.stalls_at_s() is None
-    engine.take(CLIENT, AddRequest(EngineRequest("r", PROMPT, SAMPLING)), 10.0)
-    turn = engine.begin(10.0)
+    engine.handle_message(CLIENT, AddRequest(EngineRequest("r", PROMPT, SAMPLING)), 10.0)
+    turn = engine.begin_turn(10.0)
     at_s = engine.stalls_at_s()
     assert at_s >= 10.0 + STALL_S
     assert engine.heartbeat(at_s).stalled_s == 0
     assert engine.heartbeat(at_s + 1).stalled_s == at_s + 1 - 10.0
-    engine.end(turn, 1, at_s + 2)
+    engine.end_turn(turn, 1, at_s + 2)
     assert engine.heartbeat(at_s + 3).stalled_s == 0

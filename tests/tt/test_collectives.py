@@ -47,7 +47,7 @@ def test_a_lane_goes_round_where_its_chips_and_the_fabric_do(
     for device in open_mock_mesh(name, trace="none", fabric=fabric).lanes(lanes):
         collectives, tp = Collectives(device), device.get_num_devices()
         x = part(device)
-        collectives.begin()
+        collectives.begin_call()
         found = []
         run = programs_of(lambda: found.append(collectives.summed(x, ttnn.L1_MEMORY_CONFIG)))  # noqa: B023
         assert of("ReduceScatterMinimalAsyncDeviceOperation", run) == [program]
@@ -68,7 +68,7 @@ def test_semaphores_are_made_once_and_freed_with_the_lane(open_mock_mesh):
     assert made > before
 
     def call(num_sums):
-        collectives.begin()
+        collectives.begin_call()
         for _ in range(num_sums):
             ttnn.deallocate(collectives.summed(part(device), ttnn.L1_MEMORY_CONFIG))
 

@@ -226,7 +226,7 @@ class VirtualClient:
         link = self._links.get(incarnation)
         if link is not None:
             self.observer.hushed(link.host)
-            link.table.hush()
+            link.table.mark_quiet()
 
     def _link(self, incarnation: str) -> VirtualLink:
         link = self._links.get(incarnation)

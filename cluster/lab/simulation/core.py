@@ -144,12 +144,12 @@ class VirtualCore:
             if message is None:
                 self._engine.client_gone(client)
             else:
-                self._engine.take(client, message, now_s)
+                self._engine.handle_message(client, message, now_s)
         self.is_stepping, self._is_woken = True, False
-        turn = self._engine.begin(now_s)
+        turn = self._engine.begin_turn(now_s)
         self.is_stepping = False
         if not turn.end_times_s:
-            self._process.send(self._engine.end(turn, 0, now_s), [])
+            self._process.send(self._engine.end_turn(turn, 0, now_s), [])
             self._sleep()
             return
         self._turn, self._turn_started_s = turn, now_s
@@ -167,7 +167,7 @@ class VirtualCore:
     def _go_on(self) -> None:
         """The forward pass is over: its tokens leave, transfers next, then the end."""
         self.is_stepping = True
-        self._turn, frames = self._engine.go_on(self._turn, self._loop.time())
+        self._turn, frames = self._engine.continue_turn(self._turn, self._loop.time())
         self.is_stepping = False
         self._process.send(frames, [])
         self._timer = self._process.call_at(self._turn.end_times_s[-1], self._end)
@@ -204,7 +204,7 @@ class VirtualCore:
         self.busy_s += now_s - self._turn_started_s
         self._longest_turn_s = max(self._longest_turn_s, now_s - self._turn_started_s)
         self.num_turns += num_steps
-        frames = self._engine.end(turn, num_steps, now_s)
+        frames = self._engine.end_turn(turn, num_steps, now_s)
         self._process.send(frames, turn.end_times_s[:num_steps] if num_steps > 1 else [])
         if self._has_stalled:
             self._has_stalled = False

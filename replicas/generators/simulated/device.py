@@ -104,7 +104,7 @@ class DeviceTimeline:
         self._jitter = jitter
         self._random = random.Random(seed)
 
-    def begin(self, now_s: float, device_s: float) -> float:
+    def submit(self, now_s: float, device_s: float) -> float:
         """Submit work behind all earlier work; return the time at which it will be done.
 
         Args:
@@ -148,18 +148,18 @@ class SimulatedMesh:
         self.clock = clock
         self.timeline = timeline or DeviceTimeline()
 
-    def begin(self, device_s: float) -> float:
+    def submit(self, device_s: float) -> float:
         """Submit work; return the event of its end."""
-        return self.timeline.begin(self.clock.now_s(), device_s)
+        return self.timeline.submit(self.clock.now_s(), device_s)
 
     def wait(self, event: object) -> None:
-        """Wait for an event of `begin`."""
+        """Wait for an event of `submit`."""
         assert isinstance(event, float), "an event of this device is a time"
         self.clock.spend(event - self.clock.now_s())
 
     @contextlib.contextmanager
     def busy(self, device_s: float) -> Iterator[None]:
         """Submit work and wait for its end after the body, which runs concurrently."""
-        event = self.begin(device_s)
+        event = self.submit(device_s)
         yield
         self.wait(event)

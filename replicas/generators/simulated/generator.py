@@ -257,7 +257,7 @@ class SimulatedGenerator:
         lanes, rows = self._lanes_of(live), found.positions[live]
         contexts = list(zip(lanes.tolist(), (rows + 1).tolist(), strict=True))
         # From here on the device works concurrently; host computation below is part of its time.
-        event = self._mesh.begin(self._mesh.timing.decode_s(contexts))
+        event = self._mesh.submit(self._mesh.timing.decode_s(contexts))
         output = self._decode(found, live, lanes, rows, kv_cache)
         self._resident = None
         host = torch.from_numpy(output)

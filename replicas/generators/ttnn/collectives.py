@@ -61,10 +61,10 @@ class Collectives:
             self._sums = _sets(device, _SUMMING)
             self._gathers = _sets(device, _GATHERING)
 
-    def begin(self) -> None:
+    def begin_call(self) -> None:
         """Begin a call of the lane, with at least two operations of each kind that it uses."""
-        self._sum_turns.begin()
-        self._gather_turns.begin()
+        self._sum_turns.begin_call()
+        self._gather_turns.begin_call()
 
     def summed(self, partial: ttnn.Tensor, memory_config: ttnn.MemoryConfig) -> ttnn.Tensor:
         """Return the sum of every chip's ``partial`` on all of them, and free ``partial``.
@@ -75,7 +75,7 @@ class Collectives:
         """
         if self._tp == 1:
             return partial
-        taken = self._sums[self._sum_turns.take()]
+        taken = self._sums[self._sum_turns.next_set()]
         part = ttnn.experimental.reduce_scatter_minimal_async(
             partial,
             dim=_LAST,
@@ -100,7 +100,7 @@ class Collectives:
         self._sums = self._gathers = ()
 
     def _gathered(self, shard: ttnn.Tensor, memory_config: ttnn.MemoryConfig) -> ttnn.Tensor:
-        taken = self._gathers[self._gather_turns.take()]
+        taken = self._gathers[self._gather_turns.next_set()]
         return ttnn.experimental.all_gather_async(
             shard,
             dim=_LAST,

@@ -164,7 +164,7 @@ class LaneBatch:
                 call.tokens[row, : call.ends[row]],
                 int(call.starts[row]),
                 call.page_table[row],
-                None if sampling is None else sampling.take(np.array([row])),
+                None if sampling is None else sampling.select(np.array([row])),
                 traced=traced,
             )
             for row in self._interleaved(call.slots)
@@ -195,7 +195,7 @@ class LaneBatch:
             raise ValueError("the device has no sampling settings yet: set reload_sampling_params")
         if remap is None or self._sampling is None:
             return None
-        return self._sampling.take(remap)
+        return self._sampling.select(remap)
 
     def decode(
         self,
@@ -244,7 +244,7 @@ class LaneBatch:
     def _load_sampling(self, settings: SamplingRows) -> None:
         self._sampling = settings
         for index, lane in enumerate(self.lanes):
-            lane.load_sampling(settings.take(self._rows_of(index)))
+            lane.load_sampling(settings.select(self._rows_of(index)))
 
     # --- reading -------------------------------------------------------------------------------
 

@@ -258,7 +258,7 @@ class TTLane:
     ) -> ttnn.Tensor:
         # All rows of the logits are equal: give all rows the same settings.
         alike = np.zeros(self._sizes.num_rows, dtype=np.int64)
-        host: Any = host_sampling_inputs(sampling.take(alike), alike + position)
+        host: Any = host_sampling_inputs(sampling.select(alike), alike + position)
         refresh(self._chunk_sampling, host)
         return self._sampler.sample(logits, self._chunk_sampling, self._chunk_tokens)
 

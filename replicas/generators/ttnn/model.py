@@ -127,7 +127,7 @@ class TTTransformer:
             vocabulary's padding has ``PADDING_LOGIT``. The caller frees it.
         """
         dram = ttnn.DRAM_MEMORY_CONFIG
-        self.collectives.begin()
+        self.collectives.begin_call()
         x = self._embedded(inputs.tokens, dram)
         rope = self._rope.of_chunk(inputs.rope_indices)
 
@@ -176,7 +176,7 @@ class TTTransformer:
             raise ConfigError(
                 f"a decode step has {inputs.tokens.shape[-1]} rows, but the lane {self._num_rows}"
             )
-        self.collectives.begin()
+        self.collectives.begin_call()
         x = self._embedded(inputs.tokens, l1)
         if self._num_rows < TILE:
             x = ttnn.pad(x, [(0, 0), (0, 0), (0, TILE - self._num_rows), (0, 0)], value=0.0)

@@ -72,7 +72,7 @@ class SamplingRows:
     temperature: npt.NDArray[np.float64]
     seed: npt.NDArray[np.uint64]
 
-    def take(self, rows: IntArray | slice) -> SamplingRows:
+    def select(self, rows: IntArray | slice) -> SamplingRows:
         """Return the given rows, in their order."""
         return SamplingRows(*(getattr(self, field.name)[rows] for field in fields(self)))
 
@@ -246,7 +246,7 @@ class Sampler:
         Returns:
             ``tokens``.
         """
-        self._collectives.begin()
+        self._collectives.begin_call()
         values, ids = self._candidates(logits)
         ids = _with_winner(values, ids, inputs.greedy)
         values, ids = _widened(values, ids)

@@ -19,14 +19,14 @@ class Turns:
     def __init__(self) -> None:
         self._num_taken = 0
 
-    def begin(self) -> None:
+    def begin_call(self) -> None:
         """Begin a call. Captures must contain whole calls."""
         assert self._num_taken != 1, (
             "a call of one collective ends with the set that all begin with"
         )
         self._num_taken = 0
 
-    def take(self) -> int:
+    def next_set(self) -> int:
         """Return the set of the next collective, below `NUM_SETS`."""
         taken = self._num_taken
         self._num_taken += 1

@@ -96,7 +96,7 @@ class Gang(RuleBasedStateMachine):
         if isinstance(said, Loss):
             self.ended[i] = said
             return
-        is_own = self.ranks[i].take(said)
+        is_own = self.ranks[i].enter_turn(said)
         assert not is_own or self.holds[i]
         self.steps[i].append((said.number, is_own))
         self.is_computing[i] = True
@@ -184,7 +184,7 @@ def test_a_wave_begins_with_the_first_batch_after_a_pause():
         return waves.declare(rank, ranks[rank].declare(num_tokens))
 
     def take(turn):
-        return [rank.take(turn) for rank in ranks]
+        return [rank.enter_turn(turn) for rank in ranks]
 
     declare(0, 0)
     assert not waves.is_paused
@@ -208,7 +208,7 @@ def test_a_batch_that_comes_too_late_for_a_turn_is_for_the_next():
     turn = waves.declare(0, ranks[0].declare(5))
     assert turn == Turn(0, (5, 0))
     assert waves.declare(1, late) is None
-    assert not ranks[1].take(turn)
+    assert not ranks[1].enter_turn(turn)
     again = ranks[1].declare(5)
     assert again == Declaration(1, 5)
     assert waves.declare(0, Declaration(1, 0)) is None
@@ -223,10 +223,10 @@ def test_ranks_that_do_not_agree_are_told():
     with pytest.raises(LockstepError):
         waves.declare(1, Declaration(0, 0))
     with pytest.raises(LockstepError, match="expects turn 0"):
-        rank.take(Turn(1, (0, 5)))
+        rank.enter_turn(Turn(1, (0, 5)))
     rank.declare(0)
     with pytest.raises(LockstepError):
-        rank.take(Turn(0, (5, 0)))
+        rank.enter_turn(Turn(0, (5, 0)))
 
 
 def test_after_a_loss_no_turn_starts():
@@ -245,7 +245,7 @@ def test_a_gang_is_drained_when_its_last_rank_is():
 def test_a_rank_is_silent_after_so_many_looks_and_who_looks_late_accuses_nobody():
     watch = SilenceWatch(2, max_looks=3)
     assert [watch.look(), watch.look()] == [[], []]
-    watch.hear(1)
+    watch.record_message(1)
     assert watch.look() == [0]
-    watch.hear(0)
+    watch.record_message(0)
     assert watch.look() == []

@@ -229,7 +229,7 @@ def test_a_partition_of_a_dead_replica_is_nothing():
 
 def test_a_turn_begins_when_the_last_one_has_ended(monkeypatch):
     under_way = set()
-    begin, end = VirtualEngine.begin, VirtualEngine.end
+    begin, end = VirtualEngine.begin_turn, VirtualEngine.end_turn
 
     def begins(self, now_s):
         assert self not in under_way
@@ -242,8 +242,8 @@ def test_a_turn_begins_when_the_last_one_has_ended(monkeypatch):
         under_way.discard(self)
         return end(self, turn, num_steps, now_s)
 
-    monkeypatch.setattr(VirtualEngine, "begin", begins)
-    monkeypatch.setattr(VirtualEngine, "end", ends)
+    monkeypatch.setattr(VirtualEngine, "begin_turn", begins)
+    monkeypatch.setattr(VirtualEngine, "end_turn", ends)
     # While the decode engine stands still a message comes, and then a reservation lapses: two
     # reasons for a turn once it goes on.
     requests = tuple(

@@ -42,7 +42,7 @@ def test_a_slow_device_takes_a_factor_longer_while_it_is_slow():
 def test_one_thing_after_another_beside_the_host():
     clock = FakeClock(now_s=5.0)
     mesh = SimulatedMesh(None, clock)
-    first, second = mesh.begin(1.0), mesh.begin(2.0)
+    first, second = mesh.submit(1.0), mesh.submit(2.0)
     assert (first, second, clock.spent) == (6.0, 8.0, [])
     clock.time_s = 5.5  # what the host does meanwhile
     mesh.wait(first)
@@ -53,7 +53,7 @@ def test_one_thing_after_another_beside_the_host():
     clock.time_s = 9.0
     mesh.wait(second)
     assert clock.time_s == 9.0, "long over"
-    assert mesh.begin(1.0) == 10.0, "it has been idle"
+    assert mesh.submit(1.0) == 10.0, "it has been idle"
     assert (mesh.timeline.busy_s, mesh.timeline.free_s) == (4.25, 10.0)
 
 
@@ -63,18 +63,18 @@ def test_what_is_wrong_with_a_device_counts_when_a_step_starts_and_not_when_it_i
         Fault(at_s=7.0, target="both/0", kind="hang", duration_s=3.0),
     ]
     timeline = DeviceTimeline(ReplicaFaults(entries))
-    assert [timeline.begin(0.0, 1.0) for _ in range(4)] == [1.0, 5.0, 6.0, 7.0]
-    assert timeline.begin(0.0, 1.0) == 10.0, "it hangs"
-    assert timeline.begin(0.0, 1.0) == 11.0
+    assert [timeline.submit(0.0, 1.0) for _ in range(4)] == [1.0, 5.0, 6.0, 7.0]
+    assert timeline.submit(0.0, 1.0) == 10.0, "it hangs"
+    assert timeline.submit(0.0, 1.0) == 11.0
 
 
 def test_steps_that_are_taken_back_have_not_been():
     timeline = DeviceTimeline()
-    timeline.begin(1.0, 2.0)
+    timeline.submit(1.0, 2.0)
     before = timeline.free_s, timeline.busy_s
-    timeline.begin(1.0, 2.0)
+    timeline.submit(1.0, 2.0)
     timeline.rewind(*before)
-    assert timeline.begin(1.0, 0.5) == 3.5
+    assert timeline.submit(1.0, 0.5) == 3.5
     assert timeline.busy_s == 2.5
 
 

@@ -10,8 +10,8 @@ from replicas.generators.ttnn.turns import NUM_SETS, Turns
 
 
 def sets_of(turns, num_collectives):
-    turns.begin()
-    return [turns.take() for _ in range(num_collectives)]
+    turns.begin_call()
+    return [turns.next_set() for _ in range(num_collectives)]
 
 
 def differ(taken):
@@ -43,4 +43,4 @@ def test_a_call_of_one_would_take_the_next_ones_first():
     turns = Turns()
     sets_of(turns, 1)
     with pytest.raises(AssertionError, match="one collective"):
-        turns.begin()
+        turns.begin_call()
