@@ -213,7 +213,7 @@ class StreamTable:
         return self._columns.read([event for frame in frames for event in frame.events])
 
     def hand_out(self, frames: Sequence[EngineFrame], events: list[EngineEvent]) -> bool:
-        """Do the other half of `deliver`. Snapshots go first, as they already include the events."""
+        """Do the other half of `deliver`. Snapshots go first, as they include the events."""
         for frame in frames:
             self.quiet = None
             self._note_stall(frame.stalled_s)
