@@ -257,7 +257,7 @@ def lane_share(num_lanes: int) -> float:
 
 
 def _solve_two(rows: Iterable[tuple[float, float, float]]) -> tuple[float, float]:
-    """Least squares of y ≈ x1 * a + x2 * b over (x1, x2, y), each row divided by its y."""
+    """Fit y ≈ x1 * a + x2 * b over (x1, x2, y) by least squares, each row divided by its y."""
     s11 = s12 = s22 = s1 = s2 = 0.0
     for x1, x2, y in rows:
         u1, u2 = x1 / y, x2 / y

@@ -68,7 +68,7 @@ class StepTiming(Protocol):
         ...
 
     def decode_run_s(self, rows: Sequence[tuple[int, int]], num_steps: int) -> list[float]:
-        """Seconds of each of `num_steps` decode calls in a row; contexts grow by a token each.
+        """Return seconds of each of `num_steps` decode calls; contexts grow by a token each.
 
         Args:
             rows: As `decode_s` of the first of them takes it.
@@ -154,7 +154,7 @@ class MeshTiming:
         return self.decode_base_s + longest_s + self.decode_lanes_s
 
     def decode_run_s(self, rows: Sequence[tuple[int, int]], num_steps: int) -> list[float]:
-        """Seconds of each of `num_steps` decode calls in a row; contexts grow by a token each."""
+        """Return seconds of each of `num_steps` decode calls; contexts grow by a token each."""
         if all(self._padded(n) == self._padded(n + num_steps - 1) for _, n in rows):
             return [self.decode_s(rows)] * num_steps
         return [self.decode_s([(lane, n + i) for lane, n in rows]) for i in range(num_steps)]
@@ -179,7 +179,7 @@ class MeshTiming:
 
 
 def padded_prefill_len(num_tokens: int) -> int:
-    """Tokens that a prompt (or the uncached part of one) is padded to; see `SMALLEST_BUCKETS`."""
+    """Return the padded length of a prompt or its uncached part; see `SMALLEST_BUCKETS`."""
     for bucket in SMALLEST_BUCKETS:
         if num_tokens <= bucket:
             return bucket

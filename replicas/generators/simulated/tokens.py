@@ -180,7 +180,7 @@ class PagedKVCache:
 def expected_tokens(
     prompt: Sequence[int], num_tokens: int, vocab_size: int, eos_token_ids: Collection[int]
 ) -> list[int]:
-    """The `num_tokens` tokens after a prompt, computed without pages, blocks or an engine."""
+    """Return the `num_tokens` tokens after a prompt, computed without pages or an engine."""
     next_token = NextToken(vocab_size, eos_token_ids)
     rows = kv_rows(prompt, np.arange(len(prompt)))
     # An array of one: numpy warns of overflow in scalars.

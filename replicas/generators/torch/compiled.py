@@ -49,7 +49,7 @@ double_of = _bitcast(types.int64, types.float64, ir.DoubleType())
 
 @intrinsic
 def pointer(_context, _address, item):
-    """An address as a pointer to items of a type."""
+    """Return an address as a pointer to items of a type."""
 
     def generate(context, builder, signature, values):
         return builder.inttoptr(values[0], context.get_value_type(signature.return_type))
@@ -72,7 +72,7 @@ def take_from(_context, _block, place):
 
 @njit
 def take(block):
-    """The next unit."""
+    """Take the next unit atomically."""
     return take_from(block, 0)
 
 
@@ -88,7 +88,7 @@ def _(x):
 
 
 def put(array, index, x):
-    """A number, rounded, into an array."""
+    """Store a number in an array, rounded."""
     raise NotImplementedError
 
 
@@ -113,7 +113,7 @@ def _(array, index, x):
 
 @njit
 def get(array, index):
-    """A number of an array, as wide as it is computed in."""
+    """Load a number of an array, widened to the compute type."""
     # Unsigned, or every read would ask whether it counts from the end.
     return _widen(array[np.uintp(index)])
 
@@ -132,7 +132,7 @@ def _(like, x):
 
 
 def rms_norm(item):
-    """Rows of x, normalised and weighted; a unit is a row."""
+    """Normalise and weight the rows of x; a unit is a row."""
     wide = _wide(item)
 
     def kernel(block):
@@ -160,7 +160,7 @@ def normalise(x, first, weight, first_weight, out, first_out, size, eps):
 
 
 def rotate_and_store(item):
-    """Queries and keys rotated in place; keys, values also to their blocks; a unit is a token."""
+    """Rotate queries and keys in place, store keys and values in blocks; a unit is a token."""
     wide = _wide(item)
 
     def kernel(block):
@@ -209,7 +209,7 @@ def rotate_and_store(item):
 
 @njit(**OPTIONS)
 def turn(heads, first, num_heads, head_dim, norm, has_norm, eps, cos, sin, angle):
-    """Queries and keys of a token, normalised and rotated in place."""
+    """Normalise and rotate the queries and keys of a token in place."""
     for head in range(num_heads):
         at = first + head * head_dim
         if has_norm:
@@ -219,7 +219,7 @@ def turn(heads, first, num_heads, head_dim, norm, has_norm, eps, cos, sin, angle
 
 @njit(**OPTIONS)
 def keep(heads, first, num_kv_heads, head_dim, kv_position, block_size, k_plane, v_plane):
-    """Keys and values of a token to their block."""
+    """Store the keys and values of a token in their block."""
     into, offset = divmod(kv_position, block_size)
     for head in range(num_kv_heads):
         target = ((into * num_kv_heads + head) * block_size + offset) * head_dim
@@ -351,7 +351,7 @@ def attend_tile(
 
 @njit(inline="always")
 def _place_of(nth, tables, table, after, width, num_blocks, head, num_kv_heads):
-    """In a plane, of the nth block from a head's first on.
+    """Return the index in a plane of the nth block of a sequence, for a head.
 
     Behind a head's last one is the next head's first, and behind the last head's that of the
     sequence that comes next.
@@ -366,14 +366,14 @@ def _place_of(nth, tables, table, after, width, num_blocks, head, num_kv_heads):
 
 @njit(**OPTIONS)
 def fetch(planes, at, size):
-    """Keys and values of a block."""
+    """Prefetch the keys and values of a block."""
     vectors.fetch(planes[0], at, size)
     vectors.fetch(planes[1], at, size)
 
 
 @njit(**OPTIONS)
 def read(q, at, queries, place, size):
-    """The queries of a token."""
+    """Load the queries of a token."""
     for d in range(size):
         put(queries, place * size + d, get(q, at + d))
 
@@ -413,7 +413,7 @@ def product(item):
 
 @njit(**OPTIONS)
 def multiply(reads, num_rows, linear, panels, then, other, writes, room):
-    """Rows times some panels of a matrix.
+    """Multiply rows by some panels of a matrix.
 
     Args:
         reads: Rows, where the first one is.

@@ -71,7 +71,7 @@ def _let_others(_context):
 
 @njit(**OPTIONS)
 def wait(progress, index, wanted):
-    """Until a number that other threads publish is large enough."""
+    """Wait until a number that other threads publish is large enough."""
     turns = 0
     while _seen(progress, index) < wanted:
         turns += 1
@@ -170,7 +170,7 @@ def items(address, item):
 
 @njit(inline="always")
 def numbers(address):
-    """The int64 from an address on."""
+    """Return the int64 values from an address on."""
     return carray(pointer(address, types.int64), (1,))
 
 
@@ -208,7 +208,7 @@ def _mix(x, at, count, layer, shape, attended, normed, gated, sums, item):
 
 @njit(inline="always")
 def make_heads(normed, count, panels, layer, shape, heads, sums, item):
-    """Columns of queries, keys and values."""
+    """Compute columns of queries, keys and values."""
     hidden, _, size, num_kv_heads, head_dim, _, _ = shape
     num_outputs = size + 2 * num_kv_heads * head_dim
     _multiply(
@@ -218,7 +218,7 @@ def make_heads(normed, count, panels, layer, shape, heads, sums, item):
 
 @njit(inline="always")
 def turn_and_keep(heads, first, last, begin, layer, shape, turns, planes, item):
-    """Queries and keys of some rows rotated in place; keys and values also to their blocks.
+    """Rotate queries and keys of some rows in place; store keys and values in their blocks.
 
     Args:
         heads: Of the rows.
@@ -266,14 +266,14 @@ def attend(
 
 @njit(inline="always")
 def add_attended(attended, count, panels, layer, shape, writes, sums, item):
-    """Columns of the output projection, added."""
+    """Add columns of the output projection."""
     hidden, _, size, _, _, _, _ = shape
     _multiply(attended, count, size, layer, 4, hidden, panels, PLUS, writes, sums, item)
 
 
 @njit(inline="always")
 def gate(normed, count, panels, layer, shape, gated, sums, item):
-    """Columns of the MLP's first half."""
+    """Compute columns of the MLP's first half."""
     hidden, inner, _, _, _, _, _ = shape
     _multiply(normed, count, hidden, layer, 7, inner, panels, SWISH, (gated, 0), sums, item)
     _multiply(normed, count, hidden, layer, 9, inner, panels, TIMES, (gated, 0), sums, item)
@@ -281,14 +281,14 @@ def gate(normed, count, panels, layer, shape, gated, sums, item):
 
 @njit(inline="always")
 def add_gated(gated, count, panels, layer, shape, writes, sums, item):
-    """Columns of the MLP's second half, added."""
+    """Add columns of the MLP's second half."""
     hidden, inner, _, _, _, _, _ = shape
     _multiply(gated, count, inner, layer, 11, hidden, panels, PLUS, writes, sums, item)
 
 
 @njit(**OPTIONS)
 def normalise_rows(reads, count, weight, normed, hidden, eps):
-    """The norm of some rows."""
+    """Normalise some rows."""
     x, at = reads
     for row in range(count):
         compiled.normalise(x, at + row * hidden, weight, 0, normed, row * hidden, hidden, eps)

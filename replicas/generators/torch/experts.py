@@ -84,7 +84,7 @@ class Experts:
         return total
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Experts of each token, int64 (T, K) in rising order, and how much each counts, (T, K)."""
+        """Return each token's experts, int64 (T, K), ascending, and their weights (T, K)."""
         # As transformers does; float64 is for oracles, which round nothing.
         precise = torch.float64 if x.dtype == torch.float64 else torch.float32
         likely = torch.softmax(self._router(x).to(precise), dim=-1)
@@ -97,7 +97,7 @@ class Experts:
         return experts, shares.gather(1, order)
 
     def _compute(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Products of rows that are in the order of their experts, of which `counts` (E,) says."""
+        """Return products of rows ordered by expert, with `counts` (E,) rows per expert."""
         if self._exchange is None:
             return self._run(rows, counts.tolist())
         by_rank = (self._exchange.size, len(self._own))

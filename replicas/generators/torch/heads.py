@@ -114,7 +114,7 @@ def score(_context, queries, keys, at, count, scores, stride, head_dim, share):
 
 
 def _score_pairs(builder, given, size, heads):
-    """The same for 16 keys at once, turned so that a vector has a pair of numbers of each."""
+    """Do the same for 16 keys at once, transposed: a vector has one pair of numbers of each."""
     queries, keys, at, count, scores, stride = given
     vectors = Vectors(builder, ir.FloatType(), WIDTH)
     scale = ir.Constant(vectors.zero.type, [size**-0.5] * WIDTH)
@@ -295,7 +295,7 @@ def add_weighted(_context, weights, stride, plane, at, count, found, fades, head
 
 
 def _add_one_by_one(builder, vectors, sums, by, of):
-    """Values of some tokens, times the weights that heads give them, to their sums.
+    """Add the values of some tokens, times the weights of heads, to their sums.
 
     Args:
         builder: Where to.
@@ -321,7 +321,7 @@ def _add_one_by_one(builder, vectors, sums, by, of):
 
 
 def _add_pairs(builder, vectors, sums, by, of):
-    """The same, two tokens at once; the last one may be alone."""
+    """Do the same for two tokens at once; the last one may be alone."""
     (weights, starts), (plane, rows) = by, of
     parts = sorted({d for _, d in sums if d % pairs.WIDTH == 0})
     for t in range(0, len(rows), 2):

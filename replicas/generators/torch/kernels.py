@@ -210,7 +210,7 @@ def place(array: Int64Array) -> int:
 
 
 def bits(number: float) -> int:
-    """Those of a float64."""
+    """Return the bits of a float64."""
     found: int = struct.unpack("<q", struct.pack("<d", number))[0]
     return found
 

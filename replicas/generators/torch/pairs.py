@@ -75,7 +75,7 @@ def spread(builder: _Value, array: _Value, index: _Value) -> _Value:
 
 
 def interleaved(builder: _Value, one: _Value, other: _Value | None = None) -> list[_Value]:
-    """Numbers of two vectors as pairs, those of the first halves first; without another, zeros."""
+    """Return numbers of two vectors as pairs, first halves first; a missing one is zeros."""
     bits = builder.bitcast(one, _BITS)
     beside = ir.Constant(_BITS, None) if other is None else builder.bitcast(other, _BITS)
     found = []
@@ -94,7 +94,7 @@ def transposed(builder: _Value, rows: Sequence[_Value]) -> list[_Value]:
     found = [builder.bitcast(row, _PAIRS) for row in rows]
 
     def swap(one: int, other: int, low: Sequence[int], high: Sequence[int]) -> None:
-        """Of two vectors the low and the high places, those of the second from 16 on."""
+        """Return the low and the high places of two vectors; the second's count from 16."""
         both = found[one], found[other]
         found[one], found[other] = (
             builder.shuffle_vector(*both, ir.Constant(_PAIRS, list(mask))) for mask in (low, high)

@@ -59,7 +59,7 @@ class Panels:
 
 @register_jitable
 def num_panels(num_outputs: int) -> int:
-    """How many panels so many columns are."""
+    """Return how many panels so many columns need."""
     return -(-num_outputs // PANEL)
 
 
@@ -85,7 +85,7 @@ _SUMS = ir.VectorType(ir.FloatType(), _WIDTH)
 
 @intrinsic(prefer_literal=True)
 def multiply_rows(_context, x, at, stride, weight, panel, size, before, sums, num_rows):
-    """Products of some rows and a panel.
+    """Multiply some rows by a panel.
 
     Args:
         x: The rows.

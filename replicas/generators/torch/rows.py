@@ -19,14 +19,14 @@ _Value: TypeAlias = Any
 
 
 def _number(array: _Value) -> _Value:
-    """What its numbers are computed in."""
+    """Return the compute type of an array's numbers."""
     item = array.type.pointee
     return ir.FloatType() if isinstance(item, ir.IntType) else item
 
 
 @intrinsic
 def square_sum(_context, x, at, size, nothing):
-    """The sum of the squares of some numbers.
+    """Return the sum of the squares of some numbers.
 
     Args:
         x: The numbers.
@@ -59,7 +59,7 @@ def square_sum(_context, x, at, size, nothing):
 
 @intrinsic
 def weigh(_context, x, at, scale, weight, weight_at, out, out_at, size):
-    """Numbers by a scale, rounded, then by weights, rounded."""
+    """Multiply numbers by a scale, round, multiply by weights, and round."""
 
     def generate(context, builder, signature, values):
         x, at, scale, weight, weight_at, out, out_at, size = unpacked(
@@ -80,7 +80,7 @@ def weigh(_context, x, at, scale, weight, weight_at, out, out_at, size):
 
 @intrinsic
 def rotate(_context, heads, at, cos, sin, angle, half):
-    """The pairs of a head, i and i + half, in place.
+    """Rotate the pairs of a head, i and i + half, in place.
 
     Args:
         heads: The numbers.

@@ -79,7 +79,7 @@ def store(builder: _Value, tile: int, place: _Value, stride: _Value) -> None:
 
 
 def add_products(builder: _Value, sums: int, rows: int, columns: int) -> None:
-    """Products of a tile of rows and one of columns, in pairs of features, added to sums."""
+    """Add the products of a tile of rows and one of columns, in pairs of features, to sums."""
     _emit(builder, "tdpbf16ps", _tile(sums), _tile(rows), _tile(columns))
 
 

@@ -78,12 +78,12 @@ class Vectors:
         return builder.bitcast(builder.shl(builder.zext(found, bits), shift), self.zero.type)
 
     def store(self, vector: _Value, array: _Value, index: _Value) -> None:
-        """Of any width, from an index on, which need not be aligned."""
+        """Store a vector of any width from an index on, which need not be aligned."""
         place = self._builder.gep(array, [index])
         self._builder.store(vector, self._builder.bitcast(place, vector.type.as_pointer()), align=4)
 
     def round_into(self, vector: _Value, array: _Value, index: _Value) -> None:
-        """From an index on, rounded to even where 16 bits are a bfloat16's."""
+        """Store from an index on, rounded to even if 16 bits are a bfloat16's."""
         builder, item = self._builder, array.type.pointee
         if item == self._number:
             self.store(vector, array, index)
@@ -93,7 +93,7 @@ class Vectors:
         builder.store(builder.trunc(self._half(vector), places), place, align=2)
 
     def rounded(self, vector: _Value, array: _Value) -> _Value:
-        """As an array would have it."""
+        """Return a number rounded as an array would store it."""
         if array.type.pointee == self._number:
             return vector
         bits = self._builder.shl(self._half(vector), self._bits(16))
@@ -143,7 +143,7 @@ class Vectors:
         return self._builder.icmp_signed("<", ir.Constant(bits, list(range(self._width))), limits)
 
     def exp(self, x: _Value) -> _Value:
-        """Of x <= 0; float32 by a polynomial, with an error below 2 units in the last place.
+        """Return the exponential of x <= 0; float32 by a polynomial, with an error below 2 ulp.
 
         Source: Cephes expf.
         """
@@ -249,13 +249,13 @@ def unpacked(context: _Value, builder: _Value, signature: _Value, values: _Value
 
 @intrinsic
 def fetch(_context, array, at, size):
-    """Have numbers brought to the core's second cache that are read soon.
+    """Prefetch numbers that are read soon into the core's second-level cache.
 
-    What lies anywhere is not foreseen.
+    Blocks lie anywhere in memory, so the hardware cannot predict these reads.
 
     Args:
-        array: Where they are.
-        at: The first.
+        array: Array of the numbers.
+        at: Index of the first.
         size: How many.
     """
 
@@ -278,7 +278,7 @@ def fetch(_context, array, at, size):
 
 @intrinsic
 def exp(_context, x):
-    """Of a number <= 0, as `Vectors.exp`."""
+    """Return the exponential of a number <= 0, as `Vectors.exp`."""
 
     def generate(_context, builder, _signature, values):
         vectors = Vectors(builder, values[0].type, 1)
