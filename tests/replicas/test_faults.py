@@ -186,7 +186,7 @@ def test_the_next_window_of_a_kind_follows_with_its_own_factor():
     assert [faults.slow_factor(t) for t in (4, 5, 6, 7, 8, 9)] == [1, 3, 3, 9, 9, 1]
 
 
-def test_instants_and_windows_are_told_in_order():
+def test_instants_and_windows_are_returned_in_order():
     faults = replica(
         kill(at_s=9.0), kill(at_s=3.0), kill(kind="drop_link", at_s=8.0),
         kill(kind="drop_link", at_s=1.0), entry(at_s=6.0), entry(at_s=2.0),

@@ -77,7 +77,7 @@ def test_a_step_that_does_not_end_hangs_after_as_many_looks_as_its_time_has():
     assert looks(watch, *[[7, 7]] * 4) == [None, None, None, "step"]
 
 
-def test_every_turn_starts_the_time_anew():
+def test_every_turn_restarts_the_step_timeout():
     watch = HangWatch(2 * LOOK_S)
     assert looks(watch, [3], [3], [5], [5], [7], [7]) == [None] * 6
 
@@ -182,7 +182,7 @@ def running(**changes):
         handle.stop()
 
 
-def test_an_engine_s_libraries_are_told_how_to_be_unless_its_parent_says_otherwise(monkeypatch):
+def test_kernel_settings_yield_to_the_parents_environment(monkeypatch):
     monkeypatch.setenv("LRU_CACHE_CAPACITY", "7")
     with running() as handle:
         told = Path(f"/proc/{handle.description.pid}/environ").read_bytes().split(b"\0")
@@ -223,7 +223,7 @@ async def freeze_at_first_token(llm):
 
 
 @pytest.mark.process
-def test_all_threads_of_an_engine_are_as_nice_as_it_is_told():
+def test_all_threads_of_an_engine_get_its_niceness():
     with running(niceness=3) as handle:
         threads = Path(f"/proc/{handle.description.pid}/task").iterdir()
         found = {os.getpriority(os.PRIO_PROCESS, int(thread.name)) for thread in threads}
@@ -310,7 +310,7 @@ def test_reports_come_through_a_descriptor_of_any_number():
         assert reports.read(60.0) is None
 
 
-def test_last_words_are_heard_before_anybody_is_told_of_the_end():
+def test_last_reports_are_read_before_exit_callbacks_run():
     read_fd, write_fd = os.pipe()
     say = 'import os, sys; os.write(int(sys.argv[1]), b\'{"failed":"why"}\\n\')'
     process = launch.subprocess.Popen(
@@ -340,7 +340,7 @@ class Stuck:
         raise launch.subprocess.TimeoutExpired("engine", timeout)
 
 
-def test_a_process_that_cannot_be_killed_counts_as_dead_and_stops_nobody():
+def test_an_unkillable_process_counts_as_dead_and_blocks_no_caller():
     process = Stuck()
     read_fd, write_fd = os.pipe()
     os.close(write_fd)

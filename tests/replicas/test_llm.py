@@ -246,7 +246,7 @@ def test_engine_process_gives_the_same_outputs(llm, llm_process, params):
 
 
 @pytest.mark.process
-def test_engine_process_is_told_of_a_stop_string(llm, llm_process, greedy):
+def test_a_stop_string_ends_the_request_in_the_engine_process(llm, llm_process, greedy):
     params = msgspec.structs.replace(GREEDY, stop=(greedy.text[6:9],))
     assert texts(generate(llm_process, PROMPTS, params)) == texts(generate(llm, PROMPTS, params))
     # The next call's requests and this abort travel in order: nothing is left once it has ended.

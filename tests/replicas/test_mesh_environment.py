@@ -58,9 +58,7 @@ def of(config, **inherited):
                       "TT_MM_THROTTLE_PERF": "5"}),
     ],
 )  # fmt: skip
-def test_a_foreign_class_is_told_what_tt_inference_server_tells_it(
-    model, monkeypatch, mesh, expected
-):
+def test_a_foreign_class_gets_tt_inference_servers_environment(model, monkeypatch, mesh, expected):
     monkeypatch.setattr(module, "find_ttnn", lambda: None)
     told = of(theirs(model, mesh))
     for name in ("OMPI_MCA_btl", "TT_METAL_LOGS_PATH", "HF_MODEL", CACHE):
@@ -85,7 +83,7 @@ def test_what_the_user_has_set_stays_but_for_model_and_mesh(model):
     assert (told["HF_MODEL"], told["MESH_DEVICE"]) == (str(model), "T3K")
 
 
-def test_our_own_models_are_told_of_the_boards_alone(model):
+def test_our_own_models_get_only_the_boards_variables(model):
     native = EngineConfig(model=str(model), mesh=MeshConfig(name="Galaxy"))
     told = of(native)
     assert told.pop("TT_MM_THROTTLE_PERF") == "5"

@@ -49,7 +49,7 @@ def test_what_the_kernel_says_of_a_process():
     assert kernel_state(2**30) == ""
 
 
-def test_a_stall_is_told_once_with_what_was_going_on(caplog):
+def test_a_stall_is_logged_once_with_the_engines_activity(caplog):
     asked = threading.Event()
     before = signal.signal(DUMP_SIGNAL, lambda *_: asked.set())
     process_fd, dump_fd = os.pidfd_open(os.getpid()), launch.new_dump_file()
@@ -124,7 +124,7 @@ def test_an_engine_that_hangs_in_a_call_says_where(generator, engine_of, caplog,
 
 
 @pytest.mark.process
-def test_a_step_that_is_late_is_told_and_counted_and_goes_on(engine_of, caplog):
+def test_a_late_step_is_logged_and_counted_and_completes(engine_of, caplog):
     engine = engine_of(generator="tests.replicas.slow_generators:Late")
     engine.add_request(EngineRequest("r", [5, 9, 3], SAMPLING))
     outputs = []
@@ -137,7 +137,7 @@ def test_a_step_that_is_late_is_told_and_counted_and_goes_on(engine_of, caplog):
 
 
 @pytest.mark.process
-def test_an_engine_that_is_stopped_is_told_so_and_moves_again(engine_of, caplog, monkeypatch):
+def test_a_stopped_engine_is_logged_as_stalled_and_recovers(engine_of, caplog, monkeypatch):
     monkeypatch.setattr(launch, "STALL_S", 1.0)
     engine = engine_of()
     os.kill(engine.description.pid, signal.SIGSTOP)

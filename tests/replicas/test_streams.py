@@ -193,7 +193,7 @@ def test_every_stream_gets_its_own_answer_and_nothing_is_kept(acts):
     assert sum(client.table._unanswered.values()) == unanswered
 
 
-def test_the_snapshot_is_told_before_the_events_that_it_counts(client):
+def test_a_snapshot_is_delivered_before_the_events_that_it_includes(client):
     order = []
     client.table._on_snapshot = lambda *a: order.append(a)
     stream = client.open("r")
@@ -242,7 +242,7 @@ def test_closing_says_what_the_request_counts_as(client):
     assert client.sent[-1] == Abort(["r"], "stop")
 
 
-def test_a_lost_engine_is_told_to_every_stream_after_what_had_come(client):
+def test_every_stream_ends_with_an_error_when_its_engine_is_lost(client):
     one, other = client.open("one"), client.open("other")
     client.take(token("one"))
     client.table.fail("it was unplugged")
@@ -316,7 +316,7 @@ def test_an_engine_that_has_changed_its_role_hands_over_no_more(client):
         assert (client.open(f"r{seq}").leaving is not None) == hands_over
 
 
-def test_an_engine_that_hands_over_tells_every_stream_and_once_and_goes_on(client):
+def test_a_handover_is_announced_once_to_every_stream(client):
     inbox = asyncio.Queue()
     stream = client.open("a", inbox)
     for seq in (4, 5):
@@ -331,7 +331,7 @@ def test_an_engine_that_hands_over_tells_every_stream_and_once_and_goes_on(clien
     assert client.moves == []
 
 
-def test_an_engine_that_is_quiet_does_not_move_and_its_streams_are_told_once_each_time(client):
+def test_a_quiet_engine_is_announced_once_to_every_stream(client):
     inbox = asyncio.Queue()
     stream = client.open("a", inbox)
     for _ in range(2):
@@ -346,14 +346,14 @@ def test_an_engine_that_is_quiet_does_not_move_and_its_streams_are_told_once_eac
     assert client.moves == [("e.1", False), ("e.1", True)] * 2
 
 
-def test_whoever_has_one_engine_only_waits_for_it(client):
+def test_a_client_with_a_single_engine_waits_out_its_stall(client):
     stream = client.open("r")
     client.take(stalled_s=5.5)
     client.take(token("r"))
     assert get_now(stream) == token("r")
 
 
-def test_whoever_follows_prefix_caches_greets_for_that_and_again_where_it_needs_a_listing():
+def test_a_follower_of_prefix_caches_greets_again_to_get_a_listing():
     sent, told, needs = [], [], []
 
     def take(incarnation, batches):
@@ -374,7 +374,7 @@ def test_whoever_follows_prefix_caches_greets_for_that_and_again_where_it_needs_
     assert sent == [Hello(PROTOCOL_VERSION, follows_prefixes=True)] * 2
 
 
-def test_whoever_does_not_follow_says_so(client):
+def test_a_client_that_follows_no_prefix_caches_declares_it(client):
     client.table.greet()
     client.table.deliver([EngineFrame("e.1", kv_events=[KVEventBatch(1, 0, [])])])
     assert client.sent == [Hello(PROTOCOL_VERSION, follows_prefixes=False)]

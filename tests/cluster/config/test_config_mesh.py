@@ -327,7 +327,7 @@ def test_a_model_with_an_encoder_is_refused_before_its_sizes_are_read(sizes, tmp
 
 
 @pytest.mark.parametrize("generator", [None, "tt-metal", "some.module:Class"])
-def test_a_folder_that_is_not_there_is_named_whoever_computes_its_model(generator, tmp_path):
+def test_a_missing_folder_is_named_for_own_and_foreign_models(generator, tmp_path):
     with pytest.raises(ClusterConfigError, match=r"cannot read .*absent/config\.json: No such f"):
         resolve(args(str(tmp_path / "absent"), generator=generator))
 

@@ -242,7 +242,7 @@ def test_a_rank_that_is_lost_ends_all_with_the_same_error(deed, is_idle):
     assert all(f"rank 1 was lost: {reason}" in failure for failure in failures)
 
 
-def test_of_a_rank_that_hangs_all_are_told_and_nobody_is_blamed_for_waiting():
+def test_the_hanging_rank_is_reported_lost_and_no_waiting_one():
     hangs = config(
         generator="tests.replicas.slow_generators:HangsServing", step_timeout_s=HANGS_S
     )  # fmt: skip
@@ -280,7 +280,7 @@ def test_four_ranks_give_the_tokens_of_one_engine(alone):
             assert run_all(handles, sampling) == alone[sampling]
 
 
-def test_a_hub_lets_in_only_who_holds_a_secret():
+def test_a_hub_admits_only_holders_of_a_secret():
     keys, others = KeyRing((b"k" * 32,)), KeyRing((b"o" * 32,))
     hub = GangHub("g", 2, keys)
     try:
@@ -307,7 +307,7 @@ def is_hung_up(connection):
         return True
 
 
-def test_who_greets_byte_by_byte_is_not_waited_for(monkeypatch):
+def test_a_handshake_sent_byte_by_byte_times_out(monkeypatch):
     monkeypatch.setattr(wire, "PROVE_S", 2.0)
     hub = GangHub("g", 2, KeyRing((b"k" * 32,)))
     host, _, port = hub.address.rpartition(":")

@@ -215,7 +215,7 @@ def test_a_batch_that_comes_too_late_for_a_turn_is_for_the_next():
     assert waves.declare(1, again) == Turn(1, (0, 5))
 
 
-def test_ranks_that_do_not_agree_are_told():
+def test_disagreeing_ranks_get_an_error():
     waves, rank = Waves(2), Rank(0)
     with pytest.raises(LockstepError, match="turn 0"):
         waves.declare(1, Declaration(3, 5))
@@ -242,7 +242,7 @@ def test_a_gang_is_drained_when_its_last_rank_is():
     assert waves.lose(1, "it has ended") is None
 
 
-def test_a_rank_is_silent_after_so_many_looks_and_who_looks_late_accuses_nobody():
+def test_a_rank_is_silent_after_several_checks_and_a_late_check_accuses_none():
     watch = SilenceWatch(2, max_looks=3)
     assert [watch.look(), watch.look()] == [[], []]
     watch.record_message(1)

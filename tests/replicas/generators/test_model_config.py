@@ -261,7 +261,7 @@ def test_what_transformers_cannot_read_is_refused_with_its_reason(changes, messa
         load_foreign_config(tmp_path)
 
 
-def test_a_folder_that_is_not_there_is_named_whoever_computes_its_model(tmp_path):
+def test_a_missing_folder_is_named_for_own_and_foreign_models(tmp_path):
     for folder in (tmp_path, tmp_path / "absent" / "of" / "many"):
         with pytest.raises(ConfigError, match=r"cannot read .*config\.json: No such file"):
             load_foreign_config(folder)

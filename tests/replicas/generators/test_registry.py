@@ -101,7 +101,7 @@ def test_what_was_registered_goes_to_the_engine_in_its_configuration(tmp_path):
     assert with_registered_generator(named) is named
 
 
-def test_what_nobody_registered_is_left_to_the_engine(tmp_path):
+def test_an_unregistered_architecture_is_left_to_the_engine(tmp_path):
     for architecture in ("LlamaForCausalLM", "NobodysForCausalLM"):
         config = write_config(tmp_path, architecture)
         assert with_registered_generator(config) is config

@@ -182,7 +182,7 @@ def test_a_number_that_is_none_stays_so(dtype):
     assert out.isnan().all()
 
 
-def test_two_who_call_at_once_get_each_his_own():
+def test_concurrent_calls_do_not_share_buffers():
     x, weight = draw(0)(400, 96, dtype=torch.float32), torch.ones(96)
     wanted = PlainKernels().rms_norm(x, weight, 1e-5)
 

@@ -163,7 +163,7 @@ def test_a_prompt_is_the_same_to_the_bit_however_it_is_cut_and_whatever_is_besid
 @pytest.mark.parametrize("shares", ["tokens", "weights"])
 @pytest.mark.parametrize("is_short", [False, True])
 @pytest.mark.parametrize("has", ["before", "after", "both"])
-def test_layers_that_somebody_looks_at_are_whole_then(made, monkeypatch, has, is_short, shares):
+def test_layers_are_complete_when_their_callbacks_run(made, monkeypatch, has, is_short, shares):
     monkeypatch.setattr(stack, "SHORT_PASS", 10**12 if is_short else 0)
     parts = [(0, 70), (5, 1), (30, 40)]
     batch = batch_of(parts, range, 3)

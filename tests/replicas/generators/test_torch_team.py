@@ -141,9 +141,7 @@ def test_those_that_come_for_helpers_that_ended_are_looked_for(on_core, three_co
         assert cores_of(thread) == CORES - {LAST}
 
 
-def test_where_nobody_may_choose_it_is_said_once_and_computed_all_the_same(
-    on_core, monkeypatch, caplog
-):
+def test_refused_pinning_is_logged_once_and_computation_continues(on_core, monkeypatch, caplog):
     def refuse(_thread, _cores):
         raise PermissionError(1, "not here")
 
@@ -158,7 +156,7 @@ def test_where_nobody_may_choose_it_is_said_once_and_computed_all_the_same(
     assert caplog.text.count("cannot pin compute threads") == 1
 
 
-def test_where_no_core_can_be_told_nothing_is_chosen(monkeypatch):
+def test_without_a_current_core_nothing_is_pinned(monkeypatch):
     monkeypatch.setattr(team, "_this_core", lambda: None)
     Helpers().keep_off(2)
     [thread] = helpers_of(2)

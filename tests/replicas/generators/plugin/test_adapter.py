@@ -535,7 +535,7 @@ class Eager(Plain):
     def process_decode_output_host(self, tt_out: Any, is_tokens: bool) -> Any: ...
 
 
-def test_settings_are_made_anew_when_they_are_read_and_only_then() -> None:
+def test_settings_are_rebuilt_only_when_the_class_reads_them() -> None:
     generator, given = make(Eager), params(2)
     afresh = {"reload_sampling_params": True, "reset_sampling_state": True}
     decode(generator, sampling_params=given, **afresh)

@@ -168,7 +168,7 @@ def test_first_arguments_have_any_names() -> None:
     assert read_entry(Named).initialize.in_order[1] == "t3k_mesh_device"
 
 
-def test_class_that_only_chooses_and_wants_what_nobody_has() -> None:
+def test_factory_class_that_requires_an_unknown_argument() -> None:
     class Chooses:
         @classmethod
         def initialize_vllm_model(

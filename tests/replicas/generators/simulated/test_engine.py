@@ -124,7 +124,7 @@ def test_sampling_cannot_change_them():
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
-def test_whoever_leaves_or_stops_changes_nobody_elses_tokens(steps_in_flight):
+def test_an_abort_or_stop_changes_no_other_requests_tokens(steps_in_flight):
     """Clients that give up in the middle of a step, stop tokens, rows of every length, seeds."""
     right = right_tokens(PROMPTS, 40)
     params = [

@@ -131,7 +131,7 @@ class Ahead:
         ]  # fmt: skip
 
 
-def test_the_device_goes_on_from_its_own_tokens():
+def test_the_device_continues_from_its_own_tokens():
     ahead = Ahead()
     found = [ahead.decode()]
     ahead.tokens.fill_(7)

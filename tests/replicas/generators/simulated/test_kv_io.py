@@ -101,7 +101,7 @@ def test_data_of_another_shape_is_refused():
         io.write_rows(0, [1], 0, np.zeros((1, 511), np.uint8))
 
 
-def test_a_devices_memory_is_shown_to_nobody():
+def test_a_devices_memory_is_not_shared():
     _, _, io = make()
     assert (io.host_blocks, io.shared_region, io.region_layout) == (None, None, None)
 

@@ -23,14 +23,14 @@ def test_a_board_has_one_owner(tmp_path: Path) -> None:
     assert BoardLocks(["0", "1"], tmp_path).boards == ("0", "1")
 
 
-def test_an_owner_that_has_not_yet_said_who_it_is(tmp_path: Path) -> None:
+def test_a_lock_without_a_recorded_owner(tmp_path: Path) -> None:
     owner = BoardLocks(["0"], tmp_path)
     with pytest.raises(DeviceError, match="in use by another process"):
         BoardLocks(["0"], tmp_path)
     owner.release()
 
 
-def test_boards_that_were_not_closed_are_told(tmp_path: Path) -> None:
+def test_boards_left_open_by_a_dead_process_are_reported(tmp_path: Path) -> None:
     closed, left = BoardLocks(["0"], tmp_path), BoardLocks(["1", "2"], tmp_path)
     for locks in (closed, left):
         assert locks.left_open == ()

@@ -109,7 +109,7 @@ def test_what_this_process_has_open_itself_is_reset(host: FakeHost) -> None:
     assert run.read_text() == "-r /dev/tenstorrent/3\n"
 
 
-def test_a_galaxy_is_not_reset_under_who_has_any_chip_of_it_open(host: FakeHost) -> None:
+def test_a_galaxy_with_an_open_chip_is_not_reset(host: FakeHost) -> None:
     addresses = galaxy(host)
     run = host.add_tt_smi()
     host.write("proc/driver/tenstorrent/31/pids", "71\n")
@@ -181,7 +181,7 @@ def galaxy(host: FakeHost, *, is_named: bool = True) -> list[str]:
 
 
 @pytest.mark.parametrize("is_named", [True, False], ids=["new driver", "old driver"])
-def test_a_galaxy_is_reset_whole_by_who_has_the_whole(host: FakeHost, is_named: bool) -> None:
+def test_a_galaxy_is_reset_by_the_holder_of_all_its_chips(host: FakeHost, is_named: bool) -> None:
     addresses = galaxy(host, is_named=is_named)
     run = host.add_tt_smi()
     # Ray sets it for an engine that has all boards too, and tt-smi refuses to reset under it.
