@@ -160,7 +160,7 @@ def test_a_device_that_has_not_drawn_the_last_tokens_cannot_go_on():
         ahead = Ahead()
         ahead.decode()
         between(ahead)
-        with pytest.raises(ValueError, match="needs reload_inputs"):
+        with pytest.raises(ValueError, match="set reload_inputs"):
             ahead.decode(reload_inputs=False)
 
 
