@@ -68,7 +68,7 @@ KNOWN_SOCKETS = (
         _ENGINE,
         _TCP,
         "loopback, or the address of `args.data_host`",
-        "ingresses and engines that hold the deployment's secrets; `plain` KV: who has a ticket",
+        "ingresses and engines that hold the deployment's secrets; `plain` KV: any ticket holder",
     ),
     KnownSocket(
         "engine-kv",
@@ -89,7 +89,7 @@ KNOWN_SOCKETS = (
         _HAPROXY,
         _TCP,
         "`http_options.host`; operations, statistics and metrics on loopback",
-        "everybody who reaches the address: there are no API keys",
+        "any client that reaches the address: there are no API keys",
     ),
     KnownSocket(
         "http-admin",
@@ -103,7 +103,7 @@ KNOWN_SOCKETS = (
         _HTTP_OF_SERVE,
         _TCP,
         "`http_options.host`: an ingress's own port (30000 and up), Serve's Python proxy (8500)",
-        "everybody who reaches the address, past HAProxy's limits: a firewall has to close it",
+        "any client that reaches the address, past HAProxy's limits: close it by firewall",
     ),
     KnownSocket(
         "ray",
