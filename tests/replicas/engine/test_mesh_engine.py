@@ -348,9 +348,9 @@ class Whole(MeshGenerator):
     ("generator", "mesh", "message"),
     [
         (Undrawing, {"sample_on_device": "decode_only"},
-         "'decode_only' and generator Undrawing does not sample on the device"),
+         "'decode_only', but generator Undrawing does not sample on the device"),
         (DecodeOnly, {"sample_on_device": "all"},
-         "'all' and generator DecodeOnly does not sample in prefill; set it to decode_only"),
+         "'all', but generator DecodeOnly does not sample in prefill; set it to decode_only"),
         (Blocks64, {}, "block_size is 32, but generator Blocks64 needs 64"),
         (Whole, {}, "max_num_batched_tokens 64 is less than max_model_len 128 and chunked"),
     ],

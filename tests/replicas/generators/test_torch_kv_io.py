@@ -224,7 +224,7 @@ def test_the_null_block_is_not_written():
 def test_data_of_another_shape_or_dtype_is_refused():
     io = TorchKVIO(make_cache(1, 3), make_layout())
     for data in (np.zeros((2, 4), np.uint8), io.read_rows(0, [1], 0, 1).astype(np.int8)):
-        with pytest.raises(ValueError, match="instead of"):
+        with pytest.raises(ValueError, match="is needed"):
             io.write_rows(0, [1, 2], 0, data)
 
 
