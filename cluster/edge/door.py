@@ -21,6 +21,7 @@ What a body may say is `cluster.edge.routes`' business.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import ipaddress
 import re
@@ -161,7 +162,7 @@ class Door:
             response = error_response(refused.error)
             # The rest of the body would be read as the connection's next request.
             response.headers["connection"] = "close"
-            await response(scope, receive, send)
+            await response(scope, receive, exchange.lingering(refused.error))
         except ClientGoneError:
             return
         finally:
@@ -248,6 +249,7 @@ class _Exchange:
         self._send = send
         self._loop = asyncio.get_running_loop()
         self._body: bytes | None = None
+        self._has_all = False
         self._num_shared_bytes = 0
         self._gone = asyncio.Event()
         self._num_waiting = 0
@@ -330,6 +332,32 @@ class _Exchange:
             self._sending_since_s = None
         self._is_answered = message["type"] == "http.response.body" and not message.get("more_body")
 
+    def lingering(self, error: ServingError) -> Send:
+        """Return a channel for a refusal, which ends it when the rest of the body has been read.
+
+        Many clients read no answer before they have sent their whole body. If the rest were left
+        unread, they would be stuck in their upload, and lose the answer when HAProxy closes the connection.
+        What is read is dropped. A body that was too slow is not waited for once more.
+        """
+
+        async def send(message: Message) -> None:
+            if message["type"] != "http.response.body" or isinstance(error, BodyTimeoutError):
+                await self._send(message)
+                return
+            await self._send({**message, "more_body": True})
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._drop_rest(), self._limits.body_timeout_s)
+            await self._send({"type": "http.response.body"})
+
+        return send
+
+    async def _drop_rest(self) -> None:
+        num_bytes = 0
+        while not self._has_all and num_bytes <= LARGEST_BODY_BYTES:
+            message = await self._receive()
+            num_bytes += len(message.get("body", b""))
+            self._has_all = not message.get("more_body", False)
+
     def close(self) -> None:
         """Nothing is held for this request any more."""
         self._give_back()
@@ -361,12 +389,13 @@ class _Exchange:
             if message["type"] == "http.disconnect":
                 raise ClientGoneError
             chunk = message.get("body", b"")
+            self._has_all = not message.get("more_body", False)
             num_bytes += len(chunk)
             if num_bytes > self._limits.max_body_bytes:
                 raise _RefusedError(PayloadTooLargeError(self._limits.max_body_bytes))
             self._take_share(num_bytes - self._limits.free_bytes)
             chunks.append(chunk)
-            if not message.get("more_body", False):
+            if self._has_all:
                 return b"".join(chunks)
 
     def _take_share(self, num_bytes: int) -> None:

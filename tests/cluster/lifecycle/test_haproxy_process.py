@@ -604,3 +604,21 @@ def test_an_answer_names_its_request_once(config, shared):
         with contextlib.closing(client):
             client.request("GET", "/health", headers={"x-request-id": "job-7"})
             assert client.getresponse().headers.get_all("x-request-id") == ["job-7"]
+
+
+def test_a_client_that_sends_a_body_that_is_too_large_gets_the_answer(config, shared, monkeypatch):
+    """Before it reads, as most clients do; 9 MiB fit in no buffer on the way."""
+    monkeypatch.setenv("TTSERVE_MAX_BODY_BYTES", "1000")
+    [middleware] = ingress_middlewares()
+    app = middleware.cls(make_app(), *middleware.args, **middleware.kwargs)
+    body = b" " * (9 * 2**20)
+    with (
+        world(config, shared, app) as front,
+        contextlib.closing(
+            http.client.HTTPConnection("127.0.0.1", front.port, timeout=20)
+        ) as client,
+    ):
+        client.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        reply = client.getresponse()
+        assert reply.status == 413
+        assert json.loads(reply.read())["error"]["code"] == "payload_too_large"
