@@ -335,8 +335,8 @@ class _Exchange:
     def lingering(self, error: ServingError) -> Send:
         """Return a channel for a refusal, which ends it when the rest of the body has been read.
 
-        Many clients read no answer before they have sent their whole body. If the rest were left
-        unread, they would be stuck in their upload, and lose the answer when HAProxy closes the connection.
+        Many clients read no answer before they have sent their whole body. With the rest unread
+        they would be stuck in their upload, and lose the answer when HAProxy closes the connection.
         What is read is dropped. A body that was too slow is not waited for once more.
         """
 
