@@ -1,4 +1,4 @@
-"""What each placement policy gives on traces, against load: tables and plots of docs/policies.md.
+"""Results of each placement policy on traces, against load: docs/policies-results.md.
 
 Each scenario is a Serve config and a trace at several speeds, run under every policy; the same as
 `ttserve simulate CONFIG --trace … --policy … --speed-up …` row by row. Results are the same on
