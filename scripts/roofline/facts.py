@@ -1,6 +1,6 @@
-"""What is known of chips, models and published rates, each with where it is written.
+"""Facts about chips, models and published rates, each with its source.
 
-Nothing here was measured by this project. What is assumed is a `Stated` value with its source, and
+Nothing here was measured by this project. Each assumption is a `Stated` value with its source, and
 with another value where sources differ; none was fitted to a published rate.
 """
 
@@ -38,7 +38,7 @@ SOURCES = {
     "sharded-norm": "tt-mlir #7965: the same in shards, ten times as fast",
     "readme": "tt-metal `models/README.md` at 02068156",
     "perf": "tt-metal `models/tt_transformers/PERF.md` at 040a27c1, performance settings",
-    "targets": "tt-metal `models/model_targets.yaml` at 0008cdce: what its CI asks for, ± 15 %",
+    "targets": "tt-metal `models/model_targets.yaml` at 0008cdce: its CI's targets, ± 15 %",
     "inference-server": "tt-inference-server's reference targets, theoretical",
     "two-readers": "tt-metal #55080, September 2026: two cores beside each bank of a p150",
     "lofi": "tt-metal #50662, July 2026: LoFi in all products but gate and up "
@@ -111,10 +111,10 @@ class Stated:
     """One assumption.
 
     Attributes:
-        value: What is reckoned with: a share, or seconds on Wormhole.
-        text: What it is.
+        value: The value in use: a share, or seconds on Wormhole.
+        text: Its meaning.
         source: A key of `SOURCES`.
-        other: What it might be instead; None where nothing else is published.
+        other: Another published value; None if there is none.
         other_source: Where that is written.
     """
 
@@ -131,7 +131,7 @@ ASSUMPTIONS: dict[Key, Stated] = {
         "llms", 260 / 288, "dram",
     ),
     "interleaved": Stated(
-        190 / 288, "of peak DRAM bandwidth: whatever reads interleaved tensors", "llms",
+        190 / 288, "of peak DRAM bandwidth: ops that read interleaved tensors", "llms",
     ),
     "cache": Stated(
         180 / 288, "of peak DRAM bandwidth: decode attention, of the rows' whole contexts",
@@ -176,10 +176,10 @@ class Published:
         model: Name of a model.
         mesh: Name of a mesh.
         batch: Users.
-        prompt: Tokens of a prompt; None where it is not said.
+        prompt: Tokens of a prompt; None if not published.
         ttft_ms: Time to the first token.
         tokens_per_s_per_user: Of decode.
-        kind: Measured, or a target, or what was special.
+        kind: "measured", a target, or a special condition.
         source: A key of `SOURCES`.
     """
 
@@ -234,16 +234,16 @@ _COLLECTIVES = _measured_collectives()
 
 
 def collective_s(kind: Collective, topology: Topology, num_chips: int, num_bytes: float) -> float:
-    """Seconds of a collective on Wormhole, on lines between what was measured.
+    """Return the seconds of a collective on Wormhole, interpolated between measurements.
 
-    Below the smallest tensor it takes as long as that, above the largest it goes on as the last
-    line.
+    Tensors below the smallest measured one take as long as that. Above the largest the last line is
+    extended.
 
     Args:
         kind: Which.
         topology: How the chips are joined.
         num_chips: 2 or 8.
-        num_bytes: Of the whole tensor: what is summed, or gathered.
+        num_bytes: Of the whole tensor that is summed or gathered.
     """
     points = _COLLECTIVES[kind, topology, num_chips]
     if num_bytes <= points[0][0]:

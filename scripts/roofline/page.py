@@ -46,7 +46,7 @@ _PROFILE = "performance"
 _FIDELITIES: tuple[Fidelity, ...] = ("LoFi", "HiFi2", "HiFi4")
 _MICRO = "\u00b5s"
 _ONCE: dict[Product, Program] = dict.fromkeys(ALL_PRODUCTS, "columns")
-"""Programs that read every weight once, and nothing in vain."""
+"""Programs that read every weight exactly once."""
 
 
 Kind: TypeAlias = "tuple[Precision, Design]"
@@ -54,14 +54,14 @@ Kind: TypeAlias = "tuple[Precision, Design]"
 
 
 def native(profile: str, model: str, mesh: str) -> Kind:
-    """What a profile of the native models runs."""
+    """Return the dtypes and programs of a profile of the native models."""
     spec, chosen = mesh_spec(mesh), PROFILES[profile]
     chip = ChipCores(CORES[spec.arch].grid, spec.chip.dram_banks)
     return native_precision(chosen), native_design(MODELS[model], chosen, chip, spec.num_chips)
 
 
 def upstream(_model: str, mesh: str) -> Kind:
-    """What upstream's performance settings run; two cores beside each of a p150's banks."""
+    """Return upstream's performance settings; two cores beside each of a p150's banks."""
     readers = bank_readers(mesh_spec(mesh).chip.dram_banks)
     return UPSTREAM_PRECISION, replace(UPSTREAM, readers=readers)
 
@@ -70,11 +70,11 @@ KINDS: dict[str, Callable[[str, str], Kind]] = {
     **{name: partial(native, name) for name in PROFILES},
     "*upstream's*": upstream,
 }
-"""What the page shows of each model and mesh, by name."""
+"""The variants that the page shows of each model and mesh, by name."""
 
 
 def decode(model: str, mesh: str, kind: Kind) -> list[Op]:
-    """The ops of a decode step of the page."""
+    """Return the ops of a decode step of the page."""
     spec, (precision, design) = mesh_spec(mesh), kind
     return decode_ops(
         MODELS[model], spec.num_chips, precision, design,
@@ -83,18 +83,18 @@ def decode(model: str, mesh: str, kind: Kind) -> list[Op]:
 
 
 def decode_timed(model: str, mesh: str, kind: Kind) -> list[Timed]:
-    """The same with times."""
+    """Return the ops of `decode` with times."""
     return timed(decode(model, mesh, kind), mesh_spec(mesh))
 
 
 def decode_limit_s(model: str, mesh: str, precision: Precision) -> tuple[float, float]:
-    """`estimate.limit_s` of a decode step that reads everything once."""
+    """Return `estimate.limit_s` of a decode step that reads everything once."""
     once = replace(UPSTREAM, products=_ONCE)
     return limit_s(decode(model, mesh, (precision, once)), mesh_spec(mesh))
 
 
 def text() -> str:
-    """The whole page."""
+    """Return the whole page."""
     parts = [_INTRODUCTION, _chips(), _assumptions(), _decode(), _work(), _shares(), _ops(),
              _remains(), _beside(), _prefill(), _FOLLOWS, _sources()]  # fmt: skip
     return "\n".join(parts)
@@ -103,16 +103,16 @@ def text() -> str:
 _INTRODUCTION = f"""\
 # Roofline
 
-What a step of the native models ([Tenstorrent meshes](tenstorrent.md#the-native-models)) costs on a
-chip by arithmetic: bytes, products, and an estimate of the time of every op, beside the rates that
-Tenstorrent has published. It tells whoever has a board where to look first. **Nothing on this page
-was measured by this project**: no speed of its own has been seen on silicon.
+The cost of a step of the native models ([Tenstorrent meshes](tenstorrent.md#the-native-models)) on
+a chip, by arithmetic: bytes, products, and an estimate of the time of every op, beside the rates
+that Tenstorrent has published. Use it to find the op to measure first on a board. **Nothing on this
+page was measured by this project**: no speed of its own has been seen on silicon.
 
 `python -m scripts.roofline_page` writes the page; `scripts/roofline/` has the facts, the ops and
 the model of time. A decode step has 32 rows, each with {CONTEXT} tokens of context, and draws its
 tokens on the device; a mesh is one lane. "Upstream's programs" are those of tt_transformers'
-performance settings in the same model of time, which says how far that model can be trusted where
-upstream's rates are published.
+performance settings in the same model of time. The comparison with upstream's published rates shows
+how far that model can be trusted.
 """
 
 
@@ -138,9 +138,9 @@ def _chips() -> str:
     return f"""\
 ## Chips
 
-Of each chip: peak of its DRAM, and TFLOP/s of its matrix engines by fidelity, of all cores and of
-those beside the banks, which alone compute a product whose weights lie in stripes. Sources: gemm,
-dram, dram-blackhole, `replicas/meshes.py`.
+For each chip: the peak of its DRAM, and TFLOP/s of its matrix engines by fidelity, for all cores
+and for those beside the banks. Only the latter compute a product whose weights lie in stripes.
+Sources: gemm, dram, dram-blackhole, `replicas/meshes.py`.
 
 {_table(header, rows)}"""
 
@@ -158,13 +158,16 @@ def _assumptions() -> str:
     return f"""\
 ## Assumptions
 
-None was fitted to a rate below. An op takes the longest of its bytes, its arithmetic, its kernel's
-own time and its way over links; ops run one after another. Times of collectives are lines between
-what was measured on Wormhole (collectives), a T3K's those of a ring. Times of kernels hold for 32
-rows, whatever the width, and are shorter on Blackhole as its clock is faster. The host costs
-nothing: two steps are under way. For Blackhole no share of DRAM is published for a product;
-Wormhole's are taken, which are what plain readers get there: 98 % beside the banks, 67 % elsewhere
-(dram-blackhole).
+None was fitted to a rate below.
+
+- The time of an op is the longest of four: its bytes, its arithmetic, its kernel's own time and its
+  way over links. Ops run one after another.
+- Times of collectives are interpolated between measurements on Wormhole (collectives); those of a
+  T3K are for a ring.
+- Times of kernels hold for 32 rows of any width. On Blackhole they are shorter by its faster clock.
+- The host costs nothing: two steps are under way.
+- For Blackhole no share of DRAM is published for a product, so Wormhole's are used. Plain readers
+  on Blackhole reach 98 % beside the banks, and 67 % elsewhere (dram-blackhole).
 
 {_table(["value", "what", "source", "or"], rows)}"""
 
@@ -201,9 +204,9 @@ def _decode() -> str:
     return f"""\
 ## Decode
 
-Of one chip and step: what is read, arithmetic in whole tiles, both at the chip's peak and without
-anything read twice, and the estimate. A token of one user costs the step's bytes whatever the
-number of users, up to 32. Published are measured rates, of batches of 1 and 32.
+For one chip and step: the bytes read, arithmetic in whole tiles, the times of both at the chip's
+peak if nothing is read twice, and the estimate. A token of one user costs the step's bytes for any
+number of users up to 32. Published rates are measured ones, of batches of 1 and 32.
 
 {_table(header, rows)}"""
 
@@ -220,7 +223,7 @@ def _work() -> str:
     return f"""\
 ## Bytes and arithmetic by op
 
-Of one chip, all layers, with `{_PROFILE}`: MB between DRAM and the cores, and GFLOP, of a decode
+For one chip, all layers, with `{_PROFILE}`: MB between DRAM and the cores, and GFLOP, of a decode
 step (32 tokens, one of each user) and of a chunk of a prompt.
 
 {_table(["model", "mesh", "step", *_WORKING], rows)}"""
@@ -245,7 +248,7 @@ def _shares() -> str:
 ## Shares
 
 Percent of the estimated decode step. "Rest of a layer" is cutting, rotating, caching and joining
-heads, the MLP's SiLU, sums of the residual.
+heads, the MLP's SiLU, and sums of the residual.
 
 {_table(["model", "mesh", "profile", *_PARTS], rows)}"""
 
@@ -268,7 +271,7 @@ def _ops() -> str:
         header = ["part", "op", "times", "program", "MB", "GFLOP", f"{_MICRO} each", "bound by",
                   "ms", "%"]  # fmt: skip
         tables.append(f"### {name}\n\n{_table(header, rows)}")
-    return "## Ops of Llama-3.1-8B on N150\n\nThose of more than 0.1 % of a decode step.\n\n" + (
+    return "## Ops of Llama-3.1-8B on N150\n\nOps of more than 0.1 % of a decode step.\n\n" + (
         "\n".join(tables)
     )
 
@@ -298,12 +301,12 @@ Beside the published {rate:g} tokens/s/user ({readme.source}: {1e3 / rate:.1f} m
 {readme.batch} users):
 
 {_table(["profile", "ms", "tokens/s/user", "of the published", "ms to it"], rows)}
-What upstream's own step takes beyond the estimate of its programs is in no assumption here: a host
-that reads logits or tokens between steps, cores at the banks that wait for the rows they are sent,
-a context that grows. Published rates of the same settings range from {min(rates):g} to
-{max(rates):g} tokens/s/user.
+No assumption here covers the rest of upstream's own step beyond the estimate of its programs: a
+host that reads logits or tokens between steps, cores at the banks that wait for their rows, a
+context that grows. Published rates of the same settings range from {min(rates):g} to {max(rates):g}
+tokens/s/user.
 
-With another value of one assumption, in ms a step:
+Change with another value of one assumption, in ms a step:
 
 {_sensitivities(model, mesh)}"""
 
@@ -343,13 +346,13 @@ def _beside() -> str:
     return f"""\
 ## Beside published rates
 
-Estimates, of 32 rows, in percent of what is published. "Above the limit": more than a chip's DRAM
-could give with the weights of upstream's performance settings and all rows' contexts.
+Estimates, of 32 rows, in percent of the published rates. "Above the limit": more than a chip's DRAM
+allows with the weights of upstream's performance settings and all rows' contexts.
 
 {_table(header, rows)}
-On a p150 the arithmetic of the cores at its eight banks is the limit, and not DRAM: so it gains by
-LoFi (lofi) and by two cores beside each bank (two-readers; `num_workers_per_dram_bank` of ttnn's
-program), which both upstream's programs and the native ones have there.
+On a p150 the limit is the arithmetic of the cores at its eight banks, not DRAM. LoFi (lofi) and two
+cores beside each bank (two-readers; `num_workers_per_dram_bank` of ttnn's program) therefore help;
+upstream's programs and the native ones use both there.
 """
 
 
@@ -372,16 +375,16 @@ def _prefill() -> str:
 ## Prefill
 
 A chunk from position 0 to its last token's logits, on one chip, with the gaps of a replayed trace.
-Chunks of up to 1,024 tokens are replayed; longer ones are not, and what it takes to send their
-commands, where that is longer than the ops, is left out. The limit is the longer of a chunk's bytes
-at the peak of DRAM and its arithmetic on all cores. Published are measured times to the first token
-of prompts of about 128 tokens, the host's and the draw included.
+Chunks of up to 1,024 tokens are replayed. Longer ones are not; the time to send their commands is
+left out, even if it is longer than that of the ops. The limit is the longer of a chunk's bytes at
+the peak of DRAM and its arithmetic on all cores. Published times are measured, to the first token
+of prompts of about 128 tokens, the host's time and the draw included.
 
 {_table([*header, "published TTFT ms"], rows)}"""
 
 
 def chunk(model: str, mesh: str, kind: Kind, num_tokens: int) -> list[Op]:
-    """The ops of a chunk of the page."""
+    """Return the ops of a chunk of the page."""
     spec, (precision, design) = mesh_spec(mesh), kind
     cores = CORES[spec.arch]
     return chunk_ops(
@@ -403,11 +406,11 @@ def _chunk_cells(model: str, mesh: str, profile: str) -> list[str]:
 
 
 _FOLLOWS = """\
-## What the simulated mesh follows
+## The simulated mesh
 
-The published rates, not this page: the [simulated mesh](simulated-mesh.md) takes the measured row
-of a board and model where Tenstorrent has one (readme), and elsewhere what was fitted on those
-rows. Where the estimate above is below the published rate, a replica on silicon is to be expected
+The [simulated mesh](simulated-mesh.md) follows the published rates, not this page: it uses the
+measured row of a board and model if Tenstorrent has one (readme), and otherwise a model fitted on
+those rows. Where the estimate above is below the published rate, expect a replica on silicon to be
 slower than the simulated one.
 """
 
