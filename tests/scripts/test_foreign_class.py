@@ -16,7 +16,7 @@ from scripts import foreign_class
         (["--lanes", "many"], "argument --lanes: invalid"),
         (["--lanes", "3"], "max_batch_size 4 is not a multiple of tt_data_parallel 3"),
         (["--lanes", "2"], "tt_data_parallel 2 does not divide the 1 chips of mesh N150"),
-        (["--slots", "64"], "64 slots a lane, and a mesh decodes at most 32"),
+        (["--slots", "64"], "64 slots a lane; a mesh decodes at most 32"),
         (["--board", "n151"], "argument --board: invalid choice: 'N151'"),
         (["--board", "n300", "--lanes", "4"], "tt_data_parallel 4 does not divide the 2 chips"),
     ],
