@@ -1,11 +1,11 @@
 """Which long text gets the next slice of a thread: fair shares by source, in two lanes. Pure.
 
-A source is a tenant, or an address where no tenant is named. Jobs run in slices of at most
-`SLICE_CHARS` characters, and between two slices another job may be chosen. Within a lane the next
-slice is for the waiting source that has had the fewest characters by weight; one that comes back
-starts where the others are. So of two sources of one weight that both have jobs waiting, neither
-gets more than two slices ahead of the other. Prompts of generations go before other texts; these
-get one slice in `_SLICES_BETWEEN_OTHERS` + 1 at least.
+A source is a tenant, or an address where no tenant is named. Jobs run in slices, of at most
+`SLICE_CHARS` characters unless a job cannot be divided, and between two slices another job may be
+chosen. Within a lane the next slice is for the waiting source that has had the fewest characters by
+weight; one that comes back starts where the others are. So of two sources of one weight that both
+have jobs waiting, neither gets more than two slices ahead of the other. Prompts of generations go
+before other texts; these get one slice in `_SLICES_BETWEEN_OTHERS` + 1 at least.
 
 Owner: a `FairLanes` belongs to one event loop. It holds no thread: `cluster.edge.heavy_work` does.
 Source: Goyal, Vin and Cheng, "Start-time Fair Queuing", SIGCOMM 1996.
@@ -58,6 +58,7 @@ class Job:
         source: On whose share it runs.
         num_chars: Of it.
         weight: Of its source.
+        slice_chars: Characters of a slice; all of them for a job that is one step.
         num_left: Characters that no slice was given for yet.
     """
 
@@ -65,6 +66,7 @@ class Job:
     source: str
     num_chars: int
     weight: float = 1.0
+    slice_chars: int = SLICE_CHARS
     num_left: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -164,7 +166,7 @@ class FairLanes:
         job = line.popleft()
         if not line:
             del lines[source]
-        size = min(job.num_left, SLICE_CHARS)
+        size = min(job.num_left, job.slice_chars)
         job.num_left -= size
         self._clocks[lane] = had[lane]
         had[lane] += max(size, 1) / job.weight

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import math
 from email.message import Message
 from typing import TYPE_CHECKING
@@ -98,14 +97,12 @@ def claims(headers: Headers, admission: AdmissionConfig | None) -> dict[str, obj
     return fields
 
 
-def source_of(
-    headers: Headers, address: str, admission: AdmissionConfig | None
-) -> tuple[str, float]:
+def share_of(headers: Headers, source: str, admission: AdmissionConfig | None) -> tuple[str, float]:
     """Return on whose share a request's text is encoded, and the weight of that share.
 
     Args:
         headers: Of the request.
-        address: The client's. IPv6 counts by networks of 64 bits, which one client may have whole.
+        source: The client's, as `cluster.edge.door` has put it into the request's scope.
         admission: Says whether a header names tenants.
 
     Raises:
@@ -116,13 +113,7 @@ def source_of(
         if tenant:
             known = admission.tenants.get(tenant)
             return f"tenant {tenant}", 1.0 if known is None else known.weight
-    try:
-        number = ipaddress.ip_address(address)
-    except ValueError:
-        return address, 1.0
-    if number.version == 6:
-        return str(ipaddress.ip_network((int(number), 64), strict=False)), 1.0
-    return address, 1.0
+    return source, 1.0
 
 
 def cache_salt(tenant: str, given: str, admission: AdmissionConfig | None) -> str:

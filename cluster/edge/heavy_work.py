@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from cluster.edge.fair_lanes import FairLanes, LaneLimits
@@ -38,6 +39,8 @@ class HeavyWork:
         self._threads = ThreadPoolExecutor(num_threads, "heavy-work")
         self._num_free = num_threads
         self._lanes = FairLanes(limits or LaneLimits())
+        # Jobs whose caller waits, and the turns that those in a lane wait for.
+        self._running: set[Job] = set()
         self._turns: dict[Job, asyncio.Future[None]] = {}
 
     async def run(self, job: Job, steps: Iterator[T]) -> T:
@@ -55,38 +58,49 @@ class HeavyWork:
         if refusal is not None:
             raise SaturatedError(f"{refusal}; try again in a moment")
         self._lanes.admit(job)
+        self._running.add(job)
+        self._ask(job)
         last: object = _END
         try:
             while True:
-                await self._turn(job)
-                value = await self._step(steps)
+                await self._turns[job]
+                del self._turns[job]
+                value = await self._step(job, steps)
                 if value is _END:
                     break
                 last = value
-                self._lanes.resume(job)
         finally:
+            self._running.discard(job)
             self._lanes.release(job)
+            turn = self._turns.pop(job, None)
+            if turn is not None and turn.done() and not turn.cancelled():
+                self._free()  # a turn that was given, and not used
         assert last is not _END, "a job without a step"
         return last  # type: ignore[return-value] # _END is handled
 
-    async def _turn(self, job: Job) -> None:
-        """Wait for a thread that this job may use."""
-        turn = self._turns[job] = asyncio.get_running_loop().create_future()
+    def _ask(self, job: Job) -> None:
+        """Let a job that waits in its lane have a thread when it is its turn."""
+        self._turns[job] = asyncio.get_running_loop().create_future()
         self._assign()
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._free()
-            raise
-        finally:
-            self._turns.pop(job, None)
 
-    async def _step(self, steps: Iterator[T]) -> object:
+    async def _step(self, job: Job, steps: Iterator[T]) -> object:
         """Take a step in the thread that was assigned; the thread is free when the step ends."""
         step = asyncio.get_running_loop().run_in_executor(self._threads, next, steps, _END)
-        step.add_done_callback(lambda _: self._free())
+        step.add_done_callback(partial(self._end_step, job))
         return await asyncio.shield(step)
+
+    def _end_step(self, job: Job, step: asyncio.Future[object]) -> None:
+        """Let the job wait again, then free its thread.
+
+        The order matters: the thread would otherwise go to whichever job waits already, whatever
+        the shares and lanes say.
+        """
+        self._num_free += 1
+        if job in self._running and not step.exception() and step.result() is not _END:
+            self._lanes.resume(job)
+            self._ask(job)
+        else:
+            self._assign()
 
     def _free(self) -> None:
         self._num_free += 1
@@ -95,7 +109,7 @@ class HeavyWork:
     def _assign(self) -> None:
         """Give free threads to the jobs whose turn it is."""
         while self._num_free and (job := self._lanes.next()) is not None:
-            turn = self._turns.get(job)
-            if turn is not None and not turn.done():
+            turn = self._turns[job]
+            if not turn.done():
                 self._num_free -= 1
                 turn.set_result(None)

@@ -29,9 +29,9 @@ from starlette.routing import Route
 from cluster.config.schema import LEAST_ONGOING_REQUESTS
 from cluster.edge.answers import error_response, json_response
 from cluster.edge.explain import ROUTE_HEADER, engine_request_id
-from cluster.edge.fair_lanes import Job, Lane
+from cluster.edge.fair_lanes import SLICE_CHARS, Job, Lane
 from cluster.edge.gate import RequestGate
-from cluster.edge.headers import asks_for, cache_salt, claims, require_json, source_of
+from cluster.edge.headers import asks_for, cache_salt, claims, require_json, share_of
 from cluster.edge.heavy_work import HeavyWork
 from cluster.edge.openai_limits import Limits, no_room
 from cluster.edge.openai_requests import (
@@ -432,12 +432,13 @@ class _Routes:
         if cost <= INLINE_COST:
             return work()
         once = (work() for _ in range(1))
-        return await self._heavy_work.run(self._job(Lane.OTHER, cost, request), once)
+        job = self._job(Lane.OTHER, cost, request, slice_chars=cost)
+        return await self._heavy_work.run(job, once)
 
-    def _job(self, lane: Lane, cost: int, request: Request) -> Job:
+    def _job(self, lane: Lane, cost: int, request: Request, slice_chars: int = SLICE_CHARS) -> Job:
         address = request.client.host if request.client else ""
-        source, weight = source_of(request.headers, address, self._admission)
-        return Job(lane, source, cost, weight)
+        source, weight = share_of(request.headers, address, self._admission)
+        return Job(lane, source, cost, weight, slice_chars)
 
     async def _read_body(self, request: Request) -> bytes:
         """Read the body, but never more than the limit.

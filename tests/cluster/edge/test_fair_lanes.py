@@ -84,6 +84,20 @@ def test_prompts_go_first_and_other_texts_are_not_starved():
     assert taken.count(Lane.OTHER) == 10
 
 
+def test_a_job_that_cannot_be_divided_is_charged_whole():
+    lanes = FairLanes(UNBOUNDED)
+    whole = Job(Lane.OTHER, "whole", 8 * SLICE_CHARS, slice_chars=8 * SLICE_CHARS)
+    jobs = [whole, Job(Lane.OTHER, "whole", 1), Job(Lane.OTHER, "sliced", 8 * SLICE_CHARS)]
+    for job in jobs:
+        lanes.admit(job)
+    taken = []
+    for _ in range(9):
+        job = lanes.next()
+        taken.append(job.source)
+        finish_slice(lanes, job)
+    assert taken == ["whole", *["sliced"] * 8]
+
+
 LIMITS = LaneLimits(max_chars=1000, max_source_chars=400, max_jobs=8, max_source_jobs=4)
 
 
@@ -131,6 +145,53 @@ def test_the_steps_of_a_job_leave_room_for_another_source_between_them():
 
     assert asyncio.run(scenario()) == [19, 0]
     assert order.index("short") <= 2
+
+
+def order_of_steps(*jobs, num_steps=60):
+    """Names of the jobs in the order of their steps, in one thread; each has so many steps."""
+    order = []
+
+    def steps(name):
+        for number in range(num_steps):
+            order.append(name)
+            yield number
+
+    async def scenario():
+        work = HeavyWork(1)
+        await asyncio.gather(*(work.run(job, steps(job.source)) for job in jobs))
+
+    asyncio.run(scenario())
+    return order
+
+
+def test_a_source_of_thrice_the_weight_gets_thrice_as_many_steps():
+    size = 60 * SLICE_CHARS
+    jobs = [Job(Lane.PROMPT, "heavy", size, 3.0), Job(Lane.PROMPT, "light", size)]
+    assert 13 <= order_of_steps(*jobs)[:60].count("light") <= 17
+
+
+def test_a_prompt_goes_on_before_other_texts_that_wait():
+    size = 60 * SLICE_CHARS
+    jobs = [Job(Lane.PROMPT, "prompt", size), Job(Lane.OTHER, "other", size)]
+    assert order_of_steps(*jobs)[:60].count("other") <= 7
+
+
+def test_callers_that_leave_at_any_moment_leave_no_thread_taken():
+    async def leaves_after(num_turns):
+        work = HeavyWork(1)
+        callers = [
+            asyncio.create_task(work.run(Job(Lane.PROMPT, source, 1), iter(range(50))))
+            for source in "ab"
+        ]
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        callers[0].cancel()
+        await asyncio.gather(*callers, return_exceptions=True)
+        job = Job(Lane.PROMPT, "c", 1)
+        return await work.run(job, iter([7]))
+
+    for num_turns in range(40):
+        assert asyncio.run(asyncio.wait_for(leaves_after(num_turns), 30)) == 7
 
 
 def test_a_caller_that_is_gone_leaves_its_thread_and_its_place():
