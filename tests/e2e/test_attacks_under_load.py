@@ -90,7 +90,7 @@ class Recorder:
                         self._take(packet[(packet[0] & 15) * 4 :])
 
     def _take(self, segment: bytes) -> None:
-        pair = int.from_bytes(segment[:2]), int.from_bytes(segment[2:4])
+        pair = int.from_bytes(segment[:2], "big"), int.from_bytes(segment[2:4], "big")
         if segment[13] & self.SYN:
             self._flows[pair] = bytearray()
         kept = self._flows.get(pair)
