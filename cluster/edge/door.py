@@ -158,15 +158,18 @@ class Door:
         try:
             await exchange.read_body(dict(scope["headers"]))
             await exchange.run(self._app, scope, is_ingress=self._is_ingress)
+            return
         except _RefusedError as refused:
-            response = error_response(refused.error)
-            # The rest of the body would be read as the connection's next request.
-            response.headers["connection"] = "close"
-            await response(scope, receive, exchange.lingering(refused.error))
+            # Not the exception itself, whose traceback holds what was read of the body.
+            error = refused.error
         except ClientGoneError:
             return
         finally:
             exchange.close()
+        response = error_response(error)
+        # The rest of the body would be read as the connection's next request.
+        response.headers["connection"] = "close"
+        await response(scope, receive, exchange.lingering(error))
 
     def add_body(self, source: str) -> None:
         """Count a body of a source that is being read.

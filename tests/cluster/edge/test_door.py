@@ -69,6 +69,18 @@ def test_hundreds_of_slow_bodies_get_408_and_leave_others_served(door):
         poll(lambda: guard.num_bodies == 0, "no body is left")
 
 
+def test_a_refused_body_gives_its_share_back_before_its_rest_is_read(door):
+    limits = DoorLimits(max_body_bytes=150_000, free_bytes=1000, body_timeout_s=20)
+    with door(limits) as (guard, port), contextlib.closing(connect(port)) as client:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+        client.sendall(head + b"30000\r\n" + b"x" * 0x20000)
+        poll(lambda: guard.num_shared_bytes > 0, "its bytes are counted")
+        client.sendall(b"x" * 0x10000)
+        assert client.recv(65536).startswith(b"HTTP/1.1 413 ")
+        assert (guard.num_bodies, guard.num_shared_bytes) == (0, 0)
+        client.sendall(b"x" * 5)  # the connection is open: the rest is read
+
+
 def test_a_body_reaches_the_application_only_when_it_is_whole(door):
     reached = []
     app = make_app(FakeBackend())
