@@ -157,13 +157,9 @@ class ServeFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def url(self) -> str:
         """Where a client on this host reaches the endpoint."""
-        host = self.http_options.host
-        return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{self.http_options.port}"
-
-    @property
-    def operations_url(self) -> str:
-        """Where an operator on this host reaches metrics, unless the environment says otherwise."""
-        return f"http://127.0.0.1:{self.http_options.port + 1}"
+        host = self.http_options.host.strip("[]")
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.http_options.port}"
 
     @property
     def warning(self) -> str:

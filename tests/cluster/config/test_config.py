@@ -5,6 +5,7 @@ import json
 from enum import Enum
 from pathlib import Path
 
+import msgspec
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -281,6 +282,20 @@ def test_two_applications_are_refused(good, tmp_path):
     good["applications"] *= 2
     with pytest.raises(ClusterConfigError, match="not 2"):
         load(write(tmp_path, good))
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("0.0.0.0", "http://127.0.0.1:8000"),
+        ("::", "http://[::1]:8000"),
+        ("fd00::7", "http://[fd00::7]:8000"),
+        ("llm.example", "http://llm.example:8000"),
+    ],
+)
+def test_the_url_of_a_file_is_one_that_a_client_on_the_host_can_ask(good, host, url):
+    good["http_options"] = {"host": host, "port": 8000}
+    assert msgspec.convert(good, ServeFile).url == url
 
 
 @pytest.mark.parametrize("content", ["a: [", "", "- 1", "\x00", None])
