@@ -184,8 +184,9 @@ class IngressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         stream_keep_alive_s: A stream that has nothing to send for so long sends a comment, which
             clients ignore, so that no load balancer takes it for dead.
         allowed_hosts: Names that a request's `Host` header may have, without port; others get 421.
-            None allows the names of the loopback interface where the listener has a loopback
-            address, and any name elsewhere.
+            Names of the loopback interface are always allowed, and where the listener has no
+            loopback address any address. None allows no other name on a loopback address, and any
+            name elsewhere.
     """
 
     replicas: int = 1

@@ -8,6 +8,7 @@ streams, and it refuses in plain text.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 from typing import TYPE_CHECKING
 
 from cluster.edge.headers import BOUND_HEADER, LISTENER_HEADER, LOOPBACK, OPERATIONS
@@ -28,8 +29,8 @@ class RequestGate:
 
     Args:
         max_open: Counted requests that may be open at a time; more get 429.
-        allowed_hosts: Names that a `Host` header may have, without port. None: `LOOPBACK_NAMES`
-            on a listener with a loopback address, any name on others.
+        allowed_hosts: Names that a `Host` header may have beside `LOOPBACK_NAMES`, without port.
+            None: no other on a listener with a loopback address, any name elsewhere.
 
     Attributes:
         num_open: Counted requests that are open.
@@ -77,15 +78,20 @@ class RequestGate:
     def _check_host(self, headers: Headers) -> None:
         """Keep out pages of other sites whose name resolves to our address (DNS rebinding).
 
-        A request without the header is HTTP/1.0, which no browser sends.
+        Such a page's requests have its own name in this header, so a loopback name is always safe:
+        probes on the host itself use one. So is an address where clients of other hosts are let
+        in: probes and scrapes of a cluster use one. A request without the header is HTTP/1.0,
+        which no browser sends.
         """
-        allowed = self._allowed_hosts
-        if allowed is None:
-            if headers.get(BOUND_HEADER) != LOOPBACK:
-                return
-            allowed = LOOPBACK_NAMES
         host = headers.get("host")
-        if host is not None and _name_of(host) not in allowed:
+        is_loopback = headers.get(BOUND_HEADER) == LOOPBACK
+        allowed = self._allowed_hosts
+        if host is None or (allowed is None and not is_loopback):
+            return
+        name = _name_of(host)
+        if name in LOOPBACK_NAMES or name in (allowed or ()):
+            return
+        if is_loopback or not _is_address(name):
             raise MisdirectedError(
                 f"the Host header {host!r} names no server here; set args.ingress.allowed_hosts "
                 "to serve it"
@@ -97,3 +103,11 @@ def _name_of(host: str) -> str:
     name, colon, port = host.strip().lower().rpartition(":")
     # The colons of an IPv6 address are within brackets.
     return (name if colon and not port.endswith("]") else host.strip().lower()).rstrip(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True

@@ -146,12 +146,31 @@ def test_a_loopback_listener_answers_to_loopback_names_alone(host, status):
 
 
 @pytest.mark.parametrize("bound", [[], [("x-ttserve-bound", "loopback")]])
-@pytest.mark.parametrize(("host", "status"), [("llm.example:80", 200), ("localhost", 421)])
-def test_configured_hosts_are_the_only_ones(bound, host, status):
-    config = IngressConfig(allowed_hosts=["llm.example"])
-    app = create_app(FakeBackend(), config, version="1")
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [("llm.example:80", 200), ("evil.example", 421), ("localhost.evil.example", 421)],
+)
+def test_configured_hosts_are_served_on_every_listener(bound, host, status):
+    assert status_of_live(host, bound) == status
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:8000", "localhost", "[::1]:8000"])
+@pytest.mark.parametrize("bound", [[], [("x-ttserve-bound", "loopback")]])
+def test_probes_on_the_host_are_answered_whatever_hosts_are_configured(bound, host):
+    assert status_of_live(host, bound) == 200
+
+
+@pytest.mark.parametrize("host", ["10.0.0.7:8001", "[fd00::7]:8001"])
+def test_an_address_names_a_listener_that_other_hosts_reach(host):
+    assert status_of_live(host, []) == 200
+    assert status_of_live(host, [("x-ttserve-bound", "loopback")]) == 421
+
+
+def status_of_live(host, bound):
+    """The status of a request with this Host, where the configuration allows `llm.example`."""
+    app = create_app(FakeBackend(), IngressConfig(allowed_hosts=["llm.example"]), version="1")
     headers = [*bound, ("host", host)]
-    assert asyncio.run(Client(app).request("GET", "/live", b"", headers)).status == status
+    return asyncio.run(Client(app).request("GET", "/live", b"", headers)).status
 
 
 def test_a_full_ingress_refuses_requests_and_answers_its_probes():
