@@ -459,14 +459,16 @@ def _node_here() -> LocalNode:
 
     Call it before Ray is imported, which reads some of that from the environment only then.
     """
-    from cluster.config.environment import extend_environment, process_environment
+    from cluster.config.environment import process_environment, replace_in_environment
     from cluster.lifecycle.local_nodes import NoNodeError, find_node
+    from cluster.lifecycle.ray_token import VARIABLES
 
     try:
         node = find_node(process_environment())
     except NoNodeError as error:
         _fail(str(error), _BAD_CONFIG)
-    extend_environment(node.variables)
+    # The caller's own may be of another cluster, and Ray would prefer a token to a token's file.
+    replace_in_environment(VARIABLES, node.variables)
     return node
 
 

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
 
 def process_environment() -> dict[str, str]:
@@ -14,6 +14,13 @@ def process_environment() -> dict[str, str]:
     return dict(os.environ)  # noqa: TID251 - the one place
 
 
-def extend_environment(variables: Mapping[str, str]) -> None:
-    """Set variables for this process, before what reads them is imported."""
+def replace_in_environment(names: Collection[str], variables: Mapping[str, str]) -> None:
+    """Replace variables of this process, before what reads them is imported.
+
+    Args:
+        names: Variables to remove.
+        variables: Variables to set afterwards.
+    """
+    for name in names:
+        os.environ.pop(name, None)  # noqa: TID251 - the one place
     os.environ.update(variables)  # noqa: TID251 - the one place

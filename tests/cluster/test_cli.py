@@ -1,6 +1,7 @@
 """The command line without a cluster behind it."""
 
 import http.server
+import os
 import re
 import shlex
 import shutil
@@ -21,7 +22,7 @@ from cluster.lifecycle import haproxy, local_nodes
 with warnings.catch_warnings():
     # Ray Serve's own models use what Pydantic has deprecated, and `status` imports them.
     warnings.simplefilter("ignore")
-    import cluster.lifecycle.status  # noqa: F401
+    import cluster.lifecycle.status
 
 GOOD = """\
 http_options: {{host: 127.0.0.1}}
@@ -188,6 +189,26 @@ def test_kv_says_why_there_is_nothing_to_show(run, endpoint, url, code, reason):
     result = run("kv", "--url", url.format(endpoint=endpoint))
     assert result.exit_code == code
     assert reason in result.output
+
+
+def test_a_command_shows_a_cluster_its_own_token_and_no_other(run, monkeypatch):
+    """Ray prefers RAY_AUTH_TOKEN to the file that the cluster's processes name."""
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of another cluster")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/p/token"}
+    for name in own:
+        monkeypatch.setenv(name, os.environ.get(name, ""))  # put back after the test
+    node = local_nodes.LocalNode("ab12", "127.0.0.1:1", own)
+    monkeypatch.setattr(local_nodes, "find_node", lambda _: node)
+    seen = []
+
+    def look(_):
+        seen.append({k: v for k, v in os.environ.items() if k.startswith("RAY_AUTH_")})
+        raise ConnectionError
+
+    monkeypatch.setattr(cluster.lifecycle.status, "serve_status", look)
+    assert run("status").exit_code == 1
+    assert seen == [own]
 
 
 @pytest.mark.parametrize("command", [["leave"], ["status"], ["flip", "decode-1", "prefill"]])
