@@ -176,6 +176,7 @@ def test_attack_breaks_no_honest_request(front, honest, name, check):
         came = msgspec.json.decode(process.stdout.readline(), type=dict[str, int])
     more_mib = vitals.peak_mib(os.getpid()) - before_mib
     print(name, came, f"{more_mib} MiB more")
+    assert sum(came.values()) > 0, "the attack did nothing"
     assert check(came) is not False, came
     poll(lambda: honest().num_done >= before.num_done + NUM_STREAMS, "streams end", 120)
     assert not honest().failures
