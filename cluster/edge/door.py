@@ -57,6 +57,7 @@ _OURS = b"x-ttserve-"
 _SOURCE = SOURCE_HEADER.encode()
 _FORWARDED = frozenset({b"x-forwarded-for", b"forwarded", b"x-real-ip", b"via"})
 _SOURCE_BITS = 64
+_PIECE_BYTES = 64 * 2**10
 
 MAX_BODY_VARIABLE = "TTSERVE_MAX_BODY_BYTES"
 """Of an ingress replica's process, which has its door before its application."""
@@ -66,7 +67,8 @@ MAX_BODY_VARIABLE = "TTSERVE_MAX_BODY_BYTES"
 class DoorLimits:
     """What clients may cost a process before and after their requests run.
 
-    At most `max_bodies * free_bytes + shared_bytes` bytes of bodies are held: 512 MiB.
+    At most `max_bodies * free_bytes + shared_bytes` bytes of bodies are held: 512 MiB. Answers that
+    declare their length share `shared_bytes` with them until their clients have read them.
 
     In an ingress replica a body is held until the application has taken it. The application parses
     it in the same turn of its event loop, so beyond the 512 MiB there is one body of
@@ -199,9 +201,11 @@ class Door:
         """
         most = self._limits.shared_bytes
         if self.num_shared_bytes + num_bytes > most:
-            raise _RefusedError(_saturated("too many large bodies are being read"))
+            raise _RefusedError(_saturated("too many large bodies are being read, or sent"))
         if self._shared_bytes_of[source] + num_bytes > most // self._limits.num_sources:
-            raise _RefusedError(_saturated(f"too many large bodies of {source} are being read"))
+            raise _RefusedError(
+                _saturated(f"too many large bodies of {source} are being read, or sent to it")
+            )
         self.num_shared_bytes += num_bytes
         self._shared_bytes_of[source] += num_bytes
 
@@ -259,6 +263,7 @@ class _Exchange:
         self._interrupt: Interrupt | None = None
         self._is_ingress = False
         self._is_answered = False
+        self._is_refused = False
         self._sending_since_s: float | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -328,12 +333,37 @@ class _Exchange:
         if self._timer is None:
             self._give_back()  # an application that answers has read
             self._timer = self._loop.call_later(self._limits.write_timeout_s / 2, self._look)
+        if message["type"] == "http.response.start":
+            await self._begin_answer(message)
+        elif not self._is_refused:
+            body: bytes = message.get("body", b"")
+            # The server keeps what it is given: it waits for its client only between two pieces.
+            last = max(0, len(body) - 1) // _PIECE_BYTES * _PIECE_BYTES
+            for begin in range(0, last, _PIECE_BYTES):
+                piece = body[begin : begin + _PIECE_BYTES]
+                await self._send_in_time({**message, "body": piece, "more_body": True})
+            if last:
+                message = {**message, "body": body[last:]}
+            await self._send_in_time(message)
+        self._is_answered = message["type"] == "http.response.body" and not message.get("more_body")
+
+    async def _begin_answer(self, start: Message) -> None:
+        """Send an answer's head, or a 429 where too much is held for clients that do not read."""
+        declared = dict(start.get("headers", ())).get(b"content-length", b"0")
+        try:
+            self._take_share(int(declared) - self._limits.free_bytes)
+        except _RefusedError as refused:
+            self._is_refused = True
+            await error_response(refused.error)({"type": "http"}, self._receive, self._send)
+        else:
+            await self._send_in_time(start)
+
+    async def _send_in_time(self, message: Message) -> None:
         self._sending_since_s = self._loop.time()
         try:
             await self._send(message)
         finally:
             self._sending_since_s = None
-        self._is_answered = message["type"] == "http.response.body" and not message.get("more_body")
 
     def lingering(self, error: ServingError) -> Send:
         """Return a channel for a refusal, which ends it when the rest of the body has been read.

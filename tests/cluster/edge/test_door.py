@@ -7,6 +7,7 @@ import threading
 import warnings
 
 import pytest
+from starlette.responses import Response
 
 from cluster.config.schema import IngressConfig
 from cluster.edge.door import DoorLimits, ingress_middlewares, middlewares, source_of
@@ -27,6 +28,8 @@ from tests.cluster.edge.http_server import (
 )
 
 HI = {"prompt": "hi"}
+LARGE_ANSWER = 12 * 2**20
+"""More than the kernel keeps for a client that does not read."""
 QUICK = DoorLimits(body_timeout_s=1.0, write_timeout_s=0.5)
 
 
@@ -306,6 +309,36 @@ def test_a_stream_that_nobody_reads_is_aborted(door):
         client.sendall(request_bytes({**HI, "stream": True}))
         poll(lambda: service.num_open == 1, "it streams")
         poll(lambda: service.num_open == 0, "its slot is free")
+
+
+async def answers_much(scope, receive, send):
+    if scope["type"] == "http":
+        await Response(b"x" * LARGE_ANSWER)(scope, receive, send)
+
+
+def test_large_answers_that_nobody_reads_share_what_large_bodies_do():
+    limits = DoorLimits(shared_bytes=6 * LARGE_ANSWER, num_sources=4)
+    greedy, honest = from_address("192.0.2.1"), from_address("192.0.2.2")
+    with serving_door(ingress_middlewares, answers_much, limits) as (guard, port):
+        with contextlib.closing(connect(port, receive_bytes=4096)) as client:
+            client.sendall(request_bytes(HI, headers=greedy))
+            poll(lambda: guard.num_shared_bytes > 0, "its answer is counted")
+            status, text = ask(port, HI, headers=greedy)
+            assert (status, json.loads(text)["error"]["code"]) == (429, "saturated")
+            status, text = ask(port, HI, headers=honest)
+            assert (status, len(text)) == (200, LARGE_ANSWER)
+        poll(lambda: guard.num_shared_bytes == 0, "all is given back")
+        assert ask(port, HI, headers=greedy)[0] == 200
+
+
+def test_a_large_answer_that_nobody_reads_is_dropped():
+    with (
+        serving_door(ingress_middlewares, answers_much, QUICK) as (guard, port),
+        contextlib.closing(connect(port, receive_bytes=4096)) as client,
+    ):
+        client.sendall(request_bytes(HI))
+        poll(lambda: guard.num_shared_bytes > 0, "it is counted")
+        poll(lambda: guard.num_shared_bytes == 0, "it is dropped")
 
 
 def test_a_quiet_stream_outlives_the_time_for_writes(door):
