@@ -13,6 +13,7 @@ import enum
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 from cluster.errors import BadRequestError
@@ -127,6 +128,15 @@ def salt(value: object, path: str) -> str:
     return given
 
 
+def session_name(value: object, path: str) -> str:
+    """Return a short name in place of the client's, which may be as large as the body.
+
+    A request that waits for its prompt to be encoded keeps what its fields are; "" is no name.
+    """
+    given: str = string(value, path)
+    return blake2b(given.encode(), digest_size=16).hexdigest() if given else ""
+
+
 def token_ids(value: object, path: str) -> list[int]:
     """A list of integers; whether they are in the vocabulary is checked with the tokenizer."""
     ids: list[int] = array(value, path)
@@ -189,7 +199,7 @@ GENERATION_FIELDS: dict[str, Field] = {
     **_supported(stop_strings, "stop"),
     **_supported(token_ids, "stop_token_ids"),
     **_supported(salt, "cache_salt"),
-    **_supported(string, "session_id"),
+    **_supported(session_name, "session_id"),
     # Names for the client's own records; the x-request-id header names a request.
     **_no_effect(string, "user", "request_id"),
     # They only say how to do a thing that is refused below; spaces concern slow tokenizers only.
@@ -230,7 +240,7 @@ CHAT_FIELDS: dict[str, Field] = {
     **_supported(boolean, "add_generation_prompt"),
     **_supported(object_, "chat_template_kwargs"),
     **_no_effect(string, "service_tier", "safety_identifier"),
-    **_supported(string, "prompt_cache_key"),
+    **_supported(session_name, "prompt_cache_key"),
     # A hint about cost that nothing here reads.
     **_no_effect(string, "prompt_cache_retention"),
     # A prediction is a guess at the answer, for speed alone.

@@ -10,7 +10,6 @@ count. Which fields there are stands in `cluster.edge.openai_fields`, how much e
 from __future__ import annotations
 
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, cast
 
 import orjson
@@ -335,14 +334,8 @@ def build_request(
         cache_salt=values.get("cache_salt", ""),
         adapter="" if card.parent is None else card.id,
         priority=values.get("priority", 0),
-        session=_session(values),
+        session=values.get("prompt_cache_key") or values.get("session_id") or "",
     )
-
-
-def _session(values: Mapping[str, Any]) -> str:
-    """A short name of what the client says that its requests have in common; "" for nothing."""
-    given = values.get("prompt_cache_key") or values.get("session_id") or ""
-    return blake2b(given.encode(), digest_size=16).hexdigest() if given else ""
 
 
 def response_spec(

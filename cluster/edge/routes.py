@@ -288,6 +288,8 @@ class _Routes:
             created=_unix_time_s(),
             prompt_tokens_details=self._prompt_tokens_details,
         )
+        # Its text may be as large as the body, and a request may wait and run for long.
+        del parsed
         is_explained = self._has_route_header and asks_for(http_request.headers, ROUTE_HEADER)
 
         def more_headers() -> list[tuple[bytes, bytes]]:

@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import gc
 import json
 
 import pytest
@@ -10,6 +11,7 @@ from cluster.config.schema import AdmissionConfig, IngressConfig
 from cluster.edge import routes
 from cluster.edge.headers import cache_salt
 from cluster.edge.openai import Usage
+from cluster.edge.openai_requests import ParsedRequest, parse_chat_completion
 from cluster.edge.routes import create_app
 from cluster.errors import NotReadyError, QueueTimeoutError, ReplicaLostError, SaturatedError
 from replicas.errors import InvalidRequestError
@@ -341,6 +343,23 @@ def test_a_completion_answers_with_text_and_usage():
     assert response.headers["content-type"] == "application/json"
     assert response.body["choices"][0]["text"] == "hi"
     assert response.body["usage"]["total_tokens"] == 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_runs_keeps_nothing_of_its_body(stream):
+    kept = []
+
+    async def script(request, emit):
+        # Other tests' garbage may wait for its collection.
+        gc.collect()
+        kept.extend(x for x in gc.get_objects() if isinstance(x, ParsedRequest))
+        await emit(OutputDelta(0, "x", [1], "length"))
+        return Usage(len(request.prompt_token_ids), 1)
+
+    service = FakeBackend(script)
+    answer = call(service, "POST", "/v1/completions", {"prompt": "hi", "stream": stream})
+    assert answer.status == 200
+    assert kept == []
 
 
 def test_a_conversation_goes_through_the_chat_template():
@@ -795,6 +814,13 @@ def test_salt_of_the_cache_that_is_none_is_refused_and_not_shown(salt):
     client = call(FakeBackend(), "POST", GENERATE[0], {"prompt": "hi", "cache_salt": salt})
     assert (client.status, client.body["error"]["param"]) == (400, "cache_salt")
     assert "secret" not in client.body["error"]["message"]
+
+
+@pytest.mark.parametrize("field", ["session_id", "prompt_cache_key"])
+def test_a_request_that_waits_to_be_encoded_keeps_no_long_name_of_its_session(field):
+    messages = [{"role": "user", "content": "hi"}]
+    parsed = parse_chat_completion({"messages": messages, field: "s" * 100_000})
+    assert len(parsed.values[field]) == 32
 
 
 def test_requests_of_one_session_have_a_short_name_in_common():
