@@ -171,9 +171,9 @@ class IngressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         resources: Further Ray resources of each, for one `{edge: 0.001}`: they start only on hosts
             where `ray start --resources` says that there is some.
         max_ongoing_requests: Requests that one of them holds open at a time, running or queued;
-            more get 429. None takes what the decode slots need, and at least
-            `LEAST_ONGOING_REQUESTS`.
-        max_body_bytes: Larger request bodies get 413; at most `LARGEST_BODY_BYTES`.
+            more get 429. None takes twice the ingress's share of the decode slots and
+            `router.max_queued_requests`, and at least 1,024.
+        max_body_bytes: Larger request bodies get 413; at most 64 MiB.
         request_timeout_s: How long a request may take in all; then it is aborted and gets 408, or
             a last event with the error. Clients cannot say another time.
         prompt_tokens_details: Whether answers say how many prompt tokens were cached
