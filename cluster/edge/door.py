@@ -58,6 +58,10 @@ _SOURCE = SOURCE_HEADER.encode()
 _FORWARDED = frozenset({b"x-forwarded-for", b"forwarded", b"x-real-ip", b"via"})
 _SOURCE_BITS = 64
 _PIECE_BYTES = 64 * 2**10
+_TURNS_TO_HEAR = 3
+"""Turns of the event loop that each request waits before the application gets it. When the loop is
+late, many clients have left by then. The first turn reads the end of such a connection, the second
+reports it to the server, the third wakes the task that watches the client."""
 
 MAX_BODY_VARIABLE = "TTSERVE_MAX_BODY_BYTES"
 """Of an ingress replica's process, which has its door before its application."""
@@ -310,6 +314,8 @@ class _Exchange:
             self._is_ingress = True
             scope["headers"] += LEFT_TO_US
             with Interrupt() as self._interrupt:
+                for _ in range(_TURNS_TO_HEAR):
+                    await asyncio.sleep(0)
                 await app(scope, self.receive, self.send)
         finally:
             watching.cancel()

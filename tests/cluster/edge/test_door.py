@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import json
+import socket
+import struct
 import threading
 import warnings
 
@@ -107,6 +109,35 @@ def test_a_client_that_leaves_within_its_body_leaves_nothing_behind(door):
             client.sendall(request_bytes(b"x" * 200_000, length=300_000))
             poll(lambda: guard.num_shared_bytes > 0, "its bytes are counted")
         poll(lambda: (guard.num_bodies, guard.num_shared_bytes) == (0, 0), "all is given back")
+
+
+@pytest.mark.parametrize("how", ["closed", "reset"])
+def test_a_request_whose_client_left_while_the_loop_was_busy_is_not_begun(how):
+    reached, is_busy, have_left = [], threading.Event(), threading.Event()
+
+    async def app(scope, receive, send):
+        if scope["type"] == "http":
+            reached.append(scope)
+            if not is_busy.is_set():
+                is_busy.set()
+                have_left.wait(20)
+            await Response(b"x")(scope, receive, send)
+
+    with (
+        serving_door(ingress_middlewares, app, DoorLimits()) as (_, port),
+        contextlib.closing(connect(port)) as first,
+    ):
+        first.sendall(request_bytes(HI))
+        assert is_busy.wait(20)
+        for _ in range(20):
+            with contextlib.closing(connect(port)) as client:
+                if how == "reset":
+                    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                client.sendall(request_bytes(HI))
+        have_left.set()
+        assert answer(first) == (200, b"x")
+        assert ask(port, HI) == (200, b"x")
+    assert len(reached) == 2
 
 
 @pytest.mark.parametrize("chunked", [False, True])
