@@ -152,7 +152,7 @@ class Ingress:
             draining = f", {pools.num_draining} drain" if pools.num_draining else ""
             return False, f"no replica can decode{draining}"
         num_still = self.fleet.num_still
-        return True, f"replicas that do not move: {num_still}" if num_still else ""
+        return True, f"stalled replicas: {num_still}" if num_still else ""
 
     async def metrics_text(self) -> bytes:
         """This ingress's metrics and those of every engine that answers."""

@@ -201,7 +201,7 @@ class Fleet(Generic[ClientT_co]):
         self._num_failures += 1
         num = self._num_failures
         if num & (num - 1) == 0:  # A line for the first, the second, the fourth.
-            logger.exception("nobody says which replicas run; asked %d times", num)
+            logger.exception("discovery of replicas failed %d times in a row", num)
         return min(DISCOVERY_S * 2.0 ** min(num - 1, 16), DISCOVERY_FAILED_S)
 
     def add(self, members: Iterable[Member]) -> int:
@@ -261,9 +261,11 @@ class Fleet(Generic[ClientT_co]):
         member = self.pools.member(incarnation)
         replica = member.replica_id if member else incarnation
         if moves:
-            logger.info("replica=%s moves again", replica)
+            logger.info("replica=%s has recovered from its stall", replica)
         else:
-            self._tell(incarnation, "replica=%s does not move: it gets nothing new", replica)
+            self._tell(
+                incarnation, "replica=%s is stalled; not routing new requests to it", replica
+            )
         self.pools.set_moves(incarnation, moves)
         self.on_change()
 

@@ -451,6 +451,6 @@ class Run:
 def _nobody_goes_on(seam: Seam, error: ServingError) -> ServingError:
     """What a stream ends with that broke off."""
     return ReplicaLostError(
-        f"the decode replica was lost mid-request ({seam.why}), and nobody can go on: {error}",
+        f"the decode replica was lost mid-request ({seam.why}) and no other takes over: {error}",
         retry_after_s=RETRY_AFTER_S,
     )

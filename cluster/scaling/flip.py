@@ -87,8 +87,8 @@ def check_flip(engines: Iterable[Posture], replica: str, role: Role) -> None:
     _check_can_change(flipped, role)
     if not any(e.keeps == flipped.role for e in all_of_them if e is not flipped):
         raise LastOfRoleError(
-            f"{replica} is the last engine with role {flipped.role}: nobody would be left to "
-            f"{flipped.role}; start another replica of pool {flipped.role}, or change the role of "
+            f"{replica} is the last engine with role {flipped.role}: without it no request "
+            f"could run; start another replica of pool {flipped.role}, or change the role of "
             f"one that has role {role}, then try again"
         )
 

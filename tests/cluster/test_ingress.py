@@ -366,12 +366,12 @@ def test_service_is_ready_once_every_pool_has_had_a_replica(pool):
             await connected(service, [decode.member, prefill.member])
             assert service.is_ready() == (True, "")
             service.fleet._set_moves(prefill.incarnation, moves=False)
-            assert service.is_ready() == (True, "replicas that do not move: 1")
+            assert service.is_ready() == (True, "stalled replicas: 1")
             metrics = (await service.metrics_text()).decode()
             own = f'ingress="{service.metrics.ingress}",model_name="tiny"'
             assert f"ttserve_router_stalled_replicas{{{own}}} 1.0" in metrics
             service.fleet._set_moves(decode.incarnation, moves=False)
-            assert service.is_ready() == (True, "replicas that do not move: 2")
+            assert service.is_ready() == (True, "stalled replicas: 2")
             service.router.queue.check_open()  # As /health says.
             for engine in (prefill, decode):
                 service.fleet._set_moves(engine.incarnation, moves=True)
@@ -385,7 +385,7 @@ def test_service_is_ready_once_every_pool_has_had_a_replica(pool):
             service.fleet._lose(prefill.incarnation, "test")
             is_ready, reason = service.is_ready()
             assert is_ready, "the decode pool can do without"
-            assert reason == "replicas that do not move: 1"
+            assert reason == "stalled replicas: 1"
             service.fleet._lose(decode.incarnation, "test")
             assert service.is_ready() == (False, "no replica can decode")
             with pytest.raises(NotReadyError):
