@@ -205,7 +205,7 @@ def test_what_cannot_be_set_up_is_refused(golden_calls):
         ({"num_heads": 2}, r"\(2, 32, \d\).*\(4, 32, \d\)"),
         ({"head_dim": 64}, r"\(4, 64, \d\).*\(4, 32, \d\)"),
         ({"num_layers": 9}, r"\(4, 32, 9\).*\(4, 32, \d\)"),
-        ({"dtype": torch.float32}, "torch.float32 for .* torch.bfloat16"),
+        ({"dtype": torch.float32}, "torch.float32, .* torch.bfloat16"),
         ({"num_blocks": 7}, r"7 blocks, .* table has 8"),
         ({"block_size": 48}, "block_size 48"),
     ],
@@ -255,7 +255,7 @@ WRONG_CALLS = {
         "prefill", {"page_table": int32([1])}, "100.* rows of 64",
     ),
     "a page table that is too wide": (
-        "prefill", {"page_table": torch.ones(1, 9, dtype=torch.int32)}, "9 blocks .* has 8",
+        "prefill", {"page_table": torch.ones(1, 9, dtype=torch.int32)}, "9 blocks .* 8$",
     ),
     "a page table of other rows": (
         "prefill", {"page_table": torch.ones(2, 5, dtype=torch.int32)}, "2 rows, not 1",
@@ -271,7 +271,7 @@ WRONG_CALLS = {
     "part of the positions": ("decode", {"start_pos": int32(1, 2)}, "2 positions .* of 8"),
     "part of the page table": ("decode", {"page_table": int32([1])}, "1 rows, not 8"),
     "a wide page table": (
-        "decode", {"page_table": torch.ones(8, 9, dtype=torch.int32)}, "9 blocks .* has 8",
+        "decode", {"page_table": torch.ones(8, 9, dtype=torch.int32)}, "9 blocks .* 8$",
     ),
     "a decoded block past the cache": (
         "decode", {"page_table": torch.full((8, 5), 60)}, "60 to 60, the cache 60",
@@ -304,7 +304,7 @@ WRONG_CALLS = {
         "decode", {**BESIDE, "positions": [5] * 7 + [-1], "logits_rows": [6, 7]}, r"\[7\] do not",
     ),
     "another batch to warm up": ("warm_up_decode", {"max_batch_size": 7}, "7 rows .* of 8"),
-    "a wide table to warm up": ("warm_up_decode", {"num_blocks": 9}, "9 blocks .* has 8"),
+    "a wide table to warm up": ("warm_up_decode", {"num_blocks": 9}, "9 blocks .* 8$"),
 }  # fmt: skip
 """Name -> method of `Calls`, what differs from a right call, and what the error says."""
 

@@ -63,6 +63,7 @@ class LoadedModel:
         if given != wanted or dtype != torch.bfloat16:
             raise ConfigError(
                 f"KV cache of (kv heads, head size, layers) {given} in {dtype}, but the model has "
+                f"{wanted} in {torch.bfloat16}"
             )
         tp = self.lanes[0][0].get_num_devices()
         check_lane(config, tp, max_rows=self.rows_per_lane, block_size=block_size)
