@@ -460,8 +460,8 @@ def _node_here() -> LocalNode:
     Call it before Ray is imported, which reads some of that from the environment only then.
     """
     from cluster.config.environment import process_environment, replace_in_environment
+    from cluster.config.ray_auth import VARIABLES
     from cluster.lifecycle.local_nodes import NoNodeError, find_node
-    from cluster.lifecycle.ray_token import VARIABLES
 
     try:
         node = find_node(process_environment())

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from cluster.config.ray_auth import front_proof
 from cluster.errors import ClusterConfigError
 
 if TYPE_CHECKING:
@@ -33,10 +34,12 @@ class FrontSettings:
             port + 1.
         trusted_proxies: Addresses and networks of proxies whose `X-Forwarded-For` is believed, and
             whose connections are not limited as those of one client.
+        proof: Shows to ingresses that a request came through HAProxy, see `front_proof`.
     """
 
     operations_bind: str | None = None
     trusted_proxies: tuple[str, ...] = ()
+    proof: str = field(default="", repr=False)
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> FrontSettings:
@@ -53,7 +56,7 @@ class FrontSettings:
                     f"{OPERATIONS_VARIABLE} must be ADDRESS:PORT, as 0.0.0.0:8001, not {bind!r}"
                 )
         proxies = environment.get(TRUSTED_PROXIES_VARIABLE, "").replace(",", " ").split()
-        return cls(bind, tuple(_network(proxy) for proxy in proxies))
+        return cls(bind, tuple(map(_network, proxies)), front_proof(environment))
 
     def operations_address(self, public_port: int) -> str:
         """Address and port of the operations listener beside a public port."""

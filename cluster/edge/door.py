@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import hmac
 import ipaddress
 import re
 from collections import Counter
@@ -33,6 +34,7 @@ from starlette.middleware import Middleware
 
 from cluster.config.environment import process_environment
 from cluster.config.front import HAPROXY_VARIABLE, is_loopback
+from cluster.config.ray_auth import front_proof
 from cluster.config.schema import LARGEST_BODY_BYTES
 from cluster.edge.answers import error_response
 from cluster.edge.headers import (
@@ -42,6 +44,7 @@ from cluster.edge.headers import (
     LISTENER_HEADER,
     LOOPBACK,
     OPERATIONS,
+    PROOF_HEADER,
     SOURCE_HEADER,
 )
 from cluster.edge.interrupt import Interrupt
@@ -55,6 +58,7 @@ _IS_INTERNAL = re.compile(INTERNAL_HEADERS.encode())
 _REQUEST_ID = b"x-request-id"
 _OURS = b"x-ttserve-"
 _SOURCE = SOURCE_HEADER.encode()
+_PROOF = PROOF_HEADER.encode()
 _FORWARDED = frozenset({b"x-forwarded-for", b"forwarded", b"x-real-ip", b"via"})
 _SOURCE_BITS = 64
 _PIECE_BYTES = 64 * 2**10
@@ -101,8 +105,10 @@ class DoorLimits:
 
 def middlewares() -> list[Middleware]:
     """Return what Serve puts around its own proxies."""
-    has_haproxy = process_environment().get(HAPROXY_VARIABLE) == "1"
-    return [Middleware(Door, is_behind_haproxy=has_haproxy)]
+    environment = process_environment()
+    has_haproxy = environment.get(HAPROXY_VARIABLE) == "1"
+    proof = front_proof(environment)
+    return [Middleware(Door, is_behind_haproxy=has_haproxy, proof=proof)]
 
 
 def ingress_middlewares() -> list[Middleware]:
@@ -112,9 +118,11 @@ def ingress_middlewares() -> list[Middleware]:
     (`RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=0`): what a door tells stays on its loop. There is
     such a server only behind HAProxy.
     """
-    max_body_bytes = process_environment().get(MAX_BODY_VARIABLE, LARGEST_BODY_BYTES)
+    environment = process_environment()
+    max_body_bytes = environment.get(MAX_BODY_VARIABLE, LARGEST_BODY_BYTES)
     limits = DoorLimits(max_body_bytes=int(max_body_bytes))
-    return [Middleware(Door, limits, is_ingress=True, is_behind_haproxy=True)]
+    proof = front_proof(environment)
+    return [Middleware(Door, limits, is_ingress=True, is_behind_haproxy=True, proof=proof)]
 
 
 class Door:
@@ -125,7 +133,9 @@ class Door:
         limits: What clients may cost.
         is_ingress: Whether the application runs on this loop. The door then cancels what runs for a
             client that is gone and does not wait to hear of it, and tells Serve that it need not.
-        is_behind_haproxy: Whether every request comes through HAProxy, which says where it is from.
+        is_behind_haproxy: Whether requests come through HAProxy, which says where they are from.
+        proof: What HAProxy sends with each request. One without it came past HAProxy: its headers
+            of ours are not believed. Empty where Ray has no token to make a proof of.
 
     Attributes:
         num_bodies: Bodies under way.
@@ -140,11 +150,13 @@ class Door:
         *,
         is_ingress: bool = False,
         is_behind_haproxy: bool = False,
+        proof: str = "",
     ) -> None:
         self._app = app
         self._limits = limits or DoorLimits()
         self._is_ingress = is_ingress
         self._is_behind_haproxy = is_behind_haproxy
+        self._proof = proof.encode()
         self._bodies_of: Counter[str] = Counter()
         self._shared_bytes_of: Counter[str] = Counter()
         self.num_bodies = 0
@@ -221,13 +233,15 @@ class Door:
     def _identified(self, scope: Scope) -> Scope:
         """The request without headers that are not its client's to send, and with its source.
 
-        Without HAProxy the connection says where a request is from. A peer on this host may use the
-        operations routes, unless it only forwards what another client has sent.
+        Past HAProxy, or without it, the connection says where a request is from. A peer on this
+        host may use the operations routes, unless it only forwards what another client has sent.
         """
         headers = [header for header in scope["headers"] if _is_clients(*header)]
         peer, port = scope.get("client") or ("", 0)
-        if self._is_behind_haproxy:
-            ours = [(name, value) for name, value in scope["headers"] if name.startswith(_OURS)]
+        ours = [(name, value) for name, value in scope["headers"] if name.startswith(_OURS)]
+        shown = dict(ours).get(_PROOF, b"")
+        if self._is_behind_haproxy and hmac.compare_digest(shown, self._proof):
+            ours = [(name, value) for name, value in ours if name != _PROOF]
             peer = dict(ours).get(_SOURCE, peer.encode()).decode("latin-1")
         else:
             ours = []

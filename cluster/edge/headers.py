@@ -32,6 +32,8 @@ LISTENER_HEADER = "x-ttserve-listener"
 """Which listener a request came by: `OPERATIONS`, or anything else for the public one."""
 OPERATIONS = "operations"
 
+PROOF_HEADER = "x-ttserve-front"
+"""HAProxy's proof that it has set the others, see `cluster.config.ray_auth.front_proof`."""
 BOUND_HEADER = "x-ttserve-bound"
 """`LOOPBACK` where that listener has a loopback address, which other hosts cannot reach."""
 LOOPBACK = "loopback"

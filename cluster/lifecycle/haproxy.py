@@ -59,6 +59,7 @@ from cluster.edge.headers import (
     LISTENER_HEADER,
     LOOPBACK,
     OPERATIONS,
+    PROOF_HEADER,
     SOURCE_HEADER,
 )
 from cluster.edge.route_table import KNOWN_METHODS, REPEATABLE_PATHS, SAFE_METHODS
@@ -255,7 +256,7 @@ def _added(config: str, files: ErrorFiles, front: FrontSettings) -> dict[str, li
     """What `protect` adds, by the section that it is for."""
     found = _MAX_CONNECTIONS.search(config)
     max_connections = int(found[1]) if found else _DEFAULT_MAX_CONNECTIONS
-    trusted = "{ src " + " ".join(front.trusted_proxies) + " }" if front.trusted_proxies else ""
+    trusted = _trusted(front)
     return {
         # The kernel would keep eight megabytes of an answer that nobody reads.
         "global": [
@@ -274,18 +275,24 @@ def _added(config: str, files: ErrorFiles, front: FrontSettings) -> dict[str, li
             f"tcp-request connection track-sc0 src,ipmask({_SOURCE_BITS})"
             + (f" unless {trusted}" if trusted else ""),
             f"tcp-request connection reject if {{ sc0_conn_cur gt {max_connections // 2} }}",
-            *_request_rules(config, _PUBLIC, files, trusted),
+            *_request_rules(config, _PUBLIC, files, front),
         ],
         _OPERATIONS: [
             f"maxconn {_OPERATIONS_CONNECTIONS}",
-            *_request_rules(config, _OPERATIONS, files, trusted),
+            *_request_rules(config, _OPERATIONS, files, front),
             f"http-request set-header {LISTENER_HEADER} {OPERATIONS}",
         ],
     }
 
 
-def _request_rules(config: str, section: str, files: ErrorFiles, trusted: str) -> list[str]:
-    """What is done to each request and answer of a frontend, before Serve's own rules."""
+def _trusted(front: FrontSettings) -> str:
+    """Return the condition that a connection is of a trusted proxy; "" if there are none."""
+    return "{ src " + " ".join(front.trusted_proxies) + " }" if front.trusted_proxies else ""
+
+
+def _request_rules(config: str, section: str, files: ErrorFiles, front: FrontSettings) -> list[str]:
+    """Return the rules for requests and answers of a frontend, before Serve's own."""
+    trusted = _trusted(front)
     host = _host_of(config, section)
     is_loopback_only = host is not None and is_loopback(host)
     methods, safe = " ".join(KNOWN_METHODS), " ".join(SAFE_METHODS)
@@ -311,6 +318,7 @@ def _request_rules(config: str, section: str, files: ErrorFiles, trusted: str) -
         f"http-request set-header {SOURCE_HEADER}"
         f" %[var(txn.ttserve_source),ipmask({_SOURCE_BITS})]",
         *([f"http-request set-header {BOUND_HEADER} {LOOPBACK}"] if is_loopback_only else []),
+        *([f"http-request set-header {PROOF_HEADER} {front.proof}"] if front.proof else []),
         # The ingress names the request, and Serve does once more.
         "http-response set-header x-request-id %[res.fhdr(x-request-id,1)]"
         " if { res.fhdr_cnt(x-request-id) gt 1 }",

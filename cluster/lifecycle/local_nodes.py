@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.config.front import is_loopback
+from cluster.config.ray_auth import VARIABLES
 from cluster.lifecycle.processes import process_environ, process_table
-from cluster.lifecycle.ray_token import VARIABLES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

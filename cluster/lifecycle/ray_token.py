@@ -2,28 +2,21 @@
 
 With the token any program can be run as the cluster's user. Ray writes it under the umask that it
 finds, and does not look at the file's mode when it reads it.
-
-Source: Ray 2.60 takes the first of the variable RAY_AUTH_TOKEN, the file that RAY_AUTH_TOKEN_PATH
-names, and ~/.ray/auth_token.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cluster.config.ray_auth import MODE, PATH, VARIABLES, token_file
 from cluster.lifecycle.findings import Finding
 from cluster.lifecycle.private_files import UnsafeFileError, require_secret
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-
-MODE, TOKEN, PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
-KUBERNETES = "RAY_ENABLE_K8S_TOKEN_AUTH"
-VARIABLES = frozenset({MODE, TOKEN, PATH, KUBERNETES})
-"""What decides whether a process of Ray asks for a token, and for which."""
+    from pathlib import Path
 
 _TOKEN_BYTES = 32
 _ADVICE = (
@@ -51,16 +44,6 @@ def own_token(folder: Path, inherited: Mapping[str, str]) -> dict[str, str]:
     require_secret(path, "Name a folder in TMPDIR that other users cannot write")
     kept = {name: value for name, value in inherited.items() if name not in VARIABLES}
     return {**kept, MODE: "token", PATH: str(path)}
-
-
-def token_file(environment: Mapping[str, str]) -> Path | None:
-    """Return the file that Ray reads the token from; None where no file is read."""
-    if environment.get(TOKEN) or environment.get(MODE, "").lower() == "disabled":
-        return None
-    if environment.get(PATH):
-        return Path(environment[PATH])
-    home = environment.get("HOME")
-    return Path(home, ".ray", "auth_token") if home else None
 
 
 def require_private_token(environment: Mapping[str, str]) -> None:

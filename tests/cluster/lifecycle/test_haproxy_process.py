@@ -45,6 +45,13 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be anot
 HI = {"prompt": "hi"}
 
 
+@pytest.fixture(autouse=True)
+def _ray_token(monkeypatch):
+    """Give HAProxy and the door the token of one cluster."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of this cluster")
+
+
 @pytest.fixture(scope="module")
 def config():
     return haproxy_world.serve_config()
@@ -369,7 +376,7 @@ def test_headers_of_serve_do_not_pass(config, shared):
         assert ask(front.port, HI, headers=[*OF_SERVE, "x-mine: d"])[0] == 200
         assert ask(front.port, HI, headers=["x-request-id: job 7"])[0] == 200
     names = [name for name in app.seen if name.startswith((b"x", b"serve"))]
-    ours = [b"x-ttserve-bound", b"x-ttserve-source"]
+    ours = [b"x-ttserve-bound", b"x-ttserve-front", b"x-ttserve-source"]
     assert sorted(set(names)) == [b"x-mine", b"x-request-id", *ours]
 
 
@@ -393,6 +400,18 @@ def test_operations_routes_are_on_the_operations_listener_however_a_client_asks(
             assert get(front.operations_port, path) == 200
         for port in (front.port, front.operations_port):
             assert [get(port, path) for path in ("/health", "/live", "/version")] == [200] * 3
+
+
+def test_an_ingress_believes_headers_of_ours_from_haproxy_alone(config, shared):
+    with world(config, shared, behind_door(make_app())) as front:
+        assert get(front.operations_port, "/metrics") == 200
+        assert get(front.port, "/metrics") == 404
+    # Its own port, past HAProxy: a gateway on this host that forwards a client, and a page.
+    forged = {"x-ttserve-listener": "operations", "x-ttserve-front": "guessed"}
+    with serving(behind_door(make_app())) as port:
+        assert get(port, "/metrics", {**forged, "X-Forwarded-For": "192.0.2.1"}) == 404
+        assert get(port, "/v1/models", {**forged, "Host": "evil.example"}) == 421
+        assert get(port, "/v1/models") == 200
 
 
 def test_a_page_whose_name_leads_to_loopback_reads_nothing(config, shared):

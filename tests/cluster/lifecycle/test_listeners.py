@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from cluster import cli
 from cluster.config.front import is_loopback
+from cluster.config.ray_auth import VARIABLES
 from cluster.lifecycle import doctor, listeners
 from cluster.lifecycle.listeners import KNOWN_SOCKETS, Socket, judge, judge_ray, read_listeners
-from cluster.lifecycle.ray_token import VARIABLES
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 GCS = "/x/site-packages/ray/core/src/ray/gcs/gcs_server --gcs_server_port=6379"

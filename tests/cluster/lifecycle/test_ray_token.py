@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from cluster.config.ray_auth import token_file
 from cluster.lifecycle.private_files import UnsafeFileError
 from cluster.lifecycle.ray_token import (
     judge_tokens,
     own_token,
     require_private_token,
-    token_file,
 )
 
 
