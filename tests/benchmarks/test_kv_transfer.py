@@ -136,7 +136,9 @@ def test_connector_is_checked_for_bytes_and_path(pair):
 
 @pytest.mark.process
 def test_peer_that_is_not_there():
-    absent = PeerPair.start("mooncake", "read", BLOCKS, Path(sys.executable), None)
+    # The base interpreter has no packages.
+    python = Path(sys.base_prefix, "bin", "python3")
+    absent = PeerPair.start("mooncake", "read", BLOCKS, python, None)
     assert absent is None
 
 
