@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _MILLISECOND_S = 0.001
 """Leases are told in whole milliseconds."""
 
-_TOO_OLD = "is too old"
+_EXPIRED = "has expired"
 """What a refusal for the age of a ticket says; see `KeyRing.unseal`."""
 _TELL_S = 1.0
 """Within this time an ingress knows that an engine hangs: heartbeats say it."""
@@ -172,7 +172,7 @@ class ProtocolMonitor:
         self._waits.arrived(host, event)
         if isinstance(event, KVLoaded) and self._lent.get(event.request_id) == event.epoch:
             del self._lent[event.request_id]
-        if isinstance(event, Refused) and _TOO_OLD in event.message:
+        if isinstance(event, Refused) and _EXPIRED in event.message:
             self._check_age(host, event)
         if isinstance(event, TokenOutput) and event.token_ids and self._is_asked(host, event):
             self.failures.succeeded(host.incarnation)
