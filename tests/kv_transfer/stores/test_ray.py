@@ -236,7 +236,7 @@ def test_stores_of_other_names_have_other_tables(store: RayStore, cluster: str) 
 def test_an_invalid_value_is_a_miss_and_is_replaced(store: RayStore) -> None:
     directory = ray.get_actor(f"kv-store-directory-{NAME}", namespace="ttserve")
     for poison in (b"bytes", np.zeros(3), np.zeros((2, 2), np.uint8)):
-        put_id = ray.get(directory.begin.remote(99, b"poison", VALUE_BYTES))
+        put_id = ray.get(directory.begin_put.remote(99, b"poison", VALUE_BYTES))
         ray.get(directory.commit.remote(99, put_id, [ray.put(poison)]))
         assert store.get([b"poison"]) == []
         eventually(lambda: ray.get(directory.num_present.remote((b"poison",))) == 0)
