@@ -15,7 +15,7 @@ from tests.kubernetes.cluster import NODE, is_ready, wait_until
 from tests.kubernetes.conftest import SIMULATED
 
 NUM_STREAMS, NUM_TOKENS = 32, 600
-REDIS = "localhost/redis:test"
+REDIS = {"repository": "localhost/redis", "tag": "test"}
 REDIS_FILE = """
 FROM localhost/debian:bookworm-slim
 RUN apt-get update && apt-get install -y --no-install-recommends redis-server
@@ -40,10 +40,11 @@ def redis(cluster):
     """Values that name an image with Redis."""
     if not cluster.is_kit:
         return {}
+    name = f"{REDIS['repository']}:{REDIS['tag']}"
     buildah = ["buildah", "--storage-driver", "overlay"]
-    build = [*buildah, "bud", "--quiet", "--layers", "--isolation", "chroot", "-t", REDIS, "-"]
+    build = [*buildah, "bud", "--quiet", "--layers", "--isolation", "chroot", "-t", name, "-"]
     subprocess.run(build, input=REDIS_FILE, text=True, check=True)
-    push = [*buildah, "push", "--quiet", REDIS, f"docker-archive:/dev/stdout:{REDIS}"]
+    push = [*buildah, "push", "--quiet", name, f"docker-archive:/dev/stdout:{name}"]
     with subprocess.Popen(push, stdout=subprocess.PIPE) as pushing:
         subprocess.run([NODE, "load"], stdin=pushing.stdout, check=True)
     assert pushing.returncode == 0
