@@ -152,7 +152,7 @@ def run(config: Path, load_s: float, samples_path: Path | None) -> Outcome:
             wait_ready(f"{file.url}/health", server)
             load = Load(file.url, resolve(file.args).served_model_name)
             samples = asyncio.run(soak(load, ProcessSampler(server.pid), load_s, log))
-            left = settle(file.operations_url)
+            left = settle(f"http://127.0.0.1:{file.http_options.port + 1}")
         finally:
             server.send_signal(signal.SIGINT)
             server.wait(_STOP_S)
