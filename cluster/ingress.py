@@ -203,7 +203,7 @@ class Ingress:
         loop = asyncio.get_running_loop()
         members = self.fleet.pools.members()
         names = {member.description.incarnation: member.replica_id for member in members}
-        # The loop goes on with routes that run: the thread gets what they are now.
+        # Running routes still change on the loop: the thread gets copies.
         render = partial(
             _routes_json,
             [copy(route) for route in reversed(found.kept)],
@@ -356,7 +356,7 @@ class Shared(Generic[T]):
 
 
 class SharedByKey(Generic[T]):
-    """One answer of each key for all who ask for it at about the same time.
+    """One answer for each key, shared by all callers that ask at about the same time.
 
     It bounds how often answers are made: at most `max_keys` of them in each `interval_s`.
 

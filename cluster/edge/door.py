@@ -3,7 +3,7 @@
 Serve wraps it around its HTTP servers, those of ingress replicas and its own proxies', because
 `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names `middlewares`, or `ingress_middlewares`.
 
-- A request goes on when its body is there, so that a slow body takes no place from other requests.
+- A request reaches the application when its body is complete: a slow body takes no place.
 - Headers that are Serve's own, or ours, are taken from clients. Behind HAProxy ours are kept, as
   HAProxy has removed what clients sent and has set its own.
 - `scope["client"]` is the request's source, as HAProxy saw it: behind the door it is the key for

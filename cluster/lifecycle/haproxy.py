@@ -225,7 +225,7 @@ def protect(config: str, files: ErrorFiles, front: FrontSettings) -> str:
     Args:
         config: HAProxy's configuration as Serve wrote it.
         files: What HAProxy sends to a client by itself.
-        front: Who is a trusted proxy.
+        front: Says which proxies are trusted.
 
     Returns:
         The configuration to run; the same again for one that has been protected.
