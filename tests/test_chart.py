@@ -10,7 +10,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.config.schema import IngressConfig, PoolConfig, RouterConfig
-from cluster.edge.door import DoorLimits
+from cluster.edge.client_guard import ClientLimits
 from cluster.routing import metrics
 from cluster.routing.metrics import RouterMetrics, render
 from kv_transfer.connector import PathCounters, StageHistogram, TransferStats
@@ -96,7 +96,7 @@ def test_defaults_are_those_of_the_code():
 def test_an_ingress_pod_holds_the_most_that_clients_can_make_it_keep():
     """The comment above the value has the sum; these are its parts that the code decides."""
     values = read("values.yaml")
-    limits = DoorLimits()
+    limits = ClientLimits()
     bodies = limits.max_bodies * limits.free_bytes + limits.shared_bytes
     encoded = 2 * MAX_WHOLE_CHARS * 300
     itself_and_ray, shared_memory = 0.8 * 2**30, 2**30

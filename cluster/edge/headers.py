@@ -104,7 +104,7 @@ def share_of(headers: Headers, source: str, admission: AdmissionConfig | None) -
 
     Args:
         headers: Of the request.
-        source: The client's, as `cluster.edge.door` has put it into the request's scope.
+        source: The client's, as `cluster.edge.client_guard` has put it into the request's scope.
         admission: Says whether a header names tenants.
 
     Raises:

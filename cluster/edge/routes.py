@@ -170,7 +170,7 @@ def create_app(
     version: str,
     admission: AdmissionConfig | None = None,
 ) -> Starlette:
-    """Build the ASGI app, which `cluster.edge.door` keeps slow clients from.
+    """Build the ASGI app, which `cluster.edge.client_guard` keeps slow clients from.
 
     Args:
         backend: Runs the requests.

@@ -28,7 +28,7 @@ from ray.serve.exceptions import RayServeException
 from cluster.config.environment import process_environment
 from cluster.config.resolve import replica_engine, resolve
 from cluster.config.schema import NODE_HOST
-from cluster.edge.door import MAX_BODY_VARIABLE
+from cluster.edge.client_guard import MAX_BODY_VARIABLE
 from cluster.edge.routes import create_app
 from cluster.ingress import Ingress
 from cluster.lifecycle import haproxy
@@ -78,7 +78,7 @@ _INGRESS_VARIABLES = {
     # chunk of every stream from there to the loop that sends it: a third of what an ingress costs
     # per token. The door needs it, too.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
-    haproxy.DOOR_VARIABLE: haproxy.INGRESS_DOOR,
+    haproxy.MIDDLEWARES_VARIABLE: haproxy.INGRESS_MIDDLEWARES,
 }
 """What Ray Serve reads when the process of an ingress starts."""
 _NO_LIMIT_OF_SERVE = 2**20

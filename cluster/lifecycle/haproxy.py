@@ -69,9 +69,9 @@ from cluster.lifecycle.ray_token import require_private_token
 
 SCRIPT_NAME = "ttserve-haproxy"
 BINARY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
-DOOR_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
-DOOR = "cluster.edge.door:middlewares"
-INGRESS_DOOR = "cluster.edge.door:ingress_middlewares"
+MIDDLEWARES_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+PROXY_MIDDLEWARES = "cluster.edge.client_guard:proxy_middlewares"
+INGRESS_MIDDLEWARES = "cluster.edge.client_guard:ingress_middlewares"
 """What Serve calls for the middlewares of its own proxies, and of ingress replicas."""
 
 REQUEST_TIMEOUT_S = 10
@@ -384,7 +384,7 @@ def environment(folder: Path, script: str | None) -> dict[str, str]:
         Variables for the processes of `ray start`, on every host.
     """
     variables = {
-        DOOR_VARIABLE: DOOR,
+        MIDDLEWARES_VARIABLE: PROXY_MIDDLEWARES,
         # Serve replaces a proxy after three failures: by default 30 s after HAProxy's death.
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": str(_HEALTH_PERIOD_S),
         # Ray's own is 15: whatever else computes on a host would go before engines and streams.

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from cluster.config.schema import IngressConfig
-from cluster.edge.door import ingress_middlewares
+from cluster.edge.client_guard import ingress_middlewares
 from cluster.edge.openai import Usage
 from cluster.edge.routes import create_app
 from cluster.lifecycle import haproxy, supervisor
@@ -47,7 +47,7 @@ HI = {"prompt": "hi"}
 
 @pytest.fixture(autouse=True)
 def _ray_token(monkeypatch):
-    """Give HAProxy and the door the token of one cluster."""
+    """Give HAProxy and the client guard the token of one cluster."""
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of this cluster")
 
@@ -383,8 +383,8 @@ def test_headers_of_serve_do_not_pass(config, shared):
 # --- listeners, sources and methods --------------------------------------------------------------
 
 
-def behind_door(app):
-    """An app behind the door of an ingress."""
+def behind_guard(app):
+    """An app behind the client guard of an ingress."""
     [middleware] = ingress_middlewares()
     return middleware.cls(app, *middleware.args, **middleware.kwargs)
 
@@ -393,7 +393,7 @@ def test_operations_routes_are_on_the_operations_listener_however_a_client_asks(
     forged = {"x-ttserve-listener": "operations", "X-TTServe-Listener": "operations"}
     paths = ["/metrics", "/kv", "/debug/slots", "/health_generate"]
     encoded = ["/%6detrics", "//metrics", "/metrics/", "/./metrics", "/metrics?x=1", "/METRICS"]
-    with world(config, shared, behind_door(make_app())) as front:
+    with world(config, shared, behind_guard(make_app())) as front:
         for path in [*paths, *encoded]:
             assert get(front.port, path, forged) in {307, 404}, path
         for path in paths[:3]:
@@ -403,12 +403,12 @@ def test_operations_routes_are_on_the_operations_listener_however_a_client_asks(
 
 
 def test_an_ingress_believes_headers_of_ours_from_haproxy_alone(config, shared):
-    with world(config, shared, behind_door(make_app())) as front:
+    with world(config, shared, behind_guard(make_app())) as front:
         assert get(front.operations_port, "/metrics") == 200
         assert get(front.port, "/metrics") == 404
     # Its own port, past HAProxy: a gateway on this host that forwards a client, and a page.
     forged = {"x-ttserve-listener": "operations", "x-ttserve-front": "guessed"}
-    with serving(behind_door(make_app())) as port:
+    with serving(behind_guard(make_app())) as port:
         assert get(port, "/metrics", {**forged, "X-Forwarded-For": "192.0.2.1"}) == 404
         assert get(port, "/v1/models", {**forged, "Host": "evil.example"}) == 421
         assert get(port, "/v1/models") == 200
@@ -416,7 +416,7 @@ def test_an_ingress_believes_headers_of_ours_from_haproxy_alone(config, shared):
 
 def test_a_page_whose_name_leads_to_loopback_reads_nothing(config, shared):
     """DNS rebinding: the browser sends the page's own name in `Host`."""
-    with world(config, shared, behind_door(make_app())) as front:
+    with world(config, shared, behind_guard(make_app())) as front:
         for port in (front.port, front.operations_port):
             rebound = f"evil.example:{port}"
             assert get(port, "/version", {"Host": rebound}) == 421
@@ -439,7 +439,7 @@ class Sources:
 def test_a_client_cannot_choose_its_source(config, shared):
     app = Sources()
     headers = ["x-ttserve-source: 192.0.2.1", "x-forwarded-for: 192.0.2.1"]
-    with world(config, shared, behind_door(app)) as front:
+    with world(config, shared, behind_guard(app)) as front:
         assert ask(front.port, HI, headers=headers)[0] == 200
     assert app.seen == ["127.0.0.1"]
 
@@ -449,7 +449,7 @@ def test_a_trusted_proxy_says_the_source_and_has_no_cap(config, shared):
     trusted = {"TTSERVE_TRUSTED_PROXIES": "127.0.0.3/32"}
     small = config.replace("maxconn 4096", "maxconn 40")
     with (
-        world(small, shared, behind_door(app), variables=trusted) as front,
+        world(small, shared, behind_guard(app), variables=trusted) as front,
         contextlib.ExitStack() as stack,
     ):
         gateway = [
@@ -471,7 +471,7 @@ def test_a_gateway_of_haproxy_hands_the_source_on(config, shared, tmp_path):
     """Two HAProxies in a row: the outer one as a gateway writes `X-Forwarded-For`."""
     app = Sources()
     trusted = {"TTSERVE_TRUSTED_PROXIES": "127.0.0.4"}
-    with world(config, shared, behind_door(app), variables=trusted) as front:
+    with world(config, shared, behind_guard(app), variables=trusted) as front:
         port = supervisor.free_port()
         (tmp_path / "gateway.cfg").write_text(
             "defaults\n  mode http\n  timeout client 10s\n  timeout connect 10s\n"

@@ -1,7 +1,7 @@
 """The door of a server: what every request passes before Serve counts it, and each answer after.
 
 Serve wraps it around its HTTP servers, those of ingress replicas and its own proxies', because
-`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names `middlewares`, or `ingress_middlewares`.
+`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names `proxy_middlewares`, or `ingress_middlewares`.
 
 - A request reaches the application when its body is complete: a slow body takes no place.
 - Headers that are Serve's own, or ours, are taken from clients. Behind HAProxy ours are kept, as
@@ -14,7 +14,8 @@ Serve wraps it around its HTTP servers, those of ingress replicas and its own pr
   two more tasks for each. An application that waits for `http.disconnect` ends by itself, and says
   so; anything else is cancelled.
 
-Owner: a `Door` owns what its process holds of request bodies, an `_Exchange` one request's own.
+Owner: a `ClientGuard` owns what its process holds of request bodies, an `_Exchange` one
+request's own.
 What a body may say is `cluster.edge.routes`' business.
 """
 
@@ -62,7 +63,7 @@ _PROOF = PROOF_HEADER.encode()
 _FORWARDED = frozenset({b"x-forwarded-for", b"forwarded", b"x-real-ip", b"via"})
 _SOURCE_BITS = 64
 _PIECE_BYTES = 64 * 2**10
-_TURNS_TO_HEAR = 3
+_DISCONNECT_TURNS = 3
 """Turns of the event loop that each request waits before the application gets it. When the loop is
 late, many clients have left by then. The first turn reads the end of such a connection, the second
 reports it to the server, the third wakes the task that watches the client."""
@@ -72,7 +73,7 @@ MAX_BODY_VARIABLE = "TTSERVE_MAX_BODY_BYTES"
 
 
 @dataclass(frozen=True, slots=True)
-class DoorLimits:
+class ClientLimits:
     """What clients may cost a process before and after their requests run.
 
     At most `max_bodies * free_bytes + shared_bytes` bytes of bodies are held: 512 MiB. Answers that
@@ -103,12 +104,12 @@ class DoorLimits:
     num_sources: int = 4
 
 
-def middlewares() -> list[Middleware]:
+def proxy_middlewares() -> list[Middleware]:
     """Return what Serve puts around its own proxies."""
     environment = process_environment()
     has_haproxy = environment.get(HAPROXY_VARIABLE) == "1"
     proof = front_proof(environment)
-    return [Middleware(Door, is_behind_haproxy=has_haproxy, proof=proof)]
+    return [Middleware(ClientGuard, is_behind_haproxy=has_haproxy, proof=proof)]
 
 
 def ingress_middlewares() -> list[Middleware]:
@@ -120,12 +121,12 @@ def ingress_middlewares() -> list[Middleware]:
     """
     environment = process_environment()
     max_body_bytes = environment.get(MAX_BODY_VARIABLE, LARGEST_BODY_BYTES)
-    limits = DoorLimits(max_body_bytes=int(max_body_bytes))
+    limits = ClientLimits(max_body_bytes=int(max_body_bytes))
     proof = front_proof(environment)
-    return [Middleware(Door, limits, is_ingress=True, is_behind_haproxy=True, proof=proof)]
+    return [Middleware(ClientGuard, limits, is_ingress=True, is_behind_haproxy=True, proof=proof)]
 
 
-class Door:
+class ClientGuard:
     """ASGI middleware, the outermost one.
 
     Args:
@@ -140,20 +141,20 @@ class Door:
     Attributes:
         num_bodies: Bodies under way.
         num_shared_bytes: What they, and those that the application has not taken, have of
-            `DoorLimits.shared_bytes`.
+            `ClientLimits.shared_bytes`.
     """
 
     def __init__(
         self,
         app: ASGIApp,
-        limits: DoorLimits | None = None,
+        limits: ClientLimits | None = None,
         *,
         is_ingress: bool = False,
         is_behind_haproxy: bool = False,
         proof: str = "",
     ) -> None:
         self._app = app
-        self._limits = limits or DoorLimits()
+        self._limits = limits or ClientLimits()
         self._is_ingress = is_ingress
         self._is_behind_haproxy = is_behind_haproxy
         self._proof = proof.encode()
@@ -167,7 +168,7 @@ class Door:
         if scope["type"] not in {"http", "websocket"}:
             await self._app(scope, receive, send)
             return
-        scope = self._identified(scope)
+        scope = self._with_trusted_source(scope)
         if scope["type"] == "websocket":
             await self._app(scope, receive, send)
             return
@@ -187,7 +188,7 @@ class Door:
         response = error_response(error)
         # The rest of the body would be read as the connection's next request.
         response.headers["connection"] = "close"
-        await response(scope, receive, exchange.lingering(error))
+        await response(scope, receive, exchange.draining_send(error))
 
     def add_body(self, source: str) -> None:
         """Count a body of a source that is being read.
@@ -230,13 +231,13 @@ class Door:
         self.num_shared_bytes -= num_bytes
         _subtract(self._shared_bytes_of, source, num_bytes)
 
-    def _identified(self, scope: Scope) -> Scope:
+    def _with_trusted_source(self, scope: Scope) -> Scope:
         """The request without headers that are not its client's to send, and with its source.
 
         Past HAProxy, or without it, the connection says where a request is from. A peer on this
         host may use the operations routes, unless it only forwards what another client has sent.
         """
-        headers = [header for header in scope["headers"] if _is_clients(*header)]
+        headers = [header for header in scope["headers"] if _may_come_from_client(*header)]
         peer, port = scope.get("client") or ("", 0)
         ours = [(name, value) for name, value in scope["headers"] if name.startswith(_OURS)]
         shown = dict(ours).get(_PROOF, b"")
@@ -265,9 +266,9 @@ class _Exchange:
     """One request's body and answer."""
 
     def __init__(
-        self, door: Door, limits: DoorLimits, source: str, receive: Receive, send: Send
+        self, guard: ClientGuard, limits: ClientLimits, source: str, receive: Receive, send: Send
     ) -> None:
-        self._door = door
+        self._guard = guard
         self._limits = limits
         self._source = source
         self._receive = receive
@@ -277,7 +278,7 @@ class _Exchange:
         self._has_all = False
         self._num_shared_bytes = 0
         self._gone = asyncio.Event()
-        self._num_waiting = 0
+        self._num_disconnect_waiters = 0
         self._interrupt: Interrupt | None = None
         self._is_ingress = False
         self._is_answered = False
@@ -298,7 +299,7 @@ class _Exchange:
             return
         if declared.isdigit() and int(declared) > self._limits.max_body_bytes:
             raise _RefusedError(PayloadTooLargeError(self._limits.max_body_bytes))
-        self._door.add_body(self._source)
+        self._guard.add_body(self._source)
         late = BodyTimeoutError(
             f"the body was not complete within {self._limits.body_timeout_s:g} s; "
             "send it without pauses, or a smaller one"
@@ -308,9 +309,9 @@ class _Exchange:
                 self._limits.body_timeout_s, interrupt.end, _RefusedError(late)
             )
             try:
-                self._body = await self._read()
+                self._body = await self._read_chunks()
             finally:
-                self._door.remove_body(self._source)
+                self._guard.remove_body(self._source)
                 timer.cancel()
 
     async def run(self, app: ASGIApp, scope: Scope, *, is_ingress: bool) -> None:
@@ -320,7 +321,7 @@ class _Exchange:
             ClientGoneError: The client was gone first, and what ran for it has been cancelled, as
                 far as it does not swallow cancellations, as Serve does.
         """
-        watching = asyncio.create_task(self._watch())
+        watching = asyncio.create_task(self._watch_for_disconnect())
         try:
             if not is_ingress:
                 await app(scope, self.receive, self.send)
@@ -328,7 +329,7 @@ class _Exchange:
             self._is_ingress = True
             scope["headers"] += LEFT_TO_US
             with Interrupt() as self._interrupt:
-                for _ in range(_TURNS_TO_HEAR):
+                for _ in range(_DISCONNECT_TURNS):
                     await asyncio.sleep(0)
                 await app(scope, self.receive, self.send)
         finally:
@@ -339,22 +340,24 @@ class _Exchange:
         if self._body is not None:
             body, self._body = self._body, None
             if self._is_ingress:
-                self._give_back()
+                self._release_shared_bytes()
             return {"type": "http.request", "body": body, "more_body": False}
-        self._num_waiting += 1
+        self._num_disconnect_waiters += 1
         try:
             await self._gone.wait()
         finally:
-            self._num_waiting -= 1
+            self._num_disconnect_waiters -= 1
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
         """ASGI's channel to the client; when it does not read, `receive` says that it is gone."""
         if self._timer is None:
-            self._give_back()  # an application that answers has read
-            self._timer = self._loop.call_later(self._limits.write_timeout_s / 2, self._look)
+            self._release_shared_bytes()  # an application that answers has read
+            self._timer = self._loop.call_later(
+                self._limits.write_timeout_s / 2, self._check_write_timeout
+            )
         if message["type"] == "http.response.start":
-            await self._begin_answer(message)
+            await self._send_head(message)
         elif not self._is_refused:
             body: bytes = message.get("body", b"")
             # The server keeps what it is given: it waits for its client only between two pieces.
@@ -367,11 +370,11 @@ class _Exchange:
             await self._send_in_time(message)
         self._is_answered = message["type"] == "http.response.body" and not message.get("more_body")
 
-    async def _begin_answer(self, start: Message) -> None:
+    async def _send_head(self, start: Message) -> None:
         """Send an answer's head, or a 429 where too much is held for clients that do not read."""
         declared = dict(start.get("headers", ())).get(b"content-length", b"0")
         try:
-            self._take_share(int(declared) - self._limits.free_bytes)
+            self._reserve_shared_bytes(int(declared) - self._limits.free_bytes)
         except _RefusedError as refused:
             self._is_refused = True
             await error_response(refused.error)({"type": "http"}, self._receive, self._send)
@@ -385,7 +388,7 @@ class _Exchange:
         finally:
             self._sending_since_s = None
 
-    def lingering(self, error: ServingError) -> Send:
+    def draining_send(self, error: ServingError) -> Send:
         """Return a channel for a refusal, which ends it when the rest of the body has been read.
 
         Many clients read no answer before they have sent their whole body. With the rest unread
@@ -399,12 +402,12 @@ class _Exchange:
                 return
             await self._send({**message, "more_body": True})
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._drop_rest(), self._limits.body_timeout_s)
+                await asyncio.wait_for(self._discard_rest(), self._limits.body_timeout_s)
             await self._send({"type": "http.response.body"})
 
         return send
 
-    async def _drop_rest(self) -> None:
+    async def _discard_rest(self) -> None:
         num_bytes = 0
         while not self._has_all and num_bytes <= LARGEST_BODY_BYTES:
             message = await self._receive()
@@ -413,28 +416,30 @@ class _Exchange:
 
     def close(self) -> None:
         """Nothing is held for this request any more."""
-        self._give_back()
+        self._release_shared_bytes()
         if self._timer is not None:
             self._timer.cancel()
 
-    def _look(self) -> None:
+    def _check_write_timeout(self) -> None:
         since_s, now_s = self._sending_since_s, self._loop.time()
         if since_s is not None and now_s - since_s > self._limits.write_timeout_s:
-            self._leave()
-        self._timer = self._loop.call_later(self._limits.write_timeout_s / 2, self._look)
+            self._client_left()
+        self._timer = self._loop.call_later(
+            self._limits.write_timeout_s / 2, self._check_write_timeout
+        )
 
-    async def _watch(self) -> None:
+    async def _watch_for_disconnect(self) -> None:
         await until_gone(self._receive)
-        self._leave()
+        self._client_left()
 
-    def _leave(self) -> None:
-        is_told = self._num_waiting > 0
+    def _client_left(self) -> None:
+        is_told = self._num_disconnect_waiters > 0
         self._gone.set()
         # Once it has its answer it may leave; there may be something yet to be written down.
         if self._interrupt is not None and not (is_told or self._is_answered):
             self._interrupt.end(ClientGoneError())
 
-    async def _read(self) -> bytes:
+    async def _read_chunks(self) -> bytes:
         chunks: list[bytes] = []
         num_bytes = 0
         while True:
@@ -446,20 +451,20 @@ class _Exchange:
             num_bytes += len(chunk)
             if num_bytes > self._limits.max_body_bytes:
                 raise _RefusedError(PayloadTooLargeError(self._limits.max_body_bytes))
-            self._take_share(num_bytes - self._limits.free_bytes)
+            self._reserve_shared_bytes(num_bytes - self._limits.free_bytes)
             chunks.append(chunk)
             if self._has_all:
                 return b"".join(chunks)
 
-    def _take_share(self, num_bytes: int) -> None:
+    def _reserve_shared_bytes(self, num_bytes: int) -> None:
         more = max(0, num_bytes) - self._num_shared_bytes
         if more > 0:
-            self._door.add_shared_bytes(self._source, more)
+            self._guard.add_shared_bytes(self._source, more)
             self._num_shared_bytes += more
 
-    def _give_back(self) -> None:
+    def _release_shared_bytes(self) -> None:
         if self._num_shared_bytes:
-            self._door.remove_shared_bytes(self._source, self._num_shared_bytes)
+            self._guard.remove_shared_bytes(self._source, self._num_shared_bytes)
             self._num_shared_bytes = 0
 
 
@@ -484,7 +489,7 @@ def source_of(address: str) -> str:
     return str(ipaddress.ip_network((int(parsed), _SOURCE_BITS), strict=False).network_address)
 
 
-def _is_clients(name: bytes, value: bytes) -> bool:
+def _may_come_from_client(name: bytes, value: bytes) -> bool:
     """Return whether a header is the client's to send; Serve reads a request's id as UTF-8."""
     return not _IS_INTERNAL.match(name) and (name != _REQUEST_ID or value.isascii())
 

@@ -12,7 +12,12 @@ import pytest
 from starlette.responses import Response
 
 from cluster.config.schema import IngressConfig
-from cluster.edge.door import DoorLimits, ingress_middlewares, middlewares, source_of
+from cluster.edge.client_guard import (
+    ClientLimits,
+    ingress_middlewares,
+    proxy_middlewares,
+    source_of,
+)
 from cluster.edge.headers import LEFT_TO_US
 from cluster.edge.openai import Usage
 from cluster.edge.routes import create_app
@@ -32,7 +37,7 @@ from tests.cluster.edge.http_server import (
 HI = {"prompt": "hi"}
 LARGE_ANSWER = 12 * 2**20
 """More than the kernel keeps for a client that does not read."""
-QUICK = DoorLimits(body_timeout_s=1.0, write_timeout_s=0.5)
+QUICK = ClientLimits(body_timeout_s=1.0, write_timeout_s=0.5)
 
 
 def make_app(service, *, max_body_bytes=2**20, request_timeout_s=60):
@@ -44,12 +49,12 @@ def make_app(service, *, max_body_bytes=2**20, request_timeout_s=60):
 
 
 @contextlib.contextmanager
-def serving_door(make_middlewares, app, limits=QUICK):
+def serve_guarded(make_middlewares, app, limits=QUICK):
     """Built as Serve does, but for the limits."""
     [middleware] = make_middlewares()
-    door = middleware.cls(app, limits, **middleware.kwargs)
-    with serving(door) as port:
-        yield door, port
+    guard = middleware.cls(app, limits, **middleware.kwargs)
+    with serving(guard) as port:
+        yield guard, port
 
 
 @pytest.fixture(autouse=True)
@@ -58,16 +63,18 @@ def _no_ray_token(monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
 
 
-@pytest.fixture(params=[middlewares, ingress_middlewares], ids=["of a proxy", "of an ingress"])
-def door(request):
+@pytest.fixture(
+    params=[proxy_middlewares, ingress_middlewares], ids=["of a proxy", "of an ingress"]
+)
+def guarded(request):
     def make(limits=QUICK, app=None):
-        return serving_door(request.param, app or make_app(FakeBackend()), limits)
+        return serve_guarded(request.param, app or make_app(FakeBackend()), limits)
 
     return make
 
 
-def test_hundreds_of_slow_bodies_get_408_and_leave_others_served(door):
-    with door() as (guard, port), contextlib.ExitStack() as stack:
+def test_hundreds_of_slow_bodies_get_408_and_leave_others_served(guarded):
+    with guarded() as (guard, port), contextlib.ExitStack() as stack:
         slow = [stack.enter_context(contextlib.closing(connect(port))) for _ in range(400)]
         for client in slow:
             client.sendall(request_bytes(b"{", length=500))
@@ -80,9 +87,9 @@ def test_hundreds_of_slow_bodies_get_408_and_leave_others_served(door):
         poll(lambda: guard.num_bodies == 0, "no body is left")
 
 
-def test_a_refused_body_gives_its_share_back_before_its_rest_is_read(door):
-    limits = DoorLimits(max_body_bytes=150_000, free_bytes=1000, body_timeout_s=20)
-    with door(limits) as (guard, port), contextlib.closing(connect(port)) as client:
+def test_a_refused_body_gives_its_share_back_before_its_rest_is_read(guarded):
+    limits = ClientLimits(max_body_bytes=150_000, free_bytes=1000, body_timeout_s=20)
+    with guarded(limits) as (guard, port), contextlib.closing(connect(port)) as client:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
         client.sendall(head + b"30000\r\n" + b"x" * 0x20000)
         poll(lambda: guard.num_shared_bytes > 0, "its bytes are counted")
@@ -92,7 +99,7 @@ def test_a_refused_body_gives_its_share_back_before_its_rest_is_read(door):
         client.sendall(b"x" * 5)  # the connection is open: the rest is read
 
 
-def test_a_body_reaches_the_application_only_when_it_is_whole(door):
+def test_a_body_reaches_the_application_only_when_it_is_whole(guarded):
     reached = []
     app = make_app(FakeBackend())
 
@@ -100,7 +107,10 @@ def test_a_body_reaches_the_application_only_when_it_is_whole(door):
         reached.append(scope["type"])
         await app(scope, receive, send)
 
-    with door(DoorLimits(), watched) as (guard, port), contextlib.closing(connect(port)) as client:
+    with (
+        guarded(ClientLimits(), watched) as (guard, port),
+        contextlib.closing(connect(port)) as client,
+    ):
         whole = request_bytes(HI)
         client.sendall(whole[:-3])
         poll(lambda: guard.num_bodies == 1, "the body is awaited")
@@ -109,8 +119,8 @@ def test_a_body_reaches_the_application_only_when_it_is_whole(door):
         assert answer(client)[0] == 200
 
 
-def test_a_client_that_leaves_within_its_body_leaves_nothing_behind(door):
-    with door(DoorLimits()) as (guard, port):
+def test_a_client_that_leaves_within_its_body_leaves_nothing_behind(guarded):
+    with guarded(ClientLimits()) as (guard, port):
         with contextlib.closing(connect(port)) as client:
             client.sendall(request_bytes(b"x" * 200_000, length=300_000))
             poll(lambda: guard.num_shared_bytes > 0, "its bytes are counted")
@@ -130,7 +140,7 @@ def test_a_request_whose_client_left_while_the_loop_was_busy_is_not_begun(how):
             await Response(b"x")(scope, receive, send)
 
     with (
-        serving_door(ingress_middlewares, app, DoorLimits()) as (_, port),
+        serve_guarded(ingress_middlewares, app, ClientLimits()) as (_, port),
         contextlib.closing(connect(port)) as first,
     ):
         first.sendall(request_bytes(HI))
@@ -147,10 +157,10 @@ def test_a_request_whose_client_left_while_the_loop_was_busy_is_not_begun(how):
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_body_over_the_limit_is_refused_however_it_is_sent(door, chunked):
-    limits = DoorLimits(max_body_bytes=1000)
+def test_a_body_over_the_limit_is_refused_however_it_is_sent(guarded, chunked):
+    limits = ClientLimits(max_body_bytes=1000)
     body = b"x" * 1001
-    with door(limits) as (_, port), contextlib.closing(connect(port)) as client:
+    with guarded(limits) as (_, port), contextlib.closing(connect(port)) as client:
         if chunked:
             head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
             client.sendall(head.encode() + b"3e9\r\n" + body + b"\r\n0\r\n\r\n")
@@ -161,9 +171,9 @@ def test_a_body_over_the_limit_is_refused_however_it_is_sent(door, chunked):
         assert json.loads(text)["error"]["code"] == "payload_too_large"
 
 
-def test_large_bodies_share_what_small_ones_never_need(door):
-    limits = DoorLimits(free_bytes=1000, shared_bytes=100_000, num_sources=1)
-    with door(limits) as (guard, port), contextlib.ExitStack() as stack:
+def test_large_bodies_share_what_small_ones_never_need(guarded):
+    limits = ClientLimits(free_bytes=1000, shared_bytes=100_000, num_sources=1)
+    with guarded(limits) as (guard, port), contextlib.ExitStack() as stack:
         large = [stack.enter_context(contextlib.closing(connect(port))) for _ in range(2)]
         large[0].sendall(request_bytes(b" " * 90_000, length=95_000))
         poll(lambda: guard.num_shared_bytes == 89_000, "the first is being read")
@@ -184,13 +194,13 @@ def from_address(address):
 def behind_haproxy():
     def make(limits):
         app = create_app(FakeBackend(), IngressConfig(), version="0")
-        return serving_door(ingress_middlewares, app, limits)
+        return serve_guarded(ingress_middlewares, app, limits)
 
     return make
 
 
 def test_one_source_has_a_part_of_what_large_bodies_share(behind_haproxy):
-    limits = DoorLimits(free_bytes=1000, shared_bytes=100_000, num_sources=4)
+    limits = ClientLimits(free_bytes=1000, shared_bytes=100_000, num_sources=4)
     greedy, honest = from_address("192.0.2.1"), from_address("192.0.2.2")
     with behind_haproxy(limits) as (guard, port), contextlib.ExitStack() as stack:
         held = [stack.enter_context(contextlib.closing(connect(port))) for _ in range(2)]
@@ -206,7 +216,7 @@ def test_one_source_has_a_part_of_what_large_bodies_share(behind_haproxy):
 def test_one_source_has_a_part_of_all_bodies(behind_haproxy):
     greedy, honest = from_address("192.0.2.1"), from_address("192.0.2.2")
     with (
-        behind_haproxy(DoorLimits(max_bodies=8, num_sources=4)) as (guard, port),
+        behind_haproxy(ClientLimits(max_bodies=8, num_sources=4)) as (guard, port),
         contextlib.ExitStack() as stack,
     ):
         held = [stack.enter_context(contextlib.closing(connect(port))) for _ in range(2)]
@@ -230,7 +240,7 @@ def test_a_body_that_the_application_has_taken_has_no_share(behind_haproxy):
             await send(message)
 
     with (
-        serving_door(ingress_middlewares, takes, DoorLimits(free_bytes=1000)) as (guard, port),
+        serve_guarded(ingress_middlewares, takes, ClientLimits(free_bytes=1000)) as (guard, port),
         contextlib.closing(connect(port)) as client,
     ):
         client.sendall(request_bytes(b" " * 20_000))
@@ -244,8 +254,8 @@ def test_a_body_that_the_application_has_taken_has_no_share(behind_haproxy):
 def test_an_ingress_reads_no_body_that_its_application_would_refuse(monkeypatch):
     monkeypatch.setenv("TTSERVE_MAX_BODY_BYTES", "1000")
     [middleware] = ingress_middlewares()
-    door = middleware.cls(NamesOfHeaders(), *middleware.args, **middleware.kwargs)
-    with serving(door) as port, contextlib.closing(connect(port)) as client:
+    guard = middleware.cls(NamesOfHeaders(), *middleware.args, **middleware.kwargs)
+    with serving(guard) as port, contextlib.closing(connect(port)) as client:
         client.sendall(request_bytes(b"", length=1001))
         assert answer(client)[0] == 413
 
@@ -270,7 +280,7 @@ def ours(scope):
 def test_behind_haproxy_a_request_is_from_where_haproxy_says():
     app = Scopes()
     told = ["x-ttserve-source: 192.0.2.1", "x-ttserve-listener: operations"]
-    with serving_door(ingress_middlewares, app) as (_, port):
+    with serve_guarded(ingress_middlewares, app) as (_, port):
         ask(port, HI, headers=told)
     assert app.seen[0]["client"][0] == "192.0.2.1"
     assert ours(app.seen[0])["x-ttserve-listener"] == "operations"
@@ -278,7 +288,7 @@ def test_behind_haproxy_a_request_is_from_where_haproxy_says():
 
 def test_without_haproxy_this_host_alone_may_use_the_operations_routes():
     app = Scopes()
-    [middleware] = middlewares()
+    [middleware] = proxy_middlewares()
 
     async def stays():
         await asyncio.Event().wait()
@@ -287,9 +297,9 @@ def test_without_haproxy_this_host_alone_may_use_the_operations_routes():
         pass
 
     async def ask_from(peer, server="10.0.0.5", headers=()):
-        door = middleware.cls(app, QUICK, **middleware.kwargs)
+        guard = middleware.cls(app, QUICK, **middleware.kwargs)
         scope = {"type": "http", "headers": [*headers], "client": (peer, 1), "server": (server, 80)}
-        await door(scope, stays, swallow)
+        await guard(scope, stays, swallow)
         return ours(app.seen[-1])
 
     async def run():
@@ -318,9 +328,9 @@ def test_an_ipv6_network_of_64_bits_is_one_source(address, source):
     assert source_of(address) == source
 
 
-def test_more_bodies_than_there_may_be_get_429(door):
+def test_more_bodies_than_there_may_be_get_429(guarded):
     with (
-        door(DoorLimits(max_bodies=1)) as (guard, port),
+        guarded(ClientLimits(max_bodies=1)) as (guard, port),
         contextlib.closing(connect(port)) as first,
     ):
         first.sendall(request_bytes(b"{", length=10))
@@ -328,19 +338,19 @@ def test_more_bodies_than_there_may_be_get_429(door):
         assert ask(port, HI)[0] == 429
 
 
-def test_a_large_body_comes_through_as_it_was_sent(door):
+def test_a_large_body_comes_through_as_it_was_sent(guarded):
     text, service = "x" * 200_000, FakeBackend()
     service.max_model_len = 2**18
-    with door(app=make_app(service)) as (guard, port):
+    with guarded(app=make_app(service)) as (guard, port):
         status, body = ask(port, {"prompt": text}, path="/tokenize")
         assert (status, json.loads(body)["count"]) == (200, len(text))
         poll(lambda: guard.num_shared_bytes == 0, "all is given back")
 
 
-def test_a_stream_that_nobody_reads_is_aborted(door):
+def test_a_stream_that_nobody_reads_is_aborted(guarded):
     service = FakeBackend(flood)
     with (
-        door(app=make_app(service)) as (_, port),
+        guarded(app=make_app(service)) as (_, port),
         contextlib.closing(connect(port, receive_bytes=4096)) as client,
     ):
         client.sendall(request_bytes({**HI, "stream": True}))
@@ -354,9 +364,9 @@ async def answers_much(scope, receive, send):
 
 
 def test_large_answers_that_nobody_reads_share_what_large_bodies_do():
-    limits = DoorLimits(shared_bytes=6 * LARGE_ANSWER, num_sources=4)
+    limits = ClientLimits(shared_bytes=6 * LARGE_ANSWER, num_sources=4)
     greedy, honest = from_address("192.0.2.1"), from_address("192.0.2.2")
-    with serving_door(ingress_middlewares, answers_much, limits) as (guard, port):
+    with serve_guarded(ingress_middlewares, answers_much, limits) as (guard, port):
         with contextlib.closing(connect(port, receive_bytes=4096)) as client:
             client.sendall(request_bytes(HI, headers=greedy))
             poll(lambda: guard.num_shared_bytes > 0, "its answer is counted")
@@ -370,7 +380,7 @@ def test_large_answers_that_nobody_reads_share_what_large_bodies_do():
 
 def test_a_large_answer_that_nobody_reads_is_dropped():
     with (
-        serving_door(ingress_middlewares, answers_much, QUICK) as (guard, port),
+        serve_guarded(ingress_middlewares, answers_much, QUICK) as (guard, port),
         contextlib.closing(connect(port, receive_bytes=4096)) as client,
     ):
         client.sendall(request_bytes(HI))
@@ -378,7 +388,7 @@ def test_a_large_answer_that_nobody_reads_is_dropped():
         poll(lambda: guard.num_shared_bytes == 0, "it is dropped")
 
 
-def test_a_quiet_stream_outlives_the_time_for_writes(door):
+def test_a_quiet_stream_outlives_the_time_for_writes(guarded):
     async def pauses(request, emit):
         del request
         await emit(OutputDelta(0, "a", [1]))
@@ -386,7 +396,7 @@ def test_a_quiet_stream_outlives_the_time_for_writes(door):
         await emit(OutputDelta(0, "b", [2], "length"))
         return Usage(1, 2)
 
-    with door(app=make_app(FakeBackend(pauses))) as (_, port):
+    with guarded(app=make_app(FakeBackend(pauses))) as (_, port):
         status, body = ask(port, {**HI, "stream": True})
         assert status == 200
         assert b"data: [DONE]" in body
@@ -395,14 +405,14 @@ def test_a_quiet_stream_outlives_the_time_for_writes(door):
 @pytest.mark.parametrize(
     ("make_middlewares", "ours"),
     [
-        # Where clients connect to Serve's own proxy, the door says what HAProxy would.
-        (middlewares, [b"x-ttserve-bound", b"x-ttserve-listener"]),
+        # Where clients connect to Serve's own proxy, the guard says what HAProxy would.
+        (proxy_middlewares, [b"x-ttserve-bound", b"x-ttserve-listener"]),
         (ingress_middlewares, [name for name, _ in LEFT_TO_US]),
     ],
 )
 def test_headers_of_serve_do_not_pass(make_middlewares, ours):
     app = NamesOfHeaders()
-    with serving_door(make_middlewares, app) as (_, port):
+    with serve_guarded(make_middlewares, app) as (_, port):
         assert ask(port, HI, headers=[*OF_SERVE, "x-mine: d"])[0] == 200
     theirs = [b"connection", b"content-length", b"content-type", b"host", b"x-mine"]
     assert sorted(app.seen) == sorted([*theirs, *ours])
@@ -436,7 +446,7 @@ def test_an_ingress_ends_what_does_not_wait_to_hear_that_its_client_is_gone():
         finally:
             ended.set()
 
-    with serving_door(ingress_middlewares, deaf) as (_, port):
+    with serve_guarded(ingress_middlewares, deaf) as (_, port):
         with contextlib.closing(connect(port)) as client:
             client.sendall(request_bytes(HI))
             assert running.wait(20)
@@ -444,7 +454,7 @@ def test_an_ingress_ends_what_does_not_wait_to_hear_that_its_client_is_gone():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_application_that_hears_that_its_client_is_gone_says_so_itself(stream, door):
+def test_an_application_that_hears_that_its_client_is_gone_says_so_itself(stream, guarded):
     """What it says nobody reads, but whoever counts answers does."""
     running, statuses = threading.Event(), []
 
@@ -465,7 +475,7 @@ def test_an_application_that_hears_that_its_client_is_gone_says_so_itself(stream
         except asyncio.CancelledError:  # as Serve does
             statuses.append("cancelled")
 
-    with door(app=counted) as (_, port):
+    with guarded(app=counted) as (_, port):
         with contextlib.closing(connect(port)) as client:
             client.sendall(request_bytes({**HI, "stream": stream}))
             assert running.wait(20)
@@ -474,7 +484,7 @@ def test_an_application_that_hears_that_its_client_is_gone_says_so_itself(stream
     assert statuses[0] == 499
 
 
-@pytest.mark.parametrize("make_middlewares", [middlewares, ingress_middlewares])
+@pytest.mark.parametrize("make_middlewares", [proxy_middlewares, ingress_middlewares])
 def test_no_task_is_left_after_an_answer_to_a_client_that_stays(make_middlewares):
     [middleware] = make_middlewares()
 
@@ -511,12 +521,12 @@ def test_what_is_left_to_do_after_an_answer_is_done_though_the_client_leaves():
         await asyncio.sleep(0.05)
         written_down.set()
 
-    with serving_door(ingress_middlewares, slow_after_all) as (_, port):
+    with serve_guarded(ingress_middlewares, slow_after_all) as (_, port):
         assert ask(port, HI) == (200, b"x")
         assert written_down.wait(20)
 
 
-def test_a_request_without_a_body_has_an_empty_one(door):
+def test_a_request_without_a_body_has_an_empty_one(guarded):
     bodies = []
 
     async def reads(scope, receive, send):
@@ -526,7 +536,7 @@ def test_a_request_without_a_body_has_an_empty_one(door):
         for message in whole_answer():
             await send(message)
 
-    with door(app=reads) as (_, port), contextlib.closing(connect(port)) as client:
+    with guarded(app=reads) as (_, port), contextlib.closing(connect(port)) as client:
         client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
         assert answer(client)[1] == b"x"
     assert bodies == [{"type": "http.request", "body": b"", "more_body": False}]
@@ -534,7 +544,7 @@ def test_a_request_without_a_body_has_an_empty_one(door):
 
 @pytest.mark.parametrize("num_events", [0, 1])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_takes_too_long_is_aborted_with_a_typed_error(door, stream, num_events):
+def test_a_request_that_takes_too_long_is_aborted_with_a_typed_error(guarded, stream, num_events):
     async def endless(request, emit):
         assert request.timeout_s == 0.5
         for _ in range(num_events):
@@ -542,7 +552,7 @@ def test_a_request_that_takes_too_long_is_aborted_with_a_typed_error(door, strea
         await asyncio.Event().wait()
 
     service = FakeBackend(endless)
-    with door(app=make_app(service, request_timeout_s=0.5)) as (_, port):
+    with guarded(app=make_app(service, request_timeout_s=0.5)) as (_, port):
         status, body = ask(port, {**HI, "stream": stream})
         if stream and num_events:
             assert status == 200
