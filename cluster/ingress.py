@@ -108,7 +108,15 @@ class Ingress:
         """The one served model."""
         name = self._config.served_model_name
         root = model_name(str(self._config.model_folder))
-        return [ModelCard(name, root, self._config.max_model_len, self._created_s)]
+        return [
+            ModelCard(
+                name,
+                root,
+                self._config.max_model_len,
+                self._created_s,
+                defaults=self._config.sampling_defaults,
+            )
+        ]
 
     async def generate(
         self, request: EngineRequest, emit: Emit, known: Position | None = None

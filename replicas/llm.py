@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from replicas.client import InprocClient, SyncMPClient
 from replicas.config import EngineConfig
 from replicas.errors import ConfigError, InvalidRequestError, ModelLoadError
+from replicas.generation_config import read_sampling_defaults
 from replicas.llm_engine import LLMEngine
 from replicas.sampling_params import SamplingParams
 from replicas.tokenizer import Tokenizer
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from replicas.client import SyncEngineClient
     from replicas.llm_engine import Prompt, RequestOutput
     from replicas.messages import EngineMetrics
+    from replicas.sampling_params import GenerationConfigSource
 
 _KV_BYTES_OFFLINE = 512 * 2**20
 """Default KV memory offline, where one engine has the host to itself."""
@@ -36,6 +38,8 @@ class LLM:
             which is not possible for a third-party class on a mesh.
         skip_tokenizer_init: Load no tokenizer; prompts and outputs are token ids.
         seed: Base seed for requests without a seed.
+        generation_config: Source of the default sampling parameters: "auto" is the model's
+            generation_config.json, "vllm" neutral values.
         **engine_options: Further fields of `EngineConfig`.
 
     Raises:
@@ -50,6 +54,7 @@ class LLM:
         multiprocess: bool = True,
         skip_tokenizer_init: bool = False,
         seed: int = 0,
+        generation_config: GenerationConfigSource = "auto",
         **engine_options: Any,  # noqa: ANN401 - fields of EngineConfig, checked by it
     ) -> None:
         engine_options.setdefault("kv_cache_memory_bytes", _KV_BYTES_OFFLINE)
@@ -58,6 +63,7 @@ class LLM:
         except msgspec.ValidationError as error:
             raise ConfigError(f"engine options: {error}") from error
         config.validate()
+        self._defaults = read_sampling_defaults(model, generation_config)
         self._tokenizer = None if skip_tokenizer_init else Tokenizer.from_folder(model)
         with _progress_bar() as bar:
             task = bar.add_task("starting", total=1.0)
@@ -93,7 +99,8 @@ class LLM:
 
         Args:
             prompts: One prompt or several, each text or a list of token ids.
-            sampling_params: For all of them, or one for each; None takes the defaults.
+            sampling_params: For all of them, or one for each; None takes
+                `get_default_sampling_params`.
             use_tqdm: Show a progress bar.
 
         Returns:
@@ -104,6 +111,8 @@ class LLM:
             EngineDeadError: The engine died.
         """
         batch = _as_list(prompts)
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
         params = _one_for_each(sampling_params, len(batch))
         request_ids: list[str] = []
         try:
@@ -126,7 +135,7 @@ class LLM:
 
         Args:
             messages: Turns with `role` and `content`.
-            sampling_params: How to generate.
+            sampling_params: How to generate; None takes `get_default_sampling_params`.
             use_tqdm: Show a progress bar.
         """
         if self._tokenizer is None:
@@ -138,6 +147,16 @@ class LLM:
     def get_tokenizer(self) -> Tokenizer | None:
         """Return the model's tokenizer; None if it was skipped."""
         return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of requests that come without any."""
+        defaults = self._defaults
+        params = SamplingParams(
+            temperature=defaults.temperature, top_p=defaults.top_p, top_k=defaults.top_k
+        )
+        if defaults.max_tokens is None:
+            return params
+        return msgspec.structs.replace(params, max_tokens=defaults.max_tokens)
 
     def get_metrics(self) -> EngineMetrics:
         """Return every counter of the engine; must not run during `generate`."""
@@ -193,10 +212,8 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _one_for_each(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    params: SamplingParams | Sequence[SamplingParams], count: int
 ) -> list[SamplingParams]:
-    if params is None:
-        return [SamplingParams()] * count
     if isinstance(params, SamplingParams):
         return [params] * count
     if len(params) != count:

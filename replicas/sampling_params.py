@@ -1,7 +1,7 @@
 """Sampling parameters of one request: plain values, equal offline and online, validated once."""
 
 import math
-from typing import Any, Self, get_type_hints
+from typing import Any, Literal, Self, TypeAlias, get_type_hints
 
 import msgspec
 import numpy as np
@@ -14,6 +14,10 @@ GREEDY_EPS = 1e-5
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 """Limits of OpenAI's and vLLM's interfaces."""
+
+GenerationConfigSource: TypeAlias = Literal["auto", "vllm"]
+"""auto: the defaults of the model folder's generation_config.json.
+vllm: neutral defaults, whatever the folder recommends."""
 
 _INT64 = 2**63
 
@@ -111,6 +115,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
             )
         if self.seed is not None and not -_INT64 <= self.seed < _INT64:
             raise InvalidRequestError("seed", f"seed must fit in 64 bits, got {self.seed}")
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling values for requests that leave them out; attributes as in `SamplingParams`.
+
+    Attributes:
+        temperature: Temperature.
+        top_p: Nucleus mass.
+        top_k: Number of candidates.
+        max_tokens: Most tokens of a request that states no limit; None is all the room left.
+    """
+
+    temperature: float = SamplingParams().temperature
+    top_p: float = SamplingParams().top_p
+    top_k: int = SamplingParams().top_k
+    max_tokens: int | None = None
 
 
 def _typed(name: str, value: object, kind: Any) -> Any:  # noqa: ANN401 - a field's

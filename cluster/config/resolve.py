@@ -35,12 +35,14 @@ from kv_transfer.keys import KeyRing
 from replicas.config import EngineConfig, GangConfig, Role
 from replicas.errors import ConfigError, FaultPlanError
 from replicas.faults import INGRESS, FaultPlan
+from replicas.generation_config import read_sampling_defaults
 from replicas.generators.model_config import ModelConfig, load_engine_model, read_architecture
 from replicas.generators.plugin.routes import check_route
 from replicas.generators.plugin.sizes import check_route_sizes
 from replicas.kv_sizing import longest_sequence
 from replicas.mesh_environment import check_generator
 from replicas.model_name import model_name
+from replicas.sampling_params import SamplingDefaults
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,7 @@ class ClusterConfig:
         model_folder: Where the model is, absolute.
         served_model_name: Name that requests give.
         max_model_len: Longest sequence that every pool can hold, in tokens.
+        sampling_defaults: Sampling values of requests that leave them out.
         data_host: Address on which engines listen, or "node", see `ClusterArgs`.
         key_file: File of the secrets, see `ClusterArgs`; None if one is made.
         pools: Each pool's replicas, and what Ray gives them.
@@ -64,6 +67,7 @@ class ClusterConfig:
     model_folder: Path
     served_model_name: str
     max_model_len: int
+    sampling_defaults: SamplingDefaults
     data_host: str
     key_file: str | None
     pools: Mapping[Role, PoolConfig]
@@ -106,6 +110,7 @@ def resolve(raw: Any) -> ClusterConfig:  # noqa: ANN401 - whatever a YAML file h
         model_folder=folder,
         served_model_name=args.model_name or (DEMO_MODEL if is_demo else model_name(args.model)),
         max_model_len=max_model_len,
+        sampling_defaults=_sampling_defaults(args, folder),
         data_host=args.data_host,
         key_file=args.key_file,
         pools=MappingProxyType({role: _frozen(pool) for role, pool in args.pools.items()}),
@@ -217,6 +222,15 @@ def _models(engines: Mapping[Role, EngineConfig]) -> tuple[dict[Role, ModelConfi
     except (ConfigError, InvalidLayoutError) as error:
         raise ClusterConfigError(f"args: {error}") from error
     return models, min(lengths)
+
+
+def _sampling_defaults(args: ClusterArgs, folder: Path) -> SamplingDefaults:
+    try:
+        return read_sampling_defaults(folder, args.generation_config)
+    except ConfigError as error:
+        raise ClusterConfigError(
+            f"args.model: {error}; correct the file, or set args.generation_config: vllm"
+        ) from error
 
 
 def _fault_plan(args: ClusterArgs, engines: Mapping[Role, EngineConfig]) -> FaultPlan:

@@ -10,6 +10,7 @@ from cluster.errors import ClusterConfigError
 from kv_transfer.config import KVNetwork
 from kv_transfer.store import StoreConfig
 from replicas.config import Role
+from replicas.sampling_params import GenerationConfigSource
 
 PolicyName = Literal[
     "least_delay",
@@ -209,6 +210,9 @@ class ClusterArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         model: Absolute path of a model folder, or "demo" for the bundled model.
         model_name: Name that requests give; None takes the folder's, or of a snapshot in Hugging
             Face's cache the model's.
+        generation_config: Source of the sampling values of requests that leave them out. "auto" is
+            the model folder's generation_config.json: temperature, top_p, top_k, and max_new_tokens
+            as the limit of chats that state none. "vllm" is neutral: temperature 1, all tokens.
         data_host: Address on which engines listen for ingresses and for each other, a number and no
             wildcard; "node" takes each host's own, as Ray knows it, which a cluster of several
             hosts needs.
@@ -235,6 +239,7 @@ class ClusterArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     pools: dict[Role, PoolArgs]
     model: str = DEMO_MODEL
     model_name: str | None = None
+    generation_config: GenerationConfigSource = "auto"
     data_host: str = "127.0.0.1"
     kv_connector: str = "p2p"
     kv_store: StoreConfig | None = None

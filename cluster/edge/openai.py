@@ -7,8 +7,10 @@ The edge turns a body into an `EngineRequest`, the ingress emits `OutputDelta`s 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from replicas.sampling_params import SamplingDefaults
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -37,6 +39,7 @@ class ModelCard:
         max_model_len: Longest sequence, prompt and output together, in tokens.
         created: Unix time in s at which this deployment started.
         parent: The base model of an adapter, or None.
+        defaults: Sampling values of requests that leave them out; not shown.
     """
 
     id: str
@@ -44,6 +47,7 @@ class ModelCard:
     max_model_len: int
     created: int
     parent: str | None = None
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
 
 
 @dataclass(frozen=True, slots=True)

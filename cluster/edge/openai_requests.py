@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from cluster.edge.openai import ModelCard
     from cluster.edge.openai_limits import Limits
+    from replicas.sampling_params import SamplingDefaults
     from replicas.tokenizer import Tokenizer
 
 _DEFAULT_COMPLETION_TOKENS = 16
@@ -93,7 +94,8 @@ class ParsedRequest:
         prompt: What to encode.
         values: The checked fields, without nulls; `logprobs` is a number for both APIs.
         stream_options: The checked fields of `stream_options`.
-        max_tokens: What the client asked for; None: all the room that the prompt leaves.
+        max_tokens: What the client asked for; None takes the model's default, or where it has none
+            all the room that the prompt leaves.
         max_tokens_param: The field that it came from.
     """
 
@@ -323,14 +325,16 @@ def build_request(
         raise BadRequestError("the prompt is empty: it has no tokens", param="prompt")
     if room < 1:
         raise no_room(len(prompt_token_ids), max_model_len, parsed.prompt_param)
-    max_tokens = room if parsed.max_tokens is None else parsed.max_tokens
+    max_tokens = parsed.max_tokens
+    if max_tokens is None:
+        max_tokens = min(room, card.defaults.max_tokens or room)
     if max_tokens > max_model_len:
         text = f"is {max_tokens} and max_model_len is {max_model_len}; ask for fewer tokens"
         raise bad_field(parsed.max_tokens_param, text)
     return EngineRequest(
         request_id,
         prompt_token_ids,
-        _sampling(parsed, min(max_tokens, room), vocab_size, seed),
+        _sampling(parsed, card.defaults, min(max_tokens, room), vocab_size, seed),
         cache_salt=values.get("cache_salt", ""),
         adapter="" if card.parent is None else card.id,
         priority=values.get("priority", 0),
@@ -358,15 +362,19 @@ def response_spec(
     )
 
 
-def _sampling(parsed: ParsedRequest, max_tokens: int, vocab_size: int, seed: int) -> SamplingParams:
+def _sampling(
+    parsed: ParsedRequest, defaults: SamplingDefaults, max_tokens: int, vocab_size: int, seed: int
+) -> SamplingParams:
     values = parsed.values
-    given = {name: values[name] for name in _SAMPLING_FIELDS if name in values}
+    given = {
+        "temperature": defaults.temperature, "top_p": defaults.top_p, "top_k": defaults.top_k,
+        **{name: values[name] for name in _SAMPLING_FIELDS if name in values},
+    }  # fmt: skip
     stop_token_ids = values.get("stop_token_ids", [])
     check_vocabulary(stop_token_ids, vocab_size, "stop_token_ids")
     if given.get("seed", -1) == -1:  # vLLM's spelling of "no seed"
         given["seed"] = seed
-    if "top_k" in given:
-        given["top_k"] = min(given["top_k"], vocab_size)
+    given["top_k"] = min(given["top_k"], vocab_size)
     sampling = SamplingParams(
         max_tokens=max_tokens, stop_token_ids=frozenset(stop_token_ids), **given
     )

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import time
 
@@ -14,7 +15,7 @@ from cluster import ingress as ingress_module
 from cluster.config.resolve import resolve
 from cluster.config.schema import IngressConfig
 from cluster.edge.routes import create_app
-from cluster.errors import InternalError, NotReadyError, ReplicaLostError
+from cluster.errors import ClusterConfigError, InternalError, NotReadyError, ReplicaLostError
 from cluster.ingress import Ingress
 from kv_transfer.connector import TransferInfo
 from kv_transfer.curve import server_public_key
@@ -32,6 +33,7 @@ from replicas.messages import (
     Utility,
     UtilityResult,
 )
+from replicas.sampling_params import SamplingDefaults
 from tests import engines as local
 from tests.cluster.edge.test_routes import OPERATOR, Client
 from tests.cluster.engines import (
@@ -159,6 +161,28 @@ def test_a_snapshot_is_named_by_its_repository_not_by_its_revision(tmp_path):
 
     [card] = asyncio.run(ask_for_models())
     assert (card.id, card.root) == ("Some-1B", "Some-1B")
+
+
+def test_defaults_of_the_model_folder_reach_the_edge(tmp_path):
+    folder = shutil.copytree(model_folder(), tmp_path / "model")
+    file = folder / "generation_config.json"
+    file.write_text('{"temperature": 0.6, "top_k": 20, "eos_token_id": 1}')
+    engine = {"dtype": "float32", "num_blocks": 300}
+    args = {"model": str(folder), "engine": engine, "pools": {"both": {}}}
+
+    async def defaults(**more):
+        service = Ingress(resolve({**args, **more}), KEYS)
+        try:
+            return service.models()[0].defaults
+        finally:
+            await service.close()
+
+    own = SamplingDefaults(temperature=0.6, top_k=20)
+    assert asyncio.run(defaults()) == own
+    assert asyncio.run(defaults(generation_config="vllm")) == SamplingDefaults()
+    file.write_text('{"temperature": 60}')
+    with pytest.raises(ClusterConfigError, match=r"generation_config.json: temperature .* got 60"):
+        resolve(args)
 
 
 def test_text_and_tokens_are_those_of_a_local_engine(pool):

@@ -11,6 +11,7 @@ from cluster.edge.slots import SlotsView
 from cluster.edge.transfers import ReplicaView, TransfersView
 from replicas.messages import TokenLogprob, TokenOutput
 from replicas.output_processor import OutputDelta, OutputProcessor
+from replicas.sampling_params import SamplingDefaults
 from replicas.tokenizer import Tokenizer
 
 TEMPLATE = """{% for m in messages %}{{ '[' + m.role + ']' + m.content }}{% endfor %}
@@ -50,6 +51,7 @@ class FakeBackend:
     """Every choice is the prompt's own tokens, in turns; `script` runs a request otherwise."""
 
     max_model_len = 64
+    defaults = SamplingDefaults()
 
     def __init__(self, script=None, adapters=()):
         self.tokenizer = make_tokenizer()
@@ -61,7 +63,8 @@ class FakeBackend:
 
     def models(self):
         adapters = [ModelCard(a, a, self.max_model_len, 17, parent="demo") for a in self.adapters]
-        return [ModelCard("demo", "demo-folder", self.max_model_len, 17), *adapters]
+        demo = ModelCard("demo", "demo-folder", self.max_model_len, 17, defaults=self.defaults)
+        return [demo, *adapters]
 
     async def generate(self, request, emit, known=None):
         self.requests.append(request)

@@ -24,7 +24,7 @@ from cluster.edge.openai_requests import (
     response_spec,
 )
 from cluster.errors import BadRequestError, NotFoundError
-from replicas.sampling_params import SamplingParams
+from replicas.sampling_params import SamplingDefaults, SamplingParams
 from tests.cluster.edge.test_openai_fields import turn_on
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -35,12 +35,12 @@ SEED = 2**62
 """What the ingress mints in these tests."""
 
 
-def build(body, num_prompt_tokens=4, max_model_len=64, parse=None):
+def build(body, num_prompt_tokens=4, max_model_len=64, parse=None, **defaults):
     parse = parse or (parse_chat_completion if "messages" in body else parse_completion)
     return build_request(
         parse(body),
         [7] * num_prompt_tokens,
-        ModelCard("demo", "demo-folder", max_model_len, 17),
+        ModelCard("demo", "demo-folder", max_model_len, 17, defaults=SamplingDefaults(**defaults)),
         vocab_size=100,
         request_id="unique",
         seed=SEED,
@@ -109,6 +109,23 @@ def test_any_values_give_a_valid_request_or_a_refusal_that_names_a_field(base, e
 def test_a_request_without_options_has_the_documented_defaults():
     assert build({"prompt": "x"}).sampling == SamplingParams(max_tokens=16, seed=SEED)
     assert build(CHAT).sampling == SamplingParams(max_tokens=60, seed=SEED)
+
+
+def test_the_models_own_defaults_fill_in_what_a_request_leaves_out():
+    own = {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
+    assert build(CHAT, **own).sampling == SamplingParams(max_tokens=60, seed=SEED, **own)
+    given = {"temperature": 0, "top_p": 1, "top_k": 0}
+    asked = build({**CHAT, **given}, **own).sampling
+    assert asked == SamplingParams(max_tokens=60, seed=SEED, **given)
+    assert build({**CHAT, "temperature": None}, **own).sampling.temperature == 0.6
+    assert build(CHAT, top_k=1000).sampling.top_k == 100, "no more than the vocabulary has"
+
+
+def test_the_models_own_limit_is_for_chats_that_state_none():
+    assert build(CHAT, max_tokens=9).sampling.max_tokens == 9
+    assert build(CHAT, max_tokens=999).sampling.max_tokens == 60, "the room left"
+    assert build({**CHAT, "max_tokens": 30}, max_tokens=9).sampling.max_tokens == 30
+    assert build({"prompt": "x"}, max_tokens=9).sampling.max_tokens == 16
 
 
 def test_every_supported_field_reaches_the_request():

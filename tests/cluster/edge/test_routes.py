@@ -16,6 +16,7 @@ from cluster.edge.routes import create_app
 from cluster.errors import NotReadyError, QueueTimeoutError, ReplicaLostError, SaturatedError
 from replicas.errors import InvalidRequestError
 from replicas.output_processor import OutputDelta
+from replicas.sampling_params import SamplingDefaults
 from tests.cluster.edge.fake_backend import FakeBackend
 from tests.cluster.edge.test_openai_fields import turn_on
 
@@ -203,6 +204,19 @@ def test_a_full_ingress_refuses_requests_and_answers_its_probes():
         assert (await ask("POST", "/v1/completions", {"prompt": "hi"})).status == 200
 
     asyncio.run(run())
+
+
+# --- the model's own defaults ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", GENERATE)
+def test_request_takes_from_the_model_what_it_leaves_out(path):
+    service = FakeBackend()
+    service.defaults = SamplingDefaults(temperature=0.6, top_p=0.9, top_k=20)
+    assert call(service, "POST", path, {**PROMPTS[path], "top_p": 0.5}).status == 200
+    [request] = service.requests
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.6, 0.5, 20)
 
 
 # --- tenants and objectives ----------------------------------------------------------------------
