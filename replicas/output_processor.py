@@ -64,7 +64,7 @@ class OutputProcessor:
         is_streamed: bool = True,
     ) -> None:
         self._choices = [
-            _Choice(tokenizer, request, eos_token_ids, is_streamed=is_streamed)
+            _ChoiceText(tokenizer, request, eos_token_ids, is_streamed=is_streamed)
             for _ in range(request.sampling.n)
         ]
         self.num_cached_tokens = 0
@@ -97,7 +97,7 @@ class OutputProcessor:
         return choice.take(output)
 
 
-class _Choice:
+class _ChoiceText:
     """One choice's tokens and text."""
 
     def __init__(

@@ -25,7 +25,7 @@ from replicas.engine.duty import Duty
 from replicas.engine.events import ClientEvents
 from replicas.engine.probes import Probes, probe_batch
 from replicas.engine.pulse import Pulse
-from replicas.engine.requests import Requests
+from replicas.engine.requests import RequestHandler
 from replicas.engine.start import (
     closing_if_it_fails,
     make_checks,
@@ -34,7 +34,7 @@ from replicas.engine.start import (
     start_executor,
 )
 from replicas.engine.step_work import StepNotes, StepTotals
-from replicas.engine.transfers import Transfers
+from replicas.engine.transfers import TransferCoordinator
 from replicas.messages import (
     LAPSED,
     Abort,
@@ -132,10 +132,10 @@ class EngineCore:
             self.kv_endpoints, self.kv_layouts = started.kv_endpoints, started.kv_layouts
             connector = make_connector(started, incarnation, unix_now_s)
             self._scheduler = make_scheduler(started, connector)
-        self._transfers = Transfers(connector, executor, self._scheduler, self._events)
+        self._transfers = TransferCoordinator(connector, executor, self._scheduler, self._events)
         self.duty = Duty(self.config.role)
         checks = make_checks(started, connector)
-        self._requests = Requests(self._scheduler, checks, self._events, self.duty)
+        self._requests = RequestHandler(self._scheduler, checks, self._events, self.duty)
         self.runs_ahead = self.facts.supports_async_decode and self.config.steps_in_flight > 1
 
     def __repr__(self) -> str:

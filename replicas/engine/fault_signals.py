@@ -26,7 +26,7 @@ class EngineGoneError(Exception):
     """The engine, or its parent, has ended."""
 
 
-class _Watch:
+class _HangUpWatch:
     """Waits for a moment while the engine and its parent live.
 
     Args:
@@ -55,10 +55,10 @@ def run(engine: int, alive_fd: int, schedule: list[tuple[float, int]]) -> None:
 
     Args:
         engine: Process id of the engine, this process's parent.
-        alive_fd: See `_Watch`.
+        alive_fd: See `_HangUpWatch`.
         schedule: (monotonic time, signal number), in order.
     """
-    watch = _Watch(alive_fd)
+    watch = _HangUpWatch(alive_fd)
     is_stopped = False
     try:
         for at_s, number in schedule:

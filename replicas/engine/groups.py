@@ -16,7 +16,7 @@ import msgspec
 
 from replicas.engine.block_pool import BlockPool
 from replicas.engine.prefix_feed import PrefixFeed, PrefixJournal
-from replicas.engine.prefixes import Prefixes
+from replicas.engine.prefixes import PrefixCache
 from replicas.engine.sequence import SequenceStatus
 from replicas.engine.slots import SlotTable
 from replicas.messages import GroupCounters, GroupSnapshot
@@ -86,7 +86,7 @@ class DPGroups:
             for journal in journals
         ]
         key = prefix_cache_key if config.enable_prefix_caching else None
-        self.prefixes = Prefixes(self._pools, self._block_sizes, key)
+        self.prefixes = PrefixCache(self._pools, self._block_sizes, key)
         self.prefix_feed = PrefixFeed(
             journals if len(kv_groups) == 1 else [],
             lambda group: self._pools[group][0].block_hashes,

@@ -45,7 +45,7 @@ class ChangeRole(msgspec.Struct, frozen=True):
     role: Role
 
 
-class HandOver(msgspec.Struct, frozen=True):
+class HandOverOrder(msgspec.Struct, frozen=True):
     """The parent has little patience left with what runs."""
 
 
@@ -70,7 +70,7 @@ class Unreadable(msgspec.Struct, frozen=True):
 
 
 WAKE, TURN_DUE, GONE, STOP = Wake(), TurnDue(), ClientGone(), Stop()
-DRAIN, HAND_OVER, PROBE = Drain(), HandOver(), Probe()
+DRAIN, HAND_OVER, PROBE = Drain(), HandOverOrder(), Probe()
 GATHER_S: Final = 0.002
 """How long a prompt that comes to an idle engine with lanes waits for others."""
 
@@ -93,7 +93,7 @@ Said = (
     | ClientGone
     | Drain
     | ChangeRole
-    | HandOver
+    | HandOverOrder
     | Probe
     | Stop
     | Unreadable

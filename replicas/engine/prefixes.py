@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from replicas.engine.sequence import Sequence
 
 
-class Prefixes:
+class PrefixCache:
     """See the module docstring.
 
     Args:

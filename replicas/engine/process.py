@@ -50,7 +50,7 @@ from replicas.engine.inbox import (
     ChangeRole,
     ClientGone,
     Drain,
-    HandOver,
+    HandOverOrder,
     Inbox,
     Probe,
     Stop,
@@ -208,7 +208,7 @@ class EngineProcess:
                 self._is_draining = True
             case ChangeRole(role):
                 self._server.change_role(role)
-            case HandOver():
+            case HandOverOrder():
                 self._server.hand_over()
             case Probe():
                 self._server.core.probe()

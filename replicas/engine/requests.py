@@ -45,7 +45,7 @@ _REFUSALS: dict[RefusalReason, str] = {
 }
 
 
-class Requests:
+class RequestHandler:
     """See the module docstring.
 
     Args:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from replicas.engine.step import ScheduledBatch
 
 
-class Transfers:
+class TransferCoordinator:
     """See the module docstring.
 
     Args:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from replicas.generators.model_config import ExpertsConfig
     from replicas.generators.protocol import Exchange
-    from replicas.generators.torch.linear import Linear
+    from replicas.generators.torch.linear import LinearLayer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,9 +34,9 @@ class Expert:
         down: intermediate -> hidden.
     """
 
-    gate: Linear
-    up: Linear
-    down: Linear
+    gate: LinearLayer
+    up: LinearLayer
+    down: LinearLayer
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """(T, D) -> (T, D)."""
@@ -58,7 +58,7 @@ class Experts:
     def __init__(
         self,
         config: ExpertsConfig,
-        router: Linear,
+        router: LinearLayer,
         own: Sequence[Expert],
         exchange: Exchange | None = None,
     ) -> None:

@@ -48,7 +48,7 @@ _product = _kernel("_linear_pointwise")
 _product_with = _kernel("_linear_pointwise", "binary")
 
 
-class Linear(Protocol):
+class LinearLayer(Protocol):
     """x @ weight.T + bias, and what a layer does with it; all tensors of one dtype.
 
     Owner: the weight and the bias; nothing changes them.
@@ -134,14 +134,14 @@ class PackedLinear:
         return _product(x, self._packed, self._bias, "swish", [], "")
 
 
-def _as_panels(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+def _as_panels(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearLayer:
     """Return the weight for a kernel of our own; ImportError: numba is not to be had."""
     from replicas.generators.torch.panels import PanelLinear
 
     return PanelLinear(weight, bias)
 
 
-def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearLayer:
     """Pack a weight if that is possible here and gives what the plain product gives.
 
     Args:
@@ -160,7 +160,7 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     return plain
 
 
-def gives_the_same(found: Linear, plain: PlainLinear) -> bool:
+def gives_the_same(found: LinearLayer, plain: PlainLinear) -> bool:
     """Return whether ``found`` agrees with the plain operations within bfloat16's rounding.
 
     Tried on a few random rows. A sum of K products may be rounded in another order, hence also a
@@ -174,7 +174,7 @@ def gives_the_same(found: Linear, plain: PlainLinear) -> bool:
     return all(_is_near(a.float(), b.float()) for a, b in results)
 
 
-def _results(linear: Linear, x: torch.Tensor, other: torch.Tensor) -> _Results:
+def _results(linear: LinearLayer, x: torch.Tensor, other: torch.Tensor) -> _Results:
     return linear(x), linear.plus(x, other), linear.times(x, other), linear.swish(x)
 
 

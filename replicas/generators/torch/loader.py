@@ -24,7 +24,7 @@ from replicas.generators.torch.linear import make_linear
 if TYPE_CHECKING:
     from replicas.generators.model_config import ModelConfig
     from replicas.generators.protocol import CpuDevice, Exchange
-    from replicas.generators.torch.linear import Linear
+    from replicas.generators.torch.linear import LinearLayer
 
 Shape: TypeAlias = tuple[int, ...]
 Fetch: TypeAlias = Callable[[str], torch.Tensor]
@@ -68,9 +68,9 @@ class LayerWeights:
     """
 
     input_norm: torch.Tensor
-    qkv: Linear
+    qkv: LinearLayer
     qk_norm: torch.Tensor | None
-    o: Linear
+    o: LinearLayer
     post_norm: torch.Tensor
 
     def mlp_plus(self, normed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -88,9 +88,9 @@ class DenseLayerWeights(LayerWeights):
         down: intermediate -> hidden.
     """
 
-    gate: Linear
-    up: Linear
-    down: Linear
+    gate: LinearLayer
+    up: LinearLayer
+    down: LinearLayer
 
     def mlp_plus(self, normed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Return `x` plus the MLP or experts of normalised hidden states (T, hidden)."""
@@ -126,7 +126,7 @@ class ModelWeights:
     embedding: torch.Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor
-    lm_head: Linear
+    lm_head: LinearLayer
 
 
 def expected_weights(config: ModelConfig) -> dict[str, Shape]:
@@ -306,7 +306,7 @@ def _get_under(get: Fetch, prefix: str, name: str) -> torch.Tensor:
 
 
 def _fuse_layer(config: ModelConfig, get: Fetch, exchange: Exchange | None) -> LayerWeights:
-    def linear(has_bias: bool, *names: str) -> Linear:
+    def linear(has_bias: bool, *names: str) -> LinearLayer:
         weight = torch.cat([get(f"{name}.weight") for name in names])
         bias = torch.cat([get(f"{name}.bias") for name in names]) if has_bias else None
         return make_linear(weight, bias)

@@ -37,17 +37,17 @@ class PanelLinear:
         self._kernels = kernels_for(weight.dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the product; see ``linear.Linear``."""
+        """Return the product; see ``linear.LinearLayer``."""
         return self._kernels.multiply(x, self.panels)
 
     def plus(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """Return the product plus another tensor; see ``linear.Linear.plus``."""
+        """Return the product plus another tensor; see ``linear.LinearLayer.plus``."""
         return self._kernels.multiply(x, self.panels, products.PLUS, other)
 
     def times(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """Return the product times another tensor; see ``linear.Linear.times``."""
+        """Return the product times another tensor; see ``linear.LinearLayer.times``."""
         return self._kernels.multiply(x, self.panels, products.TIMES, other)
 
     def swish(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the SiLU of the product; see ``linear.Linear.swish``."""
+        """Return the SiLU of the product; see ``linear.LinearLayer.swish``."""
         return self._kernels.multiply(x, self.panels, products.SWISH)

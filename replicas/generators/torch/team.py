@@ -34,7 +34,7 @@ def in_team() -> Callable[[int | ctypes._FuncPointer, object, int, int], None] |
     return None
 
 
-class Helpers(threading.local):
+class TeamHelpers(threading.local):
     """The other threads of the team that a thread computes with, kept off its core.
 
     A system may wake a thread on the core of the one that woke it. There a helper waits until the
@@ -82,7 +82,7 @@ class Helpers(threading.local):
             os.sched_setaffinity(thread, cores)
 
 
-HELPERS = Helpers()
+HELPERS = TeamHelpers()
 
 
 @cache

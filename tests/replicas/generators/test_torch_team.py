@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from replicas.generators.torch import generator, team
-from replicas.generators.torch.team import Helpers
+from replicas.generators.torch.team import TeamHelpers
 from tests.replicas.generators.conftest import PROMPTS, make_generator
 from tests.replicas.generators.paged_loop import PagedLoop
 
@@ -74,7 +74,7 @@ def helpers_of(num_threads):
 
 
 def test_a_helper_runs_where_the_one_that_it_helps_does_not(on_core):
-    helpers = Helpers()
+    helpers = TeamHelpers()
     for core in (FIRST, LAST, FIRST):
         on_core(core)
         helpers.keep_off(2)
@@ -84,13 +84,13 @@ def test_a_helper_runs_where_the_one_that_it_helps_does_not(on_core):
 
 
 def test_all_of_a_team_do(on_core, three_cores):
-    Helpers().keep_off(3)
+    TeamHelpers().keep_off(3)
     for thread in helpers_of(3):
         assert cores_of(thread) == CORES - {FIRST}
 
 
 def test_each_thread_has_helpers_of_its_own(on_core):
-    helpers, seen = Helpers(), []
+    helpers, seen = TeamHelpers(), []
 
     def compute():
         helpers.keep_off(2)
@@ -114,7 +114,7 @@ def test_the_core_is_the_one_that_it_runs_on():
 def test_on_one_core_all_share_it(on_core):
     os.sched_setaffinity(0, {FIRST})
     try:
-        Helpers().keep_off(2)
+        TeamHelpers().keep_off(2)
     finally:
         os.sched_setaffinity(0, CORES)
     [thread] = helpers_of(2)
@@ -123,12 +123,12 @@ def test_on_one_core_all_share_it(on_core):
 
 def test_with_more_threads_than_cores_all_run_anywhere(on_core):
     num_threads = len(CORES) + 1
-    Helpers().keep_off(num_threads)
+    TeamHelpers().keep_off(num_threads)
     assert [cores_of(thread) for thread in helpers_of(num_threads)] == [CORES] * len(CORES)
 
 
 def test_those_that_come_for_helpers_that_ended_are_looked_for(on_core, three_cores, monkeypatch):
-    helpers, list_again = Helpers(), team._others_in_team
+    helpers, list_again = TeamHelpers(), team._others_in_team
     gone = ended()
     monkeypatch.setattr(team, "_others_in_team", lambda count: [gone, *list_again(count)[1:]])
     with monkeypatch.context() as before:
@@ -145,7 +145,7 @@ def test_refused_pinning_is_logged_once_and_computation_continues(on_core, monke
     def refuse(_thread, _cores):
         raise PermissionError(1, "not here")
 
-    helpers = Helpers()
+    helpers = TeamHelpers()
     with caplog.at_level(logging.WARNING), monkeypatch.context() as now:
         now.setattr(os, "sched_setaffinity", refuse)
         helpers.keep_off(2)
@@ -158,7 +158,7 @@ def test_refused_pinning_is_logged_once_and_computation_continues(on_core, monke
 
 def test_without_a_current_core_nothing_is_pinned(monkeypatch):
     monkeypatch.setattr(team, "_this_core", lambda: None)
-    Helpers().keep_off(2)
+    TeamHelpers().keep_off(2)
     [thread] = helpers_of(2)
     assert cores_of(thread) == CORES
 
@@ -166,7 +166,7 @@ def test_without_a_current_core_nothing_is_pinned(monkeypatch):
 @pytest.mark.parametrize("long_products", [1000, 10**12])
 def test_a_pass_of_several_threads_keeps_them_off(tiny, on_core, monkeypatch, long_products):
     monkeypatch.setattr(generator, "LONG_PRODUCTS", long_products)
-    monkeypatch.setattr(generator, "HELPERS", Helpers())
+    monkeypatch.setattr(generator, "HELPERS", TeamHelpers())
     torch.set_num_threads(2)
     config = tiny("mistral").config
     loop = PagedLoop(make_generator(config), config, slots_per_lane=8)
@@ -177,7 +177,7 @@ def test_a_pass_of_several_threads_keeps_them_off(tiny, on_core, monkeypatch, lo
 
 def test_two_generators_of_a_thread_see_to_the_same_helpers(tiny, on_core, monkeypatch):
     monkeypatch.setattr(generator, "LONG_PRODUCTS", 1000)
-    monkeypatch.setattr(generator, "HELPERS", Helpers())
+    monkeypatch.setattr(generator, "HELPERS", TeamHelpers())
     torch.set_num_threads(2)
     config = tiny("mistral").config
     one, other = (PagedLoop(make_generator(config), config, slots_per_lane=8) for _ in range(2))
