@@ -175,8 +175,8 @@ class Admission:
     def saturated(self, now_s: float, supply: Supply) -> SaturatedError:
         """What one too many is told."""
         return SaturatedError(
-            f"{len(self._line)} requests of {num_waiting_tokens(self._line)} tokens wait; retry "
-            "later",
+            f"{len(self._line)} requests with {num_waiting_tokens(self._line)} prompt tokens are "
+            "already queued; retry later",
             retry_after_s=whole(self._idle_s(now_s, supply)),
         )
 
@@ -247,8 +247,8 @@ class Admission:
         if spare_s < 0.0:
             busy_s, spare_s = max(busy_s, self._idle_s(now_s, supply)), 0.0
         return OverloadedError(
-            f"the first token would come after {wait_s + prompt_s:.2f} s, and is to come within "
-            f"{entry.ttft_s:g} s; retry later",
+            f"the first token is expected after {wait_s + prompt_s:.2f} s, later than the "
+            f"objective of {entry.ttft_s:g} s; retry later",
             retry_after_s=whole(busy_s - spare_s),
         )
 
@@ -335,7 +335,7 @@ class Admission:
 
     def check_invariants(self) -> None:
         """Whoever is here is in one place, and is counted there."""
-        assert all(entry.passed_s is None for entry in self._line), "one waits and was let in"
+        assert all(entry.passed_s is None for entry in self._line), "a queued request was admitted"
         unasked = {e for e in self._passed if e.engine is None and e.first_s is None}
         assert unasked == {*self._unasked}, f"{unasked}"
         entries = [*self._line, *self._passed]

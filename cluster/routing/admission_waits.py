@@ -133,7 +133,8 @@ class AdmissionWaits:
         if not math.isinf(entry.ttft_s):
             return self.admission.refusal(entry, now_s, self.supply())
         return QueueTimeoutError(
-            f"there was no room within {now_s - entry.arrived_s:g} s", retry_after_s=RETRY_AFTER_S
+            f"not admitted within {now_s - entry.arrived_s:g} s; retry later",
+            retry_after_s=RETRY_AFTER_S,
         )
 
 

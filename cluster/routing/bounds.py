@@ -49,8 +49,8 @@ class Bounds:
         most, count = self.tenant(entry.tenant).max_requests, line.num_requests(entry.tenant)
         if most is not None and count >= most:
             raise QuotaError(
-                f"tenant {entry.tenant!r} has {count} requests here, as many as it may; retry "
-                "when one has ended",
+                f"tenant {entry.tenant!r} already has {count} requests here and may have {most}; "
+                "retry when one has ended",
                 retry_after_s=whole(slot_s / max(count, 1)),
             )
 

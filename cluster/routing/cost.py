@@ -287,7 +287,7 @@ def _two_drawn(scene: Scene) -> Numbers:
 
 
 def _not_among(scene: Scene, count: int) -> Numbers:
-    assert scene.draw is not None, "somebody draws"
+    assert scene.draw is not None, "a policy that draws needs a random generator"
     fitting = np.flatnonzero(scene.fitting).tolist()
     costs = np.ones(len(scene.views))
     costs[scene.draw.sample(fitting, min(count, len(fitting)))] = 0.0

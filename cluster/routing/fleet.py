@@ -201,7 +201,7 @@ class Fleet(Generic[ClientT_co]):
         self._num_failures += 1
         num = self._num_failures
         if num & (num - 1) == 0:  # A line for the first, the second, the fourth.
-            logger.exception("discovery of replicas failed %d times in a row", num)
+            logger.exception("discovery of replicas failed (failures in a row: %d)", num)
         return min(DISCOVERY_S * 2.0 ** min(num - 1, 16), DISCOVERY_FAILED_S)
 
     def add(self, members: Iterable[Member]) -> int:
@@ -219,7 +219,7 @@ class Fleet(Generic[ClientT_co]):
         self.prefixes.add(member)
         try:
             await self.client.connect(member.description)
-            logger.info("connected replica=%s", member.replica_id)
+            logger.info("connected to replica=%s", member.replica_id)
         except BaseException as error:
             self._forget(incarnation)
             self._found(incarnation)

@@ -114,7 +114,7 @@ class HandOver:
         """
         heir, decode = self._legs.heir, self._legs.decode
         assert heir is not None
-        assert decode is not None, "it is left when its heir is taken"
+        assert decode is not None, "the successor is adopted when the decode leg is left"
         stream = decode.stream
         if isinstance(event, Accepted):
             self._accepted = event
@@ -160,7 +160,9 @@ class HandOver:
             DecodeLeftError: It was that of the stream's KV: the other one can go on.
         """
         if self._lending.ended(event.epoch, event.failure):
-            raise DecodeLeftError("leaving", event.failure or "its KV is where the stream goes on")
+            raise DecodeLeftError(
+                "leaving", event.failure or "its KV was transferred to the next replica"
+            )
 
     @property
     def is_accepted(self) -> bool:

@@ -232,7 +232,7 @@ class Leg:
             self._timer = self._wait_for_answer()
         else:
             self.stream.put(
-                EngineLateError(f"engine {self.incarnation} gave no answer in {ANSWER_S:g} s")
+                EngineLateError(f"engine {self.incarnation} did not answer within {ANSWER_S:g} s")
             )
 
     def _send(self, message: ClientMessage) -> None:
@@ -314,7 +314,7 @@ class Legs:
 
     def adopt(self) -> Leg:
         """The heir is the decode leg from now on."""
-        assert self.decode is None, "only one at a time has the stream"
+        assert self.decode is None, "one decode leg at a time has the stream"
         assert self.heir is not None
         self.decode, self.heir = self.heir, None
         return self.decode
@@ -371,7 +371,7 @@ class Legs:
         """
         if self.num_lost >= most:
             raise ReplicaLostError(
-                f"{self.num_lost} replicas were lost one after the other",
+                f"{self.num_lost} replicas were lost while they ran the request; not trying more",
                 retry_after_s=RETRY_AFTER_S,
             )
 

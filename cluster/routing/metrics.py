@@ -91,7 +91,7 @@ class RouterMetrics:
         self._model_name = model_name
         self.queue_time = self._histogram(
             "vllm:request_queue_time_seconds",
-            "Time a request waited for a decode slot",
+            "Time that a request waited for a decode slot",
             _REQUEST_BUCKETS,
         )
         self.time_to_first_token = self._histogram(
@@ -107,33 +107,33 @@ class RouterMetrics:
         )
         self.migration_gap = Histogram(
             "ttserve_router_migration_gap_seconds",
-            "Time between the last token of a decode replica and the first of the one that took "
-            "over, by how that came by the KV",
+            "Time between the last token of one decode replica and the first token of the next, by "
+            "how the next one got the KV",
             ["model_name", "kv"],
             buckets=_ITL_BUCKETS,
             registry=self.registry,
         )
         self.num_queued = self._gauge(
             "ttserve_router_queued_requests",
-            "Requests that wait for a decode slot, or to be let in, at this ingress",
+            "Requests at this ingress that wait for admission or for a decode slot",
         )
         self.num_stalled = self._gauge(
             "ttserve_router_stalled_replicas",
-            "Replicas that get nothing new because they stall or are silent",
+            "Replicas that get no new requests because they are stalled, silent or unreachable",
         )
         self.num_shut = self._gauge(
             "ttserve_router_shut_replicas",
-            "Replicas that get one request at a time, or none, because they failed others",
+            "Replicas that get no new requests, or one at a time, because they failed others",
         )
         self.lapses: Counter = Counter(
             "ttserve_router_lapsed_reservations",
-            "Reservations that an engine gave up, as nobody had started them in time",
+            "Reservations that an engine released because they were not activated in time",
             ["model_name"],
             registry=self.registry,
         ).labels(model_name)
         self.prediction = Histogram(
             "ttserve_router_prediction_ratio",
-            "What came true of a placement, divided by what was predicted of it",
+            "Actual value divided by the value predicted when the request was placed",
             ["of"],
             buckets=_RATIO_BUCKETS,
             registry=self.registry,
@@ -142,34 +142,38 @@ class RouterMetrics:
 
     def _add_counters(self) -> None:
         self.requests = self._counter(
-            "ttserve_ingress_requests", "Requests that ended at this ingress", "finished_reason"
+            "ttserve_ingress_requests",
+            "Requests that ended at this ingress, by reason",
+            "finished_reason",
         )
         self.refusals = self._counter(
-            "ttserve_router_refusals", "Placements that an engine refused", "reason"
+            "ttserve_router_refusals", "Placements that an engine refused, by reason", "reason"
         )
         self.turned_away = self._counter(
-            "ttserve_router_turned_away", "Requests that were not let in", "code"
+            "ttserve_router_turned_away", "Requests that admission refused, by error code", "code"
         )
         self.retries = self._counter(
-            "ttserve_router_retries", "Parts of requests that were tried again", "reason"
+            "ttserve_router_retries",
+            "Prefills, decode placements and KV transfers that were retried or replaced, by reason",
+            "reason",
         )
         self.lost_routes: Counter = Counter(
             "ttserve_router_lost_routes",
-            "Lines of the route log that were not written",
+            "Lines of the route log that could not be written",
             ["model_name"],
             registry=self.registry,
         ).labels(self._model_name)
         self.lost = self._counter(
-            "ttserve_router_lost_legs", "Parts of requests whose engine died", "leg"
+            "ttserve_router_lost_legs", "Prefills and decodes whose engine was lost", "leg"
         )
         self.stalled = self._counter(
             "ttserve_router_stalled_legs",
-            "Parts of requests that were taken away from a replica that stalled",
+            "Prefills and decodes that were moved away from a stalled replica",
             "leg",
         )
         self.migrations = self._counter(
             "ttserve_router_migrations",
-            "Streams that another decode replica went on with",
+            "Streams that another decode replica continued, by reason",
             "reason",
         )
 
@@ -356,7 +360,7 @@ def _inflight(engine: _Engine) -> _Samples:
 
 _FAMILIES = (
     *_of_groups(
-        GaugeMetricFamily, ("vllm:num_requests_running", "Sequences that run", "num_running")
+        GaugeMetricFamily, ("vllm:num_requests_running", "Running sequences", "num_running")
     ),
     _Family(
         GaugeMetricFamily, "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1",
@@ -370,13 +374,15 @@ _FAMILIES = (
         ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache",
          "prefix_cache_queries"),
         ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", "prefix_cache_hits"),
-        ("vllm:num_preemptions", "Sequences that lost their blocks", "num_preemptions"),
+        ("vllm:num_preemptions", "Sequences that were preempted and lost their KV blocks",
+         "num_preemptions"),
     ),
     *_of_groups(
         GaugeMetricFamily,
         ("ttserve_slots", "Decode slots", "num_slots"),
         ("ttserve_empty_slots", "Decode slots that are free", "num_empty_slots"),
-        ("ttserve_reserved_slots", "Decode slots that wait for their KV", "num_reserved"),
+        ("ttserve_reserved_slots", "Decode slots reserved for requests whose KV has not arrived",
+         "num_reserved"),
     ),
     _Family(
         GaugeMetricFamily, "ttserve_kv_blocks", "Usable KV blocks",
@@ -387,7 +393,7 @@ _FAMILIES = (
         partial(_each_kv_group, "num_free_blocks"), ("dp_group", "kv_group"),
     ),
     _Family(
-        CounterMetricFamily, "vllm:request_success", "Sequences that ended",
+        CounterMetricFamily, "vllm:request_success", "Sequences that ended, by reason",
         _finished, ("dp_group", "finished_reason"),
     ),
     *_of_engines(
@@ -398,19 +404,20 @@ _FAMILIES = (
         CounterMetricFamily, "metrics",
         ("ttserve_steps", "Engine steps", "num_steps"),
         ("ttserve_scheduled_tokens", "Tokens computed", "scheduled_tokens"),
-        ("ttserve_step_device_seconds", "Time of steps inside the model", "device_seconds"),
-        ("ttserve_stalls", "Steps that took longer than they should, and ended", "num_stalls"),
+        ("ttserve_step_device_seconds", "Time of engine steps inside the model", "device_seconds"),
+        ("ttserve_stalls", "Engine steps that exceeded the stall limit and then ended",
+         "num_stalls"),
     ),
     _Family(
         CounterMetricFamily, "ttserve_step_host_seconds",
-        "Time of steps outside the model, by what it went to", _host_parts, ("part",),
+        "Host time of engine steps outside the model, by activity", _host_parts, ("part",),
     ),
     _Family(
-        CounterMetricFamily, "ttserve_kv_transfers", "KV transfers that ended",
+        CounterMetricFamily, "ttserve_kv_transfers", "KV transfers that ended, by outcome",
         _transfers, ("role", "path", "outcome"),
     ),
     _Family(
-        CounterMetricFamily, "ttserve_kv_transfer_failures", "KV transfers that failed",
+        CounterMetricFamily, "ttserve_kv_transfer_failures", "KV transfers that failed, by reason",
         _failures, ("role", "reason"),
     ),
     _Family(
@@ -418,12 +425,12 @@ _FAMILIES = (
         _transferred_bytes, ("role", "path"),
     ),
     _Family(
-        CounterMetricFamily, "ttserve_kv_leases", "Leases on KV blocks, by what happened",
+        CounterMetricFamily, "ttserve_kv_leases", "Leases on KV blocks, by event",
         _leases, ("event",),
     ),
     _Family(
         HistogramMetricFamily, "ttserve_kv_transfer_stage_seconds",
-        "Time of the stages of a KV transfer", _stages, ("stage",),
+        "Duration of each stage of a KV transfer", _stages, ("stage",),
     ),
     _Family(
         GaugeMetricFamily, "ttserve_kv_inflight_transfers", "KV transfers that have not ended",
@@ -431,42 +438,47 @@ _FAMILIES = (
     ),
     *_of_engines(
         CounterMetricFamily, "metrics.transfer",
-        ("ttserve_kv_retransmits", "KV chunks that were asked for again", "num_retransmits"),
+        ("ttserve_kv_retransmits", "KV chunks that were requested again", "num_retransmits"),
         ("ttserve_kv_checksum_failures", "KV chunks that arrived damaged",
          "num_checksum_failures"),
-        ("ttserve_kv_dropped_chunks", "KV chunks that came late, twice or for another attempt",
+        ("ttserve_kv_dropped_chunks",
+         "KV chunks dropped because they were late, duplicate or for another attempt",
          "num_dropped_chunks"),
-        ("ttserve_kv_unknown_ids", "Messages about KV transfers that nobody here knows",
+        ("ttserve_kv_unknown_ids", "Messages about KV transfers that this engine does not know",
          "num_unknown_ids"),
-        ("ttserve_kv_malformed_messages", "Frames that are no message", "num_malformed"),
-        ("ttserve_kv_bad_tickets", "Fetches with a forged, foreign or old ticket",
+        ("ttserve_kv_malformed_messages", "Frames that could not be decoded", "num_malformed"),
+        ("ttserve_kv_bad_tickets",
+         "Fetches refused because their ticket was forged, expired or for another engine",
          "num_bad_tickets"),
         ("ttserve_kv_credit_stalled_seconds",
          "Time in which computed KV waited for credit, summed over transfers", "credit_stalled_s"),
     ),
     *_of_engines(
         GaugeMetricFamily, "metrics.transfer",
-        ("ttserve_kv_leased_blocks", "KV blocks kept for transfers that send", "num_leased_blocks"),
-        ("ttserve_kv_reserved_blocks", "KV blocks that wait for KV to come", "num_reserved_blocks"),
+        ("ttserve_kv_leased_blocks", "KV blocks kept until their transfer to another engine ends",
+         "num_leased_blocks"),
+        ("ttserve_kv_reserved_blocks", "KV blocks reserved for KV that has not arrived",
+         "num_reserved_blocks"),
         ("ttserve_kv_quarantined_blocks",
-         "KV blocks that nobody may have yet, for a write may still land there",
+         "KV blocks that must not be reused yet, because a late write may still land there",
          "num_quarantined_blocks"),
-        ("ttserve_kv_oldest_lease_seconds", "Age of the oldest transfer that sends",
+        ("ttserve_kv_oldest_lease_seconds",
+         "Age of the oldest transfer to another engine that has not ended",
          "oldest_lease_s"),
     ),
     *_of_engines(
         CounterMetricFamily, "metrics.transfer.store",
-        ("ttserve_kv_store_hits", "Units of KV that a load got from the store", "hits"),
-        ("ttserve_kv_store_misses", "Units of KV that the store was asked for in vain", "misses"),
-        ("ttserve_kv_store_puts", "Units of KV that were saved in the store", "puts"),
+        ("ttserve_kv_store_hits", "KV units that a load found in the store", "hits"),
+        ("ttserve_kv_store_misses", "KV units that a load did not find in the store", "misses"),
+        ("ttserve_kv_store_puts", "KV units that were saved in the store", "puts"),
         ("ttserve_kv_store_drops",
-         "Units of KV that were not saved: the store was slow, full or away", "drops"),
-        ("ttserve_kv_store_errors", "Calls that the store did not answer as it should", "errors"),
+         "KV units that were not saved because the store was slow, full or unreachable", "drops"),
+        ("ttserve_kv_store_errors", "Calls to the store that failed", "errors"),
     ),
     *_of_engines(
         CounterMetricFamily, "metrics",
         ("ttserve_kv_recompute_tokens",
-         "Prompt tokens computed because their KV did not come", "kv_recompute_tokens"),
+         "Prompt tokens computed because their KV did not arrive", "kv_recompute_tokens"),
     ),
     _Family(
         GaugeMetricFamily, "ttserve_kv_block_bytes", "Bytes of one KV block",

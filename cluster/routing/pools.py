@@ -535,7 +535,7 @@ def _groups(replica: _Replica, heard: _Heard, *, computes_prompts: bool) -> Plac
 
 def _whole(replica: _Replica, heard: _Heard, *, computes_prompts: bool) -> Places:
     """The engine as a whole is one place."""
-    assert computes_prompts, "that is what it is for"
+    assert computes_prompts, "a prefill engine computes its prompts"
     snapshot, description = heard.snapshot, replica.member.description
     groups = snapshot.groups
     sent = [demand for _, demand in replica.holds.values()]

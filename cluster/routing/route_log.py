@@ -118,7 +118,9 @@ class RouteLog:
                 # Of this line; those that follow may be in order.
                 is_lost = True
                 if not was_told:
-                    logger.exception("a line of the route log was not written")
+                    logger.exception(
+                        "could not write a line of the route log; further failures are only counted"
+                    )
                 was_told = True
             if is_lost:
                 self._on_lost()

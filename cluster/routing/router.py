@@ -389,7 +389,7 @@ class Run:
     def _leave_decode(self, reason: str, error: Exception) -> None:
         """Drop the decode engine, and the transfer that only it could fetch."""
         decode = self._legs.decode
-        assert decode is not None, "only an engine that was asked can be left"
+        assert decode is not None, "there is a decode leg to leave"
         kv = self._lending.kv
         if not self._hand_over.is_accepted:
             self._hand_over.stop()
@@ -451,6 +451,7 @@ class Run:
 def _nobody_goes_on(seam: Seam, error: ServingError) -> ServingError:
     """What a stream ends with that broke off."""
     return ReplicaLostError(
-        f"the decode replica was lost mid-request ({seam.why}) and no other takes over: {error}",
+        f"the decode replica was lost mid-request ({seam.why}) and no other could continue it: "
+        f"{error}",
         retry_after_s=RETRY_AFTER_S,
     )

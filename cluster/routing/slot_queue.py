@@ -250,7 +250,7 @@ class SlotQueue:
     def too_late(self) -> QueueTimeoutError:
         """What whoever has waited too long is told."""
         return QueueTimeoutError(
-            f"no decode slot became free within {self.timeout_s:g} s",
+            f"no decode slot became free within {self.timeout_s:g} s; retry later",
             retry_after_s=RETRY_AFTER_S,
         )
 
@@ -268,7 +268,7 @@ class SlotQueue:
                 has_room = fits(waiter.demand, view)
                 has_room &= view.placement not in waiter.refused | waiter.spared
                 has_room &= not self._pools.is_held(waiter.demand.request_id, view.placement)
-                assert not has_room, f"{waiter!r} waits although {view} has room"
+                assert not has_room, f"{waiter!r} is queued although {view} has room"
             if not waiter.has_stream:
                 break
 
@@ -317,6 +317,6 @@ class SlotQueue:
         num_waiting -= min(num_early, int(empty_slots.sum()))
         if num_waiting >= self._max_queued_requests:
             raise SaturatedError(
-                f"all decode slots are taken and {num_waiting} requests wait; retry later",
+                f"all decode slots are taken and {num_waiting} requests are queued; retry later",
                 retry_after_s=RETRY_AFTER_S,
             )

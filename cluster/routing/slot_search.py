@@ -257,6 +257,6 @@ def _no_place(num_failures: int, last: Refused | Exception) -> ServingError:
     kind = SaturatedError if isinstance(last, Refused) else ReplicaLostError
     why = last.message if isinstance(last, Refused) else last
     return kind(
-        f"{num_failures} placements were refused or lost; the last: {why}",
+        f"{num_failures} attempts to place the request were refused or lost; the last: {why}",
         retry_after_s=RETRY_AFTER_S,
     )

@@ -39,7 +39,9 @@ class Stalls:
     def check_invariants(self) -> None:
         """Nobody stays, who was not told, while another engine has room."""
         for stream, demand in self._staying.items():
-            assert stream.away is None or not self._queue.has_room(demand), f"{demand} may go"
+            assert stream.away is None or not self._queue.has_room(demand), (
+                f"{demand} was not told that another engine has room"
+            )
 
     def capacity_changed(self) -> None:
         """Tell whoever has room elsewhere: one who needs more than there is keeps nobody here."""

@@ -210,7 +210,7 @@ def test_tokens_and_requests_that_wait_are_bounded():
     world.teach(1000)
     world.arrive(4096)
     world.arrive()
-    with pytest.raises(SaturatedError, match="1 requests of 1000 tokens"):
+    with pytest.raises(SaturatedError, match="1 requests with 1000 prompt tokens"):
         world.arrive(2000)
     world.arrive()
 

@@ -301,7 +301,7 @@ def test_who_is_not_due_and_would_have_a_slot_now_fills_no_queue():
             waits.enter(waiter)
             queue.check_open()
         waits.enter(early[2])
-        with pytest.raises(SaturatedError, match="1 requests wait"):
+        with pytest.raises(SaturatedError, match="1 requests are queued"):
             queue.check_open()
         for waiter in early:
             waits.leave(waiter)
