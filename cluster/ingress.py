@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
+from cluster.edge.engine_metrics import render_engine_metrics
 from cluster.edge.explain import RoutesView, route_view, short_form
 from cluster.edge.openai import ModelCard, Usage
 from cluster.edge.resume import Rerun
@@ -27,7 +28,7 @@ from cluster.edge.transfers import transfers_view
 from cluster.errors import SaturatedError
 from cluster.routing.cost import LOOK_AT_CACHES
 from cluster.routing.fleet import Fleet
-from cluster.routing.metrics import RouterMetrics, render
+from cluster.routing.metrics import RouterMetrics
 from cluster.routing.route_log import RouteLog
 from cluster.routing.router import Router
 from cluster.routing.tickets import TicketOffice
@@ -252,7 +253,8 @@ class Ingress:
         self.metrics.num_shut.set(self.fleet.pools.num_shut)
         answers = await self._ask_all(self.fleet.client.metrics, _SCRAPE_TIMEOUT_S)
         engines = [(member, metrics) for member, metrics in answers if metrics is not None]
-        return render(self.metrics, engines, self._config.served_model_name)
+        own = self.metrics.render()
+        return own + render_engine_metrics(engines, self._config.served_model_name)
 
     async def _look(self) -> TransfersView:
         return transfers_view(await self._ask_all(self.fleet.client.kv_transfers, _LOOK_TIMEOUT_S))

@@ -11,8 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.config.schema import IngressConfig, PoolConfig, RouterConfig
 from cluster.edge.client_guard import ClientLimits
+from cluster.edge.engine_metrics import render_engine_metrics
 from cluster.routing import metrics
-from cluster.routing.metrics import RouterMetrics, render
+from cluster.routing.metrics import RouterMetrics
 from kv_transfer.connector import PathCounters, StageHistogram, TransferStats
 from replicas.meshes import MESHES, mesh_spec
 from replicas.messages import EngineMetrics, GroupCounters, HostSeconds
@@ -54,7 +55,8 @@ def exported():
     groups = [of_ones(GroupCounters, **given)]
     host = of_ones(HostSeconds)
     engine = of_ones(EngineMetrics, groups=groups, transfer=transfer, host_seconds=host)
-    page = render(router, [(make_member("decode", "d"), engine)], "tiny")
+    engines = render_engine_metrics([(make_member("decode", "d"), engine)], "tiny")
+    page = router.render() + engines
     return {
         sample.name
         for family in text_string_to_metric_families(page.decode())
