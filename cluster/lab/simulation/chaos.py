@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from cluster.lab.simulation.hard_times import random_scenario
+from cluster.lab.simulation.adversarial_scenarios import random_scenario
 from cluster.lab.simulation.scenario import Scenario, run_scenario
 from cluster.lab.simulation.shrink import Shrinker
 

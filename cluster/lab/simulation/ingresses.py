@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from cluster.lab.simulation.client import VirtualClient
 from cluster.lab.simulation.ingress import VirtualIngress
-from cluster.lab.simulation.lives import KEYS
 from cluster.lab.simulation.loop import UNIX_S
+from cluster.lab.simulation.simulated_replicas import KEYS
 from cluster.routing.fleet import Fleet
 from cluster.routing.metrics import RouterMetrics
 from cluster.routing.router import Router
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cluster.lab.simulation.invariants import Invariants
-    from cluster.lab.simulation.lives import Lives
     from cluster.lab.simulation.network import Network
     from cluster.lab.simulation.options import SimulationOptions
     from cluster.lab.simulation.recorder import Recorder
+    from cluster.lab.simulation.simulated_replicas import SimulatedReplicas
     from kv_transfer.config import TransferConfig
     from replicas.faults import ReplicaFaults
     from replicas.messages import EngineSnapshot
@@ -42,7 +42,7 @@ class Ingresses:
     """See the module docstring.
 
     Args:
-        lives: Who the engines are.
+        replicas: Who the engines are.
         transfer: How long a ticket has to be good for.
         invariants: Watches each of them; None without checks.
     """
@@ -52,7 +52,7 @@ class Ingresses:
         options: SimulationOptions,
         network: Network,
         recorder: Recorder,
-        lives: Lives,
+        replicas: SimulatedReplicas,
         transfer: TransferConfig,
         invariants: Invariants | None,
     ) -> None:
@@ -60,7 +60,7 @@ class Ingresses:
         self._network = network
         self._loop = network.loop
         self._recorder = recorder
-        self._lives = lives
+        self._replicas = replicas
         self._transfer = transfer
         self._invariants = invariants
         self._transfer_ids = itertools.count(1)
@@ -83,12 +83,12 @@ class Ingresses:
 
     def lose(self, incarnation: str, reason: str) -> None:
         """Every connection to an engine is over."""
-        for ingress in self.living:
+        for ingress in self.alive:
             ingress.fleet.client.lose(incarnation, reason)
 
     def hush(self, incarnation: str) -> None:
         """Nobody has heard of an engine for a while."""
-        for ingress in self.living:
+        for ingress in self.alive:
             ingress.fleet.client.hush(incarnation)
 
     def _kill(self, rank: int) -> None:
@@ -106,21 +106,21 @@ class Ingresses:
         self._follow(ingress)
 
     def _follow(self, ingress: VirtualIngress) -> None:
-        follower = self._loop.create_task(ingress.fleet.follow(self._lives))
+        follower = self._loop.create_task(ingress.fleet.follow(self._replicas))
         follower.add_done_callback(raise_failure)
         ingress.run(follower)
 
     # --- who there is --------------------------------------------------------------------------
 
     @property
-    def living(self) -> list[VirtualIngress]:
+    def alive(self) -> list[VirtualIngress]:
         """Those whose process exists, by rank."""
         return [ingress for ingress in self._ingresses if ingress.is_alive]
 
     def take(self, number: int) -> VirtualIngress | None:
         """Who takes the request of a number; None if nobody is there."""
-        living = self.living
-        return living[number % len(living)] if living else None
+        alive = self.alive
+        return alive[number % len(alive)] if alive else None
 
     # --- one of them ---------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class Ingresses:
                 on_dead(incarnation, reason)
                 self._on_lost(name, incarnation)
 
-            hosts = self._lives.living
+            hosts = self._replicas.alive
             return VirtualClient(
                 name,
                 self._network,

@@ -66,7 +66,7 @@ class ReplicaRecord(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One replica's life. A replica that died and came back has a record for each life.
 
     Attributes:
-        name: Pool and rank, as in a fault plan: "decode/1". Lives of one replica share it.
+        name: Pool and rank, as in a fault plan: "decode/1". Restarts keep it.
         num_slots: Decode positions over all of its DP groups; 0 where a role has none.
         busy_s: Seconds that its device spent in steps.
         slot_busy_s: Slot-seconds: for each slot, the seconds in which a request held it, summed.

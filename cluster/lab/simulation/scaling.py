@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from cluster.lab.simulation.ingresses import Ingresses
-    from cluster.lab.simulation.lives import Lives
     from cluster.lab.simulation.loop import VirtualLoop
+    from cluster.lab.simulation.simulated_replicas import SimulatedReplicas
     from cluster.routing.traffic import Traffic
     from replicas.config import Role
 
@@ -54,22 +54,22 @@ class Scaling:
     """See the module docstring."""
 
     def __init__(
-        self, scaler: Scaler, lives: Lives, ingresses: Ingresses, loop: VirtualLoop
+        self, scaler: Scaler, replicas: SimulatedReplicas, ingresses: Ingresses, loop: VirtualLoop
     ) -> None:
         self._scaler = scaler
-        self._lives = lives
+        self._replicas = replicas
         self._ingresses = ingresses
         self._loop = loop
 
     def start(self) -> None:
         """Look for the first time, and then again and again."""
-        living = self._ingresses.living
+        alive = self._ingresses.alive
         seen = Seen(
             self._loop.time(),
-            {ingress.name: ingress.router.traffic for ingress in living},
-            living[0].fleet.pools.pool_costs if living else StepCosts(),
-            {role: self._lives.num_replicas(role) for role in self._lives.roles},
+            {ingress.name: ingress.router.traffic for ingress in alive},
+            alive[0].fleet.pools.pool_costs if alive else StepCosts(),
+            {role: self._replicas.num_replicas(role) for role in self._replicas.roles},
         )
         for role, count in self._scaler.decide(seen).items():
-            self._lives.scale(role, count)
+            self._replicas.scale(role, count)
         self._loop.call_later(self._scaler.interval_s, self.start)

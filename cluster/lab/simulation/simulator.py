@@ -4,7 +4,7 @@ Owner of the run: the requests under way, the chance that the seed gives. The co
 decides is the production's: fleet, router, slot queue, placement and pool state, engine server and
 core, scheduler, block pool, KV transfer. Modelled are the device's time
 (`replicas.generators.simulated`), the network (`network`), and what Ray Serve does: restarts
-and saying who runs (`lives`).
+and saying who runs (`simulated_replicas`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from cluster.errors import BadRequestError, ServingError
 from cluster.lab.simulation.clocks import Clocks
 from cluster.lab.simulation.ingresses import Ingresses, raise_failure
 from cluster.lab.simulation.invariants import Expectations, Invariants, check_tokens, waits_for
-from cluster.lab.simulation.lives import KEYS, Lives
 from cluster.lab.simulation.loop import VirtualLoop
 from cluster.lab.simulation.monitors import LeaseMonitor
 from cluster.lab.simulation.network import Network
 from cluster.lab.simulation.recorder import Recorder
 from cluster.lab.simulation.records import ABORTED, INGRESS_LOST, NO_INGRESS, OK, SimulationResult
 from cluster.lab.simulation.scaling import Scaling
+from cluster.lab.simulation.simulated_replicas import KEYS, SimulatedReplicas
 from cluster.lab.simulation.waits import longest_waits
 from replicas.dealer import SILENCE_S
 from replicas.faults import INGRESS
@@ -72,7 +72,7 @@ class Simulation:
         self._rng = np.random.Generator(np.random.Philox(options.seed))
         self.network = Network(self.loop, options.network, self._rng)
         self.recorder = Recorder(self.loop, keeps_events=options.keeps_events)
-        self.lives = Lives(
+        self.replicas = SimulatedReplicas(
             self._pools,
             options,
             self.network,
@@ -88,18 +88,18 @@ class Simulation:
             lease_s = max(spec.transfer.lease_s for spec in self._pools)
             self._invariants = Invariants(
                 self.network,
-                self.lives.hosts,
+                self.replicas.hosts,
                 self.recorder,
                 LeaseMonitor(self.loop, lease_s, KEYS),
                 self._longest_waits,
                 Clocks(options.faults, self._names, longest.rendezvous_s + longest.lease_s),
             )
         self.ingresses = Ingresses(
-            options, self.network, self.recorder, self.lives, longest, self._invariants
+            options, self.network, self.recorder, self.replicas, longest, self._invariants
         )
         self._scaling: Scaling | None = None
         if scaler is not None:
-            self._scaling = Scaling(scaler, self.lives, self.ingresses, self.loop)
+            self._scaling = Scaling(scaler, self.replicas, self.ingresses, self.loop)
         self._vocab_size = min(spec.facts.vocab_size for spec in self._pools)
         self._max_model_len = 0
         # Which ingress has taken a request, by number.
@@ -109,7 +109,7 @@ class Simulation:
     @property
     def _names(self) -> list[str]:
         """Every replica and ingress, as in a fault plan."""
-        return [*self.lives.names, *(f"{INGRESS}/{i}" for i in range(self._options.ingresses))]
+        return [*self.replicas.names, *(f"{INGRESS}/{i}" for i in range(self._options.ingresses))]
 
     # --- the run -------------------------------------------------------------------------------
 
@@ -131,24 +131,24 @@ class Simulation:
         return SimulationResult(
             workload=self._workload.name,
             policy=options.router.policy,
-            num_replicas=len(self.lives.names),
-            replica_seconds=self.lives.replica_seconds(end_s),
+            num_replicas=len(self.replicas.names),
+            replica_seconds=self.replicas.replica_seconds(end_s),
             seed=options.seed,
             duration_s=end_s,
             records=self.recorder.records(),
-            replicas=[self.recorder.replica_record(host) for host in self.lives.hosts],
+            replicas=[self.recorder.replica_record(host) for host in self.replicas.hosts],
             events=self.recorder.events,
             num_events=self.loop.num_events,
             wall_s=time.perf_counter() - started,
         )
 
     async def _main(self) -> float:
-        self.lives.start()
-        hosts = self.lives.hosts
+        self.replicas.start()
+        hosts = self.replicas.hosts
         self._max_model_len = min(h.engine.description.max_model_len for h in hosts)
         self.ingresses.start()
         await asyncio.sleep(-self.loop.time())
-        self.lives.schedule_faults()
+        self.replicas.schedule_faults()
         self.ingresses.schedule_faults()
         if self._scaling is not None:
             self._scaling.start()
@@ -173,9 +173,9 @@ class Simulation:
             self._check_requests()
         for host in hosts:
             host.finish()
-        living = self.ingresses.living
-        left = [task for ingress in living for task in ingress.tasks]
-        for ingress in living:
+        alive = self.ingresses.alive
+        left = [task for ingress in alive for task in ingress.tasks]
+        for ingress in alive:
             ingress.die()
         await asyncio.gather(*left, return_exceptions=True)
         return end_s
@@ -193,15 +193,15 @@ class Simulation:
         # What a hung engine holds is free when its parent ends it.
         drain_s = _DRAIN_S + max(spec.step_timeout_s for spec in self._pools)
         deadline_s = self.loop.time() + drain_s
-        while (held := self._held()) or self.lives.unsettled:
+        while (held := self._held()) or self.replicas.unsettled:
             assert self.loop.time() < deadline_s, (
-                f"after {drain_s:g} s still held: {held}; and not there: {self.lives.unsettled}"
+                f"after {drain_s:g} s still held: {held}; and not there: {self.replicas.unsettled}"
             )
             await asyncio.sleep(_SETTLE_S)
         await asyncio.sleep(_SETTLE_S)
 
     def _held(self) -> list[VirtualHost]:
-        running = [h for h in self.lives.hosts if h.is_alive and not h.is_frozen]
+        running = [h for h in self.replicas.hosts if h.is_alive and not h.is_frozen]
         # One that hangs has not heard what waits for it.
         return [
             h for h in running if h.engine.num_live or h.num_open_transfers or not h.inbox.is_empty

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from cluster import cli
 from cluster.config.schema import OrderName
 from cluster.lab.simulation import chaos
+from cluster.lab.simulation.adversarial_scenarios import random_scenario
 from cluster.lab.simulation.chaos import ChaosOptions, explore, failure_kind, investigate, run_seed
-from cluster.lab.simulation.hard_times import random_scenario
 from cluster.lab.simulation.scenario import (
     Scenario,
     ScenarioPool,

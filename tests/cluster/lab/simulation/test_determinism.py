@@ -8,14 +8,14 @@ import sys
 import msgspec
 import pytest
 
-from cluster.lab.simulation.hard_times import random_scenario
+from cluster.lab.simulation.adversarial_scenarios import random_scenario
 from cluster.lab.simulation.records import ABORTED
 from cluster.lab.simulation.scenario import Scenario, build, run_scenario
 
 SEEDS = range(100, 104)
 PRINT_DIGESTS = """
 import logging
-from cluster.lab.simulation.hard_times import random_scenario
+from cluster.lab.simulation.adversarial_scenarios import random_scenario
 from cluster.lab.simulation.scenario import run_scenario
 logging.disable(logging.CRITICAL)
 for seed in range({first}, {last} + 1):

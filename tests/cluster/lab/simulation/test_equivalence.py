@@ -122,7 +122,7 @@ def assert_equal(ahead, plain):
             tokens = one.recorder.outputs[record.request_id]
             assert tokens == other.recorder.outputs[record.request_id]
     assert found.duration_s == right.duration_s
-    if any(host.core.is_working for host in one.lives.hosts):
+    if any(host.core.is_working for host in one.replicas.hosts):
         return  # The last client left, and nobody waited for what its engine was doing.
     for replica, expected in zip(found.replicas, right.replicas, strict=True):
         for name in replica.__struct_fields__:

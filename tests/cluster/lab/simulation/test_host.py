@@ -10,9 +10,9 @@ import pytest
 
 from cluster.lab.simulation.client import NOTICE_S, VirtualClient
 from cluster.lab.simulation.host import VirtualHost
-from cluster.lab.simulation.lives import KEYS
 from cluster.lab.simulation.loop import VirtualLoop
 from cluster.lab.simulation.network import Network, NetworkConfig
+from cluster.lab.simulation.simulated_replicas import KEYS
 from replicas.engine.server import SNAPSHOT_S
 from replicas.errors import EngineDeadError
 from replicas.faults import FaultPlan

@@ -13,8 +13,8 @@ import pytest
 
 import kv_transfer.consumer
 from cluster.errors import SaturatedError
+from cluster.lab.simulation.adversarial_scenarios import random_scenario
 from cluster.lab.simulation.chaos import investigate
-from cluster.lab.simulation.hard_times import random_scenario
 from cluster.lab.simulation.host import VirtualHost
 from cluster.lab.simulation.inbox import VirtualInbox
 from cluster.lab.simulation.loop import UNIX_S

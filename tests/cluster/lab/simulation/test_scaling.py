@@ -71,7 +71,7 @@ def test_of_those_too_many_goes_first_who_has_not_started():
     made, result = scaled(both(2), workload, plan)
     assert events_of(result, "leave") == [(2.0, "both/2")]
     assert [name for _, name in events_of(result, "start")] == ["both/0", "both/1"]
-    assert made.lives.num_replicas("both") == 2
+    assert made.replicas.num_replicas("both") == 2
 
 
 def test_what_replicas_cost_is_from_being_wanted_to_being_given_back():

@@ -466,7 +466,7 @@ def test_kv_that_waits_for_too_long_is_given_back_and_the_prompt_computed_again(
     result = run.run()
     assert outcomes(result) == [OK] * 3
     assert sorted(kv_loads(result)) == ["expired", "ok", "ok"]
-    assert run.lives.hosts[1].engine.metrics(0.0).kv_recompute_tokens == 40
+    assert run.replicas.hosts[1].engine.metrics(0.0).kv_recompute_tokens == 40
 
 
 def test_killed_decode_replica_costs_the_kv_that_it_fetched_and_no_request():

@@ -65,7 +65,7 @@ class _Place:
         return LifeState.STARTING if self.parent is None else self.parent.life.state
 
 
-class Lives:
+class SimulatedReplicas:
     """See the module docstring; a `Discovery`.
 
     Args:
@@ -74,7 +74,7 @@ class Lives:
 
     Attributes:
         hosts: Every start of a replica, in order.
-        living: Those that live, by incarnation, in the order of their starts.
+        alive: Those that live, by incarnation, in the order of their starts.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Lives:
         ]
         self._left: list[_Place] = []
         self.hosts: list[VirtualHost] = []
-        self.living: dict[str, VirtualHost] = {}
+        self.alive: dict[str, VirtualHost] = {}
         # What a process does itself, and a frozen one does later.
         self._own_doing = (self._drop_link, self._heal, self._unclog)
 
@@ -241,7 +241,7 @@ class Lives:
             host.freeze()
         self.hosts.append(host)
         self._network.attach(host)
-        self.living[host.incarnation] = host
+        self.alive[host.incarnation] = host
         self._recorder.event("start", place.name, host.incarnation)
 
     def _at(self, place: _Place, when_s: float, action: Callable[[_Place], None]) -> None:
@@ -270,7 +270,7 @@ class Lives:
         assert place.parent is not None
         place.parent.life.become(LifeState.DEAD)
         self._network.detach(host)
-        del self.living[host.incarnation]
+        del self.alive[host.incarnation]
         place.host = place.parent = None
         latency_s = self._options.network.latency_s
         self._loop.call_later(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from cluster.lab.simulation.drawn import drawn_scenario
+from cluster.lab.simulation.sampled_scenarios import sample_scenario
 from replicas.faults import Fault
 from replicas.launch import HAND_OVER_SHARE
 
@@ -19,14 +19,22 @@ if TYPE_CHECKING:
     from cluster.lab.simulation.scenario import Scenario, ScenarioRequest
     from replicas.faults import FaultKind
 
-_HARD_SHARE = 0.18
+_ADVERSARIAL_SHARE = 0.18
 _NUM_BLOCKS = 48
 _MAX_MODEL_LEN = 500
 _OUTPUT_TOKENS = (60, 200)
 _TOKEN_S = 0.04
 """Of a decode step: the longest streams take eight seconds."""
-_MEDDLERS: tuple[FaultKind, ...] = ("kill", "freeze", "hang", "hang", "clog", "clog", "mute")
-_LEAVES_S = (None, None, None, 0.01, 0.1, 0.4)
+DISRUPTIVE_FAULTS: tuple[FaultKind, ...] = (
+    "kill",
+    "freeze",
+    "hang",
+    "hang",
+    "clog",
+    "clog",
+    "mute",
+)
+_CLIENT_LEAVES_S = (None, None, None, 0.01, 0.1, 0.4)
 _HANG_S = 45.0
 """Longer than those streams take, one after the other, that fill all other slots."""
 
@@ -34,15 +42,15 @@ _HANG_S = 45.0
 def random_scenario(seed: int) -> Scenario:
     """The scenario of a seed: the same in every process, on every machine."""
     rng = np.random.Generator(np.random.Philox(seed))
-    scenario = drawn_scenario(seed, rng)
-    return with_hard_times(scenario, rng) if rng.random() < _HARD_SHARE else scenario
+    scenario = sample_scenario(seed, rng)
+    return make_adversarial(scenario, rng) if rng.random() < _ADVERSARIAL_SHARE else scenario
 
 
-def with_hard_times(scenario: Scenario, rng: np.random.Generator) -> Scenario:
+def make_adversarial(scenario: Scenario, rng: np.random.Generator) -> Scenario:
     """One of the kinds below."""
     kinds = (
-        _with_failing_engine, _with_failing_engine, _with_hurried_drains, _with_nowhere_to_go,
-        _with_lent_kv,
+        _with_failing_engine, _with_failing_engine, _with_short_drains, _with_hang_while_full,
+        _with_live_migrations,
     )  # fmt: skip
     return kinds[int(rng.integers(len(kinds)))](scenario, rng)
 
@@ -53,7 +61,7 @@ def _with_failing_engine(scenario: Scenario, rng: np.random.Generator) -> Scenar
     Whoever tries it may leave before it has answered.
     """
     role = scenario.pools[int(rng.integers(len(scenario.pools)))].role
-    scenario = _roomy(scenario, replicas=2)
+    scenario = _with_capacity(scenario, replicas=2)
     faults = []
     at_s = 0.3
     for _ in range(int(rng.integers(4, 9))):
@@ -61,19 +69,21 @@ def _with_failing_engine(scenario: Scenario, rng: np.random.Generator) -> Scenar
         faults.append(Fault(at_s=at_s, target=f"{role}/0", kind="mute", duration_s=0.05))
     timing = msgspec.structs.replace(scenario.timing, prefill_token_s=4e-3)
     requests = tuple(
-        msgspec.structs.replace(request, abort_s=_LEAVES_S[rng.integers(len(_LEAVES_S))])
-        for request in _arriving(scenario.requests, gap_s=0.25)
+        msgspec.structs.replace(
+            request, abort_s=_CLIENT_LEAVES_S[rng.integers(len(_CLIENT_LEAVES_S))]
+        )
+        for request in _at_fixed_gaps(scenario.requests, gap_s=0.25)
     )
     return msgspec.structs.replace(scenario, timing=timing, requests=requests, faults=tuple(faults))
 
 
-def _with_hurried_drains(scenario: Scenario, rng: np.random.Generator) -> Scenario:
+def _with_short_drains(scenario: Scenario, rng: np.random.Generator) -> Scenario:
     """Long streams in replicas that are replaced and have little time for it, one after the other.
 
     Whoever is to go on with a stream may die or stall in just that moment.
     """
     drain_timeout_s = float(rng.choice([0.4, 1.0, 2.0]))
-    scenario = _roomy(scenario, replicas=3, drain_timeout_s=drain_timeout_s, lanes=1)
+    scenario = _with_capacity(scenario, replicas=3, drain_timeout_s=drain_timeout_s, lanes=1)
     role = scenario.pools[-1].role
     faults: list[Fault] = []
     free_s: dict[str, float] = {}
@@ -85,31 +95,31 @@ def _with_hurried_drains(scenario: Scenario, rng: np.random.Generator) -> Scenar
         target = f"{role}/{(rank + 1 + rng.integers(2)) % 3}"
         begin_s = max(at_s + HAND_OVER_SHARE * drain_timeout_s - float(rng.exponential(0.1)), 0.0)
         if rng.random() < 0.6 and free_s.get(target, 0.0) <= begin_s:
-            kind = _MEDDLERS[rng.integers(len(_MEDDLERS))]
+            kind = DISRUPTIVE_FAULTS[rng.integers(len(DISRUPTIVE_FAULTS))]
             duration_s = None if kind == "kill" else float(rng.choice([0.5, 6.0]))
             free_s[target] = begin_s + (duration_s or 0.0)
             faults.append(Fault(at_s=begin_s, target=target, kind=kind, duration_s=duration_s))
-    requests = _with_long_streams(_arriving(scenario.requests, gap_s=0.2), rng)
+    requests = _with_long_streams(_at_fixed_gaps(scenario.requests, gap_s=0.2), rng)
     return msgspec.structs.replace(scenario, requests=requests, faults=tuple(faults))
 
 
-def _with_lent_kv(scenario: Scenario, rng: np.random.Generator) -> Scenario:
+def _with_live_migrations(scenario: Scenario, rng: np.random.Generator) -> Scenario:
     """Long streams are handed over by engines that change their roles, over a slow network.
 
     While their KV is on its way its engine, or the one that fetches it, may die or stall, streams
     end, and clients leave. Some engines have so few blocks that streams lose theirs meanwhile.
     """
     if len(scenario.pools) == 1:
-        return _with_hurried_drains(scenario, rng)
+        return _with_short_drains(scenario, rng)
     num_blocks = int(rng.choice([20, _NUM_BLOCKS]))
-    scenario = _roomy(scenario, replicas=3, lanes=1, num_blocks=num_blocks)
+    scenario = _with_capacity(scenario, replicas=3, lanes=1, num_blocks=num_blocks)
     faults: list[Fault] = []
     at_s = 1.0
     for rank in rng.integers(3, size=6):
         at_s += 0.3 + float(rng.exponential(1.0))
         faults.append(Fault(at_s=at_s, target=f"decode/{rank}", kind="flip"))
         if rng.random() < 0.4:
-            kind = _MEDDLERS[rng.integers(len(_MEDDLERS))]
+            kind = DISRUPTIVE_FAULTS[rng.integers(len(DISRUPTIVE_FAULTS))]
             faults.append(
                 Fault(
                     at_s=at_s + float(rng.exponential(0.2)),
@@ -123,15 +133,15 @@ def _with_lent_kv(scenario: Scenario, rng: np.random.Generator) -> Scenario:
         scenario.network, kv_bytes_per_s=float(rng.choice([1e7, 1e8])), latency_s=1e-3
     )
     transfer = msgspec.structs.replace(scenario.transfer, chunk_bytes=int(rng.choice([1, 2048])))
-    requests = _with_long_streams(_arriving(scenario.requests, gap_s=0.2), rng)
+    requests = _with_long_streams(_at_fixed_gaps(scenario.requests, gap_s=0.2), rng)
     return msgspec.structs.replace(
         scenario, network=network, transfer=transfer, requests=requests, faults=tuple(faults)
     )
 
 
-def _with_nowhere_to_go(scenario: Scenario, rng: np.random.Generator) -> Scenario:
+def _with_hang_while_full(scenario: Scenario, rng: np.random.Generator) -> Scenario:
     """An engine hangs while all others are full, and long enough for some of them to have room."""
-    scenario = _roomy(scenario, replicas=2, lanes=1, slots_per_lane=2, step_timeout_s=300.0)
+    scenario = _with_capacity(scenario, replicas=2, lanes=1, slots_per_lane=2, step_timeout_s=300.0)
     hang = Fault(
         at_s=0.5 + float(rng.exponential(1.0)),
         target=f"{scenario.pools[-1].role}/{rng.integers(2)}",
@@ -139,12 +149,14 @@ def _with_nowhere_to_go(scenario: Scenario, rng: np.random.Generator) -> Scenari
         duration_s=_HANG_S,
     )
     # A few more than there are slots: whoever waits for one goes first.
-    requests = _with_long_streams(_arriving(scenario.requests[: 3 + rng.integers(4)], 0.02), rng)
+    requests = _with_long_streams(
+        _at_fixed_gaps(scenario.requests[: 3 + rng.integers(4)], 0.02), rng
+    )
     stayers = tuple(msgspec.structs.replace(request, abort_s=None) for request in requests)
     return msgspec.structs.replace(scenario, requests=stayers, faults=(hang,))
 
 
-def _roomy(
+def _with_capacity(
     scenario: Scenario, *, replicas: int, num_blocks: int = _NUM_BLOCKS, **of_pools: float
 ) -> Scenario:
     """At least so many replicas of each pool, and blocks for long sequences."""
@@ -163,7 +175,9 @@ def _roomy(
     )
 
 
-def _arriving(requests: tuple[ScenarioRequest, ...], gap_s: float) -> tuple[ScenarioRequest, ...]:
+def _at_fixed_gaps(
+    requests: tuple[ScenarioRequest, ...], gap_s: float
+) -> tuple[ScenarioRequest, ...]:
     """One after the other from the start of the run on."""
     return tuple(
         msgspec.structs.replace(request, arrival_s=gap_s * i) for i, request in enumerate(requests)

@@ -49,16 +49,16 @@ _STUCK_KINDS: tuple[FaultKind, ...] = (
 _STUCK_SPAN_S = 60.0
 _ENDLESS = frozenset({"freeze", "partition", "hang", "mute", "deaf"})
 """What may last for ever: whoever waits for the replica gives it up, or its parent ends it."""
-_SHIFTS_S = (-3600.0, -180.0, -5.0, 5.0, 180.0, 3600.0)
+_CLOCK_SHIFTS_S = (-3600.0, -180.0, -5.0, 5.0, 180.0, 3600.0)
 """Less and more than clocks may differ by, and than a ticket is good for."""
-_DAMAGES_S = (0.5, 5.0, 15.0)
-_SILENCES_S = (0.05, 0.5, 2.0, 4.5, 5.5, 8.0, 15.0)
+_DAMAGE_LENGTHS_S = (0.5, 5.0, 15.0)
+_SILENCE_LENGTHS_S = (0.05, 0.5, 2.0, 4.5, 5.5, 8.0, 15.0)
 """Shorter and longer than the 5 s after which a silent engine is given up."""
 
 
-def drawn_scenario(seed: int, rng: np.random.Generator) -> Scenario:
+def sample_scenario(seed: int, rng: np.random.Generator) -> Scenario:
     """A scenario with whatever chance brings together."""
-    dice, make, trouble = _Dice(rng), _Makings(rng), _Troubles(rng)
+    dice, make, trouble = _Sampler(rng), _ClusterSampler(rng), _FaultSampler(rng)
     is_split = dice.happens(0.65)
     pools = tuple(make.pool(role) for role in (("prefill", "decode") if is_split else ("both",)))
     longest = BLOCK_TOKENS * (min(pool.num_blocks for pool in pools) - 1)
@@ -89,11 +89,11 @@ def drawn_scenario(seed: int, rng: np.random.Generator) -> Scenario:
         requests=requests,
         restart_s=dice.pick(0.1, 1.0, 4.0),
     )
-    scenario = make.with_admission(trouble.with_troubles(scenario, is_calm=is_calm))
+    scenario = make.with_admission(trouble.with_faults(scenario, is_calm=is_calm))
     return scenario if is_calm else trouble.with_flips(scenario)
 
 
-class _Dice:
+class _Sampler:
     """Draws."""
 
     def __init__(self, rng: np.random.Generator) -> None:
@@ -109,7 +109,7 @@ class _Dice:
         return choices[int(self._rng.integers(len(choices)))]
 
 
-class _Makings(_Dice):
+class _ClusterSampler(_Sampler):
     """Draws what a cluster is, and what it is asked."""
 
     def pool(self, role: Literal["prefill", "decode", "both"]) -> ScenarioPool:
@@ -238,10 +238,10 @@ class _Makings(_Dice):
         return int(self._rng.integers(1, most + 1))
 
 
-class _Troubles(_Dice):
+class _FaultSampler(_Sampler):
     """Draws what goes wrong."""
 
-    def with_troubles(self, scenario: Scenario, *, is_calm: bool) -> Scenario:
+    def with_faults(self, scenario: Scenario, *, is_calm: bool) -> Scenario:
         """Choose the order of the legs, and for some what goes wrong in more places than one."""
         # Drawn last, and for all: the rest of a seed's scenario is the same for all orders.
         order = self.pick(*get_args(OrderName))
@@ -290,7 +290,9 @@ class _Troubles(_Dice):
     def _fault(self, at_s: float, target: str, kind: FaultKind) -> Fault:
         duration_s: float | None = None
         if kind not in _INSTANTS:
-            choices_s = _DAMAGES_S if kind in {"corrupt", "clock", "cling"} else _SILENCES_S
+            choices_s = (
+                _DAMAGE_LENGTHS_S if kind in {"corrupt", "clock", "cling"} else _SILENCE_LENGTHS_S
+            )
             duration_s = self.pick(*choices_s) * (0.9 + 0.2 * float(self._rng.random()))
             if kind in _ENDLESS and self.happens(0.06):
                 duration_s = None
@@ -300,7 +302,7 @@ class _Troubles(_Dice):
             kind=kind,
             duration_s=duration_s,
             factor=self.pick(2.0, 10.0) if kind == "slow" else 1.0,
-            shift_s=self.pick(*_SHIFTS_S) if kind == "clock" else 0.0,
+            shift_s=self.pick(*_CLOCK_SHIFTS_S) if kind == "clock" else 0.0,
         )
 
     def rolling_update(self, pools: Sequence[ScenarioPool], at_s: float) -> tuple[Fault, ...]:
@@ -376,7 +378,7 @@ class _Troubles(_Dice):
         """The wall clock of all is set, as where all run on one host, and set right again later."""
         ingresses = [f"{INGRESS}/{rank}" for rank in range(scenario.ingresses)]
         at_s = scenario.requests[-1].arrival_s * float(self._rng.random())
-        shift_s = self.pick(*_SHIFTS_S)
+        shift_s = self.pick(*_CLOCK_SHIFTS_S)
         clocks = tuple(
             Fault(at_s=at_s, target=target, kind="clock", duration_s=20.0, shift_s=shift_s)
             for target in [*_replicas(scenario.pools), *ingresses]
