@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 FaultKind = Literal[
     "kill", "freeze", "slow", "drop_link", "corrupt", "partition",
-    "hang", "deaf", "mute", "clog", "clock", "cling", "replace", "flip",
+    "hang", "deaf", "mute", "backpressure", "clock", "ignore_sigterm", "replace", "flip",
 ]  # fmt: skip
 """Kind of a fault.
 
@@ -34,9 +34,9 @@ FaultKind = Literal[
 - hang: a device call does not return before the window's end; the rest of the process works.
 - deaf: messages from clients do not reach the replica.
 - mute: messages to clients do not reach them.
-- clog: the replica's inbox is full and accepts no messages.
+- backpressure: the replica's inbox is full and accepts no messages.
 - clock: the wall clock is off by `shift_s`.
-- cling: the process ignores requests to end.
+- ignore_sigterm: the process ignores requests to end.
 - replace: the replica is drained, stopped and started again, as in a rolling update.
 - flip: the replica changes its role, prefill to decode or back, unless it is the last of its role.
 """
@@ -152,9 +152,9 @@ class ReplicaFaults:
         """Return whether messages to clients are lost now."""
         return self._holds("mute", now_s) or self.is_partitioned(now_s)
 
-    def is_clogged(self, now_s: float) -> bool:
+    def is_backpressured(self, now_s: float) -> bool:
         """Return whether the inbox accepts no messages now; they queue, in order, until it does."""
-        return self._holds("clog", now_s)
+        return self._holds("backpressure", now_s)
 
     # --- the process ---------------------------------------------------------------------------
 
@@ -162,9 +162,9 @@ class ReplicaFaults:
         """Return whether the engine process is frozen now."""
         return self._holds("freeze", now_s)
 
-    def clings(self, now_s: float) -> bool:
+    def ignores_sigterm(self, now_s: float) -> bool:
         """Return whether the process ignores requests to end now."""
-        return self._holds("cling", now_s)
+        return self._holds("ignore_sigterm", now_s)
 
     def clock_shift_s(self, now_s: float) -> float:
         """Return by how many seconds the replica's wall clock is ahead now."""
@@ -196,9 +196,9 @@ class ReplicaFaults:
         """Return the windows in which the device hangs, in order."""
         return self._windows["hang"]
 
-    def clogs(self) -> tuple[FaultWindow, ...]:
-        """Return the windows in which the inbox is clogged, in order."""
-        return self._windows["clog"]
+    def backpressures(self) -> tuple[FaultWindow, ...]:
+        """Return the windows in which the inbox is full, in order."""
+        return self._windows["backpressure"]
 
     def silences(self) -> tuple[FaultWindow, ...]:
         """Return the windows in which clients receive no message from it, by kind."""

@@ -78,9 +78,9 @@ class EngineFaults:
         """The wall clock, wrong where the plan says so."""
         return time.time() + self.faults.clock_shift_s(self.clock.plan_s(time.monotonic()))
 
-    def clings(self) -> bool:
+    def ignores_sigterm(self) -> bool:
         """Whether the engine would not end now if it were told to."""
-        return self.faults.clings(self.clock.plan_s(time.monotonic()))
+        return self.faults.ignores_sigterm(self.clock.plan_s(time.monotonic()))
 
     def next_change_s(self, now_s: float) -> float | None:
         """When an answer changes next, or None."""
@@ -122,7 +122,7 @@ class ClientLinks:
 
     def hears(self) -> bool:
         """Whether what was received gets in now; while there is no room for it, waits for that."""
-        while self._is_clogged():
+        while self._is_backpressured():
             time.sleep(_LOOK_S)
         self._break_healed()
         return not self._faults.faults.is_deaf(self._plan_s())
@@ -141,8 +141,8 @@ class ClientLinks:
                 for endpoint in self._endpoints:
                     break_accepted(endpoint)
 
-    def _is_clogged(self) -> bool:
-        return self._faults.faults.is_clogged(self._plan_s())
+    def _is_backpressured(self) -> bool:
+        return self._faults.faults.is_backpressured(self._plan_s())
 
     def _plan_s(self) -> float:
         return self._faults.clock.plan_s(time.monotonic())

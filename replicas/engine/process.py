@@ -393,7 +393,7 @@ def _doing(stalled_s: float, pulse: Pulse, core: EngineCore) -> str:
 
 def _ask_to_stop(inbox: Inbox, faults: EngineFaults) -> None:
     """Tell the core thread to end, unless it is made to refuse."""
-    if not faults.clings():
+    if not faults.ignores_sigterm():
         inbox.put((b"", STOP))
 
 
@@ -415,9 +415,9 @@ def _obey(inbox: Inbox, faults: EngineFaults, timeout_s: float) -> None:
         if PROBE_LINE in lines:
             inbox.put((b"", PROBE))
     _ask_to_stop(inbox, faults)
-    # One that is to cling does so for longer than its parent waits, and not for ever: whatever
+    # With `ignore_sigterm` it lasts longer than its parent waits, and not for ever: whatever
     # happens to the parent, nothing of it is to be left.
-    time.sleep(3 * timeout_s if faults.clings() else timeout_s)
+    time.sleep(3 * timeout_s if faults.ignores_sigterm() else timeout_s)
     os._exit(1)
 
 

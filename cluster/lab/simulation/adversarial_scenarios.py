@@ -30,8 +30,8 @@ DISRUPTIVE_FAULTS: tuple[FaultKind, ...] = (
     "freeze",
     "hang",
     "hang",
-    "clog",
-    "clog",
+    "backpressure",
+    "backpressure",
     "mute",
 )
 _CLIENT_LEAVES_S = (None, None, None, 0.01, 0.1, 0.4)

@@ -221,11 +221,11 @@ class VirtualClient:
         for link in links.values():
             link.close()
 
-    def hush(self, incarnation: str) -> None:
+    def mark_unresponsive(self, incarnation: str) -> None:
         """An engine has sent nothing for `QUIET_S`."""
         link = self._links.get(incarnation)
         if link is not None:
-            self.observer.hushed(link.host)
+            self.observer.became_unresponsive(link.host)
             link.table.mark_quiet()
 
     def _link(self, incarnation: str) -> VirtualLink:

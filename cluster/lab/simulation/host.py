@@ -124,9 +124,9 @@ class VirtualHost:
         return self._faults.is_mute(self._loop.time())
 
     @property
-    def clings(self) -> bool:
+    def ignores_sigterm(self) -> bool:
         """Whether it would not end now if it were told to."""
-        return self.is_frozen or self._faults.clings(self._loop.time())
+        return self.is_frozen or self._faults.ignores_sigterm(self._loop.time())
 
     def _unix_now_s(self) -> float:
         """The wall clock, wrong where the plan says so."""
@@ -190,9 +190,9 @@ class VirtualHost:
         """A client's message has arrived."""
         self.do(self._put, client, message)
 
-    def unclog(self) -> None:
+    def release_backpressure(self) -> None:
         """There is room in the inbox again."""
-        self.inbox.open()
+        self.inbox.release_backpressure()
         self.core.wake()
 
     def client_gone(self, client: bytes) -> None:
@@ -200,8 +200,8 @@ class VirtualHost:
         self.do(self._note_gone, client)
 
     def _put(self, client: bytes, message: ClientMessage) -> None:
-        is_clogged = self._faults.is_clogged(self._loop.time())
-        self.inbox.bring(client, message, is_clogged=is_clogged)
+        is_backpressured = self._faults.is_backpressured(self._loop.time())
+        self.inbox.receive(client, message, is_backpressured=is_backpressured)
         self.core.wake(self.engine.gather_s(message))
 
     def _note_gone(self, client: bytes) -> None:

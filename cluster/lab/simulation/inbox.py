@@ -36,14 +36,14 @@ class VirtualInbox:
         """Whether nothing waits, inside or before the door."""
         return not self._inside and not self._outside
 
-    def bring(self, client: bytes, message: ClientMessage, *, is_clogged: bool) -> None:
+    def receive(self, client: bytes, message: ClientMessage, *, is_backpressured: bool) -> None:
         """A message arrives; it waits outside while there is no room, or somebody waits there."""
-        if is_clogged or self._outside:
+        if is_backpressured or self._outside:
             self._outside.append((client, message))
         else:
             self._let_in(client, message)
 
-    def open(self) -> None:
+    def release_backpressure(self) -> None:
         """There is room again: everybody outside comes in, in order."""
         outside, self._outside = self._outside, []
         for client, message in outside:

@@ -86,10 +86,10 @@ class Ingresses:
         for ingress in self.alive:
             ingress.fleet.client.lose(incarnation, reason)
 
-    def hush(self, incarnation: str) -> None:
+    def mark_unresponsive(self, incarnation: str) -> None:
         """Nobody has heard of an engine for a while."""
         for ingress in self.alive:
-            ingress.fleet.client.hush(incarnation)
+            ingress.fleet.client.mark_unresponsive(incarnation)
 
     def _kill(self, rank: int) -> None:
         ingress = self._ingresses[rank]

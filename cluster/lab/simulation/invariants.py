@@ -53,7 +53,7 @@ _NOW_AND_THEN = 16
 _MOST_AT_ONCE = 20_000
 """So many events at one virtual time are a loop that never ends."""
 
-_CLOSING = frozenset({"hang", "clog", "replace", "flip"})
+_CLOSING = frozenset({"hang", "backpressure", "replace", "flip"})
 """What lets a replica take nothing new, though it is not lost."""
 
 _LENT = (
@@ -470,11 +470,13 @@ def _first_loss_s(faults: Sequence[Fault], spec: PoolSpec) -> float:
     replaced = [f for f in faults if f.kind == "replace"]
     losses_s += [f.at_s + handed_over_s for f in replaced]
     # What stands before a full inbox is lost with an engine that knows of nothing to end first.
-    clogs = [f.window for f in faults if f.kind == "clog"]
+    backpressures = [f.window for f in faults if f.kind == "backpressure"]
     losses_s += [
         f.at_s
         for f in replaced
-        if any(w.start_s <= f.at_s + spec.drain_timeout_s and f.at_s < w.end_s for w in clogs)
+        if any(
+            w.start_s <= f.at_s + spec.drain_timeout_s and f.at_s < w.end_s for w in backpressures
+        )
     ]
     if silent_s >= SILENCE_S:
         losses_s.extend(f.at_s for f in silences)

@@ -191,9 +191,9 @@ class ProtocolMonitor:
         else:
             self._leaving.discard(host.incarnation)
 
-    def hushed(self, host: VirtualHost) -> None:
+    def became_unresponsive(self, host: VirtualHost) -> None:
         """Nothing was heard of an engine for a while."""
-        self._recorder.hushed(host)
+        self._recorder.became_unresponsive(host)
         for asked in self._asked.values():
             if host.incarnation in asked:
                 asked[host.incarnation].was_quiet = True

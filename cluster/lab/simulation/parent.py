@@ -121,7 +121,7 @@ class VirtualParent:
         """It has been told to end; one that does not is killed after its time."""
         if not self._host.is_alive:
             return
-        if not self._host.clings:
+        if not self._host.ignores_sigterm:
             # What it has said reaches clients before its connections close.
             self._end(self._host, self._longest_delay_s)
         elif self._loop.time() >= kill_s:

@@ -171,7 +171,7 @@ class Recorder:
     def told(self, host: VirtualHost, snapshot: EngineSnapshot) -> None:
         """Snapshots are not recorded."""
 
-    def hushed(self, host: VirtualHost) -> None:
+    def became_unresponsive(self, host: VirtualHost) -> None:
         """Nothing was heard of an engine for a while."""
         self.event("quiet", host.name)
 

@@ -39,12 +39,12 @@ _T = TypeVar("_T")
 
 _KINDS: tuple[FaultKind, ...] = (
     "kill", "freeze", "freeze", "slow", "drop_link", "corrupt", "corrupt", "partition",
-    "hang", "hang", "deaf", "mute", "clog", "clock", "replace", "replace",
+    "hang", "hang", "deaf", "mute", "backpressure", "clock", "replace", "replace",
 )  # fmt: skip
 _INGRESS_KINDS: tuple[FaultKind, ...] = ("kill", "kill", "clock")
 _INSTANTS = frozenset({"kill", "drop_link", "replace"})
 _STUCK_KINDS: tuple[FaultKind, ...] = (
-    "hang", "hang", "deaf", "deaf", "mute", "clog",
+    "hang", "hang", "deaf", "deaf", "mute", "backpressure",
 )  # fmt: skip
 _STUCK_SPAN_S = 60.0
 _ENDLESS = frozenset({"freeze", "partition", "hang", "mute", "deaf"})
@@ -283,7 +283,7 @@ class _FaultSampler(_Sampler):
             faults.append(fault)
             if kind == "replace" and self.happens(0.3):
                 # Told to end, it may have reasons of its own not to.
-                faults.append(Fault(at_s=float(at_s), target=target, kind="cling"))
+                faults.append(Fault(at_s=float(at_s), target=target, kind="ignore_sigterm"))
                 busy_until_s[target, "replace"] = float("inf")
         return tuple(faults)
 
@@ -291,7 +291,9 @@ class _FaultSampler(_Sampler):
         duration_s: float | None = None
         if kind not in _INSTANTS:
             choices_s = (
-                _DAMAGE_LENGTHS_S if kind in {"corrupt", "clock", "cling"} else _SILENCE_LENGTHS_S
+                _DAMAGE_LENGTHS_S
+                if kind in {"corrupt", "clock", "ignore_sigterm"}
+                else _SILENCE_LENGTHS_S
             )
             duration_s = self.pick(*choices_s) * (0.9 + 0.2 * float(self._rng.random()))
             if kind in _ENDLESS and self.happens(0.06):
@@ -369,7 +371,7 @@ class _FaultSampler(_Sampler):
             at_s += float(self._rng.exponential(2.0))
             kind = self.pick(*_STUCK_KINDS)
             # Nobody else notices one that is deaf: whoever asks waits as long as he may.
-            longest_s = 30.0 if kind == "clog" else None
+            longest_s = 30.0 if kind == "backpressure" else None
             duration_s = self.pick(90.0 if kind == "deaf" else 12.0, 30.0, longest_s)
             faults.append(Fault(at_s=at_s, target=str(target), kind=kind, duration_s=duration_s))
         return msgspec.structs.replace(scenario, requests=requests, faults=tuple(faults))

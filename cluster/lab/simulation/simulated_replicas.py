@@ -70,7 +70,7 @@ class SimulatedReplicas:
 
     Args:
         lose: Called with (incarnation, reason) when every connection to an engine is over.
-        hush: Called with the incarnation of an engine of which nothing has been heard for a while.
+        mark_unresponsive: Called with an incarnation from which nothing arrived for `QUIET_S`.
 
     Attributes:
         hosts: Every start of a replica, in order.
@@ -84,14 +84,14 @@ class SimulatedReplicas:
         network: Network,
         recorder: Recorder,
         lose: Callable[[str, str], None],
-        hush: Callable[[str], None],
+        mark_unresponsive: Callable[[str], None],
     ) -> None:
         self._options = options
         self._network = network
         self._loop = network.loop
         self._recorder = recorder
         self._lose = lose
-        self._hush = hush
+        self._mark_unresponsive = mark_unresponsive
         self._incarnations = itertools.count(1)
         self._specs: dict[Role, PoolSpec] = {spec.role: spec for spec in pools}
         self._ranks = {spec.role: itertools.count(spec.replicas) for spec in pools}
@@ -104,7 +104,7 @@ class SimulatedReplicas:
         self.hosts: list[VirtualHost] = []
         self.alive: dict[str, VirtualHost] = {}
         # What a process does itself, and a frozen one does later.
-        self._own_doing = (self._drop_link, self._heal, self._unclog)
+        self._process_actions = (self._drop_link, self._heal, self._release_backpressure)
 
     @property
     def names(self) -> list[str]:
@@ -214,11 +214,11 @@ class SimulatedReplicas:
                 at(window.start_s, self._freeze)
                 at(window.end_s, self._thaw)
             for window in faults.silences():
-                at(window.start_s, self._fall_silent)
+                at(window.start_s, self._start_silence)
             for window in faults.gaps():
                 at(window.end_s, self._heal)
-            for window in faults.clogs():
-                at(window.end_s, self._unclog)
+            for window in faults.backpressures():
+                at(window.end_s, self._release_backpressure)
             for window in (*faults.freezes(), *faults.hangs()):
                 at(window.start_s, functools.partial(self._watch, until_s=window.end_s))
 
@@ -250,7 +250,7 @@ class SimulatedReplicas:
 
     def _act(self, place: _Place, action: Callable[[_Place], None]) -> None:
         self._recorder.event(_name(action), place.name)
-        if place.host is not None and place.host.is_frozen and action in self._own_doing:
+        if place.host is not None and place.host.is_frozen and action in self._process_actions:
             place.at_thaw.append(action)
         else:
             action(place)
@@ -307,9 +307,9 @@ class SimulatedReplicas:
         if place.parent is not None:
             place.parent.watch(until_s)
 
-    def _unclog(self, place: _Place) -> None:
+    def _release_backpressure(self, place: _Place) -> None:
         if place.host is not None:
-            place.host.unclog()
+            place.host.release_backpressure()
 
     def _drop_link(self, place: _Place) -> None:
         if place.host is not None:
@@ -318,7 +318,7 @@ class SimulatedReplicas:
     def _freeze(self, place: _Place) -> None:
         if place.host is not None:
             place.host.freeze()
-            self._fall_silent(place)
+            self._start_silence(place)
 
     def _thaw(self, place: _Place) -> None:
         if place.host is not None:
@@ -326,32 +326,34 @@ class SimulatedReplicas:
             waiting, place.at_thaw = place.at_thaw, []
             for action in waiting:
                 action(place)
-            self._speak_again(place)
+            self._end_silence(place)
 
     def _heal(self, place: _Place) -> None:
         """A partition is over: connections that lived through it break, for frames are missing."""
         if place.host is not None:
             self._lose(place.host.incarnation, "its connection broke")
-            self._speak_again(place)
+            self._end_silence(place)
 
-    def _fall_silent(self, place: _Place) -> None:
+    def _start_silence(self, place: _Place) -> None:
         """From now on nobody hears of it; after a while they give it up."""
         host = place.host
         if host is not None and place.silent_since_s is None:
             place.silent_since_s = self._loop.time()
-            self._loop.call_later(QUIET_S, self._grow_quiet, place, host, place.silent_since_s)
-            self._loop.call_later(SILENCE_S, self._give_up, place, host, place.silent_since_s)
+            self._loop.call_later(
+                QUIET_S, self._report_unresponsive, place, host, place.silent_since_s
+            )
+            self._loop.call_later(SILENCE_S, self._declare_lost, place, host, place.silent_since_s)
 
-    def _speak_again(self, place: _Place) -> None:
+    def _end_silence(self, place: _Place) -> None:
         if place.host is not None and place.host.is_answering:
             place.silent_since_s = None
             place.host.beat()
 
-    def _grow_quiet(self, place: _Place, host: VirtualHost, since_s: float) -> None:
+    def _report_unresponsive(self, place: _Place, host: VirtualHost, since_s: float) -> None:
         if place.host is host and place.silent_since_s == since_s:
-            self._hush(host.incarnation)
+            self._mark_unresponsive(host.incarnation)
 
-    def _give_up(self, place: _Place, host: VirtualHost, since_s: float) -> None:
+    def _declare_lost(self, place: _Place, host: VirtualHost, since_s: float) -> None:
         if place.host is not host or place.silent_since_s != since_s:
             return
         self._lose(host.incarnation, f"it sent nothing for {SILENCE_S:g} s")

@@ -78,7 +78,7 @@ class Simulation:
             self.network,
             self.recorder,
             lambda incarnation, reason: self.ingresses.lose(incarnation, reason),  # noqa: PLW0108
-            lambda incarnation: self.ingresses.hush(incarnation),  # noqa: PLW0108 - not made yet
+            lambda incarnation: self.ingresses.mark_unresponsive(incarnation),  # noqa: PLW0108 - not made yet
         )
         # The longest of any pool's: a ticket must not be too old for a producer that still waits.
         longest = max((s.transfer for s in self._pools), key=lambda t: t.rendezvous_s + t.lease_s)

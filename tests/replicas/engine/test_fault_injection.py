@@ -205,7 +205,8 @@ class ScriptedLinks:
 
 
 @pytest.mark.parametrize(
-    ("kind", "answers"), [("deaf", (False, True)), ("mute", (True, False)), ("clog", (True, True))]
+    ("kind", "answers"),
+    [("deaf", (False, True)), ("mute", (True, False)), ("backpressure", (True, True))],
 )
 def test_a_link_may_be_cut_one_way(kind, answers):
     clock = CountingClock(5.0)
@@ -214,10 +215,10 @@ def test_a_link_may_be_cut_one_way(kind, answers):
     with connections() as (endpoint, dialled, accepted):
         links.add(endpoint)
         assert (links.hears(), links.speaks()) == answers
-        assert (clock.now_s >= 5.5) is (kind == "clog"), "only that is waited for"
+        assert (clock.now_s >= 5.5) is (kind == "backpressure"), "only that is waited for"
         clock.now_s = 5.6
         assert (links.hears(), links.speaks()) == (True, True)
-        if kind == "clog":
+        if kind == "backpressure":
             accepted.sendall(b"x")
             assert dialled.recv(1) == b"x", "nothing was lost"
         else:
@@ -469,8 +470,8 @@ def a_killed_engine_dies_once_and_not_again_after_its_restart(starter):
 
 
 @pytest.mark.process
-def test_an_engine_that_clings_is_killed_by_whoever_stops_it():
-    handle = start_engine(config(fault(0, "cling"), epoch_unix_s=time.time()))
+def test_an_engine_that_ignores_sigterm_is_killed():
+    handle = start_engine(config(fault(0, "ignore_sigterm"), epoch_unix_s=time.time()))
     os.kill(handle.description.pid, signal.SIGTERM)
     handle.stop()
     assert handle.wait() == -signal.SIGKILL
@@ -512,7 +513,7 @@ def messages_wait_before_a_full_inbox_and_none_is_lost(starter):
                     break
             await assert_idle(handle, client)
 
-    with starter.engine(fault(0.0, "clog", duration_s=4.0)) as (handle, epoch_unix_s):
+    with starter.engine(fault(0.0, "backpressure", duration_s=4.0)) as (handle, epoch_unix_s):
         drive(run(handle, epoch_unix_s))
     assert all(end_s > 3.9 for began_s, end_s in waits if began_s > 0.1), "none is heard before"
     assert max(end_s - began_s for began_s, end_s in waits) > 2.0, "it did wait"
@@ -523,9 +524,9 @@ def a_connection_that_is_not_read_for_long_stays_and_brings_everything(starter):
     long = Abort(["x" * MAX_REQUEST_ID_CHARS] * 128)
     lost = []
 
-    async def run(handle, clogged_s):
+    async def run(handle, blocked_s):
         async with connected(handle, on_dead=lambda *args: lost.append(args)) as client:
-            await asyncio.sleep(max(clogged_s + 0.5 - time.time(), 0.0))
+            await asyncio.sleep(max(blocked_s + 0.5 - time.time(), 0.0))
             streams = []
             for number in range(64):
                 streams.append(open_stream(client, handle, f"r{number}"))
@@ -533,11 +534,11 @@ def a_connection_that_is_not_read_for_long_stays_and_brings_everything(starter):
                     client.send(handle.description.incarnation, long)
             for stream in streams:
                 assert await read(stream) == right_tokens(handle, 4)
-            assert time.time() > clogged_s + 9.0, "they did wait"
+            assert time.time() > blocked_s + 9.0, "they did wait"
             await assert_idle(handle, client)
 
-    with starter.engine(fault(0.0, "clog", duration_s=9.0)) as (handle, clogged_s):
-        drive(run(handle, clogged_s))
+    with starter.engine(fault(0.0, "backpressure", duration_s=9.0)) as (handle, blocked_s):
+        drive(run(handle, blocked_s))
     assert not lost
     assert NUM_BEHIND * len(encode(long)) > 64 << 20, "more than queues and the kernel take"
 

@@ -66,7 +66,7 @@ def test_an_engine_whom_nobody_hears_is_given_up():
 
 
 def test_what_a_full_inbox_does_not_take_waits_before_it_in_order():
-    faults = [fault(0.5, "both/0", "clog", 2.0)]
+    faults = [fault(0.5, "both/0", "backpressure", 2.0)]
     result = simulate(pool(), requests((1.0, 16, 4), (1.1, 16, 4)), faults=faults)
     assert outcomes(result) == [OK, OK]
     first_s, second_s = (r.token_times_s[0] for r in result.records)
@@ -128,7 +128,7 @@ def test_streams_that_outlive_the_drain_of_their_replica_are_handed_over():
 
 
 def test_an_engine_that_does_not_end_is_killed_when_its_time_is_over():
-    faults = [fault(1.0, "both/0", "replace"), fault(0.0, "both/0", "cling")]
+    faults = [fault(1.0, "both/0", "replace"), fault(0.0, "both/0", "ignore_sigterm")]
     result = simulate(pool(), requests((30.0, 16, 4)), faults=faults)
     assert outcomes(result) == [OK]
     assert result.replicas[0].stopped_s == pytest.approx(6.3, abs=0.3)

@@ -83,7 +83,7 @@ class Bench:
 
     # --- Observer
 
-    def hushed(self, host):
+    def became_unresponsive(self, host):
         pass
 
     def told(self, host, snapshot):
@@ -368,7 +368,7 @@ def test_invariants_of_engine_and_transport_are_checked():
 
 def test_an_engine_of_which_nothing_is_heard_does_not_move_until_its_next_heartbeat():
     bench = Bench()
-    bench.at(1.0, bench.client.hush, "both-0.1")
+    bench.at(1.0, bench.client.mark_unresponsive, "both-0.1")
     bench.at(2.0, bench.host.beat)
     bench.run(3.0)
     assert bench.moves == [(1.0, "both-0.1", False), (2.0 + LATENCY_S, "both-0.1", True)]

@@ -214,13 +214,13 @@ def question_without_an_answer_is_waited_for(patch):
 
 
 def full_inbox_loses_messages(patch):
-    bring = VirtualInbox.bring
+    receive = VirtualInbox.receive
 
-    def bring_or_drop(self, client, message, *, is_clogged):
-        if not is_clogged:
-            bring(self, client, message, is_clogged=False)
+    def receive_or_drop(self, client, message, *, is_backpressured):
+        if not is_backpressured:
+            receive(self, client, message, is_backpressured=False)
 
-    patch.setattr(VirtualInbox, "bring", bring_or_drop)
+    patch.setattr(VirtualInbox, "receive", receive_or_drop)
 
 
 def full_engine_queue_loses_requests(patch):
