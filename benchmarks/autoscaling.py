@@ -42,7 +42,7 @@ from cluster.lab.simulation.summary import summarise
 from cluster.lab.workloads.request import TraceRequest, Workload
 from cluster.routing.traffic import Traffic
 from cluster.scaling.capacity import Engine, Objectives
-from cluster.scaling.policy import LOOK_S, Autoscaler, Pool
+from cluster.scaling.policy import DECISION_INTERVAL_S, Autoscaler, Pool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -131,7 +131,7 @@ def workload(name: str, span_s: float, seed: int) -> Workload:
 class Ours:
     """The policy of `cluster.scaling`."""
 
-    interval_s = LOOK_S
+    interval_s = DECISION_INTERVAL_S
 
     def __init__(self, pools: list[PoolSpec], restart_s: float) -> None:
         objectives = Objectives(SLO.ttft_s or math.inf, SLO.tpot_s or math.inf)
@@ -160,7 +160,7 @@ class Serve:
         targets: Requests under way that a replica of each pool is to have.
     """
 
-    interval_s = LOOK_S
+    interval_s = DECISION_INTERVAL_S
 
     def __init__(self, targets: Mapping[Role, float]) -> None:
         self._configs = {
@@ -221,7 +221,7 @@ class Oracle:
         headroom: What is needed, times this.
     """
 
-    interval_s = LOOK_S
+    interval_s = DECISION_INTERVAL_S
 
     def __init__(
         self, pools: list[PoolSpec], requests: Workload, restart_s: float, headroom: float
@@ -236,7 +236,7 @@ class Oracle:
         for spec in pools:
             counts = np.clip(np.ceil(needed[spec.role] * headroom), LEAST, MOST).astype(int)
             # One that is idle for less than a start is not let go.
-            ahead = math.ceil(restart_s + spec.timing.warm_up_s() + LOOK_S)
+            ahead = math.ceil(restart_s + spec.timing.warm_up_s() + DECISION_INTERVAL_S)
             padded = np.concatenate([counts, np.full(ahead, counts[-1])])
             windows = np.lib.stride_tricks.sliding_window_view(padded, ahead + 1)
             self._wanted[spec.role] = windows.max(axis=1)
@@ -251,7 +251,7 @@ class Oracle:
 class Fixed:
     """So many replicas of each pool, always."""
 
-    interval_s = LOOK_S
+    interval_s = DECISION_INTERVAL_S
 
     def __init__(self, counts: Mapping[Role, int]) -> None:
         self._counts = counts

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from cluster.routing.step_time import StepCosts
 from cluster.routing.traffic import Traffic
 from cluster.scaling.capacity import Engine, Objectives
-from cluster.scaling.policy import LOOK_S, Autoscaler, Pool
+from cluster.scaling.policy import DECISION_INTERVAL_S, Autoscaler, Pool
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -86,7 +86,7 @@ class ApplicationPolicy:
         """Replicas of each pool; every other deployment is left as it is."""
         counted: dict[str, Traffic] = {}
         # How often ingresses report. A look between two reports would see no arrivals.
-        interval_s = LOOK_S
+        interval_s = DECISION_INTERVAL_S
         costs, most_learned, refuses_late = StepCosts(), 0.0, True
         pools: dict[Role, Pool] = {}
         ids: dict[Role, DeploymentID] = {}

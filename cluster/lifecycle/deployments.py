@@ -38,7 +38,7 @@ from cluster.lifecycle.replica_port import guard_replica_port
 from cluster.lifecycle.secret import deployment_keys
 from cluster.routing.fleet import DESCRIBE_TIMEOUT_S
 from cluster.routing.pools import Member
-from cluster.scaling.flip import Posture
+from cluster.scaling.flip import RoleStatus
 from replicas.boards import RESOURCE
 from replicas.launch import start_engine, stop_timeout_s
 from replicas.life import Life, LifeState
@@ -107,7 +107,7 @@ class PoolReplica:
     def __init__(self, args: Mapping[str, Any], role: Role) -> None:
         # Serve deletes replicas whose constructor failed too: these have no engine to stop.
         self._life = Life()
-        lose_log_lines()
+        suppress_logging_errors()
         guard_replica_port()
         began_s = time.monotonic()
         config = resolve(args)
@@ -130,7 +130,7 @@ class PoolReplica:
                 progress=self._show_progress,
             )
         self._cold_start_s = time.monotonic() - began_s
-        self._posture = Posture(
+        self._role_status = RoleStatus(
             replica=f"{role}-{self._engine.description.incarnation}",
             role=role,
             next_role=role,
@@ -146,16 +146,18 @@ class PoolReplica:
         description: dict[str, Any] = msgspec.to_builtins(self._engine.description)
         return description
 
-    async def posture(self) -> dict[str, Any]:
-        """What the engine does in its cluster, as plain values of `Posture`."""
+    async def role_status(self) -> dict[str, Any]:
+        """What the engine does in its cluster, as plain values of `RoleStatus`."""
         engine = self._engine
-        now = msgspec.structs.replace(self._posture, role=engine.role, next_role=engine.next_role)
-        posture: dict[str, Any] = msgspec.to_builtins(now)
-        return posture
+        now = msgspec.structs.replace(
+            self._role_status, role=engine.role, next_role=engine.next_role
+        )
+        role_status: dict[str, Any] = msgspec.to_builtins(now)
+        return role_status
 
     async def change_role(self, replica: str, role: Role) -> None:
         """Let the engine take a role, prefill or decode, if this is the replica that is meant."""
-        if replica == self._posture.replica:
+        if replica == self._role_status.replica:
             self._engine.change_role(role)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
@@ -194,13 +196,13 @@ class PoolReplica:
         line = f"{self._role}: {stage} {int(fraction * 4) * 25} %"
         if line != self._stage:
             self._stage = line
-            _tell(line)
+            _write_to_stderr(line)
 
     def _on_engine_exit(self, code: int) -> None:
         """End this process with its engine: Serve notices that within a second."""
         if self._life.state is LifeState.READY:
             reason = self._engine.failure or f"the engine process ended with code {code}"
-            _tell(f"{self._role}: {reason}")
+            _write_to_stderr(f"{self._role}: {reason}")
             os._exit(1)
 
 
@@ -220,7 +222,7 @@ class IngressReplica:
     """
 
     def __init__(self, args: Mapping[str, Any], **pools: DeploymentHandle[Any]) -> None:
-        lose_log_lines()
+        suppress_logging_errors()
         guard_replica_port()
         self._config = resolve(args)
         self._keys = deployment_keys(self._config, serve.get_replica_context().app_name)
@@ -344,7 +346,7 @@ def _read(answer: object) -> EngineDescription | None:
         return None
 
 
-def lose_log_lines() -> None:
+def suppress_logging_errors() -> None:
     """Let a log line that cannot be written be lost in this process, and raise nothing.
 
     `logging` would tell of it on `sys.stderr`, which Serve turns into a logger of the same file:
@@ -353,7 +355,7 @@ def lose_log_lines() -> None:
     logging.raiseExceptions = False
 
 
-def _tell(line: str) -> None:
+def _write_to_stderr(line: str) -> None:
     """Write to the worker's own standard error, which Ray shows to its driver.
 
     Why the descriptor: Serve turns `sys.stderr` into a log file when it is told to be quiet. A full

@@ -19,7 +19,7 @@ import ray
 from ray import serve
 
 from cluster.lifecycle.ray_nodes import check_reach
-from cluster.scaling.flip import FlipError, Posture, check_flip
+from cluster.scaling.flip import FlipError, RoleStatus, check_flip
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ _POOLS = frozenset({"prefill", "decode", "both"})
 class Replicas(Protocol):
     """Whoever can be told to change a role."""
 
-    def postures(self) -> list[Posture]:
+    def role_statuses(self) -> list[RoleStatus]:
         """What each replica that answers does."""
         ...
 
@@ -65,12 +65,14 @@ def flip(
         FlipError: It may not, is gone, or has not in time; which kind says why.
     """
     deadline_s = time.monotonic() + seconds
-    check_flip(replicas.postures(), replica, role)
+    check_flip(replicas.role_statuses(), replica, role)
     replicas.change_role(replica, role)
     is_told = False
     while True:
-        postures = {posture.replica: posture for posture in replicas.postures()}
-        found = postures.get(replica)
+        role_statuses = {
+            role_status.replica: role_status for role_status in replicas.role_statuses()
+        }
+        found = role_statuses.get(replica)
         if found is not None and found.keeps == role:
             say(f"{replica} has role {role}")
             return
@@ -95,12 +97,12 @@ class ServeReplicas:
     def __init__(self, handles: dict[str, DeploymentHandle[Any]]) -> None:
         self._handles = handles
 
-    def postures(self) -> list[Posture]:
+    def role_statuses(self) -> list[RoleStatus]:
         """See `Replicas`."""
         answers = [
-            answer for handle in self._handles.values() for answer in _ask(handle, "posture")
+            answer for handle in self._handles.values() for answer in _ask(handle, "role_status")
         ]
-        return [msgspec.convert(answer, Posture) for answer in answers]
+        return [msgspec.convert(answer, RoleStatus) for answer in answers]
 
     def change_role(self, replica: str, role: Role) -> None:
         """See `Replicas`: all are told, each knows its name."""

@@ -1,7 +1,7 @@
-"""Which engines may take another role now, prefill for decode or back. Pure.
+"""Decides whether an engine may change its role now, prefill to decode or back. Pure.
 
-An engine that changes its role serves nobody until nothing is left of its old one, so somebody else
-has to have that role, and to keep it.
+An engine that changes its role takes no requests until those of its old role have ended or moved.
+Until then another engine has to have that role, and must not be about to leave it.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ class FlipError(Exception):
 
 
 class UnknownReplicaError(FlipError):
-    """Nobody of that name is there."""
+    """No replica of that name runs."""
 
 
 class FixedRoleError(FlipError):
-    """The engine can have no other role, by its configuration."""
+    """The configuration fixes the engine's role."""
 
 
 class LastOfRoleError(FlipError):
-    """Nobody else would have its role."""
+    """No other engine would have its role."""
 
 
-class Posture(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine does in its cluster.
+class RoleStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The role of an engine in its cluster, and what limits a change of it.
 
     Attributes:
-        replica: Its name, as `/debug/slots` has it.
-        role: What it takes, or took before it began to change that.
-        next_role: What it takes once it has changed; the same where it does not.
-        has_connector: Whether KV can come to it and leave it.
-        in_gang: Whether it steps together with others.
-        is_scaled: Whether somebody counts the replicas of its pool, as they began.
+        replica: Its name, as in `/debug/slots`.
+        role: Its role; during a change, the old one.
+        next_role: Its role after a change that is under way; else equal to `role`.
+        has_connector: Whether it has a KV connector.
+        in_gang: Whether it is a rank of a gang.
+        is_scaled: Whether autoscaling controls its pool's number of replicas.
     """
 
     replica: str
@@ -55,33 +55,33 @@ class Posture(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def keeps(self) -> Role | None:
-        """The role that it has now and will have; None while it changes that."""
+        """Its role; None during a change."""
         return self.role if self.role == self.next_role else None
 
 
 def other_role(role: Role) -> Role | None:
-    """The role that an engine of this one can change to, if there is any."""
+    """Return the role that an engine with this role can change to, or None."""
     return _OTHERS.get(role)
 
 
-def check_flip(engines: Iterable[Posture], replica: str, role: Role) -> None:
-    """Check that an engine may take a role.
+def check_flip(engines: Iterable[RoleStatus], replica: str, role: Role) -> None:
+    """Check that an engine may change to a role.
 
-    One that is about to leave that role may always go back to it.
+    An engine that is leaving that role may always go back to it.
 
     Args:
-        engines: All that run, each once.
-        replica: Its name.
-        role: Prefill or decode.
+        engines: Every running engine, once.
+        replica: Name of the engine's replica.
+        role: The new role, prefill or decode.
 
     Raises:
-        FlipError: It may not; which kind says why.
+        FlipError: The change is refused; the subclass says why.
     """
     all_of_them = list(engines)
     flipped = next((engine for engine in all_of_them if engine.replica == replica), None)
     if flipped is None:
-        names = ", ".join(sorted(e.replica for e in all_of_them)) or "nobody"
-        raise UnknownReplicaError(f"no replica {replica!r} runs; there is {names}")
+        names = ", ".join(sorted(e.replica for e in all_of_them)) or "none"
+        raise UnknownReplicaError(f"no replica {replica!r} runs; running replicas: {names}")
     if role == flipped.role:
         return
     _check_can_change(flipped, role)
@@ -93,7 +93,7 @@ def check_flip(engines: Iterable[Posture], replica: str, role: Role) -> None:
         )
 
 
-def _check_can_change(engine: Posture, role: Role) -> None:
+def _check_can_change(engine: RoleStatus, role: Role) -> None:
     if _OTHERS.get(engine.role) != role:
         raise FixedRoleError(
             f"{engine.replica} has role {engine.role!r} and cannot take {role!r}: roles change "
@@ -101,16 +101,16 @@ def _check_can_change(engine: Posture, role: Role) -> None:
         )
     if not engine.has_connector:
         raise FixedRoleError(
-            f"{engine.replica} has no KV connector, so no KV can come or go: set kv_connector in "
-            "its pool and deploy that"
+            f"{engine.replica} has no KV connector, so it can neither send nor receive KV: set "
+            "kv_connector in its pool and deploy again"
         )
     if engine.in_gang:
         raise FixedRoleError(
             f"{engine.replica} is a rank of a gang, whose engines step together: change the "
-            "replicas of the pools instead"
+            "`replicas` of the pools instead"
         )
     if engine.is_scaled:
         raise FixedRoleError(
-            f"the pool of {engine.replica} is scaled automatically, by replicas as they began: "
-            "remove max_replicas from both pools first"
+            f"the pool of {engine.replica} is scaled automatically, by the role that its replicas "
+            "started with: remove max_replicas from both pools first"
         )

@@ -1,10 +1,10 @@
-"""How many replicas each pool should have now: one pure policy for a whole application.
+"""The number of replicas that each pool should have now: one pure policy for an application.
 
-Owner: whoever scales the application; it tells the time, and what ingresses have counted.
-A replica that is started now computes only after its cold start, so demand is looked at that far
-ahead. One more is started at once, one less is let go only when none was needed for as long as it
-takes to start one: starting and stopping then costs at most twice what knowing the future would.
-Whether a replica that goes has requests is not looked at here: it drains.
+The caller passes the time and the ingresses' counters. A replica that is started now takes requests
+only after its cold start, so the policy uses the demand forecast for that time. It adds replicas at
+once. It removes one only after fewer replicas sufficed for a whole cold start: starting and
+stopping then costs at most twice as much as in an optimal schedule. Removed replicas drain, so
+their requests do not matter here.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ if TYPE_CHECKING:
 
     from cluster.routing.step_time import StepCosts
     from cluster.routing.traffic import Traffic
-    from cluster.scaling.meter import Demand
+    from cluster.scaling.meter import DemandForecast
     from replicas.config import Role
 
-LOOK_S = 10.0
-"""How often to decide: as often as Serve's replicas report where nothing else is configured."""
-_WINDOWS = 3.0
-"""Cold starts that demand is looked back at, to see where it goes."""
-_RECENT_S = 2.0 * LOOK_S
-_SHORTEST_S = 60.0
-"""A cold start that is shorter is taken as this long where a mean is taken over it."""
+DECISION_INTERVAL_S = 10.0
+"""Seconds between decisions: Serve's default interval for the reports of replicas."""
+_HISTORY_COLD_STARTS = 3.0
+"""Length of the demand history, in cold starts."""
+_RECENT_S = 2.0 * DECISION_INTERVAL_S
+_MIN_COLD_START_S = 60.0
+"""Shorter cold starts count as this long where demand is averaged over a cold start."""
 
 
 class Pool(NamedTuple):
-    """A pool as it is now.
+    """The present state of a pool.
 
     Attributes:
-        num_replicas: Wanted so far: those that take requests, and those that start.
-        least: Replicas that it never has less than.
-        most: Replicas that it never has more than.
-        engine: Of each replica.
-        cold_start_s: From when one is wanted until it takes requests.
+        num_replicas: Present target: replicas that take requests or start.
+        min_replicas: Smallest target.
+        max_replicas: Largest target.
+        engine: The engine of each replica.
+        cold_start_s: Seconds from the decision to add a replica until it takes requests.
     """
 
     num_replicas: int
-    least: int
-    most: int
+    min_replicas: int
+    max_replicas: int
     engine: Engine
     cold_start_s: float
 
 
 class Autoscaler:
-    """See the module docstring.
+    """The autoscaling policy of one application, with its demand history.
 
     Args:
-        objectives: What the replicas have to keep.
+        objectives: Latencies that the replicas have to keep.
     """
 
     def __init__(self, objectives: Objectives) -> None:
@@ -72,34 +72,43 @@ class Autoscaler:
         *,
         refuses_late: bool = False,
     ) -> dict[Role, int]:
-        """How many replicas each pool should have.
+        """Return the number of replicas that each pool should have.
 
         Args:
-            now_s: On any clock that does not go back.
-            counted: By ingress, a name that is never given again.
-            costs: Of the parts of a step, as far as anybody knows.
-            pools: Either `prefill` and `decode`, or `both`; the same ones each time.
-            refuses_late: Whether ingresses refuse who would miss the time to a first token.
+            now_s: Time on a monotonic clock.
+            counted: Counters by ingress; a name is never reused.
+            costs: Costs of the parts of a step, as learned so far.
+            pools: Either `prefill` and `decode`, or `both`; the same ones in each call.
+            refuses_late: Whether ingresses refuse requests that would miss the objective for the
+                time to a first token.
         """
         cold_start_s = max(pool.cold_start_s for pool in pools.values())
         if self._meter is None:
-            self._meter = Meter(_WINDOWS * max(cold_start_s, _SHORTEST_S), _RECENT_S)
-        self._meter.look(now_s, counted)
+            self._meter = Meter(
+                _HISTORY_COLD_STARTS * max(cold_start_s, _MIN_COLD_START_S), _RECENT_S
+            )
+        self._meter.observe(now_s, counted)
         demand = self._meter.demand(cold_start_s, costs)
         targets: dict[Role, int] = {}
         for role, pool in pools.items():
             needed = pool.num_replicas
             if demand is not None:
                 needed = self._replicas(role, pool, demand, costs, refuses_late=refuses_late)
-            held = self._hold(role, now_s, needed, pool.cold_start_s)
-            targets[role] = min(max(held, pool.least), pool.most)
+            held = self._max_needed_within(role, now_s, needed, pool.cold_start_s)
+            targets[role] = min(max(held, pool.min_replicas), pool.max_replicas)
         return targets
 
     def _replicas(
-        self, role: Role, pool: Pool, demand: Demand, costs: StepCosts, *, refuses_late: bool
+        self,
+        role: Role,
+        pool: Pool,
+        demand: DemandForecast,
+        costs: StepCosts,
+        *,
+        refuses_late: bool,
     ) -> int:
-        """What a demand needs of a role."""
-        horizon_s = max(pool.cold_start_s, _SHORTEST_S)
+        """Return the replicas of a role that the demand needs."""
+        horizon_s = max(pool.cold_start_s, _MIN_COLD_START_S)
         taken = 0.0
         if role != "prefill":
             taken = decoding_replicas(demand, costs, pool.engine, self._objectives)
@@ -109,10 +118,10 @@ class Autoscaler:
             demand, self._objectives, horizon_s=horizon_s, taken=taken, refuses_late=refuses_late
         )
 
-    def _hold(self, role: Role, now_s: float, needed: int, hold_s: float) -> int:
-        """The most that was needed within a time."""
+    def _max_needed_within(self, role: Role, now_s: float, needed: int, hold_s: float) -> int:
+        """Return the largest number needed within the last `hold_s` seconds."""
         kept = self._needed.setdefault(role, deque())
-        # Those that a later and larger one stands for are of no use any more.
+        # A later entry that is as large makes these irrelevant.
         while kept and kept[-1][1] <= needed:
             kept.pop()
         kept.append((now_s, needed))

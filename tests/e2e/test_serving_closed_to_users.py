@@ -137,7 +137,11 @@ def _policy():
     ("words", "code", "answer"),
     [
         (["status"], 0, "ttserve: RUNNING"),
-        (["flip", "decode-0", "prefill"], 1, "no replica 'decode-0' runs; there is decode-"),
+        (
+            ["flip", "decode-0", "prefill"],
+            1,
+            "no replica 'decode-0' runs; running replicas: decode-",
+        ),
     ],
 )
 def test_commands_reach_a_local_server_without_its_variables(server, family, words, code, answer):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cluster.scaling.flip import Posture
+from cluster.scaling.flip import RoleStatus
 from replicas.launch import HAND_OVER_SHARE, LOOK_S, HangWatch, stop_timeout_s
 from replicas.life import Life, LifeState
 
@@ -76,10 +76,10 @@ class VirtualParent:
     # --- an engine that changes its role ------------------------------------------------------
 
     @property
-    def posture(self) -> Posture:
+    def role_status(self) -> RoleStatus:
         """What its engine does in the cluster, as `ttserve flip` would find."""
         config = self._host.config
-        return Posture(
+        return RoleStatus(
             replica=self._host.name,
             role=self._host.engine.role,
             next_role=self._next_role or self._host.engine.role,

@@ -295,10 +295,10 @@ class SimulatedReplicas:
             return
         assert place.parent is not None
         ready = [p.parent for p in self._places if p.parent and p.state is LifeState.READY]
-        role = other_role(place.parent.posture.next_role)
+        role = other_role(place.parent.role_status.next_role)
         try:
             if role is not None:
-                check_flip((parent.posture for parent in ready), place.name, role)
+                check_flip((parent.role_status for parent in ready), place.name, role)
                 place.parent.change_role(role)
         except FlipError as error:
             self._recorder.event(type(error).__name__, place.name)

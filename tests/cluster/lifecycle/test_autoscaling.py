@@ -19,13 +19,13 @@ from cluster.routing.fleet import Fleet
 from cluster.routing.metrics import RouterMetrics
 from cluster.routing.router import Router
 from cluster.routing.tickets import TicketOffice
-from cluster.scaling.policy import LOOK_S, Autoscaler
+from cluster.scaling.policy import DECISION_INTERVAL_S, Autoscaler
 from tests.cluster.engines import KEYS, make_member
 
 POLICY = "cluster.lifecycle.autoscaling:ApplicationPolicy"
 
 
-def context(name, reports, now_s, least=1, most=8, target=1, interval_s=LOOK_S):
+def context(name, reports, now_s, least=1, most=8, target=1, interval_s=DECISION_INTERVAL_S):
     deployment = DeploymentID(name, "app")
     metrics = {}
     for replica, values in reports.items():
@@ -72,7 +72,7 @@ REPLICA = replica_report(
 )
 
 
-def ask(policy, router, now_s, targets, interval_s=LOOK_S):
+def ask(policy, router, now_s, targets, interval_s=DECISION_INTERVAL_S):
     """What is decided, with all reports a second old, where ingresses report so often."""
     contexts = dict(
         [
@@ -101,8 +101,8 @@ def test_pools_grow_with_what_ingresses_report(policy, router, clock, monkeypatc
     targets = {"prefill": 1, "decode": 1}
     for step in range(12):
         come(router, 60)
-        clock[0] += LOOK_S
-        decided = ask(policy, router, 1e9 + step * LOOK_S, targets)
+        clock[0] += DECISION_INTERVAL_S
+        decided = ask(policy, router, 1e9 + step * DECISION_INTERVAL_S, targets)
         targets = {**targets, **{k: v for k, v in decided.items() if k in targets}}
         assert decided.get("ingress", 1) == 1
     assert 4 <= targets["prefill"] <= 8
@@ -110,7 +110,7 @@ def test_pools_grow_with_what_ingresses_report(policy, router, clock, monkeypatc
 
 
 @pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field")
-@pytest.mark.parametrize("interval_s", [1.0, LOOK_S, 30.0])
+@pytest.mark.parametrize("interval_s", [1.0, DECISION_INTERVAL_S, 30.0])
 def test_counts_stay_until_ingresses_have_reported_again(policy, router, clock, interval_s):
     targets = {"prefill": 3, "decode": 2}
     assert ask(policy, router, 1e9, targets, interval_s) == targets
@@ -123,7 +123,7 @@ def test_counts_stay_until_ingresses_have_reported_again(policy, router, clock, 
 def test_a_wall_clock_that_is_set_back_does_not_stop_it(policy, router, clock):
     targets = {"prefill": 3, "decode": 2}
     ask(policy, router, 1e9, targets)
-    clock[0] += LOOK_S
+    clock[0] += DECISION_INTERVAL_S
     assert ask(policy, router, 1e9 - 3600.0, targets) == targets
 
 

@@ -32,12 +32,12 @@ def test_a_replica_ends_with_its_engine_even_if_it_cannot_say_why(log):
 LOG_IS_FULL = """
 import logging, os, sys
 from ray.serve._private.logging_utils import StreamToLogger
-from cluster.lifecycle.deployments import lose_log_lines
+from cluster.lifecycle.deployments import suppress_logging_errors
 of_serve = logging.getLogger("ray.serve")
 of_serve.setLevel(logging.INFO)
 of_serve.addHandler(logging.FileHandler("/dev/full"))
 sys.stderr = StreamToLogger(of_serve, logging.INFO, sys.stderr)
-lose_log_lines()
+suppress_logging_errors()
 logging.getLogger("cluster.routing.fleet").warning("lost a replica")
 os._exit(7)
 """

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from cluster.config.schema import OrderName
-from cluster.scaling.flip import LastOfRoleError, Posture
+from cluster.scaling.flip import LastOfRoleError, RoleStatus
 from tests.cluster.engines import (
     engine_config,
     prompts,
@@ -113,9 +113,9 @@ class Local:
     def __init__(self, *engines):
         self._engines = {engine.member.replica_id: engine.handle for engine in engines}
 
-    def postures(self):
+    def role_statuses(self):
         return [
-            Posture(replica=name, role=handle.role, next_role=handle.next_role)
+            RoleStatus(replica=name, role=handle.role, next_role=handle.next_role)
             for name, handle in self._engines.items()
             if handle.is_alive
         ]

@@ -98,17 +98,17 @@ class BrokenHandle:
 def test_a_replica_changes_its_role_when_it_is_meant_and_says_so(as_replica):
     with made(as_replica, TWO_POOLS, "decode") as replica:
         name = f"decode-{asyncio.run(replica.describe())['incarnation']}"
-        posture = asyncio.run(replica.posture())
-        assert posture == {
+        role_status = asyncio.run(replica.role_status())
+        assert role_status == {
             "replica": name, "role": "decode", "next_role": "decode",
             "has_connector": True, "in_gang": False, "is_scaled": True,
         }  # fmt: skip
         asyncio.run(replica.change_role("decode-of another", "prefill"))
-        assert asyncio.run(replica.posture()) == posture
+        assert asyncio.run(replica.role_status()) == role_status
         asyncio.run(replica.change_role(name, "prefill"))
-        assert asyncio.run(replica.posture())["next_role"] == "prefill"
+        assert asyncio.run(replica.role_status())["next_role"] == "prefill"
         deadline_s = time.monotonic() + 20.0
-        while asyncio.run(replica.posture())["role"] != "prefill":
+        while asyncio.run(replica.role_status())["role"] != "prefill":
             assert time.monotonic() < deadline_s, "the engine never took the role"
             time.sleep(0.02)
 

@@ -12,12 +12,12 @@ from cluster.routing.step_time import StepCosts
 from cluster.scaling.capacity import (
     Engine,
     Objectives,
+    decode_step_s,
     decoding_replicas,
+    max_rows_in_objective,
     prompt_replicas,
-    rows_within,
-    step_of,
 )
-from cluster.scaling.meter import Demand
+from cluster.scaling.meter import DemandForecast
 
 COSTS = StepCosts(
     decode_s=0.04, row_s=2e-4, context_token_s=1e-7, prompt_s=0.1, prompt_token_s=1e-4
@@ -26,7 +26,7 @@ ENGINE = Engine(dp_groups=8, slots_per_group=8)
 OBJECTIVES = Objectives(ttft_s=3.0, tpot_s=0.1)
 
 demands = st.builds(
-    Demand,
+    DemandForecast,
     requests_per_s=st.floats(0.0, 50.0),
     prompt_s=st.floats(0.01, 2.0),
     burstiness=st.floats(0.5, 20.0),
@@ -38,7 +38,7 @@ demands = st.builds(
 
 
 def demand(**fields):
-    return Demand(
+    return DemandForecast(
         **{
             "requests_per_s": 4.0, "prompt_s": 0.4, "burstiness": 1.0, "output_tokens": 100.0,
             "context_tokens": 1000.0, "num_decoding": 0.0, "backlog_s": 0.0, **fields,
@@ -71,22 +71,24 @@ def test_a_tighter_objective_needs_no_fewer_replicas(asked):
     assert prompt_replicas(asked, tight, horizon_s=60.0) >= prompt_replicas(
         asked, OBJECTIVES, horizon_s=60.0
     )
-    assert rows_within(asked, COSTS, ENGINE, tight) <= rows_within(asked, COSTS, ENGINE, OBJECTIVES)
+    assert max_rows_in_objective(asked, COSTS, ENGINE, tight) <= max_rows_in_objective(
+        asked, COSTS, ENGINE, OBJECTIVES
+    )
 
 
 @given(demands)
 def test_rows_keep_the_time_per_token_where_they_can(asked):
-    rows = rows_within(asked, COSTS, ENGINE, OBJECTIVES)
+    rows = max_rows_in_objective(asked, COSTS, ENGINE, OBJECTIVES)
     assert ENGINE.dp_groups <= rows <= ENGINE.dp_groups * ENGINE.slots_per_group
     if rows > ENGINE.dp_groups:
-        assert step_of(rows, asked, COSTS, ENGINE) <= OBJECTIVES.tpot_s
+        assert decode_step_s(rows, asked, COSTS, ENGINE) <= OBJECTIVES.tpot_s
 
 
 @given(demands)
 def test_there_are_slots_for_all_that_decode_at_a_time(asked):
     replicas = decoding_replicas(asked, COSTS, ENGINE, OBJECTIVES)
-    rows = rows_within(asked, COSTS, ENGINE, OBJECTIVES)
-    step_s = step_of(rows, asked, COSTS, ENGINE)
+    rows = max_rows_in_objective(asked, COSTS, ENGINE, OBJECTIVES)
+    step_s = decode_step_s(rows, asked, COSTS, ENGINE)
     assert replicas * rows >= asked.requests_per_s * asked.output_tokens * step_s * (1 - 1e-9)
     assert replicas * rows >= asked.num_decoding * (1 - 1e-9)
 

@@ -13,25 +13,25 @@ from cluster.scaling.flip import (
     FixedRoleError,
     FlipError,
     LastOfRoleError,
-    Posture,
+    RoleStatus,
     UnknownReplicaError,
     check_flip,
     other_role,
 )
 
 
-def posture(replica, role, next_role=None, **changes):
-    return Posture(replica=replica, role=role, next_role=next_role or role, **changes)
+def role_status(replica, role, next_role=None, **changes):
+    return RoleStatus(replica=replica, role=role, next_role=next_role or role, **changes)
 
 
-CLUSTER = [posture("p0", "prefill"), posture("p1", "prefill"), posture("d0", "decode")]
+CLUSTER = [role_status("p0", "prefill"), role_status("p1", "prefill"), role_status("d0", "decode")]
 
 
 def test_one_of_two_may_change():
     check_flip(CLUSTER, "p0", "decode")
 
 
-@pytest.mark.parametrize("others", [[], [posture("d1", "decode", "prefill")]])
+@pytest.mark.parametrize("others", [[], [role_status("d1", "decode", "prefill")]])
 def test_the_last_of_a_role_may_not_and_is_told_what_to_do(others):
     with pytest.raises(LastOfRoleError, match="start another replica of pool decode"):
         check_flip([*CLUSTER, *others], "d0", "prefill")
@@ -39,16 +39,16 @@ def test_the_last_of_a_role_may_not_and_is_told_what_to_do(others):
 
 def test_whoever_is_about_to_take_a_role_does_not_have_it():
     engines = [
-        posture("d0", "decode"),
-        posture("p0", "prefill", "decode"),
-        posture("p1", "prefill"),
+        role_status("d0", "decode"),
+        role_status("p0", "prefill", "decode"),
+        role_status("p1", "prefill"),
     ]
     with pytest.raises(LastOfRoleError):
         check_flip(engines, "d0", "prefill")
 
 
 def test_a_change_may_be_taken_back():
-    check_flip([posture("d0", "decode", "prefill")], "d0", "decode")
+    check_flip([role_status("d0", "decode", "prefill")], "d0", "decode")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ roles = st.sampled_from(["prefill", "decode"])
     st.lists(roles, min_size=2, max_size=5), st.lists(st.tuples(st.integers(0, 4), st.booleans()))
 )
 def test_no_order_of_changes_leaves_a_role_without_an_engine(first, orders):
-    engines = [posture(f"e{i}", role) for i, role in enumerate(first)]
+    engines = [role_status(f"e{i}", role) for i, role in enumerate(first)]
     had = {role for role in ("prefill", "decode") if any(e.keeps == role for e in engines)}
     for which, settles in orders:
         engine = engines[which % len(engines)]

@@ -26,27 +26,27 @@ def serve(traffic, num, prompt=1000, output=100, cached=0):
 
 def rate_ahead(counts, ahead_s=70.0):
     seen, traffic = meter(), Traffic()
-    seen.look(0.0, {"a": traffic})
+    seen.observe(0.0, {"a": traffic})
     for step, count in enumerate(counts, 1):
         serve(traffic, int(count))
-        seen.look(10.0 * step, {"a": traffic})
+        seen.observe(10.0 * step, {"a": traffic})
     return seen.demand(ahead_s, COSTS).requests_per_s
 
 
 def test_nothing_is_said_before_something_was_seen_to_end():
     seen, traffic = meter(), Traffic()
-    seen.look(0.0, {"a": traffic})
+    seen.observe(0.0, {"a": traffic})
     traffic.come(1000)
-    seen.look(10.0, {"a": traffic})
+    seen.observe(10.0, {"a": traffic})
     assert seen.demand(60.0, COSTS) is None
 
 
 def test_means_are_of_what_came():
     seen, traffic = meter(), Traffic()
-    seen.look(0.0, {"a": traffic})
+    seen.observe(0.0, {"a": traffic})
     for step in range(1, 11):
         serve(traffic, 20, prompt=1000, output=100, cached=250)
-        seen.look(10.0 * step, {"a": traffic})
+        seen.observe(10.0 * step, {"a": traffic})
     demand = seen.demand(60.0, COSTS)
     assert demand.requests_per_s == pytest.approx(2.0)
     # The first look knew nothing of caches yet, but those in it had begun when they were counted.
@@ -59,11 +59,11 @@ def test_means_are_of_what_came():
 def test_work_is_told_by_what_is_known_of_costs_now():
     """What came while they seemed to be others is neither more of it nor bursts."""
     seen, traffic = meter(), Traffic()
-    seen.look(0.0, {"a": traffic})
+    seen.observe(0.0, {"a": traffic})
     demands = []
     for step in range(1, 21):
         serve(traffic, 20)
-        seen.look(10.0 * step, {"a": traffic})
+        seen.observe(10.0 * step, {"a": traffic})
         dear = COSTS._replace(prompt_token_s=1e-3) if step == 10 else COSTS
         demands.append(seen.demand(60.0, dear))
     assert [round(demand.prompt_s, 3) for demand in demands] == [0.2] * 9 + [1.1] + [0.2] * 10
@@ -72,12 +72,12 @@ def test_work_is_told_by_what_is_known_of_costs_now():
 
 def test_what_waits_is_backlog_and_what_was_refused_is_none():
     seen, traffic = meter(), Traffic()
-    seen.look(0.0, {"a": traffic})
+    seen.observe(0.0, {"a": traffic})
     serve(traffic, 10)
     for _ in range(5):
         traffic.come(1000)
     traffic.end(1000, 0)
-    seen.look(10.0, {"a": traffic})
+    seen.observe(10.0, {"a": traffic})
     demand = seen.demand(0.0, COSTS)
     assert demand.backlog_s == pytest.approx(4 * 0.2)
     assert demand.requests_per_s == pytest.approx(1.5)
@@ -94,14 +94,14 @@ def test_how_many_ingresses_counted_makes_no_difference(rates, ingresses, lives)
     total = Traffic()
     names = {f"i{n}": Traffic() for n in range(ingresses)}
     started = ingresses
-    alone.look(0.0, {"one": total})
-    parted.look(0.0, names)
+    alone.observe(0.0, {"one": total})
+    parted.observe(0.0, names)
     for step, count in enumerate(rates, 1):
         for _ in range(count):
             serve(total, 1)
             serve(names[lives.draw(st.sampled_from(sorted(names)))], 1)
-        alone.look(10.0 * step, {"one": total})
-        parted.look(10.0 * step, names)
+        alone.observe(10.0 * step, {"one": total})
+        parted.observe(10.0 * step, names)
         if lives.draw(st.booleans()):
             names.pop(lives.draw(st.sampled_from(sorted(names))))
             names[f"i{started}"] = Traffic()
@@ -123,10 +123,10 @@ def test_a_rise_is_carried_on_and_noise_is_not():
 def test_a_burst_is_seen_within_two_looks():
     rng = np.random.Generator(np.random.Philox(2))
     seen, traffic = meter(), Traffic()
-    seen.look(0.0, {"a": traffic})
+    seen.observe(0.0, {"a": traffic})
     for step, count in enumerate([*rng.poisson(np.full(28, 15)), 60, 60], 1):
         serve(traffic, int(count))
-        seen.look(10.0 * step, {"a": traffic})
+        seen.observe(10.0 * step, {"a": traffic})
     assert seen.demand(0.0, COSTS).requests_per_s == pytest.approx(6.0)
 
 
@@ -135,10 +135,10 @@ def test_what_has_jumped_is_taken_to_stay_there(before, after):
     """A line through it would be carried on to twice as much, or to nothing."""
     rng = np.random.Generator(np.random.Philox(3))
     seen, traffic = meter(), Traffic()
-    seen.look(0.0, {"a": traffic})
+    seen.observe(0.0, {"a": traffic})
     for step, count in enumerate(rng.poisson([before] * 20 + [after] * 8), 1):
         serve(traffic, int(count))
-        seen.look(10.0 * step, {"a": traffic})
+        seen.observe(10.0 * step, {"a": traffic})
     demand = seen.demand(70.0, COSTS)
     assert demand.requests_per_s == pytest.approx(after / 10.0, rel=0.25)
     assert demand.burstiness < 3.0, "nor is the jump itself noise"
@@ -163,5 +163,5 @@ def test_an_ingress_that_was_not_heard_of_for_a_while_brings_no_flood():
         for traffic in (there, away):
             serve(traffic, 20)
         counted = {"there": there} if look in {20, 21} else {"there": there, "away": away}
-        seen.look(10.0 * look, counted)
+        seen.observe(10.0 * look, counted)
     assert seen.demand(60.0, COSTS).requests_per_s < 8.0

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cluster.routing.step_time import StepCosts
 from cluster.routing.traffic import Traffic
 from cluster.scaling.capacity import Engine, Objectives
-from cluster.scaling.policy import LOOK_S, Autoscaler, Pool
+from cluster.scaling.policy import DECISION_INTERVAL_S, Autoscaler, Pool
 
 COSTS = StepCosts(decode_s=0.04, row_s=2e-4, prompt_s=0.05, prompt_token_s=3e-4)
 OBJECTIVES = Objectives(ttft_s=3.0, tpot_s=0.1)
@@ -31,11 +31,11 @@ def targets_over(rates, least=1, most=20, roles=("prefill", "decode"), prompt=10
     if roles == ("both",):
         now = {"both": now["decode"]}
     for step, rate in enumerate(rates):
-        for _ in range(round(rate * LOOK_S)):
+        for _ in range(round(rate * DECISION_INTERVAL_S)):
             traffic.come(prompt)
             traffic.begin(prompt, 0)
             traffic.end(prompt, output)
-        targets = scaler.decide(step * LOOK_S, {"a": traffic}, COSTS, now)
+        targets = scaler.decide(step * DECISION_INTERVAL_S, {"a": traffic}, COSTS, now)
         now = {role: pool._replace(num_replicas=targets[role]) for role, pool in now.items()}
         decided.append(targets)
     return decided
@@ -56,7 +56,7 @@ def test_counts_stay_within_their_bounds(course, least, most):
 def test_nothing_is_let_go_that_was_needed_within_a_cold_start(course):
     """So no replica is stopped while another of its pool starts."""
     decided = targets_over(course)
-    held = math.floor(COLD_START_S / LOOK_S)
+    held = math.floor(COLD_START_S / DECISION_INTERVAL_S)
     for role in ("prefill", "decode"):
         counts = [targets[role] for targets in decided]
         grew_at = None
@@ -80,7 +80,7 @@ def test_one_pool_for_both_has_room_for_either(course):
 
 def test_a_steady_demand_changes_nothing():
     rng = np.random.Generator(np.random.Philox(4))
-    decided = targets_over(rng.poisson(np.full(120, 40.0)) / LOOK_S)
+    decided = targets_over(rng.poisson(np.full(120, 40.0)) / DECISION_INTERVAL_S)
     settled = decided[30:]
     for role in ("prefill", "decode"):
         counts = [targets[role] for targets in settled]
@@ -103,7 +103,7 @@ def test_a_rise_is_followed_at_once_and_a_fall_after_a_cold_start():
     counts = [targets["prefill"] for targets in decided]
     assert counts[32] > counts[29]
     peak = max(counts[:60])
-    assert counts[60 + math.floor(COLD_START_S / LOOK_S) - 1] >= counts[59]
+    assert counts[60 + math.floor(COLD_START_S / DECISION_INTERVAL_S) - 1] >= counts[59]
     assert counts[-1] < peak
     assert counts[-1] <= counts[29] + 1
 
