@@ -47,7 +47,7 @@ def demand(**fields):
 
 
 @given(demands)
-def test_prompts_that_come_can_be_computed(asked):
+def test_replicas_keep_up_with_the_prompts(asked):
     count = prompt_replicas(asked, OBJECTIVES, horizon_s=60.0)
     assert count >= 1
     assert count >= asked.requests_per_s * asked.prompt_s + asked.backlog_s / 60.0
@@ -77,7 +77,7 @@ def test_a_tighter_objective_needs_no_fewer_replicas(asked):
 
 
 @given(demands)
-def test_rows_keep_the_time_per_token_where_they_can(asked):
+def test_rows_keep_the_time_per_token_where_possible(asked):
     rows = max_rows_in_objective(asked, COSTS, ENGINE, OBJECTIVES)
     assert ENGINE.dp_groups <= rows <= ENGINE.dp_groups * ENGINE.slots_per_group
     if rows > ENGINE.dp_groups:
@@ -85,7 +85,7 @@ def test_rows_keep_the_time_per_token_where_they_can(asked):
 
 
 @given(demands)
-def test_there_are_slots_for_all_that_decode_at_a_time(asked):
+def test_there_are_slots_for_all_decoding_sequences(asked):
     replicas = decoding_replicas(asked, COSTS, ENGINE, OBJECTIVES)
     rows = max_rows_in_objective(asked, COSTS, ENGINE, OBJECTIVES)
     step_s = decode_step_s(rows, asked, COSTS, ENGINE)
@@ -93,7 +93,7 @@ def test_there_are_slots_for_all_that_decode_at_a_time(asked):
     assert replicas * rows >= asked.num_decoding * (1 - 1e-9)
 
 
-def test_decoding_beside_prompts_takes_its_part():
+def test_decoding_and_prefill_share_a_pool():
     asked = demand()
     alone = prompt_replicas(asked, OBJECTIVES, horizon_s=60.0)
     assert prompt_replicas(asked, OBJECTIVES, horizon_s=60.0, taken=1.5) == pytest.approx(
@@ -101,7 +101,7 @@ def test_decoding_beside_prompts_takes_its_part():
     )
 
 
-def test_nothing_asked_needs_one():
+def test_no_demand_needs_one_replica():
     nothing = demand(requests_per_s=0.0)
     assert prompt_replicas(nothing, OBJECTIVES, horizon_s=60.0) == 1
     assert math.ceil(decoding_replicas(nothing, COSTS, ENGINE, OBJECTIVES)) == 0
@@ -109,7 +109,7 @@ def test_nothing_asked_needs_one():
 
 @pytest.mark.parametrize("rate", [1.0, 4.0, 12.0])
 @pytest.mark.parametrize("refuses_late", [False, True])
-def test_what_is_planned_keeps_the_objective_in_a_real_queue(rate, refuses_late):
+def test_planned_replicas_keep_the_objective_in_a_simulated_queue(rate, refuses_late):
     """Poisson arrivals, exponential service: no more are late than are planned with, about."""
     rng = np.random.Generator(np.random.Philox(3))
     asked = demand(requests_per_s=rate, prompt_s=0.5, burstiness=2.0)
@@ -134,7 +134,7 @@ def test_what_is_planned_keeps_the_objective_in_a_real_queue(rate, refuses_late)
 
 
 @given(demands)
-def test_fewer_are_needed_where_late_ones_are_refused(asked):
+def test_fewer_replicas_suffice_if_late_requests_are_refused(asked):
     refusing = prompt_replicas(asked, OBJECTIVES, horizon_s=60.0, refuses_late=True)
     assert refusing <= prompt_replicas(asked, OBJECTIVES, horizon_s=60.0)
     assert refusing >= asked.requests_per_s * asked.prompt_s

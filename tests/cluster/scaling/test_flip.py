@@ -27,17 +27,17 @@ def role_status(replica, role, next_role=None, **changes):
 CLUSTER = [role_status("p0", "prefill"), role_status("p1", "prefill"), role_status("d0", "decode")]
 
 
-def test_one_of_two_may_change():
+def test_one_of_two_engines_of_a_role_may_change():
     check_flip(CLUSTER, "p0", "decode")
 
 
 @pytest.mark.parametrize("others", [[], [role_status("d1", "decode", "prefill")]])
-def test_the_last_of_a_role_may_not_and_is_told_what_to_do(others):
+def test_the_last_engine_of_a_role_may_not_change_and_the_error_says_what_to_do(others):
     with pytest.raises(LastOfRoleError, match="start another replica of pool decode"):
         check_flip([*CLUSTER, *others], "d0", "prefill")
 
 
-def test_whoever_is_about_to_take_a_role_does_not_have_it():
+def test_an_engine_that_changes_to_a_role_does_not_count_as_having_it():
     engines = [
         role_status("d0", "decode"),
         role_status("p0", "prefill", "decode"),
@@ -47,7 +47,7 @@ def test_whoever_is_about_to_take_a_role_does_not_have_it():
         check_flip(engines, "d0", "prefill")
 
 
-def test_a_change_may_be_taken_back():
+def test_a_change_may_be_reverted():
     check_flip([role_status("d0", "decode", "prefill")], "d0", "decode")
 
 
@@ -55,18 +55,18 @@ def test_a_change_may_be_taken_back():
     ("changes", "advice"),
     [
         ({"has_connector": False}, "set kv_connector"),
-        ({"in_gang": True}, "change the replicas of the pools"),
+        ({"in_gang": True}, "change the `replicas` of the pools"),
         ({"is_scaled": True}, "remove max_replicas"),
         ({"role": "both", "next_role": "both"}, "between prefill and decode"),
     ],
 )
-def test_whose_role_is_fixed_may_not(changes, advice):
+def test_an_engine_with_a_fixed_role_may_not_change(changes, advice):
     engines = [msgspec.structs.replace(CLUSTER[0], **changes), *CLUSTER[1:]]
     with pytest.raises(FixedRoleError, match=re.escape(advice)):
         check_flip(engines, "p0", "decode")
 
 
-def test_a_name_that_nobody_has_is_refused_with_those_that_there_are():
+def test_an_unknown_name_is_refused_with_the_known_names():
     with pytest.raises(UnknownReplicaError, match="d0, p0, p1"):
         check_flip(CLUSTER, "p9", "decode")
 

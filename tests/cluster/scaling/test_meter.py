@@ -33,7 +33,7 @@ def rate_ahead(counts, ahead_s=70.0):
     return seen.demand(ahead_s, COSTS).requests_per_s
 
 
-def test_nothing_is_said_before_something_was_seen_to_end():
+def test_there_is_no_forecast_before_a_request_has_ended():
     seen, traffic = meter(), Traffic()
     seen.observe(0.0, {"a": traffic})
     traffic.come(1000)
@@ -41,7 +41,7 @@ def test_nothing_is_said_before_something_was_seen_to_end():
     assert seen.demand(60.0, COSTS) is None
 
 
-def test_means_are_of_what_came():
+def test_means_are_over_the_requests_that_arrived():
     seen, traffic = meter(), Traffic()
     seen.observe(0.0, {"a": traffic})
     for step in range(1, 11):
@@ -56,7 +56,7 @@ def test_means_are_of_what_came():
     assert demand.backlog_s == 0
 
 
-def test_work_is_told_by_what_is_known_of_costs_now():
+def test_work_is_computed_with_the_present_costs():
     """What came while they seemed to be others is neither more of it nor bursts."""
     seen, traffic = meter(), Traffic()
     seen.observe(0.0, {"a": traffic})
@@ -70,7 +70,7 @@ def test_work_is_told_by_what_is_known_of_costs_now():
     assert max(demand.burstiness for demand in demands) <= 1.0
 
 
-def test_what_waits_is_backlog_and_what_was_refused_is_none():
+def test_waiting_requests_are_backlog_and_refused_ones_are_not():
     seen, traffic = meter(), Traffic()
     seen.observe(0.0, {"a": traffic})
     serve(traffic, 10)
@@ -88,7 +88,7 @@ def test_what_waits_is_backlog_and_what_was_refused_is_none():
     ingresses=st.integers(1, 4),
     lives=st.data(),
 )
-def test_how_many_ingresses_counted_makes_no_difference(rates, ingresses, lives):
+def test_the_number_of_ingresses_makes_no_difference(rates, ingresses, lives):
     """Nor that some of them die between looks, and others begin."""
     alone, parted = meter(), meter()
     total = Traffic()
@@ -112,7 +112,7 @@ def test_how_many_ingresses_counted_makes_no_difference(rates, ingresses, lives)
         assert many[:4] == pytest.approx(one[:4])
 
 
-def test_a_rise_is_carried_on_and_noise_is_not():
+def test_a_trend_is_extrapolated_and_noise_is_not():
     rng = np.random.Generator(np.random.Philox(1))
     rising = rate_ahead(rng.poisson(np.linspace(10, 70, 30)), 100.0)
     assert rising == pytest.approx(9.0, rel=0.15)
@@ -120,7 +120,7 @@ def test_a_rise_is_carried_on_and_noise_is_not():
     assert np.median(steady) == pytest.approx(4.0, rel=0.1)
 
 
-def test_a_burst_is_seen_within_two_looks():
+def test_a_burst_is_detected_within_two_readings():
     rng = np.random.Generator(np.random.Philox(2))
     seen, traffic = meter(), Traffic()
     seen.observe(0.0, {"a": traffic})
@@ -131,7 +131,7 @@ def test_a_burst_is_seen_within_two_looks():
 
 
 @pytest.mark.parametrize(("before", "after"), [(15, 60), (60, 15)])
-def test_what_has_jumped_is_taken_to_stay_there(before, after):
+def test_a_step_in_the_rate_is_assumed_to_stay(before, after):
     """A line through it would be carried on to twice as much, or to nothing."""
     rng = np.random.Generator(np.random.Philox(3))
     seen, traffic = meter(), Traffic()
@@ -144,20 +144,20 @@ def test_what_has_jumped_is_taken_to_stay_there(before, after):
     assert demand.burstiness < 3.0, "nor is the jump itself noise"
 
 
-def test_a_jump_is_one_after_two_looks_and_while_little_was_seen():
+def test_a_step_counts_after_two_readings_and_with_few_observations():
     """A line through these was carried on to 13.5 requests/s, where 6 came."""
     counts = [14, 15, 17, 15, 48, 48, 60, 81, 65, 62]
     assert rate_ahead(counts[:6]) == pytest.approx(4.8)
     assert rate_ahead(counts) < 7.0
 
 
-def test_a_line_is_carried_on_for_a_third_of_what_was_seen_of_it():
+def test_a_trend_is_extrapolated_for_a_third_of_its_observed_length():
     counts = list(range(20, 100, 10))
     assert rate_ahead(counts, 20.0) == pytest.approx(9.0 + 0.1 * (5 + 20))
     assert rate_ahead(counts, 200.0) == pytest.approx(9.0 + 0.1 * (5 + 80 / 3))
 
 
-def test_an_ingress_that_was_not_heard_of_for_a_while_brings_no_flood():
+def test_an_ingress_that_reappears_adds_only_its_new_requests():
     seen, there, away = meter(), Traffic(), Traffic()
     for look in range(30):
         for traffic in (there, away):

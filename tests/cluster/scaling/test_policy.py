@@ -53,7 +53,7 @@ def test_counts_stay_within_their_bounds(course, least, most):
 
 @settings(deadline=None)
 @given(rates)
-def test_nothing_is_let_go_that_was_needed_within_a_cold_start(course):
+def test_no_replica_is_removed_that_was_needed_within_a_cold_start(course):
     """So no replica is stopped while another of its pool starts."""
     decided = targets_over(course)
     held = math.floor(COLD_START_S / DECISION_INTERVAL_S)
@@ -69,7 +69,7 @@ def test_nothing_is_let_go_that_was_needed_within_a_cold_start(course):
 
 @settings(deadline=None)
 @given(rates)
-def test_one_pool_for_both_has_room_for_either(course):
+def test_one_pool_for_both_roles_has_room_for_either(course):
     """And needs no more than the two together."""
     both = targets_over(course, most=60, roles=("both",))
     split = targets_over(course, most=60)
@@ -88,7 +88,7 @@ def test_a_steady_demand_changes_nothing():
         assert sum(a != b for a, b in pairwise(counts)) <= 8
 
 
-def test_prompts_scale_prefill_and_answers_decode():
+def test_prompts_scale_prefill_and_outputs_scale_decode():
     short = targets_over([4.0] * 40, prompt=500, output=200)[-1]
     long_prompts = targets_over([4.0] * 40, prompt=4000, output=200)[-1]
     long_answers = targets_over([4.0] * 40, prompt=500, output=800)[-1]
@@ -108,7 +108,7 @@ def test_a_rise_is_followed_at_once_and_a_fall_after_a_cold_start():
     assert counts[-1] <= counts[29] + 1
 
 
-def test_before_anything_is_known_nothing_changes():
+def test_nothing_changes_before_demand_is_known():
     scaler = Autoscaler(OBJECTIVES)
     now = {role: pool._replace(num_replicas=5) for role, pool in pools().items()}
     assert scaler.decide(0.0, {"a": Traffic()}, StepCosts(), now) == {"prefill": 5, "decode": 5}
