@@ -22,7 +22,7 @@ import msgspec
 from cluster.edge.engine_metrics import render_engine_metrics
 from cluster.edge.explain import RoutesView, route_view, short_form
 from cluster.edge.openai import ModelCard, Usage
-from cluster.edge.resume import Rerun
+from cluster.edge.resume import ReplayCheck
 from cluster.edge.slots import slots_view
 from cluster.edge.transfers import transfers_view
 from cluster.errors import SaturatedError
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from cluster.config.resolve import ClusterConfig
     from cluster.edge.openai import Emit
-    from cluster.edge.resume import Position
+    from cluster.edge.resume import StreamPosition
     from cluster.edge.slots import SlotsView
     from cluster.edge.transfers import TransfersView
     from cluster.routing.explain import Route
@@ -120,18 +120,18 @@ class Ingress:
         ]
 
     async def generate(
-        self, request: EngineRequest, emit: Emit, known: Position | None = None
+        self, request: EngineRequest, emit: Emit, known: StreamPosition | None = None
     ) -> Usage:
         """Run a request; see `cluster.edge.routes.Backend.generate`."""
         processor = OutputProcessor(self.tokenizer, request, self.tokenizer.eos_token_ids)
         num_known = 0 if known is None else known.num_tokens
-        rerun = None if known is None else Rerun(known)
+        replay = None if known is None else ReplayCheck(known)
         with _Watch(self.metrics, is_resumed=num_known > 0) as watch:
 
             async def take(output: TokenOutput) -> bool:
-                for part in [output] if rerun is None else one_by_one(output, num_known):
-                    if rerun is not None:
-                        rerun.check(part)
+                for part in [output] if replay is None else one_by_one(output, num_known):
+                    if replay is not None:
+                        replay.check_next(part)
                     delta = processor.take(part)
                     if delta is None:
                         continue

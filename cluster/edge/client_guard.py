@@ -40,8 +40,8 @@ from cluster.config.schema import LARGEST_BODY_BYTES
 from cluster.edge.answers import error_response
 from cluster.edge.headers import (
     BOUND_HEADER,
+    DISABLE_SERVE_WATCH,
     INTERNAL_HEADERS,
-    LEFT_TO_US,
     LISTENER_HEADER,
     LOOPBACK,
     OPERATIONS,
@@ -49,7 +49,7 @@ from cluster.edge.headers import (
     SOURCE_HEADER,
 )
 from cluster.edge.interrupt import Interrupt
-from cluster.edge.sse import ClientGoneError, until_gone
+from cluster.edge.sse import ClientGoneError, wait_for_disconnect
 from cluster.errors import BodyTimeoutError, PayloadTooLargeError, SaturatedError, ServingError
 
 if TYPE_CHECKING:
@@ -306,7 +306,7 @@ class _Exchange:
         )
         with Interrupt() as interrupt:
             timer = self._loop.call_later(
-                self._limits.body_timeout_s, interrupt.end, _RefusedError(late)
+                self._limits.body_timeout_s, interrupt.trigger, _RefusedError(late)
             )
             try:
                 self._body = await self._read_chunks()
@@ -327,7 +327,7 @@ class _Exchange:
                 await app(scope, self.receive, self.send)
                 return
             self._is_ingress = True
-            scope["headers"] += LEFT_TO_US
+            scope["headers"] += DISABLE_SERVE_WATCH
             with Interrupt() as self._interrupt:
                 for _ in range(_DISCONNECT_TURNS):
                     await asyncio.sleep(0)
@@ -429,7 +429,7 @@ class _Exchange:
         )
 
     async def _watch_for_disconnect(self) -> None:
-        await until_gone(self._receive)
+        await wait_for_disconnect(self._receive)
         self._client_left()
 
     def _client_left(self) -> None:
@@ -437,7 +437,7 @@ class _Exchange:
         self._gone.set()
         # Once it has its answer it may leave; there may be something yet to be written down.
         if self._interrupt is not None and not (is_told or self._is_answered):
-            self._interrupt.end(ClientGoneError())
+            self._interrupt.trigger(ClientGoneError())
 
     async def _read_chunks(self) -> bytes:
         chunks: list[bytes] = []

@@ -79,7 +79,7 @@ class _Source:
 
     num_jobs: int = 0
     num_chars: int = 0
-    had: list[float] = field(default_factory=lambda: [0.0 for _ in Lane])
+    served: list[float] = field(default_factory=lambda: [0.0 for _ in Lane])
 
 
 class FairLanes:
@@ -95,12 +95,12 @@ class FairLanes:
         self._lanes: dict[Lane, dict[str, deque[Job]]] = {lane: {} for lane in Lane}
         self._sources: dict[str, _Source] = {}
         # What the source of the latest slice had had before it.
-        self._clocks = [0.0 for _ in Lane]
+        self._virtual_times = [0.0 for _ in Lane]
         self._num_since_other = 0
         self.num_jobs = 0
         self.num_chars = 0
 
-    def refusal(self, job: Job) -> str | None:
+    def refusal_reason(self, job: Job) -> str | None:
         """Say why a job cannot be admitted now; None if it can."""
         limits, held = self._limits, self._sources.get(job.source, _Source())
         if held.num_jobs >= limits.max_source_jobs or _is_over(
@@ -114,7 +114,7 @@ class FairLanes:
         return None
 
     def admit(self, job: Job) -> None:
-        """Let a job wait for its first slice; `refusal` has none."""
+        """Let a job wait for its first slice; `refusal_reason` has none."""
         held = self._sources.setdefault(job.source, _Source())
         held.num_jobs += 1
         held.num_chars += job.num_chars
@@ -122,11 +122,11 @@ class FairLanes:
         self.num_chars += job.num_chars
         lines = self._lanes[job.lane]
         if job.source not in lines:
-            held.had[job.lane] = max(held.had[job.lane], self._clocks[job.lane])
+            held.served[job.lane] = max(held.served[job.lane], self._virtual_times[job.lane])
             lines[job.source] = deque()
         lines[job.source].append(job)
 
-    def next(self) -> Job | None:
+    def pop_next(self) -> Job | None:
         """Choose the job of the next slice; it waits no more until `resume`."""
         if self._lanes[Lane.OTHER] and self._num_since_other >= _SLICES_BETWEEN_OTHERS:
             lanes = (Lane.OTHER, Lane.PROMPT)
@@ -135,7 +135,7 @@ class FairLanes:
         for lane in lanes:
             if self._lanes[lane]:
                 self._num_since_other = 0 if lane is Lane.OTHER else self._num_since_other + 1
-                return self._take(lane)
+                return self._pop_from_lane(lane)
         return None
 
     def resume(self, job: Job) -> None:
@@ -158,18 +158,18 @@ class FairLanes:
         if not held.num_jobs:
             del self._sources[job.source]
 
-    def _take(self, lane: Lane) -> Job:
+    def _pop_from_lane(self, lane: Lane) -> Job:
         """Take the first job of the source that has had least."""
         lines = self._lanes[lane]
-        source = min(lines, key=lambda name: self._sources[name].had[lane])
-        line, had = lines[source], self._sources[source].had
+        source = min(lines, key=lambda name: self._sources[name].served[lane])
+        line, served = lines[source], self._sources[source].served
         job = line.popleft()
         if not line:
             del lines[source]
         size = min(job.num_left, job.slice_chars)
         job.num_left -= size
-        self._clocks[lane] = had[lane]
-        had[lane] += max(size, 1) / job.weight
+        self._virtual_times[lane] = served[lane]
+        served[lane] += max(size, 1) / job.weight
         return job
 
 

@@ -56,7 +56,7 @@ class RequestGate:
             )
 
     @contextlib.contextmanager
-    def open(self, route: RouteSpec) -> Iterator[None]:
+    def count_open(self, route: RouteSpec) -> Iterator[None]:
         """Count a request while it is open, if its route is counted.
 
         Raises:

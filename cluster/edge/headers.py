@@ -41,7 +41,7 @@ LOOPBACK = "loopback"
 SOURCE_HEADER = "x-ttserve-source"
 """Address of the client, or of its IPv6 network of 64 bits, as the first server of ours saw it."""
 
-LEFT_TO_US = (
+DISABLE_SERVE_WATCH = (
     (b"x-request-disconnect-disabled", b"?1"),
     (b"x-request-timeout-seconds", b"0"),
 )
@@ -52,7 +52,7 @@ TTFT_HEADER, TPOT_HEADER = "x-slo-ttft-ms", "x-slo-tpot-ms"
 """What a request says of its own objectives, in milliseconds; the names are llm-d's."""
 
 
-def asks_for(headers: Headers, name: str) -> bool:
+def is_enabled(headers: Headers, name: str) -> bool:
     """Whether a header is there, and says anything but no."""
     return headers.get(name, "0") not in {"", "0", "false"}
 
@@ -81,7 +81,7 @@ def _is_json(content_type: str) -> bool:
     return header.get_content_type() == "application/json" and is_utf8
 
 
-def claims(headers: Headers, admission: AdmissionConfig | None) -> dict[str, object]:
+def admission_fields(headers: Headers, admission: AdmissionConfig | None) -> dict[str, object]:
     """Fields of an `EngineRequest` that headers say: tenant and objectives, where these count.
 
     Raises:
@@ -99,7 +99,9 @@ def claims(headers: Headers, admission: AdmissionConfig | None) -> dict[str, obj
     return fields
 
 
-def share_of(headers: Headers, source: str, admission: AdmissionConfig | None) -> tuple[str, float]:
+def encoding_share(
+    headers: Headers, source: str, admission: AdmissionConfig | None
+) -> tuple[str, float]:
     """Return on whose share a request's text is encoded, and the weight of that share.
 
     Args:

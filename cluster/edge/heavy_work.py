@@ -59,7 +59,7 @@ class HeavyWork:
             raise SaturatedError(f"{refusal}; try again in a moment")
         self._lanes.admit(job)
         self._running.add(job)
-        self._ask(job)
+        self._enqueue(job)
         last: object = _END
         try:
             while True:
@@ -74,11 +74,11 @@ class HeavyWork:
             self._lanes.release(job)
             turn = self._turns.pop(job, None)
             if turn is not None and turn.done() and not turn.cancelled():
-                self._free()  # a turn that was given, and not used
+                self._free_thread()  # a turn that was given, and not used
         assert last is not _END, "a job without a step"
         return last  # type: ignore[return-value] # _END is handled
 
-    def _ask(self, job: Job) -> None:
+    def _enqueue(self, job: Job) -> None:
         """Let a job that waits in its lane have a thread when it is its turn."""
         self._turns[job] = asyncio.get_running_loop().create_future()
         self._assign()
@@ -86,10 +86,10 @@ class HeavyWork:
     async def _step(self, job: Job, steps: Iterator[T]) -> object:
         """Take a step in the thread that was assigned; the thread is free when the step ends."""
         step = asyncio.get_running_loop().run_in_executor(self._threads, next, steps, _END)
-        step.add_done_callback(partial(self._end_step, job))
+        step.add_done_callback(partial(self._on_step_done, job))
         return await asyncio.shield(step)
 
-    def _end_step(self, job: Job, step: asyncio.Future[object]) -> None:
+    def _on_step_done(self, job: Job, step: asyncio.Future[object]) -> None:
         """Let the job wait again, then free its thread.
 
         The order matters: the thread would otherwise go to whichever job waits already, whatever
@@ -98,11 +98,11 @@ class HeavyWork:
         self._num_free += 1
         if job in self._running and not step.exception() and step.result() is not _END:
             self._lanes.resume(job)
-            self._ask(job)
+            self._enqueue(job)
         else:
             self._assign()
 
-    def _free(self) -> None:
+    def _free_thread(self) -> None:
         self._num_free += 1
         self._assign()
 

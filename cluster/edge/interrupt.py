@@ -47,7 +47,7 @@ class Interrupt:
         if is_ours_alone and isinstance(error, asyncio.CancelledError):
             raise self._error from None
 
-    def end(self, error: Exception) -> None:
+    def trigger(self, error: Exception) -> None:
         """End the body with an error; the first one counts, and none does once it is over."""
         if self._error is None and not self._is_over:
             self._error = error

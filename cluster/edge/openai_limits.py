@@ -95,7 +95,7 @@ def check_sizes(body: Mapping[str, Any], limits: Limits) -> None:
             _check_entries(value, MAX_FIELD_ENTRIES, name)
 
 
-def no_room(
+def prompt_too_long(
     num_tokens: int, max_model_len: int, param: str, *, is_whole: bool = True
 ) -> BadRequestError:
     """Return the error of a prompt that leaves no room for output.
@@ -120,7 +120,7 @@ def _check_prompt(value: object, limits: Limits) -> None:
     if isinstance(value, str):
         _check_text(len(value), limits, "prompt")
     elif isinstance(value, list) and len(value) >= limits.max_model_len:
-        raise no_room(len(value), limits.max_model_len, "prompt")
+        raise prompt_too_long(len(value), limits.max_model_len, "prompt")
 
 
 def _check_messages(value: object, limits: Limits) -> None:

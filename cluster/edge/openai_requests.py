@@ -31,7 +31,7 @@ from cluster.edge.openai_fields import (
     shown,
     token_ids,
 )
-from cluster.edge.openai_limits import check_sizes, check_structure, no_room
+from cluster.edge.openai_limits import check_sizes, check_structure, prompt_too_long
 from cluster.errors import BadRequestError, NotFoundError
 from replicas.errors import InvalidRequestError
 from replicas.messages import EngineRequest
@@ -324,7 +324,7 @@ def build_request(
     if not prompt_token_ids:
         raise BadRequestError("the prompt is empty: it has no tokens", param="prompt")
     if room < 1:
-        raise no_room(len(prompt_token_ids), max_model_len, parsed.prompt_param)
+        raise prompt_too_long(len(prompt_token_ids), max_model_len, parsed.prompt_param)
     max_tokens = parsed.max_tokens
     if max_tokens is None:
         max_tokens = min(room, card.defaults.max_tokens or room)

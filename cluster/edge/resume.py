@@ -4,7 +4,7 @@ Nothing is kept for a client that is gone: the same request with the same seed h
 on any ingress and any engine, so an id says which request it is, its seed, how many tokens its
 client has, and a checksum of them. Whoever gets it back as `Last-Event-ID`, with the same body,
 lets the request run again and leaves these out, unless they are others, as rounding may make them.
-Owner: a `ResumableChunks`, and a `Rerun`, belong to one stream. Nothing here waits.
+Owner: a `ResumableChunks`, and a `ReplayCheck`, belong to one stream. Nothing here waits.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from replicas.output_processor import OutputDelta
 
 LAST_EVENT_ID = "last-event-id"
-BEGINNING = "0"
+FROM_START = "0"
 """What a client says that has nothing yet, and wants ids."""
 _ID = re.compile(r"([0-9a-f]{16})-([0-9a-f]{1,16})-([0-9]{1,9})-([0-9a-f]{8})(\.end)?")
 
 
-class Position(NamedTuple):
+class StreamPosition(NamedTuple):
     """How far a client has come.
 
     Attributes:
@@ -48,7 +48,7 @@ class Position(NamedTuple):
     has_end: bool = False
 
 
-def resumed(request: EngineRequest, given: str) -> tuple[EngineRequest, Position]:
+def resume_request(request: EngineRequest, given: str) -> tuple[EngineRequest, StreamPosition]:
     """The request that a client goes on with, and from where on.
 
     Args:
@@ -65,8 +65,8 @@ def resumed(request: EngineRequest, given: str) -> tuple[EngineRequest, Position
         raise BadRequestError(
             f"a stream of {sampling.n} choices has no {LAST_EVENT_ID}", param=LAST_EVENT_ID
         )
-    if given == BEGINNING:
-        return request, Position(sampling.seed)
+    if given == FROM_START:
+        return request, StreamPosition(sampling.seed)
     match = _ID.fullmatch(given)
     if match is None:
         raise BadRequestError(f"{given[:64]!r} is no id of an event", param=LAST_EVENT_ID)
@@ -78,10 +78,12 @@ def resumed(request: EngineRequest, given: str) -> tuple[EngineRequest, Position
     if not 0 < int(num_tokens) <= sampling.max_tokens:
         raise BadRequestError(
             f"{LAST_EVENT_ID} is behind {int(num_tokens)} tokens; this stream has events behind "
-            f"1 to {sampling.max_tokens}; send {BEGINNING} to begin",
+            f"1 to {sampling.max_tokens}; send {FROM_START} to begin",
             param=LAST_EVENT_ID,
         )
-    position = Position(int(seed, 16) - 2**63, int(num_tokens), int(checksum, 16), end is not None)
+    position = StreamPosition(
+        int(seed, 16) - 2**63, int(num_tokens), int(checksum, 16), end is not None
+    )
     sampling = msgspec.structs.replace(sampling, seed=position.seed)
     return msgspec.structs.replace(request, sampling=sampling), position
 
@@ -100,18 +102,18 @@ def _checksum(token_ids: Iterable[int], before: int) -> int:
     return zlib.crc32(b"".join(i.to_bytes(4, "little") for i in token_ids), before)
 
 
-class Rerun:
+class ReplayCheck:
     """A request that runs again: whether it has the tokens that its client has.
 
     Args:
         position: How far the client has come.
     """
 
-    def __init__(self, position: Position) -> None:
+    def __init__(self, position: StreamPosition) -> None:
         self._position = position
         self._num_tokens = self._checksum = 0
 
-    def check(self, output: TokenOutput) -> None:
+    def check_next(self, output: TokenOutput) -> None:
         """Look at the next output, of one token, or an ending.
 
         Raises:
@@ -140,7 +142,9 @@ class ResumableChunks:
         position: How far the client has come.
     """
 
-    def __init__(self, chunks: ChunkWriter, request: EngineRequest, position: Position) -> None:
+    def __init__(
+        self, chunks: ChunkWriter, request: EngineRequest, position: StreamPosition
+    ) -> None:
         self._chunks = chunks
         self._position = position
         # Seeds are int64.

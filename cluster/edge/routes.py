@@ -31,9 +31,15 @@ from cluster.edge.answers import error_response, json_response
 from cluster.edge.explain import ROUTE_HEADER, engine_request_id
 from cluster.edge.fair_lanes import SLICE_CHARS, Job, Lane
 from cluster.edge.gate import RequestGate
-from cluster.edge.headers import asks_for, cache_salt, claims, require_json, share_of
+from cluster.edge.headers import (
+    admission_fields,
+    cache_salt,
+    encoding_share,
+    is_enabled,
+    require_json,
+)
 from cluster.edge.heavy_work import HeavyWork
-from cluster.edge.openai_limits import Limits, no_room
+from cluster.edge.openai_limits import Limits, prompt_too_long
 from cluster.edge.openai_requests import (
     ParsedRequest,
     build_request,
@@ -56,9 +62,9 @@ from cluster.edge.openai_responses import (
     model_body,
     whole_body,
 )
-from cluster.edge.resume import LAST_EVENT_ID, ResumableChunks, resumed
+from cluster.edge.resume import LAST_EVENT_ID, ResumableChunks, resume_request
 from cluster.edge.route_table import ROUTES
-from cluster.edge.sse import ClientGoneError, EventStream, until_disconnect
+from cluster.edge.sse import ClientGoneError, EventStream, run_until_disconnect
 from cluster.errors import (
     BadRequestError,
     InternalError,
@@ -79,7 +85,7 @@ if TYPE_CHECKING:
     from cluster.edge.openai import Emit, ModelCard, Usage
     from cluster.edge.openai_requests import Prompt
     from cluster.edge.openai_responses import Shape
-    from cluster.edge.resume import Position
+    from cluster.edge.resume import StreamPosition
     from cluster.edge.route_table import RouteSpec
     from cluster.edge.slots import SlotsView
     from cluster.edge.transfers import TransfersView
@@ -91,7 +97,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-INLINE_COST = 4096
+MAX_INLINE_COST = 4096
 """Characters, or tokens, from which on a text is encoded or decoded in a thread: some 3 ms."""
 MAX_ANSWERED_TOKENS = 2**18
 """Ids in an answer of /tokenize."""
@@ -113,7 +119,7 @@ class Backend(Protocol):
         """The models that requests may name, the default one first."""
 
     async def generate(
-        self, request: EngineRequest, emit: Emit, known: Position | None = None
+        self, request: EngineRequest, emit: Emit, known: StreamPosition | None = None
     ) -> Usage:
         """Run a request.
 
@@ -179,7 +185,7 @@ def create_app(
         version: What /version says.
         admission: Which headers name a tenant and objectives; None: none does.
     """
-    routes = _Routes(backend, ingress, version, admission)
+    routes = _RouteHandlers(backend, ingress, version, admission)
     gate = RequestGate(
         ingress.max_ongoing_requests or LEAST_ONGOING_REQUESTS, ingress.allowed_hosts
     )
@@ -199,23 +205,26 @@ def create_app(
         "route": routes.route,
         "version": routes.version,
     }
-    return _App(
+    return _EdgeApplication(
         routes=[
-            Route(spec.path, _Handler(handlers[spec.name], spec, gate), methods=[spec.method])
+            Route(spec.path, _GatedHandler(handlers[spec.name], spec, gate), methods=[spec.method])
             for spec in ROUTES
         ]
     )
 
 
-class _App(Starlette):
+class _EdgeApplication(Starlette):
     """Starlette without its layers that catch errors: they would look at each chunk of a stream."""
 
     def build_middleware_stack(self) -> ASGIApp:
-        return _Edge(self.router)
+        return _RequestBoundary(self.router)
 
 
-class _Handler:
-    """A handler as an app: given a function, `Route` catches its errors, which are `_Edge`'s."""
+class _GatedHandler:
+    """A handler as an ASGI app that passes the request gate first.
+
+    `Route` would catch the errors of a plain function; `_RequestBoundary` answers them instead.
+    """
 
     def __init__(
         self, handle: Callable[[Request], Awaitable[Response]], spec: RouteSpec, gate: RequestGate
@@ -227,12 +236,12 @@ class _Handler:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive, send)
         self._gate.check(self._spec, request.headers)
-        with self._gate.open(self._spec):
+        with self._gate.count_open(self._spec):
             response = await self._handle(request)
             await response(scope, receive, send)
 
 
-class _Routes:
+class _RouteHandlers:
     """The handlers; each reads, validates, asks the backend, answers."""
 
     def __init__(
@@ -277,7 +286,7 @@ class _Routes:
             request_id=engine_request_id(request_id, uuid.uuid4().hex),
             seed=secrets.randbits(63),
         )
-        claimed = claims(http_request.headers, self._admission)
+        claimed = admission_fields(http_request.headers, self._admission)
         request = msgspec.structs.replace(request, timeout_s=self._request_timeout_s, **claimed)
         salt = cache_salt(request.tenant, request.cache_salt, self._admission)
         request = msgspec.structs.replace(request, cache_salt=salt)
@@ -290,7 +299,7 @@ class _Routes:
         )
         # Its text may be as large as the body, and a request may wait and run for long.
         del parsed
-        is_explained = self._has_route_header and asks_for(http_request.headers, ROUTE_HEADER)
+        is_explained = self._has_route_header and is_enabled(http_request.headers, ROUTE_HEADER)
 
         def more_headers() -> list[tuple[bytes, bytes]]:
             if not is_explained:
@@ -302,7 +311,7 @@ class _Routes:
             chunks: ChunkWriter | ResumableChunks = ChunkWriter(shape, request, spec)
             last_event_id = http_request.headers.get(LAST_EVENT_ID)
             if last_event_id is not None:
-                request, position = resumed(request, last_event_id)
+                request, position = resume_request(request, last_event_id)
                 chunks = ResumableChunks(ChunkWriter(shape, request, spec), request, position)
                 generate = functools.partial(self._backend.generate, request, known=position)
             return EventStream(
@@ -319,7 +328,7 @@ class _Routes:
             deltas.append(delta)
 
         generating = self._backend.generate(request, emit)
-        usage = await until_disconnect(http_request.receive, generating, request.timeout_s)
+        usage = await run_until_disconnect(http_request.receive, generating, request.timeout_s)
         response = json_response(whole_body(shape, request, spec, deltas, usage))
         response.raw_headers += more_headers()
         return response
@@ -340,7 +349,7 @@ class _Routes:
         strings = None
         if parsed.return_token_strs:
             spell = functools.partial(self._backend.tokenizer.token_strings, ids)
-            strings = await self._run(spell, len(ids), request)
+            strings = await self._run_text_job(spell, len(ids), request)
         body = {"count": len(ids), "max_model_len": card.max_model_len}
         return json_response({**body, "tokens": ids, "token_strs": strings})
 
@@ -350,7 +359,7 @@ class _Routes:
         tokenizer = self._backend.tokenizer
         check_vocabulary(ids, tokenizer.vocab_size, "tokens")
         decode = functools.partial(tokenizer.decode, ids, skip_special_tokens=False)
-        return json_response({"prompt": await self._run(decode, len(ids), request)})
+        return json_response({"prompt": await self._run_text_job(decode, len(ids), request)})
 
     async def health(self, request: Request) -> Response:
         del request
@@ -411,7 +420,7 @@ class _Routes:
         try:
             return await self._encode(parsed.prompt, card.max_model_len, Lane.PROMPT, request)
         except TooManyTokensError as error:
-            raise no_room(
+            raise prompt_too_long(
                 error.num_tokens,
                 card.max_model_len,
                 parsed.prompt_param,
@@ -424,22 +433,24 @@ class _Routes:
         self, prompt: Prompt, max_tokens: int, lane: Lane, request: Request
     ) -> list[int]:
         cost = encoding_cost(prompt)
-        if cost <= INLINE_COST:
+        if cost <= MAX_INLINE_COST:
             return encode_prompt(prompt, self._backend.tokenizer, max_tokens)
         steps = encode_steps(prompt, self._backend.tokenizer, max_tokens)
-        return await self._heavy_work.run(self._job(lane, cost, request), steps)
+        return await self._heavy_work.run(self._text_job(lane, cost, request), steps)
 
-    async def _run(self, work: Callable[[], T], cost: int, request: Request) -> T:
+    async def _run_text_job(self, work: Callable[[], T], cost: int, request: Request) -> T:
         """Do at once what takes a moment, and in a thread what would hold up every stream."""
-        if cost <= INLINE_COST:
+        if cost <= MAX_INLINE_COST:
             return work()
         once = (work() for _ in range(1))
-        job = self._job(Lane.OTHER, cost, request, slice_chars=cost)
+        job = self._text_job(Lane.OTHER, cost, request, slice_chars=cost)
         return await self._heavy_work.run(job, once)
 
-    def _job(self, lane: Lane, cost: int, request: Request, slice_chars: int = SLICE_CHARS) -> Job:
+    def _text_job(
+        self, lane: Lane, cost: int, request: Request, slice_chars: int = SLICE_CHARS
+    ) -> Job:
         address = request.client.host if request.client else ""
-        source, weight = share_of(request.headers, address, self._admission)
+        source, weight = encoding_share(request.headers, address, self._admission)
         return Job(lane, source, cost, weight, slice_chars)
 
     async def _read_body(self, request: Request) -> bytes:
@@ -462,7 +473,7 @@ class _Routes:
         return b"".join(chunks)
 
 
-class _Edge:
+class _RequestBoundary:
     """Outermost layer: names each request, echoes the name, and answers every error."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -492,7 +503,7 @@ class _Edge:
         except Exception as error:
             if is_started:
                 raise
-            await _error_answer(error, scope)(scope, receive, send_named)
+            await _error_response_of(error, scope)(scope, receive, send_named)
 
 
 def _request_id(scope: Scope) -> str:
@@ -511,7 +522,7 @@ def _serving_error(error: Exception, request_id: str) -> ServingError:
     return InternalError(f"internal error; the server's log has it under request_id={request_id}")
 
 
-def _error_answer(error: Exception, scope: Scope) -> Response:
+def _error_response_of(error: Exception, scope: Scope) -> Response:
     """An error's answer; the router's own 404 and 405 have the same form as every other."""
     if not isinstance(error, HTTPException):
         return error_response(_serving_error(error, scope["request_id"]))

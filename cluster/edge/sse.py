@@ -73,7 +73,7 @@ class EventStream(Response):
             generate: Runs it, once; see `cluster.edge.routes.Backend.generate`.
             chunks: Turns what it emits into the events to send.
             to_serving_error: From an exception and the request's id to what a client may see.
-            timeout_s: For all of it, see `until_disconnect`.
+            timeout_s: For all of it, see `run_until_disconnect`.
             keep_alive_s: After so many seconds without an event a comment is sent.
             more_headers: Asked when the response begins.
         """
@@ -104,7 +104,7 @@ class EventStream(Response):
 
         self._keep_alive(send)
         try:
-            await until_disconnect(receive, run(), self._timeout_s)
+            await run_until_disconnect(receive, run(), self._timeout_s)
         except ClientGoneError:
             raise
         except Exception as error:
@@ -114,7 +114,7 @@ class EventStream(Response):
             if not self._is_started:
                 raise
             end = error_event(self._to_serving_error(error, scope["request_id"]))
-            await until_disconnect(receive, self._send(send, end, more=False), None)
+            await run_until_disconnect(receive, self._send(send, end, more=False), None)
         finally:
             if self._timer is not None:
                 self._timer.cancel()
@@ -160,7 +160,7 @@ class EventStream(Response):
         self._sent_s = self._loop.time()
 
 
-async def until_disconnect(
+async def run_until_disconnect(
     receive: Receive, work: Coroutine[Any, Any, T], timeout_s: float | None
 ) -> T:
     """Run `work`, but cancel it as soon as the client is gone, wherever it waits.
@@ -175,11 +175,11 @@ async def until_disconnect(
         DeadlineError: The time was over before the work was done.
     """
     with Interrupt() as interrupt:
-        watching = asyncio.create_task(_end_with_client(receive, interrupt))
+        watching = asyncio.create_task(_interrupt_on_disconnect(receive, interrupt))
         timer = None
         if timeout_s is not None:
             late = DeadlineError(f"not done within {timeout_s:g} s; ask for fewer tokens")
-            timer = asyncio.get_running_loop().call_later(timeout_s, interrupt.end, late)
+            timer = asyncio.get_running_loop().call_later(timeout_s, interrupt.trigger, late)
         try:
             return await work
         finally:
@@ -189,7 +189,7 @@ async def until_disconnect(
                 timer.cancel()
 
 
-async def until_gone(receive: Receive) -> None:
+async def wait_for_disconnect(receive: Receive) -> None:
     """Wait until the client is gone; the request's body, if there is any left, is passed over."""
     # A channel that fails has no client at its other end either.
     with contextlib.suppress(Exception):
@@ -197,6 +197,6 @@ async def until_gone(receive: Receive) -> None:
             pass
 
 
-async def _end_with_client(receive: Receive, interrupt: Interrupt) -> None:
-    await until_gone(receive)
-    interrupt.end(ClientGoneError())
+async def _interrupt_on_disconnect(receive: Receive, interrupt: Interrupt) -> None:
+    await wait_for_disconnect(receive)
+    interrupt.trigger(ClientGoneError())

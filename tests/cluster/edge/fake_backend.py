@@ -6,7 +6,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from cluster.edge.openai import ModelCard, Usage
-from cluster.edge.resume import Rerun
+from cluster.edge.resume import ReplayCheck
 from cluster.edge.slots import SlotsView
 from cluster.edge.transfers import ReplicaView, TransfersView
 from replicas.messages import TokenLogprob, TokenOutput
@@ -77,7 +77,7 @@ class FakeBackend:
             self.num_open -= 1
 
     async def _echo(self, request, emit, known):
-        rerun = None if known is None else Rerun(known)
+        replay = None if known is None else ReplayCheck(known)
         processor = OutputProcessor(self.tokenizer, request, frozenset())
         sampling = request.sampling
         echo = request.prompt_token_ids[: sampling.max_tokens]
@@ -88,8 +88,8 @@ class FakeBackend:
                 output = TokenOutput(
                     request.request_id, i, [token_id], reason, choice=choice, logprobs=logprobs
                 )
-                if rerun is not None:
-                    rerun.check(output)
+                if replay is not None:
+                    replay.check_next(output)
                 delta = processor.take(output)
                 if delta is not None:
                     await emit(delta)

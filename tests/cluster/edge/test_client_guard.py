@@ -18,7 +18,7 @@ from cluster.edge.client_guard import (
     proxy_middlewares,
     source_of,
 )
-from cluster.edge.headers import LEFT_TO_US
+from cluster.edge.headers import DISABLE_SERVE_WATCH
 from cluster.edge.openai import Usage
 from cluster.edge.routes import create_app
 from replicas.output_processor import OutputDelta
@@ -407,7 +407,7 @@ def test_a_quiet_stream_outlives_the_time_for_writes(guarded):
     [
         # Where clients connect to Serve's own proxy, the guard says what HAProxy would.
         (proxy_middlewares, [b"x-ttserve-bound", b"x-ttserve-listener"]),
-        (ingress_middlewares, [name for name, _ in LEFT_TO_US]),
+        (ingress_middlewares, [name for name, _ in DISABLE_SERVE_WATCH]),
     ],
 )
 def test_headers_of_serve_do_not_pass(make_middlewares, ours):
@@ -423,7 +423,7 @@ def test_what_an_ingress_tells_serve_is_what_serve_reads():
         warnings.simplefilter("ignore")  # of Serve's own, while it is imported
         from ray.serve._private import http_util
 
-    headers = dict(LEFT_TO_US)
+    headers = dict(DISABLE_SERVE_WATCH)
     assert http_util.parse_disconnect_disabled_header(headers)
     assert http_util.parse_request_timeout_header(headers, 5.0) is None
 

@@ -37,10 +37,10 @@ def test_every_job_ends_and_gives_back_what_it_held(jobs, num_running, data):
     assert lanes.num_chars == sum(job.num_chars for job in waiting)
     running = []
     while lanes.num_jobs:
-        while len(running) < num_running and (job := lanes.next()) is not None:
+        while len(running) < num_running and (job := lanes.pop_next()) is not None:
             running.append(job)
         finish_slice(lanes, running.pop(data.draw(st.integers(0, len(running) - 1))))
-    assert (lanes.num_jobs, lanes.num_chars, lanes.next()) == (0, 0, None)
+    assert (lanes.num_jobs, lanes.num_chars, lanes.pop_next()) == (0, 0, None)
 
 
 @given(sizes=st.lists(st.integers(1, 4 * SLICE_CHARS), min_size=4), num_slices=st.integers(1, 60))
@@ -52,7 +52,7 @@ def test_of_two_sources_that_both_wait_neither_gets_two_slices_ahead(sizes, num_
     lanes.admit(Job(Lane.PROMPT, "few", 10**9))
     lefts = {}
     for _ in range(num_slices):
-        job = lanes.next()
+        job = lanes.pop_next()
         had[job.source] += lefts.get(job, job.num_chars) - job.num_left
         lefts[job] = job.num_left
         finish_slice(lanes, job)
@@ -65,7 +65,7 @@ def test_a_source_of_twice_the_weight_gets_twice_as_much():
         lanes.admit(Job(Lane.PROMPT, source, 10**9, weight))
     taken = []
     for _ in range(300):
-        job = lanes.next()
+        job = lanes.pop_next()
         taken.append(job.source)
         lanes.resume(job)
     assert abs(taken.count("heavy") - 2 * taken.count("light")) <= 3
@@ -77,7 +77,7 @@ def test_prompts_go_first_and_other_texts_are_not_starved():
     lanes.admit(Job(Lane.PROMPT, "b", 10**9))
     taken = []
     for _ in range(90):
-        job = lanes.next()
+        job = lanes.pop_next()
         taken.append(job.lane)
         lanes.resume(job)
     assert taken[0] is Lane.PROMPT
@@ -92,7 +92,7 @@ def test_a_job_that_cannot_be_divided_is_charged_whole():
         lanes.admit(job)
     taken = []
     for _ in range(9):
-        job = lanes.next()
+        job = lanes.pop_next()
         taken.append(job.source)
         finish_slice(lanes, job)
     assert taken == ["whole", *["sliced"] * 8]
@@ -113,7 +113,7 @@ def test_what_jobs_hold_is_bounded_in_all_and_for_each_source(asked):
         if ends_one and held:
             lanes.release(held.pop(0))
         job = Job(Lane.PROMPT, source, size)
-        if lanes.refusal(job) is None:
+        if lanes.refusal_reason(job) is None:
             lanes.admit(job)
             held.append(job)
         mine = [job for job in held if job.source == source]

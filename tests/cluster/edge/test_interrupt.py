@@ -23,8 +23,8 @@ def test_the_body_is_cancelled_where_it_waits_and_the_first_error_raised():
     async def work():
         with Interrupt() as interrupt:
             loop = asyncio.get_running_loop()
-            loop.call_soon(interrupt.end, EndedError("first"))
-            loop.call_soon(interrupt.end, EndedError("second"))
+            loop.call_soon(interrupt.trigger, EndedError("first"))
+            loop.call_soon(interrupt.trigger, EndedError("second"))
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
@@ -45,7 +45,7 @@ def test_nothing_ends_what_is_over():
     async def body():
         with Interrupt() as interrupt:
             pass
-        interrupt.end(EndedError())
+        interrupt.trigger(EndedError())
         await asyncio.sleep(0)
         return "on it goes"
 
@@ -66,7 +66,7 @@ def test_what_the_body_raises_by_itself_stays():
 
         task = asyncio.create_task(work())
         await asyncio.sleep(0)
-        interrupts[0].end(EndedError())
+        interrupts[0].trigger(EndedError())
         with pytest.raises(ValueError, match="own"):
             await task
 
@@ -100,7 +100,7 @@ def test_so_does_one_at_the_same_moment():
 
         task = asyncio.create_task(work())
         await asyncio.sleep(0)
-        interrupts[0].end(EndedError())
+        interrupts[0].trigger(EndedError())
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         return task.cancelled()
@@ -114,7 +114,7 @@ def test_a_cancellation_that_somebody_swallowed_before_is_not_taken_for_another_
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(0)
         with Interrupt() as interrupt:
-            asyncio.get_running_loop().call_soon(interrupt.end, EndedError("ours"))
+            asyncio.get_running_loop().call_soon(interrupt.trigger, EndedError("ours"))
             await asyncio.Event().wait()
 
     async def body():

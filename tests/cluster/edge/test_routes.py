@@ -466,7 +466,7 @@ def test_a_large_body_is_refused(headers):
 
 def test_a_long_text_is_encoded_off_the_event_loop_with_the_same_result(monkeypatch):
     inline = [generate(FakeBackend(), path).body["choices"] for path in GENERATE]
-    monkeypatch.setattr(routes, "INLINE_COST", 1)
+    monkeypatch.setattr(routes, "MAX_INLINE_COST", 1)
     assert [generate(FakeBackend(), path).body["choices"] for path in GENERATE] == inline
 
 
