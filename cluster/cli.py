@@ -26,9 +26,9 @@ app = typer.Typer(
 
 _BAD_CONFIG = 2
 _FAILED = 1
-_LOOK_TIMEOUT_S = 5.0
-_LEAVE_S = 660.0
-_IS_IT_SERVED = "is a cluster of this version served there?"
+_KV_TIMEOUT_S = 5.0
+_DEFAULT_WAIT_S = 660.0
+_KV_HINT = "is a cluster of this version served there?"
 
 
 @app.command()
@@ -274,15 +274,15 @@ def kv(
     if not address.startswith(("http://", "https://")):
         _fail(f"--url must begin with http:// or https://, got {url!r}", _BAD_CONFIG)
     try:
-        with urllib.request.urlopen(address, timeout=_LOOK_TIMEOUT_S) as response:
+        with urllib.request.urlopen(address, timeout=_KV_TIMEOUT_S) as response:
             body = response.read()
         view = msgspec.json.decode(body, type=TransfersView)
     except urllib.error.HTTPError as error:
         with error:
-            _fail(f"{address}: {error.code} {error.reason}; {_IS_IT_SERVED}", _FAILED)
+            _fail(f"{address}: {error.code} {error.reason}; {_KV_HINT}", _FAILED)
     except (OSError, ValueError, msgspec.MsgspecError) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        _fail(f"{address}: {reason}; {_IS_IT_SERVED}", _FAILED)
+        _fail(f"{address}: {reason}; {_KV_HINT}", _FAILED)
     typer.echo(body.decode() if json else transfers_text(view), nl=json)
 
 
@@ -291,7 +291,7 @@ def leave(
     seconds: Annotated[
         float,
         typer.Option(min=1, help="Gone by then: the longest drain time, and what a start takes."),
-    ] = _LEAVE_S,
+    ] = _DEFAULT_WAIT_S,
 ) -> None:
     """Take this host, or pod, out of its Ray cluster: let its requests end, then return."""
     node = _node_here()
@@ -314,7 +314,7 @@ def flip(
     role: Annotated[str, typer.Argument(help="prefill or decode.")],
     seconds: Annotated[
         float, typer.Option(min=1, help="How long to wait for it; it goes on all the same.")
-    ] = _LEAVE_S,
+    ] = _DEFAULT_WAIT_S,
 ) -> None:
     """Let a replica take the other role, with its model loaded; on a host of a Ray cluster."""
     if role not in {"prefill", "decode"}:

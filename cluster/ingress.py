@@ -55,10 +55,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _SCRAPE_TIMEOUT_S = 2.0
-_LOOK_TIMEOUT_S = 1.0
+_TRANSFERS_TIMEOUT_S = 1.0
 _PROBE_TIMEOUT_S = 20.0
 """A step may have a long prompt; SGLang waits as long."""
-_MAX_ROUTE_LOOKS = 4
+_MAX_ROUTE_IDS = 4
 _MAX_PROBE_WAITERS = 8
 """Each holds an open request for as long as the slowest step takes."""
 MIN_ASK_INTERVAL_S = 0.5
@@ -95,15 +95,17 @@ class Ingress:
             lost = self.metrics.lost_routes
             self._route_log = RouteLog(folder, name, config.router.policy, lost.inc)
             self.router.routes.log(self._route_log.write)
-        self._scrapes = Shared(self._scrape, MIN_ASK_INTERVAL_S)
-        self._looks = Shared(self._look, MIN_ASK_INTERVAL_S)
-        self._slot_looks = Shared(self._slots, MIN_ASK_INTERVAL_S)
-        self._probes = Shared(self._probe, MIN_ASK_INTERVAL_S)
+        self._shared_metrics = SharedAnswer(self._make_metrics, MIN_ASK_INTERVAL_S)
+        self._shared_transfers = SharedAnswer(self._make_transfers_view, MIN_ASK_INTERVAL_S)
+        self._shared_slots = SharedAnswer(self._make_slots_view, MIN_ASK_INTERVAL_S)
+        self._shared_probe = SharedAnswer(self._make_probe, MIN_ASK_INTERVAL_S)
         self._last_probe: dict[str, bool] | None = None
         self._route_thread = ThreadPoolExecutor(1, "routes")
-        self._route_looks = SharedByKey(self._render_routes, MIN_ASK_INTERVAL_S, _MAX_ROUTE_LOOKS)
+        self._shared_routes = SharedAnswerByKey(
+            self._render_routes, MIN_ASK_INTERVAL_S, _MAX_ROUTE_IDS
+        )
         self._created_s = int(time.time())
-        self._was_complete = False
+        self._had_every_pool = False
 
     def models(self) -> Sequence[ModelCard]:
         """The one served model."""
@@ -126,22 +128,22 @@ class Ingress:
         processor = OutputProcessor(self.tokenizer, request, self.tokenizer.eos_token_ids)
         num_known = 0 if known is None else known.num_tokens
         replay = None if known is None else ReplayCheck(known)
-        with _Watch(self.metrics, is_resumed=num_known > 0) as watch:
+        with _RequestMetrics(self.metrics, is_resumed=num_known > 0) as request_metrics:
 
-            async def take(output: TokenOutput) -> bool:
-                for part in [output] if replay is None else one_by_one(output, num_known):
+            async def deliver(output: TokenOutput) -> bool:
+                for part in [output] if replay is None else split_into_tokens(output, num_known):
                     if replay is not None:
                         replay.check_next(part)
                     delta = processor.take(part)
                     if delta is None:
                         continue
                     if part.index >= num_known or delta.finish_reason is not None:
-                        watch.saw(delta)
+                        request_metrics.record_delta(delta)
                     await emit(delta)
                 return not processor.is_finished
 
-            await self.router.run(request, take)
-            watch.is_finished = True
+            await self.router.run(request, deliver)
+            request_metrics.is_finished = True
         return Usage(
             len(request.prompt_token_ids), processor.num_output_tokens, processor.num_cached_tokens
         )
@@ -152,11 +154,11 @@ class Ingress:
         That is as long as a replica decodes, though it may have to move again first.
         """
         pools = self.fleet.pools
-        if not self._was_complete:
+        if not self._had_every_pool:
             missing = [pool for pool in self._config.pools if not pools.has_open(pool)]
             if missing:
                 return False, f"no replica yet in pool {', '.join(missing)}"
-            self._was_complete = True
+            self._had_every_pool = True
         if not pools.may_decode:
             draining = f", {pools.num_draining} drain" if pools.num_draining else ""
             return False, f"no replica can decode{draining}"
@@ -165,11 +167,11 @@ class Ingress:
 
     async def metrics_text(self) -> bytes:
         """This ingress's metrics and those of every engine that answers."""
-        return await self._scrapes.get()
+        return await self._shared_metrics.get()
 
     async def transfers(self) -> TransfersView:
         """What moves between the replicas now; one that does not answer soon is silent."""
-        return await self._looks.get()
+        return await self._shared_transfers.get()
 
     async def probe(self) -> dict[str, bool]:
         """Say of every replica whether it has ended a step while this waited for it.
@@ -179,21 +181,21 @@ class Ingress:
         Raises:
             SaturatedError: Many wait, and there is no answer yet.
         """
-        if self._probes.num_waiting < _MAX_PROBE_WAITERS:
-            return await self._probes.get()
+        if self._shared_probe.num_waiting < _MAX_PROBE_WAITERS:
+            return await self._shared_probe.get()
         if self._last_probe is None:
             raise SaturatedError("the first probe of the replicas is under way; try again later")
         return self._last_probe
 
     async def slots(self) -> SlotsView:
         """What slots are held for, as this ingress knows it."""
-        return await self._slot_looks.get()
+        return await self._shared_slots.get()
 
     async def routes(self, request_id: str) -> bytes | None:
         """See `cluster.edge.routes.Backend.routes`."""
         if self.router.routes.of_client_id(request_id) is None:
             return None
-        return await self._route_looks.get(request_id)
+        return await self._shared_routes.get(request_id)
 
     def route_header(self, request: EngineRequest) -> str:
         """See `cluster.edge.routes.Backend.route_header`."""
@@ -223,7 +225,7 @@ class Ingress:
         )
         return await loop.run_in_executor(self._route_thread, render)
 
-    async def _slots(self) -> SlotsView:
+    async def _make_slots_view(self) -> SlotsView:
         admission = self.router.admission
         return slots_view(
             self.fleet.pools,
@@ -235,18 +237,18 @@ class Ingress:
 
     async def close(self) -> None:
         """Close every connection."""
-        self._scrapes.close()
-        self._looks.close()
-        self._slot_looks.close()
-        self._probes.close()
-        self._route_looks.close()
+        self._shared_metrics.close()
+        self._shared_transfers.close()
+        self._shared_slots.close()
+        self._shared_probe.close()
+        self._shared_routes.close()
         self._route_thread.shutdown(wait=False, cancel_futures=True)
         self.fleet.close()
         await self.fleet.client.close()
         if self._route_log is not None:
             await asyncio.to_thread(self._route_log.close)
 
-    async def _scrape(self) -> bytes:
+    async def _make_metrics(self) -> bytes:
         num_at_door = 0 if self.router.admission is None else len(self.router.admission)
         self.metrics.num_queued.set(len(self.router.queue) + num_at_door)
         self.metrics.num_stalled.set(self.fleet.num_still)
@@ -256,10 +258,12 @@ class Ingress:
         own = self.metrics.render()
         return own + render_engine_metrics(engines, self._config.served_model_name)
 
-    async def _look(self) -> TransfersView:
-        return transfers_view(await self._ask_all(self.fleet.client.kv_transfers, _LOOK_TIMEOUT_S))
+    async def _make_transfers_view(self) -> TransfersView:
+        return transfers_view(
+            await self._ask_all(self.fleet.client.kv_transfers, _TRANSFERS_TIMEOUT_S)
+        )
 
-    async def _probe(self) -> dict[str, bool]:
+    async def _make_probe(self) -> dict[str, bool]:
         answers = await self._ask_all(self.fleet.client.probe, _PROBE_TIMEOUT_S)
         steps = {member.replica_id: answer is not None for member, answer in answers}
         self._last_probe = steps
@@ -281,7 +285,7 @@ class Ingress:
         return list(zip(members, answers, strict=True))
 
 
-def one_by_one(output: TokenOutput, num_known: int) -> list[TokenOutput]:
+def split_into_tokens(output: TokenOutput, num_known: int) -> list[TokenOutput]:
     """An output for each token, as what text is held back must not depend on how tokens came.
 
     An ending comes with its last token, but by itself where somebody has that token already.
@@ -316,7 +320,7 @@ def one_by_one(output: TokenOutput, num_known: int) -> list[TokenOutput]:
     return [*parts, ending]
 
 
-class Shared(Generic[T]):
+class SharedAnswer(Generic[T]):
     """One answer for everybody who asks for it at about the same time.
 
     Nobody gets an answer whose making had ended when they asked. Owner: the task that makes it.
@@ -365,7 +369,7 @@ class Shared(Generic[T]):
         return await self._make()
 
 
-class SharedByKey(Generic[T]):
+class SharedAnswerByKey(Generic[T]):
     """One answer for each key, shared by all callers that ask at about the same time.
 
     It bounds how often answers are made: at most `max_keys` of them in each `interval_s`.
@@ -382,7 +386,7 @@ class SharedByKey(Generic[T]):
         self._make = make
         self._interval_s = interval_s
         self._max_keys = max_keys
-        self._of_key: dict[str, Shared[T]] = {}
+        self._of_key: dict[str, SharedAnswer[T]] = {}
 
     async def get(self, key: str) -> T:
         """Return the answer of a key; raises what its making raised.
@@ -397,7 +401,7 @@ class SharedByKey(Generic[T]):
                 raise SaturatedError(
                     f"{self._max_keys} routes are being looked up; try again in a moment"
                 )
-            shared = self._of_key[key] = Shared(partial(self._make, key), self._interval_s)
+            shared = self._of_key[key] = SharedAnswer(partial(self._make, key), self._interval_s)
         return await shared.get()
 
     def close(self) -> None:
@@ -421,7 +425,7 @@ def _routes_json(
     return msgspec.json.encode(RoutesView(routes=views, num_dropped=num_dropped))
 
 
-class _Watch:
+class _RequestMetrics:
     """Times and ending of one request, for the metrics.
 
     Attributes:
@@ -437,7 +441,7 @@ class _Watch:
         self._reason: FinishReason | None = None
         self.is_finished = False
 
-    def __enter__(self) -> _Watch:
+    def __enter__(self) -> _RequestMetrics:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
@@ -447,7 +451,7 @@ class _Watch:
             reason = self._reason or reason
         self._metrics.requests.labels(reason).inc()
 
-    def saw(self, delta: OutputDelta) -> None:
+    def record_delta(self, delta: OutputDelta) -> None:
         """Count an output; the reason of the last choice to end is the request's."""
         now_s = time.monotonic()
         if self._has_output:

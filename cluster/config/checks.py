@@ -31,13 +31,13 @@ from replicas.generators.model_config import ModelConfig
 from replicas.kv_sizing import kv_rope, resolve_dtype
 
 _CONNECTORS = ("p2p", *STORE_CONNECTORS)
-_OWN_KV_KEYS = ("kv_connector", "kv_endpoint", "kv_store", "kv_network")
-_OWN_ENGINE_KEYS = ("model", "role", *_OWN_KV_KEYS, "keys", "gang")
-_OWN_MESH_KEYS = ("faults", "fault_epoch_unix_s")
-_LEAST_RESOURCE = 0.0001
+_RESERVED_KV_KEYS = ("kv_connector", "kv_endpoint", "kv_store", "kv_network")
+_RESERVED_ENGINE_KEYS = ("model", "role", *_RESERVED_KV_KEYS, "keys", "gang")
+_RESERVED_MESH_KEYS = ("faults", "fault_epoch_unix_s")
+_MIN_RESOURCE = 0.0001
 # No name at all is that of those who bring no header.
-_TENANT = re.compile(rf"[!-~](?:[ -~]{{0,{MAX_TENANT_CHARS - 2}}}[!-~])?|")
-_LEAST_WEIGHT = 1e-3
+_TENANT_NAME = re.compile(rf"[!-~](?:[ -~]{{0,{MAX_TENANT_CHARS - 2}}}[!-~])?|")
+_MIN_WEIGHT = 1e-3
 _HOST = re.compile(r"[a-z0-9_.-]+|\[[0-9a-f:.]+\]")
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
@@ -57,8 +57,8 @@ def check_args(args: ClusterArgs) -> None:
     if args.model != DEMO_MODEL:
         _check_absolute("args.model", args.model, f", or {DEMO_MODEL!r}")
     _check_data_host(args.data_host)
-    _check_kv(args)
-    _check_own_keys(args)
+    _check_kv_transfer(args)
+    _check_reserved_keys(args)
 
 
 def check_store_units(store: StoreConfig | None, engines: Mapping[Role, EngineConfig]) -> None:
@@ -93,8 +93,8 @@ def check_pools(
 ) -> None:
     """Refuse replicas that would share boards, and pools that cannot use each other's KV."""
     for role, engine in engines.items():
-        _check_gang(role, pools[role].gang_size, engine, models[role])
-        _check_boards(role, pools[role].max_replicas or pools[role].replicas, engine)
+        _check_gang_model(role, pools[role].gang_size, engine, models[role])
+        _check_visible_devices(role, pools[role].max_replicas or pools[role].replicas, engine)
         if engine.kv_connector is not None and engine.block_size % ROW_TOKENS:
             raise ClusterConfigError(
                 f"block_size {engine.block_size} of pool {role} is no multiple of {ROW_TOKENS}, "
@@ -190,15 +190,14 @@ def _check_admission(admission: AdmissionConfig) -> None:
         if value is not None and not 0 < value < math.inf:
             raise ClusterConfigError(f"{key} must be more than 0 and finite, got {value}")
     for name, tenant in admission.tenants.items():
-        if not _TENANT.fullmatch(name):
+        if not _TENANT_NAME.fullmatch(name):
             raise ClusterConfigError(
                 f"{where}.tenants.{name!r} is no name that a header can have: up to "
                 f"{MAX_TENANT_CHARS} visible ASCII characters"
             )
-        if tenant.weight < _LEAST_WEIGHT:
+        if tenant.weight < _MIN_WEIGHT:
             raise ClusterConfigError(
-                f"{where}.tenants.{name}.weight must be at least {_LEAST_WEIGHT}, "
-                f"got {tenant.weight}"
+                f"{where}.tenants.{name}.weight must be at least {_MIN_WEIGHT}, got {tenant.weight}"
             )
     header = admission.tenant_header
     if header is None and admission.tenants:
@@ -232,7 +231,7 @@ def _check_gang_counts(args: ClusterArgs, role: Role, pool: PoolConfig) -> None:
         )
 
 
-def _check_gang(role: Role, size: int, engine: EngineConfig, model: ModelConfig) -> None:
+def _check_gang_model(role: Role, size: int, engine: EngineConfig, model: ModelConfig) -> None:
     """Only experts on the CPU are shared out."""
     if size == 1:
         return
@@ -255,9 +254,9 @@ def _check_resources(where: str, resources: Mapping[str, float]) -> None:
         if name == "CPU":
             raise ClusterConfigError(f"{where}.resources.CPU: say it as {where}.num_cpus")
         # Ray counts in ten-thousandths, and takes less for nothing at all.
-        if quantity != 0 and quantity < _LEAST_RESOURCE:
+        if quantity != 0 and quantity < _MIN_RESOURCE:
             raise ClusterConfigError(
-                f"{where}.resources.{name} must be 0 or at least {_LEAST_RESOURCE}, got {quantity}"
+                f"{where}.resources.{name} must be 0 or at least {_MIN_RESOURCE}, got {quantity}"
             )
 
 
@@ -288,7 +287,7 @@ def _check_choice(key: str, name: str, choices: Collection[str]) -> None:
         )
 
 
-def _check_kv(args: ClusterArgs) -> None:
+def _check_kv_transfer(args: ClusterArgs) -> None:
     """How KV moves fits the pools, and has what it needs."""
     name = args.kv_connector
     if args.key_file is not None:
@@ -320,14 +319,14 @@ def _check_store(connector: str, store: StoreConfig) -> None:
     _check_choice("args.kv_store.backend", store.backend, STORE_BACKENDS)
 
 
-def _check_own_keys(args: ClusterArgs) -> None:
+def _check_reserved_keys(args: ClusterArgs) -> None:
     """What the cluster tells engines nobody else may."""
     for where, _, options in args.engine_options:
-        for key in _OWN_ENGINE_KEYS:
+        for key in _RESERVED_ENGINE_KEYS:
             if key in options:
                 raise ClusterConfigError(f"{where}.{key} is set by the cluster; remove it")
         mesh = options.get("simulated_mesh")
-        for key in _OWN_MESH_KEYS:
+        for key in _RESERVED_MESH_KEYS:
             if isinstance(mesh, dict) and key in mesh:
                 raise ClusterConfigError(
                     f"{where}.simulated_mesh.{key} is set by the cluster, for one replica; "
@@ -335,7 +334,7 @@ def _check_own_keys(args: ClusterArgs) -> None:
                 )
 
 
-def _check_boards(role: Role, num_replicas: int, engine: EngineConfig) -> None:
+def _check_visible_devices(role: Role, num_replicas: int, engine: EngineConfig) -> None:
     """Replicas do not share boards: those that are named are one replica's."""
     devices = engine.mesh.visible_devices if engine.mesh is not None else None
     if devices is not None and num_replicas > 1:

@@ -101,9 +101,9 @@ def resolve(raw: Any) -> ClusterConfig:  # noqa: ANN401 - whatever a YAML file h
     args = read_args(raw)
     is_demo = args.model == DEMO_MODEL
     folder = demo_model_folder() if is_demo else Path(args.model)
-    engines = _engines(args, folder)
+    engines = _engine_configs(args, folder)
     check_store_units(args.kv_store, engines)
-    models, max_model_len = _models(engines)
+    models, max_model_len = _load_models(engines)
     check_kv_memory(args, engines)
     check_pools(args.pools, engines, models)
     return ClusterConfig(
@@ -113,10 +113,10 @@ def resolve(raw: Any) -> ClusterConfig:  # noqa: ANN401 - whatever a YAML file h
         sampling_defaults=_sampling_defaults(args, folder),
         data_host=args.data_host,
         key_file=args.key_file,
-        pools=MappingProxyType({role: _frozen(pool) for role, pool in args.pools.items()}),
+        pools=MappingProxyType({role: _frozen_pool(pool) for role, pool in args.pools.items()}),
         engines=MappingProxyType(engines),
         router=args.router,
-        ingress=_ingress(args, engines),
+        ingress=_ingress_config(args, engines),
         fault_plan=_fault_plan(args, engines),
         fault_epoch_unix_s=args.fault_epoch_unix_s,
     )
@@ -187,7 +187,7 @@ def _check_generator(role: Role, engine: EngineConfig, environment: Mapping[str,
         raise ClusterConfigError(f"args.pools.{role}: {error}") from error
 
 
-def _engines(args: ClusterArgs, folder: Path) -> dict[Role, EngineConfig]:
+def _engine_configs(args: ClusterArgs, folder: Path) -> dict[Role, EngineConfig]:
     # Alone first: a mistake in what all pools share is named where it stands.
     convert({**args.engine, "model": ""}, EngineConfig, "args.engine")
     # Between pools any; within one pool nothing goes from one engine to another.
@@ -208,7 +208,7 @@ def _engines(args: ClusterArgs, folder: Path) -> dict[Role, EngineConfig]:
     return engines
 
 
-def _models(engines: Mapping[Role, EngineConfig]) -> tuple[dict[Role, ModelConfig], int]:
+def _load_models(engines: Mapping[Role, EngineConfig]) -> tuple[dict[Role, ModelConfig], int]:
     """The model as each pool reads it, and the longest sequence that every pool can hold."""
     models, lengths = {}, []
     try:
@@ -251,7 +251,7 @@ def _fault_plan(args: ClusterArgs, engines: Mapping[Role, EngineConfig]) -> Faul
     return plan
 
 
-def _ingress(args: ClusterArgs, engines: Mapping[Role, EngineConfig]) -> IngressConfig:
+def _ingress_config(args: ClusterArgs, engines: Mapping[Role, EngineConfig]) -> IngressConfig:
     """The ingress with as many open requests as it is configured for, or as the slots need.
 
     The latter are twice its share of the decode slots, as requests are not spread evenly over
@@ -269,7 +269,7 @@ def _ingress(args: ClusterArgs, engines: Mapping[Role, EngineConfig]) -> Ingress
     )
 
 
-def _frozen(pool: PoolConfig) -> PoolConfig:
+def _frozen_pool(pool: PoolConfig) -> PoolConfig:
     """A pool whose resources cannot be changed either, without what is written of its engine."""
     return PoolConfig(
         replicas=pool.replicas,

@@ -5,7 +5,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from cluster.config.words import words_at
+from cluster.config.literals import literal_values_at
 from cluster.errors import ClusterConfigError
 from kv_transfer.config import KVNetwork
 from kv_transfer.store import StoreConfig
@@ -283,7 +283,7 @@ def convert(raw: Any, kind: type[T], where: str) -> T:  # noqa: ANN401 - whateve
                 message, _, tail = message.partition(at)
                 tail = tail.rstrip("`")
                 path = f"{where}{tail}".lstrip(".")
-                words = words_at(kind, tail, is_key="key" in at)
+                words = literal_values_at(kind, tail, is_key="key" in at)
                 if words and message.startswith("Invalid enum value"):
                     message = f"{message}: one of {', '.join(words)}"
         raise ClusterConfigError(f"{path}: {message}" if path else message) from error

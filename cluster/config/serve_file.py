@@ -20,7 +20,7 @@ from replicas.faults import FaultPlan
 
 IMPORT_PATH = "cluster.app:build"
 
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
+_NO_CHANGES: Mapping[str, Any] = MappingProxyType({})
 
 
 class HttpOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -167,7 +167,10 @@ class ServeFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return public_warning(self.http_options.host)
 
     def override(
-        self, *, args: Mapping[str, Any] = _NOTHING, http_options: Mapping[str, Any] = _NOTHING
+        self,
+        *,
+        args: Mapping[str, Any] = _NO_CHANGES,
+        http_options: Mapping[str, Any] = _NO_CHANGES,
     ) -> "ServeFile":
         """The file as if it said something else, under the keys that it has.
 
@@ -179,10 +182,10 @@ class ServeFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         Raises:
             ClusterConfigError: The `http_options` cannot be; `args` are for `resolve` to check.
         """
-        new_args = _changed(self.args, args)
+        new_args = _merged(self.args, args)
         if args.get("model") is not None and "model_name" not in args:
             new_args.pop("model_name", None)
-        http = _changed(msgspec.structs.asdict(self.http_options), http_options)
+        http = _merged(msgspec.structs.asdict(self.http_options), http_options)
         return msgspec.structs.replace(
             self,
             http_options=convert(http, HttpOptions, "http_options"),
@@ -269,14 +272,14 @@ def _read_yaml(path: str | Path) -> Any:  # noqa: ANN401 - whatever the file hol
         raise ClusterConfigError(f"cannot read {path}: {error}") from error
 
 
-def _changed(read: Any, changes: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as above
+def _merged(read: Any, changes: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as above
     """See `ServeFile.override`; what should be a mapping and is none is left for `resolve`."""
     if not isinstance(read, dict):
         return read
     changed = dict(read)
     for key, value in changes.items():
         if isinstance(value, Mapping):
-            changed[key] = _changed(read.get(key, {}), value)
+            changed[key] = _merged(read.get(key, {}), value)
         elif value is not None:
             changed[key] = value
     return changed

@@ -54,7 +54,7 @@ class HeavyWork:
         Raises:
             SaturatedError: Too much waits already, of the job's source or in all.
         """
-        refusal = self._lanes.refusal(job)
+        refusal = self._lanes.refusal_reason(job)
         if refusal is not None:
             raise SaturatedError(f"{refusal}; try again in a moment")
         self._lanes.admit(job)
@@ -108,7 +108,7 @@ class HeavyWork:
 
     def _assign(self) -> None:
         """Give free threads to the jobs whose turn it is."""
-        while self._num_free and (job := self._lanes.next()) is not None:
+        while self._num_free and (job := self._lanes.pop_next()) is not None:
             turn = self._turns[job]
             if not turn.done():
                 self._num_free -= 1

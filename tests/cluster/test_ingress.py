@@ -531,7 +531,7 @@ def test_metrics_leave_out_an_engine_that_does_not_answer():
 
 
 def test_an_engine_is_asked_once_for_all_who_look_at_about_the_same_time(monkeypatch):
-    monkeypatch.setattr(ingress_module, "_LOOK_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(ingress_module, "_TRANSFERS_TIMEOUT_S", 0.1)
     monkeypatch.setattr(ingress_module, "_SCRAPE_TIMEOUT_S", 0.1)
 
     async def run():
@@ -567,7 +567,7 @@ def test_an_engine_is_asked_once_for_all_who_look_at_about_the_same_time(monkeyp
 
 
 def test_transfers_under_way_are_asked_for_and_who_does_not_answer_is_silent(monkeypatch):
-    monkeypatch.setattr(ingress_module, "_LOOK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(ingress_module, "_TRANSFERS_TIMEOUT_S", 0.2)
     under_way = TransferInfo(
         request_id="r", role="producer", peer="d", path="inline", state="streaming",
         total_rows=4, ready_rows=3, done_rows=2, num_blocks=4, age_s=1.0, lease_left_s=9.0,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cluster.config.resolve import resolve
 from cluster.config.schema import IngressConfig
 from cluster.edge.routes import create_app
-from cluster.ingress import Ingress, one_by_one
+from cluster.ingress import Ingress, split_into_tokens
 from replicas.messages import EngineRequest, TokenOutput
 from replicas.output_processor import OutputProcessor
 from replicas.tokenizer import Tokenizer
@@ -133,7 +133,7 @@ def pieces_of(ids, stop):
     tokenizer = Tokenizer.from_folder(model_folder())
     request = EngineRequest("r", [5], sampling(100, stop=stop))
     processor = OutputProcessor(tokenizer, request, tokenizer.eos_token_ids)
-    gathered = one_by_one(TokenOutput("r", 0, ids), 0)
+    gathered = split_into_tokens(TokenOutput("r", 0, ids), 0)
     return "".join(processor.take(part).text for part in gathered)
 
 
@@ -153,7 +153,9 @@ def test_what_is_new_does_not_depend_on_how_tokens_came(data):
         pieces, taken = [], []
         for start, end in zip([0, *cuts], [*cuts, len(ids)], strict=True):
             reason = "stop" if end == len(ids) else None
-            for part in one_by_one(TokenOutput("r", start, ids[start:end], reason), num_known):
+            for part in split_into_tokens(
+                TokenOutput("r", start, ids[start:end], reason), num_known
+            ):
                 delta = processor.take(part)
                 if delta is not None and part.index >= num_known:
                     pieces.append(delta.text)

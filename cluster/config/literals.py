@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 
-def words_at(kind: type[Any], path: str, *, is_key: bool = False) -> list[str]:
+def literal_values_at(kind: type[Any], path: str, *, is_key: bool = False) -> list[str]:
     """The words that may be at a path as msgspec writes it, like ".pools[...].role".
 
     Args:

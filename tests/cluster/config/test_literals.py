@@ -5,8 +5,8 @@ from typing import Literal
 import msgspec
 import pytest
 
+from cluster.config.literals import literal_values_at
 from cluster.config.schema import convert
-from cluster.config.words import words_at
 from cluster.errors import ClusterConfigError
 
 Colour = Literal["red", "green"]
@@ -39,12 +39,12 @@ class House(msgspec.Struct):
     ],
 )
 def test_words_are_found_where_they_are_wanted(path, words):
-    assert words_at(House, path) == words
+    assert literal_values_at(House, path) == words
 
 
 def test_of_a_dictionary_the_keys_are():
-    assert words_at(House, ".rooms", is_key=True) == ["green", "red"]
-    assert words_at(House, ".lamps", is_key=True) == []
+    assert literal_values_at(House, ".rooms", is_key=True) == ["green", "red"]
+    assert literal_values_at(House, ".lamps", is_key=True) == []
 
 
 @pytest.mark.parametrize(
