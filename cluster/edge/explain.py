@@ -13,7 +13,7 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cluster.routing.explain import Made, Route, Told
+    from cluster.routing.explain import Made, Route, RouteFigures
     from cluster.routing.placement import Placement
 
     NameOf = Callable[[str], str]
@@ -75,7 +75,7 @@ class ChoiceView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToldView(msgspec.Struct, frozen=True, kw_only=True):
-    """What was predicted, or came true; see `cluster.routing.explain.Told`."""
+    """What was predicted, or came true; see `cluster.routing.explain.RouteFigures`."""
 
     ttft_s: float | None
     token_s: float | None
@@ -159,7 +159,7 @@ def _place(placement: Placement, name_of: NameOf) -> str:
     return name_of(placement.incarnation) + group
 
 
-def _told(told: Told) -> ToldView:
+def _told(told: RouteFigures) -> ToldView:
     return ToldView(
         ttft_s=_seconds(told.ttft_s),
         token_s=_seconds(told.token_s),

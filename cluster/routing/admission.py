@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from cluster.errors import OverloadedError, SaturatedError
 from cluster.routing.backlog import Backlog, level
 from cluster.routing.bounds import Bounds, num_waiting_tokens, whole
-from cluster.routing.entry import Entry
+from cluster.routing.entry import AdmissionEntry
 from cluster.routing.forecast import Forecast
 from cluster.routing.helpers import Helpers
 from cluster.routing.tenants import FairLine
@@ -65,11 +65,13 @@ class Admission:
         self._config = config
         self._bounds = Bounds(config, max_queued_requests)
         self._timeout_s = timeout_s
-        self._line: FairLine[Entry] = FairLine(lambda name: self._bounds.tenant(name).weight)
-        self._passed: dict[Entry, None] = {}
+        self._line: FairLine[AdmissionEntry] = FairLine(
+            lambda name: self._bounds.tenant(name).weight
+        )
+        self._passed: dict[AdmissionEntry, None] = {}
         # Of these: whose slot the pools do not count yet, and whose prompt nobody was asked for.
-        self._unplaced: dict[Entry, None] = {}
-        self._unasked: dict[Entry, None] = {}
+        self._unplaced: dict[AdmissionEntry, None] = {}
+        self._unasked: dict[AdmissionEntry, None] = {}
         self._orders = itertools.count()
         self.forecast = Forecast()
         self._backlog = Backlog(self.forecast)
@@ -88,7 +90,7 @@ class Admission:
 
     # --- a request's way ------------------------------------------------------------------------
 
-    def arrive(self, demand: Demand, now_s: float, supply: Supply) -> Entry:
+    def arrive(self, demand: Demand, now_s: float, supply: Supply) -> AdmissionEntry:
         """Let a request wait here, or refuse it; `assign` says when it may go on.
 
         Raises:
@@ -98,7 +100,7 @@ class Admission:
         """
         ttft_s = _objective(demand.ttft_s, self._config.ttft_s)
         priority = demand.priority + self._bounds.tenant(demand.tenant).priority
-        entry = Entry(
+        entry = AdmissionEntry(
             demand,
             now_s,
             ttft_s,
@@ -130,7 +132,7 @@ class Admission:
         self._line.enter(entry)
         return entry
 
-    def assign(self, now_s: float, supply: Supply) -> list[Entry]:
+    def assign(self, now_s: float, supply: Supply) -> list[AdmissionEntry]:
         """Let go on, in order, who may; they wait no longer.
 
         Call it whenever the pools have changed, a first token has come or a request has ended.
@@ -157,14 +159,14 @@ class Admission:
         plan = self.helpers.plan(self._line, supply.helpers, now_s)
         return min((batch.begin_s for batch in plan), default=math.inf)
 
-    def expire(self, now_s: float) -> list[Entry]:
+    def expire(self, now_s: float) -> list[AdmissionEntry]:
         """Take out everybody who has waited too long."""
         late = [entry for entry in self._line if entry.latest_s <= now_s]
         for entry in late:
             self.end(entry, now_s)
         return late
 
-    def overflow(self, now_s: float) -> list[Entry]:
+    def overflow(self, now_s: float) -> list[AdmissionEntry]:
         """Take out who is one too many since somebody came: of the tenant that has most waiting."""
         over = []
         while len(self._line) > 1 and self._bounds.is_over(self._line):
@@ -180,18 +182,18 @@ class Admission:
             retry_after_s=whole(self._idle_s(now_s, supply)),
         )
 
-    def clear(self, now_s: float) -> list[Entry]:
+    def clear(self, now_s: float) -> list[AdmissionEntry]:
         """Take out everybody who waits."""
         entries = list(self._line)
         for entry in entries:
             self.end(entry, now_s)
         return entries
 
-    def placed(self, entry: Entry) -> None:
+    def placed(self, entry: AdmissionEntry) -> None:
         """The pools hold its slot, and count it from now on."""
         self._unplaced.pop(entry, None)
 
-    def asked(self, entry: Entry, engine: str, now_s: float) -> None:
+    def asked(self, entry: AdmissionEntry, engine: str, now_s: float) -> None:
         """An engine was asked for its prompt, and no other any more."""
         if entry.first_s is None and engine != entry.engine:
             self._forget_prompt(entry)
@@ -201,7 +203,7 @@ class Admission:
             entry.engine = engine
             self._asks_of(entry).ask(engine, entry.demand.request_id, entry.num_tokens, now_s)
 
-    def first_token(self, entry: Entry, now_s: float) -> None:
+    def first_token(self, entry: AdmissionEntry, now_s: float) -> None:
         """Its first token has come. Idempotent."""
         if entry.first_s is not None:
             return
@@ -214,7 +216,7 @@ class Admission:
         if entry.predicted_s:
             self.forecast.saw_first_token(entry.predicted_s, now_s - entry.arrived_s)
 
-    def end(self, entry: Entry, now_s: float, num_tokens: int = 0) -> None:
+    def end(self, entry: AdmissionEntry, now_s: float, num_tokens: int = 0) -> None:
         """It is over, and gets nothing any more. Idempotent.
 
         Args:
@@ -238,7 +240,7 @@ class Admission:
                 entries.pop(entry, None)
             self._line.release(entry.tenant)
 
-    def refusal(self, entry: Entry, now_s: float, supply: Supply) -> OverloadedError:
+    def refusal(self, entry: AdmissionEntry, now_s: float, supply: Supply) -> OverloadedError:
         """What one is told that would miss its objective: when he may come again, above all."""
         wait_s, prompt_s = self._wait_s(entry, now_s, supply), self._prompt_s(entry)
         spare_s = entry.ttft_s - prompt_s - self.forecast.margin_of(entry.ttft_s)
@@ -254,7 +256,7 @@ class Admission:
 
     # --- what would be --------------------------------------------------------------------------
 
-    def _wait_s(self, entry: Entry, now_s: float, supply: Supply) -> float:
+    def _wait_s(self, entry: AdmissionEntry, now_s: float, supply: Supply) -> float:
         """How long one who comes now would wait for its prompt to be begun."""
         ahead_s = self._line.before(entry, lambda e: 0.0 if e.is_spilled else self._prompt_s(e))
         ahead_s += sum(map(self._prompt_s, self._unasked))
@@ -262,7 +264,7 @@ class Admission:
         wait_s = level(free_s, ahead_s) - now_s if free_s else 0.0
         return max(wait_s, self._slot_wait_s(entry, supply))
 
-    def _slot_wait_s(self, entry: Entry, supply: Supply) -> float:
+    def _slot_wait_s(self, entry: AdmissionEntry, supply: Supply) -> float:
         if not supply.num_slots:
             return 0.0
         ahead = self._line.before(entry, lambda e: float(e.demand.num_choices))
@@ -278,30 +280,30 @@ class Admission:
             return ahead_s
         return max(level(free_s, ahead_s), *free_s, now_s) - now_s
 
-    def _prompt_s(self, entry: Entry) -> float:
+    def _prompt_s(self, entry: AdmissionEntry) -> float:
         return self.forecast.prompt_s(entry.num_tokens)
 
     # --- who may go on --------------------------------------------------------------------------
 
-    def _may_pass(self, entry: Entry, now_s: float, supply: Supply) -> bool:
+    def _may_pass(self, entry: AdmissionEntry, now_s: float, supply: Supply) -> bool:
         """Whether an engine is nearly free, and there will be a slot."""
         if self._num_free_slots(entry, supply) < entry.demand.num_choices:
             return False
         num_free = self._backlog.num_nearly_free(supply.prompts, entry.num_tokens, now_s)
         return num_free > len(self._unasked)
 
-    def _next(self) -> Entry | None:
+    def _next(self) -> AdmissionEntry | None:
         """Who is next for an engine that prompts are for: those last that another is to help."""
         first = self._line.first(lambda e: not e.is_spilled and self._keeps_pace(e))
         return first or self._line.first(self._keeps_pace)
 
-    def _let_in(self, entry: Entry, now_s: float) -> None:
+    def _let_in(self, entry: AdmissionEntry, now_s: float) -> None:
         entry.cost_s = self.forecast.slot_s * entry.demand.num_choices
         self._line.serve(entry, entry.cost_s)
         self._passed[entry] = self._unplaced[entry] = None
         entry.passed_s = now_s
 
-    def _spills(self, entry: Entry, now_s: float, supply: Supply) -> bool:
+    def _spills(self, entry: AdmissionEntry, now_s: float, supply: Supply) -> bool:
         """Whether a decode engine can have its prompt in time; it waits for that engine then."""
         if not supply.helpers or self._num_free_slots(entry, supply) < 1:
             return False
@@ -310,19 +312,19 @@ class Admission:
         entry.is_spilled = any(entry in batch.entries for batch in plan)
         return entry.is_spilled
 
-    def _asks_of(self, entry: Entry) -> Backlog | Helpers:
+    def _asks_of(self, entry: AdmissionEntry) -> Backlog | Helpers:
         return self._backlog if entry.helper is None else self.helpers
 
-    def _keeps_pace(self, entry: Entry) -> bool:
+    def _keeps_pace(self, entry: AdmissionEntry) -> bool:
         """Whether it would keep an objective of its own; who would not lets others go before."""
         return entry.demand.tpot_s is None or self._room(entry) >= entry.demand.num_choices
 
-    def _room(self, entry: Entry) -> float:
+    def _room(self, entry: AdmissionEntry) -> float:
         """How many more than are let in may decode beside it; whoever is alone may be late."""
         most = self.forecast.largest_load(entry.tpot_s) if self._passed else math.inf
         return most - self.num_let_in
 
-    def _num_free_slots(self, entry: Entry, supply: Supply) -> float:
+    def _num_free_slots(self, entry: AdmissionEntry, supply: Supply) -> float:
         """Slots that nobody has been let in for, of those with which it keeps its objective."""
         promised = sum(e.demand.num_choices for e in self._unplaced)
         return min(supply.num_empty_slots - promised, self._room(entry))
@@ -343,7 +345,7 @@ class Admission:
             count = sum(entry.tenant == tenant for entry in entries)
             assert self._line.num_requests(tenant) == count, f"{tenant=} {count=}"
 
-    def _forget_prompt(self, entry: Entry) -> None:
+    def _forget_prompt(self, entry: AdmissionEntry) -> None:
         """Nobody computes its prompt any more."""
         if entry.engine is not None:
             self._asks_of(entry).forget(entry.engine, entry.demand.request_id)

@@ -19,7 +19,7 @@ from cluster.routing.views import Column
 if TYPE_CHECKING:
     from cluster.routing.admission import Admission
     from cluster.routing.demand import Demand
-    from cluster.routing.entry import Entry
+    from cluster.routing.entry import AdmissionEntry
     from cluster.routing.placement import Placement
     from cluster.routing.pools import PoolState
 
@@ -35,7 +35,7 @@ class AdmissionWaits:
     def __init__(self, admission: Admission, pools: PoolState) -> None:
         self.admission = admission
         self._pools = pools
-        self._futures: dict[Entry, asyncio.Future[None]] = {}
+        self._futures: dict[AdmissionEntry, asyncio.Future[None]] = {}
         self._supply: tuple[int, Supply] | None = None
 
     def __len__(self) -> int:
@@ -88,12 +88,12 @@ class AdmissionWaits:
         for entry in self.admission.assign(now_s, self.supply()):
             self._futures.pop(entry).set_result(None)
 
-    def first_token(self, entry: Entry) -> None:
+    def first_token(self, entry: AdmissionEntry) -> None:
         """Its first token has come."""
         self.admission.first_token(entry, asyncio.get_running_loop().time())
         self.capacity_changed()
 
-    def end(self, entry: Entry, num_tokens: int = 0) -> None:
+    def end(self, entry: AdmissionEntry, num_tokens: int = 0) -> None:
         """It is over; see `Admission.end`."""
         self.admission.end(entry, asyncio.get_running_loop().time(), num_tokens)
         self.capacity_changed()
@@ -104,7 +104,7 @@ class AdmissionWaits:
             self._supply = self._pools.num_changes, _supply(self._pools)
         return self._supply[1]
 
-    def to_spare(self, entry: Entry) -> set[Placement]:
+    def to_spare(self, entry: AdmissionEntry) -> set[Placement]:
         """Where a request should not get a slot while there is room elsewhere."""
         if entry.helper is None:
             spared = self.admission.helpers.to_spare(entry, self.supply().helpers)
@@ -127,7 +127,7 @@ class AdmissionWaits:
             self._futures.pop(entry).set_exception(self._late(entry, now_s))
         self.capacity_changed()
 
-    def _late(self, entry: Entry, now_s: float) -> Exception:
+    def _late(self, entry: AdmissionEntry, now_s: float) -> Exception:
         if not self._pools.may_decode:
             return not_ready()
         if not math.isinf(entry.ttft_s):
@@ -146,7 +146,7 @@ class Pass:
         entry: What it is there.
     """
 
-    def __init__(self, waits: AdmissionWaits, entry: Entry) -> None:
+    def __init__(self, waits: AdmissionWaits, entry: AdmissionEntry) -> None:
         self._waits = waits
         self._entry = entry
 

@@ -13,7 +13,7 @@ from cluster.errors import QuotaError
 
 if TYPE_CHECKING:
     from cluster.config.schema import AdmissionConfig
-    from cluster.routing.entry import Entry
+    from cluster.routing.entry import AdmissionEntry
     from cluster.routing.tenants import FairLine
 
 _ANYBODY = TenantConfig()
@@ -35,7 +35,9 @@ class Bounds:
         """What a tenant may; one that is not named has no bounds of its own."""
         return self._config.tenants.get(name, _ANYBODY)
 
-    def check_quota(self, entry: Entry, line: FairLine[Entry], slot_s: float) -> None:
+    def check_quota(
+        self, entry: AdmissionEntry, line: FairLine[AdmissionEntry], slot_s: float
+    ) -> None:
         """Whether its tenant may have one more.
 
         Args:
@@ -54,12 +56,14 @@ class Bounds:
                 retry_after_s=whole(slot_s / max(count, 1)),
             )
 
-    def is_too_many(self, entry: Entry, line: FairLine[Entry]) -> bool:
+    def is_too_many(self, entry: AdmissionEntry, line: FairLine[AdmissionEntry]) -> bool:
         """Whether there is no room, and nobody has more waiting than its tenant."""
         is_full = bool(line) and self.is_over(line, 1, entry.num_tokens)
         return is_full and line.has_most(entry.tenant)
 
-    def is_over(self, line: FairLine[Entry], further: int = 0, further_tokens: int = 0) -> bool:
+    def is_over(
+        self, line: FairLine[AdmissionEntry], further: int = 0, further_tokens: int = 0
+    ) -> bool:
         """Whether more wait, or would with some further ones, than may."""
         limit = self._config.max_queued_tokens
         if limit is not None and num_waiting_tokens(line) + further_tokens > limit:
@@ -67,7 +71,7 @@ class Bounds:
         return len(line) + further > self._max_queued_requests
 
 
-def num_waiting_tokens(line: FairLine[Entry]) -> int:
+def num_waiting_tokens(line: FairLine[AdmissionEntry]) -> int:
     """Prompt tokens that wait."""
     return sum(entry.num_tokens for entry in line)
 

@@ -52,7 +52,7 @@ _TERMS = "wait_s", "prompt_s", "stands_still_s"
 """Until it is begun, until it is done, and what it is worth to the others not to stand still."""
 
 
-class _Engine:
+class _EnginePrompts:
     """Prompts that one decode engine was given; it has begun some and does the others next.
 
     Attributes:
@@ -110,7 +110,7 @@ class ConditionalPrefill:
         self._pools = pools
         self._lengths = lengths
         self._cached_tokens = cached_tokens
-        self._engines: dict[str, _Engine] = {}
+        self._engines: dict[str, _EnginePrompts] = {}
         self._asked: dict[str, str] = {}
         self._notes = notes
         # Of who has no slot yet: it may be chosen for them once more.
@@ -161,7 +161,7 @@ class ConditionalPrefill:
                 views.own_prompts_s(demand.num_prompt_tokens, scene.missed_tokens)[index]
             )
             self._asked[demand.request_id] = placement.incarnation
-            engine = self._engines.setdefault(placement.incarnation, _Engine())
+            engine = self._engines.setdefault(placement.incarnation, _EnginePrompts())
             engine.give(demand.request_id, placement.dp_group, prompt_s, now_s)
 
     def drop(self, request_id: str, now_s: float) -> None:

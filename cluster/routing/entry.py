@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class AdmissionEntry:
     """A request from its arrival to its end. Owner: the admission that made it; all else read.
 
     Attributes:

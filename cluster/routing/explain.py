@@ -46,7 +46,7 @@ class Made(NamedTuple):
     choice: Choice
 
 
-class Told(NamedTuple):
+class RouteFigures(NamedTuple):
     """Of a request: what was predicted, or what came true; None where nobody knows.
 
     Attributes:
@@ -123,7 +123,7 @@ class Route:
         return candidates[-1] if candidates else None
 
     @property
-    def predicted(self) -> Told:
+    def predicted(self) -> RouteFigures:
         """What was predicted of it."""
         prompt, decode = self.of_prompt, self.last_of("decode")
         ttft_s = token_s = num_cached = scene = None
@@ -134,18 +134,18 @@ class Route:
             num_cached = predicted_cached_tokens(prompt.choice)
             # Most are computed where they are decoded.
             ttft_s = predicted_ttft_s(prompt.choice, scene if prompt is decode else None)
-        return Told(ttft_s, token_s, num_cached)
+        return RouteFigures(ttft_s, token_s, num_cached)
 
     @property
-    def actual(self) -> Told:
+    def actual(self) -> RouteFigures:
         """What came true so far; a token's time of those alone who stayed where they were."""
         if self.first_s is None:
-            return Told()
+            return RouteFigures()
         prompt, token_s = self.of_prompt, None
         if self.num_tokens > 1 and not self._moved:
             token_s = (self.last_s - self.first_s) / (self.num_tokens - 1)
         ttft_s = None if prompt is None else self.first_s - prompt.made_s
-        return Told(ttft_s, token_s, self.num_cached_tokens)
+        return RouteFigures(ttft_s, token_s, self.num_cached_tokens)
 
     @property
     def _moved(self) -> bool:

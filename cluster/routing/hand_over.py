@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from replicas.streams import News
 
 
-class Means(Protocol):
+class HandOverContext(Protocol):
     """What a hand-over needs of the router that placed its request."""
 
     metrics: RouterMetrics
@@ -49,7 +49,7 @@ class HandOver:
     """See the module docstring.
 
     Args:
-        means: What this ingress places requests with.
+        context: What this ingress places requests with.
         legs: Where the next leg is, as `heir`, from the moment in which its engine is asked.
         progress: Says whether there is a stream.
         lending: The way of its KV; knows whose stream it is.
@@ -60,14 +60,14 @@ class HandOver:
 
     def __init__(
         self,
-        means: Means,
+        context: HandOverContext,
         legs: Legs,
         progress: Progress,
         lending: Lending,
         new_waiter: Callable[[], Waiter],
         max_attempts: int,
     ) -> None:
-        self._means = means
+        self._context = context
         self._legs = legs
         self._progress = progress
         self._lending = lending
@@ -123,13 +123,13 @@ class HandOver:
                 is_still = stream.still is not None
                 if is_still or not self._lending.begin(decode, heir, event, num_tokens):
                     raise DecodeLeftError("leaving", str(stream.leaving))
-                self._means.capacity_changed()
+                self._context.capacity_changed()
                 return
             if stream.quiet is None:
                 self._give_up()
             else:
                 heir.activate(self._progress.tokens)
-                self._means.capacity_changed()
+                self._context.capacity_changed()
             return
         if isinstance(event, KVLoaded):
             self.hear_of_kv(event)
@@ -141,17 +141,17 @@ class HandOver:
             heir.keep(event)
             raise DecodeLeftError("quiet", str(stream.quiet))
         if isinstance(event, Refused):
-            self._means.metrics.refusals.labels(event.reason).inc()
+            self._context.metrics.refusals.labels(event.reason).inc()
         assert self._waiter is not None
         assert self._placement is not None
         self._legs.drop_heir()
         self._lending.stop()
-        self._means.queue.refuse(self._waiter, self._placement)
+        self._context.queue.refuse(self._waiter, self._placement)
         self._task = self._accepted = None
         self._num_attempts_left -= 1
         self.begin()
         # Others may have room where this one was held.
-        self._means.capacity_changed()
+        self._context.capacity_changed()
 
     def hear_of_kv(self, event: KVLoaded) -> None:
         """One of both engines says how a transfer ended.
@@ -182,7 +182,7 @@ class HandOver:
         if self._task is not None:
             self._task.cancel()
         if self._waiter is not None:
-            self._means.waits.abandon(self._waiter)
+            self._context.waits.abandon(self._waiter)
         self._legs.drop_heir()
         self._lending.stop()
         self._task = self._waiter = self._placement = self._accepted = None
@@ -191,7 +191,7 @@ class HandOver:
         """Stay: whoever was quiet speaks. An engine that was asked counts as an attempt."""
         self._num_attempts_left -= self._legs.heir is not None
         self.stop()
-        self._means.capacity_changed()
+        self._context.capacity_changed()
 
     @property
     def _is_wanted(self) -> bool:
@@ -204,7 +204,7 @@ class HandOver:
             if self._waiter is None:
                 self._waiter = self._new_waiter()
             try:
-                placement = await self._means.waits.wait(self._waiter)
+                placement = await self._context.waits.wait(self._waiter)
             except QueueTimeoutError:
                 self._waiter = None  # Its stream goes on all the while.
                 continue
@@ -212,7 +212,7 @@ class HandOver:
                 # It may be the very engine, which has spoken.
                 self._legs.give_back(placement)
                 self._task = self._waiter = None
-                self._means.capacity_changed()
+                self._context.capacity_changed()
                 return
             request = self._lending.request
             # As many as it has room for, of those that there are by now.
@@ -222,4 +222,4 @@ class HandOver:
                 self._legs.ask_heir(placement, message)
                 self._placement = placement
                 return
-            self._means.queue.refuse(self._waiter, placement)
+            self._context.queue.refuse(self._waiter, placement)

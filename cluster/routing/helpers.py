@@ -17,7 +17,7 @@ from cluster.routing.placement import Placement
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from cluster.routing.entry import Entry
+    from cluster.routing.entry import AdmissionEntry
     from cluster.routing.forecast import Forecast
 
 SPARE = 0.1
@@ -60,10 +60,10 @@ class Batch(NamedTuple):
     """
 
     engine: str
-    entries: Sequence[Entry]
+    entries: Sequence[AdmissionEntry]
     begin_s: float
     is_full: bool
-    others: Sequence[Entry] = ()
+    others: Sequence[AdmissionEntry] = ()
 
 
 class Helpers:
@@ -125,7 +125,7 @@ class Helpers:
     # --- what they could do ---------------------------------------------------------------------
 
     def plan(
-        self, waiting: Iterable[Entry], helpers: Mapping[str, Helper], now_s: float
+        self, waiting: Iterable[AdmissionEntry], helpers: Mapping[str, Helper], now_s: float
     ) -> list[Batch]:
         """What the engines that are free for it would compute, and when, for those who fit.
 
@@ -134,8 +134,8 @@ class Helpers:
             helpers: By incarnation.
             now_s: The time.
         """
-        left: list[Entry] = []
-        others: list[Entry] = []
+        left: list[AdmissionEntry] = []
+        others: list[AdmissionEntry] = []
         for entry in waiting:
             if entry.demand.num_choices == 1:
                 (left if entry.is_spilled else others).append(entry)
@@ -156,10 +156,10 @@ class Helpers:
         return batches
 
     def due(
-        self, waiting: Iterable[Entry], helpers: Mapping[str, Helper], now_s: float
-    ) -> list[tuple[Entry, Placement]]:
+        self, waiting: Iterable[AdmissionEntry], helpers: Mapping[str, Helper], now_s: float
+    ) -> list[tuple[AdmissionEntry, Placement]]:
         """Who should be given to which lane now: one to each, two would take twice as long."""
-        given: list[tuple[Entry, Placement]] = []
+        given: list[tuple[AdmissionEntry, Placement]] = []
         for batch in self.plan(waiting, helpers, now_s):
             if batch.is_full or not self._seen_s or now_s >= batch.begin_s - _EARLY_S:
                 entries = (*batch.entries, *batch.others)
@@ -167,7 +167,7 @@ class Helpers:
                 given += zip(entries, lanes, strict=False)
         return given
 
-    def to_spare(self, entry: Entry, helpers: Mapping[str, Helper]) -> set[str]:
+    def to_spare(self, entry: AdmissionEntry, helpers: Mapping[str, Helper]) -> set[str]:
         """Engines where one who only decodes should not go while there is room elsewhere.
 
         Where prompts are computed; and where nobody decodes, as long as others are quick enough.
@@ -189,11 +189,13 @@ class Helpers:
         free = [e for e, h in helpers.items() if not h.num_prompts and e not in self._asked]
         return sorted(free, key=lambda engine: (helpers[engine].num_rows, engine))
 
-    def _fill(self, engine: str, helper: Helper, entries: Sequence[Entry], now_s: float) -> Batch:
+    def _fill(
+        self, engine: str, helper: Helper, entries: Sequence[AdmissionEntry], now_s: float
+    ) -> Batch:
         """As many as fit beside each other, and can still be in time."""
         # The first of all shows how long prompts take there.
         most = len(helper.lanes) if self._seen_s else min(len(helper.lanes), 1)
-        chosen: list[Entry] = []
+        chosen: list[AdmissionEntry] = []
         begin_s, longest_s, latest_s, num_tokens = math.inf, 0.0, math.inf, 0
         for entry in entries:
             if len(chosen) == most or num_tokens + entry.num_tokens > helper.step_tokens:

@@ -82,7 +82,7 @@ class Pace:
         return self._took_s / usual_s if usual_s > 0.0 else None
 
 
-class _Replica:
+class _ReplicaPaces:
     """A replica's paces, of decodes and of steps with prompts, and what follows from them."""
 
     __slots__ = ("costs", "num_steps", "paces")
@@ -105,7 +105,7 @@ class PoolCosts:
         self.model = StepTimeModel()
         self._usual = StepCosts()
         self._next_step = 1
-        self._replicas: dict[str, _Replica] = {}
+        self._replicas: dict[str, _ReplicaPaces] = {}
         # Of each kind, how many steps a replica were told, and the median of the paces.
         self._clocks = [0.0, 0.0]
         self._levels = [1.0, 1.0]
@@ -127,7 +127,7 @@ class PoolCosts:
     ) -> dict[str, StepCosts]:
         """Take over steps that a replica tells of; what they change of its costs, and others'."""
         is_looked_at = incarnation not in self._replicas
-        replica = self._replicas.setdefault(incarnation, _Replica())
+        replica = self._replicas.setdefault(incarnation, _ReplicaPaces())
         for step in steps:
             kind = _kind(step)
             pace = replica.paces[kind]
@@ -177,7 +177,7 @@ class PoolCosts:
     def _freshness(self, pace: Pace, kind: int) -> float:
         return float(0.5 ** ((self._clocks[kind] - pace.last) / HALF_LIFE))
 
-    def _own(self, replica: _Replica, kind: int) -> float:
+    def _own(self, replica: _ReplicaPaces, kind: int) -> float:
         """By how much its steps take longer than the pool's; 1 unless out of the ordinary."""
         pace = replica.paces[kind]
         factor = pace.against(self._usual)
@@ -186,12 +186,12 @@ class PoolCosts:
         own = (factor / self._levels[kind]) ** self._freshness(pace, kind)
         return 1.0 if 1.0 / ORDINARY <= own <= ORDINARY else own
 
-    def _as_usual(self, replica: _Replica, work: StepWork) -> StepWork:
+    def _as_usual(self, replica: _ReplicaPaces, work: StepWork) -> StepWork:
         """What the pool learns of a step: with what it would have taken others."""
         own = self._own(replica, _kind(work))
         return work if own == 1.0 else msgspec.structs.replace(work, device_s=work.device_s / own)
 
-    def _cost(self, replica: _Replica) -> StepCosts:
+    def _cost(self, replica: _ReplicaPaces) -> StepCosts:
         """What parts of steps cost a replica."""
         costs = self._times(self._own(replica, _DECODES), self._own(replica, _PROMPTS))
         if costs != replica.costs:

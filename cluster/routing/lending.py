@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from replicas.messages import Accepted, EngineDescription, EngineRequest
 
 
-class Means(Protocol):
+class LendingContext(Protocol):
     """What lending needs of the router that placed its request."""
 
     tickets: TicketOffice
@@ -28,7 +28,7 @@ class Lending:
     """See the module docstring.
 
     Args:
-        means: What this ingress places requests with.
+        context: What this ingress places requests with.
         pools: Where the engines are described.
         request: Whose stream.
         new_epoch: Numbers the transfers of the request.
@@ -40,12 +40,12 @@ class Lending:
 
     def __init__(
         self,
-        means: Means,
+        context: LendingContext,
         pools: PoolState,
         request: EngineRequest,
         new_epoch: Callable[[], int],
     ) -> None:
-        self._means = means
+        self._context = context
         self._pools = pools
         self.request = request
         self._new_epoch = new_epoch
@@ -78,8 +78,8 @@ class Lending:
         if not (member.description.kv_endpoints and to.description.kv_endpoints):
             return False
         epoch = self._epoch = self._new_epoch()
-        transfer = self._means.tickets.begin(self.request, epoch, member.description, num_full)
-        ticket = self._means.tickets.seal(transfer, heir.incarnation)
+        transfer = self._context.tickets.begin(self.request, epoch, member.description, num_full)
+        ticket = self._context.tickets.seal(transfer, heir.incarnation)
         lender.lend(ticket, epoch)
         heir.load(ticket, epoch)
         return True

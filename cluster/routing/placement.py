@@ -26,7 +26,7 @@ class Placement(NamedTuple):
     dp_group: int
 
 
-class Told(NamedTuple):
+class EngineSummary(NamedTuple):
     """What an engine says of all of its places; `GroupView` has what each is.
 
     With the sequence number of the snapshot in which it says so.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from cluster.routing.breaker import Breakers
 from cluster.routing.learned_costs import LearnedCosts
 from cluster.routing.load import engine_load, spread, told_by
-from cluster.routing.placement import ANY_GROUP, Placement, Told
+from cluster.routing.placement import ANY_GROUP, EngineSummary, Placement
 from cluster.routing.step_time import StepCosts
 from cluster.routing.views import Places, Views
 from replicas.kv_groups import KVGroup
@@ -55,7 +55,7 @@ class Member:
 
 
 @dataclass(slots=True)
-class _Replica:
+class _KnownReplica:
     """A member, its last snapshot, and the requests that were sent to it and not answered yet.
 
     Attributes:
@@ -119,7 +119,7 @@ class PoolState:
     """
 
     def __init__(self) -> None:
-        self._replicas: dict[str, _Replica] = {}
+        self._replicas: dict[str, _KnownReplica] = {}
         self.breakers = Breakers()
         self.on_shut: Callable[[str, float], None] = lambda _incarnation, _until_s: None
         self.on_admit: Callable[[], None] = lambda: None
@@ -127,7 +127,9 @@ class PoolState:
         self._prefill = _Side(PREFILLING, self.breakers, is_whole=True)
         self._costs = LearnedCosts()
         # Snapshots, each with the one before, whose steps nobody has learned from yet.
-        self._unlearned: deque[tuple[_Replica, EngineSnapshot | None, EngineSnapshot]] = deque()
+        self._unlearned: deque[tuple[_KnownReplica, EngineSnapshot | None, EngineSnapshot]] = (
+            deque()
+        )
         self.num_snapshots = 0
         self.num_changes = 0
         self.is_looked_for = False
@@ -137,7 +139,7 @@ class PoolState:
 
     def add(self, member: Member) -> None:
         """Take a replica in; it takes no requests before its first snapshot."""
-        self._replicas.setdefault(member.description.incarnation, _Replica(member))
+        self._replicas.setdefault(member.description.incarnation, _KnownReplica(member))
 
     def remove(self, incarnation: str) -> None:
         """Forget a replica and what was sent to it."""
@@ -373,7 +375,9 @@ class PoolState:
         self.settle()
         return self._costs
 
-    def _learn(self, replica: _Replica, old: EngineSnapshot | None, new: EngineSnapshot) -> None:
+    def _learn(
+        self, replica: _KnownReplica, old: EngineSnapshot | None, new: EngineSnapshot
+    ) -> None:
         """Learn from steps that a snapshot tells of for the first time."""
         member = replica.member
         if self._replicas.get(member.description.incarnation) is not replica:
@@ -446,7 +450,7 @@ class _Side:
         """Engines came, went, changed sides, or began or ceased to move."""
         self._is_listed = False
 
-    def get(self, replicas: Mapping[str, _Replica]) -> Views:
+    def get(self, replicas: Mapping[str, _KnownReplica]) -> Views:
         """The views as of now."""
         if not self._is_listed:
             self._list(replicas)
@@ -454,7 +458,7 @@ class _Side:
             self.write(replicas)
         return self._views
 
-    def write(self, replicas: Mapping[str, _Replica]) -> None:
+    def write(self, replicas: Mapping[str, _KnownReplica]) -> None:
         """Take over what has changed, unless all is to be listed anew for whoever asks next."""
         if self._is_listed:
             for incarnation in self._stale:
@@ -463,7 +467,7 @@ class _Side:
                     self._views.write(first, self._places(incarnation, replicas[incarnation]))
             self._stale.clear()
 
-    def _places(self, incarnation: str, replica: _Replica) -> Places:
+    def _places(self, incarnation: str, replica: _KnownReplica) -> Places:
         snapshot, heard = replica.snapshot, self._heard.get(incarnation)
         assert snapshot is not None
         if heard is None or heard.snapshot is not snapshot:
@@ -476,7 +480,7 @@ class _Side:
             heard.costs = replica.costs
         return heard.unheld
 
-    def _list(self, replicas: Mapping[str, _Replica]) -> None:
+    def _list(self, replicas: Mapping[str, _KnownReplica]) -> None:
         placements: list[Placement] = []
         self._first, self._heard = {}, {}
         self._computes_prompts = self._is_whole or not any(
@@ -494,7 +498,7 @@ class _Side:
         self._is_listed = True
 
 
-def _groups(replica: _Replica, heard: _Heard, *, computes_prompts: bool) -> Places:
+def _groups(replica: _KnownReplica, heard: _Heard, *, computes_prompts: bool) -> Places:
     """Each DP group is a place."""
     snapshot, told = heard.snapshot, heard.columns
     description, costs = replica.member.description, replica.costs
@@ -529,11 +533,11 @@ def _groups(replica: _Replica, heard: _Heard, *, computes_prompts: bool) -> Plac
         else (0.0, 0.0, 0.0, _bytes_per_token(description.kv_groups) * TRANSFER_BYTE_S)
     )
     of_engine = _of_engine(load, costs, prompt_costs, snapshot.num_waiting_tokens)
-    said = Told(snapshot.role, description.kv_groups, snapshot.step_s, snapshot.seq)
+    said = EngineSummary(snapshot.role, description.kv_groups, snapshot.step_s, snapshot.seq)
     return Places.of(said, free_blocks, of_places, of_engine)
 
 
-def _whole(replica: _Replica, heard: _Heard, *, computes_prompts: bool) -> Places:
+def _whole(replica: _KnownReplica, heard: _Heard, *, computes_prompts: bool) -> Places:
     """The engine as a whole is one place."""
     assert computes_prompts, "a prefill engine computes its prompts"
     snapshot, description = heard.snapshot, replica.member.description
@@ -559,7 +563,7 @@ def _whole(replica: _Replica, heard: _Heard, *, computes_prompts: bool) -> Place
     ]
     num_queued_tokens = snapshot.num_waiting_tokens + sum(d.num_prompt_tokens for d in sent)
     of_engine = _of_engine(load, replica.costs, (*replica.costs[4:], 0.0), num_queued_tokens)
-    said = Told(snapshot.role, description.kv_groups, snapshot.step_s, snapshot.seq)
+    said = EngineSummary(snapshot.role, description.kv_groups, snapshot.step_s, snapshot.seq)
     return Places.of(said, free_blocks, of_places, of_engine)
 
 

@@ -30,7 +30,7 @@ ROUTED_S = 120.0
 
 
 @dataclass(slots=True)
-class _Blocks:
+class _KnownBlocks:
     """What is known of blocks of one size."""
 
     index: PrefixIndex = field(default_factory=PrefixIndex)
@@ -51,7 +51,7 @@ class Prefixes:
         self._engines: dict[str, Member] = {}
         # Of each pool the decode slots of a DP group, and how many groups there are.
         self._pools: dict[str, tuple[int, int]] = {}
-        self._sizes: dict[int, _Blocks] = {}
+        self._sizes: dict[int, _KnownBlocks] = {}
         # What each request was counted with that was asked about and has not ended.
         self._counted: dict[str, list[tuple[HotPrefixes, Sequence[int]]]] = {}
 
@@ -66,7 +66,7 @@ class Prefixes:
     def add(self, member: Member) -> None:
         """Take an engine in."""
         self._engines[member.description.incarnation] = member
-        self._sizes.setdefault(_block_size(member), _Blocks())
+        self._sizes.setdefault(_block_size(member), _KnownBlocks())
         self._measure(member.pool)
 
     def remove(self, incarnation: str) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class _Asked:
+class _PrefillAttempt:
     """A prefill engine that was asked.
 
     Attributes:
@@ -46,7 +46,7 @@ class _Asked:
     outputs: list[TokenOutput] = field(default_factory=list)
 
 
-class Means(Protocol):
+class PromptContext(Protocol):
     """What a prompt needs of the router that places its request."""
 
     config: RouterConfig
@@ -61,7 +61,7 @@ class Prompt:
     """See the module docstring.
 
     Args:
-        means: What this ingress places requests with.
+        context: What this ingress places requests with.
         pools: Where the prefill leg is held.
         request: Whose prompt.
         demand: What it needs.
@@ -73,14 +73,19 @@ class Prompt:
     """
 
     def __init__(
-        self, means: Means, pools: PoolState, request: EngineRequest, demand: Demand, legs: Legs
+        self,
+        context: PromptContext,
+        pools: PoolState,
+        request: EngineRequest,
+        demand: Demand,
+        legs: Legs,
     ) -> None:
-        self._means = means
+        self._context = context
         self._pools = pools
         self.request = request
         self._demand = demand
         self._legs = legs
-        self._asked: _Asked | None = None
+        self._asked: _PrefillAttempt | None = None
         # Engines that had not answered when a decode engine was lost: the last to be asked.
         self._unheard: set[Placement] = set()
         self.epoch = -1
@@ -117,15 +122,15 @@ class Prompt:
 
     def began(self) -> None:
         """The first token has come."""
-        if self._means.moments is not None:
+        if self._context.moments is not None:
             now_s = asyncio.get_running_loop().time()
-            self._means.moments.computed(self.request.request_id, now_s)
+            self._context.moments.computed(self.request.request_id, now_s)
 
     def _drop_leg(self) -> None:
         """Let go of an engine that is not to compute it any more."""
         self._legs.drop_prefill(abort=True)
-        if self._means.moments is not None:
-            self._means.moments.dropped(self.request.request_id)
+        if self._context.moments is not None:
+            self._context.moments.dropped(self.request.request_id)
 
     def passes_over_unheard(self) -> None:
         """Prefer others, from now on, to an engine that has not answered, or not in time."""
@@ -149,8 +154,8 @@ class Prompt:
             ServingError: An engine gave the request up.
         """
         tried: set[Placement] = set()
-        for _ in range(self._means.config.max_attempts):
-            self._legs.check_lost(self._means.config.max_attempts)
+        for _ in range(self._context.config.max_attempts):
+            self._legs.check_lost(self._context.config.max_attempts)
             name = "" if consumer is None else consumer.incarnation
             asked = self._asked = self._asked or self._ask(name, tried)
             if asked is None:
@@ -160,20 +165,20 @@ class Prompt:
             if outputs:
                 return outputs
             tried.add(asked.placement)
-            self._means.metrics.retries.labels("prefill").inc()
-        self._legs.check_lost(self._means.config.max_attempts)
+            self._context.metrics.retries.labels("prefill").inc()
+        self._legs.check_lost(self._context.config.max_attempts)
         return []
 
-    def _ask(self, consumer: str, tried: set[Placement]) -> _Asked | None:
+    def _ask(self, consumer: str, tried: set[Placement]) -> _PrefillAttempt | None:
         """Ask the next engine, for a decode engine or "", whichever comes; None: none is left."""
         placement = self._place(consumer, tried)
         if placement is None:
             return None
-        asked = _Asked(placement)
+        asked = _PrefillAttempt(placement)
         member = self._pools.member(placement.incarnation)
         if member is None or not member.description.kv_endpoints:
             return asked
-        tickets = self._means.tickets
+        tickets = self._context.tickets
         transfer = tickets.begin(self.request, self.new_epoch(), member.description)
         asked.ticket = tickets.seal(transfer, consumer)
         message = AddRequest(self.request, "prefill", ANY_GROUP, asked.ticket)
@@ -182,22 +187,22 @@ class Prompt:
         with contextlib.suppress(EngineDeadError):
             asked.leg = self._legs.ask_to_prefill(placement, message, offer)
             now_s = asyncio.get_running_loop().time()
-            if self._means.moments is not None:
-                self._means.moments.asked(self._demand, placement.incarnation, now_s)
-            self._means.prefixes.note_routed(self._demand, placement, now_s)
+            if self._context.moments is not None:
+                self._context.moments.asked(self._demand, placement.incarnation, now_s)
+            self._context.prefixes.note_routed(self._demand, placement, now_s)
         return asked
 
     def _place(self, consumer: str, tried: set[Placement]) -> Placement | None:
         views = self._pools.prefill_views()
         # An engine that changed its role meanwhile may be on both sides.
         consumers = {Placement(consumer, ANY_GROUP)}.intersection(views.placements)
-        place = self._means.policies.prefill.place
+        place = self._context.policies.prefill.place
         found = place(self._demand, views, tried, consumers | (self._unheard - tried))
         if found is None and self._unheard:
             found = place(self._demand, views, tried, consumers)
         return found
 
-    async def _wait(self, asked: _Asked, consumer: Leg | None) -> list[TokenOutput]:
+    async def _wait(self, asked: _PrefillAttempt, consumer: Leg | None) -> list[TokenOutput]:
         """Wait for what one engine was asked; nothing when it refuses, dies or stalls."""
         outputs: list[TokenOutput] = []
         # One that was lost while the decode engine was waited for has been dropped.
@@ -210,10 +215,10 @@ class Prompt:
             self._drop_leg()
         return outputs
 
-    def _ticket(self, asked: _Asked, leg: Leg, consumer: str) -> bytes:
+    def _ticket(self, asked: _PrefillAttempt, leg: Leg, consumer: str) -> bytes:
         """What lets a decode engine fetch the KV: that one alone, whose end ends the transfer."""
         if leg.offer is not None:
-            asked.ticket = self._means.tickets.seal(leg.offer, consumer)
+            asked.ticket = self._context.tickets.seal(leg.offer, consumer)
             leg.offer = None
         return asked.ticket
 
@@ -223,7 +228,7 @@ class Prompt:
             event = await self._legs.next_of(leg)
             leg.answered()
             if isinstance(event, Refused):
-                self._means.metrics.refusals.labels(event.reason).inc()
+                self._context.metrics.refusals.labels(event.reason).inc()
                 return []
             if isinstance(event, TokenOutput):
                 outputs.append(event)

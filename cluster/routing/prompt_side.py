@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from replicas.messages import RequestMode
 
 
-class Means(Protocol):
+class PromptSideContext(Protocol):
     """What it needs of the router that places its request."""
 
     config: RouterConfig
@@ -32,7 +32,7 @@ class PromptSide:
     """See the module docstring.
 
     Args:
-        means: What this ingress places requests with.
+        context: What this ingress places requests with.
         pools: Who computes prompts there.
         legs: Of the request, and its demand.
         progress: Says whether the prompt has been computed.
@@ -42,8 +42,10 @@ class PromptSide:
         is_refused: Whether prefill engines were asked before there was a slot, and gave nothing.
     """
 
-    def __init__(self, means: Means, pools: PoolState, legs: Legs, progress: Progress) -> None:
-        self._means = means
+    def __init__(
+        self, context: PromptSideContext, pools: PoolState, legs: Legs, progress: Progress
+    ) -> None:
+        self._context = context
         self._pools = pools
         self._legs = legs
         self._progress = progress
@@ -81,27 +83,27 @@ class PromptSide:
 
     def asked(self, placement: Placement, mode: RequestMode) -> None:
         """A decode engine is asked to run the request."""
-        conditional = self._means.conditional if self.let_in is None else None
+        conditional = self._context.conditional if self.let_in is None else None
         if conditional is not None and mode == "local" and self._may_move:
             conditional.give(self._legs.demand, placement, asyncio.get_running_loop().time())
 
     def over(self) -> None:
         """No decode engine has the prompt to compute any more. Idempotent."""
-        if self._means.conditional is not None:
+        if self._context.conditional is not None:
             now_s = asyncio.get_running_loop().time()
-            self._means.conditional.drop(self._legs.demand.request_id, now_s)
+            self._context.conditional.drop(self._legs.demand.request_id, now_s)
 
     @property
     def _may_move(self) -> bool:
         """Whether a prefill engine takes prompts, and this one is long enough to move."""
-        fewest = self._means.config.min_remote_prefill_tokens or 0
+        fewest = self._context.config.min_remote_prefill_tokens or 0
         return self._legs.demand.num_prompt_tokens >= fewest and self._pools.can_prefill
 
     def _best_here(self) -> Placement | None:
         """Where a decode engine should compute the prompt, though a prefill engine could."""
         if self.let_in is not None:
             return self.let_in.helper
-        conditional = self._means.conditional
+        conditional = self._context.conditional
         if conditional is None or self._progress.has_tokens or self._legs.prefill is not None:
             return None
         if not self._may_move:

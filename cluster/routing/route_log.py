@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cluster.routing.explain import Told
+from cluster.routing.explain import RouteFigures
 from cluster.routing.placement import Placement
 from cluster.routing.views import Column
 
@@ -67,8 +67,8 @@ class LoggedRoute(msgspec.Struct, frozen=True, kw_only=True):
     ended_s: float | None
     num_prompt_tokens: int
     num_tokens: int
-    predicted: Told
-    actual: Told
+    predicted: RouteFigures
+    actual: RouteFigures
     choices: list[LoggedChoice]
 
 

@@ -41,7 +41,7 @@ A replica that drains says so once: nobody asks it again.
 """
 
 
-class Means(Protocol):
+class SlotSearchContext(Protocol):
     """What a search needs of the router that places its request."""
 
     config: RouterConfig
@@ -71,7 +71,7 @@ class SlotSearch:
     """See the module docstring.
 
     Args:
-        means: What this ingress places requests with.
+        context: What this ingress places requests with.
         pools: Where the engines are.
         legs: Its engines, and its demand.
         prompt: Is asked for together with the slot, at the latest.
@@ -81,19 +81,19 @@ class SlotSearch:
 
     def __init__(
         self,
-        means: Means,
+        context: SlotSearchContext,
         pools: PoolState,
         legs: Legs,
         prompt: Prompt,
         side: PromptSide,
         progress: Progress,
     ) -> None:
-        self._means = means
+        self._context = context
         self._legs = legs
         self._prompt = prompt
         self._side = side
         self._progress = progress
-        self._standing = Standing(means.queue, pools)
+        self._standing = Standing(context.queue, pools)
         self._slot_s: float | None = None
 
     def __repr__(self) -> str:
@@ -113,7 +113,7 @@ class SlotSearch:
             spared,
             is_promised=self._progress.has_tokens or is_under_way,
             has_stream=has_stream,
-            is_due=not is_under_way or self._means.moments is None,
+            is_due=not is_under_way or self._context.moments is None,
         )
 
     async def slot(self, story: Story) -> Leg | None:
@@ -130,12 +130,12 @@ class SlotSearch:
             answer = await self._ask(placement)
             if isinstance(answer, Leg):
                 if not self.has_left:  # Whoever migrates has waited before.
-                    self._means.metrics.queue_time.observe(now_s() - waiter.due_s)
+                    self._context.metrics.queue_time.observe(now_s() - waiter.due_s)
                 return answer
-            self._means.queue.refuse(waiter, placement)
-            if not _costs_nothing(self._means, answer, waiter):
+            self._context.queue.refuse(waiter, placement)
+            if not _costs_nothing(self._context, answer, waiter):
                 num_failures += 1
-                if num_failures == self._means.config.max_attempts:
+                if num_failures == self._context.config.max_attempts:
                     raise _no_place(num_failures, answer)
 
     def has_slot(self, placement: Placement, answer: Accepted) -> None:
@@ -143,10 +143,10 @@ class SlotSearch:
         dp_group = answer.dp_group if answer.dp_group >= 0 else placement.dp_group
         now_s = asyncio.get_running_loop().time()
         self._slot_s = self._slot_s or now_s
-        self._means.prefixes.note_routed(
+        self._context.prefixes.note_routed(
             self._legs.demand, placement._replace(dp_group=dp_group), now_s
         )
-        self._means.capacity_changed()
+        self._context.capacity_changed()
 
     def leave(self, decode: Leg) -> None:
         """Let go of an engine that was lost or is left: the last resort of the next search."""
@@ -156,16 +156,16 @@ class SlotSearch:
 
     def over(self) -> None:
         """The request has ended as it should: learn how long slots are held."""
-        if self._means.moments is not None and self._slot_s is not None:
+        if self._context.moments is not None and self._slot_s is not None:
             held_s = asyncio.get_running_loop().time() - self._slot_s
-            self._means.moments.saw_slot(held_s, len(self._progress.longest))
+            self._context.moments.saw_slot(held_s, len(self._progress.longest))
 
     async def _wait_for_place(self, waiter: Waiter, story: Story) -> Placement | None:
         """Wait for a slot; if the prompt comes before, pass it on. None: that was all."""
-        waits = self._means.waits
+        waits = self._context.waits
         if not self._prompt.is_under_way:
             return await waits.wait(waiter)
-        if self._means.moments is None:
+        if self._context.moments is None:
             await self._give_prompt(await story.prefill(None), story)
             return None if story.is_over else await waits.wait(waiter)
         place = waits.enter(waiter)
@@ -188,7 +188,7 @@ class SlotSearch:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if computing.done():
                 await self._give_prompt(computing.result(), story)
-                self._means.waits.hurry(waiter)
+                self._context.waits.hurry(waiter)
         finally:
             # What prefill says from now on is for whoever waits for the slot's answer.
             computing.cancel()
@@ -236,18 +236,18 @@ class SlotSearch:
         self._side.over()
 
 
-def _costs_nothing(means: Means, answer: Refused | Exception, waiter: Waiter) -> bool:
+def _costs_nothing(context: SlotSearchContext, answer: Refused | Exception, waiter: Waiter) -> bool:
     """Whether an engine that does not take a request leaves it as many attempts as it had.
 
     Raises:
         ServingError: There is no use in another one.
     """
     if isinstance(answer, Refused):
-        means.metrics.refusals.labels(answer.reason).inc()
+        context.metrics.refusals.labels(answer.reason).inc()
         if answer.reason == "invalid":
             raise BadRequestError(answer.message, param="prompt")
         if answer.reason in _NO_ROOM:
-            means.queue.check_time(waiter, asyncio.get_running_loop().time())
+            context.queue.check_time(waiter, asyncio.get_running_loop().time())
             return True
     return isinstance(answer, DecodeLeftError)
 

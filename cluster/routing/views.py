@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from cluster.routing.affinity import place_keys
-from cluster.routing.placement import ANY_GROUP, GroupView, Placement, Told
+from cluster.routing.placement import ANY_GROUP, EngineSummary, GroupView, Placement
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -97,7 +97,7 @@ _LEAST = np.array(0.0)
 """Beside a few hundred numbers numpy takes an array of one in half the time of a Python number."""
 
 
-_NOTHING = Told("both", (), 0.0)
+_NOTHING = EngineSummary("both", (), 0.0)
 
 
 class Places(NamedTuple):
@@ -111,7 +111,7 @@ class Places(NamedTuple):
         num_rows: Sequences of the engine.
     """
 
-    told: Told
+    told: EngineSummary
     num_free_blocks: Sequence[list[int]]
     of_places: npt.NDArray[np.float64]
     of_engine: npt.NDArray[np.float64]
@@ -120,7 +120,7 @@ class Places(NamedTuple):
     @classmethod
     def of(
         cls,
-        told: Told,
+        told: EngineSummary,
         num_free_blocks: Sequence[list[int]],
         of_places: Sequence[float],
         of_engine: Sequence[float],
@@ -157,7 +157,7 @@ class Views:
     def __init__(self, placements: Iterable[Placement] = ()) -> None:
         self.placements = list(placements)
         self.num_free_blocks: list[list[int]] = [[] for _ in self.placements]
-        self.told: list[Told] = [_NOTHING] * len(self.placements)
+        self.told: list[EngineSummary] = [_NOTHING] * len(self.placements)
         self._table = np.zeros((_GROWTHS.stop, len(self.placements)))
         self._columns: list[npt.NDArray[np.float64]] = list(self._table)
         self.rates: npt.NDArray[np.float64] = self._table[_RATES]

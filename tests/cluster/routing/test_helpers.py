@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.routing.demand import Demand
-from cluster.routing.entry import Entry
+from cluster.routing.entry import AdmissionEntry
 from cluster.routing.forecast import Forecast
 from cluster.routing.helpers import SPARE, Helper, Helpers
 from cluster.routing.placement import Placement
@@ -20,7 +20,9 @@ LAST_S = 3.0 - (1.0 + SPARE) * PROMPT_S
 
 def waits(number, num_tokens=1000, arrived_s=0.0, tpot_s=0.1, *, is_spilled=True):
     demand = Demand(f"r{number}", [7] * num_tokens)
-    return Entry(demand, arrived_s, 3.0, tpot_s, (0, arrived_s, number), is_spilled=is_spilled)
+    return AdmissionEntry(
+        demand, arrived_s, 3.0, tpot_s, (0, arrived_s, number), is_spilled=is_spilled
+    )
 
 
 def taught(mean_output=20):

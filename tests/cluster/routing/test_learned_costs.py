@@ -36,7 +36,7 @@ def decode_s(costs):
     return costs.decode_step_s(16, 50_000, 5000)
 
 
-class Told:
+class PoolHistory:
     """A pool whose replicas tell of steps, and what they cost since."""
 
     def __init__(self, *replicas):
@@ -98,7 +98,7 @@ def test_a_pace_says_nothing_where_nothing_is_usual():
 @settings(max_examples=10, deadline=None)
 @given(st.lists(st.sampled_from("abcd"), min_size=200, max_size=400), st.floats(0.2, 5.0))
 def test_replicas_that_are_alike_cost_the_same_to_the_bit(who, factor):
-    told = Told(*"abcd")
+    told = PoolHistory(*"abcd")
     for replica in who:
         told.tell({replica: factor})
         assert len(set(told.costs.values())) == 1
@@ -107,7 +107,7 @@ def test_replicas_that_are_alike_cost_the_same_to_the_bit(who, factor):
 
 @pytest.mark.parametrize("factor", [0.3, 0.6, 1.7, 4.0])
 def test_a_replica_out_of_the_ordinary_costs_what_its_own_steps_take(factor):
-    told = Told(*"abc").tell(dict.fromkeys("abc", 1.0), 10)
+    told = PoolHistory(*"abc").tell(dict.fromkeys("abc", 1.0), 10)
     assert len(set(told.costs.values())) == 1, "it is too early to tell"
     told.tell({"a": 1.0, "b": factor, "c": 1.0}, 300)
     assert told.seconds() == pytest.approx({"a": 1.0, "b": factor, "c": 1.0}, rel=0.1)
@@ -119,12 +119,12 @@ def test_a_replica_out_of_the_ordinary_costs_what_its_own_steps_take(factor):
     "factors", [{"a": 1.0, "b": 1.4}, dict(zip("abcd", (1.0, 1.4, 1.4, 1.0), strict=True))]
 )
 def test_a_quarter_slower_is_out_of_the_ordinary_where_half_of_the_pool_is(factors):
-    told = Told(*factors).tell(factors, 300)
+    told = PoolHistory(*factors).tell(factors, 300)
     assert told.seconds() == pytest.approx(factors, rel=0.1)
 
 
 def test_who_takes_prompts_and_decodes_by_turns_is_learned_of_both():
-    told = Told("a").tell({"a": 1.0}, 100)
+    told = PoolHistory("a").tell({"a": 1.0}, 100)
     for number in range(4000):
         steps = [prompt_step(1.0, told.rng), step(1.0 if number < 400 else 3.0, told.rng)]
         for each in steps:
@@ -143,7 +143,7 @@ def test_who_joined_before_anything_was_known_costs_what_the_next_one_does():
 
 def test_what_a_slow_one_alone_has_done_costs_others_what_it_would_have_taken_them():
     """Its pace is no part of what the work costs: here, a token of context."""
-    told = Told(*"abc").tell({"a": 1.0, "b": 4.0, "c": 1.0}, 150)
+    told = PoolHistory(*"abc").tell({"a": 1.0, "b": 4.0, "c": 1.0}, 150)
     for _ in range(1500):
         for replica, context, factor in (("a", 200, 1.0), ("b", 100_000, 4.0), ("c", 200, 1.0)):
             seconds = factor * TRUE.decode_step_s(4, context, context // 4)
@@ -154,13 +154,13 @@ def test_what_a_slow_one_alone_has_done_costs_others_what_it_would_have_taken_th
 
 
 def test_of_two_that_differ_each_costs_what_its_own_steps_take():
-    told = Told(*AB).tell({"a": 1.0, "b": 3.0}, 300)
+    told = PoolHistory(*AB).tell({"a": 1.0, "b": 3.0}, 300)
     assert told.seconds() == pytest.approx({"a": 1.0, "b": 3.0}, rel=0.1)
 
 
 def test_who_has_idled_since_slow_first_steps_is_not_slow():
     """Cold steps taught the fit; it is wrong for both of them, not for the one that computes."""
-    told = Told(*AB).tell({"a": 3.0, "b": 3.0}, 60)
+    told = PoolHistory(*AB).tell({"a": 3.0, "b": 3.0}, 60)
     told.tell({"a": 1.0}, 5)
     assert told.costs["a"] == told.costs["b"]
     for _ in range(80):
@@ -171,20 +171,20 @@ def test_who_has_idled_since_slow_first_steps_is_not_slow():
 
 
 def test_who_has_never_computed_costs_what_the_others_take_now():
-    told = Told(*AB).tell({"a": 3.0}, 60).tell({"a": 1.0}, 600)
+    told = PoolHistory(*AB).tell({"a": 3.0}, 60).tell({"a": 1.0}, 600)
     assert told.costs["a"] == told.costs["b"]
     assert told.seconds()["b"] == pytest.approx(1.0, rel=0.15)
 
 
 def test_a_host_that_slows_down_shows_at_once():
     """The fit takes hundreds of steps; until then the level says it."""
-    told = Told(*"abc").tell(dict.fromkeys("abc", 1.0), 400)
+    told = PoolHistory(*"abc").tell(dict.fromkeys("abc", 1.0), 400)
     told.tell(dict.fromkeys("abc", 2.5), 200)
     assert told.seconds() == pytest.approx(dict.fromkeys("abc", 2.5), rel=0.15)
 
 
 def test_a_slow_one_that_nobody_asks_any_more_is_asked_again():
-    told = Told(*"abc").tell({"a": 1.0, "b": 4.0, "c": 1.0}, 200)
+    told = PoolHistory(*"abc").tell({"a": 1.0, "b": 4.0, "c": 1.0}, 200)
     assert told.seconds()["b"] == pytest.approx(4.0, rel=0.1)
     told.tell({"a": 1.0, "c": 1.0}, 10 * learned_costs.HALF_LIFE)
     assert told.costs["b"] == told.costs["a"]
@@ -198,7 +198,7 @@ def test_a_slow_one_that_nobody_asks_any_more_is_asked_again():
 
 
 def test_decodes_and_prompts_have_paces_of_their_own():
-    told = Told(*"abc")
+    told = PoolHistory(*"abc")
     for _ in range(300):
         for replica in "abc":
             steps = [step(1.0, told.rng), prompt_step(3.0 if replica == "b" else 1.0, told.rng)]
@@ -209,7 +209,7 @@ def test_decodes_and_prompts_have_paces_of_their_own():
 
 
 def test_a_replica_that_is_gone_counts_for_nothing():
-    told = Told(*AB).tell({"a": 1.0, "b": 9.0}, 200)
+    told = PoolHistory(*AB).tell({"a": 1.0, "b": 9.0}, 200)
     told.learned.forget("pool", "b")
     changed = {}
     for _ in range(learned_costs.ONE_IN * learned_costs.MAX_STEPS_APART):

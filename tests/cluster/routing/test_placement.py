@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cluster.routing.cost import LOOK_AT_CACHES, PRESETS, make_policies
 from cluster.routing.demand import Demand
-from cluster.routing.placement import ANY_GROUP, GroupView, Placement, Told, fits
+from cluster.routing.placement import ANY_GROUP, EngineSummary, GroupView, Placement, fits
 from cluster.routing.step_time import StepCosts
 from cluster.routing.views import NUM_OF_PLACE, Column, Places, Views
 
@@ -50,7 +50,7 @@ def a_view(placement, index, blocks, slots, room, active, waiting, queued, load)
 
 
 IDLE = Load()
-TOLD = Told("both", (), 0.0)
+TOLD = EngineSummary("both", (), 0.0)
 
 
 def group_view(

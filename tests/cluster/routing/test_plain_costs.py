@@ -14,7 +14,7 @@ from cluster.routing.cost import (
     make_policies,
 )
 from cluster.routing.demand import Demand
-from cluster.routing.placement import ANY_GROUP, Placement, Told
+from cluster.routing.placement import ANY_GROUP, EngineSummary, Placement
 from cluster.routing.views import Column, Places, Views
 
 COUNTS = st.integers(0, 3)
@@ -57,7 +57,7 @@ def engines(draw, num_groups):
     for columns, of_engine in written:
         num_places = len(columns[0])
         of_places = [number for column in columns for number in column]
-        told = Told("both", (), 0.0), [[9]] * num_places, of_places, of_engine
+        told = EngineSummary("both", (), 0.0), [[9]] * num_places, of_places, of_engine
         views.write(first, Places.of(*told))
         first += num_places
     return views
@@ -188,7 +188,7 @@ def drawn(dice, num_places):
         1e-7 * dice.random(), 1e-6 * dice.random(), 1e-2 * dice.random(), 1e-4 * dice.random(),
         1e-8 * dice.random(), 1e-6 * dice.random(), dice.random(), 0.05 * dice.random(),
     ]  # fmt: skip
-    return Places.of(Told("both", (), 0.0), [[9]] * num_places, of_places, of_engine)
+    return Places.of(EngineSummary("both", (), 0.0), [[9]] * num_places, of_places, of_engine)
 
 
 @given(st.integers(2, 99), st.data())
