@@ -165,9 +165,9 @@ def look(url: str) -> Left:
         is_whole &= len(engines) == num_engines
     for _ in range(_LOOKS):
         view = json.loads(_get(f"{url}/debug/slots"))
-        parts = sum(len(replica["parts"]) for replica in view["replicas"])
-        slots = max(slots, parts + view["num_queued"] + view["num_at_door"])
-        is_whole &= num_engines == sum(replica["moves"] for replica in view["replicas"])
+        attempts = sum(len(replica["attempts"]) for replica in view["replicas"])
+        slots = max(slots, attempts + view["num_queued"] + view["num_awaiting_admission"])
+        is_whole &= num_engines == sum(replica["is_responsive"] for replica in view["replicas"])
     return Left(slots, blocks, leases, is_whole and len(ingresses) == NUM_INGRESSES)
 
 
@@ -180,7 +180,9 @@ def can_lose(url: str) -> set[str]:
     serving = collections.Counter(
         replica["pool"]
         for replica in replicas
-        if replica["moves"] and replica["state"] == "ready" and replica["breaker"] == "closed"
+        if replica["is_responsive"]
+        and replica["state"] == "ready"
+        and replica["breaker"] == "closed"
     )
     found = {pool for pool, number in NUM_ENGINES.items() if serving[pool] == number}
     # An answer through HAProxy says that one ingress serves; each in turn, that both do.

@@ -231,7 +231,7 @@ class Ingress:
             self.fleet.pools,
             self.router.parts(),
             num_queued=len(self.router.queue),
-            num_at_door=0 if admission is None else len(admission),
+            num_awaiting_admission=0 if admission is None else len(admission),
             now_s=asyncio.get_running_loop().time(),
         )
 
@@ -249,8 +249,8 @@ class Ingress:
             await asyncio.to_thread(self._route_log.close)
 
     async def _make_metrics(self) -> bytes:
-        num_at_door = 0 if self.router.admission is None else len(self.router.admission)
-        self.metrics.num_queued.set(len(self.router.queue) + num_at_door)
+        num_awaiting_admission = 0 if self.router.admission is None else len(self.router.admission)
+        self.metrics.num_queued.set(len(self.router.queue) + num_awaiting_admission)
         self.metrics.num_stalled.set(self.fleet.num_still)
         self.metrics.num_shut.set(self.fleet.pools.num_shut)
         answers = await self._ask_all(self.fleet.client.metrics, _SCRAPE_TIMEOUT_S)

@@ -36,49 +36,49 @@ class CandidateView(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         dp_group: None: the engine as a whole.
-        snapshot: Sequence number of what the replica had last said.
+        snapshot_seq: Sequence number of what the replica had last said.
         cost: The least is best, of those that can take it: null where it could not; and where
             nothing told places apart.
         terms: What each of the policy's terms added, by level one after the other.
-        missed_tokens: Prompt tokens that it would have to compute; null if nobody asked.
+        uncached_tokens: Prompt tokens that it would have to compute; null if nobody asked.
     """
 
     replica: str
     dp_group: int | None
-    snapshot: int
+    snapshot_seq: int
     cost: float | None
     terms: dict[str, float]
-    missed_tokens: float | None
+    uncached_tokens: float | None
 
 
-class ChoiceView(msgspec.Struct, frozen=True, kw_only=True):
+class PlacementView(msgspec.Struct, frozen=True, kw_only=True):
     """One placement.
 
     Attributes:
         side: decode (a slot), prefill (a prefill engine for the prompt) or prompt (a decode engine
             that computes it itself).
-        made_s: Seconds from the request's arrival.
+        placed_s: Seconds from the request's arrival.
         num_places: Places on that side; those that could take it, that had refused it, and that
             were left aside: others are better for the prompt, or it was lost there.
-        elsewhere_s: For prompt: what the best prefill engine would have cost.
+        prefill_engine_cost_s: For prompt: what the best prefill engine would have cost.
         candidates: The chosen one, and those that cost least beside it.
     """
 
     side: str
-    made_s: float
+    placed_s: float
     num_places: int
     num_fitting: int
     num_refused: int
-    num_spared: int
-    elsewhere_s: float | None
+    num_avoided: int
+    prefill_engine_cost_s: float | None
     candidates: list[CandidateView]
 
 
-class ToldView(msgspec.Struct, frozen=True, kw_only=True):
+class FiguresView(msgspec.Struct, frozen=True, kw_only=True):
     """What was predicted, or came true; see `cluster.routing.explain.RouteFigures`."""
 
     ttft_s: float | None
-    token_s: float | None
+    tpot_s: float | None
     cached_tokens: int | None
 
 
@@ -95,11 +95,11 @@ class RouteView(msgspec.Struct, frozen=True, kw_only=True):
     age_s: float
     outcome: str
     num_prompt_tokens: int
-    num_tokens: int
+    num_output_tokens: int
     ttft_s: float | None
-    predicted: ToldView
-    actual: ToldView
-    choices: list[ChoiceView]
+    predicted: FiguresView
+    actual: FiguresView
+    placements: list[PlacementView]
 
 
 class RoutesView(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,11 +128,11 @@ def route_view(route: Route, name_of: NameOf, *, policy: str, now_s: float) -> R
         age_s=round(now_s - route.arrived_s, 6),
         outcome=route.outcome,
         num_prompt_tokens=route.num_prompt_tokens,
-        num_tokens=route.num_tokens,
+        num_output_tokens=route.num_tokens,
         ttft_s=_seconds(None if route.first_s is None else route.first_s - route.arrived_s),
-        predicted=_told(route.predicted),
-        actual=_told(route.actual),
-        choices=[_choice(made, route.arrived_s, name_of) for made in route.made],
+        predicted=_figures(route.predicted),
+        actual=_figures(route.actual),
+        placements=[_placement_view(made, route.arrived_s, name_of) for made in route.made],
     )
 
 
@@ -143,27 +143,27 @@ def short_form(route: Route, name_of: NameOf) -> str:
         made = route.last_of(side)
         if made is not None:
             choice = made.choice
-            name = _place(choice.chosen, name_of)
+            name = _place_name(choice.chosen, name_of)
             fields.append(f'{side}="{name}";of={choice.num_fitting};snapshot={choice.seqs[0]}')
     fields.append(f"placements={len(route.made)}")
-    for kind, told in (("predicted", route.predicted), ("actual", route.actual)):
-        if told.ttft_s is not None:
-            fields.append(f"{kind}-ttft-ms={1e3 * told.ttft_s:.3f}")
-        if told.cached_tokens is not None:
-            fields.append(f"{kind}-cached-tokens={told.cached_tokens}")
+    for kind, figures in (("predicted", route.predicted), ("actual", route.actual)):
+        if figures.ttft_s is not None:
+            fields.append(f"{kind}-ttft-ms={1e3 * figures.ttft_s:.3f}")
+        if figures.cached_tokens is not None:
+            fields.append(f"{kind}-cached-tokens={figures.cached_tokens}")
     return ", ".join(fields)
 
 
-def _place(placement: Placement, name_of: NameOf) -> str:
+def _place_name(placement: Placement, name_of: NameOf) -> str:
     group = f"/{placement.dp_group}" if placement.dp_group >= 0 else ""
     return name_of(placement.incarnation) + group
 
 
-def _told(told: RouteFigures) -> ToldView:
-    return ToldView(
-        ttft_s=_seconds(told.ttft_s),
-        token_s=_seconds(told.token_s),
-        cached_tokens=told.cached_tokens,
+def _figures(figures: RouteFigures) -> FiguresView:
+    return FiguresView(
+        ttft_s=_seconds(figures.ttft_s),
+        tpot_s=_seconds(figures.token_s),
+        cached_tokens=figures.cached_tokens,
     )
 
 
@@ -172,7 +172,7 @@ def _seconds(value: float | None) -> float | None:
     return None if value is None else round(value, 6)
 
 
-def _choice(made: Made, arrived_s: float, name_of: NameOf) -> ChoiceView:
+def _placement_view(made: Made, arrived_s: float, name_of: NameOf) -> PlacementView:
     choice = made.choice
     missed = choice.missed_tokens
     candidates = []
@@ -183,23 +183,23 @@ def _choice(made: Made, arrived_s: float, name_of: NameOf) -> ChoiceView:
                 CandidateView(
                     replica=name_of(placement.incarnation),
                     dp_group=placement.dp_group if placement.dp_group >= 0 else None,
-                    snapshot=choice.seqs[rank],
+                    snapshot_seq=choice.seqs[rank],
                     cost=cost if cost < math.inf else None,
                     terms=choice.terms(rank),
-                    missed_tokens=(
+                    uncached_tokens=(
                         missed
                         if missed is None or isinstance(missed, float)
                         else float(missed[rank])
                     ),
                 )
             )
-    return ChoiceView(
+    return PlacementView(
         side=made.side,
-        made_s=round(made.made_s - arrived_s, 6),
+        placed_s=round(made.made_s - arrived_s, 6),
         num_places=choice.num_places,
         num_fitting=choice.num_fitting,
         num_refused=choice.num_refused,
-        num_spared=choice.num_spared,
-        elsewhere_s=choice.elsewhere_s,
+        num_avoided=choice.num_spared,
+        prefill_engine_cost_s=choice.elsewhere_s,
         candidates=candidates,
     )

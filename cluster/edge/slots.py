@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _LABEL_BYTES = 6
 
 
-class PartView(msgspec.Struct, frozen=True, kw_only=True):
+class AttemptView(msgspec.Struct, frozen=True, kw_only=True):
     """One engine's part in one request of this ingress.
 
     Attributes:
@@ -53,19 +53,19 @@ class ReplicaSlots(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         role: What it takes now; empty before its first snapshot.
         state: Where it is in its life, see `replicas.life`.
-        moves: Whether it gets requests: not while it stalls or is silent.
+        is_responsive: Whether it gets requests: not while it stalls or is silent.
         breaker: closed, open, half_open or probing; see `cluster.routing.breaker`.
-        parts: What it does for this ingress, the oldest first.
+        attempts: What it does for this ingress, the oldest first.
     """
 
     replica: str
     pool: str
     role: str
-    moves: bool
+    is_responsive: bool
     state: str
     breaker: str
     groups: list[GroupSlots]
-    parts: list[PartView]
+    attempts: list[AttemptView]
 
 
 class SlotsView(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,24 +73,29 @@ class SlotsView(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         num_queued: Requests that wait for a slot here.
-        num_at_door: Requests that wait to be let in; 0 where nobody decides that.
+        num_awaiting_admission: Requests that wait to be let in; 0 where nobody decides that.
         replicas: By id.
     """
 
     num_queued: int
-    num_at_door: int
+    num_awaiting_admission: int
     replicas: list[ReplicaSlots]
 
 
 def slots_view(
-    pools: PoolState, parts: Iterable[Part], *, num_queued: int, num_at_door: int, now_s: float
+    pools: PoolState,
+    parts: Iterable[Part],
+    *,
+    num_queued: int,
+    num_awaiting_admission: int,
+    now_s: float,
 ) -> SlotsView:
     """Put together what an ingress knows at `now_s`, on the clock of the parts."""
-    of_engine: dict[str, list[PartView]] = {}
+    of_engine: dict[str, list[AttemptView]] = {}
     for part in sorted(parts, key=lambda part: part.asked_s):
         member = pools.member(part.incarnation)
         kv_groups = () if member is None else member.description.kv_groups
-        view = PartView(
+        view = AttemptView(
             request=hashlib.blake2b(
                 part.demand.request_id.encode(), digest_size=_LABEL_BYTES
             ).hexdigest(),
@@ -109,7 +114,7 @@ def slots_view(
                 replica=member.replica_id,
                 pool=member.pool,
                 role="" if snapshot is None else snapshot.role,
-                moves=pools.moves(incarnation),
+                is_responsive=pools.moves(incarnation),
                 state=pools.state(incarnation).value,
                 breaker=pools.breakers.state(incarnation),
                 groups=[
@@ -122,11 +127,11 @@ def slots_view(
                     )
                     for group in (() if snapshot is None else snapshot.groups)
                 ],
-                parts=of_engine.get(incarnation, []),
+                attempts=of_engine.get(incarnation, []),
             )
         )
     return SlotsView(
         num_queued=num_queued,
-        num_at_door=num_at_door,
+        num_awaiting_admission=num_awaiting_admission,
         replicas=sorted(replicas, key=lambda replica: replica.replica),
     )

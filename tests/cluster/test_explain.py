@@ -89,20 +89,20 @@ def test_a_request_is_told_where_it_went_and_how_that_was_predicted(pool, tmp_pa
             assert (await ask("GET", "/debug/routes/min")).status == 404
             metrics = (await ask("GET", "/metrics")).chunks[0].decode()
         assert (route["policy"], route["outcome"]) == ("least_delay", "finished")
-        assert (route["num_prompt_tokens"], route["num_tokens"]) == (len(PROMPT), 8)
+        assert (route["num_prompt_tokens"], route["num_output_tokens"]) == (len(PROMPT), 8)
         assert PROMPT[:9] not in str(route)
-        [choice] = route["choices"]
-        chosen, *others = choice["candidates"]
+        [placement] = route["placements"]
+        chosen, *others = placement["candidates"]
         assert chosen["replica"] in {engine.member.replica_id for engine in pool}
-        assert chosen["missed_tokens"] == len(PROMPT) - CACHED
+        assert chosen["uncached_tokens"] == len(PROMPT) - CACHED
         assert all(other["cost"] >= chosen["cost"] * (1.0 - 1e-9) for other in others)
         assert {"first_token_s", "work_s"} <= chosen["terms"].keys()
         predicted, actual = route["predicted"], route["actual"]
         assert predicted["cached_tokens"] == actual["cached_tokens"] == CACHED
         assert predicted["ttft_s"] > 0.0
-        assert predicted["token_s"] > 0.0
+        assert predicted["tpot_s"] > 0.0
         assert 0.0 < actual["ttft_s"] <= route["ttft_s"]
-        assert actual["token_s"] > 0.0
+        assert actual["tpot_s"] > 0.0
         counts = dict(
             re.findall(
                 r'^ttserve_router_prediction_ratio_count\{.*of="(\w+)"\} (\S+)$', metrics, re.M
@@ -225,8 +225,8 @@ def test_routes_of_both_sides_are_kept_and_the_oldest_are_forgotten(monkeypatch)
                 await ingress.close()
         assert old.status == 404
         [route] = new.body["routes"]
-        assert [choice["side"] for choice in route["choices"]] == ["prefill", "decode"]
-        assert route["choices"][0]["candidates"][0]["dp_group"] is None
+        assert [placement["side"] for placement in route["placements"]] == ["prefill", "decode"]
+        assert route["placements"][0]["candidates"][0]["dp_group"] is None
         assert route["predicted"]["ttft_s"] > 0.0
         assert route["actual"]["ttft_s"] > 0.0
 

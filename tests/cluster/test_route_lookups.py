@@ -58,7 +58,7 @@ def test_a_storm_about_one_id_is_one_bounded_answer_rendered_off_the_loop(monkey
     assert {answer.status for answer in answers} == {200}
     body = answers[0].body
     assert (len(body["routes"]), body["num_dropped"]) == (KEPT_OF_AN_ID, KEPT - KEPT_OF_AN_ID)
-    assert all(len(route["choices"]) == MOST_MADE for route in body["routes"])
+    assert all(len(route["placements"]) == MOST_MADE for route in body["routes"])
     assert len(threads) == KEPT_OF_AN_ID
     assert threading.main_thread() not in threads
 

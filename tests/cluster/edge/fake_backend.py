@@ -105,7 +105,7 @@ class FakeBackend:
         return self.steps
 
     async def slots(self):
-        return SlotsView(num_queued=3, num_at_door=1, replicas=[])
+        return SlotsView(num_queued=3, num_awaiting_admission=1, replicas=[])
 
     async def routes(self, request_id):
         return None

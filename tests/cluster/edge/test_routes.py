@@ -747,7 +747,7 @@ def test_deep_health_is_that_of_whoever_has_ended_a_step(steps, status, body):
 def test_debug_slots_says_what_waits_and_what_is_held():
     client = call(FakeBackend(), "GET", "/debug/slots", headers=OPERATOR)
     assert client.status == 200
-    assert client.body == {"num_queued": 3, "num_at_door": 1, "replicas": []}
+    assert client.body == {"num_queued": 3, "num_awaiting_admission": 1, "replicas": []}
 
 
 def test_a_request_that_is_not_known_has_no_route():

@@ -21,17 +21,17 @@ def test_it_says_what_each_replica_has_and_does_for_this_ingress():
         Part(Demand("older", [7]), "d", "decode", "activated", 3.0),
         Part(demand, "gone", "prefill", "asked", 9.0),
     ]
-    view = slots_view(pools, parts, num_queued=2, num_at_door=5, now_s=10.0)
-    assert (view.num_queued, view.num_at_door) == (2, 5)
+    view = slots_view(pools, parts, num_queued=2, num_awaiting_admission=5, now_s=10.0)
+    assert (view.num_queued, view.num_awaiting_admission) == (2, 5)
     decode, quiet = view.replicas
     assert [(g.empty_slots, g.running, g.reserved) for g in decode.groups] == [(2, 1, 1), (4, 0, 0)]
-    assert [(p.mode, p.state, p.age_s, p.num_blocks) for p in decode.parts] == [
+    assert [(p.mode, p.state, p.age_s, p.num_blocks) for p in decode.attempts] == [
         ("decode", "activated", 7.0, 1),
         ("decode", "open", 2.0, 3),
     ]
-    assert decode.parts[1].request not in {"", "secret"}, "nobody can speak of it to an engine"
-    assert (quiet.moves, quiet.role, quiet.groups, quiet.parts) == (False, "", [], [])
+    assert decode.attempts[1].request not in {"", "secret"}, "nobody can speak of it to an engine"
+    assert (quiet.is_responsive, quiet.role, quiet.groups, quiet.attempts) == (False, "", [], [])
     assert (decode.state, quiet.state) == ("ready", "starting")
     pools.take_snapshot("d", EngineSnapshot(2, True, 0, 0, 9, groups, "decode"))
-    view = slots_view(pools, parts, num_queued=0, num_at_door=0, now_s=10.0)
+    view = slots_view(pools, parts, num_queued=0, num_awaiting_admission=0, now_s=10.0)
     assert view.replicas[0].state == "draining"
