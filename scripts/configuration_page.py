@@ -40,13 +40,13 @@ refuses unknown keys, wrong types and numbers that cannot work together, and nam
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Keys that stand together in a config file.
+    """Keys of one mapping in a config file.
 
     Attributes:
-        path: Their path in the file; "" is the file itself.
-        struct: Declares them.
+        path: The mapping's path in the file; "" is the file itself.
+        struct: The struct that declares the keys.
         acts: Which process reads them, and when.
-        hidden: Fields that the cluster sets, and no person.
+        hidden: Fields that the cluster sets, not the user.
     """
 
     path: str
@@ -104,14 +104,14 @@ def _section(section: Section) -> str:
     kinds = typing.get_type_hints(section.struct)
     for field in msgspec.structs.fields(section.struct):
         if field.name not in section.hidden:
-            text = texts.get(field.name, "")
+            text = re.sub(r"\bNone\b", "null", texts.get(field.name, "")).replace("``", "`")
             stated = f"{kind(kinds[field.name])}, {_default(field)}"
             lines.append(f"- **`{field.name}`** ({stated}).{' ' * bool(text)}{text}")
     return "\n".join([*lines, ""])
 
 
 def attributes(struct: type) -> dict[str, str]:
-    """Return what the docstrings of a struct and its bases say of each attribute, a line each."""
+    """Return the text of each attribute, from the docstrings of a struct and its bases."""
     found: dict[str, str] = {}
     for base in reversed(struct.__mro__):
         _, _, block = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")

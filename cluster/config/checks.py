@@ -1,6 +1,6 @@
-"""What cannot work together. Pure: every check looks at values and raises, or says nothing.
+"""Checks of the configuration that span several keys. Pure.
 
-Each raises `ClusterConfigError` with the key at fault.
+Each check raises a `ClusterConfigError` that names the key at fault.
 """
 
 import math
@@ -35,7 +35,7 @@ _RESERVED_KV_KEYS = ("kv_connector", "kv_endpoint", "kv_store", "kv_network")
 _RESERVED_ENGINE_KEYS = ("model", "role", *_RESERVED_KV_KEYS, "keys", "gang")
 _RESERVED_MESH_KEYS = ("faults", "fault_epoch_unix_s")
 _MIN_RESOURCE = 0.0001
-# No name at all is that of those who bring no header.
+# The empty name stands for requests without the header.
 _TENANT_NAME = re.compile(rf"[!-~](?:[ -~]{{0,{MAX_TENANT_CHARS - 2}}}[!-~])?|")
 _MIN_WEIGHT = 1e-3
 _HOST = re.compile(r"[a-z0-9_.-]+|\[[0-9a-f:.]+\]")
@@ -43,7 +43,7 @@ _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
 def check_args(args: ClusterArgs) -> None:
-    """Refuse what cannot work whatever the engines are."""
+    """Run the checks that need neither engines nor model."""
     roles = set(args.pools)
     if roles not in ({"both"}, {"prefill", "decode"}):
         raise ClusterConfigError(
@@ -64,25 +64,25 @@ def check_args(args: ClusterArgs) -> None:
 def check_store_units(store: StoreConfig | None, engines: Mapping[Role, EngineConfig]) -> None:
     """Refuse a store whose units are not whole blocks of every engine."""
     for role, engine in engines.items():
-        # A block size below 1 is for the engine's own check to name.
+        # The engine's own check reports a block size below 1.
         if store is not None and engine.block_size > 0 and store.unit_tokens % engine.block_size:
             raise ClusterConfigError(
-                f"args.kv_store.unit_tokens {store.unit_tokens} is no multiple of block_size "
+                f"args.kv_store.unit_tokens {store.unit_tokens} is not a multiple of block_size "
                 f"{engine.block_size} of pool {role}; use a common multiple of every pool's"
             )
 
 
 def check_kv_memory(args: ClusterArgs, engines: Mapping[Role, EngineConfig]) -> None:
-    """Refuse to tell a mesh how much memory its KV takes: it takes what there is.
+    """Refuse `kv_cache_memory_bytes` where all engines run on meshes, which ignore it.
 
-    What all pools share may be meant for one of them that is not on a mesh.
+    A value for all pools is accepted if one of them is not on a mesh.
     """
     for where, roles, options in args.engine_options:
         on_mesh = all(engines[role].mesh is not None for role in roles)
         if on_mesh and "kv_cache_memory_bytes" in options:
             raise ClusterConfigError(
-                f"{where}.kv_cache_memory_bytes is for engines on the CPU: a mesh's KV takes what "
-                "its memory holds beside the weights; remove it, or set num_blocks"
+                f"{where}.kv_cache_memory_bytes is for engines on the CPU: KV on a mesh takes the "
+                "memory that the weights leave; remove it, or set num_blocks"
             )
 
 
@@ -91,14 +91,14 @@ def check_pools(
     engines: Mapping[Role, EngineConfig],
     models: Mapping[Role, ModelConfig],
 ) -> None:
-    """Refuse replicas that would share boards, and pools that cannot use each other's KV."""
+    """Refuse replicas that would share boards, and pools with incompatible KV."""
     for role, engine in engines.items():
         _check_gang_model(role, pools[role].gang_size, engine, models[role])
         _check_visible_devices(role, pools[role].max_replicas or pools[role].replicas, engine)
         if engine.kv_connector is not None and engine.block_size % ROW_TOKENS:
             raise ClusterConfigError(
-                f"block_size {engine.block_size} of pool {role} is no multiple of {ROW_TOKENS}, "
-                "the tokens of a row that KV transfer moves"
+                f"block_size {engine.block_size} of pool {role} is not a multiple of {ROW_TOKENS}, "
+                "the tokens of a row, the unit of KV transfer"
             )
     if "both" not in engines:
         prefill, decode = engines["prefill"], engines["decode"]
@@ -108,7 +108,7 @@ def check_pools(
 
 
 def num_decode_slots(pools: Mapping[Role, PoolConfig], engines: Mapping[Role, EngineConfig]) -> int:
-    """Sequences that all decode replicas hold together, when each pool is as large as it may be."""
+    """Return the decode slots of all replicas, with each pool at its largest size."""
     return sum(
         (pool.max_replicas or pool.replicas) * engines[role].max_batch_size
         for role, pool in pools.items()
@@ -117,7 +117,7 @@ def num_decode_slots(pools: Mapping[Role, PoolConfig], engines: Mapping[Role, En
 
 
 def check_ongoing_requests(ingress: IngressConfig, num_slots: int) -> None:
-    """Refuse a limit of open requests below which some decode slots would always be empty."""
+    """Refuse a limit of open requests that would leave some decode slots always empty."""
     limit = ingress.max_ongoing_requests
     if limit is None or limit * ingress.replicas >= num_slots:
         return
@@ -132,7 +132,8 @@ def _check_hosts(hosts: list[str] | None) -> None:
     for host in hosts or ():
         if not _HOST.fullmatch(host):
             raise ClusterConfigError(
-                f"args.ingress.allowed_hosts: {host!r} is no host name without port, in lower case"
+                f"args.ingress.allowed_hosts: {host!r} must be a host name in lower case, without "
+                "a port"
             )
 
 
@@ -149,8 +150,8 @@ def _check_counts(args: ClusterArgs) -> None:
     for role, pool in args.pools.items():
         if pool.max_replicas is not None and pool.max_replicas < pool.replicas:
             raise ClusterConfigError(
-                f"args.pools.{role}.max_replicas {pool.max_replicas} is less than its replicas, "
-                f"{pool.replicas}, which are the fewest"
+                f"args.pools.{role}.max_replicas {pool.max_replicas} is less than replicas "
+                f"{pool.replicas}, the minimum"
             )
     if args.ingress.max_body_bytes > LARGEST_BODY_BYTES:
         raise ClusterConfigError(
@@ -192,7 +193,7 @@ def _check_admission(admission: AdmissionConfig) -> None:
     for name, tenant in admission.tenants.items():
         if not _TENANT_NAME.fullmatch(name):
             raise ClusterConfigError(
-                f"{where}.tenants.{name!r} is no name that a header can have: up to "
+                f"{where}.tenants.{name!r} cannot be the value of a header: use up to "
                 f"{MAX_TENANT_CHARS} visible ASCII characters"
             )
         if tenant.weight < _MIN_WEIGHT:
@@ -202,18 +203,18 @@ def _check_admission(admission: AdmissionConfig) -> None:
     header = admission.tenant_header
     if header is None and admission.tenants:
         raise ClusterConfigError(
-            f"{where}.tenants names tenants and nothing tells one from another; set "
-            f"{where}.tenant_header to the header that your proxy sets"
+            f"{where}.tenants has no effect without {where}.tenant_header; set it to the header "
+            "in which your gateway sends the tenant's name"
         )
     if header is not None and not _HEADER.fullmatch(header):
-        raise ClusterConfigError(f"{where}.tenant_header {header!r} is no name of a header")
+        raise ClusterConfigError(f"{where}.tenant_header {header!r} is not a valid header name")
 
 
 def _check_gang_counts(args: ClusterArgs, role: Role, pool: PoolConfig) -> None:
     where = f"args.pools.{role}"
     if pool.gang_size < 1 or pool.replicas % pool.gang_size:
         raise ClusterConfigError(
-            f"{where}.replicas {pool.replicas} is no multiple of gang_size {pool.gang_size}: "
+            f"{where}.replicas {pool.replicas} is not a multiple of gang_size {pool.gang_size}: "
             "replicas of a gang start and end together"
         )
     if pool.gang_size == 1:
@@ -225,14 +226,14 @@ def _check_gang_counts(args: ClusterArgs, role: Role, pool: PoolConfig) -> None:
     is_shared = args.data_host == NODE_HOST or not ip_address(args.data_host).is_loopback
     if is_shared and args.kv_network != "plain":
         raise ClusterConfigError(
-            f"{where}.gang_size: replicas of a gang send each other what is neither encrypted nor "
-            f"sealed, over data_host {args.data_host}; where nobody else is on that network set "
+            f"{where}.gang_size: replicas of a gang exchange data over data_host {args.data_host} "
+            "without encryption or authentication; if nothing else can reach that network, set "
             "args.kv_network: plain"
         )
 
 
 def _check_gang_model(role: Role, size: int, engine: EngineConfig, model: ModelConfig) -> None:
-    """Only experts on the CPU are shared out."""
+    """Refuse gangs of models without experts, and of engines that are not on the CPU."""
     if size == 1:
         return
     where = f"args.pools.{role}.gang_size"
@@ -240,8 +241,7 @@ def _check_gang_model(role: Role, size: int, engine: EngineConfig, model: ModelC
         raise ClusterConfigError(f"{where} is for engines on the CPU: remove it, or the mesh")
     if model.experts is None:
         raise ClusterConfigError(
-            f"{where}: the model has no experts to share out, and its replicas need not step "
-            "together; remove gang_size"
+            f"{where}: the model has no experts, so its replicas need no gang; remove gang_size"
         )
     if model.experts.num_experts % size:
         raise ClusterConfigError(
@@ -252,8 +252,8 @@ def _check_gang_model(role: Role, size: int, engine: EngineConfig, model: ModelC
 def _check_resources(where: str, resources: Mapping[str, float]) -> None:
     for name, quantity in resources.items():
         if name == "CPU":
-            raise ClusterConfigError(f"{where}.resources.CPU: say it as {where}.num_cpus")
-        # Ray counts in ten-thousandths, and takes less for nothing at all.
+            raise ClusterConfigError(f"{where}.resources.CPU is not allowed; set {where}.num_cpus")
+        # Ray counts in ten-thousandths and treats anything less as 0.
         if quantity != 0 and quantity < _MIN_RESOURCE:
             raise ClusterConfigError(
                 f"{where}.resources.{name} must be 0 or at least {_MIN_RESOURCE}, got {quantity}"
@@ -263,7 +263,7 @@ def _check_resources(where: str, resources: Mapping[str, float]) -> None:
 def _check_absolute(key: str, path: str, instead: str = "") -> None:
     if not PurePath(path).is_absolute():
         raise ClusterConfigError(
-            f"{key} {path!r} is a relative path, and replicas run in folders of their own: give an "
+            f"{key} {path!r} is a relative path, but replicas run in other folders: give an "
             f"absolute path{instead}"
         )
 
@@ -272,11 +272,11 @@ def _check_data_host(host: str) -> None:
     if host == NODE_HOST:
         return
     try:
-        # A cluster always has a secret: that of its key_file, or one that is made for it.
+        # A cluster always has a secret: from its key_file, or made for it.
         check_listen_host(host, has_secrets=True)
     except AddressError as error:
         raise ClusterConfigError(
-            f"args.data_host: {error}, or {NODE_HOST} for the one that Ray knows each host by"
+            f"args.data_host: {error}, or {NODE_HOST} for each host's address in Ray"
         ) from error
 
 
@@ -288,15 +288,15 @@ def _check_choice(key: str, name: str, choices: Collection[str]) -> None:
 
 
 def _check_kv_transfer(args: ClusterArgs) -> None:
-    """How KV moves fits the pools, and has what it needs."""
+    """Refuse a KV connector that does not fit the pools or lacks its store."""
     name = args.kv_connector
     if args.key_file is not None:
         _check_absolute("args.key_file", args.key_file)
     _check_choice("args.kv_connector", name, _CONNECTORS)
     if name == "pooled" and args.is_disaggregated:
         raise ClusterConfigError(
-            "args.kv_connector pooled hands no request from one pool to the other: use multi for "
-            "prefill and decode, or the pool both"
+            "args.kv_connector pooled does not move KV from the prefill to the decode pool: use "
+            "multi, or the pool both"
         )
     if name == "multi" and not args.is_disaggregated:
         raise ClusterConfigError(
@@ -306,7 +306,7 @@ def _check_kv_transfer(args: ClusterArgs) -> None:
         _check_store(name, args.kv_store)
     elif name in STORE_CONNECTORS:
         raise ClusterConfigError(
-            f"args.kv_connector {name} needs args.kv_store, for one "
+            f"args.kv_connector {name} needs args.kv_store, such as "
             "{backend: shm, capacity_bytes: 1073741824}"
         )
 
@@ -320,7 +320,7 @@ def _check_store(connector: str, store: StoreConfig) -> None:
 
 
 def _check_reserved_keys(args: ClusterArgs) -> None:
-    """What the cluster tells engines nobody else may."""
+    """Refuse engine settings that only the cluster may set."""
     for where, _, options in args.engine_options:
         for key in _RESERVED_ENGINE_KEYS:
             if key in options:
@@ -335,18 +335,18 @@ def _check_reserved_keys(args: ClusterArgs) -> None:
 
 
 def _check_visible_devices(role: Role, num_replicas: int, engine: EngineConfig) -> None:
-    """Replicas do not share boards: those that are named are one replica's."""
+    """Refuse `visible_devices` for several replicas, which cannot share boards."""
     devices = engine.mesh.visible_devices if engine.mesh is not None else None
     if devices is not None and num_replicas > 1:
         raise ClusterConfigError(
-            f"args.pools.{role}: {num_replicas} replicas cannot all have the boards of "
+            f"args.pools.{role}: {num_replicas} replicas cannot share the boards of "
             f"mesh.visible_devices {list(devices)}; remove visible_devices, and Ray gives each "
-            "replica boards of its own"
+            "replica its own boards"
         )
 
 
 def _check_kv_agrees(prefill: EngineConfig, decode: EngineConfig) -> None:
-    """KV moves between engines that mean the same by a row of it."""
+    """Refuse prefill and decode pools whose KV has different meanings."""
     of_prefill, of_decode = _simulated_model(prefill), _simulated_model(decode)
     if of_prefill != of_decode:
         raise ClusterConfigError(
@@ -356,9 +356,9 @@ def _check_kv_agrees(prefill: EngineConfig, decode: EngineConfig) -> None:
     of_prefill, of_decode = kv_rope(prefill), kv_rope(decode)
     if of_prefill != of_decode:
         raise ClusterConfigError(
-            f"keys are rotated in the order of {of_prefill} by {_generator_name(prefill)} of the "
-            f"prefill pool, and of {of_decode} by {_generator_name(decode)} of the decode pool: "
-            "neither can use the other's KV; give both a generator of one kind"
+            f"the prefill pool ({_generator_name(prefill)}) rotates keys in {of_prefill} order and "
+            f"the decode pool ({_generator_name(decode)}) in {of_decode} order, so neither can use "
+            "the other's KV; set the same kind of generator for both"
         )
 
 
@@ -391,7 +391,7 @@ def _check_dtypes(
 
 
 def _generator_name(engine: EngineConfig) -> str:
-    return "ttserve's own" if engine.generator is None else f"generator {engine.generator}"
+    return "ttserve's generator" if engine.generator is None else f"generator {engine.generator}"
 
 
 def _simulated_model(engine: EngineConfig) -> str | None:

@@ -1,4 +1,4 @@
-"""The environment: nothing else in the package reads or changes it."""
+"""The only module of the package that reads or changes the process's environment."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ if TYPE_CHECKING:
 
 
 def process_environment() -> dict[str, str]:
-    """A copy of this process's environment, to start children with."""
+    """Return a copy of this process's environment."""
     return dict(os.environ)  # noqa: TID251 - the one place
 
 
 def replace_in_environment(names: Collection[str], variables: Mapping[str, str]) -> None:
-    """Replace variables of this process, before what reads them is imported.
+    """Replace variables of this process; call it before importing modules that read them.
 
     Args:
         names: Variables to remove.

@@ -1,6 +1,7 @@
-"""Settings of HAProxy beyond those of Serve, by environment: Serve writes the configuration file.
+"""HAProxy settings that Serve has no option for, read from environment variables.
 
-`ttserve environment` prints these variables for `ray start`; `ttserve serve` passes its own on.
+They are variables because Serve writes HAProxy's configuration file. `ttserve environment` prints
+them for `ray start`; `ttserve serve` passes on its own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 HAPROXY_VARIABLE = "RAY_SERVE_ENABLE_HA_PROXY"
-"""Serve's own: "1" where HAProxy stands in front."""
+"""Serve's own variable: "1" if HAProxy is in front of the ingresses."""
 OPERATIONS_VARIABLE = "TTSERVE_OPERATIONS_BIND"
 TRUSTED_PROXIES_VARIABLE = "TTSERVE_TRUSTED_PROXIES"
 
@@ -27,14 +28,15 @@ _LARGEST_PORT = 65535
 
 @dataclass(frozen=True, slots=True)
 class FrontSettings:
-    """Settings of the front that `http_options` has no place for.
+    """HAProxy settings that `http_options` does not have.
 
     Attributes:
         operations_bind: Address and port of the operations listener; None: 127.0.0.1, at the public
             port + 1.
         trusted_proxies: Addresses and networks of proxies whose `X-Forwarded-For` is believed, and
-            whose connections are not limited as those of one client.
-        proof: Shows to ingresses that a request came through HAProxy, see `front_proof`.
+            whose connections are not limited like those of one client.
+        proof: Value that proves to ingresses that a request came through HAProxy, see
+            `front_proof`.
     """
 
     operations_bind: str | None = None
@@ -43,28 +45,28 @@ class FrontSettings:
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> FrontSettings:
-        """Read the settings; an empty variable is as none.
+        """Read the settings; an empty variable counts as unset.
 
         Raises:
-            ClusterConfigError: Names the variable that cannot be used.
+            ClusterConfigError: A variable is not valid; the message names it.
         """
         bind = environment.get(OPERATIONS_VARIABLE) or None
         if bind is not None:
             found = _ADDRESS.fullmatch(bind)
             if found is None or not 0 < int(found["port"]) <= _LARGEST_PORT:
                 raise ClusterConfigError(
-                    f"{OPERATIONS_VARIABLE} must be ADDRESS:PORT, as 0.0.0.0:8001, not {bind!r}"
+                    f"{OPERATIONS_VARIABLE} must be ADDRESS:PORT, like 0.0.0.0:8001; got {bind!r}"
                 )
         proxies = environment.get(TRUSTED_PROXIES_VARIABLE, "").replace(",", " ").split()
         return cls(bind, tuple(map(_network, proxies)), front_proof(environment))
 
     def operations_address(self, public_port: int) -> str:
-        """Address and port of the operations listener beside a public port."""
+        """Return address and port of the operations listener that belongs to a public port."""
         return self.operations_bind or f"127.0.0.1:{public_port + 1}"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is one that other hosts cannot reach; a name but localhost is not."""
+    """Return whether a host is a loopback address, or the name localhost."""
     try:
         address = ipaddress.ip_address(host.strip("[]"))
     except ValueError:
@@ -78,5 +80,5 @@ def _network(text: str) -> str:
         return str(ipaddress.ip_network(text))
     except ValueError as error:
         raise ClusterConfigError(
-            f"{TRUSTED_PROXIES_VARIABLE} must be addresses or networks, for one 10.0.0.0/8: {error}"
+            f"{TRUSTED_PROXIES_VARIABLE} must be addresses or networks, such as 10.0.0.0/8: {error}"
         ) from error

@@ -1,4 +1,4 @@
-"""Which words a configuration may have at a place, for whoever wrote another one. Pure."""
+"""Allowed values of the `Literal` types in a schema, for error messages. Pure."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 
 def literal_values_at(kind: type[Any], path: str, *, is_key: bool = False) -> list[str]:
-    """The words that may be at a path as msgspec writes it, like ".pools[...].role".
+    """Return the literal values that the schema allows at a path.
 
     Args:
-        kind: What the path begins in.
-        path: To the place.
-        is_key: Whether it is about a key of what is there, not about what is there.
+        kind: The type that the path starts from.
+        path: Path as msgspec writes it, such as ".pools[...].role".
+        is_key: Whether the keys of the mapping at the path are meant, not its value.
 
     Returns:
-        Nothing where no word is wanted.
+        The allowed values; empty if the type there is not a `Literal`.
     """
     kinds: Iterable[inspect.Type] = [inspect.type_info(kind)]
     for field in re.findall(r"\.(\w+)|\[[^]]*\]", path):
@@ -32,13 +32,13 @@ def literal_values_at(kind: type[Any], path: str, *, is_key: bool = False) -> li
 
 
 def _members(kinds: Iterable[inspect.Type]) -> Iterator[inspect.Type]:
-    """The same, with the members of unions in their place."""
+    """Yield the types, with each union replaced by its members."""
     for kind in kinds:
         yield from kind.types if isinstance(kind, inspect.UnionType) else (kind,)
 
 
 def _below(kind: inspect.Type, field: str) -> list[inspect.Type]:
-    """What a field is; each value where none is named."""
+    """Return the types one path step below a type: of the named field, or of each item."""
     if isinstance(kind, inspect.StructType):
         return [each.type for each in kind.fields if each.encode_name == field]
     if isinstance(kind, inspect.DictType):

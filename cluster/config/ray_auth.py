@@ -1,7 +1,7 @@
-"""Where Ray finds its token, and what a process shows to prove that it has it.
+"""Location of Ray's token, and the proof that HAProxy derives from it.
 
-Source: Ray 2.60 takes the first of the variable RAY_AUTH_TOKEN, the file that RAY_AUTH_TOKEN_PATH
-names, and ~/.ray/auth_token.
+Source: Ray 2.60 takes the first of the variable RAY_AUTH_TOKEN, the file at RAY_AUTH_TOKEN_PATH,
+and ~/.ray/auth_token.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 MODE, TOKEN, PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 KUBERNETES = "RAY_ENABLE_K8S_TOKEN_AUTH"
 VARIABLES = frozenset({MODE, TOKEN, PATH, KUBERNETES})
-"""What decides whether a process of Ray asks for a token, and for which."""
+"""Variables that decide whether a Ray process requires a token, and which one."""
 
 _PROOF_BYTES = 16
 
 
 def token_file(environment: Mapping[str, str]) -> Path | None:
-    """Return the file that Ray reads the token from; None where no file is read."""
+    """Return the file that Ray reads the token from; None if it reads none."""
     if environment.get(TOKEN) or environment.get(MODE, "").lower() == "disabled":
         return None
     if environment.get(PATH):
@@ -32,9 +32,10 @@ def token_file(environment: Mapping[str, str]) -> Path | None:
 
 
 def front_proof(environment: Mapping[str, str]) -> str:
-    """Return what HAProxy sends to show that a request came through it; "" without a token.
+    """Return the value by which HAProxy proves that a request came through it.
 
-    It is a hash of Ray's token, which all hosts of a cluster have and no client has.
+    It is a hash of Ray's token, which all hosts of a cluster have and clients do not; "" if there
+    is no token.
     """
     if environment.get(MODE, "").lower() == "disabled":
         return ""

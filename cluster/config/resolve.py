@@ -1,6 +1,6 @@
-"""The configuration as every process has it: made once of what was written, never changed.
+"""The immutable configuration that every process of an application gets, made from its `args`.
 
-No file is read here but the model's configuration.
+The only files read here are the model's configuration files.
 """
 
 from collections.abc import Mapping
@@ -47,21 +47,21 @@ from replicas.sampling_params import SamplingDefaults
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """A cluster that can work; `resolve` makes it.
+    """A checked cluster configuration, made by `resolve`.
 
     Attributes:
-        model_folder: Where the model is, absolute.
-        served_model_name: Name that requests give.
+        model_folder: Absolute path of the model's folder.
+        served_model_name: Model name in requests.
         max_model_len: Longest sequence that every pool can hold, in tokens.
         sampling_defaults: Sampling values of requests that leave them out.
         data_host: Address on which engines listen, or "node", see `ClusterArgs`.
-        key_file: File of the secrets, see `ClusterArgs`; None if one is made.
-        pools: Each pool's replicas, and what Ray gives them.
-        engines: Each pool's engines, without what `replica_engine` adds.
+        key_file: File of the secrets, see `ClusterArgs`; None if a secret is made.
+        pools: Number and Ray resources of each pool's replicas.
+        engines: Engine configuration of each pool, without the values that `replica_engine` adds.
         router: How requests are placed.
         ingress: The HTTP edge; its `max_ongoing_requests` is a number.
-        fault_plan: What goes wrong with which replica.
-        fault_epoch_unix_s: When the plan starts.
+        fault_plan: Faults to inject, by replica.
+        fault_epoch_unix_s: Unix time at which the plan starts.
     """
 
     model_folder: Path
@@ -84,11 +84,11 @@ class ClusterConfig:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether a pool may have more replicas than it begins with."""
+        """Whether any pool is autoscaled."""
         return any(pool.max_replicas is not None for pool in self.pools.values())
 
 
-def resolve(raw: Any) -> ClusterConfig:  # noqa: ANN401 - whatever a YAML file held
+def resolve(raw: Any) -> ClusterConfig:  # noqa: ANN401 - any YAML value
     """Check an application's `args`, up to and including the model's own configuration.
 
     Args:
@@ -123,7 +123,7 @@ def resolve(raw: Any) -> ClusterConfig:  # noqa: ANN401 - whatever a YAML file h
 
 
 def read_args(raw: Any) -> ClusterArgs:  # noqa: ANN401 - as `resolve`
-    """The part of `resolve` that needs neither engines nor model; raises likewise."""
+    """Convert and check `args` without looking at engines and model; raises like `resolve`."""
     args = convert(raw, ClusterArgs, "args")
     check_args(args)
     return args
@@ -133,15 +133,15 @@ def replica_engine(
     config: ClusterConfig, role: Role, rank: int, *,
     host: str, keys: KeyRing, gang: GangConfig | None = None,
 ) -> EngineConfig:  # fmt: skip
-    """The engine of one replica: its pool's, with what is the replica's own.
+    """Return the engine configuration of one replica.
 
     Args:
         config: The cluster's configuration.
         role: The replica's pool.
-        rank: Its number in the pool; a replica that is started again has the same one.
+        rank: The replica's number in the pool, which it keeps over restarts.
         host: Address on which the engine listens.
-        keys: What tickets must be sealed with, and clients prove themselves with.
-        gang: Whom it steps with.
+        keys: Secrets that seal tickets and authenticate clients.
+        gang: The replica's gang; None if it has none.
     """
     engine = config.engines[role]
     simulated = engine.simulated_mesh
@@ -160,23 +160,23 @@ def replica_engine(
 
 
 def check_generators(config: ClusterConfig, environment: Mapping[str, str]) -> None:
-    """Refuse generators of meshes that an engine on this host would not find.
+    """Refuse generators that an engine on this host would not find.
 
-    Not for those who only serve: the classes need be on the replicas' hosts alone.
+    `resolve` does not call it, because generators must exist only on the replicas' hosts.
 
     Args:
         config: The cluster's configuration.
-        environment: Of this process, which says where checkouts and bundles are.
+        environment: This process's environment, which locates checkouts and bundles.
 
     Raises:
-        ClusterConfigError: Names the pool, and what to write.
+        ClusterConfigError: A generator was not found; the message names the pool and the remedy.
     """
     for role, engine in config.engines.items():
         _check_generator(role, engine, environment)
 
 
 def demo_model_folder() -> Path:
-    """Folder of the bundled model, wherever the package is installed."""
+    """Return the folder of the bundled model."""
     return Path(configs.__file__).resolve().parent / "demo-model"
 
 
@@ -188,9 +188,9 @@ def _check_generator(role: Role, engine: EngineConfig, environment: Mapping[str,
 
 
 def _engine_configs(args: ClusterArgs, folder: Path) -> dict[Role, EngineConfig]:
-    # Alone first: a mistake in what all pools share is named where it stands.
+    # Checked alone first, so that a mistake in args.engine is reported under that key.
     convert({**args.engine, "model": ""}, EngineConfig, "args.engine")
-    # Between pools any; within one pool nothing goes from one engine to another.
+    # "p2p" moves KV from prefill to decode pools only; a single pool has no use for it.
     is_useless = args.kv_connector == "p2p" and not args.is_disaggregated
     connector = None if is_useless else args.kv_connector
     own = {
@@ -201,7 +201,7 @@ def _engine_configs(args: ClusterArgs, folder: Path) -> dict[Role, EngineConfig]
     }
     engines = {}
     for role, pool in args.pools.items():
-        # A router queues in front of decode slots, so that it can still choose.
+        # Requests queue in the router, not in decode engines, so that it can choose late.
         waiting = {"max_num_waiting": 256 if role == "prefill" else 0}
         fields = {**waiting, **args.engine, **pool.engine, **own, "role": role}
         engines[role] = convert(fields, EngineConfig, f"args.pools.{role}.engine")
@@ -209,12 +209,12 @@ def _engine_configs(args: ClusterArgs, folder: Path) -> dict[Role, EngineConfig]
 
 
 def _load_models(engines: Mapping[Role, EngineConfig]) -> tuple[dict[Role, ModelConfig], int]:
-    """The model as each pool reads it, and the longest sequence that every pool can hold."""
+    """Return each pool's model configuration, and the longest sequence that every pool can hold."""
     models, lengths = {}, []
     try:
         for role, engine in engines.items():
             engine.validate()
-            # Before the sizes are read: of a model that is never served they may not be understood.
+            # First, because the sizes of an unsupported model may not be readable.
             check_route(engine, read_architecture(engine.model) or "")
             model = models[role] = load_engine_model(engine)
             lengths.append(longest_sequence(engine, model))
@@ -234,7 +234,7 @@ def _sampling_defaults(args: ClusterArgs, folder: Path) -> SamplingDefaults:
 
 
 def _fault_plan(args: ClusterArgs, engines: Mapping[Role, EngineConfig]) -> FaultPlan:
-    """The plan, if it is for replicas that exist, on simulated meshes."""
+    """Return the fault plan; refuse one for replicas that do not exist or are not simulated."""
     try:
         plan = FaultPlan.parse(args.faults)
         replicas: dict[str, int] = {role: pool.replicas for role, pool in args.pools.items()}
@@ -252,10 +252,10 @@ def _fault_plan(args: ClusterArgs, engines: Mapping[Role, EngineConfig]) -> Faul
 
 
 def _ingress_config(args: ClusterArgs, engines: Mapping[Role, EngineConfig]) -> IngressConfig:
-    """The ingress with as many open requests as it is configured for, or as the slots need.
+    """Return the ingress configuration with its limit of open requests filled in.
 
-    The latter are twice its share of the decode slots, as requests are not spread evenly over
-    ingresses, and as many as may be queued; at least `LEAST_ONGOING_REQUESTS`.
+    The derived limit is twice the ingress's share of the decode slots, because requests are not
+    spread evenly over ingresses, plus the queue's limit. It is at least `LEAST_ONGOING_REQUESTS`.
     """
     ingress, num_slots = args.ingress, num_decode_slots(args.pools, engines)
     check_ongoing_requests(ingress, num_slots)
@@ -270,7 +270,7 @@ def _ingress_config(args: ClusterArgs, engines: Mapping[Role, EngineConfig]) -> 
 
 
 def _frozen_pool(pool: PoolConfig) -> PoolConfig:
-    """A pool whose resources cannot be changed either, without what is written of its engine."""
+    """Return the pool with immutable resources, and without its engine settings."""
     return PoolConfig(
         replicas=pool.replicas,
         max_replicas=pool.max_replicas,

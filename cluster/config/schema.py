@@ -1,4 +1,4 @@
-"""What a person writes under an application's `args`, and how a mistake in it is named."""
+"""Schema of an application's `args`, and the conversion that names the key of each mistake."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
@@ -23,30 +23,33 @@ PolicyName = Literal[
     "waiting_and_running",
     "cache_and_load",
 ]
-"""least_delay: where it adds the fewest seconds, to itself, to all there and to who will come.
-most_empty_slots: where the most decode slots are free, prefill where the fewest tokens wait.
-round_robin: in turn, whatever the load; a baseline to compare others with.
-random: anywhere that fits, each place as likely.
-least_loaded: where the fewest requests are.
-power_of_two: the less loaded of two that are drawn.
-prefix_aware: where the most of the prompt is cached, unless load is out of balance (SGLang).
-waiting_and_running: least of 4 x waiting + running (vLLM's data parallel balancer).
-cache_and_load: least of tokens to prefill and tokens held (Dynamo's KV router).
-Equal places: most_empty_slots takes the first by name, all others take them in turn."""
+"""least_delay: fewest seconds added to this request, to those already there and to later ones.
+most_empty_slots: most free decode slots; for prefill, fewest waiting tokens.
+round_robin: each place in turn, whatever the load; a baseline.
+random: any place that fits, all equally likely.
+least_loaded: fewest requests.
+power_of_two: the less loaded of two random places.
+prefix_aware: most of the prompt cached, unless the load is out of balance (SGLang).
+waiting_and_running: least 4 x waiting + running (vLLM's data parallel balancer).
+cache_and_load: fewest tokens to prefill plus tokens held (Dynamo's KV router).
+Ties: most_empty_slots takes the first by name, all others rotate."""
 
 OrderName = Literal["predicted", "decode_first", "prefill_first"]
-"""predicted: a decode slot is reserved when the prompt is about to be computed, and so much earlier
-as slots have to be waited for. With `admission` as decode_first: who is let in is about to be.
-decode_first: a decode slot is reserved with the prompt, and stands idle while others are computed
-before it. Better where an error after the first token is worse than a late one.
-prefill_first: the KV waits with the prefill replica for a slot, takes its blocks there, and is
-computed again after `TransferConfig.rendezvous_s`."""
+"""predicted: a decode slot is reserved just before the prompt is computed, earlier by the time
+that slots have to be waited for. With `admission` it acts as decode_first, because admitted
+requests are computed soon.
+decode_first: a decode slot is reserved together with the prompt, and stays empty while the prefill
+engine computes other prompts first. Choose it where an error after the first token is worse than
+a late first token.
+prefill_first: the prompt is computed first. Its KV keeps its blocks on the prefill replica until a
+slot is free; after `TransferConfig.rendezvous_s` it is dropped and computed again."""
 
 LEAST_ONGOING_REQUESTS = 1024
-"""Open requests of an ingress, unless the configuration says otherwise or the slots need more."""
+"""Smallest limit of open requests that an ingress derives when none is configured."""
 
 LARGEST_BODY_BYTES = 64 * 2**20
-"""No ingress can be told to read more: what stands before it does not know its configuration."""
+"""Upper bound of `max_body_bytes`. Serve's own proxies do not know an ingress's configuration and
+read up to this many bytes."""
 
 DEMO_MODEL = "demo"
 NODE_HOST = "node"
@@ -58,16 +61,16 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """One pool of equal replicas.
 
     Attributes:
-        replicas: How many; the fewest where there may be more.
-        max_replicas: The most that there may be; None keeps as many as `replicas`. Who decides is
-            the application's `autoscaling_policy`, see docs/autoscaling.md.
-        gang_size: How many replicas step together as one data-parallel group whose ranks share out
-            the experts of their model: `replicas` is a multiple of it. A replica that is lost ends
-            its gang, and Serve starts that anew. See docs/gangs.md.
-        num_cpus: CPUs that Ray sets aside for each replica's actor.
-        resources: Further Ray resources of each, for one `{TTNPU: 1}`.
-        drain_timeout_s: How long a replica that is told to stop lets its requests finish; after
-            three quarters of it they go on elsewhere, where there is room.
+        replicas: Number of replicas; with `max_replicas`, the minimum.
+        max_replicas: Maximum number of replicas; None disables autoscaling. It needs the
+            application's `autoscaling_policy`, see docs/autoscaling.md.
+        gang_size: Replicas per gang, see docs/gangs.md. A gang steps together and divides the
+            model's experts among its replicas. `replicas` must be a multiple of it. A lost replica
+            ends its gang, and Serve starts a new one.
+        num_cpus: CPUs that Ray reserves for each replica's actor.
+        resources: Further Ray resources of each replica, such as `{TTNPU: 1}`.
+        drain_timeout_s: Seconds that a stopping replica gives its requests to finish. After three
+            quarters of them the rest migrate to other replicas, where there is room.
     """
 
     replicas: int = 1
@@ -79,27 +82,27 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class PoolArgs(PoolConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A pool as it is written.
+    """A pool as the config file has it.
 
     Attributes:
-        engine: Fields of the engine's configuration, over those of `ClusterArgs.engine`.
+        engine: Engine settings of this pool; they override those of `args.engine`.
     """
 
     engine: dict[str, Any] = {}
 
 
 MAX_TENANT_CHARS = 128
-"""Of the name of a tenant, which a header brings."""
+"""Longest name of a tenant."""
 
 
 class TenantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one tenant may have.
+    """Share and limits of one tenant.
 
     Attributes:
-        weight: Slot-seconds that it gets for each that a tenant of weight 1 gets, as long as both
-            have requests that wait.
-        priority: Its requests go before those of tenants with a larger number.
-        max_requests: Requests that it may have at one ingress, waiting or not; more get 429.
+        weight: The tenant's share of slot time. While both have queued requests, a tenant of weight
+            2 gets twice the slot-seconds of a tenant of weight 1.
+        priority: Requests of tenants with a smaller number go first.
+        max_requests: Most requests of this tenant at one ingress, queued and running; more get 429.
     """
 
     weight: float = 1.0
@@ -108,19 +111,19 @@ class TenantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class AdmissionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who is let in, and when; see docs/overload.md.
+    """Objectives and tenants of admission control; see docs/overload.md.
 
     Attributes:
-        ttft_s: Seconds that a first token may take; None: no matter. Whoever would have to wait
-            longer gets 429 at once.
-        tpot_s: Seconds that each further token may take in the mean; None: no matter.
-        max_queued_tokens: Prompt tokens of those who wait at one ingress; more get 429.
-        tenant_header: Header that names the tenant, which whoever stands before the ingresses sets
-            and takes from clients; None: there is one tenant.
-        tenants: What tenants may have that are not as the others.
-        share_prefix_cache: Whether tenants find each other's prompts in the prefix caches. Sharing
-            saves work, and lets a tenant measure what another one has asked. Without a
-            `tenant_header` there is one tenant, and this changes nothing.
+        ttft_s: Objective for the time to first token, in seconds; None sets none. A request that
+            would have to wait longer gets 429 at once.
+        tpot_s: Objective for the mean time per further token, in seconds; None sets none.
+        max_queued_tokens: Most prompt tokens queued at one ingress; more get 429. None sets no
+            limit.
+        tenant_header: Header with the tenant's name. Your gateway must set it, and remove it from
+            clients' requests. None: all requests belong to one tenant.
+        tenants: Settings of single tenants, by name; others get the defaults below.
+        share_prefix_cache: Whether tenants share cached prompts. Sharing saves work, but lets a
+            tenant detect what others have asked. It has no effect without `tenant_header`.
     """
 
     ttft_s: float | None = None
@@ -135,22 +138,22 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """How requests are placed.
 
     Attributes:
-        max_queued_requests: Requests that may wait for a slot at one ingress; more get 429. Those
-            whose prompt is under way count from where there are more of them than empty slots;
-            with a first token they wait, however many there are.
-        queue_timeout_s: How long one may wait; then 408.
-        max_attempts: Replicas that are asked for one prompt, and that a request may lose in all, of
-            either kind: they may have died of it.
-        min_remote_prefill_tokens: Shorter prompts are computed on the decode replica itself, all
-            others by the prefill pool: 0 sends every prompt there. None goes by what either is
-            predicted to take, see `cluster.routing.conditional_prefill`.
-        policy: Which DP group a request gets, see `cluster.routing.cost`.
-        order: When a decode slot is reserved for a prompt that moves, see `OrderName`.
-        admission: Objectives, and tenants; None lets everybody in who finds room in the queue.
-        route_log: Folder, an absolute path, in which each ingress writes a file of every placement
-            and all that it was chosen among, which `python -m cluster.lab.replay` reads; None
-            writes nothing. What is in it grows with the requests and the replicas: about 350 bytes
-            for each DP group.
+        max_queued_requests: Most requests queued for a slot at one ingress; more get 429. A request
+            whose prompt is already being computed counts only if no empty slot is left for it. One
+            that has its first token is never refused.
+        queue_timeout_s: Longest wait for a slot, in seconds; then 408.
+        max_attempts: Prefill replicas tried for one prompt, and replicas that one request may lose.
+            The limit keeps a request that kills its replicas from killing all of them.
+        min_remote_prefill_tokens: Prompts of fewer tokens are computed on the decode replica, all
+            others in the prefill pool; 0 sends every prompt there. None compares the predicted
+            times, see docs/policies.md.
+        policy: How a DP group is chosen for a request, see docs/policies.md.
+        order: When the decode slot of a prompt from the prefill pool is reserved, see
+            docs/policies.md.
+        admission: Objectives and tenants. None admits every request that the queue has room for.
+        route_log: Absolute path of a folder in which each ingress logs every placement and its
+            candidates, for `python -m cluster.lab.replay`; None logs nothing. A placement takes
+            about 350 bytes per DP group, and files are not rotated.
     """
 
     max_queued_requests: int = 256
@@ -168,26 +171,24 @@ class IngressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     Attributes:
         replicas: Ingress processes behind the load balancer; each can serve every request.
-        num_cpus: CPUs that Ray sets aside for each.
-        resources: Further Ray resources of each, for one `{edge: 0.001}`: they start only on hosts
-            where `ray start --resources` says that there is some.
-        max_ongoing_requests: Requests that one of them holds open at a time, running or queued;
-            more get 429. None takes twice the ingress's share of the decode slots and
+        num_cpus: CPUs that Ray reserves for each ingress.
+        resources: Further Ray resources of each ingress, such as `{edge: 0.001}`. Ingresses then
+            start only on hosts that offer the resource with `ray start --resources`.
+        max_ongoing_requests: Most open requests of one ingress, running or queued; more get 429.
+            None takes twice the ingress's share of the decode slots, plus
             `router.max_queued_requests`, and at least 1,024.
-        max_body_bytes: Larger request bodies get 413; at most 64 MiB.
-        request_timeout_s: How long a request may take in all; then it is aborted and gets 408, or
-            a last event with the error. Clients cannot say another time.
-        prompt_tokens_details: Whether answers say how many prompt tokens were cached
-            (`usage.prompt_tokens_details.cached_tokens`). It tells a client exactly which prompts
-            of others are cached, as far as their caches are shared.
-        route_header: Whether `x-debug-route` is answered, with names of replicas, predicted times
-            and, likewise, the number of cached tokens.
-        stream_keep_alive_s: A stream that has nothing to send for so long sends a comment, which
-            clients ignore, so that no load balancer takes it for dead.
-        allowed_hosts: Names that a request's `Host` header may have, without port; others get 421.
-            Names of the loopback interface are always allowed, and where the listener has no
-            loopback address any address. None allows no other name on a loopback address, and any
-            name elsewhere.
+        max_body_bytes: Largest request body; larger ones get 413. At most 64 MiB.
+        request_timeout_s: Longest time for a whole request, in seconds. Then it is aborted and gets
+            408, or an error as the last event of its stream. Clients cannot change it.
+        prompt_tokens_details: Whether answers have `usage.prompt_tokens_details.cached_tokens`. It
+            shows a client which prompts of other clients are cached, if they share a cache.
+        route_header: Whether requests with `x-debug-route` get an answer header with replica names,
+            predicted times and the number of cached tokens (see `prompt_tokens_details`).
+        stream_keep_alive_s: Seconds without an event after which a stream sends a comment, which
+            clients ignore, so that load balancers do not close it.
+        allowed_hosts: Host names, without port, that requests may have in `Host`; others get 421.
+            Loopback names are always allowed. A listener that is not on a loopback address also
+            allows any IP address, and with None any name.
     """
 
     replicas: int = 1
@@ -208,32 +209,31 @@ class ClusterArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     Attributes:
         pools: Either `prefill` and `decode`, or `both` alone.
         model: Absolute path of a model folder, or "demo" for the bundled model.
-        model_name: Name that requests give; None takes the folder's, or of a snapshot in Hugging
-            Face's cache the model's.
+        model_name: Model name in requests. None takes the folder's name, or the repository's name
+            for a snapshot in the Hugging Face cache.
         generation_config: Source of the sampling values of requests that leave them out. "auto" is
             the model folder's generation_config.json: temperature, top_p, top_k, and max_new_tokens
             as the limit of chats that state none. "vllm" is neutral: temperature 1, all tokens.
-        data_host: Address on which engines listen for ingresses and for each other, a number and no
-            wildcard; "node" takes each host's own, as Ray knows it, which a cluster of several
-            hosts needs.
-        kv_connector: How KV moves: "p2p" between the pools, "pooled" through a store, "multi" by
-            either, or "module:Class". Replicas of the pool `both` have no use for "p2p".
-        kv_store: The store of "pooled" and "multi", one for all replicas; fields of
-            `kv_transfer.store.StoreConfig`.
-        kv_network: "encrypted", or "plain" where nobody else is on the network between the engines'
-            hosts: see `replicas.config.EngineConfig`.
-        key_file: File of the secrets by which ingresses and engines know each other and that seal
-            tickets between the pools, on every host, for one of a Kubernetes Secret: one a line, in
-            hexadecimal or base64, at least 16 bytes each; the first proves and seals, each of them
-            is believed. Serve restarts replicas for another name alone, not for what a file says.
-            None makes one for each application, and Ray stores it, see `cluster.lifecycle.secret`:
-            give a file on a cluster that others use too.
-        engine: Fields of every engine's configuration.
+        data_host: IP address on which engines listen for ingresses and for each other; wildcards
+            are refused. A cluster of several hosts needs "node": each host's address in Ray.
+        kv_connector: How KV moves: "p2p" from prefill to decode replicas, "pooled" through a store,
+            "multi" for both, or "module:Class". Replicas of the pool `both` do not use "p2p".
+        kv_store: The store of "pooled" and "multi", shared by all replicas, see `args.kv_store`
+            below.
+        kv_network: "encrypted", or "plain" on a network that nothing else can reach: there KV is
+            not encrypted, and faster.
+        key_file: Absolute path of a file with the cluster's secrets, on every host; a Kubernetes
+            Secret, for example. One secret a line, in hexadecimal or base64, at least 16 bytes. The
+            first one is used, all are accepted. Replicas restart when the path changes, not when
+            the content does. None makes a secret that Ray stores; if others use the Ray cluster
+            too, give a file.
+        engine: Settings of every engine; a pool's `engine` overrides them.
         router: How requests are placed.
         ingress: The HTTP edge.
-        faults: Entries of a fault plan, which `docs/fault-plans.md` explains; only for pools whose
-            engines run on a simulated mesh.
-        fault_epoch_unix_s: When the plan starts; `cluster.lifecycle.application.bind` sets it.
+        faults: Entries of a fault plan, see docs/fault-plans.md. Only for pools whose engines run
+            on a simulated mesh.
+        fault_epoch_unix_s: Unix time at which the plan starts; `cluster.lifecycle.application.bind`
+            sets it.
     """
 
     pools: dict[Role, PoolArgs]
@@ -258,21 +258,21 @@ class ClusterArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def engine_options(self) -> list[tuple[str, list[Role], dict[str, Any]]]:
-        """Where fields of engines are written, the pools that get them, and the fields."""
+        """Engine settings: the key that holds them, the pools that get them, and the values."""
         of_pools = [(f"args.pools.{r}.engine", [r], pool.engine) for r, pool in self.pools.items()]
         return [("args.engine", list(self.pools), self.engine), *of_pools]
 
 
 def convert(raw: Any, kind: type[T], where: str) -> T:  # noqa: ANN401 - whatever YAML held
-    """Make a struct of plain values.
+    """Convert plain values into a struct.
 
     Args:
         raw: The values.
-        kind: The struct.
-        where: Their path in the file; "" for the file itself.
+        kind: The struct's class.
+        where: Path of the values in the file; "" for the file itself.
 
     Raises:
-        ClusterConfigError: A key is unknown, missing or mistyped; names its full path.
+        ClusterConfigError: A key is unknown, missing or mistyped; the message has its full path.
     """
     try:
         return msgspec.convert(raw, kind)

@@ -1,7 +1,7 @@
-"""A Ray Serve config file with one ttserve application: read, changed, and not yet resolved.
+"""A Ray Serve config file with one ttserve application, read and overridden but not yet resolved.
 
-Keys that Serve itself would ignore are refused. What the application's `args` come to is
-`cluster.config.resolve`'s to say, after every change.
+Keys that Serve itself would ignore are refused. `cluster.config.resolve` checks the application's
+`args`, after all overrides.
 """
 
 from collections.abc import Mapping
@@ -31,8 +31,8 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         port: Port of the public listener; the operations listener has the next one.
         root_path: Prefix under which a gateway serves the API.
         request_timeout_s: Refused; set `args.ingress.request_timeout_s` instead.
-        keep_alive_timeout_s: Seconds for which an idle connection stays open. HAProxy takes 90,
-            Serve's own default, for 10.
+        keep_alive_timeout_s: Seconds for which an idle connection stays open. HAProxy treats 90,
+            Serve's own default, as 10.
     """
 
     host: Annotated[str, msgspec.Meta(min_length=1)]
@@ -42,17 +42,18 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     keep_alive_timeout_s: int = 10
 
     def __post_init__(self) -> None:
-        """Refuse what an ingress does not follow; a file that Serve has written says null."""
+        """Refuse `request_timeout_s`, which ingresses ignore; files written by Serve have null."""
         if self.request_timeout_s is not None:
             raise ValueError(
-                "`request_timeout_s` is not followed; set args.ingress.request_timeout_s instead"
+                "`request_timeout_s` has no effect; set args.ingress.request_timeout_s instead"
             )
 
 
 class DeploymentOverride(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An entry of an application's `deployments`; values are checked by Serve.
 
-    Serve's limits of requests may only be null, as Serve writes them: `args.ingress` has ours.
+    Serve's limits of requests must be null, as in files written by Serve; set those of
+    `args.ingress` instead.
     """
 
     name: str
@@ -80,8 +81,8 @@ class PolicyArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Arguments of `cluster.lifecycle.autoscaling.ApplicationPolicy`.
 
     Attributes:
-        ttft_s: Seconds within which a first token should come; null: no such objective.
-        tpot_s: Seconds within which each further token should come, in the mean; null likewise.
+        ttft_s: Objective for the time to first token, in seconds; null sets none.
+        tpot_s: Objective for the mean time per further token, in seconds; null sets none.
     """
 
     ttft_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
@@ -89,7 +90,7 @@ class PolicyArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class AutoscalingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An application's `autoscaling_policy`; there is one policy."""
+    """An application's `autoscaling_policy`; only one policy exists."""
 
     policy_function: Literal["cluster.lifecycle.autoscaling:ApplicationPolicy"]
     policy_kwargs: PolicyArguments = PolicyArguments()
@@ -101,7 +102,7 @@ class ApplicationFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     Attributes:
         name: Serve's name of the application.
         import_path: Must be `cluster.app:build`.
-        args: Configuration of the cluster, see `args` below.
+        args: The cluster's configuration, see `args` below.
         route_prefix: Path under which Serve routes to the application.
         runtime_env: Ray's runtime environment.
         deployments: Serve's overrides of single deployments.
@@ -122,7 +123,7 @@ class ApplicationFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class ServeFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A whole file; its own keys are checked, the application's `args` are as they were written.
+    """A whole file. Its own keys are checked; the application's `args` are not.
 
     Attributes:
         http_options: Address and options of the public listener.
@@ -151,19 +152,19 @@ class ServeFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def args(self) -> dict[str, Any]:
-        """What `cluster.app:build` gets."""
+        """The application's `args`, which `cluster.app:build` gets."""
         return self.applications[0].args
 
     @property
     def url(self) -> str:
-        """Where a client on this host reaches the endpoint."""
+        """URL of the endpoint for a client on this host."""
         host = self.http_options.host.strip("[]")
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         return f"http://{f'[{host}]' if ':' in host else host}:{self.http_options.port}"
 
     @property
     def warning(self) -> str:
-        """What whoever serves this file should know of who can reach it; "" for nothing."""
+        """Warning for the operator that other hosts can reach the endpoint; "" if they cannot."""
         return public_warning(self.http_options.host)
 
     def override(
@@ -172,15 +173,15 @@ class ServeFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         args: Mapping[str, Any] = _NO_CHANGES,
         http_options: Mapping[str, Any] = _NO_CHANGES,
     ) -> "ServeFile":
-        """The file as if it said something else, under the keys that it has.
+        """Return a copy of the file with other values.
 
         Args:
-            args: Values of the application's `args`, as deep as they go; None keeps what the file
-                says. Another model goes by its own name, not by the file's `model_name`.
-            http_options: Likewise.
+            args: Changes of the application's `args`, merged into nested mappings; None keeps the
+                file's value. Another `model` drops the file's `model_name`.
+            http_options: Changes of `http_options`, likewise.
 
         Raises:
-            ClusterConfigError: The `http_options` cannot be; `args` are for `resolve` to check.
+            ClusterConfigError: The `http_options` are not valid. `resolve` checks the `args`.
         """
         new_args = _merged(self.args, args)
         if args.get("model") is not None and "model_name" not in args:
@@ -194,12 +195,12 @@ class ServeFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def public_warning(host: str) -> str:
-    """What an `http_options.host` means for who can use the model; "" for a loopback address."""
+    """Return the warning for a host that other hosts can reach; "" for a loopback address."""
     if is_loopback(host):
         return ""
     return (
-        f"http_options.host is {host}, and there are no API keys: everybody who reaches this "
-        "address can use the model; put a gateway that asks for keys before it"
+        f"http_options.host is {host}, and there are no API keys: every client that reaches this "
+        "address can use the model; put a gateway that checks keys in front of it"
     )
 
 
@@ -207,13 +208,13 @@ def read_serve_file(path: str | Path) -> ServeFile:
     """Read a Ray Serve config file.
 
     Raises:
-        ClusterConfigError: It cannot be read, a key outside of `args` is unknown or mistyped, or it
-            is not one ttserve application.
+        ClusterConfigError: The file cannot be read, a key outside of `args` is unknown or mistyped,
+            or the file does not have exactly one ttserve application.
     """
     file = convert(_read_yaml(path), ServeFile, "")
     if len(file.applications) != 1:
         raise ClusterConfigError(
-            f"applications: a file has one ttserve application, not {len(file.applications)}"
+            f"applications must have exactly one ttserve application, got {len(file.applications)}"
         )
     import_path = file.applications[0].import_path
     if import_path != IMPORT_PATH:
@@ -225,10 +226,10 @@ def read_serve_file(path: str | Path) -> ServeFile:
 
 
 def _check_scaling(application: ApplicationFile) -> None:
-    """Refuse bounds that nobody acts on, and a policy that may do nothing.
+    """Refuse `max_replicas` without an autoscaling policy, and a policy without `max_replicas`.
 
     Raises:
-        ClusterConfigError: Says which is missing.
+        ClusterConfigError: One of the two is missing; the message says which.
     """
     pools = application.args.get("pools")
     pools = pools if isinstance(pools, Mapping) else {}
@@ -252,10 +253,11 @@ def read_faults(path: str | Path) -> list[Any]:
     """Read a fault plan, YAML or JSON.
 
     Returns:
-        Its entries, for `args.faults`.
+        The plan's entries, for `args.faults`.
 
     Raises:
-        ClusterConfigError: It cannot be read, or an entry cannot work; names file and entry.
+        ClusterConfigError: The file cannot be read, or an entry is not valid; the message names
+            file and entry.
     """
     raw = _read_yaml(path)
     try:
@@ -265,7 +267,7 @@ def read_faults(path: str | Path) -> list[Any]:
     return list(raw)
 
 
-def _read_yaml(path: str | Path) -> Any:  # noqa: ANN401 - whatever the file holds
+def _read_yaml(path: str | Path) -> Any:  # noqa: ANN401 - any YAML value
     try:
         return yaml.safe_load(Path(path).read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -273,7 +275,7 @@ def _read_yaml(path: str | Path) -> Any:  # noqa: ANN401 - whatever the file hol
 
 
 def _merged(read: Any, changes: Mapping[str, Any]) -> Any:  # noqa: ANN401 - as above
-    """See `ServeFile.override`; what should be a mapping and is none is left for `resolve`."""
+    """Merge changes into a mapping; leave any other value for `resolve` to refuse."""
     if not isinstance(read, dict):
         return read
     changed = dict(read)

@@ -166,7 +166,7 @@ FILE_MISTAKES = [
     ("http_options.host", MISSING, "http_options: .*missing required field `host`"),
     ("applications[0].name", MISSING, r"applications\[0\]: .*missing required field `name`"),
     ("applications[0].args.pools", MISSING, "args: .*missing required field `pools`"),
-    ("applications", [], "one ttserve application, not 0"),
+    ("applications", [], "one ttserve application, got 0"),
     ("applications[0].import_path", "cluster.app:biuld", "import_path must be cluster.app:build"),
     # pools
     ("applications[0].args.pools.decode", MISSING, "args.pools must hold .* got .'prefill'.$"),
@@ -178,7 +178,7 @@ FILE_MISTAKES = [
     ("applications[0].args.ingress.resources", {"edge": "x"}, r"args.ingress.resources\[...\]"),
     ("applications[0].args.ingress.resources", {"edge": -1}, "edge must be 0 or at least 0.0001"),
     ("applications[0].args.ingress.resources", {"edge": 1e-5}, "args.ingress.resources.edge must"),
-    ("applications[0].args.ingress.resources", {"CPU": 1}, "say it as args.ingress.num_cpus"),
+    ("applications[0].args.ingress.resources", {"CPU": 1}, "set args.ingress.num_cpus"),
     ("applications[0].args.pools.decode.resources", {"x": -1}, "args.pools.decode.resources.x mu"),
     ("applications[0].args.ingress.max_body_bytes", 0, "args.ingress.max_body_bytes must be at"),
     ("applications[0].args.ingress.max_body_bytes", 2**26 + 1, "max_body_bytes must be at most 67"),
@@ -194,7 +194,7 @@ FILE_MISTAKES = [
     (
         "applications[0].args.router.admission",
         {"tenants": {"a": {}}},
-        "args.router.admission.tenants names tenants and nothing tells one from another",
+        "args.router.admission.tenants has no effect without",
     ),
     (
         "applications[0].args.router.admission",
@@ -209,7 +209,7 @@ FILE_MISTAKES = [
     (
         "applications[0].args.router.admission",
         {"tenant_header": "x-t", "tenants": {"m\u00fcller": {}}},
-        "args.router.admission.tenants.'m\u00fcller' is no name that a header can have",
+        "args.router.admission.tenants.'m\u00fcller' cannot be the value of a header",
     ),
     (
         "applications[0].args.router.admission",
@@ -219,7 +219,7 @@ FILE_MISTAKES = [
     (
         "applications[0].args.router.admission",
         {"tenant_header": "x: t"},
-        "args.router.admission.tenant_header 'x: t' is no name",
+        "args.router.admission.tenant_header 'x: t' is not a valid header name",
     ),
     ("applications[0].args.model", "models/tiny", "args.model 'models/tiny' is a relative path"),
     ("applications[0].args.model", "Demo", "args.model 'Demo' is a relative path"),
@@ -230,13 +230,13 @@ FILE_MISTAKES = [
     ("applications[0].args.pools.decode.engine.tt_data_parallel", 3, "32 .*multiple.* 3"),
     ("applications[0].args.pools.decode.engine.max_num_batched_tokens", 8, "8 is less than .* 32"),
     ("applications[0].args.pools.decode.engine.dtype", "bfloat16", "dtype is float32 .* bfloat16"),
-    ("applications[0].args.engine.block_size", 48, "block_size 48 of pool .* is no multiple of 32"),
+    ("applications[0].args.engine.block_size", 48, "block_size 48 of pool .* is not a multiple of 32"),
     ("applications[0].args.router.order", "decode", "args.router.order: Invalid enum value"),
     # KV transfer
     ("applications[0].args.kv_connector", "pushed", "kv_connector must be .* multi.* 'pushed'"),
     ("applications[0].args.kv_connector", None, "args.kv_connector: Expected `str`"),
-    ("applications[0].args.kv_connector", "pooled", "pooled hands no request from .* use multi"),
-    ("applications[0].args.kv_connector", "multi", "multi needs args.kv_store, for one .*backend"),
+    ("applications[0].args.kv_connector", "pooled", "pooled does not move KV .* use multi"),
+    ("applications[0].args.kv_connector", "multi", "multi needs args.kv_store, such as .*backend"),
     ("applications[0].args.kv_store", STORE, "kv_store is for kv_connector pooled and multi"),
     ("applications[0].args.kv_store", {"backend": "shm"}, "args.kv_store: .*`capacity_bytes`"),
     ("applications[0].args.kv_store", STORE | {"capcity": 1}, "args.kv_store: .*`capcity`"),
@@ -251,9 +251,9 @@ FILE_MISTAKES = [
     ("applications[0].args.engine.keys", ["x" * 16], "engine.keys is set by the cluster"),
     ("applications[0].args.pools.decode.engine.kv_store", STORE, "kv_store is set by the cluster"),
     ("applications[0].args.engine.gang", {"rank": 0}, "engine.gang is set by the cluster"),
-    ("applications[0].args.pools.decode.gang_size", 0, "2 is no multiple of gang_size 0"),
-    ("applications[0].args.pools.prefill.gang_size", 2, "1 is no multiple of gang_size 2"),
-    ("applications[0].args.pools.decode.gang_size", 2, "the model has no experts to share out"),
+    ("applications[0].args.pools.decode.gang_size", 0, "2 is not a multiple of gang_size 0"),
+    ("applications[0].args.pools.prefill.gang_size", 2, "1 is not a multiple of gang_size 2"),
+    ("applications[0].args.pools.decode.gang_size", 2, "the model has no experts"),
     ("applications[0].args.engine.num_blocks", 1, "num_blocks must be at least 2"),
     ("applications[0].args.engine.num_blocks", 5, "max_model_len 256 .* holds 128 tokens"),
     ("applications[0].args.engine.kv_cache_memory_bytes", 1000, "1000 is too small .* 16384 b"),
@@ -280,7 +280,7 @@ def test_mistake_is_refused_with_its_path_by_validate_and_by_the_loader(
 
 def test_two_applications_are_refused(good, tmp_path):
     good["applications"] *= 2
-    with pytest.raises(ClusterConfigError, match="not 2"):
+    with pytest.raises(ClusterConfigError, match="got 2"):
         load(write(tmp_path, good))
 
 
@@ -393,7 +393,7 @@ def test_store_reaches_every_engine(good, pools, name):
         ({"kv_connector": "pooled"}, "pooled needs args.kv_store"),
         (
             {"kv_connector": "pooled", "kv_store": STORE | {"unit_tokens": 96}},
-            "unit_tokens 96 is no multiple of block_size 64 of pool both",
+            "unit_tokens 96 is not a multiple of block_size 64 of pool both",
         ),
         (
             {"kv_connector": "pooled", "kv_store": STORE | {"backend": "redis"}},
@@ -402,7 +402,7 @@ def test_store_reaches_every_engine(good, pools, name):
         (
             {"kv_connector": "pooled", "kv_store": STORE | {"unit_tokens": 480},
              "engine": {"block_size": 48}},
-            "block_size 48 of pool both is no multiple of 32",
+            "block_size 48 of pool both is not a multiple of 32",
         ),
     ],
 )  # fmt: skip
