@@ -1,1 +1,1 @@
-"""A cluster's life on Ray Serve and on a host: deployments, a local server, what is installed."""
+"""Running a cluster on Ray Serve and on a host: deployments, the local server, checks of a host."""

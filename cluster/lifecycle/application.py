@@ -1,7 +1,7 @@
 """The Serve application of a configuration: one deployment per pool, the ingress in front of them.
 
-What is bound here Serve pickles and checkpoints, and compares when an application is deployed
-again: so it holds no secret, see `cluster.lifecycle.secret`.
+Serve pickles and checkpoints the bound arguments, and compares them when an application is deployed
+again. Therefore they hold no secret; see `cluster.lifecycle.secret`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def bind(args: Mapping[str, Any], config: ClusterConfig) -> Application:
 
     Args:
         args: The application's `args`.
-        config: What they come to.
+        config: The resolved configuration.
 
     Returns:
         The ingress bound to one deployment per pool, each named after its first role.
@@ -36,7 +36,7 @@ def bind(args: Mapping[str, Any], config: ClusterConfig) -> Application:
     # Deployments get the plain mapping and resolve it: no class of ours is pickled into them.
     plain = dict(args)
     if config.fault_plan.faults:
-        # Here and not in a replica: one that is started again must not live its faults again.
+        # Set here and not in a replica: a restarted replica must not repeat its faults.
         plain["fault_epoch_unix_s"] = time.time()
     pools = {role: pool_deployment(config, role).bind(plain, role) for role in config.pools}
     return ingress_deployment(config).bind(plain, **pools)

@@ -1,13 +1,12 @@
-"""Ray Serve's side of autoscaling: what ingresses and replicas report, and the policy Serve calls.
+"""Ray Serve's side of autoscaling: the reports of ingresses and replicas, and the policy.
 
-Serve's controller calls the application's policy with one context for each deployment that may be
-scaled, and does with the counts what it does with any: it starts replicas, or lets some drain. The
-file that is deployed names it, `applications[0].autoscaling_policy`; which pools are scaled, and
-how far, their `max_replicas` say. The ingress is among the deployments, with bounds that are equal:
-only then does Serve collect what it reports.
+Serve's controller calls the application's policy with one context for each scalable deployment. It
+then starts or drains replicas to match the returned counts. The deployed file names the policy in
+`applications[0].autoscaling_policy`, and a pool is scaled up to its `max_replicas`. The ingress is
+scalable too, with equal bounds, because Serve collects reports of scalable deployments only.
 
-Owner: the controller's process, of one `Autoscaler`. A new controller begins anew and changes
-nothing before it has seen requests come and end.
+The controller's process owns one `Autoscaler`. A new controller starts without history and changes
+nothing before requests have arrived and ended.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ _LEARNED = "steps_learned"
 _REFUSED_S = "refused_after_s"
 _DP_GROUPS, _SLOTS, _COLD_START_S = "dp_groups", "slots_per_group", "cold_start_s"
 _OLDEST_S = 60.0
-"""A report that is older is of a replica that does not answer."""
+"""Older reports are ignored: their replica does not answer."""
 
 
 def ingress_report(router: Router) -> dict[str, float]:
-    """What an ingress tells the controller: what it counted, learned of steps, and refuses."""
+    """Return an ingress's report: its counters, the step costs it learned, its refusal limit."""
     pools, admission = router.fleet.pools, router.config.admission
     traffic, costs = router.traffic.as_dict(), pools.pool_costs._asdict()
     refused_s = None if admission is None else admission.ttft_s
@@ -53,11 +52,11 @@ def ingress_report(router: Router) -> dict[str, float]:
 
 
 def replica_report(description: EngineDescription, cold_start_s: float) -> dict[str, float]:
-    """What a replica of a pool tells the controller.
+    """Return a pool replica's report.
 
     Args:
-        description: Of its engine.
-        cold_start_s: From the start of its actor until it took requests.
+        description: The description of its engine.
+        cold_start_s: Seconds from the start of its actor until it took requests.
     """
     return {
         _DP_GROUPS: float(description.dp_groups),
@@ -67,12 +66,11 @@ def replica_report(description: EngineDescription, cold_start_s: float) -> dict[
 
 
 class ApplicationPolicy:
-    """See the module docstring; Serve makes it once, and calls it some times a second.
+    """The autoscaling policy that Serve creates once and calls several times a second.
 
     Args:
-        ttft_s: Seconds that a first token may take; None: no matter, as long as none waits longer
-            and longer.
-        tpot_s: Seconds that each further token may take in the mean; None: no matter.
+        ttft_s: Objective for the time to a first token; None only keeps queues from growing.
+        tpot_s: Objective for the mean time of each further token; None for no objective.
     """
 
     def __init__(self, ttft_s: float | None = None, tpot_s: float | None = None) -> None:
@@ -83,9 +81,9 @@ class ApplicationPolicy:
     def __call__(
         self, contexts: Mapping[DeploymentID, AutoscalingContext]
     ) -> tuple[dict[DeploymentID, int], dict[DeploymentID, dict[str, Any]]]:
-        """Replicas of each pool; every other deployment is left as it is."""
+        """Return the replicas of each pool; other deployments keep theirs."""
         counted: dict[str, Traffic] = {}
-        # How often ingresses report. A look between two reports would see no arrivals.
+        # The interval of the ingresses' reports. A reading between two reports sees no arrivals.
         interval_s = DECISION_INTERVAL_S
         costs, most_learned, refuses_late = StepCosts(), 0.0, True
         pools: dict[Role, Pool] = {}
@@ -102,15 +100,15 @@ class ApplicationPolicy:
             for replica, values in _latest(context, f"{_TRAFFIC}came").items():
                 counted[replica.unique_id] = Traffic(**_with_prefix(values, _TRAFFIC))
                 refuses_late &= values.get(_REFUSED_S, math.inf) <= self._ttft_s < math.inf
-                # They all look at the same engines: whoever has seen most of them knows best.
-                # One of the version before does not say how many.
+                # All ingresses learn from the same engines: use the costs with the most samples.
+                # An ingress of the previous version does not report their number.
                 num_learned = values.get(_LEARNED, 0.0)
                 if num_learned > most_learned:
                     costs = StepCosts(**_with_prefix(values, _COST))
                     most_learned = num_learned
-        now_s = time.monotonic()  # Contexts have the wall's time, which may be set.
+        now_s = time.monotonic()  # Contexts have wall-clock time, which may be adjusted.
         if not pools or not counted or now_s - self._looked_s < interval_s:
-            # Serve keeps the counts of whom the policy does not name.
+            # Serve keeps the counts of deployments that are not in the result.
             return {}, {}
         self._looked_s = now_s
         targets = self._autoscaler.decide(now_s, counted, costs, pools, refuses_late=refuses_late)
@@ -118,11 +116,11 @@ class ApplicationPolicy:
 
 
 _ROLES: dict[str, Role] = {"prefill": "prefill", "decode": "decode", "both": "both"}
-"""Of the deployments that are pools, by name."""
+"""Role of each deployment that is a pool, by the deployment's name."""
 
 
 def _pool(context: AutoscalingContext) -> Pool | None:
-    """A pool, once one of its replicas has reported: they are all alike."""
+    """Return a pool's state; None until one of its replicas, which are all equal, has reported."""
     latest = _latest(context, _COLD_START_S)
     if not latest:
         return None
@@ -132,13 +130,13 @@ def _pool(context: AutoscalingContext) -> Pool | None:
         context.capacity_adjusted_min_replicas,
         context.capacity_adjusted_max_replicas,
         Engine(int(values[_DP_GROUPS]), int(values[_SLOTS])),
-        # The slowest: some find compiled kernels on disk, and a new host does not.
+        # Use the slowest: a new host has no compiled kernels on its disk yet.
         max(values[_COLD_START_S] for values in latest.values()),
     )
 
 
 def _latest(context: AutoscalingContext, needed: str) -> dict[ReplicaID, dict[str, float]]:
-    """What each replica reported last, if that is not long ago and has what is needed."""
+    """Return each replica's latest values, if they are recent and contain `needed`."""
     found: dict[ReplicaID, dict[str, float]] = {}
     series: Mapping[ReplicaID, TimeSeries]
     for name, series in (context.raw_metrics or {}).items():

@@ -1,9 +1,9 @@
 """The Serve deployments: replicas of a pool, each with its engine process, and the ingress.
 
-Only the control plane passes here: life cycle, health, drain, and finding each other. Requests
-and tokens go from the ingress to the engines over ZMQ. Owner: a `PoolReplica` owns one engine
-process; when the engine dies the replica dies with it at once and Serve starts a new one, so what
-a replica says of itself never changes but for its role, which ingresses learn from the engine.
+Serve carries the control plane only: life cycle, health, drain and discovery. Requests and tokens
+go from the ingress to the engines over ZMQ. A `PoolReplica` owns one engine process. When the
+engine dies, the replica ends at once and Serve starts a new one. Therefore a replica's description
+never changes, except for its role, which ingresses learn from the engine's snapshots.
 """
 
 from __future__ import annotations
@@ -68,27 +68,29 @@ _deployment = partial(
     health_check_period_s=1.0,
     health_check_timeout_s=10.0,
     graceful_shutdown_wait_loop_s=0.2,
-    # A wrong model stays wrong: two tries tell it from an accident, Serve's default is twenty.
+    # A wrong configuration fails each time: two tries are enough to rule out an accident. Serve's
+    # default is twenty.
     max_constructor_retry_count=2,
 )
 PROBE_S = 10.0
-"""How often an engine that has nothing to do takes a step all the same."""
+"""Seconds between probes: steps that an idle engine takes so that a hang is noticed."""
 _INGRESS_VARIABLES = {
-    # Serve would run the ingress on an event loop of its own in a second thread, and carry every
-    # chunk of every stream from there to the loop that sends it: a third of what an ingress costs
-    # per token. The door needs it, too.
+    # By default Serve runs the ingress on a second thread's event loop and passes every chunk of
+    # every stream to the loop that sends it: a third of an ingress's cost per token. The middleware
+    # in `cluster.edge.door` relies on this setting too.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     haproxy.MIDDLEWARES_VARIABLE: haproxy.INGRESS_MIDDLEWARES,
 }
-"""What Ray Serve reads when the process of an ingress starts."""
+"""Variables that Ray Serve reads when the process of an ingress starts."""
 _NO_LIMIT_OF_SERVE = 2**20
-"""More requests than an ingress can have connections. The application has the limit
-(`cluster.edge.gate`): Serve's stands in front of health checks too, and refuses in plain text."""
+"""More requests than an ingress can have connections, so that Serve never refuses one. The limit is
+the application's (`cluster.edge.gate`): Serve's applies to health checks too, and refuses in plain
+text."""
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 class PoolReplica:
-    """A replica of a pool: starts an engine, watches it, says what it is, drains it.
+    """A replica of a pool: starts, watches, describes and drains one engine.
 
     Args:
         args: The application's `args`.
@@ -101,11 +103,11 @@ class PoolReplica:
     """
 
     _engine: EngineHandle
-    # Of the gang, where this replica is its rank 0.
+    # The hub of its gang, if this replica is rank 0.
     _hub: GangHub | None = None
 
     def __init__(self, args: Mapping[str, Any], role: Role) -> None:
-        # Serve deletes replicas whose constructor failed too: these have no engine to stop.
+        # Serve also calls `__del__` after a failed constructor, when there is no engine to stop.
         self._life = Life()
         suppress_logging_errors()
         guard_replica_port()
@@ -142,12 +144,12 @@ class PoolReplica:
         self._engine.call_at_exit(self._on_engine_exit)
 
     async def describe(self) -> dict[str, Any]:
-        """What the engine is, as plain values of `EngineDescription`."""
+        """Return the engine's `EngineDescription` as plain values."""
         description: dict[str, Any] = msgspec.to_builtins(self._engine.description)
         return description
 
     async def role_status(self) -> dict[str, Any]:
-        """What the engine does in its cluster, as plain values of `RoleStatus`."""
+        """Return the engine's `RoleStatus` as plain values."""
         engine = self._engine
         now = msgspec.structs.replace(
             self._role_status, role=engine.role, next_role=engine.next_role
@@ -156,22 +158,22 @@ class PoolReplica:
         return role_status
 
     async def change_role(self, replica: str, role: Role) -> None:
-        """Let the engine take a role, prefill or decode, if this is the replica that is meant."""
+        """Change the engine's role to prefill or decode, if `replica` names this replica."""
         if replica == self._role_status.replica:
             self._engine.change_role(role)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What the application's autoscaling policy is told of this replica."""
+        """Return this replica's report for the application's autoscaling policy."""
         return replica_report(self._engine.description, self._cold_start_s)
 
     async def check_health(self) -> None:
-        """Tell Serve whether the engine lives; a backstop, the replica exits by itself.
+        """Tell Serve whether the engine runs; a backstop, as the replica exits by itself.
 
-        Now and then an idle engine is let take a step: who hangs then is found out before a request
-        comes, gets nothing new, and is killed (`replicas.launch`).
+        Also lets an idle engine take a step every `PROBE_S`. An engine that hangs in it gets no new
+        requests and is killed (`replicas.launch`).
 
         Raises:
-            RuntimeError: It does not, or hangs.
+            RuntimeError: The engine has ended.
         """
         if not self._engine.is_alive:
             raise RuntimeError(str(self._engine.failure or "the engine process is gone"))
@@ -185,7 +187,10 @@ class PoolReplica:
             return
         self._life.become(LifeState.DRAINING)
         if not await asyncio.to_thread(self._engine.drain, self._drain_timeout_s):
-            logger.warning("stopped with requests running role=%s", self._role)
+            logger.warning(
+                "stopping the engine with requests running: drain_timeout_s is over role=%s",
+                self._role,
+            )
         await asyncio.to_thread(self._engine.stop)
         if self._hub is not None:
             self._hub.close()
@@ -199,7 +204,7 @@ class PoolReplica:
             _write_to_stderr(line)
 
     def _on_engine_exit(self, code: int) -> None:
-        """End this process with its engine: Serve notices that within a second."""
+        """End this process together with its engine; Serve notices within a second."""
         if self._life.state is LifeState.READY:
             reason = self._engine.failure or f"the engine process ended with code {code}"
             _write_to_stderr(f"{self._role}: {reason}")
@@ -230,17 +235,17 @@ class IngressReplica:
         self._ingress: Ingress | None = None
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What the application's autoscaling policy is told of this ingress's requests."""
+        """Return this ingress's report for the application's autoscaling policy."""
         return {} if self._ingress is None else ingress_report(self._ingress.router)
 
     async def check_health(self) -> None:
-        """Tell Serve whether this ingress is of use: it knows replicas, or may find some.
+        """Tell Serve whether this ingress knows replicas, or can still discover some.
 
         Raises:
-            RuntimeError: It is not; Serve starts another one.
+            RuntimeError: It knows none and discovery keeps failing; Serve then replaces it.
         """
         if self._ingress is not None and self._ingress.fleet.is_lost:
-            raise RuntimeError("no replica is known, and discovery fails all the time")
+            raise RuntimeError("no replica is known, and discovery keeps failing")
 
     def __serve_build_asgi_app__(self) -> Starlette:
         ingress = self._ingress = Ingress(self._config, self._keys)
@@ -265,7 +270,7 @@ class IngressReplica:
 
 
 class PoolDirectory:
-    """Finds the replicas that run now, by asking each through its pool's handle: a `Discovery`.
+    """The `Discovery` that asks each running replica through the handle of its pool.
 
     Args:
         handles: Handle of each pool's deployment, by its name.
@@ -276,10 +281,10 @@ class PoolDirectory:
         self._status: asyncio.Future[ServeStatus] | None = None
 
     async def find(self) -> list[Member]:
-        """Every replica that answered within `DESCRIBE_TIMEOUT_S`; none that starts or dies.
+        """Return the replicas that answered within `DESCRIBE_TIMEOUT_S`.
 
         Raises:
-            Exception: Whatever a pool's handle failed with, if no pool has anybody.
+            Exception: The error of a pool's handle, if no replica of any pool answered.
         """
         found: list[Member] = []
         errors: list[BaseException] = []
@@ -296,10 +301,10 @@ class PoolDirectory:
         return found
 
     async def num_wanted(self) -> int | None:
-        """Replicas that Serve runs or starts now, whatever the configuration said."""
+        """Return the replicas that Serve runs or starts now; None if Serve does not answer."""
         if self._status is None:
             self._status = asyncio.ensure_future(asyncio.to_thread(serve.status))
-        # Not asked twice at once: a controller that hangs would take thread after thread.
+        # One request at a time: each one to a controller that hangs occupies a thread.
         await asyncio.wait({self._status}, timeout=DESCRIBE_TIMEOUT_S)
         if not self._status.done():
             return None
@@ -314,12 +319,12 @@ class PoolDirectory:
                 if state != "STOPPING"
             )
         except (RayServeException, RayError, TimeoutError, KeyError) as error:
-            logger.info("Serve does not say how many replicas there should be: %r", error)
+            logger.info("cannot get the number of replicas from Serve: %r", error)
             return None
 
     async def _find_in_pool(self, pool: str, handle: DeploymentHandle[Any]) -> list[Member]:
         try:
-            # In a thread: `results_async` gives nothing at all if one replica does not answer.
+            # In a thread, because `results_async` returns nothing if one replica does not answer.
             answers = await asyncio.to_thread(
                 handle.broadcast("describe").results,
                 timeout_s=DESCRIBE_TIMEOUT_S,
@@ -330,27 +335,27 @@ class PoolDirectory:
             return []
         return [
             Member(pool, f"{pool}-{description.incarnation}", description)
-            for description in map(_read, answers)
+            for description in map(_decode_description, answers)
             if description is not None
         ]
 
 
-def _read(answer: object) -> EngineDescription | None:
-    """What a replica says of itself; None if it does not, or not as this version does."""
+def _decode_description(answer: object) -> EngineDescription | None:
+    """Decode a replica's description; None for an error or an unreadable description."""
     if isinstance(answer, BaseException):
         return None
     try:
         return msgspec.convert(answer, EngineDescription)
     except msgspec.ValidationError as error:
-        logger.warning("a replica says of itself what this version cannot read: %s", error)
+        logger.warning("ignoring a replica: this version cannot read its description: %s", error)
         return None
 
 
 def suppress_logging_errors() -> None:
-    """Let a log line that cannot be written be lost in this process, and raise nothing.
+    """Drop log lines of this process that cannot be written, instead of raising an error.
 
-    `logging` would tell of it on `sys.stderr`, which Serve turns into a logger of the same file:
-    on a full disk each line would end in a RecursionError of whoever logs, and so would discovery.
+    `logging` reports a failed write to `sys.stderr`, which Serve redirects to a logger of the same
+    file. On a full disk each log call, and discovery with it, would end in a RecursionError.
     """
     logging.raiseExceptions = False
 
@@ -358,22 +363,22 @@ def suppress_logging_errors() -> None:
 def _write_to_stderr(line: str) -> None:
     """Write to the worker's own standard error, which Ray shows to its driver.
 
-    Why the descriptor: Serve turns `sys.stderr` into a log file when it is told to be quiet. A full
-    disk must not keep an engine from starting, nor its replica from ending with it.
+    Writes to the descriptor, because Serve may redirect `sys.stderr` to a log file. Ignores errors:
+    a full disk must neither keep an engine from starting nor its replica from ending with it.
     """
     with contextlib.suppress(OSError):
         os.write(2, f"{line}\n".encode())
 
 
 def engine_environment(config: EngineConfig, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Environment of an engine: its parent's, with the thread counts that its config asks for.
+    """Return an engine's environment: its parent's, with the configured number of threads.
 
-    Ray gives every worker one thread; an engine's own setting must not be capped by that. What a
-    mesh needs beside it is for `start_engine` to add.
+    Ray sets one thread for every worker, which must not limit the engine. `start_engine` adds the
+    variables that a mesh needs.
 
     Args:
         config: The engine's configuration.
-        inherited: The replica's environment, with what Ray bound its devices with.
+        inherited: The replica's environment, including the devices that Ray assigned to it.
     """
     environment = {k: v for k, v in inherited.items() if k not in _THREAD_VARIABLES}
     if config.num_threads is not None:
@@ -382,16 +387,16 @@ def engine_environment(config: EngineConfig, inherited: Mapping[str, str]) -> di
 
 
 def pool_deployment(config: ClusterConfig, role: Role) -> Deployment:
-    """The deployment of one pool.
+    """Return the deployment of one pool.
 
-    An engine with a mesh has its boards set aside: Ray binds the replica to them through
-    `TT_VISIBLE_DEVICES`, and they are all of one host.
+    The boards of an engine's mesh are reserved on one host. Ray binds the replica to them through
+    `TT_VISIBLE_DEVICES`.
     """
     pool, engine = config.pools[role], config.engines[role]
     resources = pool_resources(pool, engine)
     placement: dict[str, Any] = {}
     if engine.mesh is not None and resources:
-        # The replica's actor takes all of the one bundle.
+        # The replica's actor uses the whole bundle.
         placement["placement_group_bundles"] = [{"CPU": pool.num_cpus, **resources}]
         placement["placement_group_strategy"] = "STRICT_PACK"
     if pool.gang_size > 1:
@@ -406,7 +411,7 @@ def pool_deployment(config: ClusterConfig, role: Role) -> Deployment:
 
 
 def _scale(replicas: int, max_replicas: int | None) -> dict[str, Any]:
-    """How many replicas a deployment has; the policy waits by itself before it changes that."""
+    """Return the replica options. Serve adds no delays, as the policy has its own."""
     if max_replicas is None:
         return {"num_replicas": replicas}
     bounds = AutoscalingConfig(
@@ -416,20 +421,20 @@ def _scale(replicas: int, max_replicas: int | None) -> dict[str, Any]:
 
 
 def pool_resources(pool: PoolConfig, engine: EngineConfig) -> dict[str, float]:
-    """Ray resources of each replica: the boards of its mesh, unless the pool says otherwise.
+    """Return the Ray resources of each replica: the boards of its mesh, unless the pool sets them.
 
-    A pool says `{TTNPU: 0}` where its mesh is no board that Ray knows of, for one a mock cluster.
+    A pool sets `{TTNPU: 0}` if its mesh has no board that Ray counts, such as a mock cluster.
     """
     boards = {} if engine.mesh is None else {RESOURCE: engine.mesh.spec.num_pcie_devices}
     return {name: count for name, count in {**boards, **pool.resources}.items() if count}
 
 
 def lacking_resources(config: ClusterConfig, found: Mapping[str, float]) -> str:
-    """What pools and ingress ask Ray for beyond what there is; empty if they can all start.
+    """Describe the resources that pools and ingress need and Ray lacks; "" if they can all start.
 
     Args:
         config: The cluster's configuration.
-        found: Ray's resources, of all nodes together.
+        found: Ray's resources, summed over all nodes.
     """
     wanted: defaultdict[str, float] = defaultdict(float)
     for role, pool in config.pools.items():
@@ -445,17 +450,17 @@ def lacking_resources(config: ClusterConfig, found: Mapping[str, float]) -> str:
 
 
 def _shutdown_timeout_s(config: ClusterConfig, role: Role) -> float:
-    """How long Serve waits for a replica that is told to stop: its drain, and twice the stop."""
+    """Return how long Serve waits for a stopping replica: its drain plus twice the stop timeout."""
     return config.pools[role].drain_timeout_s + 2 * stop_timeout_s(config.engines[role])
 
 
 def ingress_deployment(config: ClusterConfig) -> Deployment:
-    """The deployment of the HTTP edge."""
+    """Return the deployment of the HTTP edge."""
     return _deployment(
         name=INGRESS,
         **_scale(
             config.ingress.replicas,
-            # Serve collects reports of deployments that it may scale, and of no other.
+            # Serve collects reports of scalable deployments only.
             config.ingress.replicas if config.is_scaled else None,
         ),
         max_ongoing_requests=_NO_LIMIT_OF_SERVE,
@@ -469,6 +474,6 @@ def ingress_deployment(config: ClusterConfig) -> Deployment:
                 }
             },
         },
-        # As long as the pools let their requests run, or streams would be cut here.
+        # At least as long as the pools let their requests run; else this would cut streams.
         graceful_shutdown_timeout_s=max(_shutdown_timeout_s(config, role) for role in config.pools),
     )(serve.ingress()(IngressReplica))

@@ -1,7 +1,7 @@
-"""What can run on this host, what is missing for more, and who listens: `ttserve doctor`'s report.
+"""The report of `ttserve doctor`: engines that can run on this host, missing parts, open sockets.
 
-Joins what others find: `cluster.lifecycle.findings` of the boards, `cluster.lifecycle.listeners` of
-the sockets; `check_pools` judges a configuration by them.
+Combines findings on the boards (`cluster.lifecycle.findings`) and on the sockets
+(`cluster.lifecycle.listeners`). `check_pools` checks a configuration against them.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PoolCheck:
-    """Whether one pool of a configuration can run here.
+    """The check of one pool of a configuration against this host.
 
     Attributes:
-        pool: Its role.
-        mesh: What its engines run on.
-        problem: Why not even one of its engines can start here; None if one can.
-        note: What else to know; "" for nothing.
+        pool: The pool's role.
+        mesh: The mesh of its engines.
+        problem: Reason why none of its engines can start here; None if one can.
+        note: Further remarks; "" for none.
     """
 
     pool: str
@@ -62,17 +62,17 @@ class PoolCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """Everything that `ttserve doctor` says.
+    """The result of `ttserve doctor`.
 
     Attributes:
-        host: What was found.
-        findings: What it means, the boards first.
-        meshes: Mesh names that the boards make.
+        host: Boards and software of this host.
+        findings: Findings on them, the boards first.
+        meshes: Names of meshes that the boards can form.
         can_run_mesh: Whether an engine can open a mesh here.
         http_front: "haproxy", or "python" for Serve's own proxy.
-        pools: Of the configuration that was asked about.
+        pools: Checks of the given configuration's pools.
         listeners: Sockets on which this user's clusters listen.
-        ray: What is wrong with who may reach Ray, or have its token.
+        ray: Problems with access to Ray or to its token.
     """
 
     host: HostReport
@@ -86,12 +86,12 @@ class Diagnosis:
 
     @property
     def is_good(self) -> bool:
-        """Whether everything that was asked about can run, and Ray is closed to others."""
+        """Whether each given pool can run here and Ray is closed to others."""
         return all(pool.problem is None for pool in self.pools) and not self.ray
 
 
 def diagnose(config: ClusterConfig | None = None) -> Diagnosis:
-    """Look at this host, and at what a configuration wants of it."""
+    """Examine this host, and check a configuration against it."""
     environment = process_environment()
     report = read_host(environment)
     listeners = read_listeners()
@@ -110,14 +110,14 @@ def diagnose(config: ClusterConfig | None = None) -> Diagnosis:
 def check_pools(
     config: ClusterConfig, report: HostReport, environment: Mapping[str, str]
 ) -> tuple[PoolCheck, ...]:
-    """Whether the meshes that a configuration asks for are on this host, pool by pool.
+    """Check for each pool whether its mesh is on this host.
 
-    Replicas may be on other hosts too, so a pool fails only if not one of its engines fits here.
+    Replicas may run on other hosts too, so a pool fails only if none of its engines fits here.
 
     Args:
-        config: What is asked for.
-        report: What is here.
-        environment: Of this process.
+        config: The configuration to check.
+        report: Boards and software of this host.
+        environment: The environment of this process.
     """
     checks = []
     num_left = len(report.usable)
@@ -136,7 +136,7 @@ def check_pools(
             problem = _count_problem(pool, spec, devices, report)
         if problem is None and not can_run_mesh(report):
             lacks = [f.subject for f in findings(report) if f.level == "missing"]
-            problem = f"first mend: {', '.join(lacks)}"
+            problem = f"fix first: {', '.join(lacks)}"
         num_fitting = min(pool.replicas, num_left // devices)
         num_left -= num_fitting * devices
         if problem is None:
@@ -152,11 +152,11 @@ def check_pools(
 
 
 def _named_problem(mesh: MeshConfig, report: HostReport) -> str | None:
-    """Why the boards that a mesh names are not those that it is made of, or None."""
+    """Return why a mesh cannot consist of the boards in its `visible_devices`, or None."""
     numbers = mesh.visible_devices
     if numbers is None or report.mock_descriptor is not None:
         return None
-    # An engine is bound to these, whatever TT_VISIBLE_DEVICES says.
+    # `visible_devices` replaces TT_VISIBLE_DEVICES for the engine.
     here = replace(report, visible_devices=None).usable
     seen = sorted(n for d in here if (n := visible_number(report.devices, d)) is not None)
     strays = [str(number) for number in numbers if number not in seen]
@@ -171,7 +171,7 @@ def _named_problem(mesh: MeshConfig, report: HostReport) -> str | None:
 
 
 def _generator_problem(engine: EngineConfig, environment: Mapping[str, str]) -> str | None:
-    """Why this host has no such generator, or None."""
+    """Return why the engine's generator is not installed here, or None."""
     try:
         check_generator(engine, environment)
     except ConfigError as error:
@@ -182,10 +182,10 @@ def _generator_problem(engine: EngineConfig, environment: Mapping[str, str]) -> 
 def _count_problem(
     pool: PoolConfig, spec: MeshSpec, devices: int, report: HostReport
 ) -> str | None:
-    """Why Ray would not give a grid's replica the boards that the grid is on this host, or None."""
+    """Return why Ray would assign a replica other boards than its grid needs here, or None."""
     asked = pool.resources.get(RESOURCE, spec.num_pcie_devices)
-    # Without any, Ray binds nothing, and the engine sees all that this host has. More than enough
-    # is the pool's own business, if there are so many.
+    # With 0, Ray binds no boards and the engine sees all of this host. A pool may reserve more
+    # boards than it needs, if there are that many.
     is_enough = not asked or devices <= asked <= max(devices, len(report.usable))
     if spec.board is not None or report.mock_descriptor is not None or is_enough:
         return None
@@ -196,19 +196,22 @@ def _count_problem(
 
 
 def _cache_problem(engine: EngineConfig, mesh: MeshConfig) -> str | None:
-    """Why a foreign class could not keep what it converts, or None: ours go on without."""
+    """Return why a foreign generator cannot store converted weights, or None.
+
+    The native generators run without a store.
+    """
     folder = mesh.weight_cache_folder
     if engine.uses_native_generator:
         return None
     if folder is None:
-        return f"{NO_HOME}, or weight_cache: its class keeps weights there"
+        return f"{NO_HOME}, or weight_cache: its class stores weights there"
     if can_write(folder):
         return None
-    return f"this user may not write in {folder}, where its class keeps weights: set weight_cache"
+    return f"this user cannot write to {folder}, where its class stores weights: set weight_cache"
 
 
 def _trace_note(engine: EngineConfig, mesh: MeshConfig) -> str:
-    """What to say of a configured trace region that is smaller than the usual one; or nothing."""
+    """Return a note if the configured trace region is smaller than the usual one, else ""."""
     size = mesh.trace_region_size
     if size is None or mesh.trace == "none":
         return ""
@@ -222,12 +225,12 @@ def _trace_note(engine: EngineConfig, mesh: MeshConfig) -> str:
         return ""
     return (
         f"trace_region_size {size} is less than the {usual} that such a mesh and model usually "
-        "need: without it these are taken"
+        f"need: remove it to use {usual}"
     )
 
 
 def doctor_text(diagnosis: Diagnosis) -> str:
-    """The diagnosis for a person, in plain lines that a log can hold."""
+    """Format the diagnosis as plain lines of text."""
     lines = ["Host", *_finding_lines(diagnosis.findings)]
     lines.append("Meshes for engine.mesh.name")
     lines += [f"  {_choice_text(choice)}" for choice in diagnosis.meshes]
@@ -236,7 +239,7 @@ def doctor_text(diagnosis: Diagnosis) -> str:
     lines.append("What runs here")
     lines += [f"  {line}" for line in _what_runs(diagnosis)]
     if diagnosis.listeners or diagnosis.ray:
-        lines += ["Listening (SECURITY.md says what each is)", *_finding_lines(diagnosis.ray)]
+        lines += ["Listening (see SECURITY.md)", *_finding_lines(diagnosis.ray)]
         lines += [f"  {_listener_text(listener)}" for listener in diagnosis.listeners]
     if diagnosis.pools:
         lines.append("Configuration")

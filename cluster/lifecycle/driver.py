@@ -1,9 +1,9 @@
 """The driver of a local server: starts Ray and Serve, deploys one Serve config file, waits, stops.
 
 Started by `cluster.lifecycle.supervisor` in a session of its own, with Serve's settings in its
-environment; stops when its standard input closes: the supervisor asks so, or is gone. Prints
-progress and where the endpoint is. Not the way to production: there `serve deploy` gives the same
-file to a Ray cluster.
+environment. It stops when its standard input closes, which the supervisor does to stop it and the
+kernel does if the supervisor dies. It prints its progress and the address of the endpoint. In
+production, `serve deploy` deploys the same file on a Ray cluster instead.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ OBJECT_STORE_BYTES = 100 * 2**20
 """Ray's shared memory; no token and no KV block goes through it."""
 
 DRAIN_S = 8.0
-"""How long running requests may go on after a stop, whatever the pools' own drain times."""
+"""Seconds for running requests to end after a stop; replaces the pools' `drain_timeout_s`."""
 
 _POLL_S = 0.2
 _WAIT_NOTE_S = 10.0
 
 
 class DeploymentFailedError(Exception):
-    """The application did not start; the message holds each deployment's reason."""
+    """The application did not start; the message has each deployment's reason."""
 
 
 def main() -> int:
-    """Serve until told to stop.
+    """Serve until standard input closes.
 
     Returns:
         Exit code: 0 after a stop, 1 if the application did not start, 2 if the config cannot work.
@@ -74,7 +74,7 @@ def main() -> int:
         lacking = lacking_resources(config, ray.cluster_resources())  # type: ignore[no-untyped-call]
         if lacking:
             # Ray would wait for a node to bring them, and a local cluster gets none.
-            say(f"The replicas need {lacking} on this host; `ttserve doctor` says what is here.")
+            say(f"The replicas need {lacking} on this host; `ttserve doctor` lists its boards.")
             return 1
         try:
             _deploy(file, application)
@@ -94,7 +94,7 @@ def main() -> int:
 
 
 def _require_local(file: ServeFile) -> None:
-    """Refuse what only a Ray cluster's own Serve would apply.
+    """Refuse keys that have an effect only on a Ray cluster.
 
     Raises:
         ClusterConfigError: The file has such a key.
@@ -121,7 +121,7 @@ def _require_local(file: ServeFile) -> None:
 
 
 def _stop_event() -> threading.Event:
-    """Set when standard input ends. Why no signal: Ray installs handlers of its own that abort."""
+    """Return an event that is set when standard input ends. Ray's own handlers prevent signals."""
     stop = threading.Event()
 
     def watch() -> None:
@@ -142,7 +142,7 @@ def _start_ray(options: ServeOptions) -> None:
         object_store_memory=OBJECT_STORE_BYTES,
         log_to_driver=True,
         logging_level=logging.ERROR,
-        # A folder of its own: Ray lets every user of the host write in it.
+        # A private folder: Ray lets every user of the host write to its default one.
         _temp_dir=f"{options.folder}/r",
     )
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
@@ -172,7 +172,7 @@ def _wait_until_running(file: ServeFile, stop: threading.Event) -> bool:
         False if the stop came first.
 
     Raises:
-        DeploymentFailedError: Serve has given up.
+        DeploymentFailedError: Serve reports the application as failed.
     """
     shown = ""
     started_s = noted_s = time.monotonic()
@@ -200,7 +200,7 @@ def _progress(application: ApplicationStatusOverview) -> str:
 
 
 def _reasons(application: ApplicationStatusOverview) -> str:
-    """What is wrong, one line for each that has a message."""
+    """Return the messages of the application and its deployments, one line each."""
     messages = {"application": application.message} | {
         f"deployment {name}": deployment.message
         for name, deployment in sorted(application.deployments.items())
@@ -236,9 +236,9 @@ def _announce(file: ServeFile, model: str, has_haproxy: bool) -> None:
 
 
 def _stop_serve(name: str) -> None:
-    """Let running requests end, up to `DRAIN_S`.
+    """Let running requests end, for at most `DRAIN_S`.
 
-    Why not `serve.shutdown`: it takes HAProxy away first, which cuts the streams that still run.
+    Not `serve.shutdown`: it ends HAProxy first, which would cut running streams.
     """
     deadline_s = time.monotonic() + DRAIN_S
     with contextlib.suppress(ray.exceptions.RayError, TimeoutError):

@@ -1,10 +1,10 @@
-"""What a host with Tenstorrent boards has and lacks, finding by finding.
+"""Findings on a host with Tenstorrent boards: present, missing and outdated parts.
 
-Judges what `replicas.boards` found; nothing here opens a device.
+Evaluates a report of `replicas.boards`; opens no device.
 
-Sources: hugepages from Tenstorrent's system setup, and from tt-umd that there must be one for each
-device. Unsure: how many more of them help (four is Tenstorrent's own setting), and that a driver
-since 1.29 needs none behind an IOMMU on every board.
+Sources: hugepages are from Tenstorrent's system setup; that each device needs at least one is from
+tt-umd. Uncertain: how many more help (Tenstorrent's setup has four), and whether drivers since 1.29
+need none behind an IOMMU with every board.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Finding:
     """One line of a diagnosis.
 
     Attributes:
-        level: "ok"; "note" for what is worth knowing; "missing" for what must be mended first.
-        subject: What it is about, in a word or two.
-        text: What is so.
-        advice: What to do; one step an entry.
+        level: "ok", "note" (worth knowing) or "missing" (must be fixed first).
+        subject: Its subject, in a word or two.
+        text: The finding.
+        advice: Steps to take, one an entry.
     """
 
     level: Level
@@ -57,13 +57,13 @@ class Finding:
 
 
 def can_run_mesh(report: HostReport) -> bool:
-    """Whether an engine on some mesh can start here, as far as can be told without trying."""
+    """Return whether an engine on some mesh can probably start here; nothing is tried."""
     has_boards = bool(report.usable) or report.mock_descriptor is not None
     return has_boards and all(f.level != "missing" for f in findings(report))
 
 
 def findings(report: HostReport) -> tuple[Finding, ...]:
-    """What is there and what is missing, board first; software only matters with a board."""
+    """Return all findings, the boards first. Missing software is only a note without boards."""
     of_boards = _BOARD_CHECKS if report.devices else (_no_boards,)
     checks = (*of_boards, _ttnn, _sfpi, _metal_home, _visible, _mock_cluster)
     return tuple(finding for check in checks for finding in check(report))
@@ -83,7 +83,7 @@ def _no_boards(report: HostReport) -> Iterator[Finding]:
         text = f"none; ttnn's mock cluster {mock} stands in: it computes nothing"
         yield _finding("note", "boards", text)
     else:
-        text = f"none, and the mock cluster {mock} is no file"
+        text = f"none, and the mock cluster {mock} does not exist"
         advice = f"unset {MOCK_DESCRIPTOR}, or point it at a cluster descriptor"
         yield _finding("missing", "boards", text, advice)
 
@@ -110,7 +110,7 @@ def _driver(report: HostReport) -> Iterator[Finding]:
     yield _finding(
         "missing",
         "driver",
-        "the boards are there and no driver is loaded",
+        "there are boards, but no driver is loaded",
         "if tt-kmd is installed: `sudo modprobe tenstorrent`",
         "if not: install it with DKMS from github.com/tenstorrent/tt-kmd",
     )
@@ -125,18 +125,18 @@ def _nodes(report: HostReport) -> Iterator[Finding]:
             "missing",
             "device nodes",
             "none under /dev/tenstorrent",
-            "in a container: give it the nodes, for one `--device /dev/tenstorrent`",
-            "else: look at `dmesg | grep tenstorrent`",
+            "in a container: pass them, for example with `--device /dev/tenstorrent`",
+            "otherwise: look at `dmesg | grep tenstorrent`",
         )
     elif num_nodes < len(report.devices):
-        text = f"{num_nodes} of {len(report.devices)} are given to us"
+        text = f"{num_nodes} of {len(report.devices)} are visible here"
         yield _finding("note", "device nodes", text)
     closed = [d for d in report.devices if d.has_node and not d.is_usable]
     if closed:
         names = ", ".join(f"/dev/tenstorrent/{d.index}" for d in closed)
         level: Level = "note" if report.usable else "missing"
         advice = "install tt-kmd's udev rules, or `sudo chmod 666` the nodes"
-        yield _finding(level, "device nodes", f"this user may not read and write {names}", advice)
+        yield _finding(level, "device nodes", f"this user cannot read and write {names}", advice)
 
 
 def _firmware(report: HostReport) -> Iterator[Finding]:
@@ -147,13 +147,15 @@ def _firmware(report: HostReport) -> Iterator[Finding]:
     elif too_old:
         oldest = ", ".join(sorted({f"{d.firmware} on {d.arch}" for d in too_old}))
         wanted = ", ".join(f"{version} on {arch}" for arch, version in OLDEST_FIRMWARE.items())
-        text = f"bundle {oldest}, and ttnn opens none before {wanted}"
-        yield _finding("missing", "firmware", text, "bring the boards to a newer one with tt-flash")
+        text = f"bundle {oldest}; ttnn needs at least {wanted}"
+        yield _finding("missing", "firmware", text, "update the boards with tt-flash")
     elif len(versions) == 1:
         yield _tested(report, "firmware", "bundle", versions[0], report.wanted.firmware)
     else:
         text = f"bundles {', '.join(versions)} side by side"
-        yield _finding("note", "firmware", text, "bring all boards to one bundle with tt-flash")
+        yield _finding(
+            "note", "firmware", text, "flash the same bundle to all boards with tt-flash"
+        )
 
 
 def _is_too_old(device: Device) -> bool:
@@ -164,14 +166,14 @@ def _is_too_old(device: Device) -> bool:
 def _tested(
     report: HostReport, subject: str, what: str, version: str, wanted: str | None
 ) -> Finding:
-    """A version, beside what ttnn was tested with; an older one is worth a note."""
+    """Return a finding that compares a version with the one that ttnn was tested with."""
     text = f"{what} {version}"
     if wanted is None:
         return _finding("ok", subject, text)
     text += f"; ttnn's list of releases names {wanted} (for {report.wanted.release})"
     number = firmware_number if subject == "firmware" else version_number
     is_older = number(version) < number(wanted)
-    advice = ("bring it to that version, or a newer one",) if is_older else ()
+    advice = ("update it to that version or a newer one",) if is_older else ()
     return _finding("note" if is_older else "ok", subject, text, *advice)
 
 
@@ -187,7 +189,7 @@ def _hugepages(report: HostReport) -> Iterator[Finding]:
     if free is not None and free < min(count, report.num_hugepages):
         text += f", {free} free"
         if not any(d.holders for d in report.devices):
-            advice.append("delete what dead processes left: `ls /dev/hugepages-1G/*tenstorrent`")
+            advice.append("delete files of dead processes: `ls /dev/hugepages-1G/*tenstorrent`")
     if report.num_hugepages < wanted:
         advice.append(f"`echo {wanted} | sudo tee /{HUGEPAGES_FILE}`, at best right after boot")
     if not report.has_hugepage_mount:
@@ -207,7 +209,7 @@ def _ray_count(report: HostReport) -> Iterator[Finding]:
     if num_counted == num_nodes:
         yield _finding("ok", "Ray", f"counts {num_nodes} {RESOURCE}")
         return
-    text = f"counts {num_counted} {RESOURCE} (everything in /dev/tenstorrent), and there are "
+    text = f"counts {num_counted} {RESOURCE} (every file in /dev/tenstorrent), but there are "
     advice = f"`ray start --resources '{{\"{RESOURCE}\": {num_nodes}}}'`"
     yield _finding("note", "Ray", f"{text}{num_nodes}", advice)
 
@@ -215,27 +217,27 @@ def _ray_count(report: HostReport) -> Iterator[Finding]:
 def _holders(report: HostReport) -> Iterator[Finding]:
     text = holders_text(report.devices)
     if text:
-        yield _finding("note", "in use", text, "two processes on one board hang each other")
+        yield _finding("note", "in use", text, "two processes on one board make each other hang")
 
 
 def _tt_smi(report: HostReport) -> Iterator[Finding]:
-    """What resets boards, and what numbers mean to it and to ttnn."""
+    """Describe tt-smi, which resets boards, and how it numbers them."""
     tool = report.tt_smi
     if tool is None:
-        text = "not on PATH: boards that a killed engine left open are not reset"
+        text = "not on PATH: boards that a killed engine left open will not be reset"
         yield _finding("note", "tt-smi", text, "`pip install tt-smi`")
         return
     if tool.version is None:
-        text = f"{tool.path} says no version, and what its numbers mean depends on it"
+        text = f"{tool.path} reports no version, and how it numbers boards depends on the version"
         yield _finding("note", "tt-smi", text, "`pip install --upgrade tt-smi`")
         return
     meaning = (
-        "`-r` takes device nodes, and a number is a place in the order of PCI addresses"
+        "`-r` takes device nodes; a number is a position in the order of PCI addresses"
         if tool.takes_nodes
         else "`-r` takes the numbers of device nodes"
     )
     if any(d.is_galaxy for d in report.devices) and not tool.resets_galaxies:
-        text = f"{tool.version} cannot reset a Galaxy, and its -r may drop all of its chips"
+        text = f"{tool.version} cannot reset a Galaxy: its -r may make all chips disappear"
         yield _finding("note", "tt-smi", text, "`pip install --upgrade tt-smi`")
     else:
         yield _finding("ok", "tt-smi", f"{tool.version}: {meaning}")
@@ -245,15 +247,15 @@ def _numbers(report: HostReport) -> Iterator[Finding]:
     places = [(visible_number(report.devices, d), d.index) for d in report.devices if d.has_node]
     if any(place != index for place, index in places):
         text = ", ".join(f"{place} is /dev/tenstorrent/{node}" for place, node in sorted(places))
-        yield _finding("note", "numbers", f"ttnn counts boards by their PCI addresses: {text}")
+        yield _finding("note", "numbers", f"ttnn numbers boards by their PCI addresses: {text}")
 
 
 def _folders(report: HostReport) -> Iterator[Finding]:
     if not report.blocked_folders:
-        yield _finding("ok", "caches", "converted weights and compiled kernels can be kept")
+        yield _finding("ok", "caches", "converted weights and compiled kernels can be stored")
         return
-    text = f"this user may not write in {', '.join(report.blocked_folders)}"
-    advice = "give it the folders; mesh.weight_cache and TT_METAL_CACHE may name others"
+    text = f"this user cannot write to {', '.join(report.blocked_folders)}"
+    advice = "change their owner, or set mesh.weight_cache and TT_METAL_CACHE to other folders"
     yield _finding("note", "caches", text, advice)
 
 
@@ -264,7 +266,7 @@ _BOARD_CHECKS = (
 
 
 def _if_lacking(report: HostReport) -> Level:
-    """How bad it is that software lacks, which only what opens a mesh needs."""
+    """Return the level of missing software: only engines on a mesh need it."""
     return "missing" if report.devices or report.mock_descriptor is not None else "note"
 
 
@@ -286,12 +288,12 @@ def _sfpi(report: HostReport) -> Iterator[Finding]:
     install = "install SFPI from github.com/tenstorrent/sfpi, in the version that ttnn asks for"
     if report.sfpi is None:
         if report.ttnn is not None:
-            text = "the compiler for kernels is not there"
+            text = "the kernel compiler is not installed"
             yield _finding(_if_lacking(report), "SFPI", text, install)
     elif report.is_sfpi_real:
         yield _sfpi_version(report, install)
     else:
-        text = f"{report.sfpi} is a stand-in: enough for a mock device, not for a board"
+        text = f"{report.sfpi} is a stub: enough for a mock device, not for a board"
         if report.mock_descriptor is not None or not report.devices:
             yield _finding("note", "SFPI", text)
         else:
@@ -318,11 +320,11 @@ def _metal_home(report: HostReport) -> Iterator[Finding]:
         yield _finding("ok", "tt-metal", text)
     else:
         advice = "unset it, or point it at a tt-metal checkout"
-        yield _finding("missing", "tt-metal", f"{text}, which is no folder", advice)
+        yield _finding("missing", "tt-metal", f"{text}, which is not a folder", advice)
 
 
 def _visible(report: HostReport) -> Iterator[Finding]:
-    """What TT_VISIBLE_DEVICES leaves of the boards."""
+    """Describe the boards that TT_VISIBLE_DEVICES leaves visible."""
     if report.visible_devices is None:
         return
     subject, text = "visible devices", f"{VISIBLE_DEVICES} is {report.visible_devices!r}"
@@ -333,9 +335,9 @@ def _visible(report: HostReport) -> Iterator[Finding]:
     if not opened or not report.visible_names or report.mock_descriptor is not None:
         yield _finding("note", subject, text)
     elif not report.usable:
-        yield _finding("missing", subject, f"{text}, which is no board here", advice)
+        yield _finding("missing", subject, f"{text}, which names no board of this host", advice)
     elif strays:
-        yield _finding("note", subject, f"{text}, and there is no {', '.join(strays)}", advice)
+        yield _finding("note", subject, f"{text}, but there is no {', '.join(strays)}", advice)
     else:
         yield _finding("note", subject, f"{text}: {len(report.usable)} of {len(opened)} boards")
 
@@ -347,5 +349,5 @@ def _mock_cluster(report: HostReport) -> Iterator[Finding]:
 
 
 def devices_word(count: int) -> str:
-    """The noun for so many of them."""
+    """Return the noun "device" in the number of `count`."""
     return "device" if count == 1 else "devices"

@@ -1,10 +1,11 @@
-"""Lets a replica take another role, prefill for decode or back, while it runs: `ttserve flip`.
+"""Changes the role of a running replica, prefill to decode or back: `ttserve flip`.
 
-The model stays loaded. The engine takes nothing new, its streams go on elsewhere where there is
-room, prompts and KV that is lent end there; then it takes requests in its new role, and ingresses
-learn of it by its snapshots. A replica that is started again begins with the role of its pool.
+The model stays loaded. The engine takes no new requests and waits until its old role has ended: its
+streams migrate where there is room, prompts are computed, and lent KV is fetched. Then it takes
+requests in its new role, which ingresses learn from its snapshots. A restarted replica has the role
+of its pool.
 
-Two orders at one moment are not told of each other: give them one after the other.
+Concurrent changes do not check against each other: make one after the other.
 """
 
 from __future__ import annotations
@@ -34,40 +35,40 @@ _POOLS = frozenset({"prefill", "decode", "both"})
 
 
 class Replicas(Protocol):
-    """Whoever can be told to change a role."""
+    """The replicas of an application, whose roles can be read and changed."""
 
     def role_statuses(self) -> list[RoleStatus]:
-        """What each replica that answers does."""
+        """Return the role status of each replica that answers."""
         ...
 
     def change_role(self, replica: str, role: Role) -> None:
-        """Tell one of them."""
+        """Ask the named replica to change its role."""
         ...
 
 
 class FlipTimeoutError(FlipError):
-    """It was told, and has not changed in time; it goes on with that."""
+    """The replica did not change its role in time; it continues to change it."""
 
 
 def flip(
     replicas: Replicas, replica: str, role: Role, seconds: float, say: Callable[[str], None]
 ) -> None:
-    """Let a replica take a role, and wait until it has.
+    """Change a replica's role, and wait until the change is complete.
 
     Args:
-        replicas: All that run.
-        replica: Its name, as in `/debug/slots`.
-        role: Prefill or decode.
+        replicas: Every running replica.
+        replica: The replica's name, as in `/debug/slots`.
+        role: The new role, prefill or decode.
         seconds: How long to wait.
-        say: Told how far it is.
+        say: Called with progress messages.
 
     Raises:
-        FlipError: It may not, is gone, or has not in time; which kind says why.
+        FlipError: The change is refused, the replica is gone, or time is up; see the subclass.
     """
     deadline_s = time.monotonic() + seconds
     check_flip(replicas.role_statuses(), replica, role)
     replicas.change_role(replica, role)
-    is_told = False
+    is_announced = False
     while True:
         role_statuses = {
             role_status.replica: role_status for role_status in replicas.role_statuses()
@@ -79,19 +80,19 @@ def flip(
         if time.monotonic() >= deadline_s:
             raise FlipTimeoutError(
                 f"after {seconds:g} s {replica} still has requests of its old role, or does not "
-                "answer; it changes when they have ended, and flip with its old role takes it back"
+                "answer; it changes when they have ended; to cancel, flip it to its old role"
             )
-        if not is_told:
-            say(f"{replica} takes nothing new, and hands over what it has")
-            is_told = True
+        if not is_announced:
+            say(f"{replica} takes no new requests and hands over its streams")
+            is_announced = True
         time.sleep(_POLL_S)
 
 
 class ServeReplicas:
-    """The pool replicas of a Serve application, asked through their deployments' handles.
+    """The pool replicas of a Serve application, reached through their deployments' handles.
 
     Args:
-        handles: Of the pools, by name.
+        handles: Handle of each pool's deployment, by the pool's name.
     """
 
     def __init__(self, handles: dict[str, DeploymentHandle[Any]]) -> None:
@@ -105,21 +106,21 @@ class ServeReplicas:
         return [msgspec.convert(answer, RoleStatus) for answer in answers]
 
     def change_role(self, replica: str, role: Role) -> None:
-        """See `Replicas`: all are told, each knows its name."""
+        """See `Replicas`. Asks every replica; only the named one changes."""
         for handle in self._handles.values():
             _ask(handle, "change_role", replica, role)
 
 
 @contextlib.contextmanager
 def serve_replicas(address: str) -> Iterator[ServeReplicas]:
-    """The pool replicas that Serve runs.
+    """Connect to Ray and yield the pool replicas that Serve runs.
 
     Args:
-        address: Of Ray's control plane.
+        address: Address of Ray's control plane.
 
     Raises:
-        ConnectionError: It does not answer.
-        FlipError: No application there has pools.
+        ConnectionError: The control plane does not answer.
+        FlipError: No application has pools.
     """
     check_reach(address)
     ray.init(address, namespace="serve", log_to_driver=False, logging_level=logging.ERROR)
@@ -138,7 +139,7 @@ def serve_replicas(address: str) -> Iterator[ServeReplicas]:
 
 
 def _ask(handle: DeploymentHandle[Any], method: str, *args: str) -> list[Any]:
-    """What the replicas of a pool answer; nothing of those that start, die or hang."""
+    """Return the answers of a pool's replicas, without those that start, die or hang."""
     try:
         answers = handle.broadcast(method, *args).results(
             timeout_s=_ANSWER_S, return_exceptions=True

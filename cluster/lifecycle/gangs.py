@@ -1,8 +1,8 @@
-"""Where a replica's engine finds those that it steps with.
+"""Connects a replica's engine to the other engines of its gang.
 
-Serve starts, restarts and ends the replicas of a gang together and says who they are. The replica
-of rank 0 has the gang's hub; the others read in the key-value store of Ray's GCS where that is. A
-gang that starts again has another name, so that nobody can join one that has ended.
+Serve starts, restarts and ends the replicas of a gang together and assigns their ranks. Rank 0 runs
+the gang's hub. The other ranks read the hub's address from the key-value store of Ray's GCS. A
+restarted gang has a new name, so no rank can join a gang that has ended.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kv_transfer.keys import KeyRing
 
 HUB_S = 300.0
-"""How long the replica of rank 0 may take to be there."""
+"""Seconds that rank 0 has to publish the hub's address."""
 _LOOK_S = 0.5
 _NAMESPACE = b"ttserve"
 
@@ -34,18 +34,18 @@ _NAMESPACE = b"ttserve"
 def find_gang(
     context: GangContext | None, keys: KeyRing, host: str
 ) -> Iterator[tuple[GangConfig | None, GangHub | None]]:
-    """A replica's place in its gang, and the gang's hub if this is where it is.
+    """Yield a replica's place in its gang, and on rank 0 the gang's hub.
 
-    To be left once the engine has started, which all ranks do together, or has failed to: then
-    nobody looks for the hub any more. Of a start that failed no hub is left.
+    Leave the context once the engine has started, which all ranks do together, or has failed. The
+    hub's address is then withdrawn, and after a failure the hub is closed.
 
     Args:
-        context: What Serve says of the gang; None if there is none.
+        context: Serve's description of the gang; None without a gang.
         keys: The deployment's secrets.
         host: Address of this host for the other ranks.
 
     Raises:
-        EngineStartError: The replica of rank 0 does not come.
+        EngineStartError: Rank 0 did not publish the hub's address within `HUB_S`.
     """
     if context is None:
         yield None, None
@@ -70,11 +70,11 @@ def find_gang(
 
 
 def _address(key: bytes) -> str:
-    """Where the hub is, once it is somewhere."""
+    """Wait for the hub's address and return it."""
     deadline_s = time.monotonic() + HUB_S
     while time.monotonic() < deadline_s:
         found: bytes | None = _internal_kv_get(key, namespace=_NAMESPACE)
         if found is not None:
             return found.decode()
         time.sleep(_LOOK_S)
-    raise EngineStartError(f"no {key.decode()} within {HUB_S:g} s: the log of its rank 0 says why")
+    raise EngineStartError(f"no {key.decode()} within {HUB_S:g} s: see the log of its rank 0")

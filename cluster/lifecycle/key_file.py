@@ -1,4 +1,4 @@
-"""The file of a deployment's secrets, `args.key_file`: read on each host, never stored by Ray."""
+"""Reads the file of a deployment's secrets, `args.key_file`, on each host; Ray never stores it."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ _HEX = re.compile(r"(?:[0-9a-fA-F]{2})+")
 
 
 def key_ring(key_file: str) -> KeyRing:
-    """Read the secrets of a file, which must be this user's or root's and closed to all others.
+    """Read the secrets of a file that belongs to this user or root and is closed to all others.
 
-    Its group may read it, as a Kubernetes Secret's can with `fsGroup`.
+    Its group may read it, as with a Kubernetes Secret and `fsGroup`.
 
     Args:
-        key_file: One secret a line, in hexadecimal or base64; the first seals, each of them opens.
-            Empty lines and lines that begin with # are passed over.
+        key_file: Path of the file. It has one secret a line, in hexadecimal or base64; the first
+            one seals, each of them opens. Empty lines and lines that begin with # are ignored.
 
     Raises:
-        ClusterConfigError: The file cannot be used; says where and why, and shows nothing of it.
+        ClusterConfigError: The file cannot be used. The message has the reason and no content.
     """
     try:
         with Path(key_file).open(encoding="ascii") as file:
-            # Of what is open: a path could lead to another file by then.
+            # Check the open file: the path could lead to another one by now.
             _require_closed(key_file, os.fstat(file.fileno()))
             lines = file.read().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        # The error of a decoder has what it could not decode.
+        # A decoder's error message would show the bytes that it could not decode.
         reason = error.strerror if isinstance(error, OSError) else "it is not ASCII"
         raise ClusterConfigError(f"args.key_file: cannot read {key_file}: {reason}") from None
     found = [
@@ -56,13 +56,13 @@ def _require_closed(key_file: str, info: os.stat_result) -> None:
         return
     raise ClusterConfigError(
         f"args.key_file: {key_file} {why}; `chmod 600` it, and put new secrets in if others could "
-        "have read it. Its group may read it and not write: of a Kubernetes Secret take "
-        "`defaultMode: 0440` with `fsGroup`"
+        "have read it. Its group may read it but not write: mount a Kubernetes Secret with "
+        "`defaultMode: 0440` and `fsGroup`"
     )
 
 
 def _secret(text: str, where: str) -> bytes:
-    """One line's secret: hexadecimal if it can be, else base64."""
+    """Decode one line's secret: as hexadecimal if possible, else as base64."""
     if _HEX.fullmatch(text):
         secret = bytes.fromhex(text)
     else:

@@ -1,18 +1,19 @@
-"""Takes the Ray node of this host, or pod, out of its cluster so that no request fails.
+"""Removes the Ray node of this host or pod from its cluster without failing requests.
 
-Ray's drain says that the node goes at a deadline; Ray Serve then does what there is to do:
+`leave` drains the node in Ray with a deadline, then waits until no actor of Ray Serve is left here.
+Ray Serve reacts to the drain:
 
-- It starts replicas elsewhere for those that are here. Each of these goes once its successor runs,
-  or once the deadline is no further away than it may take to drain: where there is no room for
-  successors the other replicas do its work.
-- A replica that goes takes nothing new, and ends when its requests have; those that would outlive
-  its drain go on elsewhere.
-- HAProxy here answers /health with 503 and serves on: load balancers send nothing more, and what
-  they have sent goes to any ingress. Serve ends it when its last stream has ended, 30 s after the
-  beginning at the earliest.
+- It starts a successor elsewhere for each replica of this node. The replica drains once its
+  successor runs, or when only its drain time is left until the deadline. Without room for
+  successors, the other replicas of the pool take over.
+- A draining replica takes no new requests and ends after its last one. Streams that would outlast
+  the drain migrate.
+- HAProxy of this node answers /health with 503 and continues to serve. Load balancers send it no
+  new requests, and it passes those it has to any ingress. Serve ends it after its last stream, 30 s
+  after the start at the earliest.
 
-So `leave` says the deadline and waits until nothing of Serve is left here. What it cannot mend:
-with the only replica of a pool, and room for no other, nobody serves before the next host comes.
+Limit: if this node has the only replica of a pool and there is no room for a successor, the pool
+serves nothing until a new host joins.
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ _POLL_S = 1.0
 
 
 class LeaveError(Exception):
-    """This node cannot leave, or did not in time; the message says why."""
+    """This node cannot leave, or did not leave in time; the message has the reason."""
 
 
 def leave(nodes: RayNodes, node_id: str, seconds: float, say: Callable[[str], None]) -> None:
     """Drain a Ray node and wait until nothing of Ray Serve is left on it.
 
     Args:
-        nodes: Of its cluster.
-        node_id: Which node, in hexadecimal.
-        seconds: When it is gone at the latest. What this has beyond the time that replicas may
-            take to drain is left for their successors to start in.
-        say: Told how far it is.
+        nodes: The nodes of the cluster.
+        node_id: The node's id, in hexadecimal.
+        seconds: Deadline of the drain. Successors have this time, less the replicas' drain time,
+            to start.
+        say: Called with progress messages.
 
     Raises:
-        LeaveError: It is the head, or something still runs here after all that time.
+        LeaveError: The node is the head, or actors of Serve still run on it at the deadline.
     """
     deadline_s = time.monotonic() + seconds
     last, is_draining = "", False
@@ -58,10 +59,10 @@ def leave(nodes: RayNodes, node_id: str, seconds: float, say: Callable[[str], No
             here = nodes.serving_on(node_id)
             what = f"still here: {', '.join(here)}"
         except ControlLostError as error:
-            # Streams go on without the control plane, and it may be back in time.
+            # Streams continue without the control plane, and it may be back in time.
             here, what = None, f"the head does not answer: {error}"
         if here == []:
-            say("nothing of Ray Serve runs here any more")
+            say("no actor of Ray Serve is left on this node")
             return
         if left_s <= 0:
             raise LeaveError(f"after {seconds:g} s {what}")
@@ -73,5 +74,5 @@ def leave(nodes: RayNodes, node_id: str, seconds: float, say: Callable[[str], No
 
 def _drain(nodes: RayNodes, node_id: str, seconds: float) -> None:
     if any(node.is_head for node in nodes.alive() if node.node_id == node_id):
-        raise LeaveError("the head cannot leave: Ray and Serve are controlled from there")
+        raise LeaveError("the head node cannot leave: it runs the control planes of Ray and Serve")
     nodes.drain(node_id, seconds)

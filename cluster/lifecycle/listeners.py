@@ -1,8 +1,8 @@
-"""Which sockets this user's clusters listen on, what each is, and whether it may be where it is.
+"""Finds the sockets on which this user's clusters listen, and checks who can reach each.
 
-`read_listeners` reads /proc, so it sees the processes of this user alone; a socket that no list has
-is reported where a process of a cluster has started its own. `judge` and `judge_ray` are pure.
-`KNOWN_SOCKETS` is the list in SECURITY.md, which a test compares with it.
+`read_listeners` reads /proc, so it sees this user's processes only. It also reports unknown sockets
+of processes that a cluster's process has started. `judge` and `judge_ray` are pure. `KNOWN_SOCKETS`
+is the list in SECURITY.md; a test compares them.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class KnownSocket:
     """One kind of socket that a cluster listens on.
 
     Attributes:
-        name: What `ttserve doctor` calls it.
-        process: Found in the command line of the process that has it.
-        families: Kinds of address.
-        where: Where it listens.
-        who: Who may speak on it, and what sees to that.
+        name: Its name in `ttserve doctor`.
+        process: Pattern of the command line of the process that has it.
+        families: Its address families.
+        where: The address that it listens on.
+        who: The clients that are admitted, and how this is enforced.
     """
 
     name: str
@@ -75,14 +75,14 @@ KNOWN_SOCKETS = (
         _ENGINE,
         frozenset({"abstract"}),
         "`@ttserve-kv-…`, this host",
-        "processes of the same user, by the kernel's word",
+        "processes of the same user, as the kernel reports it",
     ),
     KnownSocket(
         "pool",
         re.compile(r"kv_transfer\.stores\.shm_server"),
         frozenset({"abstract"}),
         "`@ttserve-kv-store-…`, this host",
-        "processes of the same user, by the kernel's word",
+        "processes of the same user, as the kernel reports it",
     ),
     KnownSocket(
         "http",
@@ -124,15 +124,15 @@ KNOWN_SOCKETS = (
 
 @dataclass(frozen=True, slots=True)
 class Socket:
-    """A listening socket as /proc has it.
+    """A listening socket, as found in /proc.
 
     Attributes:
-        family: The kind of its address.
-        address: As `ss` writes it: "127.0.0.1:8000", "[::]:8000", "@name" or a path.
+        family: Its address family.
+        address: Its address in the form of `ss`: "127.0.0.1:8000", "[::]:8000", "@name" or a path.
         pid: The process that has it.
         command: That process's command line.
         has_token: Whether that process was started with Ray's token authentication.
-        is_below: Whether a process of a cluster has started that process.
+        is_below: Whether that process descends from a process of a cluster.
     """
 
     family: Family
@@ -144,20 +144,20 @@ class Socket:
 
     @property
     def is_local(self) -> bool:
-        """Whether it can be reached from this host alone."""
+        """Whether only this host can reach it."""
         return self.family != "tcp" or is_loopback(self.address.rpartition(":")[0])
 
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """What is to be said of one listening socket.
+    """The finding on one listening socket.
 
     Attributes:
-        level: "ok"; "note" for one that other hosts reach; "missing" for one that it must not be.
-        socket: Name of a `KnownSocket`; "unknown" where there is none.
-        address: Where it listens.
+        level: "ok"; "note" if other hosts can reach it; "missing" if they must not but can.
+        socket: Name of a `KnownSocket`, or "unknown".
+        address: The address that it listens on.
         pid: The process that has it.
-        verdict: What is so.
+        verdict: Who can reach it, in words.
     """
 
     level: Level
@@ -168,12 +168,12 @@ class Listener:
 
 
 def judge(socket: Socket) -> Listener | None:
-    """What a socket is and whether it is expected; None if no cluster's."""
+    """Return the finding on a socket; None if it does not belong to a cluster."""
     for known in KNOWN_SOCKETS:
         if _is_kind(known, socket):
             level, verdict = _verdict(known, socket)
             return Listener(level, known.name, socket.address, socket.pid, verdict)
-    # Python puts a fork server's socket into a folder of its owner's alone.
+    # Python puts a fork server's socket into a private folder.
     is_pythons = socket.family == "unix" and _FORK_SERVER.search(socket.command)
     if not is_pythons and (socket.is_below or _is_of_cluster(socket.command)):
         return Listener("note", "unknown", socket.address, socket.pid, "not expected")
@@ -191,9 +191,9 @@ def _is_kind(known: KnownSocket, socket: Socket) -> bool:
 
 
 def _may_be_grpc(socket: Socket) -> bool:
-    """Whether a socket of a process of Serve's that speaks HTTP may be one of Ray's gRPC.
+    """Return whether a socket of one of Serve's HTTP processes may be one of Ray's gRPC sockets.
 
-    gRPC binds IPv6, where the kernel has it, and takes ports of the kernel's or of Ray's workers.
+    gRPC binds IPv6 if the kernel has it, on an ephemeral port or one of Ray's worker ports.
     """
     host, _, port = socket.address.rpartition(":")
     is_grpc_port = int(port) in _RAY_WORKER_PORTS or int(port) >= _FIRST_PORT_OF_KERNEL
@@ -204,18 +204,18 @@ def _verdict(known: KnownSocket, socket: Socket) -> tuple[Level, str]:
     if socket.is_local:
         return "ok", "this host only"
     if known.name == "http":
-        return "note", "other hosts reach it, and there are no API keys; put a gateway before it"
+        return "note", "other hosts can reach it without an API key; put a gateway before it"
     if known.name == "http-behind":
-        return "note", "other hosts reach it, past HAProxy's limits; close it with a firewall"
+        return "note", "other hosts can bypass HAProxy's limits here; close it with a firewall"
     if known.name != "ray":
-        return "note", "other hosts reach it; expected if data_host says so"
+        return "note", "other hosts can reach it; expected if data_host is set to its address"
     if socket.has_token:
-        return "ok", "other hosts reach it, and need Ray's token"
-    return "missing", "other hosts reach it, and need no token"
+        return "ok", "other hosts can reach it, with Ray's token"
+    return "missing", "other hosts can reach it without a token"
 
 
 def judge_ray(listeners: tuple[Listener, ...]) -> tuple[Finding, ...]:
-    """The one finding of a Ray that anybody may use, or none."""
+    """Return one finding if other hosts can use Ray without a token, else none."""
     is_open = [listener for listener in listeners if listener.level == "missing"]
     if not is_open:
         return ()
@@ -223,11 +223,11 @@ def judge_ray(listeners: tuple[Listener, ...]) -> tuple[Finding, ...]:
         Finding(
             "missing",
             "Ray",
-            f"no token authentication on {len(is_open)} sockets that other hosts reach: whoever "
-            "does can run any program as this user",
+            f"no token authentication on {len(is_open)} sockets that other hosts can reach: their "
+            "users can run any program as this user",
             (
                 "on every node: `ray stop`, then `export RAY_AUTH_MODE=token`",
-                "on the first one: `ray get-auth-token --generate`, and copy the token to others",
+                "on the first: `ray get-auth-token --generate`; copy the token to the others",
                 "then `ray start` again; `serve` and `ray` commands need the same variable",
             ),
         ),
@@ -235,14 +235,14 @@ def judge_ray(listeners: tuple[Listener, ...]) -> tuple[Finding, ...]:
 
 
 def read_listeners(root: Path = Path("/proc")) -> tuple[Listener, ...]:
-    """Every listening socket of this user's clusters; empty where there is no /proc."""
+    """Return the findings on all listening sockets of this user's clusters; needs /proc."""
     found = [judge(socket) for socket in _sockets(root)]
     known = {listener for listener in found if listener is not None}
     return tuple(sorted(known, key=lambda listener: (listener.socket, listener.address)))
 
 
 def ray_environments(root: Path = Path("/proc")) -> list[dict[str, str]]:
-    """Return what this user's processes of Ray were started with."""
+    """Return the environments with which this user's Ray processes were started."""
     found = []
     for process_id, process in process_table(root).items():
         # The process may have ended since it was listed.
@@ -266,7 +266,7 @@ def _sockets(root: Path) -> Iterator[Socket]:
 
 
 def _above(process: Process, processes: dict[int, Process]) -> Iterator[Process]:
-    """The processes that a process descends from, the nearest first."""
+    """Yield the ancestors of a process, its parent first."""
     seen = set()
     while process.parent_id in processes and process.parent_id not in seen:
         seen.add(process.parent_id)
@@ -275,7 +275,7 @@ def _above(process: Process, processes: dict[int, Process]) -> Iterator[Process]
 
 
 def _inodes(process: Path) -> set[str]:
-    """The sockets that a process has open."""
+    """Return the inodes of a process's open sockets."""
     found = set()
     for descriptor in (process / "fd").iterdir():
         with contextlib.suppress(OSError):
@@ -292,7 +292,7 @@ def _has_token(process: Path) -> bool:
 
 
 def _tcp(table: Path) -> dict[str, tuple[Family, str]]:
-    """Inode to address of every listening TCP socket."""
+    """Map the inode of each listening TCP socket to its address."""
     found: dict[str, tuple[Family, str]] = {}
     for line in _lines(table):
         columns = line.split()
@@ -302,7 +302,7 @@ def _tcp(table: Path) -> dict[str, tuple[Family, str]]:
 
 
 def _tcp_address(text: str) -> str:
-    """An address as the kernel writes it: 32-bit words in the host's order, then the port."""
+    """Parse an address of /proc/net/tcp: 32-bit words in the host's byte order, then the port."""
     words, _, port = text.partition(":")
     raw = b"".join(bytes.fromhex(words[i : i + 8])[::-1] for i in range(0, len(words), 8))
     address = ipaddress.ip_address(raw)
@@ -311,7 +311,7 @@ def _tcp_address(text: str) -> str:
 
 
 def _unix(table: Path) -> dict[str, tuple[Family, str]]:
-    """Inode to name of every listening Unix socket."""
+    """Map the inode of each listening Unix socket to its name."""
     found: dict[str, tuple[Family, str]] = {}
     for line in _lines(table):
         columns = line.split(None, 7)

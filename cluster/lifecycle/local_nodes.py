@@ -1,11 +1,11 @@
-"""Ray nodes of this user on this host, found in the process table without importing Ray.
+"""Finds this user's Ray nodes on this host in the process table, without importing Ray.
 
-A command that talks to a cluster needs what the cluster's own processes have: their token, and a
-loopback address where they use one. Ray reads both from the environment, the latter when it is
-imported; so a command calls `find_node` and applies its variables before any import of Ray.
+A command that connects to a cluster needs the cluster's token, and its setting for loopback
+addresses. Ray reads both from the environment, the latter when it is imported. Therefore a command
+calls `find_node` and applies its variables before it imports Ray.
 
-Nodes of other users are left out: their processes could name any file as the token, which this
-user's command would then send them.
+Nodes of other users are ignored: their processes could name any file as the token, and this user's
+command would then send them its content.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""Gives Ray the loopback address on any system, which it takes as no argument: it replaces one with
-the host's own. Source: Ray 2.60, `services.get_node_ip_address`."""
+"""Makes Ray use a loopback address. Passed as an argument, Ray would replace it with the host's own
+address. Source: Ray 2.60, `services.get_node_ip_address`."""
 
 ADDRESS = "RAY_ADDRESS"
 _RAYLET = re.compile(r"/raylet/raylet .*--node_id=(\w+)")
@@ -33,15 +33,15 @@ _GCS = re.compile(r"--gcs-address=([^\s\"]+)")
 
 
 class NoNodeError(Exception):
-    """No Ray node of this user runs here, or not one alone; the message says what to do."""
+    """No Ray node of this user runs here, or more than one does; the message says what to do."""
 
 
 class LocalNode(NamedTuple):
     """A Ray node of this user.
 
     Attributes:
-        node_id: In hexadecimal.
-        address: Of its cluster's control plane, host:port.
+        node_id: Its id, in hexadecimal.
+        address: Address of its cluster's control plane, host:port.
         variables: Environment variables with which Ray connects to that cluster.
     """
 
@@ -54,25 +54,25 @@ def find_node(environment: Mapping[str, str], proc: Path = Path("/proc")) -> Loc
     """Return the only node here, or the only one of the cluster that RAY_ADDRESS names.
 
     Args:
-        environment: Of this process.
-        proc: Where the kernel's process file system is.
+        environment: The environment of this process.
+        proc: Mount point of the kernel's process file system.
 
     Raises:
-        NoNodeError: There is none, or more than one.
+        NoNodeError: There is no such node, or more than one.
     """
     nodes = _nodes(proc)
     if environment.get(ADDRESS):
         nodes = [node for node in nodes if node.address == environment[ADDRESS]] or nodes
     if not nodes:
         raise NoNodeError(
-            "no Ray node runs here for this user; run it where `ttserve serve` or `ray start` "
-            "did, in a pod inside it"
+            "no Ray node of this user runs here; run the command on the host, or inside the pod, "
+            "where `ttserve serve` or `ray start` ran"
         )
     if len(nodes) > 1:
         addresses = ", ".join(sorted(node.address for node in nodes))
         raise NoNodeError(
-            f"{len(nodes)} Ray nodes run here, and it cannot tell which is meant: set {ADDRESS} to "
-            f"one of {addresses}"
+            f"{len(nodes)} Ray nodes run here: choose one by setting {ADDRESS} to one of "
+            f"{addresses}"
         )
     return nodes[0]
 

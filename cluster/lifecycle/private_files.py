@@ -1,7 +1,6 @@
-"""Whether other users of this host can read or change a file, or what stands in its place.
+"""Refuses files that other users of this host can read, change or replace.
 
-Looks and refuses; it never repairs: what another user could have changed or read cannot be trusted
-afterwards either.
+Never repairs permissions: a file that another user could have changed or read stays untrusted.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ from pathlib import Path
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _OTHERS_ENTER = stat.S_IXGRP | stat.S_IXOTH
-# As for a `key_file`: a group may read, which a Kubernetes Secret with `fsGroup` needs.
+# As for a `key_file`, its group may read it: a Kubernetes Secret with `fsGroup` needs that.
 _OTHERS_USE = stat.S_IRWXO | stat.S_IWGRP | stat.S_IXGRP
 _START = (
     'Start Ray with the variables of `ttserve environment` (eval "$(ttserve environment)" before '
     "`ray start`), which name a new folder of your own"
 )
-_HAPROXY = f", who could then do as they like with what goes through HAProxy. {_START}"
-_SECRET = ": with what it holds they could run any program as this user. "
+_HAPROXY = f", who could then read and change all traffic through HAProxy. {_START}"
+_SECRET = ": its content would let them run any program as this user. "
 
 
 class UnsafeFileError(Exception):
@@ -27,21 +26,21 @@ class UnsafeFileError(Exception):
 
 
 def require_private(path: Path) -> None:
-    """Refuse a file, there or not yet, that another user could have put there or could change.
+    """Refuse a file that another user could have created or could change; it need not exist yet.
 
-    Every folder above it, up to a sticky one such as /tmp, must be this user's or root's and not
-    be writable by others; the file must be this user's own and no link. Below a folder of this user
-    that no other user may enter, modes do not matter.
+    Every folder above it, up to a sticky one such as /tmp, must belong to this user or root and not
+    be writable by others. The file must belong to this user and not be a link. Modes do not matter
+    below a folder of this user that no other user can enter.
 
     Raises:
-        UnsafeFileError: It is not so, or a folder is not there; names the file or folder, and why.
+        UnsafeFileError: A condition is not met, or a folder does not exist; names it and says why.
     """
     path = Path(os.path.abspath(path))
     try:
         is_closed = _require_folders(path, _HAPROXY)
     except FileNotFoundError as error:
         raise UnsafeFileError(
-            f"{error.filename} is not there: its folder may have been cleaned away. {_START}"
+            f"{error.filename} does not exist: its folder may have been cleaned up. {_START}"
         ) from None
     try:
         info = path.lstat()
@@ -57,16 +56,16 @@ def require_private(path: Path) -> None:
 def require_secret(path: Path, advice: str = "") -> None:
     """Refuse a file that another user could read, change or replace.
 
-    As `require_private`, but the file may be a link and root's, and no other user may use it. Its
-    group may read it.
+    The conditions are those of `require_private`, except that the file may be a link and may belong
+    to root. Other users may have no access to it; its group may read it.
 
     Args:
         path: The file.
-        advice: What to do, for the message.
+        advice: Advice to append to the error message.
 
     Raises:
-        UnsafeFileError: It is not so; names the file or folder, and why.
-        OSError: There is no such file, or this user may not look at it.
+        UnsafeFileError: A condition is not met; names the file or folder, and says why.
+        OSError: The file does not exist, or this user cannot access it.
     """
     advice = _SECRET + advice
     path = Path(os.path.abspath(path))
@@ -81,7 +80,7 @@ def require_secret(path: Path, advice: str = "") -> None:
 
 
 def _require_folders(path: Path, advice: str) -> bool:
-    """Check the folders above a file; returns whether one of them lets no other user in."""
+    """Check the folders above a file; return whether other users cannot enter one of them."""
     is_closed = False
     for folder in reversed(_folders(path)):
         info = folder.lstat()
@@ -89,14 +88,17 @@ def _require_folders(path: Path, advice: str) -> bool:
         if stat.S_ISLNK(info.st_mode):
             is_closed = _require_folders(folder.resolve() / "_", advice) or is_closed
             continue
-        is_closed = is_closed or _lets_nobody_in(info)
+        is_closed = is_closed or _is_private(info)
         if info.st_mode & _OTHERS_WRITE and not is_closed:
             raise UnsafeFileError(f"{folder} can be written by other users{advice}")
     return is_closed
 
 
 def _folders(path: Path) -> list[Path]:
-    """The folders above a file, the nearest first, that nobody but their owner can put there."""
+    """Return the folders above a file, the nearest first, up to a sticky one such as /tmp.
+
+    Only its owner can rename or delete a folder in a sticky one.
+    """
     found: list[Path] = []
     for folder in path.parents:
         info = folder.lstat()
@@ -107,7 +109,7 @@ def _folders(path: Path) -> list[Path]:
     return found
 
 
-def _lets_nobody_in(info: os.stat_result) -> bool:
+def _is_private(info: os.stat_result) -> bool:
     return info.st_uid == os.geteuid() and not info.st_mode & _OTHERS_ENTER
 
 

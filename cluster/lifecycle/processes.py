@@ -1,4 +1,4 @@
-"""The process table, from /proc: empty where there is none. Owns no state."""
+"""Reads the process table from /proc; it is empty on systems without /proc."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class Process(NamedTuple):
 
     Attributes:
         process_id: Its id.
-        parent_id: Of the process that started it, or took it over.
-        session_id: Of its session.
-        num_threads: How many it has.
-        started: When, in the kernel's ticks: tells it from an earlier one of the same id.
-        command: Command line, with spaces between the arguments.
+        parent_id: Id of its parent.
+        session_id: Id of its session.
+        num_threads: Its number of threads.
+        started: Its start time in kernel ticks; distinguishes processes with a reused id.
+        command: Its command line, with spaces between the arguments.
     """
 
     process_id: int
@@ -28,18 +28,18 @@ class Process(NamedTuple):
 
 
 def process_table(proc: Path = Path("/proc")) -> dict[int, Process]:
-    """Every process by its id, zombies left out.
+    """Return every process except zombies, by id.
 
     Args:
-        proc: Where the kernel's process file system is.
+        proc: Mount point of the kernel's process file system.
     """
     table = {}
     with contextlib.suppress(OSError):
         for folder in proc.iterdir():
             if folder.name.isdigit():
-                # It may have ended since it was listed.
+                # The process may have ended since it was listed.
                 with contextlib.suppress(OSError):
-                    # The name before the last parenthesis may hold anything.
+                    # The name, which ends at the last parenthesis, may contain any characters.
                     stat = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
                     command = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
                     if stat[0] != "Z":
@@ -54,7 +54,7 @@ def process_environ(process_id: int, proc: Path = Path("/proc")) -> dict[str, st
     """Return the environment that a process was started with.
 
     Raises:
-        OSError: It has ended, or belongs to another user.
+        OSError: The process has ended, or belongs to another user.
     """
     entries = (proc / str(process_id) / "environ").read_bytes().decode(errors="replace").split("\0")
     return {name: value for name, _, value in (entry.partition("=") for entry in entries) if name}

@@ -1,7 +1,7 @@
-"""Ray's own record of its nodes and of what runs on them, asked by one that is none of its drivers.
+"""Reads Ray's record of its nodes and their actors, and drains nodes, without being a Ray driver.
 
-A driver ends with the raylet that it is connected to, and a node that is drained may end its raylet
-at any moment. No public function of Ray's does without.
+A driver ends with the raylet that it is connected to, and a drained node may end its raylet at any
+time. Ray's public functions all need a driver, so this module uses internal ones.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HEAD_RESOURCE = "node:__internal_head__"
 
 
 class ControlLostError(Exception):
-    """Ray's control plane does not answer now, or refuses."""
+    """Ray's control plane does not answer, or refuses the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class RayNode:
     """A node that is alive.
 
     Attributes:
-        node_id: In hexadecimal.
+        node_id: Its id, in hexadecimal.
         host: Its address.
-        is_head: Whether the control plane runs there.
+        is_head: Whether it runs the control plane.
     """
 
     node_id: str
@@ -47,20 +47,20 @@ class RayNode:
 class RayNodes:
     """The nodes of one Ray cluster.
 
-    Every question makes a connection of its own: the head may come back at another address.
+    Each method connects again, because a restarted head may have another address.
 
     Args:
-        address: Of the control plane, host:port.
+        address: Address of the control plane, host:port.
 
     Attributes:
-        address: The same.
+        address: The address of the control plane.
     """
 
     def __init__(self, address: str) -> None:
         self.address = address
 
     def alive(self) -> list[RayNode]:
-        """The nodes that are alive; raises ControlLostError."""
+        """Return the nodes that are alive; raise ControlLostError if Ray does not answer."""
         with _asking():
             return [
                 RayNode(
@@ -71,19 +71,19 @@ class RayNodes:
             ]
 
     def draining(self) -> dict[str, float]:
-        """Seconds that each node which drains has left, by its id; raises ControlLostError."""
+        """Return the seconds left to each draining node, by id; raises ControlLostError."""
         with _asking():
             deadlines = GcsClient(address=self.address).get_draining_nodes()
         return {node_id: ms / 1000 - time.time() for node_id, ms in deadlines.items()}
 
     def drain(self, node_id: str, seconds: float) -> None:
-        """Let a node take nothing new, and tell Ray Serve that it is gone in so many seconds.
+        """Drain a node: Ray schedules nothing new on it and announces its end in `seconds` seconds.
 
         Raises:
-            ControlLostError: Ray did not take it.
+            ControlLostError: Ray does not answer, or refuses.
         """
         deadline_ms = int((time.time() + seconds) * 1000)
-        # The other reason, that a node is idle, is refused by one that is not.
+        # A busy node would refuse the other reason, which is that it is idle.
         reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
         with _asking():
             is_taken, why_not = GcsClient(address=self.address).drain_node(
@@ -93,7 +93,11 @@ class RayNodes:
             raise ControlLostError(why_not)
 
     def serving_on(self, node_id: str) -> list[str]:
-        """Names of Ray Serve's actors on a node: replicas and proxy; raises ControlLostError."""
+        """Return the names of Serve's actors on a node, replicas and proxy.
+
+        Raises:
+            ControlLostError: Ray does not answer.
+        """
         with _asking():
             actors = self._state().actor_table(None, actor_state_name="ALIVE")
         return sorted(
@@ -114,7 +118,7 @@ class RayNodes:
 
 @contextlib.contextmanager
 def _asking() -> Iterator[None]:
-    """Whatever Ray says instead of an answer, as one error."""
+    """Convert the various errors of Ray's functions to ControlLostError."""
     try:
         yield
     except (ray.exceptions.RayError, RuntimeError, ValueError) as error:
@@ -122,13 +126,15 @@ def _asking() -> Iterator[None]:
 
 
 def check_reach(address: str) -> None:
-    """Look whether a control plane can be reached: as its driver, Ray would try for minutes.
+    """Check that a control plane can be reached; Ray itself would try for minutes.
 
     Raises:
-        ConnectionError: It cannot.
+        ConnectionError: The address refuses connections or does not answer.
     """
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=_REACH_S).close()
     except OSError as error:
-        raise ConnectionError(f"{address}: {error}; does its cluster still run?") from error
+        raise ConnectionError(
+            f"cannot reach Ray at {address}: {error}; is its cluster still running?"
+        ) from error

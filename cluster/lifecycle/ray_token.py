@@ -1,7 +1,7 @@
-"""The token that lets a process into a Ray cluster, and whether other users can have it.
+"""Creates the token of a Ray cluster, and checks that other users cannot read it.
 
-With the token any program can be run as the cluster's user. Ray writes it under the umask that it
-finds, and does not look at the file's mode when it reads it.
+With the token, a process can run any program as the cluster's user. Ray creates the file with the
+umask of its process, and does not check the file's mode when it reads it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _TOKEN_BYTES = 32
 _ADVICE = (
     "`chmod 600` the file and `chmod go-w` its folders",
-    "if others could have read it, remove it and make another: `ray get-auth-token --generate`",
+    "if others could have read it, remove it and make a new one: `ray get-auth-token --generate`",
     "copy it to every host (`scp -p`), and start Ray again",
 )
 
@@ -31,8 +31,8 @@ def own_token(folder: Path, inherited: Mapping[str, str]) -> dict[str, str]:
 
     Args:
         folder: Private folder of the server.
-        inherited: Environment to start from. What it says of another cluster's token, or of
-            authentication, is left out.
+        inherited: Environment to start from; its settings of a token or of authentication are
+            dropped.
 
     Raises:
         UnsafeFileError: Another user could read the token, or put another one in its place.
@@ -41,19 +41,19 @@ def own_token(folder: Path, inherited: Mapping[str, str]) -> dict[str, str]:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(secrets.token_hex(_TOKEN_BYTES))
-    require_secret(path, "Name a folder in TMPDIR that other users cannot write")
+    require_secret(path, "Set TMPDIR to a folder that other users cannot write to")
     kept = {name: value for name, value in inherited.items() if name not in VARIABLES}
     return {**kept, MODE: "token", PATH: str(path)}
 
 
 def require_private_token(environment: Mapping[str, str]) -> None:
-    """Refuse a token that another user could read or replace; one that is not there is no risk.
+    """Refuse a token that another user could read or replace; a missing token is accepted.
 
     Args:
-        environment: Of the processes of Ray.
+        environment: The environment of Ray's processes.
 
     Raises:
-        UnsafeFileError: Names the file or folder, why it is refused, and what to do.
+        UnsafeFileError: The message has the file or folder, the reason, and what to do.
     """
     path = token_file(environment)
     if path is not None and path.exists():

@@ -22,14 +22,14 @@ _EVERY_INTERFACE = "[::]:0"
 
 
 def guard_replica_port() -> None:
-    """Refuse a token that others could have, and bind this replica's gRPC server to loopback.
+    """Refuse a token that others could read, and bind this replica's gRPC server to loopback.
 
-    Called in a replica's constructor, before Serve starts the server. On a node with an address of
-    its own, replicas on other hosts connect, and Serve's address stays.
+    Called in a replica's constructor, before Serve starts the server. If the node's address is not
+    a loopback one, replicas on other hosts must connect, so the server keeps Serve's address.
 
     Raises:
-        UnsafeFileError: Another user could have the token.
-        AttributeError: Serve no longer binds the port by this name: the replica must not start.
+        UnsafeFileError: Another user could read or replace the token.
+        AttributeError: Serve has no function of this name any more, so the replica must not start.
     """
     require_private_token(process_environment())
     host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]

@@ -1,11 +1,12 @@
-"""The secret of a cluster that was given none: made once per Ray cluster and application.
+"""The secret of a cluster without a `key_file`: created once per Ray cluster and application.
 
-It lives in the key-value store of Ray's GCS, where each replica reads it for itself: no
-configuration, init args or logs ever hold it, a deployment's code version does not change with it,
-and the replicas of two versions of an application, during a rolling update, understand each other.
-Whoever can connect to the Ray cluster can read it, and it stays what it is as long as that cluster
-lives: nothing but a `key_file` replaces it. On a cluster that others use too, give
-`key_file`: then each process reads the secrets from its own host, and Ray never has them.
+It is in the key-value store of Ray's GCS, from which each replica reads it. So it is in no
+configuration, init args or logs, a deployment's code version does not depend on it, and replicas of
+two versions share it during a rolling update.
+
+Every process that can connect to the Ray cluster can read it, and it never changes while that
+cluster runs. On a shared cluster, set `key_file`: each process then reads the secrets from its own
+host, and Ray never has them.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ _NAMESPACE = b"ttserve"
 
 
 def deployment_keys(config: ClusterConfig, application: str) -> KeyRing:
-    """The secrets of this process: those of the file if there is one, else the application's.
+    """Return the secrets of this process: those of `key_file` if set, else the application's.
 
     Args:
         config: The cluster's configuration.
-        application: Serve's name of the application.
+        application: The application's name in Serve.
 
     Raises:
-        ClusterConfigError: The file cannot be used.
+        ClusterConfigError: `key_file` cannot be used.
     """
     if config.key_file is not None:
         return key_ring(config.key_file)
@@ -40,13 +41,13 @@ def deployment_keys(config: ClusterConfig, application: str) -> KeyRing:
 
 
 def application_secret(application: str) -> bytes:
-    """The secret of an application of the connected Ray cluster; made if nobody did before.
+    """Return the secret of an application of the connected Ray cluster; create it if missing.
 
     Args:
-        application: Serve's name of it.
+        application: The application's name in Serve.
     """
     key = f"secret of application {application}".encode()
-    # Of several that make one at the same time the first wins, and all of them read that.
+    # If several processes create one at the same time, the first wins and all read that one.
     _internal_kv_put(key, secrets.token_bytes(NEW_KEY_BYTES), overwrite=False, namespace=_NAMESPACE)
     found: bytes = _internal_kv_get(key, namespace=_NAMESPACE)
     return found

@@ -1,4 +1,4 @@
-"""What Serve and Ray say of a cluster, in a form to read: `ttserve status`."""
+"""Formats the state of a cluster, as Serve and Ray report it: `ttserve status`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def serve_status(address: str) -> ServeStatus:
-    """What Serve says of its applications.
+    """Return Serve's status of its applications.
 
     Raises:
         ConnectionError: Ray's control plane does not answer.
@@ -33,12 +33,12 @@ def serve_status(address: str) -> ServeStatus:
 
 
 def reason(message: str) -> str:
-    """The last line of a message of Serve's, which are tracebacks."""
+    """Return the last line of a message of Serve's, which is often a traceback."""
     return message.strip().splitlines()[-1] if message.strip() else ""
 
 
 def is_whole(status: ServeStatus) -> bool:
-    """Whether there is an application, and each runs with all its replicas."""
+    """Return whether there is an application and each one runs with all its replicas."""
     applications = status.applications.values()
     return bool(applications) and all(
         application.status == "RUNNING"
@@ -48,7 +48,7 @@ def is_whole(status: ServeStatus) -> bool:
 
 
 def status_text(status: ServeStatus, nodes: list[RayNode], draining: Mapping[str, float]) -> str:
-    """One line for each application, deployment and host."""
+    """Return one line for each application, deployment and host."""
     lines = [] if status.applications else ["no application is deployed"]
     for name, application in status.applications.items():
         lines.append(_line(f"{name}: {application.status.value}", application.message))
@@ -61,7 +61,7 @@ def status_text(status: ServeStatus, nodes: list[RayNode], draining: Mapping[str
         words = [f"host {node.host}: HTTP {proxy.value.lower() if proxy else 'none'}"]
         words += ["head"] if node.is_head else []
         if node.node_id in draining:
-            words.append(f"leaves, within {max(draining[node.node_id], 0):.0f} s")
+            words.append(f"leaves within {max(draining[node.node_id], 0):.0f} s")
         lines.append(", ".join(words))
     return "".join(f"{line}\n" for line in lines)
 

@@ -1,13 +1,13 @@
-"""Runs the local server in a session of its own, passes signals on, and leaves nothing behind.
+"""Runs the local server in a session of its own, handles signals, and cleans up at the end.
 
-Ray's daemons belong to the process group of the process that starts them, so a SIGTERM to that
-group ends them before the applications on top, which then hang. Therefore `ttserve serve` is two
-processes: this one, in the terminal's group, and the driver (`cluster.lifecycle.driver`) with all
-that Ray starts in a new session. Whatever happens to the driver, the session's processes and the
+Ray's daemons are in the process group of the process that starts them. A SIGTERM to that group ends
+them before the applications on top, which then hang. Therefore `ttserve serve` is two processes:
+this one in the terminal's group, and in a new session the driver (`cluster.lifecycle.driver`) with
+all processes that Ray starts. Whatever happens to the driver, the session's processes and the
 private folder are gone when this returns.
 
-Owner: the driver process and the private folder of one `ttserve serve`. Not a restarter: a server
-that fails says why and ends.
+Owns the driver process and the private folder of one `ttserve serve`. It restarts nothing: a server
+that fails reports the reason and ends.
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ STOP_DEADLINE_S = 14.0
 _KILL_DEADLINE_S = 4.0
 _POLL_S = 0.1
 _FIRST_PORT, _LAST_PORT = 20000, 29999
-# Unix socket paths end at 107 bytes. The longest below the folder are Ray's object-store socket and
-# HAProxy's admin socket while it is being replaced: 84 bytes, counted from the folder's own end.
+# A Unix socket's path has at most 107 bytes. The longest paths below the folder are Ray's
+# object-store socket and HAProxy's admin socket during a reload: 84 bytes after the folder's name.
 _MAX_FOLDER_BYTES = 107 - 84
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the driver is told, as one JSON argument.
+    """The driver's options, passed as one JSON argument.
 
     Attributes:
         config: Serve config file, absolute.
         model: Model folder or "demo", instead of the file's; None keeps the file's.
         host: Address of the HTTP endpoint, instead of the file's.
         port: Port of the HTTP endpoint, instead of the file's.
-        faults: Fault plan, absolute; None keeps the file's.
-        folder: Private folder of this server: Ray's session, HAProxy's files.
-        has_haproxy: Whether HAProxy stands in front; else it is Serve's own proxy.
+        faults: Path of a fault plan, absolute; None keeps the file's.
+        folder: Private folder of this server, for Ray's session and HAProxy's files.
+        has_haproxy: Whether the HTTP front is HAProxy; else it is Serve's own proxy.
     """
 
     config: str
@@ -78,10 +78,10 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     has_haproxy: bool = True
 
     def read(self) -> ServeFile:
-        """The file, saying what is to be served.
+        """Read the file and apply the options to it.
 
         Raises:
-            ClusterConfigError: A file cannot be read, or something outside of its `args` cannot be.
+            ClusterConfigError: A file cannot be read, or a key outside of its `args` is invalid.
         """
         file = read_serve_file(self.config)
         faults = None if self.faults is None else read_faults(self.faults)
@@ -99,15 +99,15 @@ def serve(options: ServeOptions, host: str, port: int) -> int:
 
     Args:
         options: What to serve; `folder` and `has_haproxy` are filled in here.
-        host: Address that the endpoint will have.
-        port: Port that the endpoint will have.
+        host: Address of the endpoint.
+        port: Port of the endpoint.
 
     Returns:
-        The exit code: the driver's, 0 after a clean stop.
+        The driver's exit code, 0 after a clean stop; 1 if it had to be killed.
 
     Raises:
-        ClusterConfigError: A port is taken, a setting of the front cannot be used, or other users
-            can write where the server's folder would be.
+        ClusterConfigError: A port is taken, a setting of the front is invalid, or other users can
+            write to the folder in which the server's folder would be.
     """
     script = haproxy.find_script()
     front = FrontSettings.read(process_environment())
@@ -119,17 +119,16 @@ def serve(options: ServeOptions, host: str, port: int) -> int:
     options = msgspec.structs.replace(options, folder=str(folder), has_haproxy=script is not None)
     signals = _SignalCount()
     try:
-        # Whatever the caller's variables say, this server has a token, and one of its own.
+        # Ignore the caller's token: this server has a token of its own.
         variables = own_token(folder, process_environment())
-        # The pipe is the driver's life line: closing it is how a stop is asked for, and whatever
-        # kills this process closes it too.
-        told = msgspec.json.encode(options).decode()
+        # Closing the pipe stops the driver. The kernel closes it if this process is killed.
+        argument = msgspec.json.encode(options).decode()
         driver = subprocess.Popen(
-            [sys.executable, "-m", "cluster.lifecycle.driver", told],
+            [sys.executable, "-m", "cluster.lifecycle.driver", argument],
             stdin=subprocess.PIPE,
             env={**variables, **environment(folder, script), **ON_LOOPBACK},
             start_new_session=True,
-            # Ray and Serve write logs, sockets and state: none is for other users.
+            # Logs, sockets and state of Ray and Serve must be closed to other users.
             umask=0o077,
         )
         try:
@@ -144,7 +143,7 @@ def serve(options: ServeOptions, host: str, port: int) -> int:
 
 
 def environment(folder: Path, haproxy_script: str | None) -> dict[str, str]:
-    """Variables that Ray Serve reads when a local cluster starts; it has no other way to be told.
+    """Return Serve settings that can only be set as environment variables, before Ray starts.
 
     Args:
         folder: Private folder for HAProxy's files.
@@ -155,7 +154,7 @@ def environment(folder: Path, haproxy_script: str | None) -> dict[str, str]:
     """
     variables = {
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
-        # Wait for running requests only: nothing outside this machine has to notice the stop.
+        # Wait for running requests only: no load balancer has to notice the stop.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_SERVE_LOG_TO_STDERR": "0",
@@ -174,9 +173,9 @@ def environment(folder: Path, haproxy_script: str | None) -> dict[str, str]:
 def free_port() -> int:
     """Return a TCP port of the loopback interface that is free, as is the next one.
 
-    The next one is for operators, where the port becomes a public one. Why a range: ports above it
-    are where Ray's processes, and every outgoing connection, land by chance; those below are the
-    defaults of Ray, Serve and its workers.
+    If the port becomes a public one, the next is the operations listener's. Ports above the range
+    are ephemeral ones of Ray's processes and outgoing connections; those below it are defaults of
+    Ray, Serve and their workers.
 
     Raises:
         ClusterConfigError: Every port of the range is taken.
@@ -194,23 +193,23 @@ def require_free_port(host: str, port: int) -> None:
     """Check that an address of the endpoint can be bound.
 
     Raises:
-        ClusterConfigError: It cannot; names the address and what to pass instead.
+        ClusterConfigError: It cannot; the message has the address and the option to change it.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
-        # As HAProxy does it: a connection of an earlier server that lingers is no obstacle.
+        # As HAProxy does: lingering connections of an earlier server do not matter.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
             raise ClusterConfigError(
-                f"cannot listen on {host}:{port} ({error.strerror}); choose another with --port, "
-                "which takes the port after it too"
+                f"cannot listen on {host}:{port} ({error.strerror}); choose another with --port; "
+                "the server also uses the port after it"
             ) from error
 
 
 class _SignalCount:
-    """Counts the signals that ask for an end; puts the former handlers back."""
+    """A counter of the signals that request a stop; `restore` reinstalls the former handlers."""
 
     _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -227,7 +226,7 @@ class _SignalCount:
 
 
 def private_folder() -> Path:
-    """Make a new folder that lets nobody else in, with room for the names of sockets below it."""
+    """Create a private folder whose path is short enough for the socket names below it."""
     base = tempfile.gettempdir()
     if len(base) + len("/ttserve-12345678") > _MAX_FOLDER_BYTES:
         base = "/tmp"
@@ -235,7 +234,7 @@ def private_folder() -> Path:
 
 
 def _wait(driver: subprocess.Popen[bytes], signals: _SignalCount) -> int:
-    """Wait for the driver's end, or for the moment to kill it."""
+    """Wait until the driver ends, or has to be killed; return the exit code."""
     deadline_s: float | None = None
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -250,7 +249,7 @@ def _wait(driver: subprocess.Popen[bytes], signals: _SignalCount) -> int:
 
 
 def _end_session(driver: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of the driver's session, new arrivals included."""
+    """Kill all processes of the driver's session, including those that start meanwhile."""
     deadline_s = time.monotonic() + _KILL_DEADLINE_S
     if driver.poll() is None:
         driver.kill()
@@ -267,6 +266,6 @@ def _session(session_id: int) -> list[Process]:
 
 
 def say(text: str) -> None:
-    """Write a line to standard error; nowhere if that is closed."""
+    """Write a line to standard error; ignore errors."""
     with contextlib.suppress(OSError):
         typer.echo(text, err=True)

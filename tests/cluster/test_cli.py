@@ -216,7 +216,7 @@ def test_where_no_ray_node_runs_it_says_where_to_go(run, command, monkeypatch):
     monkeypatch.setattr(local_nodes, "process_table", lambda _: {})
     result = run(*command)
     assert result.exit_code == 2
-    assert "no Ray node runs here for this user; run it where" in result.output
+    assert "no Ray node of this user runs here; run the command on the host" in result.output
 
 
 def test_a_role_that_there_is_not_is_refused(run):

@@ -119,7 +119,7 @@ def test_status_says_that_all_runs(cluster):
 def test_the_head_does_not_leave(cluster):
     done = cluster.head.run("ttserve", "leave", environment=cluster.environment)
     assert (done.returncode, done.stdout) == (
-        1, "ttserve: the head cannot leave: Ray and Serve are controlled from there\n",
+        1, "ttserve: the head node cannot leave: it runs the control planes of Ray and Serve\n",
     )  # fmt: skip
 
 
@@ -142,7 +142,7 @@ def test_no_stream_fails_when_a_host_leaves(cluster, name, tmp_path):
     harness.wait_for(lambda: health(cluster, host)[0] == 503, 120, "the host is not ready")
     assert json.loads(health(cluster, host)[1])["reason"] == "this host leaves"
     said = status(cluster)
-    assert re.search(rf"host {re.escape(host.address)}: HTTP draining, leaves, within", said.stdout)
+    assert re.search(rf"host {re.escape(host.address)}: HTTP draining, leaves within", said.stdout)
     leaving.join()
     assert done[0].returncode == 0, done[0].stdout
     for process, path in through:

@@ -132,7 +132,7 @@ def test_nodes_that_a_container_was_not_given(host):
     host.add_board("n150", has_node=False)
     assert found(host, "device nodes")[0] == "missing"
     host.add_board("n150")
-    assert found(host, "device nodes")[:2] == ("note", "1 of 2 are given to us")
+    assert found(host, "device nodes")[:2] == ("note", "1 of 2 are visible here")
 
 
 def test_who_holds_a_board_is_said(host):
@@ -211,7 +211,7 @@ def test_a_checkout_of_tt_metal_says_which_compiler_it_wants(host):
 @pytest.mark.parametrize(
     ("version", "text"),
     [
-        ("6.2.1", "6.2.1: `-r` takes device nodes, and a number is a place in the order of PCI "
+        ("6.2.1", "6.2.1: `-r` takes device nodes; a number is a position in the order of PCI "
          "addresses"),
         ("3.0.39", "3.0.39: `-r` takes the numbers of device nodes"),
     ],
@@ -226,10 +226,10 @@ def test_a_tt_smi_that_cannot_do_its_part_is_noted(host):
     host.add_board("n150")
     host.environment["PATH"] = str(host.root / "bin")
     assert found(host, "tt-smi")[:2] == (
-        "note", "not on PATH: boards that a killed engine left open are not reset",
+        "note", "not on PATH: boards that a killed engine left open will not be reset",
     )  # fmt: skip
     host.add_tt_smi(version="none")
-    assert "says no version" in found(host, "tt-smi")[1]
+    assert "reports no version" in found(host, "tt-smi")[1]
     host.write("sys/bus/pci/devices/0000:01:00.0/tenstorrent/tenstorrent!0/tt_card_type",
                "galaxy-wormhole")  # fmt: skip
     host.add_tt_smi(version="3.0.20")
@@ -254,7 +254,7 @@ def test_folders_that_cannot_be_written_are_named(host):
     host.write("home/.cache/ttserve")
     level, text, advice = found(host, "caches")
     assert level == "note"
-    assert text == f"this user may not write in {host.root}/home/.cache/ttserve"
+    assert text == f"this user cannot write to {host.root}/home/.cache/ttserve"
     assert "mesh.weight_cache" in advice
     host.environment["TT_METAL_CACHE"] = "/dev/null/kernels"
     assert found(host, "caches")[1].endswith(", /dev/null/kernels")
@@ -265,7 +265,7 @@ def test_hugepages_that_others_hold_are_told(host):
     host.write(HUGEPAGES_FILE.replace("nr_", "free_"), "1\n")
     level, text, advice = found(host, "hugepages")
     assert (level, text) == ("note", "8 of 1 GiB, 4 for each of 2 devices, 1 free")
-    assert "what dead processes left" in advice
+    assert "delete files of dead processes" in advice
     host.write("proc/driver/tenstorrent/0/pids", "71\n")
     assert found(host, "hugepages")[0] == "ok"
 
@@ -278,8 +278,8 @@ def test_a_tt_metal_that_is_not_there_is_missing(host):
 @pytest.mark.parametrize(
     ("visible", "level", "text"),
     [
-        ("7", "missing", "TT_VISIBLE_DEVICES is '7', which is no board here"),
-        ("0,7", "note", "TT_VISIBLE_DEVICES is '0,7', and there is no 7"),
+        ("7", "missing", "TT_VISIBLE_DEVICES is '7', which names no board of this host"),
+        ("0,7", "note", "TT_VISIBLE_DEVICES is '0,7', but there is no 7"),
         ("1", "note", "TT_VISIBLE_DEVICES is '1': 1 of 2 boards"),
         ("", "note", "TT_VISIBLE_DEVICES is ''"),
     ],
@@ -360,7 +360,7 @@ def test_a_pool_whose_mesh_is_not_here_cannot_run(host):
 def test_a_pool_cannot_run_before_what_lacks_is_mended(host):
     host.add_board("n150")
     check = check_pool_on(host, pools("n150"))
-    assert check.problem == "first mend: hugepages, ttnn"
+    assert check.problem == "fix first: hugepages, ttnn"
 
 
 def mesh_pool(**engine):
@@ -372,7 +372,7 @@ def mesh_pool(**engine):
     [
         ({"trace_region_size": 50_000_000},
          "trace_region_size 50000000 is less than the 52000000 that such a mesh and model usually "
-         "need: without it these are taken"),
+         "need: remove it to use 52000000"),
         ({"trace_region_size": 52_000_000}, ""),
         ({"trace_region_size": 1, "trace": "none"}, ""),
         ({}, ""),
@@ -404,7 +404,7 @@ def test_a_foreign_class_needs_a_folder_that_can_be_written(host):
     assert check.problem is None, "ours go on without"
     make_checkout(host)
     check = check_pool_on(host, mesh_pool(mesh=mesh, generator="tt-metal"))
-    assert "may not write in /dev/null/weights" in check.problem
+    assert "cannot write to /dev/null/weights" in check.problem
     assert "set weight_cache" in check.problem
 
 

@@ -136,6 +136,6 @@ def test_what_an_operator_calls_returns_when_the_role_has_changed_and_refuses_th
             flip(replicas, other.member.replica_id, "prefill", 60.0, said.append)
         assert other.handle.next_role == "decode"
         prefill.signal(signal.SIGSTOP)
-        with pytest.raises(FlipTimeoutError, match="takes it back"):
+        with pytest.raises(FlipTimeoutError, match="to cancel, flip it to its old role"):
             flip(replicas, prefill.member.replica_id, "decode", 0.0, said.append)
         prefill.signal(signal.SIGCONT)

@@ -187,7 +187,7 @@ def test_a_planted_configuration_is_refused(config, shared):
 
 def test_a_folder_that_was_cleaned_away_is_named_with_what_to_do(config, shared):
     folder = shared / "serve" / "node"
-    check_refused(World(folder, config, 1), f"{folder} is not there", is_written=True)
+    check_refused(World(folder, config, 1), f"{folder} does not exist", is_written=True)
 
 
 @pytest.mark.parametrize(("host", "num_warnings"), [("0.0.0.0", 1), ("127.0.0.1", 0)])

@@ -55,7 +55,7 @@ def test_it_waits_until_nothing_of_serve_is_left():
     leave(nodes, NODE, 60, said.append)
     assert nodes.drained == [(NODE, 60)]
     assert said == [
-        f"still here: {REPLICA}, P", "still here: P", "nothing of Ray Serve runs here any more",
+        f"still here: {REPLICA}, P", "still here: P", "no actor of Ray Serve is left on this node",
     ]  # fmt: skip
 
 
@@ -81,6 +81,6 @@ def test_what_is_not_gone_in_time_is_named(answers, reason):
 
 def test_the_head_stays():
     nodes = Nodes([], is_head=True)
-    with pytest.raises(LeaveError, match="the head cannot leave"):
+    with pytest.raises(LeaveError, match="the head node cannot leave"):
         leave(nodes, NODE, 5, lambda _: None)
     assert nodes.drained == []

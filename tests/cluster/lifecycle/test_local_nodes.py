@@ -52,7 +52,7 @@ def test_of_several_nodes_the_one_of_the_named_cluster_is_meant(proc):
 
 
 def test_without_a_node_it_says_where_to_go(proc):
-    with pytest.raises(NoNodeError, match="run it where `ttserve serve` or `ray start` did"):
+    with pytest.raises(NoNodeError, match="where `ttserve serve` or `ray start` ran"):
         find_node({}, proc.root)
 
 

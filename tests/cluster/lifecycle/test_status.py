@@ -52,7 +52,7 @@ def test_a_whole_cluster():
 
 def test_a_host_that_leaves_is_named_with_the_time_that_it_has():
     text = status_text(serve_status(), NODES, {"bb": 41.6})
-    assert "host 192.0.2.2: HTTP draining, leaves, within 42 s" in text
+    assert "host 192.0.2.2: HTTP draining, leaves within 42 s" in text
     assert "  decode: HEALTHY, no replica" in text
 
 
