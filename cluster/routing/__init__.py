@@ -1,1 +1,1 @@
-"""Which engine runs what: what is known of them, who is next, and a request's way through."""
+"""Router: runs each request on the engines of a cluster."""

@@ -1,11 +1,15 @@
-"""Who is let in, and when: by what a first token and a further one would take. Pure.
+"""Admission control: which requests may start, and when. Pure.
 
-Owner: one ingress's event loop. Whoever comes is told at once: to go on, to wait here, or to come
-again later. What waits is let go on in fair order, each tenant's by its deadline, when an engine
-has nearly nothing before the prompt and there will be a slot for it: nothing is queued where it
-could not be taken back, and no slot is held through a queue of prompts. What can no more keep its
-objective is refused before anything is done for it. The engines stay the authority: where a
-prediction was wrong, somebody waits there.
+Owner: one ingress's event loop. A new request is refused at once, or queued here until `assign`
+admits it. It is refused if its predicted first token would miss its objective, so no work is wasted
+on it.
+
+Queued requests are admitted in fair order between tenants, and by deadline within a tenant. A
+request is admitted when an engine has almost nothing before its prompt and a decode slot will be
+free for it. So nothing waits inside an engine, where it could not be taken back, and no slot is
+held while its prompt is queued.
+
+Predictions may be wrong: the engines stay the authority, and a request may still wait there.
 """
 
 from __future__ import annotations
@@ -33,13 +37,13 @@ if TYPE_CHECKING:
 
 
 class Supply(NamedTuple):
-    """What the pools have now.
+    """The capacity of the pools at one moment.
 
     Attributes:
-        prompts: The engines that compute prompts, by incarnation.
+        prompts: Engines that compute prompts, by incarnation.
         num_slots: Decode slots of all engines that decode.
-        num_empty_slots: Those that are free.
-        helpers: Decode engines that could compute prompts beside these, by incarnation.
+        num_empty_slots: Decode slots that are free.
+        helpers: Decode engines that could compute prompts as well, by incarnation.
     """
 
     prompts: Mapping[str, PromptEngine]
@@ -49,16 +53,16 @@ class Supply(NamedTuple):
 
 
 class Admission:
-    """See the module docstring.
+    """The queue of one ingress for requests that have not started.
 
     Args:
         config: Objectives and tenants.
-        max_queued_requests: How many may wait.
-        timeout_s: How long one may wait that has no objective.
+        max_queued_requests: Limit of queued requests.
+        timeout_s: Time after which a queued request without an objective expires.
 
     Attributes:
-        forecast: What it predicts with.
-        helpers: Decode engines that compute prompts, too.
+        forecast: Predicts times from those of earlier requests.
+        helpers: Plans prompts on decode engines.
     """
 
     def __init__(self, config: AdmissionConfig, max_queued_requests: int, timeout_s: float) -> None:
@@ -69,7 +73,8 @@ class Admission:
             lambda name: self._bounds.tenant(name).weight
         )
         self._passed: dict[AdmissionEntry, None] = {}
-        # Of these: whose slot the pools do not count yet, and whose prompt nobody was asked for.
+        # Admitted requests whose slot the pools do not count yet, and those whose prompt no engine
+        # has been asked for.
         self._unplaced: dict[AdmissionEntry, None] = {}
         self._unasked: dict[AdmissionEntry, None] = {}
         self._orders = itertools.count()
@@ -85,18 +90,18 @@ class Admission:
 
     @property
     def num_let_in(self) -> int:
-        """How many requests went on and have not ended."""
+        """Number of admitted requests that have not ended."""
         return len(self._passed)
 
-    # --- a request's way ------------------------------------------------------------------------
+    # --- life of a request ------------------------------------------------------------------------
 
     def arrive(self, demand: Demand, now_s: float, supply: Supply) -> AdmissionEntry:
-        """Let a request wait here, or refuse it; `assign` says when it may go on.
+        """Queue a new request, or refuse it; `assign` admits it later.
 
         Raises:
-            QuotaError: Its tenant has as many as it may.
-            SaturatedError: As many requests or tokens wait as may.
-            OverloadedError: It would miss its objective, as far as one can tell.
+            QuotaError: The tenant has as many requests as it may have.
+            SaturatedError: The queue is full, by requests or by tokens.
+            OverloadedError: The request is predicted to miss its objective.
         """
         ttft_s = _objective(demand.ttft_s, self._config.ttft_s)
         priority = demand.priority + self._bounds.tenant(demand.tenant).priority
@@ -112,7 +117,7 @@ class Admission:
             raise self.saturated(now_s, supply)
         wait_s = self._wait_s(entry, now_s, supply)
         prompt_s = self._prompt_s(entry)
-        # Nobody is there yet who could keep a promise, or be judged by it.
+        # Without a prefill engine there is nothing to predict from, or to judge a prediction by.
         entry.predicted_s = wait_s + prompt_s if supply.prompts else 0.0
         spare_s = ttft_s - prompt_s - self.forecast.margin_of(entry.ttft_s)
         if math.isinf(ttft_s):
@@ -124,8 +129,8 @@ class Admission:
         elif spare_s >= 0.0 or self._idle_s(now_s, supply) > 0.0:
             raise self.refusal(entry, now_s, supply)
         else:
-            # Nobody is in its way and it will be late all the same: it is served when there is
-            # nothing else to do, or one would never learn that engines have become faster.
+            # The engines are idle and it will still be late. Serve it when there is nothing else to
+            # do: otherwise the forecast would never learn that engines have become faster.
             entry.latest_s = now_s + ttft_s
         if entry.demand.deadline_s is not None:
             entry.latest_s = min(entry.latest_s, entry.demand.deadline_s)
@@ -133,9 +138,10 @@ class Admission:
         return entry
 
     def assign(self, now_s: float, supply: Supply) -> list[AdmissionEntry]:
-        """Let go on, in order, who may; they wait no longer.
+        """Admit queued requests as far as there is capacity, and return them in order.
 
-        Call it whenever the pools have changed, a first token has come or a request has ended.
+        Call it whenever the pools have changed, a first token has been delivered or a request has
+        ended.
         """
         self._backlog.keep(supply.prompts)
         passed = []
@@ -155,19 +161,19 @@ class Admission:
         return passed
 
     def begin_s(self, now_s: float, supply: Supply) -> float:
-        """When `assign` should be called though nothing has changed."""
+        """Return the time at which `assign` must be called even if nothing has changed."""
         plan = self.helpers.plan(self._line, supply.helpers, now_s)
         return min((batch.begin_s for batch in plan), default=math.inf)
 
     def expire(self, now_s: float) -> list[AdmissionEntry]:
-        """Take out everybody who has waited too long."""
+        """Remove and return the queued requests that have waited too long."""
         late = [entry for entry in self._line if entry.latest_s <= now_s]
         for entry in late:
             self.end(entry, now_s)
         return late
 
     def overflow(self, now_s: float) -> list[AdmissionEntry]:
-        """Take out who is one too many since somebody came: of the tenant that has most waiting."""
+        """Remove and return requests beyond the limits, each from the tenant with most waiting."""
         over = []
         while len(self._line) > 1 and self._bounds.is_over(self._line):
             over.append(self._line.last())
@@ -175,7 +181,7 @@ class Admission:
         return over
 
     def saturated(self, now_s: float, supply: Supply) -> SaturatedError:
-        """What one too many is told."""
+        """Return the error for a request that finds the queue full."""
         return SaturatedError(
             f"{len(self._line)} requests with {num_waiting_tokens(self._line)} prompt tokens are "
             "already queued; retry later",
@@ -183,18 +189,18 @@ class Admission:
         )
 
     def clear(self, now_s: float) -> list[AdmissionEntry]:
-        """Take out everybody who waits."""
+        """Remove and return all queued requests."""
         entries = list(self._line)
         for entry in entries:
             self.end(entry, now_s)
         return entries
 
     def placed(self, entry: AdmissionEntry) -> None:
-        """The pools hold its slot, and count it from now on."""
+        """Record that the pools hold the request's slot and count it from now on."""
         self._unplaced.pop(entry, None)
 
     def asked(self, entry: AdmissionEntry, engine: str, now_s: float) -> None:
-        """An engine was asked for its prompt, and no other any more."""
+        """Record that this engine, and no other any more, was asked to compute the prompt."""
         if entry.first_s is None and engine != entry.engine:
             self._forget_prompt(entry)
             self._unasked.pop(entry, None)
@@ -204,7 +210,7 @@ class Admission:
             self._asks_of(entry).ask(engine, entry.demand.request_id, entry.num_tokens, now_s)
 
     def first_token(self, entry: AdmissionEntry, now_s: float) -> None:
-        """Its first token has come. Idempotent."""
+        """Record that the first token was delivered. Idempotent."""
         if entry.first_s is not None:
             return
         entry.first_s = now_s
@@ -217,12 +223,12 @@ class Admission:
             self.forecast.saw_first_token(entry.predicted_s, now_s - entry.arrived_s)
 
     def end(self, entry: AdmissionEntry, now_s: float, num_tokens: int = 0) -> None:
-        """It is over, and gets nothing any more. Idempotent.
+        """Forget a request that has ended, queued or admitted, and learn from it. Idempotent.
 
         Args:
-            entry: Whoever has ended, wherever it was.
-            now_s: When.
-            num_tokens: Output tokens of each choice; 0 if it did not come to its end.
+            entry: The request.
+            now_s: The time.
+            num_tokens: Output tokens of each choice; 0 if the request did not finish normally.
         """
         self._forget_prompt(entry)
         if self._line.leave(entry):
@@ -241,10 +247,10 @@ class Admission:
             self._line.release(entry.tenant)
 
     def refusal(self, entry: AdmissionEntry, now_s: float, supply: Supply) -> OverloadedError:
-        """What one is told that would miss its objective: when he may come again, above all."""
+        """Return the error for a request that would miss its objective, with the time to retry."""
         wait_s, prompt_s = self._wait_s(entry, now_s, supply), self._prompt_s(entry)
         spare_s = entry.ttft_s - prompt_s - self.forecast.margin_of(entry.ttft_s)
-        # Whoever waits now goes on before one who comes again.
+        # Requests that are queued now are admitted before one that retries.
         busy_s = max(wait_s, self._idle_s(now_s, supply) if self._line else 0.0)
         if spare_s < 0.0:
             busy_s, spare_s = max(busy_s, self._idle_s(now_s, supply)), 0.0
@@ -254,10 +260,10 @@ class Admission:
             retry_after_s=whole(busy_s - spare_s),
         )
 
-    # --- what would be --------------------------------------------------------------------------
+    # --- predictions ------------------------------------------------------------------------------
 
     def _wait_s(self, entry: AdmissionEntry, now_s: float, supply: Supply) -> float:
-        """How long one who comes now would wait for its prompt to be begun."""
+        """Predict how long a request that arrives now waits until its prompt is started."""
         ahead_s = self._line.before(entry, lambda e: 0.0 if e.is_spilled else self._prompt_s(e))
         ahead_s += sum(map(self._prompt_s, self._unasked))
         free_s = self._backlog.free_s(supply.prompts, now_s)
@@ -273,7 +279,7 @@ class Admission:
         return max(short, 0.0) * self.forecast.slot_s / num_used
 
     def _idle_s(self, now_s: float, supply: Supply) -> float:
-        """How long until there is nothing to do for those who compute prompts."""
+        """Predict the seconds until all queued and asked prompts are computed."""
         ahead_s = sum(map(self._prompt_s, (*self._line, *self._unasked)))
         free_s = self._backlog.free_s(supply.prompts, now_s)
         if not free_s:
@@ -283,17 +289,20 @@ class Admission:
     def _prompt_s(self, entry: AdmissionEntry) -> float:
         return self.forecast.prompt_s(entry.num_tokens)
 
-    # --- who may go on --------------------------------------------------------------------------
+    # --- decisions --------------------------------------------------------------------------------
 
     def _may_pass(self, entry: AdmissionEntry, now_s: float, supply: Supply) -> bool:
-        """Whether an engine is nearly free, and there will be a slot."""
+        """Return whether an engine is almost free for its prompt and a slot will be free."""
         if self._num_free_slots(entry, supply) < entry.demand.num_choices:
             return False
         num_free = self._backlog.num_nearly_free(supply.prompts, entry.num_tokens, now_s)
         return num_free > len(self._unasked)
 
     def _next(self) -> AdmissionEntry | None:
-        """Who is next for an engine that prompts are for: those last that another is to help."""
+        """Return the next request for a prefill engine, or None.
+
+        Requests that a decode engine is planned to help with come after all others.
+        """
         first = self._line.first(lambda e: not e.is_spilled and self._keeps_pace(e))
         return first or self._line.first(self._keeps_pace)
 
@@ -304,7 +313,11 @@ class Admission:
         entry.passed_s = now_s
 
     def _spills(self, entry: AdmissionEntry, now_s: float, supply: Supply) -> bool:
-        """Whether a decode engine can have its prompt in time; it waits for that engine then."""
+        """Mark a request as spilled if a decode engine can compute its prompt in time.
+
+        Returns:
+            Whether it was marked.
+        """
         if not supply.helpers or self._num_free_slots(entry, supply) < 1:
             return False
         entry.is_spilled = True
@@ -316,27 +329,33 @@ class Admission:
         return self._backlog if entry.helper is None else self.helpers
 
     def _keeps_pace(self, entry: AdmissionEntry) -> bool:
-        """Whether it would keep an objective of its own; who would not lets others go before."""
+        """Return whether a request would keep its own objective per token, if it has one.
+
+        A request that would not keep it lets later ones pass.
+        """
         return entry.demand.tpot_s is None or self._room(entry) >= entry.demand.num_choices
 
     def _room(self, entry: AdmissionEntry) -> float:
-        """How many more than are let in may decode beside it; whoever is alone may be late."""
+        """Return how many more requests may decode beside this one before it misses its objective.
+
+        Unlimited if no other request is admitted: then a late request harms no other.
+        """
         most = self.forecast.largest_load(entry.tpot_s) if self._passed else math.inf
         return most - self.num_let_in
 
     def _num_free_slots(self, entry: AdmissionEntry, supply: Supply) -> float:
-        """Slots that nobody has been let in for, of those with which it keeps its objective."""
+        """Return the free slots that are not promised, at most those that keep the objective."""
         promised = sum(e.demand.num_choices for e in self._unplaced)
         return min(supply.num_empty_slots - promised, self._room(entry))
 
     def check_empty(self) -> None:
-        """Nobody is here, and nothing is kept of anybody who was."""
+        """Assert that no request is left in any book."""
         assert not [*self._line, *self._passed, *self._unplaced, *self._unasked], f"{self}"
         self._backlog.check_empty()
         self.helpers.check_empty()
 
     def check_invariants(self) -> None:
-        """Whoever is here is in one place, and is counted there."""
+        """Assert that each request is in exactly one place and is counted for its tenant."""
         assert all(entry.passed_s is None for entry in self._line), "a queued request was admitted"
         unasked = {e for e in self._passed if e.engine is None and e.first_s is None}
         assert unasked == {*self._unasked}, f"{unasked}"
@@ -346,7 +365,7 @@ class Admission:
             assert self._line.num_requests(tenant) == count, f"{tenant=} {count=}"
 
     def _forget_prompt(self, entry: AdmissionEntry) -> None:
-        """Nobody computes its prompt any more."""
+        """Drop the prompt from the backlog of its engine."""
         if entry.engine is not None:
             self._asks_of(entry).forget(entry.engine, entry.demand.request_id)
             entry.engine = None

@@ -1,6 +1,6 @@
-"""Waiting to be let in: the shell around admission that wakes whoever may go on, or must leave.
+"""The asyncio shell around `Admission`: wakes each request that is admitted, refused or late.
 
-Owner: one ingress's event loop; of the futures of those who wait.
+Owner: one ingress's event loop; of the futures of queued requests.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 class AdmissionWaits:
-    """See the module docstring.
+    """Waits for admission.
 
     Args:
-        admission: Who is let in, and when.
-        pools: What there is for those who are.
+        admission: Decides which requests are admitted, and when.
+        pools: Source of the capacity that it decides by.
     """
 
     def __init__(self, admission: Admission, pools: PoolState) -> None:
@@ -42,14 +42,14 @@ class AdmissionWaits:
         return len(self.admission)
 
     async def enter(self, demand: Demand) -> Pass:
-        """Wait to be let in; whoever is has to `end` the pass.
+        """Wait until the request is admitted; the caller must `end` the returned pass.
 
         Raises:
-            NotReadyError: No replica decodes, nor is looked for.
-            SaturatedError: Too many wait.
-            OverloadedError: It would miss its objective.
-            QuotaError: Its tenant has as many requests as it may.
-            QueueTimeoutError: It has no objective, and was not let in within its deadline.
+            NotReadyError: No replica decodes, and discovery is not looking for one.
+            SaturatedError: The queue is full.
+            OverloadedError: The request would miss its objective.
+            QuotaError: Its tenant has as many requests as it may have.
+            QueueTimeoutError: It has no objective, and was not admitted within its deadline.
         """
         if self._pools.is_stranded:
             raise not_ready()
@@ -77,7 +77,7 @@ class AdmissionWaits:
         return Pass(self, entry)
 
     def capacity_changed(self) -> None:
-        """Call when somebody may be let in: the pools have changed, or what was let in."""
+        """Admit what can be admitted; call it when the pools or admitted requests change."""
         if not self.admission:
             return
         self._drop_gone()
@@ -89,23 +89,23 @@ class AdmissionWaits:
             self._futures.pop(entry).set_result(None)
 
     def first_token(self, entry: AdmissionEntry) -> None:
-        """Its first token has come."""
+        """Record that the first token was delivered."""
         self.admission.first_token(entry, asyncio.get_running_loop().time())
         self.capacity_changed()
 
     def end(self, entry: AdmissionEntry, num_tokens: int = 0) -> None:
-        """It is over; see `Admission.end`."""
+        """Forget a request that has ended, and admit others; see `Admission.end`."""
         self.admission.end(entry, asyncio.get_running_loop().time(), num_tokens)
         self.capacity_changed()
 
     def supply(self) -> Supply:
-        """What the pools have now."""
+        """Return the current capacity; cached until the pools change."""
         if self._supply is None or self._supply[0] != self._pools.num_changes:
             self._supply = self._pools.num_changes, _supply(self._pools)
         return self._supply[1]
 
     def to_spare(self, entry: AdmissionEntry) -> set[Placement]:
-        """Where a request should not get a slot while there is room elsewhere."""
+        """Return places to avoid for the request's slot while there is room elsewhere."""
         if entry.helper is None:
             spared = self.admission.helpers.to_spare(entry, self.supply().helpers)
             places = self._pools.decode_views().placements if spared else []
@@ -113,7 +113,7 @@ class AdmissionWaits:
         return {place for place in self._pools.decode_views().placements if place != entry.helper}
 
     def _drop_gone(self) -> None:
-        """Take out whoever was cancelled in this turn of the loop: its task has yet to run."""
+        """Remove requests cancelled in this turn of the loop: their tasks have yet to run."""
         now_s = asyncio.get_running_loop().time()
         for entry in [entry for entry, future in self._futures.items() if future.done()]:
             del self._futures[entry]
@@ -139,11 +139,11 @@ class AdmissionWaits:
 
 
 class Pass:
-    """What one request that was let in tells of its way. Owner: the request's `Run`.
+    """An admitted request's handle to admission. Owner: the request's `Run`.
 
     Args:
-        waits: Who let it in.
-        entry: What it is there.
+        waits: The part that admitted it.
+        entry: Its record there.
     """
 
     def __init__(self, waits: AdmissionWaits, entry: AdmissionEntry) -> None:
@@ -152,29 +152,29 @@ class Pass:
 
     @property
     def helper(self) -> Placement | None:
-        """Where its prompt is to be computed, if that is on a decode engine."""
+        """The DP group of a decode engine that is to compute the prompt; None for prefill."""
         return self._entry.helper
 
     def to_spare(self) -> set[Placement]:
-        """Where it should not get a slot while there is room elsewhere."""
+        """Return places to avoid for its slot while there is room elsewhere."""
         return self._waits.to_spare(self._entry)
 
     def placed(self) -> None:
-        """Its slot is held in the pools, which count it from now on."""
+        """Record that the pools hold its slot and count it from now on."""
         self._waits.admission.placed(self._entry)
 
     def asked(self, engine: str) -> None:
-        """An engine was asked for its prompt, and no other any more."""
+        """Record that this engine, and no other any more, was asked to compute the prompt."""
         now_s = asyncio.get_running_loop().time()
         self._waits.admission.asked(self._entry, engine, now_s)
 
     def saw_token(self) -> None:
-        """A token of it has come."""
+        """Record that a token was delivered; only the first one counts."""
         if self._entry.first_s is None:
             self._waits.first_token(self._entry)
 
     def end(self, num_tokens: int) -> None:
-        """It is over; see `Admission.end`."""
+        """Record that the request has ended; see `Admission.end`."""
         self._waits.end(self._entry, num_tokens)
 
 
@@ -198,7 +198,7 @@ def _supply(pools: PoolState) -> Supply:
 
 
 def _helpers(pools: PoolState) -> dict[str, Helper]:
-    """Decode engines, where prompts are for others."""
+    """Return the decode engines that could compute prompts, if prefill engines exist too."""
     if not pools.can_prefill:
         return {}
     decode = pools.decode_views()

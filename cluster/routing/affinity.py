@@ -1,7 +1,7 @@
-"""Where the requests of a session belong while nothing else decides: rendezvous hashing. Pure.
+"""Session affinity by rendezvous hashing, for when no other cost decides. Pure.
 
-Every ingress comes to the same order of places without a word to any other, and a place that comes
-or goes moves no session but its own.
+Every ingress computes the same order of places without communication. When a place comes or goes,
+only its own sessions move.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 
 def place_keys(placements: Iterable[Placement]) -> npt.NDArray[np.uint64]:
-    """A number for each place, the same in every process."""
+    """Return a number for each place, the same in every process."""
     return np.array([_key(f"{p.incarnation}/{p.dp_group}") for p in placements], dtype=np.uint64)
 
 
 def affinities(session: str, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """How much a session belongs to each place, in [0, 1): at home it is where that is greatest.
+    """Return a session's affinity to each place, in [0, 1); its home is the place of the highest.
 
     Args:
-        session: What the requests of the session have in common.
-        keys: Of the places, from `place_keys`.
+        session: The session.
+        keys: Keys of the places, from `place_keys`.
     """
     mixed = keys ^ np.uint64(_key(session))
     # The finaliser of splitmix64, modulo 2 ** 64.

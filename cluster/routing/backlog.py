@@ -1,8 +1,8 @@
-"""Prompts of one ingress on the engines that compute them: when each of these will be free. Pure.
+"""Predicts when each engine has computed the prompts that it was asked for. Pure.
 
-Owner: of what this ingress has asked and not heard of; one ingress's event loop. An engine works
-off what it is asked in order, as far as one can tell from here, and what is done teaches how long
-the next one takes.
+Owner: one ingress's event loop; of the prompts that this ingress has asked for and that have given
+no first token yet. It assumes that an engine computes prompts in the order in which they were
+asked. Completed prompts teach the forecast how long later ones take.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 
 AHEAD_S = 0.1
-"""An engine gets the next prompt so long before it is done with those that it has."""
+"""An engine gets its next prompt this long before it is expected to finish the ones it has."""
 
 
 class PromptEngine(NamedTuple):
     """An engine that computes prompts.
 
     Attributes:
-        num_queued_tokens: Prompt tokens that wait there, or are on their way from here.
-        step_tokens: Tokens that one of its steps takes.
+        num_queued_tokens: Prompt tokens that are queued there, or on their way from here.
+        step_tokens: Tokens that one of its steps can compute.
     """
 
     num_queued_tokens: int
@@ -35,15 +35,15 @@ class PromptEngine(NamedTuple):
 
 @dataclass(slots=True)
 class _Work:
-    """What one engine was asked.
+    """The outstanding and completed prompts of one engine.
 
     Attributes:
-        asked: By request, the tokens of its prompt, when it was asked, and tokens that others had
-            asked of the engine before; in order.
-        free_s: When it was last done with a prompt.
-        began_s: When it began the prompts of `done`.
-        done: Lengths of those that it was done with at `free_s`, which nobody has learned of yet:
-            there may be more.
+        asked: Outstanding requests in order: prompt tokens, time of the question, and tokens that
+            other ingresses had queued before it.
+        free_s: When the last prompt was completed.
+        began_s: When the prompts in `done` were begun.
+        done: Lengths of the prompts completed at `free_s`. They are learned later, as more prompts
+            may complete at the same time.
     """
 
     asked: dict[str, tuple[int, float, int]] = field(default_factory=dict)
@@ -53,10 +53,10 @@ class _Work:
 
 
 class Backlog:
-    """See the module docstring.
+    """Outstanding prompts by engine.
 
     Args:
-        forecast: Says how long prompts take, and learns it.
+        forecast: Predicts how long prompts take, and learns from completed ones.
     """
 
     def __init__(self, forecast: Forecast) -> None:
@@ -74,19 +74,19 @@ class Backlog:
         now_s: float,
         num_queued_tokens: int = 0,
     ) -> None:
-        """An engine was asked for a prompt, which is among those that wait there."""
+        """Record that an engine was asked for a prompt; `num_queued_tokens` includes it."""
         asked = self._work.setdefault(engine, _Work()).asked
         num_own = sum(n for n, *_ in asked.values()) + num_tokens
         asked[request_id] = num_tokens, now_s, max(num_queued_tokens - num_own, 0)
 
     def forget(self, engine: str, request_id: str) -> None:
-        """It will not compute that prompt. Idempotent."""
+        """Drop a prompt that the engine will not compute. Idempotent."""
         work = self._work.get(engine)
         if work is not None:
             work.asked.pop(request_id, None)
 
     def done(self, engine: str, request_id: str, now_s: float) -> None:
-        """It has computed a prompt."""
+        """Record that an engine has computed a prompt, and learn from earlier ones."""
         work = self._work[engine]
         num_tokens, asked_s, _ = work.asked.pop(request_id)
         if work.done and now_s > work.free_s:
@@ -98,13 +98,13 @@ class Backlog:
         work.free_s = now_s
 
     def keep(self, engines: Collection[str]) -> None:
-        """Forget engines that are gone, once nothing is asked of them any more."""
+        """Forget engines that are gone and have no outstanding prompts."""
         if len(self._work) > len(engines):
             kept = self._work.items()
             self._work = {e: work for e, work in kept if work.asked or e in engines}
 
     def num_tokens(self, engine: str, load: PromptEngine) -> int:
-        """Tokens that an engine has to compute, whoever asked for them, as far as one knows."""
+        """Return the tokens that an engine has to compute, from all ingresses, as far as known."""
         work = self._work.get(engine)
         num_own = sum(n for n, *_ in work.asked.values()) if work is not None else 0
         return max(num_own, load.num_queued_tokens)
@@ -112,10 +112,11 @@ class Backlog:
     def num_nearly_free(
         self, engines: Mapping[str, PromptEngine], num_tokens: int, now_s: float
     ) -> int:
-        """How many engines should get a further prompt of this length now.
+        """Return how many engines should get one more prompt of this length now.
 
-        More than a step takes waits there, and less would leave the engine idle for as long as news
-        takes.
+        An engine qualifies if it has nothing, or if the prompt still fits into one step and the
+        engine is free within `AHEAD_S`. Less would let it idle while the news of its last prompt
+        travels.
         """
         count = 0
         for free_s, (engine, load) in zip(
@@ -127,20 +128,20 @@ class Backlog:
         return count
 
     def free_s(self, engines: Mapping[str, PromptEngine], now_s: float) -> list[float]:
-        """When each engine will have done what it has now, now at the earliest."""
+        """Return when each engine is expected to be free, `now_s` at the earliest."""
         return [self._free_s(engine, load, now_s) for engine, load in engines.items()]
 
     def _free_s(self, engine: str, load: PromptEngine, now_s: float) -> float:
         ends = [*self._ends_s(engine, now_s)]
         free_s = ends[-1][1] if ends else now_s
         num_own = sum(n for _, _, n, _ in ends)
-        # What waits there and was not asked from here came from other ingresses.
+        # Queued tokens that this ingress did not ask for came from other ingresses.
         return free_s + max(load.num_queued_tokens - num_own, 0) * self._forecast.token_s
 
     def begins_s(self, engine: str, num_queued_tokens: int, now_s: float) -> dict[str, float]:
-        """When an engine will begin each prompt that was asked from here, by request."""
+        """Return, by request, when an engine is expected to begin each prompt asked from here."""
         ends = list(self._ends_s(engine, now_s))
-        # What others had asked before, as far as it is still there.
+        # Tokens of other ingresses that are still queued there.
         num_others = max(num_queued_tokens - sum(n for _, _, n, _ in ends), 0)
         begins_s = {}
         free_s = now_s
@@ -150,9 +151,9 @@ class Backlog:
         return begins_s
 
     def _ends_s(self, engine: str, now_s: float) -> Iterator[tuple[str, float, int, int]]:
-        """Of each prompt of ours, by request, when it is done if nobody else has any there.
+        """Yield when each prompt of this ingress ends, if no other ingress used the engine.
 
-        With its tokens, and those that others had asked of the engine before.
+        Each item is (request, end, prompt tokens, tokens that others had queued before it).
         """
         work = self._work.get(engine)
         if work is None or not work.asked:
@@ -163,14 +164,16 @@ class Backlog:
             yield request_id, end_s, num_tokens, num_others
 
     def check_empty(self) -> None:
-        """Nothing is asked of anybody."""
+        """Assert that no prompt is outstanding."""
         assert not any(work.asked for work in self._work.values()), f"{self!r}"
 
 
 def level(free_s: list[float], work_s: float) -> float:
-    """When engines that are free at these times begin what comes after so much work.
+    """Return when the next prompt begins if this much work fills the engines that are free first.
 
-    The work fills whoever is free first.
+    Args:
+        free_s: When each engine is free.
+        work_s: Seconds of work to be done before.
     """
     free_s = sorted(free_s)
     total_s = 0.0

@@ -1,6 +1,6 @@
-"""How many requests and tokens may wait at an ingress's door, and of one tenant. Pure.
+"""Limits of admission: queued requests and tokens of an ingress, and requests of a tenant. Pure.
 
-Owner of nothing: it looks at the line of those who wait.
+It owns nothing: it looks at the line of queued requests.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _ANYBODY = TenantConfig()
 
 
 class Bounds:
-    """See the module docstring.
+    """The configured limits of admission.
 
     Args:
-        config: Tokens that may wait, and tenants.
-        max_queued_requests: How many may wait.
+        config: Limit of queued tokens, and tenants.
+        max_queued_requests: Limit of queued requests.
     """
 
     def __init__(self, config: AdmissionConfig, max_queued_requests: int) -> None:
@@ -32,21 +32,21 @@ class Bounds:
         self._max_queued_requests = max_queued_requests
 
     def tenant(self, name: str) -> TenantConfig:
-        """What a tenant may; one that is not named has no bounds of its own."""
+        """Return the configuration of a tenant; the default one sets no limits."""
         return self._config.tenants.get(name, _ANYBODY)
 
     def check_quota(
         self, entry: AdmissionEntry, line: FairLine[AdmissionEntry], slot_s: float
     ) -> None:
-        """Whether its tenant may have one more.
+        """Raise if the tenant of a new request may have no more requests.
 
         Args:
-            entry: Who has come.
-            line: Those who wait, and whom tenants have here.
-            slot_s: How long a slot is held.
+            entry: The new request.
+            line: The queued requests, with the count of each tenant's requests.
+            slot_s: Mean time that a slot is held, from which the time to retry is estimated.
 
         Raises:
-            QuotaError: It has as many as it may.
+            QuotaError: The tenant has as many requests as it may have.
         """
         most, count = self.tenant(entry.tenant).max_requests, line.num_requests(entry.tenant)
         if most is not None and count >= most:
@@ -57,14 +57,14 @@ class Bounds:
             )
 
     def is_too_many(self, entry: AdmissionEntry, line: FairLine[AdmissionEntry]) -> bool:
-        """Whether there is no room, and nobody has more waiting than its tenant."""
+        """Return whether the queue is full and no other tenant has more waiting than this one."""
         is_full = bool(line) and self.is_over(line, 1, entry.num_tokens)
         return is_full and line.has_most(entry.tenant)
 
     def is_over(
         self, line: FairLine[AdmissionEntry], further: int = 0, further_tokens: int = 0
     ) -> bool:
-        """Whether more wait, or would with some further ones, than may."""
+        """Return whether the queue exceeds its limits, with the given additions."""
         limit = self._config.max_queued_tokens
         if limit is not None and num_waiting_tokens(line) + further_tokens > limit:
             return True
@@ -72,10 +72,10 @@ class Bounds:
 
 
 def num_waiting_tokens(line: FairLine[AdmissionEntry]) -> int:
-    """Prompt tokens that wait."""
+    """Return the prompt tokens of all queued requests."""
     return sum(entry.num_tokens for entry in line)
 
 
 def whole(seconds: float) -> int:
-    """A time that a client is told to wait."""
+    """Round up to whole seconds, at least 1, for a `Retry-After` header."""
     return max(math.ceil(seconds), 1)

@@ -1,7 +1,7 @@
-"""One choice of a place, kept so that somebody may ask later why it was made. Pure.
+"""One placement decision, kept so that it can be explained later. Pure.
 
-Every placement pays for keeping one: of the few best places the numbers are copied, for views are
-written in place, and nothing is named, added up or predicted before somebody asks.
+Every placement pays for this, so little is done: the values of the few best places are copied, as
+views are written in place. Names, sums and predictions are computed only when they are read.
 """
 
 from __future__ import annotations
@@ -21,56 +21,55 @@ if TYPE_CHECKING:
 
     Numbers = npt.NDArray[np.float64]
     Side = Literal["decode", "prefill", "prompt"]
-    """Of a slot; of a prefill engine for a prompt; of a decode engine that computes it itself."""
+    """A decode slot; a prompt on a prefill engine (prefill) or on a decode engine (prompt)."""
 
 FEW = 3
-"""Places that are kept of a choice: the chosen one, and those that cost least beside it."""
+"""Number of places kept of a choice: the chosen one, and the cheapest others."""
 
 
 class Weighed(Protocol):
-    """One level of a policy, as it was looked at."""
+    """One level of a policy with its values."""
 
     def at(self, places: npt.NDArray[np.int64]) -> Weighed:
-        """What it said of these alone: a copy, for views are written in place."""
+        """Return the level for some places only: a copy, because views are written in place."""
 
     def parts(self, rank: int) -> dict[str, float]:
-        """What each of its terms, with its weight, said of one place."""
+        """Return the weighted value of each of its terms for one place."""
 
 
 class Parts(NamedTuple):
-    """A level whose terms were worked out one by one.
+    """A level whose terms were computed one by one.
 
     Attributes:
-        names: Of its terms.
-        values: What each of them, with its weight, says of all places; one number where that is the
-            same.
+        names: Names of its terms.
+        values: Weighted value of each term for all places; one number if it is the same for all.
     """
 
     names: Sequence[str]
     values: list[Numbers | float]
 
     def at(self, places: npt.NDArray[np.int64]) -> Parts:
-        """See `Weighed`."""
+        """Return the level for some places only."""
         values = [v if isinstance(v, float) else v[places] for v in self.values]
         return Parts(self.names, values)
 
     def parts(self, rank: int) -> dict[str, float]:
-        """See `Weighed`."""
+        """Return the weighted value of each of its terms for one place."""
         values = (v if isinstance(v, float) else float(v[rank]) for v in self.values)
         return dict(zip(self.names, values, strict=True))
 
 
 class Whole(NamedTuple):
-    """All that a policy can ask of all places: what another one would choose among.
+    """All inputs of a choice, for all places: enough for another policy to choose again.
 
     Attributes:
         placements: The places.
-        seqs: Sequence number of the snapshot that each was weighed by.
-        columns: Of each column of the views what all have.
-        fitting: Which of them could take the request.
-        missed: Prompt tokens that each would have to compute; None if nobody asked.
-        session: Of the request.
-        turn: Whose turn it was.
+        seqs: Sequence number of the snapshot behind each place.
+        columns: All columns of the views.
+        fitting: Which places could take the request.
+        missed: Prompt tokens that each place would have to compute; None if no term used them.
+        session: Session of the request.
+        turn: Index of the place whose turn it was.
     """
 
     placements: Sequence[Placement]
@@ -83,15 +82,15 @@ class Whole(NamedTuple):
 
 
 class Looked(Protocol):
-    """A request before all places, as a policy has looked at it; see `cluster.routing.cost.Scene`.
+    """The part of `cluster.routing.cost.Scene` that a `Choice` reads.
 
     Attributes:
         demand: The request.
         views: The places.
         fitting: Which of them could take it.
-        num_fitting: How many these are.
-        weighed: Levels that were looked at; none where there was no other place.
-        costs: What the first of them said that tells places apart; None if none does.
+        num_fitting: Number of these.
+        weighed: Levels that were computed; none if there was only one place.
+        costs: Costs of the first level whose costs differ between places; None without one.
     """
 
     demand: Demand
@@ -103,32 +102,32 @@ class Looked(Protocol):
 
     @property
     def missed_if_asked(self) -> Numbers | float | None:
-        """Prompt tokens that each place would have to compute; None if no term asked."""
+        """Prompt tokens that each place would have to compute; None if no term used them."""
 
 
 class Choice:
-    """See the module docstring; never changes.
+    """One placement with its few best places; never changes.
 
     Args:
-        scene: The request before all places, as the policy has looked at it.
-        index: Which place was chosen.
-        num_refused: How many places had refused it.
-        whole: The whole of it, for whoever keeps that.
-        num_spared: How many were left aside, as long as there is another one.
-        ttft_s: Predicted seconds to the first token, where that is not what the views say.
-        elsewhere_s: What the best prefill engine would have cost, where that was compared.
+        scene: The request and all places, after the policy has chosen.
+        index: Index of the chosen place.
+        num_refused: Number of places that had refused the request.
+        whole: All inputs of the choice, if they are kept.
+        num_spared: Number of places to be avoided while there is another one.
+        ttft_s: Predicted seconds to the first token, if not derived from the views.
+        elsewhere_s: Cost of the best prefill engine, if it was compared.
 
     Attributes:
-        num_prompt_tokens: Of the request; with its output, where it has migrated.
-        num_choices: Of the request.
-        num_output_tokens: Most that it expects.
-        places: The few best, the chosen one first.
-        seqs: Sequence number of the snapshot that each place was weighed by.
-        columns: Of each column of the views what these have.
-        costs: Of each; infinite where it could not take the request.
-        missed_tokens: Of each; None if nobody asked.
-        num_places: How many there were.
-        num_fitting: How many could take it.
+        num_prompt_tokens: Prompt tokens of the request; with its output, if it has migrated.
+        num_choices: Number of its choices.
+        num_output_tokens: Largest number of output tokens that it expects.
+        places: The few best places, the chosen one first.
+        seqs: Sequence number of the snapshot behind each of them.
+        columns: Their columns of the views.
+        costs: Their costs; infinite for places that could not take the request.
+        missed_tokens: Prompt tokens that each would have to compute; None if no term used them.
+        num_places: Number of all places.
+        num_fitting: Number of places that could take it.
         num_refused: As given.
         num_spared: As given.
         ttft_s: As given.
@@ -173,27 +172,27 @@ class Choice:
 
     @property
     def chosen(self) -> Placement:
-        """Where the request was to go."""
+        """The place that was chosen."""
         return self.places[0]
 
     def terms(self, rank: int) -> dict[str, float]:
-        """What each term added to the cost of one of the few, in the order of the levels."""
+        """Return the cost of one of the few places by term, in the order of the levels."""
         return {name: part for level in self._levels for name, part in level.parts(rank).items()}
 
 
 class Notes(Protocol):
-    """Takes every choice that a policy makes."""
+    """A receiver of every choice that a policy makes."""
 
     @property
     def keeps_whole(self) -> bool:
-        """Whether it wants the whole of each."""
+        """Whether it needs `Choice.whole`."""
 
     def note(self, side: Side, request_id: str, choice: Choice) -> None:
-        """A choice was made."""
+        """Receive a choice."""
 
 
 def _few(index: int, costs: Numbers) -> list[int]:
-    """The chosen one, then those that cost least of all that could take it."""
+    """Return the indices of the chosen place and of the cheapest others that could take it."""
     left, few = costs.copy(), [index]
     while len(few) < FEW:
         left[few[-1]] = np.inf

@@ -1,16 +1,20 @@
-"""Which decode engine computes a prompt itself, as no prefill engine has it sooner.
+"""Decides when a decode engine computes a prompt itself because no prefill engine is faster.
 
-Owner: one ingress's event loop; of the prompts that it has given to decode engines and that have
-given no token yet. Either way is weighed in seconds: those of the prompt to its first token, and
-those that it takes from others. On a prefill engine whoever comes while it is busy waits for it, as
-many as are there now, and its KV has to be fetched from there. On a decode engine the sequences
-there stand still; that is spread over their outputs, and so weighs less. Prompts that an engine has
-not begun are computed beside each other, one in each DP group: one that joins them takes from
-nobody what they take already. Of places that are equal one after the other gets a prompt.
+Owner: one ingress's event loop; of the prompts given to decode engines that have given no token
+yet.
 
-What a prompt takes is learned from steps. Before decode engines have shown any it is taken to be
-what it takes prefill engines, for prompts that are no longer than the mean: too little, perhaps,
-but that is soon known better, and never would be if it were feared.
+Both ways are compared in seconds: from now to the first token, and those taken from other requests.
+
+- On a prefill engine, later requests wait for this prompt, assumed to be as many as are there now.
+  Its KV has to be fetched from there.
+- On a decode engine, the sequences there stop meanwhile. This is spread over their outputs, and so
+  weighs less. Prompts that the engine has not begun are computed side by side, one in each DP
+  group, so a prompt that joins others costs only the time by which it is longer. Equal places take
+  turns.
+
+Costs of prompts are learned from steps. Before decode engines have computed any prompt, a prompt
+that is not longer than the mean is assumed to cost what it costs prefill engines. This may be too
+little, but only trying it shows the real cost.
 """
 
 from __future__ import annotations
@@ -47,17 +51,17 @@ if TYPE_CHECKING:
     Numbers = npt.NDArray[np.float64]
 
 _DELAY = Linear((1.0, FIRST_TOKEN_S), (1.0, PROMPT_HARM_S))
-"""Of the request, and of everybody who stands still for its prompt."""
+"""Delay of the request, and of all requests that wait for its prompt."""
 _TERMS = "wait_s", "prompt_s", "stands_still_s"
-"""Until it is begun, until it is done, and what it is worth to the others not to stand still."""
+"""Seconds until the prompt is begun; of the prompt; and the weighted harm to stopped sequences."""
 
 
 class _EnginePrompts:
-    """Prompts that one decode engine was given; it has begun some and does the others next.
+    """Prompts given to one decode engine: those that it has begun, and those that come next.
 
     Attributes:
-        begun: By request the DP group and what it was expected to take, in seconds.
-        waiting: Likewise.
+        begun: For each request the DP group and the expected seconds of its prompt.
+        waiting: The same for prompts that it has not begun.
     """
 
     def __init__(self) -> None:
@@ -75,11 +79,11 @@ class _EnginePrompts:
         self._begin(now_s)
 
     def left_s(self, now_s: float) -> float:
-        """How long what it has begun takes yet."""
+        """Return the remaining seconds of the prompts that it has begun."""
         return max(self.began_s + _together_s(self.begun) - now_s, 0.0)
 
     def waiting_s(self, num_groups: int) -> Numbers:
-        """What waits in each DP group."""
+        """Return the seconds of waiting prompts in each DP group."""
         seconds = np.zeros(num_groups)
         for dp_group, prompt_s in self.waiting.values():
             seconds[dp_group] += prompt_s
@@ -91,13 +95,13 @@ class _EnginePrompts:
 
 
 class ConditionalPrefill:
-    """See the module docstring.
+    """Prompts on decode engines, and the decision for more.
 
     Args:
-        pools: What is known of the engines, and what their steps cost.
-        cached_tokens: Says where how much of a prompt is cached.
-        lengths: How long prompts and answers are in the mean.
-        notes: Takes every choice that a decode engine computes a prompt; None: nobody does.
+        pools: The engines and the costs of their steps.
+        cached_tokens: Returns the cached tokens of a prompt by place.
+        lengths: Mean lengths of prompts and answers.
+        notes: Receives the choice when a decode engine computes a prompt; None to keep none.
     """
 
     def __init__(
@@ -113,9 +117,9 @@ class ConditionalPrefill:
         self._engines: dict[str, _EnginePrompts] = {}
         self._asked: dict[str, str] = {}
         self._notes = notes
-        # Of who has no slot yet: it may be chosen for them once more.
+        # Choices for requests without a slot: they may be chosen again.
         self._choices: dict[str, Choice] = {}
-        # Of which views, and how many pools that had shown what prompts take: `_unknown`.
+        # Views and number of pools with known prompt costs for which `_unknown` was computed.
         self._asked_of: tuple[Views | None, int] = None, 0
         self._unknown: list[int] = []
         self._turn = 0
@@ -124,7 +128,7 @@ class ConditionalPrefill:
         return f"ConditionalPrefill({self._asked})"
 
     def place(self, demand: Demand, now_s: float) -> Placement | None:
-        """Where a prompt is better computed than on any prefill engine; None: nowhere."""
+        """Return the place that computes a prompt better than any prefill engine, or None."""
         prefill, decode = self._pools.prefill_views(), self._pools.decode_views()
         if not len(prefill) or not len(decode):
             return None
@@ -147,14 +151,15 @@ class ConditionalPrefill:
         return decode.placements[index]
 
     def give(self, demand: Demand, placement: Placement, now_s: float) -> None:
-        """A decode engine is asked to compute a prompt."""
+        """Record that a decode engine is asked to compute a prompt."""
         choice = self._choices.pop(demand.request_id, None)
         if choice is not None and self._notes is not None:
             self._notes.note("prompt", demand.request_id, choice)
         views = self._pools.decode_views()
         index = views.index_of(placement)
         if index is not None:
-            # Not before: it is looked for more than once for one request.
+            # The turn advances here and not in `place`, which may be called several times for one
+            # request.
             self._turn = index + 1
             scene = self._scene(demand, views)
             prompt_s = float(
@@ -165,7 +170,7 @@ class ConditionalPrefill:
             engine.give(demand.request_id, placement.dp_group, prompt_s, now_s)
 
     def drop(self, request_id: str, now_s: float) -> None:
-        """It has computed the prompt, or will not any more. Idempotent."""
+        """Forget a prompt that a decode engine has computed, or will not compute. Idempotent."""
         self._choices.pop(request_id, None)
         incarnation = self._asked.pop(request_id, None)
         if incarnation is not None:
@@ -175,7 +180,7 @@ class ConditionalPrefill:
                 del self._engines[incarnation]
 
     def check_empty(self) -> None:
-        """Nobody has a prompt."""
+        """Assert that no prompt is outstanding."""
         assert not self._asked, f"{self!r}"
         assert not self._choices, f"{self._choices}"
         assert not self._engines, f"{self!r}"
@@ -184,9 +189,9 @@ class ConditionalPrefill:
         return Scene(demand, views, views.fitting(demand), self._cached_tokens)
 
     def _parts(self, scene: Scene, now_s: float) -> tuple[Numbers, Numbers, Numbers]:
-        """What a prompt costs in each place of decode engines: see `_TERMS`.
+        """Return the costs of a prompt in each place of decode engines; see `_TERMS`.
 
-        It waits for ever where it is not to be.
+        The wait is infinite where the prompt must not go.
         """
         demand, views = scene.demand, scene.views
         prompt_s = views.own_prompts_s(demand.num_prompt_tokens, scene.missed_tokens)
@@ -199,7 +204,7 @@ class ConditionalPrefill:
             places = slice(first, first + len(snapshot.groups))
             waiting_s = engine.waiting_s(len(snapshot.groups))
             before_s = float(waiting_s.max())
-            # What its snapshot says of prompts and was not asked from here came from others.
+            # Prompts in its snapshot that this ingress did not ask for came from other ingresses.
             others_s = wait_s[places] - (_together_s(engine.begun) + before_s)
             wait_s[places] = engine.left_s(now_s) + np.maximum(others_s, 0.0)
             after_s[places] = np.maximum(waiting_s + prompt_s[places], before_s)
@@ -212,7 +217,7 @@ class ConditionalPrefill:
         return wait_s, after_s, harm_s
 
     def _places_unknown(self, views: Views) -> list[int]:
-        """Places whose engines' pools have not shown yet what prompts take there."""
+        """Return the places whose pools have not shown the cost of prompts yet."""
         num_known = self._pools.num_pools_that_know_prompts
         if self._asked_of[0] is not views or self._asked_of[1] != num_known:
             self._asked_of = views, num_known
@@ -225,14 +230,14 @@ class ConditionalPrefill:
 
 
 def _harm_s(stop_s: Numbers, output_s: Numbers) -> Numbers:
-    """What it is worth to a sequence not to stand still, in seconds before a first token."""
+    """Return the harm to a sequence that stops, in seconds before a first token."""
     share = np.divide(stop_s, output_s, out=np.ones_like(stop_s), where=output_s > 0.0)
     harm_s: Numbers = np.minimum(np.maximum(share, OUTPUT_WEIGHT), 1.0) * stop_s
     return harm_s
 
 
 def _together_s(prompts: Mapping[str, tuple[int, float]]) -> float:
-    """Seconds of prompts of one engine: those of one DP group one after the other."""
+    """Return the seconds of an engine's prompts: one by one within a group, groups in parallel."""
     each_s: dict[int, float] = {}
     for dp_group, seconds in prompts.values():
         each_s[dp_group] = each_s.get(dp_group, 0.0) + seconds

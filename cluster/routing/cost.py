@@ -1,11 +1,11 @@
-"""Choose where a request runs: one cost, summed from terms, whose weights are the policies.
+"""Chooses where a request runs: the place of least cost. Policies are the weights of its terms.
 
-A policy is a list of levels; a level is a sum of weighted terms, and the least sum wins. The next
-level decides among those that are equal, and turns after the last. No I/O and no clock. Random
-numbers come from a generator whose seed is given: simulations repeat, ingresses choose differently.
+A policy is a list of levels. A level is a sum of weighted terms, and the least sum wins; each next
+level decides among equal places, and after the last one they take turns. No I/O and no clock.
+Random numbers come from a seeded generator: simulations repeat, ingresses choose differently.
 
-A placement is a proposal. Views are what replicas last said, less what this ingress has sent since;
-the replica stays the authority and may refuse.
+A placement is a proposal. Views are the replicas' last snapshots, less what this ingress has sent
+since; the replica stays the authority and may refuse.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class PlacementPolicy(Protocol):
-    """Says where a request goes; what it remembers belongs to one side of one ingress."""
+    """A policy for one side of one ingress, with its own memory."""
 
     def place(
         self,
@@ -49,43 +49,40 @@ class PlacementPolicy(Protocol):
         refused: Collection[Placement] = (),
         spared: Collection[Placement] = (),
     ) -> Placement | None:
-        """Pick the best place that can take the request.
+        """Return the best place that can take the request, or None if it fits nowhere.
 
         Args:
             demand: The request.
-            views: Every candidate, of one side.
-            refused: Those that have refused this request just now, or died on it.
-            spared: Those that it should not get for other reasons.
-
-        Returns:
-            Where it should go, or None when it fits nowhere.
+            views: All candidates of one side.
+            refused: Places that have just refused this request, or were lost with it.
+            spared: Places that it should not get for other reasons.
         """
         ...
 
 
 class Policies(NamedTuple):
-    """How one ingress places: decode slots, and prompts on prefill engines."""
+    """The policies of one ingress: for decode slots, and for prompts on prefill engines."""
 
     decode: PlacementPolicy
     prefill: PlacementPolicy
 
 
 class Scene:
-    """A request before all places: what terms look at.
+    """A request and all places, as terms see them.
 
     Args:
         demand: The request.
         views: The places.
         fitting: Which of them can take it.
-        cached_tokens: Says how many prompt tokens are known to be cached at a place; 0 where
-            unknown. Asked by policies alone that look at them: a prompt has to be hashed for that.
+        cached_tokens: Returns how many prompt tokens are known to be cached at a place; 0 where
+            unknown. Called only by terms that need it, because it hashes the prompt.
         turn: Index of the place whose turn it is.
-        draw: Draws numbers, for policies that do.
+        draw: Random generator, for policies that need one.
 
     Attributes:
-        num_fitting: How many places can take it.
-        weighed: Levels that were looked at.
-        costs: What the first of them said that tells places apart.
+        num_fitting: Number of places that can take it.
+        weighed: Levels that were computed.
+        costs: Costs of the first level whose costs differ between places.
     """
 
     def __init__(
@@ -107,11 +104,11 @@ class Scene:
         self.weighed: list[Weighed] = []
         self.costs: Numbers | None = None
         self._cached_tokens = cached_tokens
-        # Made when it is asked for; no cached_property, which takes a lock in Python 3.11.
+        # Computed at first use. Not cached_property, which takes a lock in Python 3.11.
         self._missed: Numbers | float | None = None
 
     def product(self, level: Linear) -> Product:
-        """A linear level, and what all places are weighed by."""
+        """Return a linear level with the rates of this request."""
         demand, views = self.demand, self.views
         if level.asks_for_prompts:
             views.add_prompt(demand.num_prompt_tokens, self.missed_tokens)
@@ -122,12 +119,12 @@ class Scene:
 
     @property
     def missed_if_asked(self) -> Numbers | float | None:
-        """`missed_tokens`, unless no term has looked at it."""
+        """`missed_tokens`, or None if no term has used it."""
         return self._missed
 
     @property
     def missed_tokens(self) -> Numbers | float:
-        """Prompt tokens that a place has to compute; an engine as a whole may use any group."""
+        """Prompt tokens that each place has to compute; a whole engine may use any cache."""
         if self._missed is None:
             length, cached = float(self.demand.num_prompt_tokens), self._cached_tokens(self.demand)
             self._missed = length - self.views.most_of(cached) if cached else length
@@ -135,14 +132,14 @@ class Scene:
 
 
 class CostPolicy:
-    """The one policy; see the module docstring.
+    """A policy that minimises the cost of its levels.
 
     Args:
-        levels: Its weights.
-        cached_tokens: Says where how much of a prompt is cached.
-        seed: Of what it draws.
-        side: What it chooses.
-        notes: Takes every choice; None: nobody does.
+        levels: Its levels.
+        cached_tokens: Returns the cached tokens of a prompt by place.
+        seed: Seed of its random numbers.
+        side: The side that it places on.
+        notes: Receives every choice; None to keep none.
 
     Attributes:
         turn: Index of the place whose turn it is.
@@ -170,7 +167,7 @@ class CostPolicy:
         refused: Collection[Placement] = (),
         spared: Collection[Placement] = (),
     ) -> Placement | None:
-        """See `PlacementPolicy`."""
+        """Return the best place that can take the request; see `PlacementPolicy.place`."""
         fitting = views.fitting(demand)
         for placement in (*refused, *spared):
             index = views.index_of(placement)
@@ -188,7 +185,7 @@ class CostPolicy:
         return views.placements[index]
 
     def _least(self, scene: Scene) -> int:
-        """Which place costs least; of those that are equal on all levels, whose turn it is."""
+        """Return the index of the cheapest place; places equal on all levels take turns."""
         best, is_all = scene.fitting, scene.num_fitting == len(scene.fitting)
         for level in self._levels:
             costs = cost(level, scene)
@@ -208,13 +205,13 @@ class CostPolicy:
 
 
 def next_in_turn(best: npt.NDArray[np.bool_], turn: int) -> int:
-    """Which of some places is next from the one whose turn it is; then a new round begins."""
+    """Return the first of the `best` places from `turn` on; after the last place start again."""
     next_one = int(best[turn:].argmax()) + turn if turn < len(best) else 0
     return next_one if best[next_one] else int(best.argmax())
 
 
 def cost(level: Level, scene: Scene) -> Numbers | float:
-    """What one level says of every place, one number if that is the same; the least is best."""
+    """Return a level's cost of every place, or one number if it is the same for all."""
     if isinstance(level, Linear):
         product = scene.product(level)
         scene.weighed.append(product)
@@ -233,13 +230,13 @@ def cost(level: Level, scene: Scene) -> Numbers | float:
 
 @functools.cache
 def _names_and_weights(level: Terms) -> tuple[tuple[str, ...], tuple[Numbers | None, ...]]:
-    """What its terms are called, and what each is multiplied by; None: by nothing."""
+    """Return the names of a level's terms, and their weights; None for a weight of 1."""
     names = tuple(term.__name__.removeprefix("_") for _, term in level)
     return names, tuple(None if weight == 1.0 else np.array(weight) for weight, _ in level)
 
 
 def _whole(scene: Scene) -> Whole:
-    """What another policy would choose among."""
+    """Return everything that another policy would need to choose again."""
     views, demand = scene.views, scene.demand
     return Whole(
         views.placements,
@@ -252,7 +249,7 @@ def _whole(scene: Scene) -> Whole:
     )
 
 
-# --- terms: what a place has, or would have, of something ----------------------------------------
+# --- terms --------------------------------------------------------------------------------------
 
 
 def _column(column: Column) -> Term:
@@ -272,17 +269,17 @@ _queued_tokens = _column(Column.QUEUED_TOKENS)
 
 
 def _name(scene: Scene) -> Numbers:
-    """Its rank among all names, which no order of the views changes."""
+    """Return the rank of each place's name, which does not depend on the order of the views."""
     return scene.views.ranks
 
 
 def _drawn(scene: Scene) -> Numbers:
-    """0 for one of those that fit, each as likely, and 1 for all others."""
+    """Return 0 for one random place that fits, and 1 for all others."""
     return _not_among(scene, 1)
 
 
 def _two_drawn(scene: Scene) -> Numbers:
-    """0 for two of those that fit, each pair as likely, and 1 for all others."""
+    """Return 0 for two random places that fit, and 1 for all others."""
     return _not_among(scene, 2)
 
 
@@ -295,12 +292,12 @@ def _not_among(scene: Scene, count: int) -> Numbers:
 
 
 def _missed_tokens(scene: Scene) -> Numbers | float:
-    """Prompt tokens that it would have to compute."""
+    """Return the prompt tokens that each place would have to compute."""
     return scene.missed_tokens
 
 
 def _missed_where_balanced(scene: Scene) -> Numbers | float:
-    """Missed tokens, unless the load is out of balance, or nobody has much of the prompt."""
+    """Return the missed tokens; 0 if loads are unbalanced or no place has enough cached."""
     missed = scene.missed_tokens
     if isinstance(missed, float):
         return missed
@@ -310,7 +307,7 @@ def _missed_where_balanced(scene: Scene) -> Numbers | float:
 
 
 def _away_where_balanced(scene: Scene) -> Numbers | float:
-    """How little it is at home there, unless the load is out of balance."""
+    """Return `_away`; 0 if loads are unbalanced."""
     return 0.0 if _is_unbalanced(scene) else _away(scene)
 
 
@@ -321,7 +318,7 @@ def _is_unbalanced(scene: Scene) -> bool:
 
 
 def _away(scene: Scene) -> Numbers | float:
-    """How little a place is the home of the request's session; the same everywhere without one."""
+    """Return 1 minus the session's affinity to each place; 0 without a session."""
     if not scene.demand.session:
         return 0.0
     return 1.0 - affinities(scene.demand.session, scene.views.keys)
@@ -330,31 +327,32 @@ def _away(scene: Scene) -> Numbers | float:
 _ADDED = (Rate.ADDED_ROWS_S, Rate.ADDED_CONTEXT_S, Rate.ADDED_LENGTH_S)
 
 FIRST_TOKEN_S = Sum("first_token_s", Times.ONCE, (Rate.QUEUE_S, Rate.ADDED_PROMPT_S))
-"""Seconds to its first token there: of the prompts before it, and those that its own adds."""
+"""Seconds to its first token there: of earlier prompts, and those that its own adds."""
 _TRANSFER_S = Sum("transfer_s", Times.ONCE, (Rate.TRANSFER_S,))
-"""Seconds of the KV that has to come there from a prefill engine."""
+"""Seconds to fetch KV there from a prefill engine."""
 PROMPT_HARM_S = Sum("prompt_harm_s", Times.ONCE, (Rate.ROWS_ADDED_PROMPT_S,))
-"""Seconds for which its prompt keeps the sequences there from decoding, all together."""
+"""Seconds for which its prompt stops decoding, summed over the sequences there."""
 _WORK_S = Sum("work_s", Times.MEAN_ROWS, (Rate.WHOLE_PROMPT_S,))
-"""Seconds that its prompt takes from those who will come, who are as many as are there now.
+"""Seconds that its prompt takes from later requests, assumed to be as many as there are now.
 
-They find the engine before whom it is: it is everybody's time, wherever it is spent. All of it,
-also where it is computed beside others: one of them could have had that place.
+They find the engine busy wherever the request is placed, so the mean number of rows over all
+engines counts. The whole prompt counts even where it is computed beside others, because a later
+request could have had that place.
 """
 _OUTPUT_S = Sum("output_s", Times.OUTPUT_TOKENS, (Rate.STEP_S, *_ADDED))
-"""Seconds of its output there, and those that this adds to the sequences there, together."""
+"""Seconds of its output there, plus the seconds that it adds to the sequences there."""
 
 
 ROUNDING = 1e-12
-"""Costs that differ by no more are equal: what adds up to the same may differ in its last bits."""
+"""Costs with a smaller relative difference are equal: equal sums may differ in their last bits."""
 MAX_OUTPUT_TOKENS = 512
-"""A request's limit of output is looked at up to here: what is beyond is a limit, seldom a wish."""
+"""Largest limit of output tokens that counts: beyond it, a limit is seldom an expected length."""
 IMBALANCE = 64
 IMBALANCE_RATIO = 1.5
 MIN_CACHED_SHARE = 0.3
-"""Of `prefix_aware`: by how many requests and how many times the busiest place may exceed the
-idlest, and the share of a prompt that is worth following. Source: SGLang's gateway, `cache_aware`,
-its defaults."""
+"""Constants of `prefix_aware`: by how many requests and by what factor the busiest place may exceed
+the idlest, and the smallest cached share of a prompt that counts. Source: the defaults of
+`cache_aware` in SGLang's gateway."""
 
 
 # --- policies ------------------------------------------------------------------------------------
@@ -369,9 +367,9 @@ def _both(*levels: Level) -> tuple[tuple[Level, ...], tuple[Level, ...]]:
 
 
 OUTPUT_WEIGHT = 0.1
-"""A second that is spread over a request's output weighs so much of one before its first token."""
+"""Weight of a second spread over a request's output, relative to one before its first token."""
 WORK_WEIGHT = 0.3
-"""And one of those who will come: what is not cached costs more where many are about."""
+"""Weight of a second of later requests: uncached prompts cost more if there are many of these."""
 _LEAST_DELAY = Linear(
     (1.0, FIRST_TOKEN_S),
     (1.0, _TRANSFER_S),
@@ -379,8 +377,8 @@ _LEAST_DELAY = Linear(
     (WORK_WEIGHT, _WORK_S),
     (OUTPUT_WEIGHT, _OUTPUT_S),
 )
-# Whoever is on a prefill engine waits for a prompt. Long prompts go where few wait, short ones
-# where little does.
+# Every request on a prefill engine waits for a prompt. So long prompts go where few requests wait,
+# and short ones where little work does.
 _LEAST_PROMPT_DELAY = Linear((1.0, FIRST_TOKEN_S), (0.5, PROMPT_HARM_S), (1.0, _WORK_S))
 
 PRESETS: dict[PolicyName, tuple[tuple[Level, ...], tuple[Level, ...]]] = {
@@ -399,21 +397,21 @@ PRESETS: dict[PolicyName, tuple[tuple[Level, ...], tuple[Level, ...]]] = {
     "prefix_aware": _both(
         ((1.0, _missed_where_balanced),), ((1.0, _away_where_balanced),), _LEAST_ACTIVE
     ),
-    # Waiting ones are active, too.
+    # `active` includes the waiting ones.
     "waiting_and_running": _both(((3.0, _waiting), (1.0, _active))),
     "cache_and_load": _both(
         ((1.0, _queued_tokens), (1.0, _missed_tokens), (1.0, _held_tokens)), _AT_HOME
     ),
 }
-"""Weights of each policy, for decode slots and for prompts; `PolicyName` says what they mean."""
+"""Levels of each policy, for decode slots and for prompts; `PolicyName` documents the policies."""
 
 
 LOOK_AT_CACHES: frozenset[PolicyName] = frozenset({"least_delay", "prefix_aware", "cache_and_load"})
-"""Those whose terms ask what of a prompt is cached."""
+"""Policies whose terms use the cached tokens of a prompt."""
 
 
 def nothing_known(demand: Demand) -> Mapping[Placement, int]:
-    """Cached tokens where nobody follows the caches."""
+    """Return no cached tokens, for policies that do not follow the caches."""
     del demand
     return {}
 
@@ -424,13 +422,13 @@ def make_policies(
     seed: int = 0,
     notes: Notes | None = None,
 ) -> Policies:
-    """New policies of this name, with nothing to remember yet.
+    """Return new policies of this name, without any memory.
 
     Args:
-        name: Which.
-        cached_tokens: Prompt tokens of a request that are cached, by the place that has them.
-        seed: Of what they draw; ingresses of one cluster should not draw the same.
-        notes: Takes every choice; None: nobody does.
+        name: Name of the policy.
+        cached_tokens: Returns the cached prompt tokens of a request by place.
+        seed: Seed of random numbers; the ingresses of a cluster should have different ones.
+        notes: Receives every choice; None to keep none.
     """
     decode, prefill = PRESETS[name]
     return Policies(

@@ -1,4 +1,4 @@
-"""What a request asks of whoever runs it: the value that queue, policies and pools take. Pure."""
+"""The demand of a request: the value that queues, policies and pools take. Pure."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ class Demand:
     """A request as placement sees it; never changes while the request lives.
 
     Attributes:
-        request_id: Names it, and what is held for it.
-        prompt_token_ids: Its prompt.
-        num_choices: Sequences that it becomes, each with a slot of its own.
-        expected_output_tokens: Most tokens of each choice, until somebody knows better.
-        cache_salt: Shares cached KV only under the same one.
+        request_id: Name of the request and of its holds.
+        prompt_token_ids: The prompt.
+        num_choices: Number of sequences, each with a slot of its own.
+        expected_output_tokens: Upper limit of each choice's output tokens.
+        cache_salt: Requests share cached KV only under equal salts.
         adapter: LoRA adapter that it needs; "" is none.
         priority: Lower ones are placed first.
-        tenant: On whose account it runs.
-        deadline_s: When nobody waits for it any more, on the event loop's clock; None: never.
-        session: Requests of one session like to be together; "" is none.
-        ttft_s: Its own objective for the time to its first token; None: the configuration's.
-        tpot_s: Its own objective for the time per output token; None: the configuration's.
+        tenant: The tenant whose account it runs on.
+        deadline_s: Time on the event loop's clock after which its client has given up; None is
+            never.
+        session: Requests of one session are placed together where possible; "" is none.
+        ttft_s: Its own objective for the time to first token; None means the configuration's.
+        tpot_s: Its own objective for the time per output token; None means the configuration's.
     """
 
     request_id: str
@@ -52,7 +53,7 @@ class Demand:
 
     @classmethod
     def of(cls, request: EngineRequest, now_s: float) -> Demand:
-        """What a request asks that arrived at `now_s`."""
+        """Return the demand of a request that arrived at `now_s`."""
         return cls(
             request.request_id,
             request.prompt_token_ids,
@@ -69,7 +70,7 @@ class Demand:
         )
 
     def with_output(self, request: EngineRequest, token_ids: Sequence[int]) -> Demand:
-        """What the same request asks once it has these tokens, and another engine goes on."""
+        """Return the demand of the same request after these tokens, for its next engine."""
         return replace(
             self,
             prompt_token_ids=[*request.prompt_token_ids, *token_ids],
@@ -78,27 +79,27 @@ class Demand:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
+        """Number of prompt tokens."""
         return len(self.prompt_token_ids)
 
     @property
     def num_first_tokens(self) -> int:
-        """Tokens that it needs KV blocks for to begin: the prompt and the first output token."""
+        """Tokens that need KV blocks at the start: the prompt and the first output token."""
         return len(self.prompt_token_ids) + 1
 
     def num_blocks(self, kv_group: KVGroup) -> int:
-        """KV blocks that it takes to begin."""
+        """Return the KV blocks of a group that it needs at the start."""
         return kv_group.num_blocks_for(self.num_first_tokens)
 
     def block_hashes(self, block_size: int, key: bytes) -> Sequence[bytes]:
-        """Chain hashes of the prompt's full blocks, as engines of this block size index them.
+        """Return the chain hashes of the prompt's full blocks, as engines index them.
 
-        Computed when they are first asked for, once for each block size. Of text under the model
-        itself: adapters and images, which engines refuse as yet, have to key the chain too.
+        Computed at the first call for each block size. They cover text under the base model only:
+        adapters and images, which engines refuse as yet, have to key the chain too.
 
         Args:
             block_size: Tokens per block.
-            key: The deployment's, for `kv_transfer.block_hash.PREFIX_CACHE`.
+            key: The deployment's key for `kv_transfer.block_hash.PREFIX_CACHE`.
         """
         hashes = self._hashes.get((block_size, key))
         if hashes is None:
@@ -108,7 +109,7 @@ class Demand:
         return hashes
 
     def block_names(self, block_size: int, key: bytes) -> Sequence[int]:
-        """Names of the blocks that a prefix cache may give it: of all but the last token.
+        """Return names of the blocks that a prefix cache may give it: of all but the last token.
 
         Computed once, from `block_hashes`.
         """

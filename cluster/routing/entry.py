@@ -1,4 +1,4 @@
-"""A request at the door, as those see it who decide about it. A value with one owner."""
+"""A request as admission control sees it."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class AdmissionEntry:
-    """A request from its arrival to its end. Owner: the admission that made it; all else read.
+    """A request from its arrival to its end. Owner: the `Admission` that made it; all else read it.
 
     Attributes:
-        arrived_s: When it came.
-        ttft_s: What its first token may take; infinite without an objective.
-        tpot_s: What each further token may take, likewise.
-        key: Its place among its tenant's: priority, deadline, arrival.
-        latest_s: When it has waited too long.
-        predicted_s: What its first token was predicted to take, without the margin.
-        passed_s: When it was let go on; None as long as it waits.
+        arrived_s: Time of arrival.
+        ttft_s: Objective for its time to first token; infinite without one.
+        tpot_s: Objective for its time per output token; infinite without one.
+        key: Order among its tenant's requests: priority, deadline, arrival.
+        latest_s: Time at which it has waited too long.
+        predicted_s: Predicted time to first token, without the margin.
+        passed_s: Time of admission; None while it is queued.
         cost_s: Slot-seconds that its tenant was charged for it.
-        engine: Who computes its prompt, once somebody does.
-        is_spilled: Whether it would be late on the engines that prompts are for, and a decode
-            engine is to compute its prompt.
-        helper: The DP group that does, once it was let go on.
-        first_s: When its first token came.
-        load: How many requests were let in when its first token came.
+        engine: The engine that was asked to compute its prompt, if any.
+        is_spilled: Whether it would be late on the prefill engines, so that a decode engine is to
+            compute its prompt.
+        helper: DP group of that decode engine, once the request is admitted.
+        first_s: Time of its first token.
+        load: Number of admitted requests when its first token came.
     """
 
     demand: Demand
@@ -49,10 +49,10 @@ class AdmissionEntry:
 
     @property
     def tenant(self) -> str:
-        """On whose account it runs."""
+        """The tenant whose account it runs on."""
         return self.demand.tenant
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of its prompt."""
+        """Number of prompt tokens."""
         return self.demand.num_prompt_tokens

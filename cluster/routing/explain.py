@@ -1,9 +1,9 @@
-"""Why requests went where they did: what was weighed, what was predicted, and what came true.
+"""Records why requests went where they did: choices, predictions and results.
 
-Owner: one ingress's event loop. The latest `KEPT` requests of this ingress are kept, of those to
-which clients gave one id the latest `KEPT_OF_AN_ID`, and nothing of their text. A prediction is of
-one placement, from its moment on; one is made only where steps have shown what they cost. Where
-there was one place alone nothing was weighed, and nothing is predicted of its first token.
+Owner: one ingress's event loop. It keeps the latest `KEPT` requests of this ingress, and of
+requests to which clients gave one id the latest `KEPT_OF_AN_ID`; no text. A prediction counts from
+one placement on, and is made only once steps have shown their costs. If there was only one place,
+no first token is predicted, because no costs were compared.
 """
 
 from __future__ import annotations
@@ -28,18 +28,21 @@ if TYPE_CHECKING:
     from cluster.routing.metrics import RouterMetrics
 
 _FITS = np.ones(1, dtype=np.bool_)
-"""The place that was chosen could take it."""
+"""The chosen place could take the request."""
 KEPT = 1024
 KEPT_OF_AN_ID = 16
-"""Clients choose ids and may repeat one: its records must neither push out all others nor make one
-answer as large as the whole book."""
+"""Limit of records of one client id.
+
+Clients choose ids and may repeat one: its records must neither push out all others nor make one
+answer as large as the whole book.
+"""
 MOST_MADE = 32
-"""Of one request: who is refused again and again is placed as often."""
+"""Placements kept of one request: a request that is refused again and again is placed as often."""
 _FIRST_TOKEN = Linear((1.0, FIRST_TOKEN_S))
 
 
 class Made(NamedTuple):
-    """A choice: when it was made, on the event loop's clock, of what, and itself."""
+    """A placement: its time on the event loop's clock, its side, and the choice."""
 
     made_s: float
     side: Side
@@ -47,10 +50,10 @@ class Made(NamedTuple):
 
 
 class RouteFigures(NamedTuple):
-    """Of a request: what was predicted, or what came true; None where nobody knows.
+    """Figures of a request, predicted or actual; None where unknown.
 
     Attributes:
-        ttft_s: Seconds from the placement of whoever computes the prompt to the first token.
+        ttft_s: Seconds from the placement of the prompt to the first token.
         token_s: Seconds of each further token.
         cached_tokens: Prompt tokens that need not be computed.
     """
@@ -61,24 +64,24 @@ class RouteFigures(NamedTuple):
 
 
 class Route:
-    """One request's way. Owner: the `Run` of the request, until it ends.
+    """The record of one request. Owner: the `Run` of the request, until it ends.
 
     Args:
-        request_id: The request.
-        num_prompt_tokens: Of it.
-        arrived_s: When it came, on the event loop's clock.
+        request_id: Id of the request.
+        num_prompt_tokens: Number of its prompt tokens.
+        arrived_s: Time of its arrival, on the event loop's clock.
 
     Attributes:
         request_id: As given.
         num_prompt_tokens: As given.
         arrived_s: As given.
-        made: Its placements, in their order.
-        first_s: When its first token came.
-        last_s: When the last token so far came of a decode engine.
-        ended_s: When it ended.
+        made: Its placements in their order.
+        first_s: Time of its first token.
+        last_s: Time of the last token so far from a decode engine.
+        ended_s: Time of its end.
         outcome: "running", "finished", "abort", or the code of its error.
-        num_tokens: Tokens that it got in all.
-        num_cached_tokens: Of its prompt, as the engine said that computed it.
+        num_tokens: Output tokens over all choices.
+        num_cached_tokens: Cached tokens of its prompt, as reported by the engine that computed it.
     """
 
     __slots__ = (
@@ -99,7 +102,7 @@ class Route:
         self.num_cached_tokens: int | None = None
 
     def __copy__(self) -> Route:
-        """Copy the record as it is now, for another thread to read."""
+        """Return a copy of the record for another thread to read."""
         route = Route(self.request_id, self.num_prompt_tokens, self.arrived_s)
         for name in self.__slots__:
             setattr(route, name, getattr(self, name))
@@ -107,24 +110,24 @@ class Route:
         return route
 
     def began(self, num_cached_tokens: int, now_s: float) -> None:
-        """Its first token has come."""
+        """Record the first token."""
         self.first_s = self.last_s = now_s
         self.num_cached_tokens = num_cached_tokens
 
     def last_of(self, side: Side) -> Made | None:
-        """The latest placement of one side, if there is one."""
+        """Return the latest placement on one side, or None."""
         return next((made for made in reversed(self.made) if made.side == side), None)
 
     @property
     def of_prompt(self) -> Made | None:
-        """The placement of whoever computed the prompt, as far as placement says."""
+        """The placement of the engine that computed the prompt, as far as placements show it."""
         before = [m for m in self.made if self.first_s is None or m.made_s <= self.first_s]
         candidates = [made for made in before if made.side != "decode"] or before
         return candidates[-1] if candidates else None
 
     @property
     def predicted(self) -> RouteFigures:
-        """What was predicted of it."""
+        """Predicted figures of the request."""
         prompt, decode = self.of_prompt, self.last_of("decode")
         ttft_s = token_s = num_cached = scene = None
         if decode is not None:
@@ -132,13 +135,13 @@ class Route:
             token_s = _token_s(decode.choice, scene)
         if prompt is not None:
             num_cached = predicted_cached_tokens(prompt.choice)
-            # Most are computed where they are decoded.
+            # Most prompts are computed on the engine that decodes them.
             ttft_s = predicted_ttft_s(prompt.choice, scene if prompt is decode else None)
         return RouteFigures(ttft_s, token_s, num_cached)
 
     @property
     def actual(self) -> RouteFigures:
-        """What came true so far; a token's time of those alone who stayed where they were."""
+        """Actual figures so far; the time of a token only if the request did not migrate."""
         if self.first_s is None:
             return RouteFigures()
         prompt, token_s = self.of_prompt, None
@@ -156,7 +159,7 @@ class Route:
 
 
 def client_id(request_id: str) -> str:
-    """Return what the client called a request, of the id that engines know it by.
+    """Return the client's id of a request from the id that engines know.
 
     `cluster.edge.explain.engine_request_id` appends a hyphen and hexadecimal digits.
     """
@@ -165,11 +168,11 @@ def client_id(request_id: str) -> str:
 
 @dataclass(slots=True)
 class ClientRoutes:
-    """The routes of requests that clients gave one id.
+    """The routes of requests to which clients gave one id.
 
     Attributes:
         kept: The latest of them, the oldest first.
-        num_dropped: Earlier ones that made room for these.
+        num_dropped: Number of earlier ones that made room for these.
     """
 
     kept: deque[Route] = field(default_factory=deque)
@@ -177,7 +180,7 @@ class ClientRoutes:
 
 
 class Following:
-    """Lets a request's route end with it, whatever it ends with."""
+    """A context that ends a request's route when the request ends, however it ends."""
 
     def __init__(self, routes: Routes, route: Route) -> None:
         self._routes = routes
@@ -197,15 +200,15 @@ class Following:
 
 
 class Routes:
-    """See the module docstring.
+    """The records of the latest requests of this ingress.
 
     Args:
-        metrics: Is told how predictions were met.
+        metrics: Gets the ratios of actual to predicted figures.
     """
 
     def __init__(self, metrics: RouterMetrics) -> None:
         self._metrics = metrics
-        # A running request is noted to its end, whatever is kept of it.
+        # Running requests are recorded to their end, even if they are no longer kept.
         self._running: dict[str, Route] = {}
         self._kept: OrderedDict[str, Route] = OrderedDict()
         self._by_client_id: dict[str, ClientRoutes] = {}
@@ -219,15 +222,15 @@ class Routes:
 
     @property
     def keeps_whole(self) -> bool:
-        """Whether somebody wants to choose again among all that there was."""
+        """Whether choices are kept with all their inputs."""
         return self._on_end is not None
 
     def log(self, on_end: Callable[[Route], None]) -> None:
-        """Give every route that ends to somebody, with the whole of its choices."""
+        """Call `on_end` with every route that ends, and keep the inputs of its choices."""
         self._on_end = on_end
 
     def follow(self, request_id: str, num_prompt_tokens: int) -> Following:
-        """Open the record of a request that has come; the returned context ends it."""
+        """Open the record of a request that arrived; the returned context ends it."""
         now_s = asyncio.get_running_loop().time()
         route = Route(request_id, num_prompt_tokens, now_s)
         self._running[request_id] = self._kept[request_id] = route
@@ -241,11 +244,11 @@ class Routes:
         return Following(self, route)
 
     def note(self, side: Side, request_id: str, choice: Choice) -> None:
-        """See `choice.Notes`; of a request that has ended nothing more is kept."""
+        """Record a choice; ignored once the request has ended."""
         route = self._running.get(request_id)
         if route is not None:
             if len(route.made) == MOST_MADE:
-                # The first says how it began, the last ones why it is where it is.
+                # The first ones show how it began, the last ones why it is where it is.
                 del route.made[MOST_MADE // 2]
             route.made.append(Made(asyncio.get_running_loop().time(), side, choice))
 
@@ -264,18 +267,18 @@ class Routes:
             self._on_end(route)
 
     def get(self, request_id: str) -> Route | None:
-        """Return the route of one request, by the id that engines know; None if it was dropped."""
+        """Return the route of one request by the id that engines know; None if it was dropped."""
         return self._running.get(request_id) or self._kept.get(request_id)
 
     def of_client_id(self, name: str) -> ClientRoutes | None:
-        """Return what is kept of the requests that clients called so; None if there is nothing."""
+        """Return the routes kept for a client id; None if there are none."""
         return self._by_client_id.get(name)
 
     def _drop_oldest(self) -> None:
         _, oldest = self._kept.popitem(last=False)
         name = client_id(oldest.request_id)
         same = self._by_client_id[name]
-        # Both orders are by arrival: the oldest of all is the oldest of its id.
+        # Both orders are by arrival: the oldest of all is the oldest with its id.
         same.kept.popleft()
         same.num_dropped += 1
         if not same.kept:
@@ -287,11 +290,11 @@ class Routes:
 
 
 def predicted_ttft_s(choice: Choice, scene: Scene | None = None) -> float | None:
-    """Seconds to the first token at the place that was chosen; None if it computes no prompt.
+    """Return the predicted seconds to the first token; None if the place computes no prompt.
 
     Args:
         choice: The choice.
-        scene: That of the choice, where there is one already.
+        scene: The scene of the choice, if the caller has made it.
     """
     columns = choice.columns
     if choice.ttft_s is not None:
@@ -302,20 +305,20 @@ def predicted_ttft_s(choice: Choice, scene: Scene | None = None) -> float | None
 
 
 def predicted_token_s(choice: Choice) -> float | None:
-    """Seconds of a step of decodes there with the request among them; None before any was seen."""
+    """Return the predicted seconds of a decode step with the request; None if costs are unknown."""
     return _token_s(choice, _scene(choice))
 
 
 def _token_s(choice: Choice, scene: Scene) -> float | None:
     step_s, num_rows = choice.columns[[Column.STEP_S, Column.ROWS], 0].tolist()
     scene.views.add(choice.num_choices, scene.demand.num_first_tokens)
-    # It is added to each sequence there, and to the new one.
+    # The rates are summed over the sequences there and the new one.
     added_s = float(scene.views.rates[ADDED, 0].sum()) / (num_rows + 1.0)
     return step_s + added_s if step_s else None
 
 
 def predicted_cached_tokens(choice: Choice) -> int | None:
-    """Prompt tokens that are cached there; None if the policy does not ask."""
+    """Return the prompt tokens that are cached there; None if the policy does not use them."""
     missed = choice.missed_tokens
     if missed is None:
         return None
@@ -323,7 +326,7 @@ def predicted_cached_tokens(choice: Choice) -> int | None:
 
 
 def _scene(choice: Choice) -> Scene:
-    """The request before the place that it got."""
+    """Return the scene of the request with the chosen place only."""
     num_cached = predicted_cached_tokens(choice) or 0
     demand = Demand(
         "", range(choice.num_prompt_tokens), choice.num_choices, choice.num_output_tokens

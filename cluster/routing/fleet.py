@@ -1,13 +1,15 @@
-"""The engines that one ingress knows: found, connected, believed, lost.
+"""The engines that one ingress knows: discovered, connected, described by snapshots, lost.
 
-Owner: one ingress's event loop. Discovery says who is there, connections say who answers, and what
-comes over them feeds the pool state: the one place where these three meet, for the ingress of a
-cluster, for the simulator and for tests. What a member does, and whether it drains, its snapshots
-say; it leaves when its connection breaks, not before: a replica that drains is listed no more, and
-still has requests to finish.
+Owner: one ingress's event loop. This is the one place where discovery (which replicas exist),
+connections (which ones answer) and the pool state (fed by their snapshots) meet. The ingress of a
+cluster, the simulator and the tests use the same code.
 
-An ingress that was stopped for seconds has lost every connection and no replica: until it has asked
-who is there, requests wait for what it finds instead of being told that there is nobody.
+A member's role and whether it drains come from its snapshots. It leaves when its connection breaks,
+not when discovery stops listing it: a draining replica is listed no more, and still has requests to
+finish.
+
+An ingress that was suspended for seconds has lost every connection but no replica. Until discovery
+has answered, its requests wait instead of failing as if there were no replicas.
 """
 
 from __future__ import annotations
@@ -32,31 +34,31 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DESCRIBE_TIMEOUT_S = 2.0
-"""How long a replica may take to say what it is."""
+"""Seconds that a replica may take to describe itself."""
 DISCOVERY_S = 0.5
-"""How often it is asked who is there while members are missing."""
+"""Interval of discovery while members are missing."""
 DISCOVERY_IDLE_S = 2.0
-"""And how often when none is."""
+"""Interval of discovery while none is missing."""
 DISCOVERY_FAILED_S = 10.0
-"""And at the least while asking fails, twice as long each time."""
+"""Longest interval of discovery while it fails; each failure doubles it up to this."""
 LOST_S = 60.0
-"""An ingress that knows nobody, and whose questions have failed for so long, is of no use."""
+"""An ingress without replicas whose discovery has failed for this long is of no use."""
 
 
 class Discovery(Protocol):
-    """Knows which replicas there are, and how many there should be."""
+    """Finds the replicas of a deployment."""
 
     async def find(self) -> list[Member]:
-        """The replicas that answer now; may fail in any way, and is asked again."""
+        """Return the replicas that answer now; any exception counts as a failure and is retried."""
         ...
 
     async def num_wanted(self) -> int | None:
-        """How many there should be, None if nobody can say now; asked when something changes."""
+        """Return how many there should be, None if unknown; called when something changes."""
         ...
 
 
 class Connections(EngineClient, Protocol):
-    """What a fleet needs of its client; see `AsyncMPClient`."""
+    """The client of the engines, as a fleet uses it; see `AsyncMPClient`."""
 
     async def connect(self, description: EngineDescription) -> None:
         """Connect, and wait for the first snapshot.
@@ -68,7 +70,7 @@ class Connections(EngineClient, Protocol):
 
     @property
     def incarnations(self) -> frozenset[str]:
-        """Engines that are connected."""
+        """The engines that are connected."""
         ...
 
 
@@ -76,21 +78,21 @@ ClientT_co = TypeVar("ClientT_co", bound=Connections, covariant=True)
 
 
 class Fleet(Generic[ClientT_co]):
-    """See the module docstring.
+    """The replicas of one ingress and its connections to them.
 
     Args:
-        make_client: Makes the connections, from what to call with (incarnation, snapshot), what to
-            call with (incarnation, reason) once when an engine is lost, what to call with
-            (incarnation, whether it moves) when that changes, and with (incarnation, batches) of
-            its prefix caches' events, which says whether it needs a listing.
-        keys: The deployment's secrets, by which engines hash blocks.
-        follows_prefixes: Whether anybody asks `prefixes`; otherwise no engine has to tell anything.
+        make_client: Makes the connections from four callbacks: one called with (incarnation,
+            snapshot); one called once with (incarnation, reason) when an engine is lost; one called
+            with (incarnation, moves) when a stall begins or ends; and one called with (incarnation,
+            batches) of prefix cache events, which returns whether it needs a listing.
+        keys: The deployment's secrets, with which engines hash blocks.
+        follows_prefixes: Whether `prefixes` is used; otherwise engines need not send such events.
 
     Attributes:
         client: The connections.
-        pools: What their snapshots say.
-        prefixes: What their prefix caches hold.
-        on_change: Called when there may be more room, or less; whoever places requests sets it.
+        pools: The state that their snapshots report.
+        prefixes: The contents of their prefix caches.
+        on_change: Called when there may be more room, or less; set by the router.
     """
 
     def __init__(
@@ -120,30 +122,30 @@ class Fleet(Generic[ClientT_co]):
         self._connecting: dict[str, asyncio.Task[None]] = {}
         self._is_complete = False
         self._is_followed = False
-        # Since when every question to discovery has failed, and how many have.
+        # Start and number of consecutive failures of discovery.
         self._failing_since_s: float | None = None
         self._num_failures = 0
-        # Set when it is time to look who is there.
+        # Set when discovery should be asked.
         self._look = asyncio.Event()
-        # While lost ones are looked for: found ones that have yet to say what they have, or not to
-        # answer; None before discovery has said who is there.
+        # While lost replicas are looked for: found ones that have neither sent a snapshot nor
+        # failed to connect. None before discovery has answered.
         self._sought: set[str] | None = None
-        # Those that were lost or do not answer, as long as discovery has them.
+        # Replicas that were lost or cannot be reached, as long as discovery lists them.
         self._unreachable: set[str] = set()
         # Whether `_settle` is about to be called.
         self._is_settling = False
-        # When a replica is tried again that has failed requests.
+        # Timers at which replicas that failed requests are tried again.
         self._reopenings: dict[str, asyncio.TimerHandle] = {}
         self.pools.on_shut = self._reopen_at
-        self.pools.on_admit = lambda: self.on_change()  # noqa: PLW0108 - whoever it is by then
+        self.pools.on_admit = lambda: self.on_change()  # noqa: PLW0108 - set later
 
     def __repr__(self) -> str:
         return f"Fleet({self.pools!r}, {len(self._connecting)} connecting)"
 
     async def follow(self, discovery: Discovery) -> None:
-        """Take in whoever comes, for ever; looks at once when somebody was lost.
+        """Follow discovery for ever; ask it at once when a replica was lost.
 
-        A question that fails, however it does, is asked again: whoever is known serves on.
+        A failed question is repeated; known replicas serve on.
         """
         self._is_followed = True
         self._begin_search()
@@ -160,7 +162,7 @@ class Fleet(Generic[ClientT_co]):
             now_s = asyncio.get_running_loop().time()
             self.prefixes.expire(now_s)
             self._expire(now_s)
-            # Why no asyncio.wait_for: before Python 3.12 it can swallow a cancellation.
+            # Not asyncio.wait_for: before Python 3.12 it can swallow a cancellation.
             timer = asyncio.get_running_loop().call_later(wait_s, self._look.set)
             try:
                 await self._look.wait()
@@ -169,15 +171,15 @@ class Fleet(Generic[ClientT_co]):
 
     @property
     def num_still(self) -> int:
-        """How many replicas get nothing new because they do not move, or cannot be reached."""
+        """Number of replicas without new requests: stalled, silent or unreachable ones."""
         return len(self._unreachable | self.pools.stalled)
 
     @property
     def is_lost(self) -> bool:
-        """Whether no replica is known and nobody has said for `LOST_S` who there is.
+        """Whether no replica is known and discovery has failed for `LOST_S`.
 
-        One that starts with the next ingress may do better; replicas that only take long to start
-        are found by this one as well.
+        A new ingress process may do better. If replicas only take long to start, discovery does not
+        fail.
         """
         since_s = self._failing_since_s
         if since_s is None or self.pools.num_open:
@@ -185,7 +187,7 @@ class Fleet(Generic[ClientT_co]):
         return asyncio.get_running_loop().time() - since_s >= LOST_S
 
     async def _find(self, discovery: Discovery) -> None:
-        """Ask once who is there, and how many there should be where that may have changed."""
+        """Ask discovery once for replicas, and for their number where that may have changed."""
         found = await discovery.find()
         self._unreachable &= {member.description.incarnation for member in found}
         num_new = self.add(found)
@@ -195,17 +197,17 @@ class Fleet(Generic[ClientT_co]):
             self._is_complete = num_wanted is not None and self.pools.num_open >= num_wanted
 
     def _note_failure(self) -> float:
-        """Count the failure that is being handled; when to ask again."""
+        """Count a failure of discovery; return the seconds until the next question."""
         if self._failing_since_s is None:
             self._failing_since_s = asyncio.get_running_loop().time()
         self._num_failures += 1
         num = self._num_failures
-        if num & (num - 1) == 0:  # A line for the first, the second, the fourth.
+        if num & (num - 1) == 0:  # Log the first, second, fourth, ... failure.
             logger.exception("discovery of replicas failed (failures in a row: %d)", num)
         return min(DISCOVERY_S * 2.0 ** min(num - 1, 16), DISCOVERY_FAILED_S)
 
     def add(self, members: Iterable[Member]) -> int:
-        """Begin to connect to engines that are new; says how many these are."""
+        """Start to connect to new engines; return how many are new."""
         new = [member for member in members if self._is_new(member.description.incarnation)]
         for member in new:
             task = asyncio.create_task(self.connect(member))
@@ -213,7 +215,7 @@ class Fleet(Generic[ClientT_co]):
         return len(new)
 
     async def connect(self, member: Member) -> None:
-        """Connect to one engine; it takes requests from its first snapshot on."""
+        """Connect to one engine; it gets requests from its first snapshot on."""
         incarnation = member.description.incarnation
         self.pools.add(member)
         self.prefixes.add(member)
@@ -232,7 +234,7 @@ class Fleet(Generic[ClientT_co]):
             self._connecting.pop(incarnation, None)
 
     def close(self) -> None:
-        """Connect to nobody any more; whoever made the client closes it."""
+        """Stop connecting; the creator of the client closes it."""
         for task in self._connecting.values():
             task.cancel()
         for timer in self._reopenings.values():
@@ -248,8 +250,8 @@ class Fleet(Generic[ClientT_co]):
         self.on_change()
         if not self._is_settling:
             self._is_settling = True
-            # No request should be who waits for that, nor the tokens that came with it: whoever
-            # they are handed to goes on before what is called the second time.
+            # Settle after the tasks that this snapshot, and the tokens received with it, have
+            # woken: no request should wait for it. The second `call_soon` runs after them.
             loop = asyncio.get_running_loop()
             loop.call_soon(loop.call_soon, self._settle)
 
@@ -270,12 +272,12 @@ class Fleet(Generic[ClientT_co]):
         self.on_change()
 
     def _tell(self, incarnation: str, text: str, *values: object) -> None:
-        """Warn of a replica, once: one that cannot be reached is tried again every few seconds."""
+        """Warn of a replica, only once while it cannot be reached: connecting is retried often."""
         level = logging.DEBUG if incarnation in self._unreachable else logging.WARNING
         logger.log(level, text, *values)
 
     def _reopen_at(self, incarnation: str, until_s: float) -> None:
-        """Let a request try a replica again then, however long discovery takes to answer."""
+        """Try a replica again at this time, however long discovery takes to answer."""
         before = self._reopenings.pop(incarnation, None)
         if before is not None:
             before.cancel()
@@ -299,7 +301,8 @@ class Fleet(Generic[ClientT_co]):
         if self._is_followed:
             self._begin_search()
         self._forget(incarnation)
-        # Only now: where all others fail, too, it would be the one that waiting requests get.
+        # Only after `_forget`: if all others fail too, the lost replica would get the waiting
+        # requests.
         self.pools.failed(incarnation, asyncio.get_running_loop().time())
         self._is_complete = False
         self._look.set()
@@ -308,13 +311,13 @@ class Fleet(Generic[ClientT_co]):
         self._sought, self.pools.is_looked_for = None, True
 
     def _seek(self) -> None:
-        """Discovery has said who is there, or failed: wait for each of them once, if for any."""
+        """After discovery has answered or failed, wait once for each replica being connected."""
         if self.pools.is_looked_for and self._sought is None and not self._look.is_set():
             self._sought = set(self._connecting)
             self._end_search()
 
     def _found(self, incarnation: str) -> None:
-        """Somebody has said what it has, or does not answer: it is tried again, and not sought."""
+        """Stop waiting for a replica that has sent a snapshot or failed to connect."""
         if self._sought is not None:
             self._sought.discard(incarnation)
             self._end_search()

@@ -1,8 +1,8 @@
-"""What prompts, slots and tokens took so far, and so will take: what admission predicts with. Pure.
+"""Running estimates of prompt, token and slot times, which admission predicts with. Pure.
 
-Owner: one ingress's event loop. It learns from this ingress's own requests; what others ask of the
-same engines makes these slower, and is learned as that. Nothing seen is nothing predicted: then
-everybody is let in.
+Owner: one ingress's event loop. It learns from this ingress's requests only; the load that other
+ingresses cause shows as slower engines. Before the first sample every estimate is 0, so that all
+requests are admitted.
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _MEMORY = 50
-"""Samples that a mean is of, about: the latest."""
+"""Approximate number of latest samples in a mean."""
 _KEPT = 0.9
-"""Share of predictions that the margin is to be enough for."""
+"""Share of predictions that the margin should cover."""
 _LENGTHS = 1000
-"""Requests that their mean lengths are of: these change with who asks, not with how busy it is."""
+"""Requests in the mean lengths: these depend on the clients, not on the load."""
 _STEP = 0.02
-"""How far one sample moves the margin, of the mean time to a first token."""
+"""Change of the margin per sample, as a share of the mean time to first token."""
 _FORGET = 0.98
-"""Weight of a point of a line after the next one."""
+"""Factor on the weight of a line's point with each later point."""
 _FEWEST = 8
-"""Points, by weight, from which on a line has a slope."""
+"""Effective number of points from which on a line has a slope."""
 
 
 @dataclass(slots=True)
 class Mean:
-    """A mean that forgets. Owner: the forecast that made it."""
+    """An exponentially forgetting mean. Owner: the forecast that made it."""
 
     value: float = 0.0
     count: int = 0
     memory: int = _MEMORY
 
     def add(self, sample: float) -> None:
-        """Take a sample over."""
+        """Add a sample."""
         self.count += 1
         self.value += (sample - self.value) / min(self.count, self.memory)
 
 
 class Lengths:
-    """How long prompts and answers of late are in the mean, in tokens. Owner: the router.
+    """Recent mean lengths of prompts and answers in tokens. Owner: the router.
 
     Attributes:
-        prompts: Of requests that came.
-        outputs: Of requests that got any; of all choices.
+        prompts: Of requests that arrived.
+        outputs: Of requests that got any output; summed over choices.
     """
 
     def __init__(self) -> None:
@@ -65,16 +65,16 @@ class Line:
         self._sums = [0.0] * 7
 
     def add(self, x: float, y: float, weight: float = 1.0) -> None:
-        """Take a point over."""
+        """Add a point."""
         point = (1.0, x, y, x * x, x * y, y * y, weight)
         old = zip(self._sums, point, (_FORGET,) * 6 + (_FORGET**2,), strict=True)
         self._sums = [forget * s + weight * p for s, p, forget in old]
 
     def largest_x(self, y: float) -> float | None:
-        """Up to which x the line stays at or below y; None: anywhere, as far as one knows.
+        """Return the largest x at which the line is at or below y; None if there is no known limit.
 
-        A slope counts where it is more than twice its standard error: for less, nobody is kept
-        waiting. One that falls is none: more load makes nothing faster.
+        A slope counts only if it exceeds twice its standard error: weaker evidence must not make
+        requests wait. A falling line counts as flat, because more load makes nothing faster.
         """
         n, sx, sy, sxx, sxy, syy, squares = self._sums
         if n <= 0.0:
@@ -94,12 +94,12 @@ class Line:
 
 
 class Forecast:
-    """See the module docstring; all times in seconds.
+    """Estimates of one ingress; all times in seconds.
 
     Attributes:
-        margin_s: What a predicted time to a first token has to be lengthened by for most to keep
-            it; negative where predictions are too long.
-        tokens: Time per output token against the requests of a decode engine.
+        margin_s: Time to add to a predicted time to first token so that most predictions hold;
+            negative where predictions are too long.
+        tokens: Time per output token against the number of admitted requests.
     """
 
     def __init__(self) -> None:
@@ -113,61 +113,61 @@ class Forecast:
 
     @property
     def token_s(self) -> float:
-        """What a token of a prompt takes in the mean."""
+        """Mean time of one prompt token."""
         return self._per_token.value
 
     @property
     def slot_s(self) -> float:
-        """How long a slot is held in the mean."""
+        """Mean time that a slot is held."""
         return self._slots.value
 
     @property
     def num_output_tokens(self) -> float:
-        """Tokens of an answer in the mean."""
+        """Mean number of tokens of an answer."""
         return self._outputs.value
 
     def prompt_s(self, num_tokens: int) -> float:
-        """How long an engine works on a prompt, once it has begun.
+        """Return how long an engine computes a prompt once it has begun.
 
-        Lengths go by powers of two, as a mesh pads them.
+        Lengths are grouped by powers of two, as a mesh pads them.
         """
         seen = self._prompts.get(_length_class(num_tokens))
         return self._per_token.value * num_tokens if seen is None else seen.value
 
     def largest_load(self, tpot_s: float) -> float:
-        """How many requests may be let in that further tokens take no longer than this."""
+        """Return how many requests may be admitted so that output tokens keep `tpot_s`."""
         largest = None if math.isinf(tpot_s) else self.tokens.largest_x(tpot_s)
         return math.inf if largest is None else largest
 
     def saw_prompts(self, lengths: Sequence[int], seconds: float) -> None:
-        """An engine worked for so long on prompts of these lengths that were done together."""
+        """Learn that an engine took `seconds` for prompts of these lengths together."""
         num_tokens = sum(lengths)
         expected = [self.prompt_s(n) for n in lengths]
         total_s = sum(expected)
         for n, expected_s in zip(lengths, expected, strict=True):
-            # Each gets of the time what it was expected to take of it.
+            # Share the time in proportion to the expected times.
             share = expected_s / total_s if total_s > 0.0 else n / num_tokens
             self._prompts.setdefault(_length_class(n), Mean()).add(share * seconds)
         self._per_token.add(seconds / num_tokens)
 
     def saw_first_token(self, predicted_s: float, actual_s: float) -> None:
-        """A first token came after so long, where so long was predicted without the margin."""
+        """Learn from an actual time to first token and the one predicted without the margin."""
         self._first_tokens.add(actual_s)
         step_s = _STEP * self._first_tokens.value
         is_late = actual_s - predicted_s > self.margin_s
         self.margin_s += step_s * (_KEPT if is_late else _KEPT - 1.0)
 
     def margin_of(self, ttft_s: float) -> float:
-        """What of an objective is kept back for what was not foreseen: half of it at most."""
+        """Return the part of an objective to keep in reserve, between minus and plus half of it."""
         return min(max(self.margin_s, -ttft_s / 2), ttft_s / 2)
 
     def saw_slot(self, seconds: float, num_tokens: int) -> None:
-        """A slot was held for so long, for an answer of so many tokens."""
+        """Learn how long a slot was held for an answer of this many tokens."""
         self._slots.add(seconds)
         self._outputs.add(num_tokens)
 
     def saw_tokens(self, load: float, seconds: float, num_tokens: int) -> None:
-        """So many tokens after a first one took so long, beside so many requests in the mean."""
+        """Learn how long the tokens after the first took beside `load` requests."""
         self.tokens.add(load, seconds / num_tokens, num_tokens)
 
 

@@ -1,12 +1,13 @@
-"""A stream's next decode engine, found while the one that hands over goes on with the stream.
+"""Finds a successor for a stream while its decode engine continues to decode it.
 
-Owner: the request's `Run`; of the task that waits for a slot. The request stands in the slot queue
-where it came, and loses nothing meanwhile: only once another engine has accepted it, and has
-fetched what KV it can (`Lending`), is the one that it has let go of. An engine that refuses, dies
-or stalls costs it nothing either; it waits on.
+Owner: the request's `Run`; of the task that waits for a slot.
 
-So it is with an engine that is quiet, which may be gone or only late: nothing can be had of it, the
-next one begins to compute where the stream stands, and whoever speaks first goes on with it.
+For an engine that drains: the request keeps its place in the slot queue. Its engine is left only
+once another one has accepted the request and has fetched the KV that it can (`Lending`). A
+successor that refuses, dies or stalls costs the stream nothing; the request waits for another slot.
+
+For an engine that is silent, which may be gone or just late: its KV cannot be fetched, so the
+successor computes the tokens so far. The engine that gives the next token keeps the stream.
 """
 
 from __future__ import annotations
@@ -35,27 +36,27 @@ if TYPE_CHECKING:
 
 
 class HandOverContext(Protocol):
-    """What a hand-over needs of the router that placed its request."""
+    """The parts of the router that a `HandOver` uses."""
 
     metrics: RouterMetrics
     queue: SlotQueue
     waits: SlotWaits
 
     def capacity_changed(self) -> None:
-        """See `Router.capacity_changed`."""
+        """Wake waiting requests; see `Router.capacity_changed`."""
 
 
 class HandOver:
-    """See the module docstring.
+    """The search for one stream's next decode engine.
 
     Args:
-        context: What this ingress places requests with.
-        legs: Where the next leg is, as `heir`, from the moment in which its engine is asked.
-        progress: Says whether there is a stream.
-        lending: The way of its KV; knows whose stream it is.
-        new_waiter: Makes the request's place in the slot queue anew.
-        max_attempts: How many engines may refuse it, or fail, before it looks no further: it then
-            migrates like others once its engine is gone.
+        context: Parts of the router.
+        legs: The request's legs; the successor is `heir` from the moment it is asked.
+        progress: Knows whether there is a stream.
+        lending: Transfers the stream's KV.
+        new_waiter: Returns the request's place in the slot queue.
+        max_attempts: Number of engines that may refuse or fail before it stops looking. The request
+            then migrates once its engine is gone.
     """
 
     def __init__(
@@ -80,10 +81,10 @@ class HandOver:
         legs.hands_over, legs.on_heir = self.begin, self.hear
 
     def begin(self) -> bool:
-        """Look for another engine if there is a stream; says whether there is. Idempotent.
+        """Look for another engine if there is a stream; return whether there is one. Idempotent.
 
         Raises:
-            DecodeLeftError: Another engine waits for KV of one that neither moves nor speaks.
+            DecodeLeftError: The successor waits for KV from an engine that is stalled or silent.
         """
         decode = self._legs.decode
         if decode is not None and self._lending.is_under_way and decode.stream.still is not None:
@@ -93,7 +94,7 @@ class HandOver:
         return self._progress.has_tokens
 
     def spoke(self) -> None:
-        """The engine that has the stream has given tokens: what it was to be left for is past."""
+        """Note that the stream's engine has given tokens; end the search if it is not needed."""
         decode = self._legs.decode
         if decode is None:
             return
@@ -105,12 +106,12 @@ class HandOver:
             self.begin()
 
     def hear(self, event: EngineEvent | News) -> None:
-        """The engine that was asked says something, or something is heard of it.
+        """Handle an event of the successor.
 
         Raises:
-            DecodeLeftError: This is the moment to leave the other one: it hands over, and this one
-                has accepted, and what KV it can have; or it is quiet still, and this one has a
-                token.
+            DecodeLeftError: The stream should move now. Either its engine drains, and the successor
+                has accepted and has the KV that it can get; or its engine is still silent, and the
+                successor has given a token.
         """
         heir, decode = self._legs.heir, self._legs.decode
         assert heir is not None
@@ -150,14 +151,14 @@ class HandOver:
         self._task = self._accepted = None
         self._num_attempts_left -= 1
         self.begin()
-        # Others may have room where this one was held.
+        # Other requests may fit where this one was held.
         self._context.capacity_changed()
 
     def hear_of_kv(self, event: KVLoaded) -> None:
-        """One of both engines says how a transfer ended.
+        """Handle the end of a transfer, as reported by either engine.
 
         Raises:
-            DecodeLeftError: It was that of the stream's KV: the other one can go on.
+            DecodeLeftError: It was the transfer of the stream's KV, so the successor can continue.
         """
         if self._lending.ended(event.epoch, event.failure):
             raise DecodeLeftError(
@@ -166,11 +167,11 @@ class HandOver:
 
     @property
     def is_accepted(self) -> bool:
-        """Whether another engine goes on with the stream as soon as the one it has is left."""
+        """Whether a successor has accepted and can continue once the current engine is left."""
         return self._accepted is not None
 
     def take(self) -> tuple[Leg, Placement, Accepted] | None:
-        """The leg that was accepted, where and how: the decode leg from now on."""
+        """Make an accepted successor the decode leg; return it, its place and its answer."""
         if self._accepted is None or self._placement is None:
             return None
         taken = self._legs.adopt(), self._placement, self._accepted
@@ -178,7 +179,7 @@ class HandOver:
         return taken
 
     def stop(self) -> None:
-        """Look no further, and let go of an engine that has not been taken. Idempotent."""
+        """Stop looking, and release a successor that was not taken. Idempotent."""
         if self._task is not None:
             self._task.cancel()
         if self._waiter is not None:
@@ -188,7 +189,10 @@ class HandOver:
         self._task = self._waiter = self._placement = self._accepted = None
 
     def _give_up(self) -> None:
-        """Stay: whoever was quiet speaks. An engine that was asked counts as an attempt."""
+        """Stay with the current engine, which is not silent any more.
+
+        A successor that was asked uses up an attempt.
+        """
         self._num_attempts_left -= self._legs.heir is not None
         self.stop()
         self._context.capacity_changed()
@@ -199,23 +203,23 @@ class HandOver:
         return stream is not None and (stream.leaving is not None or stream.quiet is not None)
 
     async def _ask(self) -> None:
-        """Wait for a slot, however long that takes, and ask for it."""
+        """Wait for a slot without a limit, and ask its engine."""
         while True:
             if self._waiter is None:
                 self._waiter = self._new_waiter()
             try:
                 placement = await self._context.waits.wait(self._waiter)
             except QueueTimeoutError:
-                self._waiter = None  # Its stream goes on all the while.
+                self._waiter = None  # The stream continues meanwhile.
                 continue
             if not self._is_wanted:
-                # It may be the very engine, which has spoken.
+                # The place may even be on the current engine, which has given tokens again.
                 self._legs.give_back(placement)
                 self._task = self._waiter = None
                 self._context.capacity_changed()
                 return
             request = self._lending.request
-            # As many as it has room for, of those that there are by now.
+            # Send the tokens that the demand, and so the hold, already includes.
             known = self._legs.demand.prompt_token_ids[len(request.prompt_token_ids) :]
             message = AddRequest(request, "decode", placement.dp_group, token_ids=[[*known]])
             with contextlib.suppress(EngineDeadError):

@@ -1,10 +1,12 @@
-"""Decode engines that help out with prompts: which, with how many at a time, and when. Pure.
+"""Plans prompts on decode engines when the prefill engines would be late. Pure.
 
-Owner: one ingress's event loop; of the prompts that it has given to decode engines, and of what
-these took. A prompt keeps the sequences of its engine from decoding for as long as it takes, so it
-goes where few are, and as late as it may: those that come meanwhile are computed beside it, one in
-each DP group, in the same time. They are worth it as long as they are more than the sequences there
-that would miss what a further token may take. One engine at least only decodes.
+Owner: one ingress's event loop; of the prompts that it has given to decode engines and the times
+these took.
+
+A prompt stops the decoding sequences of its engine, so it goes to the engine with the fewest, as
+late as its deadline allows. Prompts that arrive meanwhile join it, one in each DP group, in the
+same time. A batch is worth it if it serves more prompts than it makes sequences miss their
+objective per token. At least one engine only decodes.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ if TYPE_CHECKING:
     from cluster.routing.forecast import Forecast
 
 SPARE = 0.1
-"""Share by which a prompt may take longer than it is expected to."""
+"""Share by which a prompt may take longer than expected."""
 QUICK_SHARE = 0.75
-"""Of what a further token may take: an engine whose steps take less can have more rows."""
+"""Share of the objective per token: an engine with shorter steps can take more rows."""
 _WEIGHT = 0.1
-"""Of the latest prompt in what is expected of its length."""
+"""Weight of the latest prompt in the expected time of its length."""
 _EARLY_S = 1e-3
 """A timer may come early by the clock's resolution."""
 
@@ -35,10 +37,10 @@ class Helper(NamedTuple):
 
     Attributes:
         lanes: DP groups with a free slot.
-        step_tokens: Tokens that one of its steps takes.
-        num_rows: Sequences that hold a slot there or are to get one.
-        num_prompts: Prompts that it has to compute already, whoever asked.
-        step_s: Seconds of its latest step of decodes.
+        step_tokens: Tokens that one of its steps can compute.
+        num_rows: Sequences that hold a slot there or are about to get one.
+        num_prompts: Prompts that it already has to compute, from all ingresses.
+        step_s: Seconds of its latest decode step.
     """
 
     lanes: tuple[int, ...]
@@ -49,14 +51,14 @@ class Helper(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Prompts that an engine would compute beside each other.
+    """Prompts that one engine would compute beside each other.
 
     Attributes:
         engine: Its incarnation.
-        entries: Those who would be late elsewhere.
-        begin_s: When it has to begin that none of them is late.
-        is_full: Whether no other of them would fit.
-        others: Whoever else has room beside them.
+        entries: Requests that would be late elsewhere.
+        begin_s: Latest start at which none of them is late.
+        is_full: Whether no further spilled request would fit.
+        others: Other queued requests that fit beside them.
     """
 
     engine: str
@@ -67,16 +69,16 @@ class Batch(NamedTuple):
 
 
 class Helpers:
-    """See the module docstring.
+    """Decode engines that compute prompts, and the plan for more.
 
     Args:
-        forecast: Says how long answers are.
+        forecast: Predicts the length of answers.
     """
 
     def __init__(self, forecast: Forecast) -> None:
         self._forecast = forecast
-        # By engine and request, the tokens of its prompt and when it was asked; of those that were
-        # asked together, the longest.
+        # Prompt tokens and time of the question, by engine and request; and the longest prompt of
+        # those that an engine was asked for together.
         self._asked: dict[str, dict[str, tuple[int, float]]] = {}
         self._longest: dict[str, int] = {}
         self._seen_s: dict[int, float] = {}
@@ -84,16 +86,16 @@ class Helpers:
     def __repr__(self) -> str:
         return f"Helpers({self._asked})"
 
-    # --- what they do ---------------------------------------------------------------------------
+    # --- outstanding prompts ----------------------------------------------------------------------
 
     def ask(self, engine: str, request_id: str, num_tokens: int, now_s: float) -> None:
-        """An engine is given a prompt."""
+        """Record that an engine was given a prompt."""
         longest = self._longest[engine] if engine in self._asked else 0
         self._longest[engine] = max(longest, num_tokens)
         self._asked.setdefault(engine, {})[request_id] = num_tokens, now_s
 
     def forget(self, engine: str, request_id: str) -> None:
-        """It will not compute that prompt. Idempotent."""
+        """Drop a prompt that the engine will not compute. Idempotent."""
         asked = self._asked.get(engine, {})
         asked.pop(request_id, None)
         if not asked:
@@ -101,7 +103,7 @@ class Helpers:
             self._longest.pop(engine, None)
 
     def done(self, engine: str, request_id: str, now_s: float) -> None:
-        """It has computed a prompt, in the time of the longest beside it."""
+        """Record that an engine has computed a prompt, in the time of the longest one beside it."""
         num_tokens, asked_s = self._asked[engine][request_id]
         if num_tokens == self._longest[engine]:
             length, took_s = _padded(num_tokens), now_s - asked_s
@@ -110,10 +112,10 @@ class Helpers:
         self.forget(engine, request_id)
 
     def prompt_s(self, num_tokens: int) -> float:
-        """How long a prompt takes there, with nobody before it: as such lengths did.
+        """Return how long a prompt takes on an idle helper, from earlier ones; 0 before the first.
 
-        One of a length of which there was none takes in proportion to one nearby; none takes longer
-        than a longer one did. 0 before the first.
+        A length without samples is scaled from the nearest one, and takes at most the time of any
+        longer one.
         """
         if not self._seen_s:
             return 0.0
@@ -122,16 +124,16 @@ class Helpers:
         longer_s = (seen_s for other, seen_s in self._seen_s.items() if other >= length)
         return min(self._seen_s[nearest] * length / nearest, *longer_s, math.inf)
 
-    # --- what they could do ---------------------------------------------------------------------
+    # --- planning ---------------------------------------------------------------------------------
 
     def plan(
         self, waiting: Iterable[AdmissionEntry], helpers: Mapping[str, Helper], now_s: float
     ) -> list[Batch]:
-        """What the engines that are free for it would compute, and when, for those who fit.
+        """Return the batches that free decode engines would compute, and when each has to begin.
 
         Args:
-            waiting: Everybody who waits, spilled ones in order.
-            helpers: By incarnation.
+            waiting: All queued requests, with spilled ones in order.
+            helpers: The decode engines, by incarnation.
             now_s: The time.
         """
         left: list[AdmissionEntry] = []
@@ -139,7 +141,7 @@ class Helpers:
         for entry in waiting:
             if entry.demand.num_choices == 1:
                 (left if entry.is_spilled else others).append(entry)
-        # Who would be served first elsewhere is the last to be taken from there.
+        # Take last those that prefill engines would serve first.
         others.sort(key=lambda entry: entry.key, reverse=True)
         batches: list[Batch] = []
         num_spared = len(helpers) - len(self._asked)
@@ -158,7 +160,10 @@ class Helpers:
     def due(
         self, waiting: Iterable[AdmissionEntry], helpers: Mapping[str, Helper], now_s: float
     ) -> list[tuple[AdmissionEntry, Placement]]:
-        """Who should be given to which lane now: one to each, two would take twice as long."""
+        """Return the requests to give to helpers now, and the DP group of each.
+
+        Each DP group gets one: two would take twice as long.
+        """
         given: list[tuple[AdmissionEntry, Placement]] = []
         for batch in self.plan(waiting, helpers, now_s):
             if batch.is_full or not self._seen_s or now_s >= batch.begin_s - _EARLY_S:
@@ -168,9 +173,10 @@ class Helpers:
         return given
 
     def to_spare(self, entry: AdmissionEntry, helpers: Mapping[str, Helper]) -> set[str]:
-        """Engines where one who only decodes should not go while there is room elsewhere.
+        """Return engines to avoid for a request without a helper while there is room elsewhere.
 
-        Where prompts are computed; and where nobody decodes, as long as others are quick enough.
+        These are engines that compute prompts. Idle engines are avoided as well if another one that
+        is in use is fast enough.
         """
         if not helpers:
             return set()
@@ -181,19 +187,19 @@ class Helpers:
         return spared
 
     def check_empty(self) -> None:
-        """Nobody has a prompt."""
+        """Assert that no prompt is outstanding."""
         assert not self._asked, f"{self!r}"
 
     def _free(self, helpers: Mapping[str, Helper]) -> list[str]:
-        """Engines without a prompt, those that decode least first."""
+        """Return engines without a prompt, those with the fewest sequences first."""
         free = [e for e, h in helpers.items() if not h.num_prompts and e not in self._asked]
         return sorted(free, key=lambda engine: (helpers[engine].num_rows, engine))
 
     def _fill(
         self, engine: str, helper: Helper, entries: Sequence[AdmissionEntry], now_s: float
     ) -> Batch:
-        """As many as fit beside each other, and can still be in time."""
-        # The first of all shows how long prompts take there.
+        """Return a batch of as many entries as fit beside each other and can still be in time."""
+        # Until the first sample, only one prompt is given: it shows how long they take.
         most = len(helper.lanes) if self._seen_s else min(len(helper.lanes), 1)
         chosen: list[AdmissionEntry] = []
         begin_s, longest_s, latest_s, num_tokens = math.inf, 0.0, math.inf, 0
@@ -210,10 +216,10 @@ class Helpers:
         return Batch(engine, chosen, begin_s, is_full=len(chosen) == most)
 
     def _num_harmed(self, batch: Batch, helper: Helper, now_s: float) -> float:
-        """How many sequences there will miss their objective as they do not decode meanwhile.
+        """Return how many sequences would miss their objective because decoding stops meanwhile.
 
-        Lengths of answers are taken to be exponential: what is left of one does not depend on what
-        has come, and whoever has few tokens misses it.
+        It assumes exponentially distributed answer lengths: the remaining length does not depend on
+        the tokens so far, and short answers miss the objective.
         """
         tpot_s = min((entry.tpot_s for entry in batch.entries), default=math.inf)
         mean_output, num_rows = self._forecast.num_output_tokens, float(helper.num_rows)
@@ -227,5 +233,5 @@ class Helpers:
 
 
 def _padded(num_tokens: int) -> int:
-    """A length as a mesh pads it."""
+    """Return a length as a mesh pads it."""
     return 1 << (num_tokens - 1).bit_length()

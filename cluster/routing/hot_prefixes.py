@@ -1,12 +1,12 @@
-"""When a prefix is so much asked for that it has to be in more places than it is. Pure.
+"""Decides when a prefix is requested so often that more places should cache it. Pure.
 
-Owner: one ingress's event loop, by `Prefixes`. A prefix is hot where the requests with it that are
-under way would take more than `HOT_SHARE` of the slots of those who hold it: then what they hold
-of it counts for nothing, the next request goes where the load says, and that is where it is from
-then on. That is before its holders are full, and before a queue in front of them tells.
+Owner: one ingress's event loop, by `Prefixes`. A prefix is hot if the requests under way with it
+would take more than `HOT_SHARE` of the slots of its holders. Then their cached blocks of it do not
+count, so the next request is placed by load, and its place holds the prefix from then on. This
+happens before the holders are full or have queues.
 
-Requests are counted at depths of 1, 2, 4, ... blocks, so that a prompt of n blocks costs log2(n)
-counters however it branches; a prefix in between is as hot as the next shorter one that is counted.
+Requests are counted at depths of 1, 2, 4, ... blocks, so that a prompt of n blocks needs log2(n)
+counters however it branches. A prefix in between is as hot as the next shorter counted one.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ if TYPE_CHECKING:
 PlaceT = TypeVar("PlaceT", bound="Hashable")
 
 HOT_SHARE = 0.125
-"""Of a holder's slots, how many one prefix may take before another place is to hold it, too. A
-request is less in the way of others there than a prefix that is computed once more: of a half to a
-sixteenth, the share at which prefixes of 4,096 tokens on n150 gave the best TTFT, hot or not."""
+"""Share of a holder's slots that one prefix may take before another place should hold it, too.
+
+Other requests are disturbed less by its requests than by computing the prefix once more. Of shares
+from a half to a sixteenth this one gave the best TTFT, hot or not, with prefixes of 4,096 tokens on
+n150.
+"""
 
 
 def copies_wanted(num_requests: int, slots: int) -> int:
-    """In how many places a prefix should be.
+    """Return in how many places a prefix should be cached.
 
     Args:
-        num_requests: Under way with it.
+        num_requests: Requests under way with it.
         slots: Decode slots of one place, at least 1.
     """
     room = max(int(slots * HOT_SHARE), 1)
@@ -36,7 +39,7 @@ def copies_wanted(num_requests: int, slots: int) -> int:
 
 
 class HotPrefixes:
-    """See the module docstring."""
+    """Counts of requests under way by prefix."""
 
     def __init__(self) -> None:
         self._num_requests: dict[int, int] = {}
@@ -45,12 +48,12 @@ class HotPrefixes:
         return len(self._num_requests)
 
     def enter(self, names: Sequence[int]) -> None:
-        """A request with these blocks is under way."""
+        """Count a request with these blocks as under way."""
         for _, name in _marks(names):
             self._num_requests[name] = self._num_requests.get(name, 0) + 1
 
     def leave(self, names: Sequence[int]) -> None:
-        """A request that was entered with these blocks has ended."""
+        """Count a request that was entered with these blocks as ended."""
         for _, name in _marks(names):
             self._num_requests[name] -= 1
             if not self._num_requests[name]:
@@ -59,13 +62,13 @@ class HotPrefixes:
     def cool(
         self, names: Sequence[int], held: Mapping[PlaceT, int], slots: int, num_places: int
     ) -> Mapping[PlaceT, int]:
-        """Leading blocks that count for a request: less than are held where that is too hot.
+        """Return the leading blocks that count in each place: fewer than held if a prefix is hot.
 
         Args:
-            names: Of its blocks.
-            held: How many of them each place holds that holds any.
+            names: Names of the request's blocks.
+            held: Number of them that each holder has.
             slots: Decode slots of one place.
-            num_places: How many places there are: all of them are enough.
+            num_places: Number of places: copies in all of them are enough.
         """
         for depth, name in _marks(names):
             num_holders = sum(num_held >= depth for num_held in held.values())
@@ -78,7 +81,7 @@ class HotPrefixes:
 
 
 def _marks(names: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Depths at which requests are counted, with the names of the last blocks there."""
+    """Yield the depths at which requests are counted, with the name of the last block there."""
     depth = 1
     while depth <= len(names):
         yield depth, names[depth - 1]

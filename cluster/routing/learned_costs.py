@@ -1,11 +1,13 @@
-"""What steps cost the pools, and those of their replicas that are out of the ordinary. Pure.
+"""Costs of steps: one fit for each pool, and factors for replicas out of the ordinary. Pure.
 
-A pool has one fit of what steps cost (`step_time`), as its replicas are alike. How long a replica's
-own steps took, for what they would have cost by that fit, is its pace. What most have in common is
-no replica's own: a fit that is wrong for all of them, after slow first steps or on a host that has
-become busy, is wrong for those, too, who have computed nothing since. So the pool has a level, the
-median of its paces of late, which whoever is not out of the ordinary has; and a pace that is not
-shown any more fades into it, or one that was slow once would never be asked again.
+The replicas of a pool are alike, so a pool has one fit of what steps cost (`step_time`). A
+replica's pace is the ratio of its own steps' time to their cost by that fit.
+
+An error that all replicas share is no replica's own: a fit can be wrong for all, after slow first
+steps or on a busy host, also for replicas that have computed nothing since. So each pool has a
+level, the median of its recent paces, which applies to every replica that is not out of the
+ordinary. A pace without new steps fades towards that level: otherwise a replica that was slow once
+would never get requests again.
 """
 
 from __future__ import annotations
@@ -26,28 +28,29 @@ if TYPE_CHECKING:
 
 FIRST_STEPS = 64
 ONE_IN = 8
-"""The first so many steps of a replica, of either kind, are fitted, and one in so many later."""
+"""After `FIRST_STEPS` steps of a replica, of either kind, one step in this many is fitted."""
 MAX_STEPS_APART = 64
-"""After at most so many steps that were fitted costs are worked out."""
+"""Costs are updated at the latest after this many fitted steps."""
 KEPT = 0.95
-"""What a step weighs of the next one, in a replica's pace."""
+"""Factor on a step's weight in a replica's pace with each later step."""
 MIN_STEPS = 20
 ORDINARY = 1.25
-"""A replica has a pace of its own from so many steps on, and beyond this factor either way."""
+"""A replica has a pace of its own from `MIN_STEPS` steps on, if beyond this factor either way."""
 HALF_LIFE = 256
-"""A pace counts half as much once its pool has told of so many steps a replica since its last."""
+"""Steps per replica of the pool after which a pace without new steps counts half."""
 _FRESH, _FADED = 0.9, 0.5
 _DECODES, _PROMPTS = 0, 1
 
 
 class Pace:
-    """What a replica's steps of one kind took, and had to do, fading.
+    """Recent time and work of a replica's steps of one kind, with forgetting.
 
-    Owner: nothing else knows it. It is of no fit: the next one finds another pace in it.
+    Owner: nothing else keeps it. It does not depend on the fit: a later fit gets another pace from
+    it.
 
     Attributes:
-        num_steps: How many it was told of.
-        last: When the last one was, by the clock of its pool.
+        num_steps: Number of steps that it has seen.
+        last: Time of the last one, on the clock of its pool.
     """
 
     __slots__ = ("_took_s", "_work", "last", "num_steps")
@@ -62,7 +65,7 @@ class Pace:
         return f"Pace({self.num_steps} steps, {self._took_s:.3g} s of late)"
 
     def see(self, work: StepWork, costs: StepCosts) -> bool:
-        """Take over a step; whether it could be: not if it took no time, or cost nothing."""
+        """Add a step; return False if it is unusable because it took no time or cost nothing."""
         parts = parts_of(work)
         usual_s = sum(map(mul, parts, costs))
         if usual_s <= 0.0 or not 0.0 < work.device_s < math.inf:
@@ -74,7 +77,7 @@ class Pace:
         return True
 
     def against(self, costs: StepCosts) -> float | None:
-        """By how much its steps take longer than by these costs; None if it is too early to say."""
+        """Return the ratio of its steps' time to these costs; None after too few steps."""
         return self._against(costs) if self.num_steps >= MIN_STEPS else None
 
     def _against(self, costs: StepCosts) -> float | None:
@@ -83,22 +86,22 @@ class Pace:
 
 
 class _ReplicaPaces:
-    """A replica's paces, of decodes and of steps with prompts, and what follows from them."""
+    """A replica's paces, of decodes and of steps with prompts, and the costs that follow."""
 
     __slots__ = ("costs", "num_steps", "paces")
 
     def __init__(self) -> None:
         self.paces = (Pace(), Pace())
-        # Of each kind: where they come by turns, one in so many of both would be of one alone.
+        # By kind: if the kinds alternate, one in N of all steps could be of one kind only.
         self.num_steps = [0, 0]
         self.costs = StepCosts()
 
 
 class PoolCosts:
-    """What steps cost a pool. Owner: its fit, and its replicas' paces.
+    """Costs of steps of one pool. Owner: its fit, and its replicas' paces.
 
     Attributes:
-        model: Learns what steps usually cost.
+        model: Learns the usual costs of steps.
     """
 
     def __init__(self) -> None:
@@ -106,7 +109,7 @@ class PoolCosts:
         self._usual = StepCosts()
         self._next_step = 1
         self._replicas: dict[str, _ReplicaPaces] = {}
-        # Of each kind, how many steps a replica were told, and the median of the paces.
+        # For each kind, steps per replica so far, and the median of the paces.
         self._clocks = [0.0, 0.0]
         self._levels = [1.0, 1.0]
 
@@ -114,25 +117,25 @@ class PoolCosts:
         return f"PoolCosts({self.model!r}, levels {self._levels}, {len(self._replicas)} replicas)"
 
     def forget(self, incarnation: str) -> None:
-        """A replica is gone."""
+        """Forget a replica that is gone."""
         self._replicas.pop(incarnation, None)
 
     @property
     def ordinary(self) -> StepCosts:
-        """What parts of steps cost a replica like most of them."""
+        """Costs of the parts of steps for a replica like most others."""
         return self._times(1.0, 1.0)
 
     def learn(
         self, incarnation: str, steps: Iterable[StepWork], everybody: StepTimeModel
     ) -> dict[str, StepCosts]:
-        """Take over steps that a replica tells of; what they change of its costs, and others'."""
+        """Learn from steps that a replica reports; return the new costs of affected replicas."""
         is_looked_at = incarnation not in self._replicas
         replica = self._replicas.setdefault(incarnation, _ReplicaPaces())
         for step in steps:
             kind = _kind(step)
             pace = replica.paces[kind]
             if pace.see(step, self._usual):
-                # What had faded counts in full again.
+                # A pace that had faded counts in full again.
                 is_looked_at |= self._freshness(pace, kind) < _FRESH
                 self._clocks[kind] += 1.0 / len(self._replicas)
                 pace.last = self._clocks[kind]
@@ -142,7 +145,7 @@ class PoolCosts:
                 usual = self.model.plausible(self._as_usual(replica, step))
                 self.model.learn(usual)
                 everybody.learn(usual)
-        # All at once: by two states of it, equal replicas would not be equal.
+        # Update all at once: with two states of the fit, equal replicas would not be equal.
         changed = self._replicas
         if not self.model.num_steps:
             self._usual = everybody.known_costs
@@ -162,7 +165,7 @@ class PoolCosts:
             self._levels[kind] = self._level(kind)
 
     def _level(self, kind: int) -> float:
-        """The median of the paces that have not faded; of two unlike ones the faster."""
+        """Return the median of the paces that have not faded; of two unlike ones the faster."""
         found = [
             (factor, self._freshness(replica.paces[kind], kind) > _FADED)
             for replica in self._replicas.values()
@@ -178,7 +181,7 @@ class PoolCosts:
         return float(0.5 ** ((self._clocks[kind] - pace.last) / HALF_LIFE))
 
     def _own(self, replica: _ReplicaPaces, kind: int) -> float:
-        """By how much its steps take longer than the pool's; 1 unless out of the ordinary."""
+        """Return a replica's step time relative to the pool's; 1 unless out of the ordinary."""
         pace = replica.paces[kind]
         factor = pace.against(self._usual)
         if factor is None:
@@ -187,28 +190,28 @@ class PoolCosts:
         return 1.0 if 1.0 / ORDINARY <= own <= ORDINARY else own
 
     def _as_usual(self, replica: _ReplicaPaces, work: StepWork) -> StepWork:
-        """What the pool learns of a step: with what it would have taken others."""
+        """Return a step with the time that it would have taken an ordinary replica."""
         own = self._own(replica, _kind(work))
         return work if own == 1.0 else msgspec.structs.replace(work, device_s=work.device_s / own)
 
     def _cost(self, replica: _ReplicaPaces) -> StepCosts:
-        """What parts of steps cost a replica."""
+        """Return the costs of the parts of a replica's steps."""
         costs = self._times(self._own(replica, _DECODES), self._own(replica, _PROMPTS))
         if costs != replica.costs:
             replica.costs = costs
         return replica.costs
 
     def _times(self, decodes: float, prompts: float) -> StepCosts:
-        """What a replica is charged that takes so many times as long as the pool's do now."""
+        """Return the costs of a replica whose steps take these factors of the pool's time."""
         decodes, prompts = decodes * self._levels[_DECODES], prompts * self._levels[_PROMPTS]
         usual = self._usual
         return StepCosts(*(decodes * s for s in usual[:4]), *(prompts * s for s in usual[4:]))
 
 
 class LearnedCosts:
-    """What steps cost every pool. Owner: the pools' fits, and one of all steps.
+    """Costs of steps of every pool. Owner: the pools' fits, and one of all steps.
 
-    What a pool's steps have not shown costs it what it costs all.
+    Costs that a pool's steps have not shown are taken from the fit of all.
     """
 
     def __init__(self) -> None:
@@ -221,32 +224,32 @@ class LearnedCosts:
     def learn(
         self, pool: str, incarnation: str, steps: Sequence[StepWork]
     ) -> Mapping[str, StepCosts]:
-        """Take over what a replica tells for the first time; the costs of whom that changes."""
+        """Learn from a replica's new steps; return the new costs of affected replicas."""
         costs = self._pools.setdefault(pool, PoolCosts())
         return costs.learn(incarnation, steps, self._everybody)
 
     def forget(self, pool: str, incarnation: str) -> None:
-        """A replica is gone; what its pool has learned of it stays."""
+        """Forget a replica that is gone; its pool keeps the costs learned from it."""
         if pool in self._pools:
             self._pools[pool].forget(incarnation)
 
     def of_pool(self, pool: str) -> StepCosts:
-        """What parts of steps cost one pool; all of them, if there is none of that name."""
+        """Return the costs of the parts of a pool's steps; those of all pools if it is unknown."""
         costs = self._pools.get(pool)
         return self._everybody.known_costs if costs is None else costs.ordinary
 
     @property
     def num_steps(self) -> int:
-        """How many steps were told of."""
+        """Number of steps that were learned."""
         return self._everybody.num_steps
 
     @property
     def num_pools_that_know_prompts(self) -> int:
-        """How many pools there are of which `knows_prompts` is true."""
+        """Number of pools for which `knows_prompts` is true."""
         return sum(costs.model.knows_prompts for costs in self._pools.values())
 
     def knows_prompts(self, pool: str) -> bool:
-        """Whether replicas of a pool have shown what prompts cost there."""
+        """Return whether a pool's replicas have shown the cost of prompts."""
         return pool in self._pools and self._pools[pool].model.knows_prompts
 
 

@@ -1,13 +1,16 @@
-"""A leg: one engine's part in one request, from the question to the moment it is let go of.
+"""A leg: one engine's part in one request, from the question until the leg is closed.
 
-A leg owns its hold in the pool state, until the engine has answered, its stream, until it is
-closed, and the timer of what it waits for; closing it gives all back whatever state it is in.
+A leg owns its hold in the pool state, which ends when the engine has answered; its stream, until it
+is closed; and the timer for the answer. Closing a leg releases all of them in any state.
 
-An engine that stalls, as it says itself, is left, and that is no loss: a prefill engine by whoever
-waits for its first token, a decode engine only while another one has room, and only so often; else
-it is waited for, until it moves again, its parent ends it
-(`EngineConfig.step_timeout_s`), or the request's own time is over (`EngineRequest.timeout_s`). An
-engine that is busy does not stall, however long its queue is: nobody loses his place there.
+A request leaves an engine that reports a stall, and this does not count as a loss:
+
+- It leaves a stalled prefill engine as soon as its first token is waited for.
+- It leaves a stalled decode engine only if another one has room, and only `max_leaves` times.
+- Otherwise it waits until the engine moves again, is ended by its parent
+  (`EngineConfig.step_timeout_s`), or the request times out (`EngineRequest.timeout_s`).
+
+A busy engine is not stalled, however long its queue is: requests keep their place there.
 """
 
 from __future__ import annotations
@@ -64,14 +67,15 @@ if TYPE_CHECKING:
 
 
 ANSWER_S = 60.0
-"""How long an engine that does not stall may take to accept or refuse a request: a step or two.
+"""Seconds within which an engine that is not stalled must accept or refuse a request.
 
-What comes after has no deadline of its own: a queue and a prompt take as long as they take.
+That is a step or two. Later events have no deadline of their own: a queue and a prompt take as long
+as they take.
 """
 
 
 class DecodeLostError(Exception):
-    """The engine that holds the request's decode slot is gone, or does not hear what it is told."""
+    """The engine that holds the request's decode slot is gone, or did not answer."""
 
 
 class DecodeLeftError(Exception):
@@ -88,30 +92,30 @@ class DecodeLeftError(Exception):
 
 
 class EngineClient(Protocol):
-    """What a leg needs of the connections to the engines."""
+    """The connections to engines, as a leg uses them."""
 
     def open_stream(
         self, incarnation: str, request_id: str, message: ClientMessage, inbox: Inbox | None = None
     ) -> EngineStream:
-        """See `AsyncMPClient.open_stream`."""
+        """Send a request and return its events; see `AsyncMPClient.open_stream`."""
         ...
 
     def send(self, incarnation: str, message: ClientMessage) -> None:
-        """See `AsyncMPClient.send`."""
+        """Send a message to an engine; see `AsyncMPClient.send`."""
         ...
 
 
 class LegState(enum.Enum):
-    """Where a leg is."""
+    """The states of a leg."""
 
     ASKED = "asked"
-    """The engine was sent the request, which counts against its view."""
+    """The engine was sent the request; a hold counts it in the engine's view."""
     OPEN = "open"
-    """It has answered: its snapshots count the request from now on."""
+    """The engine has answered; its snapshots count the request from now on."""
     ACTIVATED = "activated"
-    """A reservation that was told to start."""
+    """A reservation was sent its activation."""
     CLOSED = "closed"
-    """Nobody listens to it any more."""
+    """The stream is closed; later events are dropped."""
 
 
 _SUCCESSORS = {
@@ -123,28 +127,28 @@ _SUCCESSORS = {
 
 
 class Leg:
-    """See the module docstring; making one asks the engine. Owner: the request's `Legs`.
+    """One engine's part in one request; creating it asks the engine. Owner: the request's `Legs`.
 
     Args:
         client: Connections to the engines.
-        pools: Where the request is held.
-        placement: Where it goes, and is held.
-        message: What the engine is asked.
-        inbox: Where its events go.
-        offer: For a prefill leg: the transfer, if any, that its engine keeps the KV of the prompt
-            for until some decode engine comes.
+        pools: The pool state that holds the request.
+        placement: The place that it is sent to and held at.
+        message: The message that the engine is sent.
+        inbox: The queue for its events.
+        offer: For a prefill leg: the transfer, if any, for which its engine keeps the prompt's KV
+            until any decode engine fetches it.
 
     Attributes:
-        state: Where it is.
-        mode: Which part of the request runs there.
+        state: Its state.
+        mode: The part of the request that runs there.
         incarnation: The engine.
-        stream: Its events, as they come into the inbox.
-        early: What the engine said while another leg was waited for.
-        has_tokens: Whether a token of it has come.
+        stream: Its events, which also go into the inbox.
+        early: Events that came while another leg was waited for.
+        has_tokens: Whether it has given a token.
         asked_s: When the engine was asked, on the event loop's clock.
-        epoch: Of the engine, as it was believed then: what it refuses it refuses in that.
-        offer: As given. Once a decode engine has begun to fetch it, the loss of that engine is the
-            transfer's end, which the next one is told of by prefill.
+        epoch: The engine's epoch, as known when it was asked; a refusal is valid in that epoch.
+        offer: As given. Once a decode engine has begun to fetch it, the transfer ends with that
+            engine, and prefill reports this to the next one.
 
     Raises:
         EngineDeadError: The engine is not connected.
@@ -181,42 +185,39 @@ class Leg:
         return f"Leg({self.mode} on {self.incarnation}, {self.state.value})"
 
     def answered(self) -> None:
-        """The engine has answered: let go of the hold. Idempotent."""
+        """Record that the engine has answered, and release the hold. Idempotent."""
         self._timer.cancel()
         self._go(LegState.OPEN)
         self._pools.release(self._request_id, self.incarnation)
 
     @property
     def has_answered(self) -> bool:
-        """Whether the engine has said that it takes the request."""
+        """Whether the engine has answered."""
         return self.state is not LegState.ASKED
 
     def keep(self, event: EngineEvent) -> None:
-        """Keep an event until it is waited for; whatever prefill says is an answer."""
+        """Keep an event until it is waited for; any event from prefill counts as its answer."""
         if self.mode == "prefill":
             self.answered()
         self.early.append(event)
 
     def load(self, ticket: bytes, epoch: int) -> None:
-        """Let the engine of a reservation fetch the prompt's KV; see `LoadKV`."""
+        """Tell a reservation's engine to fetch the prompt's KV; see `LoadKV`."""
         assert self.state is LegState.OPEN, f"{self!r} cannot load"
         self._send(LoadKV(self._request_id, ticket, epoch))
 
     def lend(self, ticket: bytes, epoch: int) -> None:
-        """Let another engine fetch what this one has of the stream; see `LendKV`."""
+        """Let another engine fetch the KV that this one has of the stream; see `LendKV`."""
         assert self.has_tokens, f"{self!r} has nothing to lend"
         self._send(LendKV(self._request_id, ticket, epoch))
 
     def activate(self, token_ids: list[list[int]]) -> None:
-        """Let a reservation start; see `Activate`."""
+        """Start a reservation; see `Activate`."""
         self._go(LegState.ACTIVATED)
         self._send(Activate(self._request_id, token_ids))
 
     def close(self, *, abort: bool, reason: AbortReason = "abort") -> None:
-        """Let go of everything; with `abort`, the engine drops the request too; see `Abort`.
-
-        Idempotent.
-        """
+        """Release everything; with `abort`, the engine drops the request too. Idempotent."""
         self._timer.cancel()
         self._go(LegState.CLOSED)
         self._pools.end(self._request_id, self.incarnation)
@@ -226,9 +227,9 @@ class Leg:
         return asyncio.get_running_loop().call_later(ANSWER_S, self._expire)
 
     def _expire(self) -> None:
-        """Whoever reads the stream learns that no answer has come in time."""
+        """Report on the stream that no answer came in time."""
         if self.stream.stalled is not None:
-            # It could not answer; it has its time once it moves again.
+            # A stalled engine cannot answer: it gets the full time again.
             self._timer = self._wait_for_answer()
         else:
             self.stream.put(
@@ -236,7 +237,7 @@ class Leg:
             )
 
     def _send(self, message: ClientMessage) -> None:
-        """Tell the engine more of the request; if it is gone the stream will say so."""
+        """Send the engine a message; if it is gone, the stream reports that."""
         with contextlib.suppress(EngineDeadError):
             self._client.send(self.incarnation, message)
 
@@ -246,28 +247,30 @@ class Leg:
 
 
 class Legs:
-    """The legs of one request, at most one on each side but for an heir, and their one inbox.
+    """The legs of one request and their common inbox.
 
+    There is at most one decode leg, one prefill leg, and one heir that is to follow the decode leg.
     Owner: the request's `Run`.
 
     Args:
         client: Connections to the engines.
-        pools: Where the request is held.
-        metrics: Counts the engines that die.
-        stalls: Says whether another decode engine has room.
-        demand: What the request needs there; the prompt and its output, once it has migrated.
-        max_leaves: How many decode engines it may leave because they stall.
+        pools: The pool state that holds the request.
+        metrics: Counts lost engines.
+        stalls: Knows whether another decode engine has room.
+        demand: The demand that placement sees.
+        max_leaves: How many decode engines the request may leave because they stall.
 
     Attributes:
         decode: The leg that has, or asks for, the decode slot.
-        heir: The leg that is to follow on it, once its engine has accepted.
+        heir: The leg that replaces it once its engine has accepted.
         prefill: The leg that computes the prompt, or keeps its KV.
-        demand: See there.
-        num_lost: How many engines died while the request was theirs, or lost it as they decode.
-        on_prompt: Told which engine was asked for the prompt, each time.
-        hands_over: Asked when the decode engine hands over, or is quiet: whether the request stays
-            there until another one has accepted it.
-        on_heir: Gets what is heard of the heir.
+        demand: As given; extended by the output once the request has migrated.
+        num_lost: Engines that died while they ran the request, or decode engines that did not
+            answer.
+        on_prompt: Called with each engine that is asked for the prompt.
+        hands_over: Called when the decode engine drains or is silent. Returns whether the request
+            stays there until another engine has accepted it.
+        on_heir: Called with the events of the heir.
     """
 
     def __init__(
@@ -298,22 +301,22 @@ class Legs:
         return f"{self.prefill!r}, {self.decode!r}, {self.heir!r}"
 
     def ask_to_decode(self, placement: Placement, message: AddRequest) -> Leg:
-        """Begin the decode leg; see `Leg`.
+        """Start the decode leg; see `Leg`.
 
-        An engine knows a request once: if it prefilled this one, before its role changed, it is
-        asked anew, and may find the prompt in its prefix cache.
+        An engine runs a request id once. If this engine prefilled the request before its role
+        changed, its prefill leg is closed first; it may find the prompt in its prefix cache.
         """
         self._make_way(placement)
         self.decode = self._ask(placement, message)
         return self.decode
 
     def ask_heir(self, placement: Placement, message: AddRequest) -> None:
-        """Begin the leg that is to follow on the decode leg, which goes on; see `ask_to_decode`."""
+        """Start the leg that is to follow the decode leg, which continues; see `ask_to_decode`."""
         self._make_way(placement)
         self.heir = self._ask(placement, message)
 
     def adopt(self) -> Leg:
-        """The heir is the decode leg from now on."""
+        """Make the heir the decode leg."""
         assert self.decode is None, "one decode leg at a time has the stream"
         assert self.heir is not None
         self.decode, self.heir = self.heir, None
@@ -322,31 +325,31 @@ class Legs:
     def ask_to_prefill(
         self, placement: Placement, message: AddRequest, offer: Transfer | None
     ) -> Leg:
-        """Begin the prefill leg; see `Leg`."""
+        """Start the prefill leg; see `Leg`."""
         self.prefill = self._ask(placement, message, offer)
         return self.prefill
 
     async def next_of(self, wanted: Leg) -> EngineEvent:
-        """The next event of one leg; what the other engine says meanwhile is kept for later.
+        """Return the next event of one leg; events of others are kept for later.
 
         Raises:
             DecodeLostError: The decode engine died, or did not answer in time.
-            DecodeLeftError: It stalls, hands over, or is quiet, and there is another one.
+            DecodeLeftError: It stalls, drains or is silent, and another one can take over.
             EngineDeadError: The wanted prefill engine died.
-            EngineLateError: It did not answer in time.
-            EngineStalledError: It stalls.
+            EngineLateError: The wanted prefill engine did not answer in time.
+            EngineStalledError: The wanted prefill engine stalls.
             ServingError: An engine gave the request up.
         """
         if wanted.early:
             return wanted.early.popleft()
         if wanted is self.prefill:
-            # It may have begun to while the decode engine was waited for.
+            # It may have stalled while the decode engine was waited for.
             self._check_away(wanted, wanted)
         while True:
             stream, event = await self._inbox.get()
             leg = self._leg_of(stream)
             if leg is None:
-                continue  # It was dropped; this was on its way.
+                continue  # The leg was dropped while the event was under way.
             self._judge(leg, event)
             leg.has_tokens |= isinstance(event, TokenOutput)
             if leg is self.heir:
@@ -364,10 +367,10 @@ class Legs:
                 leg.keep(event)
 
     def check_lost(self, most: int) -> None:
-        """Raise once so many engines were lost.
+        """Raise once this many engines were lost.
 
         Raises:
-            ReplicaLostError: The next one might die of the request, too.
+            ReplicaLostError: The next engine might die of the request, too.
         """
         if self.num_lost >= most:
             raise ReplicaLostError(
@@ -376,10 +379,10 @@ class Legs:
             )
 
     def _hear_heir(self, heir: Leg, event: EngineEvent | News) -> None:
-        """Pass on what is heard of the heir.
+        """Handle an event of the heir.
 
         Raises:
-            DecodeLeftError: It goes on.
+            DecodeLeftError: The heir takes over.
         """
         if isinstance(event, EngineDeadError | EngineLateError):
             self._count_lost(heir.mode)
@@ -388,16 +391,16 @@ class Legs:
         self.on_heir(event)
 
     async def answer_of(self, leg: Leg) -> Accepted | Refused:
-        """What an engine says to being asked; see `next_of`."""
+        """Return an engine's answer to the question; see `next_of` for errors."""
         while True:
             event = await self.next_of(leg)
             if isinstance(event, Accepted | Refused):
                 return event
 
     def _judge(self, leg: Leg, event: EngineEvent | Exception) -> None:
-        """Tell the pools what an engine is worth: that it failed the request, drains, gives tokens.
+        """Report to the pools that an engine failed the request, drains, or gives tokens.
 
-        A connection that breaks, which ends many at once, is told by whoever notices it.
+        A broken connection ends many requests at once; the fleet reports it instead.
         """
         if isinstance(event, Refused) and event.reason == "draining":
             self._pools.drains(leg.incarnation, leg.epoch)
@@ -411,13 +414,15 @@ class Legs:
             self._pools.failed(leg.incarnation, asyncio.get_running_loop().time())
 
     def _failure(self, event: TokenOutput, *, is_waiting: bool) -> ServingError:
-        """What a client is told of a request that an engine gave up; see `_error`."""
+        """Return the client's error for a request that an engine gave up; see `_error`."""
         if event.error == LAPSED:
             self._metrics.lapses.inc()
         return _error(event.error or "the engine ended the request", is_waiting=is_waiting)
 
     def _lose(self, leg: Leg, wanted: Leg, error: EngineDeadError | EngineLateError) -> None:
-        """Give up a leg whose engine died, or has not answered, unless it has just done so.
+        """Give up a leg whose engine died or did not answer in time.
+
+        Lateness is ignored if the answer has arrived meanwhile.
 
         Raises:
             DecodeLostError: It is the decode leg.
@@ -428,7 +433,7 @@ class Legs:
         if is_late and leg.has_answered:
             return
         self._count_lost(leg.mode)
-        # One that computed the prompt too late may be slow; one that is gone may have died of it.
+        # A late prefill engine may just be slow; a dead one may have died of the request.
         self.num_lost += leg is self.decode or not is_late
         if leg is self.decode:
             raise DecodeLostError(str(error))
@@ -437,13 +442,13 @@ class Legs:
         self.drop_prefill(abort=is_late)
 
     def _check_away(self, leg: Leg, wanted: Leg) -> None:
-        """Leave a leg whose engine stalls, unless it is a prefill leg that is not waited for.
+        """Leave the engine of a leg if it stalls or drains and there is something better.
 
-        So is a decode leg left whose engine hands over, unless it has a stream, which goes on until
-        another engine has accepted it; a prompt ends there in time.
-
-        A decode leg stays while nobody else has room, and once enough engines were left. Of an
-        engine that is quiet it stays until the next one has begun.
+        - A prefill leg is left only while it is waited for.
+        - A decode leg stays while no other engine has room, and once `max_leaves` engines were
+          left.
+        - A stream whose engine drains or is silent continues there until a successor has accepted
+          it.
 
         Raises:
             DecodeLeftError: It is the decode leg.
@@ -451,7 +456,7 @@ class Legs:
         """
         stalled, error = leg.stream.stalled, leg.stream.away
         if error is None:
-            # It moves again, unless it says nothing.
+            # The stall is over, but the engine may be silent.
             if leg is self.decode and leg.has_answered and leg.stream.quiet is not None:
                 self.hands_over()
             return
@@ -470,12 +475,12 @@ class Legs:
             self._metrics.stalled.labels("decode").inc()
             raise DecodeLeftError("stalled", str(error))
         if leg is wanted and stalled is not None:
-            # Not once it has given its tokens: KV that it still owes has deadlines of its own.
+            # After its tokens the engine may still owe KV, which has deadlines of its own.
             self._metrics.stalled.labels("prefill").inc()
             raise stalled
 
     def _make_way(self, placement: Placement) -> None:
-        """Let go of a prefill leg where the request is held to decode now; that hold stays."""
+        """Close a prefill leg on the engine that is to decode, but keep the new hold there."""
         if self.prefill is not None and self.prefill.incarnation == placement.incarnation:
             self.drop_prefill(abort=True)
             self._pools.hold(self.demand, placement)
@@ -500,42 +505,42 @@ class Legs:
         return None
 
     def drop_decode(self, *, abort: bool, reason: AbortReason = "abort") -> None:
-        """Let go of the decode leg, if there is one; see `Leg.close`."""
+        """Close the decode leg, if there is one; see `Leg.close`."""
         if self.decode is not None:
             self._stalls.forget(self.decode.stream)
             self.decode.close(abort=abort, reason=reason)
             self.decode = None
 
     def give_back(self, placement: Placement) -> None:
-        """Let go of what is held for the request where nobody was asked after all."""
+        """Release a hold at a place whose engine was not asked after all."""
         self._pools.end(self.demand.request_id, placement.incarnation)
 
     def drop_heir(self) -> None:
-        """Let go of the leg that was to follow, if there is one; see `Leg.close`."""
+        """Close the heir, if there is one; see `Leg.close`."""
         if self.heir is not None:
             self.heir.close(abort=True)
             self.heir = None
 
     def drop_prefill(self, *, abort: bool) -> None:
-        """Let go of the prefill leg, if there is one; see `Leg.close`."""
+        """Close the prefill leg, if there is one; see `Leg.close`."""
         if self.prefill is not None:
             self.prefill.close(abort=abort)
             self.prefill = None
 
 
 def _is_own_fault(error: str) -> bool:
-    """Whether an engine that gave a request up so did it for no reason but its own."""
+    """Return whether an engine that gave a request up is itself the cause."""
     return error != LAPSED and not error.startswith(KV_TRANSFER_FAILED)
 
 
 def _error(text: str, *, is_waiting: bool) -> ServingError:
-    """What a client is told of a request that an engine gave up.
+    """Return the client's error for a request that an engine gave up.
 
     Args:
-        text: What the engine said.
-        is_waiting: Whether it was a reservation that had not been activated.
+        text: The engine's error.
+        is_waiting: Whether the leg is a reservation that had not been activated.
     """
-    # It may be heard of only after the activation was sent.
+    # The error of a lapsed reservation may arrive after its activation was sent.
     if is_waiting or text == LAPSED:
         return QueueTimeoutError(
             f"decoding did not start in time: {text}; retry later", retry_after_s=RETRY_AFTER_S

@@ -1,8 +1,8 @@
-"""A stream's KV on its way from the engine that hands it over to the one that goes on with it.
+"""Transfers a stream's KV from the engine that drains to the one that takes the stream over.
 
-Owner: the request's `HandOver`. The engine that has the stream decodes on while full blocks of what
-it has are fetched; what comes to be meanwhile, and whatever does not come, the other one computes.
-So the stream stands still only for the few tokens of a transfer's time, however long it is.
+Owner: the request's `HandOver`. The first engine continues to decode while the second fetches the
+full blocks that it has. The second engine computes the KV of later tokens, and of those that did
+not arrive. So a stream of any length pauses only for the few tokens decoded during a transfer.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
 
 
 class LendingContext(Protocol):
-    """What lending needs of the router that placed its request."""
+    """The parts of the router that `Lending` uses."""
 
     tickets: TicketOffice
 
 
 class Lending:
-    """See the module docstring.
+    """The transfer of one stream's KV between decode engines.
 
     Args:
-        context: What this ingress places requests with.
-        pools: Where the engines are described.
-        request: Whose stream.
+        context: Parts of the router.
+        pools: Descriptions of the engines.
+        request: The request of the stream.
         new_epoch: Numbers the transfers of the request.
 
     Attributes:
-        request: See there.
-        kv: How the engine that was asked last comes by the KV, see `Seam.kv`.
+        request: As given.
+        kv: How the last successor gets the KV; see `Seam.kv`.
     """
 
     def __init__(
@@ -54,17 +54,17 @@ class Lending:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether the engine that hands over is still needed for its KV."""
+        """Whether the first engine is still needed for its KV."""
         return self._epoch is not None
 
     def begin(self, lender: Leg, heir: Leg, accepted: Accepted, num_tokens: int) -> bool:
-        """Let the heir fetch; False if there is nothing that it could.
+        """Start the transfer; return False if there is nothing that the successor could fetch.
 
         Args:
-            lender: Has the stream.
-            heir: Is to go on with it, and has accepted.
-            accepted: What it said.
-            num_tokens: Tokens that it knows of, prompt included.
+            lender: The leg that has the stream.
+            heir: The leg that takes it over, and has accepted.
+            accepted: Its engine's answer.
+            num_tokens: Tokens of prompt and output that the successor knows of.
         """
         self.stop()
         to = self._pools.member(heir.incarnation)
@@ -85,7 +85,7 @@ class Lending:
         return True
 
     def ended(self, epoch: int, failure: str | None) -> bool:
-        """One of both engines has said how a transfer ended; whether it was the one under way."""
+        """Record the end of a transfer; return whether it was the current one."""
         if epoch != self._epoch:
             return False
         self._epoch = None
@@ -93,15 +93,15 @@ class Lending:
         return True
 
     def stop(self) -> None:
-        """Nobody waits for it any more. Idempotent."""
+        """Stop waiting for the transfer. Idempotent."""
         self._epoch = None
         self.kv = "recomputed"
 
 
 def _num_in_full_blocks(num_tokens: int, lender: EngineDescription) -> int:
-    """How many of so many tokens are in blocks that their engine writes to no more.
+    """Return how many tokens are in full blocks, to which their engine writes no more.
 
-    The last one is not among them: its KV is computed with the next one.
+    The last token is not counted: its KV is computed with the next one.
     """
     size = max(kv_group.block_size for kv_group in lender.kv_groups)
     return (num_tokens - 1) // size * size

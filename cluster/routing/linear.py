@@ -1,7 +1,7 @@
-"""Terms of a cost that are sums of what places take, each times something of the request. Pure.
+"""Cost terms that are linear in the places' rates. Pure.
 
-A level of such terms is one product for all places, however many terms it has: their weights are
-added up for each `Rate` first. What a term alone says is worked out for a few places, if at all.
+All terms of a level are computed for all places in one product: their weights are summed by `Rate`
+first. The value of a single term is computed for a few places, if at all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Times(IntEnum):
-    """What of a request, or of all places, a term counts its rates for."""
+    """The factor of a term's rates."""
 
     ONCE = 0
     MEAN_ROWS = 1
@@ -28,12 +28,12 @@ class Times(IntEnum):
 
 
 class Sum(NamedTuple):
-    """A term.
+    """A term: a sum of rates times a factor.
 
     Attributes:
-        name: What it is called.
-        times: How often all of its rates count.
-        rates: What a place takes.
+        name: Name of the term.
+        times: Factor of all its rates.
+        rates: The rates that it sums.
     """
 
     name: str
@@ -46,16 +46,16 @@ _RATES_OF_STEPS = frozenset(range(Rate.ADDED_ROWS_S, len(Rate)))
 
 
 class Linear:
-    """A level of such terms; never changes.
+    """A level of linear terms; never changes.
 
     Args:
-        terms: They, each with its weight.
+        terms: The terms, each with its weight.
 
     Attributes:
         terms: As given.
-        asks_for_prompts: Whether they look at what a prompt takes.
-        asks_what_is_added: Whether they look at what a request adds to steps of decodes.
-        weights: Of all terms together, [times, rates].
+        asks_for_prompts: Whether they use rates of prompts.
+        asks_what_is_added: Whether they use rates that a request adds to decode steps.
+        weights: Weights of all terms together, [times, rates].
     """
 
     def __init__(self, *terms: tuple[float, Sum]) -> None:
@@ -73,13 +73,13 @@ class Linear:
 
 
 class Product(NamedTuple):
-    """A level, and what it is weighed by.
+    """A level and the values that it is multiplied with.
 
     Attributes:
-        level: It.
-        times: Of each `Times` how often.
-        rates: Of each `Rate` what the places have, [rates, places]: those of the views, which the
-            next request that they are weighed for writes anew. Whoever keeps it keeps `at`.
+        level: The level.
+        times: The value of each `Times`.
+        rates: Rates of the places, [rates, places]. These are the views' own, which the next
+            request overwrites; a caller that keeps a product keeps `at`.
     """
 
     level: Linear
@@ -87,18 +87,19 @@ class Product(NamedTuple):
     rates: Numbers
 
     def total(self) -> Numbers:
-        """What the terms say together of each place."""
+        """Return the sum of all terms for each place."""
         weights = np.dot(self.times, self.level.weights)
-        # No product of BLAS over places: it would wake threads, and equal ones not stay equal.
+        # No BLAS product over places: it would wake threads, and equal places might get unequal
+        # sums.
         total: Numbers = np.einsum("r,rp->p", weights, self.rates)
         return total
 
     def at(self, places: npt.NDArray[np.int64]) -> Product:
-        """See `choice.Weighed`."""
+        """Return the product for some places only, as a copy."""
         return self._replace(rates=self.rates.take(places, axis=1))
 
     def parts(self, rank: int) -> dict[str, float]:
-        """See `choice.Weighed`."""
+        """Return the value of each term for one place."""
         return {
             term.name: float(self._replace(level=Linear((weight, term))).total()[rank])
             for weight, term in self.level.terms

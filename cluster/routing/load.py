@@ -1,4 +1,4 @@
-"""What an engine has to do before a new request, and what that request would add to it. Pure."""
+"""The work that an engine has before a new request, and its spare capacity. Pure."""
 
 from __future__ import annotations
 
@@ -16,24 +16,23 @@ if TYPE_CHECKING:
 
 
 Columns = dict[str, tuple[Any, ...]]
-"""Of each field of a `GroupSnapshot` what all DP groups of an engine say, in their order."""
+"""For each field of `GroupSnapshot` its values in all DP groups of an engine, in their order."""
 
 
 class Load(NamedTuple):
-    """An engine's, as a request that asks for one of its DP groups finds it.
+    """The load of an engine, as a new request for one of its DP groups finds it.
 
-    DP groups step together: a request makes a step longer only where its group becomes the one that
-    has most.
+    DP groups step together: a request makes steps longer only where its group becomes the fullest.
 
     Attributes:
         queue_s: Seconds of the prompts that are before a new one.
-        step_s: Seconds of the next step of decodes.
-        rows: Sequences of each group that hold a slot or are to get one.
-        max_context_tokens: The longest context of any group.
-        spare_rows: Rows that each group has less than the one that has most.
-        spare_context_tokens: KV tokens likewise.
-        spare_prompt_s: Seconds of prompts that the next step computes in each group beside those of
-            the one that has most, and grows no longer by.
+        step_s: Seconds of the next decode step.
+        rows: Sequences of each group that hold a slot or are about to get one.
+        max_context_tokens: Longest context of any group.
+        spare_rows: Rows that each group has less than the fullest one.
+        spare_context_tokens: KV tokens that each group has less than the one with most.
+        spare_prompt_s: Seconds of prompts that each group can compute in the next step, beside
+            those of the group with most, without making it longer.
     """
 
     queue_s: float
@@ -46,7 +45,10 @@ class Load(NamedTuple):
 
 
 def told_by(groups: Iterable[GroupSnapshot]) -> Columns:
-    """What DP groups say, by fields: one pass in C, as an ingress does it for every decision."""
+    """Return the fields of DP groups as columns.
+
+    It is one pass in C, because an ingress does it for every decision.
+    """
     rows = map(msgspec.structs.astuple, groups)
     return dict(zip(GroupSnapshot.__struct_fields__, zip(*rows, strict=True), strict=True))
 
@@ -59,12 +61,12 @@ def engine_load(
     *,
     computes_prompts: bool,
 ) -> Load:
-    """What an engine has to do.
+    """Return the load of an engine.
 
     Args:
-        told: What its DP groups last said.
-        sent: What it was sent since, with the DP group; one that is none is left out.
-        costs: Of the parts of its steps.
+        told: Last snapshot of its DP groups, as columns.
+        sent: Requests sent since, with the DP group; those without one are left out.
+        costs: Costs of the parts of its steps.
         max_step_tokens: Tokens that a step may compute, over all groups.
         computes_prompts: Whether it computes the prompts that it is sent.
     """
@@ -113,12 +115,12 @@ def engine_load(
 
 
 def spread(num_groups: int, sent: Iterable[Demand]) -> list[tuple[int, Demand]]:
-    """Where an engine puts what it was sent that left the DP group to it: all around."""
+    """Assign requests that were sent without a DP group to groups in turn, as an engine does."""
     return [(i % num_groups, demand) for i, demand in enumerate(sent)]
 
 
 def _queue_s(each_s: list[float], num_prompts: int, num_tokens: int, max_step_tokens: int) -> float:
-    """Seconds of all prompts: groups side by side, as far as a step's tokens feed them."""
+    """Return the seconds of all prompts, groups side by side as far as a step's tokens allow."""
     if not num_prompts:
         return 0.0
     longest_s = max(each_s)
@@ -131,17 +133,17 @@ def _queue_s(each_s: list[float], num_prompts: int, num_tokens: int, max_step_to
 def _spares_s(
     sent_s: list[float], each_s: list[float], share_late: float, left_s: float
 ) -> list[float]:
-    """Seconds that each group has room for beside the prompts of the others.
+    """Return the seconds that each group can compute beside the prompts of the others.
 
-    A snapshot comes before the step that begins what it tells of, as far as the step's tokens go:
-    only beside what was sent since can a prompt be computed, and not before what its own group has
-    yet to begin.
+    A snapshot is taken before the step that starts the prompts it counts, as far as the step's
+    tokens go. So a new prompt can be computed only beside those sent since, and not before the rest
+    of its own group's.
 
     Args:
-        sent_s: Seconds of what was sent to each.
-        each_s: Of all that it has to compute.
-        share_late: How much of what was told no step can have begun.
-        left_s: Of as many tokens as the step has left, if they take what those take that were sent.
+        sent_s: Seconds of the prompts sent to each group since the snapshot.
+        each_s: Seconds of all prompts of each group.
+        share_late: Share of the snapshot's prompts that its step cannot have started.
+        left_s: Seconds of as many tokens as the step has left, at the cost of those sent since.
     """
     late_s = [s + share_late * (all_s - s) for s, all_s in zip(sent_s, each_s, strict=True)]
     most_sent_s, most_late_s = max(sent_s), max(late_s)

@@ -1,4 +1,4 @@
-"""Where a request may run: DP groups, and prefill engines as a whole, as this ingress sees them.
+"""Places where a request may run: DP groups and whole prefill engines, as this ingress sees them.
 
 Pure values. `cost` chooses among them.
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from cluster.routing.demand import Demand
 
 ANY_GROUP = -1
-"""Stands for an engine as a whole, which picks the DP group itself."""
+"""The index of an engine as a whole, which picks the DP group itself."""
 
 
 class Placement(NamedTuple):
@@ -27,9 +27,9 @@ class Placement(NamedTuple):
 
 
 class EngineSummary(NamedTuple):
-    """What an engine says of all of its places; `GroupView` has what each is.
+    """The parts of an engine's snapshot that hold for all of its places, and its sequence number.
 
-    With the sequence number of the snapshot in which it says so.
+    `GroupView` documents the fields.
     """
 
     role: Role
@@ -39,40 +39,42 @@ class EngineSummary(NamedTuple):
 
 
 class GroupView(msgspec.Struct, frozen=True, gc=False):
-    """One DP group, or one prefill engine as a whole, as this ingress believes it to be.
+    """One DP group, or one whole prefill engine, as this ingress sees it.
 
     Attributes:
-        incarnation: The engine that has it.
+        incarnation: Its engine.
         dp_group: Its index there, or `ANY_GROUP`.
-        role: What the engine takes now.
+        role: Current role of the engine.
         kv_groups: KV groups of the model.
         step_s: Seconds of the engine's latest decode step; 0 before the first.
-        index: Its place in the list of views.
-        num_free_blocks: For each KV group the blocks that are free or evictable.
-        num_empty_slots: Decode positions that are free.
-        num_free_tokens: The longest sequence that has room in the blocks, in tokens.
+        index: Its index in the list of views.
+        num_free_blocks: Blocks of each KV group that are free or evictable.
+        num_empty_slots: Free decode slots.
+        num_free_tokens: Length of the longest sequence that fits into the blocks.
         num_held_tokens: KV that sequences hold here, in tokens of the first KV group's blocks.
-        num_active: Requests that it holds or was sent.
-        num_waiting: Those of them that have not begun, as far as is known.
-        spare_prompt_s: Seconds of a prompt that its engine computes beside those that it was sent
-            for another DP group; of these, what is cached counts as well.
-        spare_rows: Rows that it has less than the DP group of its engine that has most.
-        spare_context_tokens: KV tokens likewise.
-        max_context_tokens: The longest context of any DP group of its engine.
-        num_rows: Sequences of its engine that hold a slot or are to get one.
+        num_active: Requests that it has or was sent.
+        num_waiting: Those of them that have not begun, as far as known.
+        spare_prompt_s: Seconds of a prompt that its engine computes beside the prompts sent to its
+            other DP groups, without making the step longer. Cached tokens of those prompts count as
+            if they were computed.
+        spare_rows: Rows that it has less than the fullest DP group of its engine.
+        spare_context_tokens: KV tokens that it has less than the DP group of its engine with most.
+        max_context_tokens: Longest context of any DP group of its engine.
+        num_rows: Sequences of its engine that hold a slot or are about to get one.
         num_queued_tokens: Prompt tokens that its engine has not started on.
-        own_prompt_s: Seconds of a prompt that its engine computes itself, whoever usually does.
-        own_prompt_token_s: Of each of its tokens.
-        own_prompt_pair_s: Of each (token, token that it attends to).
-        row_s: Seconds by which a step becomes longer with a row more than the most.
-        context_token_s: With a KV token more.
-        longest_token_s: With a longest context that is a token longer.
-        prompt_s: As `own_prompt_s`; this and the next two are 0 where others compute prompts.
+        own_prompt_s: Fixed seconds of a prompt that its own engine computes.
+        own_prompt_token_s: Seconds of each token of such a prompt.
+        own_prompt_pair_s: Seconds of each (token, token that it attends to) of such a prompt.
+        row_s: Seconds by which a step grows with each row beyond the fullest group.
+        context_token_s: Seconds by which a step grows with each KV token beyond the fullest group.
+        longest_token_s: Seconds by which a step grows with each token of the longest context.
+        prompt_s: As `own_prompt_s`; this and the next two are 0 where prefill engines compute
+            prompts.
         prompt_token_s: As `own_prompt_token_s`.
         prompt_pair_s: As `own_prompt_pair_s`.
-        transfer_token_s: Of each token of a prompt whose KV comes from elsewhere.
+        transfer_token_s: Seconds of each prompt token whose KV is fetched.
         queue_s: Seconds of the prompts that are before a new one.
-        next_step_s: Seconds of the next step of decodes.
+        next_step_s: Seconds of the next decode step.
     """
 
     incarnation: str
@@ -108,12 +110,12 @@ class GroupView(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def placement(self) -> Placement:
-        """What a request is told that is placed here."""
+        """The placement of a request that is placed here."""
         return Placement(self.incarnation, self.dp_group)
 
 
 def fits(demand: Demand, view: GroupView) -> bool:
-    """Whether a request can begin there at once; an engine as a whole has a queue of its own."""
+    """Return whether a request can start there at once; a whole engine has a queue of its own."""
     return view.dp_group == ANY_GROUP or (
         view.num_empty_slots >= demand.num_choices
         and view.num_free_tokens >= demand.num_first_tokens

@@ -1,11 +1,13 @@
-"""What one ingress believes of the replicas: their last snapshots, less what it has sent since.
+"""One ingress's view of the replicas: their last snapshots, and its own unanswered requests. Pure.
 
-Owner: the ingress's event loop. Pure. The replicas are the authority; this view is a hint that
-costs a refusal when it is wrong. A hold counts a request against a view from the moment it is sent
-until the replica's answer, because from then on the replica's snapshots count it: both come in
-order on one socket. What a replica does, and whether it drains, its snapshots say as well. One that
-stalls, or has fallen quiet, is as it was and gets nothing new before it moves again; one that fails
-request after request gets one now and then (`breaker`), unless there is nobody else.
+Owner: the ingress's event loop. The replicas are the authority; this view is a hint, and costs a
+refusal when it is wrong. A hold counts a request against a view from the moment it is sent until
+the replica's answer. From then on the replica's snapshots count it: both come in order on one
+socket. A replica's role, and whether it drains, come from its snapshots too.
+
+A stalled or silent replica keeps its last state and gets no new requests until it moves again. A
+replica that fails request after request gets one now and then (`breaker`), unless all others are
+shut out as well.
 """
 
 from __future__ import annotations
@@ -33,10 +35,13 @@ if TYPE_CHECKING:
 
 DECODING: frozenset[Role] = frozenset({"decode", "both"})
 PREFILLING: frozenset[Role] = frozenset({"prefill"})
-"""Roles whose engines take prompts for others to go on from."""
+"""Roles whose engines compute prompts that other engines decode."""
 TRANSFER_BYTE_S = 8e-11
-"""What a byte of KV takes between two engines: a network of 100 Gbit/s. Shared memory is as fast;
-on a slower network caches count for too little where decode slots are chosen."""
+"""Seconds per byte of KV between two engines: a network of 100 Gbit/s.
+
+Shared memory is as fast. On a slower network, caches count for too little where decode slots are
+chosen.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +50,8 @@ class Member:
 
     Attributes:
         pool: Its deployment, named after the role that it began with.
-        replica_id: Its pool and incarnation: a replica that comes back has another one.
-        description: What its engine is.
+        replica_id: Its pool and incarnation; a replica that restarts gets another one.
+        description: The description of its engine.
     """
 
     pool: str
@@ -59,7 +64,8 @@ class _KnownReplica:
     """A member, its last snapshot, and the requests that were sent to it and not answered yet.
 
     Attributes:
-        refuses: Whether it has refused a request as it drains; its snapshots are yet to say so.
+        refuses: Whether it has refused a request because it drains, and its snapshots do not say so
+            yet.
     """
 
     member: Member
@@ -71,7 +77,7 @@ class _KnownReplica:
 
     @property
     def state(self) -> LifeState:
-        """Where it is in its life, as far as this ingress has heard; one that is dead is gone."""
+        """Its life state, as far as this ingress knows; a dead replica is not known."""
         if self.snapshot is None:
             return LifeState.STARTING
         is_draining = self.refuses or self.snapshot.draining
@@ -79,12 +85,12 @@ class _KnownReplica:
 
     @property
     def epoch(self) -> int:
-        """How often it has taken requests again; see `EngineSnapshot`."""
+        """How often it has started to take requests again; see `EngineSnapshot`."""
         return 0 if self.snapshot is None else self.snapshot.epoch
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes requests, or will once it moves again: `moves` is another question."""
+        """Whether it takes requests, or will once it moves again; see `moves` for that."""
         return self.state is LifeState.READY
 
     def is_one_of(self, roles: frozenset[Role]) -> bool:
@@ -92,12 +98,12 @@ class _KnownReplica:
 
 
 def _standing(snapshot: EngineSnapshot) -> tuple[bool, Role, int]:
-    """What decides on which side an engine is."""
+    """Return the parts of a snapshot that decide on which side its engine is listed."""
     return snapshot.draining, snapshot.role, snapshot.epoch
 
 
 def _new_steps(old: EngineSnapshot | None, new: EngineSnapshot) -> list[StepWork]:
-    """The last steps of each kind, unless the snapshot before has told of them."""
+    """Return the last step of each kind, unless the snapshot before reported the same one."""
     told = (None, None) if old is None else (old.decode_step, old.prompt_step)
     steps = zip((new.decode_step, new.prompt_step), told, strict=True)
     return [step for step, before in steps if step is not None and step != before]
@@ -107,15 +113,14 @@ class PoolState:
     """Replicas, their snapshots, and the holds of this ingress.
 
     Attributes:
-        num_snapshots: How many snapshots were taken over so far.
-        num_changes: How often there may have been more room since the start.
-        is_looked_for: Whether it is not known yet who is there: at the start, and since one was
-            lost.
-        breakers: Of replicas that fail requests.
-        on_shut: Called with (incarnation, until when) each time that a breaker opens; whoever has a
-            clock calls `expire` then.
-        on_admit: Called when a token, or a failure, has changed who may be placed on: nothing else
-            may tell whoever waits.
+        num_snapshots: Number of snapshots taken over so far.
+        num_changes: Number of changes so far after which there may be more room.
+        is_looked_for: Whether the replicas are not known yet: at the start, and after a loss.
+        breakers: Circuit breakers of replicas that fail requests.
+        on_shut: Called with (incarnation, end of the open period) when a breaker opens; the callee
+            arranges for `expire` to be called then.
+        on_admit: Called when a token, or a failure, has changed which replicas admit requests: no
+            other event may wake waiting requests.
     """
 
     def __init__(self) -> None:
@@ -126,7 +131,7 @@ class PoolState:
         self._decode = _Side(DECODING, self.breakers, is_whole=False)
         self._prefill = _Side(PREFILLING, self.breakers, is_whole=True)
         self._costs = LearnedCosts()
-        # Snapshots, each with the one before, whose steps nobody has learned from yet.
+        # Snapshots, each with the one before, whose steps have not been learned yet.
         self._unlearned: deque[tuple[_KnownReplica, EngineSnapshot | None, EngineSnapshot]] = (
             deque()
         )
@@ -138,11 +143,11 @@ class PoolState:
         return f"PoolState({[(r.member.pool, i, len(r.holds)) for i, r in self._replicas.items()]})"
 
     def add(self, member: Member) -> None:
-        """Take a replica in; it takes no requests before its first snapshot."""
+        """Add a replica; it gets no requests before its first snapshot."""
         self._replicas.setdefault(member.description.incarnation, _KnownReplica(member))
 
     def remove(self, incarnation: str) -> None:
-        """Forget a replica and what was sent to it."""
+        """Forget a replica and its holds."""
         try:
             self.settle()
         finally:
@@ -154,7 +159,7 @@ class PoolState:
     def take_snapshot(self, incarnation: str, snapshot: EngineSnapshot) -> None:
         """Replace a replica's snapshot, unless this one is older.
 
-        What follows from it is worked out for whoever asks first, and by `settle` at the latest.
+        Its steps are learned when costs are next needed, and by `settle` at the latest.
         """
         replica = self._replicas.get(incarnation)
         if replica is None:
@@ -165,7 +170,7 @@ class PoolState:
         self._unlearned.append((replica, old, snapshot))
         was_open = replica.is_open
         if old is None or snapshot.seq > old.seq:
-            # Its own word is newer than a refusal, which may be of what was sent in another epoch.
+            # The snapshot is newer than the refusal, which may be of an earlier epoch.
             replica.refuses = False
         replica.snapshot = snapshot
         self.num_snapshots += 1
@@ -175,25 +180,25 @@ class PoolState:
             self._change(incarnation)
 
     def settle(self) -> None:
-        """Work out what follows from new snapshots: it may be other costs of a whole pool."""
+        """Learn from new snapshots; this may change the costs of a whole pool."""
         if self._unlearned:
             while self._unlearned:
-                # Taken out first: what fails fails once, and not whoever asks from then on.
+                # Remove it first: a snapshot that cannot be learned should raise only once.
                 self._learn(*self._unlearned.popleft())
             self._decode.write(self._replicas)
             self._prefill.write(self._replicas)
 
     def set_moves(self, incarnation: str, moves: bool) -> None:
-        """A replica stalls or is quiet and gets no requests, or it moves again."""
+        """Record that a replica stalls or is silent and gets no requests, or moves again."""
         replica = self._replicas.get(incarnation)
         if replica is not None and replica.moves != moves:
             replica.moves = moves
             self._relist()
 
     def drains(self, incarnation: str, epoch: int) -> None:
-        """A replica has refused a request because it drains: it will take no other either.
+        """Record that a replica refused a request because it drains, so that it gets no other.
 
-        Unless it has changed its role since it was asked, in the epoch that is given.
+        Ignored if it has changed its role since `epoch`, in which it was asked.
         """
         replica = self._replicas.get(incarnation)
         if replica is not None and not replica.refuses and replica.epoch == epoch:
@@ -201,7 +206,7 @@ class PoolState:
             self._relist()
 
     def hold(self, demand: Demand, placement: Placement) -> None:
-        """Count a request as taken there until the replica answers."""
+        """Count a request as taken at a place until the replica answers."""
         replica = self._replicas.get(placement.incarnation)
         if replica is not None:
             assert demand.request_id not in replica.holds, (
@@ -213,13 +218,13 @@ class PoolState:
                 self._relist()
 
     def succeeded(self, incarnation: str) -> None:
-        """A replica gave a request its first token."""
+        """Record that a replica gave a request its first token."""
         if self.breakers.succeeded(incarnation):
             self._relist()
             self.on_admit()
 
     def failed(self, incarnation: str, now_s: float) -> None:
-        """A replica failed a request: an error, or no answer; or its connection broke."""
+        """Record that a replica failed a request (an error or no answer) or lost its connection."""
         was_until_s = self.breakers.until_s(incarnation)
         is_changed = self.breakers.failed(incarnation, now_s)
         until_s = self.breakers.until_s(incarnation)
@@ -230,137 +235,137 @@ class PoolState:
             self.on_admit()
 
     def end(self, request_id: str, incarnation: str) -> None:
-        """A request has nothing to do with a replica any more. Idempotent."""
+        """Record that a request has left a replica. Idempotent."""
         self.release(request_id, incarnation)
         if self.breakers.ended(incarnation, request_id):
             self._relist()
 
     def expire(self, now_s: float) -> bool:
-        """Let requests try replicas again that were shut out for long enough; says whether any."""
+        """Half open breakers whose time is over; return whether any replica changed."""
         is_changed = self.breakers.expire(now_s)
         if is_changed:
             self._relist()
         return is_changed
 
     def release(self, request_id: str, incarnation: str) -> None:
-        """Drop a hold: the replica has answered, or will never. Idempotent."""
+        """Drop a hold: the replica has answered, or never will. Idempotent."""
         replica = self._replicas.get(incarnation)
         if replica is not None and replica.holds.pop(request_id, None) is not None:
             self._change(incarnation)
 
     def member(self, incarnation: str) -> Member | None:
-        """The replica of this incarnation, if it is known."""
+        """Return the replica of this incarnation; None if unknown."""
         replica = self._replicas.get(incarnation)
         return replica.member if replica is not None else None
 
     def snapshot(self, incarnation: str) -> EngineSnapshot | None:
-        """What a replica last said of itself, if it has."""
+        """Return a replica's last snapshot, if there is one."""
         replica = self._replicas.get(incarnation)
         return replica.snapshot if replica is not None else None
 
     @property
     def num_pools_that_know_prompts(self) -> int:
-        """How many pools there are of which `knows_prompts` is true."""
+        """Number of pools for which `knows_prompts` is true."""
         return self._learned.num_pools_that_know_prompts
 
     def knows_prompts(self, incarnation: str) -> bool:
-        """Whether replicas of its pool have shown what prompts cost there."""
+        """Return whether the cost of prompts has been learned for the pool of a replica."""
         member = self.member(incarnation)
         return member is not None and self._learned.knows_prompts(member.pool)
 
     def state(self, incarnation: str) -> LifeState:
-        """Where a replica is in its life; dead if it is not known."""
+        """Return a replica's life state; dead if it is not known."""
         replica = self._replicas.get(incarnation)
         return LifeState.DEAD if replica is None else replica.state
 
     def epoch(self, incarnation: str) -> int:
-        """How often a replica has taken requests again, as far as this ingress has heard."""
+        """Return how often a replica has started to take requests again, as far as known."""
         replica = self._replicas.get(incarnation)
         return 0 if replica is None else replica.epoch
 
     def moves(self, incarnation: str) -> bool:
-        """Whether a replica gets requests as far as its moving goes."""
+        """Return whether a replica is known and neither stalled nor silent."""
         replica = self._replicas.get(incarnation)
         return replica is not None and replica.moves
 
     def members(self) -> list[Member]:
-        """Every known replica."""
+        """Return all known replicas."""
         return [replica.member for replica in self._replicas.values()]
 
     def has_open(self, pool: str) -> bool:
-        """Whether a replica of this pool takes requests, or will once it moves again."""
+        """Return whether a replica of this pool takes requests, or will once it moves again."""
         return any(r.is_open and r.member.pool == pool for r in self._replicas.values())
 
     @property
     def pool_costs(self) -> StepCosts:
-        """What parts of steps cost the pool that is there for them, as far as it has shown.
+        """Learned costs: of decodes on the decode pool, and of prompts on the prefill pool.
 
-        A prompt that a decode engine computes, now and then, says little of what they take others.
+        The prompts that a decode engine computes now and then say little about prefill engines.
         """
         decodes, prompts = self._learned.of_pool("decode"), self._learned.of_pool("prefill")
         return StepCosts(*decodes[:4], *prompts[4:])
 
     @property
     def num_steps_learned(self) -> int:
-        """How many steps `pool_costs` was learned from."""
+        """Number of steps that `pool_costs` was learned from."""
         return self._learned.num_steps
 
     @property
     def num_open(self) -> int:
-        """How many replicas take requests, or will once they move again."""
+        """Number of replicas that take requests, or will once they move again."""
         return sum(replica.is_open for replica in self._replicas.values())
 
     @property
     def num_draining(self) -> int:
-        """How many replicas take no more requests and still have some."""
+        """Number of replicas that take no more requests and still have some."""
         return sum(r.state is LifeState.DRAINING for r in self._replicas.values())
 
     @property
     def num_shut(self) -> int:
-        """How many replicas get nothing new, or a probe alone, because they failed requests."""
+        """Number of replicas without new requests, probes aside, because they failed requests."""
         return sum(self.breakers.state(i) != "closed" for i in self._replicas)
 
     @property
     def stalled(self) -> set[str]:
-        """The replicas that get no requests because they do not move, by incarnation."""
+        """Incarnations of replicas that get no requests because they are stalled or silent."""
         return {name for name, replica in self._replicas.items() if not replica.moves}
 
     @property
     def may_decode(self) -> bool:
-        """Whether a replica is open and decodes, though it may have to move again first."""
+        """Whether an open replica decodes, possibly only once it moves again."""
         return any(replica.is_one_of(DECODING) for replica in self._replicas.values())
 
     @property
     def is_stranded(self) -> bool:
-        """Whether nobody decodes, as far as one can find out: to wait would be in vain."""
+        """Whether waiting is pointless: no open replica decodes and none is looked for."""
         return not (self.may_decode or self.is_looked_for)
 
     @property
     def can_prefill(self) -> bool:
-        """Whether a replica takes prompts for others to go on from."""
+        """Whether a replica computes prompts that other engines decode."""
         return bool(self.prefill_views())
 
     def decode_views(self) -> Views:
-        """Every DP group that may decode; not to be changed, and good until something is."""
+        """Return all DP groups that may decode; read-only, and valid until the next change."""
         self.settle()
         return self._decode.get(self._replicas)
 
     def prefill_views(self) -> Views:
-        """Every engine that prefills for others, as a whole; as `decode_views`."""
+        """Return all prefill engines, each as a whole; like `decode_views`."""
         self.settle()
         return self._prefill.get(self._replicas)
 
     def holds(self) -> list[tuple[str, str]]:
-        """(incarnation, request id) of everything that is held."""
+        """Return (incarnation, request id) of every hold."""
         return [(i, r) for i, replica in self._replicas.items() for r in replica.holds]
 
     def is_held(self, request_id: str, placement: Placement) -> bool:
-        """Whether the engine of a place has been asked something of a request, and not answered."""
+        """Return whether an engine has been asked something of a request and not answered."""
         replica = self._replicas.get(placement.incarnation)
         return replica is not None and request_id in replica.holds
 
     def check_invariants(self) -> None:
-        """Kept views are as new ones would be, and none is negative."""
+        """Assert that kept views equal new ones, and that no count is negative."""
         self.settle()
         for views in (self._decode, self._prefill):
             kept = views.get(self._replicas)
@@ -378,10 +383,10 @@ class PoolState:
     def _learn(
         self, replica: _KnownReplica, old: EngineSnapshot | None, new: EngineSnapshot
     ) -> None:
-        """Learn from steps that a snapshot tells of for the first time."""
+        """Learn from the steps that a snapshot reports for the first time."""
         member = replica.member
         if self._replicas.get(member.description.incarnation) is not replica:
-            return  # It was removed after a failure of what it had told before.
+            return  # The replica was removed after an earlier snapshot of it could not be learned.
         steps = _new_steps(old, new)
         if not steps and old is not None:
             return
@@ -406,13 +411,13 @@ class PoolState:
 
 @dataclass(slots=True)
 class _Heard:
-    """What a snapshot says, looked through once: requests are held and let go of more often.
+    """A snapshot in columns, kept because holds change more often than snapshots.
 
     Attributes:
-        snapshot: It.
-        columns: What its DP groups say.
-        costs: Of steps, as of `unheld`.
-        unheld: What its places have while nothing is held there; None before anybody asked.
+        snapshot: The snapshot.
+        columns: Its DP groups' fields as columns.
+        costs: The costs of steps with which `unheld` was made.
+        unheld: Its places without any hold; None before they were needed.
     """
 
     snapshot: EngineSnapshot
@@ -422,12 +427,12 @@ class _Heard:
 
 
 class _Side:
-    """The views of one side, kept because a thousand replicas change one at a time.
+    """The views of one side, kept because of a thousand replicas only one changes at a time.
 
     Args:
-        roles: Of the engines on this side.
-        breakers: Shut out who fails, unless that is everybody.
-        is_whole: Whether a place is an engine as a whole, not a DP group.
+        roles: Roles of the engines on this side.
+        breakers: Exclude replicas that fail, unless that would be all.
+        is_whole: Whether a place is a whole engine instead of a DP group.
     """
 
     def __init__(self, roles: frozenset[Role], breakers: Breakers, *, is_whole: bool) -> None:
@@ -439,19 +444,19 @@ class _Side:
         self._stale: dict[str, None] = {}
         self._heard: dict[str, _Heard] = {}
         self._is_listed = False
-        # Nobody else does.
+        # Assumes that there is no prefill engine until the first listing.
         self._computes_prompts = True
 
     def change(self, incarnation: str) -> None:
-        """An engine's load has changed."""
+        """Mark an engine's places for update."""
         self._stale[incarnation] = None
 
     def relist(self) -> None:
-        """Engines came, went, changed sides, or began or ceased to move."""
+        """Mark the list for update: engines came, went, changed sides, stalled or recovered."""
         self._is_listed = False
 
     def get(self, replicas: Mapping[str, _KnownReplica]) -> Views:
-        """The views as of now."""
+        """Return the current views."""
         if not self._is_listed:
             self._list(replicas)
         if self._stale:
@@ -459,7 +464,7 @@ class _Side:
         return self._views
 
     def write(self, replicas: Mapping[str, _KnownReplica]) -> None:
-        """Take over what has changed, unless all is to be listed anew for whoever asks next."""
+        """Update the marked places, unless the whole list is to be made again anyway."""
         if self._is_listed:
             for incarnation in self._stale:
                 first = self._first.get(incarnation)
@@ -499,7 +504,7 @@ class _Side:
 
 
 def _groups(replica: _KnownReplica, heard: _Heard, *, computes_prompts: bool) -> Places:
-    """Each DP group is a place."""
+    """Return the places of an engine, one for each DP group."""
     snapshot, told = heard.snapshot, heard.columns
     description, costs = replica.member.description, replica.costs
     load = engine_load(
@@ -538,7 +543,7 @@ def _groups(replica: _KnownReplica, heard: _Heard, *, computes_prompts: bool) ->
 
 
 def _whole(replica: _KnownReplica, heard: _Heard, *, computes_prompts: bool) -> Places:
-    """The engine as a whole is one place."""
+    """Return the single place of an engine as a whole."""
     assert computes_prompts, "a prefill engine computes its prompts"
     snapshot, description = heard.snapshot, replica.member.description
     groups = snapshot.groups
@@ -557,7 +562,7 @@ def _whole(replica: _KnownReplica, heard: _Heard, *, computes_prompts: bool) -> 
         *_room(description.kv_groups, free_blocks, len(groups)),
         sum(group.num_running for group in groups) + num_waiting,
         num_waiting,
-        0.0,  # Beside which prompts it will be computed is the engine's to say.
+        0.0,  # Which prompts it will be computed beside is the engine's decision.
         max(load.spare_rows),
         max(load.spare_context_tokens),
     ]
@@ -570,7 +575,7 @@ def _whole(replica: _KnownReplica, heard: _Heard, *, computes_prompts: bool) -> 
 def _of_engine(
     load: Load, costs: StepCosts, prompt_costs: Iterable[float], num_queued_tokens: int
 ) -> list[float]:
-    """What all places of an engine have, in the order of the columns."""
+    """Return the values that all places of an engine share, in the order of the columns."""
     return [
         load.max_context_tokens,
         sum(load.rows),
@@ -590,12 +595,12 @@ def _bytes_per_token(kv_groups: tuple[KVGroup, ...]) -> float:
 def _room(
     kv_groups: tuple[KVGroup, ...], free_blocks: list[list[int]], num_pools: int
 ) -> list[int]:
-    """Of each place the longest sequence that has room there; then of each the tokens it holds.
+    """Return the longest sequence with room in each place, then the tokens held in each place.
 
     Args:
-        kv_groups: Of the model.
-        free_blocks: Of each place, of each of these.
-        num_pools: How many DP groups' blocks a place has.
+        kv_groups: KV groups of the model.
+        free_blocks: Free blocks of each place and KV group.
+        num_pools: Number of DP groups whose blocks a place has.
     """
     first, size = kv_groups[0], kv_groups[0].block_size
     most = num_pools * first.num_usable_blocks

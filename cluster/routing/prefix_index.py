@@ -1,15 +1,15 @@
-"""Which leading blocks of a prompt DP groups hold: what they told, what was sent there. Pure.
+"""Which leading blocks of a prompt DP groups hold, as reported or as expected. Pure.
 
-Owner: one ingress's event loop, by `Prefixes`. For blocks of one size, called by the 64-bit names
-of their chain hashes (`kv_transfer.block_hash.block_names`): a name stands for every token from the
-first one on, so that a holder's prefix of a prompt is as long as the unbroken run of names that it
+Owner: one ingress's event loop, by `Prefixes`. An index is for blocks of one size. Blocks are named
+by 64 bits of their chain hashes (`kv_transfer.block_hash.block_names`). A name stands for every
+token from the first one on, so a holder's prefix of a prompt is the unbroken run of names that it
 holds.
 
-What a group told (`KVEventBatch`) is exact: a batch that comes twice, or late, changes nothing; one
-that is missed voids what was told before, until a listing comes. What was sent to a group is a
-guess with an end. Above `max_entries` the group with the most entries forgets the newest of them:
-it loses the ends of prefixes, never what they begin with. Whatever is forgotten, a prefix is only
-ever believed to be shorter than it is.
+A group's reports (`KVEventBatch`) are exact: a batch that arrives twice or late changes nothing. A
+missing batch voids earlier reports until a listing comes. A prompt sent to a group is a guess that
+expires. Above `max_entries` the group with the most entries loses the newest of them: ends of
+prefixes, never their beginnings. Whatever is lost, a prefix is only ever believed to be shorter
+than it is.
 """
 
 from __future__ import annotations
@@ -26,25 +26,28 @@ if TYPE_CHECKING:
     from replicas.messages import KVEventBatch
 
 MAX_ENTRIES = 2**20
-"""Blocks that are remembered, one that two groups hold counted twice; `benchmarks/placement.py`
-prints what one takes."""
+"""Limit of entries; a block that two groups hold counts twice.
+
+`benchmarks/placement.py` prints the memory of one.
+"""
 ASK_AGAIN = 64
-"""A group that has missed a batch is asked for a listing again after so many more."""
+"""After a missed batch, a listing is requested again each time this many more batches came."""
 _MAX_MASKS = 2**16
 _FORGOTTEN_SHARE = 16
 
 
 @dataclass(slots=True, eq=False)
 class _Holder:
-    """A DP group, or an engine as a whole.
+    """A DP group, or an engine as a whole, and the blocks that it holds.
 
     Attributes:
-        bit: Stands for it in masks.
-        told: What it told that it has, oldest first.
-        routed: What was sent there, until when it is believed to be there; in order of that.
-        seq: Of the last batch that was taken, or seen; -1 before the first.
-        num_missed: Batches since one was missed that came to nothing; 0: none was missed.
-        is_listed: Whether `told` is all that it has.
+        bit: Its bit in masks.
+        told: Blocks that it has reported, oldest first.
+        routed: Blocks that were sent there, with the time until which they are assumed to be there;
+            in that order.
+        seq: Sequence number of the last batch that was taken or seen; -1 before the first.
+        num_missed: Batches ignored since one was missed; 0 if none was missed.
+        is_listed: Whether `told` is complete.
     """
 
     placement: Placement
@@ -57,10 +60,10 @@ class _Holder:
 
 
 class PrefixIndex:
-    """See the module docstring.
+    """Holders of blocks of one size.
 
     Args:
-        max_entries: How much is remembered.
+        max_entries: Limit of entries.
     """
 
     def __init__(self, max_entries: int = MAX_ENTRIES) -> None:
@@ -68,8 +71,8 @@ class PrefixIndex:
         self._num_entries = 0
         self._holders: dict[Placement, _Holder] = {}
         self._by_bit: list[_Holder | None] = []
-        # Who holds a block. Equal masks are one object where possible: a look-up compares those
-        # of neighbours by identity.
+        # Holders of each block, as a mask. Equal masks are one object where possible: a look-up
+        # compares those of neighbours by identity.
         self._masks: dict[int, int] = {}
         self._same: dict[int, int] = {}
 
@@ -80,17 +83,17 @@ class PrefixIndex:
         return f"PrefixIndex({self._num_entries} entries of {len(self._holders)} holders)"
 
     def is_listed(self, placement: Placement) -> bool:
-        """Whether a group tells what it holds, and nothing of it was missed."""
+        """Return whether a group's reports are complete."""
         holder = self._holders.get(placement)
         return holder is not None and holder.is_listed
 
     def told(self, placement: Placement) -> Set[int]:
-        """Names of what a group told that it has."""
+        """Return the names of the blocks that a group has reported."""
         holder = self._holders.get(placement)
         return holder.told.keys() if holder is not None else frozenset()
 
     def take(self, placement: Placement, batch: KVEventBatch) -> bool:
-        """Take over what a group told; whether it has to be asked for a listing."""
+        """Add a group's report; return whether a listing has to be requested from it."""
         holder = self._holder(placement)
         if batch.is_listing and batch.seq >= holder.seq:
             self._forget_all(holder)
@@ -114,13 +117,7 @@ class PrefixIndex:
         return False
 
     def route(self, placement: Placement, names: Sequence[int], until_s: float) -> None:
-        """Believe until then that a group gets these blocks, which a request has that it was sent.
-
-        Args:
-            placement: The group.
-            names: Of the request's leading blocks.
-            until_s: Later than, or equal to, that of every call before for this group.
-        """
+        """Assume until `until_s` that a group caches these blocks of a prompt sent there."""
         holder = self._holder(placement)
         routed, told = holder.routed, holder.told
         for name in names:
@@ -132,7 +129,7 @@ class PrefixIndex:
         self._keep_bound()
 
     def expire(self, now_s: float) -> None:
-        """Believe no more what was to be believed until now."""
+        """Forget sent prompts whose time is over."""
         for holder in self._holders.values():
             routed = holder.routed
             while routed:
@@ -143,16 +140,16 @@ class PrefixIndex:
                 self._drop(holder, name)
 
     def forget(self, incarnation: str) -> None:
-        """An engine is gone, and all that it held."""
+        """Forget an engine that is gone, and all that it held."""
         for placement in [p for p in self._holders if p.incarnation == incarnation]:
             holder = self._holders.pop(placement)
             self._forget_all(holder)
             self._by_bit[holder.bit.bit_length() - 1] = None
 
     def look_up(self, names: Iterable[int]) -> dict[Placement, int]:
-        """For everybody who holds the first block, how many of the leading ones."""
+        """Return for each holder of the first block how many of the leading blocks it holds."""
         found: dict[Placement, int] = {}
-        # An unbroken run of one mask, which is most of a prompt, costs a comparison for each block.
+        # A run of equal masks, which most of a prompt is, costs one comparison for each block.
         holding = last = -1
         depth = 0
         for depth, mask in enumerate(map(self._masks.get, names)):
@@ -175,7 +172,7 @@ class PrefixIndex:
         return found
 
     def check_invariants(self) -> None:
-        """Masks, holders and the count say the same, and the bound is kept."""
+        """Assert that masks, holders and the count agree, and the limit is kept."""
         masks: dict[int, int] = {}
         for placement, holder in self._holders.items():
             assert holder.placement == placement
@@ -235,14 +232,14 @@ class PrefixIndex:
             self._drop(holder, holder.routed.popitem()[0])
 
     def _hold(self, holder: _Holder, name: int) -> None:
-        """Note that a block has one holder more."""
+        """Record that a block has one holder more."""
         mask = self._masks.get(name, 0) | holder.bit
         if len(self._same) >= _MAX_MASKS:
             self._same.clear()
         self._masks[name] = self._same.setdefault(mask, mask)
 
     def _drop(self, holder: _Holder, name: int) -> None:
-        """Note that a block has one holder less, which has it in neither of its two lists."""
+        """Record that a block has one holder less; the caller has updated the holder's lists."""
         self._num_entries -= 1
         mask = self._masks[name] ^ holder.bit
         if mask:
@@ -253,7 +250,7 @@ class PrefixIndex:
     def _keep_bound(self) -> None:
         while self._num_entries > self._max_entries:
             fullest = max(self._holders.values(), key=lambda h: len(h.told) + len(h.routed))
-            # Many at once: to find the fullest takes a look at all of them.
+            # Drop many at once, because finding the fullest holder looks at all of them.
             most = len(fullest.told) + len(fullest.routed)
             excess = self._num_entries - self._max_entries
             for _ in range(min(max(excess, most // _FORGOTTEN_SHARE), most)):

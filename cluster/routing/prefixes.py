@@ -1,10 +1,10 @@
-"""How much of a prompt's KV is where, as one ingress believes: what placement asks.
+"""How much of a prompt's KV is cached on which engine, as one ingress knows it.
 
-Owner: one ingress's event loop, by its `Fleet`. Engines that tell what their prefix caches hold are
-believed exactly. Of the others, whose models have several KV groups, it is believed that a prompt
-which they took stays for `ROUTED_S`. An engine's entries go with it; one that is frozen costs
-nothing but these. While secrets are rotated, an engine whose first secret is another hashes
-otherwise, and is believed to hold nothing.
+Owner: one ingress's event loop, by its `Fleet`. Engines that report the contents of their prefix
+caches are known exactly. Engines whose models have several KV groups do not report: a prompt that
+they took is assumed to stay for `ROUTED_S`. An engine's entries are removed with it. While secrets
+are rotated, an engine with another first secret computes other hashes, so it appears to hold
+nothing.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ if TYPE_CHECKING:
     from replicas.messages import KVEventBatch
 
 ROUTED_S = 120.0
-"""How long a prompt is believed to be in the prefix cache of an engine that tells nothing."""
+"""Seconds for which a prompt counts as cached on an engine that does not report its cache."""
 
 
 @dataclass(slots=True)
 class _KnownBlocks:
-    """What is known of blocks of one size."""
+    """Blocks of one size: their holders, and how many requests use them."""
 
     index: PrefixIndex = field(default_factory=PrefixIndex)
     hot: HotPrefixes = field(default_factory=HotPrefixes)
 
 
 class Prefixes:
-    """See the module docstring.
+    """The prefix caches of all engines.
 
     Args:
-        keys: The deployment's secrets, one at least: its engines hash with a key of the first.
-        is_asked: Whether placement asks; prompts that were sent are not hashed for nobody.
+        keys: The deployment's secrets, at least one: engines hash with a key of the first.
+        is_asked: Whether placement uses this; otherwise prompts that were sent are not hashed.
     """
 
     def __init__(self, keys: KeyRing, *, is_asked: bool = True) -> None:
         self._is_asked = is_asked
         self._key, *_ = keys.derive(PREFIX_CACHE)
         self._engines: dict[str, Member] = {}
-        # Of each pool the decode slots of a DP group, and how many groups there are.
+        # For each pool, the decode slots of a DP group and the number of groups.
         self._pools: dict[str, tuple[int, int]] = {}
         self._sizes: dict[int, _KnownBlocks] = {}
-        # What each request was counted with that was asked about and has not ended.
+        # For each request that was looked up and has not ended, the counters that it is counted in.
         self._counted: dict[str, list[tuple[HotPrefixes, Sequence[int]]]] = {}
 
     def __repr__(self) -> str:
@@ -60,24 +60,24 @@ class Prefixes:
 
     @property
     def num_counted(self) -> int:
-        """Requests that are believed to be under way."""
+        """Number of requests that count as under way."""
         return len(self._counted)
 
     def add(self, member: Member) -> None:
-        """Take an engine in."""
+        """Add an engine."""
         self._engines[member.description.incarnation] = member
         self._sizes.setdefault(_block_size(member), _KnownBlocks())
         self._measure(member.pool)
 
     def remove(self, incarnation: str) -> None:
-        """Forget an engine and what it held. Idempotent."""
+        """Forget an engine and its blocks. Idempotent."""
         member = self._engines.pop(incarnation, None)
         if member is not None:
             self._sizes[_block_size(member)].index.forget(incarnation)
             self._measure(member.pool)
 
     def take(self, incarnation: str, batches: Iterable[KVEventBatch]) -> bool:
-        """Take over what an engine told; whether it has to be asked for a listing."""
+        """Add an engine's reports; return whether a listing has to be requested from it."""
         member = self._engines.get(incarnation)
         if member is None:
             return False
@@ -88,7 +88,7 @@ class Prefixes:
         return asks
 
     def note_routed(self, demand: Demand, placement: Placement, now_s: float) -> None:
-        """A request was taken there; says something where the engine itself says nothing."""
+        """Record a request that an engine took; ignored for an engine that reports its cache."""
         member = self._engines.get(placement.incarnation)
         if member is None or not self._is_asked:
             return
@@ -99,29 +99,29 @@ class Prefixes:
             index.route(placement, names, now_s + ROUTED_S)
 
     def told(self, placement: Placement) -> Set[int]:
-        """Names of the blocks that a DP group told that it has."""
+        """Return the names of the blocks that a DP group has reported."""
         member = self._engines.get(placement.incarnation)
         if member is None:
             return frozenset()
         return self._sizes[_block_size(member)].index.told(placement)
 
     def check_invariants(self) -> None:
-        """See `PrefixIndex.check_invariants`."""
+        """Assert the invariants of each index; see `PrefixIndex.check_invariants`."""
         for blocks in self._sizes.values():
             blocks.index.check_invariants()
 
     def expire(self, now_s: float) -> None:
-        """Believe no more what was to be believed until now; to be called now and then."""
+        """Forget prompts assumed to be cached until now at most; call it now and then."""
         for blocks in self._sizes.values():
             blocks.index.expire(now_s)
 
     def cached_tokens(self, demand: Demand) -> Mapping[Placement, int]:
-        """For everybody who holds some, the leading tokens that need not be computed there.
+        """Return for each place with cached tokens the leading tokens that it need not compute.
 
-        A placement is a DP group, or an engine as a whole where that was all that was said when a
-        prompt was sent there. One token of a prompt is always computed, as its logits are wanted.
-        Less is said than is held where a prefix is too hot for so few (`hot_prefixes`): a request
-        that is asked about counts as under way until `end`.
+        A place is a DP group, or a whole engine if the prompt was sent there without a group. At
+        least one token is always computed, because its logits are needed. A prefix that is too hot
+        for its few holders (`hot_prefixes`) counts for less than is cached. The request counts as
+        under way until `end`.
         """
         self._count(demand)
         found: dict[Placement, int] = {}
@@ -139,7 +139,7 @@ class Prefixes:
         return found
 
     def end(self, demand: Demand) -> None:
-        """A request is not under way any more. Idempotent."""
+        """Count a request as under way no more. Idempotent."""
         for hot, names in self._counted.pop(demand.request_id, ()):
             hot.leave(names)
 
@@ -153,7 +153,7 @@ class Prefixes:
                 hot.enter(names)
 
     def _measure(self, pool: str) -> None:
-        """An engine of a pool has come or gone."""
+        """Count a pool's slots and groups again after an engine came or went."""
         engines = [m.description for m in self._engines.values() if m.pool == pool]
         slots = min((engine.slots_per_group for engine in engines), default=1)
         self._pools[pool] = slots, sum(engine.dp_groups for engine in engines)

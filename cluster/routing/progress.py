@@ -1,7 +1,7 @@
-"""What the client of one request has of each choice, which have ended, where it broke off. Pure.
+"""Outputs that the client of one request has, and where an interrupted stream stopped. Pure.
 
-Owner: the request's `Run`. Engines that run the request one after the other may say the same tokens
-and endings again; none may leave any out.
+Owner: the request's `Run`. Engines that run a request one after the other may repeat tokens and
+endings, but must not leave any out.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 class Seam(NamedTuple):
-    """Where a stream broke off that another decode engine is to go on with.
+    """The point at which a stream was interrupted, until another decode engine continues it.
 
     Attributes:
-        reason: Why the one before was left, a metric's label.
-        why: The same for a person.
-        heard_s: When it had given its last token.
-        kv: How the next one comes by its KV, a metric's label: "moved", "cached" or "recomputed".
+        reason: Why the first engine was left, as a metric's label.
+        why: The same reason for a person.
+        heard_s: Time of its last token.
+        kv: How the next engine gets the KV, as a metric's label: "moved", "cached" or "recomputed".
     """
 
     reason: str
@@ -29,14 +29,14 @@ class Seam(NamedTuple):
 
 
 class Progress:
-    """See the module docstring.
+    """Tokens and endings of every choice of one request.
 
     Args:
-        num_choices: Answers that were asked for.
+        num_choices: Number of answers that were asked for.
 
     Attributes:
-        tokens: For each choice, the tokens that the client has, or gets next: with them another
-            engine can go on from where a lost one was.
+        tokens: For each choice the tokens that the client has, or gets next; with them another
+            engine can continue a lost one's stream.
         seam: Set from the moment in which a decode engine was left until another one gives a token.
     """
 
@@ -48,7 +48,7 @@ class Progress:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether the prompt has been computed, and the client has something."""
+        """Whether the prompt has been computed and the client has tokens."""
         return any(self.tokens)
 
     @property
@@ -58,21 +58,21 @@ class Progress:
 
     @property
     def longest(self) -> list[int]:
-        """The tokens of the choice that has most."""
+        """Tokens of the longest choice."""
         return max(self.tokens, key=len)
 
     def break_off(self, reason: str, why: str, kv: str) -> None:
-        """The decode engine that gave tokens gives no more."""
+        """Record that a decode engine will give no more tokens."""
         self.seam = self.seam or Seam(reason, why, self._heard_s, kv)
 
     def heard(self, now_s: float) -> Seam | None:
-        """A decode engine has given tokens; where that ends a seam, which."""
+        """Record that a decode engine has given tokens; return the seam that this closes."""
         seam, self.seam = self.seam, None
         self._heard_s = now_s
         return seam
 
     def note(self, output: TokenOutput) -> None:
-        """Add what an output has that is new."""
+        """Add the new tokens and endings of an output."""
         tokens = self.tokens[output.choice]
         assert output.index <= len(tokens), f"tokens before index {output.index} are missing"
         tokens += output.token_ids[len(tokens) - output.index :]

@@ -1,7 +1,7 @@
-"""The prompt of one request, as prefill engines are asked for it.
+"""The prompt of one request on prefill engines.
 
-Owner: the request's `Run`. An engine that refuses, dies or stalls before the first token costs
-another ticket and another engine.
+Owner: the request's `Run`. If an engine refuses, dies or stalls before the first token, the prompt
+is asked of another engine with another ticket.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _PrefillAttempt:
-    """A prefill engine that was asked.
+    """A prefill engine that was asked for the prompt.
 
     Attributes:
-        placement: Which.
-        leg: Its part in the request; None if it could not be asked.
-        ticket: Lets the decode engine fetch the KV.
-        outputs: First tokens of choices that it has given.
+        placement: The engine's place.
+        leg: The leg on that engine; None if it could not be asked.
+        ticket: The ticket with which the decode engine fetches the KV.
+        outputs: First tokens of choices, so far.
     """
 
     placement: Placement
@@ -47,7 +47,7 @@ class _PrefillAttempt:
 
 
 class PromptContext(Protocol):
-    """What a prompt needs of the router that places its request."""
+    """The parts of the router that a `Prompt` uses."""
 
     config: RouterConfig
     metrics: RouterMetrics
@@ -58,18 +58,18 @@ class PromptContext(Protocol):
 
 
 class Prompt:
-    """See the module docstring.
+    """The prefill of one request.
 
     Args:
-        context: What this ingress places requests with.
-        pools: Where the prefill leg is held.
-        request: Whose prompt.
-        demand: What it needs.
-        legs: Where the prefill leg is.
+        context: Parts of the router.
+        pools: The pool state that holds the prefill leg.
+        request: The request.
+        demand: Its demand.
+        legs: Its legs.
 
     Attributes:
         request: As given.
-        epoch: Of the last transfer: news of an earlier one must not end the one under way.
+        epoch: Number of the last transfer; events of earlier ones must not end the current one.
     """
 
     def __init__(
@@ -86,70 +86,70 @@ class Prompt:
         self._demand = demand
         self._legs = legs
         self._asked: _PrefillAttempt | None = None
-        # Engines that had not answered when a decode engine was lost: the last to be asked.
+        # Engines that had not answered when a decode engine was lost: they are asked last.
         self._unheard: set[Placement] = set()
         self.epoch = -1
 
     @property
     def is_under_way(self) -> bool:
-        """Whether an engine was asked whose tokens nobody has waited for to the end."""
+        """Whether an engine was asked whose tokens have not been waited for to the end."""
         return self._asked is not None
 
     def new_epoch(self) -> int:
-        """The number of the next transfer of this request."""
+        """Return the number of this request's next transfer."""
         self.epoch += 1
         return self.epoch
 
     def ask(self, consumer: str) -> None:
-        """Ask a prefill engine already, for a decode engine that has not answered.
+        """Ask a prefill engine before the decode engine has answered.
 
         Args:
-            consumer: Its incarnation; "" if any may be it.
+            consumer: Incarnation of the decode engine; "" for any.
         """
         self._asked = self._ask(consumer, set())
 
     def drop(self) -> None:
-        """The decode engine does not come: let go of a prompt whose KV only it may fetch."""
+        """Drop a prompt whose KV only a decode engine that was lost or refused may fetch."""
         leg = self._legs.prefill
         if leg is None or leg.offer is None:
             self._asked = None
             self._drop_leg()
 
     def stop(self) -> None:
-        """Nobody needs it any more. Idempotent."""
+        """Drop the prompt: it is not needed any more. Idempotent."""
         self._asked = None
         self._drop_leg()
 
     def began(self) -> None:
-        """The first token has come."""
+        """Record that the first token was delivered."""
         if self._context.moments is not None:
             now_s = asyncio.get_running_loop().time()
             self._context.moments.computed(self.request.request_id, now_s)
 
     def _drop_leg(self) -> None:
-        """Let go of an engine that is not to compute it any more."""
+        """Close the leg of an engine that should not compute the prompt any more."""
         self._legs.drop_prefill(abort=True)
         if self._context.moments is not None:
             self._context.moments.dropped(self.request.request_id)
 
     def passes_over_unheard(self) -> None:
-        """Prefer others, from now on, to an engine that has not answered, or not in time."""
+        """Prefer other engines, from now on, to the current one if it has not answered."""
         leg = self._asked.leg if self._asked is not None else None
         if self._asked is not None and leg is not None and leg.state is not LegState.OPEN:
             self._unheard.add(self._asked.placement)
 
     async def tokens(self, consumer: Leg | None) -> list[TokenOutput]:
-        """Wait for the engine that was asked, and ask others where that comes to nothing.
+        """Wait for the engine that was asked, and ask others if it fails.
 
         Args:
-            consumer: The decode leg that its KV is for; None: whichever comes.
+            consumer: The decode leg that the KV is for; None for any.
 
         Returns:
-            The first tokens of every choice; none when no prefill engine gave any.
+            The first tokens of every choice; empty if no prefill engine gave any.
 
         Raises:
             DecodeLostError: The consumer's engine died.
-            DecodeLeftError: It stalls, or hands over, and there is another one.
+            DecodeLeftError: It stalls or drains, and another one can take over.
             ReplicaLostError: As many engines were lost as a request may lose.
             ServingError: An engine gave the request up.
         """
@@ -170,7 +170,7 @@ class Prompt:
         return []
 
     def _ask(self, consumer: str, tried: set[Placement]) -> _PrefillAttempt | None:
-        """Ask the next engine, for a decode engine or "", whichever comes; None: none is left."""
+        """Ask the next engine, for one decode engine or "" for any; return None if none is left."""
         placement = self._place(consumer, tried)
         if placement is None:
             return None
@@ -194,7 +194,7 @@ class Prompt:
 
     def _place(self, consumer: str, tried: set[Placement]) -> Placement | None:
         views = self._pools.prefill_views()
-        # An engine that changed its role meanwhile may be on both sides.
+        # After a change of role the consumer may be listed as a prefill engine too.
         consumers = {Placement(consumer, ANY_GROUP)}.intersection(views.placements)
         place = self._context.policies.prefill.place
         found = place(self._demand, views, tried, consumers | (self._unheard - tried))
@@ -203,9 +203,9 @@ class Prompt:
         return found
 
     async def _wait(self, asked: _PrefillAttempt, consumer: Leg | None) -> list[TokenOutput]:
-        """Wait for what one engine was asked; nothing when it refuses, dies or stalls."""
+        """Return the first tokens from one engine; empty if it refuses, dies or stalls."""
         outputs: list[TokenOutput] = []
-        # One that was lost while the decode engine was waited for has been dropped.
+        # If it was lost while the decode engine was waited for, the leg has been dropped.
         if asked.leg is not None and asked.leg is self._legs.prefill:
             if consumer is not None:
                 consumer.load(self._ticket(asked, asked.leg, consumer.incarnation), self.epoch)
@@ -216,14 +216,14 @@ class Prompt:
         return outputs
 
     def _ticket(self, asked: _PrefillAttempt, leg: Leg, consumer: str) -> bytes:
-        """What lets a decode engine fetch the KV: that one alone, whose end ends the transfer."""
+        """Return the ticket for a decode engine; from now on the transfer ends with that engine."""
         if leg.offer is not None:
             asked.ticket = self._context.tickets.seal(leg.offer, consumer)
             leg.offer = None
         return asked.ticket
 
     async def _first_tokens(self, leg: Leg, outputs: list[TokenOutput]) -> list[TokenOutput]:
-        """Wait for the first tokens of every choice; none if the engine refuses."""
+        """Wait for the first tokens of every choice; empty if the engine refuses."""
         while len({output.choice for output in outputs}) < self.request.sampling.n:
             event = await self._legs.next_of(leg)
             leg.answered()

@@ -1,8 +1,9 @@
-"""Who computes the prompt of one request: a prefill engine, or the decode engine that it is on.
+"""Decides whether a prefill engine or the decode engine computes the prompt of one request.
 
-Owner: the request's `Run`. What either way takes is predicted by `ConditionalPrefill`, or decided
-at the door where there is one; here is what has become of that for one request. It is looked at
-when a slot is wanted, and again for the slot that there is: things may have changed.
+Owner: the request's `Run`. The costs of both ways are predicted by `ConditionalPrefill`, or decided
+by admission where it is configured; this class keeps the decision for one request. The decision is
+made when a slot is wanted, and checked again for the slot that was found, as loads may have
+changed.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ if TYPE_CHECKING:
 
 
 class PromptSideContext(Protocol):
-    """What it needs of the router that places its request."""
+    """The parts of the router that a `PromptSide` uses."""
 
     config: RouterConfig
     conditional: ConditionalPrefill | None
 
 
 class PromptSide:
-    """See the module docstring.
+    """The choice of the engine that computes one request's prompt.
 
     Args:
-        context: What this ingress places requests with.
-        pools: Who computes prompts there.
-        legs: Of the request, and its demand.
-        progress: Says whether the prompt has been computed.
+        context: Parts of the router.
+        pools: The engines that compute prompts.
+        legs: The legs of the request, and its demand.
+        progress: Knows whether the prompt has been computed.
 
     Attributes:
-        let_in: As what the door has let it in, which has decided; None without a door.
+        let_in: The request's admission pass, which contains the decision; None without admission.
         is_refused: Whether prefill engines were asked before there was a slot, and gave nothing.
     """
 
@@ -51,7 +52,7 @@ class PromptSide:
         self._progress = progress
         self.let_in: Pass | None = None
         self.is_refused = False
-        # The place that was looked for to have the prompt computed there.
+        # The place whose decode engine should compute the prompt.
         self._here: Placement | None = None
 
     def __repr__(self) -> str:
@@ -59,11 +60,11 @@ class PromptSide:
 
     @property
     def is_remote(self) -> bool:
-        """Whether the prompt goes to a prefill engine, which no decode engine does better."""
+        """Whether the prompt goes to a prefill engine because no decode engine is better."""
         return self._may_move and self._best_here() is None
 
     def look(self) -> set[Placement]:
-        """Look who does better; the places that a slot should not be on while there are others."""
+        """Choose the side again; return places that the slot should avoid if it can."""
         here = self._here = self._best_here()
         if self.let_in is not None:
             return self.let_in.to_spare()
@@ -72,7 +73,10 @@ class PromptSide:
         return {place for place in self._pools.decode_views().placements if place != here}
 
     def mode_at(self, placement: Placement) -> RequestMode:
-        """Whether a decode engine waits to be activated or computes the prompt at once."""
+        """Return the mode of the decode leg at a place.
+
+        "decode" is a reservation that waits to be activated, "local" computes the prompt at once.
+        """
         if self._progress.has_tokens:
             return "decode"
         if self._is_best_here(placement):
@@ -82,25 +86,25 @@ class PromptSide:
         return "decode" if is_decode and not self.is_refused and self._may_move else "local"
 
     def asked(self, placement: Placement, mode: RequestMode) -> None:
-        """A decode engine is asked to run the request."""
+        """Record that a decode engine is asked to run the request in this mode."""
         conditional = self._context.conditional if self.let_in is None else None
         if conditional is not None and mode == "local" and self._may_move:
             conditional.give(self._legs.demand, placement, asyncio.get_running_loop().time())
 
     def over(self) -> None:
-        """No decode engine has the prompt to compute any more. Idempotent."""
+        """Record that no decode engine has the prompt to compute any more. Idempotent."""
         if self._context.conditional is not None:
             now_s = asyncio.get_running_loop().time()
             self._context.conditional.drop(self._legs.demand.request_id, now_s)
 
     @property
     def _may_move(self) -> bool:
-        """Whether a prefill engine takes prompts, and this one is long enough to move."""
+        """Whether a prefill engine takes prompts and this one is long enough to move."""
         fewest = self._context.config.min_remote_prefill_tokens or 0
         return self._legs.demand.num_prompt_tokens >= fewest and self._pools.can_prefill
 
     def _best_here(self) -> Placement | None:
-        """Where a decode engine should compute the prompt, though a prefill engine could."""
+        """Return the place whose decode engine should compute the prompt; None for prefill."""
         if self.let_in is not None:
             return self.let_in.helper
         conditional = self._context.conditional
@@ -111,7 +115,7 @@ class PromptSide:
         return conditional.place(self._legs.demand, asyncio.get_running_loop().time())
 
     def _is_best_here(self, placement: Placement) -> bool:
-        """Whether the prompt should be computed where it got a slot."""
+        """Return whether the prompt should be computed at the place of its slot."""
         if placement == self._here or self.let_in is not None:
             return placement == self._here
         here = self._best_here()

@@ -1,8 +1,8 @@
-"""Placements with all that they were chosen among, a JSON line for each request that has ended.
+"""The route log: a JSON line for each ended request with its placements and their alternatives.
 
-`cluster.lab.replay` chooses again from it. Lines hold lengths, names of replicas and of sessions,
-and nothing of any text. Owner: the thread that writes; a disk that is slow or full, or a line that
-cannot be made, costs lines, which are counted, and no request anything.
+`cluster.lab.replay` chooses again from it. Lines hold lengths and names of replicas and sessions,
+and no text. Owner: the thread that writes. If the disk is slow or full, or a line cannot be made,
+lines are lost and counted; requests are not affected.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 256
-"""Requests whose lines are yet to be written; beyond it lines are lost."""
+"""Limit of requests whose lines are not written yet; beyond it lines are lost."""
 
 
 class LoggedChoice(msgspec.Struct, frozen=True, kw_only=True):
     """One placement; see `cluster.routing.choice.Choice` and `Whole`.
 
     Attributes:
-        made_s: When it was made, on its ingress's clock.
-        chosen: Index of the place.
-        columns: By the names of the views' columns, what all places had.
+        made_s: Time of the placement, on its ingress's clock.
+        chosen: Index of the chosen place.
+        columns: Values of all places by the name of the views' column.
     """
 
     made_s: float
@@ -73,12 +73,12 @@ class LoggedRoute(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouteLog:
-    """See the module docstring.
+    """A file with the routes of one ingress, and the thread that writes it.
 
     Args:
-        folder: Where its file is to be; made if it is not there.
-        name: Of the ingress, and of the file.
-        policy: Who chooses.
+        folder: Folder of the file; created if needed.
+        name: Name of the ingress, and part of the file's.
+        policy: Name of the policy.
         on_lost: Called with each line that is not written, from any thread.
 
     Raises:
@@ -96,14 +96,14 @@ class RouteLog:
         self._thread.start()
 
     def write(self, route: Route) -> None:
-        """Write a route that has ended, soon; never waits."""
+        """Queue a route that has ended; never waits."""
         try:
             self._routes.put_nowait(route)
         except queue.Full:
             self._on_lost()
 
     def close(self) -> None:
-        """Write what waits, as far as the disk takes it within a second."""
+        """Write queued lines, as far as the disk takes them within a second."""
         with contextlib.suppress(queue.Full):
             self._routes.put(None, timeout=1.0)
         self._thread.join(timeout=1.0)
@@ -115,7 +115,7 @@ class RouteLog:
                 line = msgspec.json.encode(logged(route, self._policy)) + b"\n"
                 is_lost = os.write(self._fd, line) < len(line)
             except Exception:
-                # Of this line; those that follow may be in order.
+                # Only this line is lost; later ones may be written.
                 is_lost = True
                 if not was_told:
                     logger.exception(
@@ -128,7 +128,7 @@ class RouteLog:
 
 
 def logged(route: Route, policy: str) -> LoggedRoute:
-    """What a line says."""
+    """Return the line of a route."""
     return LoggedRoute(
         request_id=route.request_id,
         policy=policy,

@@ -1,20 +1,25 @@
-"""Router: which engines run a request, in which order, and what happens when one is lost.
+"""The router: runs each request on engines, from its arrival to its last token.
 
-Owner: one ingress's event loop. A story tells what happens to a request, and reads from top to
-bottom: `tell`, made of the words of `Run`. What `router.order` decides is when the slot is asked
-for: with the prompt (`decode_first`: no finished prefill waits for a decoder), after its first
-token (`prefill_first`: no slot waits for a prefill), or in between, when it is due (`predicted`).
+Owner: one ingress's event loop. `tell` is the life of a request from top to bottom; `Run` has its
+steps. `router.order` decides when the decode slot is asked for:
 
-A prefill engine that refuses, dies or stalls before the first token costs another ticket, at last a
-local prefill on the decode engine; one that dies later costs the decode engine the prompt. A decode
-engine that dies, or is left because it stalls, costs a new reservation: the story begins again,
-what the client has stays, and another engine goes on from there (the request *migrates*, if it had
-tokens of the one that was left). Losses of either kind count against `max_attempts`, as engines may
-die of a request; stalls do not: they have as many of their own, less one, and the last engine is
-waited for. The prompt's KV stays only if it was
-offered to whichever decode engine comes and none has begun to fetch it: the end of a consumer ends
-its transfer, and the next decode engine computes prompt and tokens again, or ends the request where
-its configuration forbids that.
+- `decode_first`: with the prompt, so no finished prefill waits for a decode slot
+- `prefill_first`: after the first token, so no slot waits for a prefill
+- `predicted`: shortly before the prompt is expected to be computed
+
+When engines fail:
+
+- A prefill engine that refuses, dies or stalls before the first token is replaced. The last resort
+  is a local prefill on the decode engine.
+- If a prefill engine dies after the first token, the decode engine computes the prompt.
+- If a decode engine dies, or is left because it stalls, another one continues the stream. This is a
+  migration if the first engine had given tokens.
+- Each lost replica uses one of `max_attempts`, because the request itself may be what kills it.
+- Stalls have a budget of their own (`max_attempts - 1`). After that the request stays where it is.
+
+The prompt's KV outlives a lost decode engine only if it was offered to any decode engine and no
+engine had begun to fetch it. Otherwise the next decode engine computes prompt and tokens again, or
+fails the request where its configuration forbids that.
 """
 
 from __future__ import annotations
@@ -57,11 +62,12 @@ if TYPE_CHECKING:
     from replicas.messages import EngineRequest, RequestMode
 
     Emit = Callable[[TokenOutput], Awaitable[bool]]
-    """Takes an output; says whether more is wanted: not once stop strings ended all choices."""
+    """Receives an output. Returns whether more is wanted: False once stop strings have ended all
+    choices."""
 
 
 class Part(NamedTuple):
-    """What one engine does for one request; times on the event loop's clock."""
+    """One engine's part in one request; times are on the event loop's clock."""
 
     demand: Demand
     incarnation: str
@@ -71,19 +77,19 @@ class Part(NamedTuple):
 
 
 class Router:
-    """Places requests and runs them; see the module docstring.
+    """Places the requests of one ingress on engines and runs them.
 
     Args:
-        fleet: The engines of this ingress.
-        config: Bounds and thresholds.
-        metrics: Counts what is decided.
-        tickets: Seals what lets a decode engine fetch from a prefill engine.
-        seed: Of what its policies draw.
+        fleet: The engines that this ingress knows.
+        config: Limits, thresholds and policies.
+        metrics: Counts decisions.
+        tickets: Seals tickets with which decode engines fetch KV from prefill engines.
+        seed: Seed of the policies' random numbers.
 
     Attributes:
-        traffic: What was asked so far.
-        lengths: Of prompts and answers, of late.
-        routes: Where requests went, and why.
+        traffic: Counts of requests and tokens since the start.
+        lengths: Recent mean lengths of prompts and answers.
+        routes: Records of where requests went, and why.
     """
 
     def __init__(
@@ -108,7 +114,7 @@ class Router:
         )
         self.moments: SlotMoments | None = None
         if config.order == "predicted" and config.admission is None:
-            # Whoever is let in has nearly nobody before its prompt.
+            # Not with admission: an admitted request has almost nothing before its prompt.
             self.moments = SlotMoments(fleet.pools)
         self.waits = SlotWaits(self.queue, fleet.pools, self.moments)
         self.stalls = Stalls(self.queue)
@@ -126,20 +132,20 @@ class Router:
         fleet.on_change = self.capacity_changed
 
     def capacity_changed(self) -> None:
-        """Call when a slot may be free: whoever waits for one goes first."""
+        """Wake waiting requests; call it when a slot may have become free."""
         self.waits.capacity_changed()
         self.stalls.capacity_changed()
         if self.admission is not None:
             self.admission.capacity_changed()
 
     async def run(self, request: EngineRequest, emit: Emit) -> None:
-        """Run a request; its outputs go to `emit` in order, each choice's last with its reason.
+        """Run a request and pass its outputs to `emit` in order.
 
-        When it ends early, cancelled or because no more is wanted, the request is aborted
-        wherever it is.
+        The last output of each choice has its finish reason. If the call ends early, cancelled or
+        because no more output is wanted, the request is aborted on its engines.
 
         Raises:
-            ServingError: It cannot run, or stopped midway.
+            ServingError: The request cannot run, or failed midway.
         """
         num_prompt_tokens = len(request.prompt_token_ids)
         with self.routes.follow(request.request_id, num_prompt_tokens) as route:
@@ -170,17 +176,17 @@ class Router:
             self.capacity_changed()
 
     def parts(self) -> list[Part]:
-        """What engines do now for the requests of this ingress."""
+        """Return what engines currently do for the requests of this ingress."""
         return [part for run in self._runs for part in run.parts()]
 
 
 async def tell(run: Run) -> None:
-    """Slot, prompt, first token, the rest: nothing is computed for whoever sees no free slot.
+    """Run a request once: slot, prompt, first token, other tokens.
 
-    The prompt is asked for together with the slot; an engine that refuses it costs a prompt that
-    was begun for nothing, where the views were behind. Where the slot would wait too long, the
-    prompt is asked for before, and its first token may come before the slot: then its KV waits with
-    prefill, the client does not.
+    No engine computes anything for a request while no free slot is in view. The prompt is asked for
+    together with the slot, so if an outdated view led to a refusal, that prompt was begun for
+    nothing. Where a slot would be held too long, the prompt is asked for first. If its first token
+    comes before there is a slot, the client gets it and the KV waits on the prefill engine.
     """
     if run.is_early:
         run.check_open()
@@ -193,19 +199,19 @@ async def tell(run: Run) -> None:
 
 
 class Run:
-    """One request on its way through the engines: its legs, and what its client has.
+    """One running request: its legs and the outputs that the client has.
 
     Owner: the coroutine of the request. A decode leg of mode "decode" waits to be activated, once.
 
     Args:
-        router: What this ingress places requests with.
-        request: What to run.
-        emit: Gets its outputs.
-        route: Keeps what came true of its placements.
+        router: The router that places the request.
+        request: The request.
+        emit: Receives its outputs.
+        route: Records its placements and their results.
 
     Attributes:
-        progress: What the client has, or gets next.
-        is_over: Whether there is nothing left to do.
+        progress: Outputs that the client has, or gets next.
+        is_over: Whether nothing is left to do.
     """
 
     def __init__(self, router: Router, request: EngineRequest, emit: Emit, route: Route) -> None:
@@ -239,23 +245,23 @@ class Run:
     def __repr__(self) -> str:
         return f"Run({self._request.request_id}, {self._legs!r})"
 
-    # --- the words of the stories --------------------------------------------------------------
+    # --- steps of `tell` --------------------------------------------------------------------------
 
     @property
     def has_tokens(self) -> bool:
-        """Whether the prompt has been computed, and the client has something."""
+        """Whether the prompt has been computed and the client has tokens."""
         return self.progress.has_tokens
 
     @property
     def is_early(self) -> bool:
-        """Whether the prompt is to be asked for before the slot."""
+        """Whether the prompt should be asked for before the slot."""
         if self.has_tokens or self._prompt.is_under_way or not self._pools.may_decode:
             return False
         is_early = self._router.moments is not None or self._router.config.order == "prefill_first"
         return is_early and self._side.is_remote
 
     async def enter(self) -> None:
-        """Wait to be let in, where there is somebody who decides that.
+        """Wait for admission, where it is configured.
 
         Raises:
             ServingError: See `AdmissionWaits.enter`.
@@ -266,7 +272,7 @@ class Run:
             self._side.let_in = let_in
 
     def check_open(self) -> None:
-        """Raise, before any work is done, if there will be no decode slot.
+        """Raise, before any work is done, if the slot queue would refuse the request.
 
         Raises:
             ServingError: See `SlotQueue.check_open`.
@@ -274,19 +280,21 @@ class Run:
         self._router.queue.check_open()
 
     def ask_for_prompt(self) -> None:
-        """Ask for the prompt, whichever decode engine comes."""
+        """Ask a prefill engine for the prompt, for any decode engine."""
         self._prompt.ask("")
 
     async def reserve(self) -> Leg | None:
-        """Get a decode slot; its engine computes the prompt at once if nobody else will.
+        """Reserve a decode slot; its engine computes the prompt if no prefill engine was asked.
 
-        Whoever else will has been asked when it returns: nobody's answer waits for another's.
+        A prefill engine has been asked by the time this returns: neither answer waits for the
+        other.
 
         Returns:
-            The slot's leg; None if the prompt has come before, and that was all.
+            The leg that has the slot; None if the first tokens came before and completed the
+            request.
 
         Raises:
-            ServingError: There is none to be had.
+            ServingError: No slot can be had.
         """
         taken = self._hand_over.take()
         if taken is None:
@@ -296,7 +304,7 @@ class Run:
         return heir
 
     def _heir_waiter(self) -> Waiter:
-        """The place in the slot queue of whoever goes on with it while it still runs."""
+        """Return a place in the slot queue for the engine that takes the stream over."""
         self._grow()
         return self._search.new_waiter(has_stream=True)
 
@@ -308,9 +316,9 @@ class Run:
         return outputs
 
     def activate(self, decode: Leg) -> None:
-        """Let a reservation go on from the tokens so far, with the KV if prefill offers it.
+        """Let a reservation continue after the tokens so far, with the KV if prefill offers it.
 
-        An engine that gets no KV, or finds that the transfer is over, computes the prompt itself.
+        An engine without KV, or whose transfer is over, computes the prompt itself.
         """
         is_needed = decode.mode == "decode" and decode.state is not LegState.ACTIVATED
         if not is_needed or self.is_over:
@@ -322,7 +330,7 @@ class Run:
         decode.activate(self.progress.tokens if self.has_tokens else [])
 
     async def start(self, decode: Leg, first: Sequence[TokenOutput]) -> None:
-        """Pass on what prefill gave, then `activate`: at once for a client that does not read."""
+        """Pass on the first tokens and `activate`, without waiting for a client that is slow."""
         activating = asyncio.get_running_loop().call_soon(self.activate, decode)
         try:
             await self.deliver(first)
@@ -332,19 +340,20 @@ class Run:
             self.activate(decode)
 
     async def deliver(self, outputs: Sequence[TokenOutput]) -> None:
-        """Pass on what prefill gave."""
+        """Pass the first tokens on to the client."""
         for output in outputs:
             if not await self._emit(output):
                 self.is_over = True
 
     async def follow(self, decode: Leg) -> None:
-        """Pass on the decode engine's outputs to the end; meanwhile let go of the prefill side.
+        """Pass on the decode engine's outputs to the end.
+
+        The prefill leg is released as soon as the KV has arrived.
 
         Raises:
             DecodeLostError: The decode engine died.
-            DecodeLeftError: It stalls, and there is another one; or it hands over or is quiet, and
-                another one goes on.
-            ServingError: It says that the request failed.
+            DecodeLeftError: Another engine takes over, as this one stalls, drains or is silent.
+            ServingError: The engine reports that the request failed.
         """
         while not self.is_over:
             event = await self._legs.next_of(decode)
@@ -352,7 +361,8 @@ class Run:
                 self._heard()
                 self._hand_over.spoke()
                 if self._note(event):
-                    # What it lends to an heir is to be taken back: it may never be fetched.
+                    # A successor may never fetch the KV that this engine keeps for it: abort to
+                    # release it.
                     self._legs.drop_decode(abort=self._lending.is_under_way)
                 if not await self._emit(event):
                     self.is_over = True
@@ -365,10 +375,10 @@ class Run:
                     self._router.metrics.retries.labels("kv_" + event.failure).inc()
 
     async def survives(self) -> bool:
-        """Live its story to the end; False if another decode engine has to take over.
+        """Run `tell` once; return False if another decode engine has to take over.
 
         Raises:
-            ServingError: The request cannot run, or stopped midway.
+            ServingError: The request cannot run, or failed midway.
         """
         try:
             await tell(self)
@@ -387,7 +397,7 @@ class Run:
         return True
 
     def _leave_decode(self, reason: str, error: Exception) -> None:
-        """Drop the decode engine, and the transfer that only it could fetch."""
+        """Drop the decode engine, and a transfer that only it could fetch."""
         decode = self._legs.decode
         assert decode is not None, "there is a decode leg to leave"
         kv = self._lending.kv
@@ -401,19 +411,19 @@ class Run:
         self._grow()
 
     def _grow(self) -> None:
-        """Whoever goes on with it computes its output too."""
+        """Extend the demand by the output so far, which the next engine has to compute too."""
         demand = self._legs.demand
         self._legs.demand = demand.with_output(self._request, self.progress.longest)
 
     def parts(self) -> Iterator[Part]:
-        """What engines do for it now."""
+        """Yield what engines currently do for this request."""
         for leg in (self._legs.prefill, self._legs.decode, self._legs.heir):
             if leg is not None:
                 demand = self._legs.demand
                 yield Part(demand, leg.incarnation, leg.mode, leg.state.value, leg.asked_s)
 
     def close(self) -> None:
-        """Abort what is still open, drop every hold, and be under way no more. Idempotent."""
+        """Abort what is still open and release every hold. Idempotent."""
         self._hand_over.stop()
         self._legs.drop_decode(abort=True, reason="stop" if self.is_over else "abort")
         self._prompt.stop()
@@ -421,20 +431,20 @@ class Run:
         if self.is_over:
             self._search.over()
         if self._side.let_in is not None:
-            # What another engine went on with says nothing of how fast they are.
+            # A migrated stream says nothing about how fast engines are.
             is_usual = self.is_over and not self._search.has_left
             self._side.let_in.end(len(self.progress.tokens[0]) if is_usual else 0)
         self._router.prefixes.end(self._legs.demand)
 
     def _heard(self) -> None:
-        """The decode engine has given tokens; of one that goes on with a stream, the first."""
+        """Record that the decode engine has given tokens; count a migration that this completes."""
         now_s = self._route.last_s = asyncio.get_running_loop().time()
         seam = self.progress.heard(now_s)
         if seam is not None:
             self._router.metrics.migrated(seam.reason, seam.kv, now_s - seam.heard_s)
 
     def _note(self, output: TokenOutput) -> bool:
-        """Keep what the client gets; says whether that was all."""
+        """Record an output; return whether it completed the request."""
         if output.token_ids and not self.has_tokens:
             num_prompt_tokens = len(self._request.prompt_token_ids)
             self._router.traffic.begin(num_prompt_tokens, output.num_cached_tokens)
@@ -449,7 +459,7 @@ class Run:
 
 
 def _nobody_goes_on(seam: Seam, error: ServingError) -> ServingError:
-    """What a stream ends with that broke off."""
+    """Return the error for a stream that was interrupted and that no engine could continue."""
     return ReplicaLostError(
         f"the decode replica was lost mid-request ({seam.why}) and no other could continue it: "
         f"{error}",

@@ -1,12 +1,12 @@
-"""When a request should want its decode slot, if its prompt is computed elsewhere. Pure.
+"""Decides when a request whose prompt is computed elsewhere wants its decode slot. Pure.
 
-Owner: one ingress's event loop; of which prefill engine computes whose prompt. The slot is to be
-there when the engine begins the step that has the prompt: from then on KV flows as it is computed,
-and no slot is held through the queue before it. KV that is asked for later waits for another step
-of the prefill engine, which is another prompt's.
+Owner: one ingress's event loop; of which prefill engine computes which prompt. The slot should be
+reserved when the engine begins the step with the prompt. From then on KV can be sent as it is
+computed, and no slot is held while the prompt is queued. If the slot comes later, its KV waits for
+another step of the prefill engine.
 
-What prompts take is learned from those of this ingress (`Forecast`). Before there are any, nothing
-is known, and a slot is wanted at once.
+Prompt times are learned from this ingress's own prompts (`Forecast`). Before the first one a slot
+is wanted at once.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ if TYPE_CHECKING:
     from cluster.routing.slot_queue import Waiter
 
 ROUND_TRIP_STEPS = 2
-"""A decode engine answers after one of its steps, and asks for KV after the next."""
+"""Decode steps of a round trip: an engine answers after one, and asks for KV after the next."""
 
 SOON_S = 0.01
-"""Who is due so soon is due: the moments behind an engine that is late move on with the time."""
+"""A request that is due within this time is due now. Behind a late engine the expected times keep
+moving with the clock, and would never come."""
 
 
 class SlotMoments:
-    """See the module docstring.
+    """Due times of requests whose prompts are under way.
 
     Args:
-        pools: What is known of the engines.
+        pools: This ingress's view of the engines.
     """
 
     def __init__(self, pools: PoolState) -> None:
@@ -44,7 +45,7 @@ class SlotMoments:
         self._forecast = Forecast()
         self._backlog = Backlog(self._forecast)
         self._engines: dict[str, str] = {}
-        # What the last answer of `due` was made of, and its second part.
+        # Inputs of the last answer of `due`, and its time of the next request.
         self._num_changes = 0
         self._looked_at = -1, 0, 0.0
         self._next_s = -math.inf
@@ -52,10 +53,13 @@ class SlotMoments:
     def __repr__(self) -> str:
         return f"SlotMoments({self._backlog!r})"
 
-    # --- what is learned ------------------------------------------------------------------------
+    # --- events ---------------------------------------------------------------------------------
 
     def asked(self, demand: Demand, engine: str, now_s: float) -> None:
-        """An engine was asked for a prompt, and no other any more; its view counts it."""
+        """Record that this engine, and no other any more, was asked for the prompt.
+
+        Its view counts the prompt already.
+        """
         self.dropped(demand.request_id)
         self._num_changes += 1
         self._engines[demand.request_id] = engine
@@ -69,34 +73,34 @@ class SlotMoments:
         )
 
     def computed(self, request_id: str, now_s: float) -> None:
-        """Its first token has come. Idempotent."""
+        """Record that the first token was delivered. Idempotent."""
         engine = self._engines.pop(request_id, None)
         if engine is not None:
             self._num_changes += 1
             self._backlog.done(engine, request_id, now_s)
 
     def dropped(self, request_id: str) -> None:
-        """Nobody computes its prompt any more. Idempotent."""
+        """Record that no engine computes the prompt any more. Idempotent."""
         engine = self._engines.pop(request_id, None)
         if engine is not None:
             self._num_changes += 1
             self._backlog.forget(engine, request_id)
 
     def saw_slot(self, seconds: float, num_tokens: int) -> None:
-        """A slot was held for so long, for an answer of so many tokens."""
+        """Learn how long a slot was held for an answer of this many tokens."""
         self._forecast.saw_slot(seconds, num_tokens)
 
-    # --- what follows from it -------------------------------------------------------------------
+    # --- decisions ------------------------------------------------------------------------------
 
     def due(self, waiters: Sequence[Waiter], now_s: float) -> tuple[list[Waiter], float]:
-        """Who of those who only keep their place should want a slot now.
+        """Return the queued requests that are not due yet and should want a slot now.
 
         Args:
-            waiters: Everybody who waits, in order.
+            waiters: All queued requests in order.
             now_s: The time.
 
         Returns:
-            These, and when that has to be asked anew though nothing has changed.
+            These requests, and the time at which to ask again if nothing changes before.
         """
         due: list[Waiter] = []
         next_s = math.inf
@@ -105,14 +109,14 @@ class SlotMoments:
         each_s, num_free = self._slot_s_and_free(waiters)
         looked_at = self._num_changes, len(waiters), num_free
         if looked_at == self._looked_at and now_s < self._next_s:
-            return due, self._next_s  # It is asked with every snapshot, and few change anything.
+            return due, self._next_s  # Called with every snapshot, and few of them change anything.
         begins_s = self._begins_s(now_s)
         num_before = 0
         for waiter in waiters:
             num_before += waiter.demand.num_choices
             if waiter.is_due:
                 continue
-            # A slot becomes free every so many seconds.
+            # Assumes that slots become free at a constant rate.
             wait_s = max(num_before - num_free, 0.0) * each_s
             moment_s = begins_s.get(waiter.demand.request_id, now_s) - wait_s
             if moment_s <= now_s + SOON_S:
@@ -123,12 +127,12 @@ class SlotMoments:
         return due, next_s
 
     def check_empty(self) -> None:
-        """Nobody computes a prompt."""
+        """Assert that no prompt is under way."""
         assert not self._engines, f"{self._engines}"
         self._backlog.check_empty()
 
     def _begins_s(self, now_s: float) -> dict[str, float]:
-        """By request, when a slot is to be asked for that is free, if its prompt is under way."""
+        """Return, by request, when to ask for a slot that is free, for prompts under way."""
         views = self._pools.decode_views()
         steps_s = [views.told[index].step_s for index in views.engines.values()]
         round_trip_s = ROUND_TRIP_STEPS * max(steps_s, default=0.0)
@@ -137,18 +141,18 @@ class SlotMoments:
             ours_s = self._backlog.begins_s(engine, self._num_queued_tokens(engine), now_s)
             member = self._pools.member(engine)
             step_tokens = 0 if member is None else member.description.max_num_batched_tokens
-            # Prompts of one step come out of it together, whichever of them it begins with.
+            # The prompts of one step complete together, whatever their order in it.
             early_s = step_tokens * self._forecast.token_s + round_trip_s
             begins_s |= {request_id: at_s - early_s for request_id, at_s in ours_s.items()}
         return begins_s
 
     def _slot_s_and_free(self, waiters: Sequence[Waiter]) -> tuple[float, float]:
-        """Seconds from one slot that becomes free to the next, and how many are."""
+        """Return the seconds between two slots that become free, and the number of free slots."""
         views = self._pools.decode_views()
         num_free = float(views.column(Column.EMPTY_SLOTS).sum())
         num_slots = num_free + float(views.column(Column.ACTIVE).sum())
         if any(waiter.is_due and not waiter.has_stream for waiter in waiters):
-            num_free = 0.0  # Or these would have them.
+            num_free = 0.0  # Requests that are due would have taken any free slot.
         return self._forecast.slot_s / max(num_slots, 1.0), num_free
 
     def _num_queued_tokens(self, engine: str) -> int:

@@ -1,9 +1,9 @@
-"""The queue in front of the decode slots: whoever came first is placed first. Pure.
+"""The queue for decode slots: first come, first served within a priority. Pure.
 
-Owner: one ingress's event loop. It decides who is next and who has waited too long; where there is
-room, placement says over the pools' views. Nobody is woken here: `assign` says who has a place now,
-`slot_waits` tells them. A replica may still refuse what was held here: then the request comes back
-to the place that it had.
+Owner: one ingress's event loop. The queue decides which request is next and which has expired; the
+placement policy decides where there is room, by the pools' views. `assign` says which requests have
+a place now, and `slot_waits` wakes them. A replica may still refuse what was held here: then the
+request returns to its old place in the queue.
 """
 
 from __future__ import annotations
@@ -27,35 +27,36 @@ if TYPE_CHECKING:
     from cluster.routing.views import Views
 
 RETRY_AFTER_S = 1
-"""What a client that is turned away is told to wait."""
+"""Seconds after which a refused client should retry."""
 
 
 def not_ready() -> NotReadyError:
-    """What everybody is told who wants a slot while nobody decodes, nor is looked for."""
+    """Return the error for a request while no replica decodes and none is looked for."""
     return NotReadyError("no replica is ready to decode; retry soon", retry_after_s=RETRY_AFTER_S)
 
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """A request that wants a slot, and keeps its place when an engine has no room after all.
+    """A request's place in the queue, which it keeps when an engine refuses it.
 
     Owner: the queue that made it.
 
     Attributes:
         demand: The request.
-        order: When it came, among the requests of this ingress.
-        is_promised: Whether work has been done for it, as it was let in by `check_open` or has lost
-            its slot: it may wait whoever has come since, and for an engine that is yet to come.
-        has_stream: Whether another engine goes on with it until it has this slot: it is in nobody's
-            way while there is no room for it.
-        is_due: Whether it wants a slot now; its prompt is under way otherwise, and it only keeps
+        order: Position by arrival among the requests of this ingress.
+        is_promised: Whether work has been done for it, because `check_open` admitted it or it has
+            lost a slot. It may then wait beyond the limit of the queue, and while no replica is
+            ready.
+        has_stream: Whether another engine still decodes it until it has this slot. It then blocks
+            no other request while there is no room for it.
+        is_due: Whether it wants a slot now. Otherwise its prompt is under way, and it only keeps
             its place.
-        due_s: Since when.
-        deadline_s: When it has waited too long; None before it is entered and due.
-        refused: Placements that had no room for it just now.
-        spared: Those that it is to have only if no other can take it.
+        due_s: Time at which it became due.
+        deadline_s: Time at which it expires; None until it is entered and due.
+        refused: Places that refused it and have not changed since.
+        spared: Places that it gets only if no other can take it.
         num_snapshots: Snapshots that the pools had taken when it was last placed.
-        num_changes: Changes of the pools since which a refusal may be out of date.
+        num_changes: Changes of the pools up to which `refused` and `spared` are valid.
     """
 
     demand: Demand
@@ -72,18 +73,18 @@ class Waiter:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Its place: the lowest is next."""
+        """Position in the queue; the lowest is next."""
         return self.demand.priority, self.order
 
 
 class SlotQueue:
-    """See the module docstring.
+    """Requests that want a decode slot, in order.
 
     Args:
-        pools: What this ingress believes of the replicas; holds are taken there.
-        policy: Which DP group a request gets.
-        max_queued_requests: How many may wait.
-        timeout_s: How long one may wait.
+        pools: This ingress's view of the replicas; holds are taken there.
+        policy: Chooses a DP group for a request.
+        max_queued_requests: Limit of queued requests.
+        timeout_s: Time after which a queued request expires.
 
     Attributes:
         timeout_s: As given.
@@ -111,23 +112,23 @@ class SlotQueue:
 
     @property
     def waiters(self) -> Sequence[Waiter]:
-        """Everybody who waits, in order; not to be changed."""
+        """All queued requests in order; read-only."""
         return self._waiters
 
     @property
     def is_stranded(self) -> bool:
-        """Whether to wait is in vain; for one that does not move, or is looked for, it is not."""
+        """Whether no open replica decodes, not even a stalled one, and none is looked for."""
         return self._pools.is_stranded
 
     def has_room(self, demand: Demand) -> bool:
-        """Whether a request that came now would be placed at once."""
+        """Return whether a request that arrived now would be placed at once."""
         return self._first_in_need() is None and self._has_room_somewhere(demand)
 
     def check_open(self) -> None:
-        """Whether a request that will want a slot later should be let in.
+        """Raise if a request that will want a slot later must be refused.
 
         Raises:
-            NotReadyError: No replica decodes, nor is looked for.
+            NotReadyError: No replica decodes, and discovery is not looking for one.
             SaturatedError: The queue is full.
         """
         self._check_ready()
@@ -143,23 +144,24 @@ class SlotQueue:
         is_due: bool = True,
         order: int | None = None,
     ) -> Waiter:
-        """A place behind everybody who came before; see `Waiter`.
+        """Return a place behind all earlier requests; see `Waiter`.
 
         Args:
             demand: The request.
             is_promised: See `Waiter`.
             has_stream: See `Waiter`.
             is_due: See `Waiter`.
-            order: The place that it had already, if it lost the slot that it had got.
+            order: The old position of a request that lost its slot.
         """
         order = next(self._orders) if order is None else order
         return Waiter(demand, order, is_promised, has_stream, is_due)
 
     def enter(self, waiter: Waiter, now_s: float) -> Placement | None:
-        """Place a request at once if it is due, its turn, and there is room, else let it wait.
+        """Place a request at once if it is due, next, and there is room; otherwise queue it.
 
         Raises:
-            NotReadyError: No replica decodes, nor is looked for, and it was promised nothing.
+            NotReadyError: No replica decodes, discovery is not looking for one, and no work has
+                been done for the request.
             SaturatedError: The queue is full.
         """
         is_new = waiter.deadline_s is None
@@ -167,20 +169,20 @@ class SlotQueue:
             self.set_due(waiter, now_s)
         if not waiter.is_promised:
             self._check_ready()
-        # Streams in front of it have no room now, or `assign` would have placed them.
+        # Streams before it have no room now: `assign` would have placed them.
         before = self._first_in_need()
         if waiter.is_due and (before is None or waiter.key < before.key):
             placement = self._place(waiter)
             if placement is not None:
                 return placement
         if is_new and not waiter.is_promised:
-            # Whoever was refused somewhere comes back to its place, however many have come since.
+            # A request that a replica refused may return, however full the queue is by now.
             self._check_room()
         bisect.insort(self._waiters, waiter, key=lambda w: w.key)
         return None
 
     def set_due(self, waiter: Waiter, now_s: float) -> None:
-        """Let a request want a slot from now on: `assign` says whether it has one. Idempotent."""
+        """Let a request want a slot from now on, and set its deadline. Idempotent."""
         waiter.is_due = True
         if waiter.deadline_s is None:
             asked_s = waiter.demand.deadline_s
@@ -189,14 +191,14 @@ class SlotQueue:
             waiter.due_s = now_s
 
     def refuse(self, waiter: Waiter, placement: Placement) -> None:
-        """A replica had no room for what was placed there, and its hold has been dropped."""
+        """Record that a replica refused a request; the caller has dropped its hold."""
         waiter.refused.add(placement)
         if waiter.num_snapshots == self._pools.num_snapshots:
-            # All that has changed is the hold; otherwise whoever refused may have room by now.
+            # Without a new snapshot only the hold has changed, so the refusal is still valid.
             waiter.num_changes = self._pools.num_changes
 
     def leave(self, waiter: Waiter) -> None:
-        """Let a request wait no longer. Idempotent."""
+        """Remove a request from the queue. Idempotent."""
         if waiter in self._waiters:
             self._waiters.remove(waiter)
 
@@ -226,36 +228,36 @@ class SlotQueue:
         return assigned
 
     def expire(self, now_s: float) -> list[Waiter]:
-        """Take out everybody who has waited too long."""
+        """Remove and return requests that have waited too long."""
         late = [w for w in self._waiters if w.deadline_s is not None and w.deadline_s <= now_s]
         for waiter in late:
             self._waiters.remove(waiter)
         return late
 
     def clear(self) -> list[Waiter]:
-        """Take out everybody who was promised nothing."""
+        """Remove and return requests for which no work has been done."""
         waiters = [waiter for waiter in self._waiters if not waiter.is_promised]
         self._waiters = [waiter for waiter in self._waiters if waiter.is_promised]
         return waiters
 
     def check_time(self, waiter: Waiter, now_s: float) -> None:
-        """Whether a request that found no room where it was placed may be placed once more.
+        """Raise if a request that a replica refused must not be placed again.
 
         Raises:
-            QueueTimeoutError: It has been tried for as long as one may wait.
+            QueueTimeoutError: Its deadline has passed.
         """
         if waiter.deadline_s is not None and waiter.deadline_s <= now_s:
             raise self.too_late()
 
     def too_late(self) -> QueueTimeoutError:
-        """What whoever has waited too long is told."""
+        """Return the error for a request that has waited too long."""
         return QueueTimeoutError(
             f"no decode slot became free within {self.timeout_s:g} s; retry later",
             retry_after_s=RETRY_AFTER_S,
         )
 
     def check_invariants(self) -> None:
-        """Check the order, and that after `assign` no request that may be placed has room.
+        """Assert the order, and that after `assign` no request that may be placed has room.
 
         These are the first request without a stream, and every stream in front of it.
         """
@@ -273,7 +275,7 @@ class SlotQueue:
                 break
 
     def _first_in_need(self) -> Waiter | None:
-        """The first of these who get nothing before they have it."""
+        """Return the first request that is due and gets no tokens from another engine meanwhile."""
         return next((w for w in self._waiters if w.is_due and not w.has_stream), None)
 
     def _has_room_somewhere(self, demand: Demand) -> bool:
@@ -297,7 +299,7 @@ class SlotQueue:
         demand, refused, spared = waiter.demand, waiter.refused, waiter.spared - waiter.refused
         placement = self._policy.place(demand, views, refused, spared)
         while placement is not None and self._pools.is_held(demand.request_id, placement):
-            # It was asked for the prompt, and has changed its role since.
+            # The engine was asked for this prompt, and has changed its role since.
             engine = placement.incarnation
             spared = spared | {p for p in views.placements if p.incarnation == engine}
             placement = self._policy.place(demand, views, refused, spared)
@@ -311,7 +313,7 @@ class SlotQueue:
         if len(self._waiters) < self._max_queued_requests:
             return
         num_waiting = sum(not waiter.has_stream for waiter in self._waiters)
-        # Who is not due and would have a slot now waits for none.
+        # A request that is not due and could have a slot now is not counted as queued.
         num_early = sum(not waiter.is_due for waiter in self._waiters)
         empty_slots = self._pools.decode_views().column(Column.EMPTY_SLOTS)
         num_waiting -= min(num_early, int(empty_slots.sum()))

@@ -1,8 +1,8 @@
-"""How one request comes by its decode slot: its wait, and what engines answer.
+"""Finds the decode slot of one request: waits for a place and asks its engine.
 
-Owner: the request's `Run`; of when it got its first slot. Its prompt may be under way meanwhile: if
-the first token comes before the slot does, the client has it before. An engine that refuses because
-somebody was faster costs no attempt: the request waits on, where it stood.
+Owner: the request's `Run`; of the time of its first slot. The prompt may be under way meanwhile. If
+its first token comes before the slot does, the client gets it. If an engine refuses because its
+room was taken meanwhile, this costs no attempt: the request returns to its place in the queue.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from replicas.messages import Accepted, TokenOutput
 
 _NO_ROOM = frozenset({"no_slot", "no_blocks", "queue_full", "draining"})
-"""Refusals that mean that somebody else was faster.
+"""Refusals that mean that the room was taken meanwhile.
 
-A replica that drains says so once: nobody asks it again.
+An engine that drains refuses only once: later requests are not sent there.
 """
 
 
 class SlotSearchContext(Protocol):
-    """What a search needs of the router that places its request."""
+    """The parts of the router that a `SlotSearch` uses."""
 
     config: RouterConfig
     metrics: RouterMetrics
@@ -52,31 +52,31 @@ class SlotSearchContext(Protocol):
     waits: SlotWaits
 
     def capacity_changed(self) -> None:
-        """See `Router.capacity_changed`."""
+        """Wake waiting requests; see `Router.capacity_changed`."""
 
 
 class Story(Protocol):
-    """The words of a request's story that are told before there is a slot."""
+    """The steps of a request that a `SlotSearch` may take before there is a slot."""
 
     is_over: bool
 
     async def prefill(self, consumer: Leg | None) -> list[TokenOutput]:
-        """See `Run.prefill`."""
+        """Have the prompt computed; see `Run.prefill`."""
 
     async def deliver(self, outputs: Sequence[TokenOutput]) -> None:
-        """See `Run.deliver`."""
+        """Pass first tokens on to the client; see `Run.deliver`."""
 
 
 class SlotSearch:
-    """See the module docstring.
+    """The search for one request's decode slot.
 
     Args:
-        context: What this ingress places requests with.
-        pools: Where the engines are.
-        legs: Its engines, and its demand.
-        prompt: Is asked for together with the slot, at the latest.
-        side: Who computes it.
-        progress: What its client has.
+        context: Parts of the router.
+        pools: The engines.
+        legs: The request's legs, and its demand.
+        prompt: Asked for together with the slot at the latest.
+        side: Decides which engine computes the prompt.
+        progress: Outputs that the client has.
     """
 
     def __init__(
@@ -101,11 +101,11 @@ class SlotSearch:
 
     @property
     def has_left(self) -> bool:
-        """Whether an engine that it had was lost or left."""
+        """Whether a decode engine of the request was lost or left."""
         return bool(self._standing.left)
 
     def new_waiter(self, *, has_stream: bool = False) -> Waiter:
-        """Its place in the slot queue, which it keeps."""
+        """Return the request's place in the slot queue; later calls return to the same place."""
         spared = self._side.look()
         is_under_way = self._prompt.is_under_way
         return self._standing.new_waiter(
@@ -117,7 +117,7 @@ class SlotSearch:
         )
 
     async def slot(self, story: Story) -> Leg | None:
-        """Get a slot, and ask for the prompt: see `Run.reserve`."""
+        """Reserve a slot and ask for the prompt; see `Run.reserve`."""
         now_s = asyncio.get_running_loop().time
         waiter = self.new_waiter()
         num_failures = 0
@@ -129,7 +129,7 @@ class SlotSearch:
                 self._side.let_in.placed()
             answer = await self._ask(placement)
             if isinstance(answer, Leg):
-                if not self.has_left:  # Whoever migrates has waited before.
+                if not self.has_left:  # A migrating request was counted at its first slot.
                     self._context.metrics.queue_time.observe(now_s() - waiter.due_s)
                 return answer
             self._context.queue.refuse(waiter, placement)
@@ -139,7 +139,7 @@ class SlotSearch:
                     raise _no_place(num_failures, answer)
 
     def has_slot(self, placement: Placement, answer: Accepted) -> None:
-        """A decode engine has given it one."""
+        """Record that a decode engine has reserved a slot."""
         dp_group = answer.dp_group if answer.dp_group >= 0 else placement.dp_group
         now_s = asyncio.get_running_loop().time()
         self._slot_s = self._slot_s or now_s
@@ -149,19 +149,23 @@ class SlotSearch:
         self._context.capacity_changed()
 
     def leave(self, decode: Leg) -> None:
-        """Let go of an engine that was lost or is left: the last resort of the next search."""
+        """Drop a decode engine that was lost or is left; it is a last resort of the next search."""
         self._standing.left.add(decode.incarnation)
         self._side.is_refused = False
         self._drop_decode()
 
     def over(self) -> None:
-        """The request has ended as it should: learn how long slots are held."""
+        """Learn how long the slot was held, as the request has finished normally."""
         if self._context.moments is not None and self._slot_s is not None:
             held_s = asyncio.get_running_loop().time() - self._slot_s
             self._context.moments.saw_slot(held_s, len(self._progress.longest))
 
     async def _wait_for_place(self, waiter: Waiter, story: Story) -> Placement | None:
-        """Wait for a slot; if the prompt comes before, pass it on. None: that was all."""
+        """Wait for a place, and deliver the prompt's tokens if they come first.
+
+        Returns:
+            The place; None if these tokens completed the request.
+        """
         waits = self._context.waits
         if not self._prompt.is_under_way:
             return await waits.wait(waiter)
@@ -181,7 +185,7 @@ class SlotSearch:
     async def _compute_until(
         self, place: asyncio.Future[Placement], waiter: Waiter, story: Story
     ) -> None:
-        """Wait for the prompt until there is a slot; if it comes before, pass it on."""
+        """Wait for the prompt until there is a place; deliver its tokens if they come first."""
         computing = asyncio.ensure_future(story.prefill(None))
         try:
             both: set[asyncio.Future[Any]] = {place, computing}
@@ -190,25 +194,25 @@ class SlotSearch:
                 await self._give_prompt(computing.result(), story)
                 self._context.waits.hurry(waiter)
         finally:
-            # What prefill says from now on is for whoever waits for the slot's answer.
+            # Later events of prefill are read by the wait for the slot's answer.
             computing.cancel()
             await asyncio.wait({computing})
 
     async def _give_prompt(self, outputs: list[TokenOutput], story: Story) -> None:
-        """Pass on what prefill gave before there was a slot; nothing: the decode engine has to."""
+        """Deliver prefill's tokens; without any, the decode engine has to compute the prompt."""
         self._side.is_refused = not outputs
         await story.deliver(outputs)
 
     async def _ask(self, placement: Placement) -> Leg | Refused | Exception:
-        """Send the request to a decode engine, and wait for its answer: or why there is none.
+        """Ask a decode engine and return the leg that it accepted, or the reason why not.
 
-        A prompt that it leaves to others is asked for meanwhile.
+        Unless its engine computes the prompt itself, the prompt is asked for meanwhile.
         """
         mode = self._side.mode_at(placement)
         if mode == "local":
             self._prompt.stop()
         elif not self._progress.has_tokens and not self._prompt.is_under_way:
-            # First: the client waits for the prompt.
+            # Ask for the prompt before the slot: the client waits for it.
             self._prompt.ask(placement.incarnation)
         try:
             message = AddRequest(self._prompt.request, mode, placement.dp_group)
@@ -216,13 +220,13 @@ class SlotSearch:
             self._side.asked(placement, mode)
             answer = await self._legs.answer_of(leg)
         except (EngineDeadError, DecodeLostError, DecodeLeftError) as error:
-            if not isinstance(error, EngineDeadError):  # the others took their time
+            if not isinstance(error, EngineDeadError):  # Other errors mean that time has passed.
                 self._prompt.passes_over_unheard()
-            # It may still live, and get on some time.
+            # The engine may still be alive: abort the request there.
             self._drop_decode()
             return error
         if isinstance(answer, Refused):
-            # It may be the answer to a question before it was left, and this one be taken yet.
+            # The refusal may answer an earlier question, and the engine may still accept this one.
             self._drop_decode()
             return answer
         leg.answered()
@@ -230,17 +234,17 @@ class SlotSearch:
         return leg
 
     def _drop_decode(self) -> None:
-        """Let go of the decode leg, and of a prompt whose KV only its engine may fetch."""
+        """Drop the decode leg, and a prompt whose KV only its engine may fetch."""
         self._legs.drop_decode(abort=True)
         self._prompt.drop()
         self._side.over()
 
 
 def _costs_nothing(context: SlotSearchContext, answer: Refused | Exception, waiter: Waiter) -> bool:
-    """Whether an engine that does not take a request leaves it as many attempts as it had.
+    """Return whether an engine that did not take the request costs it no attempt.
 
     Raises:
-        ServingError: There is no use in another one.
+        ServingError: Another engine would not take it either.
     """
     if isinstance(answer, Refused):
         context.metrics.refusals.labels(answer.reason).inc()
@@ -253,7 +257,7 @@ def _costs_nothing(context: SlotSearchContext, answer: Refused | Exception, wait
 
 
 def _no_place(num_failures: int, last: Refused | Exception) -> ServingError:
-    """What a request ends with that so many decode engines did not take."""
+    """Return the error for a request that too many decode engines did not take."""
     kind = SaturatedError if isinstance(last, Refused) else ReplicaLostError
     why = last.message if isinstance(last, Refused) else last
     return kind(

@@ -1,6 +1,6 @@
-"""Waiting for a decode slot: the shell around the slot queue that wakes whoever has a place.
+"""The asyncio shell around `SlotQueue`: wakes each request that gets a place or expires.
 
-Owner: one ingress's event loop; of the futures of those who wait.
+Owner: one ingress's event loop; of the futures of queued requests.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class SlotWaits:
-    """See the module docstring.
+    """Waits for decode slots.
 
     Args:
-        queue: Who is next.
-        pools: Where the queue holds what it assigns.
-        moments: When those are due who come before they are; None: nobody does.
+        queue: Decides which request is next.
+        pools: The pool state in which the queue holds what it assigns.
+        moments: Decides when early requests become due; None if there are none.
     """
 
     def __init__(
@@ -33,20 +33,21 @@ class SlotWaits:
         self._queue = queue
         self._pools = pools
         self._moments = moments
-        # When somebody is due next.
+        # Calls `capacity_changed` when the next request becomes due.
         self._next: asyncio.TimerHandle | None = None
         self._futures: dict[Waiter, asyncio.Future[Placement]] = {}
         self._timers: dict[Waiter, asyncio.TimerHandle] = {}
-        # What is held for those whose tasks have yet to run.
+        # Places held for requests whose tasks have yet to run.
         self._assigned: dict[Waiter, Placement] = {}
 
     async def wait(self, waiter: Waiter) -> Placement:
-        """Wait, in order, for a DP group with room; it is held for the request from then on.
+        """Wait, in order, for a place with room; it is held for the request from then on.
 
         Raises:
-            NotReadyError: No replica decodes, nor is looked for, and it was promised nothing.
+            NotReadyError: No replica decodes, discovery is not looking for one, and no work has
+                been done for the request.
             SaturatedError: The queue is full.
-            QueueTimeoutError: No room within the deadline.
+            QueueTimeoutError: There was no room within the deadline.
         """
         place = self.enter(waiter)
         try:
@@ -55,7 +56,7 @@ class SlotWaits:
             self.leave(waiter)
 
     def enter(self, waiter: Waiter) -> asyncio.Future[Placement]:
-        """Begin to wait; whoever does has to `leave`, and takes before what it waited for.
+        """Queue a request; the caller must `take` the place, if it keeps it, and then `leave`.
 
         Raises:
             NotReadyError: See `wait`.
@@ -63,7 +64,7 @@ class SlotWaits:
         """
         loop = asyncio.get_running_loop()
         place: asyncio.Future[Placement] = loop.create_future()
-        # Whoever has had all that it wanted before does not ask what became of it.
+        # A request that has finished meanwhile does not read the result: mark it as read.
         place.add_done_callback(lambda place: place.cancelled() or place.exception())
         placement = self._queue.enter(waiter, loop.time())
         if placement is None:
@@ -72,23 +73,23 @@ class SlotWaits:
         else:
             self._assigned[waiter] = placement
             place.set_result(placement)
-        # Whoever comes back from a replica that refused it has left room there.
+        # A request that a replica refused has left room there.
         self.capacity_changed()
         return place
 
     def take(self, waiter: Waiter, placement: Placement) -> Placement:
-        """Keep a place that was waited for; whoever does not lets go of it when it leaves."""
+        """Keep a place that was waited for; one that is not taken is released by `leave`."""
         del self._assigned[waiter]
         return placement
 
     def hurry(self, waiter: Waiter) -> None:
-        """Let a request want its slot now: its prompt has come to an end."""
+        """Make a queued request due now, because its prompt has been computed or has failed."""
         if waiter in self._futures:
             self._set_due(waiter)
             self.capacity_changed()
 
     def leave(self, waiter: Waiter) -> None:
-        """Wait no longer, and let go of what was not taken. Idempotent."""
+        """Stop waiting, and release a place that was not taken. Idempotent."""
         self.abandon(waiter)
         timer = self._timers.pop(waiter, None)
         if timer is not None:
@@ -98,16 +99,16 @@ class SlotWaits:
         self.capacity_changed()
 
     def abandon(self, waiter: Waiter) -> None:
-        """Let go at once of what a waiter was assigned and has not taken. Idempotent.
+        """Release at once a place that was assigned and not taken. Idempotent.
 
-        For whoever has cancelled a wait, and wants another place before that task has run.
+        For a caller that has cancelled a wait and wants another place before that task has run.
         """
         placement = self._assigned.pop(waiter, None)
         if placement is not None:
             self._pools.end(waiter.demand.request_id, placement.incarnation)
 
     def capacity_changed(self) -> None:
-        """Call when a slot may be free: a new snapshot, a dropped hold, a replica came or went."""
+        """Assign free slots; call it after a snapshot, a dropped hold or a change of replicas."""
         self._drop_gone()
         if not self._queue:
             return
@@ -120,7 +121,7 @@ class SlotWaits:
             self._futures.pop(waiter).set_result(placement)
 
     def _look_who_is_due(self) -> None:
-        """Let those want a slot whose moment has come, and look again at the next one's."""
+        """Make requests due whose time has come, and set a timer for the next one."""
         if self._moments is None:
             return
         loop = asyncio.get_running_loop()
@@ -136,14 +137,14 @@ class SlotWaits:
         self._set_timer(waiter)
 
     def _set_timer(self, waiter: Waiter) -> None:
-        """Let whoever wants a slot learn when it has waited too long."""
+        """Let a request that is due expire at its deadline."""
         if waiter.deadline_s is not None and waiter not in self._timers:
-            # Why no asyncio.wait_for: before Python 3.12 it can swallow a cancellation.
+            # Not asyncio.wait_for: before Python 3.12 it can swallow a cancellation.
             loop, deadline_s = asyncio.get_running_loop(), waiter.deadline_s
             self._timers[waiter] = loop.call_at(deadline_s, self._expire, deadline_s)
 
     def _drop_gone(self) -> None:
-        """Take out whoever was cancelled in this turn of the loop: its task has yet to run."""
+        """Remove requests cancelled in this turn of the loop: their tasks have yet to run."""
         for waiter in [waiter for waiter, future in self._futures.items() if future.done()]:
             del self._futures[waiter]
             self._queue.leave(waiter)

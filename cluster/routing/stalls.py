@@ -1,6 +1,6 @@
-"""Who stays with a decode engine that stalls, or hands over, as nobody else has room. Pure.
+"""Requests that stay on a stalled or draining decode engine because no other has room. Pure.
 
-Owner: one ingress's event loop; of who stays, and is told as soon as there is room.
+Owner: one ingress's event loop; of these requests, each of which is woken once there is room.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class Stalls:
-    """See the module docstring.
+    """Requests that wait for room elsewhere while their engine stalls or drains.
 
     Args:
-        queue: Whoever waits there for a slot goes first.
+        queue: The slot queue; requests that wait in it go first.
     """
 
     def __init__(self, queue: SlotQueue) -> None:
@@ -25,26 +25,26 @@ class Stalls:
         self._staying: dict[EngineStream, Demand] = {}
 
     def has_room(self, demand: Demand) -> bool:
-        """Whether a request that leaves its engine would have another one at once."""
+        """Return whether a request that leaves its engine would get another slot at once."""
         return self._queue.has_room(demand)
 
     def stay(self, stream: EngineStream, demand: Demand) -> None:
-        """Tell this stream once more to go as soon as another engine has room."""
+        """Register a stream whose request leaves once another engine has room for it."""
         self._staying[stream] = demand
 
     def forget(self, stream: EngineStream) -> None:
-        """Nobody listens to this stream any more. Idempotent."""
+        """Forget a stream that is not read any more. Idempotent."""
         self._staying.pop(stream, None)
 
     def check_invariants(self) -> None:
-        """Nobody stays, who was not told, while another engine has room."""
+        """Assert that each request is woken by the time that another engine has room."""
         for stream, demand in self._staying.items():
             assert stream.away is None or not self._queue.has_room(demand), (
                 f"{demand} was not told that another engine has room"
             )
 
     def capacity_changed(self) -> None:
-        """Tell whoever has room elsewhere: one who needs more than there is keeps nobody here."""
+        """Wake every request with room elsewhere; a request that is too large blocks no other."""
         for stream, demand in list(self._staying.items()):
             if stream.away is not None:
                 if not self._queue.has_room(demand):

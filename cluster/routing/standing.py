@@ -1,6 +1,6 @@
-"""Where one request stands among those who wait for a decode slot, and which engines it has left.
+"""A request's place in the slot queue, and the decode engines that it has left.
 
-Owner: the request's `SlotSearch`. Whoever loses a slot comes back to the place that it had.
+Owner: the request's `SlotSearch`. A request that loses its slot returns to its old place.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class Standing:
-    """See the module docstring.
+    """One request's position in the slot queue.
 
     Args:
-        queue: Where it waits.
-        pools: Where the engines that it has left are.
+        queue: The slot queue.
+        pools: The places of the engines that it has left.
 
     Attributes:
-        left: Decode engines that were lost or left: the last resort of the next reservation.
+        left: Decode engines that were lost or left: a last resort of the next reservation.
     """
 
     def __init__(self, queue: SlotQueue, pools: PoolState) -> None:
@@ -40,7 +40,10 @@ class Standing:
         has_stream: bool = False,
         is_due: bool = True,
     ) -> Waiter:
-        """Its place in the queue; those that it has left and `spared` are its last resort."""
+        """Return the request's place in the queue, with `spared` places as a last resort.
+
+        So are the places of the engines that it has left.
+        """
         waiter = self._queue.new_waiter(
             demand,
             is_promised=is_promised,

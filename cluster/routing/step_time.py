@@ -1,9 +1,8 @@
-"""What steps of a pool's replicas cost, learned from what their snapshots say of them. Pure.
+"""A model of the cost of steps, learned from the steps that snapshots report. Pure.
 
-A linear model of a step's seconds, fitted as steps are told by recursive least squares with
-forgetting, in information form: the weight of a step shrinks by `FORGETTING` with each that
-follows. A weak pull towards 0 never fades, so that inputs that never change leave no coefficient
-without hold.
+A linear model of a step's seconds, fitted by recursive least squares with forgetting, in
+information form: the weight of a step shrinks by `FORGETTING` with each later one. A weak pull
+towards 0 never fades, so that a coefficient is determined even if its input never varies.
 
 Source of the method: Ljung, System Identification, recursive least squares with a forgetting
 factor; the pull is that of ridge regression.
@@ -24,46 +23,54 @@ if TYPE_CHECKING:
 
 FORGETTING = 0.995
 PULL = 1e-4
-"""Towards 0: a step of one of `_UNITS` weighs 1."""
+"""Weight of the pull towards 0; a step of one of `_UNITS` weighs 1."""
 MIN_STEPS = 3
-"""A kind of step counts as known after so many."""
+"""Number of steps after which the cost of a kind of step is known."""
 MIN_WEIGHT = 8.0
-"""Once so many steps of a kind were fitted, what they cost is kept when fewer have not faded: the
-fit of what comes no more fades to nothing."""
-MIN_PROMPT_STEPS = 32
-"""One with prompts, whose costs differ more with their lengths than a few can show: before that
-they cost in proportion to what they cost others."""
-LONGEST = 4.0
-"""A step counts as so many times as long as was to be expected, at the most.
+"""Weight of fitted steps of a kind from which on their costs are kept.
 
-A device that compiles, or was held up once, says little of what steps cost. What has become slower
-for good shows all the same, in some steps.
+They do not change when later the weight fades below it. Otherwise the fit of a kind that no longer
+occurs would fade to nothing.
+"""
+MIN_PROMPT_STEPS = 32
+"""As `MIN_STEPS` for steps with prompts, whose costs vary more with length.
+
+Before that they cost in proportion to other pools' costs.
+"""
+LONGEST = 4.0
+"""Largest factor of its expected time by which a step counts.
+
+A device that compiles, or was held up once, says little about the cost of steps. A lasting change
+still shows, after some steps.
 """
 _KNOWN = 0.25
-"""And where steps like it have been seen: of ones that are all alike, so many are four."""
+"""Largest leverage of a step to which `LONGEST` applies: similar steps must have been seen.
+
+Of equal steps, the fourth has this leverage.
+"""
 
 MOST_UNITS = 1e5
-"""A step that says more of anything is none that was taken, and would leave nothing of the others:
-a thousand million KV tokens, or a prompt of four million."""
+"""A step with a larger input is not plausible, and would outweigh all others: 1e9 KV tokens, or a
+prompt of four million."""
 
 _KINDS = slice(0, 4), slice(4, 7)
-"""What is of decodes, and what of prompts, in the order of `StepCosts`."""
+"""Coefficients of decodes and of prompts, in the order of `StepCosts`."""
 
-# One of each number that makes a step of some size: rows there are any, rows, KV tokens, the
-# longest context, prompts, their tokens, pairs of tokens.
+# Typical size of each input: whether there are rows, rows, KV tokens, the longest context, prompts,
+# their tokens, pairs of tokens.
 _UNITS = np.array([1.0, 32.0, 1e5, 1e5, 1.0, 1e4, 1e8])
 
 
 class StepCosts(NamedTuple):
-    """What each part of a step costs, in seconds; none is negative.
+    """Seconds that each part of a step costs; none is negative.
 
     Attributes:
-        decode_s: A step with rows that decode, however many.
-        row_s: Each row of the DP group that has most.
+        decode_s: Fixed cost of a step with decoding rows.
+        row_s: Each row of the fullest DP group.
         context_token_s: Each KV token of the DP group that has most.
         longest_token_s: Each token of the longest context.
         prompt_s: Each prompt, or part of one.
-        prompt_token_s: Each of its tokens.
+        prompt_token_s: Each prompt token.
         prompt_pair_s: Each (token, token that it attends to).
     """
 
@@ -76,7 +83,7 @@ class StepCosts(NamedTuple):
     prompt_pair_s: float = 0.0
 
     def prompts_s(self, num_prompts: float, num_tokens: float, num_pairs: float) -> float:
-        """Seconds of computing so much of prompts one after the other."""
+        """Return the seconds of computing prompts of this total size one after the other."""
         return (
             num_prompts * self.prompt_s
             + num_tokens * self.prompt_token_s
@@ -84,7 +91,7 @@ class StepCosts(NamedTuple):
         )
 
     def decode_step_s(self, num_rows: float, num_tokens: float, longest: float) -> float:
-        """Seconds of a step of decodes: of each number that of the DP group that has most."""
+        """Return the seconds of a decode step, from the largest numbers of any DP group."""
         return (
             self.decode_s
             + num_rows * self.row_s
@@ -94,24 +101,24 @@ class StepCosts(NamedTuple):
 
 
 class StepTimeModel:
-    """See the module docstring. Owner: whoever takes the replicas' snapshots.
+    """A linear fit of step times. Owner: the holder of the replicas' snapshots.
 
     Attributes:
-        num_steps: How many it was told of.
+        num_steps: Number of steps that were learned.
     """
 
     def __init__(self) -> None:
-        # Of the steps so far, fading: inputs by inputs, inputs by seconds.
+        # Fading sums over the steps: inputs times inputs, inputs times seconds.
         self._information = np.zeros((len(_UNITS), len(_UNITS)))
         self._products = np.zeros(len(_UNITS))
         self._num_decodes = self._num_prompts = self.num_steps = 0
-        # Of steps with decodes, and with prompts: what those so far weigh, fading.
+        # Fading weights of steps with decodes, and with prompts.
         self._weights = [0.0, 0.0]
         self._are_kept = [False, False]
-        # Of the steps with prompts, fading.
+        # Fading sums over the steps with prompts.
         self._prompt_inputs = np.zeros(len(_UNITS))
         self._prompts_s = 0.0
-        # What is solved for when somebody asks, and how many steps had been told then.
+        # The last solution, and the number of steps that it includes.
         self._coefficients: npt.NDArray[np.floating[Any]] = np.zeros(len(_UNITS))
         self._num_fitted = 0
 
@@ -119,7 +126,7 @@ class StepTimeModel:
         return f"StepTimeModel({self.known_costs})"
 
     def learn(self, work: StepWork) -> None:
-        """Take over a step; one that did nothing, or says what cannot be, is passed over."""
+        """Learn a step; an empty or impossible one is ignored."""
         if not math.isfinite(work.device_s) or work.device_s < 0.0:
             return
         inputs = _inputs(work)
@@ -142,7 +149,7 @@ class StepTimeModel:
         self.num_steps += 1
 
     def plausible(self, work: StepWork) -> StepWork:
-        """A step as it is to be learned: see `LONGEST`."""
+        """Return a step with its time limited to a plausible one; see `LONGEST`."""
         longest_s = LONGEST * self.seconds(work)
         if not longest_s or work.device_s <= longest_s or not math.isfinite(work.device_s):
             return work
@@ -153,27 +160,27 @@ class StepTimeModel:
 
     @property
     def known_costs(self) -> StepCosts:
-        """What parts of steps cost, as far as this replica's steps have shown."""
+        """Costs of the parts of steps, as far as the learned steps have shown."""
         return StepCosts(*np.maximum(self._fit() / _UNITS, 0.0).tolist())
 
     def seconds(self, work: StepWork) -> float:
-        """What a step will take; its own `device_s` is not looked at."""
+        """Return the expected seconds of a step; its own `device_s` is ignored."""
         return max(float(_inputs(work) @ self._fit()), 0.0)
 
     @property
     def knows_prompts(self) -> bool:
-        """Whether any of its steps had prompts."""
+        """Whether any learned step had prompts."""
         return self._num_prompts > 0
 
     def costs(self, others: StepTimeModel) -> StepCosts:
-        """What parts of steps cost; of a kind of step that is not known, what they cost others."""
+        """Return the costs of the parts of steps; of an unknown kind of step those of `others`."""
         own = self.known_costs
         decodes = own if self._num_decodes >= MIN_STEPS else others.known_costs
         prompts = own if self._num_prompts >= MIN_PROMPT_STEPS else self._in_proportion(others)
         return own if decodes is prompts else StepCosts(*decodes[:4], *prompts[4:])
 
     def _in_proportion(self, others: StepTimeModel) -> StepCosts:
-        """What its steps with prompts cost, if their parts cost as much more as all of it."""
+        """Return the costs of `others`, scaled to the time of this model's prompt steps."""
         usual_s = float(self._prompt_inputs @ np.maximum(others._fit(), 0.0))
         factor = self._prompts_s / usual_s if usual_s > 0.0 else 1.0
         return StepCosts(*(factor * seconds for seconds in others.known_costs))
@@ -191,7 +198,7 @@ class StepTimeModel:
 
 
 def parts_of(work: StepWork) -> tuple[float, ...]:
-    """How often a step has each part that costs something, in the order of `StepCosts`."""
+    """Return the amount of each part of a step that costs time, in the order of `StepCosts`."""
     return (
         float(work.num_rows > 0),
         work.num_rows,

@@ -1,12 +1,12 @@
-"""Who of several tenants is next: whoever is furthest behind in slot-seconds. Pure.
+"""Fair order between tenants: next is the tenant that has had the fewest slot-seconds. Pure.
 
-Owner: of what each tenant has had, and of who waits; one ingress's event loop. A tenant that comes
-back begins where those stand that were served meanwhile, so that nobody saves up while he is away.
-Between two tenants that both have somebody waiting all the time, what they have had by weight never
-differs by more than what one request of each takes.
+Owner: one ingress's event loop; of each tenant's account and of the queued requests. A tenant that
+comes back starts at the level of those served meanwhile, so absence saves up no credit. Between two
+tenants that always have requests waiting, weighted slot-seconds never differ by more than one
+request of each costs.
 
-Source: virtual time by tenant as in Sheng et al., "Fairness in Serving Large Language Models",
-OSDI 2024, counted in seconds of slots instead of tokens.
+Source: virtual time by tenant as in Sheng et al., "Fairness in Serving Large Language Models", OSDI
+2024, counted in seconds of slots instead of tokens.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ if TYPE_CHECKING:
 
 
 class Waiting(Protocol):
-    """What a line needs of those who wait in it."""
+    """The interface of an item in a `FairLine`."""
 
     @property
     def tenant(self) -> str:
-        """On whose account."""
+        """The tenant whose account it runs on."""
 
     @property
     def key(self) -> tuple[float, ...]:
-        """Its place among the same tenant's, priority first: the lowest is next."""
+        """Order among its tenant's items, priority first; the lowest is next."""
 
 
 W = TypeVar("W", bound=Waiting)
 
 MAX_AWAY = 1024
-"""Accounts that are kept of tenants who have nothing here: names may come from clients."""
+"""Accounts that are kept for tenants without requests: clients may choose the names."""
 
 
 class FairLine(Generic[W]):
-    """Those who wait, by tenant, each tenant's in order.
+    """A queue with one line per tenant and fair order between them.
 
     Args:
-        weight: Of a tenant: how much more than others it gets.
+        weight: Returns the weight of a tenant: its share relative to others.
     """
 
     def __init__(self, weight: Callable[[str], float]) -> None:
@@ -59,16 +59,16 @@ class FairLine(Generic[W]):
             yield from line
 
     def had_s(self, tenant: str) -> float:
-        """Slot-seconds that a tenant has had, by weight, on the scale of all."""
+        """Return the weighted slot-seconds of a tenant, on the scale of all tenants."""
         return max(self._had_s.get(tenant, 0.0), 0.0 if self._active.get(tenant) else self._now_s)
 
     def enter(self, waiter: W) -> None:
-        """Let somebody wait."""
+        """Add an item to its tenant's line."""
         self.hold(waiter.tenant)
         bisect.insort(self._lines.setdefault(waiter.tenant, []), waiter, key=lambda w: w.key)
 
     def leave(self, waiter: W) -> bool:
-        """Let somebody wait no longer; says whether he did. His tenant stays active."""
+        """Remove an item; return whether it was queued. Its tenant stays active until `release`."""
         line = self._lines.get(waiter.tenant, [])
         if waiter not in line:
             return False
@@ -78,29 +78,30 @@ class FairLine(Generic[W]):
         return True
 
     def first(self, may_go: Callable[[W], bool] = lambda _: True) -> W | None:
-        """Who of those that may is next: the best priority, the tenant furthest behind, the key."""
+        """Return the next item that `may_go`: by priority, by tenant furthest behind, by key."""
         firsts = (next(filter(may_go, line), None) for line in self._lines.values())
         heads = [waiter for waiter in firsts if waiter is not None]
         return min(heads, key=lambda w: (w.key[0], self.had_s(w.tenant), w.key), default=None)
 
     def last(self) -> W:
-        """Who came last of the tenant that has most waiting, by weight."""
+        """Return the last item of the tenant with the most waiting, by weight."""
         most = max(self._lines, key=self.num_waiting)
         return self._lines[most][-1]
 
     def num_waiting(self, tenant: str) -> float:
-        """How many of a tenant's wait, by weight."""
+        """Return the number of a tenant's queued items, divided by its weight."""
         return len(self._lines.get(tenant, ())) / self._weight(tenant)
 
     def has_most(self, tenant: str) -> bool:
-        """Whether no other tenant has as many waiting, by weight, as this one with one more."""
+        """Return whether a tenant with one item more would have as many waiting as any other."""
         mine = self.num_waiting(tenant) + 1 / self._weight(tenant)
         return all(self.num_waiting(other) <= mine for other in self._lines if other != tenant)
 
     def before(self, waiter: W, cost_s: Callable[[W], float]) -> float:
-        """Costs of those who will go before one who would enter now.
+        """Return the total cost of the items that would go before one that entered now.
 
-        Of another tenant's as much as goes before one's own in turn.
+        Of another tenant's items of equal priority, it counts at most the cost that fairness grants
+        before this item's turn.
         """
         own = self._lines.get(waiter.tenant, [])
         own_s = sum(cost_s(w) for w in own if w.key < waiter.key)
@@ -119,23 +120,23 @@ class FairLine(Generic[W]):
         return total_s
 
     def charge(self, tenant: str, seconds: float) -> None:
-        """Put slot-seconds on a tenant's account: negative ones where it had less than charged."""
+        """Add slot-seconds to a tenant's account; negative ones give back an overcharge."""
         self._had_s[tenant] = self.had_s(tenant) + seconds / self._weight(tenant)
 
     def serve(self, waiter: W, seconds: float) -> None:
-        """Somebody waits no longer, and is expected to take so many slot-seconds."""
+        """Remove an item and charge its tenant the slot-seconds it is expected to take."""
         self._now_s = max(self._now_s, self.had_s(waiter.tenant))
         self.leave(waiter)
         self.charge(waiter.tenant, seconds)
 
     def hold(self, tenant: str) -> None:
-        """One more of a tenant's requests is there."""
+        """Count one more request of a tenant."""
         if not self._active.get(tenant):
             self._had_s[tenant] = self.had_s(tenant)
         self._active[tenant] = self._active.get(tenant, 0) + 1
 
     def release(self, tenant: str) -> None:
-        """One of a tenant's requests is gone."""
+        """Count one request of a tenant less."""
         self._active[tenant] -= 1
         if not self._active[tenant]:
             del self._active[tenant]
@@ -143,18 +144,18 @@ class FairLine(Generic[W]):
                 self._forget()
 
     def num_requests(self, tenant: str) -> int:
-        """How many of a tenant's requests are there, waiting or not."""
+        """Return the number of a tenant's requests, queued or not."""
         return self._active.get(tenant, 0)
 
     @property
     def num_accounts(self) -> int:
-        """Tenants whose slot-seconds are known, here or not."""
+        """Number of tenants whose slot-seconds are kept, active or not."""
         return len(self._had_s)
 
     def _forget(self) -> None:
-        """Keep of those who are away the half that is furthest ahead; the others begin anew.
+        """Keep, of inactive tenants, the half that is furthest ahead; drop the other accounts.
 
-        Who has had no more than others meanwhile is as one who never came.
+        A tenant that is not ahead of the current level is treated like a new one anyway.
         """
         ahead = [t for t, s in self._had_s.items() if s > self._now_s and t not in self._active]
         kept = heapq.nlargest(MAX_AWAY // 2, ahead, key=self._had_s.__getitem__)

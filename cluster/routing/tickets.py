@@ -1,4 +1,4 @@
-"""Permits to fetch KV, and the one place that makes them.
+"""Tickets: permits to fetch KV. Only this module makes them.
 
 Only a router makes tickets, and only they let an engine fetch another one's KV. A request's body
 brings neither tickets nor endpoints: `cluster.edge.openai_fields` refuses whatever looks like one.
@@ -24,14 +24,14 @@ _random_transfer_id = partial(secrets.token_bytes, 16)
 
 
 class Transfer(NamedTuple):
-    """What an engine is asked to keep for one attempt of a request.
+    """KV that an engine is asked to keep for one attempt of a request.
 
     Attributes:
-        transfer_id: Names it to both ends.
-        epoch: Counts the attempts of the request.
-        request: Whose KV moves.
+        transfer_id: Name of the transfer at both ends.
+        epoch: Number of the attempt within the request.
+        request: The request whose KV moves.
         producer: The prefill engine, or the decode engine that hands a stream over.
-        num_tokens: Leading tokens whose KV that is.
+        num_tokens: Number of leading tokens whose KV it is.
     """
 
     transfer_id: bytes
@@ -42,13 +42,13 @@ class Transfer(NamedTuple):
 
 
 class TicketOffice:
-    """Begins transfers and seals their tickets.
+    """Creates transfers and seals their tickets.
 
     Args:
-        keys: What seals; the engines need the same.
-        config: How long a hand-over may take: a ticket is good for the time in which a producer
-            waits for its consumer, and for one lease.
-        new_transfer_id: Makes 16 bytes that nobody can guess.
+        keys: Keys that seal; the engines need the same.
+        config: Times of a hand-over. A ticket is valid for the time in which a producer waits for
+            its consumer, and for one lease.
+        new_transfer_id: Makes 16 bytes that cannot be guessed.
         unix_now_s: The wall clock.
     """
 
@@ -75,17 +75,17 @@ class TicketOffice:
         producer: EngineDescription,
         num_tokens: int | None = None,
     ) -> Transfer:
-        """A new transfer from an engine: of the prompt, or of so many leading tokens."""
+        """Create a transfer of an engine's KV of the prompt, or of `num_tokens` leading tokens."""
         num_tokens = len(request.prompt_token_ids) if num_tokens is None else num_tokens
         return Transfer(self._new_transfer_id(), epoch, request, producer, num_tokens)
 
     def seal(self, transfer: Transfer, consumer: str = "") -> bytes:
-        """A ticket of a transfer, sealed.
+        """Return a sealed ticket for a transfer.
 
         Args:
-            transfer: Which.
-            consumer: Incarnation of the engine that may fetch; "" while it is not chosen: good for
-                the prefill engine to keep the KV, and for nobody to fetch it.
+            transfer: The transfer.
+            consumer: Incarnation of the engine that may fetch; "" while it is not chosen. Such a
+                ticket lets the prefill engine keep the KV, and no engine fetch it.
 
         Raises:
             TicketError: There is no key to seal it with, or it is too long to travel.

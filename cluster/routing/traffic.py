@@ -1,7 +1,7 @@
-"""What one ingress was asked since it started: what a cluster is scaled by. Pure.
+"""Counts of one ingress since its start, which autoscaling reads. Pure.
 
-Owner: the router. Counts only grow, so that whoever looks seldom misses nothing, and those of
-several ingresses may be added; what is under way is a difference of two.
+Owner: the router. Counts only grow, so a reader that polls seldom misses nothing, and the counts of
+several ingresses can be added. Requests under way are differences of two counts.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from replicas.messages import num_pairs
 
 @dataclass(slots=True)
 class Traffic:
-    """See the module docstring.
+    """Counts of requests and tokens since the start of an ingress.
 
     Attributes:
-        came: Requests, refused ones too: they are demand as well.
+        came: Requests that arrived; refused ones count too, as demand.
         came_tokens: Their prompt tokens.
-        came_pairs: Their pairs of tokens of which one attends to the other.
+        came_pairs: Pairs of prompt tokens of which one attends to the other.
         begun: Requests that have their first token.
         begun_tokens: Their prompt tokens.
-        cached_tokens: Those that a prefix cache had.
-        ended: Requests that had begun and are over.
+        cached_tokens: Those that were found in a prefix cache.
+        ended: Requests that had begun and have ended.
         ended_tokens: Their prompt tokens.
-        output_tokens: What they got, of all choices.
-        dropped: Requests that were over before they began.
+        output_tokens: Their output tokens, over all choices.
+        dropped: Requests that ended before they began.
         dropped_tokens: Their prompt tokens.
     """
 
@@ -43,28 +43,28 @@ class Traffic:
 
     @property
     def num_waiting(self) -> float:
-        """Requests without a first token."""
+        """Number of requests without a first token."""
         return self.came - self.begun - self.dropped
 
     @property
     def num_decoding(self) -> float:
-        """Requests with one that are not over."""
+        """Number of requests with a first token that have not ended."""
         return self.begun - self.ended
 
     def come(self, num_prompt_tokens: int) -> None:
-        """A request has come."""
+        """Count a request that arrived."""
         self.came += 1
         self.came_tokens += num_prompt_tokens
         self.came_pairs += num_pairs(0, num_prompt_tokens)
 
     def begin(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
-        """It has its first token."""
+        """Count a request that got its first token."""
         self.begun += 1
         self.begun_tokens += num_prompt_tokens
         self.cached_tokens += num_cached_tokens
 
     def end(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """It is over, with so many tokens."""
+        """Count a request that ended, with its number of output tokens."""
         if num_output_tokens:
             self.ended += 1
             self.ended_tokens += num_prompt_tokens
@@ -74,15 +74,15 @@ class Traffic:
             self.dropped_tokens += num_prompt_tokens
 
     def as_dict(self) -> dict[str, float]:
-        """By name."""
+        """Return the counts by name."""
         return asdict(self)
 
     def __add__(self, other: Traffic) -> Traffic:
-        """Of both together."""
+        """Return the sum of the counts of two ingresses."""
         return Traffic(*map(sum, zip(self._values(), other._values(), strict=True)))
 
     def __sub__(self, earlier: Traffic) -> Traffic:
-        """Since an earlier look at the same counts."""
+        """Return the counts since an earlier copy."""
         pairs = zip(self._values(), earlier._values(), strict=True)
         return Traffic(*(now - before for now, before in pairs))
 

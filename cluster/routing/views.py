@@ -1,7 +1,7 @@
-"""The places of one side as a table, so that a policy weighs five hundred as fast as four. Pure.
+"""The places of one side as a table of columns, so that 500 are weighed as fast as four. Pure.
 
-Owner: the pool state. A column of the table is what all places have of one thing, in the order of
-the list; what changes is written in place. A `GroupView` is one place, for whoever looks at few.
+Owner: the pool state. A column has one value of every place, in the order of the list; changes are
+written in place. A `GroupView` is one place as an object, for callers that look at few.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 class Column(IntEnum):
-    """What places are weighed by; `GroupView` says what each is, in the same order."""
+    """Columns of the table, in the order of `GroupView`, which documents them."""
 
-    # Of a place.
+    # Values of a place.
     EMPTY_SLOTS = 0
     FREE_TOKENS = auto()
     HELD_TOKENS = auto()
@@ -36,7 +36,7 @@ class Column(IntEnum):
     SPARE_PROMPT_S = auto()
     SPARE_ROWS = auto()
     SPARE_CONTEXT_TOKENS = auto()
-    # Of its engine, the same in all of that engine's places.
+    # Values of its engine, equal in all of that engine's places.
     MAX_CONTEXT_TOKENS = auto()
     ROWS = auto()
     QUEUED_TOKENS = auto()
@@ -55,59 +55,60 @@ class Column(IntEnum):
 
 
 class Rate(IntEnum):
-    """Seconds that a place takes for something of a request: what costs are sums of.
+    """Seconds that a place takes for a part of a request; costs are sums of these.
 
-    The first are columns as well; the others are worked out for a request.
+    The first ones are columns as well; the others are computed for each request.
     """
 
     QUEUE_S = 0
     STEP_S = auto()
-    # Of the whole prompt; of the KV that comes from elsewhere; by which the prompt makes the step
-    # longer that it will be in; for all sequences of the engine together, which stand still
-    # meanwhile: see `Views.add_prompt`.
+    # Computed by `Views.add_prompt`: seconds of the whole prompt; of the KV that is fetched; by
+    # which the prompt makes its step longer; and this, times the sequences of the engine that wait
+    # meanwhile.
     WHOLE_PROMPT_S = auto()
     TRANSFER_S = auto()
     ADDED_PROMPT_S = auto()
     ROWS_ADDED_PROMPT_S = auto()
-    # By which each step becomes longer, for all of them and the new one together: see `Views.add`.
+    # Computed by `Views.add`: seconds by which each step becomes longer, summed over the sequences
+    # of the engine and the new one.
     ADDED_ROWS_S = auto()
     ADDED_CONTEXT_S = auto()
     ADDED_LENGTH_S = auto()
 
 
 NUM_OF_PLACE = int(Column.MAX_CONTEXT_TOKENS)
-"""The first columns: those of a place; all others are of its engine."""
+"""Number of first columns that are of a place; all others are of its engine."""
 _SPARES = slice(Column.SPARE_ROWS, Column.MAX_CONTEXT_TOKENS + 1)
-"""What a request may have of rows, KV tokens and length before steps become longer."""
+"""Rows, KV tokens and length that a request may add before steps become longer."""
 _COLUMNS = slice(len(Column))
 _OWN_PROMPTS = slice(Column.OWN_PROMPT_S, Column.ROW_S)
 _PROMPTS = slice(Column.PROMPT_S, Column.QUEUE_S)
-"""What a prompt takes, and the KV of one."""
+"""Costs of a prompt, and of its KV."""
 _RATES = slice(Column.QUEUE_S, Column.QUEUE_S + len(Rate))
 _OF_PROMPT = slice(Rate.WHOLE_PROMPT_S, Rate.ADDED_ROWS_S)
 ADDED = slice(Rate.ADDED_ROWS_S, len(Rate))
-"""Rates that `Views.add` works out."""
+"""Rates that `Views.add` computes."""
 _NUM_ADDED = len(Rate) - Rate.WHOLE_PROMPT_S
 _GROWTHS = slice(_RATES.stop, _RATES.stop + 3)
-"""What more than the spares costs all sequences of the engine and the new one together."""
-# Of what all places of an engine have.
+"""Cost of each unit beyond the spares, for all sequences of the engine and the new one together."""
+# Indices into the values that all places of an engine share.
 _ROWS = Column.ROWS - NUM_OF_PLACE
 _OF_STEPS = slice(Column.ROW_S - NUM_OF_PLACE, Column.PROMPT_S - NUM_OF_PLACE)
 _LEAST = np.array(0.0)
-"""Beside a few hundred numbers numpy takes an array of one in half the time of a Python number."""
+"""With a few hundred numbers, numpy takes an array of one in half the time of a Python number."""
 
 
 _NOTHING = EngineSummary("both", (), 0.0)
 
 
 class Places(NamedTuple):
-    """What all places of one engine have, as it is written; never changes.
+    """Values of all places of one engine, as they are written to the table; never changes.
 
     Attributes:
-        told: What the engine says.
-        num_free_blocks: Of each place, for each KV group.
-        of_places: What each place has, [the first `NUM_OF_PLACE` columns, places].
-        of_engine: What all of them have, [the other columns and what follows from them, 1].
+        told: Summary of the engine's snapshot.
+        num_free_blocks: Free blocks of each place for each KV group.
+        of_places: Values of each place, [the first `NUM_OF_PLACE` columns, places].
+        of_engine: Values that all places share, [the other columns and what follows from them, 1].
         num_rows: Sequences of the engine.
     """
 
@@ -125,10 +126,10 @@ class Places(NamedTuple):
         of_places: Sequence[float],
         of_engine: Sequence[float],
     ) -> Places:
-        """Of its columns as plain numbers, column by column."""
+        """Return places made of plain numbers, column by column."""
         num_rows = of_engine[_ROWS]
         growths = [(num_rows + 1.0) * seconds for seconds in of_engine[_OF_STEPS]]
-        added = [0.0] * _NUM_ADDED  # before anybody asks
+        added = [0.0] * _NUM_ADDED  # computed for each request
         table = array("d", (*of_places, *of_engine, *added, *growths))
         values, num_of_places = np.frombuffer(table), len(of_places)
         return cls(
@@ -141,17 +142,17 @@ class Places(NamedTuple):
 
 
 class Views:
-    """See the module docstring; what places have is changed by `write` alone.
+    """The table of all places of one side; values are changed by `write` alone.
 
     Args:
-        placements: The places, in order; an engine as a whole takes everybody.
+        placements: The places in order; a whole engine can always take a request.
 
     Attributes:
         placements: As given.
-        num_free_blocks: Of each place, for each KV group.
-        told: Of each place, what its engine says; none before the first `write`.
-        rates: Of each `Rate` what all places have, [rates, places]; those that are worked out for a
-            request are good until the next one is looked at.
+        num_free_blocks: Free blocks of each place for each KV group.
+        told: Summary of each place's engine; a neutral one before the first `write`.
+        rates: Rates of all places, [rates, places]; those that are computed for a request are valid
+            until the next request is weighed.
     """
 
     def __init__(self, placements: Iterable[Placement] = ()) -> None:
@@ -196,7 +197,7 @@ class Views:
         return f"Views({list(self)})"
 
     def write(self, first: int, places: Places) -> None:
-        """Take over what is new of the places of one engine, the first of which is at an index."""
+        """Write the values of one engine's places, the first of which is at index `first`."""
         count = len(places.num_free_blocks)
         end = first + count
         if count:
@@ -207,7 +208,7 @@ class Views:
         self._table[NUM_OF_PLACE:, first:end] = places.of_engine
 
     def equals(self, other: Views) -> bool:
-        """Whether both have the same places with the same in them."""
+        """Return whether both have the same places with the same values."""
         return (
             self.placements == other.placements
             and self.told == other.told
@@ -216,25 +217,25 @@ class Views:
         )
 
     def column(self, column: Column) -> npt.NDArray[np.float64]:
-        """What all places have of one thing; not to be changed."""
+        """Return one value of all places; read-only."""
         return self._columns[column]
 
     def own_prompts_s(
         self, num_tokens: int, missed: npt.NDArray[np.float64] | float
     ) -> npt.NDArray[np.float64]:
-        """Seconds of a prompt in each place that computes it itself, whoever usually does."""
+        """Return the seconds of a prompt in each place if its own engine computes it."""
         return _prompts_s(self._table[_OWN_PROMPTS], num_tokens, missed, np.empty(len(self)))
 
     def fetched_s(self, missed: npt.NDArray[np.float64] | float) -> npt.NDArray[np.float64]:
-        """Seconds of fetching the KV of a prompt that misses so many tokens in each place."""
+        """Return the seconds of fetching a prompt's KV, of which each place misses some tokens."""
         fetched_s: npt.NDArray[np.float64] = self._prompts[3] * missed
         return fetched_s
 
     def add_prompt(self, num_tokens: int, missed: npt.NDArray[np.float64] | float) -> None:
-        """Work out the rates of a prompt that has so many tokens, and misses so many in each place.
+        """Compute the rates of a prompt with `num_tokens`, of which each place misses some.
 
-        DP groups compute prompts side by side: a step becomes longer by what one has more than the
-        spare of its group.
+        DP groups compute prompts side by side: a step becomes longer only by the part that exceeds
+        the spare of its group.
         """
         whole, transfer, added, standing = self._of_prompt
         _prompts_s(self._prompts[:3], num_tokens, missed, whole)
@@ -244,7 +245,7 @@ class Views:
         np.multiply(added, self._columns[Column.ROWS], out=standing)
 
     def add(self, num_rows: int, num_tokens: int) -> None:
-        """Work out the `ADDED` rates for a request of so many sequences of so many tokens each."""
+        """Compute the `ADDED` rates for a request of `num_rows` sequences of `num_tokens` each."""
         more = np.array(((num_rows,), (num_rows * num_tokens,), (num_tokens,)), dtype=np.float64)
         added = np.subtract(more, self._spares, out=self._added)
         np.maximum(added, _LEAST, out=added)
@@ -252,20 +253,20 @@ class Views:
 
     @property
     def mean_rows(self) -> float:
-        """Sequences of a place's engine, in the mean over all places."""
+        """Mean number of sequences of a place's engine, over all places."""
         return self._sum_rows / len(self.placements)
 
     def columns_of(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """What some places have of all things, [things, places]: a copy."""
+        """Return a copy of all values of some places, [columns, places]."""
         return self._table[_COLUMNS].take(indices, axis=1)
 
     def copy(self) -> npt.NDArray[np.float64]:
-        """What all places have of all things; `of` makes views of it."""
+        """Return a copy of all values of all places; `of` makes views of it."""
         return self._table[_COLUMNS].copy()
 
     @classmethod
     def of(cls, placements: Iterable[Placement], columns: npt.NDArray[np.float64]) -> Views:
-        """Views of what places have, [things, places]; of nothing that engines say besides."""
+        """Return views with these values, [columns, places], and neutral engine summaries."""
         views = cls(placements)
         for index, values in enumerate(columns.T.tolist()):
             of_place, of_engine = values[:NUM_OF_PLACE], values[NUM_OF_PLACE:]
@@ -274,20 +275,20 @@ class Views:
 
     @cached_property
     def keys(self) -> npt.NDArray[np.uint64]:
-        """What sessions find their homes by, of each place."""
+        """Key of each place for session affinity."""
         return place_keys(self.placements)
 
     @cached_property
     def engines(self) -> dict[str, int]:
-        """The engines by their incarnations, with the index of the first place of each."""
+        """Incarnations of the engines, with the index of the first place of each."""
         return {p.incarnation: i for i, p in reversed(list(enumerate(self.placements)))}
 
     def index_of(self, placement: Placement) -> int | None:
-        """Where a place is in the list, if it is there."""
+        """Return the index of a place, or None."""
         return self._indices.get(placement)
 
     def most_of(self, counts: Mapping[Placement, int]) -> npt.NDArray[np.float64]:
-        """Of each place what is counted there, if it is; of an engine as a whole, of any group."""
+        """Return the count of each place, 0 without one; of a whole engine its highest."""
         found: dict[int, int] = {}
         index_of = self._indices.get
         for placement, count in counts.items():
@@ -301,7 +302,7 @@ class Views:
         return most
 
     def fitting(self, demand: Demand) -> npt.NDArray[np.bool_]:
-        """Where a request can begin at once, as `fits` says."""
+        """Return where a request can start at once, like `fits`."""
         fitting: npt.NDArray[np.bool_] = self._columns[Column.EMPTY_SLOTS] >= demand.num_choices
         fitting &= self._columns[Column.FREE_TOKENS] >= demand.num_first_tokens
         if self._have_queues:
@@ -315,9 +316,10 @@ def _prompts_s(
     missed: npt.NDArray[np.float64] | float,
     out: npt.NDArray[np.float64],
 ) -> npt.NDArray[np.float64]:
-    """Seconds of a prompt in each place, by what one takes there, its tokens and their pairs.
+    """Return the seconds of a prompt in each place, from its costs per prompt, token and pair.
 
-    Each missing token attends to those before it, cached ones too, and half of the others.
+    Each missing token attends to all tokens before it, cached ones too: on average to the cached
+    ones and half of the missing ones.
     """
     prompt_s, token_s, pair_s = of_prompts
     np.multiply(token_s, missed, out=out)
