@@ -1,1 +1,1 @@
-"""Control plane: HTTP in, placement, pools, command line. The only package that knows Ray."""
+"""Control plane: HTTP, routing, pools, command line. The only package that imports Ray."""

@@ -1,6 +1,6 @@
 """The application that a Ray Serve config file names: `import_path: cluster.app:build`.
 
-Everything that can be known to be wrong is refused here, so that `serve status` shows the reason
+It refuses every configuration that is known not to work, so that `serve status` shows the reason
 seconds after `serve deploy`.
 """
 
@@ -27,6 +27,6 @@ def build(args: Mapping[str, Any]) -> Application:
         The ingress bound to one deployment per pool, each named after its first role.
 
     Raises:
-        ClusterConfigError: The args cannot work; names the keys.
+        ClusterConfigError: The args are not valid; the message names the keys.
     """
     return bind(args, resolve(args))

@@ -1,6 +1,6 @@
-"""The `ttserve` command: a local server, a check of config files, offline generation, simulation.
+"""The `ttserve` command line.
 
-Every command imports what it needs when it runs, so that `ttserve --help` answers at once.
+Each command imports its modules when it runs, so that `ttserve --help` is fast.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _BAD_CONFIG = 2
 _FAILED = 1
 _KV_TIMEOUT_S = 5.0
 _DEFAULT_WAIT_S = 660.0
-_KV_HINT = "is a cluster of this version served there?"
+_KV_HINT = "check that a cluster of this ttserve version is served there"
 
 
 @app.command()
 def serve(
     config: Annotated[
-        Path | None, typer.Option(help="Ray Serve config file.  [default: the bundled demo.yaml]")
+        Path | None, typer.Option(help="Ray Serve config file; by default the bundled demo.yaml.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Model folder, instead of the file's; `demo` is bundled.")
+        str | None, typer.Option(help="Model folder instead of the file's; `demo` is bundled.")
     ] = None,
-    host: Annotated[str | None, typer.Option(help="Address, instead of the file's.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port, instead of the file's.")] = None,
+    host: Annotated[str | None, typer.Option(help="Public address instead of the file's.")] = None,
+    port: Annotated[int | None, typer.Option(help="Public port instead of the file's.")] = None,
     faults: Annotated[
         Path | None, typer.Option(help="Fault plan for replicas on simulated meshes.")
     ] = None,
@@ -70,14 +70,16 @@ def serve(
 def environment(
     operations: Annotated[
         str | None,
-        typer.Option(help="ADDRESS:PORT for operators.  [default: 127.0.0.1, the public port + 1]"),
+        typer.Option(
+            help="Operations listener, ADDRESS:PORT; by default 127.0.0.1, public port + 1."
+        ),
     ] = None,
     trusted_proxies: Annotated[
         str | None,
-        typer.Option(help="Networks of gateways, by commas, whose X-Forwarded-For is believed."),
+        typer.Option(help="Networks of gateways whose X-Forwarded-For to trust, comma-separated."),
     ] = None,
 ) -> None:
-    """Print the variables and umask that `ray start` needs on each host, for a shell's `eval`."""
+    """Print the variables and umask that `ray start` needs on each host, for the shell's `eval`."""
     import shlex
 
     from cluster.config.environment import process_environment
@@ -100,20 +102,19 @@ def environment(
     try:
         require_private_token(process_environment())
     except UnsafeFileError as error:
-        # The shell does not see the exit code of a command inside `eval "$(...)"`: this it does.
+        # The shell ignores the exit code of a command in `eval "$(...)"`; `false` sets its own.
         typer.echo("false")
         _fail(str(error), _FAILED)
     script = haproxy.find_script()
     if script is None:
-        typer.echo("ttserve: no HAProxy here: Serve's own proxy answers, slower", err=True)
+        typer.echo("ttserve: HAProxy not found; Ray Serve's own, slower proxy is used", err=True)
     folder = private_folder()
-    # Ray lets every user of the host write in its own folder: nobody else reaches one below ours.
-    # With the last one its processes keep their variables, which `ttserve doctor` reads, when they
-    # write a title of their own.
+    # Ray makes its folder writable for every user, so it must be inside a private folder.
+    # SPT_NOENV: processes that set a title keep their environment, which `ttserve doctor` reads.
     variables = {"RAY_AUTH_MODE": "token", "RAY_TMPDIR": str(folder), "SPT_NOENV": "1"}
     variables |= haproxy.environment(folder, script)
     variables |= {name: value for name, value in given.items() if value}
-    # Ray writes its token, logs and sockets under the umask that it finds.
+    # Ray creates its token, logs and sockets with the umask that it inherits.
     typer.echo("umask 077")
     for name, value in variables.items():
         typer.echo(f"export {name}={shlex.quote(value)}")
@@ -123,7 +124,7 @@ def environment(
 def validate(
     files: Annotated[list[Path], typer.Argument(help="Ray Serve config files.", metavar="FILE...")],
 ) -> None:
-    """Check config files: keys, types, model folder, generator; whether the numbers go together."""
+    """Check config files: keys, types, model folder, generator, and values that must agree."""
     from cluster.config.environment import process_environment
     from cluster.config.resolve import check_generators, resolve
     from cluster.config.serve_file import read_serve_file
@@ -150,14 +151,18 @@ def generate(  # noqa: PLR0913, PLR0917 - one argument per command-line option
     prompts: Annotated[list[str], typer.Argument(help="Texts to continue.", metavar="PROMPT...")],
     model: Annotated[str, typer.Option(help="Model folder; `demo` is bundled.")] = "demo",
     chat: Annotated[
-        bool, typer.Option("--chat", help="Take each prompt as a user's message.")
+        bool, typer.Option("--chat", help="Send each prompt as a chat message.")
     ] = False,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 64,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Sample among this many tokens; 0 among all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Sample among this share of the probability.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text.")] = None,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0 always takes the likeliest token.")
+    ] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample from this many tokens; 0: from all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from tokens of this total probability.")
+    ] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Seed that makes sampling repeatable.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text.")] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float64.")] = "auto",
 ) -> None:
     """Generate text offline, without a server."""
@@ -194,9 +199,7 @@ def simulate(  # noqa: PLR0913, PLR0917 - one argument per command-line option
     config: Annotated[
         Path, typer.Argument(help="Ray Serve config file with engines on simulated meshes.")
     ],
-    trace: Annotated[
-        Path, typer.Option(help="Trace file or folder, or a workload of distributions.")
-    ],
+    trace: Annotated[Path, typer.Option(help="Trace file or folder, or a file of distributions.")],
     format: Annotated[
         str,
         typer.Option(
@@ -204,34 +207,34 @@ def simulate(  # noqa: PLR0913, PLR0917 - one argument per command-line option
         ),
     ] = "auto",
     replicas: Annotated[
-        int | None, typer.Option(min=1, help="All pools together, in the file's proportion.")
+        int | None, typer.Option(min=1, help="Total of all pools; the file's proportion is kept.")
     ] = None,
     policy: Annotated[
         str | None,
-        typer.Option(help="Placement policy (docs/policies.md), not the file's."),
+        typer.Option(help="Placement policy (docs/policies.md) instead of the file's."),
     ] = None,
-    faults: Annotated[Path | None, typer.Option(help="Fault plan, instead of the file's.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Folder to draw plots in.")] = None,
-    json: Annotated[Path | None, typer.Option(help="File for all numbers.")] = None,
+    faults: Annotated[Path | None, typer.Option(help="Fault plan instead of the file's.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Folder for plots.")] = None,
+    json: Annotated[Path | None, typer.Option(help="File for all results, in JSON.")] = None,
     log: Annotated[Path | None, typer.Option(help="File for an event log.")] = None,
     speed_up: Annotated[
-        float, typer.Option(help="Arrivals come so many times faster than in the trace.")
+        float, typer.Option(help="Factor by which requests arrive faster than in the trace.")
     ] = 1.0,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Take the first so many requests only.")
+        int | None, typer.Option(min=1, help="Number of requests to take from the trace.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of everything that is random.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of all random values.")] = 0,
     slo_ttft_ms: Annotated[
-        float | None, typer.Option(help="A good request's longest time to first token.")
+        float | None, typer.Option(help="Objective: time to first token.")
     ] = None,
     slo_tpot_ms: Annotated[
-        float | None, typer.Option(help="Its longest time per further token.")
+        float | None, typer.Option(help="Objective: mean time per further token.")
     ] = None,
     slo_e2e_ms: Annotated[
-        float | None, typer.Option(help="Its longest time to the last token.")
+        float | None, typer.Option(help="Objective: time to the last token.")
     ] = None,
 ) -> None:
-    """Run a cluster under a virtual clock: what a trace would see, in seconds of your time."""
+    """Simulate a cluster under a virtual clock: replay a trace of hours within seconds."""
     from cluster.lab.simulation.command import SimulateError, SimulateOptions, read_slo
     from cluster.lab.simulation.command import simulate as run
 
@@ -258,11 +261,13 @@ def simulate(  # noqa: PLR0913, PLR0917 - one argument per command-line option
 @app.command()
 def kv(
     url: Annotated[
-        str, typer.Option(help="The operations listener: the public port + 1, on the host itself.")
+        str, typer.Option(help="Operations listener; by default 127.0.0.1, public port + 1.")
     ] = "http://127.0.0.1:8001",
-    json: Annotated[bool, typer.Option("--json", help="Print what the cluster sent.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the cluster's answer as JSON.")
+    ] = False,
 ) -> None:
-    """Show every replica's KV transfers under way, the blocks they keep, and its store's totals."""
+    """Show each replica's running KV transfers, the blocks they hold, and its store's totals."""
     import urllib.error
     import urllib.request
 
@@ -290,10 +295,10 @@ def kv(
 def leave(
     seconds: Annotated[
         float,
-        typer.Option(min=1, help="Gone by then: the longest drain time, and what a start takes."),
+        typer.Option(min=1, help="Deadline: the longest drain_timeout_s plus a replica's start."),
     ] = _DEFAULT_WAIT_S,
 ) -> None:
-    """Take this host, or pod, out of its Ray cluster: let its requests end, then return."""
+    """Drain this host or pod out of its Ray cluster; returns when its requests have ended."""
     node = _node_here()
     from cluster.lifecycle.leave import LeaveError
     from cluster.lifecycle.leave import leave as run
@@ -310,13 +315,13 @@ def leave(
 
 @app.command()
 def flip(
-    replica: Annotated[str, typer.Argument(help="Its name, as /debug/slots has it.")],
-    role: Annotated[str, typer.Argument(help="prefill or decode.")],
+    replica: Annotated[str, typer.Argument(help="Replica name, as in /debug/slots.")],
+    role: Annotated[str, typer.Argument(help="New role: prefill or decode.")],
     seconds: Annotated[
-        float, typer.Option(min=1, help="How long to wait for it; it goes on all the same.")
+        float, typer.Option(min=1, help="How long to wait; the change continues after that.")
     ] = _DEFAULT_WAIT_S,
 ) -> None:
-    """Let a replica take the other role, with its model loaded; on a host of a Ray cluster."""
+    """Change a replica's role without reloading its model; runs on a host of a Ray cluster."""
     if role not in {"prefill", "decode"}:
         _fail(f"ROLE must be prefill or decode, got {role!r}", _BAD_CONFIG)
     wanted: Role = "prefill" if role == "prefill" else "decode"
@@ -332,12 +337,12 @@ def flip(
     except FlipError as error:
         _fail(str(error), _FAILED)
     except (ControlLostError, ConnectionError) as error:
-        _fail(f"the head does not answer: {error}", _FAILED)
+        _fail(f"Ray's head node does not answer: {error}", _FAILED)
 
 
 @app.command()
 def status() -> None:
-    """Say what Serve runs, why it does not, and which hosts leave; on a host of a Ray cluster."""
+    """Show what Serve runs, errors, and draining hosts; runs on a host of a Ray cluster."""
     node = _node_here()
     from cluster.lifecycle.ray_nodes import ControlLostError, RayNodes
     from cluster.lifecycle.status import is_whole, serve_status, status_text
@@ -347,7 +352,7 @@ def status() -> None:
         nodes = RayNodes(node.address)
         text = status_text(found, nodes.alive(), nodes.draining())
     except (ControlLostError, ConnectionError) as error:
-        _fail(f"the head does not answer: {error}", _FAILED)
+        _fail(f"Ray's head node does not answer: {error}", _FAILED)
     typer.echo(text, nl=False)
     if not is_whole(found):
         raise typer.Exit(_FAILED)
@@ -356,11 +361,12 @@ def status() -> None:
 @app.command()
 def doctor(
     config: Annotated[
-        Path | None, typer.Option(help="Ray Serve config file whose meshes are looked for here.")
+        Path | None,
+        typer.Option(help="Ray Serve config file whose meshes to look for on this host."),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print everything that was found.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print all findings as JSON.")] = False,
 ) -> None:
-    """Say which boards are here, what they lack, what to configure, and what runs without them."""
+    """Report what this host can run: boards, their problems and settings, and open ports."""
     import msgspec
 
     from cluster.config.resolve import resolve
@@ -388,15 +394,15 @@ def doctor(
 def chaos(
     seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
     events: Annotated[
-        int, typer.Option(min=1, help="Begin no new seed after so many events.")
+        int, typer.Option(min=1, help="Stop after the seed that reaches this many events.")
     ] = 1_000_000,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes side by side.")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, help="Number of parallel processes.")] = 1,
     replay: Annotated[
-        Path | None, typer.Option(help="Run this scenario file instead, and show its events.")
+        Path | None, typer.Option(help="Scenario file to run instead, showing its events.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for failing scenarios.")] = Path("chaos"),
 ) -> None:
-    """Break simulated clusters at random and check every invariant after every event."""
+    """Inject random faults into simulated clusters and check all invariants after each event."""
     from cluster.lab.simulation.chaos import ChaosError, ChaosOptions
     from cluster.lab.simulation.chaos import chaos as run
     from cluster.lab.simulation.chaos import replay as run_file
@@ -422,16 +428,16 @@ def main() -> None:
 
 
 def _supervise(options: ServeOptions, path: Path) -> int:
-    """Serve a config file once it is found good.
+    """Check a config file, then serve it.
 
     Raises:
-        ClusterConfigError: The file, or what it names, does not do.
+        ClusterConfigError: The file is not valid, or names a file that cannot be used.
     """
     from cluster.config.resolve import resolve
     from cluster.lifecycle.key_file import key_ring
     from cluster.lifecycle.supervisor import serve as supervise
 
-    # Checked here too: a mistake costs no start of Ray.
+    # Checked before Ray starts, so that mistakes are reported at once.
     file = options.read()
     key_file = resolve(file.args).key_file
     if key_file is not None:
@@ -441,9 +447,9 @@ def _supervise(options: ServeOptions, path: Path) -> int:
 
 
 def _absolute_model(model: str) -> str:
-    """Make a folder seen from the shell absolute; leave anything else for the checks to judge.
+    """Return the absolute path of a model folder; leave anything else for the checks to refuse.
 
-    A link keeps its name: classes of others know models by it.
+    Symbolic links are not resolved, because third-party classes recognise models by their names.
     """
     path = Path(model).expanduser()
     return str(path.absolute()) if path.is_dir() else model
@@ -455,9 +461,9 @@ def _warn(path: Path | None, warning: str) -> None:
 
 
 def _node_here() -> LocalNode:
-    """Find the Ray node of this host, and take over what connects to its cluster.
+    """Find the Ray node of this host, and take over the variables that connect to its cluster.
 
-    Call it before Ray is imported, which reads some of that from the environment only then.
+    Call it before importing Ray, which reads some of them from the environment only then.
     """
     from cluster.config.environment import process_environment, replace_in_environment
     from cluster.config.ray_auth import VARIABLES
@@ -467,7 +473,7 @@ def _node_here() -> LocalNode:
         node = find_node(process_environment())
     except NoNodeError as error:
         _fail(str(error), _BAD_CONFIG)
-    # The caller's own may be of another cluster, and Ray would prefer a token to a token's file.
+    # The caller's own variables may belong to another cluster, and Ray prefers a token to a file.
     replace_in_environment(VARIABLES, node.variables)
     return node
 

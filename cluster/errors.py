@@ -1,4 +1,4 @@
-"""Errors that reach a client, each with its HTTP status; the one mapping that the edge uses."""
+"""Errors that clients see, with their HTTP status, and the error of a bad configuration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class ServingError(Exception):
 
     Attributes:
         message: What happened and what to do, in one or two sentences.
-        status: HTTP status when nothing has been sent yet.
+        status: HTTP status, if nothing has been sent yet.
         type: The OpenAI-style error type.
         param: The request field at fault, or None.
         code: A stable word for programs.
@@ -48,7 +48,7 @@ class PayloadTooLargeError(ServingError):
 
 
 class UnsupportedMediaTypeError(ServingError):
-    """The body does not call itself JSON."""
+    """The content type is not JSON."""
 
     status = 415
     type = "BadRequestError"
@@ -64,7 +64,7 @@ class NotFoundError(ServingError):
 
 
 class MisdirectedError(ServingError):
-    """The request was for a server of another name."""
+    """The `Host` header names another server."""
 
     status = 421
     type = "BadRequestError"
@@ -72,7 +72,7 @@ class MisdirectedError(ServingError):
 
 
 class SaturatedError(ServingError):
-    """Every slot is taken and the queue is full."""
+    """A limit is reached, such as the queue's or that of open requests."""
 
     status = 429
     type = "RateLimitError"
@@ -80,7 +80,7 @@ class SaturatedError(ServingError):
 
 
 class OverloadedError(ServingError):
-    """The request would miss its objective; nothing was begun for it."""
+    """The request would miss its objective and was not started."""
 
     status = 429
     type = "RateLimitError"
@@ -88,7 +88,7 @@ class OverloadedError(ServingError):
 
 
 class QuotaError(ServingError):
-    """The tenant has as many requests here as it may."""
+    """The tenant has reached its limit of requests at this ingress."""
 
     status = 429
     type = "RateLimitError"
@@ -96,7 +96,7 @@ class QuotaError(ServingError):
 
 
 class QueueTimeoutError(ServingError):
-    """The request waited for a slot longer than its deadline."""
+    """The request waited too long for a slot."""
 
     status = 408
     type = "TimeoutError"
@@ -104,7 +104,7 @@ class QueueTimeoutError(ServingError):
 
 
 class BodyTimeoutError(ServingError):
-    """The body took longer than one may."""
+    """The body took too long to arrive."""
 
     status = 408
     type = "TimeoutError"
@@ -112,7 +112,7 @@ class BodyTimeoutError(ServingError):
 
 
 class DeadlineError(ServingError):
-    """The request took longer than any may."""
+    """The request took longer than `request_timeout_s`."""
 
     status = 408
     type = "TimeoutError"
@@ -128,7 +128,7 @@ class NotReadyError(ServingError):
 
 
 class TokensDifferError(ServingError):
-    """A stream cannot go on where it broke: the request has other tokens this time."""
+    """A broken stream cannot be resumed because the rerun has other tokens."""
 
     status = 409
     type = "ConflictError"
@@ -144,7 +144,7 @@ class ReplicaLostError(ServingError):
 
 
 class KVTransferFailedError(ServingError):
-    """The prompt's KV did not come, and the replica was told not to compute it again."""
+    """The prompt's KV did not arrive, and `kv_load_failure_policy` forbids recomputing it."""
 
     status = 503
     type = "KVTransferFailedError"

@@ -1,8 +1,7 @@
-"""The cluster as the HTTP edge sees it: requests in, text out, and what is asked about it.
+"""The HTTP edge's backend: runs requests, and answers questions about the cluster.
 
-Owner: one ingress's event loop. It joins the parts: the fleet of engines, the router, the
-tokenizer, the metrics. Who the engines are it is told through its fleet; it knows nothing of Ray or
-HTTP.
+Owner: one ingress's event loop. It connects the fleet of engines, the router, the tokenizer and the
+metrics. Discovery adds engines to its fleet. It imports neither Ray nor HTTP.
 """
 
 from __future__ import annotations
@@ -57,12 +56,12 @@ T = TypeVar("T")
 _SCRAPE_TIMEOUT_S = 2.0
 _TRANSFERS_TIMEOUT_S = 1.0
 _PROBE_TIMEOUT_S = 20.0
-"""A step may have a long prompt; SGLang waits as long."""
+"""Long, because a step may compute a long prompt; SGLang uses the same."""
 _MAX_ROUTE_IDS = 4
 _MAX_PROBE_WAITERS = 8
-"""Each holds an open request for as long as the slowest step takes."""
+"""Bounded, because each keeps a request open until the slowest replica ends a step."""
 MIN_ASK_INTERVAL_S = 0.5
-"""Between two rounds of questions to every engine, of one kind."""
+"""Shortest time between two polls of all engines for the same data."""
 
 
 class Ingress:
@@ -70,11 +69,11 @@ class Ingress:
 
     Args:
         config: The cluster's configuration.
-        keys: What seals tickets and opens the engines' sockets; the engines have the same.
+        keys: Secrets, shared with the engines, that seal tickets and authenticate connections.
 
     Attributes:
-        fleet: The engines; whoever makes the ingress lets it follow a discovery.
-        router: What runs requests.
+        fleet: The engines. The ingress's creator must connect it to discovery.
+        router: Places and runs requests.
     """
 
     def __init__(self, config: ClusterConfig, keys: KeyRing) -> None:
@@ -108,7 +107,7 @@ class Ingress:
         self._had_every_pool = False
 
     def models(self) -> Sequence[ModelCard]:
-        """The one served model."""
+        """Return the card of the served model."""
         name = self._config.served_model_name
         root = model_name(str(self._config.model_folder))
         return [
@@ -149,9 +148,10 @@ class Ingress:
         )
 
     def is_ready(self) -> tuple[bool, str]:
-        """Ready once every pool has had a replica, and as long as requests are let in.
+        """Return whether new requests can be served, and the reason if not.
 
-        That is as long as a replica decodes, though it may have to move again first.
+        It becomes ready when every pool has had a replica, and stays so while any replica can
+        decode, even one that is stalled at the moment.
         """
         pools = self.fleet.pools
         if not self._had_every_pool:
@@ -160,35 +160,37 @@ class Ingress:
                 return False, f"no replica yet in pool {', '.join(missing)}"
             self._had_every_pool = True
         if not pools.may_decode:
-            draining = f", {pools.num_draining} drain" if pools.num_draining else ""
+            draining = f" ({pools.num_draining} draining)" if pools.num_draining else ""
             return False, f"no replica can decode{draining}"
         num_still = self.fleet.num_still
         return True, f"stalled replicas: {num_still}" if num_still else ""
 
     async def metrics_text(self) -> bytes:
-        """This ingress's metrics and those of every engine that answers."""
+        """Return the metrics of this ingress and of every engine that answers."""
         return await self._shared_metrics.get()
 
     async def transfers(self) -> TransfersView:
-        """What moves between the replicas now; one that does not answer soon is silent."""
+        """Return all replicas' KV transfers; a replica that does not answer in time is silent."""
         return await self._shared_transfers.get()
 
     async def probe(self) -> dict[str, bool]:
-        """Say of every replica whether it has ended a step while this waited for it.
+        """Return for each replica whether it ended a step within the timeout.
 
-        While many callers wait already, others get the last answer at once.
+        While `_MAX_PROBE_WAITERS` callers wait, others get the previous answer at once.
 
         Raises:
-            SaturatedError: Many wait, and there is no answer yet.
+            SaturatedError: So many callers wait, and there is no previous answer.
         """
         if self._shared_probe.num_waiting < _MAX_PROBE_WAITERS:
             return await self._shared_probe.get()
         if self._last_probe is None:
-            raise SaturatedError("the first probe of the replicas is under way; try again later")
+            raise SaturatedError(
+                "the first probe of the replicas is still running; try again later"
+            )
         return self._last_probe
 
     async def slots(self) -> SlotsView:
-        """What slots are held for, as this ingress knows it."""
+        """Return this ingress's view of all slots."""
         return await self._shared_slots.get()
 
     async def routes(self, request_id: str) -> bytes | None:
@@ -207,14 +209,14 @@ class Ingress:
         return incarnation if member is None else member.replica_id
 
     async def _render_routes(self, request_id: str) -> bytes | None:
-        """Render the kept routes of an id as JSON, in the one thread that does so."""
+        """Render the kept routes of a client's id as JSON, in the routes thread."""
         found = self.router.routes.of_client_id(request_id)
         if found is None:
             return None
         loop = asyncio.get_running_loop()
         members = self.fleet.pools.members()
         names = {member.description.incarnation: member.replica_id for member in members}
-        # Running routes still change on the loop: the thread gets copies.
+        # Copies, because the event loop still changes the routes of running requests.
         render = partial(
             _routes_json,
             [copy(route) for route in reversed(found.kept)],
@@ -272,7 +274,7 @@ class Ingress:
     async def _ask_all(
         self, ask: Callable[[str], Awaitable[T]], timeout_s: float
     ) -> list[tuple[Member, T | None]]:
-        """Every member's answer, None where it did not come."""
+        """Ask every member; None stands for an answer that did not come in time."""
 
         async def answer(member: Member) -> T | None:
             try:
@@ -286,13 +288,14 @@ class Ingress:
 
 
 def split_into_tokens(output: TokenOutput, num_known: int) -> list[TokenOutput]:
-    """An output for each token, as what text is held back must not depend on how tokens came.
+    """Split an output into outputs of one token each.
 
-    An ending comes with its last token, but by itself where somebody has that token already.
+    Text that is held back must not depend on how tokens are grouped. The finish reason comes with
+    the last token, or in an output of its own if the client already has that token.
 
     Args:
-        output: Of a request with one choice.
-        num_known: Tokens that somebody has, from index 0 on.
+        output: An output of a request with one choice.
+        num_known: Number of tokens, from index 0 on, that the client already has.
     """
     logprobs = output.logprobs
     parts = [
@@ -321,13 +324,14 @@ def split_into_tokens(output: TokenOutput, num_known: int) -> list[TokenOutput]:
 
 
 class SharedAnswer(Generic[T]):
-    """One answer for everybody who asks for it at about the same time.
+    """An answer that concurrent callers share, computed at most once per interval.
 
-    Nobody gets an answer whose making had ended when they asked. Owner: the task that makes it.
+    A caller never gets an answer that was complete before it asked. Owner: the task that computes
+    the answer.
 
     Args:
-        make: Makes an answer.
-        interval_s: From one beginning to the next at least, in seconds; who asks sooner waits.
+        make: Computes an answer.
+        interval_s: Least seconds between two starts; earlier callers wait.
 
     Attributes:
         num_waiting: Callers that wait for an answer.
@@ -341,25 +345,25 @@ class SharedAnswer(Generic[T]):
         self.num_waiting = 0
 
     async def get(self) -> T:
-        """The answer; raises what its making raised."""
+        """Return the answer; raises the error of `make`."""
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._next())
         self.num_waiting += 1
         try:
-            # A caller may leave; the others still want the answer.
+            # A caller that is cancelled must not cancel the answer for the others.
             return await asyncio.shield(self._task)
         finally:
             self.num_waiting -= 1
 
     @property
     def is_busy(self) -> bool:
-        """Whether an answer is being made, or was begun less than the interval ago."""
+        """Whether an answer is being computed, or was started less than the interval ago."""
         if self._task is not None and not self._task.done():
             return True
         return time.monotonic() - self._begun_s < self._interval_s
 
     def close(self) -> None:
-        """Make no more answers."""
+        """Cancel the computation, if one is running."""
         if self._task is not None:
             self._task.cancel()
 
@@ -370,14 +374,12 @@ class SharedAnswer(Generic[T]):
 
 
 class SharedAnswerByKey(Generic[T]):
-    """One answer for each key, shared by all callers that ask at about the same time.
-
-    It bounds how often answers are made: at most `max_keys` of them in each `interval_s`.
+    """A `SharedAnswer` for each key; at most `max_keys` are computed per `interval_s`.
 
     Args:
-        make: Makes an answer of a key.
-        interval_s: Seconds from one beginning to the next of the same key, at least.
-        max_keys: Keys whose answer is being made, or was begun within the last `interval_s`.
+        make: Computes the answer for a key.
+        interval_s: Least seconds between two starts for the same key.
+        max_keys: Most keys that are being answered, or were started within `interval_s`.
     """
 
     def __init__(
@@ -389,10 +391,10 @@ class SharedAnswerByKey(Generic[T]):
         self._of_key: dict[str, SharedAnswer[T]] = {}
 
     async def get(self, key: str) -> T:
-        """Return the answer of a key; raises what its making raised.
+        """Return the answer for a key; raises the error of `make`.
 
         Raises:
-            SaturatedError: As many other keys as may be are being answered.
+            SaturatedError: `max_keys` other keys are busy.
         """
         shared = self._of_key.get(key)
         if shared is None:
@@ -405,7 +407,7 @@ class SharedAnswerByKey(Generic[T]):
         return await shared.get()
 
     def close(self) -> None:
-        """Make no more answers."""
+        """Cancel all computations."""
         for shared in self._of_key.values():
             shared.close()
 
@@ -418,7 +420,7 @@ def _routes_json(
     policy: str,
     now_s: float,
 ) -> bytes:
-    """Render routes, the latest first; `names` are of replicas, by incarnation."""
+    """Render routes, the latest first; `names` maps incarnations to replica names."""
     views = [
         route_view(route, lambda i: names.get(i, i), policy=policy, now_s=now_s) for route in routes
     ]
@@ -426,15 +428,15 @@ def _routes_json(
 
 
 class _RequestMetrics:
-    """Times and ending of one request, for the metrics.
+    """Context manager that records one request's latencies and outcome in the metrics.
 
     Attributes:
-        is_finished: Whether it came to its end; otherwise it failed, or its client left.
+        is_finished: Whether the request completed; otherwise it failed, or its client left.
     """
 
     def __init__(self, metrics: RouterMetrics, *, is_resumed: bool) -> None:
         self._metrics = metrics
-        # Before its first event it computes again what its client has: no time to a first token.
+        # A resumed request first recomputes the client's tokens: not a time to first token.
         self._is_resumed = is_resumed
         self._arrived_s = self._last_s = time.monotonic()
         self._has_output = False
@@ -452,7 +454,7 @@ class _RequestMetrics:
         self._metrics.requests.labels(reason).inc()
 
     def record_delta(self, delta: OutputDelta) -> None:
-        """Count an output; the reason of the last choice to end is the request's."""
+        """Record a delta's latency; the last choice to finish gives the request's reason."""
         now_s = time.monotonic()
         if self._has_output:
             self._metrics.inter_token_latency.observe(now_s - self._last_s)

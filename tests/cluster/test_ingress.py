@@ -403,7 +403,7 @@ def test_service_is_ready_once_every_pool_has_had_a_replica(pool):
             snapshot = service.fleet.pools.snapshot(decode.incarnation)
             drains = msgspec.structs.replace(snapshot, seq=snapshot.seq + 1, draining=True)
             service.fleet._take_snapshot(decode.incarnation, drains)
-            assert service.is_ready() == (False, "no replica can decode, 1 drain")
+            assert service.is_ready() == (False, "no replica can decode (1 draining)")
             opens = msgspec.structs.replace(snapshot, seq=snapshot.seq + 2)
             service.fleet._take_snapshot(decode.incarnation, opens)
             service.fleet._lose(prefill.incarnation, "test")

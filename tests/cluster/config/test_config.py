@@ -230,7 +230,7 @@ FILE_MISTAKES = [
     ("applications[0].args.pools.decode.engine.tt_data_parallel", 3, "32 .*multiple.* 3"),
     ("applications[0].args.pools.decode.engine.max_num_batched_tokens", 8, "8 is less than .* 32"),
     ("applications[0].args.pools.decode.engine.dtype", "bfloat16", "dtype is float32 .* bfloat16"),
-    ("applications[0].args.engine.block_size", 48, "block_size 48 of pool .* is not a multiple of 32"),
+    ("applications[0].args.engine.block_size", 48, "block_size 48 .* is not a multiple of 32"),
     ("applications[0].args.router.order", "decode", "args.router.order: Invalid enum value"),
     # KV transfer
     ("applications[0].args.kv_connector", "pushed", "kv_connector must be .* multi.* 'pushed'"),

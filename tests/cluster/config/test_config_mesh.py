@@ -270,7 +270,7 @@ def test_pools_that_understand_each_other(prefill, decode):
         ({}, {**CPU, "dtype": "float64", "kv_accept_dtypes": ["bfloat8_b"]},
          "kv_accept_dtypes: .*'bfloat8_b' cannot be converted to 'float64'"),
         ({"generator": "tt-metal"}, {},
-         "prefill pool .generator tt-metal. rotates keys in meta order and the decode pool .* in hf"),
+         "pool .generator tt-metal. rotates keys in meta order and the decode pool .* in hf"),
         ({"max_model_len": 2048}, {**SIMULATED, "max_model_len": 2048},
          "simulated_mesh.model is None in the prefill pool and Llama-3.1-8B in the decode pool"),
     ],
