@@ -1,12 +1,12 @@
-"""Token ids to text while they arrive: whole characters only, cut at the first stop string.
+"""Incremental conversion of token ids to text: whole characters, cut at the first stop string.
 
 Owner: one `IncrementalDetokenizer` per running request, used by one thread. It decides which text
-may be sent now; whether a request has finished for other reasons is its caller's business.
+may be sent now. Other reasons for the end of a request are handled by its caller.
 
-It is cheap and exact, whatever the length of the output. Characters: where every token stands for
-bytes, only those of an unfinished one are kept (`_ByteDecoder`); elsewhere the tokens since a
-character boundary are decoded again (`_StreamDecoder`). Stop strings: only as much text as could
-still become part of one is kept (`_StopMatcher`).
+The cost of a token does not depend on the length of the output. If tokens stand for bytes, only the
+bytes of an unfinished character are kept (`_ByteDecoder`). Otherwise the tokens since a character
+boundary are decoded again (`_StreamDecoder`). For stop strings, only text that could still become
+part of one is kept (`_StopMatcher`).
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ if TYPE_CHECKING:
 
 _REPLACEMENT = "\ufffd"
 _MIN_CONTEXT_CHARS = 4
-"""Visible characters before the first output token: more than one UTF-8 character has bytes, so
-that what stands before them cannot matter."""
+"""Characters or bytes of context before the first output token. A UTF-8 character has at most 4
+bytes, so earlier text cannot affect the decoding."""
 _MIN_CONTEXT_TOKENS = 6
 _MAX_CONTEXT_TOKENS = 64
-"""Tokens of the prompt that are looked through for these characters. Special tokens have none, and
-a prompt may have nothing else: what stands before so many of them is taken to be finished."""
+"""Most tokens of the prompt that are searched for this context. A prompt may consist of special
+tokens, which have no text; earlier text is then assumed to end at a character boundary."""
 _MAX_PENDING_TOKENS = 64
-"""Undecodable tokens after which a run is broken bytes and not an unfinished character."""
+"""Undecodable tokens after which a run counts as broken bytes, not as an unfinished character."""
 _MAX_TAIL_TOKENS = 12
 _MAX_WINDOW_TOKENS = 12
-"""Tokens after a boundary that are decoded again rather than made the next context."""
+"""Tokens after a boundary that are decoded again before they become the next context."""
 
 
 class IncrementalDetokenizer:
     """The text of one request's output, delta by delta.
 
-    All deltas and the flush together are the text that decoding prompt and output at once gives
-    after the prompt, up to the first stop string. One exception: a tokenizer with byte fallback
-    (SentencePiece) voids a whole run of byte tokens when one of them is broken; characters of
-    the run that were complete before have been sent by then, and stay.
+    All deltas and the last flush give the same text after the prompt as decoding prompt and output
+    at once, up to the first stop string. One exception: a tokenizer with byte fallback
+    (SentencePiece) discards a whole run of byte tokens if one of them is broken. Complete
+    characters of the run have been sent by then, and stay.
 
-    A stop string that ends first wins; among those that end together the longest.
+    Of several stop strings the one that ends first counts; of those that end together the longest.
 
     Attributes:
-        stop_reason: The stop string that was found, or None. Once it is set, nothing more comes.
+        stop_reason: The stop string that was found, or None. Once it is set, no more text follows.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class IncrementalDetokenizer:
 
         Args:
             tokenizer: The model's tokenizer.
-            prompt_ids: The prompt's token ids: they tell whether the first output token begins
-                a word, or finishes a character.
+            prompt_ids: The prompt's token ids. They decide whether the first output token begins a
+                word or completes a character.
             skip_special_tokens: Leave special tokens out of the text.
             stop: Non-empty strings; the text ends before the first one found.
-            include_stop_str_in_output: The text ends after it instead.
+            include_stop_str_in_output: The text ends behind it instead.
         """
         make = _ByteDecoder if tokenizer.is_byte_level else _StreamDecoder
         self._decoder = make(tokenizer, prompt_ids, skip_special_tokens)
@@ -73,26 +73,26 @@ class IncrementalDetokenizer:
 
     @property
     def stop_reason(self) -> str | None:
-        """The stop string that ended the text, or None."""
+        """Return the stop string that ended the text, or None."""
         return None if self._matcher is None else self._matcher.matched
 
     def append(self, token_ids: Sequence[int]) -> str:
         """Add output tokens and return the text that may be sent now.
 
-        Give every output token in order, except an end token that should not show up in the
-        text. The delta is "" while a character is unfinished or may belong to a stop string.
+        The caller gives every output token in order, except an end token that must not appear in
+        the text. The delta is "" while a character is unfinished or may belong to a stop string.
         """
         text = self._decoder.append(token_ids)
         return text if self._matcher is None else self._matcher.append(text)
 
     def finish(self) -> str:
-        """Return what was held back; broken bytes at the end are U+FFFD."""
+        """Return the text that was held back; broken bytes at the end become U+FFFD."""
         text = self._decoder.finish()
         return text if self._matcher is None else self._matcher.append(text, is_final=True)
 
 
 class _ByteDecoder:
-    """Decodes tokens that are bytes of UTF-8: what is not a whole character yet waits."""
+    """Decoder of tokens that are bytes of UTF-8; holds back bytes of an unfinished character."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool
@@ -100,11 +100,12 @@ class _ByteDecoder:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         _, self._pending = self._decode(self._end_of(prompt_ids))
-        # A character that the prompt breaks off is the prompt's, unless the output finishes it.
+        # An unfinished character at the prompt's end belongs to the prompt unless the output
+        # completes it.
         self._owes_prompt = bool(self._pending)
 
     def append(self, token_ids: Sequence[int]) -> str:
-        """Add tokens; return the text of every character that they finish."""
+        """Add tokens; return the text of every character that they complete."""
         data = self._tokenizer.bytes_of(token_ids, self._skip_special_tokens)
         text, self._pending = self._decode(self._pending + data)
         return self._without_prompt(text) if self._owes_prompt else text
@@ -116,12 +117,12 @@ class _ByteDecoder:
 
     @staticmethod
     def _decode(data: bytes) -> tuple[str, bytes]:
-        """The characters of some bytes, and the beginning of one at their end."""
+        """Return the characters of some bytes, and the bytes of an unfinished one at their end."""
         text, num_read = codecs.utf_8_decode(data, "replace", False)
         return text, data[num_read:]
 
     def _end_of(self, prompt_ids: Sequence[int]) -> bytes:
-        """Return so many of the prompt's last bytes that what stands before them cannot matter."""
+        """Return enough of the prompt's last bytes that earlier ones cannot affect the decoding."""
         end = b""
         for token_id in reversed(prompt_ids[-_MAX_CONTEXT_TOKENS:]):
             if len(end) >= _MIN_CONTEXT_CHARS:
@@ -136,11 +137,11 @@ class _ByteDecoder:
 
 
 class _StreamDecoder:
-    """Decodes a growing list of tokens, a character boundary at a time.
+    """Decoder of a growing list of tokens, from one character boundary to the next.
 
-    `_token_ids` is the window: it starts at a character boundary (or far enough before one), so
-    its decoded text, `_text`, grows only at its end. Trailing U+FFFD may stand for characters
-    that are not finished, and wait. `_sent` is the part of the text that needs no sending.
+    `_token_ids` is the window. It starts at a character boundary (or far enough before one), so its
+    decoded text, `_text`, grows only at its end. Trailing U+FFFD may stand for unfinished
+    characters, and are held back. `_sent` is the part of the text that has been sent or is context.
     Source: the two offsets of vLLM v1/engine/detokenizer.py SlowIncrementalDetokenizer.
     """
 
@@ -154,11 +155,11 @@ class _StreamDecoder:
         self._boundary = len(self._token_ids)
 
     def append(self, token_ids: Sequence[int]) -> str:
-        """Add tokens; return the text of every character that they finish."""
+        """Add tokens; return the text of every character that they complete."""
         self._token_ids.extend(token_ids)
         before, self._text = self._text, self._decode(self._token_ids)
         if self._text == before and not self._decode(token_ids):
-            # Skipped special tokens, and ids without a token: they would only fill the window.
+            # Skipped special tokens and unknown ids would only fill the window.
             del self._token_ids[len(self._token_ids) - len(token_ids) :]
             return ""
         start = self._start()
@@ -183,7 +184,7 @@ class _StreamDecoder:
         return self._tokenizer.decode(token_ids, self._skip_special_tokens)
 
     def _context(self, prompt_ids: Sequence[int]) -> tuple[list[int], str]:
-        """The shortest end of the prompt that fixes how the next token decodes, and its text."""
+        """Return the shortest end of the prompt that fixes how the next token decodes; its text."""
         size = _MIN_CONTEXT_TOKENS
         while True:
             tail = list(prompt_ids[-size:])
@@ -194,7 +195,7 @@ class _StreamDecoder:
             size *= 2
 
     def _start(self) -> int:
-        """Where unsent text begins; U+FFFD at the end of `_sent` may have become a character."""
+        """Return where unsent text begins; U+FFFD at the end of `_sent` may now be a character."""
         if self._text.startswith(self._sent):
             return len(self._sent)
         pairs = zip(self._sent, self._text, strict=False)
@@ -202,7 +203,7 @@ class _StreamDecoder:
         return next((i for i, (sent, now) in enumerate(pairs) if sent != now), shorter)
 
     def _move_window(self) -> None:
-        """All is sent: keep the tokens since the last boundary, as context, if they show."""
+        """After all text was sent, keep only the tokens since the last boundary, as context."""
         tail = self._token_ids[self._boundary :]
         text = self._decode(tail)
         if text and not text.endswith(_REPLACEMENT):
@@ -210,7 +211,7 @@ class _StreamDecoder:
             self._boundary = len(tail)
 
     def _cut_window(self, settled: int) -> str:
-        """Shorten a window full of broken bytes; return the U+FFFD that no token can mend."""
+        """Shorten a window full of broken bytes; return the U+FFFD that no token can complete."""
         for size in range(4, _MAX_TAIL_TOKENS):
             head = self._decode(self._token_ids[:-size])
             rest = self._decode(self._token_ids[-size:])
@@ -223,10 +224,10 @@ class _StreamDecoder:
 
 
 class _StopMatcher:
-    """Holds back the end of a text while it could be the beginning of a stop string.
+    """Search for stop strings; holds back text that may be the beginning of one.
 
-    `_buffer` ends where the text ends; its first `_num_sent` characters have been sent and stay
-    only because a stop string may begin in them (when it is to be included in the output).
+    `_buffer` is the end of the text. Its first `_num_sent` characters have been sent, and are kept
+    only because a stop string that is included in the output may begin in them.
     """
 
     def __init__(self, stop: tuple[str, ...], include_stop: bool) -> None:
@@ -238,7 +239,7 @@ class _StopMatcher:
         self.matched: str | None = None
 
     def append(self, text: str, is_final: bool = False) -> str:
-        """Add text; return what no stop string can begin in, or all of it when final."""
+        """Add text; return the part in which no stop string can begin, or all of it if final."""
         if self.matched is not None or not (text or is_final):
             return ""
         searched = len(self._buffer)
@@ -254,7 +255,7 @@ class _StopMatcher:
         return delta
 
     def _find(self, searched: int) -> int | None:
-        """Where the text ends, if a stop string is in it; `searched` characters had none."""
+        """Return where the text ends if it has a stop string; `searched` characters had none."""
         best: tuple[int, int, str] | None = None
         for stop in self._stop:
             start = self._buffer.find(stop, max(0, searched - len(stop) + 1))

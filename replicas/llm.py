@@ -195,7 +195,7 @@ def _progress_bar(*, disable: bool = False) -> Progress:
 
 @contextmanager
 def _named(what: str) -> Iterator[None]:
-    """Prefix refusals with the name of the prompt that they concern."""
+    """Prefix refusals with the name of the refused prompt."""
     try:
         yield
     except InvalidRequestError as error:

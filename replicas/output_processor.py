@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 
 class OutputDelta(msgspec.Struct, frozen=True, gc=False):
-    """What one token output adds to one choice of a request: all that leaves an engine's front end.
+    """Text and tokens that one engine output adds to one choice of a request.
 
     Attributes:
-        choice: Which of the request's choices, from 0 on.
+        choice: Index of the choice, from 0.
         text: Text that may be shown now; "" while a character or a stop string may be unfinished.
         token_ids: New output tokens.
         finish_reason: Set on the last delta of the choice.
         stop_reason: The stop string or stop token id that ended it; None for the model's own end
             token and for every other reason.
-        logprobs: If they were asked for: for each token the drawn one first, then the likeliest.
+        logprobs: If requested: for each token the drawn one first, then the likeliest.
     """
 
     choice: int
@@ -40,16 +40,17 @@ class OutputDelta(msgspec.Struct, frozen=True, gc=False):
 
 
 class OutputProcessor:
-    """Follows one request's outputs.
+    """Text and end of one request's choices, from its engine outputs.
 
-    A choice that a stop string has ended takes no more; its engine hears of it when all have ended.
+    Outputs of a choice that a stop string has ended are ignored. The caller aborts the request at
+    its engine when all choices have ended.
 
     Args:
-        tokenizer: The model's tokenizer; None makes no text and knows no stop strings.
-        request: What was asked.
+        tokenizer: The model's tokenizer; None makes no text and finds no stop strings.
+        request: The request.
         eos_token_ids: End tokens, left out of the text.
-        is_streamed: Whether deltas bring the text; else `text` gives it, and makes it only then
-            where no stop string is looked for.
+        is_streamed: Whether deltas carry the text. Otherwise `text` returns it, and decodes it only
+            then if the request has no stop strings.
 
     Attributes:
         num_cached_tokens: Prompt tokens that came from the prefix cache.
@@ -71,23 +72,23 @@ class OutputProcessor:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens taken so far, over all choices."""
+        """Return the number of output tokens so far, over all choices."""
         return sum(choice.num_tokens for choice in self._choices)
 
     @property
     def is_finished(self) -> bool:
-        """Whether every choice has ended."""
+        """Return whether every choice has ended."""
         return all(choice.is_finished for choice in self._choices)
 
     def text(self, choice: int) -> str:
-        """A choice's whole text so far, where it is not streamed."""
+        """Return a choice's whole text so far, if it is not streamed."""
         return self._choices[choice].text()
 
     def take(self, output: TokenOutput) -> OutputDelta | None:
         """Add an output.
 
         Returns:
-            What is new, or None when every token of it is known already, or its choice has ended.
+            The new part, or None if all its tokens are known already or its choice has ended.
         """
         choice = self._choices[output.choice]
         if choice.is_finished:
@@ -111,7 +112,7 @@ class _ChoiceText:
         sampling = request.sampling
         self._is_streamed = is_streamed
         self._has_stops = bool(sampling.stop)
-        # What is not streamed: the text that was made, and the tokens of what was not.
+        # Used only without streaming: the decoded text, and tokens that are not decoded yet.
         self._made = ""
         self._unread: list[int] = []
         self._shows_stop = sampling.include_stop_str_in_output
@@ -152,7 +153,7 @@ class _ChoiceText:
         )
 
     def _text(self, output: TokenOutput, token_ids: list[int]) -> tuple[str, str | None, int]:
-        """The text of new tokens, the stop string that ended it, and how many tokens it took."""
+        """Return the text of new tokens, the stop string in it, and the tokens up to that."""
         if self._detokenizer is None:
             return "", None, len(token_ids)
         shown = token_ids[:-1] if self._ends_hidden(output, token_ids) else token_ids
@@ -171,7 +172,7 @@ class _ChoiceText:
     def _append(
         self, detokenizer: IncrementalDetokenizer, shown: list[int], num_tokens: int
     ) -> tuple[str, int]:
-        """The text of tokens, and how many it took: fewer than all up to a stop string."""
+        """Return the text of tokens up to the first stop string, and the number of tokens used."""
         if not self._has_stops:
             return detokenizer.append(shown), num_tokens
         text = ""
@@ -192,7 +193,7 @@ class _ChoiceText:
         return self._made
 
     def _ends_hidden(self, output: TokenOutput, token_ids: list[int]) -> bool:
-        """Whether the last token ended the choice and is not part of its text."""
+        """Return whether the last token ended the choice and is not part of its text."""
         if output.finish_reason != "stop" or not token_ids or self._shows_stop:
             return False
         return output.stop_reason is not None or token_ids[-1] in self._eos_token_ids

@@ -6,15 +6,15 @@ text began there. Such places are known for two shapes of tokenizer.json; others
 whole, up to `MAX_WHOLE_CHARS`.
 
 Words: BPE of pre-tokens that an expression of GPT-2's kind finds (GPT-2, Llama 3, Qwen2). A match
-begins where the one before it ended, and depends on nothing before it. A window of the text is
-encoded, and what is near the window's end is thrown away, since more text may change it: all from
-a boundary on that has `_MARGIN` characters and the longest added token behind it. A boundary
-counts only behind a character that is no white space, as what follows a run of white space decides
-how it is divided.
+begins where the previous one ended, and does not depend on earlier text. A window of the text is
+encoded. Tokens near the window's end are discarded, because more text may change them: all after
+the last boundary that has `_MARGIN` characters and the longest added token behind it. A boundary
+counts only behind a visible character, because the text after a run of white space decides how the
+run is divided.
 
-Spaces: BPE of the whole text with "▁" for a space (SentencePiece: Llama 2, Mistral), where no token
-of the vocabulary has a "▁" behind another character. Then no merge crosses from a word to the space
-after it, and either side is encoded as if it were alone.
+Spaces: BPE of the whole text with "▁" for a space (SentencePiece: Llama 2, Mistral), if no token of
+the vocabulary has a "▁" behind another character. Then no merge crosses from a word to the space
+after it, and both sides are encoded independently.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
     import tokenizers
 
 PIECE_CHARS = 2**14
-"""Some 20 ms of work at the worst, which another text has to wait for."""
+"""Characters of a piece; encoding one takes at most some 20 ms, during which other texts wait."""
 MAX_UNCUT_CHARS = 2**18
-"""Characters of a text without a place where it may be cut, though places are known."""
+"""Longest part of a text without a place to cut, for tokenizers with known places."""
 MAX_WHOLE_CHARS = 2**19
-"""Characters of a text for a tokenizer of which no places are known."""
+"""Longest text for tokenizers without known places to cut."""
 _MARGIN = 8
-"""Characters behind a boundary that the expressions below may look at before they end a match."""
+"""Characters behind a boundary that the expressions below may read before they end a match."""
 _MAX_LOOKED_AT = 4096
-"""Tokens at the end of a window among which a boundary is looked for."""
+"""Tokens at the end of a window among which a boundary is searched."""
 _SPACE = "▁"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CL100K = (
@@ -53,7 +53,7 @@ looks one character ahead. Source: tokenizer.json of GPT-2, Qwen2 and Llama 3.""
 
 
 class NoCutError(InvalidRequestError):
-    """A text is too long to be encoded at once, and has no place where it may be cut."""
+    """A text is too long to be encoded at once and has no place where it may be cut."""
 
     def __init__(self, most: int) -> None:
         super().__init__(
@@ -65,10 +65,10 @@ class NoCutError(InvalidRequestError):
 
 @dataclass(frozen=True, slots=True)
 class _Words:
-    """How texts of pre-tokens are cut.
+    """Rule for cutting texts of pre-tokens.
 
     Attributes:
-        margin: Characters that stand behind a cut at least.
+        margin: Least number of characters behind a cut.
         composes: Whether the normalizer joins characters with marks that follow them.
     """
 
@@ -78,12 +78,12 @@ class _Words:
 
 @dataclass(frozen=True, slots=True)
 class _Spaces:
-    """How texts with "▁" for spaces are cut.
+    """Rule for cutting texts with "▁" for spaces.
 
     Attributes:
-        prepends: Whether each text gets a "▁" in front, which stands for the space of the cut.
-        added: Added tokens as they are written; none may touch a cut.
-        margin: Characters of the longest of them.
+        prepends: Whether each text gets a "▁" in front, which replaces the space at the cut.
+        added: Texts of added tokens; none may touch a cut.
+        margin: Characters of the longest added token.
     """
 
     prepends: bool
@@ -92,13 +92,13 @@ class _Spaces:
 
 
 class PieceEncoder:
-    """Encodes texts a piece at a time.
+    """Encoder of texts, a piece at a time.
 
     Args:
-        backend: The tokenizer; neither truncates nor pads.
+        backend: The tokenizer, without truncation and padding.
 
     Attributes:
-        can_cut: Whether places are known where a text may be cut.
+        can_cut: Whether places to cut texts are known for this tokenizer.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -113,13 +113,13 @@ class PieceEncoder:
         Each step releases the GIL while it encodes.
 
         Raises:
-            NoCutError: The text has more than `MAX_WHOLE_CHARS` and no places are known, or a part
-                of it without such a place has more than `MAX_UNCUT_CHARS`.
+            NoCutError: The text has more than `MAX_WHOLE_CHARS` characters and no places to cut are
+                known, or a part without such a place has more than `MAX_UNCUT_CHARS`.
         """
         if self._special_ids is None or self._shape is None or len(text) <= PIECE_CHARS:
             if len(text) > MAX_WHOLE_CHARS:
                 raise NoCutError(MAX_WHOLE_CHARS)
-            # The library releases the GIL for batches alone.
+            # The library releases the GIL only for batches.
             yield self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[
                 0
             ].ids
@@ -150,7 +150,7 @@ class PieceEncoder:
     def _words(
         self, shape: _Words, text: str, begin: int, end: int
     ) -> tuple[list[int], int] | None:
-        """Encode up to the last sure boundary before `end`."""
+        """Encode up to the last certain boundary before `end`."""
         window = text[begin:end]
         encoding = self._encode(window)
         last = len(encoding) - 1
@@ -184,12 +184,12 @@ class PieceEncoder:
         return None
 
     def _encode(self, text: str) -> tokenizers.Encoding:
-        # The library releases the GIL for batches alone.
+        # The library releases the GIL only for batches.
         return self._backend.encode_batch([text], add_special_tokens=False)[0]
 
 
 def _special_ids(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]] | None:
-    """Return the ids that are put before and behind every text; None where they are not clear."""
+    """Return the ids that are put before and behind every text; None if they cannot be told."""
     inner = backend.encode("a", add_special_tokens=False).ids
     outer = backend.encode("a", add_special_tokens=True).ids
     places = [i for i in range(len(outer)) if inner and outer[i : i + len(inner)] == inner]
@@ -199,15 +199,15 @@ def _special_ids(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]] |
 
 
 def _shape(backend: tokenizers.Tokenizer) -> _Words | _Spaces | None:
-    """Return how texts of a tokenizer may be cut; None where that is not known."""
+    """Return the rule for cutting a tokenizer's texts; None if none is known."""
     spec: dict[str, Any] = json.loads(backend.to_str())
     model, added = spec["model"], spec["added_tokens"]
     normalizers = _parts(spec["normalizer"], "normalizers")
     steps = _parts(spec["pre_tokenizer"], "pretokenizers")
     if model.get("type") != "BPE" or model.get("dropout"):
         return None
-    # The first three match by what stands around them, which a cut would hide; the last by a text
-    # that is no longer the one that is cut.
+    # A token of the first three kinds matches by the text around it, which a cut would hide. One of
+    # the last kind matches the normalized text, but cuts are made in the original.
     if any(t["lstrip"] or t["rstrip"] or t["single_word"] for t in added) or (
         normalizers and any(t["normalized"] for t in added)
     ):
@@ -232,7 +232,7 @@ def _parts(step: dict[str, Any] | None, of: str) -> list[dict[str, Any]]:
 
 
 def _restarts(step: dict[str, Any]) -> bool:
-    """Say whether a pre-tokenizer that begins at one of its boundaries finds the later ones."""
+    """Return whether a pre-tokenizer that starts at one of its boundaries finds the later ones."""
     if step["type"] == "Split":
         is_known: bool = step["pattern"].get("Regex") in _KNOWN_EXPRESSIONS
         return is_known and str(step["behavior"]) in ("Isolated", "Removed")
@@ -242,29 +242,29 @@ def _restarts(step: dict[str, Any]) -> bool:
 
 
 def _splits(step: dict[str, Any]) -> bool:
-    """Say whether a pre-tokenizer divides a text by an expression."""
+    """Return whether a pre-tokenizer divides a text by an expression."""
     return step["type"] == "Split" or (step["type"] == "ByteLevel" and bool(step["use_regex"]))
 
 
 def _prepends(normalizers: list[dict[str, Any]], steps: list[dict[str, Any]]) -> bool | None:
-    """Say whether "▁" is put before each text; None if this is no tokenizer of that kind."""
+    """Return whether "▁" is put before each text; None if the tokenizer is not of that kind."""
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     prepend = {"type": "Prepend", "prepend": _SPACE}
     if not steps and normalizers in ([replace], [prepend, replace]):
         return len(normalizers) == 2
     if not normalizers and len(steps) == 1 and steps[0]["type"] == "Metaspace":
-        # It leaves a text alone that begins with a space.
+        # Metaspace adds no "▁" to a text that begins with a space.
         return False if steps[0]["replacement"] == _SPACE else None
     return None
 
 
 def _crosses(token: str) -> bool:
-    """Say whether a token has a "▁" behind another character."""
+    """Return whether a token has a "▁" behind another character."""
     return _SPACE in token.lstrip(_SPACE)
 
 
 def _may_compose(character: str) -> bool:
-    """Say whether a character may change or move with the one before it in NFC."""
+    """Return whether NFC may combine or reorder a character with the one before it."""
     code = ord(character)
     is_jamo = 0x1100 <= code <= 0x11FF or 0xA960 <= code <= 0xA97F or 0xD7B0 <= code <= 0xD7FF
     return is_jamo or unicodedata.category(character).startswith("M")

@@ -1,8 +1,8 @@
 """Text to token ids and back: a Hugging Face tokenizer folder without importing transformers.
 
-Owner: nothing that changes; a `Tokenizer` is immutable after loading and may be shared by threads.
-Importing transformers costs seconds in every process, so the folder's files are read here, with
-the library that transformers itself wraps. It does not stream text: `replicas.detokenizer` does.
+A `Tokenizer` is immutable after loading and may be shared by threads. Importing transformers takes
+seconds in every process, so the folder's files are read here, with the library that transformers
+itself wraps. `replicas.detokenizer` decodes streams.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ _SPECIAL_TOKENS = (
 )  # fmt: skip
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
-"""How a SentencePiece vocabulary spells a byte that no other token has."""
+"""A SentencePiece vocabulary's spelling of a byte that no other token has."""
 _VISIBLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _BYTE_OF_LETTER = {chr(byte): byte for byte in _VISIBLE} | {
     chr(0x100 + i): byte for i, byte in enumerate(sorted({*range(0x100)} - {*_VISIBLE}))
 }
-"""How a byte-level vocabulary spells bytes. Source: GPT-2's bytes_to_unicode."""
+"""A byte-level vocabulary's spelling of bytes. Source: GPT-2's bytes_to_unicode."""
 _RESERVED_VARIABLES = frozenset({"messages", "add_generation_prompt", "tools", "documents", "self"})
 _MANY = 4096
-"""Characters, or tokens, from which on a call takes so long that other threads should not wait."""
+"""Characters or tokens of a call that takes so long that it should release the GIL."""
 
 
 class ChatTemplateError(InvalidRequestError):
-    """These messages cannot become a prompt; the message is the template's own, or says why."""
+    """The messages cannot become a prompt; the text is the template's own error or the reason."""
 
 
 class TooManyTokensError(InvalidRequestError):
-    """A text has more tokens than were asked for.
+    """A text has more tokens than allowed.
 
     Attributes:
-        num_tokens: How many it has, or the count at which encoding it was ended.
-        is_whole: Whether all of the text was encoded.
+        num_tokens: Its tokens, or those encoded until the limit was exceeded.
+        is_whole: Whether the whole text was encoded.
     """
 
     def __init__(self, num_tokens: int, most: int, *, is_whole: bool) -> None:
@@ -68,14 +68,14 @@ class Tokenizer:
 
     Attributes:
         backend: The tokenizer of the `tokenizers` library.
-        vocab_size: Token ids that the model takes are 0..vocab_size-1. The model's own number
-            where config.json has it, since an id beyond it has no embedding row.
-        eos_token_ids: Ids that end generation, from generation_config.json (else config.json)
-            and the tokenizer's own end token. May be empty.
+        vocab_size: The model accepts token ids 0..vocab_size-1. From config.json if it has the
+            number, because an id beyond it has no embedding row.
+        eos_token_ids: Ids that end generation, from generation_config.json (else config.json) and
+            the tokenizer's own end token. May be empty.
         is_byte_level: Whether a text is the bytes of its tokens, one after the other (`bytes_of`).
-        max_token_chars: Characters of the longest token as the vocabulary spells it; no token
-            stands for more of a text.
-        special_tokens: Name to text, for one "bos_token" -> "<s>"; chat templates read them.
+        max_token_chars: Length of the vocabulary's longest token; no token stands for more
+            characters of a text.
+        special_tokens: Text by name, such as "<s>" by "bos_token"; chat templates read them.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Tokenizer:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
-        # Filled as tokens are met; threads may fill it at the same time, with the same.
+        # A cache; threads that fill it at the same time write the same values.
         self._bytes: dict[int, bytes] = {}
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -106,10 +106,10 @@ class Tokenizer:
 
         Args:
             path: Folder with tokenizer.json; tokenizer_config.json, chat_template.jinja,
-                generation_config.json and config.json are read where they exist.
+                generation_config.json and config.json are read if they exist.
 
         Raises:
-            ModelLoadError: No tokenizer.json, or a file that cannot be read; names the file.
+            ModelLoadError: There is no tokenizer.json, or a file cannot be read; names the file.
         """
         folder = Path(path)
         config = _read_json(folder / "tokenizer_config.json")
@@ -133,18 +133,18 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `apply_chat_template` can work at all."""
+        """Return whether the folder has a chat template."""
         return self._chat_template is not None
 
     def encode(
         self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[int]:
-        """Turn text into token ids, with the special tokens that the model expects around it.
+        """Return the token ids of a text, with the special tokens that the model expects around it.
 
-        Releases the GIL while it works on a long text, which may so be encoded in another thread.
+        Releases the GIL for long texts, so that they can be encoded in another thread.
 
         Raises:
-            TooManyTokensError: There are more than `max_tokens`.
+            TooManyTokensError: The text has more than `max_tokens` tokens.
             NoCutError: The text is too long for this tokenizer, see `replicas.text_pieces`.
         """
         ids: list[int] = []
@@ -155,13 +155,13 @@ class Tokenizer:
     def encode_steps(
         self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> Iterator[list[int]]:
-        """Turn text into token ids as `encode` does, a step of bounded work and memory at a time.
+        """Encode a text as `encode` does, in steps of bounded work and memory.
 
         Yields:
-            One list, which grows: all ids so far.
+            All ids so far, always in the same growing list.
 
         Raises:
-            TooManyTokensError: There are more than `max_tokens`; nothing more is encoded then.
+            TooManyTokensError: The text has more than `max_tokens` tokens; encoding stops there.
             NoCutError: The text is too long for this tokenizer, see `replicas.text_pieces`.
         """
         if len(text) < _MANY:
@@ -178,9 +178,9 @@ class Tokenizer:
             yield ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Turn token ids into text; ids without a token give nothing, broken bytes U+FFFD.
+        """Return the text of token ids; unknown ids give nothing, broken bytes U+FFFD.
 
-        Releases the GIL while it works on many.
+        Releases the GIL for long lists.
         """
         if len(token_ids) >= _MANY:
             batch = self.backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
@@ -189,7 +189,7 @@ class Tokenizer:
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def bytes_of(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> bytes:
-        """What `decode` decodes, where `is_byte_level`: broken characters are as they are."""
+        """Return the bytes of token ids before UTF-8 decoding; requires `is_byte_level`."""
         known, special = self._bytes, self._special_ids
         data = b""
         for token_id in token_ids:
@@ -202,14 +202,17 @@ class Tokenizer:
         return data
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
-        """The vocabulary's own spelling of each token ("Ġthe"); "" for an id without a token."""
+        """Return the vocabulary's spelling of each token ("Ġthe"); "" for an unknown id."""
         return [self.backend.id_to_token(token_id) or "" for token_id in token_ids]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token adds to a text, be it part of a character; b"" for an id without one."""
+        """Return the bytes that a token adds to a text, possibly part of a character.
+
+        An unknown id gives b"".
+        """
         once = self.decode([token_id], skip_special_tokens=False)
         if _REPLACEMENT not in once:
-            # Some decoders take the space from a text's first word.
+            # Some decoders remove the space before a text's first word.
             twice = self.decode([token_id, token_id], skip_special_tokens=False)
             return twice[len(once) :].encode()
         spelling = self.backend.id_to_token(token_id) or ""
@@ -230,11 +233,11 @@ class Tokenizer:
         Args:
             messages: Role and content of each turn; keys whose value is None are left out.
             add_generation_prompt: End with the header of the assistant's next turn.
-            variables: Further variables of the template, for one `enable_thinking`.
+            variables: Further variables of the template, such as `enable_thinking`.
 
         Raises:
-            ChatTemplateError: No template in the folder, no messages, a variable that is the
-                template's own, or the template refuses these messages or variables.
+            ChatTemplateError: The folder has no template, there are no messages, a variable has a
+                reserved name, or the template refuses these messages or variables.
         """
         if self._chat_template is None:
             raise ChatTemplateError(
@@ -263,7 +266,7 @@ class Tokenizer:
 
 
 def _spelled_bytes(spelling: str) -> bytes:
-    """What a byte-level vocabulary spells so; a spelling that is none is a text of its own."""
+    """Return the bytes of a byte-level spelling; any other text is encoded as UTF-8."""
     try:
         return bytes([_BYTE_OF_LETTER[letter] for letter in spelling])
     except KeyError:
@@ -271,12 +274,12 @@ def _spelled_bytes(spelling: str) -> bytes:
 
 
 def _check_variables(template: jinja2.Template, given: Mapping[str, object]) -> None:
-    """Refuse variables that are the template's own.
+    """Refuse variables with reserved names.
 
     Raises:
-        ChatTemplateError: There is one.
+        ChatTemplateError: A variable has a reserved name.
     """
-    # The functions that the template calls are variables to it too.
+    # To a template its functions are variables too.
     taken = (_RESERVED_VARIABLES | template.globals.keys()) & given.keys()
     if taken:
         raise ChatTemplateError(
@@ -288,11 +291,11 @@ def _render(template: jinja2.Template, variables: dict[str, object]) -> str:
     """Render a template.
 
     Raises:
-        ChatTemplateError: Its own code failed.
+        ChatTemplateError: The template's own code failed.
     """
     try:
         return template.render(variables)
-    # A template's expressions raise whatever Python does when a value is not what they expect.
+    # A template's expressions can raise any exception on unexpected values.
     except Exception as error:
         raise ChatTemplateError("messages", f"the chat template failed: {error}") from error
 
@@ -306,7 +309,7 @@ def _can_render(template: jinja2.Template, variables: dict[str, object]) -> bool
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from a file; empty when there is no such file."""
+    """Read a JSON object from a file; return an empty one if there is no such file."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -319,10 +322,10 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _load_backend(file: Path, special_tokens: Mapping[str, str]) -> tokenizers.Tokenizer:
-    """The tokenizer, with the named special tokens known as such.
+    """Load the tokenizer, with the named special tokens registered as special.
 
-    tokenizer.json alone says which of them `encode` adds: tokenizer_config.json's add_bos_token
-    and add_eos_token count only for folders without it.
+    Only tokenizer.json decides which of them `encode` adds: add_bos_token and add_eos_token of
+    tokenizer_config.json count only in folders without it.
     Source: transformers 5 PreTrainedTokenizerBase._from_pretrained.
     """
     if not file.is_file():
@@ -332,9 +335,9 @@ def _load_backend(file: Path, special_tokens: Mapping[str, str]) -> tokenizers.T
         )
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises nothing narrower for a bad file
+    except Exception as error:  # the library raises no narrower type for a bad file
         raise ModelLoadError(f"cannot read {file}: {error}") from error
-    # A file may carry the truncation and padding of its training run; a server wants neither.
+    # A file may contain the truncation and padding of its training run.
     backend.no_truncation()
     backend.no_padding()
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
@@ -343,7 +346,7 @@ def _load_backend(file: Path, special_tokens: Mapping[str, str]) -> tokenizers.T
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """The named special tokens, each given as text or as {"content": text, ...}."""
+    """Return the named special tokens, which are given as text or as {"content": text, ...}."""
     found = {}
     for name in _SPECIAL_TOKENS:
         token = config.get(name)
@@ -381,7 +384,7 @@ def _eos_token_ids(
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja, else tokenizer_config.json's template or its "default" one."""
+    """Return chat_template.jinja, else tokenizer_config.json's only or "default" template."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
@@ -416,7 +419,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is: jinja2's own filter would escape HTML characters."""
+    """Return plain JSON; jinja2's own filter would escape HTML characters."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -427,7 +430,7 @@ def _tojson(
 
 
 def _compile(chat_template: str) -> jinja2.Template:
-    """Compile a template in the sandbox that Hugging Face templates are written for.
+    """Compile a template in the sandbox that Hugging Face templates expect.
 
     Raises:
         ModelLoadError: The template is not valid jinja2.

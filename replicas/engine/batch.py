@@ -64,7 +64,7 @@ class DecodeInputs:
 
 
 class PersistentBatch:
-    """Tables of all slots; `apply` takes a step's changes over.
+    """Tables and counters of all slots; `apply` copies a step's changes into them.
 
     Args:
         max_batch_size: B.
@@ -114,7 +114,7 @@ class PersistentBatch:
         counts: npt.NDArray[np.int32],
         samples: npt.NDArray[np.bool_],
     ) -> None:
-        """Count what a step computes; the tokens that it samples are recorded when they are there.
+        """Count the tokens that a step computes; `record` later stores those that it samples.
 
         Args:
             slots: (R,) rows that run, all different.
@@ -125,7 +125,7 @@ class PersistentBatch:
         self.num_tokens[slots] = np.minimum(self.num_tokens[slots] + samples, self.max_model_len)
 
     def advance_decodes(self) -> None:
-        """`advance` of a step that is the last `decode_inputs` again, a token further."""
+        """Do `advance` for a step with the same rows as the last `decode_inputs`."""
         np.add(self.num_computed_tokens, self._is_decoding, out=self.num_computed_tokens)
         np.add(self.num_tokens, self._is_decoding, out=self.num_tokens)
         np.minimum(self.num_tokens, self.max_model_len, out=self.num_tokens)
@@ -136,11 +136,11 @@ class PersistentBatch:
         places: npt.NDArray[np.int32],
         token_ids: npt.NDArray[np.integer[Any]],
     ) -> None:
-        """Take over the tokens that a step has sampled.
+        """Store the tokens that a step has sampled.
 
         Args:
             slots: (S,) its rows that sampled.
-            places: (S,) what `num_tokens` was before the step.
+            places: (S,) their `num_tokens` before the step.
             token_ids: (S,) their tokens.
         """
         if places.max(initial=0) >= self.max_model_len:
@@ -151,14 +151,14 @@ class PersistentBatch:
     def samples(
         self, slots: npt.NDArray[np.int32], counts: npt.NDArray[np.int32]
     ) -> npt.NDArray[np.bool_]:
-        """(R,) bool: rows whose last known token is computed in this step, so that they sample."""
+        """Return (R,) bool: rows whose last known token this step computes, so that they sample."""
         done: npt.NDArray[np.bool_] = (
             self.num_computed_tokens[slots] + counts == self.num_tokens[slots]
         )
         return done
 
     def flat_inputs(self, slots: npt.NDArray[np.int32], counts: npt.NDArray[np.int32]) -> FlatBatch:
-        """The flat form of a step, of a model with one KV group.
+        """Return the flat form of a step, for a model with one KV group.
 
         Args:
             slots: (R,) rows that run, in order.
@@ -169,7 +169,7 @@ class PersistentBatch:
         query_start_loc = np.zeros(len(slots) + 1, dtype=np.int32)
         ends = np.cumsum(counts, out=query_start_loc[1:])
         request_indices = np.repeat(np.arange(len(slots), dtype=np.int32), counts)
-        # Of each token: where it would be if its request's first token were the step's.
+        # For each token: its position minus its index in the flat batch.
         shifts = np.repeat(computed - query_start_loc[:-1], counts)
         positions = np.arange(len(shifts), dtype=np.int64) + shifts
         rows = slots[request_indices]
@@ -191,7 +191,7 @@ class PersistentBatch:
     def prefill_inputs(
         self, slots: npt.NDArray[np.int32], counts: npt.NDArray[np.int32]
     ) -> PrefillInputs:
-        """The padded form of a prefill step."""
+        """Return the padded form of a prefill step."""
         start_pos = self.num_computed_tokens[slots]
         prompt_lens = (start_pos + counts).astype(np.int64)
         width = int(prompt_lens.max())
@@ -202,10 +202,10 @@ class PersistentBatch:
         )
 
     def decode_inputs(self, slots: npt.NDArray[np.int32]) -> DecodeInputs:
-        """The padded form of a decode step: every slot, whether it runs or not.
+        """Return the padded form of a decode step: every slot, whether it runs or not.
 
         Args:
-            slots: (R,) rows whose last token is all that is left to compute.
+            slots: (R,) rows with one token left to compute.
         """
         self._decode(slots)
         tokens = np.zeros((len(self.num_tokens), 1), dtype=np.int32)
@@ -214,7 +214,7 @@ class PersistentBatch:
         return DecodeInputs(tokens, start_pos, self._decode_table)
 
     def keep_decoding(self, slots: npt.NDArray[np.int32]) -> None:
-        """Let none but these (R,) rows, of those of the last `decode_inputs`, decode on."""
+        """Drop all rows of the last `decode_inputs` but these (R,)."""
         if np.count_nonzero(self._is_decoding) > len(slots):
             self._decode(slots)
 
@@ -223,7 +223,7 @@ class PersistentBatch:
         is_decoding[slots] = True
         changed = is_decoding != self._is_decoding
         if changed.any():
-            # The rows that come and go alone: those that stay have been written as they grew.
+            # Only rows that come or go: `_append_blocks` has kept the others up to date.
             self._decode_table[:, changed & ~is_decoding] = 0
             coming = changed & is_decoding
             self._decode_table[:, coming] = self.block_table[:, coming]

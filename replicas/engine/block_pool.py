@@ -26,12 +26,12 @@ NULL_BLOCK = 0
 
 @dataclass(slots=True, eq=False)
 class PrefixWalk:
-    """The cached prefix of one sequence in one pool, and as of when; owned by the sequence.
+    """The cached prefix of one sequence in one pool, as of the last look; owned by the sequence.
 
     Attributes:
         found: The cached blocks, from the first on, each with the hash that it was found by.
-        unheld: Those of them that no one holds.
-        as_of: The pool's `_num_changes` when it was brought up to date.
+        unheld: Those of them with reference count 0.
+        as_of: The pool's `_num_changes` at the last look.
     """
 
     found: dict[int, bytes] = field(default_factory=dict)
@@ -40,16 +40,16 @@ class PrefixWalk:
 
     @property
     def block_ids(self) -> list[int]:
-        """The cached blocks, from the first on."""
+        """Return the cached blocks, from the first on."""
         return list(self.found)
 
     @property
     def num_blocks(self) -> int:
-        """How many they are."""
+        """Return the number of cached blocks."""
         return len(self.found)
 
     def num_evictable(self, num_blocks: int) -> int:
-        """How many of the first so many count as free now and would stop doing so once shared."""
+        """Return how many of the first `num_blocks` count as free until they are shared."""
         if num_blocks == len(self.found):
             return len(self.unheld)
         return sum(b in self.unheld for b in islice(self.found, num_blocks))
@@ -61,7 +61,8 @@ class BlockPool:
     Args:
         num_blocks: Blocks including the null block, >= 2.
         enable_prefix_caching: Whether full blocks are indexed by hash.
-        journal: Is told what can be found and what cannot any more; None: nobody wants to know.
+        journal: Records which blocks can be found from now on, and which no longer; None records
+            nothing.
     """
 
     def __init__(
@@ -77,15 +78,16 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._block_by_hash: dict[bytes, int] = {}
-        # Handed out in this order: free ones that came back, last in first out; those from
-        # `_next_fresh` on, which nobody has had; cached ones, least recently used first. An
-        # OrderedDict gives O(1) pop, append and removal from the middle.
+        # Blocks are handed out in this order: freed ones, last in first out; never used ones, from
+        # `_next_fresh` on; cached ones, least recently used first. An OrderedDict gives O(1) pop,
+        # append and removal from the middle.
         self._free: list[int] = []
         self._next_fresh = 1
         self._cached: OrderedDict[int, None] = OrderedDict()
-        # What may make a walk stale: the blocks that stopped to be found by their hash, got their
-        # first holder while they were cached, or lost their last, in that order, and how many ever.
-        # As many are kept as a walk may be long: one that missed more looks at its own blocks.
+        # Changes that may make a walk stale, oldest first, and their total number: a block lost its
+        # hash, or was cached and got its first holder, or is cached and lost its last holder. A
+        # walk has at most `num_blocks` blocks: if it missed more changes than it has blocks, it
+        # checks its own blocks instead.
         self._changes: deque[int] = deque(maxlen=num_blocks)
         self._num_changes = 0
 
@@ -95,17 +97,17 @@ class BlockPool:
 
     @property
     def num_blocks(self) -> int:
-        """Usable blocks: all but the null block."""
+        """Return the number of usable blocks: all but the null block."""
         return len(self._ref_counts) - 1
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that `allocate` can hand out: free or cached without a holder."""
+        """Return the number of blocks that `allocate` can hand out: free, or cached and unheld."""
         return len(self._free) + len(self._ref_counts) - self._next_fresh + len(self._cached)
 
     @property
     def block_hashes(self) -> Collection[bytes]:
-        """Of every block that can be found, in the order in which they were stored."""
+        """Return the hashes of all blocks that can be found, in the order of their storing."""
         return self._block_by_hash.keys()
 
     def allocate(self, count: int) -> list[int]:
@@ -120,7 +122,7 @@ class BlockPool:
         first = self._next_fresh
         self._next_fresh = min(first + count - len(block_ids), len(self._ref_counts))
         block_ids.extend(range(first, self._next_fresh))
-        # Only these have a hash that somebody could find them by.
+        # Only cached blocks have a hash to drop.
         for _ in range(count - len(block_ids)):
             block_id, _ = self._cached.popitem(last=False)
             self._forget_hash(block_id)
@@ -133,7 +135,7 @@ class BlockPool:
         """Give back one reference to each block.
 
         Cached blocks go to the back of the order deepest first, so that the end of a prefix is
-        evicted before its beginning; blocks nobody can find again are the next to be handed out.
+        evicted before its beginning. Blocks without a hash are handed out next.
         """
         for block_id in reversed(block_ids):
             assert self._ref_counts[block_id] > 0, f"block {block_id} freed twice"
@@ -146,7 +148,7 @@ class BlockPool:
                     self._note_change(block_id)
 
     def find_prefix(self, block_hashes: Iterable[bytes]) -> list[int]:
-        """Block ids of the longest cached prefix of `block_hashes`; takes no reference."""
+        """Return the block ids of the longest cached prefix of the hashes; takes no reference."""
         found: list[int] = []
         for block_hash in block_hashes:
             block_id = self._block_by_hash.get(block_hash)
@@ -158,17 +160,18 @@ class BlockPool:
     def bring_up_to_date(
         self, walk: PrefixWalk, block_hashes: Sequence[bytes], num_blocks: int
     ) -> None:
-        """Let a walk tell of the longest cached prefix as it is now.
+        """Update a walk to the longest cached prefix as it is now.
 
-        Sequences that wait ask in every step. That costs one look-up, one for each change of the
-        pool since (never more than the walk is long), and what has changed of the walk itself.
-        A block may go before those that follow it, where several sequences left the prefix behind.
+        Queued sequences call this in every step. It costs one look-up, one for each change of the
+        pool since the last call (never more than the walk is long), and one for each block that
+        the walk gains or loses. A block may be evicted before those that follow it, if several
+        sequences have freed the prefix.
 
         Args:
-            walk: Of this pool; a new one, or one that was brought up to date before.
-            block_hashes: Of the sequence, no two alike; may have grown, and is otherwise what it
-                was.
-            num_blocks: The prefix ends here at the latest.
+            walk: A walk of this pool; new, or updated before.
+            block_hashes: Hashes of the sequence's blocks, all different; may only have grown since
+                the last call.
+            num_blocks: Most blocks of the prefix.
         """
         if walk.as_of != self._num_changes:
             self._drop_stale(walk)
@@ -187,7 +190,7 @@ class BlockPool:
             self._ref_counts[block_id] += 1
 
     def is_private(self, block_id: int) -> bool:
-        """Whether a block has one holder, and nobody else can find it."""
+        """Return whether a block has one holder and no other sequence can find it."""
         return self._ref_counts[block_id] == 1 and self._hashes[block_id] is None
 
     def cache(self, block_id: int, block_hash: bytes) -> None:
@@ -201,7 +204,7 @@ class BlockPool:
                 self._journal.store(block_hash)
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """Let nobody find these blocks any more; held ones stay held."""
+        """Remove these blocks from the prefix index; held ones stay held."""
         for block_id in block_ids:
             self._forget_hash(block_id)
 
@@ -215,7 +218,7 @@ class BlockPool:
             self._journal.clear()
 
     def check_invariants(self) -> None:
-        """Every block in exactly one state; index and hashes agree."""
+        """Assert that every block is in exactly one state, and that index and hashes agree."""
         unheld = [*self._free, *range(self._next_fresh, len(self._ref_counts)), *self._cached]
         assert NULL_BLOCK not in unheld
         assert self._ref_counts[NULL_BLOCK] == 0
@@ -236,7 +239,7 @@ class BlockPool:
                 self._journal.remove(block_hash)
 
     def _drop_stale(self, walk: PrefixWalk) -> None:
-        """End a walk before the first block that is not found any more, and see who holds which."""
+        """Cut a walk before its first block that lost its hash, and update `unheld`."""
         found = walk.found
         num_missed, walk.as_of = self._num_changes - walk.as_of, self._num_changes
         missed: Iterable[int] = found

@@ -69,9 +69,9 @@ class StepUnderWay(NamedTuple):
     """A step that has begun.
 
     Attributes:
-        batch: What is computed, if anything.
+        batch: The batch to compute, if any.
         meta: The connector's part, if it has one.
-        has_lapsed: Whether reservations were given up.
+        has_lapsed: Whether reservations have lapsed in this step.
     """
 
     batch: ScheduledBatch | None
@@ -80,29 +80,29 @@ class StepUnderWay(NamedTuple):
 
     @property
     def brings_tokens_alone(self) -> bool:
-        """Whether no transfers are served beside it, and no reservations were given up."""
+        """Return whether the step serves no transfers and no reservation has lapsed in it."""
         return self.meta is None and not self.has_lapsed
 
 
 class EngineCore:
-    """One engine; see the module docstring.
+    """Scheduler, connector and workers of one engine, driven by messages and steps.
 
     Args:
         config: The engine's configuration, validated here.
-        executor: The way to its workers, which are set up here.
+        executor: Access to the workers, which are set up here.
         incarnation: Random id of this start.
         unix_now_s: Wall clock, by which tickets expire.
-        pulse: Where its progress is told; None makes one.
+        pulse: Record of the core's progress; None makes one.
 
     Attributes:
-        pulse: As given; whoever drives the core tells it of turns, the core what is computed.
-        duty: Which part of requests it takes now.
-        host: What its steps have cost the host; whoever sends frames counts what that costs.
-        warm_up_s: How long its warm-up took.
+        pulse: As given. The caller records turns in it, the core the tokens that each computes.
+        duty: The role, and changes of it.
+        host: Host time of all steps; the caller adds the time for frames.
+        warm_up_s: Seconds of the warm-up.
         runs_ahead: Whether the next step may be submitted before the one under way is read.
 
     Raises:
-        ConfigError: The configuration and the model do not fit; says which numbers.
+        ConfigError: The configuration and the model do not fit; gives the numbers.
     """
 
     def __init__(
@@ -118,10 +118,10 @@ class EngineCore:
         self.host = HostSeconds()
         self._executor = executor
         self._events = ClientEvents()
-        # What was submitted ahead and is to be read next.
+        # The step submitted ahead, to be collected next.
         self._ahead: ScheduledBatch | None = None
         self._work = StepTotals()
-        # What it took to begin the step that is to be collected next, the model's part too.
+        # Seconds spent on submitting the step that is collected next, the model's part included.
         self._prepare_s = 0.0
         self._notes = StepNotes()
         self._probes = Probes()
@@ -144,10 +144,10 @@ class EngineCore:
     # --- messages ------------------------------------------------------------------------------
 
     def handle(self, client: bytes, message: CoreMessage, now_s: float) -> None:
-        """Take one client message; answers appear in `take_events`.
+        """Handle one client message; answers appear in `take_events`.
 
-        Nothing that a client can send raises here. What it says of a request is done only if the
-        request is its own.
+        No message of a client raises an exception here. A message about another client's request
+        is ignored.
         """
         if isinstance(message, Utility) and message.method == "probe":
             self._probes.ask(client, message.call_id)
@@ -157,23 +157,23 @@ class EngineCore:
             self._requests.handle(client, message, now_s)
 
     def drain(self) -> None:
-        """Refuse every new request from now on; what runs goes on."""
+        """Refuse every new request from now on; running ones continue."""
         self.duty.end()
 
     def change_role(self, role: Role) -> None:
-        """Take another role once nothing is left of this one; see `Duty`."""
+        """Change to another role once no request of this one is left; see `Duty`."""
         self.duty.change(role)
 
     def probe(self) -> None:
-        """Take a step soon, also without a request: the pulse says whether it ends."""
+        """Run a step soon, even without a request; the pulse shows whether it ends."""
         self._probes.ask_silently()
 
     def hand_over(self) -> None:
-        """Say that what runs should go on elsewhere, where there is room; until then it goes on."""
+        """Ask clients to move running requests elsewhere where there is room; the others stay."""
         self.duty.hand_over()
 
     def client_gone(self, client: bytes) -> int:
-        """Drop everything that a client asked for; returns how many requests that was."""
+        """Drop all requests of a client and return their number."""
         num_dropped = self._scheduler.abort_client(client)
         self._requests.client_gone(client)
         self._probes.client_gone(client)
@@ -181,7 +181,7 @@ class EngineCore:
         return num_dropped
 
     def take_events(self) -> dict[bytes, list[WireEvent]]:
-        """All events since the last call, per client, in order; `ColumnReader` reads them."""
+        """Return all events since the last call per client, in order; `ColumnReader` reads them."""
         return self._events.take()
 
     # --- one step ------------------------------------------------------------------------------
@@ -193,18 +193,18 @@ class EngineCore:
             now_s: Monotonic clock.
 
         Returns:
-            Whether anything ran or a transfer ended, which may let something run: False means that
-            only a message, `notify` or a deadline (`next_deadline_s`) can change that.
+            Whether anything ran, or a transfer ended after which something may run. After False
+            only a message, `notify` or a deadline (`next_deadline_s`) can make a step run anything.
         """
         step = self.begin_step(now_s)
         self.collect_step(step)
         return self.end_step(step, now_s)
 
     def begin_step(self, now_s: float) -> StepUnderWay:
-        """Schedule and submit; `collect_step` and then `end_step` take over what comes of it.
+        """Schedule and submit a step; `collect_step` and then `end_step` must follow.
 
-        No other call but `take_events` and views comes between the three. The simulator lets the
-        time of the forward pass go by there, and every server sends what `collect_step` brings.
+        Between the three only `take_events` and views may be called. The simulator passes the time
+        of the forward pass there, and servers send the tokens of `collect_step` before `end_step`.
         """
         started = time.perf_counter()
         lapsed = self._scheduler.expire(now_s)
@@ -229,7 +229,7 @@ class EngineCore:
     def _submit(
         self, batch: ScheduledBatch | None, meta: ConnectorMeta | None, now_s: float
     ) -> float:
-        """Begin a step, if there is anything to do in it; how long that took."""
+        """Submit a step unless it is empty, and return the seconds that this took."""
         started = time.perf_counter()
         if batch is not None and self._notes.is_new(batch):
             self._notes.begin(batch, self._scheduler.work(batch))
@@ -238,8 +238,8 @@ class EngineCore:
         return time.perf_counter() - started
 
     def _take_probe_step(self, now_s: float, *, is_idle: bool) -> None:
-        # One that drains and has nothing left computes no more: ranks of its gang may be gone. And
-        # where places are reserved, or KV is lent, there is no row that is surely nobody's.
+        # A drained engine computes no more, because ranks of its gang may be gone. With reserved or
+        # lent sequences the probe's row might be in use.
         if is_idle and not self.duty.is_draining:
             kind: StepKind = "mixed" if self.config.mixed_batches else "prefill"
             batch = probe_batch(kind, len(self.facts.kv_groups))
@@ -249,7 +249,7 @@ class EngineCore:
         self._probes.answer(self._events)
 
     def num_repeats(self, step: StepUnderWay) -> int:
-        """How often a step may run in a row before there is anything else to decide, or to tell."""
+        """Return how often a step may run in a row before the next decision or event."""
         if step.batch is None or not step.brings_tokens_alone or self._transfers.are_at_stake:
             return 1
         return self._scheduler.num_repeats(step.batch)
@@ -258,9 +258,9 @@ class EngineCore:
         """Wait for the forward pass; its tokens are among the next `take_events`.
 
         Args:
-            step: What has begun, and is not collected.
-            num_steps: How often the worker has run it, at most `num_repeats`: an executor whose
-                time is a model's passes over steps that are alike, any other runs each once.
+            step: The step that has begun and is not collected.
+            num_steps: How often the worker has run it, at most `num_repeats`. Only the virtual
+                worker runs a step more than once.
         """
         batch = step.batch
         if batch is None:
@@ -273,7 +273,7 @@ class EngineCore:
         started = time.perf_counter()
         result: StepResult = self._executor.collective_rpc("collect_step")[0]
         updating = time.perf_counter()
-        # What of both calls was neither the generator's time nor the sampler's.
+        # The part of both calls that was neither the generator's time nor the sampler's.
         prepare_s += updating - started - result.device_s - result.sample_s
         self.host.prepare += max(prepare_s, 0.0)
         self.host.sample += result.sample_s
@@ -286,14 +286,14 @@ class EngineCore:
         self.host.update += time.perf_counter() - updating
 
     def _submit_ahead(self) -> None:
-        """Begin the next step beside the one under way, if that can be told now."""
+        """Submit the next step before the one under way is read, if it can be planned now."""
         started = time.perf_counter()
         self._ahead = self._scheduler.schedule_ahead()
         self.host.schedule += time.perf_counter() - started
         self._prepare_s = self._submit(self._ahead, None, 0.0)
 
     def end_step(self, step: StepUnderWay, now_s: float) -> bool:
-        """Serve transfers and take over what came of them; returns what `step` does."""
+        """Serve transfers and apply those that ended; return the same as `step`."""
         if step.meta is None:
             return step.batch is not None or step.has_lapsed
         started = time.perf_counter()
@@ -303,23 +303,23 @@ class EngineCore:
         return step.batch is not None or has_news
 
     def next_deadline_s(self) -> float | None:
-        """When a step is due although nothing arrives; None if never."""
+        """Return when a step is due even if no message arrives; None if never."""
         return self._scheduler.next_deadline_s()
 
     # --- views ---------------------------------------------------------------------------------
 
     @property
     def clients(self) -> set[bytes]:
-        """Whose requests run, wait, or are reserved."""
+        """Return the clients with running, queued or reserved requests."""
         return self._scheduler.clients
 
     @property
     def num_live(self) -> int:
-        """Requests that run, wait, or still have blocks lent to another engine."""
+        """Return the number of requests that run, wait, or still have blocks lent."""
         return self._scheduler.num_live
 
     def snapshot(self, seq: int) -> EngineSnapshot:
-        """What is left, as of now."""
+        """Return the role, the free slots and blocks, and the load, as of now."""
         return EngineSnapshot(
             seq,
             self.duty.is_draining,
@@ -336,7 +336,10 @@ class EngineCore:
         )
 
     def state(self) -> tuple[tuple[object, ...], list[list[int]]]:
-        """What is worth a new snapshot at once when it changes, and what is soon: free blocks."""
+        """Return what needs a new snapshot at once when it changes, and the free blocks.
+
+        A change of free blocks alone may wait, see `EngineServer`.
+        """
         rooms = self._scheduler.group_rooms()
         slots = [(r.num_empty_slots, r.num_running, r.num_reserved, r.num_waiting) for r in rooms]
         at_once = (
@@ -351,7 +354,7 @@ class EngineCore:
         return at_once, [room.num_free_blocks for room in rooms]
 
     def metrics(self, now_s: float) -> EngineMetrics:
-        """Every counter, taken between two steps."""
+        """Return every counter, taken between two steps."""
         return EngineMetrics(
             num_waiting=self._scheduler.num_waiting,
             num_steps=self._work.num_steps,
@@ -365,16 +368,16 @@ class EngineCore:
         )
 
     def kv_transfers(self, now_s: float) -> KVTransfers:
-        """The KV transfers under way, and what they hold of the KV cache."""
+        """Return the KV transfers under way, and the blocks that they hold."""
         return self._transfers.view(now_s, has_store=self.config.kv_store is not None)
 
     @property
     def prefix_feed(self) -> PrefixFeed:
-        """What the prefix caches have to tell."""
+        """Return the events of the prefix caches."""
         return self._scheduler.prefix_feed
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached block; what runs is not touched."""
+        """Forget every cached block; running sequences keep theirs."""
         self._scheduler.reset_prefix_cache()
 
     def check_invariants(self) -> None:

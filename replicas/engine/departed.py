@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class Departed:
-    """See the module docstring.
+    """Ended sequences that still have a slot or blocks.
 
     Args:
-        groups: Get slots and blocks back.
+        groups: Gets slots and blocks back.
 
     Attributes:
-        held: Of each request, the sequence whose blocks another engine uses.
+        held: For each request id, the sequence whose blocks another engine uses.
     """
 
     def __init__(self, groups: DPGroups) -> None:
@@ -47,16 +47,16 @@ class Departed:
 
     @property
     def has_overtaken(self) -> bool:
-        """Whether somebody's slot waits for a step to be over."""
+        """Return whether a slot cannot be freed before a step under way ends."""
         return bool(self._overtaken)
 
     def retire(self, seq: Sequence, *, hold: bool, is_under_way: bool) -> None:
-        """End a sequence, and take from it what nobody uses any more.
+        """End a sequence, and free its slot and blocks as far as they are not in use.
 
         Args:
-            seq: It has no place elsewhere any more.
+            seq: A sequence that is in no other place.
             hold: Whether another engine uses its blocks.
-            is_under_way: Whether a step that is not over has it.
+            is_under_way: Whether a step under way computes it.
         """
         seq.status = SequenceStatus.FINISHED
         if hold:
@@ -67,13 +67,13 @@ class Departed:
             self._give_back(seq)
 
     def release(self, request_id: str) -> None:
-        """Another engine has what it came for, or will not come any more. Idempotent."""
+        """Free blocks that another engine has fetched, or will not fetch. Idempotent."""
         seq = self.held.pop(request_id, None)
         if seq is not None and seq not in self._overtaken:
             self._groups.give_back_blocks(seq)
 
     def step_is_over(self, is_under_way: Callable[[Sequence], bool]) -> None:
-        """Take everything from those whom no further step has."""
+        """Free slots and blocks of the sequences that no step under way computes any more."""
         overtaken, self._overtaken = self._overtaken, []
         for seq in overtaken:
             if is_under_way(seq):
@@ -82,7 +82,7 @@ class Departed:
                 self._give_back(seq)
 
     def check_invariants(self) -> None:
-        """Nobody has a slot whom no step uses."""
+        """Assert that only sequences of a step under way have a slot."""
         assert all(s.slot < 0 or s in self._overtaken for s in self.held.values())
 
     def _give_back(self, seq: Sequence) -> None:

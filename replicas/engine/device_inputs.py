@@ -1,7 +1,7 @@
 """Inputs of a generator's decode calls, and the part of them that the device already has.
 
-Owner: the model runner. A device that continues by itself gets the inputs of the step with which it
-began, and is told to reload none of them.
+Owner: the model runner. A device that continues from its own tokens is called with the inputs of
+the last step that it reloaded, and reloads none of them.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 
 class DeviceInputs:
-    """See the module docstring.
+    """Maker of the arguments of decode calls, with the inputs that the device already has.
 
     Args:
-        batch: Every row.
-        draws: Whose tokens the device draws.
-        runs_ahead: Whether it goes on from its own tokens, without the host.
+        batch: The persistent batch.
+        draws: Division of rows between device and host.
+        runs_ahead: Whether the device can continue from its own tokens, without the host.
     """
 
     def __init__(self, batch: PersistentBatch, draws: DeviceDraws, *, runs_ahead: bool) -> None:
@@ -43,23 +43,23 @@ class DeviceInputs:
         self._inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def continues(self, slots: Int32Array) -> bool:
-        """Whether a decode of these rows needs nothing from the host, see `DecodeCommands`."""
+        """Return whether a decode of these rows needs no host input, see `DecodeCommands`."""
         return self._commands.continues(slots)
 
     def forget(self) -> None:
-        """Another call than a decode comes: the device has nothing of the next one."""
+        """Note that a call other than a decode follows, after which all inputs must be reloaded."""
         self._commands.forget()
 
     def decode_inputs(
         self, rows: CallRows, slots: Int32Array, scheduled: ScheduledBatch, *, is_ahead: bool
     ) -> dict[str, Any]:
-        """Arguments of `decode_forward`.
+        """Return the arguments of `decode_forward`.
 
         Args:
-            rows: Who is in the call.
+            rows: The rows of the call.
             slots: (R,) their slots.
             scheduled: The step.
-            is_ahead: The step before it is not collected.
+            is_ahead: Whether the step before it is not collected yet.
         """
         reload = self._reload(rows, slots, scheduled, is_ahead=is_ahead)
         if reload.page_table:
@@ -73,7 +73,7 @@ class DeviceInputs:
                 torch.from_numpy(inputs.page_tables[0]),
                 torch.from_numpy(inputs.start_pos),
             )
-        # Of a device that goes on by itself the first and the last are those that it began with.
+        # While the device continues from its own tokens, `tokens` and `start_pos` are stale.
         tokens, page_table, start_pos = self._inputs
         found: dict[str, Any] = {
             "tokens": tokens,
@@ -92,7 +92,14 @@ class DeviceInputs:
     def params(
         self, rows: CallRows, slots: Int32Array, places: IntArray, num_places: int
     ) -> DeviceSamplingParams:
-        """What the device draws by, for a call whose rows are at `places` of so many."""
+        """Return the device's sampling parameters for a call of `num_places` rows.
+
+        Args:
+            rows: The rows of the call.
+            slots: (R,) their slots.
+            places: (R,) their indices in the call.
+            num_places: Rows of the call, padding included.
+        """
         return device_params(
             self._batch,
             slots[rows.drawn],
@@ -104,7 +111,7 @@ class DeviceInputs:
     def _reload(
         self, rows: CallRows, slots: Int32Array, scheduled: ScheduledBatch, *, is_ahead: bool
     ) -> DecodeReload:
-        """What a decode call reloads; makes the parameters of those that draw."""
+        """Return the reload commands of a decode call, and renew the sampling parameters if due."""
         if not len(rows.drawn):
             self._commands.forget()
             return HOST_SAMPLED

@@ -39,9 +39,9 @@ class CallRows:
     """The rows of one call.
 
     Attributes:
-        entries: (n,) which of the step's rows they are.
-        drawn: Which of these n the device draws a token for.
-        sampled: Which of these n the host draws a token for, from their logits.
+        entries: (n,) indices of these rows in the step.
+        drawn: Indices into `entries` of the rows that the device draws a token for.
+        sampled: Indices into `entries` of the rows that the host draws a token for.
     """
 
     entries: IntArray
@@ -50,13 +50,14 @@ class CallRows:
 
 
 class DeviceDraws:
-    """Knows what a generator can draw, and divides steps accordingly.
+    """Division of steps by what a generator can draw on the device.
 
     Args:
-        kinds: Calls that may draw.
+        kinds: Kinds of calls that may draw.
         max_top_k: Most candidates that the device can choose from; None for any number.
-        keeps_state: A row of which no token is wanted must not be drawn for: it would count.
-        gives_both: A decode call can give logits of some rows beside the tokens of the others.
+        keeps_state: Whether each draw advances a row's random stream on the device. Then the device
+            must not draw for a row that needs no token.
+        gives_both: Whether a decode call can return logits of some rows beside tokens of others.
 
     Attributes:
         kinds: As given.
@@ -78,7 +79,7 @@ class DeviceDraws:
 
     @classmethod
     def as_asked(cls, asked: str | None, can: ModelCapabilities) -> DeviceDraws:
-        """What the configuration asks for; where it leaves that open, all that the generator can.
+        """Create the division that the configuration asks for, by default all that is supported.
 
         Args:
             asked: See `MeshConfig.sample_on_device`.
@@ -99,7 +100,7 @@ class DeviceDraws:
     def divide(
         self, kind: StepKind, batch: PersistentBatch, slots: IntArray, samples: BoolArray
     ) -> list[CallRows]:
-        """The calls of a step, in order.
+        """Return the calls of a step, in order.
 
         Args:
             kind: Of the step.
@@ -119,7 +120,7 @@ class DeviceDraws:
         else:
             is_hosts &= (top_k <= 0) | (top_k > self._max_top_k)
         is_drawn = samples & ~is_hosts
-        # Rows that the call that draws cannot take.
+        # Rows that need a call of their own, which does not draw.
         is_apart = is_hosts | ~samples if self.keeps_state else is_hosts
         if not is_apart.any():
             return [CallRows(entries, wanted, nobody)]
@@ -139,10 +140,10 @@ class DecodeReload:
     """The four commands of one decode call; see `TextDecoder.decode_forward`.
 
     Attributes:
-        inputs: Tokens, positions and page table are to be taken from the call.
-        page_table: The page table alone is.
-        sampling_params: The sampling parameters are new.
-        sampling_state: Seeds of the rows start afresh.
+        inputs: Reload tokens, positions and page table.
+        page_table: Reload the page table alone.
+        sampling_params: Reload the sampling parameters.
+        sampling_state: Restart the rows' random streams from their seeds.
     """
 
     inputs: bool
@@ -152,7 +153,7 @@ class DecodeReload:
 
 
 HOST_SAMPLED = DecodeReload(inputs=True)
-"""Of every decode call whose logits come back: the host knows the next tokens, the device not."""
+"""Command of every decode call that returns logits: only the host knows the next tokens."""
 
 _AFRESH = DecodeReload(inputs=True, sampling_params=True, sampling_state=True)
 _STEADY = DecodeReload(inputs=False)
@@ -160,18 +161,18 @@ _NEW_BLOCKS = DecodeReload(inputs=False, page_table=True)
 
 
 class DecodeCommands:
-    """Knows what the device still holds of the last decode call.
+    """State of the device after the last decode call, and the commands of the next one.
 
-    A device that goes on by itself is not told of rows that leave it, but for their blocks: it
-    computes them in vain, into the null block, until everything is reloaded.
+    While the device continues from its own tokens, it still computes rows that have left the
+    batch. Their page tables then point to the null block. The next full reload drops them.
 
     Args:
-        runs_ahead: Whether the generator may go on from what it sampled itself: it says so, and its
+        runs_ahead: Whether the generator can continue from its own tokens: it supports this and its
             decode calls are traced.
 
     Attributes:
-        num_steps_left: Since inputs were reloaded: how often the device may go on before one of its
-            rows, wanted or not, is past its page table. Whoever reloads them sets it.
+        num_steps_left: How often the device may continue after the last reload before any of its
+            rows, also one that has left, passes the end of its page table. Set at each reload.
     """
 
     def __init__(self, *, runs_ahead: bool) -> None:
@@ -180,12 +181,12 @@ class DecodeCommands:
         self.num_steps_left = 0
 
     def continues(self, slots: IntArray) -> bool:
-        """Whether a call for these rows, all known and drawn for, takes no tokens from the host."""
+        """Return whether a call for these rows, all drawn on the device, needs no host tokens."""
         has_rows = self._rows is not None and _are_among(slots, self._rows)
         return self._runs_ahead and self.num_steps_left > 0 and has_rows
 
     def forget(self) -> None:
-        """Another call than a decode that sampled on the device has been made, or will be."""
+        """Note that a call other than a decode with device sampling is made."""
         self._rows = None
 
     def next_call(
@@ -197,14 +198,14 @@ class DecodeCommands:
         has_hosts: bool = False,
         is_ahead: bool = False,
     ) -> DecodeReload:
-        """The commands of a decode call that samples on the device.
+        """Return the commands of a decode call that samples on the device.
 
         Args:
             slots: (R,) rows that run.
-            has_new: One of them is another sequence than before, or starts again.
-            has_new_blocks: The block table of one of them has grown.
-            has_hosts: The host draws for one of them: the device does not know its token.
-            is_ahead: The host does not know their tokens; they `continues`.
+            has_new: Whether one of them holds a new or restarted sequence.
+            has_new_blocks: Whether the block table of one of them has grown.
+            has_hosts: Whether the host draws for one of them, whose token the device lacks.
+            is_ahead: Whether the host does not know their tokens yet; requires `continues`.
         """
         before, self._rows = self._rows, slots
         is_same = before is slots or (before is not None and np.array_equal(before, slots))
@@ -228,21 +229,21 @@ def device_params(
     *,
     keeps_state: bool,
 ) -> DeviceSamplingParams:
-    """Sampling parameters of `slots` at `entries`, and padding everywhere else.
+    """Return the sampling parameters of `slots` at `entries`, with padding everywhere else.
 
-    With `keeps_state` the device draws each row's numbers from a stream that begins at its seed,
-    and begins it anew whenever it is told to: after every prefill, and whenever a row comes or
-    goes. The same seed would then draw the same numbers again. So its seed is minted from the
-    request's and the index of the token that is drawn next, which no two beginnings share. Without
-    a seed, as the plug-in sends for requests that bring none, a device draws from a state of its
-    own; but an engine does not know which seeds were minted, and a request that brought one would
-    still repeat itself. The price: a seed gives the same tokens again only where streams begin at
-    the same tokens, for one when the request runs alone.
+    With `keeps_state` the device draws each row's numbers from a stream that starts at its seed. It
+    restarts the stream on command: after every prefill, and when rows come or go. The same seed
+    would then repeat its numbers. So the row's seed is derived from the request's seed and the
+    index of its next token, which differ between restarts. Consequence: a request repeats its
+    tokens only if its streams restart at the same tokens, for example when it runs alone.
+
+    The plug-in sends no seed for requests without one, and the device then draws from a state of
+    its own. An engine cannot do that: it does not know which seeds a front end has made up.
 
     Args:
         batch: The persistent batch.
         slots: (n,) rows that the device draws for.
-        entries: (n,) where in the call they are.
+        entries: (n,) their indices in the call.
         num_entries: Rows of the call.
         keeps_state: See above.
     """

@@ -22,15 +22,15 @@ _MODES: dict[Role, frozenset[RequestMode]] = {
 
 
 class Duty:
-    """See the module docstring.
+    """An engine's role, and the state of a change to another one.
 
     Args:
-        role: What it begins with.
+        role: The first role.
 
     Attributes:
-        role: What it takes, or took before it drained.
-        epoch: How often it has opened again.
-        hands_over: Whether what decodes here should go on elsewhere, where there is room.
+        role: The role, or while the engine drains the one that it still has.
+        epoch: Number of reopenings.
+        hands_over: Whether clients should move decoding requests elsewhere, where there is room.
     """
 
     def __init__(self, role: Role) -> None:
@@ -46,25 +46,28 @@ class Duty:
 
     @property
     def is_draining(self) -> bool:
-        """Whether it takes nothing new, for now or for ever."""
+        """Return whether the engine refuses new requests, for now or for good."""
         return self._ends or self._next is not None
 
     def takes(self, mode: RequestMode) -> bool:
-        """Whether it takes a request of this mode: whoever asks may believe what it was before."""
+        """Return whether the engine accepts a request of this mode.
+
+        A client may still assume an earlier role.
+        """
         return not self.is_draining and mode in _MODES[self.role]
 
     def end(self) -> None:
-        """Take nothing any more, ever; a change that is under way comes to nothing."""
+        """Refuse new requests for good, and cancel a change of role that is under way."""
         self._ends, self._next = True, None
 
     def hand_over(self) -> None:
-        """Say that what decodes here should go on elsewhere; until then it goes on."""
+        """Ask clients to move decoding requests elsewhere; they continue until they are moved."""
         self.hands_over = True
 
     def change(self, role: Role) -> None:
-        """Begin to take another role, or go back to the one that it is about to leave.
+        """Start a change to another role, or cancel it if `role` is the present one.
 
-        Nothing comes of it once it is to end.
+        Has no effect after `end`.
         """
         if self._ends:
             return
@@ -74,7 +77,7 @@ class Duty:
             self._open()
 
     def settle(self, num_live: int) -> None:
-        """Take the new role, if nothing is left of the old one."""
+        """Enter the new role if no request of the old one is left."""
         if self._next is not None and not num_live:
             self.role = self._next
             self._open()

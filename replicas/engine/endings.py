@@ -24,7 +24,7 @@ class Ending(NamedTuple):
 
 
 class EndRules(NamedTuple):
-    """What ends the sequences of a model.
+    """Conditions that end a model's sequences.
 
     Attributes:
         max_model_len: Longest sequence in tokens.
@@ -35,23 +35,26 @@ class EndRules(NamedTuple):
     eos_token_ids: frozenset[int]
 
     def longest(self, seq: Sequence) -> int:
-        """Tokens with which a sequence ends."""
+        """Return the number of tokens at which a sequence ends by its length."""
         wanted = seq.num_prompt_tokens + seq.request.sampling.max_tokens
         return min(wanted, self.max_model_len)
 
     def stop_ids(self, seq: Sequence) -> frozenset[int]:
-        """Every token that ends a sequence."""
+        """Return every token id that ends a sequence."""
         sampling = seq.request.sampling
         if sampling.ignore_eos:
             return sampling.stop_token_ids
         return sampling.stop_token_ids | self.eos_token_ids
 
     def reason(self, seq: Sequence, token_id: int) -> tuple[FinishReason, int | None] | None:
-        """Why a sequence is over with this as its last token, and which stop id; None: it is not.
+        """Return why a sequence ends with its last token, and the stop id if one ended it.
 
         Args:
-            seq: With the token.
-            token_id: The token.
+            seq: The sequence, the token included.
+            token_id: Its last token.
+
+        Returns:
+            None if the sequence continues.
         """
         sampling = seq.request.sampling
         if token_id in self.eos_token_ids and not sampling.ignore_eos:

@@ -24,12 +24,12 @@ class ClientEvents(defaultdict[bytes, "list[WireEvent]"]):
 
     def __init__(self) -> None:
         super().__init__(list)
-        # Rows of the step that was added last by client, each with its handle: the next is alike.
+        # Rows of the last added step by client, with their handles; mostly reused by the next step.
         self._sequences: list[Sequence] = []
         self._rows: dict[bytes, tuple[list[int], list[int]]] = {}
 
     def add_step(self, outputs: StepOutputs) -> None:
-        """Add what a step gave: rows of tokens, after what is first or last of a request."""
+        """Add a step's outputs: an event for the first and last of a request, else column rows."""
         sequences, token_ids = outputs.sequences, outputs.token_ids
         events = {}
         if sequences is not self._sequences:
@@ -56,17 +56,17 @@ class ClientEvents(defaultdict[bytes, "list[WireEvent]"]):
             self.fail(seq, NO_LOGITS)
 
     def fail(self, seq: Sequence, error: str) -> None:
-        """A sequence is over, and why its client gets no more of it."""
+        """Add the end of a failed sequence, with the reason."""
         output = TokenOutput(seq.request_id, seq.num_output_tokens, [], "error", error=error)
         self[seq.client].append(output)
 
     def fail_transfer(self, seq: Sequence) -> None:
-        """A sequence is over whose KV did not come."""
+        """Add the end of a sequence whose KV transfer failed."""
         assert seq.load is not None
         self.fail(seq, f"{KV_TRANSFER_FAILED}: {seq.load.failure}")
 
     def _add_columns(self, token_ids: list[int], but: Collection[int]) -> None:
-        """Add one token for each row of the step, `but` for some."""
+        """Add one token for each row of the step, except those in `but`."""
         for client, (rows, handles) in self._rows.items():
             if but:
                 plain = [(r, h) for r, h in zip(rows, handles, strict=True) if r not in but]
@@ -77,7 +77,7 @@ class ClientEvents(defaultdict[bytes, "list[WireEvent]"]):
                 self._add_rows(client, handles, [token_ids[row] for row in rows])
 
     def add_tokens(self, client: bytes, handle: int, token_ids: list[int]) -> None:
-        """Add a row: the next tokens, at least one, of a request whose first tokens are told."""
+        """Add a column row: the next tokens, at least one, after a request's first event."""
         columns = self._columns(client)
         columns.handles.append(handle)
         columns.token_ids.extend(token_ids)
@@ -91,7 +91,7 @@ class ClientEvents(defaultdict[bytes, "list[WireEvent]"]):
             columns.counts.extend([1] * len(handles))
 
     def _columns(self, client: bytes) -> TokenColumns:
-        """The columns that a client's next row goes to."""
+        """Return the columns that a client's next row is appended to."""
         events = self[client]
         if not events or type(events[-1]) is not TokenColumns:
             events.append(TokenColumns([], [], []))
@@ -100,7 +100,7 @@ class ClientEvents(defaultdict[bytes, "list[WireEvent]"]):
         return columns
 
     def take(self) -> dict[bytes, list[WireEvent]]:
-        """All of them; from now on there are none."""
+        """Remove and return all events."""
         taken = dict(self)
         self.clear()
         for events in taken.values():

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Executor(Protocol):
-    """Calls the workers; every worker gets every call."""
+    """Access to the workers; every worker gets every call."""
 
     def collective_rpc(self, method: str, *args: object) -> list[Any]:
         """Call a method of every worker and return their results in rank order.
@@ -30,7 +30,7 @@ class Executor(Protocol):
 
 
 class UniProcExecutor:
-    """Runs one worker on the caller's thread.
+    """An executor that runs one worker on the caller's thread.
 
     Args:
         config: The engine's configuration.

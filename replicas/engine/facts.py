@@ -25,16 +25,16 @@ def model_facts(
     capabilities: ModelCapabilities,
     token_budget: int | None = None,
 ) -> ModelFacts:
-    """Collect them.
+    """Return the facts of a model on a generator.
 
     Args:
         config: The engine's configuration.
-        model: Of the served model's config.json.
-        capabilities: What the generator says that it can; what it does not name, it cannot.
+        model: The served model's configuration.
+        capabilities: The generator's capabilities; those that it does not name are unsupported.
         token_budget: See `kv_groups`.
 
     Raises:
-        ConfigError: No KV block fits, or the mesh cannot be; says the numbers.
+        ConfigError: No KV block fits, or there is no such mesh; gives the numbers.
     """
     return ModelFacts(
         max_position_embeddings=position_limit(config, model),
@@ -55,7 +55,7 @@ def connector_settings(
     unix_now_s: Callable[[], float],
     step_now_s: Callable[[], float],
 ) -> ConnectorSettings:
-    """What both sides of the KV connector are told.
+    """Return the settings of both sides of the KV connector.
 
     Args:
         config: The engine's configuration.

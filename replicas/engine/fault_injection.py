@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 
 
 _LOOK_S = 0.01
-"""How often it is looked whether a full inbox has room again."""
+"""Seconds between looks whether a full inbox has room again."""
 
 
 class EngineFaults:
-    """What is wrong with this engine at a reading of its monotonic clock.
+    """The planned faults of this engine, by its monotonic clock.
 
     Also the `kv_transfer.transports.faulty.LinkFaults` of its KV connections.
 
     Attributes:
-        faults: The plan's part about this replica.
-        clock: Turns monotonic seconds into the plan's.
+        faults: The plan's part for this replica.
+        clock: Converts monotonic seconds to the plan's.
     """
 
     def __init__(self, faults: ReplicaFaults = NO_FAULTS, clock: PlanClock | None = None) -> None:
@@ -53,43 +53,43 @@ class EngineFaults:
 
     @property
     def make_transport(self) -> TransportFactory | None:
-        """What makes KV connections to which this happens; None where nothing does."""
+        """Return a factory of KV transports with these faults; None if there are none."""
         return partial(FaultyTransport, self) if self.faults else None
 
     def is_cut(self, now_s: float) -> bool:
-        """Whether nothing gets from or to the engine."""
+        """Return whether the engine can neither send nor receive."""
         return self.faults.is_partitioned(self.clock.plan_s(now_s))
 
     def corrupts(self, now_s: float) -> bool:
-        """Whether KV payloads that leave have flipped bytes."""
+        """Return whether outgoing KV payloads have flipped bytes."""
         return self.faults.corrupts(self.clock.plan_s(now_s))
 
     def num_breaks(self, now_s: float) -> int:
-        """How often the KV connections have broken so far."""
+        """Return how often the KV connections have broken so far."""
         plan_s = self.clock.plan_s(now_s)
         return sum(at_s <= plan_s for at_s in self.faults.link_drops())
 
     def num_heals(self, now_s: float) -> int:
-        """How many times messages between it and clients were lost, and are not any more."""
+        """Return how many periods of lost messages between engine and clients have ended."""
         plan_s = self.clock.plan_s(now_s)
         return sum(window.end_s <= plan_s for window in self.faults.gaps())
 
     def unix_now_s(self) -> float:
-        """The wall clock, wrong where the plan says so."""
+        """Return the wall clock, shifted as planned."""
         return time.time() + self.faults.clock_shift_s(self.clock.plan_s(time.monotonic()))
 
     def ignores_sigterm(self) -> bool:
-        """Whether the engine would not end now if it were told to."""
+        """Return whether the engine ignores orders to end now."""
         return self.faults.ignores_sigterm(self.clock.plan_s(time.monotonic()))
 
     def next_change_s(self, now_s: float) -> float | None:
-        """When an answer changes next, or None."""
+        """Return when the next fault begins or ends, or None."""
         change_s = self.faults.next_change_s(self.clock.plan_s(now_s))
         return None if change_s is None else self.clock.clock_s(change_s)
 
 
 def engine_faults(config: EngineConfig) -> EngineFaults:
-    """What an engine's configuration says is wrong with it; reads both clocks once."""
+    """Return the faults that an engine's configuration plans; reads both clocks once."""
     mesh = config.simulated_mesh
     if mesh is None:
         return EngineFaults()
@@ -98,16 +98,16 @@ def engine_faults(config: EngineConfig) -> EngineFaults:
 
 
 class ClientLinks:
-    """Whether frames get through between this engine and its clients.
+    """Connectivity between this engine and its clients.
 
-    Frames of a partition are lost, and a client that comes through a short one still connected
-    would miss them without a word. So the connections that lived through it break when it heals,
-    before anything else is sent: clients then start anew, as after a broken connection.
+    During a partition frames are lost, and a client that stays connected through a short one would
+    not notice. So when it ends, the connections that survived it are broken before anything else is
+    sent. Clients then start again, as after any broken connection.
 
     Shared by the receiving and the sending thread.
 
     Args:
-        faults: What is wrong with the engine.
+        faults: The engine's planned faults.
     """
 
     def __init__(self, faults: EngineFaults) -> None:
@@ -117,23 +117,23 @@ class ClientLinks:
         self._num_heals = faults.num_heals(time.monotonic())
 
     def add(self, endpoint: str) -> None:
-        """Take in an endpoint that clients connect to."""
+        """Add an endpoint that clients connect to."""
         self._endpoints.append(endpoint)
 
     def hears(self) -> bool:
-        """Whether what was received gets in now; while there is no room for it, waits for that."""
+        """Return whether received messages get through; while the inbox counts as full, wait."""
         while self._is_backpressured():
             time.sleep(_LOOK_S)
         self._break_healed()
         return not self._faults.faults.is_deaf(self._plan_s())
 
     def speaks(self) -> bool:
-        """Whether what is to be sent gets through now."""
+        """Return whether sent messages get through."""
         self._break_healed()
         return not self._faults.faults.is_mute(self._plan_s())
 
     def _break_healed(self) -> None:
-        """Break the connections that lived through lost messages, once those come through again."""
+        """Break the connections that have lost messages, once messages get through again."""
         with self._lock:
             num_heals = self._faults.num_heals(time.monotonic())
             if num_heals > self._num_heals:
@@ -161,10 +161,10 @@ class _FaultySocket:
 
 
 class HearingSocket(_FaultySocket):
-    """An input socket that receives what gets through."""
+    """An input socket that drops lost messages."""
 
     def recv_multipart(self) -> list[bytes]:
-        """The next message that gets in."""
+        """Return the next message that gets through."""
         while True:
             frames = self._socket.recv_multipart()
             if self._links.hears():
@@ -175,7 +175,7 @@ class SpeakingSocket(_FaultySocket):
     """An output socket whose frames may be lost."""
 
     def send_multipart(self, frames: tuple[bytes, ...], flags: int) -> None:
-        """Send a frame if it gets out; nobody is told that it does not."""
+        """Send a frame, or drop it silently if it is lost."""
         if self._links.speaks():
             self._socket.send_multipart(frames, flags)
 
@@ -183,7 +183,7 @@ class SpeakingSocket(_FaultySocket):
 def client_sockets(
     faults: EngineFaults, hears: zmq.Socket[bytes], speaks: zmq.Socket[bytes]
 ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """An engine's input and output socket: as they are where no fault is planned."""
+    """Return an engine's input and output socket, with its faults if any are planned."""
     if not faults.faults:
         return hears, speaks
     links = ClientLinks(faults)
@@ -192,13 +192,13 @@ def client_sockets(
 
 
 def schedule_signals(faults: EngineFaults, now_s: float) -> list[tuple[float, int]]:
-    """The signals that make an engine's kills and freezes happen.
+    """Return the signals for an engine's planned kills and freezes.
 
-    A kill that is past is left out: it hit the engine that this one replaces. A freeze that has
-    begun and not ended goes on.
+    Past kills are left out: they hit the engine that this one replaces. A freeze that has begun and
+    not ended continues.
 
     Args:
-        faults: What is wrong with the engine.
+        faults: The engine's planned faults.
         now_s: The monotonic clock.
 
     Returns:
@@ -217,15 +217,15 @@ def schedule_signals(faults: EngineFaults, now_s: float) -> list[tuple[float, in
 
 
 class SignalSender:
-    """The process that sends an engine its scheduled signals; none where there are none to send.
+    """The process that sends an engine its scheduled signals; not started if there are none.
 
-    It inherits the engine's standard input, by which it knows the engine's parent, and ends by
-    itself when the engine does, however that ends.
+    It inherits the engine's standard input, whose end of file means that the engine's parent is
+    gone. It ends with the engine, however the engine ends.
 
     Owner: the engine's main thread.
 
     Args:
-        faults: What is wrong with the engine.
+        faults: The engine's planned faults.
     """
 
     def __init__(self, faults: EngineFaults) -> None:
@@ -233,7 +233,7 @@ class SignalSender:
         schedule = schedule_signals(faults, time.monotonic())
         if not schedule:
             return
-        # The other end is held by this process alone, until it closes it or ends.
+        # Only this process holds the other end; closing it ends the helper.
         alive_fd, self._held_fd = os.pipe()
         try:
             self._process = subprocess.Popen(
@@ -248,7 +248,7 @@ class SignalSender:
             os.close(alive_fd)
 
     def close(self) -> None:
-        """Let the process end and wait for it."""
+        """End the process and wait for it."""
         if self._process is not None:
             os.close(self._held_fd)
             self._process.wait()

@@ -19,7 +19,7 @@ import sys
 import time
 
 _PARENT_FD = 0
-"""The engine's own standard input, inherited: its other end is held by the engine's parent."""
+"""The engine's standard input, inherited; the engine's parent holds the other end."""
 
 
 class EngineGoneError(Exception):
@@ -27,7 +27,7 @@ class EngineGoneError(Exception):
 
 
 class _HangUpWatch:
-    """Waits for a moment while the engine and its parent live.
+    """Waiting that ends early if the engine or its parent ends.
 
     Args:
         alive_fd: Read end of a pipe whose other end only the engine holds.
@@ -35,7 +35,7 @@ class _HangUpWatch:
 
     def __init__(self, alive_fd: int) -> None:
         self._poll = select.poll()
-        # Nothing is ever read from either: only hang-ups count, and these are always told.
+        # Nothing is read from either: poll always reports hang-ups, even with an empty mask.
         self._poll.register(alive_fd, 0)
         self._poll.register(_PARENT_FD, 0)
 
@@ -43,7 +43,7 @@ class _HangUpWatch:
         """Block until a reading of the monotonic clock.
 
         Raises:
-            EngineGoneError: The engine or its parent ended before.
+            EngineGoneError: The engine or its parent has ended.
         """
         while (left_s := at_s - time.monotonic()) > 0:
             if self._poll.poll(min(left_s, 3600.0) * 1000):
@@ -75,7 +75,7 @@ def run(engine: int, alive_fd: int, schedule: list[tuple[float, int]]) -> None:
 
 
 def _send(engine: int, number: int) -> None:
-    # Once the engine is gone its number may be somebody else's; this process then has a new parent.
+    # After the engine's end its id may be reused, but this process has another parent then.
     if os.getppid() == engine:
         with contextlib.suppress(ProcessLookupError):
             os.kill(engine, number)

@@ -34,13 +34,13 @@ _KNOWN_NAMES = (
 
 
 def comes_from(generator: type, package: str) -> bool:
-    """Whether a generator class, or what it adapts, or a base of that, is of a package."""
+    """Return whether a generator, its adapted class or a base of that is defined in a package."""
     adapted = getattr(generator, "plugin_class", generator)
     return any(f"{base.__module__}.".startswith(f"{package}.") for base in adapted.__mro__)
 
 
 def warn_of_name(config: EngineConfig, generator: type) -> None:
-    """Say that a class of tt-metal will not know the model by its folder's name."""
+    """Warn if tt-metal's classes do not recognise the model by its folder's name."""
     name = model_name(config.model)
     if comes_from(generator, "models") and not any(known in name for known in _KNOWN_NAMES):
         _LOG.warning(
@@ -53,9 +53,10 @@ def warn_of_name(config: EngineConfig, generator: type) -> None:
 def foreign_token_budget(
     config: EngineConfig, mesh: MeshConfig, model: ModelConfig, generator: type, max_seq_len: int
 ) -> int:
-    """Tokens of KV of a lane: what the class says, but no more than its chips have room for.
+    """Return a lane's tokens of KV: as the class declares, but no more than its chips can hold.
 
-    Room is reckoned as for our own models; where that cannot be, the class is believed.
+    The room is estimated as for ttserve's own models. Without an estimate the declared number is
+    used.
     """
     ask = getattr(generator, "get_max_tokens_all_users", None)
     said = DEFAULT_TOKEN_BUDGET

@@ -45,19 +45,19 @@ if TYPE_CHECKING:
     from replicas.generators.protocol import CpuDevice, SupportsGang
 
 EXPLAIN_S = 10.0
-"""A collective may fail before the hub has said why: how long to wait for that."""
+"""Seconds to wait for the hub's reason after a collective has failed."""
 
 
 class GangRank:
-    """The way to the gang: what this rank says, and the turns that it hears.
+    """An engine's connection to its gang: declarations to the hub, turns from it.
 
     Args:
-        arguments: With which the engine was started; its configuration has a place in a gang.
-        pulse: Of its core thread, for the hub to know who it is that hangs.
-        wake: Called from another thread when the others' turn starts.
-        on_loss: Called once, from another thread, with why the gang has ended.
-        on_drained: Called from another thread once no rank has a request left; from then on the
-            others may end, which is no loss.
+        arguments: Arguments of the engine's start; its configuration has a place in a gang.
+        pulse: Progress of the core thread; tells the hub which rank hangs.
+        wake: Called from another thread when a turn of other ranks starts.
+        on_loss: Called once, from another thread, with the reason why the gang has ended.
+        on_drained: Called from another thread once no rank has a request left. From then on the
+            end of a rank is not a loss.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class GangRank:
         self._connection: socket.socket
 
     def join(self) -> GlooExchange:
-        """Wait for all ranks, and connect with them.
+        """Wait for all ranks and connect to them.
 
         Raises:
             GangLostError: There is no such gang.
@@ -106,11 +106,11 @@ class GangRank:
         )  # fmt: skip
 
     def idle(self) -> None:
-        """Say that this rank has no batch, unless that was said."""
+        """Declare that this rank has no batch, unless it has done so already."""
         self._declare(0)
 
     def compute(self, num_tokens: int, serve: Callable[[Turn], None]) -> Turn:
-        """The turn that the rank's batch is computed in; until then `serve` others' turns."""
+        """Return the turn for the rank's batch; call `serve` for other ranks' turns before it."""
         self._declare(num_tokens)
         while not self._rank.enter_turn(turn := self._next_turn()):
             serve(turn)
@@ -118,7 +118,7 @@ class GangRank:
         return turn
 
     def follow(self, serve: Callable[[Turn], None]) -> None:
-        """`serve` the others' turn that has started, if there is one."""
+        """Call `serve` for the turn of other ranks that has started, if there is one."""
         try:
             turn = self._turns.get_nowait()
         except queue.Empty:
@@ -128,7 +128,7 @@ class GangRank:
         serve(turn)
 
     def drained(self) -> None:
-        """Say that no request is left here; the rank serves on until none is left anywhere."""
+        """Tell the hub that no request is left here; serve others until no rank has one left."""
         self._send(Drained())
 
     def _next_turn(self) -> Turn:
@@ -179,7 +179,7 @@ class GangRank:
             try:
                 with self._sending:
                     send(self._connection, Beat(stalled_s))
-            except OSError:  # the other thread says why
+            except OSError:  # the reading thread reports the reason
                 return
 
     def _end(self, reason: str) -> None:
@@ -201,7 +201,7 @@ class GangWorker(Worker):
         incarnation: Id of this start of the engine.
         notify: As for `Worker`.
         progress: As for `Worker`.
-        gang: The way to the others.
+        gang: Connection to the gang.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class GangWorker(Worker):
         self._gang = gang
 
     def serve(self) -> None:
-        """Take part in the others' forward pass."""
+        """Take part in the forward pass of other ranks."""
         cast("SupportsGang", self._generator).forward_idle()
 
     def _cpu(self) -> CpuDevice:
@@ -228,12 +228,12 @@ class GangWorker(Worker):
 
 
 class GangExecutor:
-    """Runs one worker on the caller's thread, and its batches in the gang's turns.
+    """An executor that runs one worker on the caller's thread, its batches in the gang's turns.
 
     Args:
         worker: The worker.
-        gang: The way to the others.
-        pulse: Is told of every turn what the largest batch in it is: so long it takes all ranks.
+        gang: Connection to the gang.
+        pulse: Records each turn's largest batch, which decides how long the turn takes.
     """
 
     def __init__(self, worker: GangWorker, gang: GangRank, pulse: Pulse) -> None:
@@ -244,21 +244,21 @@ class GangExecutor:
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:  # noqa: ANN401 - as they come
         """See `Executor`; a step with a batch waits for its turn."""
         if method == "submit_step" and args[0] is not None:
-            # To wait for a turn is none: it says nothing of how long one takes.
+            # Waiting for a turn must not count as the duration of one.
             self._pulse.compute(0)
             self._begin(self._gang.compute(args[0].num_tokens, self._serve))
         return [getattr(self._worker, method)(*args)]
 
     def drained(self) -> None:
-        """No request is left here."""
+        """Tell the gang that no request is left here."""
         self._gang.drained()
 
     def idle(self) -> None:
-        """There is no batch now."""
+        """Tell the gang that there is no batch now."""
         self._gang.idle()
 
     def follow(self) -> None:
-        """Take part in the others' turn, if one has started."""
+        """Take part in a turn of other ranks, if one has started."""
         self._gang.follow(self._serve)
 
     def _serve(self, turn: Turn) -> None:

@@ -34,12 +34,12 @@ _T = TypeVar("_T")
 
 
 class Place(NamedTuple):
-    """Where a sequence has room.
+    """A DP group with room for a sequence.
 
     Attributes:
         dp_group: The DP group.
         hits: For each KV group the cached blocks that the sequence hits there.
-        num_tokens: Tokens that these hold: as many in each KV group.
+        num_tokens: Tokens that these hold; the same number in each KV group.
     """
 
     dp_group: int
@@ -48,7 +48,7 @@ class Place(NamedTuple):
 
 
 class DPGroups:
-    """Slots and blocks of all DP groups; see the module docstring.
+    """Slots, blocks and prefix index of all DP groups.
 
     Args:
         config: The engine's configuration.
@@ -56,11 +56,11 @@ class DPGroups:
         prefix_cache_key: Secret that the hashes of cached blocks depend on; 16 to 64 bytes.
 
     Attributes:
-        block_multiple: Every multiple of so many tokens fills whole blocks in each KV group.
-        block_divisor: Only multiples of so many tokens fill a block in any of them.
-        prefixes: Which of their blocks hold the KV of which prefix.
-        stats: Totals of each group, counted by whoever knows; its gauges are not kept.
-        prefix_feed: What their prefix caches have to tell.
+        block_multiple: A multiple of this many tokens fills whole blocks in each KV group.
+        block_divisor: Only a multiple of this many tokens can fill a block in any KV group.
+        prefixes: Prefix cache of all pools.
+        stats: Totals of each group, counted by this class and the scheduler; gauges stay 0.
+        prefix_feed: Events of the prefix caches.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class DPGroups:
         self.block_divisor = gcd(*self._block_sizes)
         self._slots_per_group = config.slots_per_group
         journals = [PrefixJournal() for _ in range(count)]
-        # For each DP group one of each KV group.
+        # One pool per KV group in each DP group.
         self._pools = [
             [
                 BlockPool(
@@ -102,15 +102,15 @@ class DPGroups:
 
     @property
     def num_empty_slots(self) -> int:
-        """Free slots of all groups together."""
+        """Return the number of free slots in all groups."""
         return sum(self._slots.num_empty(g) for g in range(len(self._pools)))
 
     def without_slots(self) -> set[int]:
-        """Groups that have no free slot."""
+        """Return the groups without a free slot."""
         return {g for g in range(len(self._pools)) if not self._slots.num_empty(g)}
 
     def has_slot(self, seq: Sequence) -> bool:
-        """Whether the asked group, or any, has a free slot."""
+        """Return whether the sequence's group, or any if it has none, has a free slot."""
         return bool(self._with_slots(seq, ()))
 
     def place(
@@ -120,17 +120,17 @@ class DPGroups:
         full_groups: Collection[int] = (),
         prompt_tokens: SequenceOf[int] = (),
     ) -> Place | None:
-        """A group with a free slot and with blocks for so many tokens; None if there is none.
+        """Return a group with a free slot and blocks for `num_tokens`, or None.
 
-        Of several the one that computes the prompt first; of equals that with the most empty slots,
-        then the most free blocks of the first KV group.
+        Of several the group that would compute the prompt first is chosen, then the one with the
+        most empty slots, then the one with the most free blocks of the first KV group.
 
         Args:
             seq: The sequence to place.
-            num_tokens: How many it needs blocks for.
+            num_tokens: Tokens that it needs blocks for.
             full_groups: Groups that must not be chosen.
-            prompt_tokens: Of each group those that are to be computed before; empty: nobody
-                computes this prompt, and it does not matter where it is cached.
+            prompt_tokens: Prompt tokens that each group computes before this sequence's. If empty,
+                neither these nor cached blocks influence the choice.
         """
         groups = self._with_slots(seq, full_groups)
         prefixes = {}
@@ -145,7 +145,7 @@ class DPGroups:
         return None
 
     def _with_slots(self, seq: Sequence, full_groups: Collection[int]) -> list[int]:
-        """The asked group, or all of them; the emptiest first."""
+        """Return the sequence's group, or all if it has none, that have slots; emptiest first."""
         asked = [seq.dp_group] if seq.dp_group >= 0 else range(len(self._pools))
         groups = [g for g in asked if g not in full_groups and self._slots.num_empty(g)]
         if len(groups) > 1:
@@ -176,8 +176,8 @@ class DPGroups:
         """Append the blocks that sequences lack, each for its number of tokens.
 
         Returns:
-            For each sequence: for each KV group those blocks, nothing if it lacks none. None, and
-            nothing has changed, if their DP groups have not so many.
+            For each sequence and KV group the new blocks; an empty list if the sequence lacks none.
+            None, with nothing changed, if a DP group has too few blocks.
         """
         missing: list[list[int]] = []
         for index, kv_group in enumerate(self._kv_groups):
@@ -197,19 +197,19 @@ class DPGroups:
         ]
 
     def give_back_slot(self, seq: Sequence) -> None:
-        """Take the slot from a sequence; its blocks stay. Idempotent."""
+        """Free the slot of a sequence; it keeps its blocks. Idempotent."""
         if seq.slot >= 0:
             self._slots.give_back(seq.slot)
             seq.slot = -1
         seq.is_known_to_runner = False
 
     def forget_blocks(self, seq: Sequence) -> None:
-        """Let nobody share what a sequence holds: it is not what it should be."""
+        """Remove a sequence's blocks from the prefix index, because their KV is wrong."""
         for pool, block_ids in zip(self._pools[seq.dp_group], seq.block_ids, strict=True):
             pool.forget(block_ids)
 
     def give_back_blocks(self, seq: Sequence) -> None:
-        """Take the blocks from a sequence; it keeps its tokens. Idempotent."""
+        """Free the blocks of a sequence; it keeps its tokens. Idempotent."""
         for pool, block_ids in zip(self._pools[seq.dp_group], seq.block_ids, strict=False):
             pool.free(block_ids)
         seq.block_ids = []
@@ -219,19 +219,19 @@ class DPGroups:
         seq.is_converted = False
 
     def snapshot(self, group: int, running: int, reserved: int, waiting: int) -> GroupSnapshot:
-        """What a group has left.
+        """Return the free slots and blocks of a group.
 
         Args:
             group: The group.
             running: Sequences that run in it.
-            reserved: Sequences that wait for their KV in it.
+            reserved: Sequences in it that wait for KV.
             waiting: Queued sequences that ask for it.
         """
         num_empty, num_free_blocks = self._slots.num_empty(group), self._free_blocks(group)
         return GroupSnapshot(num_empty, num_free_blocks, running, reserved, waiting)
 
     def counters(self, group: int, running: int, reserved: int) -> GroupCounters:
-        """Totals and gauges of a group."""
+        """Return totals and gauges of a group."""
         pools, totals = self._pools[group], self.stats[group]
         return msgspec.structs.replace(
             totals,
@@ -245,9 +245,9 @@ class DPGroups:
         )
 
     def check_invariants(self, holders: Iterable[Sequence]) -> None:
-        """Every block and slot has exactly the holders that the sequences say.
+        """Assert that blocks and slots have exactly the holders that the sequences name.
 
-        And no block that a sequence has yet to write to has another reader, or may get one.
+        Also that no block that a sequence will still write to has, or may get, another reader.
         """
         self._slots.check_invariants()
         sequences = list(holders)
@@ -272,11 +272,11 @@ class DPGroups:
     def _each_kv_group(
         self, group: int, values: Iterable[_T]
     ) -> Iterator[tuple[KVGroup, BlockPool, _T]]:
-        """Every KV group with its pool in a DP group, and something of each."""
+        """Return each KV group with its pool in a DP group and its entry of `values`."""
         return zip(self._kv_groups, self._pools[group], values, strict=True)
 
     def _fits(self, group: int, num_tokens: int, walks: list[PrefixWalk], num_hit: int) -> bool:
-        """Whether a group has blocks for so many tokens, the first of them found already."""
+        """Return whether a group has blocks for `num_tokens`, of which `num_hit` are cached."""
         for index, pool in enumerate(self._pools[group]):
             kv_group = self._kv_groups[index]
             num_found = num_hit // kv_group.block_size
@@ -286,7 +286,7 @@ class DPGroups:
         return True
 
     def _append_blocks(self, seq: Sequence, nums: list[int]) -> list[list[int]]:
-        """Take so many blocks, which there are, in each KV group."""
+        """Append `nums` new blocks per KV group; the caller has checked that there are enough."""
         appended = []
         for index, pool in enumerate(self._pools[seq.dp_group]):
             new = pool.allocate(nums[index])

@@ -20,49 +20,49 @@ if TYPE_CHECKING:
 
 MAX_MESSAGES: Final = 4096
 MAX_BYTES: Final = 8 << 20
-"""Of messages as they came; as Python's objects they take up to eight times as much."""
+"""Size of the encoded messages; as Python objects they take up to eight times as much."""
 
 
 class Wake(msgspec.Struct, frozen=True):
-    """A step is due although no message came."""
+    """Notice that a step is due although no message came."""
 
 
 class TurnDue(msgspec.Struct, frozen=True):
-    """The other ranks of the gang step: this one is to serve them."""
+    """Notice that other ranks of the gang step, and this one must serve them."""
 
 
 class ClientGone(msgspec.Struct, frozen=True):
-    """The sender cannot reach a client any more."""
+    """Notice that the sender can no longer reach a client."""
 
 
 class Drain(msgspec.Struct, frozen=True):
-    """The parent says: take no more requests."""
+    """Order of the parent to accept no more requests."""
 
 
 class ChangeRole(msgspec.Struct, frozen=True):
-    """The parent says: take another role once nothing is left of this one."""
+    """Order of the parent to change to another role once no request of this one is left."""
 
     role: Role
 
 
 class HandOverOrder(msgspec.Struct, frozen=True):
-    """The parent has little patience left with what runs."""
+    """Order of the parent to move running requests elsewhere, as its timeout is near."""
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """The parent wants to see a step, also where there is no request."""
+    """Order of the parent to run a step, even without a request."""
 
 
 class Stop(msgspec.Struct, frozen=True):
-    """End the process."""
+    """Order to end the process."""
 
 
 class Unreadable(msgspec.Struct, frozen=True):
-    """A client asked for a request in a way that nobody can read.
+    """Notice of a client's request that could not be decoded.
 
     Attributes:
         request_id: The request.
-        problem: What is wrong with it.
+        problem: The decoding error.
     """
 
     request_id: str
@@ -72,14 +72,14 @@ class Unreadable(msgspec.Struct, frozen=True):
 WAKE, TURN_DUE, GONE, STOP = Wake(), TurnDue(), ClientGone(), Stop()
 DRAIN, HAND_OVER, PROBE = Drain(), HandOverOrder(), Probe()
 GATHER_S: Final = 0.002
-"""How long a prompt that comes to an idle engine with lanes waits for others."""
+"""Seconds for which an idle engine with lanes waits for more prompts."""
 
 
 def gather_s(config: EngineConfig, said: Said) -> float:
-    """How long an idle engine waits for more like this before it begins a step.
+    """Return how long an idle engine waits for more prompts before it begins a step.
 
-    Lanes compute prompts beside each other, in the time of one, if they are in one step: those that
-    are sent together come one by one.
+    Lanes compute several prompts of one step in the time of one, but prompts that were sent
+    together arrive one by one.
     """
     has_lanes = config.tt_data_parallel > 1 and not config.mixed_batches
     is_prompt = isinstance(said, AddRequest) and said.mode != "decode"
@@ -102,11 +102,11 @@ InboxItem = tuple[bytes, Said]
 
 
 class Inbox:
-    """See the module docstring.
+    """Queue of the core thread, bounded in clients' messages and their bytes.
 
     Args:
-        max_messages: How many of clients' messages may wait.
-        max_bytes: How large they may be together; one that is larger waits alone.
+        max_messages: Most clients' messages that may wait.
+        max_bytes: Their largest total size; a single larger message waits alone.
     """
 
     def __init__(self, max_messages: int = MAX_MESSAGES, max_bytes: int = MAX_BYTES) -> None:
@@ -119,15 +119,15 @@ class Inbox:
         self._is_closed = False
 
     def put(self, item: InboxItem) -> None:
-        """Add what the process itself says; there is always room for it."""
+        """Add an order or notice of the process itself, which needs no room."""
         self._queue.put((item, 0))
 
     def put_message(self, item: InboxItem, num_bytes: int) -> None:
-        """Add what a client says; waits for room, and drops it once the inbox is closed.
+        """Add a client's message; wait for room, and drop it once the inbox is closed.
 
         Args:
             item: The message, with its client.
-            num_bytes: How large it was, at least 1.
+            num_bytes: Its encoded size, at least 1.
         """
         with self._room:
             while not self._is_closed and not self._has_room(num_bytes):
@@ -139,11 +139,11 @@ class Inbox:
         self._queue.put((item, num_bytes))
 
     def get(self, *, block: bool = True, timeout: float | None = None) -> InboxItem:
-        """Take the next item.
+        """Remove and return the next item.
 
         Args:
             block: Whether to wait for one.
-            timeout: For how long, in seconds; None: until one comes.
+            timeout: Most seconds to wait; None has no limit.
 
         Raises:
             queue.Empty: There is none.
@@ -157,11 +157,11 @@ class Inbox:
         return item
 
     def get_nowait(self) -> InboxItem:
-        """Take the next item; raises like `get` if there is none."""
+        """Remove and return the next item; raises like `get` if there is none."""
         return self.get(block=False)
 
     def close(self) -> None:
-        """Let nobody wait for room any more: nothing is taken from now on."""
+        """Release threads that wait for room; later messages of clients are dropped."""
         with self._room:
             self._is_closed = True
             self._room.notify_all()

@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     from replicas.engine.sequence import Sequence
 
 _NO_TICKET = "no_ticket"
-"""Why KV is missing that no ticket was good for: the request was activated as if it had come."""
+"""Failure of a request that was activated as if its KV had come, but had no usable ticket."""
 
 
 def failure_word(error: TransferError) -> str:
-    """Why KV does not come for a ticket that the connector cannot use.
+    """Return a word for the reason why the connector cannot use a ticket.
 
-    A word, not the error's text: it becomes a metric's label.
+    Not the error's text, because the word becomes a metric's label.
     """
     return error.reason.value if error.reason is not None else "bad_ticket"
 
 
 class Verdict(Enum):
-    """What becomes of a sequence that has waited for KV."""
+    """Decision on a sequence that has waited for KV."""
 
     WAIT = "wait"
     RUN = "run"
@@ -48,16 +48,16 @@ class Verdict(Enum):
 
 
 class KVLoads:
-    """See the module docstring.
+    """The sequences that wait for KV, and the state of their loads.
 
     Args:
         config: The engine's configuration.
-        groups: Told which blocks are filled.
+        groups: DP groups, whose prefix caches index loaded blocks.
         connector: Scheduler side of the KV connector, if the engine has one.
         resumes_prefill: Whether a prompt can be computed from its middle on.
 
     Attributes:
-        num_in: How many in each DP group hold slot and blocks and wait for their KV.
+        num_in: Sequences of each DP group that hold slot and blocks and wait for KV.
         num_recompute_tokens: Prompt tokens that are computed here because their KV did not come.
     """
 
@@ -74,7 +74,7 @@ class KVLoads:
         self._connector = connector
         self._resumes_prefill = resumes_prefill
         self._reserved: dict[str, Sequence] = {}
-        # Queued or reserved ones for which the connector cannot tell yet what it will load.
+        # Queued or reserved sequences for which the connector has no answer yet.
         self._asking: dict[str, Sequence] = {}
         self._loading: dict[str, Sequence] = {}
         self.num_in = [0] * len(groups)
@@ -86,7 +86,7 @@ class KVLoads:
     # --- reservations --------------------------------------------------------------------------
 
     def reserve(self, seq: Sequence, now_s: float) -> None:
-        """Take a sequence with slot and blocks whose prompt is computed elsewhere."""
+        """Add a sequence with slot and blocks whose prompt is computed elsewhere."""
         seq.status = SequenceStatus.RESERVED
         seq.load = KVLoad(deadline_s=now_s + self._config.reservation_timeout_s)
         self._reserved[seq.request_id] = seq
@@ -113,10 +113,11 @@ class KVLoads:
         self._ask(self._connector, seq)
 
     def activate(self, request_id: str, token_ids: list[int], now_s: float) -> Sequence | None:
-        """Note that a reserved sequence may start; returns it the first time.
+        """Note that a reserved sequence may start, and return it the first time.
 
-        One that was reserved with tokens has been decoded elsewhere meanwhile. If its KV is still
-        under way, whoever lends it is not counted on any more: it goes on with what has come.
+        A sequence that was reserved with tokens has been decoded elsewhere meanwhile. If its KV is
+        still under way, the transfer is cancelled, and the sequence continues with the KV that has
+        arrived.
         """
         seq = self._reserved.get(request_id)
         if seq is None:
@@ -131,12 +132,12 @@ class KVLoads:
             if load.is_under_way and (had_tokens or not token_ids):
                 self._connector.cancel(request_id)
             elif not load.is_announced:
-                # Nobody sends its KV, but what is computed here may be kept.
+                # No KV comes, but the connector may store the KV that is computed here.
                 self._connector.on_new_request(seq.transfer, now_s)
         return seq
 
     def try_next_ticket(self, seq: Sequence, now_s: float) -> bool:
-        """Load with the ticket that replaces the one that has just failed; False: not possible."""
+        """Load with the ticket that replaces a failed one; return False if that is not possible."""
         load = _load_of(seq)
         next_load, load.next = load.next, None
         if next_load is None or load.is_activated:
@@ -148,21 +149,21 @@ class KVLoads:
         return True
 
     def lapsed(self, now_s: float) -> list[Sequence]:
-        """Reservations that nobody activated in time."""
+        """Return the reservations that were not activated in time."""
         return [s for s, load in self._not_activated() if now_s >= load.deadline_s]
 
     def next_deadline_s(self) -> float | None:
-        """When the next reservation lapses."""
+        """Return when the next reservation lapses; None if there is none."""
         return min((load.deadline_s for _, load in self._not_activated()), default=None)
 
     # --- sequences from the queue ---------------------------------------------------------------
 
     def is_asking(self, seq: Sequence) -> bool:
-        """Whether the connector did not know of a sequence when it was asked last."""
+        """Return whether the connector had no answer yet when last asked about a sequence."""
         return seq.request_id in self._asking
 
     def num_external(self, seq: Sequence, num_local: int) -> int | None:
-        """Tokens that the connector would load after the first `num_local`; None: not known yet."""
+        """Return the tokens that the connector can load after `num_local`; None: not known yet."""
         if self._connector is None or not self._resumes_prefill:
             return 0
         num_external, _ = self._connector.get_num_new_matched_tokens(seq.request_id, num_local)
@@ -173,10 +174,10 @@ class KVLoads:
         return num_external
 
     def start(self, seq: Sequence, num_external: int) -> None:
-        """Let the connector fill the first blocks of a sequence that has just got its place."""
+        """Let the connector fill the first blocks of a sequence that has just been admitted."""
         assert self._connector is not None
         end = seq.num_computed_tokens + num_external
-        # One that was handed over with tokens has more than its prompt to find.
+        # A sequence that was handed over with tokens may load more than its prompt.
         assert end <= seq.num_tokens, f"{num_external=} of {seq.request_id}"
         seq.status = SequenceStatus.LOADING
         seq.load = KVLoad(is_under_way=True, end=end)
@@ -186,25 +187,26 @@ class KVLoads:
             seq.request_id, seq.dp_group, seq.block_ids, num_external
         )
 
-    # --- what has come of it --------------------------------------------------------------------
+    # --- ends of loads --------------------------------------------------------------------------
 
     def ask_again(self) -> None:
-        """Ask for the reserved sequences of which the connector did not know."""
+        """Ask the connector again about reserved sequences for which it had no answer."""
         if self._connector is not None and self._asking:
             for seq in list(self._asking.values()):
                 if seq.status is SequenceStatus.RESERVED:
                     self._ask(self._connector, seq)
 
     def end_load(self, seq: Sequence, failure: Failure | None, *, is_converted: bool) -> None:
-        """Take over what was loaded: others may find those blocks from now on.
+        """Count loaded tokens as computed, and index their blocks for other sequences.
 
-        Unless their KV was converted, and but for one with the last known token: that may be
-        computed again.
+        Converted KV is not indexed, and neither is a block with the last known token, because that
+        token may be computed again.
 
         Args:
-            seq: With a load under way.
-            failure: Why not everything has come, and how much is here all the same, if so.
-            is_converted: Whether it came in another dtype, and nobody else may have it.
+            seq: A sequence with a load under way.
+            failure: Why the load is incomplete, with the number of tokens that did arrive; None if
+                it is complete.
+            is_converted: Whether the KV came in another dtype and so must not be shared.
         """
         load = _load_of(seq)
         load.is_under_way = False
@@ -214,10 +216,11 @@ class KVLoads:
             load.next = None
         else:
             load.failure = failure.reason.value
-            # More than was asked for counts not.
+            # Tokens beyond the requested ones do not count.
             end = min(failure.num_tokens, load.end)
         if failure is not None or end < seq.num_tokens - 1:
-            # A part: what is behind it begins where a block does, as after a prefix hit.
+            # After a partial load, computation must start at a block boundary, as after a prefix
+            # hit.
             end -= end % self._groups.block_multiple if self._resumes_prefill else end
         num_new = max(0, end - seq.num_computed_tokens)
         seq.num_computed_tokens += num_new
@@ -229,12 +232,12 @@ class KVLoads:
         )
 
     def verdict(self, seq: Sequence) -> Verdict:
-        """Whether a sequence that waits for KV goes on; if it does it is not kept here any more.
+        """Decide whether a sequence that waits for KV runs; if so, forget it here.
 
-        A reserved one does once it is activated and no transfer is under way. It fails if its KV
-        did not come and may not be computed here: because the transfer failed, or because there was
-        none although the client has tokens, which then came from another engine. Without tokens
-        the client has asked for the prompt to be computed here.
+        A reserved sequence runs once it is activated and no transfer is under way. It fails if KV
+        is missing and `kv_load_failure_policy` forbids to compute it here. KV is missing if the
+        transfer failed, or if there was none although the client has tokens from another engine.
+        A client without tokens has asked for the prompt to be computed here.
         """
         load = _load_of(seq)
         if load.is_under_way:
@@ -245,7 +248,7 @@ class KVLoads:
             return Verdict.RUN
         if not load.is_activated:
             return Verdict.WAIT
-        # What was not to come is no part of a transfer that went well.
+        # After a successful load the tokens behind its end were never expected.
         is_whole = load.failure is None and load.end > 0
         num_missing = 0 if is_whole else seq.num_prompt_tokens - seq.num_computed_tokens
         if num_missing > 0 and seq.num_output_tokens and load.failure is None:
@@ -258,7 +261,7 @@ class KVLoads:
         return Verdict.RUN
 
     def forget(self, seq: Sequence) -> None:
-        """Keep nothing of a sequence."""
+        """Forget a sequence."""
         self._asking.pop(seq.request_id, None)
         for place in (self._reserved, self._loading):
             if place.pop(seq.request_id, None) is not None:
@@ -268,20 +271,20 @@ class KVLoads:
 
     @property
     def awaiting(self) -> list[Sequence]:
-        """Those that hold slot and blocks and wait for their KV."""
+        """Return the sequences that hold slot and blocks and wait for KV."""
         return [*self._reserved.values(), *self._loading.values()]
 
     @property
     def awaits_connector(self) -> bool:
-        """Whether a sequence cannot go on before the connector speaks."""
+        """Return whether a sequence needs news from the connector to continue."""
         return bool(self._loading or self._asking)
 
     def check_invariants(self) -> None:
-        """Every sequence here is what its place means."""
+        """Assert that every sequence here has the state of its place."""
         for group, num_awaiting in enumerate(self.num_in):
             assert num_awaiting == sum(s.dp_group == group for s in self.awaiting)
         for seq in self.awaiting:
-            # Nothing that comes may lack a place, whatever else wants blocks meanwhile.
+            # Arriving KV must find its blocks, whatever else has been allocated meanwhile.
             assert seq.capacity >= seq.num_prompt_tokens
             expected = self._reserved if seq.status is SequenceStatus.RESERVED else self._loading
             assert expected[seq.request_id] is seq
@@ -298,7 +301,7 @@ class KVLoads:
         return [(seq, load) for seq, load in reserved if not load.is_activated]
 
     def _ask(self, connector: KVConnectorScheduler, seq: Sequence) -> None:
-        """Let the connector load what it can for a reserved sequence, now or once it knows."""
+        """Let the connector load for a reserved sequence; ask again later if it has no answer."""
         num_external, _ = connector.get_num_new_matched_tokens(
             seq.request_id, seq.num_computed_tokens
         )
@@ -309,7 +312,7 @@ class KVLoads:
         load = _load_of(seq)
         load.end = seq.num_computed_tokens
         if load.end + num_external > seq.num_tokens:
-            # Of another prompt; the connector names it as cancelled.
+            # The KV of a longer, other prompt: the connector reports the load as cancelled.
             connector.cancel(seq.request_id)
             return
         load.end += num_external
@@ -319,7 +322,7 @@ class KVLoads:
 
 
 def is_loading(seq: Sequence) -> bool:
-    """Whether KV was asked for that may still come."""
+    """Return whether a load of the sequence is under way."""
     return seq.load is not None and seq.load.is_under_way
 
 

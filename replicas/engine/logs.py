@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
 
 BURST = 5
-"""Lines of one kind that may come at once."""
+"""Lines of one kind that may be written at once."""
 INTERVAL_S = 60.0
-"""How long until another of that kind may come."""
+"""Seconds until another line of that kind may be written."""
 MAX_LINE_BYTES = select.PIPE_BUF
-"""Longer ones lose their middle; as much as a pipe that has room takes without blocking."""
+"""Bytes that a pipe with room takes without blocking; longer lines lose their middle."""
 _ELLIPSIS = b" [...] "
 
 
 class LineLimit:
     """Decides which lines are written. Pure; owner: the `EngineLog` that asks.
 
-    As large as there are kinds: places in the code that log.
+    Its size is bounded by the number of kinds, which are places in the code.
     """
 
     def __init__(self) -> None:
-        # Per kind: lines that may come now, when that was so, and how many were held back.
+        # Per kind: lines that may be written, the time of that count, and lines held back.
         self._kinds: dict[Hashable, tuple[float, float, int]] = {}
 
     def admit(self, kind: Hashable, now_s: float) -> int | None:
@@ -44,7 +44,7 @@ class LineLimit:
             now_s: Monotonic clock.
 
         Returns:
-            How many of its kind were held back since the last one; None if this one is, too.
+            Number of lines of this kind held back since the last one; None holds this one back too.
         """
         left, then_s, num_held = self._kinds.get(kind, (float(BURST), now_s, 0))
         left = min(left + (now_s - then_s) / INTERVAL_S, float(BURST))
@@ -54,10 +54,10 @@ class LineLimit:
 
 
 class EngineLog(logging.Handler):
-    """Writes records to a file descriptor without ever waiting for it or failing.
+    """A log handler that writes to a file descriptor and never blocks or raises.
 
     Args:
-        fd: Where to.
+        fd: The descriptor.
 
     Attributes:
         num_lost: Lines that could not be written since the last one that could.
@@ -75,7 +75,7 @@ class EngineLog(logging.Handler):
         )
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record, unless there are too many of its kind, or no room."""
+        """Write a record, unless its kind is over its limit or the descriptor has no room."""
         num_held = self._limit.admit((record.pathname, record.lineno), time.monotonic())
         if num_held is None:
             return
@@ -99,12 +99,12 @@ class EngineLog(logging.Handler):
 
 
 def log_to_standard_error() -> None:
-    """Send what this process logs to standard error; see the module docstring."""
+    """Send the log records of this process to standard error, bounded and without blocking."""
     logging.basicConfig(level=logging.INFO, handlers=[EngineLog(2)])
 
 
 def _cut(raw: bytes) -> bytes:
-    """Take out the middle of a line that is too long: a traceback's reason is its end."""
+    """Cut the middle out of a line that is too long; a traceback's reason is at its end."""
     room = MAX_LINE_BYTES - 1
     if len(raw) <= room:
         return raw

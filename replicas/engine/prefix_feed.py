@@ -23,28 +23,28 @@ class PrefixJournal:
     """Changes of one block pool since they were last taken, in order; written by the pool.
 
     Attributes:
-        is_kept: Whether anybody wants them.
+        is_kept: Whether changes are recorded.
     """
 
     def __init__(self) -> None:
         self.is_kept = False
-        # Runs of stored or removed hashes; None: the pool was cleared.
+        # Runs of stored or removed hashes; None stands for a cleared pool.
         self._runs: list[tuple[type[BlockStored | BlockRemoved], list[bytes]] | None] = []
 
     def store(self, block_hash: bytes) -> None:
-        """A block can be found."""
+        """Record that a block can be found."""
         self._add(BlockStored, block_hash)
 
     def remove(self, block_hash: bytes) -> None:
-        """A block cannot be found any more."""
+        """Record that a block can no longer be found."""
         self._add(BlockRemoved, block_hash)
 
     def clear(self) -> None:
-        """No block can be found any more: nothing that came before matters."""
+        """Record that no block can be found; earlier changes are dropped."""
         self._runs = [None] if self.is_kept else []
 
     def take(self) -> list[KVEvent]:
-        """The changes; from now on there are none."""
+        """Remove and return the changes."""
         runs, self._runs = self._runs, []
         return [AllBlocksCleared() if r is None else r[0](block_names(r[1])) for r in runs]
 
@@ -59,11 +59,11 @@ class PrefixJournal:
 
 
 class PrefixFeed:
-    """Batches for followers; see the module docstring.
+    """Source of event batches for followers.
 
     Args:
-        journals: Of each DP group; none where the engine tells nothing.
-        list_group: Gives the hashes of all blocks of a DP group that can be found now.
+        journals: One for each DP group; empty if the engine publishes nothing.
+        list_group: Returns the hashes of all blocks of a DP group that can be found now.
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class PrefixFeed:
         self._seqs = [0] * len(journals)
 
     def follow(self, *, is_followed: bool) -> None:
-        """Begin or cease to keep changes, as somebody wants them or nobody does."""
+        """Start or stop recording changes."""
         for journal in self._journals:
             journal.is_kept = is_followed
             if not is_followed:
                 journal.take()
 
     def take(self) -> list[KVEventBatch]:
-        """What has changed since the last call, of every DP group where something has."""
+        """Return the changes since the last call, one batch for each DP group that has any."""
         batches = []
         for group, journal in enumerate(self._journals):
             events = journal.take()
@@ -91,7 +91,7 @@ class PrefixFeed:
         return batches
 
     def listing(self) -> list[KVEventBatch]:
-        """All that can be found as of the last `take`, which must have come right before."""
+        """Return all blocks that can be found; call it directly after `take`."""
         return [
             KVEventBatch(seq, group, [BlockStored(block_names(self._list_group(group)))], True)
             for group, seq in enumerate(self._seqs)

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class PrefixCache:
-    """See the module docstring.
+    """Prefix cache of all DP groups, by the hashes of sequences' blocks.
 
     Args:
-        pools: Of each DP group one for each KV group.
-        block_sizes: Of the KV groups.
-        key: Secret that the hashes of cached blocks depend on; None where nothing is cached.
+        pools: For each DP group one pool per KV group.
+        block_sizes: Block size of each KV group.
+        key: Secret that the hashes of cached blocks depend on; None caches nothing.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class PrefixCache:
         self._divisor = gcd(*block_sizes)
 
     def find(self, seq: Sequence, group: int) -> tuple[list[PrefixWalk], int]:
-        """Return cached leading blocks of each KV group, and tokens that all of them have.
+        """Return the cached leading blocks of each KV group, and the tokens that all groups have.
 
-        At least one token is left to compute, for its logits.
+        At least one token is left to compute, because its logits are needed.
         """
         walks = seq.walks.get(group)
         if walks is None:
@@ -57,7 +57,7 @@ class PrefixCache:
     def cache_full_blocks(self, seq: Sequence, num_final_tokens: int) -> None:
         """Index the blocks that have just become full.
 
-        A block that can be found is shared, and nobody may write to it any more.
+        An indexed block may be shared, so it must not be written to again.
 
         Args:
             seq: The sequence.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Probes:
-    """Who wants to know whether the engine computes. Owner: the engine core."""
+    """Unanswered probes. Owner: the engine core."""
 
     def __init__(self) -> None:
         self._asked: list[tuple[bytes, int]] = []
@@ -26,31 +26,31 @@ class Probes:
 
     @property
     def are_due(self) -> bool:
-        """Whether anybody waits for the end of a step."""
+        """Return whether a probe waits for the end of a step."""
         return self._is_due
 
     def ask(self, client: bytes, call_id: int) -> None:
-        """A client asks."""
+        """Add a client's probe."""
         self._asked.append((client, call_id))
         self._is_due = True
 
     def ask_silently(self) -> None:
-        """Somebody asks who sees without an answer whether the engine moves on."""
+        """Add a probe that needs no answer, because the caller watches the engine's progress."""
         self._is_due = True
 
     def client_gone(self, client: bytes) -> None:
-        """Forget who asked."""
+        """Drop a client's probes."""
         self._asked = [asked for asked in self._asked if asked[0] != client]
 
     def answer(self, events: ClientEvents) -> None:
-        """A step has ended: tell those who asked."""
+        """Answer all probes after the end of a step."""
         asked, self._asked, self._is_due = self._asked, [], False
         for client, call_id in asked:
             events[client].append(UtilityResult(call_id, result=True))
 
 
 def probe_batch(kind: StepKind, num_kv_groups: int) -> ScheduledBatch:
-    """A step of one token, of an engine whose rows are all free."""
+    """Return a step of one token, for an engine whose rows are all free."""
     nobody = NewSequence(
         slot=0, dp_group=0, token_ids=[0], num_prompt_tokens=1, num_computed_tokens=0,
         block_ids=[[NULL_BLOCK]] * num_kv_groups, temperature=0.0, top_k=0, top_p=1.0, seed=0,

@@ -85,31 +85,31 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BEAT_S = 0.25
-"""The parent gets a beat this often, unless nothing in this process moves."""
+"""Seconds between two beats to the parent."""
 LAST_WORDS_S = 1.0
-"""How long a process that ends by itself leaves its parent to read why."""
+"""Seconds between a fatal report and the exit, for the parent to read the report."""
 MAX_MESSAGES_PER_STEP = 4096
-"""Messages that are taken between two steps."""
+"""Most messages that are handled between two steps."""
 SWITCH_INTERVAL_S = 0.0002
 """Interpreter switch interval: at the default 5 ms the socket threads starve beside the core."""
 
 _MAX_DOING_BYTES = 2000
-"""Several threads write to the parent's pipe, which keeps a line whole that has 4,096 at most."""
+"""Limit of a report's text: several threads write to one pipe, which is atomic up to 4,096."""
 
 _START_ERRORS = (EngineError, KVTransferError, OSError, RuntimeError, ValueError, zmq.ZMQError)
-"""What a start may fail with and the parent is told; anything else is a bug, with its traceback."""
+"""Errors of a start that are reported to the parent; any other is a bug and leaves a traceback."""
 
 
 class EngineProcess:
-    """The core thread's loop: drain the inbox, step, hand out frames.
+    """The core thread's loop: drain the inbox, step, send frames.
 
     Args:
-        server: The engine behind its clients.
-        inbox: Messages from the receiver, and wake-ups.
-        sender: Where frames leave.
-        on_drained: Called once, when nothing is left of what it had before it was told to drain.
-        on_role: Called with its role each time that it takes requests again.
-        gang: Whom the engine steps with, if it does not step alone.
+        server: The engine and its clients.
+        inbox: Messages from the receiver, and orders.
+        sender: Sends frames to clients.
+        on_drained: Called once, when a draining engine has no request left.
+        on_role: Called with the role each time that the engine accepts requests again.
+        gang: Executor of the engine's gang, if it is in one.
     """
 
     def __init__(
@@ -133,20 +133,19 @@ class EngineProcess:
         self._stopped = False
 
     def run(self) -> None:
-        """Loop until `STOP` comes."""
+        """Loop until `STOP` arrives."""
         ran, duty = False, self._server.core.duty
         epoch = duty.epoch
         if self._gang is not None:
             self._gang.idle()
         while not self._stopped:
             self._pulse.work(time.monotonic())
-            # After a step that ran nothing, another one would spin: wait for a message or a
-            # deadline.
+            # After a step that ran nothing, wait for a message or a deadline instead of spinning.
             self._drain_inbox(wait=not ran)
             step = self._server.core.begin_step(time.monotonic())
             if self._gang is not None and step.batch is None:
                 self._gang.idle()
-            # Tokens leave before KV is copied for anybody: the copy costs their clients nothing.
+            # Send tokens before `end_step` copies KV, so that no client waits for the copy.
             self._server.core.collect_step(step)
             self._send_frames()
             ran = self._server.core.end_step(step, time.monotonic())
@@ -169,14 +168,14 @@ class EngineProcess:
         host.encode += time.perf_counter() - encoding
 
     def _drain_inbox(self, *, wait: bool) -> None:
-        """Take every message that is there; with `wait`, block until one is or a deadline."""
+        """Handle the queued messages; with `wait`, first block until one arrives or a deadline."""
         try:
             if wait:
                 self._pulse.rest(time.monotonic())
             item = self._inbox.get(block=wait, timeout=self._wait_s())
             self._pulse.work(time.monotonic())
             begins_s = time.monotonic() + (gather_s(self._config, item[1]) if wait else 0.0)
-            # Bounded, so that a flood of messages cannot keep the core from stepping.
+            # Bounded, so that a flood of messages cannot stop the core from stepping.
             for _ in range(MAX_MESSAGES_PER_STEP):
                 self._take(*item)
                 left_s = begins_s - time.monotonic()
@@ -221,14 +220,14 @@ class EngineProcess:
 def main() -> None:
     """Run an engine until the parent closes stdin or sends SIGTERM."""
     log_to_standard_error()
-    # Whoever can connect costs one, before it has proved anything.
+    # Every connection takes a descriptor, even before it is authenticated.
     raise_descriptor_limit()
     arguments = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineArguments)
     report = _open_reports(arguments)
-    os.nice(arguments.config.niceness)  # before there are threads of ours: each has its own
+    os.nice(arguments.config.niceness)  # before any thread starts: niceness is per thread
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     inbox = Inbox()
-    # Ctrl-C reaches the whole process group: the parent decides when this process ends.
+    # Ctrl-C reaches the whole process group, but the parent decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faults = engine_faults(arguments.config)
 
@@ -292,7 +291,7 @@ def _make_executor(
     tell: Callable[[EngineReport], None],
     tell_of_start: Callable[[EngineReport], None],
 ) -> tuple[UniProcExecutor | GangExecutor, GangExecutor | None]:
-    """The executor, and the same again if it is that of a gang's rank."""
+    """Return the executor, and the same object again if it belongs to a gang, else None."""
 
     def notify() -> None:
         inbox.put((b"", WAKE))
@@ -303,7 +302,7 @@ def _make_executor(
     config = arguments.config
     if config.gang is None:
         return UniProcExecutor(config, arguments.incarnation, notify, progress), None
-    # Nobody else loads it.
+    # Imported here because only gangs need it.
     from replicas.engine.gang import GangExecutor, GangRank, GangWorker
 
     rank = GangRank(
@@ -322,11 +321,11 @@ def _tell(report: IO[bytes], line: EngineReport) -> None:
 
 
 def _tell_of_start(tell: Callable[[EngineReport], None], line: EngineReport) -> None:
-    """Tell the parent while it waits for the engine, or end: nobody else wants it."""
+    """Report to the waiting parent; end this process if the parent is gone."""
     try:
         tell(line)
     except BrokenPipeError:
-        # An error of the start would be told to the same pipe.
+        # An exception would be reported through the same broken pipe.
         logger.critical("the process that started this engine is gone; ending the engine")
         sys.exit(1)
 
@@ -336,18 +335,19 @@ def _tell_drained(tell: Callable[[EngineReport], None]) -> Callable[[], None]:
 
 
 def _die_with_gang(reason: str, tell: Callable[[EngineReport], None]) -> None:
-    """End, whatever the core thread waits for: it may be a collective that never ends."""
+    """End the process at once: the core thread may wait for a collective that never ends."""
     logger.critical("%s", reason)
     with contextlib.suppress(OSError):
         tell(EngineReport(failed=reason))
-    # The parent looks now and then, and is to know why.
+    # Give the parent time to read the reason.
     time.sleep(LAST_WORDS_S)
     os._exit(1)
 
 
 def _open_reports(arguments: EngineArguments) -> IO[bytes]:
-    """Where the parent is told things; stacks go to the other file that it gave."""
-    # Not for processes of ours, a compiler for one: the parent takes its end for ours.
+    """Open the parent's pipe for reports, and register the file for dumps of stacks."""
+    # A child process, such as a compiler, must not hold the pipe open: the parent takes its end of
+    # file for the end of this process.
     os.set_inheritable(arguments.ready_fd, False)
     if arguments.dump_fd is not None:
         os.set_inheritable(arguments.dump_fd, False)
@@ -356,13 +356,16 @@ def _open_reports(arguments: EngineArguments) -> IO[bytes]:
 
 
 def _freeze_heap() -> None:
-    """Never look again for garbage among what is there now, which stays: it takes many steps."""
+    """Exclude the present objects, which stay alive, from later garbage collections.
+
+    A collection that visits them takes as long as many steps.
+    """
     gc.collect()
     gc.freeze()
 
 
 def _die_with_thread(args: threading.ExceptHookArgs) -> None:
-    """An engine without one of its threads would look alive and serve nobody: end it."""
+    """End the process: without one of its threads it would look alive and serve no requests."""
     logger.critical(
         "thread %s failed", args.thread.name if args.thread else "?",
         exc_info=(args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback),
@@ -373,7 +376,7 @@ def _die_with_thread(args: threading.ExceptHookArgs) -> None:
 def _beat(
     tell: Callable[[EngineReport], None], pulse: Pulse, doing: Callable[[float], str]
 ) -> None:
-    """Tell the parent that this process moves, and whether its core does, until nobody reads it."""
+    """Report beats, with the core's progress, until the parent no longer reads them."""
     with contextlib.suppress(OSError):
         while True:
             stalled_s = pulse.stalled_s(time.monotonic())
@@ -382,26 +385,25 @@ def _beat(
 
 
 def _doing(stalled_s: float, pulse: Pulse, core: EngineCore) -> str:
-    """Where a core that stalls is, and what it has left to do."""
+    """Describe a stalled core: its present turn and its remaining work."""
     try:
         state = repr(core)
-    except RuntimeError:  # it moves again, and has changed what was looked at
+    except RuntimeError:  # the core has moved on and changed a collection during `repr`
         state = "its state changes"
     doing = f"{stalled_s:.1f} s in a turn of {pulse.num_tokens} tokens, {state}"
     return doing.encode()[:_MAX_DOING_BYTES].decode(errors="ignore")
 
 
 def _ask_to_stop(inbox: Inbox, faults: EngineFaults) -> None:
-    """Tell the core thread to end, unless it is made to refuse."""
+    """Order the core thread to end, unless a planned fault makes the engine ignore that."""
     if not faults.ignores_sigterm():
         inbox.put((b"", STOP))
 
 
 def _obey(inbox: Inbox, faults: EngineFaults, timeout_s: float) -> None:
-    """Drain when the parent says so, and end once it closes stdin: ask the core, then insist."""
-    # Not through the buffered reader: this thread may still wait when the interpreter ends, which
-    # aborts if somebody holds the buffer's lock. Nothing is in the buffer: the parent says nothing
-    # before it has been told that the engine runs.
+    """Follow the parent's orders; when it closes stdin, end the core, then force the exit."""
+    # Unbuffered: the interpreter aborts at exit if this thread still holds the lock of stdin's
+    # buffer. The buffer is empty, because the parent sends no order before the engine is ready.
     rest = b""
     while said := os.read(sys.stdin.fileno(), 4096):
         *lines, rest = (rest + said).split(b"\n")
@@ -415,8 +417,8 @@ def _obey(inbox: Inbox, faults: EngineFaults, timeout_s: float) -> None:
         if PROBE_LINE in lines:
             inbox.put((b"", PROBE))
     _ask_to_stop(inbox, faults)
-    # With `ignore_sigterm` it lasts longer than its parent waits, and not for ever: whatever
-    # happens to the parent, nothing of it is to be left.
+    # An engine that ignores orders does so for longer than its parent waits, but not for ever, so
+    # that no process is left behind if the parent is gone.
     time.sleep(3 * timeout_s if faults.ignores_sigterm() else timeout_s)
     os._exit(1)
 

@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 STALL_S = 5.0
-"""No shorter turn counts as stalled; so long an engine may also be silent before it is dead."""
+"""Shortest turn that counts as stalled; also how long an engine may be silent before it is dead."""
 FACTOR = 4.0
-"""How many times as long as usual a turn may take."""
+"""A turn may take this many times its usual duration."""
 FIRST_S = 2.0
-"""What a turn of `FIRST_TOKENS` tokens, or fewer, is taken to need before the first of its size: it
-may compile, or load a library. More tokens, in proportion."""
+"""Assumed duration of the first turn of a size, of up to `FIRST_TOKENS` tokens; more tokens take
+proportionally longer. The first turn may compile, or load a library."""
 FIRST_TOKENS = 2048
 _KEPT = 0.99
-"""What is left of the longest turn of a size with each that is shorter."""
+"""Decay of the longest duration of a size, per shorter turn."""
 
 
 def first_turn_s(num_tokens: int) -> float:
-    """How long the first turn of so many tokens may take, in seconds, before it stalls."""
+    """Return how many seconds the first turn of this size may take before it counts as stalled."""
     return max(STALL_S, FACTOR * FIRST_S * max(1.0, num_tokens / FIRST_TOKENS))
 
 
@@ -40,8 +40,8 @@ class Pulse:
     Attributes:
         count: Grows with every turn of the core thread's loop; odd while it works, even while it
             waits for messages or for other engines.
-        num_tokens: That the present turn computes.
-        num_stalls: Turns that have stalled and ended.
+        num_tokens: Tokens that the present turn computes.
+        num_stalls: Stalled turns that have ended.
     """
 
     __slots__ = ("_turn", "_usual_s", "count", "num_stalls", "num_tokens")
@@ -49,33 +49,34 @@ class Pulse:
     def __init__(self) -> None:
         self.count = 1
         self.num_stalls = 0
-        # When the present turn began and how long it may take, replaced as a whole: others read it.
+        # Start of the present turn and its allowed duration; replaced as a whole, because other
+        # threads read it.
         self._turn: tuple[float, float] | None = None
         self.num_tokens = 0
-        # By the binary logarithm of the tokens of a turn.
+        # Usual duration, by the bit length of a turn's number of tokens.
         self._usual_s: dict[int, float] = {}
 
     def work(self, now_s: float) -> None:
-        """Another turn begins."""
+        """Begin another turn."""
         self._learn(now_s)
         self.count = (self.count + 2) | 1
         self.num_tokens = 0
         self._turn = now_s, self._allowed_s(0)
 
     def compute(self, num_tokens: int) -> None:
-        """The present turn goes to the device with so many tokens."""
+        """Note the number of tokens that the present turn computes on the device."""
         if self._turn is not None:
             self.num_tokens = num_tokens
             self._turn = self._turn[0], self._allowed_s(num_tokens)
 
     def rest(self, now_s: float) -> None:
-        """Nothing is to be done until a message comes."""
+        """End the present turn; the core now waits for a message."""
         self._learn(now_s)
         self.count = (self.count | 1) + 1
         self._turn = None
 
     def stalled_s(self, now_s: float) -> float:
-        """How long the present turn has taken, if that is longer than it should; otherwise 0."""
+        """Return how long the present turn has taken if it is stalled, otherwise 0."""
         turn = self._turn
         if turn is None:
             return 0.0
@@ -84,7 +85,7 @@ class Pulse:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """In the middle of a turn it is for other engines of the gang to get on."""
+        """Mark a wait for other engines of the gang in the middle of a turn."""
         self.count += 1
         try:
             yield
@@ -92,7 +93,7 @@ class Pulse:
             self.count += 1
 
     def stalls_at_s(self) -> float | None:
-        """After which moment the present turn counts as stalled; None at rest."""
+        """Return the moment after which the present turn counts as stalled; None at rest."""
         return None if self._turn is None else sum(self._turn)
 
     def _allowed_s(self, num_tokens: int) -> float:
@@ -102,7 +103,7 @@ class Pulse:
         return max(STALL_S, FACTOR * usual_s)
 
     def _learn(self, now_s: float) -> None:
-        """Take over what the turn took; one that stalled at most doubles what the next one may."""
+        """Learn from the turn's duration; a stalled turn at most doubles the allowed duration."""
         if self._turn is None:
             return
         began_s, allowed_s = self._turn

@@ -12,19 +12,19 @@ from replicas.config import EngineConfig, Role
 from replicas.messages import EngineDescription
 
 STOP_S = 5.0
-"""How long an engine without a mesh may take to end."""
+"""Seconds that an engine without a mesh may take to end."""
 
 DRAIN_LINE = b"drain"
-"""A line on stdin, once the engine runs: take no more requests, and say when none is left."""
+"""Order on stdin of a ready engine: accept no more requests, and report when none is left."""
 HAND_OVER_LINE = b"hand over"
-"""A later one: ask clients to go elsewhere with what runs here, as there is little time left."""
+"""Order after a drain: ask clients to move running requests elsewhere, as the timeout is near."""
 
 ROLE_LINES: dict[bytes, Role] = {b"role prefill": "prefill", b"role decode": "decode"}
-"""Take another role once nothing is left of this one, and say so: of those between which pools are
-told apart."""
+"""Orders to change to another role once no request of this one is left, and to report the change.
+Only to the roles of disaggregated pools."""
 
 PROBE_LINE = b"probe"
-"""Take a step, also without a request: one that does not end is seen in the beats."""
+"""Order to run a step, even without a request; beats show whether it ends."""
 
 
 class EngineArguments(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,8 +35,9 @@ class EngineArguments(msgspec.Struct, frozen=True, kw_only=True):
         incarnation: Random id of this start.
         host: Address to bind the two client sockets to, on free ports.
         ready_fd: Inherited descriptor for `EngineReport` lines.
-        dump_fd: Inherited file that stacks are written to at `DUMP_SIGNAL`; None: that ends it.
-        stop_timeout_s: How long it may take to end.
+        dump_fd: Inherited file that stacks are written to at `DUMP_SIGNAL`; with None the signal
+            ends the process.
+        stop_timeout_s: Seconds that the process may take to end.
     """
 
     config: EngineConfig
@@ -51,15 +52,15 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """One line on the ready descriptor; exactly one of stage, ready, failed and beat is set.
 
     Attributes:
-        stage: What is being done, with `fraction` done of it.
-        fraction: 0 to 1.
-        ready: The engine runs; its warm-up took `warm_up_s`.
-        warm_up_s: Seconds.
-        failed: It does not, or no longer: why, for a person.
-        is_drained: It was told to drain, and has no request left and no block lent.
-        role: It takes requests in this role now, after it was told to change it.
-        beat: What the core thread does, see `Pulse.count`.
-        doing: With a beat: what it is in and what is left, for a person, as long as it stalls.
+        stage: Stage of the start.
+        fraction: Finished part of the stage, 0 to 1.
+        ready: Description of the engine, which is ready.
+        warm_up_s: With `ready`: seconds of the warm-up.
+        failed: Why the engine has failed, as text.
+        is_drained: The engine drains, has no request left and no block lent.
+        role: The engine accepts requests in this role, after an order to change.
+        beat: Progress of the core thread, see `Pulse.count`.
+        doing: With a beat of a stalled core: its present turn and remaining work, as text.
     """
 
     stage: str | None = None

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class RequestChecks:
-    """Says what is wrong with requests that one engine can never run.
+    """Checks that find requests which one engine can never run.
 
     Args:
         num_groups: DP groups of the engine.
         max_model_len: Longest sequence in tokens.
         vocab_size: Token ids are below this.
-        has_connector: Whether KV can come from elsewhere and leave; kept as an attribute.
+        has_connector: Whether the engine can send and receive KV; kept as an attribute.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class RequestChecks:
         self.has_connector = has_connector
 
     def problem(self, message: AddRequest) -> str | None:
-        """Why a request can never run here, or None."""
+        """Return why a request can never run here, or None."""
         request = message.request
         problem = self._prompt_problem(request)
         if problem is not None:
@@ -66,7 +66,7 @@ class RequestChecks:
     def _mode_problem(self, message: AddRequest) -> str | None:
         if (message.mode == "prefill") != (message.ticket is not None):
             return "mode prefill needs a ticket, and only that mode takes one"
-        # A reservation needs none to compute what it is activated with.
+        # Mode decode needs no connector: it can compute the prompt here.
         if message.mode == "prefill" and not self.has_connector:
             return "this engine has no KV connector; set kv_connector"
         if message.mode != "decode" and message.token_ids:
@@ -74,7 +74,7 @@ class RequestChecks:
         return None
 
     def activation_problem(self, seq: Sequence, message: Activate) -> str | None:
-        """Why no engine of this model can have drawn the tokens of an activation, or None."""
+        """Return why no engine of this model can have drawn an activation's tokens, or None."""
         problem = self._output_problem(seq.request, message.token_ids)
         known = seq.token_ids[seq.num_prompt_tokens :]
         if problem is None and known and [known] != [t[: len(known)] for t in message.token_ids]:
@@ -82,7 +82,7 @@ class RequestChecks:
         return problem
 
     def _output_problem(self, request: EngineRequest, tokens: list[list[int]]) -> str | None:
-        """Why no engine of this model can have drawn what a client has of each choice, or None."""
+        """Return why no engine of this model can have drawn a client's output tokens, or None."""
         if len(tokens) > 1:
             return "it has one choice, and was given tokens of several"
         num_prompt = len(request.prompt_token_ids)
@@ -98,9 +98,9 @@ class RequestChecks:
 
 
 def _are_below(token_ids: list[int], limit: int) -> bool:
-    """Whether all of these, at least one, are in [0, limit)."""
+    """Return whether all token ids, at least one, are in [0, limit)."""
     try:
-        # Several times as fast as min and max, for prompts of any length that takes time at all.
+        # For long prompts several times as fast as min and max.
         ids = np.frombuffer(struct.pack(f"{len(token_ids)}i", *token_ids), dtype=np.intc)
     except struct.error:  # does not fit 32 bits
         return False

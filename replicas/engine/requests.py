@@ -46,13 +46,13 @@ _REFUSALS: dict[RefusalReason, str] = {
 
 
 class RequestHandler:
-    """See the module docstring.
+    """Handler of clients' messages about requests.
 
     Args:
-        scheduler: Where they run.
-        checks: What an engine cannot do.
-        events: Where answers go.
-        duty: What the engine takes now.
+        scheduler: Scheduler that runs the requests.
+        checks: Checks of new requests.
+        events: Receives the answers.
+        duty: The engine's role.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class RequestHandler:
         self._events = events
         self._duty = duty
         self._handles = itertools.count(1)
-        # Requests whose id an aborted one still has, until the connector has let go of its blocks.
+        # Requests whose id an aborted one still uses, because the connector holds its blocks.
         self._successors: dict[str, tuple[bytes, AddRequest]] = {}
 
     def handle(self, client: bytes, message: RequestMessage, now_s: float) -> None:
-        """Do what a client says of a request, if that is its own."""
+        """Handle a client's message, unless it is about another client's request."""
         match message:
             case AddRequest():
                 self._add(client, message, now_s)
@@ -82,18 +82,19 @@ class RequestHandler:
                     self._abort(client, request_id, message.reason)
 
     def client_gone(self, client: bytes) -> None:
-        """Forget what a client wanted next."""
+        """Drop the requests of a client that wait for their id."""
         self._successors = {i: (c, m) for i, (c, m) in self._successors.items() if c != client}
 
     def go_on(self, now_s: float) -> None:
-        """Take those whose id is free now."""
+        """Add the waiting requests whose id is free now."""
         for request_id in [i for i in self._successors if not self._scheduler.is_ending(i)]:
             self._add(*self._successors.pop(request_id), now_s)
 
     def _add(self, client: bytes, message: AddRequest, now_s: float) -> None:
-        """Take or refuse a request; one that repeats an aborted one waits for the end of that.
+        """Add or refuse a request.
 
-        Its client has done nothing wrong: it cannot know when a connector lets go of blocks.
+        One with the id of an aborted request waits until the connector has released that one's
+        blocks, because clients cannot know when this happens.
         """
         request = message.request
         problem = self._checks.problem(message)
@@ -145,7 +146,7 @@ class RequestHandler:
             self._scheduler.abort(request_id, reason)
 
     def _activate(self, message: Activate, now_s: float) -> None:
-        """Start a reserved request, unless no engine of this model can have drawn its tokens."""
+        """Start a reserved request; fail it if its tokens cannot come from this model."""
         seq = self._scheduler.get(message.request_id)
         token_ids = message.token_ids[0] if message.token_ids else []
         if seq is not None:

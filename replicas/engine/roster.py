@@ -43,15 +43,15 @@ if TYPE_CHECKING:
 
 
 class Roster(ABC):
-    """See the module docstring.
+    """All live sequences of an engine, and the moves between their places.
 
     Args:
-        config: The engine's configuration, every None that depends on the generator decided.
+        config: The engine's configuration, with every None that depends on the generator decided.
         kv_groups: See `DPGroups`.
         prefix_cache_key: See `DPGroups`.
         connector: Scheduler side of the KV connector, if the engine has one.
-        resumes_prefill: Whether the generator can compute a prompt from its middle on. One that
-            cannot has no use for a part of a prompt's KV.
+        resumes_prefill: Whether the generator can compute a prompt from its middle on. Otherwise a
+            part of a prompt's KV is useless.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Roster(ABC):
     # --- requests in ---------------------------------------------------------------------------
 
     def add(self, seq: Sequence, now_s: float) -> RefusalReason | None:
-        """Queue a sequence of mode local or prefill, or say why not.
+        """Queue a sequence of mode local or prefill, or return why it is refused.
 
         Args:
             seq: A new sequence; `dp_group` is the asked group or -1.
@@ -104,11 +104,11 @@ class Roster(ABC):
         return None
 
     def reserve(self, seq: Sequence, now_s: float) -> RefusalReason | None:
-        """Take a slot and blocks for a sequence whose prompt is computed elsewhere, or say why not.
+        """Reserve a place for a sequence whose prompt is computed elsewhere, or return why not.
 
-        Blocks for the whole prompt and the first decode step are taken at once, so that a transfer
-        never waits for memory. Leading blocks that are cached here need not be sent. So it is with
-        the tokens of one that another engine has begun to decode.
+        Blocks for all its tokens and the first decode step are taken at once, so that a transfer
+        never waits for memory. This includes output tokens that another engine has decoded already.
+        Leading blocks that are cached here need not be sent.
         """
         refusal = self._refusal(seq)
         if refusal is not None:
@@ -124,7 +124,7 @@ class Roster(ABC):
     def load(self, request_id: str, ticket: bytes, epoch: int, now_s: float) -> None:
         """Start fetching a reserved sequence's KV, after the end of a transfer under way.
 
-        Unknown ids, and sequences that wait for no KV any more, are ignored.
+        Unknown ids, and sequences that no longer wait for KV, are ignored.
 
         Args:
             request_id: The reserved sequence.
@@ -138,11 +138,11 @@ class Roster(ABC):
         self._loads.load(request_id, ticket, epoch, now_s)
 
     def lend(self, request_id: str, ticket: bytes, now_s: float) -> None:
-        """Let another engine fetch the KV of a sequence that runs here, and goes on.
+        """Let another engine fetch the KV of a sequence while it continues to run here.
 
-        Only of blocks that are full, and that somebody else may have; of what is asked beyond them
-        nothing goes. It ends with the sequence's blocks being taken away: unless it finishes, for
-        then they are held. Unknown ids are ignored.
+        Only full blocks that may be shared are sent, even if more is requested. The transfer ends
+        if the sequence loses its blocks. If it finishes, its blocks are held for the transfer.
+        Unknown ids are ignored.
 
         Args:
             request_id: The sequence.
@@ -150,14 +150,14 @@ class Roster(ABC):
             now_s: Monotonic clock.
 
         Raises:
-            TransferError: The connector cannot use the ticket; the sequence goes on.
+            TransferError: The connector cannot use the ticket; the sequence continues.
         """
         seq = self._sequences.get(request_id)
         if seq is None or seq.transfer is None or self._connector is None:
             return
         num_final = 0
         if seq.status is SequenceStatus.RUNNING and not seq.is_converted:
-            # Of steps that are over: that of the last token may be under way.
+            # Only steps that are over count; the last token's step may be under way.
             num_final = min(seq.num_computed_tokens, seq.num_tokens - 1)
         num_full = num_final - num_final % self._groups.block_multiple
         block_ids = tuple(map(tuple, seq.block_ids))
@@ -168,12 +168,12 @@ class Roster(ABC):
         )
 
     def activate(self, request_id: str, token_ids: list[int], now_s: float) -> Sequence | None:
-        """Let a reserved sequence run: from its KV once that is here, or on its own without tokens.
+        """Let a reserved sequence run once its KV is here, or compute its prompt here.
 
         Args:
             request_id: The reserved sequence; unknown ids are ignored.
-            token_ids: Output tokens that the client has already, those that it was reserved with
-                among them; empty: compute the prompt here.
+            token_ids: All output tokens that the client has, including those of the reservation.
+                If empty, the prompt is computed here.
             now_s: Monotonic clock.
 
         Returns:
@@ -186,45 +186,45 @@ class Roster(ABC):
         return seq if seq.status is SequenceStatus.FINISHED else None
 
     def kv_received(self, request_id: str, *, is_converted: bool = False) -> Sequence | None:
-        """The asked KV is in the sequence's blocks; only now may anybody find those blocks.
+        """Note that the requested KV is in the sequence's blocks, which can now be indexed.
 
         Args:
             request_id: The sequence.
-            is_converted: Whether it came in another dtype, and nobody else may have it.
+            is_converted: Whether the KV came in another dtype and so must not be shared.
 
         Returns:
-            The live sequence whose client should know, if any.
+            The live sequence whose client must be notified, if any.
         """
         return self._kv_ended(request_id, None, 0.0, is_converted=is_converted)
 
     def kv_failed(
         self, request_id: str, failure: Failure, now_s: float, *, is_converted: bool = False
     ) -> Sequence | None:
-        """The asked KV will not come and nothing more is written; what was verified is kept.
+        """Note that a load has failed and writes nothing more; keep the verified part.
 
-        A sequence from the queue goes on from there at once, and so does an activated one unless
-        the configuration forbids that: then it is finished. Another reserved one goes on with its
-        next ticket, or waits for one.
+        A sequence from the queue continues from there at once. So does an activated one, unless
+        `kv_load_failure_policy` is "fail", which ends it. Another reserved sequence continues with
+        its next ticket, or waits for one.
 
         Args:
             request_id: The sequence.
-            failure: Why, and how much of its prompt is here all the same.
+            failure: The reason, and the number of tokens whose KV did arrive.
             now_s: Monotonic clock.
-            is_converted: Whether that part came in another dtype, and nobody else may have it.
+            is_converted: Whether that part came in another dtype and so must not be shared.
 
         Returns:
-            The sequence whose client should know, if any.
+            The sequence whose client must be notified, if any.
         """
         return self._kv_ended(request_id, failure, now_s, is_converted=is_converted)
 
     def release_held(self, request_id: str) -> None:
-        """Free blocks that another engine has fetched, or will not fetch any more."""
+        """Free blocks that another engine has fetched, or will not fetch."""
         self._departed.release(request_id)
 
     # --- requests out --------------------------------------------------------------------------
 
     def abort(self, request_id: str, reason: AbortReason = "abort") -> None:
-        """Drop a sequence wherever it is, and count it as `reason`; unknown ids are ignored."""
+        """Drop a sequence in any place, and count it as `reason`; unknown ids are ignored."""
         seq = self._sequences.get(request_id)
         if seq is not None:
             seq.is_aborted = True
@@ -234,7 +234,7 @@ class Roster(ABC):
             self._connector.cancel(request_id)
 
     def abort_client(self, client: bytes) -> int:
-        """Drop every sequence of a client that is gone; returns how many were live."""
+        """Drop every sequence of a client that is gone; return the number of live ones."""
         live = [s.request_id for s in self._sequences.values() if s.client == client]
         held = [s.request_id for s in self._departed.held.values() if s.client == client]
         for request_id in (*live, *held):
@@ -242,7 +242,7 @@ class Roster(ABC):
         return len(live)
 
     def expire(self, now_s: float) -> list[Sequence]:
-        """Give up reservations that nobody activated in time; returns them, finished."""
+        """End the reservations that were not activated in time, and return them."""
         lapsed = self._loads.lapsed(now_s)
         for seq in lapsed:
             self._finish(seq, "error")
@@ -251,55 +251,58 @@ class Roster(ABC):
     # --- views ---------------------------------------------------------------------------------
 
     def get(self, request_id: str) -> Sequence | None:
-        """The live sequence of this id, if any."""
+        """Return the live sequence of this id, if any."""
         return self._sequences.get(request_id)
 
     def is_of(self, client: bytes, request_id: str) -> bool:
-        """Whether a live sequence, or one whose blocks are still held, is this client's."""
+        """Return whether a sequence, live or with held blocks, belongs to this client."""
         seq = self._sequences.get(request_id) or self._departed.held.get(request_id)
         return seq is not None and seq.client == client
 
     def next_deadline_s(self) -> float | None:
-        """When the next reservation lapses."""
+        """Return when the next reservation lapses; None if there is none."""
         return self._loads.next_deadline_s()
 
     def is_ending(self, request_id: str) -> bool:
-        """Whether all that is left of this id is an aborted sequence's hold on its blocks."""
+        """Return whether only the held blocks of an aborted sequence are left of this id."""
         seq = self._departed.held.get(request_id)
         return seq is not None and seq.is_aborted
 
     @property
     def clients(self) -> set[bytes]:
-        """Whose sequences are not finished."""
+        """Return the clients with unfinished sequences."""
         return {seq.client for seq in self._sequences.values()}
 
     @property
     def num_live(self) -> int:
-        """Sequences that are not finished, and finished ones whose blocks are still in use."""
+        """Return the number of unfinished sequences and of finished ones with blocks in use."""
         return len(self._sequences) + len(self._departed)
 
     @property
     def awaits_connector(self) -> bool:
-        """Whether a sequence cannot go on, or a block not be freed, before the connector speaks."""
+        """Return whether a sequence or a held block needs news from the connector."""
         return bool(self._departed.held) or self._loads.awaits_connector
 
     @property
     def num_recompute_tokens(self) -> int:
-        """Prompt tokens that are computed here because their KV did not come."""
+        """Return the prompt tokens that are computed here because their KV did not come."""
         return self._loads.num_recompute_tokens
 
     @property
     def num_waiting(self) -> int:
-        """Sequences in the queue."""
+        """Return the number of queued sequences."""
         return len(self._waiting)
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Tokens that the queued sequences have to compute."""
+        """Return the tokens that the queued sequences have to compute."""
         return self._waiting.num_tokens
 
     def group_rooms(self) -> list[GroupSnapshot]:
-        """What each DP group has left; nothing of its load, which looks at every sequence."""
+        """Return the free slots and blocks of each DP group, without its load.
+
+        The load would cost a look at every sequence.
+        """
         running, reserved = self._running.num_in, self._loads.num_in
         return [
             self._groups.snapshot(g, running[g], reserved[g], self._waiting.num_asking_for[g])
@@ -307,7 +310,7 @@ class Roster(ABC):
         ]
 
     def group_snapshots(self) -> list[GroupSnapshot]:
-        """What each DP group has left, and has to do."""
+        """Return the free slots, free blocks and load of each DP group."""
         contexts: list[list[int]] = [[] for _ in range(len(self._groups))]
         prompts: list[list[Sequence]] = [[] for _ in contexts]
         for seq in itertools.chain(self._running, self._loads.awaiting):
@@ -320,21 +323,21 @@ class Roster(ABC):
         ]
 
     def group_counters(self) -> list[GroupCounters]:
-        """Totals and gauges of each DP group."""
+        """Return totals and gauges of each DP group."""
         running, reserved = self._running.num_in, self._loads.num_in
         return [self._groups.counters(g, running[g], reserved[g]) for g in range(len(self._groups))]
 
     @property
     def prefix_feed(self) -> PrefixFeed:
-        """What the prefix caches have to tell."""
+        """Return the events of the prefix caches."""
         return self._groups.prefix_feed
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached block; what runs is not touched."""
+        """Forget every cached block; running sequences keep theirs."""
         self._groups.prefixes.reset()
 
     def check_invariants(self) -> None:
-        """Every sequence is in exactly one place, and holds what that place means."""
+        """Assert that every sequence is in one place, with the slot and blocks of that place."""
         self._groups.check_invariants([*self._sequences.values(), *self._departed])
         self._departed.check_invariants()
         self._waiting.check_invariants()
@@ -371,7 +374,7 @@ class Roster(ABC):
         return seq if has_client else None
 
     def _go_on(self, seq: Sequence) -> None:
-        """Let a sequence that has waited for KV run or end, if it is time."""
+        """Run or end a sequence that has waited for KV, if it need not wait longer."""
         match self._loads.verdict(seq):
             case Verdict.RUN:
                 self._run(seq)
@@ -381,13 +384,13 @@ class Roster(ABC):
                 pass
 
     def _run(self, seq: Sequence) -> None:
-        # The last known token is always computed here: its logits give the next one.
+        # The last known token is always computed here, because its logits give the next one.
         seq.num_computed_tokens = min(seq.num_computed_tokens, seq.num_tokens - 1)
         seq.status = SequenceStatus.RUNNING
         self._running.add(seq)
 
     def _preempt(self, seq: Sequence) -> None:
-        """Take everything from a sequence; it computes its tokens again when there is room."""
+        """Take slot and blocks from a sequence; it recomputes its tokens when there is room."""
         self._running.remove(seq)
         if self._connector is not None:
             self._connector.request_preempted(seq.request_id)
@@ -398,7 +401,7 @@ class Roster(ABC):
         self._waiting.push_front(seq)
 
     def _hand_over(self, seq: Sequence) -> None:
-        """Prefill is done: free the slot, keep the blocks until the ticket's holder has them."""
+        """After a prefill, free the slot and keep the blocks until the consumer has them."""
         assert self._connector is not None
         self._running.remove(seq)
         del self._sequences[seq.request_id]
@@ -407,7 +410,7 @@ class Roster(ABC):
         self._retire(seq, hold=hold)
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
-        """End a sequence for good; every path out of the engine but `_hand_over` comes here."""
+        """End a sequence for good; every path out of the engine but `_hand_over` ends here."""
         if seq.status is SequenceStatus.WAITING:
             self._waiting.remove(seq)
         elif seq.status is SequenceStatus.RUNNING:
@@ -417,7 +420,7 @@ class Roster(ABC):
         self._count_finished(seq, reason)
         hold = False
         if self._connector is not None:
-            # What was computed to the end may still be kept in a store; nobody comes to fetch it.
+            # No consumer fetches these blocks. A normal end may still save its KV to a store.
             if seq.is_aborted or reason == "error" or seq.mode == "prefill":
                 self._connector.cancel(seq.request_id)
             hold = self._connector.request_finished(seq.request_id, seq.block_ids)
@@ -428,7 +431,7 @@ class Roster(ABC):
 
     @abstractmethod
     def _is_under_way(self, seq: Sequence) -> bool:
-        """Whether a step that is under way has a sequence."""
+        """Return whether a step under way computes a sequence."""
 
     def _count_finished(self, seq: Sequence, reason: str) -> None:
         finished = self._groups.stats[max(seq.dp_group, 0)].requests_finished

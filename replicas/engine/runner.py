@@ -48,7 +48,7 @@ _NO_NUMBERS = np.zeros(0)
 
 
 class _StepRows(NamedTuple):
-    """Who runs in a step: slots (R,), tokens to compute of each, whether it samples; the calls."""
+    """Rows of a step: slots (R,), tokens to compute for each, whether each samples; the calls."""
 
     slots: Int32Array
     counts: Int32Array
@@ -61,10 +61,11 @@ class _Call:
     """A call of the generator that has been made.
 
     Attributes:
-        rows: Its part of the step.
-        places: (n,) where in the output each of its rows is.
-        output: As the protocol says; with `events` what it is made of.
-        events: What must have happened before the output can be made; None if it is there.
+        rows: Its rows of the step.
+        places: (n,) index of each of its rows in the output.
+        output: The output as in `Generator`; with `events` still unprocessed.
+        events: Device events to wait for before the output can be processed; None if the output is
+            complete.
     """
 
     rows: CallRows
@@ -75,15 +76,15 @@ class _Call:
 
 @dataclass(slots=True, eq=False)
 class SubmittedStep:
-    """A step whose tokens are yet to come.
+    """A step that has been submitted.
 
     Attributes:
         slots: (R,) its rows.
         samples: (R,) whether each of them samples.
-        token_places: (R,) where in its sequence the token of a row that samples goes.
-        calls: In order.
+        token_places: (R,) index in its sequence of each row's sampled token.
+        calls: Its calls of the generator, in order.
         device_s: Seconds inside the generator so far.
-        result: What came of it, once that is known.
+        result: The result, once the tokens are known.
     """
 
     slots: Int32Array
@@ -95,16 +96,16 @@ class SubmittedStep:
 
 
 class ModelRunner:
-    """Turns a scheduled batch into sampled tokens.
+    """Computation of scheduled batches: inputs, forward pass, sampling.
 
     Args:
-        generator: The model, loaded.
-        kv_cache: What the generator allocated.
+        generator: The loaded model.
+        kv_cache: KV cache that the generator has allocated.
         config: The engine's configuration.
         block_size: Tokens per block of the one KV group that `kv_cache` holds.
         max_model_len: Longest sequence in tokens.
-        wait_for_event: Waits for one of the events that `read_decode_output` returns; a generator
-            that does not run ahead returns none.
+        wait_for_event: Waits for an event of `read_decode_output`; not needed by generators without
+            asynchronous decode.
     """
 
     def __init__(
@@ -133,20 +134,20 @@ class ModelRunner:
             self._batch, self._draws, runs_ahead=self._reads_later and self._traces_decode
         )
         self._release: Callable[[int], None] = getattr(generator, "release_request", _keeps_nothing)
-        # What the next decode step is, too, if it runs the same sequences in one call.
+        # Slots and rows of the last step if it was a single decode call: a next decode step of the
+        # same sequences reuses them.
         self._steady: tuple[list[int], _StepRows] | None = None
-        # Steps whose tokens are yet to come, in their order.
+        # Submitted and not collected, oldest first.
         self._submitted: deque[SubmittedStep] = deque()
 
     def run(self, scheduled: ScheduledBatch) -> StepResult:
-        """Run one step: inputs, forward, sample, remember."""
+        """Submit and collect one step."""
         return self.collect(self.submit(scheduled))
 
     def submit(self, scheduled: ScheduledBatch) -> SubmittedStep:
-        """Call the generator; whatever it does later, `collect` waits for.
+        """Call the generator for a step; `collect` waits for its tokens.
 
-        Steps that were submitted before and not collected are waited for here, unless this one goes
-        on from their tokens on the device.
+        First waits for earlier steps, unless the device continues from their tokens by itself.
         """
         batch = self._batch
         if self._submitted and not self._goes_on(scheduled):
@@ -166,7 +167,7 @@ class ModelRunner:
         return step
 
     def collect(self, step: SubmittedStep) -> StepResult:
-        """The tokens of the first step that was submitted and not collected."""
+        """Return the result of the oldest step that is not collected."""
         if step.result is None:
             assert self._submitted[0] is step, "an earlier step comes first"
             self._finish(self._submitted.popleft())
@@ -174,10 +175,10 @@ class ModelRunner:
         return step.result
 
     def _goes_on(self, scheduled: ScheduledBatch) -> bool:
-        """Whether a step needs no token that only the device has.
+        """Return whether the device can run a step from its own tokens of the last one.
 
-        Of rows of the last step some may be left out, unless the device's draws would have to start
-        again for that.
+        The step may leave out rows of the last one, unless that restarts the device's random
+        streams.
         """
         if self._steady is None or scheduled.kind != "decode" or scheduled.new:
             return False
@@ -194,7 +195,7 @@ class ModelRunner:
             self._finish(self._submitted.popleft())
 
     def _finish(self, step: SubmittedStep) -> None:
-        """Read a step's outputs; the host draws its part of the tokens."""
+        """Read a step's outputs, and draw the host's part of the tokens."""
         started = time.perf_counter()
         outputs = [self._read(call) for call in step.calls]
         sampling = time.perf_counter()
@@ -211,7 +212,7 @@ class ModelRunner:
         step.result = StepResult(tokens, step.device_s, time.perf_counter() - sampling)
 
     def _drawn_and_sampled(self, step: SubmittedStep, outputs: list[ForwardOutput]) -> IntArray:
-        """(R,) tokens, -1 of rows that do not sample, of a step for which the host draws, too."""
+        """Return (R,) tokens, -1 for rows that do not sample, of a step in which the host draws."""
         token_ids = np.full(len(step.slots), -1, dtype=np.int64)
         for call, output in zip(step.calls, outputs, strict=True):
             rows, logits = call.rows, output
@@ -226,12 +227,12 @@ class ModelRunner:
         return token_ids
 
     def compile(self) -> None:
-        """Run every shape once, so that its programs are there before the first request."""
+        """Run every shape once, so that it is compiled before the first request."""
         self._warm_up_prefill(enable_trace=False)
         self._warm_up_decode(enable_trace=False)
 
     def capture(self) -> None:
-        """Record what is traced; all that is ever compiled must have been: it spoils traces."""
+        """Capture the traces; everything must be compiled before, as compiling corrupts traces."""
         if self._traces_prefill:
             self._warm_up_prefill(enable_trace=True)
         if self._traces_decode:
@@ -256,7 +257,7 @@ class ModelRunner:
     # --- a step's calls ------------------------------------------------------------------------
 
     def _divide(self, scheduled: ScheduledBatch) -> _StepRows:
-        """The rows of a step, and who is in which call."""
+        """Return the rows of a step and their division into calls."""
         if self._steady is not None and scheduled.kind == "decode" and not scheduled.new:
             slots_before, rows = self._steady
             if scheduled.slots == slots_before:
@@ -292,7 +293,7 @@ class ModelRunner:
         started = time.perf_counter()
         logits = mixed.forward_mixed(inputs, self._kv_cache)
         step.device_s += time.perf_counter() - started
-        # Of the rows that sample, one after another.
+        # The logits of the rows that sample, in order.
         return _Call(rows, np.cumsum(step.samples) - 1, logits)
 
     def _call_prefill(
@@ -335,10 +336,10 @@ class ModelRunner:
         step.device_s += time.perf_counter() - started
         return _Call(rows, slots, output, events)
 
-    # --- what comes of them --------------------------------------------------------------------
+    # --- outputs ---------------------------------------------------------------------------------
 
     def _read(self, call: _Call) -> ForwardOutput:
-        """The output of a call, once it is there."""
+        """Wait for the output of a call and return it."""
         if call.events is None:
             return call.output
         for event in call.events:
@@ -351,7 +352,7 @@ class ModelRunner:
     def _sample(
         self, step: SubmittedStep, entries: IntArray, logits: torch.Tensor, places: IntArray
     ) -> Int64Array:
-        """Tokens of some of a step's rows, whose logits are at `places`."""
+        """Draw tokens for some of a step's rows, whose logits are at `places`."""
         batch, slots = self._batch, step.slots[entries]
         temperature, uniforms = batch.temperature[slots], _NO_NUMBERS
         if (temperature >= GREEDY_EPS).any():
@@ -368,11 +369,11 @@ class ModelRunner:
 
 
 def _keeps_nothing(slot: int) -> None:
-    """A generator keeps nothing for a slot whose sequence has left it."""
+    """Do nothing: the generator keeps no state for a slot after its sequence has left."""
 
 
 def _tokens(output: ForwardOutput) -> IntArray:
-    """Token ids of a call that sampled: (rows,) of (rows,), (rows, 1), or either in a pair."""
+    """Return (rows,) token ids of a call that sampled: its output, or the first of a pair."""
     tokens: torch.Tensor = output[0] if isinstance(output, tuple) else output
     token_ids: IntArray = tokens.numpy().reshape(-1)
     return token_ids

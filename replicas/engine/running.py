@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 
 class Decodes:
-    """All rows that decode; never changed, so that steps share it until other rows do.
+    """All decoding rows; immutable, so that steps of the same rows share it.
 
     Args:
-        kind: Of the steps that they make.
+        kind: Kind of their steps.
         sequences: The rows, in the order in which they run.
         num_groups: DP groups of the engine.
 
     Attributes:
         sequences: As given.
-        batch: A step of these alone in which none gets a block.
-        num_in: How many are in each DP group.
+        batch: A step of these rows alone in which none gets a block.
+        num_in: Rows of each DP group.
         stop_ids: Every token that may end one of them.
     """
 
@@ -42,7 +42,7 @@ class Decodes:
         if num_groups > 1:
             groups = [s.dp_group for s in sequences]
             self.num_in = [groups.count(g) for g in range(num_groups)]
-        # Most have the very same set.
+        # Most rows share one set.
         self.stop_ids = frozenset().union(*{s.stop_ids for s in sequences})
 
     def __len__(self) -> int:
@@ -50,16 +50,16 @@ class Decodes:
 
 
 class RunningRows:
-    """See the module docstring.
+    """The running sequences, divided into those that decode and the others.
 
     Args:
-        decode_kind: Of the steps that decoding rows make.
+        decode_kind: Kind of the decoding rows' steps.
         num_groups: DP groups of the engine.
 
     Attributes:
-        num_in: How many run in each DP group.
-        num_decoding: How many of them decode.
-        short: By slot: those that decode and whose next token has no block yet.
+        num_in: Running sequences of each DP group.
+        num_decoding: Number of them that decode.
+        short: By slot: decoding sequences without a block for their next token.
     """
 
     def __init__(self, decode_kind: StepKind, num_groups: int) -> None:
@@ -77,13 +77,13 @@ class RunningRows:
         return iter(self._sequences)
 
     def add(self, seq: Sequence) -> None:
-        """Let a sequence run, behind all others."""
+        """Add a sequence behind all others."""
         self._sequences.append(seq)
         self.num_in[seq.dp_group] += 1
         self._parts = None
 
     def remove(self, seq: Sequence) -> None:
-        """Let a sequence run no more; it has its slot still."""
+        """Remove a sequence, which still has its slot."""
         self._sequences.remove(seq)
         self.num_in[seq.dp_group] -= 1
         self.short.pop(seq.slot, None)
@@ -92,34 +92,34 @@ class RunningRows:
         self._parts = None
 
     def decode(self, seq: Sequence) -> None:
-        """Count a running sequence among those that decode."""
+        """Move a running sequence to those that decode."""
         self.num_decoding += not seq.is_decoding
         seq.is_decoding = True
         self._parts = None
 
     def last_in(self, group: int) -> Sequence:
-        """The last one of a DP group that has any."""
+        """Return the last running sequence of a DP group, which must have one."""
         return next(s for s in reversed(self._sequences) if s.dp_group == group)
 
     @property
     def decodes(self) -> Decodes:
-        """Those that decode."""
+        """Return the sequences that decode."""
         return self._both[0]
 
     @property
     def others(self) -> list[Sequence]:
-        """Those that do not decode yet."""
+        """Return the sequences that do not decode yet."""
         return self._both[1]
 
     def prompt_tokens(self) -> list[int]:
-        """Of each DP group the tokens that are to be computed before all in it can decode."""
+        """Return for each DP group the tokens to compute before all its sequences can decode."""
         num_tokens = [0] * len(self.num_in)
         for seq in self.others:
             num_tokens[seq.dp_group] += seq.num_new_tokens
         return num_tokens
 
     def check_invariants(self) -> None:
-        """What is kept is what would be found."""
+        """Assert that all counts and cached divisions match the sequences."""
         for group, num_running in enumerate(self.num_in):
             assert num_running == sum(s.dp_group == group for s in self._sequences)
         decoding = [s for s in self._sequences if s.is_decoding]

@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 _LOG2_E = 1.4426950408889634
 
 _BLOCK = 256
-"""Tokens of a block: at most a few hundred blocks of as many tokens, for any vocabulary in use."""
+"""Tokens of a block; the vocabularies in use have at most a few hundred blocks."""
 
 _ELEMENTS_AT_ONCE = 1 << 19
-"""Logits that are treated together: 2 MiB as float32, about what a core's cache holds."""
+"""Logits that are processed together: 2 MiB as float32, about the size of a core's cache."""
 
 _FIRST_CANDIDATES = 64
-"""Of these many the nucleus is first looked for; it is seldom larger."""
+"""Candidates among which the nucleus is searched first; it is seldom larger."""
 
 
 def sample(
@@ -53,19 +53,18 @@ def sample(
     uniforms: npt.NDArray[np.float64],
     places: npt.NDArray[np.integer[Any]] | None = None,
 ) -> Int64Array:
-    """One token per row.
+    """Draw one token per row.
 
     Args:
-        logits: float (N, V); left as they are.
+        logits: float (N, V); not modified.
         temperature: (R,); below 1e-5 takes the most likely token.
         top_k: (R,); 0 or less, or V and more, is off.
         top_p: (R,); 1 is off.
         uniforms: (R,) in [0, 1), one per row; may be empty where every row is greedy.
-        places: (R,) which rows of `logits` these are; None for all of them. The others are not
-            looked at.
+        places: (R,) indices of these rows in `logits`; None for all rows. Other rows are not read.
 
     Returns:
-        (R,) token ids; `NO_DISTRIBUTION` of a row with NaN, or without a greatest number.
+        (R,) token ids; `NO_DISTRIBUTION` for a row with NaN, or whose greatest logit is infinite.
     """
     vocab = logits.shape[-1]
     places = np.arange(len(logits)) if places is None else places
@@ -89,14 +88,14 @@ def sample(
 
 
 def _portions(rows: Int64Array, vocab: int) -> Iterator[Int64Array]:
-    """The rows, so many at a time that their logits stay in a core's cache."""
+    """Yield the rows in portions whose logits fit a core's cache."""
     size = max(1, _ELEMENTS_AT_ONCE // vocab)
     for start in range(0, len(rows), size):
         yield rows[start : start + size]
 
 
 def _rows_of(logits: torch.Tensor, rows: npt.NDArray[np.integer[Any]]) -> torch.Tensor:
-    """(n, V); without a copy where the rows are neighbours, which they mostly are."""
+    """Return (n, V); a view if the rows are neighbours, as they mostly are."""
     first, count = int(rows[0]), len(rows)
     if int(rows[-1]) - first + 1 == count and (count <= 2 or bool((np.diff(rows) == 1).all())):
         return logits[first : first + count]
@@ -104,7 +103,7 @@ def _rows_of(logits: torch.Tensor, rows: npt.NDArray[np.integer[Any]]) -> torch.
 
 
 def _by_block(values: torch.Tensor, reduce: Literal["amax", "sum"]) -> torch.Tensor:
-    """(n, ceil(V / block)) of (n, V): one value for each block; the last may be shorter."""
+    """Reduce (n, V) to (n, ceil(V / block)): one value per block; the last block may be shorter."""
     num_whole = values.shape[-1] // _BLOCK
     whole = values[:, : num_whole * _BLOCK].reshape(len(values), num_whole, _BLOCK)
     parts = [getattr(whole, reduce)(-1)]
@@ -114,14 +113,20 @@ def _by_block(values: torch.Tensor, reduce: Literal["amax", "sum"]) -> torch.Ten
 
 
 def _most_likely(logits: torch.Tensor) -> Int64Array:
-    """The first of the greatest of each row of float32 (n, V); NumPy finds it ten times sooner."""
+    """Return the first greatest token of each row of float32 (n, V).
+
+    NumPy's argmax is ten times as fast as PyTorch's.
+    """
     values = logits.numpy()
     found: Int64Array = values.argmax(axis=1)
     return _or_none(found, values[np.arange(len(found)), found])
 
 
 def _or_none(token_ids: Int64Array, greatest: Float32Array) -> Int64Array:
-    """Tokens of rows whose greatest number, which NaN is to NumPy and PyTorch, is a number."""
+    """Return the tokens, with `NO_DISTRIBUTION` where a row's maximum is NaN or infinite.
+
+    A row with any NaN has NaN as its maximum, in NumPy and PyTorch.
+    """
     return np.where(np.isfinite(greatest), token_ids, NO_DISTRIBUTION)
 
 
@@ -131,11 +136,11 @@ def _draw_from_whole(
     temperature: Float32Array,
     uniforms: Float64Array,
 ) -> Int64Array:
-    """A token of each of n rows: its block by the blocks' sums, then within it.
+    """Draw a token for each of n rows: first the block by the blocks' sums, then the token in it.
 
-    The weights of a whole vocabulary are made in one place again and again, and only their sums are
-    kept: those of the n blocks that are drawn are made a second time, by the same arithmetic. They
-    are powers of two, which take a third of the time of powers of e.
+    The weights of the whole vocabulary are computed in one reused buffer, and only the blocks' sums
+    are kept. The weights of the n drawn blocks are computed a second time, by the same arithmetic.
+    Weights are powers of two, which take a third of the time of powers of e.
     """
     count, vocab = len(places), logits.shape[-1]
     scale = torch.from_numpy(np.float32(_LOG2_E) / temperature)[:, None]
@@ -164,7 +169,7 @@ def _draw_from_whole(
 
 
 def _indices_of(cumulative: Float64Array, targets: Float64Array) -> Int64Array:
-    """`_index_of` of each of n rows."""
+    """Apply `_index_of` to each of n rows."""
     found = (cumulative <= targets[:, None]).sum(axis=-1)
     last = (cumulative < cumulative[:, -1:]).sum(axis=-1)
     indices: Int64Array = np.minimum(found, last)
@@ -172,16 +177,16 @@ def _indices_of(cumulative: Float64Array, targets: Float64Array) -> Int64Array:
 
 
 def _index_of(cumulative: Float64Array, target: float) -> int:
-    """Where a cumulative sum passes the target; never where it does not grow.
+    """Return the index at which a cumulative sum passes the target; never one of weight 0.
 
-    The last place where it grows bounds the answer: rounding may leave the sum short of the target.
+    If rounding leaves the sum short of the target, it is the last index of nonzero weight.
     """
     found = int(cumulative.searchsorted(target, side="right"))
     return found if found < len(cumulative) else int(cumulative.searchsorted(cumulative[-1]))
 
 
 def _draw_restricted(logits: torch.Tensor, top_k: int, top_p: float, number: float) -> int:
-    """A token of float32 (V,), scaled by its temperature, among the k best or in the nucleus."""
+    """Draw a token from float32 (V,), scaled by temperature, among the k best or in the nucleus."""
     maxima = _by_block(logits[None], "amax").numpy()[0]
     if not np.isfinite(maxima.max()):
         return NO_DISTRIBUTION
@@ -193,7 +198,7 @@ def _draw_restricted(logits: torch.Tensor, top_k: int, top_p: float, number: flo
     else:
         token_ids, weights, total = _cover(values, maxima, top_p)
     if top_p < 1.0:
-        # Mass before a token reaches top_p: it is outside. Nothing is before the first.
+        # A token is outside if the mass before it reaches top_p. The first is always inside.
         before = weights.cumsum() - weights
         size = max(1, int(before.searchsorted(np.float64(np.float32(top_p)) * total)))
         token_ids, weights = token_ids[:size], weights[:size]
@@ -205,7 +210,7 @@ def _draw_restricted(logits: torch.Tensor, top_k: int, top_p: float, number: flo
 def _cover(
     logits: Float32Array, maxima: Float32Array, top_p: float
 ) -> tuple[Int64Array, Float64Array, float]:
-    """The best tokens, as many as hold the nucleus; their weights; the weight of all tokens."""
+    """Return enough best tokens for the nucleus, their weights, and the weight of all tokens."""
     greatest = maxima.max()
     total = float(np.exp(logits - greatest).sum(dtype=np.float64))
     count = _FIRST_CANDIDATES
@@ -218,10 +223,10 @@ def _cover(
 
 
 def _best(logits: Float32Array, maxima: Float32Array, count: int) -> Int64Array:
-    """At least the `count` best tokens of (V,), best first, the lower first where two are equal.
+    """Return at least the `count` best tokens of (V,), best first, the lower id first if equal.
 
-    As many blocks as are asked for have a token that reaches the `count`-th of their maxima: no
-    token below it is among the best.
+    The `count`-th greatest block maximum is a lower bound: `count` blocks have a token that reaches
+    it, so no token below it is among the `count` best.
     """
     if count >= len(maxima):
         candidates = np.arange(len(logits))

@@ -36,16 +36,15 @@ if TYPE_CHECKING:
 
 
 class StepOutputs(NamedTuple):
-    """What a step gave, in columns: a row for each sequence that got a token.
+    """Outputs of a step in columns: one row for each sequence that got a token.
 
     Attributes:
-        sequences: Whose tokens these are; the same list in step after step of the same rows, so
-            never changed.
+        sequences: The sequences. Steps of the same rows share this list, so it must not be changed.
         token_ids: The last token of each.
-        endings: Of the rows that ended, in their order. One of mode prefill is over with its first
-            token, without an ending.
-        earlier: Of a step that was run several times: the tokens of each row before its last.
-        failed: Sequences that got none, as their logits are no distribution; they are over.
+        endings: Endings of rows, in their order. A sequence of mode prefill leaves after its first
+            token without an ending.
+        earlier: After a step that was run several times: the tokens of each row before its last.
+        failed: Sequences that have ended without a token, because their logits are no distribution.
     """
 
     sequences: list[Sequence]
@@ -55,7 +54,7 @@ class StepOutputs(NamedTuple):
     failed: tuple[Sequence, ...] = ()
 
     def event(self, row: int, ending: Ending | None) -> TokenOutput:
-        """One row, with its ending if it has one, before any other step is taken over."""
+        """Return the event of one row and its ending, if any; call it before the next update."""
         seq, token_id = self.sequences[row], self.token_ids[row]
         tokens = [*self.earlier[row], token_id] if self.earlier else [token_id]
         _, reason, stop_reason = ending or (row, None, None)
@@ -64,16 +63,16 @@ class StepOutputs(NamedTuple):
 
 
 class _Admission(Enum):
-    """What became of a queued sequence's turn."""
+    """Result of an attempt to admit a queued sequence."""
 
     ADMITTED = "admitted"
     NO_ROOM = "no room"
     ASKING = "asking"
-    """The connector does not know yet whether it can load anything; there may be room or not."""
+    """The connector does not know yet whether it can load anything; room was not decided."""
 
 
 class _StepPlan:
-    """The step that is being put together: rows that decode, then others."""
+    """A step that is being planned: decoding rows, then others."""
 
     def __init__(self, kind: StepKind, budget: int, decodes: Decodes) -> None:
         self.kind = kind
@@ -83,7 +82,7 @@ class _StepPlan:
         self.counts: list[int] = []
         self.appended: list[tuple[int, list[list[int]]]] = []
         self.batch: ScheduledBatch | None = None
-        # Rows that decode, and with this step fill a block or end for their length.
+        # Indices of decoding rows that with this step fill a block or reach their longest length.
         self.looks: list[int] = []
 
     def __bool__(self) -> bool:
@@ -93,7 +92,7 @@ class _StepPlan:
         return seq in self.decodes.sequences or seq in self.sequences
 
     def takes(self, seq: Sequence) -> bool:
-        """Whether a sequence, by what it has left to compute, belongs into a step of this kind."""
+        """Return whether a sequence's remaining tokens fit this kind of step."""
         return self.kind == "mixed" or (seq.num_new_tokens == 1) == (self.kind == "decode")
 
     def add(self, seq: Sequence, count: int) -> None:
@@ -102,12 +101,12 @@ class _StepPlan:
         self.budget -= count
 
     def note_blocks(self, seq: Sequence, block_ids: list[list[int]]) -> None:
-        """Note what was appended to block tables, if the runner has that and not all of it."""
+        """Note blocks appended to a sequence that the runner knows; new ones are sent whole."""
         if block_ids and seq.is_known_to_runner:
             self.appended.append((seq.slot, block_ids))
 
     def work(self, num_groups: int) -> StepWork:
-        """What it computes, once it has begun."""
+        """Return the work of the step, once it has begun."""
         decodes, prompts = [*self.decodes.sequences], []
         for seq, count in zip(self.sequences, self.counts, strict=True):
             if self.kind != "prefill" and count == 1:
@@ -134,7 +133,7 @@ class _StepPlan:
 
 
 class Scheduler(Roster):
-    """Decides each step; see the module docstring. It owns what its `Roster` does.
+    """The roster with the decisions which sequences advance in each step.
 
     Args:
         config: See `Roster`.
@@ -144,8 +143,8 @@ class Scheduler(Roster):
         eos_token_ids: The model's end tokens.
         connector: See `Roster`.
         resumes_prefill: See `Roster`.
-        chunk_alignment: A chunk that leaves a part of its prompt for later ends on a multiple of
-            so many tokens, at most the token budget of a step: a whole budget always makes a chunk.
+        chunk_alignment: A chunk that does not complete its prompt ends on a multiple of this many
+            tokens. At most the token budget of a step, so that a whole budget always fits a chunk.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only: what the configuration alone cannot tell
@@ -172,18 +171,18 @@ class Scheduler(Roster):
         self._chunk_alignment = chunk_alignment
         self._prefill_streak = 0
         self._no_decodes = Decodes("decode", [], len(self._groups))
-        # Of the steps that are under way, in their order.
+        # Steps under way, oldest first.
         self._plans: deque[_StepPlan] = deque()
 
     # --- one step ------------------------------------------------------------------------------
 
     def schedule(self) -> ScheduledBatch | None:
-        """Put the next step together: running sequences first, then waiting ones.
+        """Plan the next step: running sequences first, then queued ones.
 
-        No other step is under way, see `schedule_ahead`.
+        No other step may be under way; see `schedule_ahead`.
 
         Returns:
-            The step, or None when nothing can run now.
+            The step, or None if nothing can run now.
         """
         assert not self._plans, "a step is under way"
         self._loads.ask_again()
@@ -194,27 +193,27 @@ class Scheduler(Roster):
             kind = kinds.popleft()
             plan = _StepPlan(kind, self._config.max_num_batched_tokens, self._no_decodes)
             preempted = not self._advance_all(plan) and self._advance_in_order(plan)
-            # Blocks that were just taken away are for those who needed them; if none of these can
-            # run after all, others may, in groups that nobody waits for.
+            # Blocks freed by preemption are for the sequences that needed them. Only if none of
+            # these can run after all are queued sequences admitted.
             if kind != "decode" and not (preempted and plan):
                 self._admit_waiting(plan)
             if plan:
                 self._prefill_streak = self._prefill_streak + 1 if kind == "prefill" else 0
                 return self._begin(plan)
             if preempted and kind == "decode":
-                # It took everything from its own sequences: what they gave back may be enough.
+                # All decoding sequences were preempted: a prefill step may fit into their blocks.
                 kinds.append("prefill")
         return None
 
     def schedule_ahead(self) -> ScheduledBatch | None:
-        """The step after the one under way, if its tokens, whichever they are, do not decide that.
+        """Plan the step after the one under way, if that does not depend on its tokens.
 
-        So all rows decode, and nothing else could run. Rows that end for their length before are
-        left out. One that ends otherwise is computed in vain: it keeps its slot and its blocks
-        meanwhile. Where somebody waits for a slot, a row that ends is waited for.
+        This requires that all rows decode and no queued sequence could be admitted. Rows that end
+        by length with the step under way are left out. A row that ends by a stop token is computed
+        once more without effect; it keeps its slot and blocks meanwhile.
 
         Returns:
-            The step; None where the one under way has to be taken over first.
+            The step; None if the one under way must be updated first.
         """
         [before] = self._plans
         if before.sequences or self._running.num_decoding < len(self._running):
@@ -229,11 +228,11 @@ class Scheduler(Roster):
         return self._begin(plan) if self._advance_all(plan, ending) and plan else None
 
     def update(self, batch: ScheduledBatch, result: StepResult) -> StepOutputs:
-        """Take over what a step gave.
+        """Apply the result of a step: append tokens, end or hand over sequences.
 
         Args:
-            batch: The step that has been under way for longest.
-            result: What the worker made of it.
+            batch: The oldest step under way.
+            result: The worker's result.
         """
         plan = self._plan_of(batch)
         failed = self._fail_rows(plan, result.token_ids)
@@ -263,15 +262,15 @@ class Scheduler(Roster):
         return StepOutputs(sequences, token_ids, endings, failed=failed)
 
     def work(self, batch: ScheduledBatch) -> StepWork:
-        """What a step that is under way computes."""
+        """Return the work of a step under way."""
         [plan] = [plan for plan in self._plans if plan.batch is batch]
         return plan.work(len(self._groups))
 
     def progress(self, batch: ScheduledBatch) -> Iterable[tuple[Sequence, int]]:
-        """Sequences whose prompt a step computes, with the tokens computed once it has run.
+        """Yield sequences whose prompt a step computes, with their computed tokens after it.
 
         Args:
-            batch: What `schedule` has returned last.
+            batch: The oldest step under way.
         """
         plan = self._plan_of(batch)
         for seq, count in zip(plan.sequences, plan.counts, strict=True):
@@ -281,13 +280,13 @@ class Scheduler(Roster):
     # --- decode steps without a decision between them -------------------------------------------
 
     def num_repeats(self, batch: ScheduledBatch) -> int:
-        """How often a step may run in a row before `schedule` would decide anything else.
+        """Return how often a step may run in a row before `schedule` could decide otherwise.
 
-        Until then all that is left to do is to decode what runs, nobody fetches its KV, no sequence
-        ends and none fills or needs a block before the last of these steps.
+        More than once is possible only if all sequences decode, none has a stop token, and none
+        ends or fills a block before the last of these steps.
 
         Args:
-            batch: What is under way, and nothing else.
+            batch: The only step under way.
 
         Returns:
             1 for a step that must be updated by itself.
@@ -300,12 +299,12 @@ class Scheduler(Roster):
         return 1 + min(seq.look_at - seq.num_computed_tokens for seq in decodes.sequences)
 
     def repeat(self, batch: ScheduledBatch, num_more: int) -> None:
-        """Let what is under way run so many times more, fewer than `num_repeats`."""
+        """Count `num_more` further runs of the step under way, fewer than `num_repeats`."""
         plan = self._plan_of(batch)
         plan.looks = self._advance(plan.decodes.sequences, num_more)
 
     def _update_repeats(self, plan: _StepPlan, earlier: SequenceOf[list[int]]) -> None:
-        """Take over all times that a step was run but the last."""
+        """Apply the tokens of all runs of a step but the last."""
         for seq, token_ids in zip(plan.decodes.sequences, earlier, strict=True):
             seq.token_ids += token_ids
         self._count_tokens(plan.decodes, len(earlier[0]))
@@ -327,7 +326,7 @@ class Scheduler(Roster):
         return ("prefill", "decode")
 
     def _advance_all(self, plan: _StepPlan, ending: Collection[Sequence] = ()) -> bool:
-        """Schedule all that run but those `ending`, as they fit the step, if there is room."""
+        """Schedule all running sequences but those `ending`; return False if they do not fit."""
         running = self._running
         decodes = self._no_decodes if plan.kind == "prefill" else running.decodes
         short = [] if plan.kind == "prefill" else list(running.short.values())
@@ -349,7 +348,7 @@ class Scheduler(Roster):
         return True
 
     def _advance_in_order(self, plan: _StepPlan) -> bool:
-        """Schedule running sequences in their order; returns whether any was preempted."""
+        """Schedule running sequences in their order; return whether any was preempted."""
         preempted = False
         for seq in list(self._running):
             if seq.status is not SequenceStatus.RUNNING or not plan.takes(seq):
@@ -368,7 +367,7 @@ class Scheduler(Roster):
         return preempted
 
     def _grow(self, plan: _StepPlan, wanted: list[tuple[Sequence, int]]) -> bool:
-        """Give running sequences the blocks that they lack, if there are enough for all of them."""
+        """Give running sequences the blocks that they lack; return False if there are too few."""
         appended = self._groups.grow(wanted)
         if appended is None:
             return False
@@ -397,10 +396,10 @@ class Scheduler(Roster):
             self._waiting.push_front(seq)
 
     def _try_admit(self, plan: _StepPlan, seq: Sequence, full_groups: set[int]) -> _Admission:
-        # Before a place is looked for: there may be many of these, in every step.
+        # Checked before the costly search for a place: many sequences may ask in every step.
         if self._loads.is_asking(seq) and self._loads.num_external(seq, 0) is None:
             return _Admission.ASKING
-        # The whole prompt must fit, or two half-done prompts could starve each other.
+        # The whole prompt must fit, or two half-computed prompts could starve each other.
         prompt_tokens = self._running.prompt_tokens() if seq.dp_group < 0 else []
         place = self._groups.place(seq, seq.num_tokens, full_groups, prompt_tokens)
         if place is None:
@@ -422,7 +421,7 @@ class Scheduler(Roster):
         return _Admission.ADMITTED
 
     def _clip(self, start: int, end: int, budget: int) -> int:
-        """How many of the tokens from `start` to `end` a step may compute; 0: none now."""
+        """Return how many tokens from `start` to `end` this step may compute; 0 if none."""
         if end - start <= budget:
             return end - start
         if not self._config.enable_chunked_prefill:
@@ -431,7 +430,7 @@ class Scheduler(Roster):
         return max(stop - stop % self._chunk_alignment - start, 0)
 
     def _begin(self, plan: _StepPlan) -> ScheduledBatch:
-        """Let a step be under way: what it computes counts as computed."""
+        """Begin a step: its tokens count as computed from now on."""
         batch = plan.build()
         plan.looks = self._advance(plan.decodes.sequences, 1)
         for seq, count in zip(plan.sequences, plan.counts, strict=True):
@@ -440,7 +439,7 @@ class Scheduler(Roster):
         return batch
 
     def _advance(self, sequences: list[Sequence], count: int) -> list[int]:
-        """Count tokens of rows that decode; returns those that are to be looked at."""
+        """Count tokens of decoding rows, and return the indices of those to examine."""
         looks = []
         for row, seq in enumerate(sequences):
             seq.num_computed_tokens = num_computed = seq.num_computed_tokens + count
@@ -456,7 +455,7 @@ class Scheduler(Roster):
     # --- results and endings -------------------------------------------------------------------
 
     def _fail_rows(self, plan: _StepPlan, token_ids: list[int]) -> tuple[Sequence, ...]:
-        """End the rows of a step whose logits are no distribution, as overtaken by its end."""
+        """End the rows of a step whose logits are no distribution, before the step is over."""
         if min(token_ids, default=0) > NO_DISTRIBUTION:
             return ()
         rows = zip([*plan.decodes.sequences, *plan.sequences], token_ids, strict=True)
@@ -468,10 +467,10 @@ class Scheduler(Roster):
         return failed
 
     def _update_decodes(self, plan: _StepPlan, token_ids: list[int]) -> StepOutputs:
-        """Give each row its token, and look at those of which something may have changed."""
+        """Give each row its token, and examine the rows that may end or fill a block."""
         decodes, sequences, looks = plan.decodes, plan.decodes.sequences, plan.looks
         if self._departed.has_overtaken:
-            # Nobody wants the tokens of those.
+            # Drop the tokens of sequences that have ended meanwhile.
             rows = [r for r, s in enumerate(sequences) if s.status is SequenceStatus.RUNNING]
             looks = [i for i, row in enumerate(rows) if row in plan.looks]
             sequences, token_ids = [sequences[r] for r in rows], [token_ids[r] for r in rows]
@@ -488,7 +487,7 @@ class Scheduler(Roster):
         return StepOutputs(sequences, token_ids, endings)
 
     def _look_at(self, seq: Sequence, token_id: int, row: int, endings: list[Ending]) -> None:
-        """Let a sequence that has got a token end, leave, or decode on; its KV may be shared."""
+        """Index a sequence's full blocks after a new token, then end, hand over or decode it."""
         self._groups.prefixes.cache_full_blocks(seq, seq.num_tokens - 1)
         end = self._end_rules.reason(seq, token_id)
         if end is not None:
@@ -500,7 +499,7 @@ class Scheduler(Roster):
             self._decode_on(seq)
 
     def _decode_on(self, seq: Sequence) -> None:
-        """Let a sequence decode until it has to be looked at."""
+        """Let a sequence decode, and set when it must be examined next."""
         num_computed = seq.num_computed_tokens
         divisor = self._groups.block_divisor
         block_end = num_computed - num_computed % divisor + divisor
@@ -512,7 +511,7 @@ class Scheduler(Roster):
             self._running.decode(seq)
 
     def _ends_by_length(self, seq: Sequence) -> bool:
-        """Whether the steps under way compute all that a sequence may compute."""
+        """Return whether the steps under way bring a sequence to its longest length."""
         return seq.num_computed_tokens >= self._end_rules.longest(seq) - 1
 
     def _count_token(self, seq: Sequence) -> None:

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class SequenceStatus(Enum):
-    """Where a sequence is; only the scheduler moves it."""
+    """Place of a sequence; only the scheduler changes it."""
 
     WAITING = "waiting"
     """In the queue: no slot, no blocks."""
     RUNNING = "running"
     """Holds a slot and blocks and is advanced step by step."""
     LOADING = "loading"
-    """Came from the queue; holds a slot and blocks for its whole prompt, some of whose KV comes."""
+    """Came from the queue; holds a slot and blocks for its whole prompt; loads a part of its KV."""
     RESERVED = "reserved"
     """Holds a slot and blocks for its whole prompt, whose KV comes from another engine."""
     FINISHED = "finished"
@@ -36,18 +36,19 @@ class SequenceStatus(Enum):
 
 @dataclass(slots=True, eq=False)
 class KVLoad:
-    """KV that a sequence waits for, or has waited for. Owner: `KVLoads`.
+    """State of a sequence's load of KV, under way or ended. Owner: `KVLoads`.
+
+    The last five attributes are used only for reservations.
 
     Attributes:
-        is_under_way: KV was asked for that may still come.
-        end: Tokens whose KV is here once the load under way has succeeded.
-        failure: Why the KV of the latest load did not come; None if it did, or may yet.
-        deadline_s: Of a reservation: when it lapses.
-        is_activated: Of a reservation: the client said to start.
-        is_announced: Of a reservation: the connector knows of it.
-        epoch: Of a reservation: the client's number of the ticket in use.
-        next: Of a reservation: ticket and epoch that replace the transfer under way as soon as that
-            has ended.
+        is_under_way: Whether requested KV may still come.
+        end: Tokens whose KV is here if the load under way succeeds.
+        failure: Why the KV of the latest load did not come; None if it came or may still come.
+        deadline_s: When the reservation lapses.
+        is_activated: Whether the client has activated the sequence.
+        is_announced: Whether the connector knows the request.
+        epoch: The client's number of the ticket in use.
+        next: Ticket and epoch that replace the transfer under way once it has ended.
     """
 
     is_under_way: bool = False
@@ -65,36 +66,36 @@ class Sequence:
     """One request inside the engine.
 
     Attributes:
-        request: What was asked; never changes.
-        mode: Which part of it runs here.
+        request: The client's request; never changes.
+        mode: Part of the request that runs here.
         client: Opaque id of the client that gets its outputs.
         token_ids: Prompt, then output.
         num_computed_tokens: Tokens whose KV is in the cache once the steps under way are over.
         block_ids: For each KV group its block table, in which the block of token t is number
             `t // block_size` of that group; empty without blocks.
         capacity: Tokens for which it has blocks in every KV group.
-        block_hashes: For each KV group chain hashes of the full blocks of `token_ids`; empty before
-            anybody asked for them.
-        walks: Until it is admitted: what of its prefix each DP group was found to have, in
-            each KV group.
+        block_hashes: For each KV group chain hashes of the full blocks of `token_ids`; empty until
+            they are needed.
+        walks: Until admission: by DP group, the cached prefix found in each KV group.
         num_indexed_tokens: Leading tokens whose full blocks the prefix index already knows.
         dp_group: Its DP group; the asked one or -1 until admitted.
         slot: Its slot, or -1.
         num_cached_tokens: Prompt tokens found when it was first admitted, in the prefix cache or by
             the connector.
-        transfer: What a KV connector is told of it; None in an engine without one.
-        load: What comes, or came, from elsewhere; None if it never waited for any KV.
-        is_converted: Some of the KV in its blocks came in another dtype. That, and what is computed
-            from it, is not what this engine computes: nobody else may find those blocks.
-        is_aborted: The client gave it up; nobody may count on what it still holds.
-        handle: Names it to its client in columns of tokens; 0 before it is accepted.
-        is_told: Whether its client has its first tokens from here: those after it can be rows.
+        transfer: The request as the KV connector gets it; None in an engine without a connector.
+        load: Its load of KV; None if it never waited for KV.
+        is_converted: Whether some of its KV came in another dtype. Its blocks must not be shared,
+            because this engine would have computed different KV.
+        is_aborted: Whether the client has given it up. Its KV must not be used any more.
+        handle: Its number in columns of tokens; 0 before it is accepted.
+        is_told: Whether its client has got its first tokens from here, so that column rows can
+            follow.
         num_preemptions: How often it lost its blocks.
         is_known_to_runner: Whether the runner's batch holds it; False makes the next step send it
             whole.
-        is_decoding: Whether it is among the rows whose steps are all alike; see `RunningRows`.
-        look_at: Of one that is: computed tokens with which it fills a block or ends.
-        stop_ids: Of one that is: tokens that end it.
+        is_decoding: Whether it is among the decoding rows of `RunningRows`.
+        look_at: While it decodes: computed tokens at which it fills a block or ends.
+        stop_ids: While it decodes: tokens that end it.
         request_id: The request's id.
         num_prompt_tokens: Tokens of the prompt.
     """
@@ -132,28 +133,28 @@ class Sequence:
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
 
     def transfer_with(self, ticket: bytes) -> TransferRequest:
-        """What a KV connector is told of a transfer of all that it has, output too."""
+        """Return the connector's request for a transfer of all tokens, output included."""
         assert self.transfer is not None, "an engine without a connector transfers nothing"
-        # A prompt stays as it is; output grows.
+        # Copied with output, because that grows.
         tokens = [*self.token_ids] if self.num_output_tokens else self.transfer.prompt_token_ids
         return msgspec.structs.replace(self.transfer, ticket=ticket, prompt_token_ids=tokens)
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens: prompt and output so far."""
+        """Return the number of known tokens: prompt and output so far."""
         return len(self.token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens sampled so far, here or on the engine that did the prefill."""
+        """Return the number of tokens sampled so far, here or on another engine."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_new_tokens(self) -> int:
-        """Known tokens that are not computed yet."""
+        """Return the number of known tokens that are not computed yet."""
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
     def num_new_pairs(self) -> int:
-        """(token, token that it attends to) of these."""
+        """Return the number of pairs (new token, token that it attends to)."""
         return num_pairs(self.num_computed_tokens, len(self.token_ids))

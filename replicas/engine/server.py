@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SNAPSHOT_S = 0.01
-"""Clients get a changed snapshot after at most this long; at once where they have outputs in a step
-and more has changed than how many blocks are free."""
+"""Seconds after which clients get a changed snapshot at the latest. Clients with outputs in a step
+get it at once, unless only the number of free blocks has changed."""
 
 Frames = list[tuple[bytes, EngineFrame]]
 """Frames to send, each with its client, in order."""
 
 
 class EngineServer:
-    """Serves the clients of one engine core; see the module docstring.
+    """One engine core with its clients, their snapshots and their followed prefix caches.
 
     Args:
         core: The engine.
@@ -46,23 +46,23 @@ class EngineServer:
     def __init__(self, core: EngineCore, incarnation: str) -> None:
         self.core = core
         self._incarnation = incarnation
-        # Clients, and which of them have not had the latest snapshot. Dictionaries, not sets:
-        # frames leave in an order that does not depend on hashes.
+        # Clients, and those of them without the latest snapshot. Dictionaries instead of sets, so
+        # that the order of frames does not depend on hashes.
         self._clients: dict[bytes, None] = {}
         self._behind: dict[bytes, None] = {}
         self._snapshot, self._state = core.snapshot(0), core.state()
-        # Whether more blocks, or fewer, are free than the snapshot says.
+        # Whether the number of free blocks has changed since the snapshot.
         self._is_stale = False
-        # Clients that follow the prefix caches, with what they have yet to be sent of these; None
-        # for one that begins with a listing.
+        # Clients that follow the prefix caches, with their unsent batches; None for a client that
+        # needs a listing first.
         self._followers: dict[bytes, list[KVEventBatch] | None] = {}
         self._flushed_s = 0.0
         self._frames: Frames = []
-        # Who spoke without having been greeted, since the last frames.
+        # Senders of messages without a Hello, since the last frames.
         self._strangers: dict[bytes, None] = {}
 
     def take(self, client: bytes, message: ClientMessage, now_s: float) -> None:
-        """Handle one message; who was never greeted, or given up, is told so unless it greets."""
+        """Handle one message; a sender that has not said Hello gets `NotGreeted`."""
         if isinstance(message, Hello):
             self._greet(client, message)
         elif client in self._clients:
@@ -71,50 +71,50 @@ class EngineServer:
             self._strangers[client] = None
 
     def take_unreadable(self, client: bytes, request_id: str, problem: str) -> None:
-        """Refuse a request that nobody can read."""
+        """Refuse a request that could not be decoded."""
         if client in self._clients:
             self._add_frame(client, [Refused(request_id, "invalid", problem)])
         else:
             self._strangers[client] = None
 
     def client_gone(self, client: bytes) -> None:
-        """Drop a client that cannot be reached, and all that it asked for."""
+        """Drop a client that cannot be reached, and all its requests."""
         for clients in (self._clients, self._behind, self._strangers):
             clients.pop(client, None)
         if client in self._followers:
             del self._followers[client]
             self.core.prefix_feed.follow(is_followed=bool(self._followers))
-        # Whoever gets a frame is a client again, to those who send heartbeats.
+        # The sender counts every recipient of a frame as a client and sends it heartbeats.
         self._frames = [frame for frame in self._frames if frame[0] != client]
         num_dropped = self.core.client_gone(client)
         if num_dropped:
             logger.warning("client %s is gone: dropped its %d requests", client.hex(), num_dropped)
 
     def drain(self) -> None:
-        """Refuse every new request from now on; what runs goes on."""
+        """Refuse every new request from now on; running ones continue."""
         self.core.drain()
 
     def change_role(self, role: Role) -> None:
-        """Take another role once nothing is left of this one."""
+        """Change to another role once no request of this one is left."""
         self.core.change_role(role)
 
     def hand_over(self) -> None:
-        """Ask clients to go elsewhere with what they have here; what does not goes on."""
+        """Ask clients to move running requests elsewhere; the others continue here."""
         self.core.hand_over()
 
     @property
     def is_drained(self) -> bool:
-        """Whether it refuses new requests, has none left, and has lent no block to a transfer."""
+        """Return whether the engine drains, has no request left and no block lent."""
         return self._snapshot.draining and self.core.num_live == 0
 
     @property
     def clients(self) -> list[bytes]:
-        """Whoever it serves, and whoever the core still has a request of."""
+        """Return the clients that have said Hello, and those with requests in the core."""
         return [*self._clients, *self.core.clients]
 
     def frames(self, now_s: float) -> Frames:
-        """Take what is to be sent now: every client's events, and the snapshot where it is due."""
-        # The same sum as in `next_deadline_s`: rounded otherwise, a deadline would not be one.
+        """Remove and return the frames to send now: events, and the snapshot where it is due."""
+        # The same sum as in `next_deadline_s`, so that rounding cannot make a deadline too early.
         is_due = now_s >= self._flushed_s + SNAPSHOT_S
         is_renewed = self._renew_snapshot(is_due=is_due)
         if is_renewed:
@@ -135,7 +135,7 @@ class EngineServer:
         return frames
 
     def next_deadline_s(self) -> float | None:
-        """When a step or a snapshot is due although no message comes; None if never."""
+        """Return when a step or a snapshot is due even if no message arrives; None if never."""
         deadline_s = self.core.next_deadline_s()
         if not self._is_late:
             return deadline_s
@@ -157,7 +157,7 @@ class EngineServer:
         self._add_frame(client, [])
 
     def _add_frame(self, client: bytes, events: list[WireEvent]) -> None:
-        """Queue a frame, with the snapshot if the client has not had this one."""
+        """Queue a frame, with the snapshot if the client does not have it yet."""
         snapshot = self._snapshot if client in self._behind else None
         self._behind.pop(client, None)
         batches = self._followers.get(client)
@@ -168,11 +168,11 @@ class EngineServer:
 
     @property
     def _is_late(self) -> bool:
-        """Whether a client has something to get that has not been sent."""
+        """Return whether a snapshot or prefix events have not been sent to some client."""
         return self._is_stale or bool(self._behind) or any(self._followers.values())
 
     def _tell_followers(self) -> None:
-        """Let every follower get what has changed, or all that there is; the frames come later."""
+        """Queue for every follower the changes of the prefix caches, or a first listing."""
         batches = self.core.prefix_feed.take()
         for client, waiting in self._followers.items():
             if waiting is None:
@@ -181,10 +181,10 @@ class EngineServer:
                 waiting.extend(batches)
 
     def _renew_snapshot(self, *, is_due: bool) -> bool:
-        """Take a new snapshot; False if nothing has changed but what every step changes.
+        """Take a new snapshot if one is needed, and return whether it was taken.
 
-        A full batch gets blocks in almost every step, and a snapshot looks at every row: of blocks
-        alone it says when frames are due that wait for nothing else.
+        A changed number of free blocks alone waits until frames are due: a full batch gets blocks
+        in almost every step, and a snapshot examines every row.
         """
         state = self.core.state()
         self._is_stale = state != self._state and not is_due and state[0] == self._state[0]
@@ -197,10 +197,10 @@ class EngineServer:
 def describe(
     core: EngineCore, incarnation: str, input_endpoint: str, output_endpoint: str, pid: int
 ) -> EngineDescription:
-    """What clients, routers and tickets have to know of a started engine.
+    """Return the description of a started engine for clients, routers and tickets.
 
     Raises:
-        ServerKeyError: It was started without a secret.
+        ServerKeyError: The engine was started without a secret.
     """
     return EngineDescription(
         incarnation=incarnation,

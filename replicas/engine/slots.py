@@ -30,7 +30,7 @@ class SlotTable:
         return f"SlotTable(empty={[len(e) for e in self._empty]})"
 
     def num_empty(self, dp_group: int) -> int:
-        """Free slots of a DP group."""
+        """Return the number of free slots of a DP group."""
         return len(self._empty[dp_group])
 
     def take(self, dp_group: int) -> int:
@@ -46,7 +46,7 @@ class SlotTable:
         heapq.heappush(self._empty[slot // self._slots_per_group], slot)
 
     def check_invariants(self) -> None:
-        """Every slot is either free, once, in its own group, or taken."""
+        """Assert that every slot is either taken, or free once, in its own group."""
         for group, empty in enumerate(self._empty):
             assert len(set(empty)) == len(empty)
             assert all(s // self._slots_per_group == group for s in empty)

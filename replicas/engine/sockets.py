@@ -37,37 +37,38 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.25
-"""A client that gets nothing else gets an empty frame this often."""
+"""Seconds after its last frame after which a client gets an empty frame."""
 _SEND_HWM = 100_000
-"""Frames that may wait for one client; one that is further behind counts as gone."""
+"""Most frames that may wait for one client; a client that is further behind counts as gone."""
 _RECEIVE_HWM = 64
-"""Messages of one connection that may wait behind the inbox.
+"""Most messages of one connection that may wait behind the inbox.
 
-Such a socket must have no ZMQ heartbeats: libzmq ends the process ("!_io_error") when a connection
-breaks on which it had stopped reading, for its queue was full, and a heartbeat is due or waits to
-be answered."""
+A socket with this limit must have no ZMQ heartbeats. libzmq aborts the process ("!_io_error") if a
+connection breaks while it is not read, because its queue is full, and a heartbeat is due or
+unanswered."""
 _KEEPALIVE = {
     "TCP_KEEPALIVE": 1,
     "TCP_KEEPALIVE_IDLE": 1,
     "TCP_KEEPALIVE_INTVL": 1,
     "TCP_KEEPALIVE_CNT": 5,
 }
-"""So that the kernel breaks an idle connection whose other end has vanished, in 6 s.
+"""TCP options with which the kernel breaks an idle connection to a vanished peer within 6 s.
 
-Never TCP_MAXRT: it breaks one, too, whose other end lives and has no room, as a clogged engine."""
+TCP_MAXRT is not used, because it also breaks connections to a live peer whose buffers are full."""
 _MAX_THROWN_AWAY = 64
-"""Messages on the output socket that are read between two frames, lest a flood delays these."""
+"""Most messages read from the output socket between two frames, so that a flood cannot delay
+frames."""
 _MAX_SILENT_BYTES = 1024
-"""Largest message that the output socket reads: clients say nothing there, only their ZMQ does."""
+"""Largest message on the output socket, where clients send nothing but ZMQ's own commands."""
 
 
 class Door:
-    """Where clients may connect: makes the two sockets, for clients of the deployment alone.
+    """Maker of the two sockets, to which only clients of the deployment can connect.
 
-    Owner of the context and of the thread that checks who connects.
+    Owner of the ZMQ context and of the thread that authenticates connections.
 
     Args:
-        arguments: What the parent says.
+        arguments: Arguments of the engine's start.
 
     Raises:
         AddressError: The address is not one that an engine may listen on.
@@ -75,7 +76,7 @@ class Door:
     """
 
     def __init__(self, arguments: EngineArguments) -> None:
-        # With a secret always: without one no socket of this door can be made.
+        # A secret is certain: without one `_bind` fails.
         check_listen_host(arguments.host, has_secrets=True)
         self.incarnation = arguments.incarnation
         self._host, self._keys = arguments.host, arguments.config.keys
@@ -83,20 +84,20 @@ class Door:
         CurveAuthenticator(self.context, self._keys, self._on_denied)
 
     def open_input(self, max_model_len: int) -> zmq.Socket[bytes]:
-        """The socket that takes messages.
+        """Open the socket for clients' messages.
 
         Args:
-            max_model_len: Of the engine; bounds the messages.
+            max_model_len: The engine's longest sequence, which bounds the size of messages.
         """
         return self._bind(
             max_client_message_bytes(max_model_len), RCVHWM=_RECEIVE_HWM, **_KEEPALIVE
         )
 
     def open_output(self) -> zmq.Socket[bytes]:
-        """The socket that sends frames."""
+        """Open the socket for frames to clients."""
         return self._bind(
             _MAX_SILENT_BYTES,
-            # What bounds it here is that it is read: it has heartbeats, see `_RECEIVE_HWM`.
+            # No limit, because of the heartbeats (see `_RECEIVE_HWM`); `_throw_away` empties it.
             RCVHWM=0,
             SNDHWM=_SEND_HWM,
             ROUTER_MANDATORY=1,
@@ -110,7 +111,7 @@ class Door:
         socket.set(zmq.LINGER, 0)
         # A client that reconnects under its identity takes over from its own dead connection.
         socket.set(zmq.ROUTER_HANDOVER, 1)
-        # A connection that brings more at once is closed.
+        # ZMQ closes a connection that sends a larger message.
         socket.set(zmq.MAXMSGSIZE, max_message_bytes)
         for name, value in options.items():
             socket.set(getattr(zmq, name), value)
@@ -122,11 +123,11 @@ class Door:
 
 
 class Receiver(threading.Thread):
-    """Reads client messages into the inbox; owns the input socket.
+    """Thread that reads clients' messages into the inbox; owner of the input socket.
 
     Args:
         socket: The input socket.
-        inbox: Where they go; while it is full nothing is read.
+        inbox: Receives the messages; while it is full nothing is read.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], inbox: Inbox) -> None:
@@ -159,20 +160,20 @@ class Receiver(threading.Thread):
 
 
 class Sender(threading.Thread):
-    """Sends frames and, in a thread of its own, heartbeats.
+    """Sender of frames, and a thread that sends heartbeats.
 
-    Owner of the output socket and of the set of reachable clients, both under one lock: the core
-    thread sends its frames itself. Handed to another thread, each would wait for the interpreter
-    several times while the core computes, and hold up the core as often.
+    Owner of the output socket and of the set of reachable clients, both under one lock. The core
+    thread sends its frames itself: handing each to another thread would make both wait for the
+    interpreter lock several times.
 
-    A client that cannot be reached has missed a frame: it gets nothing more until the core, which
-    is told, has dropped its requests.
+    A client that cannot be reached has missed a frame. It gets nothing more until the core, which
+    is notified, has dropped its requests.
 
     Args:
         socket: The output socket.
-        incarnation: The engine's.
-        inbox: Where the core is told who is gone.
-        pulse: Whether the core stalls, for heartbeats to say.
+        incarnation: The engine's incarnation.
+        inbox: Receives a `ClientGone` for each client that cannot be reached.
+        pulse: Progress of the core, which heartbeats report.
     """
 
     def __init__(
@@ -188,7 +189,7 @@ class Sender(threading.Thread):
         self._stopped = threading.Event()
         self._pulse = pulse
         self._heartbeat = EngineFrame(incarnation)
-        # Those that were greeted; and those that the core does not know yet to be gone.
+        # Clients that have said Hello; and unreachable ones that the core has not dropped yet.
         self._last_sent_s: dict[bytes, float] = {}
         self._given_up: set[bytes] = set()
         self._next_look_s = 0.0
@@ -204,11 +205,11 @@ class Sender(threading.Thread):
             self._socket.close(linger=500)
 
     def stop(self) -> None:
-        """Close the socket once all frames are on their way; none may be sent any more."""
+        """Close the socket once all frames have been sent; no more may follow."""
         self._stopped.set()
 
     def forget(self, client: bytes) -> None:
-        """The core has dropped all of a client's requests: it may be greeted again."""
+        """Allow a client to say Hello again, as the core has dropped its requests."""
         with self._lock:
             self._given_up.discard(client)
             self._last_sent_s.pop(client, None)
@@ -220,24 +221,24 @@ class Sender(threading.Thread):
 
     def _send_frame(self, client: bytes, frame: EngineFrame) -> None:
         if frame.events and isinstance(frame.events[0], NotGreeted):
-            # It may be anybody: nothing is kept of it, and nothing is owed to it.
+            # The recipient has not said Hello: keep no state of it, and send it no heartbeats.
             if client not in self._given_up:
                 self._is_sent(client, encode(frame))
         elif client not in self._given_up:
             self._send(client, encode(frame))
 
     def _send(self, client: bytes, raw: bytes) -> None:
-        """Send something to a client that was greeted."""
+        """Send a frame to a client that has said Hello."""
         if self._is_sent(client, raw):
             self._last_sent_s[client] = time.monotonic()
         else:
-            # One that is still connecting has no requests yet, and says Hello again.
+            # A client that is still connecting has no requests yet, and says Hello again.
             self._last_sent_s.pop(client, None)
             self._given_up.add(client)
             self._inbox.put((client, GONE))
 
     def _throw_away(self, now_s: float) -> None:
-        """Read what clients say here, where they have nothing to say, lest it piles up."""
+        """Read and drop messages on the output socket, so that they cannot pile up."""
         if now_s < self._next_look_s:
             return
         with contextlib.suppress(zmq.Again):
@@ -247,7 +248,7 @@ class Sender(threading.Thread):
         self._next_look_s = now_s + HEARTBEAT_S
 
     def _is_sent(self, client: bytes, raw: bytes) -> bool:
-        """Whether it is on its way; not if nobody is connected, or reads, under that name."""
+        """Send a frame; return False if the client is not connected, or does not read."""
         try:
             self._socket.send_multipart((client, raw), flags=zmq.NOBLOCK)
         except zmq.ZMQError as error:

@@ -33,15 +33,15 @@ logger = logging.getLogger(__name__)
 
 
 class Started(NamedTuple):
-    """What is known of an engine whose workers are ready.
+    """Facts of an engine whose workers are ready.
 
     Attributes:
         config: Its configuration, with everything decided.
-        facts: Its model's.
+        facts: Facts of its model.
         max_model_len: Tokens of the longest sequence.
-        kv_endpoints: Where other engines reach it; None without a connector.
-        kv_layouts: How its KV lies in memory, of each KV group; empty without a connector.
-        warm_up_s: How long its warm-up took.
+        kv_endpoints: Endpoints of its connector; None without a connector.
+        kv_layouts: Memory layout of each KV group; empty without a connector.
+        warm_up_s: Seconds of its warm-up.
     """
 
     config: EngineConfig
@@ -56,7 +56,7 @@ def start_executor(executor: Executor, config: EngineConfig) -> Started:
     """Set up an engine's workers.
 
     Raises:
-        ConfigError: The configuration and the model do not fit; says which numbers.
+        ConfigError: The configuration and the model do not fit; gives the numbers.
     """
     executor.collective_rpc("init_device")
     facts: ModelFacts = executor.collective_rpc("load_model")[0]
@@ -74,9 +74,9 @@ def start_executor(executor: Executor, config: EngineConfig) -> Started:
 
 @contextlib.contextmanager
 def closing_if_it_fails(executor: Executor) -> Iterator[None]:
-    """Close an engine that cannot start.
+    """Close the engine if its start fails.
 
-    A device that is left open may be lost to everybody until it is reset.
+    A device that is left open may be unusable until it is reset.
     """
     try:
         yield
@@ -94,8 +94,8 @@ def make_connector(
     """Make the scheduler side of the engine's KV connector, if it has one.
 
     Args:
-        started: The engine.
-        incarnation: Its start.
+        started: Facts of the engine.
+        incarnation: Id of this start.
         unix_now_s: Wall clock, by which tickets expire.
     """
     config = started.config
@@ -106,7 +106,7 @@ def make_connector(
 
 
 def make_scheduler(started: Started, connector: KVConnectorScheduler | None) -> Scheduler:
-    """Make what decides on the steps of an engine."""
+    """Make the scheduler of an engine."""
     facts = started.facts
     return Scheduler(
         started.config,
@@ -121,7 +121,7 @@ def make_scheduler(started: Started, connector: KVConnectorScheduler | None) -> 
 
 
 def make_checks(started: Started, connector: KVConnectorScheduler | None) -> RequestChecks:
-    """Make what says which requests an engine cannot run."""
+    """Make the checks of an engine's requests."""
     return RequestChecks(
         num_groups=started.config.tt_data_parallel,
         max_model_len=started.max_model_len,
@@ -131,16 +131,16 @@ def make_checks(started: Started, connector: KVConnectorScheduler | None) -> Req
 
 
 def _prefix_cache_key(keys: KeyRing) -> bytes:
-    """The deployment's key, or where it has no secrets one of this engine alone."""
+    """Return the key of prefix caches: the deployment's, or a random one if it has no secrets."""
     derived = keys.derive(PREFIX_CACHE)
     return derived[0] if derived else secrets.token_bytes(NEW_KEY_BYTES)
 
 
 def _resolve_capabilities(config: EngineConfig, facts: ModelFacts) -> EngineConfig:
-    """The configuration with every "whatever the generator can" decided.
+    """Return the configuration with every None decided by the generator's capabilities.
 
     Raises:
-        ConfigError: The configuration asks for what the generator says it cannot do.
+        ConfigError: The configuration asks for a feature that the generator does not support.
     """
     can = {
         "enable_prefix_caching": facts.supports_prefix_caching,

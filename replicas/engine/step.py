@@ -16,7 +16,7 @@ StepKind = Literal["mixed", "prefill", "decode"]
 
 
 class NewSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A sequence that the worker does not know, or must forget and take anew.
+    """A sequence that the worker does not know, or must replace.
 
     Attributes:
         slot: Its row of the persistent batch.
@@ -62,25 +62,25 @@ class ScheduledBatch(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the step computes."""
+        """Return the number of tokens that the step computes."""
         return sum(self.num_scheduled_tokens)
 
 
 NO_DISTRIBUTION = -2
-"""Instead of a token where the logits are no distribution: NaN, or infinite."""
+"""Stands for a token of a row whose logits are no distribution: NaN, or infinite."""
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """What one step gave.
+    """Result of one step.
 
     Attributes:
-        token_ids: For each of the batch's slots the sampled token, or -1 where the prompt is not
-            complete yet, or `NO_DISTRIBUTION`.
+        token_ids: For each of the batch's slots the sampled token, -1 if its prompt is not complete
+            yet, or `NO_DISTRIBUTION`.
         device_s: Seconds inside the generator.
-        sample_s: Seconds that it took to make tokens of what the generator gave.
-        earlier: Of a step that was run several times (`EngineCore.collect_step`): for each slot the
-            tokens before the last; empty of one that was run once.
-        earlier_s: Seconds of each of those times.
+        sample_s: Seconds of sampling from the generator's output.
+        earlier: After a step that was run several times (`EngineCore.collect_step`): for each slot
+            the tokens before the last. Empty after a single run.
+        earlier_s: Seconds of each earlier run.
     """
 
     token_ids: list[int]
@@ -91,19 +91,19 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine core has to know of a loaded model.
+    """Facts of a loaded model for the engine core.
 
     Attributes:
-        max_position_embeddings: Positions that the model was made for.
+        max_position_embeddings: Longest context of the model, in tokens.
         vocab_size: Token ids are below this.
         eos_token_ids: End tokens of the model's configuration.
         kv_groups: Its KV groups, with as many blocks as fit.
         supports_mixed_batch: Prefill chunks and decodes may share a pass.
         supports_chunked_prefill: A prompt may be computed over several calls.
         supports_prefix_caching: A prefill may start after cached tokens.
-        supports_async_decode: A decode step may be submitted before the one before it is over.
-        chunk_alignment: A chunk of a prompt that does not reach its end should end on a multiple of
-            so many tokens: a mesh writes KV in whole blocks, and computes the rest of one again.
+        supports_async_decode: A decode step may be submitted before the previous one is over.
+        chunk_alignment: A chunk that does not complete its prompt should end on a multiple of this
+            many tokens: a mesh writes KV in whole blocks, and would recompute a partial one.
     """
 
     max_position_embeddings: int

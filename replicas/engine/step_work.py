@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 ROWS_PER_BLOCK = 8
-"""Rows that are looked at for each new block: where there are fewer, every one is noted."""
+"""A step is recorded once its rows are at most this many times the blocks added since the last."""
 
 
 def step_work(
     decodes: Iterable[Sequence], prompts: Iterable[tuple[Sequence, int]], num_groups: int
 ) -> StepWork:
-    """The work of a step that has begun; of each number that of the DP group that has most.
+    """Return the work of a step that has begun: each number of the DP group with the most.
 
     Args:
         decodes: Its rows that compute one token of their output.
@@ -49,24 +49,24 @@ def step_work(
 
 
 class StepNotes:
-    """See the module docstring.
+    """The latest recorded steps of an engine.
 
     Attributes:
-        decode: The latest step of decodes alone that was unlike the one before it, if any.
-        prompt: The latest step with prompts.
+        decode: The latest recorded step without prompts, if any.
+        prompt: The latest recorded step with prompts, if any.
     """
 
     def __init__(self) -> None:
         self.decode: StepWork | None = None
         self.prompt: StepWork | None = None
         self._latest: ScheduledBatch | None = None
-        # Blocks that rows have got since a step was new.
+        # Blocks added to rows since the last recorded step.
         self._num_blocks = 0
-        # Begun and not over.
+        # Recorded steps under way, oldest first.
         self._begun: deque[tuple[ScheduledBatch, StepWork]] = deque()
 
     def is_new(self, batch: ScheduledBatch) -> bool:
-        """Whether a step that begins is unlike the one before it; then `begin` follows."""
+        """Return whether a beginning step must be recorded; if so, `begin` must follow."""
         before, self._latest = self._latest, batch
         if batch is before:
             return False
@@ -83,11 +83,11 @@ class StepNotes:
         return is_new
 
     def begin(self, batch: ScheduledBatch, work: StepWork) -> None:
-        """A step begins."""
+        """Record the beginning of a step."""
         self._begun.append((batch, work))
 
     def end(self, batch: ScheduledBatch, device_s: float) -> None:
-        """A step is over."""
+        """Record the end of a step, if its beginning was recorded."""
         if not self._begun or self._begun[0][0] is not batch:
             return
         _, work = self._begun.popleft()
@@ -104,8 +104,8 @@ class StepTotals:
     Attributes:
         num_steps: Steps so far.
         num_tokens: Tokens that they computed.
-        device_s: What the host has waited for the device.
-        step_s: How long the latest step with decodes waited for it.
+        device_s: Seconds that the host has waited for the device.
+        step_s: Seconds of that wait in the latest step that was not all prefill.
     """
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class StepTotals:
         self.step_s = 0.0
 
     def count(self, batch: ScheduledBatch, num_steps: int, waits_s: list[float]) -> None:
-        """Count a step, or so many that are alike, and the waits for them."""
+        """Count a step, or several runs of it, and the waits for them."""
         self.num_steps += num_steps
         self.num_tokens += num_steps * batch.num_tokens
         self.device_s += sum(waits_s)

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 class TransferCoordinator:
-    """See the module docstring.
+    """Link between the scheduler, the connector and clients' events.
 
     Args:
-        connector: Scheduler side of the connector; None where KV goes nowhere.
-        executor: The way to its worker side.
-        scheduler: Whose sequences load and are fetched.
-        events: Where clients hear of loads.
+        connector: Scheduler side of the connector; None in an engine without one.
+        executor: Access to the connector's worker side.
+        scheduler: Scheduler of the sequences that load KV or are fetched.
+        events: Receives the results of loads for clients.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class TransferCoordinator:
 
     @property
     def are_at_stake(self) -> bool:
-        """Whether there is any transfer, as far as sequences or the connector can tell."""
+        """Return whether a transfer is under way or pending."""
         return self.connector is not None and (
             self.connector.num_inflight > 0
             or self.connector.has_pending_work()
@@ -57,7 +57,7 @@ class TransferCoordinator:
         )
 
     def meta(self, batch: ScheduledBatch | None) -> ConnectorMeta | None:
-        """Return the connector's part of the step, or None when it has nothing at stake."""
+        """Return the connector's part of the step, or None if it has nothing to do."""
         if self.connector is None:
             return None
         progress = []
@@ -71,15 +71,15 @@ class TransferCoordinator:
         return self.connector.build_connector_meta(progress)
 
     def end_step(self, meta: ConnectorMeta, now_s: float) -> bool:
-        """Serve transfers and take over what ended: blocks are free, prompts here or to compute.
+        """Serve transfers, then apply those that ended: free blocks, continue sequences.
 
         Returns:
-            Whether anything ended, or the connector wants a step.
+            Whether a transfer ended, or the connector needs another step.
         """
         assert self.connector is not None
         results: TransferResults = self._executor.collective_rpc("end_step", meta, now_s)[0]
         transfers = self.connector.update_connector_output(results)
-        # Sorted: what follows must not depend on the order of a set.
+        # Sorted, so that the order of effects does not depend on a set.
         for request_id in sorted(transfers.sent):
             self._scheduler.release_held(request_id)
         for request_id in sorted(transfers.received):
@@ -93,12 +93,12 @@ class TransferCoordinator:
         return bool(results) or self.connector.has_pending_work()
 
     def stats(self, now_s: float) -> TransferStats:
-        """Totals and gauges of the worker side."""
+        """Return totals and gauges of the worker side."""
         stats: TransferStats | None = self._executor.collective_rpc("transfer_stats", now_s)[0]
         return stats if stats is not None else TransferStats()
 
     def view(self, now_s: float, *, has_store: bool) -> KVTransfers:
-        """What is under way, and what it holds of the KV cache."""
+        """Return the transfers under way, and the blocks that they hold."""
         transfers: list[TransferInfo] = self._executor.collective_rpc("transfers", now_s)[0]
         stats = self.stats(now_s)
         return KVTransfers(

@@ -40,16 +40,16 @@ if TYPE_CHECKING:
     from replicas.kv_groups import KVGroup
 
 MIN_TURN_S = 1e-6
-"""A turn that did something takes at least this long, or one instant could last for ever."""
+"""Least seconds of a turn that did something, so that virtual time always advances."""
 _FIRST_TOKEN = 16
-"""Token ids below are left to end tokens and the like."""
+"""Smaller token ids are never drawn, as end tokens and other special tokens are among them."""
 
 
 class StepClock:
     """Virtual time inside one step; a `DeviceClock`.
 
     Attributes:
-        spent_s: What the step has taken so far.
+        spent_s: Seconds of the step so far.
     """
 
     def __init__(self) -> None:
@@ -57,21 +57,21 @@ class StepClock:
         self.spent_s = 0.0
 
     def start(self, now_s: float) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._started_s = now_s
         self.spent_s = 0.0
 
     def now_s(self) -> float:
-        """The present, some way into the step."""
+        """Return the virtual time within the step."""
         return self._started_s + self.spent_s
 
     def spend(self, seconds: float) -> None:
-        """Let the step take so much longer."""
+        """Add to the duration of the step."""
         self.spent_s += seconds
 
 
 class _Begun(NamedTuple):
-    """A step that the device has been given: its tokens, and when it is over."""
+    """A submitted step: its tokens, and when it is over."""
 
     token_ids: list[int]
     end_s: float
@@ -80,7 +80,7 @@ class _Begun(NamedTuple):
 
 
 class _Planned(NamedTuple):
-    """A step of a run: when it is over, the wait for it, and the timeline once it is begun."""
+    """A step of a run: its end, the wait for it, and the timeline's state after its submission."""
 
     end_s: float
     wait_s: float
@@ -89,7 +89,7 @@ class _Planned(NamedTuple):
 
 
 class _Row:
-    """What the worker knows of one sequence."""
+    """The worker's record of one sequence."""
 
     __slots__ = ("block_ids", "lane", "num_computed", "num_prompt", "num_tokens", "seed", "tokens")
 
@@ -104,18 +104,18 @@ class _Row:
 
 
 class VirtualWorker:
-    """One simulated device; see the module docstring.
+    """A worker whose device is a timeline under a virtual clock.
 
     Args:
         config: The engine's configuration.
-        timing: What steps cost.
-        facts: What the modelled device and the served model are.
+        timing: Durations of steps.
+        facts: Facts of the modelled device and the served model.
         clock: Clock of this engine's steps.
-        faults: What is wrong with the device, and when.
+        faults: Slow and hung periods of the device.
         models_kv: Whether KV rows are kept, written, moved and read, so that a token depends on
-            every row of its context. Without, tokens depend on the request alone.
-        seed: Of the jitter.
-        settings: What the KV connector is told.
+            every row of its context. Otherwise tokens depend on the request alone.
+        seed: Seed of the jitter.
+        settings: Settings of the KV connector.
         make_transport: Makes the KV transport.
         notify: Wakes the engine.
     """
@@ -145,13 +145,13 @@ class VirtualWorker:
         self._rows: list[_Row | None] = [None] * config.max_batch_size
         mesh = config.simulated_mesh
         jitter = mesh.jitter if mesh is not None else 0.0
-        # A string is hashed alike in every process.
+        # A string seed gives the same numbers in every process.
         self._timeline = DeviceTimeline(
             faults, jitter=jitter, seed=f"{seed}/{settings.incarnation}"
         )
-        # Submitted and not collected.
+        # Submitted and not collected, oldest first.
         self._begun: deque[_Begun] = deque()
-        # What `end_times_s` told of last.
+        # The run that `end_times_s` has planned last.
         self._planned: list[_Planned] = []
         self._connector: P2PConnectorWorker | None = None
         self._cache: PagedKVCache | None = None
@@ -160,10 +160,10 @@ class VirtualWorker:
     # --- life cycle ----------------------------------------------------------------------------
 
     def init_device(self) -> None:
-        """There is none."""
+        """Do nothing: there is no device."""
 
     def load_model(self) -> ModelFacts:
-        """What was given."""
+        """Return the given facts."""
         return self._facts
 
     def initialize_kv_cache(
@@ -178,14 +178,14 @@ class VirtualWorker:
             return None
         layout = simulated_kv_layout(group.block_size, "virtual")
         self._connector = P2PConnectorWorker(self._settings, self._notify, self._make_transport)
-        # Without rows a cache of one block answers for all of them.
+        # Without KV rows one block stands for all blocks.
         cache = self._cache or PagedKVCache(1, 2, group.block_size)
         io = SimulatedKVIO(cache, layout, self._timing, self._clock, keeps_rows=self._models_kv)
         self._connector.register_kv_caches((io,))
         return self._connector.endpoints, (layout,)
 
     def warm_up(self) -> None:
-        """Takes time before the engine is there; see `StepTiming.warm_up_s`."""
+        """Do nothing: the simulator adds `StepTiming.warm_up_s` before the engine is ready."""
 
     def transfer_stats(self, now_s: float) -> TransferStats | None:
         """See `Worker.transfer_stats`."""
@@ -214,33 +214,33 @@ class VirtualWorker:
             self._begun.append(_Begun(self._advance(batch), end_s))
 
     def collect_step(self) -> StepResult:
-        """See `Worker.collect_step`; the clock tells how long it took."""
+        """See `Worker.collect_step`; the clock has its duration."""
         wait_s = self.wait_s()
         token_ids, _, earlier, earlier_s = self._begun.popleft()
         self._clock.spend(wait_s)
         return StepResult(token_ids, wait_s, earlier=earlier, earlier_s=earlier_s)
 
     def end_step(self, meta: ConnectorMeta, now_s: float) -> TransferResults:
-        """See `Worker.end_step`; the clock tells how long it took."""
+        """See `Worker.end_step`; the clock has its duration."""
         assert self._connector is not None
         self._connector.mark_ready(meta, now_s)
         self._connector.wait_for_save()
         return self._connector.get_transfer_results(now_s)
 
     def wait_s(self) -> float:
-        """How long its host would wait now for the step that is to be collected next."""
+        """Return how long the host would wait now for the step that is collected next."""
         return max(self._begun[0].end_s - self._clock.now_s(), 0.0)
 
     def end_times_s(
         self, batch: ScheduledBatch, num_steps: int, host_s: float, *, is_ahead: bool
     ) -> list[float]:
-        """When each turn is over if the step that has begun runs several times in a row.
+        """Return when each turn ends if the step under way runs several times in a row.
 
         Args:
-            batch: The step; no other is begun.
-            num_steps: How many turns.
+            batch: The only step under way.
+            num_steps: Number of turns.
             host_s: Seconds of a turn besides the wait for the device.
-            is_ahead: The step of the next turn is submitted in each before the wait.
+            is_ahead: Whether each turn submits the step of the next one before its wait.
         """
         timeline, now_s = self._timeline, self._clock.now_s()
         [begun] = self._begun
@@ -263,7 +263,7 @@ class VirtualWorker:
         return ends_s
 
     def repeat(self, batch: ScheduledBatch, num_more: int) -> None:
-        """Run the step of which `end_times_s` told so many times more, as one to be collected."""
+        """Run the step of the last `end_times_s` `num_more` times more, collected as one step."""
         planned = self._planned[: num_more + 1]
         last = planned[-1]
         self._timeline.rewind(last.free_s, last.busy_s)
@@ -298,8 +298,8 @@ class VirtualWorker:
         for slot, count in zip(batch.slots, batch.num_scheduled_tokens, strict=True):
             row = self._row(slot)
             end = row.num_computed + count
-            # A row decodes when its last token is all that is left of it, as in the two calls of a
-            # generator; in a mixed pass one last token of a prompt costs the same as that.
+            # A row with one token left decodes, as in the two calls of a generator. In a mixed pass
+            # the last token of a prompt costs the same as a decode.
             if batch.kind != "prefill" and count == 1:
                 decodes.append((row.lane, end))
             else:
@@ -309,7 +309,7 @@ class VirtualWorker:
         return self._timing.prefill_s(chunks) if chunks else self._timing.decode_s(decodes)
 
     def _advance(self, batch: ScheduledBatch) -> list[int]:
-        """Compute one step; a token for each slot, -1 where the prompt is not complete."""
+        """Compute one step; return a token for each slot, -1 where the prompt is not complete."""
         sampling: list[_Row] = []
         token_ids: list[int] = []
         for slot, count in zip(batch.slots, batch.num_scheduled_tokens, strict=True):
@@ -343,7 +343,7 @@ class VirtualWorker:
         return tokens
 
     def _tokens_of_request(self, row: _Row, count: int) -> list[int]:
-        """The next tokens of a row, which (seed, output index) alone decide."""
+        """Return the next tokens of a row, which depend on (seed, output index) alone."""
         span = self._facts.vocab_size - _FIRST_TOKEN
         first = row.seed + (row.num_tokens - row.num_prompt)
         return [_FIRST_TOKEN + (i * 0x9E3779B1 >> 7) % span for i in range(first, first + count)]

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class WaitingQueue:
-    """See the module docstring.
+    """The queue of sequences, with running totals.
 
     Args:
         num_groups: DP groups of the engine.
 
     Attributes:
         num_tokens: Tokens that the queued sequences have to compute.
-        num_asking_for: How many ask for each DP group; index -1 counts those that ask for none.
+        num_asking_for: Sequences that ask for each DP group; index -1 counts those without one.
     """
 
     def __init__(self, num_groups: int) -> None:
@@ -52,20 +52,20 @@ class WaitingQueue:
         self._enter(seq)
 
     def pop(self) -> Sequence:
-        """Take the first; there is one."""
+        """Remove and return the first sequence; the queue must not be empty."""
         seq = self._sequences.popleft()
         self._count(seq, -1)
         return seq
 
     def remove(self, seq: Sequence) -> None:
-        """Take one out, wherever it stands."""
+        """Remove a sequence from any place in the queue."""
         self._sequences.remove(seq)
         self._count(seq, -1)
 
     def load_of(self, group: int) -> tuple[int, int, int]:
-        """Sequences that will run in a group, their tokens and pairs of tokens.
+        """Return the sequences that will run in a group, their tokens and pairs of tokens.
 
-        Of those that ask for no group an equal share, rounded up.
+        Sequences that ask for no group count with an equal share, rounded up.
         """
         num_groups = len(self.num_asking_for) - 1
         own, tokens, pairs = (
@@ -75,7 +75,7 @@ class WaitingQueue:
         return own, tokens, pairs
 
     def check_invariants(self) -> None:
-        """The counts are what they count."""
+        """Assert that all counts match the queue."""
         assert self.num_tokens == sum(s.num_new_tokens for s in self._sequences)
         for group, num_asking in enumerate(self.num_asking_for[:-1]):
             waiting = [s for s in self._sequences if s.dp_group == group]

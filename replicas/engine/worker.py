@@ -75,12 +75,12 @@ logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 _MESH_DTYPE = torch.bfloat16
-"""What a mesh computes in; its profile says how weights and KV are stored."""
+"""Dtype of a mesh's computation; its profile decides how weights and KV are stored."""
 _SIMULATED_GENERATOR = "replicas.generators.simulated.generator:SimulatedGenerator"
 
 
 class Worker:
-    """One device's half of an engine; see the module docstring.
+    """One device with its model, KV caches and connector side.
 
     Args:
         config: The engine's configuration.
@@ -109,24 +109,24 @@ class Worker:
         self._connector: KVConnectorWorker | None = None
         # The mesh, for as long as it is open.
         self._mesh: TTMesh | None = None
-        # What else must be compiled before anything is traced.
+        # Compiles KV transfers, which must happen before traces are captured.
         self._compile_kv_io: Callable[[], None] = lambda: None
-        # The generator, if it can tell of its layers; and whether it does.
+        # The generator, if it supports callbacks per layer; and whether they are set.
         self._layers: SupportsLayerCallbacks | None = None
         self._tells_layers = False
-        # Begun and not collected, in their order.
+        # Submitted and not collected, oldest first.
         self._steps: deque[SubmittedStep] = deque()
 
     def init_device(self) -> None:
         """Open the device and build the communication groups; on the CPU, set threads and heap.
 
         Raises:
-            ConfigError: Configuration, model and generator cannot work together; says why.
+            ConfigError: Configuration, model and generator do not fit; gives the reason.
             DeviceError: There is no such mesh here, or it cannot be opened.
         """
         config = self._config
-        # Beside a simulated mesh the host only samples, and a second thread that waits for the
-        # first costs milliseconds a step where engines share cores.
+        # With a simulated mesh the host only samples. A second thread would cost milliseconds a
+        # step where engines share cores.
         num_threads = config.num_threads or (None if config.simulated_mesh is None else 1)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -172,7 +172,7 @@ class Worker:
         if not config.uses_native_generator:
             generator = self._generator_class
             budget = foreign_token_budget(config, config.mesh, hf, generator, max_seq_len)
-            # Known only now, and not to be found out after minutes of loading.
+            # Checked before minutes of loading, as soon as the budget is known.
             derive_max_model_len(config, max_seq_len, kv_groups(config, hf, budget))
         self._generator = self._generator_class.initialize_vllm_model(
             hf,
@@ -193,7 +193,7 @@ class Worker:
         """Allocate the KV caches and, with a connector, start listening.
 
         Args:
-            kv_groups: As `load_model` said.
+            kv_groups: The groups that `load_model` has returned.
             max_model_len: Longest sequence in tokens.
 
         Returns:
@@ -228,7 +228,7 @@ class Worker:
         return self._connector.endpoints, (io.layout,)
 
     def warm_up(self) -> None:
-        """Run every shape once before the first request does."""
+        """Run every shape once, so that the first request finds it compiled."""
         self._progress("warm up", 0.0)
         self._runner.compile()
         self._compile_kv_io()
@@ -239,11 +239,11 @@ class Worker:
     def submit_step(
         self, batch: ScheduledBatch | None, meta: ConnectorMeta | None, now_s: float
     ) -> None:
-        """Begin a step: inject arrived KV, forward.
+        """Begin a step: inject arrived KV, then start the forward pass.
 
         Args:
-            batch: What to compute; None when there are only transfers to serve.
-            meta: The connector's part of the step; None when it has nothing at stake.
+            batch: The batch to compute; None if there are only transfers to serve.
+            meta: The connector's part of the step; None if it has nothing to do.
             now_s: Monotonic clock.
         """
         if self._connector is not None and meta is not None:
@@ -253,14 +253,14 @@ class Worker:
             self._steps.append(self._runner.submit(batch))
 
     def collect_step(self) -> StepResult:
-        """What the forward pass gave that was begun first and not collected."""
+        """Return the result of the oldest step that is not collected."""
         return self._runner.collect(self._steps.popleft())
 
     def end_step(self, meta: ConnectorMeta, now_s: float) -> TransferResults:
-        """End a step with transfers: extract new KV, see what has arrived and ended.
+        """End a step with transfers: extract new KV, then collect ended transfers.
 
         Args:
-            meta: As it was begun with.
+            meta: The connector's part, as in `submit_step`.
             now_s: Monotonic clock.
         """
         assert self._connector is not None
@@ -269,18 +269,18 @@ class Worker:
         return self._connector.get_transfer_results(now_s)
 
     def transfers(self, now_s: float) -> list[TransferInfo]:
-        """The KV transfers under way."""
+        """Return the KV transfers under way."""
         return self._connector.transfers(now_s) if self._connector is not None else []
 
     def transfer_stats(self, now_s: float) -> TransferStats | None:
-        """Totals of the KV connector, if there is one."""
+        """Return totals of the KV connector; None without one."""
         return self._connector.stats(now_s) if self._connector is not None else None
 
     def shutdown(self) -> None:
         """Close the connector, the generator and the device, as far as they are open.
 
-        Whatever goes wrong with one of them, the others are closed: a mesh that is left open may
-        have to be reset before anybody can use it again.
+        An error in one does not keep the others open: a mesh that is left open may be unusable
+        until it is reset.
         """
         with contextlib.ExitStack() as closing:
             if self._mesh is not None:
@@ -292,7 +292,7 @@ class Worker:
                 closing.callback(self._connector.close, deadline_s=2.0)
 
     def _tell_layers(self, *, on: bool) -> None:
-        """Let the forward pass call the connector around each layer, or leave it alone."""
+        """Set or remove the connector's callbacks around each layer."""
         if self._layers is None or on == self._tells_layers:
             return
         assert self._connector is not None
@@ -336,7 +336,7 @@ class Worker:
             seed=self._config.weights_seed,
             attention=self._config.attention,
             progress=self._progress,
-            # Nobody on this host reads what a decode engine has, and private memory is faster.
+            # No engine on this host reads a decode engine's KV, and private memory is faster.
             shares_kv=self._config.kv_connector is not None and self._config.role != "decode",
         )
 
@@ -379,7 +379,7 @@ class Worker:
 
 
 def _routed(config: EngineConfig) -> EngineConfig:
-    """With the settings of the mesh that the classes of its route need."""
+    """Return the configuration with the mesh settings that its route's classes need."""
     if config.mesh is None:
         return config
     return msgspec.structs.replace(config, mesh=route_mesh(config.generator, config.mesh))
@@ -388,10 +388,13 @@ def _routed(config: EngineConfig) -> EngineConfig:
 def _check_capabilities(
     config: EngineConfig, mesh: MeshConfig, model: ModelConfig, name: str, can: ModelCapabilities
 ) -> None:
-    """Refuse what cannot work.
+    """Refuse settings that the generator does not support.
 
-    Asked before a mesh is opened and minutes of loading have passed, and again of the model
-    that was loaded, which may be able to do less than its class.
+    Called before a mesh is opened and weights are loaded, and again for the loaded model, which may
+    support less than its class declares.
+
+    Raises:
+        ConfigError: A setting does not fit; names setting and generator.
     """
     asked = mesh.sample_on_device not in (None, "none")
     if asked and not can.get("supports_sample_on_device"):
@@ -415,10 +418,10 @@ def _check_capabilities(
 
 
 def _import_open_mesh(mesh: MeshConfig) -> Callable[..., TTMesh]:
-    """What opens meshes; importing it loads ttnn, which most hosts do not have.
+    """Import and return `open_mesh`; this imports ttnn, which most hosts do not have.
 
     Raises:
-        DeviceError: This one has not.
+        DeviceError: ttnn cannot be imported here.
     """
     try:
         from replicas.generators.ttnn.mesh import open_mesh
@@ -433,7 +436,7 @@ def _import_open_mesh(mesh: MeshConfig) -> Callable[..., TTMesh]:
 
 
 def _wait(event: object) -> None:
-    """Wait for a mesh to get to an event."""
+    """Wait until a mesh reaches an event."""
     from replicas.generators.ttnn.events import wait_for_event
 
     wait_for_event(event)
