@@ -106,7 +106,7 @@ class World:
 # --- what a decision says -------------------------------------------------------------------------
 
 
-def test_one_who_would_be_late_is_told_when_it_is_worth_while():
+def test_a_late_request_is_refused_with_the_time_to_retry():
     world = World(make(ttft_s=2.5))
     world.teach(1000)
     for _ in range(2):
@@ -119,7 +119,7 @@ def test_one_who_would_be_late_is_told_when_it_is_worth_while():
     assert world.arrive().ttft_s == 2.5
 
 
-def test_who_is_let_in_keeps_the_objective():
+def test_admitted_requests_keep_the_objective():
     world = World(make(ttft_s=2.5), num_engines=2)
     world.teach(1000, 300)
     refused = 0
@@ -136,13 +136,13 @@ def test_who_is_let_in_keeps_the_objective():
     assert sum(kept) >= 0.85 * len(kept)
 
 
-def test_nothing_seen_refuses_nobody():
+def test_without_samples_every_request_is_admitted():
     world = World(make(ttft_s=0.1))
     for _ in range(50):
         world.arrive()
 
 
-def test_without_an_objective_nobody_is_refused_and_all_are_served_in_order():
+def test_without_an_objective_all_requests_are_served_in_order():
     world = World(make())
     world.teach(1000)
     entries = [world.arrive() for _ in range(50)]
@@ -151,7 +151,7 @@ def test_without_an_objective_nobody_is_refused_and_all_are_served_in_order():
     assert len(world.served) >= 40
 
 
-def test_a_prompt_that_no_idle_cluster_has_in_time_is_served_when_there_is_nothing_else():
+def test_a_prompt_too_long_for_its_objective_is_served_when_engines_are_idle():
     world = World(make(ttft_s=0.5))
     world.teach(100, 2000)
     world.arrive(100)
@@ -163,7 +163,7 @@ def test_a_prompt_that_no_idle_cluster_has_in_time_is_served_when_there_is_nothi
     assert entry in world.ttft_s
 
 
-def test_who_waits_is_let_in_by_deadline():
+def test_queued_requests_are_admitted_by_deadline():
     world = World(make(ttft_s=100.0))
     world.teach(1000)
     world.arrive(4000)
@@ -173,7 +173,7 @@ def test_who_waits_is_let_in_by_deadline():
     assert world.served[1:] == [urgent, late]
 
 
-def test_a_request_may_say_its_own_objective():
+def test_a_request_may_have_its_own_objective():
     world = World(make(ttft_s=1e6))
     world.teach(1000)
     world.arrive()
@@ -182,7 +182,7 @@ def test_a_request_may_say_its_own_objective():
     world.arrive()
 
 
-def test_one_who_is_late_while_he_waits_is_taken_out_at_the_last_useful_moment():
+def test_a_queued_request_expires_at_the_last_useful_moment():
     world = World(make(ttft_s=5.0))
     world.teach(1000)
     first = world.arrive()
@@ -197,7 +197,7 @@ def test_one_who_is_late_while_he_waits_is_taken_out_at_the_last_useful_moment()
     assert slow.latest_s < slow.arrived_s + 50.0
 
 
-def test_tokens_and_requests_that_wait_are_bounded():
+def test_queued_tokens_and_requests_are_bounded():
     world = World(make(max_queued_requests=2))
     world.teach(1000)
     world.arrive(4096)
@@ -215,7 +215,7 @@ def test_tokens_and_requests_that_wait_are_bounded():
     world.arrive()
 
 
-def test_a_full_queue_has_room_for_a_tenant_that_has_less_waiting_than_another():
+def test_a_full_queue_admits_a_tenant_with_fewer_queued_requests():
     world = World(make(max_queued_requests=4))
     world.teach(1000)
     world.arrive(4096)
@@ -231,7 +231,7 @@ def test_a_full_queue_has_room_for_a_tenant_that_has_less_waiting_than_another()
     assert len(world.admission) == 4
 
 
-def test_a_tenant_has_no_more_than_its_quota():
+def test_a_tenant_is_limited_to_its_quota():
     world = World(make(tenants={"t": TenantConfig(max_requests=2)}))
     entries = [world.arrive(tenant="t") for _ in range(2)]
     with pytest.raises(QuotaError):
@@ -264,7 +264,7 @@ def test_slots_are_not_given_out_twice():
     assert admission.assign(1.0, few._replace(num_empty_slots=1)) == [entries[2]]
 
 
-def test_more_load_than_keeps_the_objective_for_tokens_waits():
+def test_admitted_load_is_limited_by_the_objective_per_token():
     admission = make(tpot_s=0.101)
     for load in range(1, 40):
         admission.forecast.tokens.add(load % 10, 0.05 + 0.01 * (load % 10))
@@ -282,7 +282,7 @@ POWERS = st.sampled_from([128, 256, 512, 1024, 2048, 4096])
 
 
 @given(st.lists(LENGTHS, max_size=30), st.lists(LENGTHS, max_size=10), LENGTHS, st.integers(1, 4))
-def test_who_is_refused_is_told_no_sooner_time_under_more_load(less, more, length, num_engines):
+def test_more_load_never_shortens_the_time_to_retry(less, more, length, num_engines):
     """And whoever would be let in under more load would be under less."""
     retry_s = []
     for load in (less, [*less, *more]):
@@ -306,7 +306,7 @@ def test_who_is_refused_is_told_no_sooner_time_under_more_load(less, more, lengt
 @given(
     st.lists(POWERS, min_size=5, max_size=40), POWERS, st.integers(1, 4), st.sampled_from([1, 3])
 )
-def test_who_comes_again_when_told_to_is_let_in(load, length, num_engines, ttft_s):
+def test_a_request_that_retries_after_the_given_time_is_admitted(load, length, num_engines, ttft_s):
     world = World(make(ttft_s=float(ttft_s)), num_engines)
     world.admission.forecast.saw_prompts([1000], 1000 * TOKEN_S)
     for n in load:
@@ -332,7 +332,7 @@ def test_who_comes_again_when_told_to_is_let_in(load, length, num_engines, ttft_
     st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.1, 10.0)), min_size=10, max_size=80),
     st.floats(0.5, 3.0),
 )
-def test_what_tenants_get_differs_by_no_more_than_a_request_of_each(arrivals, weight):
+def test_tenants_shares_differ_by_at_most_a_request_of_each(arrivals, weight):
     """By weight, as long as both have somebody waiting."""
     weights = {"a": weight, "b": 1.0, "c": 1.0}
     line = FairLine(weights.get)
@@ -351,7 +351,7 @@ def test_what_tenants_get_differs_by_no_more_than_a_request_of_each(arrivals, we
                 assert abs(had_s[one] - had_s[other]) <= spread_s + 1e-9
 
 
-def test_one_who_comes_back_has_saved_nothing_up():
+def test_a_tenant_saves_up_no_credit_while_it_is_absent():
     line = FairLine(lambda _tenant: 1.0)
     for i in range(30):
         line.enter(Turn("a", (0, i), 1.0))
@@ -366,7 +366,7 @@ def test_one_who_comes_back_has_saved_nothing_up():
     assert served.count("a") == 4
 
 
-def test_what_was_charged_too_much_is_given_back():
+def test_an_overcharge_is_given_back():
     line = FairLine(lambda _tenant: 1.0)
     for i in range(4):
         line.enter(Turn("ab"[i % 2], (0, i), 1.0))
@@ -377,7 +377,7 @@ def test_what_was_charged_too_much_is_given_back():
     assert line.first().tenant == "a"
 
 
-def test_one_tenants_flood_does_not_keep_another_waiting():
+def test_one_tenants_flood_does_not_delay_another():
     world = World(make())
     world.teach(1000)
     for _ in range(100):
@@ -387,7 +387,7 @@ def test_one_tenants_flood_does_not_keep_another_waiting():
     assert entry in world.ttft_s
 
 
-def test_an_objective_that_nobody_keeps_does_not_keep_others_waiting():
+def test_an_objective_that_cannot_be_kept_does_not_delay_other_requests():
     admission, all_slots = make(), supply()
     for i in range(20):
         entry = admission.arrive(asks(f"r{i}"), 10.0 * i, all_slots)
@@ -417,7 +417,7 @@ def test_an_objective_that_nobody_keeps_does_not_keep_others_waiting():
     assert admission.assign(303.0, all_slots) == [never], "alone it does no harm"
 
 
-def test_accounts_of_tenants_that_came_once_are_not_kept_for_ever():
+def test_accounts_of_absent_tenants_are_bounded():
     line = FairLine(lambda _tenant: 1.0)
     most = 0
     line.enter(Turn("rich", (0, 0), 1.0))
@@ -555,7 +555,7 @@ def test_forecast_shares_the_time_of_prompts_that_end_together():
     assert math.isclose(forecast.prompt_s(1000), 1.0, rel_tol=0.05)
 
 
-def test_a_slope_that_is_noise_limits_nobody():
+def test_a_slope_within_noise_limits_no_request():
     line = make().forecast.tokens
     for i in range(100):
         line.add(i % 7, 0.05 + 0.02 * ((i * 37) % 11) / 11)

@@ -40,7 +40,7 @@ async def num_prompts(made, engine):
 
 
 @pytest.mark.parametrize("order", get_args(OrderName))
-def test_tokens_are_those_of_a_router_without(pair, order):
+def test_tokens_equal_those_without_admission(pair, order):
     cases = [(prompt, sampling(6 + i % 5)) for i, prompt in enumerate(prompts(24))]
 
     async def main(**admission):
@@ -52,7 +52,7 @@ def test_tokens_are_those_of_a_router_without(pair, order):
     assert asyncio.run(main(ttft_s=60.0, tpot_s=10.0, max_queued_tokens=10**6)) == plain
 
 
-def test_who_would_be_late_is_refused_before_any_engine_hears_of_it(pair):
+def test_a_late_request_is_refused_before_any_engine_is_asked(pair):
     async def main():
         async with guarded(*pair, ttft_s=30.0) as made:
             for prompt in prompts(4):
@@ -82,7 +82,7 @@ async def emit_nothing(_output):
     raise AssertionError("nothing was to be said")
 
 
-def test_a_client_that_leaves_while_it_waits_costs_nothing(pair):
+def test_a_queued_request_whose_client_leaves_costs_nothing(pair):
     async def main():
         tenants = {"slow": TenantConfig(priority=1)}
         async with guarded(*pair, tenant_header="x-t", tenants=tenants) as made:
@@ -100,7 +100,7 @@ def test_a_client_that_leaves_while_it_waits_costs_nothing(pair):
     assert len(asyncio.run(main())) == 3
 
 
-def test_who_waits_too_long_without_an_objective_is_told_so(pair):
+def test_a_queued_request_without_an_objective_times_out(pair):
     async def main():
         async with guarded(*pair) as made:
             first = [asyncio.create_task(made.tokens([9] * LONG)) for _ in range(4)]
@@ -113,7 +113,7 @@ def test_who_waits_too_long_without_an_objective_is_told_so(pair):
     asyncio.run(main())
 
 
-def test_nobody_decodes():
+def test_without_a_decode_replica_admission_refuses():
     async def main():
         async with guarded(ttft_s=1.0) as made:
             with pytest.raises(NotReadyError):
@@ -122,7 +122,7 @@ def test_nobody_decodes():
     asyncio.run(main())
 
 
-def test_a_request_that_a_stop_string_ends_teaches_what_a_slot_takes(pair):
+def test_a_request_ended_by_a_stop_string_teaches_slot_times(pair):
     async def main():
         async with guarded(*pair) as made:
             outputs = []

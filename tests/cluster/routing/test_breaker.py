@@ -23,7 +23,7 @@ def probe_after(breakers, now_s, wait_s, name="a"):
     return breakers.state(name) == "half_open"
 
 
-def test_it_opens_after_failures_in_a_row_alone():
+def test_a_breaker_opens_only_after_consecutive_failures():
     breakers = Breakers()
     for _ in range(10):
         for _ in range(THRESHOLD - 1):
@@ -37,7 +37,7 @@ def test_it_opens_after_failures_in_a_row_alone():
     assert breakers.admits("b")
 
 
-def test_one_request_tries_it_again_and_its_token_closes_it():
+def test_one_request_probes_and_its_token_closes_the_breaker():
     breakers = Breakers()
     now_s = trip(breakers, 0.0)
     assert now_s == FIRST_OPEN_S

@@ -83,7 +83,7 @@ def test_the_only_engine_is_asked_however_often_it_fails():
     asyncio.run(run())
 
 
-def test_a_reservation_that_lapses_is_nobody_s_failure():
+def test_a_lapsed_reservation_is_no_failure_of_an_engine():
     async def run():
         async with (
             ScriptedEngine("both", "e", answering([LAPSED])) as engine,
@@ -116,7 +116,7 @@ def test_an_engine_whose_connection_breaks_again_and_again_is_given_a_rest():
     asyncio.run(run())
 
 
-def test_a_breaker_opens_when_its_time_is_over_though_nobody_says_who_is_there(monkeypatch):
+def test_a_breaker_half_opens_on_time_while_discovery_hangs(monkeypatch):
     """Discovery may take for ever to answer; and an engine that is gone is shut out no more."""
     monkeypatch.setattr(breaker, "FIRST_OPEN_S", 0.2)
     error = ["its device is broken"]
@@ -144,7 +144,7 @@ def test_a_breaker_opens_when_its_time_is_over_though_nobody_says_who_is_there(m
     asyncio.run(run())
 
 
-def test_a_probe_that_succeeds_wakes_whoever_waits():
+def test_a_successful_probe_wakes_queued_requests():
     """The other engine is full, and the probe goes on: nothing else tells of the room there is."""
     error = ["its device is broken"]
     fails = answering(error)

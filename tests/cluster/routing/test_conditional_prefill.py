@@ -109,7 +109,7 @@ def test_short_answers_suffer_more():
     assert places[1] is not None
 
 
-def test_prompts_are_computed_beside_each_other_and_one_lane_has_them_in_turn():
+def test_groups_compute_prompts_side_by_side_and_one_group_in_turn():
     world = World(0)
     world.queue(9)
     lanes = [world.give(f"r{i}").dp_group for i in range(3)]
@@ -119,7 +119,7 @@ def test_prompts_are_computed_beside_each_other_and_one_lane_has_them_in_turn():
     assert sorted(world.core._engines["d0"].begun) == ["r1", "r2"]
 
 
-def test_a_prompt_that_joins_others_harms_nobody_more():
+def test_a_prompt_computed_beside_others_adds_no_harm():
     alone, joined = World(30), World(30)
     for world in (alone, joined):
         world.queue(3)
@@ -213,7 +213,7 @@ class Notes:
         self.made.append((side, request_id, choice))
 
 
-def test_a_prompt_that_a_decode_engine_gets_is_explained():
+def test_a_prompt_on_a_decode_engine_is_explained():
     world, notes = World(4, 0), Notes()
     world.core = ConditionalPrefill(world.pools, nothing_known, world.lengths, notes)
     world.queue(3)
@@ -253,7 +253,7 @@ def test_what_a_prefill_engine_computes_has_to_be_fetched():
     assert places[1] is not None
 
 
-def test_what_a_decode_engine_has_cached_it_computes_itself():
+def test_a_decode_engine_computes_prompts_that_it_has_cached():
     world = World(3, cached=lambda _demand: {Placement("d0", 1): 960})
     assert world.place() == Placement("d0", 1)
 
@@ -271,7 +271,7 @@ def test_unknown_costs_are_tried_with_prompts_that_are_no_longer_than_most():
     assert known.place(asks("long", 4000)) is not None
 
 
-def test_nobody_knows_anything_or_takes_prompts():
+def test_without_costs_or_prefill_engines_prompts_stay():
     world = World(0)
     world.pools.remove("p")
     assert world.place() is None

@@ -35,7 +35,7 @@ def test_blocks_are_for_the_prompt_and_one_token(num_tokens, block_size, num_blo
     assert Demand("r", [7] * num_tokens).num_blocks(*one_kv_group(9, block_size)) == num_blocks
 
 
-def test_a_request_is_taken_over_whole():
+def test_a_demand_has_every_field_of_its_request():
     request = EngineRequest(
         "r",
         [1, 2, 3],

@@ -59,7 +59,7 @@ def choose(policy, count, *, keeps_whole=True, seed=0):
     return fleet, notes.made
 
 
-def test_a_choice_keeps_the_best_few_with_what_each_term_said_and_which_snapshot_it_was():
+def test_a_choice_keeps_the_best_places_with_terms_and_snapshots():
     fleet, [made] = choose("least_delay", 1, keeps_whole=False)
     choice = made.choice
     assert choice.whole is None
@@ -76,7 +76,7 @@ def test_a_choice_keeps_the_best_few_with_what_each_term_said_and_which_snapshot
     assert choice.missed_tokens[0] in {1000.0, 488.0}
 
 
-def test_those_that_could_not_take_it_are_no_rivals():
+def test_places_that_could_not_take_the_request_are_not_kept():
     for costs, expected in (([1.0, 3.0, 2.0], [0, 2, 1]), ([1.0, np.inf, 2.0], [0, 2])):
         assert _few(0, np.array(costs)) == expected
     assert _few(1, np.array([np.inf, 2.0, np.inf])) == [1]
@@ -127,7 +127,7 @@ def test_the_book_keeps_the_latest_of_all_and_few_of_each_id(names, most):
         assert kept == [f"{name}-{number:x}" for of, number in expected if of == name]
 
 
-def test_a_client_that_repeats_its_id_pushes_out_its_own_records_alone():
+def test_a_client_that_repeats_its_id_drops_only_its_own_records():
     async def scenario():
         routes = Routes(RouterMetrics("m"))
         for number, name in enumerate(["mine", *["loud"] * 3 * KEPT]):
@@ -141,7 +141,7 @@ def test_a_client_that_repeats_its_id_pushes_out_its_own_records_alone():
     assert (len(loud.kept), loud.num_dropped) == (KEPT_OF_AN_ID, 3 * KEPT - KEPT_OF_AN_ID)
 
 
-def test_a_running_request_is_recorded_to_its_end_though_its_record_was_dropped():
+def test_a_running_request_is_recorded_after_its_record_was_dropped():
     _, [made] = choose("least_loaded", 1)
 
     async def scenario():
@@ -172,7 +172,7 @@ def test_what_was_weighed_is_kept_though_views_are_written_in_place(policy):
     assert np.array_equal(made.choice.columns, before[1])
 
 
-def test_a_place_without_rivals_is_kept_and_nothing_is_predicted_of_its_first_token():
+def test_the_only_place_is_kept_without_a_predicted_first_token():
     fleet, notes = Fleet("least_delay", random.Random(0)), Notes()
     decode = make_policies("least_delay", notes=notes).decode
     views = fleet.pools.decode_views()
@@ -189,7 +189,7 @@ def test_a_place_without_rivals_is_kept_and_nothing_is_predicted_of_its_first_to
     assert predicted_token_s(made.choice) > 0.0
 
 
-def test_a_prediction_is_what_the_policy_believed():
+def test_predictions_follow_the_policys_costs():
     _, [made] = choose("least_delay", 1)
     assert predicted_ttft_s(made.choice) == pytest.approx(made.choice.terms(0)["first_token_s"])
 
@@ -208,7 +208,7 @@ def test_a_log_replays_to_the_same_choices_by_the_same_policy(policy):
     assert summary(again)[1]["decode_same"] == 1.0
 
 
-def test_a_log_tells_what_another_policy_would_have_cost():
+def test_a_log_shows_the_cost_of_another_policy():
     _, made = choose("round_robin", 60)
     route = Route("r", 1000, 0.0)
     route.made = made
@@ -219,7 +219,7 @@ def test_a_log_tells_what_another_policy_would_have_cost():
     assert len(lines) == 2
 
 
-def test_a_log_is_its_owners_alone_and_a_full_disk_costs_lines(tmp_path):
+def test_a_log_is_private_and_a_full_disk_loses_lines(tmp_path):
     lost = []
     log = RouteLog(tmp_path / "routes", "i", "least_delay", lambda: lost.append(1))
     log.write(Route("r", 3, 0.0))
@@ -236,7 +236,7 @@ def test_a_log_is_its_owners_alone_and_a_full_disk_costs_lines(tmp_path):
     assert len(lost) == 1
 
 
-def test_a_line_that_cannot_be_made_costs_itself_alone_and_one_that_is_torn_too(tmp_path):
+def test_a_line_that_fails_or_is_torn_loses_only_itself(tmp_path):
     lost = []
     log = RouteLog(tmp_path, "i", "least_delay", lambda: lost.append(1))
     wrong = Route("r", 3, 0.0)
@@ -267,7 +267,7 @@ def test_what_another_version_logged_that_looked_at_less_is_counted_and_left_out
     assert num_unreadable == 1
 
 
-def test_a_route_of_a_stream_that_moved_has_no_time_of_a_token():
+def test_a_migrated_stream_has_no_actual_token_time():
     _, [first, second] = choose("least_delay", 2)
     route = Route("r", 1000, 0.0)
     route.made = [first]

@@ -87,7 +87,7 @@ async def until_complete(fleet):
     await until(lambda: fleet._is_complete, "complete")
 
 
-def test_members_are_connected_and_then_looked_for_seldom():
+def test_members_are_connected_and_then_discovery_is_asked_seldom():
     async def scenario(fleet, discovery):
         await until_complete(fleet)
         assert (known(fleet), fleet.pools.num_open) == (["a", "b"], 2)
@@ -99,7 +99,7 @@ def test_members_are_connected_and_then_looked_for_seldom():
 
 
 @pytest.mark.parametrize("wanted", [3, None])
-def test_while_members_are_missing_or_nobody_knows_it_looks_often(wanted):
+def test_discovery_is_asked_often_while_members_are_missing_or_unknown(wanted):
     async def scenario(fleet, discovery):
         discovery.wanted = wanted
         fleet._is_complete = False
@@ -115,7 +115,7 @@ def test_while_members_are_missing_or_nobody_knows_it_looks_often(wanted):
     following(scenario, "a", wanted=2)
 
 
-def test_a_member_that_is_lost_is_looked_for_at_once_and_as_many_as_are_wanted_then():
+def test_a_loss_asks_discovery_at_once_for_members_and_their_number():
     async def scenario(fleet, discovery):
         await until_complete(fleet)
         discovery.members = [make_member("both", "b"), make_member("both", "c")]
@@ -130,7 +130,7 @@ def test_a_member_that_is_lost_is_looked_for_at_once_and_as_many_as_are_wanted_t
     following(scenario, "a", "b")
 
 
-def test_whoever_has_lost_everybody_waits_until_it_is_known_who_is_there():
+def test_after_the_loss_of_all_replicas_requests_wait_for_discovery():
     async def scenario(fleet, discovery):
         told = []
         fleet.on_change = lambda: told.append(fleet.pools.is_stranded)
@@ -156,7 +156,7 @@ def test_whoever_has_lost_everybody_waits_until_it_is_known_who_is_there():
     following(scenario, "a", "b")
 
 
-def test_a_member_that_drains_does_not_count_as_there():
+def test_a_draining_member_counts_as_missing():
     async def scenario(fleet, discovery):
         await until_complete(fleet)
         fleet.client.say("a", 1, draining=True)
@@ -168,7 +168,7 @@ def test_a_member_that_drains_does_not_count_as_there():
     following(scenario, "a", "b", wanted=2)
 
 
-def test_a_member_that_does_not_answer_counts_as_still_while_it_is_there_and_is_told_once(caplog):
+def test_an_unreachable_member_counts_while_listed_and_is_logged_once(caplog):
     """It is tried again every few seconds; what others see of it does not change with that."""
 
     async def scenario(fleet, discovery):
@@ -192,7 +192,7 @@ def test_a_member_that_does_not_answer_counts_as_still_while_it_is_there_and_is_
     following(scenario, "a", "b")
 
 
-def test_a_member_that_cannot_be_reached_is_forgotten_and_tried_again():
+def test_an_unreachable_member_is_forgotten_and_retried():
     async def scenario(fleet, discovery):
         fleet.client.dead["a"] = EngineDeadError("gone")
         await until(lambda: discovery.num_looks > 3, "it tries on")
@@ -215,7 +215,7 @@ def test_a_member_whose_connection_fails_for_any_reason_is_forgotten():
     asyncio.run(run())
 
 
-def test_cancelling_in_the_moment_of_a_loss_ends_it():
+def test_cancelling_at_the_moment_of_a_loss_ends_the_task():
     async def scenario(fleet, discovery):
         await until_complete(fleet)
         fleet.client.lose("a")
@@ -264,7 +264,7 @@ def test_known_replicas_stay_and_new_ones_are_found_after_any_failed_discovery(
     following(scenario, "a", "b")
 
 
-def test_nobody_is_told_that_nobody_is_there_in_the_moment_of_a_loss():
+def test_no_change_reports_stranded_at_the_moment_of_a_loss():
     async def scenario(fleet, discovery):
         await until_complete(fleet)
         told = []
@@ -276,7 +276,7 @@ def test_nobody_is_told_that_nobody_is_there_in_the_moment_of_a_loss():
     following(scenario, "a")
 
 
-def test_who_is_lost_while_it_is_asked_who_is_there_is_asked_for_again():
+def test_a_loss_during_discovery_asks_discovery_again():
     async def scenario(fleet, discovery):
         await until_complete(fleet)
         discovery.members = []
@@ -291,7 +291,7 @@ def test_who_is_lost_while_it_is_asked_who_is_there_is_asked_for_again():
 
 
 @pytest.mark.parametrize("apart_s", [0.0, 0.003, 0.03])
-def test_engines_that_do_not_answer_are_waited_for_once_however_far_apart_they_were_lost(apart_s):
+def test_each_lost_engine_is_waited_for_once(apart_s):
     async def scenario(fleet, discovery):
         await until_complete(fleet)
         fleet.client.answer_s = 0.05
@@ -308,7 +308,7 @@ def test_engines_that_do_not_answer_are_waited_for_once_however_far_apart_they_w
     following(scenario, *"abcd")
 
 
-def test_whoever_is_connected_and_has_said_nothing_yet_is_waited_for():
+def test_a_connected_engine_without_a_snapshot_is_waited_for():
     async def scenario(fleet, discovery):
         await until_complete(fleet)
         fleet.client.silent.add("a")
@@ -324,7 +324,7 @@ def test_whoever_is_connected_and_has_said_nothing_yet_is_waited_for():
     following(scenario, "a")
 
 
-def test_whoever_cannot_ask_who_is_there_lets_nobody_wait_for_it(failing):
+def test_no_request_waits_while_discovery_fails(failing):
     async def scenario(fleet, discovery):
         await until_complete(fleet)
         discovery.error = OSError()
@@ -334,7 +334,7 @@ def test_whoever_cannot_ask_who_is_there_lets_nobody_wait_for_it(failing):
     following(scenario, "a")
 
 
-def test_only_a_fleet_that_knows_nobody_and_cannot_ask_for_long_is_lost(failing, monkeypatch):
+def test_a_fleet_is_lost_only_without_replicas_and_discovery_for_long(failing, monkeypatch):
     monkeypatch.setattr(fleet_module, "LOST_S", 0.2)
 
     async def scenario(fleet, discovery):
@@ -356,12 +356,12 @@ def test_only_a_fleet_that_knows_nobody_and_cannot_ask_for_long_is_lost(failing,
     following(scenario, "a")
 
 
-def test_engines_have_to_tell_nothing_where_nobody_asks():
+def test_engines_send_no_cache_events_that_no_policy_uses():
     assert Fleet(Connections, KEYS).client.on_kv_events is not None
     assert Fleet(Connections, KEYS, follows_prefixes=False).client.on_kv_events is None
 
 
-def test_what_a_snapshot_tells_is_worked_out_after_those_who_came_with_it_have_gone_on():
+def test_snapshots_settle_after_the_tokens_received_with_them():
     async def scenario(fleet, discovery):
         await until_complete(fleet)
         loop, views = asyncio.get_running_loop(), fleet.pools.decode_views()

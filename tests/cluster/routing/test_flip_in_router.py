@@ -31,7 +31,7 @@ def known(role):
     return pools
 
 
-def test_an_engine_is_on_no_side_while_it_changes_and_then_on_the_other():
+def test_an_engine_is_on_no_side_while_its_role_changes():
     pools = known("decode")
     seen = [sides(pools)]
     for taken in (snapshot(2, "decode", 0, draining=True), snapshot(3, "prefill", 1)):
@@ -41,14 +41,14 @@ def test_an_engine_is_on_no_side_while_it_changes_and_then_on_the_other():
     assert seen == [(1, 0), (0, 0), (0, 1)]
 
 
-def test_what_is_said_late_of_the_time_before_does_not_bring_it_back():
+def test_a_late_snapshot_of_the_old_role_is_ignored():
     pools = known("decode")
     pools.take_snapshot("e", snapshot(3, "prefill", 1))
     pools.take_snapshot("e", snapshot(2, "decode", 0))
     assert sides(pools) == (0, 1)
 
 
-def test_a_refusal_shuts_an_engine_out_until_it_has_changed_and_not_after():
+def test_a_refusal_excludes_an_engine_until_its_role_has_changed():
     pools = known("decode")
     asked_in = pools.epoch("e")
     pools.drains("e", asked_in)
@@ -59,7 +59,7 @@ def test_a_refusal_shuts_an_engine_out_until_it_has_changed_and_not_after():
     assert sides(pools) == (0, 1), "that was said of the time before"
 
 
-def test_a_refusal_of_what_was_sent_in_another_epoch_shuts_out_until_the_next_snapshot_alone():
+def test_a_refusal_of_an_older_epoch_excludes_only_until_the_next_snapshot():
     """It comes under the name of a request that was sent again, and looks like an answer."""
     pools = known("prefill")
     pools.take_snapshot("e", snapshot(2, "decode", 1))

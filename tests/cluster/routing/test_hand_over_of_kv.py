@@ -91,7 +91,7 @@ async def a_stream(prompt=PROMPT, *, kv_endpoints=("tcp://127.0.0.1:1",)):
             await asyncio.wait({reader})
 
 
-def test_the_stream_goes_on_where_it_is_until_the_other_engine_has_fetched_its_full_blocks():
+def test_a_stream_stays_until_its_successor_has_fetched_its_full_blocks():
     async def run():
         async with a_stream() as stream:
             assert stream.heir.received(AddRequest)[0].token_ids == [[5]]
@@ -127,7 +127,7 @@ def test_where_kv_cannot_be_had_the_other_engine_computes_it(who):
 
 
 @pytest.mark.parametrize("why", ["stalled", "quiet", "dead"])
-def test_nobody_waits_for_kv_of_an_engine_that_does_not_move(why, monkeypatch):
+def test_a_stalled_lender_is_left_without_its_kv(why, monkeypatch):
     monkeypatch.setattr(async_client, "QUIET_S", 0.5)
     monkeypatch.setattr(async_client, "SILENCE_S", 60.0)
 
@@ -146,7 +146,7 @@ def test_nobody_waits_for_kv_of_an_engine_that_does_not_move(why, monkeypatch):
     asyncio.run(run())
 
 
-def test_an_engine_that_stalls_already_when_it_is_to_lend_is_left_at_once():
+def test_an_engine_stalled_before_lending_is_left_at_once():
     async def run():
         async with a_stream() as stream:
             stream.lender.stalled_s = 6.0
@@ -159,7 +159,7 @@ def test_an_engine_that_stalls_already_when_it_is_to_lend_is_left_at_once():
     asyncio.run(run())
 
 
-def test_an_engine_that_has_all_of_it_fetches_nothing():
+def test_a_successor_with_all_blocks_cached_fetches_nothing():
     async def run():
         async with a_stream() as stream:
             await stream.accept(num_cached_tokens=64)
@@ -184,7 +184,7 @@ def test_where_nothing_can_be_lent_the_stream_is_handed_over_at_once(prompt, kv_
     asyncio.run(run())
 
 
-def test_a_stream_that_ends_while_its_kv_moves_is_over_on_both_engines():
+def test_a_stream_that_ends_during_its_transfer_ends_on_both_engines():
     async def run():
         async with a_stream() as stream:
             await stream.lend()
@@ -197,7 +197,7 @@ def test_a_stream_that_ends_while_its_kv_moves_is_over_on_both_engines():
     asyncio.run(run())
 
 
-def test_a_stream_stays_when_the_engine_dies_that_fetches_its_kv():
+def test_a_stream_stays_when_its_successor_dies_while_fetching():
     async def run():
         async with a_stream() as stream:
             await stream.lend()

@@ -45,7 +45,7 @@ def test_the_first_of_all_goes_alone_and_at_once():
     assert given_ == [(one, Placement("h0", 0))]
 
 
-def test_they_wait_for_others_until_one_would_be_late_and_get_a_lane_each():
+def test_a_batch_waits_until_one_would_be_late_and_uses_a_lane_for_each():
     helpers = taught()
     entries = [waits(1), waits(2, arrived_s=0.5)]
     assert helpers.due(entries, engines(0, 0), LAST_S - 0.1) == []
@@ -59,13 +59,13 @@ def test_a_full_batch_begins_at_once():
     assert [entry for entry, _ in given_] == entries[:4]
 
 
-def test_whoever_waits_elsewhere_takes_what_room_is_left_the_last_first():
+def test_other_queued_requests_fill_a_batch_last_first():
     one, sooner, later = waits(1), waits(2, is_spilled=False), waits(3, is_spilled=False)
     given_ = taught().due([sooner, later, one], engines(0, 0, lanes=(0, 1)), LAST_S)
     assert [entry for entry, _ in given_] == [one, later]
 
 
-def test_one_engine_only_decodes():
+def test_at_least_one_engine_only_decodes():
     helpers = taught()
     entries = [waits(number) for number in range(4)]
     assert helpers.plan(entries, engines(0), 0.0) == []
@@ -86,7 +86,7 @@ def test_more_harm_than_good_is_not_done():
     assert taught().plan(entries, engines(10, 20), 0.0) != []
 
 
-def test_who_only_decodes_leaves_idle_engines_and_busy_ones_alone():
+def test_decode_only_requests_avoid_idle_and_prefilling_engines():
     helpers = taught()
     entry = waits(1)
     assert helpers.to_spare(entry, engines(0, 0)) == set()
@@ -114,7 +114,7 @@ def test_what_prompts_take_is_that_of_the_longest_beside_them():
     spilled=st.integers(0, 2**20),
     now_s=st.floats(0.0, 3.0),
 )
-def test_nobody_is_given_twice_or_too_late(lengths, num_rows, spilled, now_s):
+def test_no_request_is_given_twice_or_too_late(lengths, num_rows, spilled, now_s):
     helpers, known = taught(), engines(*num_rows)
     entries = [
         waits(i, length, is_spilled=bool(spilled >> i & 1)) for i, length in enumerate(lengths)

@@ -18,7 +18,7 @@ def with_requests(*chains):
     return hot
 
 
-def test_a_prefix_wants_a_copy_for_every_share_of_the_slots():
+def test_a_hot_prefix_needs_a_copy_per_share_of_slots():
     assert [copies_wanted(n, SLOTS) for n in (0, 1, ROOM, ROOM + 1, 2 * ROOM, 2 * ROOM + 1)] == [
         1, 1, 1, 2, 2, 3,
     ]  # fmt: skip
@@ -48,7 +48,7 @@ def test_what_leads_to_a_hot_prefix_counts_where_enough_have_it():
     assert hot.cool(chains[1], other, SLOTS, 8) == other, "not hot itself"
 
 
-def test_a_burst_is_spread_over_as_many_as_it_needs_and_no_more():
+def test_a_burst_is_spread_over_as_many_places_as_needed():
     hot, held = HotPrefixes(), {}
     for _ in range(3 * ROOM):
         hot.enter(CHAIN)

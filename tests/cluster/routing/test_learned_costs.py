@@ -63,7 +63,7 @@ class PoolHistory:
 
 @settings(max_examples=20)
 @given(st.floats(0.1, 9.0), st.floats(0.1, 10.0))
-def test_a_pace_is_against_whatever_costs_are_asked_for(factor, scale):
+def test_a_pace_is_relative_to_any_given_costs(factor, scale):
     pace, rng = Pace(), np.random.default_rng(5)
     for number in range(90):
         assert (pace.against(TRUE) is None) == (number < learned_costs.MIN_STEPS)
@@ -74,7 +74,7 @@ def test_a_pace_is_against_whatever_costs_are_asked_for(factor, scale):
     assert pace.against(scaled) == pytest.approx(factor / scale, rel=0.05)
 
 
-def test_one_step_that_was_held_up_is_no_pace():
+def test_one_delayed_step_does_not_change_a_pace():
     pace, rng = Pace(), np.random.default_rng(5)
     for _ in range(120):
         pace.see(step(1.0, rng), TRUE)
@@ -82,7 +82,7 @@ def test_one_step_that_was_held_up_is_no_pace():
     assert pace.against(TRUE) < learned_costs.ORDINARY
 
 
-def test_a_pace_says_nothing_where_nothing_is_usual():
+def test_without_known_costs_there_is_no_pace():
     pace = Pace()
     for _ in range(99):
         assert not pace.see(step(1.0), StepCosts())
@@ -106,7 +106,7 @@ def test_replicas_that_are_alike_cost_the_same_to_the_bit(who, factor):
 
 
 @pytest.mark.parametrize("factor", [0.3, 0.6, 1.7, 4.0])
-def test_a_replica_out_of_the_ordinary_costs_what_its_own_steps_take(factor):
+def test_an_unusual_replica_costs_its_own_step_times(factor):
     told = PoolHistory(*"abc").tell(dict.fromkeys("abc", 1.0), 10)
     assert len(set(told.costs.values())) == 1, "it is too early to tell"
     told.tell({"a": 1.0, "b": factor, "c": 1.0}, 300)
@@ -118,12 +118,12 @@ def test_a_replica_out_of_the_ordinary_costs_what_its_own_steps_take(factor):
 @pytest.mark.parametrize(
     "factors", [{"a": 1.0, "b": 1.4}, dict(zip("abcd", (1.0, 1.4, 1.4, 1.0), strict=True))]
 )
-def test_a_quarter_slower_is_out_of_the_ordinary_where_half_of_the_pool_is(factors):
+def test_slower_replicas_are_unusual_even_if_half_of_the_pool_is(factors):
     told = PoolHistory(*factors).tell(factors, 300)
     assert told.seconds() == pytest.approx(factors, rel=0.1)
 
 
-def test_who_takes_prompts_and_decodes_by_turns_is_learned_of_both():
+def test_a_replica_that_alternates_prompts_and_decodes_teaches_both():
     told = PoolHistory("a").tell({"a": 1.0}, 100)
     for number in range(4000):
         steps = [prompt_step(1.0, told.rng), step(1.0 if number < 400 else 3.0, told.rng)]
@@ -133,7 +133,7 @@ def test_who_takes_prompts_and_decodes_by_turns_is_learned_of_both():
     assert decode_s(model.known_costs) == pytest.approx(3.0 * decode_s(TRUE), rel=0.1)
 
 
-def test_who_joined_before_anything_was_known_costs_what_the_next_one_does():
+def test_replicas_joining_before_and_after_the_first_costs_are_equal():
     learned, rng = LearnedCosts(), np.random.default_rng(3)
     learned.learn("prefill", "early", [])
     learned.learn("decode", "d", [step(2.0, rng), prompt_step(2.0, rng)])
@@ -141,7 +141,7 @@ def test_who_joined_before_anything_was_known_costs_what_the_next_one_does():
     assert costs["early"] == costs["late"] != StepCosts()
 
 
-def test_what_a_slow_one_alone_has_done_costs_others_what_it_would_have_taken_them():
+def test_work_seen_only_on_a_slow_replica_is_scaled_for_others():
     """Its pace is no part of what the work costs: here, a token of context."""
     told = PoolHistory(*"abc").tell({"a": 1.0, "b": 4.0, "c": 1.0}, 150)
     for _ in range(1500):
@@ -153,12 +153,12 @@ def test_what_a_slow_one_alone_has_done_costs_others_what_it_would_have_taken_th
     assert told.costs["a"].decode_step_s(4, 100_000, 25_000) == pytest.approx(true_s, rel=0.25)
 
 
-def test_of_two_that_differ_each_costs_what_its_own_steps_take():
+def test_two_unlike_replicas_each_cost_their_own_step_times():
     told = PoolHistory(*AB).tell({"a": 1.0, "b": 3.0}, 300)
     assert told.seconds() == pytest.approx({"a": 1.0, "b": 3.0}, rel=0.1)
 
 
-def test_who_has_idled_since_slow_first_steps_is_not_slow():
+def test_a_replica_idle_since_slow_first_steps_is_not_slow():
     """Cold steps taught the fit; it is wrong for both of them, not for the one that computes."""
     told = PoolHistory(*AB).tell({"a": 3.0, "b": 3.0}, 60)
     told.tell({"a": 1.0}, 5)
@@ -170,7 +170,7 @@ def test_who_has_idled_since_slow_first_steps_is_not_slow():
     assert told.seconds()["b"] == pytest.approx(1.0, rel=0.1)
 
 
-def test_who_has_never_computed_costs_what_the_others_take_now():
+def test_a_replica_without_steps_costs_what_others_take_now():
     told = PoolHistory(*AB).tell({"a": 3.0}, 60).tell({"a": 1.0}, 600)
     assert told.costs["a"] == told.costs["b"]
     assert told.seconds()["b"] == pytest.approx(1.0, rel=0.15)
@@ -183,7 +183,7 @@ def test_a_host_that_slows_down_shows_at_once():
     assert told.seconds() == pytest.approx(dict.fromkeys("abc", 2.5), rel=0.15)
 
 
-def test_a_slow_one_that_nobody_asks_any_more_is_asked_again():
+def test_a_slow_replica_without_new_steps_fades_to_the_pools_costs():
     told = PoolHistory(*"abc").tell({"a": 1.0, "b": 4.0, "c": 1.0}, 200)
     assert told.seconds()["b"] == pytest.approx(4.0, rel=0.1)
     told.tell({"a": 1.0, "c": 1.0}, 10 * learned_costs.HALF_LIFE)
@@ -218,7 +218,7 @@ def test_a_replica_that_is_gone_counts_for_nothing():
     assert decode_s(changed["a"]) == pytest.approx(decode_s(TRUE), rel=0.1)
 
 
-def test_pools_learn_for_themselves_and_for_those_that_know_nothing():
+def test_pools_learn_for_themselves_and_for_pools_without_steps():
     learned, rng = LearnedCosts(), np.random.default_rng(3)
     for _ in range(50):
         learned.learn("decode", "d", [step(2.0, rng)])

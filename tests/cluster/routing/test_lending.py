@@ -118,7 +118,7 @@ def killed(leaving):
 
 
 @pytest.mark.parametrize("ends", [killed, frozen])
-def test_streams_whose_engine_is_lost_as_it_lends_go_on_with_the_same_tokens(
+def test_streams_continue_with_the_same_tokens_when_the_lender_is_lost(
     prefill, decode, expected, monkeypatch, ends
 ):
     monkeypatch.setattr(launch, "HAND_OVER_SHARE", 0.0001)

@@ -34,7 +34,7 @@ def demand(number, length):
 
 
 @given(GROUPS, SENT, st.booleans())
-def test_a_request_finds_the_whole_engine_and_what_its_group_has_to_spare(groups, sent, computes):
+def test_load_combines_the_engines_work_and_its_groups_spare_room(groups, sent, computes):
     demands = [(group, demand(i, length)) for i, (group, length) in enumerate(sent)]
     load = engine_load(told_by(groups), demands, COSTS, 10**9, computes_prompts=computes)
     # What was sent went to the first group, or to none.
@@ -65,7 +65,7 @@ def test_a_request_finds_the_whole_engine_and_what_its_group_has_to_spare(groups
         assert load.queue_s == 0.0
 
 
-def test_groups_that_a_step_cannot_feed_at_once_wait_for_each_other():
+def test_groups_queue_when_a_step_has_too_few_tokens_for_all():
     group = GroupSnapshot(9, [9], 0, 0, 1, 0, 0, 4096, 0, 1)
     costs = StepCosts(prompt_token_s=0.001)
     for max_step_tokens, queue_s in ((4096, 8.192), (8192, 4.096)):
@@ -83,13 +83,13 @@ def spares_s(told_tokens, sent, max_step_tokens):
     return load.spare_prompt_s
 
 
-def test_a_prompt_has_room_beside_what_no_step_can_have_begun():
+def test_a_prompt_fits_beside_prompts_that_no_step_has_started():
     assert spares_s((900, 0), [], 8192) == [0.0, 0.0]
     assert spares_s((900, 0), [(1, 500)], 8192) == pytest.approx([0.5, 0.0])
     assert spares_s((0, 0), [(1, 500), (0, 200)], 8192) == pytest.approx([0.3, 0.0])
 
 
-def test_a_prompt_has_no_room_before_those_of_its_own_group():
+def test_a_prompt_cannot_pass_earlier_ones_of_its_group():
     assert spares_s((9000, 0), [(1, 50)], 4096) == [0.0, 0.0], "half of them wait for one more step"
     assert spares_s((0, 9000), [(1, 500)], 4096) == pytest.approx([0.5, 0.0])
 
@@ -149,7 +149,7 @@ def test_what_a_replica_tells_of_its_steps_is_what_a_prompt_costs_there():
     pools.check_invariants()
 
 
-def test_a_prompt_that_was_sent_leaves_room_beside_it_where_an_engine_has_more_groups():
+def test_a_sent_prompt_leaves_room_beside_it_in_other_groups():
     pools = pool("both", "prefill")
     groups = [GroupSnapshot(9, [60], 0, 0, 0)] * 2
     for seq in range(40):
@@ -171,7 +171,7 @@ def test_a_prompt_that_was_sent_leaves_room_beside_it_where_an_engine_has_more_g
     assert [view.spare_prompt_s for view in pools.decode_views()] == [0.0, 0.0]
 
 
-def test_a_step_that_two_snapshots_tell_of_is_learned_once():
+def test_a_step_reported_by_two_snapshots_is_learned_once():
     pools = pool("both")
     for seq in range(9):
         snapshot = told([GroupSnapshot(9, [60], 0, 0, 0)], seq, prompt_step=PROMPT)
@@ -179,14 +179,14 @@ def test_a_step_that_two_snapshots_tell_of_is_learned_once():
     assert pools.num_steps_learned == 1
 
 
-def test_a_replica_that_has_done_nothing_is_believed_to_be_like_the_others():
+def test_a_replica_without_steps_is_assumed_to_be_like_the_others():
     pools = pool("both", "decode")
     tell(pools, "both", 9)
     tell(pools, "decode", 1, "decode")
     assert [seconds(view) for view in pools.decode_views()] == pytest.approx([4.0, 4.0], rel=0.02)
 
 
-def test_replicas_of_a_pool_are_alike_but_for_one_that_is_out_of_the_ordinary():
+def test_replicas_of_a_pool_are_alike_except_an_unusual_one():
     factors = {"one": 1.1, "two": 0.9, "three": 1.0, "slow": 3.0}
     pools = PoolState()
     for name in factors:
@@ -203,7 +203,7 @@ def test_replicas_of_a_pool_are_alike_but_for_one_that_is_out_of_the_ordinary():
     assert slow == pytest.approx(12.0, rel=0.1)
 
 
-def test_prompts_are_the_work_of_whoever_computes_them():
+def test_prompts_load_the_engines_that_compute_them():
     pools = pool("decode", "prefill")
     tell(pools, "decode", 9, "decode")
     tell(pools, "prefill", 9, "prefill")

@@ -212,7 +212,7 @@ def test_a_round_robin_that_finds_nothing_keeps_its_turn():
     assert decode_turns(policy, groups(1, 1, 1), 1) == ["e1"]
 
 
-def test_a_round_robin_goes_on_when_groups_have_gone():
+def test_round_robin_continues_when_groups_have_gone():
     policy = round_robin()
     assert decode_turns(policy, groups(1, 1, 1, 1), 4)[-1] == "e3"
     assert decode_turns(policy, groups(1, 1), 2) == ["e0", "e1"]
@@ -231,7 +231,7 @@ def test_round_robin_of_prefill_engines_has_a_turn_of_its_own():
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), group_views(), REFUSED), max_size=8))
-def test_whatever_it_remembers_round_robin_finds_a_group_exactly_if_one_fits(calls):
+def test_round_robin_finds_a_group_exactly_if_one_fits(calls):
     policy = round_robin()
     for num_blocks, views, refused in calls:
         placement = place(policy, needs(num_blocks), views, refused)
@@ -469,7 +469,7 @@ def test_a_prompt_goes_where_it_is_cached_unless_the_queue_there_costs_more():
         assert place(policy, demand, views).incarnation == expected, queue_s
 
 
-def test_kv_that_need_not_come_counts_as_long_as_it_would_take():
+def test_cached_kv_saves_the_time_of_its_transfer():
     """Prompts are computed elsewhere."""
     costs = COSTS._replace(prompt_s=0.0, prompt_token_s=0.0, prompt_pair_s=0.0)
     demand = Demand("r", [7] * 31)
@@ -482,7 +482,7 @@ def test_kv_that_need_not_come_counts_as_long_as_it_would_take():
         assert place(policy, demand, views).incarnation == expected, step_s
 
 
-def test_a_cached_prefix_is_worth_more_of_a_queue_where_many_are_about():
+def test_a_cached_prefix_is_worth_a_longer_queue_under_load():
     """Computed once more it costs everybody who comes."""
     demand = Demand("r", [7] * 31)
     cached = {Placement("e0", 0): 28}
@@ -508,7 +508,7 @@ def test_an_engine_as_a_whole_has_what_its_groups_have_cached():
 
 
 @pytest.mark.parametrize("name", ["prefix_aware", "cache_and_load"])
-def test_a_session_stays_together_on_every_ingress_where_nothing_else_decides(name):
+def test_every_ingress_keeps_a_session_together_on_equal_costs(name):
     views = groups(*[4] * 8)
     homes = collections.Counter()
     for i in range(32):
@@ -548,7 +548,7 @@ def test_the_default_alone_looks_at_steps(name):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_who_looks_at_caches_is_listed(name):
+def test_policies_that_use_caches_are_listed(name):
     asked = []
 
     def cached_tokens(demand):

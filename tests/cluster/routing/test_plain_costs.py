@@ -149,7 +149,7 @@ def check_choice(views, demand, cached, refused, turn, side):
     st.integers(1, 2),
     st.integers(1, 600),
 )
-def test_a_product_says_of_each_place_what_the_formula_says(data, side, length, choices, output):
+def test_a_product_equals_the_formula_at_each_place(data, side, length, choices, output):
     views = data.draw(engines(st.just(0) if side == "prefill" else st.integers(1, 3)))
     demand = Demand("r", [7] * length, choices, output)
     cached = data.draw(
@@ -160,7 +160,7 @@ def test_a_product_says_of_each_place_what_the_formula_says(data, side, length, 
     check_choice(views, demand, cached, refused, turn, side)
 
 
-def test_thousands_of_placements_are_those_of_the_formula_while_views_change():
+def test_placements_follow_the_formula_while_views_change():
     dice = random.Random(0)
     for side, num_groups in (("decode", 4), ("prefill", 1)) * 10:
         groups = range(num_groups) if side == "decode" else [ANY_GROUP]

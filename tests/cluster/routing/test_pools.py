@@ -285,7 +285,7 @@ def test_views_keep_the_order_in_which_replicas_came():
     assert order(pools) == [("b0", 0), ("b0", 1), ("a9", 0), ("a9", 1), ("d0", 0), ("d0", 1)]
 
 
-def test_a_change_of_one_replica_shows_at_its_place_only():
+def test_a_change_of_one_replica_changes_only_its_places():
     pools = three_replicas()
     before = list(pools.decode_views())
     pools.take_snapshot("b0", idle(seq=1, num_slots=1, role="both"))
@@ -304,7 +304,7 @@ def test_what_a_snapshot_tells_is_in_the_views_once_they_are_settled():
     assert [view.num_empty_slots for view in views] == [1, 1, 2, 2]
 
 
-def test_who_asks_before_what_snapshots_tell_was_looked_at_is_told_the_same():
+def test_costs_do_not_depend_on_when_snapshots_settle():
     step = StepWork(4, 400, 100, 0, 0, 0, 0.02)
     snapshots = [msgspec.structs.replace(idle(seq=seq), decode_step=step) for seq in (1, 2)]
     told = []
@@ -320,7 +320,7 @@ def test_who_asks_before_what_snapshots_tell_was_looked_at_is_told_the_same():
     assert told[0][0] == 2
 
 
-def test_what_cannot_be_learned_fails_once_and_nobody_else(monkeypatch):
+def test_a_snapshot_that_cannot_be_learned_raises_once(monkeypatch):
     pools = three_replicas()
     pools.settle()
     learn = LearnedCosts.learn
@@ -348,7 +348,7 @@ def test_what_cannot_be_learned_fails_once_and_nobody_else(monkeypatch):
     assert pools.num_steps_learned == 1
 
 
-def test_a_replica_that_has_gone_is_learned_from_before_it_is_forgotten():
+def test_a_lost_replicas_steps_are_learned_before_it_is_forgotten():
     pools = three_replicas()
     step = StepWork(4, 400, 100, 0, 0, 0, 0.02)
     pools.take_snapshot("d0", msgspec.structs.replace(idle(seq=1), decode_step=step))
@@ -385,7 +385,7 @@ def test_a_replica_that_drains_or_vanishes_leaves_the_views():
     pools.check_invariants()
 
 
-def test_a_request_is_held_on_each_side_by_itself():
+def test_holds_of_a_request_on_both_sides_are_independent():
     """Its decode slot and its prompt were asked of two replicas at once."""
     pools = three_replicas()
     hold_decode(pools, "r", Placement("d0", 0), 3)
@@ -405,7 +405,7 @@ def test_a_request_is_held_on_each_side_by_itself():
     pools.check_invariants()
 
 
-def test_a_lost_replica_takes_its_holds_along_and_no_others():
+def test_a_lost_replica_loses_only_its_own_holds():
     pools = three_replicas()
     hold_decode(pools, "r", Placement("d0", 0), 3)
     hold_prefill(pools, "r", "p0", 77)
@@ -419,7 +419,7 @@ def test_a_lost_replica_takes_its_holds_along_and_no_others():
     pools.check_invariants()
 
 
-def test_a_hold_on_nobody_is_none():
+def test_a_hold_on_an_unknown_replica_is_ignored():
     pools = three_replicas()
     hold_decode(pools, "r", Placement("gone", 0), 3)
     assert pools.holds() == []
@@ -436,7 +436,7 @@ def test_snapshots_are_counted_when_they_are_taken_over():
     assert pools.num_snapshots == 4
 
 
-def test_holds_are_counted_in_the_blocks_of_whoever_has_them():
+def test_holds_are_counted_in_blocks_of_their_engine():
     pools = PoolState()
     for incarnation, block_size in (("small", 32), ("large", 64)):
         pools.add(make_member("decode", incarnation, kv_groups=one_kv_group(9, block_size)))
@@ -517,7 +517,7 @@ def test_views_that_are_out_of_date_are_noticed():
         pools.check_invariants()
 
 
-def test_costs_that_change_with_one_replica_are_those_of_all_of_its_pool():
+def test_a_new_fit_changes_the_costs_of_the_whole_pool():
     pools, groups = PoolState(), idle().groups
     for incarnation in ("d0", "d1"):
         pools.add(make_member("decode", incarnation))
@@ -570,7 +570,7 @@ def fail(pools, incarnation, now_s=0.0):
         pools.failed(incarnation, now_s)
 
 
-def test_a_replica_that_fails_requests_gets_no_more_and_then_one_to_try_it():
+def test_a_failing_replica_gets_no_requests_and_later_one_probe():
     pools = with_replicas("d0", "d1")
     fail(pools, "d0")
     assert in_views(pools) == {"d1"}
@@ -585,7 +585,7 @@ def test_a_replica_that_fails_requests_gets_no_more_and_then_one_to_try_it():
     assert in_views(pools) == {"d0", "d1"}
 
 
-def test_a_probe_that_ends_without_a_verdict_lets_another_one_try():
+def test_a_probe_without_a_result_allows_another_probe():
     pools = with_replicas("d0", "d1")
     fail(pools, "d0")
     pools.expire(FIRST_OPEN_S)
@@ -595,7 +595,7 @@ def test_a_probe_that_ends_without_a_verdict_lets_another_one_try():
 
 
 @pytest.mark.parametrize("only", ["d0", "p0"])
-def test_nobody_is_shut_out_who_is_the_only_one_of_a_side(only):
+def test_the_only_replica_of_a_side_is_never_shut_out(only):
     others = {"d0": "p0", "p0": "d0"}
     pools = with_replicas(only, others[only])
     fail(pools, only)
@@ -603,7 +603,7 @@ def test_nobody_is_shut_out_who_is_the_only_one_of_a_side(only):
     assert pools.breakers.state(only) == "open"
 
 
-def test_where_all_of_a_side_fail_all_of_it_is_asked():
+def test_if_all_replicas_of_a_side_fail_all_stay_listed():
     pools = with_replicas("d0", "d1", "p0")
     fail(pools, "d0")
     fail(pools, "d1")

@@ -188,14 +188,14 @@ def test_what_is_forgotten_only_ever_shortens_a_prefix(max_entries, said, names)
         assert depth <= truth[placement]
 
 
-def test_the_bound_costs_the_fullest_its_ends_and_nobody_else_anything():
+def test_the_limit_drops_ends_of_the_fullest_holder_only():
     index = PrefixIndex(12)
     index.take(A, stored(0, *range(10), listing=True))
     index.take(B, stored(0, *range(4), listing=True))
     assert index.look_up(range(10)) == {A: 8, B: 4}
 
 
-def test_a_group_that_missed_a_batch_is_asked_now_and_then():
+def test_after_a_missed_batch_a_listing_is_requested_repeatedly():
     index = PrefixIndex()
     index.take(A, stored(3, 1, listing=True))
     asks = [index.take(A, stored(seq, seq)) for seq in range(5, 6 + ASK_AGAIN)]
@@ -215,7 +215,7 @@ def test_an_old_listing_does_not_bring_back_what_is_gone():
 
 
 @pytest.mark.parametrize("names", [[], [9]])
-def test_nothing_is_found_of_what_nobody_holds(names):
+def test_blocks_without_a_holder_are_not_found(names):
     index = PrefixIndex()
     index.take(A, stored(0, 1, 2, listing=True))
     assert index.look_up(names) == {}

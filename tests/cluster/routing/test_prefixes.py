@@ -57,7 +57,7 @@ def test_cached_tokens_are_those_of_whole_blocks_and_never_all():
     assert prefixes.cached_tokens(demand(OTHER)) == {}
 
 
-def test_engines_of_several_block_sizes_are_told_apart():
+def test_engines_of_several_block_sizes_are_kept_apart():
     prefixes = known("a")
     groups = one_kv_group(9, 64, 1024)
     prefixes.add(make_member("both", "big", kv_groups=groups))
@@ -67,7 +67,7 @@ def test_engines_of_several_block_sizes_are_told_apart():
     assert prefixes.cached_tokens(demand(LONG)) == cached
 
 
-def test_a_prompt_is_not_hashed_where_nobody_asks():
+def test_a_prompt_is_not_hashed_if_placement_ignores_caches():
     prefixes = Prefixes(KEYS, is_asked=False)
     prefixes.add(make_member("both", "a"))
     prefixes.note_routed(demand(LONG), Placement("a", 0), 0.0)

@@ -52,7 +52,7 @@ def test_every_token_counts_once_and_each_choice_ends_once(script):
     assert len(progress.longest) == max(map(len, tokens))
 
 
-def test_a_seam_lasts_from_the_last_token_before_it_to_the_first_after_it():
+def test_a_seam_lasts_from_the_last_old_token_to_the_first_new_one():
     progress = Progress(1)
     assert progress.heard(1.0) is None
     assert progress.heard(2.0) is None

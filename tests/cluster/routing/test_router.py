@@ -333,7 +333,7 @@ def test_client_that_leaves_has_everything_freed(pool, state):
 # --- engines die -------------------------------------------------------------------------------
 
 
-def test_prefill_engine_killed_before_it_answers_gives_way_to_another(pool, victim):
+def test_prefill_engine_killed_before_its_answer_is_replaced(pool, victim):
     prefill, decode = pool[0], pool[2]
     lost = victim("prefill")
     (prompt,) = prompts(1, lengths=(170,))
@@ -357,7 +357,7 @@ def test_prefill_engine_killed_before_it_answers_gives_way_to_another(pool, vict
     assert asyncio.run(run()) == (reference((prompt, sampling()))[0], 1)
 
 
-def test_prefill_engine_killed_while_it_computes_gives_way_to_another(pool, victim):
+def test_prefill_engine_killed_while_computing_is_replaced(pool, victim):
     prefill, decode = pool[0], pool[2]
     lost = victim("prefill")
     (prompt,) = prompts(1, lengths=(1900,))
@@ -507,7 +507,7 @@ def test_streams_that_would_outlive_the_drain_of_their_engine_go_on_elsewhere(
     assert asyncio.run(run()) == reference(*cases)
 
 
-def test_a_stream_of_an_engine_without_kv_transfer_goes_on_on_another_one():
+def test_a_stream_without_kv_transfer_continues_on_another_engine():
     cases = [(p, sampling(LONG)) for p in prompts(6, lengths=(40, 65))]
 
     async def run(lost, other):
@@ -586,7 +586,7 @@ def test_decode_engine_killed_during_the_transfer_gives_the_prefill_blocks_back(
     asyncio.run(run())
 
 
-def test_decode_engine_killed_while_it_waits_for_kv_gives_way_to_another(pool, victim):
+def test_decode_engine_killed_while_waiting_for_kv_is_replaced(pool, victim):
     """Prefill stands still from its first token on, so that nothing has been fetched."""
     prefill, decode = pool[0], pool[2]
     lost = victim("decode")
@@ -609,7 +609,7 @@ def test_decode_engine_killed_while_it_waits_for_kv_gives_way_to_another(pool, v
     assert asyncio.run(run()) == reference((prompt, sampling()))[0]
 
 
-def test_prefill_engine_killed_while_its_kv_waits_costs_the_prompt_and_no_request(pool, victim):
+def test_prefill_engine_killed_before_its_kv_is_fetched_fails_no_request(pool, victim):
     lost, decode = victim("prefill"), pool[2]
     (prompt,) = prompts(1, lengths=(174,))
 
@@ -691,7 +691,7 @@ def test_prompt_computed_on_one_replica_is_found_on_another_under_the_same_salt(
     assert [num_cached for _, num_cached in results] == [0, 0, 0, 192]
 
 
-def test_stopped_decode_engine_counts_as_lost_and_serves_again_when_it_wakes(pool, monkeypatch):
+def test_suspended_decode_engine_counts_as_lost_and_serves_after_it_resumes(pool, monkeypatch):
     monkeypatch.setattr(async_client, "SILENCE_S", 2.0)
     prefill, decode = pool[0], pool[2]
 
@@ -772,7 +772,7 @@ def test_waiting_requests_are_placed_in_the_order_they_came():
     asyncio.run(run())
 
 
-def test_newcomer_does_not_overtake_those_who_wait():
+def test_new_request_does_not_overtake_queued_ones():
     async def run():
         async with ScriptedEngine("both", "e", finishes) as engine, rig() as made:
             await made.connect(engine.member)
@@ -899,7 +899,7 @@ def test_request_that_lost_a_race_keeps_its_place_in_the_queue():
     asyncio.run(run())
 
 
-def test_client_that_leaves_at_the_moment_it_is_placed_leaves_no_hold():
+def test_client_that_leaves_at_its_placement_leaves_no_hold():
     async def run():
         async with ScriptedEngine("both", "e", silent) as engine, rig() as made:
             await full_engine(engine, made)
@@ -979,7 +979,7 @@ def test_engines_that_drain_cost_a_request_none_of_its_attempts():
     asyncio.run(run())
 
 
-def test_a_request_that_is_refused_again_and_again_waits_no_longer_than_any_other():
+def test_a_repeatedly_refused_request_times_out_like_any_other():
     def answer(message):
         if isinstance(message, AddRequest):
             return [Refused(message.request.request_id, "no_slot", "taken")]

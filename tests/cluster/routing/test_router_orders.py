@@ -116,7 +116,7 @@ def holds(made):
 
 
 @pytest.mark.parametrize("order", EARLY)
-def test_first_token_comes_while_no_decode_slot_is_free_and_the_rest_when_one_is(order):
+def test_first_token_is_delivered_before_a_decode_slot_is_free(order):
     async def scenario():
         engines = ("prefill", "p", prefills), ("decode", "d", decodes)
         async with cluster(*engines, order=order) as (made, p, d):
@@ -143,7 +143,7 @@ def test_first_token_comes_while_no_decode_slot_is_free_and_the_rest_when_one_is
     run(scenario)
 
 
-def test_ticket_names_the_producer_its_layout_and_what_it_is_for():
+def test_ticket_names_producer_layout_and_transfer():
     async def scenario():
         async with cluster(("prefill", "p", prefills), ("decode", "d", decodes)) as (made, p, d):
             await tokens(start(made))
@@ -235,7 +235,7 @@ def test_last_words_of_an_engine_that_refused_do_not_end_the_request():
     run(scenario)
 
 
-def test_decode_engine_computes_it_all_when_no_prefill_engine_gives_a_token():
+def test_decode_engine_computes_the_prompt_if_every_prefill_engine_fails():
     async def scenario():
         async with cluster(("prefill", "p", refuses), ("decode", "d", accepts)) as (made, _, d):
             result = asyncio.ensure_future(tokens(start(made)))
@@ -318,7 +318,7 @@ def test_decode_engine_that_dies_before_a_token_gives_way_with_the_same_transfer
     run(scenario)
 
 
-def test_decode_engine_that_dies_with_the_kv_is_followed_by_one_that_computes_the_prompt():
+def test_successor_of_a_decode_engine_lost_with_the_kv_computes_the_prompt():
     async def scenario():
         engines = ("prefill", "p", prefills), ("decode", "d1", accepts), ("decode", "d2", decodes)
         async with cluster(*engines) as (made, p, lost, d):
@@ -374,7 +374,7 @@ def test_prefill_engine_that_dies_with_the_kv_leaves_the_prompt_to_the_decode_en
     run(scenario)
 
 
-def test_transfer_that_fails_lets_go_of_prefill_and_the_request_goes_on():
+def test_failed_transfer_releases_prefill_and_the_request_continues():
     def fails(message):
         if isinstance(message, LoadKV):
             return [KVLoaded(message.request_id, message.epoch, "expired")]
@@ -416,7 +416,7 @@ def begins(message):
 
 
 @pytest.mark.parametrize("order", get_args(OrderName))
-def test_after_a_decode_engine_with_tokens_another_goes_on_from_them(order):
+def test_successor_of_a_decode_engine_continues_from_its_tokens(order):
     async def scenario():
         engines = ("prefill", "p", prefills), ("decode", "d1", begins), ("decode", "d2", decodes)
         async with cluster(*engines, order=order) as (made, p, lost, d):
@@ -478,7 +478,7 @@ def test_choices_that_are_not_equally_far_go_on_from_where_each_was_and_end_once
     run(scenario)
 
 
-def test_a_stream_that_lost_its_engine_is_placed_before_those_who_came_later():
+def test_an_interrupted_stream_is_placed_before_later_requests():
     async def scenario():
         engines = ("both", "d1", accepts), ("both", "d2", accepts)
         async with cluster(*engines) as (made, lost, d):
@@ -526,7 +526,7 @@ def test_streams_of_an_engine_that_hands_over_go_on_elsewhere_and_that_is_no_los
     run(scenario)
 
 
-def test_a_stream_stays_with_an_engine_that_hands_over_until_another_has_room():
+def test_a_stream_stays_on_a_draining_engine_until_another_has_room():
     async def scenario():
         engines = ("both", "d1", accepts), ("both", "d2", decodes)
         async with cluster(*engines) as (made, leaving, d):
@@ -552,7 +552,7 @@ def test_a_stream_stays_with_an_engine_that_hands_over_until_another_has_room():
 
 
 @pytest.mark.parametrize("room", ["no other", "full"])
-def test_a_stream_that_nobody_can_go_on_with_ends_with_the_loss(room):
+def test_a_stream_that_no_engine_can_continue_ends_with_the_loss(room):
     async def scenario():
         engines = [("both", "d1", accepts), ("both", "d2", accepts)]
         async with cluster(*engines, queue_timeout_s=0.5) as (made, lost, other):
@@ -573,7 +573,7 @@ def test_a_stream_that_nobody_can_go_on_with_ends_with_the_loss(room):
     run(scenario)
 
 
-def test_losing_one_decode_engine_after_the_other_ends_the_request_and_frees_prefill():
+def test_losing_decode_engines_repeatedly_ends_the_request_and_frees_prefill():
     async def scenario():
         engines = ("prefill", "p", prefills), ("decode", "d1", accepts), ("decode", "d2", accepts)
         async with cluster(*engines, max_attempts=2) as (made, p, *lost):
@@ -590,7 +590,7 @@ def test_losing_one_decode_engine_after_the_other_ends_the_request_and_frees_pre
 
 
 @pytest.mark.parametrize("order", get_args(OrderName))
-def test_a_request_that_engines_die_of_ends_as_many_as_it_may_lose(order):
+def test_a_request_that_kills_engines_loses_at_most_max_attempts(order):
     killed = []
 
     def dies(message, engine):
@@ -658,7 +658,7 @@ def test_decode_first_names_its_consumer_from_the_start():
     run(scenario)
 
 
-def test_decode_first_engine_lost_before_a_token_is_followed_by_one_that_computes_the_prompt():
+def test_decode_first_successor_of_an_engine_without_tokens_computes_the_prompt():
     async def scenario():
         engines = ("prefill", "p", prefills), ("decode", "d1", accepts), ("decode", "d2", decodes)
         async with cluster(*engines, order="decode_first") as (made, p, lost, d):
@@ -678,7 +678,7 @@ def test_decode_first_engine_lost_before_a_token_is_followed_by_one_that_compute
 # --- predicted: what is new ---------------------------------------------------------------------
 
 
-def test_predicted_asks_for_prompt_and_slot_at_once_when_nobody_is_before_the_prompt():
+def test_predicted_asks_for_the_slot_at_once_if_the_prompt_is_next():
     async def scenario():
         engines = ("prefill", "p", accepts), ("decode", "d", silent)
         async with cluster(*engines, order="predicted") as (made, p, d):
@@ -720,7 +720,7 @@ def test_slot_that_is_refused_leaves_a_prompt_alone_that_was_asked_for_before():
     run(scenario)
 
 
-def test_engine_that_could_have_begun_to_fetch_costs_the_prompt_when_it_is_lost():
+def test_engine_lost_after_it_may_have_begun_to_fetch_costs_the_prompt():
     async def scenario():
         engines = ("prefill", "p", accepts), ("decode", "d1", accepts), ("decode", "d2", decodes)
         async with cluster(*engines, order="predicted") as (made, p, lost, d):
@@ -739,7 +739,7 @@ def test_engine_that_could_have_begun_to_fetch_costs_the_prompt_when_it_is_lost(
     run(scenario)
 
 
-def test_answer_that_ends_with_its_first_token_needs_no_slot_that_it_waits_for():
+def test_answer_of_one_token_needs_no_decode_slot():
     def ends(message):
         if isinstance(message, AddRequest):
             end = TokenOutput(message.request.request_id, 0, [FIRST], "length")
@@ -775,7 +775,7 @@ def test_decode_engine_computes_what_prefill_engines_refused_before_there_was_a_
     run(scenario)
 
 
-def test_those_whose_prompts_are_under_way_are_among_as_many_as_may_wait():
+def test_requests_with_prompts_under_way_count_as_queued():
     async def scenario():
         engines = ("prefill", "p", accepts), ("decode", "d", decodes)
         async with cluster(*engines, order="predicted", max_queued_requests=1) as (made, p, d):

@@ -106,7 +106,7 @@ def test_before_anything_is_known_a_slot_is_wanted_at_once():
     assert world.due()[0] == [f"r{i}" for i in range(5)]
 
 
-def test_nobody_wants_a_slot_through_the_queue_before_its_prompt():
+def test_no_slot_is_wanted_while_the_prompt_is_queued():
     world = World()
     start_s = world.now_s
     names = [f"r{i}" for i in range(20)]
@@ -119,7 +119,7 @@ def test_nobody_wants_a_slot_through_the_queue_before_its_prompt():
         assert abs(moments_s[name] - wanted_s) < SOON_S + 1e-6, f"{name} wants it {moments_s[name]}"
 
 
-def test_a_prompt_that_is_done_sooner_brings_those_behind_it_forward():
+def test_an_early_prompt_makes_later_requests_due_earlier():
     world = World()
     waiters = [world.come(f"r{i}", 4000) for i in range(3)]
     for waiter in waiters[:2]:
@@ -130,7 +130,7 @@ def test_a_prompt_that_is_done_sooner_brings_those_behind_it_forward():
     assert abs(world.due()[1] - (before_s - 3.0)) < 1e-6
 
 
-def test_an_engine_that_is_late_puts_those_behind_off():
+def test_a_late_engine_makes_later_requests_due_later():
     world = World()
     waiters = [world.come(f"r{i}", 4000) for i in range(3)]
     for waiter in waiters[:2]:
@@ -142,7 +142,7 @@ def test_an_engine_that_is_late_puts_those_behind_off():
     assert abs(next_s - (world.now_s + 4.0 - EARLY_S)) < 1e-6
 
 
-def test_prompts_that_others_asked_for_before_put_it_off():
+def test_prompts_of_other_ingresses_make_requests_due_later():
     alone, beside = World(), World()
     # Another ingress has asked for so many; the engine says that they wait there.
     said = EngineSnapshot(
@@ -158,7 +158,7 @@ def test_prompts_that_others_asked_for_before_put_it_off():
     assert put_off_s["second"] - first_s["second"] > 5.0
 
 
-def test_who_has_to_wait_for_a_slot_wants_it_so_much_earlier():
+def test_a_request_is_due_earlier_by_its_expected_wait_for_a_slot():
     moments_s = []
     for num_empty_slots in (8, 0):
         world = World(num_slots=8, num_empty_slots=num_empty_slots)
@@ -173,7 +173,7 @@ def test_who_has_to_wait_for_a_slot_wants_it_so_much_earlier():
     assert early_s == pytest.approx([0.0, 2.0, 3.0, 4.0], abs=SOON_S)
 
 
-def test_who_is_forgotten_is_wanted_at_once_and_nothing_is_kept():
+def test_a_request_whose_prompt_was_dropped_is_due_at_once():
     world = World()
     for i in range(6):
         world.come(f"r{i}", 8000)
@@ -186,7 +186,7 @@ def test_who_is_forgotten_is_wanted_at_once_and_nothing_is_kept():
     world.moments.check_empty()
 
 
-def test_another_engine_that_is_asked_counts_instead():
+def test_the_last_engine_asked_counts():
     world = World(engines=("p", "q"))
     for i in range(6):
         world.come(f"r{i}", 8000)
@@ -196,7 +196,7 @@ def test_another_engine_that_is_asked_counts_instead():
     assert "r5" in world.due()[0], "nobody is before it there"
 
 
-def test_who_is_behind_an_engine_that_is_late_is_not_looked_at_again_and_again():
+def test_behind_a_late_engine_due_is_not_polled_for_ever():
     world = World()
     world.come("late", 1000)
     world.come("behind", round((EARLY_S + SOON_S / 2) / TOKEN_S))
@@ -214,9 +214,7 @@ lengths = st.lists(st.integers(1, 8000), min_size=1, max_size=12)
 
 
 @given(lengths=lengths, num_empty_slots=st.integers(0, 8), slot_s=st.floats(0.0, 30.0))
-def test_everybody_becomes_due_in_order_and_no_later_than_its_prompt_begins(
-    lengths, num_empty_slots, slot_s
-):
+def test_requests_become_due_in_order_before_their_prompts_begin(lengths, num_empty_slots, slot_s):
     world = World(num_slots=8, num_empty_slots=num_empty_slots)
     world.moments.saw_slot(slot_s, 10)
     start_s = world.now_s

@@ -197,7 +197,7 @@ def test_lower_priority_values_are_placed_first():
     queue.check_invariants()
 
 
-def test_who_only_keeps_a_place_is_in_nobodys_way_and_has_it_when_it_is_due():
+def test_a_request_that_is_not_due_blocks_no_other_and_keeps_its_place():
     pools = one_engine(num_slots=0)
     queue, _ = make(pools)
     early = queue.new_waiter(asks("early"), is_promised=True, is_due=False)
@@ -213,7 +213,7 @@ def test_who_only_keeps_a_place_is_in_nobodys_way_and_has_it_when_it_is_due():
     assert [waiter for waiter, _ in queue.assign()] == [early]
 
 
-def test_who_only_keeps_a_place_takes_one_of_those_who_may_wait():
+def test_a_request_that_is_not_due_counts_as_queued():
     pools = one_engine(num_slots=0)
     queue, _ = make(pools, max_queued_requests=1)
     queue.check_open()
@@ -263,7 +263,7 @@ def test_refused_request_does_not_ask_again_before_something_has_changed():
     asyncio.run(run())
 
 
-def test_full_queue_lets_nobody_in_but_those_it_has_promised_to():
+def test_full_queue_accepts_only_promised_requests():
     pools = PoolState()
     pools.add(make_member("decode", "one"))
 
@@ -291,7 +291,7 @@ def test_full_queue_lets_nobody_in_but_those_it_has_promised_to():
     asyncio.run(run())
 
 
-def test_who_is_not_due_and_would_have_a_slot_now_fills_no_queue():
+def test_a_request_not_due_with_a_free_slot_does_not_fill_the_queue():
     pools = one_engine(num_slots=2)
 
     async def run():
@@ -309,11 +309,11 @@ def test_who_is_not_due_and_would_have_a_slot_now_fills_no_queue():
     asyncio.run(run())
 
 
-def test_queue_without_room_for_anybody_still_lets_in_whoever_need_not_wait():
+def test_queue_of_size_zero_accepts_requests_that_need_not_wait():
     make(one_engine(), max_queued_requests=0)[0].check_open()
 
 
-def test_one_snapshot_wakes_everybody_for_whom_it_brings_room():
+def test_one_snapshot_wakes_every_request_that_now_fits():
     pools = one_engine(num_slots=0)
 
     async def run():
@@ -332,7 +332,7 @@ def test_one_snapshot_wakes_everybody_for_whom_it_brings_room():
     asyncio.run(run())
 
 
-def test_the_last_decoder_that_goes_is_told_to_all_who_wait():
+def test_the_loss_of_the_last_decode_engine_ends_all_waits():
     pools = one_engine(num_slots=0)
 
     async def run():
@@ -349,7 +349,7 @@ def test_the_last_decoder_that_goes_is_told_to_all_who_wait():
     asyncio.run(run())
 
 
-def test_whoever_was_promised_a_slot_waits_for_a_decoder_to_come_back():
+def test_a_promised_request_waits_for_a_decode_engine_to_return():
     pools = one_engine(num_slots=0)
 
     async def run():
@@ -372,7 +372,7 @@ def test_whoever_was_promised_a_slot_waits_for_a_decoder_to_come_back():
 
 
 @pytest.mark.parametrize("whose", ["queue", "request"])
-def test_whoever_waits_too_long_is_told_and_the_next_one_is_tried(whose):
+def test_a_request_that_waits_too_long_fails_and_the_next_is_tried(whose):
     pools = one_engine(num_slots=1)
 
     async def run():
@@ -389,7 +389,7 @@ def test_whoever_waits_too_long_is_told_and_the_next_one_is_tried(whose):
     asyncio.run(run())
 
 
-def test_client_that_leaves_in_the_moment_it_is_placed_leaves_its_slot_to_the_next():
+def test_client_that_leaves_at_its_placement_leaves_the_slot_to_the_next():
     pools = one_engine(num_slots=0)
 
     async def run():
@@ -439,7 +439,7 @@ def test_client_that_left_in_the_same_turn_of_the_loop_is_given_nothing(moment):
     asyncio.run(run())
 
 
-def test_whoever_has_a_stream_is_in_nobodys_way_while_there_is_no_room_for_it():
+def test_a_stream_without_room_blocks_no_other_request():
     """It stands first, as it came first, and nothing is urgent for it."""
     pools = one_engine(num_slots=0)
     queue, _ = make(pools, max_queued_requests=2)
@@ -483,7 +483,7 @@ def test_stream_that_does_not_fit_keeps_no_smaller_stream_from_moving(comes_late
     assert queue.waiters == [large]
 
 
-def test_invariants_see_a_stream_that_waits_behind_another_although_there_is_room():
+def test_invariants_find_a_stream_that_waits_although_there_is_room():
     pools = one_engine(num_slots=0)
     queue, _ = make(pools)
     for name, num_blocks in (("large", 20), ("small", 1)):
@@ -493,7 +493,7 @@ def test_invariants_see_a_stream_that_waits_behind_another_although_there_is_roo
         queue.check_invariants()
 
 
-def test_a_wait_that_is_given_up_lets_go_of_its_place_before_its_task_has_run():
+def test_an_abandoned_wait_releases_its_place_before_its_task_runs():
     pools = one_engine(num_slots=0)
 
     async def run():

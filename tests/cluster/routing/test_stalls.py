@@ -67,7 +67,7 @@ def answer_of(task):
 # --- scripted engines ------------------------------------------------------------------------
 
 
-def test_a_prefill_engine_that_stalls_costs_another_prefill_engine():
+def test_a_stalled_prefill_engine_is_replaced():
     async def run():
         async with (
             ScriptedEngine("prefill", "p1", accepts) as hung,
@@ -113,7 +113,7 @@ def test_the_last_prefill_engine_that_stalls_costs_the_decode_engine_the_prompt(
 
 
 @pytest.mark.parametrize("answer", [silent, accepts])
-def test_a_decode_engine_that_stalls_before_its_first_token_costs_another_one(answer):
+def test_a_decode_engine_stalled_before_its_first_token_is_replaced(answer):
     async def run():
         async with (
             ScriptedEngine("both", "d1", answer) as hung,
@@ -138,7 +138,7 @@ def test_a_decode_engine_that_stalls_before_its_first_token_costs_another_one(an
 
 
 @pytest.mark.parametrize("old", ["accepted", "refused"])
-def test_an_answer_to_what_was_asked_before_an_engine_was_left_hangs_nobody(old):
+def test_a_late_answer_of_an_engine_that_was_left_hangs_no_request(old):
     async def run():
         async with (
             ScriptedEngine("both", "d1", silent) as hung,
@@ -170,7 +170,7 @@ def test_an_answer_to_what_was_asked_before_an_engine_was_left_hangs_nobody(old)
     asyncio.run(run())
 
 
-def test_a_reservation_on_an_engine_that_stalls_is_made_anew_elsewhere():
+def test_a_reservation_on_a_stalled_engine_is_repeated_elsewhere():
     async def run():
         async with (
             ScriptedEngine("prefill", "p", accepts) as prefill,
@@ -207,7 +207,7 @@ async def rest_of(outputs):
     return [token async for output in outputs for token in output.token_ids]
 
 
-def test_a_stream_that_has_tokens_goes_on_elsewhere_and_hears_no_late_one():
+def test_a_migrated_stream_ignores_late_tokens_of_its_first_engine():
     async def run():
         async with (
             ScriptedEngine("both", "d1", accepts) as hung,
@@ -232,7 +232,7 @@ def test_a_stream_that_has_tokens_goes_on_elsewhere_and_hears_no_late_one():
     asyncio.run(run())
 
 
-def test_a_stream_that_has_tokens_waits_for_its_engine_until_another_has_room():
+def test_a_stream_stays_on_a_stalled_engine_until_another_has_room():
     async def run():
         async with ScriptedEngine("both", "d1", accepts) as hung, rig() as made:
             await made.connect(hung.member)
@@ -249,7 +249,7 @@ def test_a_stream_that_has_tokens_waits_for_its_engine_until_another_has_room():
     asyncio.run(run())
 
 
-def test_what_an_engine_had_to_say_before_it_was_left_is_not_heard_when_it_is_asked_again():
+def test_events_from_before_an_engine_was_left_are_ignored_when_it_is_asked_again():
     """It stalls, is left, and is asked again: its last output of then comes before its answer."""
 
     async def run():
@@ -278,7 +278,7 @@ def test_what_an_engine_had_to_say_before_it_was_left_is_not_heard_when_it_is_as
     asyncio.run(run())
 
 
-def test_with_nowhere_else_to_go_requests_wait_until_it_moves_again_or_another_comes():
+def test_without_another_engine_requests_wait_for_recovery_or_a_new_one():
     async def run():
         async with ScriptedEngine("both", "d1", accepts) as hung, rig() as made:
             await made.connect(hung.member)
@@ -303,7 +303,7 @@ def test_with_nowhere_else_to_go_requests_wait_until_it_moves_again_or_another_c
     asyncio.run(run())
 
 
-def test_nobody_waits_for_an_engine_that_stalls_for_longer_than_the_queue_allows():
+def test_waits_for_a_stalled_engine_end_at_the_queues_timeout():
     async def run():
         async with ScriptedEngine("both", "d", accepts) as hung, rig(queue_timeout_s=0.5) as made:
             await made.connect(hung.member)
@@ -354,7 +354,7 @@ def test_an_engine_that_never_answers_is_given_up_after_a_time(monkeypatch):
 
 
 @pytest.mark.parametrize("is_heard", [False, True])
-def test_an_engine_that_stalls_is_not_late_before_it_moves_again(is_heard, monkeypatch):
+def test_a_stalled_engine_is_not_late_before_it_recovers(is_heard, monkeypatch):
     monkeypatch.setattr(leg, "ANSWER_S", 0.3)
 
     async def run():
@@ -381,7 +381,7 @@ def test_an_engine_that_stalls_is_not_late_before_it_moves_again(is_heard, monke
 @pytest.mark.parametrize(
     ("role", "answer"), [("both", accepts), ("both", silent), ("decode", accepts)]
 )
-def test_engines_that_stall_one_after_the_other_are_never_taken_for_lost(role, answer):
+def test_engines_stalling_one_after_another_never_count_as_lost(role, answer):
     """Each compiles its first shape; the last one that may be tried is waited for."""
 
     async def run():
@@ -421,7 +421,7 @@ def test_engines_that_stall_one_after_the_other_are_never_taken_for_lost(role, a
     asyncio.run(run())
 
 
-def test_an_engine_that_stalls_is_left_only_for_one_with_room():
+def test_a_stalled_engine_is_left_only_for_one_with_room():
     async def run():
         async with (
             ScriptedEngine("both", "d1", accepts) as hung,
@@ -447,7 +447,7 @@ def test_an_engine_that_stalls_is_left_only_for_one_with_room():
     asyncio.run(run())
 
 
-def test_nothing_new_goes_to_an_engine_that_has_fallen_quiet_long_before_it_counts_as_dead(
+def test_a_silent_engine_gets_no_requests_before_it_counts_as_dead(
     monkeypatch,
 ):
     monkeypatch.setattr(async_client, "QUIET_S", 0.5)
@@ -531,7 +531,7 @@ async def a_stream_beside(answer):
         yield Stream(made, engine, other, request_id, tokens, reader)
 
 
-def test_a_stream_that_is_handed_over_goes_on_until_another_engine_has_accepted_it():
+def test_a_stream_continues_until_another_engine_has_accepted_it():
     async def run():
         async with a_stream_beside(silent) as (made, leaving, other, request_id, tokens, reader):
             await hand_over(leaving)
@@ -559,7 +559,7 @@ def test_a_stream_that_is_handed_over_goes_on_until_another_engine_has_accepted_
     asyncio.run(run())
 
 
-def test_a_stream_that_is_handed_over_stands_before_those_who_came_later():
+def test_a_handed_over_stream_is_placed_before_later_requests():
     async def run():
         async with a_stream_beside(decodes) as (made, leaving, other, request_id, tokens, reader):
             await fill(made, leaving)
@@ -631,7 +631,7 @@ async def follow_on(stream):
 
 
 @pytest.mark.parametrize("end", ["quiet", "dead"])
-def test_a_stream_of_an_engine_that_is_quiet_goes_on_where_another_has_begun(end, quiet_soon):
+def test_a_silent_engines_stream_continues_on_the_engine_that_has_begun(end, quiet_soon):
     async def run():
         async with a_stream_beside(silent) as stream:
             made, quiet, other, request_id, tokens, reader = stream
@@ -655,7 +655,7 @@ def test_a_stream_of_an_engine_that_is_quiet_goes_on_where_another_has_begun(end
     asyncio.run(run())
 
 
-def test_a_stream_stays_with_an_engine_that_speaks_before_another_has_a_token(quiet_soon):
+def test_a_stream_stays_on_an_engine_that_recovers_before_anothers_token(quiet_soon):
     async def run():
         async with a_stream_beside(silent) as stream:
             made, late, other, request_id, tokens, reader = stream
@@ -674,7 +674,7 @@ def test_a_stream_stays_with_an_engine_that_speaks_before_another_has_a_token(qu
     asyncio.run(run())
 
 
-def test_a_token_of_another_engine_is_too_late_once_the_quiet_one_has_spoken(quiet_soon):
+def test_a_successors_token_is_ignored_once_the_silent_engine_recovers(quiet_soon):
     async def run():
         async with a_stream_beside(silent) as stream:
             made, late, other, request_id, tokens, reader = stream
@@ -716,7 +716,7 @@ def test_an_engine_that_speaks_again_is_not_asked_to_follow_on_itself(quiet_soon
 # --- a real engine whose device hangs ----------------------------------------------------------
 
 
-def test_a_prefill_engine_whose_device_hangs_costs_another_one_and_its_reservation_waits():
+def test_a_hung_prefill_engine_is_replaced_and_the_reservation_waits():
     """Heartbeats go on all the while; a reservation lapses only after two minutes."""
     hang = Fault(at_s=0.0, target="prefill/0", kind="slow", factor=1e7)
 
@@ -745,7 +745,7 @@ def test_a_prefill_engine_whose_device_hangs_costs_another_one_and_its_reservati
         asyncio.run(run(engines))
 
 
-def test_one_for_whom_there_is_no_room_keeps_nobody_on_an_engine_that_stalls():
+def test_a_request_without_room_keeps_no_other_on_a_stalled_engine():
     class Queue:
         def has_room(self, demand):
             return demand == "short"

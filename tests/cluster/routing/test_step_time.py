@@ -58,7 +58,7 @@ def taught(steps):
 
 
 @given(STEPS)
-def test_it_is_least_squares_over_all_steps_at_once(steps):
+def test_the_fit_equals_least_squares_over_all_steps(steps):
     model, expected = taught(steps), batch_fit(steps)
     for step in steps:
         found = model.seconds(step)
@@ -66,7 +66,7 @@ def test_it_is_least_squares_over_all_steps_at_once(steps):
 
 
 @given(STEPS, DECODES | PROMPTS)
-def test_whatever_it_is_told_it_says_something_that_can_be(steps, asked):
+def test_any_steps_give_finite_non_negative_costs(steps, asked):
     model = taught(steps)
     assert 0.0 <= model.seconds(asked) < math.inf
     assert all(0.0 <= cost < math.inf for cost in model.known_costs)
@@ -84,7 +84,7 @@ def test_the_same_step_for_ever_is_learned_and_unlearned(step):
 
 
 @pytest.mark.parametrize("first", ["prompts", "decodes"])
-def test_what_comes_no_more_costs_what_it_did(first):
+def test_a_kind_of_step_that_stops_keeps_its_cost(first):
     """Its weight fades to nothing, its cost must not: somebody may ask for it again."""
     prompt = work(prompts=1, tokens=1500, pairs=10**6, device_s=0.5)
     decodes = work(rows=8, context=4000, longest=900, device_s=0.04)
@@ -131,7 +131,7 @@ def drawn(rng, noise):
     return msgspec.structs.replace(step, device_s=max(seconds + rng.normal(0.0, noise), 0.0))
 
 
-def test_it_finds_what_parts_of_a_step_cost():
+def test_the_fit_finds_the_cost_of_each_part():
     rng = np.random.default_rng(1)
     found = taught([drawn(rng, 0.0) for _ in range(400)]).known_costs
     assert found.decode_s == pytest.approx(TRUE.decode_s, rel=0.01)
@@ -139,7 +139,7 @@ def test_it_finds_what_parts_of_a_step_cost():
     assert found[4:] == pytest.approx(TRUE[4:], rel=0.01)
 
 
-def test_a_replica_that_becomes_slower_is_found_slower():
+def test_a_replica_that_becomes_slower_costs_more():
     rng = np.random.default_rng(4)
     steps = [drawn(rng, 0.001) for _ in range(1500)]
     model = taught(steps[:500])
@@ -149,7 +149,7 @@ def test_a_replica_that_becomes_slower_is_found_slower():
     assert model.known_costs.prompt_token_s == pytest.approx(3.0 * TRUE.prompt_token_s, rel=0.05)
 
 
-def test_one_step_that_was_held_up_is_no_cost():
+def test_one_delayed_step_does_not_change_costs():
     rng = np.random.default_rng(6)
     model = taught([drawn(rng, 0.001) for _ in range(100)])
     before = model.known_costs
@@ -178,7 +178,7 @@ def test_what_has_become_much_slower_for_good_is_found_slower():
     assert model.known_costs.decode_s == pytest.approx(20.0 * TRUE.decode_s, rel=0.1)
 
 
-def test_what_a_replica_has_not_done_costs_what_it_costs_others():
+def test_unknown_kinds_of_steps_cost_what_they_cost_others():
     others = taught([work(rows=1, device_s=0.5), work(prompts=1, tokens=10**4, device_s=7.0)] * 9)
     own = StepTimeModel()
     assert own.costs(others) == others.known_costs
