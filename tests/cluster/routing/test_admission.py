@@ -1,4 +1,4 @@
-"""Admission alone: what is let in, in which order, and what is told to those who are not."""
+"""Admission alone: which requests are admitted, in which order, and what refusals say."""
 
 import math
 from typing import NamedTuple
@@ -43,7 +43,7 @@ def make(max_queued_requests=10_000, timeout_s=60.0, **config):
 
 
 class Turn(NamedTuple):
-    """Somebody in a line."""
+    """An item in a line."""
 
     tenant: str
     key: tuple[float, ...]
@@ -51,7 +51,7 @@ class Turn(NamedTuple):
 
 
 class World:
-    """Engines that take a millisecond for a token, one prompt after another, and many slots."""
+    """Engines that take 1 ms for a token, one prompt after another, and many slots."""
 
     def __init__(self, admission, num_engines=1):
         self.admission = admission
@@ -64,7 +64,7 @@ class World:
         self.served = []
 
     def teach(self, *lengths):
-        """Let engines show how long prompts take."""
+        """Teach the forecast how long prompts take."""
         for length in lengths * 4:
             for _ in self.supply.prompts:
                 self.arrive(length, ttft_s=NEVER_S)
@@ -257,7 +257,7 @@ def test_slots_are_not_given_out_twice():
     entries = [admission.arrive(asks(f"r{i}"), 0.0, few) for i in range(4)]
     assert admission.assign(0.0, few) == entries[:2]
     assert admission.assign(0.0, few) == []
-    # The pools count what is held from now on.
+    # From now on the pools count its slot.
     admission.placed(entries[0])
     assert admission.assign(0.0, few._replace(num_empty_slots=1)) == []
     admission.end(entries[1], 1.0)
@@ -283,7 +283,7 @@ POWERS = st.sampled_from([128, 256, 512, 1024, 2048, 4096])
 
 @given(st.lists(LENGTHS, max_size=30), st.lists(LENGTHS, max_size=10), LENGTHS, st.integers(1, 4))
 def test_more_load_never_shortens_the_time_to_retry(less, more, length, num_engines):
-    """And whoever would be let in under more load would be under less."""
+    """A request that is admitted under more load is also admitted under less."""
     retry_s = []
     for load in (less, [*less, *more]):
         admission = make(ttft_s=3.0)
@@ -333,7 +333,7 @@ def test_a_request_that_retries_after_the_given_time_is_admitted(load, length, n
     st.floats(0.5, 3.0),
 )
 def test_tenants_shares_differ_by_at_most_a_request_of_each(arrivals, weight):
-    """By weight, as long as both have somebody waiting."""
+    """Weighted shares, as long as both tenants have requests waiting."""
     weights = {"a": weight, "b": 1.0, "c": 1.0}
     line = FairLine(weights.get)
     for i, (tenant, cost_s) in enumerate(arrivals):
@@ -434,7 +434,7 @@ def test_accounts_of_absent_tenants_are_bounded():
 
 
 class AdmissionMachine(RuleBasedStateMachine):
-    """Anything may happen to anybody in any order, and nobody is lost, or in two places."""
+    """Events in any order: no request is lost, or in two places."""
 
     entries = Bundle("entries")
 
@@ -532,7 +532,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         assert len(self.admission) == len(self.waiting)
         assert self.placed <= {*self.passed}
         assert len(self.passed) <= self.num_slots
-        # Nobody starves: an idle cluster with a free slot takes whoever waits.
+        # No request starves: an idle cluster with a free slot admits any queued request.
         if not self.passed:
             assert not self.waiting
 

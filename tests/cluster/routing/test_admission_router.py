@@ -1,4 +1,4 @@
-"""Admission in front of real engines: the same tokens, nothing done for those who are refused."""
+"""Admission in front of real engines: equal tokens, and no work for refused requests."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ def pair():
 
 @contextlib.asynccontextmanager
 async def guarded(*engines, order="decode_first", **admission):
-    """A rig with admission, in which nothing is left at the end."""
+    """A rig with admission; at its end nothing may be left."""
     config = AdmissionConfig(**admission)
     async with rig(*engines, order=order, admission=config) as made:
         yield made

@@ -1,4 +1,4 @@
-"""Sessions have a home that every ingress finds, and that no other place's change moves."""
+"""A session has the same home on every ingress, and keeps it when other places change."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Circuit breakers: who is shut out, for how long, and who tries again."""
+"""Circuit breakers: when a replica is shut out, for how long, and how it is probed."""
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -10,7 +10,7 @@ replica = st.sampled_from(REPLICAS)
 
 
 def trip(breakers, now_s, name="a"):
-    """Fail as often as opens one; says when it is half open."""
+    """Record failures until the breaker opens; return when it is half open."""
     while breakers.state(name) != "open":
         breakers.failed(name, now_s)
     return next(
@@ -87,7 +87,7 @@ def test_what_is_old_is_forgotten():
 
 
 class Machine(RuleBasedStateMachine):
-    """Any story of three replicas: who is shut out comes back, one request at a time."""
+    """Three replicas with any events: each one comes back, one request at a time."""
 
     def __init__(self):
         super().__init__()
@@ -98,7 +98,7 @@ class Machine(RuleBasedStateMachine):
         self.probes = {name: set() for name in REPLICAS}
 
     def changes(self, name, change):
-        """What is said to have changed has, and nothing else."""
+        """Exactly the replicas that are reported as changed have changed."""
         before = {name: self.breakers.admits(name) for name in REPLICAS}
         said = change()
         after = {name: self.breakers.admits(name) for name in REPLICAS}

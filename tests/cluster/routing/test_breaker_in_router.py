@@ -1,4 +1,4 @@
-"""An engine that fails requests gets no more through the router, until one finds it well again."""
+"""A failing engine gets no more requests through the router until a probe succeeds."""
 
 import asyncio
 
@@ -13,7 +13,7 @@ from tests.cluster.engines import ScriptedEngine, rig, until
 
 
 def answering(error):
-    """Takes every request and ends it with a token, or with what `error` holds."""
+    """Accept every request and end it with a token, or with the error in `error`."""
 
     def answer(message):
         if not isinstance(message, AddRequest):
@@ -28,7 +28,7 @@ def answering(error):
 
 
 async def preferred(made, engine, other):
-    """Connect both; one has more room, so that it gets each request that comes alone."""
+    """Connect both; the first has more room, so it gets each request that comes alone."""
     await made.connect(engine.member)
     await made.connect(other.member)
     await engine.send(snapshot=engine.snapshot(8))
@@ -117,7 +117,7 @@ def test_an_engine_whose_connection_breaks_again_and_again_is_given_a_rest():
 
 
 def test_a_breaker_half_opens_on_time_while_discovery_hangs(monkeypatch):
-    """Discovery may take for ever to answer; and an engine that is gone is shut out no more."""
+    """Discovery may never answer, and a replica that is gone is no longer shut out."""
     monkeypatch.setattr(breaker, "FIRST_OPEN_S", 0.2)
     error = ["its device is broken"]
 
@@ -145,7 +145,7 @@ def test_a_breaker_half_opens_on_time_while_discovery_hangs(monkeypatch):
 
 
 def test_a_successful_probe_wakes_queued_requests():
-    """The other engine is full, and the probe goes on: nothing else tells of the room there is."""
+    """The other engine is full and the probe continues: no other event reports the room."""
     error = ["its device is broken"]
     fails = answering(error)
 

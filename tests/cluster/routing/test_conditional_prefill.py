@@ -1,4 +1,4 @@
-"""Which decode engine computes a prompt itself: by what either way takes, and from whom."""
+"""When a decode engine computes a prompt itself, by the cost of either way."""
 
 import math
 
@@ -37,7 +37,7 @@ def prompt_step(num_tokens, token_s):
 
 
 class World:
-    """A prefill engine, and decode engines of which each has two lanes."""
+    """A prefill engine, and decode engines with two lanes each."""
 
     def __init__(self, *num_rows, knows=True, cached=nothing_known, output=200, kv_bytes=1024):
         self.pools = PoolState()
@@ -63,7 +63,7 @@ class World:
         self.pools.take_snapshot(name, said)
 
     def queue(self, num_prompts):
-        """Let prompts wait at the prefill engine."""
+        """Queue prompts at the prefill engine."""
         for i in range(num_prompts):
             self.pools.hold(asks(f"q{i}"), PREFILL)
 
@@ -145,7 +145,7 @@ def test_a_prompt_computed_beside_others_adds_no_harm():
 def test_each_place_is_weighed_as_the_formula_says(
     engines, asked, num_tokens, now_s, output, is_cached, is_one_gone
 ):
-    """One after the other in Python's floats, and all at once."""
+    """Python floats for one place at a time, and numpy for all at once."""
     cached = {Placement("d1", 1): num_tokens // 2} if is_cached else {}
     world = World(*(rows for rows, *_ in engines), output=output, cached=lambda _demand: cached)
     own = {}
@@ -166,7 +166,7 @@ def test_each_place_is_weighed_as_the_formula_says(
             world.tell(name, 9 + seq, "decode", [lane, group()], step)
     if is_one_gone:
         world.pools.set_moves("d0", False)
-    # What an engine was asked is what it was expected to take then.
+    # A prompt counts with its expected time at the moment it was given.
     given = {
         incarnation: [*engine.begun.values(), *engine.waiting.values()]
         for incarnation, engine in world.core._engines.items()
@@ -247,7 +247,7 @@ def test_equal_places_get_prompts_in_turn():
 
 
 def test_what_a_prefill_engine_computes_has_to_be_fetched():
-    """Where that takes longer than what is saved, a decode engine computes it."""
+    """If fetching takes longer than it saves, a decode engine computes the prompt."""
     places = [World(0, kv_bytes=size).place(asks("r", 4000)) for size in (1024, 10**9)]
     assert places[0] is None
     assert places[1] is not None

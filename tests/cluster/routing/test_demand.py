@@ -1,4 +1,4 @@
-"""What placement is told of a request is what the engines will make of it."""
+"""A demand has the same hashes and needs as engines compute for the request."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Why a request went where it did: what is kept of a choice, and choosing again from a log."""
+"""Records of requests: what is kept of a choice, and choosing again from a log."""
 
 import asyncio
 import math
@@ -33,7 +33,7 @@ from cluster.routing.views import Column
 
 
 class Notes:
-    """Keeps every choice."""
+    """A receiver that keeps every choice."""
 
     def __init__(self, *, keeps_whole=False):
         self.keeps_whole = keeps_whole
@@ -44,7 +44,7 @@ class Notes:
 
 
 def choose(policy, count, *, keeps_whole=True, seed=0):
-    """What a policy chose in so many situations."""
+    """Return the choices of a policy in this many situations."""
     dice = random.Random(seed)
     fleet, notes = Fleet("least_delay", dice), Notes(keeps_whole=keeps_whole)
     cached = {}

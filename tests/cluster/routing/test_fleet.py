@@ -1,4 +1,4 @@
-"""Who an ingress knows: found, connected, lost, and looked for again."""
+"""Replicas of an ingress: found, connected, lost, and found again."""
 
 import asyncio
 import sys
@@ -13,7 +13,7 @@ from tests.cluster.engines import KEYS, make_member, until
 
 
 class Connections:
-    """Connects to whoever is not in `dead`, and says one snapshot of each not in `silent`."""
+    """A client that fails for engines in `dead`, and sends no snapshot of those in `silent`."""
 
     def __init__(self, on_snapshot, on_dead, on_moves, on_kv_events):
         self.on_snapshot, self.on_dead, self.on_moves = on_snapshot, on_dead, on_moves
@@ -42,7 +42,7 @@ class Connections:
 
 
 class Discovery:
-    """Sees what it is told to; counts its answers."""
+    """A discovery with given answers that it counts."""
 
     def __init__(self, *names, wanted=None):
         self.members = [make_member("both", name) for name in names]
@@ -169,7 +169,7 @@ def test_a_draining_member_counts_as_missing():
 
 
 def test_an_unreachable_member_counts_while_listed_and_is_logged_once(caplog):
-    """It is tried again every few seconds; what others see of it does not change with that."""
+    """Connecting is retried every few seconds; the count does not change with that."""
 
     async def scenario(fleet, discovery):
         await until_complete(fleet)
@@ -227,7 +227,7 @@ def test_cancelling_at_the_moment_of_a_loss_ends_the_task():
 
 
 class Failing(Discovery):
-    """Fails in its own way as long as it is told to."""
+    """A discovery that raises `error` while it is set."""
 
     error = None
 

@@ -1,4 +1,4 @@
-"""What an ingress believes of an engine that changes its role: never more than was said of now."""
+"""An ingress's view of an engine that changes its role: only current reports count."""
 
 import asyncio
 
@@ -60,7 +60,7 @@ def test_a_refusal_excludes_an_engine_until_its_role_has_changed():
 
 
 def test_a_refusal_of_an_older_epoch_excludes_only_until_the_next_snapshot():
-    """It comes under the name of a request that was sent again, and looks like an answer."""
+    """The refusal has the name of a request that was sent again, and looks like its answer."""
     pools = known("prefill")
     pools.take_snapshot("e", snapshot(2, "decode", 1))
     pools.drains("e", pools.epoch("e"))

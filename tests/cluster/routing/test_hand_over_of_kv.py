@@ -1,4 +1,4 @@
-"""A stream is handed over with its KV: who is told what, and when the engine that lends is left."""
+"""Hand-over of a stream with its KV: the messages, and when the first engine is left."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ GAPS = "ttserve_router_migration_gap_seconds_count"
 
 
 class Stream(NamedTuple):
-    """A stream whose engine hands it over, and the engine that has been asked to go on with it."""
+    """A stream whose engine drains, and its successor, which has been asked."""
 
     made: Rig
     lender: ScriptedEngine
@@ -41,14 +41,14 @@ class Stream(NamedTuple):
         await self.heir.send(Accepted(self.request_id, 0, 0, num_cached_tokens, 1))
 
     async def lend(self):
-        """Accept, and wait until both engines know of the transfer; its number."""
+        """Accept, wait until both engines know of the transfer, and return its number."""
         await self.accept()
         await until(lambda: self.heir.received(LoadKV), "the other is to fetch")
         await until(lambda: self.lender.received(LendKV), "the one that has it is to lend")
         return self.heir.received(LoadKV)[-1].epoch
 
     async def end(self, *, activated):
-        """Let the other engine go on from these tokens, and end the stream."""
+        """Continue on the successor with these tokens, and end the stream."""
         await until(lambda: self.heir.received(Activate), "the other goes on")
         assert self.heir.received(Activate)[0].token_ids == [activated]
         await self.heir.send(TokenOutput(self.request_id, len(activated), [9], "length"))
@@ -61,7 +61,7 @@ class Stream(NamedTuple):
 
 @contextlib.asynccontextmanager
 async def a_stream(prompt=PROMPT, *, kv_endpoints=("tcp://127.0.0.1:1",)):
-    """A stream with one token on an engine that hands over, and another one that was asked."""
+    """A stream with one token on a draining engine, and a successor that was asked."""
     async with (
         ScriptedEngine("both", "d1", accepts) as lender,
         ScriptedEngine("both", "d2", silent) as heir,

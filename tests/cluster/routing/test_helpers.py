@@ -1,4 +1,4 @@
-"""Decode engines that help with prompts: who, how many together, and when."""
+"""Decode engines that help with prompts: which ones, with how many, and when."""
 
 import math
 
@@ -26,7 +26,7 @@ def waits(number, num_tokens=1000, arrived_s=0.0, tpot_s=0.1, *, is_spilled=True
 
 
 def taught(mean_output=20):
-    """That a prompt of up to 1,024 tokens takes a second."""
+    """Teach that a prompt of up to 1,024 tokens takes a second."""
     forecast = Forecast()
     forecast.saw_slot(1.0, mean_output)
     helpers = Helpers(forecast)
@@ -93,7 +93,7 @@ def test_decode_only_requests_avoid_idle_and_prefilling_engines():
     assert helpers.to_spare(entry, engines(3, 0)) == {"h1"}
     helpers.ask("h0", "other", 1000, 0.0)
     assert helpers.to_spare(entry, engines(3, 0)) == {"h0"}
-    # Steps of 0.04 s leave one who wants 0.05 no room for more rows.
+    # Steps of 0.04 s leave no room for more rows under an objective of 0.05 s.
     assert helpers.to_spare(waits(1, tpot_s=0.05), engines(0, 3, 0)) == {"h0"}
     assert helpers.to_spare(entry, {}) == set()
 

@@ -1,4 +1,4 @@
-"""A prefix is in more places before those that hold it are full of it, and never for nothing."""
+"""A hot prefix gets more places before its holders are full, and never without need."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,7 +39,7 @@ def test_the_next_request_of_a_hot_prefix_goes_elsewhere_until_there_are_enough(
 
 
 def test_what_leads_to_a_hot_prefix_counts_where_enough_have_it():
-    """All share two blocks, which four places have; one has the rest, which is hot."""
+    """All requests share two blocks that four places hold; one place has the hot rest."""
     chains = [[100, 101, *(1000 * i + k for k in range(14))] for i in range(3)]
     hot = with_requests(*[chains[0]] * (ROOM + 1), *chains[1:])
     held = {"a": 16, "b": 2, "c": 3, "d": 2}

@@ -1,4 +1,4 @@
-"""What steps cost is learned of a pool, and a replica may have a pace of its own."""
+"""Learned costs: one fit for each pool, and paces of unusual replicas."""
 
 import math
 
@@ -18,7 +18,7 @@ AB = ("a", "b")
 
 
 def step(factor, rng=None):
-    """A step of decodes that takes so many times as long as `TRUE` has it, give or take."""
+    """A decode step that takes `factor` times as long as `TRUE`, with noise."""
     rng = rng or np.random.default_rng(7)
     rows, context = int(rng.integers(1, 33)), int(rng.integers(100, 10**5))
     longest = int(rng.integers(100, context + 1))
@@ -37,7 +37,7 @@ def decode_s(costs):
 
 
 class PoolHistory:
-    """A pool whose replicas tell of steps, and what they cost since."""
+    """A pool whose replicas report steps, and the costs learned so far."""
 
     def __init__(self, *replicas):
         self.rng = np.random.default_rng(11)
@@ -47,7 +47,7 @@ class PoolHistory:
             self.costs.update(self.learned.learn("pool", replica, []))
 
     def tell(self, factors, times=1):
-        """Each of these takes a step that takes so many times as long as it is true."""
+        """Report steps of these replicas that take these factors of the true time."""
         for _ in range(times):
             for replica, factor in factors.items():
                 told = [step(factor, self.rng)]
@@ -69,7 +69,7 @@ def test_a_pace_is_relative_to_any_given_costs(factor, scale):
         assert (pace.against(TRUE) is None) == (number < learned_costs.MIN_STEPS)
         assert pace.see(step(factor, rng), TRUE)
     assert pace.against(TRUE) == pytest.approx(factor, rel=0.05)
-    # A fit that is corrected corrects it, too: what was seen before is no pace of now.
+    # A corrected fit corrects the pace, too.
     scaled = StepCosts(*(scale * seconds for seconds in TRUE))
     assert pace.against(scaled) == pytest.approx(factor / scale, rel=0.05)
 
@@ -142,7 +142,7 @@ def test_replicas_joining_before_and_after_the_first_costs_are_equal():
 
 
 def test_work_seen_only_on_a_slow_replica_is_scaled_for_others():
-    """Its pace is no part of what the work costs: here, a token of context."""
+    """A slow replica's pace does not change the cost of its work, here of context tokens."""
     told = PoolHistory(*"abc").tell({"a": 1.0, "b": 4.0, "c": 1.0}, 150)
     for _ in range(1500):
         for replica, context, factor in (("a", 200, 1.0), ("b", 100_000, 4.0), ("c", 200, 1.0)):
@@ -159,7 +159,7 @@ def test_two_unlike_replicas_each_cost_their_own_step_times():
 
 
 def test_a_replica_idle_since_slow_first_steps_is_not_slow():
-    """Cold steps taught the fit; it is wrong for both of them, not for the one that computes."""
+    """Cold steps taught the fit; it is wrong for both replicas, not just for the active one."""
     told = PoolHistory(*AB).tell({"a": 3.0, "b": 3.0}, 60)
     told.tell({"a": 1.0}, 5)
     assert told.costs["a"] == told.costs["b"]
@@ -177,7 +177,7 @@ def test_a_replica_without_steps_costs_what_others_take_now():
 
 
 def test_a_host_that_slows_down_shows_at_once():
-    """The fit takes hundreds of steps; until then the level says it."""
+    """The fit takes hundreds of steps; until then the level shows it."""
     told = PoolHistory(*"abc").tell(dict.fromkeys("abc", 1.0), 400)
     told.tell(dict.fromkeys("abc", 2.5), 200)
     assert told.seconds() == pytest.approx(dict.fromkeys("abc", 2.5), rel=0.15)
@@ -192,7 +192,7 @@ def test_a_slow_replica_without_new_steps_fades_to_the_pools_costs():
         told.costs.update(told.learned.learn("pool", new, []))
     told.tell({"a": 1.0, "c": 1.0}, learned_costs.MAX_STEPS_APART * learned_costs.ONE_IN)
     assert told.costs["b"] == told.costs["a"], "what has faded does not come back by itself"
-    # And its first step says what it has become.
+    # Its first new step restores its pace.
     told.tell({"b": 4.0})
     assert told.seconds()["b"] > 3.0
 

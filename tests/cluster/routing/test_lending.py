@@ -1,4 +1,4 @@
-"""Streams whose engine hands them over: their KV goes where they go on, or is computed there.
+"""Streams of a draining engine: their KV is transferred to the next engine, or recomputed.
 
 Real engine processes, and a router over real connections.
 """
@@ -48,13 +48,13 @@ def expected():
 
 @pytest.fixture
 def decode():
-    """Two decode engines of which one is to be left, and may be lost."""
+    """Two decode engines, of which one is left and may be lost."""
     with running(*[("decode", engine_config("decode"))] * 2) as engines:
         yield engines
 
 
 async def begin(made):
-    """Start the streams; wait until each has tokens of a decode engine."""
+    """Start streams and wait until each has tokens of a decode engine."""
     streams = [made.generate(made.request(*case)) for case in CASES]
 
     async def head(outputs):
@@ -64,7 +64,7 @@ async def begin(made):
 
 
 async def finish(streams, heads):
-    """Whole outputs of streams that have begun."""
+    """Return the whole outputs of started streams."""
 
     async def rest_of(outputs):
         return [token async for output in outputs for token in output.token_ids]
@@ -74,18 +74,18 @@ async def finish(streams, heads):
 
 
 def hand_over(leaving):
-    """Let an engine hand over soon."""
+    """Let an engine drain soon."""
     return asyncio.ensure_future(asyncio.to_thread(leaving.handle.drain, 600.0))
 
 
 def count(made, kv):
-    """Streams that another engine went on with, by how it came by the KV."""
+    """Return the number of migrated streams by how the next engine got the KV."""
     return made.count(GAPS, model_name="tiny", kv=kv)
 
 
 def test_streams_that_are_handed_over_take_their_kv_along(prefill, decode, expected, monkeypatch):
     monkeypatch.setattr(launch, "HAND_OVER_SHARE", 0.0001)
-    # On a busy host an engine may say nothing for seconds: who is quiet is left without its KV.
+    # On a busy host an engine may be silent for seconds, and then is left without its KV.
     monkeypatch.setattr(async_client, "QUIET_S", 60.0)
     monkeypatch.setattr(async_client, "SILENCE_S", 120.0)
     leaving, other = decode

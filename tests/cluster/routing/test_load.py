@@ -1,4 +1,4 @@
-"""What an engine has to do: what it says, what was sent since, and what its steps have cost."""
+"""The load of an engine from its snapshot, the requests sent since, and its costs."""
 
 import msgspec
 import pytest
@@ -37,7 +37,7 @@ def demand(number, length):
 def test_load_combines_the_engines_work_and_its_groups_spare_room(groups, sent, computes):
     demands = [(group, demand(i, length)) for i, (group, length) in enumerate(sent)]
     load = engine_load(told_by(groups), demands, COSTS, 10**9, computes_prompts=computes)
-    # What was sent went to the first group, or to none.
+    # Requests were sent to the first group, or without a group.
     here = [length for group, length in sent if group == 0]
     rows = [g.num_running + g.num_reserved + g.num_waiting for g in groups]
     rows[0] += len(here)
@@ -54,7 +54,7 @@ def test_load_combines_the_engines_work_and_its_groups_spare_room(groups, sent, 
     prompts_s = [
         g.num_prompts + 0.5 * g.num_prompt_tokens + 0.25 * g.num_prompt_pairs for g in groups
     ]
-    # What was said may have begun by now, what was sent since has not: a step has room for all.
+    # Prompts in the snapshot may have begun; those sent since have not. A step has room for all.
     sent_s = computes * sum(1.0 + 0.5 * n + 0.25 * (n * n // 2) for n in here)
     prompts_s[0] += sent_s
     assert load.spare_prompt_s == pytest.approx([0.0, *[sent_s] * (len(groups) - 1)])
@@ -74,7 +74,7 @@ def test_groups_queue_when_a_step_has_too_few_tokens_for_all():
 
 
 def spares_s(told_tokens, sent, max_step_tokens):
-    """Of two groups of which so many tokens wait, at a millisecond each."""
+    """Return the spare seconds of two groups with these tokens, at 1 ms each."""
     groups = [GroupSnapshot(9, [9], 0, 0, 1, 0, 0, n, 0, 1) for n in told_tokens]
     demands = [(group, demand(i, length)) for i, (group, length) in enumerate(sent)]
     costs = StepCosts(prompt_token_s=0.001)
@@ -105,7 +105,7 @@ def test_what_is_left_to_an_engine_goes_all_around():
 
 
 def seconds(view):
-    """Of a prompt of 10,000 tokens there."""
+    """Return the seconds of a prompt of 10,000 tokens there."""
     return view.prompt_s + 10_000 * view.prompt_token_s + 5 * 10**7 * view.prompt_pair_s
 
 
@@ -126,7 +126,7 @@ def pool(*roles):
 
 
 def tell(pools, name, count, role="both"):
-    """Snapshots that each tell of other steps, give or take a row."""
+    """Take snapshots with different steps, with noise."""
     for seq in range(count):
         decode = msgspec.structs.replace(DECODE, num_rows=4 + seq % 2)
         prompt = msgspec.structs.replace(PROMPT, num_prompt_pairs=5 * 10**7 + seq % 2)

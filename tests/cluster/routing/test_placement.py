@@ -1,4 +1,4 @@
-"""Placement is a pure choice: valid or none, the same for equal views, the emptiest first."""
+"""Placement policies: a place that fits or none, the same for equal views, by their rules."""
 
 import collections
 from functools import partial
@@ -22,12 +22,12 @@ FIRST_COLUMN = len(GroupView.__struct_fields__) - len(Column)
 
 
 def needs(num_blocks):
-    """A request that takes so many blocks to begin."""
+    """Return a request that needs this many blocks to start."""
     return Demand("r", [7] * (num_blocks * BLOCK_SIZE - 1))
 
 
 class Load(NamedTuple):
-    """What a request finds at a place; what it has to spare is of its group."""
+    """The load of a place as a request finds it; the spares are its group's."""
 
     queue_s: float = 0.0
     step_s: float = 0.0
@@ -56,7 +56,7 @@ TOLD = EngineSummary("both", (), 0.0)
 def group_view(
     incarnation, dp_group, slots, blocks, active=0, index=0, *, waiting=0, queued=0, load=IDLE
 ):
-    """A DP group of a decode engine, which computes prompts, too."""
+    """A DP group of a decode engine that also computes prompts."""
     room = blocks * BLOCK_SIZE, (8 - blocks) * BLOCK_SIZE
     place = Placement(incarnation, dp_group)
     return a_view(place, index, [blocks], slots, room, active, waiting, queued, load)
@@ -69,7 +69,7 @@ def prefill_view(incarnation, queued_tokens, active, index=0, *, load=IDLE):
 
 
 def listed(views):
-    """As the pools list them: each as an engine of one place."""
+    """Return views as the pools list them, each as an engine of one place."""
     made = Views(view.placement for view in views)
     for i, view in enumerate(views):
         values = msgspec.structs.astuple(view)[FIRST_COLUMN:]
@@ -79,7 +79,7 @@ def listed(views):
 
 
 def place(policy, demand, views, refused=()):
-    """Listed anew."""
+    """Place a request among a new list of these views."""
     return policy.place(demand, listed(views), refused)
 
 
@@ -176,7 +176,7 @@ def test_prefill_placement_takes_the_least_work_in_front(views, refused, random)
 
 
 def groups(*slots, num_blocks=9):
-    """One replica for each number of empty slots."""
+    """Return one replica for each number of empty slots."""
     return [group_view(f"e{i}", 0, n, num_blocks, 0, i) for i, n in enumerate(slots)]
 
 
@@ -283,13 +283,13 @@ def loaded_views(draw):
 
 @st.composite
 def calls_of(draw):
-    """Requests one after the other, each before views of its own."""
+    """Requests in sequence, each with views of its own."""
     call = st.tuples(st.integers(1, 5), loaded_views(), REFUSED, st.integers(0, 20))
     return draw(st.lists(call, min_size=1, max_size=5))
 
 
 def in_turn(key):
-    """Those with the least key, from the one on whose turn it is."""
+    """Return the view with the least key; equal ones take turns."""
 
     def rule(demand, views, turn, cached):
         least = min(key(demand, v, cached) for v in views)
@@ -313,7 +313,7 @@ def follow_the_prefix(demand, views, turn, cached):
 
 
 def less_loaded_of_any_two(_demand, views, _turn, _cached):
-    """Whatever pair is drawn: nobody who is busier than all others but one."""
+    """Return the possible places, whichever two are drawn."""
     if len(views) < 3:
         return [v for v in views if v.num_active == min(v.num_active for v in views)]
     most = max(v.num_active for v in views)
@@ -322,7 +322,7 @@ def less_loaded_of_any_two(_demand, views, _turn, _cached):
 
 
 def added_seconds(demand, view, cached, crowd):
-    """A first token's, and less of all that is spread over outputs or over those who will come."""
+    """Cost of a request: its first token, and less of its output and of later requests."""
     length = demand.num_prompt_tokens
     missing = missed(demand, view, cached)
     pairs = (length**2 - (length - missing) ** 2) / 2
@@ -340,7 +340,7 @@ def added_seconds(demand, view, cached, crowd):
 
 
 def least_delay(demand, views, _turn, cached, crowd):
-    """Whoever is within rounding of the least."""
+    """Return all places within rounding of the least cost."""
     costs = [added_seconds(demand, view, cached, crowd) for view in views]
     return [v for v, c in zip(views, costs, strict=True) if c <= min(costs) * (1 + 1e-9)]
 
@@ -406,7 +406,7 @@ def test_two_ingresses_draw_differently_and_a_simulation_again_the_same():
 
 
 def test_two_that_are_drawn_are_each_pair_as_often():
-    """Of equal places the one is taken whose turn is next: the busier one of a pair never is."""
+    """Among equal places they take turns; the busier one of a pair is never chosen."""
     policy = make_policies("power_of_two").decode
     views = [group_view(f"e{i}", 0, 1, 9, 10 * i, i) for i in range(5)]
     counts = collections.Counter(decode_turns(policy, views, 5000))
@@ -423,7 +423,7 @@ def loaded(queue_s=0.0, num_rows=0, spare=0, step_s=0.04):
 
 
 def test_a_request_goes_to_the_lane_that_makes_no_step_longer():
-    """Both lanes have room; in the one that reads least it costs nobody anything."""
+    """Both lanes have room; in the one with the shorter context it adds no time."""
     full, light = loaded(num_rows=9), loaded(num_rows=9, spare=100_000)
     views = [
         group_view("e", 0, 30, 8, 4, 0, load=full),
@@ -435,7 +435,7 @@ def test_a_request_goes_to_the_lane_that_makes_no_step_longer():
 
 
 def test_a_prompt_goes_beside_one_that_waits_and_not_behind_it():
-    """Lanes compute prompts side by side: it makes the step that comes no longer."""
+    """Lanes compute prompts side by side: the next step does not become longer."""
     behind, beside = loaded(queue_s=0.5, num_rows=9), loaded(queue_s=0.5, num_rows=9)
     beside = beside._replace(spare_prompt_s=0.5)
     views = [
@@ -448,7 +448,7 @@ def test_a_prompt_goes_beside_one_that_waits_and_not_behind_it():
 
 
 def test_slots_are_not_work():
-    """The emptiest replica has minutes of prompts before a new one."""
+    """The replica with most empty slots has minutes of prompts queued."""
     views = [
         group_view("long", 0, 30, 8, 2, 0, load=loaded(queue_s=60.0, num_rows=2)),
         group_view("short", 0, 10, 8, 22, 1, load=loaded(queue_s=0.5, num_rows=22)),
@@ -470,7 +470,7 @@ def test_a_prompt_goes_where_it_is_cached_unless_the_queue_there_costs_more():
 
 
 def test_cached_kv_saves_the_time_of_its_transfer():
-    """Prompts are computed elsewhere."""
+    """Prefill engines compute the prompts."""
     costs = COSTS._replace(prompt_s=0.0, prompt_token_s=0.0, prompt_pair_s=0.0)
     demand = Demand("r", [7] * 31)
     cached = {Placement("e0", 0): 28}
@@ -483,7 +483,7 @@ def test_cached_kv_saves_the_time_of_its_transfer():
 
 
 def test_a_cached_prefix_is_worth_a_longer_queue_under_load():
-    """Computed once more it costs everybody who comes."""
+    """Computing it once more delays every later request."""
     demand = Demand("r", [7] * 31)
     cached = {Placement("e0", 0): 28}
     for num_rows, expected in ((0, "e1"), (40, "e0")):
@@ -524,7 +524,7 @@ def test_every_ingress_keeps_a_session_together_on_equal_costs(name):
     assert len(homes) > 4
 
 
-# --- what is measured with what ------------------------------------------------------------------
+# --- policies and step costs ---------------------------------------------------------------------
 
 
 def test_every_choice_takes_a_slot():
@@ -535,7 +535,7 @@ def test_every_choice_takes_a_slot():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_default_alone_looks_at_steps(name):
-    """Nobody else places otherwise where prompts, queues and steps cost something."""
+    """Other policies place the same whatever prompts, queues and steps cost."""
     costs = StepCosts(*[0.5] * 7)
     slow, fast = (Load(s, s, 3, 0.0, 0, 0, 0, costs) for s in (9.0, 1.0))
 

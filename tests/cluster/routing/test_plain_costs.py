@@ -1,4 +1,4 @@
-"""What `least_delay` weighs in one product is what its formula says of each place, term by term."""
+"""`least_delay` equals its formula, computed plainly for each place and term."""
 
 import math
 import random
@@ -27,7 +27,7 @@ OF_ENGINE = [
 
 
 class Kept:
-    """The last choice, and what it was made among."""
+    """A receiver that keeps the last choice and its inputs."""
 
     keeps_whole = True
 
@@ -37,7 +37,7 @@ class Kept:
 
 @st.composite
 def engines(draw, num_groups):
-    """Often equal ones, and often with room everywhere."""
+    """Engines that are often equal, and often all have room."""
     placements, written = [], []
     of_engines = draw(st.lists(st.tuples(*OF_ENGINE), min_size=1, max_size=2))
     has_room, is_even = draw(st.booleans()), draw(st.booleans())
@@ -68,7 +68,7 @@ def beyond(wanted, spare, each_s):
 
 
 def plain_parts(view, demand, missed, mean_rows, side):
-    """What each term says of one place, in Python's floats, as the formula says it."""
+    """Return each term's value for one place by the formula, in Python floats."""
     length, rows = demand.num_prompt_tokens, demand.num_choices
     pairs = (length - 0.5 * missed) * missed
     prompt_s = view.prompt_s + missed * view.prompt_token_s + pairs * view.prompt_pair_s
@@ -102,7 +102,7 @@ def close(one, other):
 
 
 def check_choice(views, demand, cached, refused, turn, side):
-    """A policy takes the place that the formula says, and keeps what it says of the best few."""
+    """Check that a policy takes the place by the formula, and keeps the terms of the best few."""
     notes = Kept()
     policy = getattr(make_policies("least_delay", lambda _: cached, notes=notes), side)
     policy.turn = turn
@@ -124,7 +124,7 @@ def check_choice(views, demand, cached, refused, turn, side):
     least = min(costs.values())
     best = [i for i, s in costs.items() if s <= least * (1.0 + ROUNDING)]
     if any(ROUNDING / 2 < s / least - 1.0 < 2 * ROUNDING for s in costs.values() if least):
-        return  # on the edge of what is equal the last bits decide
+        return  # at the edge of the tolerance the last bits decide
     least_active = min(views[i].num_active for i in best)
     best = [i for i in best if views[i].num_active == least_active]
     chosen = next((i for i in best if i >= turn), best[0])
@@ -179,7 +179,7 @@ def test_placements_follow_the_formula_while_views_change():
 
 
 def drawn(dice, num_places):
-    """What an engine has that is somewhere between idle and full."""
+    """Return values of an engine somewhere between idle and full."""
     ranges = [(0, 32), (0, 40_000), (0, 40_000), (0, 32), (0, 9), (0, 2), (0, 32), (0, 40_000)]
     of_places = [dice.randrange(*ends) for ends in ranges for _ in range(num_places)]
     of_engine = [
@@ -193,7 +193,7 @@ def drawn(dice, num_places):
 
 @given(st.integers(2, 99), st.data())
 def test_equal_places_take_turns_wherever_they_are_in_the_list(count, data):
-    """However a sum over many places is worked out, its last bits are no reason to be chosen."""
+    """The last bits of sums over many places must not decide."""
     dice = random.Random(data.draw(st.integers(0, 2**32)))
     places = [Placement(f"e{i:02}", 0) for i in range(count)]
     views, engine = Views(places), drawn(dice, 1)

@@ -1,4 +1,4 @@
-"""What an ingress believes: snapshots of the replicas, less what it has sent since."""
+"""The pool state of an ingress: snapshots of replicas, less requests sent since."""
 
 import itertools
 
@@ -47,7 +47,7 @@ def idle(seq=0, num_slots=2, num_blocks=8, role="decode"):
 
 
 def asks(request_id, num_blocks):
-    """A request that takes so many blocks to begin."""
+    """Return a request that needs this many blocks to start."""
     return Demand(request_id, [7] * (num_blocks * BLOCK_SIZE - 1))
 
 
@@ -60,7 +60,7 @@ def hold_prefill(pools, request_id, incarnation, num_tokens):
 
 
 class PoolStateMachine(RuleBasedStateMachine):
-    """Against a model that keeps, per replica, the newest snapshot and the open holds."""
+    """The pool state against a model with the newest snapshot and open holds of each replica."""
 
     holds = Bundle("holds")
 
@@ -138,7 +138,7 @@ class PoolStateMachine(RuleBasedStateMachine):
 
     @rule()
     def what_is_kept_of_snapshots_is_what_they_say(self):
-        """To the bit, costs too. Now and then: nothing is kept of what has just been made anew."""
+        """Cached values equal new ones to the last bit. Called seldom, as it renews the caches."""
         self.pools.check_invariants()
 
     def teardown(self):
@@ -270,7 +270,7 @@ def three_replicas():
 
 
 def test_views_keep_the_order_in_which_replicas_came():
-    """Round robin counts in it."""
+    """Round robin depends on the order."""
     pools = three_replicas()
     pools.add(make_member("decode", "a9"))
     assert order(pools) == [("d0", 0), ("d0", 1), ("b0", 0), ("b0", 1)]
@@ -296,7 +296,7 @@ def test_a_change_of_one_replica_changes_only_its_places():
 
 
 def test_what_a_snapshot_tells_is_in_the_views_once_they_are_settled():
-    """So that no request waits for what engines have told since the one before."""
+    """So that no request waits while earlier snapshots are worked out."""
     pools = three_replicas()
     views = pools.decode_views()
     pools.take_snapshot("d0", idle(seq=1, num_slots=1))
@@ -448,7 +448,7 @@ def test_holds_are_counted_in_blocks_of_their_engine():
 
 
 def pool_of(**engines):
-    """Decode engines of one slot: {name: (KV groups, free blocks of each)}."""
+    """Return decode engines of one slot: {name: (KV groups, free blocks of each)}."""
     pools = PoolState()
     for incarnation, (kv_groups, free_blocks) in engines.items():
         pools.add(make_member("decode", incarnation, kv_groups=kv_groups))
@@ -536,7 +536,7 @@ def test_a_new_fit_changes_the_costs_of_the_whole_pool():
 
 
 def test_what_prompts_cost_is_what_they_cost_the_pool_that_is_there_for_them():
-    """One that a decode engine computed, far slower, changes that as little as their steps do."""
+    """A much slower prompt on a decode engine changes it as little as decode steps do."""
     pools, groups = PoolState(), idle().groups
     for role in ("prefill", "decode"):
         pools.add(make_member(role, role))

@@ -1,4 +1,4 @@
-"""The prefix index against the sets that it stands for: whatever is told, lost or late."""
+"""The prefix index against plain sets, for batches that come in order, late, twice or never."""
 
 import pytest
 from hypothesis import given, settings
@@ -24,7 +24,7 @@ def removed(seq, *names):
 
 
 def naive(held, names):
-    """Leading names that each holder has, of those who have any."""
+    """Return for each holder of the first name how many leading names it holds."""
     found = {}
     for placement, has in held.items():
         depth = 0
@@ -36,7 +36,7 @@ def naive(held, names):
 
 
 class Engine:
-    """One DP group that tells the truth: what it holds, and every batch that it ever sent."""
+    """A DP group with its blocks, and every batch that it ever sent."""
 
     def __init__(self):
         self.holds = {}
@@ -67,16 +67,16 @@ events = st.lists(
 
 
 class Machine(RuleBasedStateMachine):
-    """Batches that come, come twice, come late or never; listings; guesses; deaths; new starts.
+    """Batches in order, late, twice or never; listings; guesses; deaths; restarts.
 
-    What it believes is told is of the last batch that was in order, or nothing.
+    The index believes reports up to the last batch in order, or nothing.
     """
 
     @initialize()
     def begin(self):
         self.index = PrefixIndex()
         self.engines = {placement: Engine() for placement in GROUPS}
-        # What the index has to believe: of what was told, and guesses with their ends.
+        # The expected state: reported names, and guesses with their ends.
         self.told = {placement: set() for placement in GROUPS}
         self.routed = {placement: {} for placement in GROUPS}
         # The batch that it is at, the newest that it has seen, and whether it misses none.
@@ -103,7 +103,7 @@ class Machine(RuleBasedStateMachine):
             self.routed[placement] = {n: s for n, s in kept if n not in self.ever(placement, batch)}
 
     def ever(self, placement, batch):
-        """Names that a batch told of: from then on no guesses."""
+        """Names that a batch reported: from then on they are no guesses."""
         if batch.seq != self.at[placement]:
             return set()
         return {n for e in batch.events if isinstance(e, BlockStored) for n in e.block_hashes}

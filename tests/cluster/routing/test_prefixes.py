@@ -1,4 +1,4 @@
-"""What an ingress knows of its engines' prefix caches, told by real engines over real sockets."""
+"""An ingress's knowledge of prefix caches, reported by real engines over real sockets."""
 
 import asyncio
 
@@ -105,7 +105,7 @@ def test_nothing_is_guessed_of_an_engine_that_tells():
 
 
 def test_what_is_too_hot_counts_for_nothing_until_requests_end_or_more_have_it():
-    """Groups of four slots: one request of a prefix under way is all that a holder should have."""
+    """Groups of four slots: one request with a prefix is all that a holder should have."""
     prefixes = known("a", "b")
     prefixes.take(*told_by("a", 0, names_of(LONG)))
     first, second, other = demand(LONG, "1"), demand(LONG, "2"), demand(OTHER, "3")
@@ -163,11 +163,11 @@ def test_real_engines_tell_every_ingress_what_they_hold():
 
 
 class DeafRig(Rig):
-    """A rig that loses the next events of prefix caches when told to.
+    """A rig that can lose batches of prefix cache events.
 
     Attributes:
-        loses: Whether the next ones are lost.
-        num_lost: Batches that were.
+        loses: Whether the next batches are lost.
+        num_lost: Number of lost batches.
     """
 
     def __init__(self):

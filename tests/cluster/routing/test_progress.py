@@ -1,4 +1,4 @@
-"""What a client has, whichever engines say it, how often and in which pieces."""
+"""Tokens that a client has, from any engines, repeated and in any pieces."""
 
 import hypothesis.strategies as st
 from hypothesis import given
@@ -11,8 +11,8 @@ from replicas.messages import TokenOutput
 def scripts(draw):
     """(tokens of each choice, outputs of engines one after the other).
 
-    Each engine begins somewhere in what the client has by then, and says it in pieces of any size;
-    the last one says everything to the end.
+    Each engine starts at some token that the client has by then, and sends pieces of any size; the
+    last one sends everything to the end.
     """
     tokens = draw(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=8), min_size=1))
     had = [0] * len(tokens)

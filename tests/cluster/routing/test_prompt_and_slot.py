@@ -1,4 +1,4 @@
-"""The prompt is asked for together with the slot: prefill may answer before the decode engine."""
+"""Prompt and slot are asked for together: prefill may answer before the decode engine."""
 
 import asyncio
 
@@ -21,18 +21,18 @@ pytestmark = pytest.mark.process
 
 
 def request_id(engine):
-    """Of the last request that it was asked."""
+    """Return the id of the last request that an engine was asked for."""
     return engine.received(AddRequest)[-1].request.request_id
 
 
 async def accept(engine):
-    """Say what a decode engine says that has a slot."""
+    """Send the answer of a decode engine that has a slot."""
     await until(lambda: engine.received(AddRequest), "asked")
     await engine.send(Accepted(request_id(engine), 0, 0, 0, 1))
 
 
 def told(engine):
-    """What an engine was told, and in which order."""
+    """Return the messages that an engine got, in their order."""
     return [type(message) for message in engine.messages]
 
 

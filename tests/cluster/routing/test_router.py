@@ -1,4 +1,4 @@
-"""The router against real engine processes: same tokens as one engine, whatever dies or leaves."""
+"""The router with real engine processes: tokens equal one engine's, whatever is lost."""
 
 import asyncio
 import contextlib
@@ -66,7 +66,7 @@ def pool():
 
 @pytest.fixture(scope="module")
 def spares():
-    """Engines to be killed or drained: four of prefill with short steps, seven of decode."""
+    """Engines to kill or drain: four prefill engines with short steps, seven decode engines."""
     slow = engine_config("prefill", max_num_batched_tokens=16)
     with running(*[("prefill", slow)] * 4, *[("decode", engine_config("decode"))] * 7) as engines:
         yield {"prefill": engines[:4], "decode": engines[4:]}
@@ -74,7 +74,7 @@ def spares():
 
 @pytest.fixture
 def victim(spares):
-    """Takes a spare engine of a role that no test has had yet."""
+    """Return a spare engine of a role that no test has used."""
     return lambda role: spares[role].pop()
 
 
@@ -87,12 +87,12 @@ def _reference(raw):
 
 
 def reference(*cases):
-    """Tokens of one local engine for (prompt, sampling) cases that run together."""
+    """Return tokens of one local engine for (prompt, sampling) cases that run together."""
     return _reference(msgspec.msgpack.encode(cases))
 
 
 async def transfers(made, *engines):
-    """What engines have received: (transfers, bytes)."""
+    """Return what engines have received: (transfers, bytes)."""
     total = [0, 0]
     for engine in engines:
         for counters in (await made.engine_metrics(engine)).transfer.paths.values():
@@ -102,7 +102,7 @@ async def transfers(made, *engines):
 
 
 def row_bytes(engine):
-    """Bytes of the KV of 32 tokens."""
+    """Return the bytes of the KV of 32 tokens."""
     [kv_group] = engine.description.kv_groups
     return kv_group.bytes_per_block * ROW_TOKENS // BLOCK_SIZE
 
@@ -112,7 +112,7 @@ def num_rows(prompt):
 
 
 def start(made, prompt, params=None):
-    """Start a request; returns its outputs, to be read with anext and closed."""
+    """Start a request; return its outputs, to be read with anext and closed."""
     return made.generate(made.request(prompt, params))
 
 
@@ -344,8 +344,8 @@ def test_prefill_engine_killed_before_its_answer_is_replaced(pool, victim):
             task = asyncio.ensure_future(made.tokens(prompt))
             await until_reserved(made, decode)
             before = await transfers(made, decode)
-            # Until now nobody else could have it. From now on it is lost by the kill; or, on a busy
-            # host, before that, by silence.
+            # So far only `lost` could have the prompt. From now on it is lost by the kill or, on a
+            # busy host, before that by silence.
             await made.connect(prefill.member)
             lost.kill()
             result = await task
@@ -420,7 +420,7 @@ def test_decode_engine_killed_before_the_first_token_gives_way_to_another(pool, 
 
 
 def mixed_cases(num_tokens):
-    """Eight prompts: greedy ones and seeded ones."""
+    """Return eight prompts: greedy ones and seeded ones."""
     return [
         (prompt, sampling(num_tokens, **(SEEDED | {"seed": 70 + i} if i % 2 else {})))
         for i, prompt in enumerate(prompts(8, lengths=(40, 65, 7, 130)))
@@ -428,7 +428,7 @@ def mixed_cases(num_tokens):
 
 
 async def begin(made, cases):
-    """Start requests; their streams, and the first tokens of each: those of a decode engine too."""
+    """Start requests; return their streams and first tokens, of a decode engine too."""
     streams = [start(made, *case) for case in cases]
 
     async def head(outputs):
@@ -438,7 +438,7 @@ async def begin(made, cases):
 
 
 async def finish(streams, heads):
-    """Whole outputs of streams that have begun."""
+    """Return the whole outputs of started streams."""
     rests = await asyncio.wait_for(asyncio.gather(*map(rest_of, streams)), 60)
     return [head + rest for head, rest in zip(heads, rests, strict=True)]
 
@@ -578,7 +578,7 @@ def test_decode_engine_killed_during_the_transfer_gives_the_prefill_blocks_back(
                 leased = (await made.engine_metrics(prefill)).transfer.num_leased_blocks
                 assert leased == 16, "blocks wait for the decode engine"
                 lost.kill()
-                # The client has its first token; nobody comes to go on from it.
+                # The client has its first token, and no engine can continue.
                 with pytest.raises(QueueTimeoutError):
                     await asyncio.wait_for(task, 5)
             await until_idle(made, prefill)
@@ -587,7 +587,7 @@ def test_decode_engine_killed_during_the_transfer_gives_the_prefill_blocks_back(
 
 
 def test_decode_engine_killed_while_waiting_for_kv_is_replaced(pool, victim):
-    """Prefill stands still from its first token on, so that nothing has been fetched."""
+    """Prefill stops at its first token, so that nothing has been fetched."""
     prefill, decode = pool[0], pool[2]
     lost = victim("decode")
     (prompt,) = prompts(1, lengths=(173,))
@@ -742,7 +742,7 @@ def test_two_ingresses_race_for_few_slots_and_blocks_and_lose_nothing(pool):
 
 
 def finishes(message):
-    """An engine that takes every request and ends it with one token."""
+    """Accept every request and end it with one token."""
     if isinstance(message, AddRequest):
         request_id = message.request.request_id
         return [Accepted(request_id, 0, 0, 0, 1), TokenOutput(request_id, 0, [5], "length")]
@@ -750,7 +750,7 @@ def finishes(message):
 
 
 async def full_engine(engine, made):
-    """Connect to a scripted engine that says that its slots are taken."""
+    """Connect to a scripted engine whose slots are all taken."""
     await made.connect(engine.member)
     await engine.send(snapshot=engine.snapshot(0))
     await until(lambda: made.pools.decode_views()[0].num_empty_slots == 0, "full")
@@ -826,7 +826,7 @@ def test_nothing_that_can_decode_is_503_for_the_new_and_the_waiting():
 
 
 def test_refused_request_waits_for_room_on_the_engine_that_refused_it():
-    """Another ingress was faster; the view of this one was stale."""
+    """Another ingress was faster; the view of this one was outdated."""
     refuse = [True]
 
     def answer(message):
@@ -956,7 +956,7 @@ def test_draining_engine_gives_way_and_is_not_asked_for_ever():
 
 
 def test_engines_that_drain_cost_a_request_none_of_its_attempts():
-    """Their snapshots are not here yet, as in an update of one replica after the other."""
+    """Their snapshots have not arrived, as in an update of one replica after the other."""
 
     def drains(message):
         if isinstance(message, AddRequest):

@@ -1,4 +1,4 @@
-"""Prefill first, decode first: what each engine is told, and who is let go of, whatever dies."""
+"""The orders of prompt and slot: messages to each engine, and what is released on losses."""
 
 import asyncio
 import contextlib
@@ -82,14 +82,14 @@ async def tokens(outputs):
 
 
 async def fill(made, *engines):
-    """Let decode engines say that every slot is taken."""
+    """Let decode engines report that every slot is taken."""
     for engine in engines:
         await engine.send(snapshot=engine.snapshot(0))
     await until(lambda: not any(v.num_empty_slots for v in made.pools.decode_views()), "full")
 
 
 async def let_have(made, engine, num_slots):
-    """Let one decode engine say how many slots are free."""
+    """Let one decode engine report this many free slots."""
     await engine.send(snapshot=engine.snapshot(num_slots))
     incarnation = engine.member.description.incarnation
 
@@ -409,7 +409,7 @@ def test_engine_that_must_not_compute_again_ends_the_request_with_its_own_error(
 
 
 def begins(message):
-    """A decode engine that gives one token, and no more."""
+    """A decode engine that gives one token only."""
     if isinstance(message, Activate):
         return [TokenOutput(message.request_id, len(message.token_ids[0]), [6])]
     return accepts(message)
@@ -446,7 +446,7 @@ def test_choices_that_are_not_equally_far_go_on_from_where_each_was_and_end_once
 
     def goes_on(message):
         if isinstance(message, Activate):
-            # One that had ended ends again; what was known comes again with what is new.
+            # A choice that had ended ends again; known tokens come again with new ones.
             first, second = message.token_ids
             return [
                 TokenOutput(message.request_id, len(first), [], "stop", choice=0),
@@ -504,7 +504,7 @@ def test_an_interrupted_stream_is_placed_before_later_requests():
 
 
 async def hand_over(engine):
-    """Let an engine say that it has little time left."""
+    """Let an engine drain, with little time left."""
     await engine.send(snapshot=engine.snapshot(3, draining=True, hands_over=True))
 
 
@@ -594,7 +594,7 @@ def test_a_request_that_kills_engines_loses_at_most_max_attempts(order):
     killed = []
 
     def dies(message, engine):
-        """A prefill engine of every prompt, a decode engine of those that it computes itself."""
+        """A prefill engine dies of every prompt, a decode engine of those it computes itself."""
         if not isinstance(message, AddRequest) or message.mode == "decode":
             return decodes(message)
         killed.append(engine)
@@ -642,7 +642,7 @@ def test_client_that_leaves_has_prefill_and_decode_let_go(moment, order):
     run(scenario)
 
 
-# --- decode first: what is new ------------------------------------------------------------------
+# --- decode first --------------------------------------------------------------------------------
 
 
 def test_decode_first_names_its_consumer_from_the_start():
@@ -675,7 +675,7 @@ def test_decode_first_successor_of_an_engine_without_tokens_computes_the_prompt(
     run(scenario)
 
 
-# --- predicted: what is new ---------------------------------------------------------------------
+# --- predicted -----------------------------------------------------------------------------------
 
 
 def test_predicted_asks_for_the_slot_at_once_if_the_prompt_is_next():

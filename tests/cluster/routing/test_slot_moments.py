@@ -1,4 +1,4 @@
-"""When a request wants its slot: not through the queue before its prompt, in time for its KV."""
+"""When a request wants its slot: not while its prompt is queued, and in time for its KV."""
 
 from itertools import pairwise
 
@@ -27,7 +27,7 @@ def asks(name, num_tokens=1000, **fields):
 
 
 class World:
-    """Prefill engines that take a millisecond for a token, and slots on one decode engine."""
+    """Prefill engines that take 1 ms for a token, and slots on one decode engine."""
 
     def __init__(self, num_slots=64, num_empty_slots=64, engines=("p",), learned=True):
         self.pools = PoolState()
@@ -42,7 +42,7 @@ class World:
         self.now_s = 0.0
         if learned:
             for length in (500, 1000, 2000, 4000, 8000):
-                for _ in range(2):  # What is done is learned with the next one.
+                for _ in range(2):  # A completed prompt is learned with the next one.
                     self.moments.asked(asks("known", length), engines[0], self.now_s)
                     self.now_s += length * TOKEN_S
                     self.moments.computed("known", self.now_s)
@@ -60,7 +60,7 @@ class World:
         self.tell("d", "decode", groups, STEP_S, seq)
 
     def come(self, name, num_tokens=1000, engine="p"):
-        """A request whose prompt is asked for now, and who keeps its place."""
+        """Queue a request whose prompt is asked for now and that is not due."""
         demand = asks(name, num_tokens)
         self.pools.hold(demand, Placement(engine, ANY_GROUP))
         self.moments.asked(demand, engine, self.now_s)
@@ -73,9 +73,9 @@ class World:
         return [waiter.demand.request_id for waiter in due], next_s
 
     def moments_of(self, names, others_s=0.0):
-        """When each of them becomes due while the engine computes one prompt after the other.
+        """Return when each request becomes due while the engine computes prompts in order.
 
-        Those of others first; and whoever is due has a slot if one is free.
+        Prompts of other ingresses come first. A request that is due gets a slot if one is free.
         """
         found = {}
         end_s, ends = self.now_s + others_s, []
@@ -169,7 +169,7 @@ def test_a_request_is_due_earlier_by_its_expected_wait_for_a_slot():
         moments_s.append(world.moments_of(names))
     free, taken = moments_s
     early_s = [free[name] - taken[name] for name in names]
-    # The second of those who want one waits for two to become free, and so on.
+    # The second request waits for two slots to become free, and so on.
     assert early_s == pytest.approx([0.0, 2.0, 3.0, 4.0], abs=SOON_S)
 
 

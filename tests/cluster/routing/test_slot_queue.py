@@ -1,4 +1,4 @@
-"""The queue of an ingress alone: who is placed, who is woken, and when."""
+"""The slot queue of an ingress alone: which request is placed or woken, and when."""
 
 import asyncio
 
@@ -24,7 +24,7 @@ def snapshot(seq, num_slots=1, num_blocks=8):
 
 
 def asks(request_id, num_blocks=1, **fields):
-    """A request that takes so many blocks to begin."""
+    """Return a request that needs this many blocks to start."""
     return Demand(request_id, [7] * (num_blocks * BLOCK_SIZE - 1), **fields)
 
 
@@ -56,7 +56,7 @@ class SlotQueueMachine(RuleBasedStateMachine):
         self.queue, _ = make(self.pools, max_queued_requests=3, timeout_s=10.0)
         self.now_s = 0.0
         self.seq = 0
-        # The model: slots of each engine as it last said, who holds one there, who waits.
+        # The model: reported slots of each engine, their holders, and the queue.
         self.slots = {}
         self.held = {}
         self.line = []
@@ -75,7 +75,7 @@ class SlotQueueMachine(RuleBasedStateMachine):
         return sum(max(n - taken.count(e), 0) for e, n in self.slots.items())
 
     def settle(self):
-        """Everybody is placed who is due and for whom there is room, in order."""
+        """Check that every due request with room is placed, in order."""
         for waiter, placement in self.queue.assign():
             assert self.due()[0] is waiter
             self.line.remove(waiter)
@@ -86,7 +86,7 @@ class SlotQueueMachine(RuleBasedStateMachine):
 
     @rule(target=waiting, priority=st.integers(0, 1))
     def enter_early(self, priority):
-        """One whose prompt is under way keeps its place, also where there is room."""
+        """Queue a request that is not due: it keeps its place even if there is room."""
         self.num_requests += 1
         demand = asks(f"r{self.num_requests}", priority=priority)
         waiter = self.queue.new_waiter(demand, is_promised=True, is_due=False)
@@ -139,7 +139,7 @@ class SlotQueueMachine(RuleBasedStateMachine):
 
     @rule(waiter=waiting)
     def refuse(self, waiter):
-        """The engine says no, its snapshot has not come: back to where it stood."""
+        """Refuse a placed request before a snapshot comes: it returns to its place."""
         engine = self.held.pop(waiter, None)
         if engine is None:
             return
@@ -152,7 +152,7 @@ class SlotQueueMachine(RuleBasedStateMachine):
             self.held[waiter] = placement.incarnation
         else:
             self.line = sorted([*self.line, waiter], key=lambda w: w.key)
-        # What it was refused is there for others.
+        # The place that refused it is free for other requests.
         self.settle()
 
     @rule(waiter=consumes(waiting))
@@ -222,7 +222,7 @@ def test_a_request_that_is_not_due_counts_as_queued():
         queue.check_open()
 
 
-# --- the shell: who is woken ---------------------------------------------------------------------
+# --- the shell -----------------------------------------------------------------------------------
 
 
 def test_slot_that_came_free_while_the_request_was_being_refused_is_found():
@@ -410,7 +410,7 @@ def test_client_that_leaves_at_its_placement_leaves_the_slot_to_the_next():
 
 @pytest.mark.parametrize("moment", ["room", "no decoder", "too late"])
 def test_client_that_left_in_the_same_turn_of_the_loop_is_given_nothing(moment):
-    """Its future is cancelled at once, its task runs later: something may happen in between."""
+    """Its future is cancelled at once, its task runs later: events may come in between."""
     pools = one_engine(num_slots=0)
 
     async def run():
@@ -440,7 +440,7 @@ def test_client_that_left_in_the_same_turn_of_the_loop_is_given_nothing(moment):
 
 
 def test_a_stream_without_room_blocks_no_other_request():
-    """It stands first, as it came first, and nothing is urgent for it."""
+    """The stream is first in the queue, and is not urgent."""
     pools = one_engine(num_slots=0)
     queue, _ = make(pools, max_queued_requests=2)
     heirs = [

@@ -1,4 +1,4 @@
-"""Engines that live and do not get on: what waits for them goes elsewhere, nothing new comes."""
+"""Engines that live without progress: their requests move, and no new ones come."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.process
 
 
 def decodes(message):
-    """Accepts, and once activated gives the second and last token."""
+    """Accept, and once activated give the second and last token."""
     if isinstance(message, Activate):
         num_had = len(message.token_ids[0]) if message.token_ids else 0
         return [TokenOutput(message.request_id, num_had, [6], "length")]
@@ -49,13 +49,13 @@ def ask(made):
 
 
 async def stall(made, engine, stalled_s=5.5):
-    """Let an engine stall, or move again, and wait until the router knows."""
+    """Let an engine stall, or recover, and wait until the router knows."""
     engine.stalled_s = stalled_s
     await until(lambda: bool(made.pools.stalled) == (stalled_s > 0), "known")
 
 
 async def told_once(engine, request_id):
-    """Wait until an engine that was left has heard so: its message travels on its own socket."""
+    """Wait until an engine that was left got the abort, which has a socket of its own."""
     await until(lambda: engine.received(Abort), "it is told")
     assert engine.received(Abort) == [Abort([request_id])]
 
@@ -156,7 +156,7 @@ def test_a_late_answer_of_an_engine_that_was_left_hangs_no_request(old):
             await until(lambda: asked(hung) == 2, "it is asked again")
             request_id = hung.received(AddRequest)[0].request.request_id
             answers = [Accepted(request_id, 0, 0, 0, 1), Refused(request_id, "no_slot", "full")]
-            # First what it says of the question before it was left, then of the second one.
+            # First its answer to the old question, then to the new one.
             for answer in answers if old == "accepted" else answers[::-1]:
                 await hung.send(answer)
                 await hung.send(TokenOutput(request_id, 0, [4], "length"))
@@ -193,7 +193,7 @@ def test_a_reservation_on_a_stalled_engine_is_repeated_elsewhere():
 
 
 async def stream_on(made, engine):
-    """A request that has a token of an engine; its outputs, and its id."""
+    """Return the outputs and the id of a request that has a token of an engine."""
     outputs = made.generate(made.request([1, 2, 3]))
     first = asyncio.ensure_future(anext(outputs))
     await until(lambda: asked(engine), "asked")
@@ -250,7 +250,7 @@ def test_a_stream_stays_on_a_stalled_engine_until_another_has_room():
 
 
 def test_events_from_before_an_engine_was_left_are_ignored_when_it_is_asked_again():
-    """It stalls, is left, and is asked again: its last output of then comes before its answer."""
+    """An engine stalls, is left, and is asked again: an old output comes before its answer."""
 
     async def run():
         async with (
@@ -487,7 +487,7 @@ async def hand_over(engine):
 
 
 def read(outputs):
-    """Read a stream to its end; what has come of it so far, and the reader."""
+    """Read a stream to its end; return the outputs so far, and the reader."""
     tokens = []
 
     async def follow():
@@ -506,7 +506,7 @@ async def fill(made, engine):
 
 
 class Stream(NamedTuple):
-    """A stream on one engine, whose first token is read, and an engine that could go on with it."""
+    """A stream on one engine, whose first token was read, and its possible successor."""
 
     made: Rig
     engine: ScriptedEngine
@@ -518,7 +518,7 @@ class Stream(NamedTuple):
 
 @contextlib.asynccontextmanager
 async def a_stream_beside(answer):
-    """A stream, beside an engine that answers so."""
+    """A stream, beside an engine that answers like this."""
     async with (
         ScriptedEngine("both", "d1", accepts) as engine,
         ScriptedEngine("both", "d2", answer) as other,
@@ -611,7 +611,7 @@ def test_nothing_is_left_of_a_hand_over_that_is_not_needed(end):
 
 @pytest.fixture
 def quiet_soon(monkeypatch):
-    """And dead never, but by its connection."""
+    """Let engines count as silent soon, and as dead only when their connection breaks."""
     monkeypatch.setattr(async_client, "QUIET_S", 0.5)
     monkeypatch.setattr(async_client, "SILENCE_S", 60.0)
 
@@ -622,7 +622,7 @@ async def hush(made, engine):
 
 
 async def follow_on(stream):
-    """Let the other engine begin where the stream stands."""
+    """Let the successor begin at the end of the stream."""
     await until(lambda: asked(stream.other), "the other is asked")
     await stream.other.send(Accepted(stream.request_id, 0, 0, 0, 1))
     await until(lambda: stream.other.received(Activate), "it begins")
@@ -717,7 +717,7 @@ def test_an_engine_that_speaks_again_is_not_asked_to_follow_on_itself(quiet_soon
 
 
 def test_a_hung_prefill_engine_is_replaced_and_the_reservation_waits():
-    """Heartbeats go on all the while; a reservation lapses only after two minutes."""
+    """Heartbeats continue meanwhile; a reservation lapses only after two minutes."""
     hang = Fault(at_s=0.0, target="prefill/0", kind="slow", factor=1e7)
 
     def simulated(role, *faults):

@@ -42,7 +42,7 @@ def inputs(step):
 
 
 def batch_fit(steps):
-    """Least squares over all steps at once, in rows whose weights fade, and rows that pull to 0."""
+    """Solve least squares over all steps at once, with fading rows and rows that pull to 0."""
     weights = step_time.FORGETTING ** (np.arange(len(steps) - 1, -1, -1) / 2)
     rows = [w * inputs(step) for w, step in zip(weights, steps, strict=True)]
     seconds = [w * step.device_s for w, step in zip(weights, steps, strict=True)]
@@ -85,7 +85,7 @@ def test_the_same_step_for_ever_is_learned_and_unlearned(step):
 
 @pytest.mark.parametrize("first", ["prompts", "decodes"])
 def test_a_kind_of_step_that_stops_keeps_its_cost(first):
-    """Its weight fades to nothing, its cost must not: somebody may ask for it again."""
+    """The weight of these steps fades to nothing; their cost must not."""
     prompt = work(prompts=1, tokens=1500, pairs=10**6, device_s=0.5)
     decodes = work(rows=8, context=4000, longest=900, device_s=0.04)
     one, other = (prompt, decodes) if first == "prompts" else (decodes, prompt)
@@ -119,7 +119,7 @@ TRUE = StepCosts(0.04, 0.0, 2e-7, 0.0, 0.02, 2e-4, 1e-9)
 
 
 def drawn(rng, noise):
-    """A step that costs what it costs, give or take."""
+    """Return a step that takes its true time, with noise."""
     if rng.random() < 0.5:
         rows, context = int(rng.integers(1, 33)), int(rng.integers(100, 10**5))
         step = work(rows, context, int(rng.integers(100, context + 1)))

@@ -1,4 +1,4 @@
-"""What an ingress was asked: each request comes once, and ends once."""
+"""Counts of an ingress: each request arrives once and ends once."""
 
 from dataclasses import astuple
 

@@ -1,8 +1,7 @@
-"""Two ingresses and three replicas that die and return, in any order: nobody's slot is taken twice.
+"""Two ingresses and three replicas that die and return: no slot is taken twice.
 
-Queues, views and holds are the routers' own, and slots belong to the engines' own schedulers. All
-that is played here is the network, which keeps answers in order and delays whatever it likes, and
-the clients.
+Queues, views and holds are the routers' own, and slots belong to the engines' own schedulers.
+Simulated are the network, which keeps answers in order and delays others, and the clients.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ places = st.sampled_from(PLACES)
 
 
 class Replica:
-    """One life of an engine: its scheduler, and who has which of its slots."""
+    """One incarnation of an engine: its scheduler, and which request has which slot."""
 
     def __init__(self, incarnation: str, num_groups: int, slots_per_group: int) -> None:
         self.incarnation = incarnation
@@ -91,7 +90,7 @@ class Replica:
         return refusal
 
     def step(self) -> list[str]:
-        """Run a step; says who has ended."""
+        """Run a step; return the requests that ended."""
         batch = self.scheduler.schedule()
         if batch is None:
             return []
@@ -105,7 +104,7 @@ class Replica:
         return self.free(seq.request_id for seq, output in outputs if output.finish_reason)
 
     def free(self, ended) -> list[str]:
-        """Forget whoever has ended; says who that was."""
+        """Forget requests that have ended, and return them."""
         ended = list(ended)
         self.slots = {slot: r for slot, r in self.slots.items() if r not in ended}
         return ended
@@ -121,7 +120,7 @@ class Replica:
 
 @dataclass(eq=False)
 class Request:
-    """A client's, at its ingress."""
+    """A request of a client at its ingress."""
 
     demand: Demand
     waiter: Waiter
@@ -133,7 +132,7 @@ class Request:
 
 @dataclass
 class Link:
-    """Between an ingress and one life of an engine."""
+    """The connection between an ingress and one incarnation of an engine."""
 
     replica: Replica
     to_engine: deque = field(default_factory=deque)
@@ -142,7 +141,7 @@ class Link:
 
 
 class Ingress:
-    """What a router does with its cores, and nothing else."""
+    """The pure parts of a router."""
 
     def __init__(self, name: str, policy: str) -> None:
         self.name = name
@@ -187,7 +186,7 @@ class Ingress:
             link.to_engine.append((word, request))
 
     def settle(self) -> None:
-        """What `SlotWaits` does when something has changed."""
+        """Do what `SlotWaits` does when something has changed."""
         if self.queue.is_stranded:
             for waiter in self.queue.clear():
                 self.end(self.requests[waiter.demand.request_id])
@@ -199,7 +198,7 @@ class Ingress:
         request.num_endings += 1
 
     def leave(self, request: Request) -> None:
-        """Its client has gone."""
+        """Let a client leave."""
         if request.state == "waiting":
             self.queue.leave(request.waiter)
         else:
@@ -243,7 +242,7 @@ class Ingress:
 
 
 class TwoRouters(RuleBasedStateMachine):
-    """See the module docstring."""
+    """Two ingresses, three replicas, and a network in between."""
 
     @initialize(
         policy=st.sampled_from(["most_empty_slots", "round_robin", "least_delay"]),
@@ -280,7 +279,7 @@ class TwoRouters(RuleBasedStateMachine):
         is_early=st.booleans(),
     )
     def arrive(self, name, priority, num_blocks, is_early):
-        """With its slot wanted at once, or only when its prompt has been or is nearly computed."""
+        """Let a request arrive, due at once or only when its prompt is almost computed."""
         self.num_requests += 1
         demand = Demand(
             f"r{self.num_requests}", [7] * (num_blocks * BLOCK_SIZE - 2), priority=priority
@@ -356,7 +355,7 @@ class TwoRouters(RuleBasedStateMachine):
     @precondition(lambda self: self.num_lives < MOST_LIVES)
     @rule(place=places, num_heard=st.integers(0, 3))
     def kill(self, place, num_heard):
-        """What it said last may be lost; its successor is found whenever that is."""
+        """Kill a replica: its last messages may be lost, its successor may be found late."""
         replica = self.replicas[place]
         replica.is_dead = True
         for ingress in self.ingresses.values():
@@ -379,7 +378,7 @@ class TwoRouters(RuleBasedStateMachine):
 
     @rule(name=ingresses, place=places, data=st.data())
     def ingress_hears_what_is_left(self, name, place, data):
-        """Not in order, and some of it twice."""
+        """Deliver remaining messages out of order, some of them twice."""
         link = self.link(name, place)
         if link is not None and link.snapshots:
             snapshot = data.draw(st.sampled_from(link.snapshots))
@@ -422,7 +421,7 @@ class TwoRouters(RuleBasedStateMachine):
                 assert request.num_endings == (request.state == "over")
 
     def check_owner(self, replica, request_id):
-        """A slot has somebody who will use it or give it back."""
+        """Each slot has a request that will use it or release it."""
         ingress = self.ingresses[replica.owners[request_id]]
         request, link = ingress.requests[request_id], ingress.links[replica.incarnation]
         is_used = request.state in ("asked", "open") and (
@@ -431,7 +430,7 @@ class TwoRouters(RuleBasedStateMachine):
         assert is_used or ("abort", request) in link.to_engine, f"{request} has lost its slot"
 
     def teardown(self):
-        """The network delivers, engines work on: everybody ends, and every slot is seen free."""
+        """Deliver and step until every request has ended and every slot is seen free."""
         if not hasattr(self, "ingresses"):
             return
         for replica in self.replicas.values():
@@ -455,7 +454,7 @@ class TwoRouters(RuleBasedStateMachine):
             assert {view.num_free_blocks[0] for view in views} == {NUM_BLOCKS - 1}
 
     def deliver(self):
-        """Everything that is under way, and a few steps."""
+        """Deliver all messages under way, and run a few steps."""
         for ingress in self.ingresses.values():
             for replica in self.replicas.values():
                 ingress.find(replica)
