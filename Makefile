@@ -9,19 +9,17 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --retries 10 --time
 export HF_HUB_OFFLINE := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: serve test test-slow test-tt test-helm build-helm check lint types imports chaos lock sbom audit clean
+.PHONY: help serve test test-slow test-tt test-helm test-chart build-helm build-chart ci-all check lint types imports chaos lock sbom audit clean
+
+help: ## Show this list.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # PORT=8000 MODEL=/path/to/a/hugging-face/folder CONFIG=configs/2p2d.yaml
-serve: $(VENV)/.installed
+serve: $(VENV)/.installed ## Serve a model on this machine. PORT=8000 MODEL=folder CONFIG=file.
 	@$(VENV)/bin/ttserve serve $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model $(MODEL)) $(if $(CONFIG),--config $(CONFIG))
 
-# Exit code 5: none of the asked tests is of this kind. Where nobody looks on (CI=true) what failed (1) is
-# tried once more, nothing beside it: who is kept from a core may miss what he is given to. A run that
-# ended otherwise has not tried everything.
-PYTEST = $(VENV)/bin/python -m pytest -q $(if $(CI),--cache-clear) $(1) || { \
-	code=$$?; [ $$code = 5 ]$(if $(CI), || { [ $$code = 1 ] && $(call AGAIN,$(1)); }); }
-AGAIN = echo "Once more, by themselves:" && \
-	$(VENV)/bin/python -m pytest -q $(1) -n 0 -x --last-failed --last-failed-no-failures none
+# Exit code 5: no test of the given files is of this kind.
+PYTEST = $(VENV)/bin/python -m pytest -q $(if $(CI),--cache-clear) $(1) || [ $$? = 5 ]
 # A laptop or a CI machine has two cores at least; a third process computes while others wait for an
 # engine that starts, freezes or falls silent. Each begins with its part of the tests in their order,
 # so that what the tests of a file share is mostly made once, and takes over from others at the end.
@@ -30,68 +28,76 @@ SHARED := --dist worksteal
 FILES = $(or $(TESTS),$(sort $(shell grep -rl --include='test_*.py' 'mark\.$(1)' tests)))
 
 # TESTS=tests/kv_transfer runs a part.
-test: $(VENV)/.installed-dev
+test: $(VENV)/.installed-dev ## Run the tests without slow ones. TESTS=tests/kv_transfer runs a part.
 	$(call PYTEST,-n 3 $(SHARED) -m "not ray and not slow" $(TESTS))
 	@# A host has room for one cluster: the tests that start Ray run alone.
 	$(call PYTEST,-m "ray and not slow" $(call FILES,ray))
 
 # What `make test` leaves out: quicker tests show most of it, and only CI has the time.
-test-slow: $(VENV)/.installed-dev
+test-slow: $(VENV)/.installed-dev ## Run the slow tests, which `test` leaves out.
 	$(call PYTEST,-n 2 $(SHARED) -m "slow and not ray" $(call FILES,slow))
 	$(call PYTEST,-m "slow and ray" $(call FILES,slow))
 
 # The ttnn path on ttnn's mock device: no Tenstorrent hardware, but Python 3.12 and RISC-V binutils.
-test-tt: $(VENV_TTNN)/.installed-dev
+test-tt: $(VENV_TTNN)/.installed-dev ## Run the ttnn path on ttnn's mock device (Python 3.12).
 	TTSERVE_REQUIRE_TTNN=1 $(VENV_TTNN)/bin/python -m pytest -q -n 2 --dist loadfile $(or $(TESTS),tests/tt)
 
 # The chart, and the image on a real Kubernetes: the one of KUBECONFIG, else a node made here, which needs
 # Go 1.26, root and packages of Debian. 35 minutes the first time.
-test-helm: $(VENV)/.installed-dev
+test-helm: $(VENV)/.installed-dev ## Test the chart, and the image on a real Kubernetes (Go 1.26, root).
 	PYTHON=$(VENV)/bin/python helm/kit/test.sh
 
-# The programs and images of `test-helm`.
-build-helm:
+test-chart: $(VENV)/.installed-dev ## Test the chart without a Kubernetes (Go 1.26).
+	PYTHON=$(VENV)/bin/python helm/kit/test.sh chart
+
+build-helm: ## Build the programs and images of `test-helm`.
 	helm/kit/test.sh build
 
-check: lint types imports test
+build-chart: ## Build the programs of `test-chart`.
+	helm/kit/test.sh build-chart
 
-lint: $(VENV)/.installed-dev
+ci-all: ## Run all that CI runs, and what it skips because nothing changed.
+	CI_ALL=1 .ci/run
+
+check: lint types imports test ## Run `lint`, `types`, `imports` and `test`.
+
+lint: $(VENV)/.installed-dev ## Run ruff.
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 
-types: $(VENV)/.installed-dev
+types: $(VENV)/.installed-dev ## Run mypy.
 	$(VENV)/bin/mypy
 
 # The import contracts are in pyproject.toml; the tool needs Python 3.11.
-imports: $(VENV)/.installed-dev
+imports: $(VENV)/.installed-dev ## Check the import contracts.
 	@if [ -x $(VENV)/bin/lint-imports ]; then $(VENV)/bin/lint-imports --no-logo; else echo "imports: skipped, needs Python 3.11"; fi
 
 # EVENTS=20000000 SEED=7 JOBS=8 for a night of it; docs/chaos.md.
-chaos: $(VENV)/.installed
+chaos: $(VENV)/.installed ## Inject random faults into simulated clusters. EVENTS=n SEED=n JOBS=n.
 	$(VENV)/bin/ttserve chaos --jobs $(or $(JOBS),2) $(if $(EVENTS),--events $(EVENTS)) $(if $(SEED),--seed $(SEED))
 
 # The versions of constraints.txt with the hashes of all their files, for the image and for `audit`. The
 # targets above install by version alone: an index of torch's CPU wheels has other files than PyPI.
 LOCK = UV_CUSTOM_COMPILE_COMMAND="make lock" $(VENV_TOOLS)/bin/uv pip compile --quiet --universal \
 	--python-version 3.10 --generate-hashes --no-annotate --constraint constraints.txt
-lock: $(VENV_TOOLS)/.installed
+lock: $(VENV_TOOLS)/.installed ## Write requirements/*.txt with hashes from constraints.txt.
 	$(LOCK) --output-file requirements/runtime.txt pyproject.toml
 	$(LOCK) --output-file requirements/build.txt --group build
 	$(LOCK) --output-file requirements/tools.txt --group tools
 
 # What is installed in $(VENV), as a CycloneDX document.
-sbom: $(VENV)/.installed $(VENV_TOOLS)/.installed
+sbom: $(VENV)/.installed $(VENV_TOOLS)/.installed ## Write a CycloneDX document of what is installed.
 	@mkdir -p generated
 	$(VENV_TOOLS)/bin/cyclonedx-py environment --validate --output-reproducible --pyproject pyproject.toml --output-file generated/sbom.json $(VENV)/bin/python
 
 # Asks api.osv.dev for known vulnerabilities of the locked versions. An index without vulnerability data,
 # which PyPI's mirrors often are, would answer "none".
-audit: $(VENV_TOOLS)/.installed
+audit: $(VENV_TOOLS)/.installed ## Look up known vulnerabilities of the locked versions.
 	$(VENV_TOOLS)/bin/pip-audit --service osv --strict --disable-pip --require-hashes --progress-spinner off \
 		$(addprefix --requirement ,$(wildcard requirements/*.txt)) || \
 		{ echo "audit: failed. Either vulnerabilities are listed above, or api.osv.dev could not be reached and nothing was checked."; exit 1; }
 
-clean:
+clean: ## Remove everything that the other targets made.
 	rm -rf $(VENV) $(VENV_TTNN) $(VENV_TOOLS) .kit generated build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache chaos
 
 $(VENV)/bin/python:

@@ -5,7 +5,10 @@
 # What this machine cannot do is said and skipped; with TTSERVE_REQUIRE_NODE only Go and the kernel's
 # rights may be absent, and Debian's packages are installed.
 #
-#   test.sh build    make what the tests need, and run none
+#   test.sh                what is said above
+#   test.sh chart          without the cluster
+#   test.sh build          make what the tests need, and run none
+#   test.sh build-chart    the same without the cluster
 #
 #   PYTHON: an interpreter with the tests' packages. BIN: what is built goes there. TESTS: part of them.
 set -euo pipefail
@@ -76,9 +79,17 @@ build_node() {
     return $images
 }
 
-only_builds=$([ "${1:-}" != build ] || echo yes)
+only_builds="" without_cluster=""
+case "${1:-}" in
+    "") ;;
+    chart) without_cluster=yes ;;
+    build) only_builds=yes ;;
+    build-chart) only_builds=yes without_cluster=yes ;;
+    *) echo "test-helm: no such argument: $1" >&2; exit 2 ;;
+esac
 "$here/programs.sh" chart
 [ -n "$only_builds" ] || check_chart
+[ -z "$without_cluster" ] || exit 0
 tests=${TESTS:-tests/kubernetes}
 if [ -z "${KUBECONFIG:-}" ]; then
     [ "$(id -u)" = 0 ] || skip "$tests: a node needs root; KUBECONFIG names a cluster to use instead"
