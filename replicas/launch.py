@@ -353,12 +353,7 @@ def _spawn(environment: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], _Re
     read_fd, write_fd = os.pipe()
     dump_fd = new_dump_file()
     try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", _ENGINE],
-            stdin=subprocess.PIPE,
-            pass_fds=(write_fd, dump_fd),
-            env={**KERNEL_SETTINGS, **environment},
-        )
+        process = start_process({**KERNEL_SETTINGS, **environment}, (write_fd, dump_fd))
     except BaseException:
         os.close(read_fd)
         os.close(dump_fd)
@@ -366,6 +361,18 @@ def _spawn(environment: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], _Re
     finally:
         os.close(write_fd)
     return process, _Reports(read_fd), write_fd, dump_fd
+
+
+def start_process(environment: Mapping[str, str], fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
+    """Start the program of an engine with a pipe to its stdin.
+
+    Args:
+        environment: Its whole environment.
+        fds: Descriptors that it inherits, under the same numbers.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-m", _ENGINE], stdin=subprocess.PIPE, pass_fds=fds, env=environment
+    )
 
 
 def _with_secret(config: EngineConfig, host: str) -> EngineConfig:

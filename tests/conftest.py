@@ -8,7 +8,11 @@ from __future__ import annotations
 import gc
 import os
 
+import pytest
 from hypothesis import settings
+
+from replicas import launch
+from tests import warm_engines
 
 # Read when torch is imported, here and in every process that a test starts: operations this small
 # only lose time to a second thread, and two test processes to each other's.
@@ -23,3 +27,11 @@ def pytest_collection_finish():
     """Keep what was imported out of garbage collections, which otherwise go through all of it."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm_engines():
+    """Start engines as forks of an interpreter that has imported PyTorch; see `warm_engines`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "start_process", warm_engines.WarmInterpreter().start_process)
+        yield
