@@ -122,7 +122,7 @@ def test_the_sbom_names_every_installed_package(tmp_path):
 def _recipe(target, *variables):
     """Return the last command that make would run for a target."""
     done = subprocess.run(
-        ["make", "--dry-run", "--always-make", target, *variables],
+        ["make", "--no-print-directory", "--dry-run", "--always-make", target, *variables],
         cwd=ROOT, capture_output=True, text=True, check=True,
     )  # fmt: skip
     return shlex.split(done.stdout.splitlines()[-1])

@@ -19,7 +19,7 @@ from cluster.ingress import Ingress
 from tests.cluster.edge.http_server import poll
 from tests.cluster.engines import KEYS, engine_config, prompts, running
 from tests.cluster.lifecycle import haproxy_world
-from tests.cluster.lifecycle.test_haproxy_process import behind_door, world
+from tests.cluster.lifecycle.test_haproxy_process import behind_guard, world
 from tests.e2e import http_attacks, steady_streams, vitals
 from tests.e2e.attacker import Attack
 from tests.e2e.long_model import MAX_MODEL_LEN, long_model_folder
@@ -74,7 +74,7 @@ def front(tmp_path_factory):
     prefill = engine_config("prefill", **common, max_num_batched_tokens=2048)
     decode = engine_config("decode", **common, max_batch_size=2 * NUM_STREAMS)
     with running(("prefill", prefill), ("decode", decode)) as engines:
-        app = behind_door(IngressApp([engine.member for engine in engines]))
+        app = behind_guard(IngressApp([engine.member for engine in engines]))
         with world(haproxy_world.serve_config(), shared, app) as front:
             yield front
 
