@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from cluster.lab.simulation.options import PoolSpec
-    from cluster.lab.simulation.scaling import Scaler, Seen
+    from cluster.lab.simulation.scaling import ClusterObservation, Scaler
     from replicas.config import Role
 
     Seconds = npt.NDArray[np.float64]
@@ -141,7 +141,7 @@ class Ours:
             for spec in pools
         }
 
-    def decide(self, seen: Seen) -> Mapping[Role, int]:
+    def decide(self, seen: ClusterObservation) -> Mapping[Role, int]:
         """See `Scaler`."""
         pools = {
             role: pool._replace(num_replicas=seen.num_replicas[role])
@@ -172,7 +172,7 @@ class Serve:
         self._states: dict[Role, dict[str, Any]] = {role: {} for role in targets}
         self._look_back: list[tuple[float, Traffic]] = []
 
-    def decide(self, seen: Seen) -> Mapping[Role, int]:
+    def decide(self, seen: ClusterObservation) -> Mapping[Role, int]:
         """See `Scaler`."""
         self._look_back.append((seen.now_s, sum(seen.counted.values(), Traffic())))
         since_s = seen.now_s - next(iter(self._configs.values())).look_back_period_s
@@ -241,7 +241,7 @@ class Oracle:
             windows = np.lib.stride_tricks.sliding_window_view(padded, ahead + 1)
             self._wanted[spec.role] = windows.max(axis=1)
 
-    def decide(self, seen: Seen) -> Mapping[Role, int]:
+    def decide(self, seen: ClusterObservation) -> Mapping[Role, int]:
         """See `Scaler`."""
         second = int(seen.now_s)
         return {role: int(wanted[min(second, len(wanted) - 1)]) for role, wanted in
@@ -256,7 +256,7 @@ class Fixed:
     def __init__(self, counts: Mapping[Role, int]) -> None:
         self._counts = counts
 
-    def decide(self, _seen: Seen) -> Mapping[Role, int]:
+    def decide(self, _seen: ClusterObservation) -> Mapping[Role, int]:
         """See `Scaler`."""
         return self._counts
 

@@ -18,7 +18,7 @@ with warnings.catch_warnings():
         ramp,
         workload,
     )
-from cluster.lab.simulation.scaling import Seen
+from cluster.lab.simulation.scaling import ClusterObservation
 from cluster.routing.step_time import StepCosts
 from cluster.routing.traffic import Traffic
 
@@ -38,7 +38,9 @@ def test_a_day_rises_and_falls_and_bursts_are_four_times_as_many(rng):
 
 
 def seen(now_s, traffic, prefill=2, decode=2):
-    return Seen(now_s, {"i": traffic}, StepCosts(), {"prefill": prefill, "decode": decode})
+    return ClusterObservation(
+        now_s, {"i": traffic}, StepCosts(), {"prefill": prefill, "decode": decode}
+    )
 
 
 def test_serve_waits_for_its_delays_and_counts_each_pool_apart():

@@ -48,7 +48,7 @@ class ChaosOptions(msgspec.Struct, frozen=True, kw_only=True):
     out: Path = Path("chaos")
 
 
-class Find(NamedTuple):
+class ShrunkFailure(NamedTuple):
     """A failure of a scenario.
 
     Attributes:
@@ -62,7 +62,7 @@ class Find(NamedTuple):
     num_runs: int
 
 
-class Summary(NamedTuple):
+class ChaosSummary(NamedTuple):
     """What a run has seen.
 
     Attributes:
@@ -83,7 +83,7 @@ def run_seed(seed: int) -> Outcome:
 
 def explore(
     options: ChaosOptions, progress: Callable[[int, int], None] = lambda _seeds, _events: None
-) -> Summary:
+) -> ChaosSummary:
     """Run seeds until enough events have passed or one fails.
 
     `progress` is called with (seeds done, events done) after each seed.
@@ -92,7 +92,7 @@ def explore(
     num_seeds = num_events = 0
     failed_seed: int | None = None
     outcomes: Counter[str] = Counter()
-    for seed, outcome in enumerate(_outcomes(options), options.seed):
+    for seed, outcome in enumerate(_run_seeds(options), options.seed):
         num_seeds += 1
         num_events += outcome.num_events
         outcomes.update(outcome.outcomes)
@@ -103,10 +103,10 @@ def explore(
         if num_events >= options.events:
             break
     wall_s = time.perf_counter() - started
-    return Summary(num_seeds, num_events, dict(sorted(outcomes.items())), failed_seed, wall_s)
+    return ChaosSummary(num_seeds, num_events, dict(sorted(outcomes.items())), failed_seed, wall_s)
 
 
-def investigate(scenario: Scenario, shrink_s: float) -> Find | None:
+def investigate(scenario: Scenario, shrink_s: float) -> ShrunkFailure | None:
     """Run a scenario, and if it fails, find a smaller one that does too; None if it passes.
 
     Finding the smaller one takes `shrink_s` real seconds at most.
@@ -122,7 +122,7 @@ def investigate(scenario: Scenario, shrink_s: float) -> Find | None:
 
     shrinker = Shrinker(fails, shrink_s)
     shrunk = shrinker.shrink(scenario)
-    return Find(first.failure, shrunk, run_scenario(shrunk), shrinker.num_runs)
+    return ShrunkFailure(first.failure, shrunk, run_scenario(shrunk), shrinker.num_runs)
 
 
 def failure_kind(failure: str) -> str:
@@ -162,7 +162,7 @@ def chaos(options: ChaosOptions, echo: Callable[[str], None], *, shows_progress:
     if shows_progress:
         echo("\r\033[K")
     if summary.failed_seed is not None:
-        tell(random_scenario(summary.failed_seed), options, echo)
+        report_failure(random_scenario(summary.failed_seed), options, echo)
         return False
     echo(
         f"{summary.num_events:,} events of {summary.num_seeds} scenarios (seeds {options.seed} to "
@@ -193,7 +193,7 @@ def replay(path: Path, echo: Callable[[str], None]) -> bool:
     return True
 
 
-def tell(scenario: Scenario, options: ChaosOptions, echo: Callable[[str], None]) -> None:
+def report_failure(scenario: Scenario, options: ChaosOptions, echo: Callable[[str], None]) -> None:
     """Shrink a failing scenario, write it to a file, and say everything that is needed."""
     echo(f"seed {scenario.seed} fails; replay it with\n")
     echo(f"    ttserve chaos --seed {scenario.seed} --events 1\n")
@@ -215,7 +215,7 @@ def tell(scenario: Scenario, options: ChaosOptions, echo: Callable[[str], None])
     echo(f"{find.outcome.failure}\n\nreplay it with\n    ttserve chaos --replay {path}\n")
 
 
-def _outcomes(options: ChaosOptions) -> Iterator[Outcome]:
+def _run_seeds(options: ChaosOptions) -> Iterator[Outcome]:
     """What comes of one seed after another, in their order, whoever runs them; without end."""
     seeds = itertools.count(options.seed)
     if options.jobs == 1:

@@ -122,7 +122,7 @@ class VirtualLink:
         snapshot = frame.snapshot
         if snapshot is not None and (self.newest is None or snapshot.seq >= self.newest.seq):
             self.newest = snapshot
-            self._client.observer.told(self.host, snapshot)
+            self._client.observer.snapshot_received(self.host, snapshot)
         if self.table.hand_out([frame], events):
             self.is_heard_of.set()
         else:

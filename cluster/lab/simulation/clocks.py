@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from replicas.faults import FaultPlan
 
 
-class Clocks:
+class WallClocks:
     """See the module docstring.
 
     Args:

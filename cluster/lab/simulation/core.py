@@ -30,7 +30,7 @@ _FACTOR = 4.0
 _NO_TURN = VirtualTurn(0.0, [])
 
 
-class Process(Protocol):
+class ProcessHooks(Protocol):
     """The process that a core thread is part of."""
 
     def call_at(
@@ -44,7 +44,7 @@ class Process(Protocol):
     def send(self, frames: Frames, step_times_s: list[float]) -> None:
         """Send frames; `step_times_s` of their steps, if they are of more than one."""
 
-    def beat(self) -> None:
+    def send_heartbeat(self) -> None:
         """Send every client a heartbeat."""
 
 
@@ -59,7 +59,7 @@ class VirtualCore:
     """
 
     def __init__(
-        self, process: Process, engine: VirtualEngine, inbox: VirtualInbox, loop: VirtualLoop
+        self, process: ProcessHooks, engine: VirtualEngine, inbox: VirtualInbox, loop: VirtualLoop
     ) -> None:
         self.busy_s = 0.0
         self.num_turns = 0
@@ -123,7 +123,7 @@ class VirtualCore:
         if self.is_stepping:
             self._is_woken = True
         elif self._turn.end_times_s:
-            self._cut_turn(bisect.bisect_right(self._turn.end_times_s, self._loop.time()) + 1)
+            self._shorten_turn(bisect.bisect_right(self._turn.end_times_s, self._loop.time()) + 1)
         elif not self._is_due:
             self._is_due = True
             if gather_s:
@@ -155,40 +155,40 @@ class VirtualCore:
         self._turn, self._turn_started_s = turn, now_s
         self._num_steps = len(turn.end_times_s)
         if turn.is_half:
-            self._timer = self._process.call_at(turn.end_times_s[-1], self._go_on)
-            self._beat_at_stall()
+            self._timer = self._process.call_at(turn.end_times_s[-1], self._continue_turn)
+            self._schedule_stall_report()
             return
         self._timer = self._process.call_at(turn.end_times_s[-1], self._end)
-        self._beat_at_stall()
+        self._schedule_stall_report()
         deadline_s = self._engine.next_deadline_s() if self._num_steps > 1 else None
         if deadline_s is not None:
-            self._cut_turn(bisect.bisect_left(turn.end_times_s, deadline_s) + 1)
+            self._shorten_turn(bisect.bisect_left(turn.end_times_s, deadline_s) + 1)
 
-    def _go_on(self) -> None:
+    def _continue_turn(self) -> None:
         """The forward pass is over: its tokens leave, transfers next, then the end."""
         self.is_stepping = True
         self._turn, frames = self._engine.continue_turn(self._turn, self._loop.time())
         self.is_stepping = False
         self._process.send(frames, [])
         self._timer = self._process.call_at(self._turn.end_times_s[-1], self._end)
-        self._beat_at_stall()
+        self._schedule_stall_report()
 
-    def _beat_at_stall(self) -> None:
+    def _schedule_stall_report(self) -> None:
         """If the present turn is to be told as one that takes too long, tell it then."""
         stalls_s, end_s = self._engine.stalls_at_s(), self._turn.end_times_s[-1]
         if stalls_s is None or self._num_steps > 1 or self._has_stalled:
             return
         if stalls_s + HEARTBEAT_S < end_s:
-            self._process.call_at(stalls_s + HEARTBEAT_S, self._beat_stalled, self.num_turns)
+            self._process.call_at(stalls_s + HEARTBEAT_S, self._report_stall, self.num_turns)
 
-    def _beat_stalled(self, turn: int) -> None:
+    def _report_stall(self, turn: int) -> None:
         """Say so with every heartbeat, until the turn ends after all."""
         if turn == self.num_turns and self._turn.end_times_s:
             self._has_stalled = True
-            self._process.beat()
-            self._process.call_at(self._loop.time() + HEARTBEAT_S, self._beat_stalled, turn)
+            self._process.send_heartbeat()
+            self._process.call_at(self._loop.time() + HEARTBEAT_S, self._report_stall, turn)
 
-    def _cut_turn(self, num_steps: int) -> None:
+    def _shorten_turn(self, num_steps: int) -> None:
         """Let the present turn end after so many steps, if it has more."""
         if num_steps >= self._num_steps:
             return
@@ -208,7 +208,7 @@ class VirtualCore:
         self._process.send(frames, turn.end_times_s[:num_steps] if num_steps > 1 else [])
         if self._has_stalled:
             self._has_stalled = False
-            self._process.beat()
+            self._process.send_heartbeat()
         self._begin()
 
     def _sleep(self) -> None:

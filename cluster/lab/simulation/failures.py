@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from replicas.messages import RequestMode
 
 
-class Shunned(NamedTuple):
+class MisroutedRequest(NamedTuple):
     """A request that was sent to an engine that is to be left alone."""
 
     incarnation: str
@@ -25,7 +25,7 @@ class Shunned(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Engine:
+class _EngineFailures:
     """What has become of one engine.
 
     Attributes:
@@ -43,7 +43,7 @@ class _Engine:
     shut_until_s: float = float("-inf")
 
 
-class Failures:
+class FailureTracker:
     """See the module docstring.
 
     Attributes:
@@ -52,9 +52,9 @@ class Failures:
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop
-        self._engines: dict[str, _Engine] = {}
+        self._engines: dict[str, _EngineFailures] = {}
         self._succeeded_s: dict[str, float] = {}
-        self.shunned: list[Shunned] = []
+        self.misrouted: list[MisroutedRequest] = []
 
     def has_failed(self, incarnation: str) -> bool:
         """Whether an engine has failed since it last gave a token."""
@@ -65,7 +65,7 @@ class Failures:
         now_s = self._loop.time()
         if self._succeeded_s.get(incarnation) == now_s:
             return  # Whoever waits for the token hears of it only now.
-        engine = self._engines.setdefault(incarnation, _Engine())
+        engine = self._engines.setdefault(incarnation, _EngineFailures())
         engine.num_failures += 1
         engine.failed_s = now_s
         # At the end of that time to the moment either may come first.
@@ -89,4 +89,4 @@ class Failures:
             del self._engines[incarnation]
         elif engine.shut_s < now_s < engine.shut_until_s:
             # In the very moment in which it fails it may have been chosen already.
-            self.shunned.append(Shunned(incarnation, mode))
+            self.misrouted.append(MisroutedRequest(incarnation, mode))

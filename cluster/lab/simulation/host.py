@@ -209,7 +209,7 @@ class VirtualHost:
         self.inbox.note_gone(client)
         self.core.wake()
 
-    def beat(self) -> None:
+    def send_heartbeat(self) -> None:
         """Send every client a heartbeat, as a thread of its own does: the core may hang."""
         frame = self.engine.heartbeat(self._loop.time())
         for send_frame in self.links.values():

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cluster.lab.simulation.client import VirtualLink
-    from cluster.lab.simulation.clocks import Clocks
+    from cluster.lab.simulation.clocks import WallClocks
     from cluster.lab.simulation.host import VirtualHost
     from cluster.lab.simulation.ingress import VirtualIngress
     from cluster.lab.simulation.loop import VirtualLoop
@@ -40,23 +40,23 @@ if TYPE_CHECKING:
     from cluster.lab.simulation.options import PoolSpec, SimulationOptions
     from cluster.lab.simulation.recorder import Recorder
     from cluster.lab.simulation.records import RequestRecord
-    from cluster.lab.simulation.waits import Waits
+    from cluster.lab.simulation.waits import WaitLimits
     from replicas.faults import Fault
 
 _QUIET_S = 0.05
 """An engine that has had nothing to do for so long has told every client what it has left."""
-_TINY_S = 1e-6
-_STEP_S = 1.0
+_ROUNDING_S = 1e-6
+_SLOT_RELEASE_S = 1.0
 """An engine gives a slot back, and says so, once it has ended the step that it is in."""
-_NOW_AND_THEN = 16
+_RECHECK_EVENTS = 16
 """Within so many events everything is looked at, though nobody says that it has changed."""
-_MOST_AT_ONCE = 20_000
+_MAX_EVENTS_AT_ONCE = 20_000
 """So many events at one virtual time are a loop that never ends."""
 
-_CLOSING = frozenset({"hang", "backpressure", "replace", "flip"})
+_CLOSING_FAULTS = frozenset({"hang", "backpressure", "replace", "flip"})
 """What lets a replica take nothing new, though it is not lost."""
 
-_LENT = (
+_TRANSFER_COUNTERS = (
     "num_inflight_sends", "num_inflight_loads",
     "num_leased_blocks", "num_reserved_blocks", "num_quarantined_blocks",
 )  # fmt: skip
@@ -78,8 +78,8 @@ class Invariants:
         hosts: list[VirtualHost],
         recorder: Recorder,
         leases: LeaseMonitor,
-        longest: Waits,
-        clocks: Clocks,
+        longest: WaitLimits,
+        clocks: WallClocks,
     ) -> None:
         self._clocks = clocks
         self._loop: VirtualLoop = network.loop
@@ -130,7 +130,7 @@ class Invariants:
             for ingress in self._ingresses:
                 self._check_pools(ingress)
         for ingress in self._ingresses:
-            _check_shunned(ingress, self.monitor(ingress.name))
+            _check_misrouted(ingress, self.monitor(ingress.name))
         if self._loop.is_settled:
             self._check_settled()
 
@@ -145,15 +145,15 @@ class Invariants:
     @property
     def _num_events_seen(self) -> int:
         """Changes now and then: whatever has been seen is looked at again."""
-        return self._loop.num_events // _NOW_AND_THEN
+        return self._loop.num_events // _RECHECK_EVENTS
 
     def _check_progress(self) -> None:
         now_s = self._loop.time()
         if now_s > self._moment_s:
             self._moment_s, self._num_at_once = now_s, 0
         self._num_at_once += 1
-        assert self._num_at_once <= _MOST_AT_ONCE, (
-            f"time stands still at {now_s!r} s: {_MOST_AT_ONCE} events in one instant"
+        assert self._num_at_once <= _MAX_EVENTS_AT_ONCE, (
+            f"time stands still at {now_s!r} s: {_MAX_EVENTS_AT_ONCE} events in one instant"
         )
 
     def _check_settled(self) -> None:
@@ -166,8 +166,8 @@ class Invariants:
             ingress.fleet.pools.breakers.check_invariants(now_s)
             ingress.router.stalls.check_invariants()
             _check_probes(ingress)
-            _check_heirs(ingress, self.monitor(ingress.name))
-            self._check_stays(ingress)
+            _check_successors(ingress, self.monitor(ingress.name))
+            self._check_migration(ingress)
             for link in ingress.fleet.client.links:
                 believed = ingress.fleet.pools.snapshot(link.host.incarnation)
                 assert believed is link.newest or believed == link.newest, (
@@ -189,7 +189,7 @@ class Invariants:
                     _check_view(ingress, link)
                     self._links_seen[link] = seen
 
-    def _check_stays(self, ingress: VirtualIngress) -> None:
+    def _check_migration(self, ingress: VirtualIngress) -> None:
         """Nobody stays with a decode engine that stalls while another one has room."""
         stalled = {link.host.incarnation for link in ingress.fleet.client.links if link.is_stalled}
         if not stalled:
@@ -249,11 +249,11 @@ def _check_probes(ingress: VirtualIngress) -> None:
         assert not lost, f"{ingress.name} waits for probes that are over: {lost}"
 
 
-def _check_shunned(ingress: VirtualIngress, monitor: ProtocolMonitor) -> None:
+def _check_misrouted(ingress: VirtualIngress, monitor: ProtocolMonitor) -> None:
     """Nothing is sent to a replica that fails again and again while another one does not."""
-    shunned, monitor.failures.shunned = monitor.failures.shunned, []
+    misrouted, monitor.failures.misrouted = monitor.failures.misrouted, []
     pools = ingress.fleet.pools
-    for incarnation, mode in shunned:
+    for incarnation, mode in misrouted:
         roles = PREFILLING if mode == "prefill" else DECODING
         others = [
             i
@@ -267,7 +267,7 @@ def _check_shunned(ingress: VirtualIngress, monitor: ProtocolMonitor) -> None:
         )
 
 
-def _check_heirs(ingress: VirtualIngress, monitor: ProtocolMonitor) -> None:
+def _check_successors(ingress: VirtualIngress, monitor: ProtocolMonitor) -> None:
     """A request has two decode engines only while the second one has not answered.
 
     Or while it fetches the KV; or after the first one was quiet: whoever speaks first goes on.
@@ -355,7 +355,7 @@ def _check_empty(host: VirtualHost, now_s: float) -> None:
         assert group.num_free_blocks == group.num_blocks, f"{host!r}: {group}"
     transfer = metrics.transfer
     assert not metrics.num_waiting, f"{host!r}: {metrics.num_waiting=}"
-    for name in _LENT:
+    for name in _TRANSFER_COUNTERS:
         assert not getattr(transfer, name), f"{host!r}: {transfer}"
     assert not host.num_open_transfers, f"{host!r}: {host.num_open_transfers=}"
 
@@ -373,7 +373,7 @@ class Expectations:
     """
 
     def __init__(
-        self, options: SimulationOptions, pools: Sequence[PoolSpec], longest: Waits
+        self, options: SimulationOptions, pools: Sequence[PoolSpec], longest: WaitLimits
     ) -> None:
         self._longest_s = longest.request_s
         self._most_queued = options.router.max_queued_requests
@@ -394,7 +394,7 @@ class Expectations:
         # When each may first have been lost; when those that began as decoders so, or shut.
         self._lost_s = [_first_loss_s(entries, spec) for entries, spec in engines]
         self._closed_s = [
-            min([lost_s, *(f.at_s for f in entries if f.kind in _CLOSING)])
+            min([lost_s, *(f.at_s for f in entries if f.kind in _CLOSING_FAULTS)])
             for lost_s, (entries, spec) in zip(self._lost_s, engines, strict=True)
             if spec.role != "prefill"
         ]
@@ -427,7 +427,7 @@ class Expectations:
         assert heard_s <= self._longest_s, f"{record.request_id} heard nothing for {heard_s:.1f} s"
         lost = any(lost_s <= record.finished_s for lost_s in self._lost_s)
         closed = [closed_s <= record.finished_s for closed_s in self._closed_s]
-        has_waited = record.finished_s - record.arrival_s >= self._patience_s - _TINY_S
+        has_waited = record.finished_s - record.arrival_s >= self._patience_s - _ROUNDING_S
         num_troubles = bisect.bisect_right(self._troubles_s, record.finished_s)
         is_stranded = all(closed) or has_waited or num_troubles >= self._max_attempts
         # One that has just come knows of no engine yet.
@@ -457,7 +457,7 @@ class Expectations:
     def _num_beside(record: RequestRecord, records: Sequence[RequestRecord]) -> int:
         """How many other requests were there when it ended, or may still have had a slot."""
         moment_s = record.finished_s
-        return sum(r.arrival_s <= moment_s <= r.finished_s + _STEP_S for r in records) - 1
+        return sum(r.arrival_s <= moment_s <= r.finished_s + _SLOT_RELEASE_S for r in records) - 1
 
 
 def _first_loss_s(faults: Sequence[Fault], spec: PoolSpec) -> float:
@@ -525,7 +525,7 @@ def check_tokens(
     assert not len(times_s) or times_s[0] >= record.arrival_s, f"{record.request_id}: too early"
 
 
-def waits_for(task: asyncio.Task[None]) -> str:
+def describe_wait(task: asyncio.Task[None]) -> str:
     """Where a task stands, from the outside in, for a person."""
     names: list[str] = []
     awaited: object = task.get_coro()

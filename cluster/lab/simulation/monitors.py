@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cluster.lab.simulation.failures import Failures
+from cluster.lab.simulation.failures import FailureTracker
 from kv_transfer.lease import LeaseState
 from kv_transfer.messages import Credit, Data, Fetch, LeaseInfo, Renew
 from replicas.messages import (
@@ -30,7 +30,7 @@ from replicas.messages import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from cluster.lab.simulation.clocks import Clocks
+    from cluster.lab.simulation.clocks import WallClocks
     from cluster.lab.simulation.host import VirtualHost
     from cluster.lab.simulation.loop import VirtualLoop
     from cluster.lab.simulation.network import KVHost
@@ -45,14 +45,14 @@ _MILLISECOND_S = 0.001
 
 _EXPIRED = "has expired"
 """What a refusal for the age of a ticket says; see `KeyRing.unseal`."""
-_TELL_S = 1.0
+_STALL_NOTICE_S = 1.0
 """Within this time an ingress knows that an engine hangs: heartbeats say it."""
-_NO_TIME = float("-inf")
+_ALWAYS_VALID_S = float("-inf")
 """A clock at which no ticket is too old: that is for the producer's own to say."""
 
 
 @dataclass(slots=True)
-class _Asked:
+class _SentRequest:
     """A request that an engine was asked to run and has not ended."""
 
     host: VirtualHost
@@ -84,13 +84,13 @@ class ProtocolMonitor:
     """
 
     def __init__(
-        self, loop: VirtualLoop, recorder: Recorder, waits: WaitMonitor, clocks: Clocks
+        self, loop: VirtualLoop, recorder: Recorder, waits: WaitMonitor, clocks: WallClocks
     ) -> None:
         self._loop = loop
         self._recorder = recorder
         self._waits = waits
         self._clocks = clocks
-        self._asked: dict[str, dict[str, _Asked]] = {}
+        self._asked: dict[str, dict[str, _SentRequest]] = {}
         # When each engine was first asked for a request: what it refuses may be that.
         self._first_asked_s: dict[str, dict[str, float]] = {}
         # By engine and request, how many were stopped that it is yet to answer: in order.
@@ -99,7 +99,7 @@ class ProtocolMonitor:
         self._leaving: set[str] = set()
         # For each request whose KV is lent, the number of that transfer.
         self._lent: dict[str, int] = {}
-        self.failures = Failures(loop)
+        self.failures = FailureTracker(loop)
         self.num_left: Counter[str] = Counter()
 
     @property
@@ -127,12 +127,12 @@ class ProtocolMonitor:
                 assert host.incarnation not in asked, (
                     f"{message.request.request_id} was sent to {host.incarnation} twice"
                 )
-                assert host.core.stuck_s <= _TELL_S, (
+                assert host.core.stuck_s <= _STALL_NOTICE_S, (
                     f"{message.request.request_id} was sent to {host!r}, which hangs"
                 )
-                self._check_heir(message, asked)
+                self._check_successor(message, asked)
                 self.failures.sent(host.incarnation, message.mode)
-                asked[host.incarnation] = _Asked(host, message.mode)
+                asked[host.incarnation] = _SentRequest(host, message.mode)
                 first_asked_s = self._first_asked_s.setdefault(message.request.request_id, {})
                 first_asked_s.setdefault(host.incarnation, self._loop.time())
             case LendKV():
@@ -167,7 +167,7 @@ class ProtocolMonitor:
     def arrived(self, host: VirtualHost, event: EngineEvent) -> None:
         """An event has arrived."""
         self._recorder.arrived(host, event)
-        if self._is_of_one_before(host, event):
+        if self._is_of_aborted_attempt(host, event):
             return
         self._waits.arrived(host, event)
         if isinstance(event, KVLoaded) and self._lent.get(event.request_id) == event.epoch:
@@ -184,7 +184,7 @@ class ProtocolMonitor:
             for incarnation in [i for i, a in asked.items() if a.mode == "prefill"]:
                 del asked[incarnation]
 
-    def told(self, host: VirtualHost, snapshot: EngineSnapshot) -> None:
+    def snapshot_received(self, host: VirtualHost, snapshot: EngineSnapshot) -> None:
         """A snapshot has arrived that is newer than all before it."""
         if snapshot.hands_over:
             self._leaving.add(host.incarnation)
@@ -234,12 +234,12 @@ class ProtocolMonitor:
         left = {a.host.incarnation: a.mode for a in asked.values()}
         assert not left, f"{request_id} has ended, but nobody told these engines: {left}"
 
-    def waits_for(self, request_id: str) -> str:
+    def describe_wait(self, request_id: str) -> str:
         """Which engines have a request, for a person."""
         asked = self._asked.get(request_id, {})
         return ", ".join(f"{a.mode} on {a.host!r}" for a in asked.values()) or "no engine"
 
-    def _is_of_one_before(self, host: VirtualHost, event: EngineEvent) -> bool:
+    def _is_of_aborted_attempt(self, host: VirtualHost, event: EngineEvent) -> bool:
         """Whether an event is of what this engine was asked of the same request and told to stop.
 
         The request may have come back to it before it had read any of that.
@@ -257,7 +257,7 @@ class ProtocolMonitor:
             asked.is_answered = True
         return False
 
-    def _check_heir(self, message: AddRequest, asked: Mapping[str, _Asked]) -> None:
+    def _check_successor(self, message: AddRequest, asked: Mapping[str, _SentRequest]) -> None:
         """Who is asked while another engine decodes follows on one that hands over or is quiet."""
         others = [a for a in asked.values() if a.decodes]
         if message.mode != "prefill" and others:
@@ -284,7 +284,7 @@ class ProtocolMonitor:
         """Whether anybody hears an event: what comes for an aborted request, nobody does."""
         return host.incarnation in self._asked.get(event.request_id, ())
 
-    def _reserved(self, host: VirtualHost, request_id: str) -> _Asked:
+    def _reserved(self, host: VirtualHost, request_id: str) -> _SentRequest:
         asked = self._asked.get(request_id, {}).get(host.incarnation)
         assert asked is not None, f"{host.incarnation} has no {request_id}"
         assert asked.mode == "decode", f"{request_id} on {host.incarnation}: {asked.mode}"
@@ -333,7 +333,7 @@ class LeaseMonitor:
                 self._end_s[key] = max(end_s, now_s + self._lease_s)
 
     def _is_good(self, host: KVHost, peer: bytes, fetch: Fetch) -> bool:
-        ticket = self._keys.unseal(fetch.ticket, _NO_TIME)
+        ticket = self._keys.unseal(fetch.ticket, _ALWAYS_VALID_S)
         return (ticket.transfer_id, ticket.producer_incarnation, ticket.consumer.encode()) == (
             fetch.transfer_id,
             host.incarnation,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class ActiveRequest:
     """A request under way."""
 
     request_id: str
@@ -59,7 +59,7 @@ class Recorder:
         self.outputs: dict[str, list[int]] = {}
         self._loop = loop
         self._keeps_events = keeps_events
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, ActiveRequest] = {}
         self._order: list[str] = []
         self._records: dict[str, RequestRecord] = {}
 
@@ -69,9 +69,9 @@ class Recorder:
 
     # --- requests ------------------------------------------------------------------------------
 
-    def arrive(self, number: int, asked: TraceRequest) -> Entry:
+    def arrive(self, number: int, asked: TraceRequest) -> ActiveRequest:
         """A request arrives."""
-        entry = Entry(f"r{number}", self._loop.time(), asked)
+        entry = ActiveRequest(f"r{number}", self._loop.time(), asked)
         self._entries[entry.request_id] = entry
         self._order.append(entry.request_id)
         self.event("arrive", entry.request_id, asked.num_prompt_tokens, asked.num_output_tokens)
@@ -79,7 +79,7 @@ class Recorder:
 
     def tokens(
         self,
-        entry: Entry,
+        entry: ActiveRequest,
         output: TokenOutput,
         step_times_s: list[float] | None,
         latency_s: float,
@@ -94,7 +94,7 @@ class Recorder:
         if output.index == 0:
             entry.cached = output.num_cached_tokens
 
-    def end(self, entry: Entry, outcome: str) -> None:
+    def end(self, entry: ActiveRequest, outcome: str) -> None:
         """A request ends; it may do so once."""
         del self._entries[entry.request_id]
         self.outputs[entry.request_id] = entry.token_ids
@@ -168,7 +168,7 @@ class Recorder:
                 event.finish_reason or "",
             )  # fmt: skip
 
-    def told(self, host: VirtualHost, snapshot: EngineSnapshot) -> None:
+    def snapshot_received(self, host: VirtualHost, snapshot: EngineSnapshot) -> None:
         """Snapshots are not recorded."""
 
     def became_unresponsive(self, host: VirtualHost) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         Latencies,
         PoolSummary,
         ReplicaSummary,
-        Requests,
+        RequestSummary,
         Slo,
         Summary,
     )
@@ -152,7 +152,7 @@ def _overview(summary: Summary, wall_s: float) -> Table:
     return table
 
 
-def _request_rows(requests: Requests) -> Iterator[tuple[str, str, str]]:
+def _request_rows(requests: RequestSummary) -> Iterator[tuple[str, str, str]]:
     yield "requests sent", _show(requests.num_sent), ""
     yield "requests ok", _show(requests.num_ok), ""
     yield "success rate", _percent(requests.success_rate), "% of those sent"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from replicas.config import Role
 
 
-class Seen(NamedTuple):
+class ClusterObservation(NamedTuple):
     """What a policy is shown.
 
     Attributes:
@@ -45,12 +45,12 @@ class Scaler(Protocol):
 
     interval_s: float
 
-    def decide(self, seen: Seen) -> Mapping[Role, int]:
+    def decide(self, seen: ClusterObservation) -> Mapping[Role, int]:
         """Replicas that each pool should have from now on; one not named stays as it is."""
         ...
 
 
-class Scaling:
+class ScalingLoop:
     """See the module docstring."""
 
     def __init__(
@@ -64,7 +64,7 @@ class Scaling:
     def start(self) -> None:
         """Look for the first time, and then again and again."""
         alive = self._ingresses.alive
-        seen = Seen(
+        seen = ClusterObservation(
             self._loop.time(),
             {ingress.name: ingress.router.traffic for ingress in alive},
             alive[0].fleet.pools.pool_costs if alive else StepCosts(),

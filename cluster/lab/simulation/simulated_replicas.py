@@ -347,7 +347,7 @@ class SimulatedReplicas:
     def _end_silence(self, place: _Place) -> None:
         if place.host is not None and place.host.is_answering:
             place.silent_since_s = None
-            place.host.beat()
+            place.host.send_heartbeat()
 
     def _report_unresponsive(self, place: _Place, host: VirtualHost, since_s: float) -> None:
         if place.host is host and place.silent_since_s == since_s:

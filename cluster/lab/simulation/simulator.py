@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cluster.errors import BadRequestError, ServingError
-from cluster.lab.simulation.clocks import Clocks
+from cluster.lab.simulation.clocks import WallClocks
 from cluster.lab.simulation.ingresses import Ingresses, raise_failure
-from cluster.lab.simulation.invariants import Expectations, Invariants, check_tokens, waits_for
+from cluster.lab.simulation.invariants import Expectations, Invariants, check_tokens, describe_wait
 from cluster.lab.simulation.loop import VirtualLoop
 from cluster.lab.simulation.monitors import LeaseMonitor
 from cluster.lab.simulation.network import Network
 from cluster.lab.simulation.recorder import Recorder
 from cluster.lab.simulation.records import ABORTED, INGRESS_LOST, NO_INGRESS, OK, SimulationResult
-from cluster.lab.simulation.scaling import Scaling
+from cluster.lab.simulation.scaling import ScalingLoop
 from cluster.lab.simulation.simulated_replicas import KEYS, SimulatedReplicas
-from cluster.lab.simulation.waits import longest_waits
+from cluster.lab.simulation.waits import wait_limits
 from replicas.dealer import SILENCE_S
 from replicas.faults import INGRESS
 from replicas.messages import EngineRequest, TokenOutput
@@ -82,7 +82,7 @@ class Simulation:
         )
         # The longest of any pool's: a ticket must not be too old for a producer that still waits.
         longest = max((s.transfer for s in self._pools), key=lambda t: t.rendezvous_s + t.lease_s)
-        self._longest_waits = longest_waits(options.router, self._pools)
+        self._wait_limits = wait_limits(options.router, self._pools)
         self._invariants: Invariants | None = None
         if options.checks:
             lease_s = max(spec.transfer.lease_s for spec in self._pools)
@@ -91,15 +91,15 @@ class Simulation:
                 self.replicas.hosts,
                 self.recorder,
                 LeaseMonitor(self.loop, lease_s, KEYS),
-                self._longest_waits,
-                Clocks(options.faults, self._names, longest.rendezvous_s + longest.lease_s),
+                self._wait_limits,
+                WallClocks(options.faults, self._names, longest.rendezvous_s + longest.lease_s),
             )
         self.ingresses = Ingresses(
             options, self.network, self.recorder, self.replicas, longest, self._invariants
         )
-        self._scaling: Scaling | None = None
+        self._scaling: ScalingLoop | None = None
         if scaler is not None:
-            self._scaling = Scaling(scaler, self.replicas, self.ingresses, self.loop)
+            self._scaling = ScalingLoop(scaler, self.replicas, self.ingresses, self.loop)
         self._vocab_size = min(spec.facts.vocab_size for spec in self._pools)
         self._max_model_len = 0
         # Which ingress has taken a request, by number.
@@ -218,15 +218,15 @@ class Simulation:
         assert self._invariants is not None
         ingress = self._taken[i]
         raise AssertionError(
-            f"r{i} has lasted {self._options.deadline_s:g} s and waits in {waits_for(task)}; "
-            f"it is on {self._invariants.monitor(ingress.name).waits_for(f'r{i}')}; "
+            f"r{i} has lasted {self._options.deadline_s:g} s and waits in {describe_wait(task)}; "
+            f"it is on {self._invariants.monitor(ingress.name).describe_wait(f'r{i}')}; "
             f"{ingress.name} has {ingress.router.queue!r} and {ingress.fleet!r}"
         )
 
     def _check_requests(self) -> None:
         """Every request ended once, rightly, and with the right tokens."""
         options = self._options
-        expectations = Expectations(options, self._pools, self._longest_waits)
+        expectations = Expectations(options, self._pools, self._wait_limits)
         records = self.recorder.records()
         assert len(records) == len(self._workload.requests)
         facts = self._pools[0].facts

@@ -84,7 +84,7 @@ class Distribution(msgspec.Struct, frozen=True, kw_only=True):
     uncertain: tuple[str, ...] = ()
 
 
-class Requests(msgspec.Struct, frozen=True, kw_only=True):
+class RequestSummary(msgspec.Struct, frozen=True, kw_only=True):
     """How the requests ended, and how fast they came and went.
 
     Attributes:
@@ -162,7 +162,7 @@ class PrefixReuse(msgspec.Struct, frozen=True, kw_only=True):
     hit_share: float | None
 
 
-class Transfers(msgspec.Struct, frozen=True, kw_only=True):
+class TransferSummary(msgspec.Struct, frozen=True, kw_only=True):
     """What moving KV between replicas added to the ok requests that had it moved.
 
     From the first token to the KV in place: what hid behind prefill is not in it, and TTFT does not
@@ -241,11 +241,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     config: dict[str, str | int | float | bool]
     duration_s: float
     num_events: int
-    requests: Requests
+    requests: RequestSummary
     latencies: Latencies
     goodput: Goodput | None
     prefix: PrefixReuse
-    transfers: Transfers
+    transfers: TransferSummary
     pools: tuple[PoolSummary, ...]
     replicas: tuple[ReplicaSummary, ...]
     schema_version: int = 1
@@ -371,13 +371,13 @@ def attainment_curve(ratios: Floats, scales: Sequence[float] | Floats) -> Floats
     return num_good / max(ratios.size, 1)
 
 
-def _requests(records: Sequence[RequestRecord], duration_s: float) -> Requests:
+def _requests(records: Sequence[RequestRecord], duration_s: float) -> RequestSummary:
     outcomes = Counter(r.outcome for r in records)
     num_ok = outcomes.pop(OK, 0)
     arrivals = sorted(r.arrival_s for r in records)
     between_s = arrivals[-1] - arrivals[0] if arrivals else 0.0
     num_tokens = sum(int(r.token_times_s.size) for r in records if r.outcome == OK)
-    return Requests(
+    return RequestSummary(
         num_sent=len(records),
         num_ok=num_ok,
         success_rate=_ratio(num_ok, len(records)),
@@ -415,14 +415,14 @@ def _prefix(records: Iterable[RequestRecord]) -> PrefixReuse:
     )
 
 
-def _transfers(records: Iterable[RequestRecord]) -> Transfers:
+def _transfers(records: Iterable[RequestRecord]) -> TransferSummary:
     moved = [r for r in _served(records) if r.transfer_s is not None]
     _, _, e2e_s = _per_request(moved)
     seconds = _floats(r.transfer_s for r in moved if r.transfer_s is not None)
     # In ascending order, so that the order of the records does not show in the last bits.
     total_s, total_e2e_s = (float(np.sort(samples).sum()) for samples in (seconds, e2e_s))
     share = _ratio(total_s, total_e2e_s)
-    return Transfers(seconds=distribution(seconds), total_s=total_s, share_of_e2e=share)
+    return TransferSummary(seconds=distribution(seconds), total_s=total_s, share_of_e2e=share)
 
 
 class _Life(NamedTuple):

@@ -1,6 +1,6 @@
 """How long a request waits at most, and a watcher that holds every request to it.
 
-`longest_waits` is the one place that says it, as a function of the configuration: whatever a
+`wait_limits` is the one place that says it, as a function of the configuration: whatever a
 request waits for has a deadline in production, and a request that waits longer waits for nothing.
 An engine that works has as long as its work takes, queue and prompt: that ends with the request's
 own time alone, as does the sum of all waits.
@@ -40,7 +40,7 @@ _SLACK_S = 0.1
 """What news takes on the network, and an engine to look at its clock."""
 
 
-class Waits(NamedTuple):
+class WaitLimits(NamedTuple):
     """Seconds that a request waits at most, each time that it waits.
 
     Attributes:
@@ -56,7 +56,7 @@ class Waits(NamedTuple):
     request_s: float
 
 
-def longest_waits(router: RouterConfig, pools: Sequence[PoolSpec]) -> Waits:
+def wait_limits(router: RouterConfig, pools: Sequence[PoolSpec]) -> WaitLimits:
     """What a configuration promises to every request.
 
     Args:
@@ -71,7 +71,7 @@ def longest_waits(router: RouterConfig, pools: Sequence[PoolSpec]) -> Waits:
         t.rendezvous_s + t.no_progress_s + t.no_data_s + t.closing_s for t in transfers
     )
     request_s = IngressConfig().request_timeout_s
-    return Waits(
+    return WaitLimits(
         # Let in, it may still find that somebody else was faster.
         slot_s=min(_entry_s(router) + router.queue_timeout_s, request_s),
         # Asked anew how long it took when it stalled at the end of the first time.
@@ -89,14 +89,14 @@ def _entry_s(router: RouterConfig) -> float:
 
 
 class WaitMonitor:
-    """Holds every request of one ingress to `longest_waits`, by the messages that it sees.
+    """Holds every request of one ingress to `wait_limits`, by the messages that it sees.
 
     A request waits for a slot, or for one engine or two: the prompt is asked for with the slot.
 
     Owner: of what each request waits for now.
     """
 
-    def __init__(self, loop: VirtualLoop, longest: Waits) -> None:
+    def __init__(self, loop: VirtualLoop, longest: WaitLimits) -> None:
         self._loop = loop
         self._longest = longest
         # For each request the alarms of what it waits for, by incarnation; of a slot by None.
@@ -104,7 +104,7 @@ class WaitMonitor:
         # For each request the decode engine that has accepted it; and one that was asked since, for
         # which nothing waits but the hand-over, until it is to go on.
         self._accepted: dict[str, str] = {}
-        self._heirs: dict[str, str] = {}
+        self._successors: dict[str, str] = {}
         # For each request whose next engine goes on already, the quiet one that has it still.
         self._quiet: dict[str, str] = {}
         # For each request which part of it each engine was asked for last.
@@ -112,7 +112,7 @@ class WaitMonitor:
 
     def began(self, request_id: str) -> None:
         """A request has come, or has to begin again."""
-        self._waits_for_nothing(request_id)
+        self._clear(request_id)
         self._wait(request_id, "a slot", self._longest.slot_s)
 
     def sent(self, host: VirtualHost, message: ClientMessage) -> None:
@@ -122,15 +122,15 @@ class WaitMonitor:
             self._stop(request_id, None)
             self._modes.setdefault(request_id, {})[host.incarnation] = message.mode
             if message.mode != "prefill" and request_id in self._accepted:
-                self._heirs[request_id] = host.incarnation
+                self._successors[request_id] = host.incarnation
             self._wait(request_id, "an answer", self._longest.answer_s, host)
         elif isinstance(message, LoadKV):
-            if self._heirs.get(message.request_id) == host.incarnation:
+            if self._successors.get(message.request_id) == host.incarnation:
                 self._wait(message.request_id, "KV that is lent", self._longest.hand_over_s, host)
         elif isinstance(message, Activate):
             self._cancel(message.request_id)
-            is_heir = self._heirs.pop(message.request_id, None) == host.incarnation
-            if is_heir and message.request_id in self._accepted:
+            is_successor = self._successors.pop(message.request_id, None) == host.incarnation
+            if is_successor and message.request_id in self._accepted:
                 self._quiet[message.request_id] = self._accepted[message.request_id]
             self._accepted[message.request_id] = host.incarnation
             if any(message.token_ids):
@@ -146,8 +146,8 @@ class WaitMonitor:
             return
         request_id = event.request_id
         mode = self._modes.get(request_id, {}).get(host.incarnation)
-        is_heir = self._heirs.get(request_id) == host.incarnation
-        if isinstance(event, Accepted) and mode != "prefill" and not is_heir:
+        is_successor = self._successors.get(request_id) == host.incarnation
+        if isinstance(event, Accepted) and mode != "prefill" and not is_successor:
             self._accepted[request_id] = host.incarnation
         if host.incarnation not in self._waits.get(request_id, ()):
             return
@@ -159,7 +159,7 @@ class WaitMonitor:
                 self._give_up(request_id, host.incarnation)
             else:
                 self._stop(request_id, host.incarnation)
-        elif isinstance(event, Refused) and is_heir:
+        elif isinstance(event, Refused) and is_successor:
             self._stop(request_id, host.incarnation)
             self._forget(request_id, host.incarnation)
         elif isinstance(event, Refused):
@@ -177,11 +177,11 @@ class WaitMonitor:
 
     def ended(self, request_id: str) -> None:
         """A request is over."""
-        self._waits_for_nothing(request_id)
+        self._clear(request_id)
         self._modes.pop(request_id, None)
 
-    def _waits_for_nothing(self, request_id: str) -> None:
-        for engines in (self._accepted, self._heirs, self._quiet):
+    def _clear(self, request_id: str) -> None:
+        for engines in (self._accepted, self._successors, self._quiet):
             engines.pop(request_id, None)
         self._cancel(request_id)
 
@@ -197,17 +197,17 @@ class WaitMonitor:
 
     def _give_up(self, request_id: str, incarnation: str) -> None:
         """Nothing comes of what a request waits for from an engine."""
-        is_heir = self._heirs.get(request_id) == incarnation
+        is_successor = self._successors.get(request_id) == incarnation
         if self._accepted.get(request_id) == incarnation and request_id in self._quiet:
             # The quiet one has spoken, and goes on.
-            is_heir, self._accepted[request_id] = True, self._quiet.pop(request_id)
-        if self._stop(request_id, incarnation) and not is_heir and not self._waits[request_id]:
+            is_successor, self._accepted[request_id] = True, self._quiet.pop(request_id)
+        if self._stop(request_id, incarnation) and not is_successor and not self._waits[request_id]:
             # A decode engine that has accepted it may be told to go on with it all the same.
             self._wait(request_id, "a slot", self._longest.slot_s)
 
     def _forget(self, request_id: str, incarnation: str) -> None:
         """A request has nothing to do with a decode engine any more."""
-        for engines in (self._accepted, self._heirs, self._quiet):
+        for engines in (self._accepted, self._successors, self._quiet):
             if engines.get(request_id) == incarnation:
                 del engines[request_id]
 
@@ -224,9 +224,11 @@ class WaitMonitor:
         incarnation = None if host is None else host.incarnation
         self._stop(request_id, incarnation)
         self._waits.setdefault(request_id, {})[incarnation] = self._loop.call_later(
-            longest_s + _SLACK_S, self._ring, request_id, what, longest_s, host
+            longest_s + _SLACK_S, self._fail_wait, request_id, what, longest_s, host
         )
 
-    def _ring(self, request_id: str, what: str, longest_s: float, host: VirtualHost | None) -> None:
+    def _fail_wait(
+        self, request_id: str, what: str, longest_s: float, host: VirtualHost | None
+    ) -> None:
         whom = "" if host is None else f" of {host!r}"
         raise AssertionError(f"{request_id} has waited {longest_s:g} s for {what}{whom}")

@@ -47,7 +47,7 @@ _NUM_GAPS_AT_A_TIME = 4096
 _ARRIVALS, _PROMPTS, _OUTPUTS, _GROUPS, _TURNS, _PAUSES, _QUESTIONS = range(7)
 
 
-class _Choice(
+class _Distribution(
     msgspec.Struct,
     frozen=True,
     kw_only=True,
@@ -58,14 +58,14 @@ class _Choice(
     """One of several kinds, named by the key `kind`."""
 
 
-class Poisson(_Choice, frozen=True):
+class Poisson(_Distribution, frozen=True):
     """Requests that know nothing of each other: `rate_rps` of them per second."""
 
     rate_rps: Positive
     cv: ClassVar[float] = 1.0
 
 
-class Gamma(_Choice, frozen=True):
+class Gamma(_Distribution, frozen=True):
     """Gaps of a Gamma distribution.
 
     Attributes:
@@ -77,14 +77,14 @@ class Gamma(_Choice, frozen=True):
     cv: Annotated[float, msgspec.Meta(gt=0, le=20)]
 
 
-class ConstantRate(_Choice, frozen=True, tag="constant"):
+class ConstantRate(_Distribution, frozen=True, tag="constant"):
     """Equal gaps: `rate_rps` requests per second."""
 
     rate_rps: Positive
     cv: ClassVar[float] = 0.0
 
 
-class Ramp(_Choice, frozen=True):
+class Ramp(_Distribution, frozen=True):
     """A rate that changes evenly, and then stays.
 
     Attributes:
@@ -99,13 +99,13 @@ class Ramp(_Choice, frozen=True):
     cv: Annotated[float, msgspec.Meta(ge=0, le=20)] = 1.0
 
 
-class ConstantLength(_Choice, frozen=True, tag="constant"):
+class ConstantLength(_Distribution, frozen=True, tag="constant"):
     """Always `tokens`."""
 
     tokens: TokenCount
 
 
-class Uniform(_Choice, frozen=True):
+class Uniform(_Distribution, frozen=True):
     """Every length from `min` to `max` is equally likely."""
 
     min: TokenCount
@@ -115,7 +115,7 @@ class Uniform(_Choice, frozen=True):
         _check_bounds(self.min, self.max)
 
 
-class Lognormal(_Choice, frozen=True):
+class Lognormal(_Distribution, frozen=True):
     """Many short and a few long ones.
 
     Attributes:
@@ -134,7 +134,7 @@ class Lognormal(_Choice, frozen=True):
         _check_bounds(self.min, self.max)
 
 
-class Empirical(_Choice, frozen=True):
+class Empirical(_Distribution, frozen=True):
     """Lengths that were seen.
 
     Attributes:
@@ -287,7 +287,7 @@ def _draw_requests(spec: WorkloadSpec, seed: int) -> Iterator[TraceRequest]:
     history = np.cumsum(asked + answered) - answered
     history -= (history - asked)[firsts][session_of]
     arrivals_s = sessions.starts_s[session_of] + waited_s - waited_s[firsts][session_of]
-    blocks = _Blocks(spec, int(history.max(initial=0)))
+    blocks = _PromptBlocks(spec, int(history.max(initial=0)))
     for session, arrival_s, num_new, num_output in zip(
         session_of.tolist(), arrivals_s.tolist(), history.tolist(), answered.tolist(), strict=True
     ):
@@ -296,7 +296,7 @@ def _draw_requests(spec: WorkloadSpec, seed: int) -> Iterator[TraceRequest]:
             yield TraceRequest(arrival_s, blocks.prefix_tokens + num_new, num_output, ids)
 
 
-class _Blocks:
+class _PromptBlocks:
     """Numbers the blocks of prompts: first those of all prefixes, then those of all streams."""
 
     def __init__(self, spec: WorkloadSpec, max_new_tokens: int) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from cluster.config.schema import IngressConfig, RouterConfig
 from cluster.lab.simulation.records import INGRESS_LOST, NO_INGRESS, OK
-from cluster.lab.simulation.waits import longest_waits
+from cluster.lab.simulation.waits import wait_limits
 from cluster.routing.leg import ANSWER_S
 from kv_transfer.config import TransferConfig
 from tests.cluster.lab.simulation.clusters import (
@@ -134,9 +134,9 @@ def test_an_engine_that_does_not_end_is_killed_when_its_time_is_over():
     assert result.replicas[0].stopped_s == pytest.approx(6.3, abs=0.3)
 
 
-def test_longest_waits_are_those_of_the_configuration():
+def test_wait_limits_follow_from_the_configuration():
     spec, transfer = pool(step_timeout_s=20.0), TransferConfig()
-    waits = longest_waits(RouterConfig(queue_timeout_s=7.0, max_attempts=2), [spec])
+    waits = wait_limits(RouterConfig(queue_timeout_s=7.0, max_attempts=2), [spec])
     assert (waits.slot_s, waits.answer_s) == (7.0, 2 * ANSWER_S + 20.0 + 1.0)
     assert waits.hand_over_s == 20.0 + 1.0 + sum(
         (transfer.rendezvous_s, transfer.no_progress_s, transfer.no_data_s, transfer.closing_s)
@@ -145,7 +145,7 @@ def test_longest_waits_are_those_of_the_configuration():
 
 
 def test_nothing_is_waited_for_longer_than_a_request_may_take():
-    waits = longest_waits(RouterConfig(queue_timeout_s=1e9), [pool(step_timeout_s=1e9)])
+    waits = wait_limits(RouterConfig(queue_timeout_s=1e9), [pool(step_timeout_s=1e9)])
     assert set(waits) == {IngressConfig().request_timeout_s}
 
 

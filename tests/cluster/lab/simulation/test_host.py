@@ -86,7 +86,7 @@ class Bench:
     def became_unresponsive(self, host):
         pass
 
-    def told(self, host, snapshot):
+    def snapshot_received(self, host, snapshot):
         pass
 
     def sent(self, host, message, *, is_stalled):
@@ -369,6 +369,6 @@ def test_invariants_of_engine_and_transport_are_checked():
 def test_an_engine_of_which_nothing_is_heard_does_not_move_until_its_next_heartbeat():
     bench = Bench()
     bench.at(1.0, bench.client.mark_unresponsive, "both-0.1")
-    bench.at(2.0, bench.host.beat)
+    bench.at(2.0, bench.host.send_heartbeat)
     bench.run(3.0)
     assert bench.moves == [(1.0, "both-0.1", False), (2.0 + LATENCY_S, "both-0.1", True)]
