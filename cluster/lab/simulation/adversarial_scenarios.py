@@ -1,7 +1,7 @@
-"""The scenario of a seed, and hard times for some: troubles that chance does not bring together.
+"""The scenario of a seed; some seeds get a combination of faults that chance rarely produces.
 
-Each makes of a scenario another one with what it needs: enough replicas, streams that are
-long, slots that are full.
+Each function here changes a sampled scenario so that its combination has an effect: enough
+replicas, long streams, full slots.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NUM_BLOCKS = 48
 _MAX_MODEL_LEN = 500
 _OUTPUT_TOKENS = (60, 200)
 _TOKEN_S = 0.04
-"""Of a decode step: the longest streams take eight seconds."""
+"""Seconds of a decode step: the longest streams take eight seconds."""
 DISRUPTIVE_FAULTS: tuple[FaultKind, ...] = (
     "kill",
     "freeze",
@@ -36,18 +36,18 @@ DISRUPTIVE_FAULTS: tuple[FaultKind, ...] = (
 )
 _CLIENT_LEAVES_S = (None, None, None, 0.01, 0.1, 0.4)
 _HANG_S = 45.0
-"""Longer than those streams take, one after the other, that fill all other slots."""
+"""Longer than the streams that fill all other slots take, one after the other."""
 
 
 def random_scenario(seed: int) -> Scenario:
-    """The scenario of a seed: the same in every process, on every machine."""
+    """Return the scenario of a seed: the same in every process and on every machine."""
     rng = np.random.Generator(np.random.Philox(seed))
     scenario = sample_scenario(seed, rng)
     return make_adversarial(scenario, rng) if rng.random() < _ADVERSARIAL_SHARE else scenario
 
 
 def make_adversarial(scenario: Scenario, rng: np.random.Generator) -> Scenario:
-    """One of the kinds below."""
+    """Apply one of the changes below."""
     kinds = (
         _with_failing_engine, _with_failing_engine, _with_short_drains, _with_hang_while_full,
         _with_live_migrations,
@@ -56,9 +56,9 @@ def make_adversarial(scenario: Scenario, rng: np.random.Generator) -> Scenario:
 
 
 def _with_failing_engine(scenario: Scenario, rng: np.random.Generator) -> Scenario:
-    """The connections to one engine break again and again, before it has given anybody a token.
+    """Break the connections to one engine repeatedly, before it has produced a token.
 
-    Whoever tries it may leave before it has answered.
+    Clients may leave before the engine has answered.
     """
     role = scenario.pools[int(rng.integers(len(scenario.pools)))].role
     scenario = _with_capacity(scenario, replicas=2)
@@ -78,9 +78,9 @@ def _with_failing_engine(scenario: Scenario, rng: np.random.Generator) -> Scenar
 
 
 def _with_short_drains(scenario: Scenario, rng: np.random.Generator) -> Scenario:
-    """Long streams in replicas that are replaced and have little time for it, one after the other.
+    """Replace replicas one after the other, with long streams and a short drain time.
 
-    Whoever is to go on with a stream may die or stall in just that moment.
+    The engine to which a stream migrates may die or stall at just that moment.
     """
     drain_timeout_s = float(rng.choice([0.4, 1.0, 2.0]))
     scenario = _with_capacity(scenario, replicas=3, drain_timeout_s=drain_timeout_s, lanes=1)
@@ -91,7 +91,7 @@ def _with_short_drains(scenario: Scenario, rng: np.random.Generator) -> Scenario
     for rank in rng.integers(3, size=8):
         at_s += float(rng.exponential(1.0))
         faults.append(Fault(at_s=at_s, target=f"{role}/{rank}", kind="replace"))
-        # Whoever is asked then does not answer, or not for long.
+        # Disturb one of the other two engines, which the streams migrate to.
         target = f"{role}/{(rank + 1 + rng.integers(2)) % 3}"
         begin_s = max(at_s + HAND_OVER_SHARE * drain_timeout_s - float(rng.exponential(0.1)), 0.0)
         if rng.random() < 0.6 and free_s.get(target, 0.0) <= begin_s:
@@ -104,10 +104,10 @@ def _with_short_drains(scenario: Scenario, rng: np.random.Generator) -> Scenario
 
 
 def _with_live_migrations(scenario: Scenario, rng: np.random.Generator) -> Scenario:
-    """Long streams are handed over by engines that change their roles, over a slow network.
+    """Migrate long streams with their KV over a slow network, from engines that change roles.
 
-    While their KV is on its way its engine, or the one that fetches it, may die or stall, streams
-    end, and clients leave. Some engines have so few blocks that streams lose theirs meanwhile.
+    During a transfer either engine may die or stall, streams end and clients leave. In some
+    scenarios blocks are so few that streams are preempted meanwhile.
     """
     if len(scenario.pools) == 1:
         return _with_short_drains(scenario, rng)
@@ -128,7 +128,7 @@ def _with_live_migrations(scenario: Scenario, rng: np.random.Generator) -> Scena
                     duration_s=None if kind == "kill" else 0.5,
                 )
             )
-            at_s += 0.5 + float(rng.exponential(0.2))  # no two troubles of one engine at a time
+            at_s += 0.5 + float(rng.exponential(0.2))  # no two faults of one engine at a time
     network = msgspec.structs.replace(
         scenario.network, kv_bytes_per_s=float(rng.choice([1e7, 1e8])), latency_s=1e-3
     )
@@ -140,7 +140,7 @@ def _with_live_migrations(scenario: Scenario, rng: np.random.Generator) -> Scena
 
 
 def _with_hang_while_full(scenario: Scenario, rng: np.random.Generator) -> Scenario:
-    """An engine hangs while all others are full, and long enough for some of them to have room."""
+    """Make an engine hang while all others are full, until some of them have room again."""
     scenario = _with_capacity(scenario, replicas=2, lanes=1, slots_per_lane=2, step_timeout_s=300.0)
     hang = Fault(
         at_s=0.5 + float(rng.exponential(1.0)),
@@ -148,7 +148,7 @@ def _with_hang_while_full(scenario: Scenario, rng: np.random.Generator) -> Scena
         kind="hang",
         duration_s=_HANG_S,
     )
-    # A few more than there are slots: whoever waits for one goes first.
+    # Some more requests than slots: queued requests have precedence over migrations.
     requests = _with_long_streams(
         _at_fixed_gaps(scenario.requests[: 3 + rng.integers(4)], 0.02), rng
     )
@@ -159,7 +159,7 @@ def _with_hang_while_full(scenario: Scenario, rng: np.random.Generator) -> Scena
 def _with_capacity(
     scenario: Scenario, *, replicas: int, num_blocks: int = _NUM_BLOCKS, **of_pools: float
 ) -> Scenario:
-    """At least so many replicas of each pool, and blocks for long sequences."""
+    """Set a minimum of replicas for each pool, and enough blocks for long sequences."""
     pools = tuple(
         msgspec.structs.replace(
             pool,
@@ -178,7 +178,7 @@ def _with_capacity(
 def _at_fixed_gaps(
     requests: tuple[ScenarioRequest, ...], gap_s: float
 ) -> tuple[ScenarioRequest, ...]:
-    """One after the other from the start of the run on."""
+    """Make requests arrive one after the other from the start, `gap_s` apart."""
     return tuple(
         msgspec.structs.replace(request, arrival_s=gap_s * i) for i, request in enumerate(requests)
     )

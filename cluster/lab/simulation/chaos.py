@@ -1,7 +1,7 @@
-"""Chaos: random scenarios, one seed after another, until so many events have passed.
+"""Chaos testing: runs random scenarios, seed by seed, up to a number of events.
 
-Owner of the run: which seeds, on how many processes, what is shown, and what is done about a
-failure: it is shrunk, written to a file, and told with the command that replays it exactly.
+Distributes the seeds over processes and shows the progress. A failing scenario is shrunk, written
+to a file, and reported with the command that replays it exactly.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ SHRINK_S = 30.0
 """Real seconds for shrinking a failing scenario."""
 NUM_TRACE_LINES = 40
 _AHEAD = 4
-"""Seeds that each process has before it, so that none of them waits."""
+"""Seeds that are queued for each process, so that none is idle."""
 
 
 class ChaosError(Exception):
-    """The run cannot start; says what to change."""
+    """The run cannot start; the message says what to change."""
 
 
 class ChaosOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The command's options, under their names; its help says what each of them does."""
+    """The options of `ttserve chaos`; its help describes them."""
 
     seed: int = 0
     events: int = 1_000_000
@@ -49,11 +49,13 @@ class ChaosOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShrunkFailure(NamedTuple):
-    """A failure of a scenario.
+    """A failing scenario, shrunk.
 
     Attributes:
-        shrunk: A smaller one that fails in the same way.
-        outcome: What came of that.
+        failure: The failure of the original scenario.
+        shrunk: A smaller scenario that fails in the same way.
+        outcome: The outcome of `shrunk`.
+        num_runs: Runs that shrinking took.
     """
 
     failure: str
@@ -63,10 +65,10 @@ class ShrunkFailure(NamedTuple):
 
 
 class ChaosSummary(NamedTuple):
-    """What a run has seen.
+    """The results of a chaos run.
 
     Attributes:
-        failed_seed: The first that failed, or None.
+        failed_seed: The first seed whose scenario failed, or None.
     """
 
     num_seeds: int
@@ -77,7 +79,7 @@ class ChaosSummary(NamedTuple):
 
 
 def run_seed(seed: int) -> Outcome:
-    """Run the scenario of one seed; its outcome, without the log, travels between processes."""
+    """Run the scenario of one seed; the outcome has no log, to be small between processes."""
     return dataclasses.replace(run_scenario(random_scenario(seed)), log=[])
 
 
@@ -107,9 +109,9 @@ def explore(
 
 
 def investigate(scenario: Scenario, shrink_s: float) -> ShrunkFailure | None:
-    """Run a scenario, and if it fails, find a smaller one that does too; None if it passes.
+    """Run a scenario, and if it fails, shrink it for at most `shrink_s` real seconds.
 
-    Finding the smaller one takes `shrink_s` real seconds at most.
+    Returns None if the scenario passes.
     """
     first = run_scenario(scenario)
     if first.failure is None:
@@ -126,12 +128,12 @@ def investigate(scenario: Scenario, shrink_s: float) -> ShrunkFailure | None:
 
 
 def failure_kind(failure: str) -> str:
-    """What two failures of one bug have in common: the kind of error and the place of the check."""
+    """Return the part that failures of one bug share: the type of error and the failing check."""
     return failure.split("): ", 1)[0]
 
 
 def trace_text(log: list[EventRecord]) -> str:
-    """The last lines of an event log, for a person."""
+    """Format the last lines of an event log."""
     return "".join(
         f"{event.at_s:12.6f}  {event.kind:10}  {event.subject:12}  "
         + " ".join(f"{x:g}" if isinstance(x, float) else str(x) for x in event.detail)
@@ -141,9 +143,9 @@ def trace_text(log: list[EventRecord]) -> str:
 
 
 def chaos(options: ChaosOptions, echo: Callable[[str], None], *, shows_progress: bool) -> bool:
-    """The command `ttserve chaos` without `--replay`; returns whether all was well.
+    """Run `ttserve chaos` without `--replay`; return whether every scenario passed.
 
-    With `shows_progress` there is somebody to look at a moving line.
+    `shows_progress` is for a terminal: one line that is updated.
     """
     _be_quiet()
     last_s = started = time.perf_counter()
@@ -151,7 +153,7 @@ def chaos(options: ChaosOptions, echo: Callable[[str], None], *, shows_progress:
     def progress(num_seeds: int, num_events: int) -> None:
         nonlocal last_s
         now_s = time.perf_counter()
-        # A log file gets a line now and then, a terminal one line that moves.
+        # A log file gets a line now and then, a terminal one line that is updated.
         if now_s - last_s >= (0.2 if shows_progress else 20.0):
             last_s = now_s
             rate = num_events / (now_s - started)
@@ -173,16 +175,16 @@ def chaos(options: ChaosOptions, echo: Callable[[str], None], *, shows_progress:
 
 
 def replay(path: Path, echo: Callable[[str], None]) -> bool:
-    """The command `ttserve chaos --replay`; returns whether the scenario passes.
+    """Run `ttserve chaos --replay`; return whether the scenario passes.
 
     Raises:
-        ChaosError: The file is not a scenario.
+        ChaosError: The file cannot be read as a scenario.
     """
     _be_quiet()
     try:
         scenario = Scenario.from_json(path.read_bytes())
     except (OSError, msgspec.MsgspecError) as error:
-        raise ChaosError(f"{path} is no scenario: {error}") from error
+        raise ChaosError(f"cannot read a scenario from {path}: {error}") from error
     outcome = run_scenario(scenario)
     echo(trace_text(outcome.log))
     if outcome.failure is not None:
@@ -194,13 +196,13 @@ def replay(path: Path, echo: Callable[[str], None]) -> bool:
 
 
 def report_failure(scenario: Scenario, options: ChaosOptions, echo: Callable[[str], None]) -> None:
-    """Shrink a failing scenario, write it to a file, and say everything that is needed."""
+    """Shrink a failing scenario, write it to a file, and report how to replay it."""
     echo(f"seed {scenario.seed} fails; replay it with\n")
     echo(f"    ttserve chaos --seed {scenario.seed} --events 1\n")
     echo(f"shrinking it, for at most {SHRINK_S:g} s ...\n")
     find = investigate(scenario, SHRINK_S)
     if find is None:
-        echo("it passes when run again: the run is not deterministic, which is a bug too\n")
+        echo("it passes when run again, so the simulation is not deterministic; this is a bug\n")
         return
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"seed-{scenario.seed}.json"
@@ -216,7 +218,7 @@ def report_failure(scenario: Scenario, options: ChaosOptions, echo: Callable[[st
 
 
 def _run_seeds(options: ChaosOptions) -> Iterator[Outcome]:
-    """What comes of one seed after another, in their order, whoever runs them; without end."""
+    """Yield the outcomes of consecutive seeds, in order, without end."""
     seeds = itertools.count(options.seed)
     if options.jobs == 1:
         yield from map(run_seed, seeds)
@@ -239,5 +241,5 @@ def _counts(outcomes: dict[str, int]) -> str:
 
 
 def _be_quiet() -> None:
-    """Engines warn of clients that leave; here they leave all the time."""
+    """Hide the engines' warnings about clients that leave, which is frequent here."""
     logging.getLogger("replicas").setLevel(logging.CRITICAL)

@@ -1,7 +1,7 @@
-"""An ingress's connections to engines in the simulator: what `AsyncMPClient` is to a real one.
+"""An ingress's connections to engines in the simulator; stands for `AsyncMPClient`.
 
-Owner of the links of one ingress and of the map from engine to link. Streams and the handing out
-of frames are the production's (`replicas.streams`); a link stands for the two sockets.
+Owns the links of one ingress. Streams and the distribution of frames are the production's
+(`replicas.streams`); a link stands for the two sockets.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
     from replicas.streams import EngineStream, Inbox, OnKVEvents
 
 NOTICE_S = 0.25
-"""An engine finds within a heartbeat that a client is gone."""
+"""Seconds until an engine notices that a client is gone: a heartbeat."""
 
 
 class VirtualLink:
     """One ingress's connection to one engine.
 
     Args:
-        client_id: Under which the engine knows it; a new one for every connection.
+        client_id: The engine's id of the connection; each connection has a new one.
 
     Attributes:
-        is_open: Whether it has not been lost.
-        is_heard_of: Set by the engine's first frame, and at the end.
+        is_open: Whether the connection is open.
+        is_heard_of: Set by the engine's first frame, and when the connection ends.
         newest: The latest snapshot, in the engine's order, that has arrived.
         num_sent: Messages that were sent.
         num_heard: Frames that have arrived.
@@ -73,14 +73,14 @@ class VirtualLink:
         self.table.greet()
 
     def send(self, message: ClientMessage) -> None:
-        """Send a message; lost if the link is."""
+        """Send a message; drop it if the connection is closed."""
         if self.is_open:
             self.num_sent += 1
             self._client.observer.sent(self.host, message, is_stalled=self.is_stalled)
             self._up.send(self._reach_engine, message)
 
     def send_frame(self, frame: EngineFrame, step_times_s: list[float]) -> None:
-        """The engine sends a frame; `step_times_s` of its steps, if it is of more than one."""
+        """Send a frame to the client, with the end times of its steps if there are several."""
         self._down.send(self._reach_client, frame, step_times_s)
 
     def close(self) -> None:
@@ -92,17 +92,17 @@ class VirtualLink:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether the engine stalls, as far as the ingress has heard, and does not hand over."""
+        """Whether the ingress knows that the engine stalls, and the engine does not hand over."""
         return self.table.stalled is not None and self.table.leaving is None
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing is on its way in either direction."""
+        """Whether no message is on its way in either direction."""
         return not self._up.num_on_way and not self._down.num_on_way
 
     @property
     def num_lost(self) -> int:
-        """Messages that were sent, are not on their way, and have not come into the inbox."""
+        """Messages that were sent, but are neither on their way nor in the inbox."""
         num_taken = self.host.inbox.num_taken.get(self._client_id, 0)
         return self.num_sent - self._up.num_on_way - num_taken
 
@@ -130,22 +130,22 @@ class VirtualLink:
 
 
 class VirtualClient:
-    """See the module docstring.
+    """The connections of one ingress to its engines.
 
     Args:
-        hosts: Every host that lives, by incarnation.
-        observer: Who is told what passes between the ingress and the engines.
+        hosts: Every living host, by incarnation.
+        observer: Gets every message between the ingress and the engines.
         on_snapshot: Called with (incarnation, snapshot) in the order the engine took them.
         on_dead: Called once with (incarnation, reason) when an engine is lost.
-        on_moves: Called with (incarnation, whether it gets on) when that changes.
+        on_moves: Called with (incarnation, whether it makes progress) when that changes.
         on_kv_events: See `StreamTable`.
 
     Attributes:
-        token_times_s: For requests whose last output has several tokens: when the steps ended
-            that gave them.
+        token_times_s: For requests whose last output has several tokens, the end times of the
+            steps that produced them.
     """
 
-    def __init__(  # noqa: PLR0913 - keyword-only: what it is told of is one thing for each
+    def __init__(  # noqa: PLR0913 - keyword-only: one callback for each kind of event
         self,
         name: str,
         network: Network,
@@ -173,7 +173,7 @@ class VirtualClient:
         """See `AsyncMPClient.connect`."""
         host = self._hosts.get(description.incarnation)
         if host is None:
-            raise EngineDeadError(f"nobody listens at {description.incarnation}")
+            raise EngineDeadError(f"engine {description.incarnation} does not listen")
         if host.incarnation in self._links:
             return
         self._num_links += 1
@@ -194,7 +194,7 @@ class VirtualClient:
 
     @property
     def links(self) -> list[VirtualLink]:
-        """Every link that stands."""
+        """Every open link."""
         return list(self._links.values())
 
     def open_stream(
@@ -208,7 +208,7 @@ class VirtualClient:
         self._link(incarnation).send(message)
 
     def lose(self, incarnation: str, reason: str) -> None:
-        """The connection to an engine is over, whoever found out."""
+        """End the connection to an engine and fail its streams."""
         link = self._links.pop(incarnation, None)
         if link is not None:
             link.close()
@@ -216,13 +216,13 @@ class VirtualClient:
             self._on_dead(incarnation, reason)
 
     def die(self) -> None:
-        """The ingress's process ends: nothing more is sent, and engines notice a little later."""
+        """End the ingress's process: it sends nothing more, and engines notice after `NOTICE_S`."""
         links, self._links = self._links, {}
         for link in links.values():
             link.close()
 
     def mark_unresponsive(self, incarnation: str) -> None:
-        """An engine has sent nothing for `QUIET_S`."""
+        """Mark an engine that has sent nothing for `QUIET_S`."""
         link = self._links.get(incarnation)
         if link is not None:
             self.observer.became_unresponsive(link.host)

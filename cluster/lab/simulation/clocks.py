@@ -1,7 +1,4 @@
-"""The wall clocks of a simulated cluster: whether they agree, and so whether a ticket may expire.
-
-Pure; the fault plan is all that it knows.
-"""
+"""Decides from the fault plan's clock errors whether a ticket may be refused as expired. Pure."""
 
 from __future__ import annotations
 
@@ -14,12 +11,12 @@ if TYPE_CHECKING:
 
 
 class WallClocks:
-    """See the module docstring.
+    """The wall clocks of all replicas and ingresses.
 
     Args:
-        plan: What is wrong with them, and when.
+        plan: The fault plan, with the clocks' errors.
         names: Every replica and ingress, as in a fault plan.
-        lifetime_s: How long a ticket is good for at least.
+        lifetime_s: Shortest lifetime of a ticket.
     """
 
     def __init__(self, plan: FaultPlan, names: Sequence[str], lifetime_s: float) -> None:
@@ -29,9 +26,10 @@ class WallClocks:
         self._lifetime_s = lifetime_s
 
     def may_expire(self, sealed_s: float, now_s: float) -> bool:
-        """Whether a ticket that was sealed then may be too old now: by its age, or by a clock.
+        """Return whether a ticket sealed at `sealed_s` may be refused as expired at `now_s`.
 
-        While all clocks show the same, and none has been set, however wrong they are, it may not.
+        It may if its lifetime is over, a clock was set since then, or the clocks differ. Clocks
+        that are equally wrong are no reason.
         """
         if now_s - sealed_s >= self._lifetime_s:
             return True

@@ -1,7 +1,7 @@
-"""The core thread of an engine process in the simulator: it takes what came, steps, sends.
+"""The core thread of an engine process in the simulator: reads messages, steps, sends frames.
 
-Owner of the turn that is under way, and of what is known of those before. It does in virtual time
-what `replicas.engine.process.EngineProcess` does in a thread of its own.
+Does in virtual time what `replicas.engine.process.EngineProcess` does in a thread. A turn is one or
+several steps of the engine between two readings of the inbox. Owns the present turn.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ if TYPE_CHECKING:
     from replicas.virtual_engine import VirtualEngine
 
 HEARTBEAT_S = 0.25
-"""`replicas.engine.sockets.HEARTBEAT_S`; of these only those are sent that say something new."""
+"""`replicas.engine.sockets.HEARTBEAT_S`. The simulator sends only heartbeats with news."""
 _FIRST_S = 8.0
-"""How long an engine's first turn may take before it says that it stalls; it has at most 2,048
-tokens here. `replicas.engine.pulse`."""
+"""Length of a first turn that counts as a stall; see `replicas.engine.pulse`. It has at most 2,048
+tokens here."""
 _FACTOR = 4.0
-"""And how many times as long as the longest before it any other; `replicas.engine.pulse.FACTOR`."""
+"""Any other turn is a stall at this multiple of the longest one before; `pulse.FACTOR`."""
 _NO_TURN = VirtualTurn(0.0, [])
 
 
 class ProcessHooks(Protocol):
-    """The process that a core thread is part of."""
+    """The functions that a core thread uses of its process."""
 
     def call_at(
         self, when_s: float, callback: Callable[..., object], *args: object
     ) -> asyncio.TimerHandle:
-        """Let something happen in it at a virtual time; never if it is dead by then."""
+        """Run a callback in the process at a virtual time; never if it is dead by then."""
 
     def do(self, callback: Callable[..., object], *args: object) -> None:
-        """Let something happen in it now; later if it is frozen."""
+        """Run a callback in the process now; later if it is frozen."""
 
     def send(self, frames: Frames, step_times_s: list[float]) -> None:
-        """Send frames; `step_times_s` of their steps, if they are of more than one."""
+        """Send frames, with the end times of their steps if there are several."""
 
     def send_heartbeat(self) -> None:
         """Send every client a heartbeat."""
 
 
 class VirtualCore:
-    """See the module docstring.
+    """The core thread of an engine process, in virtual time.
 
     Attributes:
-        busy_s: Seconds that its device and its core have worked.
-        num_turns: Steps that have ended.
-        idle_since_s: Since when it has had nothing to do; None while it has.
-        is_stepping: Whether the engine decides about a turn at this moment.
+        busy_s: Seconds in turns.
+        num_turns: Number of steps that have ended.
+        idle_since_s: Time since it has been idle; None while it has work.
+        is_stepping: Whether the engine is scheduling a turn at this moment.
     """
 
     def __init__(
@@ -87,14 +87,14 @@ class VirtualCore:
 
     @property
     def pulse(self) -> int:
-        """What beats tell its parent of; see `replicas.engine.pulse.Pulse.count`."""
+        """The progress counter for its parent; see `replicas.engine.pulse.Pulse.count`."""
         return 2 * self.num_turns + self.is_working
 
     @property
     def stuck_s(self) -> float:
-        """How long the present turn has lasted beyond the longest that it may; 0 if it has not.
+        """Seconds by which the present turn exceeds the stall limit; 0 if it does not.
 
-        That is told by the turns before it, and less is not to be seen from outside.
+        The limit depends on the turns before, as in a real engine.
         """
         if not self.is_working:
             return 0.0
@@ -102,22 +102,22 @@ class VirtualCore:
         return max(self._loop.time() - self._turn_started_s - allowed_s, 0.0)
 
     def thaw(self) -> None:
-        """The process goes on after a freeze: only now it is idle, if it is."""
+        """Restart the idle time of an idle core, after a freeze of the process."""
         if self.idle_since_s is not None:
             self.idle_since_s = self._loop.time()
 
     def finish(self) -> None:
-        """Count to the end of the run: nobody waits for what is left of a turn."""
+        """Add the present turn's time so far to `busy_s`, at the end of the run."""
         if self.is_working:
             self.busy_s += self._loop.time() - self._turn_started_s
 
     # --- turns ---------------------------------------------------------------------------------
 
     def wake(self, gather_s: float = 0.0) -> None:
-        """Something has come: begin a turn soon, or end the present one at its next step.
+        """Begin a turn soon, or end the present one after its current step, as messages wait.
 
         Args:
-            gather_s: How long to wait for more of it before a turn begins.
+            gather_s: How long to wait for further messages before the turn begins.
         """
         self.idle_since_s = None
         if self.is_stepping:
@@ -165,7 +165,7 @@ class VirtualCore:
             self._shorten_turn(bisect.bisect_left(turn.end_times_s, deadline_s) + 1)
 
     def _continue_turn(self) -> None:
-        """The forward pass is over: its tokens leave, transfers next, then the end."""
+        """Send the tokens of the forward pass, then start the transfers of the step."""
         self.is_stepping = True
         self._turn, frames = self._engine.continue_turn(self._turn, self._loop.time())
         self.is_stepping = False
@@ -174,7 +174,7 @@ class VirtualCore:
         self._schedule_stall_report()
 
     def _schedule_stall_report(self) -> None:
-        """If the present turn is to be told as one that takes too long, tell it then."""
+        """Schedule the report of a stall if the present turn lasts long enough for one."""
         stalls_s, end_s = self._engine.stalls_at_s(), self._turn.end_times_s[-1]
         if stalls_s is None or self._num_steps > 1 or self._has_stalled:
             return
@@ -182,14 +182,14 @@ class VirtualCore:
             self._process.call_at(stalls_s + HEARTBEAT_S, self._report_stall, self.num_turns)
 
     def _report_stall(self, turn: int) -> None:
-        """Say so with every heartbeat, until the turn ends after all."""
+        """Report the stall with every heartbeat until the turn ends."""
         if turn == self.num_turns and self._turn.end_times_s:
             self._has_stalled = True
             self._process.send_heartbeat()
             self._process.call_at(self._loop.time() + HEARTBEAT_S, self._report_stall, turn)
 
     def _shorten_turn(self, num_steps: int) -> None:
-        """Let the present turn end after so many steps, if it has more."""
+        """End the present turn after `num_steps` steps, if it has more."""
         if num_steps >= self._num_steps:
             return
         assert self._timer is not None
@@ -212,7 +212,7 @@ class VirtualCore:
         self._begin()
 
     def _sleep(self) -> None:
-        """Nothing to do: until a message, or a deadline."""
+        """Wait for a message or the engine's next deadline."""
         if len(self._inbox) or self._is_woken:
             self.wake()
             return

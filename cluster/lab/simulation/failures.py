@@ -1,8 +1,8 @@
-"""Which engines one ingress should leave alone, as they failed: the promise of circuit breakers.
+"""Checks the circuit breakers of one ingress: requests must avoid engines that failed repeatedly.
 
-Counted here anew, by what passes between them, so that a breaker that does nothing is found out.
-Owner of the counts of one ingress. Only broken connections are failures here; production knows more
-of them, and so opens its breakers at least as early.
+Counts failures independently, from the messages that it sees, so that a breaker without effect is
+detected. Only broken connections count as failures here. Production counts further kinds, so it
+opens its breakers at least as early.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class MisroutedRequest(NamedTuple):
-    """A request that was sent to an engine that is to be left alone."""
+    """A request that was sent to an engine whose breaker should be open."""
 
     incarnation: str
     mode: RequestMode
@@ -26,14 +26,14 @@ class MisroutedRequest(NamedTuple):
 
 @dataclass(slots=True)
 class _EngineFailures:
-    """What has become of one engine.
+    """The failures of one engine.
 
     Attributes:
-        num_failures: Since its last token.
-        num_trips: How often it was to be left alone since then.
-        failed_s: When it last failed.
-        shut_s: Since when it is to be left alone.
-        shut_until_s: And until when.
+        num_failures: Failures since its last token.
+        num_trips: Times that its breaker should have opened since then.
+        failed_s: Time of the last failure.
+        shut_s: Start of the time in which its breaker should be open.
+        shut_until_s: End of that time.
     """
 
     num_failures: int = 0
@@ -44,10 +44,10 @@ class _EngineFailures:
 
 
 class FailureTracker:
-    """See the module docstring.
+    """The failures of all engines, as seen by one ingress.
 
     Attributes:
-        shunned: Requests that went where none should, unless all others have failed as well.
+        misrouted: Requests to engines to avoid; allowed only if all other engines failed too.
     """
 
     def __init__(self, loop: VirtualLoop) -> None:
@@ -57,30 +57,30 @@ class FailureTracker:
         self.misrouted: list[MisroutedRequest] = []
 
     def has_failed(self, incarnation: str) -> bool:
-        """Whether an engine has failed since it last gave a token."""
+        """Return whether an engine has failed since its last token."""
         return incarnation in self._engines
 
     def failed(self, incarnation: str) -> None:
-        """The connection to an engine has broken."""
+        """Record that the connection to an engine broke."""
         now_s = self._loop.time()
         if self._succeeded_s.get(incarnation) == now_s:
-            return  # Whoever waits for the token hears of it only now.
+            return  # A token of this instant is still being delivered.
         engine = self._engines.setdefault(incarnation, _EngineFailures())
         engine.num_failures += 1
         engine.failed_s = now_s
-        # At the end of that time to the moment either may come first.
+        # At exactly `shut_until_s`, the failure and the end of the time may come in either order.
         if now_s > engine.shut_until_s and engine.num_failures >= THRESHOLD:
             open_s = min(FIRST_OPEN_S * 2.0**engine.num_trips, MAX_OPEN_S)
             engine.shut_s, engine.shut_until_s = now_s, now_s + open_s
             engine.num_trips += 1
 
     def succeeded(self, incarnation: str) -> None:
-        """An engine has given a token."""
+        """Record that an engine produced a token."""
         self._engines.pop(incarnation, None)
         self._succeeded_s[incarnation] = self._loop.time()
 
     def sent(self, incarnation: str, mode: RequestMode) -> None:
-        """A request goes to an engine."""
+        """Record that a request is sent to an engine."""
         now_s = self._loop.time()
         engine = self._engines.get(incarnation)
         if engine is None:
@@ -88,5 +88,5 @@ class FailureTracker:
         if now_s - engine.failed_s >= FORGET_S:
             del self._engines[incarnation]
         elif engine.shut_s < now_s < engine.shut_until_s:
-            # In the very moment in which it fails it may have been chosen already.
+            # Strictly later: at the instant of the failure the engine may have been chosen already.
             self.misrouted.append(MisroutedRequest(incarnation, mode))

@@ -1,7 +1,7 @@
-"""One start of one replica in the simulator: an engine process with a life, a place and troubles.
+"""One start of one replica in the simulator: an engine process and its faults.
 
-Owner of its engine, of the messages that wait for it and of what is wrong with it. Its core thread
-is `core`; what the other threads of an engine process do is here.
+Owns the engine, its incoming messages and the state of its faults. `VirtualCore` stands for the
+process's core thread; this module stands for its other threads.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ if TYPE_CHECKING:
 
 
 class VirtualHost:
-    """See the module docstring.
+    """The engine process of one start of a replica.
 
     Args:
-        name: Pool and rank, as in a fault plan; the next start of the replica has it again.
+        name: Pool and rank, as in a fault plan; a restarted replica has the same name.
         incarnation: Id of this start.
-        faults: What goes wrong with the replica, in virtual seconds.
+        faults: The replica's faults, in virtual seconds.
 
     Attributes:
-        inbox: What has come for the core.
-        links: What sends a client a frame and the times of its steps, by the client's id.
-        transport: Of its KV connector, if it has one.
-        kv_endpoint: Where its KV is fetched from.
+        inbox: Messages that wait for the core.
+        links: By client id, the function that sends a frame and its step times to the client.
+        transport: The transport of its KV connector, if it has one.
+        kv_endpoint: The endpoint from which its KV is fetched.
         core: Its core thread.
-        slot_busy_s: Seconds of taken slots, summed over the slots.
-        stopped_s: When it died, or None.
-        is_frozen: Whether the process stands still.
-        num_done: How often anything has happened in it.
+        slot_busy_s: Seconds of occupied slots, summed over the slots.
+        stopped_s: Time of its death, or None.
+        is_frozen: Whether the process is frozen.
+        num_done: Number of callbacks that have run in it.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only: the parts of one replica
@@ -110,54 +110,54 @@ class VirtualHost:
 
     @property
     def is_cut(self) -> bool:
-        """Whether nothing gets from or to it now."""
+        """Whether a partition drops all of its messages now."""
         return self._faults.is_partitioned(self._loop.time())
 
     @property
     def is_deaf(self) -> bool:
-        """Whether nothing that clients send reaches it now."""
+        """Whether clients' messages do not reach it now."""
         return self._faults.is_deaf(self._loop.time())
 
     @property
     def is_mute(self) -> bool:
-        """Whether nothing that it sends reaches clients now."""
+        """Whether its messages do not reach clients now."""
         return self._faults.is_mute(self._loop.time())
 
     @property
     def ignores_sigterm(self) -> bool:
-        """Whether it would not end now if it were told to."""
+        """Whether a request to end has no effect now."""
         return self.is_frozen or self._faults.ignores_sigterm(self._loop.time())
 
     def _unix_now_s(self) -> float:
-        """The wall clock, wrong where the plan says so."""
+        """Return the wall clock's time, with the error that the fault plan sets."""
         return UNIX_S + self._loop.time() + self._faults.clock_shift_s(self._loop.time())
 
     def drain(self) -> None:
-        """Take nothing new from now on; its parent's word."""
+        """Stop taking requests; called by its parent."""
         self.engine.drain()
         self.core.wake()
 
     def change_role(self, role: Role) -> None:
-        """Take another role once nothing is left of this one; its parent's word."""
+        """Change the role once the old one has ended; called by its parent."""
         self.engine.change_role(role)
         self.core.wake()
 
     def hand_over(self) -> None:
-        """Ask clients to go elsewhere with what they have here; its parent's word."""
+        """Ask clients to migrate their streams; called by its parent."""
         self.engine.hand_over()
         self.core.wake()
 
     def kill(self) -> None:
-        """End the process at once; nothing that it had to do happens any more."""
+        """End the process at once; its pending callbacks never run."""
         self._count_slots(0)
         self.stopped_s = self._loop.time()
 
     def freeze(self) -> None:
-        """Stop the process: whatever becomes due waits."""
+        """Freeze the process: its callbacks wait until it thaws."""
         self.is_frozen = True
 
     def thaw(self) -> None:
-        """Let the process go on; what waited happens now, in order."""
+        """Thaw the process and run the callbacks that waited, in order."""
         self.is_frozen = False
         self.core.thaw()
         held, self._held = self._held, []
@@ -165,17 +165,17 @@ class VirtualHost:
             self._loop.call_soon(self.do, callback, *args)
 
     def corrupts(self) -> bool:
-        """Whether KV that leaves it now is damaged on its way."""
+        """Return whether KV that it sends now is corrupted on the way."""
         return self._faults.corrupts(self._loop.time())
 
     def call_at(
         self, when_s: float, callback: Callable[..., object], *args: object
     ) -> asyncio.TimerHandle:
-        """Let something happen in this process; never if it is dead by then, later if frozen."""
+        """Run a callback in this process at a time: never if dead by then, later if frozen."""
         return self._loop.call_at(when_s, self.do, callback, *args)
 
     def do(self, callback: Callable[..., object], *args: object) -> None:
-        """Let something happen in this process now; never if it is dead, later if frozen."""
+        """Run a callback in this process now: never if it is dead, later if it is frozen."""
         if self.stopped_s is not None:
             return
         if self.is_frozen:
@@ -187,16 +187,16 @@ class VirtualHost:
     # --- clients -------------------------------------------------------------------------------
 
     def receive(self, client: bytes, message: ClientMessage) -> None:
-        """A client's message has arrived."""
+        """Receive a client's message."""
         self.do(self._put, client, message)
 
     def release_backpressure(self) -> None:
-        """There is room in the inbox again."""
+        """Let the messages that a full inbox held back come in."""
         self.inbox.release_backpressure()
         self.core.wake()
 
     def client_gone(self, client: bytes) -> None:
-        """The process notices that it cannot reach a client any more."""
+        """Record that the connection to a client is gone."""
         self.do(self._note_gone, client)
 
     def _put(self, client: bytes, message: ClientMessage) -> None:
@@ -210,7 +210,7 @@ class VirtualHost:
         self.core.wake()
 
     def send_heartbeat(self) -> None:
-        """Send every client a heartbeat, as a thread of its own does: the core may hang."""
+        """Send every client a heartbeat. Real engines use a separate thread: the core may hang."""
         frame = self.engine.heartbeat(self._loop.time())
         for send_frame in self.links.values():
             send_frame(frame, [])
@@ -221,14 +221,14 @@ class VirtualHost:
         self.core.wake()
 
     def send(self, frames: Frames, step_times_s: list[float]) -> None:
-        """Send frames; one whose client is gone tells that instead."""
+        """Send frames; record the clients of undeliverable ones as gone."""
         for client, frame in frames:
             if frame.snapshot is not None:
                 groups = frame.snapshot.groups
                 self._count_slots(sum(g.num_running + g.num_reserved for g in groups))
             send_frame = self.links.get(client)
             if send_frame is None:
-                # As the engine's sender finds: of a greeting that came late, for one.
+                # The engine's sender finds this too, for example after a late greeting.
                 self.inbox.note_gone(client)
             else:
                 send_frame(frame, step_times_s)
@@ -242,7 +242,7 @@ class VirtualHost:
         return self.transport
 
     def now_s(self) -> float:
-        """The present, as its transport sees it."""
+        """Return the time as its transport sees it: within a step, the engine's."""
         return self.engine.present_s() if self.core.is_stepping else self._loop.time()
 
     def send_to_producer(self, endpoint: str, message: ToProducer) -> None:
@@ -259,22 +259,23 @@ class VirtualHost:
     # --- views ---------------------------------------------------------------------------------
 
     def check_invariants(self) -> None:
-        """Engine and transfers are whole."""
+        """Check the engine and its transfers; no client may be left that is gone."""
         self.engine.check_invariants()
-        # Whoever has gone before he was heard is found out by the frames that the turn ends with.
+        # A client that left before its first message was read is found by the next frame to it,
+        # at the end of a turn.
         if not len(self.inbox) and not self.core.is_working:
             strangers = [c for c in self.engine.clients if c not in self.links]
-            assert not strangers, f"{self!r} still works for {strangers}, who are gone"
+            assert not strangers, f"{self!r} still works for clients that are gone: {strangers}"
         if self.transport is not None:
             self.transport.check_invariants()
 
     @property
     def num_open_transfers(self) -> int:
-        """KV transfers that have not ended, in either role."""
+        """Open KV transfers, as producer or consumer."""
         return self.transport.num_open if self.transport is not None else 0
 
     def finish(self) -> None:
-        """Count to the end of the run."""
+        """Add the time up to the end of the run to the counters."""
         if self.is_alive:
             self._count_slots(self._num_busy_slots)
             self.core.finish()

@@ -1,8 +1,8 @@
-"""The messages that wait for an engine's core in the simulator, and the door that they come by.
+"""The inbox of an engine's core in the simulator.
 
-Owner of both queues: of what the core takes at its next turn, and of what stands before a door that
-is shut because the first is full. What stands there keeps its order and is not lost: as with a
-socket whose reader has no room, the sender's side holds it.
+Has two queues: messages that the core reads at its next turn, and messages held back while the
+inbox is full (fault `backpressure`). Held messages keep their order and are not lost, like data in
+a socket whose reader has no room.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from replicas.messages import ClientMessage
 
 Item = tuple[bytes, "ClientMessage | None"]
-"""A client's message; None: the client is gone."""
+"""A client's id and message; None instead of a message means that the client is gone."""
 
 
 class VirtualInbox:
-    """See the module docstring.
+    """The inbox of one engine's core.
 
     Attributes:
-        num_taken: How many messages each client's connection has brought in, by its id.
+        num_taken: Messages accepted from each client, by client id.
     """
 
     def __init__(self) -> None:
@@ -33,29 +33,29 @@ class VirtualInbox:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing waits, inside or before the door."""
+        """Whether no message waits, accepted or held back."""
         return not self._inside and not self._outside
 
     def receive(self, client: bytes, message: ClientMessage, *, is_backpressured: bool) -> None:
-        """A message arrives; it waits outside while there is no room, or somebody waits there."""
+        """Accept a message, or hold it back while the inbox is full or others are held back."""
         if is_backpressured or self._outside:
             self._outside.append((client, message))
         else:
             self._let_in(client, message)
 
     def release_backpressure(self) -> None:
-        """There is room again: everybody outside comes in, in order."""
+        """Accept all messages that were held back, in order."""
         outside, self._outside = self._outside, []
         for client, message in outside:
             if message is not None:
                 self._let_in(client, message)
 
     def note_gone(self, client: bytes) -> None:
-        """The process has found that a client is gone; that does not come by the door."""
+        """Record that a client is gone; this is accepted even if the inbox is full."""
         self._inside.append((client, None))
 
     def take(self) -> list[Item]:
-        """Take everything that is inside."""
+        """Remove and return all accepted messages."""
         inside, self._inside = self._inside, []
         return inside
 

@@ -18,8 +18,8 @@ class VirtualIngress:
     """The production's fleet and router over virtual connections, without text and HTTP.
 
     Attributes:
-        name: Of this start of it.
-        tasks: What runs in its process: its requests, and its search for engines.
+        name: Name of this start of the ingress.
+        tasks: The tasks of its process: its requests and its discovery.
         is_alive: Whether its process exists.
     """
 
@@ -30,12 +30,12 @@ class VirtualIngress:
     is_alive: bool = True
 
     def run(self, task: asyncio.Task[None]) -> None:
-        """Let a task end with the process."""
+        """Add a task, which is cancelled when the process ends."""
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
     def die(self) -> None:
-        """End the process: nothing that it had to say is said any more."""
+        """End the process at once; it sends nothing more."""
         self.is_alive = False
         self.fleet.client.die()
         self.fleet.close()

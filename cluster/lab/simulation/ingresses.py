@@ -1,7 +1,7 @@
-"""The ingresses of a simulated cluster: their starts and deaths, and who takes a request.
+"""The ingresses of a simulated cluster: starts, deaths, and the assignment of requests.
 
-Owner of every ingress. It does what Ray Serve and HAProxy do: one that died has a successor, and
-meanwhile the others take its share of what comes.
+Owns every ingress. In place of Ray Serve it starts a successor of a dead ingress; in place of
+HAProxy it sends that one's share of requests to the others meanwhile.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
 
 class Ingresses:
-    """See the module docstring.
+    """All ingresses of a simulated cluster.
 
     Args:
-        replicas: Who the engines are.
-        transfer: How long a ticket has to be good for.
-        invariants: Watches each of them; None without checks.
+        replicas: The cluster's replicas.
+        transfer: Has the deadlines that determine a ticket's lifetime.
+        invariants: Checks each ingress; None without checks.
     """
 
     def __init__(
@@ -65,29 +65,29 @@ class Ingresses:
         self._invariants = invariants
         self._transfer_ids = itertools.count(1)
         self._starts = itertools.count(options.ingresses)
-        # By rank; one that died stays until it has a successor.
+        # By rank. A dead ingress stays until it has a successor.
         self._ingresses = [self._make(rank, rank) for rank in range(options.ingresses)]
 
     # --- life ----------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Let all of them look for engines."""
+        """Let all ingresses discover engines."""
         for ingress in self._ingresses:
             self._follow(ingress)
 
     def schedule_faults(self) -> None:
-        """Let the fault plan begin."""
+        """Schedule the ingresses' faults of the fault plan."""
         for rank in range(len(self._ingresses)):
             for kill_s in self._faults(rank).kills():
                 self._loop.call_at(kill_s, self._kill, rank)
 
     def lose(self, incarnation: str, reason: str) -> None:
-        """Every connection to an engine is over."""
+        """End every connection to an engine."""
         for ingress in self.alive:
             ingress.fleet.client.lose(incarnation, reason)
 
     def mark_unresponsive(self, incarnation: str) -> None:
-        """Nobody has heard of an engine for a while."""
+        """Tell every ingress that an engine has sent nothing for `QUIET_S`."""
         for ingress in self.alive:
             ingress.fleet.client.mark_unresponsive(incarnation)
 
@@ -110,15 +110,15 @@ class Ingresses:
         follower.add_done_callback(raise_failure)
         ingress.run(follower)
 
-    # --- who there is --------------------------------------------------------------------------
+    # --- views ---------------------------------------------------------------------------------
 
     @property
     def alive(self) -> list[VirtualIngress]:
-        """Those whose process exists, by rank."""
+        """The ingresses whose process exists, by rank."""
         return [ingress for ingress in self._ingresses if ingress.is_alive]
 
     def take(self, number: int) -> VirtualIngress | None:
-        """Who takes the request of a number; None if nobody is there."""
+        """Return the ingress for the request of a number; None if no ingress is alive."""
         alive = self.alive
         return alive[number % len(alive)] if alive else None
 
@@ -153,7 +153,7 @@ class Ingresses:
         faults = self._faults(rank)
 
         def unix_now_s() -> float:
-            """The wall clock, wrong where the plan says so."""
+            """Return the wall clock's time, with the error that the fault plan sets."""
             return UNIX_S + self._loop.time() + faults.clock_shift_s(self._loop.time())
 
         fleet = Fleet(make_client, KEYS)
@@ -177,6 +177,6 @@ class Ingresses:
 
 
 def raise_failure(task: asyncio.Task[None]) -> None:
-    """Let what a task raised by mistake end the run at once, not when it is awaited."""
+    """Raise a task's unexpected exception at once, which ends the run."""
     if not task.cancelled():
         task.result()

@@ -1,8 +1,8 @@
-"""What must hold in every run: after each event, when nothing is on its way, and at the end.
+"""Invariants of every run: after each event, when no message is on its way, and at the end.
 
-Owner of nothing but what the monitors have seen. Cores check themselves (`check_invariants`); here
-is what no core can know alone: that two of them believe the same, that nothing is left over, and
-that every request ended once, in a way that what happened to it allows.
+Each core checks itself (`check_invariants`). This module checks what no core can know alone: that
+views agree with the engines, that no resource is left over, and that every request ended once, with
+an outcome that its faults explain.
 """
 
 from __future__ import annotations
@@ -44,32 +44,32 @@ if TYPE_CHECKING:
     from replicas.faults import Fault
 
 _QUIET_S = 0.05
-"""An engine that has had nothing to do for so long has told every client what it has left."""
+"""An engine that has been idle for this long has sent every client its latest snapshot."""
 _ROUNDING_S = 1e-6
 _SLOT_RELEASE_S = 1.0
-"""An engine gives a slot back, and says so, once it has ended the step that it is in."""
+"""Upper bound of the time until an engine releases a slot, at the end of its present step."""
 _RECHECK_EVENTS = 16
-"""Within so many events everything is looked at, though nobody says that it has changed."""
+"""Every so many events everything is checked, even if it has not been marked as changed."""
 _MAX_EVENTS_AT_ONCE = 20_000
-"""So many events at one virtual time are a loop that never ends."""
+"""More events at one virtual time than this count as an endless loop."""
 
 _CLOSING_FAULTS = frozenset({"hang", "backpressure", "replace", "flip"})
-"""What lets a replica take nothing new, though it is not lost."""
+"""Faults during which a replica takes no new requests, although it is not lost."""
 
 _TRANSFER_COUNTERS = (
     "num_inflight_sends", "num_inflight_loads",
     "num_leased_blocks", "num_reserved_blocks", "num_quarantined_blocks",
 )  # fmt: skip
-"""What an engine without requests has none of in its transfers."""
+"""Transfer counters that are 0 for an engine without requests."""
 
 
 class Invariants:
-    """The checks of one run; see the module docstring.
+    """The checks of one run.
 
     Args:
         hosts: Every start of a replica; grows.
-        longest: How long a request waits at most.
-        clocks: Whether a ticket may be too old.
+        longest: Limits of a request's waits.
+        clocks: Decides whether a ticket may be refused as expired.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Invariants:
         self._ingresses: list[VirtualIngress] = []
         self._moment_s = float("-inf")
         self._num_at_once = 0
-        # What there was of hosts, pools and links when they were last found to be right.
+        # Change counters of hosts, pools and links at their last successful check.
         self._hosts_seen: dict[str, int] = {}
         self._pools_seen: dict[VirtualIngress, tuple[int, int]] = {}
         self._links_seen: WeakKeyDictionary[VirtualLink, tuple[int, ...]] = WeakKeyDictionary()
@@ -98,7 +98,7 @@ class Invariants:
         self._loop.after_event = self._after_event
 
     def monitor(self, ingress: str) -> ProtocolMonitor:
-        """The watcher of what an ingress says; it also tells the recorder."""
+        """Return the monitor of an ingress's messages, which passes them on to the recorder."""
         if ingress not in self._monitors:
             waits = WaitMonitor(self._loop, self._longest)
             self._monitors[ingress] = ProtocolMonitor(
@@ -111,7 +111,7 @@ class Invariants:
         self._ingresses.append(ingress)
 
     def forget(self, ingress: VirtualIngress) -> None:
-        """An ingress has died: there is nothing to check of it any more."""
+        """Stop checking an ingress, which has died."""
         self._ingresses.remove(ingress)
         self._pools_seen.pop(ingress, None)
         self.monitor(ingress.name).died()
@@ -135,7 +135,7 @@ class Invariants:
             self._check_settled()
 
     def _check_pools(self, ingress: VirtualIngress) -> None:
-        """Kept views are right: whenever they should have changed, and now and then besides."""
+        """Check an ingress's cached views after each change, and now and then in any case."""
         pools = ingress.fleet.pools
         seen = pools.num_changes, self._num_events_seen
         if seen != self._pools_seen.get(ingress):
@@ -144,7 +144,7 @@ class Invariants:
 
     @property
     def _num_events_seen(self) -> int:
-        """Changes now and then: whatever has been seen is looked at again."""
+        """A counter that changes every `_RECHECK_EVENTS` events, which forces new checks."""
         return self._loop.num_events // _RECHECK_EVENTS
 
     def _check_progress(self) -> None:
@@ -157,7 +157,7 @@ class Invariants:
         )
 
     def _check_settled(self) -> None:
-        """Everything that follows from what has happened so far has happened too."""
+        """Check what must hold once all callbacks of this instant have run."""
         now_s = self._loop.time()
         for ingress in self._ingresses:
             ingress.router.queue.check_invariants()
@@ -171,8 +171,8 @@ class Invariants:
             for link in ingress.fleet.client.links:
                 believed = ingress.fleet.pools.snapshot(link.host.incarnation)
                 assert believed is link.newest or believed == link.newest, (
-                    f"{ingress.name} believes {believed} of {link.host.incarnation}, which last "
-                    f"said {link.newest}"
+                    f"{ingress.name} has snapshot {believed} of {link.host.incarnation}, whose "
+                    f"latest is {link.newest}"
                 )
                 seen = (
                     link.host.num_done,
@@ -190,7 +190,7 @@ class Invariants:
                     self._links_seen[link] = seen
 
     def _check_migration(self, ingress: VirtualIngress) -> None:
-        """Nobody stays with a decode engine that stalls while another one has room."""
+        """Check that no request stays on a stalled decode engine while another one has room."""
         stalled = {link.host.incarnation for link in ingress.fleet.client.links if link.is_stalled}
         if not stalled:
             return
@@ -202,17 +202,17 @@ class Invariants:
                 continue
             stays = num_left[request_id] >= most_left
             assert stays or not ingress.router.queue.has_room(part.demand), (
-                f"{request_id} stays on {part.incarnation}, which stalls, and {ingress.name} knows "
-                f"of room elsewhere: {ingress.fleet!r}"
+                f"{request_id} stays on {part.incarnation}, which stalls, although {ingress.name} "
+                f"knows of room elsewhere: {ingress.fleet!r}"
             )
 
     # --- at the end -----------------------------------------------------------------------------
 
     def check_end(self) -> None:
-        """Everything that was lent is back, and everybody believes the truth.
+        """Check that every resource is free and that every view is right.
 
         Raises:
-            AssertionError: Something is left over; says where.
+            AssertionError: Something is left over; the message says where.
         """
         for host in self._hosts:
             if host.is_alive and not host.is_frozen:
@@ -232,7 +232,7 @@ class Invariants:
                         f"{ingress.name} lost {host!r}"
                     )
             for link in ingress.fleet.client.links:
-                assert not len(link.table), f"{ingress.name} listens to {link.host!r}"
+                assert not len(link.table), f"{ingress.name} has open streams of {link.host!r}"
                 if link.host.is_answering:
                     assert not link.num_lost, (
                         f"{link.num_lost} messages of {ingress.name} to {link.host!r} were lost"
@@ -241,7 +241,7 @@ class Invariants:
 
 
 def _check_probes(ingress: VirtualIngress) -> None:
-    """Whoever tries a replica that has failed requests is still under way there."""
+    """Check that every circuit breaker's probe request is still under way on its replica."""
     probes = ingress.fleet.pools.breakers.probes
     if probes:
         asked = {(part.incarnation, part.demand.request_id) for part in ingress.router.parts()}
@@ -250,7 +250,7 @@ def _check_probes(ingress: VirtualIngress) -> None:
 
 
 def _check_misrouted(ingress: VirtualIngress, monitor: ProtocolMonitor) -> None:
-    """Nothing is sent to a replica that fails again and again while another one does not."""
+    """Check that no request goes to a repeatedly failing replica while another one works."""
     misrouted, monitor.failures.misrouted = monitor.failures.misrouted, []
     pools = ingress.fleet.pools
     for incarnation, mode in misrouted:
@@ -263,14 +263,16 @@ def _check_misrouted(ingress: VirtualIngress, monitor: ProtocolMonitor) -> None:
             and not monitor.failures.has_failed(i) and i != incarnation
         ]  # fmt: skip
         assert not others, (
-            f"{ingress.name} asks {incarnation}, which has failed again and again, and not {others}"
+            f"{ingress.name} sends a request to {incarnation}, which failed repeatedly, instead of "
+            f"to one of {others}"
         )
 
 
 def _check_successors(ingress: VirtualIngress, monitor: ProtocolMonitor) -> None:
-    """A request has two decode engines only while the second one has not answered.
+    """Check that requests with two decode engines may have two.
 
-    Or while it fetches the KV; or after the first one was quiet: whoever speaks first goes on.
+    They may while the second engine has not answered or fetches the KV, and after the first was
+    silent: then the first engine to send a token continues the request.
     """
     for request_id, engines in monitor.decoding_twice.items():
         parts = [
@@ -279,7 +281,7 @@ def _check_successors(ingress: VirtualIngress, monitor: ProtocolMonitor) -> None
         ]  # fmt: skip
         known = {part.incarnation for part in parts}
         assert known == engines, (
-            f"{request_id} is on {engines}, and {ingress.name} knows of {known}"
+            f"{request_id} is on {engines}, but {ingress.name} knows of {known}"
         )
         num_asked = sum(part.state == LegState.ASKED.value for part in parts)
         assert len(parts) == 2, f"{request_id} is on more than two engines: {parts}"
@@ -288,16 +290,16 @@ def _check_successors(ingress: VirtualIngress, monitor: ProtocolMonitor) -> None
 
 
 def _is_idle(host: VirtualHost, now_s: float) -> bool:
-    """Whether an engine has nothing to do, and has had the time to say so."""
+    """Return whether an engine is idle and has had time to report it."""
     since_s = host.core.idle_since_s
     is_quiet = since_s is not None and now_s - since_s > _QUIET_S
-    # Of one that is cut off frames are missing, until its connections break when that is over; of
-    # one that has just died nobody has heard yet.
+    # Frames of an engine that is cut off are missing until its connections break. The death of an
+    # engine is not known at once.
     return is_quiet and host.is_answering and host.inbox.is_empty
 
 
 def _check_view(ingress: VirtualIngress, link: VirtualLink) -> None:
-    """An ingress believes what an idle engine has, and holds nothing on it."""
+    """Check that an ingress's view of an idle engine is exact, without holds."""
     host, pools = link.host, ingress.fleet.pools
     snapshot = host.engine.snapshot()
     groups = snapshot.groups
@@ -327,28 +329,28 @@ def _check_view(ingress: VirtualIngress, link: VirtualLink) -> None:
     if snapshot.draining:
         truth = []
     if pools.breakers.state(host.incarnation) != "closed":
-        believed = truth  # one that has failed requests is not always looked at
-    assert believed == truth, f"{ingress.name} believes {believed}, and {host!r} has {truth}"
+        believed = truth  # An engine with an open breaker is not always in the views.
+    assert believed == truth, f"{ingress.name} believes {believed}, but {host!r} has {truth}"
     _check_prefixes(ingress, host)
 
 
 def _check_prefixes(ingress: VirtualIngress, host: VirtualHost) -> None:
-    """An ingress knows every block that an idle engine could find, and no other."""
+    """Check that an ingress knows exactly the cached blocks of an idle engine."""
     prefixes = ingress.fleet.prefixes
     prefixes.check_invariants()
     for listing in host.engine.listing():
         [stored] = listing.events
         assert isinstance(stored, BlockStored)
         group = Placement(host.incarnation, listing.data_parallel_rank)
-        told, truth = set(prefixes.told(group)), set(stored.block_hashes)
-        assert told == truth, (
-            f"{ingress.name} believes in {len(told - truth)} blocks that {group} has not, and does "
-            f"not know {len(truth - told)} that it has"
+        known, truth = set(prefixes.told(group)), set(stored.block_hashes)
+        assert known == truth, (
+            f"{ingress.name} believes in {len(known - truth)} blocks that {group} does not have, "
+            f"and does not know {len(truth - known)} that it has"
         )
 
 
 def _check_empty(host: VirtualHost, now_s: float) -> None:
-    """An engine has all of its slots and blocks again, and no transfer."""
+    """Check that all of an engine's slots and blocks are free and that it has no transfer."""
     metrics = host.engine.metrics(now_s)
     for group in metrics.groups:
         assert group.num_empty_slots == group.num_slots, f"{host!r}: {group}"
@@ -360,16 +362,16 @@ def _check_empty(host: VirtualHost, now_s: float) -> None:
     assert not host.num_open_transfers, f"{host!r}: {host.num_open_transfers=}"
 
 
-# --- what requests came to ----------------------------------------------------------------------
+# --- outcomes of requests -----------------------------------------------------------------------
 
 
 class Expectations:
-    """What a request may have come to.
+    """The outcomes that a request may have.
 
     Args:
-        options: How requests were placed, what went wrong and who left.
-        pools: The replicas.
-        longest: How long a request waits at most.
+        options: The options of the run, with its faults and aborts.
+        pools: The pools of the run.
+        longest: Limits of a request's waits.
     """
 
     def __init__(
@@ -391,14 +393,15 @@ class Expectations:
             for spec in pools
             for rank in range(spec.replicas)
         ]
-        # When each may first have been lost; when those that began as decoders so, or shut.
+        # For each replica, when it may first have been lost; for each that started as a decoder,
+        # when it may first have been lost or stopped taking requests.
         self._lost_s = [_first_loss_s(entries, spec) for entries, spec in engines]
         self._closed_s = [
             min([lost_s, *(f.at_s for f in entries if f.kind in _CLOSING_FAULTS)])
             for lost_s, (entries, spec) in zip(self._lost_s, engines, strict=True)
             if spec.role != "prefill"
         ]
-        # Each trouble costs a request one engine at most, and a request may lose so many.
+        # Each fault costs a request at most one engine, and a request may lose `max_attempts`.
         self._max_attempts = options.router.max_attempts
         self._troubles_s = sorted(f.at_s for entries, _ in engines for f in entries)
         self._first_ingress_s = min(
@@ -414,23 +417,23 @@ class Expectations:
         *,
         has_room: bool,
     ) -> None:
-        """Request `number` ended in a way that what happened to it allows.
+        """Check that the faults of the run explain the outcome of request `number`.
 
-        `records` are those of all requests; `has_room` says whether its prompt leaves room for
+        `records` are those of all requests; `has_room` is whether its prompt leaves room for
         output.
 
         Raises:
-            AssertionError: It did not.
+            AssertionError: They do not.
         """
         times_s = record.token_times_s
         heard_s = (times_s[0] if len(times_s) else record.finished_s) - record.arrival_s
-        assert heard_s <= self._longest_s, f"{record.request_id} heard nothing for {heard_s:.1f} s"
+        assert heard_s <= self._longest_s, f"{record.request_id} got nothing for {heard_s:.1f} s"
         lost = any(lost_s <= record.finished_s for lost_s in self._lost_s)
         closed = [closed_s <= record.finished_s for closed_s in self._closed_s]
         has_waited = record.finished_s - record.arrival_s >= self._patience_s - _ROUNDING_S
         num_troubles = bisect.bisect_right(self._troubles_s, record.finished_s)
         is_stranded = all(closed) or has_waited or num_troubles >= self._max_attempts
-        # One that has just come knows of no engine yet.
+        # An ingress that has just started knows no engine yet.
         has_new_ingress = self._first_ingress_s <= record.finished_s
         may = {
             OK: True,
@@ -445,7 +448,7 @@ class Expectations:
             "OverloadedError": self._has_objective,
             "QuotaError": self._has_quotas,
             "NotReadyError": all(closed) or has_new_ingress,
-            # With somebody else to go on it would have migrated.
+            # With another engine available it would have migrated.
             "ReplicaLostError": lost and is_stranded,
         }
         assert may.get(record.outcome, False), (
@@ -455,21 +458,21 @@ class Expectations:
 
     @staticmethod
     def _num_beside(record: RequestRecord, records: Sequence[RequestRecord]) -> int:
-        """How many other requests were there when it ended, or may still have had a slot."""
+        """Return how many other requests were under way, or had a slot, when it ended."""
         moment_s = record.finished_s
         return sum(r.arrival_s <= moment_s <= r.finished_s + _SLOT_RELEASE_S for r in records) - 1
 
 
 def _first_loss_s(faults: Sequence[Fault], spec: PoolSpec) -> float:
-    """When a replica may first have been given up: infinity if never."""
+    """Return when clients may first have given up a replica; infinity if never."""
     silences = [f for f in faults if f.kind in {"freeze", "partition", "mute"}]
     silent_s = sum(map(_length_s, silences))
-    # Connections that live through lost messages break when they come through again.
+    # Connections that lost messages break when messages pass again.
     losses_s = [f.at_s for f in faults if f.kind in {"kill", "partition", "mute", "deaf"}]
     handed_over_s = HAND_OVER_SHARE * spec.drain_timeout_s
     replaced = [f for f in faults if f.kind == "replace"]
     losses_s += [f.at_s + handed_over_s for f in replaced]
-    # What stands before a full inbox is lost with an engine that knows of nothing to end first.
+    # Messages before a full inbox are lost if the engine ends, as it does not know of them.
     backpressures = [f.window for f in faults if f.kind == "backpressure"]
     losses_s += [
         f.at_s
@@ -480,7 +483,7 @@ def _first_loss_s(faults: Sequence[Fault], spec: PoolSpec) -> float:
     ]
     if silent_s >= SILENCE_S:
         losses_s.extend(f.at_s for f in silences)
-    # One that hangs for so long says so, and whoever has no token yet goes elsewhere.
+    # An engine that hangs this long reports it; requests without a token then go elsewhere.
     losses_s += [f.at_s for f in faults if f.kind == "hang" and _length_s(f) >= SILENCE_S]
     stuck = [f for f in faults if f.kind in {"freeze", "hang"}]
     if sum(map(_length_s, stuck)) >= spec.step_timeout_s:
@@ -499,12 +502,12 @@ def check_tokens(
     room: int,
     vocabulary: tuple[int, Sequence[int]],
 ) -> None:
-    """Every token is the one that its whole context leads to, and there are as many as asked.
+    """Check that every token follows from its whole context, and that the number is right.
 
     The prompt leaves room for `room` tokens; `vocabulary` is its size and its end token ids.
 
     Raises:
-        AssertionError: One is wrong, missing, or too many.
+        AssertionError: A token is wrong, missing, or superfluous.
     """
     asked = min(record.num_output_tokens_asked, max(room, 0))
     assert len(output) == len(record.token_times_s), record
@@ -526,7 +529,7 @@ def check_tokens(
 
 
 def describe_wait(task: asyncio.Task[None]) -> str:
-    """Where a task stands, from the outside in, for a person."""
+    """Return the coroutines in which a task waits, the outermost first."""
     names: list[str] = []
     awaited: object = task.get_coro()
     while awaited is not None:
@@ -542,5 +545,5 @@ def _awaited_by(waiting: object) -> object:
         awaited = getattr(waiting, field, None)
         if awaited is not None:
             return awaited
-    # The step of an asynchronous generator does not tell whose it is.
+    # The awaitable of an async generator's step has no reference to its generator's frame.
     return next((x for x in gc.get_referents(waiting) if isinstance(x, AsyncGeneratorType)), None)

@@ -1,7 +1,6 @@
-"""Watchers of what passes between processes: they know the promises, not how they are kept.
+"""Monitors of the messages between processes: they check the protocol, not its implementation.
 
-Owner of their own small books, one run long. They see messages only, so that a core that breaks a
-promise cannot talk them out of it.
+They keep their own state and see messages only, so an error of a core cannot mislead them.
 """
 
 from __future__ import annotations
@@ -41,19 +40,19 @@ if TYPE_CHECKING:
     from replicas.messages import ClientMessage, EngineEvent, EngineSnapshot, RequestMode
 
 _MILLISECOND_S = 0.001
-"""Leases are told in whole milliseconds."""
+"""Resolution of a lease's time in messages."""
 
 _EXPIRED = "has expired"
-"""What a refusal for the age of a ticket says; see `KeyRing.unseal`."""
+"""Part of the message of a refusal because of a ticket's age; see `KeyRing.unseal`."""
 _STALL_NOTICE_S = 1.0
-"""Within this time an ingress knows that an engine hangs: heartbeats say it."""
+"""Seconds within which an ingress learns from heartbeats that an engine hangs."""
 _ALWAYS_VALID_S = float("-inf")
-"""A clock at which no ticket is too old: that is for the producer's own to say."""
+"""A time at which no ticket has expired: the producer checks the age with its own clock."""
 
 
 @dataclass(slots=True)
 class _SentRequest:
-    """A request that an engine was asked to run and has not ended."""
+    """A request that was sent to an engine and has not ended there."""
 
     host: VirtualHost
     mode: RequestMode
@@ -64,23 +63,24 @@ class _SentRequest:
 
     @property
     def decodes(self) -> bool:
-        """Whether the request has, or gets, a decode slot there."""
+        """Whether the request has a decode slot there, or waits for one."""
         return self.mode != "prefill"
 
 
 class ProtocolMonitor:
-    """What one ingress and the engines say to each other; it passes everything on.
+    """Checks the messages between one ingress and the engines, and passes them on.
 
-    A request is on an engine once, is not sent to one that hangs, its tickets have rising epochs,
-    it is activated once, and when it ends at the ingress no engine goes on with it: each has said
-    its last word or was told. A new ticket is too old for nobody whose clock is right. A second
-    engine is asked to decode it only while the first one hands over, may fetch its KV meanwhile,
-    and starts once that one was told to stop; or after the first one was quiet, and then whoever
-    speaks first is heard.
+    - A request is on an engine at most once, and is not sent to an engine that hangs.
+    - The epochs of its tickets rise, and it is activated once on an engine.
+    - When it ends at the ingress, every engine has finished it or was sent an abort.
+    - A new ticket is not refused as expired, unless clocks are wrong.
+    - A second engine is asked to decode it only while the first hands over, or after the first was
+      silent. While the first hands over, the second may fetch its KV, and starts after the first
+      was aborted. After a silence, the first engine to send a token continues the request.
 
     Attributes:
-        failures: What engines have failed to do.
-        num_left: How many decode engines each request has left that said that they stall.
+        failures: Failures of engines.
+        num_left: How many stalled decode engines each request has left.
     """
 
     def __init__(
@@ -91,30 +91,31 @@ class ProtocolMonitor:
         self._waits = waits
         self._clocks = clocks
         self._asked: dict[str, dict[str, _SentRequest]] = {}
-        # When each engine was first asked for a request: what it refuses may be that.
+        # When each engine was first sent a request: a refusal may answer that first attempt.
         self._first_asked_s: dict[str, dict[str, float]] = {}
-        # By engine and request, how many were stopped that it is yet to answer: in order.
+        # By engine and request, the number of aborted attempts that it has not answered yet. It
+        # answers in order.
         self._unanswered: Counter[tuple[str, str]] = Counter()
-        # Engines that hand over, as far as this ingress has heard.
+        # Engines that hand over, according to the snapshots of this ingress.
         self._leaving: set[str] = set()
-        # For each request whose KV is lent, the number of that transfer.
+        # For each request whose KV is lent, the epoch of that transfer.
         self._lent: dict[str, int] = {}
         self.failures = FailureTracker(loop)
         self.num_left: Counter[str] = Counter()
 
     @property
     def decoding_twice(self) -> dict[str, set[str]]:
-        """Requests that two engines were asked to decode, and these."""
+        """The engines of each request that several engines were asked to decode."""
         several = [request_id for request_id, asked in self._asked.items() if len(asked) > 1]
         engines = {request_id: self._decoding(request_id) for request_id in several}
         return {request_id: those for request_id, those in engines.items() if len(those) > 1}
 
     def was_quiet(self, request_id: str) -> bool:
-        """Whether an engine that was asked to decode a request has been quiet since then."""
+        """Return whether an engine that decodes a request has been silent since it was asked."""
         return self._heard_decoding(request_id) != self._decoding(request_id)
 
     def is_lent(self, request_id: str) -> bool:
-        """Whether one engine lends another one what it has of a request."""
+        """Return whether one engine lends its KV of a request to another."""
         return request_id in self._lent
 
     def sent(self, host: VirtualHost, message: ClientMessage, *, is_stalled: bool) -> None:
@@ -137,8 +138,8 @@ class ProtocolMonitor:
                 first_asked_s.setdefault(host.incarnation, self._loop.time())
             case LendKV():
                 decoding = self._asked.get(message.request_id, {}).get(host.incarnation)
-                assert decoding is not None, f"{host!r} has nothing: {message}"
-                assert decoding.decodes, f"{host!r} has a prompt only: {message}"
+                assert decoding is not None, f"{host!r} does not have the request: {message}"
+                assert decoding.decodes, f"{host!r} has the request for prefill only: {message}"
                 assert host.incarnation in self._leaving, f"{host!r} does not hand over: {message}"
                 self._lent[message.request_id] = message.epoch
             case LoadKV():
@@ -152,7 +153,7 @@ class ProtocolMonitor:
                 )
                 reserved.is_activated = True
                 others = self._heard_decoding(message.request_id) - {host.incarnation}
-                assert not others, f"{message.request_id} goes on on {host!r} and on {others}"
+                assert not others, f"{message.request_id} continues on {host!r} and on {others}"
             case Abort():
                 for request_id in message.request_ids:
                     asked_here = self._asked.get(request_id, {}).get(host.incarnation)
@@ -165,7 +166,7 @@ class ProtocolMonitor:
                 pass
 
     def arrived(self, host: VirtualHost, event: EngineEvent) -> None:
-        """An event has arrived."""
+        """Check an event that has arrived at the ingress."""
         self._recorder.arrived(host, event)
         if self._is_of_aborted_attempt(host, event):
             return
@@ -179,27 +180,27 @@ class ProtocolMonitor:
         if isinstance(event, Refused) or (isinstance(event, TokenOutput) and event.finish_reason):
             self._end(host, event.request_id)
         elif isinstance(event, KVLoaded) and event.failure is None:
-            # The copy is there: whoever computed it lets go by itself.
+            # The consumer has the KV: the prefill engine releases its own without a message.
             asked = self._asked.get(event.request_id, {})
             for incarnation in [i for i, a in asked.items() if a.mode == "prefill"]:
                 del asked[incarnation]
 
     def snapshot_received(self, host: VirtualHost, snapshot: EngineSnapshot) -> None:
-        """A snapshot has arrived that is newer than all before it."""
+        """Record a snapshot that is newer than all before it."""
         if snapshot.hands_over:
             self._leaving.add(host.incarnation)
         else:
             self._leaving.discard(host.incarnation)
 
     def became_unresponsive(self, host: VirtualHost) -> None:
-        """Nothing was heard of an engine for a while."""
+        """Record that an engine has sent nothing for `QUIET_S`."""
         self._recorder.became_unresponsive(host)
         for asked in self._asked.values():
             if host.incarnation in asked:
                 asked[host.incarnation].was_quiet = True
 
     def lost(self, incarnation: str) -> None:
-        """The connection to an engine is gone; the engine will notice."""
+        """Record that the connection to an engine is gone; the engine will notice, too."""
         self._waits.lost(incarnation)
         for request_id in [i for i in self._lent if incarnation in self._asked.get(i, ())]:
             del self._lent[request_id]
@@ -210,7 +211,7 @@ class ProtocolMonitor:
             asked.pop(incarnation, None)
 
     def died(self) -> None:
-        """The ingress is gone; engines will notice."""
+        """Record that the ingress died; engines will notice."""
         self._waits.died()
         self._asked.clear()
         self._unanswered.clear()
@@ -218,31 +219,31 @@ class ProtocolMonitor:
         self._first_asked_s.clear()
 
     def began(self, request_id: str) -> None:
-        """A request has come to the ingress."""
+        """Record that a request arrived at the ingress."""
         self._waits.began(request_id)
 
     def ended(self, request_id: str) -> None:
-        """A request has ended at the ingress.
+        """Check that no engine continues a request that has ended at the ingress.
 
         Raises:
-            AssertionError: An engine goes on with it.
+            AssertionError: An engine was not aborted.
         """
         self._waits.ended(request_id)
         self._lent.pop(request_id, None)
         asked = self._asked.pop(request_id, {})
         self._first_asked_s.pop(request_id, None)
         left = {a.host.incarnation: a.mode for a in asked.values()}
-        assert not left, f"{request_id} has ended, but nobody told these engines: {left}"
+        assert not left, f"{request_id} has ended, but these engines were not aborted: {left}"
 
     def describe_wait(self, request_id: str) -> str:
-        """Which engines have a request, for a person."""
+        """Describe which engines have a request, for an error message."""
         asked = self._asked.get(request_id, {})
         return ", ".join(f"{a.mode} on {a.host!r}" for a in asked.values()) or "no engine"
 
     def _is_of_aborted_attempt(self, host: VirtualHost, event: EngineEvent) -> bool:
-        """Whether an event is of what this engine was asked of the same request and told to stop.
+        """Return whether an event answers an earlier, aborted attempt of the request there.
 
-        The request may have come back to it before it had read any of that.
+        The request may have been sent to the engine again before the engine read the abort.
         """
         if isinstance(event, UtilityResult | NotGreeted):
             return False
@@ -258,11 +259,11 @@ class ProtocolMonitor:
         return False
 
     def _check_successor(self, message: AddRequest, asked: Mapping[str, _SentRequest]) -> None:
-        """Who is asked while another engine decodes follows on one that hands over or is quiet."""
+        """Check that a second decode engine is asked only if the first hands over or is silent."""
         others = [a for a in asked.values() if a.decodes]
         if message.mode != "prefill" and others:
             first = others[0]
-            sent_on = f"{message.request.request_id} was sent on while it is on {others}"
+            sent_on = f"{message.request.request_id} was sent to another engine while on {others}"
             assert len(others) == 1, sent_on
             assert first.was_quiet or first.host.incarnation in self._leaving, sent_on
 
@@ -274,14 +275,14 @@ class ProtocolMonitor:
         return {i for i, a in decoding.items() if a.decodes and not a.was_quiet}
 
     def _check_age(self, host: VirtualHost, refused: Refused) -> None:
-        """A ticket was refused for its age: the clocks, or the time that it took, allow that."""
+        """Check that a ticket refused as expired may have expired, by its age or by the clocks."""
         asked_s = self._first_asked_s.get(refused.request_id, {}).get(host.incarnation)
         assert asked_s is None or self._clocks.may_expire(asked_s, self._loop.time()), (
-            f"{host!r} takes a ticket of {asked_s:.6f} s for too old: {refused.message}"
+            f"{host!r} refuses a ticket of {asked_s:.6f} s as expired: {refused.message}"
         )
 
     def _is_asked(self, host: VirtualHost, event: TokenOutput) -> bool:
-        """Whether anybody hears an event: what comes for an aborted request, nobody does."""
+        """Return whether the request is on the engine; events of aborted requests are ignored."""
         return host.incarnation in self._asked.get(event.request_id, ())
 
     def _reserved(self, host: VirtualHost, request_id: str) -> _SentRequest:
@@ -296,17 +297,17 @@ class ProtocolMonitor:
 
 
 class LeaseMonitor:
-    """What producers send: KV goes to whom a ticket names, within `lease_s` of its sign of life."""
+    """Checks that KV goes only to a ticket's consumer, within `lease_s` of its last message."""
 
     def __init__(self, loop: VirtualLoop, lease_s: float, keys: KeyRing) -> None:
         self._loop = loop
         self._lease_s = lease_s
         self._keys = keys
-        # By producer, transfer and consumer: when the lease ends; None before it begins.
+        # By producer, transfer and consumer, the end of the lease; None before it begins.
         self._end_s: dict[tuple[str, bytes, bytes], float | None] = {}
 
     def kv_sent(self, host: KVHost, peer: bytes, message: ToConsumer) -> None:
-        """A producer sends a consumer a message."""
+        """Check a message from a producer to a consumer."""
         key = (host.incarnation, message.transfer_id, peer)
         now_s = self._loop.time()
         end_s = self._end_s.get(key)
@@ -316,13 +317,13 @@ class LeaseMonitor:
                 self._end_s[key] = now_s + message.left_ms / 1000 + _MILLISECOND_S
         elif isinstance(message, Data):
             assert key in self._end_s, f"{host.incarnation} sends KV to {peer!r} without a ticket"
-            assert end_s is not None, f"{host.incarnation} sends KV that nobody has fetched"
+            assert end_s is not None, f"{host.incarnation} sends KV that was not fetched"
             assert now_s <= end_s, (
-                f"{host.incarnation} sends KV at {now_s:.6f} s, and the lease ended at {end_s:.6f}"
+                f"{host.incarnation} sends KV at {now_s:.6f} s, but the lease ended at {end_s:.6f}"
             )
 
     def kv_arrived(self, host: KVHost, peer: bytes, message: ToProducer) -> None:
-        """A message of a consumer reaches a producer."""
+        """Record a consumer's message that arrived at a producer."""
         key = (host.incarnation, message.transfer_id, peer)
         now_s = self._loop.time()
         if isinstance(message, Fetch) and self._is_good(host, peer, message):

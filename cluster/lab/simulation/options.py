@@ -1,4 +1,4 @@
-"""What a run of the simulator is told: its pools, and all that is not cluster or workload."""
+"""The options of a run of the simulator: its pools, and settings besides cluster and workload."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class PoolSpec(NamedTuple):
     """Equal replicas of one role.
 
     Attributes:
-        timing: What their steps cost.
-        facts: What the modelled device and the served model are.
+        timing: Durations of their steps.
+        facts: Properties of the modelled device and the served model.
         transfer: Deadlines and sizes of its KV transfers.
-        drain_timeout_s: How long requests may go on in a replica that is to be replaced.
+        drain_timeout_s: How long the requests of a draining replica may take.
     """
 
     role: Role
@@ -38,26 +38,26 @@ class PoolSpec(NamedTuple):
 
     @property
     def step_timeout_s(self) -> float:
-        """How long a step may take before its parent ends a replica."""
+        """Seconds of a step after which a replica's parent ends it."""
         return step_timeout_s(self.engine, self.timing.warm_up_s())
 
 
 class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run is told besides its cluster and its workload.
+    """The options of a run besides its cluster and its workload.
 
     Attributes:
-        ingresses: How many there are; request i goes to number i modulo this.
-        faults: What goes wrong, in virtual seconds.
+        ingresses: Number of ingresses; request i goes to number i modulo this.
+        faults: The fault plan, in virtual seconds.
         restart_s: From the death of a replica to the start of its successor's warm-up.
-        models_kv: Whether KV is written, moved and read, so that every token proves it.
-        run_ahead: Whether stretches of plain decode steps are passed over at once; the results are
-            the same, but for how many tokens an aborted request had seen. Never with faults or
+        models_kv: Whether KV is written, moved and read, so that wrong KV gives wrong tokens.
+        run_ahead: Whether several plain decode steps are simulated as one event. Results are the
+            same, except for the tokens that an aborted request had received. Off with faults or
             jitter.
-        checks: Whether everything is checked: the cores after every event, what is left over at
-            the end, and what every request came to. See `cluster.lab.simulation.invariants`.
-        deadline_s: With checks: a request that lasts longer than this hangs.
+        checks: Whether to check the cores after every event, and at the end the resources and every
+            request's outcome. See `cluster.lab.simulation.invariants`.
+        deadline_s: With checks, a request that lasts longer than this fails the run.
         keeps_events: Whether the result has an event log.
-        aborts: For requests (by number) whose client leaves: after how many seconds.
+        aborts: Seconds after which clients leave, by number of the request.
     """
 
     seed: int = 0

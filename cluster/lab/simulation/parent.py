@@ -1,8 +1,7 @@
-"""The parent of an engine process in the simulator: what a pool replica's actor does with it.
+"""The parent of an engine process in the simulator; stands for a pool replica's actor.
 
-Owner of the end of one start of a replica: it ends an engine that hangs, drains and ends one that
-is to be replaced, and tells one to change its role. When an engine hangs, the production's
-`HangWatch` says; whether it is drained, the engine itself.
+It ends an engine that hangs, drains and ends one that is replaced, and changes an engine's role.
+The production's `HangWatch` detects hangs, and the engine itself reports when it is drained.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ if TYPE_CHECKING:
     from replicas.config import Role
 
 _POLL_S = 0.2
-"""How often an engine that drains is looked at."""
+"""Seconds between checks of a draining engine."""
 
 
 class VirtualParent:
-    """See the module docstring.
+    """The parent of one engine process.
 
     Args:
-        host: Its engine.
-        spec: What the replica is, and how long it may take for what.
+        host: The engine process.
+        spec: The replica's pool, with its timeouts.
         end: Called when the engine ends, with the host and how long its connections outlive it.
 
     Attributes:
-        life: Of the replica.
+        life: The life cycle of the replica.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class VirtualParent:
     # --- an engine that may hang ---------------------------------------------------------------
 
     def watch(self, until_s: float) -> None:
-        """Look at its beats until a virtual time: where nothing is wrong nothing would be seen."""
+        """Watch the engine for hangs until a virtual time; needed only around faults."""
         if self._watches_until_s <= self._loop.time():
             self._loop.call_later(LOOK_S, self._look)
         self._watches_until_s = max(self._watches_until_s, until_s + LOOK_S)
@@ -77,7 +76,7 @@ class VirtualParent:
 
     @property
     def role_status(self) -> RoleStatus:
-        """What its engine does in the cluster, as `ttserve flip` would find."""
+        """The engine's role status, as `ttserve flip` would get it."""
         config = self._host.config
         return RoleStatus(
             replica=self._host.name,
@@ -87,7 +86,7 @@ class VirtualParent:
         )
 
     def change_role(self, role: Role) -> None:
-        """Let the engine take another role."""
+        """Change the engine's role."""
         self._next_role = role
         self._host.do(self._host.change_role, role)
 
@@ -110,7 +109,7 @@ class VirtualParent:
         host = self._host
         if not host.is_alive:
             return
-        # What a turn gives is known when it begins, and told when it ends.
+        # The engine knows a turn's results when it begins, but sends them when it ends.
         is_idle = host.engine.is_drained and not host.core.is_working
         if self._loop.time() >= deadline_s or (is_idle and not host.is_frozen):
             self._await_end(self._loop.time() + self._stop_s)
@@ -118,11 +117,11 @@ class VirtualParent:
             self._loop.call_later(_POLL_S, self._await_idle, deadline_s)
 
     def _await_end(self, kill_s: float) -> None:
-        """It has been told to end; one that does not is killed after its time."""
+        """Wait for the engine to end as requested; kill it at `kill_s`."""
         if not self._host.is_alive:
             return
         if not self._host.ignores_sigterm:
-            # What it has said reaches clients before its connections close.
+            # Its last frames reach clients before its connections close.
             self._end(self._host, self._longest_delay_s)
         elif self._loop.time() >= kill_s:
             self._end(self._host, 0.0)

@@ -1,6 +1,6 @@
-"""Keeps the record of a run: what happened to each request, and on request every event.
+"""Records a run: the results of each request, and optionally every event.
 
-Owner of the entries of requests under way; a record is made of an entry when its request ends.
+Owns the entries of active requests. An entry becomes a record when its request ends.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ActiveRequest:
 
 
 class Recorder:
-    """See the module docstring. It is told what passes between ingresses and engines.
+    """The recorder of one run; an observer of the messages between ingresses and engines.
 
     Attributes:
         outputs: Token ids of every request that ended, by request id.
@@ -64,13 +64,13 @@ class Recorder:
         self._records: dict[str, RequestRecord] = {}
 
     def stop(self) -> None:
-        """Write no more lines."""
+        """Stop keeping events."""
         self._keeps_events = False
 
     # --- requests ------------------------------------------------------------------------------
 
     def arrive(self, number: int, asked: TraceRequest) -> ActiveRequest:
-        """A request arrives."""
+        """Record the arrival of a request."""
         entry = ActiveRequest(f"r{number}", self._loop.time(), asked)
         self._entries[entry.request_id] = entry
         self._order.append(entry.request_id)
@@ -84,7 +84,7 @@ class Recorder:
         step_times_s: list[float] | None,
         latency_s: float,
     ) -> None:
-        """The client gets tokens; of several steps, each at the time of its step."""
+        """Record tokens that the client gets; of several steps, each at the time of its step."""
         assert output.index == len(entry.times_s), f"{entry.request_id}: {output}"
         if step_times_s is None:
             entry.times_s.extend([self._loop.time()] * len(output.token_ids))
@@ -95,7 +95,7 @@ class Recorder:
             entry.cached = output.num_cached_tokens
 
     def end(self, entry: ActiveRequest, outcome: str) -> None:
-        """A request ends; it may do so once."""
+        """Record the end of a request, which happens once."""
         del self._entries[entry.request_id]
         self.outputs[entry.request_id] = entry.token_ids
         self._records[entry.request_id] = RequestRecord(
@@ -116,14 +116,14 @@ class Recorder:
         self.event("end", entry.request_id, outcome, len(entry.times_s))
 
     def records(self) -> list[RequestRecord]:
-        """One for each request, in the order of arrival."""
+        """Return the record of each request, in order of arrival."""
         assert not self._entries, f"not ended: {list(self._entries)}"
         return [self._records[request_id] for request_id in self._order]
 
     # --- messages ------------------------------------------------------------------------------
 
     def sent(self, host: VirtualHost, message: ClientMessage, *, is_stalled: bool) -> None:
-        """A message was sent, to an engine that stalls as far as the ingress has heard, or not."""
+        """Record a message to an engine; `is_stalled` is the ingress's view of the engine."""
         del is_stalled
         if isinstance(message, AddRequest):
             entry = self._entries.get(message.request.request_id)
@@ -148,7 +148,7 @@ class Recorder:
                 self.event("abort", request_id, host.name)
 
     def arrived(self, host: VirtualHost, event: EngineEvent) -> None:
-        """An event has arrived."""
+        """Record an event that arrived at an ingress."""
         if isinstance(event, KVLoaded):
             entry = self._entries.get(event.request_id)
             is_first = entry is not None and entry.transfer_s is None
@@ -169,21 +169,21 @@ class Recorder:
             )  # fmt: skip
 
     def snapshot_received(self, host: VirtualHost, snapshot: EngineSnapshot) -> None:
-        """Snapshots are not recorded."""
+        """Do nothing: snapshots are not recorded."""
 
     def became_unresponsive(self, host: VirtualHost) -> None:
-        """Nothing was heard of an engine for a while."""
+        """Record that an engine has sent nothing for `QUIET_S`."""
         self.event("quiet", host.name)
 
     def event(self, kind: str, subject: str, *detail: str | float) -> None:
-        """Write a line of the log, if there is one."""
+        """Add an event to the log, if there is one."""
         if self._keeps_events:
             self.events.append(EventRecord(self._loop.time(), kind, subject, detail))
 
     # --- replicas ------------------------------------------------------------------------------
 
     def replica_record(self, host: VirtualHost) -> ReplicaRecord:
-        """What a host did in its life."""
+        """Return the record of a host."""
         description = host.engine.description
         groups = host.engine.metrics(self._loop.time()).groups
         return ReplicaRecord(
@@ -193,7 +193,7 @@ class Recorder:
             busy_s=host.core.busy_s,
             num_steps=host.core.num_turns,
             slot_busy_s=host.slot_busy_s,
-            # Where KV comes from elsewhere, hits are counted and the prompt is not.
+            # With KV from another replica, cache hits are counted but prompt tokens are not.
             num_prompt_tokens=sum(max(g.prompt_tokens - g.prefix_cache_hits, 0) for g in groups),
             num_output_tokens=sum(g.generation_tokens for g in groups),
             num_preemptions=sum(g.num_preemptions for g in groups),

@@ -1,6 +1,6 @@
-"""Scenarios that chance brings together.
+"""Samples random scenarios.
 
-One generator for all draws, in a fixed order: a seed's scenario is the same everywhere.
+All draws use one generator in a fixed order, so a seed's scenario is the same on every machine.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ _STUCK_KINDS: tuple[FaultKind, ...] = (
 )  # fmt: skip
 _STUCK_SPAN_S = 60.0
 _ENDLESS = frozenset({"freeze", "partition", "hang", "mute", "deaf"})
-"""What may last for ever: whoever waits for the replica gives it up, or its parent ends it."""
+"""Faults that may last for ever: clients give the replica up, or its parent ends it."""
 _CLOCK_SHIFTS_S = (-3600.0, -180.0, -5.0, 5.0, 180.0, 3600.0)
-"""Less and more than clocks may differ by, and than a ticket is good for."""
+"""Below and above the tolerated clock difference, and below and above a ticket's lifetime."""
 _DAMAGE_LENGTHS_S = (0.5, 5.0, 15.0)
 _SILENCE_LENGTHS_S = (0.05, 0.5, 2.0, 4.5, 5.5, 8.0, 15.0)
 """Shorter and longer than the 5 s after which a silent engine is given up."""
 
 
 def sample_scenario(seed: int, rng: np.random.Generator) -> Scenario:
-    """A scenario with whatever chance brings together."""
+    """Sample a scenario."""
     dice, make, trouble = _Sampler(rng), _ClusterSampler(rng), _FaultSampler(rng)
     is_split = dice.happens(0.65)
     pools = tuple(make.pool(role) for role in (("prefill", "decode") if is_split else ("both",)))
@@ -94,7 +94,7 @@ def sample_scenario(seed: int, rng: np.random.Generator) -> Scenario:
 
 
 class _Sampler:
-    """Draws."""
+    """Basic random draws."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self._rng = rng
@@ -110,13 +110,13 @@ class _Sampler:
 
 
 class _ClusterSampler(_Sampler):
-    """Draws what a cluster is, and what it is asked."""
+    """Samples a cluster's configuration and its requests."""
 
     def pool(self, role: Literal["prefill", "decode", "both"]) -> ScenarioPool:
         lanes = self.pick(1, 1, 2, 4)
         slots_per_lane = self.pick(1, 2, 4)
         chunked = self.happens(0.7)
-        # Without chunks a step has to take the longest prompt whole, and what it grew to.
+        # Without chunks one step computes the longest prompt, or a preempted sequence, as a whole.
         budget = self.pick(32, 64, 128, 512) if chunked else 512
         return ScenarioPool(
             role=role,
@@ -181,7 +181,7 @@ class _ClusterSampler(_Sampler):
         )
 
     def with_admission(self, scenario: Scenario) -> Scenario:
-        """Let some decide at the door who is let in; drawn after everything else."""
+        """Enable admission control in some scenarios; drawn after everything else."""
         if not self.happens(0.3):
             return scenario
         admission = AdmissionConfig(
@@ -207,7 +207,7 @@ class _ClusterSampler(_Sampler):
         requests: list[ScenarioRequest] = []
         arrival_s = 0.0
         while len(requests) < num_requests:
-            # Those of a burst often begin alike, and meet each other half computed.
+            # Requests of a burst often share a prefix, which is then still being computed.
             burst_prefix = int(self._rng.integers(num_prefixes))
             for _ in range(self.pick(1, 1, 2, 6)):
                 num_prompt_tokens = self._length(300)
@@ -231,7 +231,7 @@ class _ClusterSampler(_Sampler):
         return tuple(requests)
 
     def _length(self, most: int) -> int:
-        """Mostly anything; sometimes just at the edge of a block."""
+        """Draw a length, sometimes at or next to a block boundary."""
         if most > BLOCK_TOKENS and self.happens(0.25):
             edge = BLOCK_TOKENS * int(self._rng.integers(1, most // BLOCK_TOKENS + 1))
             return min(max(edge + int(self._rng.integers(-1, 2)), 1), most)
@@ -239,10 +239,10 @@ class _ClusterSampler(_Sampler):
 
 
 class _FaultSampler(_Sampler):
-    """Draws what goes wrong."""
+    """Samples faults."""
 
     def with_faults(self, scenario: Scenario, *, is_calm: bool) -> Scenario:
-        """Choose the order of the legs, and for some what goes wrong in more places than one."""
+        """Set the router's order, and add combined faults to some scenarios."""
         # Drawn last, and for all: the rest of a seed's scenario is the same for all orders.
         order = self.pick(*get_args(OrderName))
         router = msgspec.structs.replace(scenario.router, order=order)
@@ -254,7 +254,7 @@ class _FaultSampler(_Sampler):
         elif self.happens(0.3):
             scenario = self._with_stuck_engines(scenario)
         if any(f.kind in _ENDLESS and f.duration_s is None for f in scenario.faults):
-            # Of several that hang each is ended by its parent before the next one is waited for.
+            # A request may wait for several hung engines in turn, until each one's parent ends it.
             longest_s = IngressConfig().request_timeout_s
             scenario = msgspec.structs.replace(scenario, deadline_s=longest_s)
         return self._with_set_clocks(scenario) if self.happens(0.2) else scenario
@@ -262,7 +262,7 @@ class _FaultSampler(_Sampler):
     def faults(
         self, pools: Sequence[ScenarioPool], ingresses: int, arrivals_s: Sequence[float]
     ) -> tuple[Fault, ...]:
-        """Faults soon after an arrival: that is when they meet something."""
+        """Sample faults shortly after arrivals, when engines are busy."""
         targets = _replicas(pools)
         senders = [target for target in targets if target.startswith("prefill")]
         busy_until_s: dict[tuple[str, str], float] = {}
@@ -274,7 +274,7 @@ class _FaultSampler(_Sampler):
                 kind, target = self.pick(*_INGRESS_KINDS), f"{INGRESS}/{self.below(ingresses)}"
             else:
                 kind = self.pick(*_KINDS)
-                # Only what sends KV can damage it.
+                # Only engines that send KV can corrupt it.
                 target = self.pick(*(senders if kind == "corrupt" and senders else targets))
             if busy_until_s.get((target, kind), -1.0) >= at_s:
                 continue
@@ -282,7 +282,7 @@ class _FaultSampler(_Sampler):
             busy_until_s[target, kind] = fault.window.end_s
             faults.append(fault)
             if kind == "replace" and self.happens(0.3):
-                # Told to end, it may have reasons of its own not to.
+                # Sometimes a replaced engine does not end when asked.
                 faults.append(Fault(at_s=float(at_s), target=target, kind="ignore_sigterm"))
                 busy_until_s[target, "replace"] = float("inf")
         return tuple(faults)
@@ -308,7 +308,7 @@ class _FaultSampler(_Sampler):
         )
 
     def rolling_update(self, pools: Sequence[ScenarioPool], at_s: float) -> tuple[Fault, ...]:
-        """Every replica is replaced, one after the other, under load."""
+        """Replace every replica, one after the other, under load."""
         faults = []
         for pool in pools:
             for rank in range(pool.replicas):
@@ -334,9 +334,9 @@ class _FaultSampler(_Sampler):
         return tuple(faults)
 
     def _with_lost_consumers(self, scenario: Scenario) -> Scenario:
-        """Slow transfers, and decode replicas that die in the middle of them, one after the other.
+        """Kill decode replicas, one after the other, during slow transfers.
 
-        What they have not fetched another one may.
+        Another decode replica may then fetch the same KV.
         """
         prefill, decode = scenario.pools
         decode = msgspec.structs.replace(decode, replicas=3)
@@ -355,9 +355,9 @@ class _FaultSampler(_Sampler):
         )
 
     def _with_stuck_engines(self, scenario: Scenario) -> Scenario:
-        """Engines that say nothing, or nothing useful, for so long that others have to step in.
+        """Make engines silent or stuck for so long that others have to take over.
 
-        Requests go on coming all the while.
+        Requests arrive all the time.
         """
         targets = _replicas(scenario.pools)
         stretch = _STUCK_SPAN_S / max(scenario.requests[-1].arrival_s, 1e-3)
@@ -370,14 +370,14 @@ class _FaultSampler(_Sampler):
         for target in self._rng.permutation(targets)[: self.pick(1, 2, 3)]:
             at_s += float(self._rng.exponential(2.0))
             kind = self.pick(*_STUCK_KINDS)
-            # Nobody else notices one that is deaf: whoever asks waits as long as he may.
+            # Only requests notice a deaf engine: each waits until its own timeout.
             longest_s = 30.0 if kind == "backpressure" else None
             duration_s = self.pick(90.0 if kind == "deaf" else 12.0, 30.0, longest_s)
             faults.append(Fault(at_s=at_s, target=str(target), kind=kind, duration_s=duration_s))
         return msgspec.structs.replace(scenario, requests=requests, faults=tuple(faults))
 
     def _with_set_clocks(self, scenario: Scenario) -> Scenario:
-        """The wall clock of all is set, as where all run on one host, and set right again later."""
+        """Set all wall clocks, as on a cluster of one host, and set them right again later."""
         ingresses = [f"{INGRESS}/{rank}" for rank in range(scenario.ingresses)]
         at_s = scenario.requests[-1].arrival_s * float(self._rng.random())
         shift_s = self.pick(*_CLOCK_SHIFTS_S)
@@ -389,7 +389,7 @@ class _FaultSampler(_Sampler):
         return msgspec.structs.replace(scenario, faults=(*others, *clocks))
 
     def with_flips(self, scenario: Scenario) -> Scenario:
-        """Let some engines change their roles under load; drawn after everything else."""
+        """Change the roles of some engines under load; drawn after everything else."""
         if len(scenario.pools) == 1 or not self.happens(0.3):
             return scenario
         arrivals_s = [r.arrival_s for r in scenario.requests]
@@ -403,12 +403,12 @@ class _FaultSampler(_Sampler):
 
 
 def _replicas(pools: Sequence[ScenarioPool]) -> list[str]:
-    """Every replica, as in a fault plan."""
+    """Return the name of every replica, as in a fault plan."""
     return [f"{pool.role}/{rank}" for pool in pools for rank in range(pool.replicas)]
 
 
 def _blocks(number: int, num_prompt_tokens: int, prefix: int, num_shared: int) -> tuple[int, ...]:
-    """Blocks of a prompt: the first `num_shared` of a common prefix, then its own."""
+    """Return the blocks of a prompt: `num_shared` of a common prefix, then its own."""
     num_blocks = -(-num_prompt_tokens // BLOCK_TOKENS)
     shared = [1000 * (prefix + 1) + i for i in range(min(num_shared, num_blocks))]
     own = [1_000_000 + 1000 * number + i for i in range(len(shared), num_blocks)]

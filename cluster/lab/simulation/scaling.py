@@ -1,7 +1,6 @@
-"""Lets a policy say how many replicas each pool has, as Ray Serve lets one.
+"""Runs an autoscaling policy in the simulator, every few virtual seconds, as Ray Serve does.
 
-Owner of the looks at the cluster, every few virtual seconds. The policy is the production's, an
-oracle, or Serve's own.
+The policy is the production's, an oracle, or Serve's own.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ if TYPE_CHECKING:
 
 
 class ClusterObservation(NamedTuple):
-    """What a policy is shown.
+    """The input of an autoscaling policy.
 
     Attributes:
-        now_s: Virtual seconds.
-        counted: What each ingress has counted, by name.
-        costs: What steps cost, as an ingress has learned.
-        num_replicas: Of each pool, wanted so far.
+        now_s: Virtual time.
+        counted: Counters of each ingress, by name.
+        costs: Step costs, as learned by an ingress.
+        num_replicas: Present target of each pool.
     """
 
     now_s: float
@@ -37,21 +36,21 @@ class ClusterObservation(NamedTuple):
 
 
 class Scaler(Protocol):
-    """Says how many replicas each pool should have.
+    """An autoscaling policy.
 
     Attributes:
-        interval_s: How often it is asked.
+        interval_s: Seconds between decisions.
     """
 
     interval_s: float
 
     def decide(self, seen: ClusterObservation) -> Mapping[Role, int]:
-        """Replicas that each pool should have from now on; one not named stays as it is."""
+        """Return the replicas that each pool should have; pools left out stay as they are."""
         ...
 
 
 class ScalingLoop:
-    """See the module docstring."""
+    """The periodic calls of an autoscaling policy."""
 
     def __init__(
         self, scaler: Scaler, replicas: SimulatedReplicas, ingresses: Ingresses, loop: VirtualLoop
@@ -62,7 +61,7 @@ class ScalingLoop:
         self._loop = loop
 
     def start(self) -> None:
-        """Look for the first time, and then again and again."""
+        """Apply the policy now, and again after each interval."""
         alive = self._ingresses.alive
         seen = ClusterObservation(
             self._loop.time(),

@@ -1,7 +1,7 @@
-"""Shrink a failing scenario: take away what it does not need to fail.
+"""Shrinks a failing scenario: removes everything that the failure does not need.
 
-Delta debugging over requests, faults and aborts, then over sizes. A smaller scenario counts if it
-fails in the same way, by the caller's judgement. Owner of nothing; the time it takes is bounded.
+Delta debugging over requests, faults and aborts, then over sizes. The caller decides whether a
+smaller scenario fails in the same way. The time is bounded.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class Shrinker:
-    """Shrinks one scenario.
+    """The shrinking of one scenario.
 
     Args:
-        fails: Whether a scenario still shows the failure.
-        budget_s: Real seconds that it may take; what it has by then is the answer.
+        fails: Returns whether a scenario still shows the failure.
+        budget_s: Real seconds after which shrinking stops with the smallest scenario so far.
 
     Attributes:
-        num_runs: Scenarios that were tried.
+        num_runs: Number of scenarios tried.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Shrinker:
         self._end_s = clock() + budget_s
 
     def shrink(self, scenario: Scenario) -> Scenario:
-        """A scenario that fails too, and from which nothing more can be taken in the time."""
+        """Return the smallest scenario found in time that still fails."""
         while self._is_in_time():
             smaller = self._pass(scenario)
             if smaller == scenario:
@@ -58,7 +58,7 @@ class Shrinker:
         return scenario
 
     def _fewer(self, scenario: Scenario, field: str) -> Scenario:
-        """Delta debugging: leave out ever smaller parts of a list, as long as it still fails."""
+        """Remove ever smaller parts of a list, as long as the scenario still fails."""
         items: Sequence[Any] = getattr(scenario, field)
         size = max(len(items) // 2, 1)
         while items and self._is_in_time():
@@ -78,7 +78,7 @@ class Shrinker:
     def _first_of_each(
         self, scenario: Scenario, candidates: Callable[[Scenario], Iterator[Scenario]]
     ) -> Scenario:
-        """Take every simplification that still fails, until none does."""
+        """Apply simplifications with which the scenario still fails, until none is left."""
         is_new = True
         while is_new and self._is_in_time():
             is_new = False
@@ -138,7 +138,7 @@ def _smaller_requests(scenario: Scenario) -> Iterator[Scenario]:
 
 
 def _with(scenario: Scenario, field: str, i: int, **changes: object) -> Scenario:
-    """The scenario with changes to the i-th item of one of its lists."""
+    """Return the scenario with changes to the i-th item of one of its lists."""
     items = list(getattr(scenario, field))
     items[i] = msgspec.structs.replace(items[i], **changes)
     return msgspec.structs.replace(scenario, **{field: tuple(items)})

@@ -1,8 +1,8 @@
-"""The lives of the replicas of a simulated cluster: starts, deaths, freezes, silences, restarts.
+"""The replicas of a simulated cluster: starts, deaths, freezes, silences, restarts.
 
-Owner of every place in the pools and of the host that fills it now. It does what Ray Serve does
-for a replica that died, tells the ingresses who runs, as Serve would, and does what the fault plan
-says should happen to a replica.
+Owns every place in the pools, and the host that fills it. In place of Ray Serve it restarts dead
+replicas and reports the running ones to the ingresses. It also applies the replicas' faults of the
+fault plan.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from replicas.faults import ReplicaFaults
 
 KEYS = KeyRing((b"one secret for all that is virtual",))
-"""What every ticket of a simulated cluster is sealed with."""
+"""The keys that seal every ticket of a simulated cluster."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,9 +43,9 @@ class _Place:
     """A place in a pool, and the host that fills it now.
 
     Attributes:
-        taken_s: Since when it costs a machine.
-        given_back_s: Since when it does not, and nothing starts there.
-        is_leaving: Whether nothing is to follow on who is there.
+        taken_s: Time from which it occupies a machine.
+        given_back_s: Time from which it no longer does; then nothing starts there.
+        is_leaving: Whether its replica gets no successor.
     """
 
     name: str
@@ -56,17 +56,17 @@ class _Place:
     host: VirtualHost | None = None
     parent: VirtualParent | None = None
     silent_since_s: float | None = None
-    # What waits until its frozen process goes on.
+    # Actions of its process that wait until it thaws.
     at_thaw: list[Callable[[_Place], None]] = field(default_factory=list)
 
     @property
     def state(self) -> LifeState:
-        """Of who is there, or who comes."""
+        """The state of its replica, running or starting."""
         return LifeState.STARTING if self.parent is None else self.parent.life.state
 
 
 class SimulatedReplicas:
-    """See the module docstring; a `Discovery`.
+    """All replicas of a simulated cluster, as a `Discovery`.
 
     Args:
         lose: Called with (incarnation, reason) when every connection to an engine is over.
@@ -74,7 +74,7 @@ class SimulatedReplicas:
 
     Attributes:
         hosts: Every start of a replica, in order.
-        alive: Those that live, by incarnation, in the order of their starts.
+        alive: The living hosts, by incarnation, in the order of their starts.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class SimulatedReplicas:
         self._left: list[_Place] = []
         self.hosts: list[VirtualHost] = []
         self.alive: dict[str, VirtualHost] = {}
-        # What a process does itself, and a frozen one does later.
+        # Actions that a process takes itself: a frozen one takes them after it thaws.
         self._process_actions = (self._drop_link, self._heal, self._release_backpressure)
 
     @property
@@ -117,10 +117,10 @@ class SimulatedReplicas:
         return [place.name for place in self._places if place.state is not LifeState.READY]
 
     async def find(self) -> list[Member]:
-        """See `Discovery`: an actor answers although its engine stands still, but not if cut off.
+        """See `Discovery`. A frozen engine's actor answers; one that is cut off does not.
 
-        Whoever asks one that is cut off waits for it in vain. One that is to be replaced is not
-        listed any more.
+        While a replica is cut off, discovery takes `DESCRIBE_TIMEOUT_S`. Draining replicas are not
+        listed.
         """
         listed = [
             place.host
@@ -131,7 +131,7 @@ class SimulatedReplicas:
         is_whole = len(answering) == len(listed)
         latency_s = self._options.network.latency_s
         await asyncio.sleep(2 * latency_s if is_whole else DESCRIBE_TIMEOUT_S)
-        # Who has died meanwhile has answered before.
+        # Leave out replicas that died while the answers were on their way.
         return [
             Member(host.role, host.name, host.engine.description)
             for host in answering
@@ -142,22 +142,22 @@ class SimulatedReplicas:
         """See `Discovery`."""
         return sum(not place.is_leaving for place in self._places)
 
-    # --- how many there are --------------------------------------------------------------------
+    # --- number of replicas --------------------------------------------------------------------
 
     @property
     def roles(self) -> list[Role]:
-        """Of the pools."""
+        """The pools' roles."""
         return list(self._specs)
 
     def num_replicas(self, role: Role) -> int:
-        """Places of a pool that are to stay, whether somebody is there yet or not."""
+        """Return the places of a pool that are not leaving, filled or not."""
         return len(self._staying(role))
 
     def scale(self, role: Role, count: int) -> None:
-        """Let a pool have so many replicas, as Serve does.
+        """Set the number of replicas of a pool, as Serve does.
 
-        One more is there after its start and warm-up. Of those that are too many the ones that have
-        not started go first, then those with the fewest requests; these drain.
+        A new replica is ready after its start and warm-up. Surplus replicas go in this order: those
+        that have not started, then those with the fewest requests, which drain.
         """
         staying = self._staying(role)
         for _ in range(count - len(staying)):
@@ -174,7 +174,7 @@ class SimulatedReplicas:
                 self._replace(place)
 
     def replica_seconds(self, until_s: float) -> float:
-        """Seconds of all places so far, from being wanted to being given back."""
+        """Return the machine seconds of all places until `until_s`."""
         return sum(
             min(until_s, until_s if place.given_back_s is None else place.given_back_s)
             - max(place.taken_s, 0.0)
@@ -185,7 +185,7 @@ class SimulatedReplicas:
         return [p for p in self._places if p.spec.role == role and not p.is_leaving]
 
     def _give_back(self, place: _Place) -> None:
-        """Nobody comes to a place any more."""
+        """Give back a place that gets no successor."""
         place.given_back_s = self._loop.time()
         self._places.remove(place)
         self._left.append(place)
@@ -198,7 +198,7 @@ class SimulatedReplicas:
             self._start(place)
 
     def schedule_faults(self) -> None:
-        """Let the fault plan begin."""
+        """Schedule the replicas' faults of the fault plan."""
         for place in self._places:
             faults = self._options.faults.for_target(place.name)
             at = functools.partial(self._at, place)
@@ -223,7 +223,7 @@ class SimulatedReplicas:
                 at(window.start_s, functools.partial(self._watch, until_s=window.end_s))
 
     def _start(self, place: _Place) -> None:
-        """Bring up an engine in a place; it is ready at once."""
+        """Start an engine in a place; it is ready at once."""
         if place.given_back_s is not None:
             return
         faults = self._options.faults.for_target(place.name)
@@ -237,7 +237,7 @@ class SimulatedReplicas:
         place.silent_since_s = None
         place.at_thaw.clear()
         if faults.is_frozen(self._loop.time()):
-            # A freeze that has begun and not ended holds from the start.
+            # A freeze window that is open now applies from the start.
             host.freeze()
         self.hosts.append(host)
         self._network.attach(host)
@@ -260,9 +260,9 @@ class SimulatedReplicas:
             self._end(place, place.host, 0.0)
 
     def _end(self, place: _Place, host: VirtualHost, last_words_s: float) -> None:
-        """An engine ends, for whatever reason; another one takes its place.
+        """End an engine and start its successor, unless its place is leaving.
 
-        Its connections break `last_words_s` later than those of one that is killed.
+        Its connections break `last_words_s` later than those of a killed engine.
         """
         if place.host is not host:
             return
@@ -290,7 +290,7 @@ class SimulatedReplicas:
             place.parent.replace()
 
     def _flip(self, place: _Place) -> None:
-        """Let an engine take the other role, unless `ttserve flip` would refuse that."""
+        """Change an engine's role, unless `ttserve flip` would refuse that."""
         if place.state is not LifeState.READY:
             return
         assert place.parent is not None
@@ -329,13 +329,13 @@ class SimulatedReplicas:
             self._end_silence(place)
 
     def _heal(self, place: _Place) -> None:
-        """A partition is over: connections that lived through it break, for frames are missing."""
+        """End a partition: break the connections that outlived it, as they lost frames."""
         if place.host is not None:
             self._lose(place.host.incarnation, "its connection broke")
             self._end_silence(place)
 
     def _start_silence(self, place: _Place) -> None:
-        """From now on nobody hears of it; after a while they give it up."""
+        """Start the silence of a replica: clients notice after `QUIET_S` and `SILENCE_S`."""
         host = place.host
         if host is not None and place.silent_since_s is None:
             place.silent_since_s = self._loop.time()
@@ -369,7 +369,7 @@ def _new_host(
     options: SimulationOptions,
     network: Network,
 ) -> VirtualHost:
-    """Who is to fill a place: the start of that number."""
+    """Create the host that fills a place; `number` makes its incarnation unique."""
     spec = place.spec
     run_ahead = options.run_ahead and not options.faults.faults and not options.network.jitter_s
     return VirtualHost(
@@ -392,11 +392,11 @@ def _new_host(
 
 
 def _num_requests(place: _Place) -> int:
-    """Requests of a place's engine; of one that has not started fewer than any."""
+    """Return the requests of a place's engine; -1 if it has not started."""
     return -1 if place.host is None else place.host.engine.num_live
 
 
 def _name(action: Callable[[_Place], None]) -> str:
-    """What an action is called in the log."""
+    """Return the name of an action in the event log."""
     named = action.func if isinstance(action, functools.partial) else action
     return named.__name__.strip("_")

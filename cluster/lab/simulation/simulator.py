@@ -1,10 +1,9 @@
 """A whole cluster under a virtual clock: workload in, records out, the same for the same seed.
 
-Owner of the run: the requests under way, the chance that the seed gives. The code that
-decides is the production's: fleet, router, slot queue, placement and pool state, engine server and
-core, scheduler, block pool, KV transfer. Modelled are the device's time
-(`replicas.generators.simulated`), the network (`network`), and what Ray Serve does: restarts
-and saying who runs (`simulated_replicas`).
+Owns the run: its requests and its random numbers. The deciding code is the production's: fleet,
+router, slot queue, placement and pool state, engine server and core, scheduler, block pool, KV
+transfer. The simulator models the device's time (`replicas.generators.simulated`), the network
+(`network`), and Ray Serve's restarts and discovery (`simulated_replicas`).
 """
 
 from __future__ import annotations
@@ -43,17 +42,17 @@ if TYPE_CHECKING:
     from cluster.lab.workloads.request import Workload
 
 _SETTLE_S = 1.0
-"""Virtual time before zero in which ingresses and engines meet."""
+"""Virtual time before zero in which ingresses connect to engines."""
 _DRAIN_S = 300.0
-"""After the last request, what is still held must be free within this virtual time."""
+"""Virtual time after the last request within which all slots, blocks and transfers must be free."""
 
 
 class Simulation:
-    """One run; see the module docstring.
+    """One run of a simulated cluster.
 
     Args:
-        progress: Called with (virtual seconds, requests done, events) now and then.
-        scaler: Says how many replicas there are; None keeps those of the pools.
+        progress: Called now and then with (virtual seconds, requests done, events).
+        scaler: Decides the numbers of replicas; None keeps the pools' own.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class Simulation:
             lambda incarnation, reason: self.ingresses.lose(incarnation, reason),  # noqa: PLW0108
             lambda incarnation: self.ingresses.mark_unresponsive(incarnation),  # noqa: PLW0108 - not made yet
         )
-        # The longest of any pool's: a ticket must not be too old for a producer that still waits.
+        # Use the longest of all pools: a ticket must be valid while its producer still waits.
         longest = max((s.transfer for s in self._pools), key=lambda t: t.rendezvous_s + t.lease_s)
         self._wait_limits = wait_limits(options.router, self._pools)
         self._invariants: Invariants | None = None
@@ -102,7 +101,7 @@ class Simulation:
             self._scaling = ScalingLoop(scaler, self.replicas, self.ingresses, self.loop)
         self._vocab_size = min(spec.facts.vocab_size for spec in self._pools)
         self._max_model_len = 0
-        # Which ingress has taken a request, by number.
+        # The ingress of each request, by the request's number.
         self._taken: dict[int, VirtualIngress] = {}
         self._num_done = 0
 
@@ -181,28 +180,26 @@ class Simulation:
         return end_s
 
     async def _drain(self) -> None:
-        """Let every fault pass, and wait until every engine that runs has given everything back.
-
-        And until every replica that ended has a successor.
-        """
+        """Wait until all faults are over, engines hold nothing, and every place has a replica."""
         ends_s = [end_s for fault in self._options.faults.faults for end_s in fault.window]
         last_s = max((s for s in ends_s if s != float("inf")), default=0.0)
         await asyncio.sleep(last_s - self.loop.time())
         warm_up_s = max(spec.timing.warm_up_s() for spec in self._pools)
         await asyncio.sleep(SILENCE_S + self._options.restart_s + warm_up_s + _SETTLE_S)
-        # What a hung engine holds is free when its parent ends it.
+        # A hung engine holds its resources until its parent ends it.
         drain_s = _DRAIN_S + max(spec.step_timeout_s for spec in self._pools)
         deadline_s = self.loop.time() + drain_s
         while (held := self._held()) or self.replicas.unsettled:
             assert self.loop.time() < deadline_s, (
-                f"after {drain_s:g} s still held: {held}; and not there: {self.replicas.unsettled}"
+                f"after {drain_s:g} s, engines that still hold something: {held}; "
+                f"places without a replica: {self.replicas.unsettled}"
             )
             await asyncio.sleep(_SETTLE_S)
         await asyncio.sleep(_SETTLE_S)
 
     def _held(self) -> list[VirtualHost]:
         running = [h for h in self.replicas.hosts if h.is_alive and not h.is_frozen]
-        # One that hangs has not heard what waits for it.
+        # A hung engine has not read its inbox yet.
         return [
             h for h in running if h.engine.num_live or h.num_open_transfers or not h.inbox.is_empty
         ]
@@ -214,7 +211,7 @@ class Simulation:
         task.add_done_callback(lambda _task: timer.cancel())
 
     def _hang(self, i: int, task: asyncio.Task[None]) -> None:
-        """A request has lasted too long: tell who waits for what."""
+        """Fail the run because a request lasts too long; report what it waits for."""
         assert self._invariants is not None
         ingress = self._taken[i]
         raise AssertionError(
@@ -224,7 +221,7 @@ class Simulation:
         )
 
     def _check_requests(self) -> None:
-        """Every request ended once, rightly, and with the right tokens."""
+        """Check that every request ended once, with an allowed outcome and the right tokens."""
         options = self._options
         expectations = Expectations(options, self._pools, self._wait_limits)
         records = self.recorder.records()
@@ -245,7 +242,7 @@ class Simulation:
     # --- requests ------------------------------------------------------------------------------
 
     async def _request(self, i: int) -> None:
-        """One request, from its arrival to its one end."""
+        """Run one request from its arrival to its end."""
         entry = self.recorder.arrive(i, self._workload.requests[i])
         ingress = self.ingresses.take(i)
         if ingress is None:

@@ -1,9 +1,8 @@
-"""How long a request waits at most, and a watcher that holds every request to it.
+"""Limits of a request's waits, and a monitor that enforces them.
 
-`wait_limits` is the one place that says it, as a function of the configuration: whatever a
-request waits for has a deadline in production, and a request that waits longer waits for nothing.
-An engine that works has as long as its work takes, queue and prompt: that ends with the request's
-own time alone, as does the sum of all waits.
+`wait_limits` derives them from the configuration. Everything that a request waits for has a
+deadline in production, so a longer wait is a bug. The work of an engine, queue and prompt, and the
+sum of all waits are limited by the request's own timeout only.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ if TYPE_CHECKING:
     from replicas.messages import ClientMessage, EngineEvent, RequestMode
 
 _SLACK_S = 0.1
-"""What news takes on the network, and an engine to look at its clock."""
+"""Allowance for the network's delay and for engines checking their deadlines."""
 
 
 class WaitLimits(NamedTuple):
-    """Seconds that a request waits at most, each time that it waits.
+    """The most seconds that each kind of wait may take.
 
     Attributes:
-        slot_s: To be let in and for a decode slot, before an engine is asked.
-        answer_s: For an engine that was asked to say yes or no: it may stall meanwhile.
-        hand_over_s: For KV that is computed to be where it is decoded from, or given up.
-        request_s: For everything, what an engine computes or has before it in its queue included.
+        slot_s: Admission and a decode slot, before an engine is asked.
+        answer_s: An engine's acceptance or refusal; the engine may stall meanwhile.
+        hand_over_s: The transfer of computed KV to the decode engine, or its failure.
+        request_s: The whole request, including an engine's queue and computation.
     """
 
     slot_s: float
@@ -57,14 +56,14 @@ class WaitLimits(NamedTuple):
 
 
 def wait_limits(router: RouterConfig, pools: Sequence[PoolSpec]) -> WaitLimits:
-    """What a configuration promises to every request.
+    """Return the limits that follow from a configuration.
 
     Args:
-        router: How requests are placed.
-        pools: The engines, with the deadlines of their steps and hand-overs.
+        router: The router's configuration.
+        pools: The pools, with the deadlines of their steps and hand-overs.
     """
-    # One that falls silent is given up; one that hangs is ended by its parent, who looks now and
-    # then and needs a look to see a hang begin.
+    # A silent engine is given up. A hung one is ended by its parent, which checks every `LOOK_S`
+    # and needs one check to notice the start of a hang.
     stuck_s = max(SILENCE_S, *(spec.step_timeout_s + 2 * LOOK_S for spec in pools))
     transfers = [spec.transfer for spec in pools]
     transfer_s = max(
@@ -72,9 +71,9 @@ def wait_limits(router: RouterConfig, pools: Sequence[PoolSpec]) -> WaitLimits:
     )
     request_s = IngressConfig().request_timeout_s
     return WaitLimits(
-        # Let in, it may still find that somebody else was faster.
+        # An admitted request may lose the slot to another one, and then waits in the queue.
         slot_s=min(_entry_s(router) + router.queue_timeout_s, request_s),
-        # Asked anew how long it took when it stalled at the end of the first time.
+        # An engine that stalls at the end of the first `ANSWER_S` gets the time once more.
         answer_s=min(2 * ANSWER_S + stuck_s, request_s),
         hand_over_s=min(stuck_s + transfer_s, request_s),
         request_s=request_s,
@@ -82,36 +81,34 @@ def wait_limits(router: RouterConfig, pools: Sequence[PoolSpec]) -> WaitLimits:
 
 
 def _entry_s(router: RouterConfig) -> float:
-    """How long one waits to be let in."""
+    """Return the longest wait for admission."""
     if router.admission is None:
         return 0.0
     return router.queue_timeout_s if router.admission.ttft_s is None else router.admission.ttft_s
 
 
 class WaitMonitor:
-    """Holds every request of one ingress to `wait_limits`, by the messages that it sees.
+    """Enforces `wait_limits` for every request of one ingress, from its messages.
 
-    A request waits for a slot, or for one engine or two: the prompt is asked for with the slot.
-
-    Owner: of what each request waits for now.
+    A request waits for a slot or for one or two engines: prefill starts while the slot is reserved.
     """
 
     def __init__(self, loop: VirtualLoop, longest: WaitLimits) -> None:
         self._loop = loop
         self._longest = longest
-        # For each request the alarms of what it waits for, by incarnation; of a slot by None.
+        # For each request, the alarm of each of its waits, by incarnation; None for a slot.
         self._waits: dict[str, dict[str | None, asyncio.TimerHandle]] = {}
-        # For each request the decode engine that has accepted it; and one that was asked since, for
-        # which nothing waits but the hand-over, until it is to go on.
+        # For each request, the decode engine that accepted it, and its successor: an engine asked
+        # later, for which only the hand-over waits until it is activated.
         self._accepted: dict[str, str] = {}
         self._successors: dict[str, str] = {}
-        # For each request whose next engine goes on already, the quiet one that has it still.
+        # For each request that a successor continues, the silent engine that still has it.
         self._quiet: dict[str, str] = {}
-        # For each request which part of it each engine was asked for last.
+        # For each request, the mode in which each engine was last asked for it.
         self._modes: dict[str, dict[str, RequestMode]] = {}
 
     def began(self, request_id: str) -> None:
-        """A request has come, or has to begin again."""
+        """Record that a request arrived or starts again: it waits for a slot."""
         self._clear(request_id)
         self._wait(request_id, "a slot", self._longest.slot_s)
 
@@ -155,7 +152,7 @@ class WaitMonitor:
             if isinstance(event, Accepted):
                 self._wait(request_id, "a first token", self._longest.request_s, host)
             elif isinstance(event, Refused | TokenOutput):
-                # Whoever is asked next is asked at once, or there is a slot to wait for.
+                # The next engine is asked at once, or the request waits for a slot.
                 self._give_up(request_id, host.incarnation)
             else:
                 self._stop(request_id, host.incarnation)
@@ -165,18 +162,18 @@ class WaitMonitor:
         elif isinstance(event, Refused):
             self.began(request_id)
         else:
-            # From here on it waits for what is computed.
+            # From now on the request waits for computation, which has no limit of its own.
             self._stop(request_id, host.incarnation)
 
     def lost(self, incarnation: str) -> None:
-        """The connection to an engine is gone."""
+        """Record that the connection to an engine is gone."""
         for request_id in list(self._waits):
             self._give_up(request_id, incarnation)
         for request_id in [*self._accepted, *self._quiet]:
             self._forget(request_id, incarnation)
 
     def ended(self, request_id: str) -> None:
-        """A request is over."""
+        """Record that a request has ended."""
         self._clear(request_id)
         self._modes.pop(request_id, None)
 
@@ -186,33 +183,33 @@ class WaitMonitor:
         self._cancel(request_id)
 
     def _cancel(self, request_id: str) -> None:
-        """A request waits for nothing any more."""
+        """Cancel all alarms of a request."""
         for alarm in self._waits.pop(request_id, {}).values():
             alarm.cancel()
 
     def died(self) -> None:
-        """The ingress is gone."""
+        """Record that the ingress died."""
         for request_id in {*self._waits, *self._accepted, *self._modes}:
             self.ended(request_id)
 
     def _give_up(self, request_id: str, incarnation: str) -> None:
-        """Nothing comes of what a request waits for from an engine."""
+        """Record that a request no longer waits for an engine, which refused, failed or ended."""
         is_successor = self._successors.get(request_id) == incarnation
         if self._accepted.get(request_id) == incarnation and request_id in self._quiet:
-            # The quiet one has spoken, and goes on.
+            # The silent engine has sent something and continues the request.
             is_successor, self._accepted[request_id] = True, self._quiet.pop(request_id)
         if self._stop(request_id, incarnation) and not is_successor and not self._waits[request_id]:
-            # A decode engine that has accepted it may be told to go on with it all the same.
+            # A decode engine that has accepted the request may still be activated meanwhile.
             self._wait(request_id, "a slot", self._longest.slot_s)
 
     def _forget(self, request_id: str, incarnation: str) -> None:
-        """A request has nothing to do with a decode engine any more."""
+        """Remove a decode engine from a request."""
         for engines in (self._accepted, self._successors, self._quiet):
             if engines.get(request_id) == incarnation:
                 del engines[request_id]
 
     def _stop(self, request_id: str, incarnation: str | None) -> bool:
-        """It does not wait for one thing any more; says whether it did."""
+        """Cancel one alarm of a request; return whether there was one."""
         alarm = self._waits.get(request_id, {}).pop(incarnation, None)
         if alarm is not None:
             alarm.cancel()
@@ -230,5 +227,5 @@ class WaitMonitor:
     def _fail_wait(
         self, request_id: str, what: str, longest_s: float, host: VirtualHost | None
     ) -> None:
-        whom = "" if host is None else f" of {host!r}"
-        raise AssertionError(f"{request_id} has waited {longest_s:g} s for {what}{whom}")
+        source = "" if host is None else f" from {host!r}"
+        raise AssertionError(f"{request_id} has waited {longest_s:g} s for {what}{source}")
