@@ -1,1 +1,1 @@
-"""The deterministic simulator: the production cores under a virtual clock, and what it reports."""
+"""The deterministic simulator: the production cores under a virtual clock, and its reports."""

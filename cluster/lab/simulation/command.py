@@ -1,8 +1,7 @@
-"""Everything behind `ttserve simulate`: a config file and a trace in, tables and files out.
+"""Implements `ttserve simulate`: reads a config file and a trace, prints tables, writes files.
 
-It owns nothing: it reads what a start of the cluster would read, gives it to `Simulation`, and the
-result to the report. Whoever simulates from Python uses the same parts: `load_cluster`,
-`load_trace`, `run_cluster`.
+It reads the configuration as a start of the cluster would, runs a `Simulation` and reports the
+result. Python programs can use the same functions: `load_cluster`, `load_trace`, `run_cluster`.
 """
 
 from __future__ import annotations
@@ -45,16 +44,16 @@ if TYPE_CHECKING:
 _EXAMPLES = "configs/sim-n150x4.yaml, configs/sim-t3k-2p2d.yaml and configs/sim-galaxy.yaml"
 _POLICIES: tuple[str, ...] = get_args(PolicyName)
 
-# A `simulated_mesh` counts the whole way of KV, wire included, on each engine's side.
+# A `simulated_mesh` includes the whole time of a KV transfer, so the network adds none.
 _NETWORK = NetworkConfig(kv_bytes_per_s=math.inf)
 
 
 class SimulateError(Exception):
-    """The command cannot do what it was told; the message says what to change."""
+    """The command cannot run with its arguments; the message says what to change."""
 
 
 class SimulateOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The command's options, under their names; its help says what each of them does."""
+    """The options of `ttserve simulate`; its help describes them."""
 
     trace: Path
     format: str = "auto"
@@ -71,17 +70,17 @@ class SimulateOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def simulate(config: Path, options: SimulateOptions) -> Summary:
-    """Run the command: simulate, show the tables, write the files that were asked for.
+    """Run the command: simulate, print the tables, write the requested files.
 
     Raises:
-        SimulateError: Something that was given cannot work; nothing has been written.
+        SimulateError: An argument cannot be used; or a file could not be written.
     """
     cluster = load_cluster(
         config, replicas=options.replicas, policy=options.policy, faults=options.faults
     )
     _check_outputs(options)
     workload = load_trace(options)
-    # What a simulated engine warns of is in the tables and in the log that one may ask for.
+    # Warnings of simulated engines would only repeat the tables and the optional log.
     logging.getLogger().addHandler(logging.NullHandler())
     requests = workload.requests
     with progress_display(requests[-1].arrival_s, len(requests)) as progress:
@@ -108,13 +107,13 @@ def load_cluster(
     policy: str | None = None,
     faults: Path | None = None,
 ) -> ClusterConfig:
-    """Read a Serve config file as a start of the cluster would; None keeps what the file says.
+    """Read a Serve config file as a start of the cluster would; None keeps the file's value.
 
-    All its engines run on a simulated mesh. `replicas` is of all pools together, see `scale_pools`;
-    `faults` is the file of a fault plan.
+    All its engines must have a simulated mesh. `replicas` is the total of all pools, see
+    `scale_pools`; `faults` is the file of a fault plan.
 
     Raises:
-        SimulateError: The file, or what it was changed into, cannot work.
+        SimulateError: The file, or its combination with the arguments, is not valid.
     """
     if policy is not None and policy not in _POLICIES:
         raise SimulateError(f"no policy {policy!r}; use one of {', '.join(_POLICIES)}")
@@ -136,10 +135,10 @@ def load_cluster(
 
 
 def scale_pools(counts: Mapping[Role, int], total: int) -> dict[Role, int]:
-    """Share `total` replicas out among the pools in the proportion that they have now.
+    """Distribute `total` replicas over the pools in their present proportion.
 
-    Each pool gets the whole part of its share, and at least one; what is left goes to the pools
-    with the largest remainders, prefill first where they are equal.
+    Each pool gets the integer part of its share, and at least one. The rest goes to the pools with
+    the largest remainders; at equal remainders prefill is first.
 
     Raises:
         SimulateError: There are more pools than replicas.
@@ -147,11 +146,11 @@ def scale_pools(counts: Mapping[Role, int], total: int) -> dict[Role, int]:
     if total < len(counts):
         raise SimulateError(
             f"--replicas {total} is too few for the pools {' and '.join(counts)}; "
-            f"give {len(counts)} or more"
+            f"use {len(counts)} or more"
         )
     whole = sum(counts.values())
     scaled = {role: max(1, count * total // whole) for role, count in counts.items()}
-    # A pool that has more than its share, for it must have one, has nothing left to get.
+    # A pool that was raised to one replica has a negative remainder.
     remainders = {role: count * total - scaled[role] * whole for role, count in counts.items()}
     first = sorted(counts, key=lambda role: (-remainders[role], role != "prefill"))
     for i in range(total - sum(scaled.values())):
@@ -162,10 +161,10 @@ def scale_pools(counts: Mapping[Role, int], total: int) -> dict[Role, int]:
 
 
 def load_trace(options: SimulateOptions) -> Workload:
-    """Read the workload, cut and sped up as the options say.
+    """Read the workload, with the options' limit and speed-up.
 
     Raises:
-        SimulateError: It cannot be read, or nothing is left of it.
+        SimulateError: The workload cannot be read, or is empty.
     """
     try:
         workload = load_workload(
@@ -180,10 +179,10 @@ def load_trace(options: SimulateOptions) -> Workload:
 
 
 def read_slo(ttft_ms: float | None, tpot_ms: float | None, e2e_ms: float | None) -> Slo:
-    """Objectives as the command line has them, in ms.
+    """Convert the command line's objectives, in ms.
 
     Raises:
-        SimulateError: One is not positive.
+        SimulateError: An objective is not positive.
     """
     bounds_ms = {"ttft": ttft_ms, "tpot": tpot_ms, "e2e": e2e_ms}
     for name, bound_ms in bounds_ms.items():
@@ -201,10 +200,9 @@ def run_cluster(
     keeps_events: bool = False,
     progress: Callable[[float, int, int], None] = lambda _now_s, _done, _events: None,
 ) -> SimulationResult:
-    """Simulate a cluster of a configuration from `load_cluster`.
+    """Simulate a cluster with a configuration from `load_cluster`.
 
-    The workload has been sped up already: `speed_up` is for the record. See `Simulation` for
-    `progress`.
+    `speed_up` is only recorded: the workload is already faster. See `Simulation` for `progress`.
     """
     simulation = Simulation(
         pool_specs(cluster),
@@ -226,7 +224,7 @@ def run_cluster(
 
 @contextlib.contextmanager
 def seldom_collecting() -> Iterator[None]:
-    """Let the garbage collector look seldom: a run keeps millions of objects and few cycles."""
+    """Run the garbage collector rarely: a run keeps millions of objects but has few cycles."""
     thresholds = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(200_000, 50, 100)
@@ -238,14 +236,13 @@ def seldom_collecting() -> Iterator[None]:
 
 
 def pool_specs(cluster: ClusterConfig) -> list[PoolSpec]:
-    """The pools as the simulator takes them: what a real start would find out of each engine."""
+    """Return the simulator's pools, with the properties that a real engine would report."""
     specs = []
     for role, pool in cluster.pools.items():
         engine = cluster.engines[role]
         mesh = engine.simulated_mesh
         assert mesh is not None, role
-        # A file says how long whoever looks at a real start wants to wait. Not given, it is the
-        # time of the mesh itself: a replica that died is not back before that.
+        # `compile_s` in a file shortens real starts. Without it, use the estimate for a real mesh.
         timing = engine_timing(engine, mesh, mesh.compile_s or None)
         facts, drain_timeout_s = simulated_facts(engine), pool.drain_timeout_s
         spec = PoolSpec(role, pool.replicas, engine, timing, facts, drain_timeout_s=drain_timeout_s)
@@ -256,25 +253,25 @@ def pool_specs(cluster: ClusterConfig) -> list[PoolSpec]:
 def _check_engine(path: Path, role: Role, engine: EngineConfig) -> None:
     if engine.simulated_mesh is None:
         raise SimulateError(
-            f"{path}: the engines of pool {role} have no simulated_mesh, so nothing says how long "
-            "their steps take; add `simulated_mesh: {model: Llama-3.1-8B, board: n150}` to "
-            f"args.engine, or begin with one of {_EXAMPLES}"
+            f"{path}: the engines of pool {role} have no simulated_mesh, which the simulator needs "
+            "for the time of their steps; add `simulated_mesh: {model: Llama-3.1-8B, board: n150}` "
+            f"to args.engine, or start with one of {_EXAMPLES}"
         )
     if engine.kv_connector not in (None, "p2p"):
         raise SimulateError(
-            f"{path}: args.kv_connector {engine.kv_connector!r}: the simulator knows p2p only"
+            f"{path}: args.kv_connector {engine.kv_connector!r}: the simulator supports p2p only"
         )
 
 
 def _check_outputs(options: SimulateOptions) -> None:
-    """Find out before a long run, not after it, that its results could not be kept."""
+    """Check before a long run that its results can be written."""
     for name, file in (("--json", options.json), ("--log", options.log)):
         if file is not None and (file.is_dir() or not file.parent.is_dir()):
-            raise SimulateError(f"{name} {file}: give a file in a folder that exists")
+            raise SimulateError(f"{name} {file}: must be a file in an existing folder")
     if options.plot is None:
         return
     if options.plot.exists() and not options.plot.is_dir():
-        raise SimulateError(f"--plot {options.plot}: is a file; give a folder")
+        raise SimulateError(f"--plot {options.plot}: must be a folder, and is a file")
     try:
         require_matplotlib()
     except MissingPlotLibraryError as error:
@@ -290,7 +287,7 @@ def _write(
         if options.log is not None:
             write_events(result.events, options.log)
         if options.plot is not None:
-            # Faults as they were planned: the log may be off, and has no line where one ends.
+            # The planned faults: the log may be off, and does not have the end of a fault.
             faults = [EventRecord(f.at_s, f.kind, f.target) for f in plan.faults]
             plot_run(msgspec.structs.replace(result, events=faults), options.plot, slo=options.slo)
     except OSError as error:
@@ -298,7 +295,7 @@ def _write(
 
 
 def _config_facts(cluster: ClusterConfig) -> dict[str, str | int | float | bool]:
-    """What titles and files say of the configuration."""
+    """Return facts of the configuration for titles and files."""
     facts: dict[str, str | int | float | bool] = {}
     boards: dict[str, None] = {}
     for role, pool in cluster.pools.items():
@@ -313,7 +310,7 @@ def _config_facts(cluster: ClusterConfig) -> dict[str, str | int | float | bool]
 
 
 def _remarks(result: SimulationResult, longest: int) -> list[str]:
-    """What the tables do not explain by themselves."""
+    """Return remarks on requests that were too long."""
     refused = BadRequestError.__name__
     num_long = sum(r.num_prompt_tokens >= longest for r in result.records)
     num_cut = sum(

@@ -1,9 +1,8 @@
-"""An asyncio event loop whose clock is virtual: it never waits, it moves on to the next event.
+"""An asyncio event loop with a virtual clock: it never waits but jumps to the next event.
 
-The cluster's asyncio code (router, slot queue) runs on it unchanged. Deterministic: callbacks run
-in the order of their times, at equal times in the order in which they were asked for, and what one
-of them asks for "soon" before the next timer. Owner of virtual time and of all that is yet to
-happen.
+The cluster's asyncio code (router, slot queue) runs on it unchanged. It is deterministic: callbacks
+run in the order of their times, and at equal times in the order of their scheduling. Callbacks of
+`call_soon` run before the next timer. The loop owns virtual time and all pending events.
 """
 
 from __future__ import annotations
@@ -22,29 +21,29 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 UNIX_S = 1_000_000_000.0
-"""What a wall clock shows at virtual zero, in Unix seconds: late enough to be set back by years."""
+"""Unix time at virtual zero: late enough that a clock can be set back by years."""
 
 
 class _Handle(asyncio.TimerHandle):
     """A callback that is due."""
 
     def run(self) -> None:
-        """Call it, unless it was cancelled; what it raises goes to the loop."""
+        """Run the callback unless it was cancelled; its exceptions go to the loop."""
         if not self.cancelled():
             self._run()
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
-    """See the module docstring.
+    """An event loop with a virtual clock.
 
-    An exception that escapes a callback or a task nobody awaits ends the run: a simulation that
-    went on after a bug would prove nothing.
+    An exception of a callback, or of a task that is not awaited, ends the run: results after a bug
+    would be worthless.
 
     Args:
-        start_s: Virtual time at the start; what comes before zero is preparation.
+        start_s: Virtual time at the start; times before zero are for preparation.
 
     Attributes:
-        num_events: Callbacks that were run.
+        num_events: Number of callbacks that have run.
         after_event: Called after every callback; for checks.
     """
 
@@ -56,16 +55,16 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._timers: list[tuple[float, int, _Handle]] = []
         self._order = itertools.count()
         self._error: BaseException | None = None
-        # The order in which tasks were started: that of their addresses is chance.
+        # The order in which tasks were started: iterating over a set of tasks is not deterministic.
         self._tasks: weakref.WeakKeyDictionary[asyncio.Task[Any], int] = weakref.WeakKeyDictionary()
 
     # --- what drives it ------------------------------------------------------------------------
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
-        """Run until `main` is done; what is then still due never happens.
+        """Run until `main` is done; later events never run.
 
         Raises:
-            RuntimeError: Nothing is due any more and `main` is not done: it waits for ever.
+            RuntimeError: No event is left and `main` is not done: it would wait for ever.
         """
         previous = asyncio._get_running_loop()  # noqa: SLF001 - what a loop has to do
         asyncio._set_running_loop(self)  # noqa: SLF001
@@ -81,7 +80,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             asyncio._set_running_loop(previous)  # noqa: SLF001
 
     def abandon(self) -> None:
-        """After a failure: end every task in order, so that nothing is left half run."""
+        """Cancel every task in order and let it clean up; for use after a failure."""
         self.after_event = None
         for task, _ in sorted(self._tasks.items(), key=lambda item: item[1]):
             task.cancel()
@@ -115,19 +114,19 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     @property
     def is_settled(self) -> bool:
-        """Whether everything that follows from the last event has happened too."""
+        """Whether all callbacks of this instant that are not timers have run."""
         return not self._ready
 
-    # --- what asyncio asks of a loop ------------------------------------------------------------
+    # --- the interface of an asyncio loop -------------------------------------------------------
 
     def time(self) -> float:
-        """Virtual seconds."""
+        """Return the virtual time, in seconds."""
         return self._now_s
 
     def call_soon(
         self, callback: Callable[..., object], *args: object, context: Context | None = None
     ) -> asyncio.Handle:
-        """Run a callback after those that are due already."""
+        """Run a callback after those that are already due."""
         handle = _Handle(self._now_s, callback, args, self, context)
         self._ready.append(handle)
         return handle
@@ -139,7 +138,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         *args: object,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
-        """Run a callback so many seconds from now."""
+        """Run a callback `delay` seconds from now."""
         return self.call_at(self._now_s + delay, callback, *args, context=context)
 
     def call_at(
@@ -155,7 +154,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return handle
 
     def create_future(self) -> asyncio.Future[Any]:
-        """Make a future of this loop."""
+        """Return a future of this loop."""
         return asyncio.Future(loop=self)
 
     def create_task(  # type: ignore[override]
@@ -167,13 +166,13 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return task
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Keep the first exception; the run ends with it."""
+        """Keep the first exception; `run` raises it."""
         if self._error is None:
             self._error = context.get("exception") or RuntimeError(str(context.get("message")))
 
     def get_debug(self) -> bool:
-        """Never."""
+        """Return False: the loop has no debug mode."""
         return False
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Asked by asyncio; a cancelled timer is passed over when its time comes."""
+        """Do nothing: a cancelled timer is skipped when its time comes."""

@@ -1,8 +1,8 @@
-"""The virtual network: what delays, holds, loses, repeats, reorders and damages messages.
+"""The virtual network: delays, loses, repeats, reorders and corrupts messages.
 
-Owner of every message that is on its way. Control connections (ingress to engine) keep their
-order and lose nothing while they stand, as ZMQ over TCP does; KV messages may meet anything, since
-their protocol promises to bear it. All randomness comes from the run's seed.
+Owns every message on its way. Control connections (ingress to engine) keep the order and lose
+nothing while they are open, as ZMQ over TCP. KV messages may suffer any of these, because their
+protocol must tolerate it. All randomness is from the run's seed.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from kv_transfer.transports.virtual import VirtualTransport
 
 _MESSAGE_BYTES = 200
-"""What a message without payload takes of the wire."""
+"""Bytes of a message without its payload."""
 
 
 class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How messages travel.
+    """The properties of the network.
 
     Attributes:
-        latency_s: One way, between any two processes.
-        jitter_s: Up to this much more, drawn for each message.
+        latency_s: One-way latency between any two processes.
+        jitter_s: Largest additional delay, drawn for each message.
         kv_bytes_per_s: Bandwidth with which a host sends KV.
-        kv_loss: Share of the KV messages that are lost.
-        kv_repetition: Share that arrive twice.
-        kv_jitter_s: Up to this much more for a KV message: later ones may overtake it.
+        kv_loss: Share of KV messages that are lost.
+        kv_repetition: Share of KV messages that arrive twice.
+        kv_jitter_s: Largest additional delay of a KV message; later ones may overtake it.
     """
 
     latency_s: float = 100e-6
@@ -46,12 +46,12 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class KVHost(Protocol):
-    """What the network knows of a host.
+    """A host as the network sees it.
 
     Attributes:
-        incarnation: Names it as a consumer.
-        kv_endpoint: Names it as a producer.
-        transport: Takes what arrives; None where KV is not moved.
+        incarnation: Its name as a consumer.
+        kv_endpoint: Its name as a producer.
+        transport: The receiver of its messages; None if it moves no KV.
     """
 
     incarnation: str
@@ -60,36 +60,36 @@ class KVHost(Protocol):
 
     @property
     def is_cut(self) -> bool:
-        """Whether nothing gets from or to it now."""
+        """Whether a partition drops all of its messages now."""
 
     def corrupts(self) -> bool:
-        """Whether KV that leaves it now is damaged on its way."""
+        """Return whether KV that it sends now is corrupted on the way."""
 
     def call_at(self, when_s: float, callback: Callable[..., object], *args: object) -> object:
-        """Let something happen in its process at a virtual time."""
+        """Run a callback in its process at a virtual time."""
 
     def do(self, callback: Callable[..., object], *args: object) -> None:
-        """Let something happen in its process now."""
+        """Run a callback in its process now."""
 
 
 class KVObserver(Protocol):
-    """Who watches what passes between the KV connectors."""
+    """An observer of the messages between KV connectors."""
 
     def kv_sent(self, host: KVHost, peer: bytes, message: ToConsumer) -> None:
-        """A producer sends a consumer a message."""
+        """Observe a message that a producer sends to a consumer."""
 
     def kv_arrived(self, host: KVHost, peer: bytes, message: ToProducer) -> None:
-        """A message of a consumer reaches a producer."""
+        """Observe a consumer's message that arrives at a producer."""
 
 
 class Channel:
     """One direction of a control connection: in order, after the network's delay.
 
     Args:
-        is_shut: Whether nothing gets through now.
+        is_shut: Returns whether messages are dropped now.
 
     Attributes:
-        num_on_way: Messages that were sent and have not arrived.
+        num_on_way: Messages on their way.
     """
 
     def __init__(self, network: Network, is_shut: Callable[[], bool]) -> None:
@@ -99,7 +99,7 @@ class Channel:
         self.num_on_way = 0
 
     def send(self, deliver: Callable[..., None], *args: object) -> None:
-        """Call `deliver` when the message arrives; never if it is shut at either time."""
+        """Call `deliver` when the message arrives; drop it if the channel is shut at either end."""
         if self._is_shut():
             return
         loop = self._network.loop
@@ -114,10 +114,10 @@ class Channel:
 
 
 class Network:
-    """See the module docstring.
+    """The network of one run.
 
     Attributes:
-        kv_observer: Told of every KV message that a producer sends or gets.
+        kv_observer: Observer of every KV message that a producer sends or receives.
     """
 
     def __init__(self, loop: VirtualLoop, config: NetworkConfig, rng: np.random.Generator) -> None:
@@ -128,32 +128,32 @@ class Network:
         self._by_endpoint: dict[str, KVHost] = {}
         self._by_peer: dict[bytes, KVHost] = {}
         self._free_s: dict[str, float] = {}
-        # How often the connection of two hosts has broken: what was on its way then is lost.
+        # Number of breaks of each connection: messages sent before a break are lost.
         self._num_breaks: dict[tuple[str, str], int] = {}
 
     def delay_s(self) -> float:
-        """How long the next control message takes."""
+        """Draw the delay of the next control message."""
         return self._config.latency_s + self._up_to_s(self._config.jitter_s)
 
     @property
     def longest_delay_s(self) -> float:
-        """How long a control message takes at most."""
+        """The longest delay of a control message."""
         return self._config.latency_s + self._config.jitter_s
 
     def attach(self, host: KVHost) -> None:
-        """Let a host's KV connector be found."""
+        """Connect a host's KV connector."""
         self._by_endpoint[host.kv_endpoint] = host
         self._by_peer[host.incarnation.encode()] = host
 
     def detach(self, host: KVHost) -> None:
-        """Take out a host that died: its peers find their connections broken."""
+        """Disconnect a host that died; its peers' connections break."""
         self._by_endpoint.pop(host.kv_endpoint, None)
         self._by_peer.pop(host.incarnation.encode(), None)
         self._free_s.pop(host.incarnation, None)
         self.break_kv_connections(host)
 
     def break_kv_connections(self, host: KVHost) -> None:
-        """Lose what is on its way to and from a host, and tell both ends of each connection."""
+        """Break a host's KV connections: messages on their way are lost, both ends are notified."""
         for other in list(self._by_endpoint.values()):
             if other is not host:
                 pair = _pair(host, other)
@@ -178,7 +178,7 @@ class Network:
         payload: NDArray[np.uint8] | None,
         num_bytes: int,
     ) -> None:
-        """Carry a producer's message; `num_bytes` is what its payload stands for."""
+        """Carry a producer's message; `num_bytes` is the size of the payload it represents."""
         host = self._by_peer.get(peer)
         if host is None:
             sender.call_at(self._soon_s(), _transport(sender).lose_consumer, peer)
@@ -204,7 +204,7 @@ class Network:
         receive: Callable[..., None],
         *args: object,
     ) -> None:
-        """Let a host receive a message: never, once or twice."""
+        """Deliver a message to a host: never, once or twice."""
         pair = _pair(sender, host)
         num_breaks = self._num_breaks.get(pair, 0)
 
@@ -219,7 +219,7 @@ class Network:
         return self.loop.time() + self._config.latency_s
 
     def _arrivals(self, sender: KVHost, receiver: KVHost, num_bytes: int) -> list[float]:
-        """When a KV message arrives: once as a rule, perhaps twice or never."""
+        """Draw the arrival times of a KV message: usually one, perhaps two or none."""
         config, now_s = self._config, self.loop.time()
         if sender.is_cut or receiver.is_cut:
             return []
@@ -250,13 +250,13 @@ def _transport(host: KVHost) -> VirtualTransport:
 
 
 def _lose(host: KVHost, other: KVHost) -> None:
-    """A host's connections to another one broke, in both roles."""
+    """Notify a host that its connections to another one broke, in both roles."""
     if host.transport is not None:
         host.transport.lose_producer(other.kv_endpoint)
         host.transport.lose_consumer(other.incarnation.encode())
 
 
 def _pair(one: KVHost, other: KVHost) -> tuple[str, str]:
-    """The connection of two hosts, whichever of them is named first."""
+    """Return the key of the connection of two hosts, independent of their order."""
     first, second = sorted((one.incarnation, other.incarnation))
     return first, second

@@ -1,8 +1,8 @@
-"""What a simulation leaves behind: plain facts per request, replica and event. Pure.
+"""The records of a simulation: facts per request, replica and event. Pure.
 
-Owner: the run that writes them. Nobody changes a record after that. Every time is in seconds of
-virtual time since the simulation's start; nothing here is derived, `summary` does that. Records are
-lean, because a run may have a million requests.
+A run creates them; they are never changed. Every time is in seconds of virtual time since the
+simulation's start. Derived values are in `summary`. Records are small, because a run may have a
+million requests.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 OK: Final = "ok"
-"""The outcome of a request that got every token it asked for."""
+"""The outcome of a request that got all of its tokens."""
 ABORTED: Final = "aborted"
 """The outcome of a request whose client went away."""
 INGRESS_LOST: Final = "ingress_lost"
 """The outcome of a request whose ingress died: its client saw the connection break."""
 NO_INGRESS: Final = "no_ingress"
-"""The outcome of a request that came when no ingress was there."""
+"""The outcome of a request that arrived while no ingress was alive."""
 
 NO_TIMES: Final = np.empty(0, dtype=np.float64)
 """Token times of a request that got no token. Shared: never write to it."""
@@ -29,22 +29,22 @@ NO_TIMES.flags.writeable = False
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
-    """One request of the workload, from its arrival to its one end.
+    """One request of the workload, from its arrival to its end.
 
     Attributes:
-        arrival_s: When the workload sent it, as scheduled: not when the router got round to it.
-        num_cached_tokens: Prompt tokens that the prefix cache gave, and prefill did not compute.
+        arrival_s: Scheduled time of arrival, independent of when the router handled it.
+        num_cached_tokens: Prompt tokens from the prefix cache, which prefill did not compute.
         token_times_s: When the client got each output token; shape [tokens], float64, ascending.
-            Empty when there was none.
+            Empty if there was none.
         outcome: `OK`, `ABORTED`, or the class name of the error that ended it.
         finished_s: When it ended; for `OK`, when its client got the last token.
-        replica: The replica that decoded it last; None when it reached none.
-        prefill_replica: The replica that prefilled it last, when that is another one.
-        queued_s: Seconds from arrival until a decode engine was asked last, for a stream that has
-            no token yet. With the order `predicted`, waiting for a prefill engine is mostly in it.
-        transfer_s: Seconds from its first token until all of its KV was where it decodes: what the
-            transfer adds before the second token, and prefill did not hide. None without one.
-        num_retries: How often it started again after a refusal or a lost replica.
+        replica: The replica that decoded it last; None if it reached none.
+        prefill_replica: The replica that prefilled it last, if that is another one.
+        queued_s: Seconds from arrival until a decode engine was last asked for it while it had no
+            token. With the order `predicted` this includes most of the wait for a prefill engine.
+        transfer_s: Seconds from its first token until all of its KV was at the decode engine: the
+            part of the transfer that prefill did not hide. None without a transfer.
+        num_retries: Number of restarts after a refusal or a lost replica.
     """
 
     request_id: str
@@ -63,17 +63,17 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=Fals
 
 
 class ReplicaRecord(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """One replica's life. A replica that died and came back has a record for each life.
+    """One start of a replica, until its end. A restarted replica has a record for each start.
 
     Attributes:
         name: Pool and rank, as in a fault plan: "decode/1". Restarts keep it.
-        num_slots: Decode positions over all of its DP groups; 0 where a role has none.
+        num_slots: Decode slots over all of its DP groups; 0 for a role without.
         busy_s: Seconds that its device spent in steps.
         slot_busy_s: Slot-seconds: for each slot, the seconds in which a request held it, summed.
         num_prompt_tokens: Prompt tokens that its steps computed; cached ones are not among them.
         num_output_tokens: Output tokens that its steps produced.
         num_preemptions: Requests that lost their blocks and had to be computed again.
-        stopped_s: When it stopped or died; None when it lived until the end of the run.
+        stopped_s: When it stopped or died; None if it ran until the end.
     """
 
     name: str
@@ -90,12 +90,12 @@ class ReplicaRecord(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class EventRecord(msgspec.Struct, frozen=True, gc=False):
-    """One thing that happened, in the order in which it did.
+    """One event of the log.
 
     Attributes:
-        kind: What, in a word: "arrive", "place", "step", "kill".
-        subject: To whom: a request, a replica, a link.
-        detail: What else there is to say; the kind decides what each place means.
+        kind: Kind of event: "arrive", "place", "step", "kill".
+        subject: Name of a request, a replica or a link.
+        detail: Further values; their meaning depends on the kind.
     """
 
     at_s: float
@@ -105,18 +105,18 @@ class EventRecord(msgspec.Struct, frozen=True, gc=False):
 
 
 class SimulationResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """Everything that one run leaves.
+    """The result of one run.
 
     Attributes:
-        policy: How requests were placed: "least_loaded", "round_robin".
+        policy: The placement policy: "least_loaded", "round_robin".
         duration_s: Virtual seconds from the start to the end of the last request.
-        num_replicas: At the end.
-        replica_seconds: Of all replicas, from being wanted to being given back.
-        replicas: One for each life of a replica, in the order of their start.
-        events: What happened, if the run kept it; else empty.
-        num_events: Events that the loop handled, kept or not.
-        wall_s: Real seconds that the run took. The only number here that two runs do not share.
-        speed_up: Arrivals came this many times faster than the workload has them.
+        num_replicas: Number of replicas at the end.
+        replica_seconds: Machine seconds of all replicas, including their starts and drains.
+        replicas: One record for each start of a replica, in order.
+        events: The event log; empty if it was not kept.
+        num_events: Number of events that the loop handled, kept or not.
+        wall_s: Real seconds that the run took; the only number that differs between equal runs.
+        speed_up: Factor by which arrivals were faster than in the workload.
         config: Further facts of the configuration, for titles and files: {"board": "n150"}.
     """
 

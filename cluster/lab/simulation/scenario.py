@@ -1,8 +1,8 @@
-"""A scenario: everything that one run of the simulator with checks needs, in one value.
+"""A scenario: a value with everything that one checked run of the simulator needs.
 
-Pure but for `run_scenario`. A seed makes a scenario, a file holds one, and either of them makes the
-same run, to the bit. Scenarios are small and mean: few slots and blocks, bursts, a bad network and
-faults, so that refusals, preemption, eviction and lost replicas happen all the time.
+Pure except for `run_scenario`. A scenario is sampled from a seed or read from a file, and always
+gives the same run, to the bit. Scenarios have few slots and blocks, bursts, a bad network and
+faults, so that refusals, preemption, eviction and lost replicas are frequent.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ VOCAB_SIZE = 512
 EOS_TOKEN_IDS = (0, 2)
 BYTES_PER_BLOCK = 16 * BLOCK_TOKENS
 TENANTS = ("a", "b", "b")
-"""Of one request after the other."""
+"""The tenants of consecutive requests."""
 
 
 class ScenarioPool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Equal replicas of one role; see `EngineConfig` for what is not told here.
+    """A pool of equal replicas; other fields are as in `EngineConfig`.
 
     Attributes:
-        lanes: DP groups of each.
-        num_blocks: KV blocks of a lane, null block included.
-        max_num_waiting: Most sequences that wait; None is unbounded.
-        step_timeout_s: How long a step may take before the replica's parent ends it.
-        drain_timeout_s: How long requests may go on in a replica that is to be replaced.
-        steps_in_flight: Has a meaning where decodes are steps of their own, as on a mesh.
+        lanes: DP groups of each replica.
+        num_blocks: KV blocks of a lane, including the null block.
+        max_num_waiting: Limit of waiting sequences; None is unbounded.
+        step_timeout_s: Seconds of a step after which the replica's parent ends it.
+        drain_timeout_s: How long the requests of a draining replica may take.
+        steps_in_flight: Only has an effect if decodes are steps of their own, as on a mesh.
     """
 
     role: Literal["prefill", "decode", "both"]
@@ -74,9 +74,9 @@ class ScenarioRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """One request.
 
     Attributes:
-        block_ids: What the prompt is made of, see `TraceRequest`; all of it, so that it stays the
-            same prompt when other requests are taken out.
-        abort_s: So many seconds after its arrival its client leaves.
+        block_ids: All blocks of the prompt, see `TraceRequest`; complete, so that removing other
+            requests does not change the prompt.
+        abort_s: Seconds after its arrival at which the client leaves.
     """
 
     arrival_s: float
@@ -87,14 +87,14 @@ class ScenarioRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class ScenarioTiming(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What steps cost; a `StepTiming` of straight lines.
+    """A linear `StepTiming`.
 
     Attributes:
-        decode_token_s: Per token of the contexts of a decode step.
-        move_s: Per message of KV blocks, on each side.
-        host_s: Per step, outside the device.
-        host_row_s: Per sequence of a step, outside the device.
-        start_s: From a replica's start to its readiness.
+        decode_token_s: Seconds per token of the contexts of a decode step.
+        move_s: Seconds per message of KV blocks, on each side.
+        host_s: Seconds per step, outside the device.
+        host_row_s: Seconds per sequence of a step, outside the device.
+        start_s: Seconds from a replica's start until it is ready.
     """
 
     prefill_token_s: float = 1e-4
@@ -135,16 +135,16 @@ class ScenarioTiming(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """See the module docstring.
+    """The input of one checked run.
 
     Attributes:
-        seed: Of every draw in the run; also names it.
+        seed: Seed of every draw in the run; also its name.
         max_model_len: Longest sequence; has to fit into a lane of every pool.
-        ingresses: How many; request i goes to number i modulo this.
-        requests: What arrives, in order of arrival.
-        restart_s: From the death of a replica to its start.
-        run_ahead: Whether stretches of plain decode steps are passed over, where that is possible.
-        deadline_s: A request that lasts longer hangs.
+        ingresses: Number of ingresses; request i goes to number i modulo this.
+        requests: The requests, in order of arrival.
+        restart_s: Seconds from the death of a replica to the start of its successor.
+        run_ahead: Whether several plain decode steps are simulated as one event, where possible.
+        deadline_s: A request that lasts longer fails the run.
     """
 
     seed: int
@@ -162,7 +162,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     deadline_s: float = 600.0
 
     def to_json(self) -> bytes:
-        """For a file; `from_json` gives the same scenario back."""
+        """Encode the scenario for a file; `from_json` restores it."""
         return msgspec.json.format(msgspec.json.encode(self), indent=1)
 
     @classmethod
@@ -170,21 +170,21 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Read what `to_json` wrote.
 
         Raises:
-            msgspec.ValidationError: It is something else.
+            msgspec.ValidationError: The text is not a scenario.
         """
         return msgspec.json.decode(raw, type=cls)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a scenario.
+    """The result of a scenario's run.
 
     Attributes:
-        outcomes: How many requests ended in which way; empty after a failure.
-        failure: What was broken, and where it was found; None for a good run.
+        outcomes: Number of requests by outcome; empty after a failure.
+        failure: The error and where it was raised; None if every check passed.
         num_transfers: Prompts whose KV came from another replica.
-        num_cached_tokens: Prompt tokens that were not computed again.
-        digest: Of the log and of every token and its time: equal for equal runs.
+        num_cached_tokens: Prompt tokens that were in a prefix cache.
+        digest: Hash of the log and of every token and its time: equal for equal runs.
     """
 
     num_events: int
@@ -199,11 +199,11 @@ class Outcome:
 
 
 def run_scenario(scenario: Scenario) -> Outcome:
-    """Run a scenario to its end or to the first thing that is wrong."""
+    """Run a scenario to its end or to the first failure."""
     simulation = build(scenario)
     try:
         result = simulation.run()
-    except Exception as error:  # noqa: BLE001 - whatever a bug raises is a find
+    except Exception as error:  # noqa: BLE001 - a bug may raise anything
         log = simulation.recorder.events
         digest = hashlib.sha256(msgspec.json.encode(log)).hexdigest()
         return Outcome(simulation.loop.num_events, {}, _describe(error), log, digest)
@@ -224,7 +224,7 @@ def run_scenario(scenario: Scenario) -> Outcome:
 
 
 def build(scenario: Scenario) -> Simulation:
-    """The simulation of a scenario, with every check, ready to run."""
+    """Return the simulation of a scenario, with every check, ready to run."""
     options = SimulationOptions(
         seed=scenario.seed,
         router=scenario.router,
@@ -296,7 +296,7 @@ def _pool_spec(pool: ScenarioPool, scenario: Scenario) -> PoolSpec:
 
 
 def _describe(error: BaseException) -> str:
-    """An error and the innermost place where it was raised."""
+    """Describe an error and the innermost place where it was raised."""
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
     code = frame.f_code
     name = getattr(code, "co_qualname", code.co_name)
