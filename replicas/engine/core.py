@@ -381,7 +381,7 @@ class EngineCore:
         self._scheduler.reset_prefix_cache()
 
     def check_invariants(self) -> None:
-        """See `Scheduler.check_invariants`."""
+        """Assert the scheduler's invariants."""
         self._scheduler.check_invariants()
 
     def shutdown(self) -> None:

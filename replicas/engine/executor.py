@@ -49,5 +49,5 @@ class UniProcExecutor:
         self._worker = Worker(config, incarnation, notify, progress)
 
     def collective_rpc(self, method: str, *args: object) -> list[Any]:
-        """See `Executor`."""
+        """Call a method of the worker and return its result in a list."""
         return [getattr(self._worker, method)(*args)]

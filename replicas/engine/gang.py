@@ -242,7 +242,7 @@ class GangExecutor:
         self._pulse = pulse
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:  # noqa: ANN401 - as they come
-        """See `Executor`; a step with a batch waits for its turn."""
+        """Call a method of the worker; a step with a batch first waits for its turn."""
         if method == "submit_step" and args[0] is not None:
             # Waiting for a turn must not count as the duration of one.
             self._pulse.compute(0)

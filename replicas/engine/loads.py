@@ -93,7 +93,10 @@ class KVLoads:
         self.num_in[seq.dp_group] += 1
 
     def load(self, request_id: str, ticket: bytes, epoch: int, now_s: float) -> None:
-        """See `Scheduler.load`."""
+        """Start fetching a reserved sequence's KV, or cancel the transfer under way first.
+
+        For arguments and errors see `Roster.load`.
+        """
         seq = self._reserved.get(request_id)
         if seq is None or seq.transfer is None or self._connector is None:
             return

@@ -169,7 +169,7 @@ class VirtualWorker:
     def initialize_kv_cache(
         self, kv_groups: Sequence[KVGroup], max_model_len: int
     ) -> tuple[tuple[str, ...], tuple[KVLayout, ...]] | None:
-        """See `Worker.initialize_kv_cache`."""
+        """Make the KV rows, if modelled, and the connector; return as `Worker` does."""
         config, group = self._config, only_kv_group(kv_groups, "a simulated mesh")
         if self._models_kv:
             self._cache = PagedKVCache(config.tt_data_parallel, group.num_blocks, group.block_size)
@@ -188,11 +188,11 @@ class VirtualWorker:
         """Do nothing: the simulator adds `StepTiming.warm_up_s` before the engine is ready."""
 
     def transfer_stats(self, now_s: float) -> TransferStats | None:
-        """See `Worker.transfer_stats`."""
+        """Return totals of the KV connector; None without one."""
         return self._connector.stats(now_s) if self._connector is not None else None
 
     def transfers(self, now_s: float) -> list[TransferInfo]:
-        """See `Worker.transfers`."""
+        """Return the KV transfers under way."""
         return self._connector.transfers(now_s) if self._connector is not None else []
 
     def shutdown(self) -> None:
@@ -205,7 +205,7 @@ class VirtualWorker:
     def submit_step(
         self, batch: ScheduledBatch | None, meta: ConnectorMeta | None, now_s: float
     ) -> None:
-        """See `Worker.submit_step`."""
+        """Begin a step: start transfers, and add the batch to the device's timeline."""
         if self._connector is not None and meta is not None:
             self._connector.start_load_kv(meta, now_s)
         if batch is not None:
@@ -214,14 +214,14 @@ class VirtualWorker:
             self._begun.append(_Begun(self._advance(batch), end_s))
 
     def collect_step(self) -> StepResult:
-        """See `Worker.collect_step`; the clock has its duration."""
+        """Return the result of the oldest step, and add the wait for it to the clock."""
         wait_s = self.wait_s()
         token_ids, _, earlier, earlier_s = self._begun.popleft()
         self._clock.spend(wait_s)
         return StepResult(token_ids, wait_s, earlier=earlier, earlier_s=earlier_s)
 
     def end_step(self, meta: ConnectorMeta, now_s: float) -> TransferResults:
-        """See `Worker.end_step`; the clock has its duration."""
+        """End a step with transfers: extract new KV, then collect ended transfers."""
         assert self._connector is not None
         self._connector.mark_ready(meta, now_s)
         self._connector.wait_for_save()

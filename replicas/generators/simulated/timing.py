@@ -162,7 +162,7 @@ class MeshTiming:
     def mixed_s(
         self, chunks: Sequence[tuple[int, int, int]], rows: Sequence[tuple[int, int]]
     ) -> float:
-        """One after the other: a TT mesh cannot mix, and the generator never asks."""
+        """Return the seconds of both calls in turn; a TT mesh cannot mix them in one pass."""
         return self.prefill_s(chunks) + self.decode_s(rows)
 
     def warm_up_s(self) -> float:

@@ -100,7 +100,7 @@ class Vectors:
         return self._builder.bitcast(bits, vector.type)
 
     def _half(self, vector: _Value) -> _Value:
-        """The bits of bfloat16 numbers."""
+        """Return the bits of bfloat16 numbers."""
         builder = self._builder
         bits = builder.bitcast(vector, ir.VectorType(ir.IntType(32), self._width))
         odd = builder.and_(builder.lshr(bits, self._bits(16)), self._bits(1))
