@@ -1,1 +1,1 @@
-"""The HTTP edge: OpenAI bodies in and out, streams, what is shown of the cluster; no Ray."""
+"""The HTTP edge: OpenAI requests and answers, streams, and debugging routes. No Ray."""

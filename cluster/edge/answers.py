@@ -1,4 +1,4 @@
-"""Answers of one piece: JSON, and the one form in which an error is sent before the first byte."""
+"""JSON answers, and the form of an error that is sent before the first byte."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _DEFAULT_RETRY_AFTER_S = 1
 
 
 def json_response(body: object, status: int = 200) -> Response:
-    """A JSON body with its status."""
+    """Return a response with a JSON body."""
     return Response(orjson.dumps(body), status, media_type="application/json")
 
 
 def error_response(error: ServingError) -> Response:
-    """An error with its status, and when to come again where that makes sense."""
+    """Return the response of an error, with `Retry-After` where a retry makes sense."""
     response = json_response(error_body(error), error.status)
     retry_after_s = error.retry_after_s
     if retry_after_s is None and error.status == 429:

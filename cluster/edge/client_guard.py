@@ -1,22 +1,21 @@
-"""The door of a server: what every request passes before Serve counts it, and each answer after.
+"""The outermost middleware of a server: protects it from slow, greedy and lying clients.
 
-Serve wraps it around its HTTP servers, those of ingress replicas and its own proxies', because
-`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names `proxy_middlewares`, or `ingress_middlewares`.
+Serve wraps it around its HTTP servers, because `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names
+`proxy_middlewares` (Serve's own proxies) or `ingress_middlewares` (ingress replicas).
 
-- A request reaches the application when its body is complete: a slow body takes no place.
-- Headers that are Serve's own, or ours, are taken from clients. Behind HAProxy ours are kept, as
-  HAProxy has removed what clients sent and has set its own.
-- `scope["client"]` is the request's source, as HAProxy saw it: behind the door it is the key for
-  shares between clients.
-- A client that does not read what it is sent is gone. Behind the door no task waits for a client's
-  bytes.
-- In an ingress replica the door also ends the requests of clients that are gone: Serve would, by
-  two more tasks for each. An application that waits for `http.disconnect` ends by itself, and says
-  so; anything else is cancelled.
+- A request reaches the application only when its body is complete. Serve counts it only then.
+- Headers of Serve and of ttserve that a client sends are removed. Behind HAProxy ttserve's headers
+  are kept, because HAProxy has already removed the client's and set its own.
+- `scope["client"]` becomes the request's source as HAProxy saw it. It is the key for fair shares
+  between clients.
+- A client that does not read its answer in time counts as disconnected. The application never waits
+  for a slow client's bytes.
+- In an ingress replica the guard also ends the requests of disconnected clients; Serve would need
+  two more tasks per request. An application that awaits `http.disconnect` must end by itself; any
+  other is cancelled.
 
-Owner: a `ClientGuard` owns what its process holds of request bodies, an `_Exchange` one
-request's own.
-What a body may say is `cluster.edge.routes`' business.
+Owner: a `ClientGuard` owns the counts of body bytes in its process, an `_Exchange` those of one
+request. `cluster.edge.routes` checks the content of bodies.
 """
 
 from __future__ import annotations
@@ -64,35 +63,38 @@ _FORWARDED = frozenset({b"x-forwarded-for", b"forwarded", b"x-real-ip", b"via"})
 _SOURCE_BITS = 64
 _PIECE_BYTES = 64 * 2**10
 _DISCONNECT_TURNS = 3
-"""Turns of the event loop that each request waits before the application gets it. When the loop is
-late, many clients have left by then. The first turn reads the end of such a connection, the second
-reports it to the server, the third wakes the task that watches the client."""
+"""Turns of the event loop that each request waits before it reaches the application. When the loop
+is late, many clients have already disconnected. The first turn reads the end of such a connection,
+the second reports it to the server, the third wakes the task that watches the client."""
 
 MAX_BODY_VARIABLE = "TTSERVE_MAX_BODY_BYTES"
-"""Of an ingress replica's process, which has its door before its application."""
+"""Environment variable with `max_body_bytes`: the guard of an ingress replica is created before its
+application."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientLimits:
-    """What clients may cost a process before and after their requests run.
+    """Limits on the memory and time that clients may use in a process.
 
-    At most `max_bodies * free_bytes + shared_bytes` bytes of bodies are held: 512 MiB. Answers that
-    declare their length share `shared_bytes` with them until their clients have read them.
+    At most `max_bodies * free_bytes + shared_bytes` bytes of bodies are held: 512 MiB. An answer
+    with a declared length also takes from `shared_bytes`, until its client has read it.
 
-    In an ingress replica a body is held until the application has taken it. The application parses
-    it in the same turn of its event loop, so beyond the 512 MiB there is one body of
-    `max_body_bytes`, a copy of it, and its parsed form at a time. Texts that wait to be encoded are
-    bounded by `cluster.edge.heavy_work`. In a proxy of Serve's, whose application is in another
-    process, a body is held until its answer begins.
+    In an ingress replica a body is held until the application has received it. The application
+    parses it in the same turn of its event loop. So beyond the 512 MiB there is at most one body of
+    `max_body_bytes`, a copy of it, and its parsed form. `cluster.edge.heavy_work` bounds the texts
+    that wait to be encoded. In a proxy of Serve, whose application is in another process, a body is
+    held until its answer begins.
 
     Attributes:
-        body_timeout_s: For a whole body, from its headers on; then 408.
-        write_timeout_s: How long a client may leave unread what it is sent; then it is gone.
-        max_body_bytes: Larger bodies get 413, before they are read where they declare their length.
-        max_bodies: Bodies under way at a time; more get 429.
-        free_bytes: Each body may have so many, so that large bodies never keep small ones out.
-        shared_bytes: What is larger shares these; 429 when they are taken.
-        num_sources: One source has at most this part of `max_bodies`, and of `shared_bytes`.
+        body_timeout_s: Longest time for a whole body, from its headers on; then 408.
+        write_timeout_s: Longest time that a client may leave sent bytes unread; then it counts as
+            disconnected.
+        max_body_bytes: Larger bodies get 413; if they declare their length, before they are read.
+        max_bodies: Most bodies being received at a time; more get 429.
+        free_bytes: Bytes that each body gets for itself, so that large bodies never block small
+            ones.
+        shared_bytes: Bytes that all larger bodies share; 429 when they are used up.
+        num_sources: One source gets at most `1 / num_sources` of `max_bodies` and `shared_bytes`.
     """
 
     body_timeout_s: float = 10.0
@@ -105,7 +107,7 @@ class ClientLimits:
 
 
 def proxy_middlewares() -> list[Middleware]:
-    """Return what Serve puts around its own proxies."""
+    """Return the middlewares of Serve's own proxies."""
     environment = process_environment()
     has_haproxy = environment.get(HAPROXY_VARIABLE) == "1"
     proof = front_proof(environment)
@@ -113,11 +115,11 @@ def proxy_middlewares() -> list[Middleware]:
 
 
 def ingress_middlewares() -> list[Middleware]:
-    """Return what Serve puts around the HTTP server of an ingress replica.
+    """Return the middlewares of an ingress replica's HTTP server.
 
-    Only where Serve runs the application on the loop of its server
-    (`RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=0`): what a door tells stays on its loop. There is
-    such a server only behind HAProxy.
+    Serve must run the application on the event loop of that server
+    (`RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=0`), because the guard's asyncio objects
+    belong to one loop. Ingress replicas have such a server only behind HAProxy.
     """
     environment = process_environment()
     max_body_bytes = environment.get(MAX_BODY_VARIABLE, LARGEST_BODY_BYTES)
@@ -127,21 +129,22 @@ def ingress_middlewares() -> list[Middleware]:
 
 
 class ClientGuard:
-    """ASGI middleware, the outermost one.
+    """The outermost ASGI middleware; see the list in the module docstring.
 
     Args:
-        app: What is behind it.
-        limits: What clients may cost.
-        is_ingress: Whether the application runs on this loop. The door then cancels what runs for a
-            client that is gone and does not wait to hear of it, and tells Serve that it need not.
-        is_behind_haproxy: Whether requests come through HAProxy, which says where they are from.
-        proof: What HAProxy sends with each request. One without it came past HAProxy: its headers
-            of ours are not believed. Empty where Ray has no token to make a proof of.
+        app: The wrapped application.
+        limits: Limits on memory and time.
+        is_ingress: Whether the application runs on this event loop. The guard then cancels an
+            application whose client disconnected, unless it awaits `http.disconnect`, and tells
+            Serve not to watch for that itself.
+        is_behind_haproxy: Whether requests come through HAProxy, which reports their source.
+        proof: Value that HAProxy sends with each request. A request without it bypassed HAProxy,
+            and its ttserve headers are ignored. Empty if Ray has no token to derive it from.
 
     Attributes:
-        num_bodies: Bodies under way.
-        num_shared_bytes: What they, and those that the application has not taken, have of
-            `ClientLimits.shared_bytes`.
+        num_bodies: Bodies being received.
+        num_shared_bytes: Bytes of `ClientLimits.shared_bytes` in use: by bodies that are being
+            received or not yet delivered, and by unread answers.
     """
 
     def __init__(
@@ -164,7 +167,7 @@ class ClientGuard:
         self.num_shared_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request in once its body is there, and see its answer out."""
+        """Run the application once the body is complete, and send its answer."""
         if scope["type"] not in {"http", "websocket"}:
             await self._app(scope, receive, send)
             return
@@ -179,63 +182,63 @@ class ClientGuard:
             await exchange.run(self._app, scope, is_ingress=self._is_ingress)
             return
         except _RefusedError as refused:
-            # Not the exception itself, whose traceback holds what was read of the body.
+            # Not the exception itself, because its traceback refers to the bytes of the body.
             error = refused.error
         except ClientGoneError:
             return
         finally:
             exchange.close()
         response = error_response(error)
-        # The rest of the body would be read as the connection's next request.
+        # Otherwise the rest of the body would be parsed as the connection's next request.
         response.headers["connection"] = "close"
         await response(scope, receive, exchange.draining_send(error))
 
     def add_body(self, source: str) -> None:
-        """Count a body of a source that is being read.
+        """Count a body that is being received.
 
         Raises:
-            _RefusedError: There are as many as there may be, of all sources or of this one.
+            _RefusedError: The limit of bodies is reached, in all or for this source.
         """
         most = self._limits.max_bodies
         if self.num_bodies >= most:
-            raise _RefusedError(_saturated(f"{most} requests are being read"))
+            raise _RefusedError(_saturated(f"{most} request bodies are being received"))
         most = max(1, most // self._limits.num_sources)
         if self._bodies_of[source] >= most:
-            raise _RefusedError(_saturated(f"{most} requests of {source} are being read"))
+            raise _RefusedError(_saturated(f"{most} request bodies of {source} are being received"))
         self.num_bodies += 1
         self._bodies_of[source] += 1
 
     def remove_body(self, source: str) -> None:
-        """Count a body of a source no more."""
+        """Undo `add_body`."""
         self.num_bodies -= 1
         _subtract(self._bodies_of, source, 1)
 
     def add_shared_bytes(self, source: str, num_bytes: int) -> None:
-        """Let a source have more of the shared bytes.
+        """Reserve shared bytes for a source.
 
         Raises:
-            _RefusedError: There are not so many left, or not for this source.
+            _RefusedError: Too few are left, in all or for this source.
         """
         most = self._limits.shared_bytes
         if self.num_shared_bytes + num_bytes > most:
-            raise _RefusedError(_saturated("too many large bodies are being read, or sent"))
+            raise _RefusedError(_saturated("too many large bodies are being received or sent"))
         if self._shared_bytes_of[source] + num_bytes > most // self._limits.num_sources:
             raise _RefusedError(
-                _saturated(f"too many large bodies of {source} are being read, or sent to it")
+                _saturated(f"too many large bodies of {source} are being received or sent")
             )
         self.num_shared_bytes += num_bytes
         self._shared_bytes_of[source] += num_bytes
 
     def remove_shared_bytes(self, source: str, num_bytes: int) -> None:
-        """Take back shared bytes that a source had."""
+        """Undo `add_shared_bytes`."""
         self.num_shared_bytes -= num_bytes
         _subtract(self._shared_bytes_of, source, num_bytes)
 
     def _with_trusted_source(self, scope: Scope) -> Scope:
-        """The request without headers that are not its client's to send, and with its source.
+        """Return the scope without headers that clients may not send, and with its source.
 
-        Past HAProxy, or without it, the connection says where a request is from. A peer on this
-        host may use the operations routes, unless it only forwards what another client has sent.
+        If the request did not come through HAProxy, its source is the connection's peer. A peer on
+        this host may use the operations routes, unless it forwards another client's request.
         """
         headers = [header for header in scope["headers"] if _may_come_from_client(*header)]
         peer, port = scope.get("client") or ("", 0)
@@ -255,7 +258,7 @@ class ClientGuard:
 
 
 class _RefusedError(Exception):
-    """The door does not open; an error of the application itself is never one of these."""
+    """A request that the guard refuses; wraps the error for the client."""
 
     def __init__(self, error: ServingError) -> None:
         super().__init__(error)
@@ -263,7 +266,7 @@ class _RefusedError(Exception):
 
 
 class _Exchange:
-    """One request's body and answer."""
+    """One request: reading its body, running the application, sending its answer."""
 
     def __init__(
         self, guard: ClientGuard, limits: ClientLimits, source: str, receive: Receive, send: Send
@@ -290,8 +293,8 @@ class _Exchange:
         """Read the whole body, if there is one.
 
         Raises:
-            _RefusedError: It is too large, too slow, or one too many.
-            ClientGoneError: The client left before its end.
+            _RefusedError: The body is too large or too slow, or too many are being received.
+            ClientGoneError: The client disconnected before the end of the body.
         """
         declared = headers.get(b"content-length", b"")
         if b"transfer-encoding" not in headers and declared in {b"", b"0"}:
@@ -315,11 +318,11 @@ class _Exchange:
                 timer.cancel()
 
     async def run(self, app: ASGIApp, scope: Scope, *, is_ingress: bool) -> None:
-        """Let the application answer, until it has or the client is gone.
+        """Run the application until it has answered or the client has disconnected.
 
         Raises:
-            ClientGoneError: The client was gone first, and what ran for it has been cancelled, as
-                far as it does not swallow cancellations, as Serve does.
+            ClientGoneError: The client disconnected first, and the application was cancelled. Not
+                raised if the application swallows the cancellation, as Serve does.
         """
         watching = asyncio.create_task(self._watch_for_disconnect())
         try:
@@ -336,7 +339,7 @@ class _Exchange:
             watching.cancel()
 
     async def receive(self) -> Message:
-        """ASGI's channel to the application: the body at once, then the client's end."""
+        """ASGI `receive` for the application: the whole body, then the disconnect."""
         if self._body is not None:
             body, self._body = self._body, None
             if self._is_ingress:
@@ -350,9 +353,9 @@ class _Exchange:
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
-        """ASGI's channel to the client; when it does not read, `receive` says that it is gone."""
+        """ASGI `send` for the application; a client that does not read counts as disconnected."""
         if self._timer is None:
-            self._release_shared_bytes()  # an application that answers has read
+            self._release_shared_bytes()  # an application that answers has read the body
             self._timer = self._loop.call_later(
                 self._limits.write_timeout_s / 2, self._check_write_timeout
             )
@@ -360,7 +363,7 @@ class _Exchange:
             await self._send_head(message)
         elif not self._is_refused:
             body: bytes = message.get("body", b"")
-            # The server keeps what it is given: it waits for its client only between two pieces.
+            # The server buffers each message whole and applies back-pressure only between two.
             last = max(0, len(body) - 1) // _PIECE_BYTES * _PIECE_BYTES
             for begin in range(0, last, _PIECE_BYTES):
                 piece = body[begin : begin + _PIECE_BYTES]
@@ -371,7 +374,7 @@ class _Exchange:
         self._is_answered = message["type"] == "http.response.body" and not message.get("more_body")
 
     async def _send_head(self, start: Message) -> None:
-        """Send an answer's head, or a 429 where too much is held for clients that do not read."""
+        """Send the answer's head, or a 429 if too many bytes of unread answers are held."""
         declared = dict(start.get("headers", ())).get(b"content-length", b"0")
         try:
             self._reserve_shared_bytes(int(declared) - self._limits.free_bytes)
@@ -389,11 +392,11 @@ class _Exchange:
             self._sending_since_s = None
 
     def draining_send(self, error: ServingError) -> Send:
-        """Return a channel for a refusal, which ends it when the rest of the body has been read.
+        """Return a `send` for a refusal that also reads and drops the rest of the body.
 
-        Many clients read no answer before they have sent their whole body. With the rest unread
-        they would be stuck in their upload, and lose the answer when HAProxy closes the connection.
-        What is read is dropped. A body that was too slow is not waited for once more.
+        Many clients read no answer before they have sent their whole body. Otherwise they would be
+        stuck in their upload, and lose the answer when HAProxy closes the connection. The rest of
+        a body that was too slow is not read.
         """
 
         async def send(message: Message) -> None:
@@ -415,7 +418,7 @@ class _Exchange:
             self._has_all = not message.get("more_body", False)
 
     def close(self) -> None:
-        """Nothing is held for this request any more."""
+        """Release this request's shared bytes and its timer."""
         self._release_shared_bytes()
         if self._timer is not None:
             self._timer.cancel()
@@ -433,10 +436,10 @@ class _Exchange:
         self._client_left()
 
     def _client_left(self) -> None:
-        is_told = self._num_disconnect_waiters > 0
+        ends_by_itself = self._num_disconnect_waiters > 0
         self._gone.set()
-        # Once it has its answer it may leave; there may be something yet to be written down.
-        if self._interrupt is not None and not (is_told or self._is_answered):
+        # After a complete answer the application may still have to log or clean up.
+        if self._interrupt is not None and not (ends_by_itself or self._is_answered):
             self._interrupt.trigger(ClientGoneError())
 
     async def _read_chunks(self) -> bytes:
@@ -469,7 +472,7 @@ class _Exchange:
 
 
 def _subtract(counts: Counter[str], source: str, num: int) -> None:
-    """Take from a source's count, and forget the source when nothing is left."""
+    """Subtract from a source's count, and drop the source when it reaches 0."""
     counts[source] -= num
     if not counts[source]:
         del counts[source]
@@ -477,7 +480,7 @@ def _subtract(counts: Counter[str], source: str, num: int) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def source_of(address: str) -> str:
-    """Return the source that an address counts as: itself, or its IPv6 network of 64 bits."""
+    """Return the source of an address: IPv4 itself, IPv6 its network of 64 bits."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
@@ -490,9 +493,9 @@ def source_of(address: str) -> str:
 
 
 def _may_come_from_client(name: bytes, value: bytes) -> bool:
-    """Return whether a header is the client's to send; Serve reads a request's id as UTF-8."""
+    """Return whether a client may send a header; Serve decodes a request's id as UTF-8."""
     return not _IS_INTERNAL.match(name) and (name != _REQUEST_ID or value.isascii())
 
 
-def _saturated(what: str) -> SaturatedError:
-    return SaturatedError(f"{what}; try again later")
+def _saturated(reason: str) -> SaturatedError:
+    return SaturatedError(f"{reason}; try again later")

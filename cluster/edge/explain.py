@@ -1,6 +1,7 @@
-"""Why a request went where it did: GET /debug/routes/{request_id}, and its short form. Pure.
+"""Explanations of placements: GET /debug/routes/{request_id}, and their short form. Pure.
 
-The ingress that ran the request tells it to whoever knows the request's id; it lists none.
+Only the ingress that ran a request has its record. Clients need the request's id; ids are not
+listed.
 """
 
 from __future__ import annotations
@@ -19,28 +20,28 @@ if TYPE_CHECKING:
     NameOf = Callable[[str], str]
 
 ROUTE_HEADER = "x-debug-route"
-"""A request that has it, with any value but 0, gets its short form back under the same name."""
+"""A request with this header, unless it is 0, gets the short form back under the same name."""
 _SUFFIX_DIGITS = 16
 
 
 def engine_request_id(request_id: str, random_hex: str) -> str:
-    """What engines know a request by: a client may repeat its id, and two must never share one.
+    """Return the engines' id of a request: unique, even if a client repeats its own id.
 
-    `cluster.routing.explain.client_id` is the way back.
+    `cluster.routing.explain.client_id` returns the client's id.
     """
     return f"{request_id}-{random_hex[:_SUFFIX_DIGITS]}"
 
 
 class CandidateView(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the places that were weighed.
+    """One candidate place of a placement.
 
     Attributes:
-        dp_group: None: the engine as a whole.
-        snapshot_seq: Sequence number of what the replica had last said.
-        cost: The least is best, of those that can take it: null where it could not; and where
-            nothing told places apart.
-        terms: What each of the policy's terms added, by level one after the other.
-        uncached_tokens: Prompt tokens that it would have to compute; null if nobody asked.
+        dp_group: DP group; null for a whole engine.
+        snapshot_seq: Sequence number of the replica's snapshot that was used.
+        cost: Cost of the place; the least is chosen. Null if the request does not fit there, or if
+            no costs were compared.
+        terms: Contribution of each of the policy's terms, level by level.
+        uncached_tokens: Prompt tokens to compute there; null if the policy did not need them.
     """
 
     replica: str
@@ -56,12 +57,15 @@ class PlacementView(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         side: decode (a slot), prefill (a prefill engine for the prompt) or prompt (a decode engine
-            that computes it itself).
-        placed_s: Seconds from the request's arrival.
-        num_places: Places on that side; those that could take it, that had refused it, and that
-            were left aside: others are better for the prompt, or it was lost there.
-        prefill_engine_cost_s: For prompt: what the best prefill engine would have cost.
-        candidates: The chosen one, and those that cost least beside it.
+            that computes the prompt itself).
+        placed_s: Seconds from the request's arrival to the placement.
+        num_places: Places on that side.
+        num_fitting: Places that the request fits in.
+        num_refused: Places that had refused the request.
+        num_avoided: Places left out because others are better for the prompt, or because the
+            request was lost there.
+        prefill_engine_cost_s: For prompt: cost of the best prefill engine.
+        candidates: The chosen place, then the next cheapest ones.
     """
 
     side: str
@@ -75,7 +79,7 @@ class PlacementView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FiguresView(msgspec.Struct, frozen=True, kw_only=True):
-    """What was predicted, or came true; see `cluster.routing.explain.RouteFigures`."""
+    """Predicted or measured figures of a request; see `cluster.routing.explain.RouteFigures`."""
 
     ttft_s: float | None
     tpot_s: float | None
@@ -86,7 +90,7 @@ class RouteView(msgspec.Struct, frozen=True, kw_only=True):
     """One request.
 
     Attributes:
-        age_s: Seconds since it came.
+        age_s: Seconds since its arrival.
         outcome: running, finished, abort or the code of its error.
         ttft_s: Seconds from its arrival to its first token.
     """
@@ -103,11 +107,11 @@ class RouteView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoutesView(msgspec.Struct, frozen=True, kw_only=True):
-    """The requests that clients gave one id.
+    """Records of the requests with one client id.
 
     Attributes:
-        routes: The latest of them, the latest first.
-        num_dropped: Earlier ones with this id that are no longer kept.
+        routes: The kept records, the latest first.
+        num_dropped: Earlier records with this id that are no longer kept.
     """
 
     routes: list[RouteView]
@@ -115,13 +119,13 @@ class RoutesView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def route_view(route: Route, name_of: NameOf, *, policy: str, now_s: float) -> RouteView:
-    """What is known of a request at `now_s`, on the clock of its route.
+    """Return the record of a request.
 
     Args:
-        route: The request's.
-        name_of: From an incarnation to its replica's name.
-        policy: Who chose.
-        now_s: The time.
+        route: The request's route.
+        name_of: Maps an incarnation to its replica's name.
+        policy: Name of the placement policy.
+        now_s: Current time, on the route's clock.
     """
     return RouteView(
         policy=policy,
@@ -137,7 +141,7 @@ def route_view(route: Route, name_of: NameOf, *, policy: str, now_s: float) -> R
 
 
 def short_form(route: Route, name_of: NameOf) -> str:
-    """What a header says, a dictionary of RFC 9651: where it went, and how that was predicted."""
+    """Return the header's value, a dictionary of RFC 9651: places, predictions and outcomes."""
     fields = []
     for side in ("decode", "prefill", "prompt"):
         made = route.last_of(side)
@@ -168,7 +172,7 @@ def _figures(figures: RouteFigures) -> FiguresView:
 
 
 def _seconds(value: float | None) -> float | None:
-    """To the microsecond: what is beyond is of the arithmetic."""
+    """Round to microseconds; further digits are rounding errors."""
     return None if value is None else round(value, 6)
 
 

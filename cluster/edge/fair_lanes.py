@@ -1,13 +1,13 @@
-"""Which long text gets the next slice of a thread: fair shares by source, in two lanes. Pure.
+"""Fair scheduling of long texts over a few threads: shares by source, in two lanes. Pure.
 
-A source is a tenant, or an address where no tenant is named. Jobs run in slices, of at most
-`SLICE_CHARS` characters unless a job cannot be divided, and between two slices another job may be
-chosen. Within a lane the next slice is for the waiting source that has had the fewest characters by
-weight; one that comes back starts where the others are. So of two sources of one weight that both
-have jobs waiting, neither gets more than two slices ahead of the other. Prompts of generations go
-before other texts; these get one slice in `_SLICES_BETWEEN_OTHERS` + 1 at least.
+A source is a tenant, or a client address if no tenant is named. A job runs in slices of at most
+`SLICE_CHARS` characters, unless it cannot be divided; each slice may go to another job. Within a
+lane the next slice goes to the waiting source that was served the fewest characters, divided by its
+weight. A source that returns starts level with the others. So of two waiting sources of one weight,
+neither gets more than two slices ahead. Prompts of generations go before other texts, which get at
+least one of `_SLICES_BETWEEN_OTHERS + 1` slices.
 
-Owner: a `FairLanes` belongs to one event loop. It holds no thread: `cluster.edge.heavy_work` does.
+Owner: a `FairLanes` belongs to one event loop; `cluster.edge.heavy_work` owns the threads.
 Source: Goyal, Vin and Cheng, "Start-time Fair Queuing", SIGCOMM 1996.
 """
 
@@ -24,7 +24,7 @@ _SLICES_BETWEEN_OTHERS = 8
 
 
 class Lane(IntEnum):
-    """What a text is for; the lower one goes first."""
+    """Purpose of a text; lower values go first."""
 
     PROMPT = 0
     OTHER = 1
@@ -32,9 +32,9 @@ class Lane(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class LaneLimits:
-    """What jobs may hold that wait or run.
+    """Limits on waiting and running jobs.
 
-    A text larger than a limit of characters is admitted where nothing else counts against it.
+    A text larger than a limit of characters is admitted if no other job counts towards the limit.
 
     Attributes:
         max_chars: Characters of all jobs.
@@ -51,15 +51,15 @@ class LaneLimits:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A text to work on.
+    """A text to encode or decode.
 
     Attributes:
-        lane: What it is for.
-        source: On whose share it runs.
-        num_chars: Of it.
-        weight: Of its source.
-        slice_chars: Characters of a slice; all of them for a job that is one step.
-        num_left: Characters that no slice was given for yet.
+        lane: Purpose of the text.
+        source: Tenant or address whose share pays for it.
+        num_chars: Length of the text.
+        weight: Weight of the source.
+        slice_chars: Characters of a slice; `num_chars` for a job of a single step.
+        num_left: Characters that were not yet scheduled.
     """
 
     lane: Lane
@@ -75,7 +75,7 @@ class Job:
 
 @dataclass(slots=True)
 class _Source:
-    """What a source's jobs hold, and what it has had in each lane: characters by weight."""
+    """Totals of a source's jobs; `served` has characters divided by weight, for each lane."""
 
     num_jobs: int = 0
     num_chars: int = 0
@@ -83,10 +83,10 @@ class _Source:
 
 
 class FairLanes:
-    """See the module docstring.
+    """Queues of jobs by lane and source, and the choice of the next one.
 
     Args:
-        limits: What jobs may hold.
+        limits: Limits on waiting and running jobs.
     """
 
     def __init__(self, limits: LaneLimits) -> None:
@@ -94,14 +94,14 @@ class FairLanes:
         # Waiting jobs by source.
         self._lanes: dict[Lane, dict[str, deque[Job]]] = {lane: {} for lane in Lane}
         self._sources: dict[str, _Source] = {}
-        # What the source of the latest slice had had before it.
+        # By lane: `served` of the latest chosen source, before its slice.
         self._virtual_times = [0.0 for _ in Lane]
         self._num_since_other = 0
         self.num_jobs = 0
         self.num_chars = 0
 
     def refusal_reason(self, job: Job) -> str | None:
-        """Say why a job cannot be admitted now; None if it can."""
+        """Return why a job cannot be admitted now; None if it can."""
         limits, held = self._limits, self._sources.get(job.source, _Source())
         if held.num_jobs >= limits.max_source_jobs or _is_over(
             held.num_chars, job.num_chars, limits.max_source_chars
@@ -114,7 +114,7 @@ class FairLanes:
         return None
 
     def admit(self, job: Job) -> None:
-        """Let a job wait for its first slice; `refusal_reason` has none."""
+        """Queue a job for its first slice; `refusal_reason` must be None."""
         held = self._sources.setdefault(job.source, _Source())
         held.num_jobs += 1
         held.num_chars += job.num_chars
@@ -127,7 +127,7 @@ class FairLanes:
         lines[job.source].append(job)
 
     def pop_next(self) -> Job | None:
-        """Choose the job of the next slice; it waits no more until `resume`."""
+        """Remove and return the job of the next slice; None if no job waits."""
         if self._lanes[Lane.OTHER] and self._num_since_other >= _SLICES_BETWEEN_OTHERS:
             lanes = (Lane.OTHER, Lane.PROMPT)
         else:
@@ -139,11 +139,11 @@ class FairLanes:
         return None
 
     def resume(self, job: Job) -> None:
-        """Let a job wait for its next slice, before the other jobs of its source."""
+        """Queue a job for its next slice, before the other jobs of its source."""
         self._lanes[job.lane].setdefault(job.source, deque()).appendleft(job)
 
     def release(self, job: Job) -> None:
-        """Forget a job that has ended, or whose caller is gone; it may wait or not."""
+        """Remove a job that has ended or whose caller was cancelled, queued or not."""
         lines = self._lanes[job.lane]
         line = lines.get(job.source)
         if line is not None and job in line:
@@ -159,7 +159,7 @@ class FairLanes:
             del self._sources[job.source]
 
     def _pop_from_lane(self, lane: Lane) -> Job:
-        """Take the first job of the source that has had least."""
+        """Remove and return the first job of the source that was served least."""
         lines = self._lanes[lane]
         source = min(lines, key=lambda name: self._sources[name].served[lane])
         line, served = lines[source], self._sources[source].served

@@ -1,8 +1,8 @@
-"""Which requests an application answers at all: by listener, by host name, by how many are open.
+"""Checks before a route's handler: listener, `Host` header, and number of open requests.
 
-Owner: a `RequestGate` owns the number of open requests of one application. Why here and not in
-Serve: its semaphore stands in front of every route, so that health checks would wait behind
-streams, and it refuses in plain text.
+Owner: a `RequestGate` owns the count of open requests of one application. Serve's own limit is not
+used: it applies to every route, so that health checks would wait behind streams, and it answers in
+plain text.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class RequestGate:
     """The checks that a request passes before its handler runs.
 
     Args:
-        max_open: Counted requests that may be open at a time; more get 429.
-        allowed_hosts: Names that a `Host` header may have beside `LOOPBACK_NAMES`, without port.
-            None: no other on a listener with a loopback address, any name elsewhere.
+        max_open: Most open counted requests; more get 429.
+        allowed_hosts: Names, without port, that a `Host` header may have besides `LOOPBACK_NAMES`.
+            None: no others on a listener with a loopback address, any name elsewhere.
 
     Attributes:
-        num_open: Counted requests that are open.
+        num_open: Open counted requests.
     """
 
     def __init__(self, max_open: int, allowed_hosts: Collection[str] | None = None) -> None:
@@ -45,13 +45,13 @@ class RequestGate:
         """Refuse a request that this listener does not serve.
 
         Raises:
-            MisdirectedError: Its `Host` is not one of ours.
-            NotFoundError: The route is for operators, and the request came by the public listener.
+            MisdirectedError: The `Host` header is not allowed.
+            NotFoundError: The route is for operators, but the request came by the public listener.
         """
         self._check_host(headers)
         if route.listener == "operations" and headers.get(LISTENER_HEADER) != OPERATIONS:
             raise NotFoundError(
-                f"{route.path} is on the operations listener alone: by default "
+                f"{route.path} is only on the operations listener: by default "
                 "127.0.0.1, at the public port + 1"
             )
 
@@ -60,7 +60,7 @@ class RequestGate:
         """Count a request while it is open, if its route is counted.
 
         Raises:
-            SaturatedError: As many are open as may be.
+            SaturatedError: `max_open` requests are open.
         """
         if not route.is_counted:
             yield
@@ -76,12 +76,12 @@ class RequestGate:
             self.num_open -= 1
 
     def _check_host(self, headers: Headers) -> None:
-        """Keep out pages of other sites whose name resolves to our address (DNS rebinding).
+        """Refuse web pages of other sites whose name resolves to our address (DNS rebinding).
 
-        Such a page's requests have its own name in this header, so a loopback name is always safe:
-        probes on the host itself use one. So is an address where clients of other hosts are let
-        in: probes and scrapes of a cluster use one. A request without the header is HTTP/1.0,
-        which no browser sends.
+        Such a page's requests have the page's own name in this header. So a loopback name, as
+        probes on the host send it, is always safe. An IP address, as probes and scrapes in a
+        cluster send it, is safe on a listener that other hosts may reach. A request without the
+        header is HTTP/1.0, which no browser sends.
         """
         host = headers.get("host")
         is_loopback = headers.get(BOUND_HEADER) == LOOPBACK
@@ -93,15 +93,15 @@ class RequestGate:
             return
         if is_loopback or not _is_address(name):
             raise MisdirectedError(
-                f"the Host header {host!r} names no server here; set args.ingress.allowed_hosts "
-                "to serve it"
+                f"the Host header {host!r} is not allowed; to serve it, add it to "
+                "args.ingress.allowed_hosts"
             )
 
 
 def _name_of(host: str) -> str:
-    """The name of a `Host` header, without port and final dot, in lower case."""
+    """Return the name in a `Host` header, without port and final dot, in lower case."""
     name, colon, port = host.strip().lower().rpartition(":")
-    # The colons of an IPv6 address are within brackets.
+    # The colons of an IPv6 address are inside brackets.
     return (name if colon and not port.endswith("]") else host.strip().lower()).rstrip(".")
 
 

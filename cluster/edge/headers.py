@@ -1,4 +1,4 @@
-"""Headers with a meaning: Ray Serve's and our own, which no client may send; those of admission."""
+"""Request headers: those of Serve and ttserve, which no client may send, and those of admission."""
 
 from __future__ import annotations
 
@@ -18,53 +18,53 @@ SERVE_HEADERS = (
     "x-request-(timeout-seconds|disconnect-disabled)|serve[-_]multiplexed[-_]model[-_]id"
     "|x[-_]session[-_]id|x-serve-router-.*"
 )
-"""Regular expression over a name in lower case. These headers switch off Serve's deadline and its
-watch for clients that leave, choose a replica, or claim to come from its router. Serve decodes them
-as UTF-8 before the application could refuse them.
+"""Regular expression for Serve's headers, in lower case. They switch off Serve's deadline and its
+watch for disconnects, choose a replica, or claim to come from Serve's router. Serve decodes them as
+UTF-8 before the application could refuse them.
 
 Source: serve/_private/constants.py and http_util.py of Ray 2.60.
 """
 
 INTERNAL_HEADERS = f"^({SERVE_HEADERS}|x-ttserve-.*)$"
-"""Regular expression over every name that the first server of ours removes from a request."""
+"""Regular expression for every header that the first server of the cluster removes."""
 
 LISTENER_HEADER = "x-ttserve-listener"
-"""Which listener a request came by: `OPERATIONS`, or anything else for the public one."""
+"""Listener that accepted the request: `OPERATIONS`, or anything else for the public one."""
 OPERATIONS = "operations"
 
 PROOF_HEADER = "x-ttserve-front"
-"""HAProxy's proof that it has set the others, see `cluster.config.ray_auth.front_proof`."""
+"""HAProxy's proof that it set the other headers, see `cluster.config.ray_auth.front_proof`."""
 BOUND_HEADER = "x-ttserve-bound"
-"""`LOOPBACK` where that listener has a loopback address, which other hosts cannot reach."""
+"""`LOOPBACK` if that listener has a loopback address, which other hosts cannot reach."""
 LOOPBACK = "loopback"
 
 SOURCE_HEADER = "x-ttserve-source"
-"""Address of the client, or of its IPv6 network of 64 bits, as the first server of ours saw it."""
+"""Client address, or its IPv6 network of 64 bits, as the first server of the cluster saw it."""
 
 DISABLE_SERVE_WATCH = (
     (b"x-request-disconnect-disabled", b"?1"),
     (b"x-request-timeout-seconds", b"0"),
 )
-"""Say to Serve that somebody else watches whether the client leaves, and has deadlines: for either
-it would run the request in a task of its own, which nobody could end from outside."""
+"""Headers that switch off Serve's deadline and its watch for disconnects. For either, Serve would
+run the request in a task of its own, which the client guard could not cancel."""
 
 TTFT_HEADER, TPOT_HEADER = "x-slo-ttft-ms", "x-slo-tpot-ms"
-"""What a request says of its own objectives, in milliseconds; the names are llm-d's."""
+"""A request's own objectives, in milliseconds; the names are those of llm-d."""
 
 
 def is_enabled(headers: Headers, name: str) -> bool:
-    """Whether a header is there, and says anything but no."""
+    """Return whether a header is present with a value other than "", "0" and "false"."""
     return headers.get(name, "0") not in {"", "0", "false"}
 
 
 def require_json(headers: Headers) -> None:
-    """Refuse a body that does not call itself JSON in UTF-8.
+    """Refuse a body whose content type is not JSON in UTF-8.
 
-    A browser sends a page's `text/plain` or form to any host unasked; for `application/json` it
-    first asks that host for permission, which this edge never gives.
+    A browser lets any page send `text/plain` or a form to any host. For `application/json` it first
+    asks the host for permission (CORS), which this edge never gives.
 
     Raises:
-        UnsupportedMediaTypeError: There is no content type, or one of another kind or charset.
+        UnsupportedMediaTypeError: The content type is missing, or not JSON in UTF-8.
     """
     given = headers.getlist("content-type")
     if not given or not all(map(_is_json, given)):
@@ -82,10 +82,10 @@ def _is_json(content_type: str) -> bool:
 
 
 def admission_fields(headers: Headers, admission: AdmissionConfig | None) -> dict[str, object]:
-    """Fields of an `EngineRequest` that headers say: tenant and objectives, where these count.
+    """Return the `EngineRequest` fields that headers set: tenant and objectives.
 
     Raises:
-        BadRequestError: An objective is no positive number.
+        BadRequestError: An objective is not a positive number.
     """
     if admission is None:
         return {}
@@ -102,12 +102,12 @@ def admission_fields(headers: Headers, admission: AdmissionConfig | None) -> dic
 def encoding_share(
     headers: Headers, source: str, admission: AdmissionConfig | None
 ) -> tuple[str, float]:
-    """Return on whose share a request's text is encoded, and the weight of that share.
+    """Return the key of a request's fair share of the encoding threads, and the share's weight.
 
     Args:
-        headers: Of the request.
-        source: The client's, as `cluster.edge.client_guard` has put it into the request's scope.
-        admission: Says whether a header names tenants.
+        headers: The request's headers.
+        source: The client's source, which `cluster.edge.client_guard` puts into the scope.
+        admission: Names the header of tenants, if any.
 
     Raises:
         BadRequestError: The header names more than one tenant.
@@ -123,13 +123,13 @@ def encoding_share(
 def cache_salt(tenant: str, given: str, admission: AdmissionConfig | None) -> str:
     """Return the salt under which a request's KV is cached.
 
-    Where a header names tenants the salt begins with the tenant, by its length, so that no salt
-    that one tenant gives makes another's.
+    With tenants, the salt begins with the length and name of the tenant, so that no `cache_salt` of
+    one tenant equals that of another.
 
     Args:
-        tenant: Of the request.
-        given: The client's own `cache_salt`; "" is none.
-        admission: Says whether tenants are named, and share their caches.
+        tenant: The request's tenant.
+        given: The client's `cache_salt`; "" if it has none.
+        admission: Says whether there are tenants, and whether they share caches.
     """
     if admission is None or admission.tenant_header is None or admission.share_prefix_cache:
         return given
@@ -137,15 +137,15 @@ def cache_salt(tenant: str, given: str, admission: AdmissionConfig | None) -> st
 
 
 def _tenant(headers: Headers, name: str) -> str:
-    """Who is named; two names, or one that would have to be cut, might be somebody else's."""
+    """Return the tenant's name; refuse several or overlong ones, which could hit another tenant."""
     given = set(headers.getlist(name))
-    # Whoever is between may write two headers as one.
+    # A proxy may join two headers into one, separated by a comma.
     if len(given) > 1 or any("," in tenant for tenant in given):
         raise BadRequestError(f"the header {name} names more than one tenant", param=name)
     tenant = given.pop() if given else ""
     if len(tenant) > MAX_TENANT_CHARS:
         raise BadRequestError(
-            f"the header {name} may have {MAX_TENANT_CHARS} characters", param=name
+            f"the header {name} must have at most {MAX_TENANT_CHARS} characters", param=name
         )
     return tenant
 
@@ -156,5 +156,5 @@ def _positive(name: str, text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0.0 < value < math.inf:
-        raise BadRequestError(f"the header {name} must be milliseconds, more than 0", param=name)
+        raise BadRequestError(f"the header {name} must be milliseconds above 0", param=name)
     return value

@@ -1,9 +1,9 @@
-"""A few threads for what would hold up an event loop: long texts to encode and decode.
+"""Threads that encode and decode long texts, which would block the event loop.
 
-Owner: a `HeavyWork` belongs to one event loop, and owns its threads; `cluster.edge.fair_lanes`
-decides which job gets a thread next. A job runs in steps, each in a thread of its own turn, so that
-a short text comes in between the pieces of a long one. A step should release the interpreter's
-lock, or do many small things: a thread that keeps it for long holds up the loop all the same.
+Owner: a `HeavyWork` belongs to one event loop and owns its threads. `cluster.edge.fair_lanes`
+decides which job gets a thread next. A job runs in steps and competes for a thread before each, so
+that short texts run between the pieces of long ones. A step must release the GIL, or consist of
+many small operations: a thread that keeps the GIL for long blocks the event loop, too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _END = object()
-"""What `next` returns of steps that are over; StopIteration cannot pass a future."""
+"""Returned by `next` after the last step; a future cannot carry StopIteration."""
 
 
 class HeavyWork:
@@ -32,27 +32,27 @@ class HeavyWork:
 
     Args:
         num_threads: Steps that run at once.
-        limits: What jobs may hold that wait or run.
+        limits: Limits on waiting and running jobs.
     """
 
     def __init__(self, num_threads: int, limits: LaneLimits | None = None) -> None:
         self._threads = ThreadPoolExecutor(num_threads, "heavy-work")
         self._num_free = num_threads
         self._lanes = FairLanes(limits or LaneLimits())
-        # Jobs whose caller waits, and the turns that those in a lane wait for.
+        # Jobs whose caller still waits, and the futures that queued jobs wait for.
         self._running: set[Job] = set()
         self._turns: dict[Job, asyncio.Future[None]] = {}
 
     async def run(self, job: Job, steps: Iterator[T]) -> T:
-        """Take the steps of a job, each in a thread when it is the job's turn.
+        """Run the steps of a job in threads, each when it is the job's turn.
 
-        A step that has begun ends, even if the caller is cancelled meanwhile; no other one begins.
+        If the caller is cancelled, a running step still ends, and no further step starts.
 
         Returns:
-            What the last step yielded; there is one at least.
+            The value of the last step; there must be at least one.
 
         Raises:
-            SaturatedError: Too much waits already, of the job's source or in all.
+            SaturatedError: Too many jobs or characters are waiting, of the job's source or in all.
         """
         refusal = self._lanes.refusal_reason(job)
         if refusal is not None:
@@ -74,26 +74,26 @@ class HeavyWork:
             self._lanes.release(job)
             turn = self._turns.pop(job, None)
             if turn is not None and turn.done() and not turn.cancelled():
-                self._free_thread()  # a turn that was given, and not used
+                self._free_thread()  # a thread was assigned and not used
         assert last is not _END, "a job without a step"
         return last  # type: ignore[return-value] # _END is handled
 
     def _enqueue(self, job: Job) -> None:
-        """Let a job that waits in its lane have a thread when it is its turn."""
+        """Create the job's turn, and assign free threads."""
         self._turns[job] = asyncio.get_running_loop().create_future()
         self._assign()
 
     async def _step(self, job: Job, steps: Iterator[T]) -> object:
-        """Take a step in the thread that was assigned; the thread is free when the step ends."""
+        """Run one step in the assigned thread, which is free again when the step ends."""
         step = asyncio.get_running_loop().run_in_executor(self._threads, next, steps, _END)
         step.add_done_callback(partial(self._on_step_done, job))
         return await asyncio.shield(step)
 
     def _on_step_done(self, job: Job, step: asyncio.Future[object]) -> None:
-        """Let the job wait again, then free its thread.
+        """Queue the job again, then assign its thread.
 
-        The order matters: the thread would otherwise go to whichever job waits already, whatever
-        the shares and lanes say.
+        In the other order the thread would always go to another queued job, whatever the shares
+        and lanes say.
         """
         self._num_free += 1
         if job in self._running and not step.exception() and step.result() is not _END:
@@ -107,7 +107,7 @@ class HeavyWork:
         self._assign()
 
     def _assign(self) -> None:
-        """Give free threads to the jobs whose turn it is."""
+        """Assign free threads to the next jobs."""
         while self._num_free and (job := self._lanes.pop_next()) is not None:
             turn = self._turns[job]
             if not turn.done():

@@ -1,7 +1,7 @@
-"""Ends what a task does, from outside, with an error of one's own.
+"""Interrupts a block of a task from outside, with an error of one's choice.
 
-Why not a task of its own for what may have to end: every request would have several, and waits on
-them. Owner: the task that enters it.
+It saves a second task for work that may have to be interrupted; every request would have several.
+Owner: the task that enters it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class Interrupt:
-    """Lets others end its body: the task is cancelled there, and the error raised instead.
+    """Context manager whose block can be interrupted: the task is cancelled and raises the error.
 
-    A cancellation by anybody else stays one. Python 3.10 cannot tell it from ours if both come
-    before the task goes on: then the error it is.
+    Any other cancellation stays a cancellation. Python 3.10 cannot distinguish the two if both come
+    before the task runs again; then the error is raised.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Interrupt:
         self._task = task
         self._error: Exception | None = None
         self._is_over = False
-        # Somebody may have been cancelled before, and gone on without a word.
+        # The task may have swallowed earlier cancellations without calling uncancel().
         self._num_cancelled = task.cancelling() if sys.version_info >= (3, 11) else 0
 
     def __enter__(self) -> Interrupt:
@@ -42,13 +42,13 @@ class Interrupt:
         self._is_over = True
         if self._error is None:
             return
-        # Whoever may come after in this task is to know nothing of it.
+        # uncancel() hides our cancellation from the rest of the task.
         is_ours_alone = sys.version_info < (3, 11) or self._task.uncancel() <= self._num_cancelled
         if is_ours_alone and isinstance(error, asyncio.CancelledError):
             raise self._error from None
 
     def trigger(self, error: Exception) -> None:
-        """End the body with an error; the first one counts, and none does once it is over."""
+        """Interrupt the block with an error; only the first call within the block has an effect."""
         if self._error is None and not self._is_over:
             self._error = error
             self._task.cancel()

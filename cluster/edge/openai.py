@@ -1,8 +1,7 @@
-"""The values that cross between the HTTP edge and whatever serves it; no JSON, no HTTP.
+"""Values passed between the HTTP edge and its backend; no JSON, no HTTP, no behaviour.
 
-The edge turns a body into an `EngineRequest`, the ingress emits `OutputDelta`s and returns the
-`Usage`, the edge turns those into a body again. `cluster.edge.openai_requests` and
-`cluster.edge.openai_responses` do the turning. Nothing here has behaviour.
+`cluster.edge.openai_requests` turns a body into an `EngineRequest`. The backend emits deltas and
+returns the `Usage`, which `cluster.edge.openai_responses` turns into a body.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ if TYPE_CHECKING:
     from replicas.output_processor import OutputDelta
 
 Emit: TypeAlias = "Callable[[OutputDelta], Awaitable[None]]"
-"""Takes the deltas of a request; whoever awaits it has back-pressure."""
+"""Sends a delta to the client; awaiting it applies the client's back-pressure."""
 
 
 class Usage(NamedTuple):
-    """Token counts of a request; `cached_tokens` of the prompt were found computed."""
+    """Token counts of a request; `cached_tokens` is the cached part of the prompt."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -34,8 +33,8 @@ class ModelCard:
     """One entry of /v1/models.
 
     Attributes:
-        id: The name that requests give.
-        root: The model that it is, for one its folder's name.
+        id: Model name in requests.
+        root: Name of the model itself, such as its folder's name.
         max_model_len: Longest sequence, prompt and output together, in tokens.
         created: Unix time in s at which this deployment started.
         parent: The base model of an adapter, or None.
@@ -52,11 +51,11 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True)
 class ResponseSpec:
-    """What a response needs beside its request and the deltas; nothing behind the edge sees it.
+    """Options of a response that only the edge uses.
 
     Attributes:
-        request_id: The client's own name for the request, or one made for it.
-        created: Unix time in s at which the request came.
+        request_id: The client's id for the request, or a generated one.
+        created: Unix time in s at which the request arrived.
         model: The served model's id.
         stream: Whether the client wants server-sent events.
         include_usage: Whether a stream ends with a chunk of token counts.

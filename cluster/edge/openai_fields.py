@@ -1,9 +1,11 @@
-"""Every request field that OpenAI or vLLM documents, once, and what happens to it here.
+"""Every request field that OpenAI or vLLM documents, once, with its support here.
 
-SUPPORTED fields act. NO_EFFECT fields are checked for their type and change nothing: what they ask
-for does not exist here, and leaving it out alters no answer. NOT_YET fields would alter the answer,
-so they are taken at the value that asks for nothing and refused otherwise. A field in no table is
-refused by name. `null` stands for "not given" everywhere.
+- SUPPORTED fields act.
+- NO_EFFECT fields are checked for their type and ignored, because ignoring them alters no answer.
+- NOT_YET fields would alter the answer. They are accepted at their neutral value and refused at any
+  other.
+
+A field in no table is refused by name. `null` means "not given" everywhere.
 Source: OpenAI API reference (openai-python 3.51 request types); vLLM 0.32 protocol classes.
 """
 
@@ -19,17 +21,17 @@ from typing import Any
 from cluster.errors import BadRequestError
 
 Check = Callable[[object, str], Any]
-"""Gets a value and its path in the body; returns the value to use or raises BadRequestError."""
+"""Takes a value and its path in the body; returns the value to use or raises BadRequestError."""
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
-"""In each stop string: that much of an answer is searched again with every token of it."""
+"""In each stop string. With every token, that many characters of the answer are searched again."""
 MAX_SALT_CHARS = 256
 _MAX_SHOWN_CHARS = 64
 
 
 class Support(enum.Enum):
-    """What a documented field does here."""
+    """How far a documented field is supported."""
 
     SUPPORTED = "acts as documented"
     NO_EFFECT = "accepted, changes nothing"
@@ -38,7 +40,7 @@ class Support(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One documented field: its type, its support, the values that ask for nothing (NOT_YET)."""
+    """One documented field: type check, support, and neutral values of a NOT_YET field."""
 
     check: Check
     support: Support
@@ -46,7 +48,7 @@ class Field:
 
 
 def shown(value: object) -> str:
-    """A scalar as JSON, or what kind of container it is: short enough for an error message."""
+    """Return a scalar as JSON, or the kind of a container, short enough for an error message."""
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list):
@@ -57,7 +59,7 @@ def shown(value: object) -> str:
 
 
 def bad_field(path: str, text: str) -> BadRequestError:
-    """The error that names the field at `path` and says `text` of it."""
+    """Return the error "`path` `text`" about the field at `path`."""
     return BadRequestError(f"{path} {text}", param=path)
 
 
@@ -80,13 +82,13 @@ array = _of_type(list, "an array")
 
 
 def anything(value: object, path: str) -> object:
-    """No check: the field is refused at every value but null, or has no meaning here."""
+    """Accept any value: of fields refused at all values but null, or checked elsewhere."""
     del path
     return value
 
 
 def one_of(*choices: str) -> Check:
-    """A string out of `choices`."""
+    """Return the check for one of several strings."""
 
     def check(value: object, path: str) -> str:
         if not isinstance(value, str) or value not in choices:
@@ -97,7 +99,7 @@ def one_of(*choices: str) -> Check:
 
 
 def array_of(item: Check) -> Check:
-    """A list whose items all pass `item`."""
+    """Return the check for a list whose items all pass `item`."""
 
     def check(value: object, path: str) -> list[Any]:
         return [item(entry, f"{path}[{i}]") for i, entry in enumerate(array(value, path))]
@@ -106,7 +108,7 @@ def array_of(item: Check) -> Check:
 
 
 def stop_strings(value: object, path: str) -> tuple[str, ...]:
-    """The stop strings: one or up to 16, none too long; an empty one would end every text."""
+    """Check one or up to 16 stop strings; an empty one would end every text."""
     if not isinstance(value, (str, list)):
         raise bad_field(path, f"must be a string or an array of strings, got {shown(value)}")
     stops = (value,) if isinstance(value, str) else tuple(array_of(string)(value, path))
@@ -120,25 +122,25 @@ def stop_strings(value: object, path: str) -> tuple[str, ...]:
 
 
 def salt(value: object, path: str) -> str:
-    """The salt of cached KV: whoever does not know it finds nothing that was computed under it."""
+    """Check the salt of cached KV, a secret: requests without it cannot hit that KV."""
     given: str = string(value, path)
     if not 1 <= len(given) <= MAX_SALT_CHARS:
-        # The value itself is a secret of the client's.
+        # The message must not contain the value, which is a secret.
         raise bad_field(path, f"must have 1 to {MAX_SALT_CHARS} characters, got {len(given)}")
     return given
 
 
 def session_name(value: object, path: str) -> str:
-    """Return a short name in place of the client's, which may be as large as the body.
+    """Return a hash of the client's name, which may be as large as the body; "" for no name.
 
-    A request that waits for its prompt to be encoded keeps what its fields are; "" is no name.
+    Requests that wait for their prompt to be encoded keep their fields in memory.
     """
     given: str = string(value, path)
     return blake2b(given.encode(), digest_size=16).hexdigest() if given else ""
 
 
 def token_ids(value: object, path: str) -> list[int]:
-    """A list of integers; whether they are in the vocabulary is checked with the tokenizer."""
+    """Check for a list of integers; `check_vocabulary` checks their range."""
     ids: list[int] = array(value, path)
     return ids if set(map(type, ids)) <= {int} else array_of(integer)(ids, path)
 
@@ -146,15 +148,15 @@ def token_ids(value: object, path: str) -> list[int]:
 def read_fields(
     body: Mapping[str, Any], table: Mapping[str, Field], path: str = ""
 ) -> dict[str, Any]:
-    """Check an object against its table and keep what acts.
+    """Check an object against its table and return its supported fields.
 
     Args:
         body: The decoded JSON object.
         table: Its documented fields.
-        path: Where the object stands in the request, with a final dot: "stream_options.".
+        path: The object's path in the request, with a final dot: "stream_options.".
 
     Returns:
-        Field name to checked value, for the supported fields that are given and not null.
+        Checked values by field name, of the supported fields that are given and not null.
 
     Raises:
         BadRequestError: A field is not documented, has the wrong type, or asks for something
@@ -200,9 +202,9 @@ GENERATION_FIELDS: dict[str, Field] = {
     **_supported(token_ids, "stop_token_ids"),
     **_supported(salt, "cache_salt"),
     **_supported(session_name, "session_id"),
-    # Names for the client's own records; the x-request-id header names a request.
+    # For the client's own records; requests are named by the x-request-id header.
     **_no_effect(string, "user", "request_id"),
-    # They only say how to do a thing that is refused below; spaces concern slow tokenizers only.
+    # Options of features that are refused below; the last one concerns slow tokenizers only.
     **_no_effect(number, "length_penalty"),
     **_no_effect(one_of("left", "right"), "truncation_side"),
     **_no_effect(boolean, "spaces_between_special_tokens"),
@@ -241,11 +243,11 @@ CHAT_FIELDS: dict[str, Field] = {
     **_supported(object_, "chat_template_kwargs"),
     **_no_effect(string, "service_tier", "safety_identifier"),
     **_supported(session_name, "prompt_cache_key"),
-    # A hint about cost that nothing here reads.
+    # A hint about cost that is not used here.
     **_no_effect(string, "prompt_cache_retention"),
-    # A prediction is a guess at the answer, for speed alone.
+    # A prediction is a guess at the answer that only affects speed.
     **_no_effect(object_, "metadata", "prediction", "prompt_cache_options"),
-    # Without tools there are no calls; reasoning is not told apart from content.
+    # There are no tool calls, and reasoning is not separated from content.
     **_no_effect(boolean, "store", "parallel_tool_calls", "include_reasoning"),
     **_not_yet(
         boolean, "logprobs", "continue_final_message", "return_prompt_text", neutral=(False,)
@@ -269,7 +271,7 @@ STREAM_OPTIONS_FIELDS: dict[str, Field] = {
 MESSAGE_FIELDS: dict[str, Field] = {
     **_supported(string, "role", "name", "reasoning", "reasoning_content"),
     **_supported(anything, "content"),
-    # Parts of an answer that a client may send back as it got it.
+    # Parts of an answer that a client may send back unchanged.
     **_no_effect(string, "refusal"),
     **_no_effect(array, "annotations"),
     **_not_yet(object_, "audio", "function_call"),

@@ -1,10 +1,9 @@
-"""How much a body may hold, before anything is done for each part of it.
+"""Limits on the number of values in a body, checked before any work for each value. Pure.
 
-A body of a few megabytes can be one text, which costs next to nothing to read, or millions of
-small values, each of which costs a check. Counting them costs little, so it comes first:
-`check_structure` before the body is decoded, `check_sizes` before any of its fields is looked at.
-Every list and object of a body has a bound here; a field without a bound of its own has
-`MAX_FIELD_ENTRIES`. Pure.
+A body of a few megabytes can be one text, which is cheap to read, or millions of small values, each
+of which needs a check. Counting is cheap, so it comes first: `check_structure` before the body is
+decoded, `check_sizes` before its fields are checked. Every list and object of a body has a limit
+here; the default is `MAX_FIELD_ENTRIES`.
 """
 
 from __future__ import annotations
@@ -22,26 +21,27 @@ if TYPE_CHECKING:
     from replicas.tokenizer import Tokenizer
 
 MAX_CONTAINERS = 2**17
-"""Opening brackets and colons in a body, its texts included: 20 ms of decoding at the worst. No
-text of 128 KiB can have more, and longer ones have far fewer; a model's length raises it."""
+"""Opening brackets and colons in a body, including those in texts; at most 20 ms of decoding. No
+text of 128 KiB exceeds it, and longer real texts have far fewer. A larger `max_model_len` raises
+it."""
 MAX_COMMAS = 2**18
-"""Commas, likewise: 4 ms for numbers, 21 ms for strings."""
+"""Commas in a body: at most 4 ms of decoding for numbers, 21 ms for strings."""
 MAX_MESSAGES = 2048
-"""As OpenAI's API has it; a chat template takes some 12 microseconds for each."""
+"""OpenAI's limit; a chat template takes about 12 microseconds per message."""
 MAX_MESSAGE_ENTRIES = 8 * MAX_MESSAGES
-"""Values in all messages together: their fields, the parts of their contents and theirs."""
+"""Values in all messages together: fields, content parts, and the fields of these parts."""
 MAX_FIELD_ENTRIES = 1024
 """Values in any other field, at any depth."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the served model makes of a body's limits.
+    """Properties of the served models that set a body's limits.
 
     Attributes:
         max_model_len: Longest sequence, in tokens.
-        vocab_size: Of the model.
-        max_token_chars: Most characters of a text that one token can stand for.
+        vocab_size: Number of token ids.
+        max_token_chars: Most characters of text that one token can stand for.
     """
 
     max_model_len: int
@@ -50,21 +50,21 @@ class Limits:
 
     @classmethod
     def of(cls, cards: Sequence[ModelCard], tokenizer: Tokenizer) -> Limits:
-        """Those of the longest of the served models, which share a tokenizer."""
+        """Return the limits of the model with the longest sequences; all share a tokenizer."""
         longest = max(card.max_model_len for card in cards)
         return cls(longest, tokenizer.vocab_size, tokenizer.max_token_chars)
 
     @property
     def max_stop_token_ids(self) -> int:
-        """No more than there are, and no more than a longest prompt would cost to send."""
+        """Most stop token ids: the vocabulary's size, or `max_model_len` if that is less."""
         return min(self.vocab_size, self.max_model_len)
 
 
 def check_structure(raw: bytes, limits: Limits) -> None:
-    """Refuse a body that would take long to decode, by what its bytes are.
+    """Refuse a body that would take long to decode, by counting bytes.
 
     Raises:
-        BadRequestError: It may hold more values than any request needs.
+        BadRequestError: The body may hold more values than any request needs.
     """
     num_containers = len(raw) - len(raw.translate(None, b"[{:"))
     most_containers = max(MAX_CONTAINERS, limits.max_model_len)
@@ -77,10 +77,10 @@ def check_structure(raw: bytes, limits: Limits) -> None:
 
 
 def check_sizes(body: Mapping[str, Any], limits: Limits) -> None:
-    """Refuse a body of which some field holds too much; what the fields are is not checked.
+    """Refuse a body with a field that holds too many values; types are not checked.
 
     Raises:
-        BadRequestError: Names the field, what it has, and what it may have.
+        BadRequestError: A field exceeds its limit; the message has the field and both numbers.
     """
     for name, value in body.items():
         if name == "prompt":
@@ -98,13 +98,13 @@ def check_sizes(body: Mapping[str, Any], limits: Limits) -> None:
 def prompt_too_long(
     num_tokens: int, max_model_len: int, param: str, *, is_whole: bool = True
 ) -> BadRequestError:
-    """Return the error of a prompt that leaves no room for output.
+    """Return the error for a prompt that leaves no room for output.
 
     Args:
         num_tokens: Tokens of the prompt.
-        max_model_len: The model's.
-        param: The field that the prompt came from.
-        is_whole: Whether that is all; else encoding it was ended at this count.
+        max_model_len: Longest sequence of the model.
+        param: The field with the prompt.
+        is_whole: Whether `num_tokens` is the whole prompt; else encoding stopped at this count.
     """
     count = f"{num_tokens}" if is_whole else f"more than {num_tokens - 1}"
     return BadRequestError(
@@ -132,21 +132,22 @@ def _check_messages(value: object, limits: Limits) -> None:
 
 
 def _num_chars(content: object) -> int:
-    """Characters of a message's content, be it a text or parts."""
+    """Return the characters of a message's content, a text or a list of parts."""
     if isinstance(content, list):
         return sum(_num_chars(part.get("text")) for part in content if isinstance(part, dict))
     return len(content) if isinstance(content, str) else 0
 
 
 def _check_text(num_chars: int, limits: Limits, path: str) -> None:
-    """Refuse a text that is too long for the model whatever it says.
+    """Refuse a text that is too long for the model, however it is tokenized.
 
-    White space that a special token swallows is not thought of: a prompt is never mostly that.
+    It ignores that special tokens may absorb any amount of white space; real prompts are not mostly
+    white space.
     """
     most = limits.max_model_len * limits.max_token_chars
     if num_chars > most:
         raise BadRequestError(
-            f"{path} has {num_chars} characters, and a prompt can have {most}: max_model_len is "
+            f"{path} has {num_chars} characters, but a prompt can have {most}: max_model_len is "
             f"{limits.max_model_len} and the longest token has {limits.max_token_chars}",
             param=path,
         )
@@ -154,11 +155,11 @@ def _check_text(num_chars: int, limits: Limits, path: str) -> None:
 
 def _check_length(value: object, most: int, path: str) -> None:
     if isinstance(value, list) and len(value) > most:
-        raise bad_field(path, f"has {len(value)} entries, and may have {most}")
+        raise bad_field(path, f"has {len(value)} entries, but may have at most {most}")
 
 
 def _check_entries(value: object, most: int, path: str) -> None:
-    """Count the values in a value, at any depth, and stop at the first too many."""
+    """Count the nested values of a value at any depth, and refuse it beyond a limit."""
     count, left = 0, [value]
     while left:
         entry = left.pop()
@@ -168,5 +169,5 @@ def _check_entries(value: object, most: int, path: str) -> None:
             continue
         count += len(entry)
         if count > most:
-            raise bad_field(path, f"holds more than {most} values, which is the most")
+            raise bad_field(path, f"holds more than the maximum of {most} values")
         left += entry

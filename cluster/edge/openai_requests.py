@@ -1,10 +1,13 @@
-"""Request bodies to validated requests: every rule that turns bad input into a 400 or 404.
+"""Parsing and validation of request bodies; bad input becomes a 400 or 404. Pure.
 
-Three stages, cheapest first, so that a bad request costs nothing: `parse_*` checks the fields
-alone, `encode_prompt` runs the chat template and the tokenizer (the only slow part: the routes
-move it to a thread where `encoding_cost` says so), `build_request` checks what needs the token
-count. Which fields there are stands in `cluster.edge.openai_fields`, how much each may hold in
-`cluster.edge.openai_limits`. All functions are pure.
+Three stages, cheapest first, so that a bad request costs little:
+
+1. `parse_*` checks the fields.
+2. `encode_prompt` runs the chat template and the tokenizer. It is slow, so the routes move it to a
+   thread if `encoding_cost` is high.
+3. `build_request` checks the values that depend on the number of prompt tokens.
+
+`cluster.edge.openai_fields` has the fields, `cluster.edge.openai_limits` their size limits.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ if TYPE_CHECKING:
 
 _DEFAULT_COMPLETION_TOKENS = 16
 _CHARS_PER_ENTRY = 16
-"""What a message, or a value in one, costs a template at least, in characters to encode."""
+"""Least cost of a value in a message for the chat template, in characters to encode."""
 _ROLES = one_of("system", "developer", "user", "assistant")
 _ROLES_OF_TOOLS = ("tool", "function")
 _SAMPLING_FIELDS = (
@@ -59,7 +62,7 @@ _RESPONSE_FIELDS = ("stream", "return_token_ids")
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
-    """Text to encode as it is."""
+    """Text to encode without a template."""
 
     text: str
     add_special_tokens: bool = True
@@ -67,7 +70,7 @@ class TextPrompt:
 
 @dataclass(frozen=True, slots=True)
 class TokenPrompt:
-    """Token ids that the client has encoded itself; `path` is where they stand in the body."""
+    """Token ids that the client sent; `path` is their path in the body."""
 
     token_ids: list[int]
     path: str = "prompt"
@@ -88,15 +91,15 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """A generation request whose fields are right; its prompt is not encoded yet.
+    """A generation request with checked fields, before its prompt is encoded.
 
     Attributes:
-        prompt: What to encode.
+        prompt: The prompt.
         values: The checked fields, without nulls; `logprobs` is a number for both APIs.
         stream_options: The checked fields of `stream_options`.
-        max_tokens: What the client asked for; None takes the model's default, or where it has none
-            all the room that the prompt leaves.
-        max_tokens_param: The field that it came from.
+        max_tokens: The client's limit; None takes the model's default, or if it has none all the
+            room that the prompt leaves.
+        max_tokens_param: The field with `max_tokens`.
     """
 
     prompt: Prompt
@@ -107,7 +110,7 @@ class ParsedRequest:
 
     @property
     def prompt_param(self) -> str:
-        """The field that the prompt came from."""
+        """The field with the prompt."""
         return "prompt" if "prompt" in self.values else "messages"
 
 
@@ -121,11 +124,11 @@ class TokenizeRequest:
 
 
 def parse_body(raw: bytes, limits: Limits) -> dict[str, Any]:
-    """Decode a request body, unless it or one of its fields is out of proportion.
+    """Decode a request body, after checking its limits.
 
     Raises:
-        BadRequestError: Not JSON by the standard (NaN, Infinity and numbers too large for a
-            double are not), nested too deep, not an object, or beyond a limit.
+        BadRequestError: The body is not standard JSON (NaN, Infinity and numbers too large for a
+            double are not), nested too deep, not an object, or exceeds a limit.
     """
     check_structure(raw, limits)
     try:
@@ -203,10 +206,10 @@ def parse_detokenize(body: Mapping[str, Any]) -> tuple[str | None, list[int]]:
 
 
 def resolve_model(name: str | None, served: Sequence[ModelCard]) -> ModelCard:
-    """The served model that a request means; without a name the first one.
+    """Return the served model that a request names; without a name the first one.
 
     Raises:
-        NotFoundError: No model of that name is served here.
+        NotFoundError: No model of that name is served.
     """
     for card in served:
         if name is None or card.id == name:
@@ -218,7 +221,7 @@ def resolve_model(name: str | None, served: Sequence[ModelCard]) -> ModelCard:
 
 
 def encoding_cost(prompt: Prompt) -> int:
-    """What `encode_prompt` will cost, about, in characters of plain text to encode."""
+    """Return the approximate cost of `encode_prompt`, in characters of plain text."""
     if isinstance(prompt, TokenPrompt):
         return 0
     if isinstance(prompt, TextPrompt):
@@ -227,7 +230,7 @@ def encoding_cost(prompt: Prompt) -> int:
 
 
 def _cost(value: object) -> int:
-    """Characters in a value, at any depth, and some for each part of it."""
+    """Return the characters in a value at any depth, plus a fixed cost for each part."""
     cost, left = 0, [value]
     while left:
         part = left.pop()
@@ -257,10 +260,10 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, max_tokens: int | None =
 def encode_steps(
     prompt: Prompt, tokenizer: Tokenizer, max_tokens: int | None = None
 ) -> Iterator[list[int]]:
-    """Turn a prompt into token ids, a step of bounded work at a time.
+    """Turn a prompt into token ids in steps of bounded work.
 
     Yields:
-        The ids so far; the last list has all.
+        The ids so far; the last list is complete.
 
     Raises:
         NoCutError: A text is too long for the tokenizer.
@@ -308,16 +311,17 @@ def build_request(
     """Check what depends on the prompt's length, and clip `max_tokens` to the room left.
 
     Args:
-        parsed: The body.
-        prompt_token_ids: Its prompt, each id inside the vocabulary.
-        card: The model that it names.
-        vocab_size: Of the tokenizer.
-        request_id: Unique among all requests, whatever the client called its own.
-        seed: For a body that has none, so that every engine that ever runs it draws the same.
+        parsed: The body's checked fields.
+        prompt_token_ids: The prompt, each id inside the vocabulary.
+        card: The model that the body names.
+        vocab_size: Size of the tokenizer's vocabulary.
+        request_id: An id that no other request has; clients may repeat theirs.
+        seed: Seed for a body without one, so that every engine that runs the request draws the
+            same tokens.
 
     Raises:
         BadRequestError: The prompt is empty or leaves no room, `max_tokens` is larger than
-            `max_model_len` (both with both numbers), or a sampling value is out of range.
+            `max_model_len`, or a sampling value is out of range. Messages have both numbers.
     """
     values, max_model_len = parsed.values, card.max_model_len
     room = max_model_len - len(prompt_token_ids)
@@ -350,7 +354,7 @@ def response_spec(
     created: int,
     prompt_tokens_details: bool = False,
 ) -> ResponseSpec:
-    """What the body asks of its response alone; for the arguments see `ResponseSpec`."""
+    """Return the options of the response; for the arguments see `ResponseSpec`."""
     flags = {name: parsed.values[name] for name in _RESPONSE_FIELDS if name in parsed.values}
     return ResponseSpec(
         request_id,
@@ -389,7 +393,7 @@ def _sampling(
 
 
 def _join_logprobs(values: dict[str, Any]) -> None:
-    """Say in one field, as completions do, what a chat says in two."""
+    """Join the two fields of chats, `logprobs` and `top_logprobs`, into one as in completions."""
     is_asked, count = values.pop("logprobs", False), values.pop("top_logprobs", 0)
     if is_asked:
         values["logprobs"] = count
@@ -435,7 +439,7 @@ def _chat_prompt(values: Mapping[str, Any]) -> ChatPrompt:
 
 
 def _message(body: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """One message of a conversation, its content joined into one text."""
+    """Check one message and join its content parts into one text."""
     role = body.get("role")
     if role in _ROLES_OF_TOOLS:
         raise bad_field(f"{path}.role", f"{role!r} is not supported yet")
@@ -449,13 +453,13 @@ def _message(body: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 
 def _content(value: object, path: str) -> str:
-    """A content is a text, or a list of text parts, which become its lines."""
+    """Return a message's content as one text; text parts are joined by line breaks."""
     if isinstance(value, str):
         return value
     return "\n".join(_part(part, f"{path}[{i}]") for i, part in enumerate(array(value, path)))
 
 
-def _part(part: Any, path: str) -> str:  # noqa: ANN401 - whatever the body holds
+def _part(part: Any, path: str) -> str:  # noqa: ANN401 - any JSON value
     object_(part, path)
     if part.get("type") != "text":
         text = f"{shown(part.get('type'))} is not supported yet; send text"

@@ -1,6 +1,6 @@
-"""Output deltas to OpenAI response bodies, whole or as the events of a stream.
+"""Conversion of output deltas into OpenAI responses, whole or as the events of a stream.
 
-Owner: a `ChunkWriter` belongs to one stream. Nothing here waits or sends.
+Owner: a `ChunkWriter` belongs to one stream. Nothing here does I/O.
 Source: vLLM 0.32 vllm/entrypoints/openai/{completion,chat_completion}/protocol.py; for log
 probabilities also OpenAI's API reference.
 """
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 Body = dict[str, Any]
 
 _DONE = b"data: [DONE]\n\n"
-_NO_END = "the generation ended without a last event"
+_NO_END = "the generation ended without a finish reason"
 _MIN_LOGPROB = -9999.0
 """OpenAI's number for "very unlikely"; JSON has no infinity."""
 
 
 class CompletionShape:
-    """How /v1/completions spells a response: text is a field of the choice."""
+    """Format of /v1/completions: text is a field of the choice."""
 
     id_prefix = "cmpl"
     whole_object = "text_completion"
@@ -42,23 +42,23 @@ class CompletionShape:
         self._tokenizer = tokenizer
 
     def whole_choice(self, text: str) -> Body:
-        """The field of a finished choice that holds its text."""
+        """Return the field of a finished choice with its text."""
         return {"text": text}
 
     def chunk_choice(self, text: str, *, is_first: bool) -> bytes:
-        """The field of a streamed choice that holds a piece of text, the first like the others."""
+        """Return the field of a streamed choice with a piece of text, as JSON."""
         del is_first
         return b'"text":' + orjson.dumps(text)
 
     def logprobs(self, positions: list[list[TokenLogprob]], offset: int) -> tuple[Body, int]:
-        """The log probabilities of tokens, one list for each kind of value.
+        """Return the log probabilities of tokens, one list for each kind of value.
 
         Args:
-            positions: For each token the drawn one first, then the likeliest.
-            offset: Where the first of them begins in the choice's text, in characters.
+            positions: For each position the sampled token first, then the likeliest ones.
+            offset: Offset of the first token in the choice's text, in characters.
 
         Returns:
-            The object, and the offset of the token that comes after them.
+            The object, and the offset of the next token.
         """
         body: Body = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for entries in positions:
@@ -74,7 +74,7 @@ class CompletionShape:
 
 
 class ChatShape:
-    """How /v1/chat/completions spells it: text is the content of the assistant's message."""
+    """Format of /v1/chat/completions: text is the content of the assistant's message."""
 
     id_prefix = "chatcmpl"
     whole_object = "chat.completion"
@@ -85,17 +85,17 @@ class ChatShape:
         self._tokenizer = tokenizer
 
     def whole_choice(self, text: str) -> Body:
-        """The field of a finished choice that holds its text."""
+        """Return the field of a finished choice with its text."""
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
     def chunk_choice(self, text: str, *, is_first: bool) -> bytes:
-        """The field of a streamed choice that holds a piece of text; the first names the role."""
+        """Return the field of a streamed choice with a piece of text; the first has the role."""
         if is_first:
             return b'"delta":{"role":"assistant","content":' + orjson.dumps(text) + b"}"
         return b'"delta":{"content":' + orjson.dumps(text) + b"}" if text else b'"delta":{}'
 
     def logprobs(self, positions: list[list[TokenLogprob]], offset: int) -> tuple[Body, int]:
-        """The log probabilities of tokens, one object for each; as in `CompletionShape`."""
+        """Return the log probabilities, one object per token; see `CompletionShape.logprobs`."""
         content = [
             {**self._token(drawn), "top_logprobs": [self._token(entry) for entry in likeliest]}
             for drawn, *likeliest in positions
@@ -118,7 +118,7 @@ def whole_body(
     deltas: list[OutputDelta],
     usage: Usage,
 ) -> Body:
-    """The one body of a request's response.
+    """Return the body of a response that is not streamed.
 
     Raises:
         InternalError: A choice has not finished.
@@ -141,16 +141,16 @@ def whole_body(
 
 
 class ChunkWriter:
-    """Turns the deltas of one request into the events of a stream.
+    """Converter of one request's deltas into the events of a stream.
 
-    A delta without text gives no chunk, unless it is its choice's first or last one; its token ids
-    and log probabilities wait for the next. The request's last delta goes out with the counts, in
-    `finish`. What the chunks have in common is encoded once.
+    A delta without text produces no event, unless it is the first or last of its choice; its token
+    ids and log probabilities go out with the choice's next event. The request's last delta is held
+    back until `finish`, which has the token counts. The common part of all events is encoded once.
 
     Args:
-        shape: How the API spells them.
-        request: What the deltas are of.
-        spec: How the response is to look.
+        shape: Format of the API.
+        request: The request of the deltas.
+        spec: Options of the response.
     """
 
     def __init__(self, shape: Shape, request: EngineRequest, spec: ResponseSpec) -> None:
@@ -172,14 +172,14 @@ class ChunkWriter:
         self._plain_end = _end({"logprobs": None, "finish_reason": None}, counts)
 
     def skip(self, delta: OutputDelta) -> None:
-        """Pass over a delta of the one choice that the client has from a stream that broke."""
+        """Count a delta that the client already has, without an event; for a single choice."""
         self._num_tokens += len(delta.token_ids)
         self._last.is_first = False
         if delta.logprobs:
             _, self._last.offset = self._shape.logprobs(delta.logprobs, self._last.offset)
 
     def add(self, delta: OutputDelta) -> bytes:
-        """Take a delta; returns the event to send now, or b""."""
+        """Add a delta; return the event to send now, or b""."""
         choice = self._choices[delta.choice]
         self._num_tokens += len(delta.token_ids)
         has_chunk = choice.is_first or delta.text != ""
@@ -195,7 +195,7 @@ class ChunkWriter:
         return self._chunk(choice, Usage(len(self._prompt_token_ids), self._num_tokens))
 
     def finish(self, usage: Usage) -> bytes:
-        """The last delta's event, the counts if they were asked for, and the stream's end.
+        """Return the last delta's event, the counts if requested, and the end of the stream.
 
         Raises:
             InternalError: A choice has not finished.
@@ -228,7 +228,7 @@ class ChunkWriter:
 
 @dataclass(slots=True)
 class _StreamedChoice:
-    """What a choice's chunks begin with, what waits for the next one, and where its text ends."""
+    """State of a choice: its events' common head, unsent deltas, and length of the sent text."""
 
     head: bytes
     is_first: bool = True
@@ -239,7 +239,7 @@ class _StreamedChoice:
 def _details(
     shape: Shape, spec: ResponseSpec, deltas: list[OutputDelta], offset: int
 ) -> tuple[Body, int]:
-    """What a choice, or the next part of it, has beside its text; where its text then ends."""
+    """Return a choice's fields other than its text, and the offset at which its text ends."""
     last = deltas[-1]
     fields: Body = {"logprobs": None, "finish_reason": last.finish_reason}
     if positions := [position for delta in deltas for position in delta.logprobs or ()]:
@@ -257,17 +257,17 @@ def _head(spec: ResponseSpec, id_prefix: str, kind: str) -> Body:
 
 
 def _end(inner: Body, outer: Body) -> bytes:
-    """The rest of an event: of its choice, then of its body."""
+    """Return the end of an event: the rest of the choice, then the rest of the body."""
     return _rest(inner) + b"]" + _rest(outer) + b"\n\n"
 
 
 def _rest(fields: Body) -> bytes:
-    """Further fields of an object that is open, and its closing brace."""
+    """Return further fields of an open JSON object, and its closing brace."""
     return b"," + orjson.dumps(fields)[1:] if fields else b"}"
 
 
 def _shown(spelling: bytes) -> str:
-    r"""A token as text; part of a character as OpenAI shows it: \xe4\xbd."""
+    r"""Return a token as text; incomplete characters as OpenAI shows them: \xe4\xbd."""
     return spelling.decode("utf-8", "backslashreplace")
 
 
@@ -288,7 +288,7 @@ def usage_body(usage: Usage, spec: ResponseSpec) -> Body:
 
 
 def error_body(error: ServingError) -> Body:
-    """What a client gets instead of an answer, alone or as the last event of a stream."""
+    """Return the JSON object of an error, for a response or the last event of a stream."""
     return {
         "error": {
             "message": error.message,
@@ -300,12 +300,12 @@ def error_body(error: ServingError) -> Body:
 
 
 def error_event(error: ServingError) -> bytes:
-    """The last event of a stream that failed."""
+    """Return the last event of a failed stream."""
     return b"data: " + orjson.dumps(error_body(error)) + b"\n\n"
 
 
 def model_body(card: ModelCard) -> Body:
-    """One model object."""
+    """Return a model object of /v1/models."""
     return {
         "id": card.id,
         "object": "model",

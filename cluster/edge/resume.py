@@ -1,10 +1,12 @@
-"""Streams that another ingress may take over: what an event's `id:` says, and going on from it.
+"""Resumable streams: event ids, and resuming from one on any ingress.
 
-Nothing is kept for a client that is gone: the same request with the same seed has the same tokens,
-on any ingress and any engine, so an id says which request it is, its seed, how many tokens its
-client has, and a checksum of them. Whoever gets it back as `Last-Event-ID`, with the same body,
-lets the request run again and leaves these out, unless they are others, as rounding may make them.
-Owner: a `ResumableChunks`, and a `ReplayCheck`, belong to one stream. Nothing here waits.
+Ingresses keep no state for disconnected clients, because the same request with the same seed gives
+the same tokens on any ingress and engine. An event's `id:` has a digest of the request, its seed,
+the number of tokens that the client has, and their checksum. A client that sends the id back as
+`Last-Event-ID`, with the same body, makes any ingress run the request again and skip these tokens.
+If the rerun gives other tokens, as rounding may, the request fails.
+
+Owner: a `ResumableChunks` and a `ReplayCheck` belong to one stream. Nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -28,18 +30,18 @@ if TYPE_CHECKING:
 
 LAST_EVENT_ID = "last-event-id"
 FROM_START = "0"
-"""What a client says that has nothing yet, and wants ids."""
+"""`Last-Event-ID` of a client that has no events yet and wants ids."""
 _ID = re.compile(r"([0-9a-f]{16})-([0-9a-f]{1,16})-([0-9]{1,9})-([0-9a-f]{8})(\.end)?")
 
 
 class StreamPosition(NamedTuple):
-    """How far a client has come.
+    """Part of a stream that a client already has.
 
     Attributes:
-        seed: Of the request's random numbers.
-        num_tokens: How many tokens it has.
-        checksum: Of these.
-        has_end: Whether it has the event with the finish reason, too.
+        seed: Seed of the request.
+        num_tokens: Number of tokens that the client has.
+        checksum: Checksum of these tokens.
+        has_end: Whether the client also has the event with the finish reason.
     """
 
     seed: int
@@ -49,27 +51,28 @@ class StreamPosition(NamedTuple):
 
 
 def resume_request(request: EngineRequest, given: str) -> tuple[EngineRequest, StreamPosition]:
-    """The request that a client goes on with, and from where on.
+    """Return the request to rerun, with its original seed, and the client's position.
 
     Args:
-        request: What its body says, with a seed.
-        given: Its `Last-Event-ID`.
+        request: The request of the body, with a seed.
+        given: The client's `Last-Event-ID`.
 
     Raises:
-        BadRequestError: It is no id of this request's stream, or of no place that an event of it
-            can have, or there are several choices.
+        BadRequestError: The id is malformed, of another request, or of an impossible position, or
+            the request has several choices.
     """
     sampling = request.sampling
-    assert sampling.seed is not None, "the edge gives everybody one"
+    assert sampling.seed is not None, "the edge gives each request a seed"
     if sampling.n > 1:
         raise BadRequestError(
-            f"a stream of {sampling.n} choices has no {LAST_EVENT_ID}", param=LAST_EVENT_ID
+            f"a stream of {sampling.n} choices cannot be resumed with {LAST_EVENT_ID}",
+            param=LAST_EVENT_ID,
         )
     if given == FROM_START:
         return request, StreamPosition(sampling.seed)
     match = _ID.fullmatch(given)
     if match is None:
-        raise BadRequestError(f"{given[:64]!r} is no id of an event", param=LAST_EVENT_ID)
+        raise BadRequestError(f"{given[:64]!r} is not an event id", param=LAST_EVENT_ID)
     digest, seed, num_tokens, checksum, end = match.groups()
     if digest != _digest(request):
         raise BadRequestError(
@@ -77,8 +80,8 @@ def resume_request(request: EngineRequest, given: str) -> tuple[EngineRequest, S
         )
     if not 0 < int(num_tokens) <= sampling.max_tokens:
         raise BadRequestError(
-            f"{LAST_EVENT_ID} is behind {int(num_tokens)} tokens; this stream has events behind "
-            f"1 to {sampling.max_tokens}; send {FROM_START} to begin",
+            f"{LAST_EVENT_ID} stands for {int(num_tokens)} tokens, but this stream has 1 to "
+            f"{sampling.max_tokens}; send {FROM_START} to start again",
             param=LAST_EVENT_ID,
         )
     position = StreamPosition(
@@ -89,7 +92,7 @@ def resume_request(request: EngineRequest, given: str) -> tuple[EngineRequest, S
 
 
 def _digest(request: EngineRequest) -> str:
-    """Tells a request from others, whatever its seed."""
+    """Return a digest of everything but the seed that determines a request's tokens."""
     sampling = msgspec.structs.replace(request.sampling, seed=None)
     encoded = msgspec.msgpack.encode(
         (request.prompt_token_ids, sampling, request.cache_salt, request.adapter), order="sorted"
@@ -98,15 +101,15 @@ def _digest(request: EngineRequest) -> str:
 
 
 def _checksum(token_ids: Iterable[int], before: int) -> int:
-    """CRC-32 of tokens and those before them, however they came."""
+    """Continue the CRC-32 of the tokens so far, independent of how they are grouped."""
     return zlib.crc32(b"".join(i.to_bytes(4, "little") for i in token_ids), before)
 
 
 class ReplayCheck:
-    """A request that runs again: whether it has the tokens that its client has.
+    """Check that a rerun gives the tokens that the client already has.
 
     Args:
-        position: How far the client has come.
+        position: The client's position.
     """
 
     def __init__(self, position: StreamPosition) -> None:
@@ -114,10 +117,10 @@ class ReplayCheck:
         self._num_tokens = self._checksum = 0
 
     def check_next(self, output: TokenOutput) -> None:
-        """Look at the next output, of one token, or an ending.
+        """Check the next output, which has at most one token.
 
         Raises:
-            TokensDifferError: Nothing that follows would fit to what the client has.
+            TokensDifferError: The tokens differ, so the stream cannot be continued.
         """
         position = self._position
         if self._num_tokens < position.num_tokens:
@@ -127,19 +130,19 @@ class ReplayCheck:
             is_over = is_there or output.finish_reason is not None
             if is_over and not (is_there and self._checksum == position.checksum):
                 raise TokensDifferError(
-                    f"the request has other tokens this time than the {position.num_tokens} that "
-                    f"{LAST_EVENT_ID} stands for; begin anew without it",
+                    f"the rerun's first {position.num_tokens} tokens differ from those that the "
+                    f"client has; start again without {LAST_EVENT_ID}",
                     param=LAST_EVENT_ID,
                 )
 
 
 class ResumableChunks:
-    """A `ChunkWriter` whose events have ids, from a position on.
+    """A `ChunkWriter` that adds ids to its events, and skips those that the client has.
 
     Args:
-        chunks: Makes the events.
-        request: What they are of.
-        position: How far the client has come.
+        chunks: Writer of the events.
+        request: The request of the stream.
+        position: The client's position.
     """
 
     def __init__(
@@ -153,7 +156,7 @@ class ResumableChunks:
         self._num_skipped = 0
 
     def add(self, delta: OutputDelta) -> bytes:
-        """See `ChunkWriter.add`; a delta of tokens that the client has gives no event."""
+        """Add a delta like `ChunkWriter.add`; tokens that the client has give no event."""
         if self._num_skipped < self._position.num_tokens and delta.finish_reason is None:
             self._num_skipped += len(delta.token_ids)
             self._chunks.skip(delta)
@@ -164,7 +167,7 @@ class ResumableChunks:
         return self._id("") + chunk if chunk else b""
 
     def finish(self, usage: Usage) -> bytes:
-        """See `ChunkWriter.finish`."""
+        """Return the end of the stream, like `ChunkWriter.finish`."""
         end = self._chunks.finish(usage)
         if self._position.has_end:
             return end.partition(b"\n\n")[2]

@@ -1,4 +1,4 @@
-"""Every route of an ingress, and what the parts in front of the application know about each. Pure.
+"""Table of an ingress's routes, shared by the application and HAProxy. Pure.
 
 The application builds its routes from `ROUTES` (`cluster.edge.routes`), and HAProxy's rules are
 generated from the same table (`cluster.lifecycle.haproxy`), so the two cannot disagree.
@@ -13,7 +13,7 @@ Listener = Literal["both", "operations"]
 Method = Literal["GET", "POST"]
 
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
-"""Requests with these methods may be repeated, whatever their path."""
+"""Methods whose requests may be repeated, on any path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,14 +21,14 @@ class RouteSpec:
     """One route.
 
     Attributes:
-        name: Of its handler.
-        path: Starlette's pattern.
-        method: The method that it takes; GET includes HEAD.
-        listener: "operations" for what only operators may ask; "both" for everything else.
+        name: Name of its handler.
+        path: Starlette's path pattern.
+        method: Its method; GET includes HEAD.
+        listener: "operations" if only operators may use it, else "both".
         is_counted: Whether an open request counts against `args.ingress.max_ongoing_requests`.
-            Never true of a health check: it must be answered when everything else is full.
-        is_repeatable: Whether HAProxy may send a POST again after its ingress died without an
-            answer. True only where doing the work twice has no effect that can be seen.
+            Never for a health check, which a full ingress must answer, too.
+        is_repeatable: Whether HAProxy may send a POST again if its ingress died without an answer.
+            Only if doing the work twice has no visible effect.
     """
 
     name: str
@@ -40,7 +40,7 @@ class RouteSpec:
 
 
 def _post(name: str, path: str) -> RouteSpec:
-    """A route that computes something from its body and keeps nothing."""
+    """Return a route that computes an answer from its body and stores nothing."""
     return RouteSpec(name, path, "POST", is_counted=True, is_repeatable=True)
 
 
@@ -66,7 +66,7 @@ ROUTES = (
 )
 
 KNOWN_METHODS = tuple(sorted({*SAFE_METHODS, *(spec.method for spec in ROUTES)}))
-"""Every other method is refused in front of the application, before it is counted anywhere."""
+"""HAProxy refuses all other methods."""
 
 REPEATABLE_PATHS = tuple(spec.path for spec in ROUTES if spec.is_repeatable)
 """Paths whose POST may be repeated."""

@@ -1,8 +1,8 @@
-"""The HTTP edge: OpenAI routes over a `Backend`, and the one mapping from error to HTTP.
+"""The HTTP application: OpenAI routes over a `Backend`, and the mapping from errors to HTTP.
 
-Owner: the ingress's event loop owns every open response; this module keeps nothing between
-requests. It validates before it asks the backend for anything, and cancels what the backend runs
-the moment the client is gone. How requests are placed and run is the backend's business.
+Owner: the ingress's event loop owns every open response; this module keeps no state between
+requests. It validates a request before it calls the backend, and cancels it there as soon as the
+client disconnects.
 
 An error before the first byte is a JSON body with its status. An error after it is one
 `data: {"error": …}` event, then the stream ends without `data: [DONE]`: a client that sees
@@ -98,9 +98,9 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 MAX_INLINE_COST = 4096
-"""Characters, or tokens, from which on a text is encoded or decoded in a thread: some 3 ms."""
+"""Largest text, in characters or tokens, that is encoded or decoded on the event loop: 3 ms."""
 MAX_ANSWERED_TOKENS = 2**18
-"""Ids in an answer of /tokenize."""
+"""Most token ids in an answer of /tokenize."""
 _NUM_THREADS = 2
 _MAX_REQUEST_ID_CHARS = 128
 _NOT_VISIBLE = re.compile(r"[^\x21-\x7e]")
@@ -109,64 +109,64 @@ _CLIENT_CLOSED_REQUEST = 499
 
 
 class Backend(Protocol):
-    """What the edge needs from the cluster behind it."""
+    """Interface of the cluster behind the edge."""
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The served model's tokenizer."""
 
     def models(self) -> Sequence[ModelCard]:
-        """The models that requests may name, the default one first."""
+        """Return the models that requests may name, the default one first."""
 
     async def generate(
         self, request: EngineRequest, emit: Emit, known: StreamPosition | None = None
     ) -> Usage:
         """Run a request.
 
-        It is cancelled when the client is gone: it must then abort the request and free its slot
-        and blocks.
+        It is cancelled when the client disconnects. It must then abort the request and free its
+        slot and blocks.
 
         Args:
-            request: Validated.
-            emit: Gets each delta as it comes; the last one of each choice has its finish reason.
-            known: Which tokens of its one choice the client has, and checks that they are the same
-                this time. Deltas are of one token each, so that they are the same in every run;
-                None: as they come.
+            request: A validated request.
+            emit: Called with each delta; the last one of each choice has its finish reason.
+            known: Position of a client that resumes a stream of one choice. The backend checks that
+                the rerun gives the same tokens, and emits deltas of one token each, so that they
+                are the same in every run. None: deltas of any size.
 
         Returns:
             The token counts of the whole request, once every choice has ended.
 
         Raises:
-            ServingError: The request cannot run, or stopped midway.
+            ServingError: The request cannot run, or failed midway.
         """
 
     def is_ready(self) -> tuple[bool, str]:
-        """Whether new requests can be served, and what is wrong: if they can, also without it."""
+        """Return whether new requests can be served, and the problem if there is any, else ""."""
 
     async def metrics_text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
 
     async def transfers(self) -> TransfersView:
-        """What moves between the replicas now."""
+        """Return the running KV transfers of all replicas."""
 
     async def probe(self) -> dict[str, bool]:
-        """Of every replica whether it has ended a step while it was waited for."""
+        """Return for each replica whether it ended a step within the timeout."""
 
     async def slots(self) -> SlotsView:
-        """What slots are held for, as this ingress knows it."""
+        """Return this ingress's view of all slots."""
 
     async def routes(self, request_id: str) -> bytes | None:
-        """Say why requests that clients call so went where they did: a `RoutesView` as JSON.
+        """Return the routes of the requests with a client's id: a `RoutesView` as JSON.
 
         Returns:
-            None where no such request is known.
+            None if no such request is known.
 
         Raises:
-            SaturatedError: Too many are asked about at a time.
+            SaturatedError: Too many ids are being looked up.
         """
 
     def route_header(self, request: EngineRequest) -> str:
-        """The short form of where a request goes, or went."""
+        """Return the short form of a request's route, for a header."""
 
 
 def create_app(
@@ -176,14 +176,13 @@ def create_app(
     version: str,
     admission: AdmissionConfig | None = None,
 ) -> Starlette:
-    """Build the ASGI app, which `cluster.edge.client_guard` keeps slow clients from.
+    """Build the ASGI app, to be wrapped in `cluster.edge.client_guard`.
 
     Args:
-        backend: Runs the requests.
-        ingress: Limits of bodies, times, open requests and host names, and what answers say of
-            caches and placement.
-        version: What /version says.
-        admission: Which headers name a tenant and objectives; None: none does.
+        backend: Backend that runs the requests.
+        ingress: Limits, and optional details of answers.
+        version: Answer of /version.
+        admission: Headers of tenants and objectives; None: no header counts.
     """
     routes = _RouteHandlers(backend, ingress, version, admission)
     gate = RequestGate(
@@ -214,7 +213,7 @@ def create_app(
 
 
 class _EdgeApplication(Starlette):
-    """Starlette without its layers that catch errors: they would look at each chunk of a stream."""
+    """Starlette without its error middlewares, which would inspect each chunk of a stream."""
 
     def build_middleware_stack(self) -> ASGIApp:
         return _RequestBoundary(self.router)
@@ -242,7 +241,7 @@ class _GatedHandler:
 
 
 class _RouteHandlers:
-    """The handlers; each reads, validates, asks the backend, answers."""
+    """Handlers of all routes; each validates its request, calls the backend, and answers."""
 
     def __init__(
         self,
@@ -297,7 +296,7 @@ class _RouteHandlers:
             created=_unix_time_s(),
             prompt_tokens_details=self._prompt_tokens_details,
         )
-        # Its text may be as large as the body, and a request may wait and run for long.
+        # Free the text, which may be as large as the body, while the request waits and runs.
         del parsed
         is_explained = self._has_route_header and is_enabled(http_request.headers, ROUTE_HEADER)
 
@@ -369,7 +368,7 @@ class _RouteHandlers:
         return json_response({"status": "not ready", "reason": reason}, 503)
 
     async def health_generate(self, request: Request) -> Response:
-        """As SGLang names it: what `/health` believes is found out by a step of every replica."""
+        """Check every replica by waiting for a step of it; the name is SGLang's."""
         del request
         steps = await self._backend.probe()
         status = "degraded" if any(steps.values()) else "not ready"
@@ -382,7 +381,7 @@ class _RouteHandlers:
 
     async def live(self, request: Request) -> Response:
         del request
-        return Response()  # whoever gets it has reached the event loop
+        return Response()  # an answer proves that the event loop runs
 
     async def metrics(self, request: Request) -> Response:
         del request
@@ -401,7 +400,8 @@ class _RouteHandlers:
         found = await self._backend.routes(request_id)
         if found is None:
             raise NotFoundError(
-                f"no request {request_id!r} was served by this ingress lately; others may know it"
+                f"this ingress has no record of request {request_id!r}; with several ingresses, "
+                "ask again"
             )
         return Response(found, media_type="application/json")
 
@@ -439,7 +439,7 @@ class _RouteHandlers:
         return await self._heavy_work.run(self._text_job(lane, cost, request), steps)
 
     async def _run_text_job(self, work: Callable[[], T], cost: int, request: Request) -> T:
-        """Do at once what takes a moment, and in a thread what would hold up every stream."""
+        """Run short work on the event loop, and long work, which would block it, in a thread."""
         if cost <= MAX_INLINE_COST:
             return work()
         once = (work() for _ in range(1))
@@ -454,10 +454,10 @@ class _RouteHandlers:
         return Job(lane, source, cost, weight, slice_chars)
 
     async def _read_body(self, request: Request) -> bytes:
-        """Read the body, but never more than the limit.
+        """Read the body, up to the limit.
 
         Raises:
-            PayloadTooLargeError: It is larger, by its header or by its bytes.
+            PayloadTooLargeError: The body's declared or actual size exceeds the limit.
         """
         limit = self._max_body_bytes
         declared = request.headers.get("content-length", "0")
@@ -474,7 +474,7 @@ class _RouteHandlers:
 
 
 class _RequestBoundary:
-    """Outermost layer: names each request, echoes the name, and answers every error."""
+    """Outermost layer: gives each request an id, echoes it, and answers every error."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -488,7 +488,7 @@ class _RequestBoundary:
 
         def send_named(message: Message) -> Awaitable[None]:
             nonlocal is_started
-            if not is_started:  # what comes first is the start
+            if not is_started:  # the first message has the headers
                 is_started = True
                 headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
                 message = {**message, "headers": headers}
@@ -497,8 +497,8 @@ class _RequestBoundary:
         try:
             await self._app(scope, receive, send_named)
         except (ClientGoneError, ClientDisconnect):
-            logger.info("client gone request_id=%s", request_id)
-            if not is_started:  # nobody reads it, but proxies and access logs count it
+            logger.info("request %s: the client disconnected; aborted", request_id)
+            if not is_started:  # for proxies and access logs
                 await Response(status_code=_CLIENT_CLOSED_REQUEST)(scope, receive, send_named)
         except Exception as error:
             if is_started:
@@ -507,23 +507,23 @@ class _RequestBoundary:
 
 
 def _request_id(scope: Scope) -> str:
-    """The client's x-request-id, made safe for headers and logs, or a new one."""
+    """Return the client's x-request-id, made safe for headers and logs, or a new id."""
     given = next((v for k, v in scope["headers"] if k == b"x-request-id"), b"").decode("latin-1")
     return _NOT_VISIBLE.sub("", given)[:_MAX_REQUEST_ID_CHARS] or uuid.uuid4().hex
 
 
 def _serving_error(error: Exception, request_id: str) -> ServingError:
-    """The one mapping from an exception to what a client sees."""
+    """Map an exception to the error that the client sees."""
     if isinstance(error, ServingError):
         return error
     if isinstance(error, InvalidRequestError):
         return BadRequestError(str(error), param=error.param)
-    logger.error("request failed request_id=%s", request_id, exc_info=error)
-    return InternalError(f"internal error; the server's log has it under request_id={request_id}")
+    logger.error("request %s failed with an internal error", request_id, exc_info=error)
+    return InternalError(f"internal error; see the server's log for request {request_id}")
 
 
 def _error_response_of(error: Exception, scope: Scope) -> Response:
-    """An error's answer; the router's own 404 and 405 have the same form as every other."""
+    """Return the response of an error; Starlette's own 404 and 405 get the same form as others."""
     if not isinstance(error, HTTPException):
         return error_response(_serving_error(error, scope["request_id"]))
     message = f"{scope['method']} {Request(scope).url.path}: {error.detail}"
@@ -535,5 +535,5 @@ def _error_response_of(error: Exception, scope: Scope) -> Response:
 
 
 def _unix_time_s() -> int:
-    """The wall clock, for the `created` of a response alone."""
+    """Return the wall clock's time, for `created` in responses."""
     return time.time_ns() // 10**9

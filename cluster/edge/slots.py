@@ -1,6 +1,6 @@
-"""What decode slots are held for, as one ingress knows it: the body of GET /debug/slots. Pure.
+"""One ingress's view of all slots: the body of GET /debug/slots. Pure.
 
-Each ingress tells of its own requests, and of all engines as they last said.
+It has the requests of this ingress, and the last snapshot of every engine.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class AttemptView(msgspec.Struct, frozen=True, kw_only=True):
     """One engine's part in one request of this ingress.
 
     Attributes:
-        request: Tells it from others; no id that an engine knows.
+        request: Label of the request: a hash that engines do not accept as an id.
         mode: prefill, decode (a reservation until it is activated) or local.
         state: asked (counted here until the engine answers), open, activated.
-        age_s: Seconds since the engine was asked.
-        num_blocks: KV blocks that it takes to begin.
+        age_s: Seconds since the request was sent to the engine.
+        num_blocks: KV blocks that the request needs to start.
     """
 
     request: str
@@ -38,7 +38,7 @@ class AttemptView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupSlots(msgspec.Struct, frozen=True, kw_only=True):
-    """A DP group as its engine last said; see `replicas.messages.GroupSnapshot`."""
+    """A DP group in its engine's last snapshot; see `replicas.messages.GroupSnapshot`."""
 
     empty_slots: int
     running: int
@@ -51,11 +51,11 @@ class ReplicaSlots(msgspec.Struct, frozen=True, kw_only=True):
     """One replica.
 
     Attributes:
-        role: What it takes now; empty before its first snapshot.
-        state: Where it is in its life, see `replicas.life`.
-        is_responsive: Whether it gets requests: not while it stalls or is silent.
+        role: Current role; empty before the first snapshot.
+        state: State in the replica's life cycle, see `replicas.life`.
+        is_responsive: Whether it gets requests; false while it is stalled or unreachable.
         breaker: closed, open, half_open or probing; see `cluster.routing.breaker`.
-        attempts: What it does for this ingress, the oldest first.
+        attempts: Its parts in requests of this ingress, the oldest first.
     """
 
     replica: str
@@ -72,9 +72,9 @@ class SlotsView(msgspec.Struct, frozen=True, kw_only=True):
     """Body of GET /debug/slots.
 
     Attributes:
-        num_queued: Requests that wait for a slot here.
-        num_awaiting_admission: Requests that wait to be let in; 0 where nobody decides that.
-        replicas: By id.
+        num_queued: Requests queued for a slot at this ingress.
+        num_awaiting_admission: Requests queued for admission; 0 without `router.admission`.
+        replicas: All replicas, sorted by id.
     """
 
     num_queued: int
@@ -90,7 +90,7 @@ def slots_view(
     num_awaiting_admission: int,
     now_s: float,
 ) -> SlotsView:
-    """Put together what an ingress knows at `now_s`, on the clock of the parts."""
+    """Return the view at `now_s`, on the clock of the parts."""
     of_engine: dict[str, list[AttemptView]] = {}
     for part in sorted(parts, key=lambda part: part.asked_s):
         member = pools.member(part.incarnation)

@@ -1,16 +1,16 @@
-"""Streams of server-sent events, and work that ends when its client is gone.
+"""Streams of server-sent events, and work that is cancelled when its client disconnects.
 
-Owner: an `EventStream` runs its request and ends it on every path: at the end, on an error, when
-the client is gone or its time is over, when the server cancels the request.
+Owner: an `EventStream` runs its request and ends it on every path: completion, error, disconnect,
+timeout, and cancellation by the server.
 
 An error before the response has begun is raised, so that it can still become a status. An error
 after it is one `data: {"error": …}` event, then the stream ends without `data: [DONE]`: a client
 that sees `[DONE]` may trust the answer to be whole.
 
-A stream that has nothing to send sends a comment, which clients ignore, so that no load balancer
-takes its connection for dead: while a request is queued or prefilled for long, while it moves to
-another engine, and while tokens that the client has are computed again. The first comment begins
-the response.
+A stream without events for some time sends a comment, which clients ignore, so that no load
+balancer closes the connection. This happens while a request is queued or prefilled for long, while
+it migrates to another engine, and while a resumed request recomputes the client's tokens. The
+first comment starts the response.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ _KEEP_ALIVE = b": keep-alive\n\n"
 
 
 class ClientGoneError(Exception):
-    """The client closed the connection: there is nobody to answer."""
+    """The client closed the connection, so no answer can be sent."""
 
 
 class EventStream(Response):
-    """A response that sends events as they come, and comments while none does."""
+    """A response that sends events as they come, and keep-alive comments between them."""
 
     def __init__(
         self,
@@ -67,15 +67,15 @@ class EventStream(Response):
         keep_alive_s: float,
         more_headers: Callable[[], Headers] = tuple,
     ) -> None:
-        """Take over a request.
+        """Create the response of one request.
 
         Args:
-            generate: Runs it, once; see `cluster.edge.routes.Backend.generate`.
-            chunks: Turns what it emits into the events to send.
-            to_serving_error: From an exception and the request's id to what a client may see.
-            timeout_s: For all of it, see `run_until_disconnect`.
-            keep_alive_s: After so many seconds without an event a comment is sent.
-            more_headers: Asked when the response begins.
+            generate: Runs the request, once; see `cluster.edge.routes.Backend.generate`.
+            chunks: Converts deltas into events.
+            to_serving_error: Maps an exception and the request's id to the error for the client.
+            timeout_s: Longest time for the request, see `run_until_disconnect`.
+            keep_alive_s: Seconds without an event after which a comment is sent.
+            more_headers: Called for further headers when the response starts.
         """
         super().__init__()
         self._generate = generate
@@ -92,7 +92,7 @@ class EventStream(Response):
         self._comment: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the stream; raises ClientGoneError when there is nobody left to read it."""
+        """Run the stream; raises ClientGoneError if the client disconnects first."""
 
         async def emit(delta: OutputDelta) -> None:
             chunk = self._chunks.add(delta)
@@ -109,7 +109,7 @@ class EventStream(Response):
             raise
         except Exception as error:
             if self._comment is not None:
-                # Then it has begun the response, even if not one byte is sent yet.
+                # A running comment has started the response, even if no byte was sent yet.
                 await asyncio.wait({self._comment})
             if not self._is_started:
                 raise
@@ -122,21 +122,21 @@ class EventStream(Response):
                 self._comment.cancel()
 
     def _keep_alive(self, send: Send) -> None:
-        """Send a comment if one is due, and look again when the next one may be.
+        """Send a comment if one is due, and set the timer for the next check.
 
-        Why a timer: a task of its own would cost every stream, and hardly any stream is silent.
+        A timer is cheaper than a task per stream, and few streams ever need a comment.
         """
         due_s = self._sent_s + self._keep_alive_s - self._loop.time()
         if due_s <= 0:
             due_s = self._keep_alive_s
-            # What is being sent already waits for its client to read: a comment would wait, too.
+            # While an event waits for the client to read, a comment would wait, too.
             if not self._is_sending and self._comment is None:
                 self._comment = self._loop.create_task(self._send_comment(send))
         self._timer = self._loop.call_later(due_s, self._keep_alive, send)
 
     async def _send_comment(self, send: Send) -> None:
         try:
-            # A connection that fails is for the request's own task to notice.
+            # The request's own task handles a failed connection.
             with contextlib.suppress(Exception):
                 await self._write(send, _KEEP_ALIVE, more=True)
         finally:
@@ -163,35 +163,37 @@ class EventStream(Response):
 async def run_until_disconnect(
     receive: Receive, work: Coroutine[Any, Any, T], timeout_s: float | None
 ) -> T:
-    """Run `work`, but cancel it as soon as the client is gone, wherever it waits.
+    """Run `work`, and cancel it when the client disconnects or the time is over.
 
     Args:
-        receive: The request's ASGI channel, its body read to the end.
-        work: Closes what it holds when it is cancelled.
-        timeout_s: It is cancelled after so many seconds too; None: it may take for ever.
+        receive: The request's ASGI `receive`, after the body has been read.
+        work: Must release its resources when it is cancelled.
+        timeout_s: Longest time for the work; None: no limit.
 
     Raises:
-        ClientGoneError: The client was gone before the work was done.
+        ClientGoneError: The client disconnected before the work was done.
         DeadlineError: The time was over before the work was done.
     """
     with Interrupt() as interrupt:
         watching = asyncio.create_task(_interrupt_on_disconnect(receive, interrupt))
         timer = None
         if timeout_s is not None:
-            late = DeadlineError(f"not done within {timeout_s:g} s; ask for fewer tokens")
+            late = DeadlineError(
+                f"the request was not done within {timeout_s:g} s; ask for fewer tokens"
+            )
             timer = asyncio.get_running_loop().call_later(timeout_s, interrupt.trigger, late)
         try:
             return await work
         finally:
-            # Not left behind on any path, the caller's own cancellation included.
+            # On every path, including the caller's own cancellation.
             watching.cancel()
             if timer is not None:
                 timer.cancel()
 
 
 async def wait_for_disconnect(receive: Receive) -> None:
-    """Wait until the client is gone; the request's body, if there is any left, is passed over."""
-    # A channel that fails has no client at its other end either.
+    """Wait until the client disconnects; drop the rest of the body, if there is any."""
+    # A failed channel counts as a disconnect.
     with contextlib.suppress(Exception):
         while (await receive())["type"] != "http.disconnect":
             pass

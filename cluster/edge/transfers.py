@@ -1,6 +1,6 @@
-"""What moves between the replicas now: the body of GET /kv, and the same as tables for a person.
+"""Running KV transfers of all replicas: the body of GET /kv, and the tables of `ttserve kv`. Pure.
 
-Pure. The engines say what they have (`replicas.messages.KVTransfers`); here it is put together.
+It joins the engines' reports (`replicas.messages.KVTransfers`).
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ _TRANSFER_COLUMNS = (
 
 
 class TransferView(msgspec.Struct, frozen=True, kw_only=True):
-    """One transfer as one of its ends sees it.
+    """One transfer as one of its ends reports it.
 
     Attributes:
-        request: Tells the transfers of one request from others'; no id that an engine knows.
-        role: Which end it is: producer or consumer.
+        request: Label of the request, equal at both ends: a hash that engines do not accept as an
+            id.
+        role: This end's role: producer or consumer.
         peer: Replica at the other end; empty while there is none.
-        path: How the KV travels.
-        state: What is waited for.
+        path: Path of the payload.
+        state: The event that the transfer waits for.
         ready_rows: Rows of 32 tokens that are computed, as far as this end knows.
-        done_rows: Of these, sent or written here.
+        done_rows: Rows already sent (producer) or written (consumer).
         total_rows: Rows that the transfer moves.
-        num_blocks: Blocks of this replica that it keeps.
-        age_s: Seconds since it began here.
-        lease_left_s: Seconds until the producer takes its blocks back, or None.
+        num_blocks: Blocks of this replica that it holds.
+        age_s: Seconds since it started at this end.
+        lease_left_s: Seconds until the producer's lease ends, or None.
     """
 
     request: str
@@ -62,14 +63,14 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     """One replica.
 
     Attributes:
-        replica: Its id.
-        pool: Its pool.
-        is_silent: Whether it did not answer in time; the rest is unknown then.
-        leased_blocks: Blocks kept for transfers that send.
-        reserved_blocks: Blocks that wait for KV to come.
-        quarantined_blocks: Blocks that nobody may have, for a write may still land there.
-        transfers: What is under way, the oldest first.
-        store: Totals of the store since the replica's start, as it sees them; None without one.
+        replica: Id of the replica.
+        pool: Name of its pool.
+        is_silent: Whether it did not answer in time; the other values are unknown then.
+        leased_blocks: Blocks held for outgoing transfers.
+        reserved_blocks: Blocks reserved for incoming KV.
+        quarantined_blocks: Blocks that cannot be reused yet, because a late write may still arrive.
+        transfers: Running transfers, the oldest first.
+        store: This replica's totals of the store since its start; None without a store.
     """
 
     replica: str
@@ -89,7 +90,7 @@ class TransfersView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def transfers_view(answers: Sequence[tuple[Member, KVTransfers | None]]) -> TransfersView:
-    """Put the replicas' answers together; None is one that did not answer."""
+    """Join the replicas' answers; None stands for a replica that did not answer."""
     names = {member.description.incarnation: member.replica_id for member, _ in answers}
     views = [_replica_view(member, answer, names) for member, answer in answers]
     return TransfersView(replicas=sorted(views, key=lambda view: view.replica))
@@ -103,7 +104,7 @@ def _replica_view(
     transfers = []
     for info in answer.transfers:
         fields = msgspec.structs.asdict(info)
-        # A peer that is gone has no name but its incarnation.
+        # The name of a removed peer is unknown; show its incarnation.
         fields |= {
             "request": _label(fields.pop("request_id")),
             "peer": names.get(info.peer, info.peer),
@@ -121,12 +122,12 @@ def _replica_view(
 
 
 def _label(request_id: str) -> str:
-    """A name for a request, the same at both ends, by which nobody can speak of it to an engine."""
+    """Return a label for a request, equal at both ends, that engines do not accept as an id."""
     return hashlib.blake2b(request_id.encode(), digest_size=_LABEL_BYTES).hexdigest()
 
 
 def transfers_text(view: TransfersView) -> str:
-    """Up to three tables: the replicas, what their store did for them, and what is under way."""
+    """Render up to three tables: replicas, store totals, running transfers."""
     replicas: list[Sequence[object]] = [_REPLICA_COLUMNS]
     stores: list[Sequence[object]] = [_STORE_COLUMNS]
     transfers: list[Sequence[object]] = [_TRANSFER_COLUMNS]

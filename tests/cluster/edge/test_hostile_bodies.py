@@ -171,7 +171,7 @@ def test_stop_token_ids_are_a_set_of_no_more_than_the_model_has_tokens_or_length
     service.max_model_len = 64
     body["stop_token_ids"] = [7] * 65
     error = call(service, "POST", "/v1/completions", body).body["error"]
-    assert error["message"] == "stop_token_ids has 65 entries, and may have 64"
+    assert error["message"] == "stop_token_ids has 65 entries, but may have at most 64"
 
 
 def test_when_as_many_texts_are_encoded_as_may_be_the_next_one_is_told_to_wait(monkeypatch):

@@ -215,9 +215,9 @@ def test_a_response_with_a_choice_that_has_not_ended_is_an_error(shape, missing)
     writer = ChunkWriter(shape, request(n=3), spec())
     for delta in deltas:
         writer.add(delta)
-    with pytest.raises(InternalError, match="without a last event"):
+    with pytest.raises(InternalError, match="without a finish reason"):
         writer.finish(Usage(5, 8))
-    with pytest.raises(InternalError, match="without a last event"):
+    with pytest.raises(InternalError, match="without a finish reason"):
         whole_body(shape, request(n=3), spec(), deltas, Usage(5, 8))
 
 

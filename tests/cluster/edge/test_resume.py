@@ -124,7 +124,7 @@ def test_an_id_of_a_place_that_no_event_has_is_refused(place):
 @pytest.mark.parametrize(
     ("change", "given", "wrong"),
     [
-        ({}, "nonsense", "'nonsense' is no id of an event"),
+        ({}, "nonsense", "'nonsense' is not an event id"),
         ({"prompt": "another"}, None, "last-event-id is of another request"),
         ({"temperature": 0.5}, None, "last-event-id is of another request"),
         ({"max_tokens": 7}, None, "last-event-id is of another request"),
