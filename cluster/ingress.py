@@ -194,13 +194,13 @@ class Ingress:
         return await self._shared_slots.get()
 
     async def routes(self, request_id: str) -> bytes | None:
-        """See `cluster.edge.routes.Backend.routes`."""
+        """Implement `cluster.edge.routes.Backend.routes`."""
         if self.router.routes.of_client_id(request_id) is None:
             return None
         return await self._shared_routes.get(request_id)
 
     def route_header(self, request: EngineRequest) -> str:
-        """See `cluster.edge.routes.Backend.route_header`."""
+        """Implement `cluster.edge.routes.Backend.route_header`."""
         route = self.router.routes.get(request.request_id)
         return "" if route is None else short_form(route, self._replica_name)
 

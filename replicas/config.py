@@ -221,13 +221,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     Attributes:
         model: Folder of the model, absolute.
         role: Which part of a request it runs; also reported in its snapshots.
-        generator: None (the generator registered for the model's architecture) or "module:Class".
-        load_format: "safetensors", or "random": weights drawn from `weights_seed`, config.json
-            only.
+        generator: Class that runs the model, as "module:Class"; None takes the one registered for
+            the model's architecture. With `mesh`, other names are possible, see there.
+        load_format: "safetensors" loads the checkpoint. "random" draws weights from `weights_seed`
+            and needs only config.json.
         weights_seed: Seed of random weights.
-        dtype: Compute and KV dtype; "auto" takes the checkpoint's. On a mesh
-            `mesh.optimizations` decides.
-        attention: Attention back end of the torch generator.
+        dtype: Element type of computation and KV; "auto" takes the checkpoint's. On a mesh set
+            `mesh.optimizations` instead.
+        attention: Attention implementation on the CPU; "reference" is for comparisons.
         max_model_len: Longest sequence, prompt and output together; None takes the model's.
         max_batch_size: Decode slots of the engine, in all lanes together.
         tt_data_parallel: Lanes (DP groups) that the engine drives in lockstep.
@@ -235,15 +236,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         kv_cache_memory_bytes: Memory for the KV caches of all lanes together, on the CPU.
         num_blocks: Blocks per lane, null block included; None derives it from
             `kv_cache_memory_bytes`, or from a mesh's memory beside the weights.
-        max_num_batched_tokens: Token budget of one step.
-        max_num_waiting: Most sequences that may queue for a slot; None is unbounded (offline use).
+        max_num_batched_tokens: Most tokens computed in one step.
+        max_num_waiting: Most sequences queued for a slot in the engine; None sets no limit. A
+            cluster sets 256 for prefill engines and 0 for others, whose requests queue in the
+            router.
         enable_chunked_prefill: Whether a prompt may be computed over several steps. Here and in the
             next two, None enables it if the generator supports it.
-        enable_prefix_caching: Whether full blocks are reused by their hash.
+        enable_prefix_caching: Whether prompts reuse cached KV blocks of equal prefixes.
         mixed_batches: Whether prefill chunks and decodes share a pass; otherwise each step is all
             prefill or all decode.
-        prefill_steps_per_decode_step: Without mixed batches, the number of consecutive prefill
-            steps while sequences wait to decode.
+        prefill_steps_per_decode_step: Without mixed batches, the most prefill steps in a row while
+            sequences wait to decode.
         steps_in_flight: 2 lets a decode step start before the tokens of the previous one have been
             read, if the generator supports it; 1 does not.
         num_threads: Compute threads of the generator; None is the library's default, or one on a
@@ -261,10 +264,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             (`replicas.generators.plugin.routes`) such as "tt-transformers" or "tt-metal", for the
             class that serves the model's architecture there; or a bundle's architecture.
         step_timeout_s: Longest step. A longer one counts as a hung device, and the engine is
-            killed. None derives it, see `replicas.launch.step_timeout_s`.
+            killed. None derives it from the kind of engine and the duration of its warm-up.
         start_timeout_s: Longest time without progress during the start. Third-party classes report
             none while they load: for these it must cover the first conversion of the weights.
-        kv_connector: None, "p2p", "pooled", "multi", or "module:Class" of a KV connector.
+        kv_connector: Connector for KV transfer: "p2p", "pooled", "multi" or "module:Class". A
+            cluster sets it from `args.kv_connector`.
         kv_endpoint: Address on which the connector listens; port * picks a free one.
         keys: Secrets that authenticate clients and seal tickets; `replicas.launch.start_engine`
             makes one where there is none. The first one also keys the prefix cache, whose key is

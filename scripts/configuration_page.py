@@ -79,7 +79,19 @@ SECTIONS = (
         "args.engine and args.pools.ROLE.engine",
         EngineConfig,
         "Each engine; a pool's own value goes before the common one.",
-        frozenset({"model", "role", "kv_endpoint", "keys", "kv_network", "kv_store", "gang"}),
+        # Refused in a file, see `cluster.config.checks`: the cluster sets them.
+        frozenset(
+            {
+                "model",
+                "role",
+                "kv_connector",
+                "kv_endpoint",
+                "keys",
+                "kv_network",
+                "kv_store",
+                "gang",
+            }
+        ),
     ),
     Section("engine.mesh", MeshConfig, "Each engine, when it opens its mesh."),
     Section(

@@ -58,7 +58,7 @@ class ClusterConfig:
         key_file: File of the secrets, see `ClusterArgs`; None if a secret is made.
         pools: Number and Ray resources of each pool's replicas.
         engines: Engine configuration of each pool, without the values that `replica_engine` adds.
-        router: How requests are placed.
+        router: Queueing and placement of requests.
         ingress: The HTTP edge; its `max_ongoing_requests` is a number.
         fault_plan: Faults to inject, by replica.
         fault_epoch_unix_s: Unix time at which the plan starts.

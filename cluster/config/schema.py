@@ -135,7 +135,7 @@ class AdmissionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How requests are placed.
+    """Queueing and placement of requests.
 
     Attributes:
         max_queued_requests: Most requests queued for a slot at one ingress; more get 429. A request
@@ -228,7 +228,7 @@ class ClusterArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             the content does. None makes a secret that Ray stores; if others use the Ray cluster
             too, give a file.
         engine: Settings of every engine; a pool's `engine` overrides them.
-        router: How requests are placed.
+        router: Queueing and placement of requests.
         ingress: The HTTP edge.
         faults: Entries of a fault plan, see docs/fault-plans.md. Only for pools whose engines run
             on a simulated mesh.

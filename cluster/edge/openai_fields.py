@@ -31,7 +31,7 @@ _MAX_SHOWN_CHARS = 64
 
 
 class Support(enum.Enum):
-    """How far a documented field is supported."""
+    """Degree of support of a documented field."""
 
     SUPPORTED = "acts as documented"
     NO_EFFECT = "accepted, changes nothing"

@@ -411,7 +411,7 @@ def _stream_options(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _prompt(value: object, add_special_tokens: bool) -> TextPrompt | TokenPrompt:
-    """A prompt is text, token ids, or a list of one of either."""
+    """Check a prompt: text, token ids, or a list of one of either."""
     path = "prompt"
     if isinstance(value, list) and value and isinstance(value[0], (str, list)):
         if len(value) > 1:
