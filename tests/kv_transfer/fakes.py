@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import random
 import threading
 import time
 from collections import deque
@@ -301,26 +300,6 @@ Fate = Callable[[Message], list[float]]
 """Delays in seconds of the copies of a message that arrive; none of them loses it."""
 
 
-class Faults:
-    """Fate of each message: none, or random by a seed."""
-
-    def __init__(
-        self, seed: int = 0, drop: float = 0.0, repeat: float = 0.0, delay: float = 0.0
-    ) -> None:
-        self._dice = random.Random(seed)
-        self._drop, self._repeat, self._delay = drop, repeat, delay
-
-    def heal(self) -> None:
-        self._drop = self._repeat = self._delay = 0.0
-
-    def __call__(self, _message: Message) -> list[float]:
-        """One delivery time per copy of a message."""
-        copies = 1 - (self._dice.random() < self._drop) + (self._dice.random() < self._repeat)
-        return [
-            self._dice.random() if self._dice.random() < self._delay else 0.0 for _ in range(copies)
-        ]
-
-
 class Network:
     """Loopback wires between transports, with a virtual clock.
 
@@ -331,7 +310,7 @@ class Network:
 
     def __init__(self, fate: Fate | None = None) -> None:
         self.now_s = 1000.0
-        self.fate = fate or Faults()
+        self.fate = fate or (lambda _message: [0.0])
         self.nodes: dict[str, LoopbackTransport] = {}
         self.sent: list[Message] = []
         self._wires: list[tuple[float, int, LoopbackTransport | None, Callable[[], None]]] = []

@@ -1,6 +1,6 @@
 """One engine in a process of its own, to be killed or frozen by a test that tells it what to do.
 
-``peer_process NAME CONFIG BIND SHARES HEARTBEAT_TIMEOUT_S`` prints its endpoints, and then answers
+``peer_process NAME CONFIG BIND SHARES`` prints its endpoints, and then answers
 every line of its standard input, a JSON list of a command and its arguments, with a line. Between
 commands it steps when its connector wakes it. It ends when its standard input closes.
 
@@ -61,9 +61,9 @@ def obey(engine: FakeEngine, command: str, *args: Any) -> object:
     return "done"
 
 
-def main(name: str, config: str, bind: str, shares: str, heartbeat_timeout_s: str) -> None:
+def main(name: str, config: str, bind: str, shares: str) -> None:
     """Run one end until standard input closes."""
-    options.HEARTBEAT_TIMEOUT_S = float(heartbeat_timeout_s)
+    options.HEARTBEAT_TIMEOUT_S = 60.0  # Longer than any deadline of the tests.
     engine = make_engine(
         name,
         FakeIO(NUM_BLOCKS, seed=SEEDS[name[0]], shares=shares == "shared"),

@@ -6,8 +6,16 @@ import msgspec
 
 from kv_transfer.errors import FailureReason
 from kv_transfer.transports.core_watch import CoreWatch
-from tests.kv_transfer.fakes import make_ticket, run_until
-from tests.kv_transfer.test_zmq import NUM_TOKENS, PATIENT, SOURCE, TARGET, engines
+from tests.kv_transfer.fakes import run_until
+from tests.kv_transfer.sockets import (
+    NUM_TOKENS,
+    PATIENT,
+    SOURCE,
+    assert_same_rows,
+    engines,
+    start,
+    stream,
+)
 
 
 def test_a_core_that_was_heard_of_is_not_asked() -> None:
@@ -40,12 +48,8 @@ def test_an_engine_whose_core_hangs_falls_silent_for_its_peers() -> None:
     config = msgspec.structs.replace(
         PATIENT, no_data_s=0.3, no_progress_s=0.5, lease_s=3.0, renew_s=0.2
     )
-    with engines("P", "D", config=config) as (producer, consumer):
-        ticket = make_ticket("r", producer.worker.endpoints, NUM_TOKENS)
-        producer.add(ticket)
-        consumer.load(ticket, TARGET)
-        producer.save("r", SOURCE, 100)
-        run_until(lambda: len(consumer.io.changed()) == 3, [producer, consumer])
+    with engines(config=config) as (producer, consumer):
+        stream([producer, consumer])
         # The producer is not stepped any more, and no row is ready, so that all looks well.
         run_until(lambda: bool(consumer.ended), [consumer])
         assert consumer.reasons == {"r": FailureReason.STALLED}
@@ -55,13 +59,12 @@ def test_an_engine_that_waits_does_not_look_as_if_it_hung() -> None:
     config = msgspec.structs.replace(
         PATIENT, no_data_s=0.3, no_progress_s=0.6, lease_s=20.0, renew_s=0.2
     )
-    with engines("P", "D", config=config) as (producer, consumer):
-        ticket = make_ticket("r", producer.worker.endpoints, NUM_TOKENS)
-        producer.add(ticket)
-        consumer.load(ticket, TARGET)
+    with engines(config=config) as (producer, consumer):
+        start([producer, consumer], num_ready=0)
         end_s = time.monotonic() + 1.2
         run_until(lambda: time.monotonic() > end_s, [producer, consumer])
         assert not producer.ended | consumer.ended
         producer.save("r", SOURCE, NUM_TOKENS)
         run_until(lambda: "r" in producer.ended & consumer.ended, [producer, consumer])
         assert "r" in producer.sent & consumer.received
+        assert_same_rows([producer, consumer])

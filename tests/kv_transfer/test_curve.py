@@ -96,7 +96,7 @@ def test_a_client_refuses_the_key_of_another_incarnation(serve):
             lambda d: secure_client(
                 d, KeyRing((OLD,)), INCARNATION, server_public_key(KeyRing((OLD,)), "another")
             ),
-            1.0,
+            0.3,
         )
 
 
@@ -109,23 +109,23 @@ def test_a_public_key_alone_opens_no_connection(serve):
         dealer.set(zmq.CURVE_PUBLICKEY, public)
         dealer.set(zmq.CURVE_SECRETKEY, secret)
 
-    assert not is_answered(server, without_a_secret, 1.0)
+    assert not is_answered(server, without_a_secret, 0.3)
     assert server.denied.acquire(timeout=10)
 
 
 def test_an_unencrypted_client_is_refused(serve):
-    assert not is_answered(serve(OLD), lambda _dealer: None, 1.0)
+    assert not is_answered(serve(OLD), lambda _dealer: None, 0.3)
 
 
 def test_without_an_authenticator_every_client_is_refused(serve):
-    assert not hears(serve(OLD, has_authenticator=False), OLD, wait_s=1.0)
+    assert not hears(serve(OLD, has_authenticator=False), OLD, wait_s=0.3)
 
 
 def test_an_impostor_at_a_servers_address_receives_nothing(serve):
     # Another deployment's server has taken the port: messages for the old one are not sent to it.
     impostor = serve(OTHER)
     impostor.public_key = server_public_key(KeyRing((OLD,)), INCARNATION)
-    assert not hears(impostor, OLD, wait_s=1.0)
+    assert not hears(impostor, OLD, wait_s=0.3)
 
 
 def test_without_a_secret_there_are_no_keys():

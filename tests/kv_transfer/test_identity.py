@@ -1,6 +1,5 @@
 """Permission to fetch: versions, layouts, incarnations, tickets and stolen tickets."""
 
-import itertools
 import random
 
 import msgspec
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 
 import kv_transfer.loading
-from kv_transfer.errors import FailureReason, LayoutMismatchError, TicketError
+from kv_transfer.errors import FailureReason, TicketError
 from kv_transfer.keys import CLOCK_TOLERANCE_S, KeyRing
 from kv_transfer.messages import (
     PROTOCOL_VERSION,
@@ -17,13 +16,12 @@ from kv_transfer.messages import (
     Data,
     Done,
     Fail,
-    Fetch,
     LeaseInfo,
     Mapped,
     Renew,
 )
-from tests.kv_transfer.fakes import KEYS, LAYOUT, FakeEngine, FakeIO, make_loopback_engine
-from tests.kv_transfer.pairs import NUM_TOKENS, TARGET, Pair
+from tests.kv_transfer.fakes import KEYS, FakeEngine, FakeIO, make_loopback_engine
+from tests.kv_transfer.pairs import NUM_TOKENS, TARGET, Pair, fetch
 from tests.kv_transfer.worlds import World
 
 OLD, NEW = b"the secret of last year", b"the secret of this year"
@@ -37,20 +35,6 @@ def offered(path: str = "inline") -> Pair:
     pair.prefill()
     pair.steps(1)
     return pair
-
-
-def fetch(pair: Pair, sealed: bytes | None = None, **changes) -> Fetch:
-    message = Fetch(
-        version=PROTOCOL_VERSION,
-        transfer_id=pair.ticket.transfer_id,
-        epoch=pair.ticket.epoch,
-        ticket=sealed or KEYS.seal(pair.ticket),
-        consumer="D",
-        start_row=0,
-        end_row=8,
-        window=8,
-    )
-    return msgspec.structs.replace(message, **changes)
 
 
 def ask(pair: Pair, message, peer: bytes = STRANGER) -> list:
@@ -84,20 +68,6 @@ def test_another_version_of_the_protocol_is_refused_by_name(
     assert pair.consumer.reasons == {"r": FailureReason.VERSION}
     assert not pair.consumer.io.changed()
     assert not pair.producer.ended, "the right consumer may still come"
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"model_fingerprint": "other"}, {"rope": "meta"}, {"dtype": "float16"}, {"num_layers": 3}],
-)
-@pytest.mark.parametrize("end", ["P", "D"])
-def test_a_ticket_for_other_kv_is_refused_before_anything_is_kept(change, end: str) -> None:
-    pair = Pair()
-    other = msgspec.structs.replace(LAYOUT, **change).content_hash()
-    engine = pair.producer if end == "P" else pair.consumer
-    with pytest.raises(LayoutMismatchError):
-        engine.add(msgspec.structs.replace(pair.ticket, layout_hash=other))
-    assert engine.scheduler.num_inflight == 0
 
 
 @pytest.mark.parametrize(
@@ -161,36 +131,11 @@ def test_a_producer_that_restarts_in_the_middle_is_never_read(path: str) -> None
 # ---- secrets and clocks
 
 
-def keyed(producer: tuple[bytes, ...], consumer: tuple[bytes, ...]) -> Pair:
-    """A pair whose ends have different rings."""
-    pair = Pair()
-    for engine, secrets in ((pair.producer, producer), (pair.consumer, consumer)):
-        ring = KeyRing(secrets)
-        engine.scheduler._keys = ring
-        pair.node(engine).producer._checks._keys = ring
-        engine.keys = ring
-    return pair
-
-
-def sealed_by(pair: Pair, secret: bytes) -> None:
-    for engine in pair.engines:
-        engine.keys = KeyRing((secret,))
-
-
-@pytest.mark.parametrize("secret", [OLD, NEW])
-@pytest.mark.parametrize("rings", list(itertools.product([(OLD, NEW), (NEW, OLD)], repeat=2)))
-def test_during_a_rotation_tickets_of_both_secrets_work(secret: bytes, rings) -> None:
-    pair = keyed(*rings)
-    sealed_by(pair, secret)
-    pair.start()
-    pair.prefill()
-    pair.steps(12)
-    pair.assert_delivered()
-
-
 def test_a_producer_without_the_secret_gives_nothing_away() -> None:
-    pair = keyed((OLD,), (NEW,))
-    sealed_by(pair, NEW)
+    pair, old, new = Pair(), KeyRing((OLD,)), KeyRing((NEW,))
+    pair.producer.scheduler._keys = pair.node(pair.producer).producer._checks._keys = old
+    pair.consumer.scheduler._keys = new
+    pair.producer.keys = pair.consumer.keys = new
     with pytest.raises(TicketError) as caught:
         pair.producer.add(pair.ticket)
     assert caught.value.reason is FailureReason.AUTH
@@ -226,20 +171,6 @@ def test_a_wall_clock_that_is_set_back_or_forth_costs_no_later_transfer(jump_s: 
     with pytest.raises(TicketError) as caught:
         pair.producer.add(late)
     assert caught.value.reason is FailureReason.EXPIRED
-
-
-@pytest.mark.parametrize("skew_s", [-CLOCK_TOLERANCE_S, -1.0, 1.0, CLOCK_TOLERANCE_S - 1.0])
-@pytest.mark.parametrize("end", ["P", "D"])
-def test_clocks_that_differ_by_the_tolerance_cost_nothing(end: str, skew_s: float) -> None:
-    pair = Pair()
-    engine = pair.producer if end == "P" else pair.consumer
-    set_wall_clock(pair, engine, skew_s)
-    expires_ms = int(1000 * (pair.network.now_s + 0.5))
-    pair.ticket = msgspec.structs.replace(pair.ticket, expires_ms=expires_ms)
-    pair.start()
-    pair.prefill()
-    pair.steps(12)
-    pair.assert_delivered()
 
 
 def test_a_clock_beyond_the_tolerance_refuses_with_the_reason() -> None:
@@ -299,16 +230,14 @@ def test_a_fetch_that_its_own_ticket_does_not_allow_gets_nothing(changes, reason
     pair.assert_delivered()
 
 
-def test_a_ticket_without_a_consumer_is_no_permit_to_fetch() -> None:
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"consumer": ""}, FailureReason.AUDIENCE), ({"expires_ms": 1}, FailureReason.EXPIRED)],
+)
+def test_a_ticket_without_a_consumer_or_with_a_past_expiry_is_no_permit(changes, reason) -> None:
     pair = offered()
-    unaddressed = KEYS.seal(msgspec.structs.replace(pair.ticket, consumer=""))
-    assert_refused(ask(pair, fetch(pair, unaddressed)), FailureReason.AUDIENCE)
-
-
-def test_an_expired_ticket_gets_nothing() -> None:
-    pair = offered()
-    old = msgspec.structs.replace(pair.ticket, expires_ms=1)
-    assert_refused(ask(pair, fetch(pair, KEYS.seal(old))), FailureReason.EXPIRED)
+    sealed = KEYS.seal(msgspec.structs.replace(pair.ticket, **changes))
+    assert_refused(ask(pair, fetch(pair, sealed)), reason)
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 3])
@@ -472,7 +401,7 @@ def nonsense(dice: random.Random, pair: Pair):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_well_formed_nonsense_of_strangers_changes_nothing(path: str, seed: int) -> None:
     dice = random.Random(seed)
     pair = Pair(path)
@@ -488,7 +417,7 @@ def test_well_formed_nonsense_of_strangers_changes_nothing(path: str, seed: int)
     pair.assert_delivered()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_well_formed_nonsense_of_the_consumer_harms_only_its_own_transfer(
     path: str, seed: int
 ) -> None:
@@ -505,7 +434,7 @@ def test_well_formed_nonsense_of_the_consumer_harms_only_its_own_transfer(
     assert not pair.producer.io.changed()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_well_formed_nonsense_of_the_producer_writes_nothing_wrong(path: str, seed: int) -> None:
     """World compares whatever the consumer believes in."""
     dice = random.Random(seed)

@@ -83,22 +83,6 @@ TestLeases = LeaseMachine.TestCase
 TestLeases.settings = settings(stateful_step_count=30)
 
 
-def test_a_lease_is_not_revived_by_a_late_renewal() -> None:
-    table = LeaseTable(CONFIG)
-    table.grant(b"a", 0.0)
-    table.attach(b"a", 1.0)
-    assert not table.renew(b"a", 31.0)
-    assert table.expire(31.0) == (b"a",)
-
-
-def test_renewals_keep_a_queueing_consumer_alive_for_many_leases() -> None:
-    table = LeaseTable(CONFIG)
-    table.grant(b"a", 0.0)
-    table.attach(b"a", 0.0)
-    assert all(table.renew(b"a", 5.0 * n) for n in range(1, 40))
-    assert table.expire(5.0 * 39 + 29) == ()
-
-
 def test_the_memory_of_ended_leases_is_bounded() -> None:
     table = LeaseTable(CONFIG)
     for n in range(10_000):

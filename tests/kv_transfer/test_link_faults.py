@@ -11,29 +11,28 @@ import numpy as np
 import pytest
 import zmq
 
-from kv_transfer.connector import TransportFactory
 from kv_transfer.errors import FailureReason
 from kv_transfer.messages import encode
 from kv_transfer.transports.connections import break_accepted
 from kv_transfer.transports.faulty import FaultyTransport
-from tests.kv_transfer.fakes import (
-    KEYS,
-    QUICK,
-    FakeEngine,
-    FakeIO,
-    make_engine,
-    make_ticket,
-    run_until,
+from tests.kv_transfer import sockets
+from tests.kv_transfer.fakes import KEYS, FakeEngine, make_ticket, run_until
+from tests.kv_transfer.sockets import (
+    NUM_TOKENS,
+    SOURCE,
+    assert_same_rows,
+    assert_transfers,
+    dial,
+    start,
+    stream,
+    zmq_socket,
 )
-from tests.kv_transfer.insiders import dial
 from tests.kv_transfer.test_messages import FETCH
 
 # None of these deadlines ends a transfer within a test's time, unless the test changes it.
 PATIENT = msgspec.structs.replace(
-    QUICK, no_progress_s=60.0, no_data_s=60.0, lease_s=60.0, rendezvous_s=60.0
+    sockets.PATIENT, no_progress_s=60.0, no_data_s=60.0, lease_s=60.0, rendezvous_s=60.0
 )
-SOURCE, TARGET = tuple(range(1, 9)), tuple(range(9, 1, -1))
-NUM_TOKENS = 8 * 32 - 9
 
 
 class Script:
@@ -66,8 +65,9 @@ def shares(request: pytest.FixtureRequest) -> bool:
     return request.param
 
 
-def carrier(script: Script | None) -> TransportFactory | None:
-    return None if script is None else functools.partial(FaultyTransport, script)
+def num_checksum_failures(consumer: FakeEngine) -> int:
+    """Read from the other end's thread: a single number."""
+    return consumer.worker._transport.counters.num_checksum_failures
 
 
 @contextmanager
@@ -77,48 +77,13 @@ def pair(
     of_consumer: Script | None = None,
     *,
     shares: bool = False,
-) -> Iterator[tuple[FakeEngine, FakeEngine]]:
-    io = FakeIO(10, seed=1, shares=shares), FakeIO(10, seed=2, shares=shares)
-    producer = make_engine("P", io[0], config=config, make_transport=carrier(of_producer))
-    consumer = make_engine("D", io[1], config=config, make_transport=carrier(of_consumer))
-    try:
-        yield producer, consumer
-    finally:
-        producer.worker.close(5.0)
-        consumer.worker.close(5.0)
-
-
-def start(engines: tuple[FakeEngine, FakeEngine], request_id: str, num_ready: int) -> None:
-    producer, consumer = engines
-    ticket = make_ticket(request_id, producer.worker.endpoints, NUM_TOKENS)
-    producer.add(ticket)
-    consumer.load(ticket, TARGET)
-    producer.save(request_id, SOURCE, num_ready)
-
-
-def stream(engines: tuple[FakeEngine, FakeEngine]) -> None:
-    """Start a transfer; return when the three blocks that are ready have arrived."""
-    start(engines, "r", num_ready=100)
-    run_until(lambda: len(engines[1].io.changed()) == 3, engines)
-
-
-def assert_transfers(engines: tuple[FakeEngine, FakeEngine], request_id: str) -> None:
-    start(engines, request_id, num_ready=NUM_TOKENS)
-    run_until(lambda: all(request_id in engine.ended for engine in engines), engines)
-    assert request_id in engines[0].sent & engines[1].received
-    assert_same_rows(engines)
-
-
-def assert_same_rows(engines: tuple[FakeEngine, FakeEngine]) -> None:
-    producer, consumer = engines
-    want = producer.io.tokens(0, SOURCE, 0, NUM_TOKENS)
-    got = consumer.io.tokens(0, TARGET, 0, NUM_TOKENS)
-    assert np.array_equal(got, want)
-
-
-def num_checksum_failures(consumer: FakeEngine) -> int:
-    """Read from the other end's thread: a single number."""
-    return consumer.worker._transport.counters.num_checksum_failures
+) -> Iterator[list[FakeEngine]]:
+    each = [
+        {"make_transport": script and functools.partial(FaultyTransport, script)}
+        for script in (of_producer, of_consumer)
+    ]
+    with sockets.engines(config=config, shares=shares, each=each) as engines:
+        yield engines
 
 
 # ---- broken connections
@@ -142,7 +107,7 @@ def test_a_broken_connection_fails_both_ends_and_the_next_transfer_connects_agai
 
 def test_a_connection_breaks_on_time_while_nothing_moves() -> None:
     silent = msgspec.structs.replace(PATIENT, renew_s=59.0, no_progress_s=1000.0)
-    script = Script(break_at_s=time.monotonic() + 1.0)
+    script = Script(break_at_s=time.monotonic() + 0.5)
     with pair(silent, of_producer=script) as engines:
         stream(engines)
         assert not engines[1].failed
@@ -151,10 +116,9 @@ def test_a_connection_breaks_on_time_while_nothing_moves() -> None:
 
 
 def test_a_break_before_the_start_is_not_repeated() -> None:
-    with pair(of_producer=Script(break_at_s=time.monotonic() - 1.0)) as engines, zmq.Context() as c:
+    with pair(of_producer=Script(break_at_s=time.monotonic() - 1.0)) as engines:
         # The first thing that ever happens at this producer, so that nothing woke it before.
-        with c.socket(zmq.DEALER) as dealer:
-            dealer.linger = 0
+        with zmq_socket(zmq.DEALER) as dealer:
             dial(dealer, engines[0].worker.endpoints[0])
             ticket = make_ticket("other", engines[0].worker.endpoints, NUM_TOKENS)
             dealer.send(encode(msgspec.structs.replace(FETCH, ticket=KEYS.seal(ticket))))
@@ -180,7 +144,7 @@ def test_lasting_corruption_fails_the_transfer_and_writes_nothing(shares: bool) 
     with pair(of_producer=script, shares=shares) as engines:
         producer, consumer = engines
         source = producer.io.cache.copy()
-        start(engines, "r", num_ready=NUM_TOKENS)
+        start(engines)
         run_until(lambda: producer.failed and consumer.failed, engines)
         assert consumer.reasons == producer.reasons == {"r": FailureReason.CHECKSUM}
         assert not consumer.io.changed()
@@ -210,7 +174,7 @@ def test_a_transfer_continues_after_a_short_partition(end: str, shares: bool) ->
 @pytest.mark.parametrize("end", ["of_producer", "of_consumer"])
 def test_a_long_partition_is_silence_and_heals(end: str, shares: bool) -> None:
     script = Script()
-    quick = msgspec.structs.replace(PATIENT, no_progress_s=0.5, lease_s=1.5)
+    quick = msgspec.structs.replace(PATIENT, no_progress_s=0.4, lease_s=0.8, renew_s=0.2)
     with pair(quick, **{end: script}, shares=shares) as engines:
         producer, consumer = engines
         stream(engines)

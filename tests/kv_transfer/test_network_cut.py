@@ -106,11 +106,10 @@ def digest(end: Peer) -> object:
     return end.tell("digest", BLOCKS, NUM_TOKENS)
 
 
-@pytest.mark.parametrize("heartbeat_timeout_s", [1.0, 60.0], ids=["noticed", "silent"])
 def test_a_pulled_cable_ends_transfers_on_both_sides_and_a_plugged_one_serves_again(
-    cable: Cable, heartbeat_timeout_s: float
+    cable: Cable,
 ) -> None:
-    """The deadlines of the protocol detect it where the transport does not."""
+    """The deadlines of the protocol detect it: the transport's heartbeats are too slow here."""
     with ExitStack() as stack:
         producer, consumer = (
             stack.enter_context(
@@ -120,7 +119,6 @@ def test_a_pulled_cable_ends_transfers_on_both_sides_and_a_plugged_one_serves_ag
                     CONFIG,
                     f"tcp://{address}:*",
                     ("nsenter", "-t", cable.ends[name], "-n"),
-                    heartbeat_timeout_s,
                 )
             )
             for name, address in ADDRESSES.items()
@@ -137,10 +135,8 @@ def test_a_pulled_cable_ends_transfers_on_both_sides_and_a_plugged_one_serves_ag
             time.sleep(0.02)
         cable.pull()
         producer.tell("save", "cut", BLOCKS, NUM_TOKENS)
-        reasons = {"stalled"} if heartbeat_timeout_s > CONFIG.lease_s else {"stalled", "peer_dead"}
-        assert wait_for_end(consumer, "cut", CONFIG.no_progress_s + SLACK_S) in reasons
-        reasons = {"expired"} if heartbeat_timeout_s > CONFIG.lease_s else {"expired", "peer_dead"}
-        assert wait_for_end(producer, "cut", CONFIG.lease_s + SLACK_S) in reasons
+        assert wait_for_end(consumer, "cut", CONFIG.no_progress_s + SLACK_S) == "stalled"
+        assert wait_for_end(producer, "cut", CONFIG.lease_s + SLACK_S) == "expired"
         cable.plug()
         # A connection that saw the gap repeats its segments more and more seldom, for a while.
         for attempt in range(20):

@@ -56,12 +56,6 @@ def test_only_missing_rows_travel(path: str, sizes: tuple[int, int], num_tokens:
         assert sent.bytes_sent == received.bytes_received == num_wired * TINY.row_bytes
 
 
-@pytest.mark.parametrize("num_tokens", [256, 250])
-def test_all_but_one_row_is_there(path: str, num_tokens: int) -> None:
-    pair = transfer(path, (128, 32), num_tokens, 7 * 32)
-    assert pair.producer.stats.paths[pair.wired_path].bytes_sent == TINY.row_bytes
-
-
 @pytest.mark.parametrize("sizes", PAIRS, ids=str)
 def test_with_everything_there_nothing_travels(path: str, sizes: tuple[int, int]) -> None:
     layouts = [BY_SIZE[size] for size in sizes]

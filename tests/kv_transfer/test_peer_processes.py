@@ -98,13 +98,10 @@ class Peer:
 
 
 @contextmanager
-def peer(
-    name: str, path: str, config=CONFIG, bind: str = TCP, prefix=(), heartbeat_timeout_s=60.0
-) -> Iterator[Peer]:
+def peer(name: str, path: str, config=CONFIG, bind: str = TCP, prefix=()) -> Iterator[Peer]:
     command = [sys.executable, "-m", "tests.kv_transfer.peer_process", name]
-    timeout = str(heartbeat_timeout_s)
     process = subprocess.Popen(
-        [*prefix, *command, msgspec.json.encode(config).decode(), bind, path, timeout],
+        [*prefix, *command, msgspec.json.encode(config).decode(), bind, path],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -328,7 +325,8 @@ def offer_all(producer: FakeEngine, consumer: Peer) -> None:
     run_until(lambda: rows(producer, "unconfirmed")[1] >= 4, [producer])
 
 
-def test_a_consumer_that_is_killed_is_noticed_in_every_state(path: str) -> None:
+def test_a_consumer_that_is_killed_is_noticed_in_every_state() -> None:
+    path = "shared"
     patient = msgspec.structs.replace(CONFIG, lease_s=60.0)
     with engine("P", path, patient) as producer:
         with peer("D", path, patient) as consumer:
@@ -387,7 +385,8 @@ def digest(data: np.ndarray) -> bytes:
     return hashlib.blake2b(data.tobytes()).digest()
 
 
-def test_nothing_is_left_of_processes_that_were_killed(path: str, tmp_path: Path) -> None:
+def test_nothing_is_left_of_processes_that_were_killed(tmp_path: Path) -> None:
+    path = "shared"
     with peer("P", path) as producer, peer("D", path, bind=TCP) as consumer:
         producer.tell("offer", "r", "D", NUM_TOKENS)
         consumer.tell("load", "r", "P", producer.endpoints, NUM_TOKENS, target("before"))

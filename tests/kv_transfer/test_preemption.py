@@ -119,15 +119,19 @@ def test_lost_rows_of_a_preempted_prefill_wait_until_they_are_computed_again() -
     assert world.consumer.received == {"r"}
 
 
+@pytest.mark.parametrize("who", ["P", "D"])
 @pytest.mark.parametrize("num_steps", range(6))
-def test_a_consumer_may_be_preempted_while_it_receives(path: str, num_steps: int) -> None:
-    """Cancel the load: messages on their way must not be written into reused blocks."""
+def test_either_end_may_cancel_at_any_time(path: str, num_steps: int, who: str) -> None:
+    """Messages on their way must not be written into blocks that are used again."""
     world = World(path)
     world.start()
     world.prefill(100)
     world.steps(num_steps, 0.1)
     world.prefill()
-    world.consumer.scheduler.cancel("r")
+    if who == "P":
+        world.producer.scheduler.cancel("r")
+    else:
+        assert world.consumer.scheduler.request_finished("r", [world.target])
     world.run(0.25, 10.0)
     assert world.consumer.reasons == world.producer.reasons == {"r": FailureReason.CANCELLED}
     world.steps(12, 1.0)

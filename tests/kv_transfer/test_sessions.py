@@ -1,39 +1,28 @@
-"""Both halves behind one interface: each command reaches its half, and both see time pass."""
+"""Sessions of an engine in both roles: credit, confirmations, and rows that became ready."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from kv_transfer.errors import FailureReason
 from kv_transfer.messages import (
-    Cancel,
     Credit,
-    Data,
-    Done,
-    Fetch,
-    LeaseInfo,
     Renew,
     encode_mapped,
 )
 from kv_transfer.sessions import TransferSessions
 from kv_transfer.transport import (
-    Arrived,
     ArrivedMapped,
-    CancelLoad,
-    CancelSend,
     Chunk,
     Confirmed,
     Consumed,
     Delivered,
     Granted,
-    LoadFailed,
     MappedChunk,
     Offer,
     ProducerRoute,
     Ready,
     Repeat,
-    SendFailed,
     Spoiled,
     StartLoad,
     WireCounters,
@@ -80,26 +69,6 @@ def both():
     return Both()
 
 
-def test_every_command_reaches_its_half(both):
-    ticket = both.ticket
-    payload = np.arange(2 * LAYOUT.row_bytes, dtype=np.uint8).reshape(2, -1)
-    both.apply(Offer(ticket), load(ticket))
-    assert both.deliver() == [Granted(ticket.transfer_id, 0, 2, "inline")]
-    both.apply(Ready(ticket.transfer_id, 2), Chunk(ticket.transfer_id, 0, payload))
-    [arrived] = both.deliver()
-    assert isinstance(arrived, Arrived)
-    assert np.array_equal(arrived.payload, payload)
-    assert both.passed[-1] is Data
-    both.apply(Consumed(ticket.transfer_id, 1))
-    assert both.deliver() == []
-    assert both.passed[-1] is Data, "there is credit for all of it already"
-    both.apply(Consumed(ticket.transfer_id, 1))
-    assert both.deliver() == [Delivered(ticket.transfer_id, 2)]
-    assert both.passed[-2:] == [Done, LeaseInfo]
-    assert both.passed[0] is Fetch
-    assert both.counters == WireCounters(leases={"granted": 1, "done": 1})
-
-
 def test_credit_is_returned_by_the_quarter_window(both):
     ticket = make_ticket("r", HERE, 8 * 32, producer="E", consumer="E")
     both.apply(Offer(ticket), load(ticket))
@@ -142,45 +111,6 @@ def test_ready_rows_are_reported_with_the_next_answer(both):
     both.sessions.producer.on_message(b"E", renew, 0.0)
     [(_, info, _)] = both.sessions.producer.take_sends()
     assert info.ready_rows == 1
-
-
-def test_the_producer_cancels(both):
-    both.apply(Offer(both.ticket), load(both.ticket))
-    both.deliver()
-    both.apply(CancelSend(both.ticket.transfer_id))
-    assert both.deliver() == [LoadFailed(both.ticket.transfer_id, FailureReason.CANCELLED)]
-
-
-def test_the_consumer_cancels(both):
-    both.apply(Offer(both.ticket), load(both.ticket))
-    both.deliver()
-    both.apply(CancelLoad(both.ticket.transfer_id))
-    assert both.deliver() == [SendFailed(both.ticket.transfer_id, FailureReason.CANCELLED)]
-    assert Cancel in both.passed
-
-
-def test_the_next_deadline_is_the_earlier_one_of_both_halves(both):
-    sessions = both.sessions
-    assert sessions.next_deadline_s() is None
-    both.apply(Offer(both.ticket), now_s=1.0)
-    lease_s = sessions.producer.next_deadline_s()
-    assert sessions.next_deadline_s() == lease_s == 1.0 + QUICK.rendezvous_s
-    other = make_ticket("other", "tcp://there:1", 64, producer="P", consumer="E")
-    both.apply(load(other), now_s=1.0)
-    assert sessions.consumer.next_deadline_s() == sessions.next_deadline_s() == 1.0 + QUICK.probe_s
-    both.apply(CancelSend(both.ticket.transfer_id))
-    assert sessions.next_deadline_s() == 1.0 + QUICK.probe_s
-
-
-def test_time_passes_for_both_halves(both):
-    other = make_ticket("other", "tcp://there:1", 64, producer="P", consumer="E")
-    both.apply(Offer(both.ticket), load(other))
-    both.sessions.tick(QUICK.rendezvous_s)
-    assert both.sessions.take_events() == [
-        SendFailed(both.ticket.transfer_id, FailureReason.EXPIRED),
-        LoadFailed(other.transfer_id, FailureReason.UNKNOWN_TRANSFER),
-    ]
-    assert both.sessions.take_events() == []
 
 
 def test_a_broken_invariant_of_either_half_shows(both):

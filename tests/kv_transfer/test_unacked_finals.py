@@ -1,14 +1,16 @@
 """Repetition of unacknowledged ends, and fetches parked for transfers that are not known yet."""
 
+import msgspec
 import pytest
 
 from kv_transfer.config import TransferConfig
 from kv_transfer.errors import FailureReason
 from kv_transfer.lease import LeaseState
-from kv_transfer.messages import PROTOCOL_VERSION, Cancel, Done, Fail, Fetch, LeaseInfo
+from kv_transfer.messages import Cancel, Done, Fail, LeaseInfo
 from kv_transfer.parked import MAX_PARKED, Parked, ParkedFetches
 from kv_transfer.unacked_finals import UnackedFinals
 from tests.kv_transfer.fakes import make_ticket
+from tests.kv_transfer.test_messages import FETCH
 
 CONFIG = TransferConfig(renew_s=1.0, no_progress_s=3.0, closing_s=3.5)
 ONE, OTHER = b"1" * 16, b"2" * 16
@@ -64,16 +66,7 @@ def test_a_lost_peer_and_a_restarted_transfer_get_no_finals() -> None:
 def parked(number: int, peer: bytes = b"D", deadline_s: float = 1.0) -> Parked:
     ticket = make_ticket("r", ("tcp://p",), 32)
     transfer_id = number.to_bytes(16, "big")
-    fetch = Fetch(
-        version=PROTOCOL_VERSION,
-        transfer_id=transfer_id,
-        epoch=1,
-        ticket=b"sealed",
-        consumer="D",
-        start_row=0,
-        end_row=1,
-        window=1,
-    )
+    fetch = msgspec.structs.replace(FETCH, transfer_id=transfer_id)
     return Parked(peer, fetch, ticket, deadline_s)
 
 

@@ -11,10 +11,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kv_transfer.errors import FailureReason
-from kv_transfer.messages import Cancel, Data, Done, Fetch, LeaseInfo, Renew
+from kv_transfer.messages import Cancel, Data, Fetch, LeaseInfo, Renew
 from kv_transfer.p2p import P2PConnectorScheduler
 from kv_transfer.p2p_worker import P2PConnectorWorker
-from kv_transfer.transport import CancelLoad, Delivered, LoadFailed, Offer, SendFailed, StartLoad
+from kv_transfer.transport import LoadFailed, Offer, SendFailed, StartLoad
 from tests.kv_transfer.fakes import (
     KEYS,
     LAYOUT,
@@ -198,14 +198,6 @@ def attached(net):
     return producer, consumer, ticket, producer_woken, consumer_woken
 
 
-def test_a_waiting_consumer_keeps_its_lease():
-    net = Net()
-    producer, consumer, *_ = attached(net)
-    net.run(2 * QUICK.lease_s)
-    assert list(producer.poll()) == list(consumer.poll()) == []
-    assert any(isinstance(m, Renew) for m in net.sent)
-
-
 def test_a_lost_producer_is_reported_to_the_core():
     net = Net()
     producer, consumer, _, _, woken = attached(net)
@@ -226,29 +218,6 @@ def test_a_lost_consumer_is_reported_to_the_core():
     [failed] = producer.poll()
     assert (type(failed), failed.reason) == (SendFailed, FailureReason.PEER_DEAD)
     assert woken == [0.0]
-
-
-def test_a_cancelled_load_ends_the_producers_side():
-    net = Net()
-    producer, consumer, ticket, *_ = attached(net)
-    consumer.submit([CancelLoad(ticket.transfer_id)])
-    net.run()
-    [failed] = producer.poll()
-    assert (type(failed), failed.reason) == (SendFailed, FailureReason.CANCELLED)
-    net.run(60.0)
-    assert net.num_due == 0
-
-
-def test_a_load_of_nothing_tells_the_producer_that_it_is_done():
-    net = Net()
-    producer, _, _ = transport(net, "P")
-    consumer, _, _ = transport(net, "D")
-    ticket = make_ticket("r", producer.endpoints[0], 64)
-    producer.submit([Offer(ticket)])
-    consumer.submit([load(ticket, 2)])
-    net.run()
-    assert isinstance(net.sent[0], Done)
-    assert [type(e) for e in producer.poll()] == [Delivered]
 
 
 def test_closing_stops_its_clock():
