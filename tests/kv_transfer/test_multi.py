@@ -1,25 +1,23 @@
 """Pool and point-to-point together: two engines, a network and a store, all without threads."""
 
 import functools
-import itertools
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import rule
 
 from kv_transfer.config import TransferConfig
-from kv_transfer.connector import ConnectorSettings, KVDeviceIO, TransferRequest, load_connector
+from kv_transfer.connector import TransferRequest, load_connector
 from kv_transfer.errors import FailureReason, TransferError
 from kv_transfer.layout import ROW_TOKENS
 from kv_transfer.multi import SPLIT_WAIT_S, MultiConnectorScheduler, MultiConnectorWorker
 from kv_transfer.p2p import P2PConnectorScheduler
 from kv_transfer.p2p_worker import P2PConnectorWorker, P2PMeta
-from kv_transfer.pooled import PooledConnectorScheduler, unit_keys
+from kv_transfer.pooled import PooledConnectorScheduler
 from kv_transfer.pooled_worker import PooledConnectorWorker
-from kv_transfer.store import StoreConfig
 from tests.kv_transfer.fakes import (
     KEYS,
     LoopbackTransport,
@@ -28,9 +26,17 @@ from tests.kv_transfer.fakes import (
     make_ticket,
     ticks,
 )
-from tests.kv_transfer.memory_store import SHELVES, InlineExecutor, Shelf
 from tests.kv_transfer.pool_world import LAYOUT, Job, PoolEngine, layout_of
-from tests.kv_transfer.test_pooled import SLOW, UNIT, UNIT_BYTES, tokens
+from tests.kv_transfer.store_worlds import (
+    UNIT,
+    UNIT_BYTES,
+    StoreMachine,
+    StoreWorld,
+    machine_settings,
+    numbers,
+    tokens,
+)
+from tests.kv_transfer.test_pooled import SLOW
 
 CONFIG = TransferConfig(
     copy_s=6.0,
@@ -41,11 +47,9 @@ CONFIG = TransferConfig(
     no_progress_s=2.0,
 )
 
-_numbers = itertools.count()
 
-
-class World:
-    """A producer P and a consumer D with one pool; time is set by hand."""
+class World(StoreWorld):
+    """A producer P and a consumer D with one pool and a network; time is set by hand."""
 
     def __init__(
         self,
@@ -55,19 +59,10 @@ class World:
         config: TransferConfig = CONFIG,
         pool_config: TransferConfig = CONFIG,
     ) -> None:
+        super().__init__()
         self._config, self._pool_config = config, pool_config
         self.network = Network()
-        address = f"multi-{next(_numbers)}"
-        self.shelf = SHELVES[address] = Shelf()
-        self.store = StoreConfig(
-            backend="tests.kv_transfer.memory_store:MemoryStore",
-            capacity_bytes=1,
-            address=address,
-            unit_tokens=UNIT,
-        )
-        self.executors: list[InlineExecutor] = []
         self.transports: list[LoopbackTransport] = []
-        self.num_notified = 0
         self.producer = self._engine("P", producer_block)
         self.consumer = self._engine("D", consumer_block)
         self.engines = [self.producer, self.consumer]
@@ -83,18 +78,12 @@ class World:
         for_pool = msgspec.structs.replace(made, config=self._pool_config)
         layout = layout_of(block_size)
 
-        def make_executor(store: StoreConfig, notify: Callable[[], None]) -> InlineExecutor:
-            self.executors.append(InlineExecutor(store, notify))
-            return self.executors[-1]
-
-        def make_transport(
-            settings: ConnectorSettings, io: KVDeviceIO, notify: Callable[[], None]
-        ) -> LoopbackTransport:
-            self.transports.append(LoopbackTransport(self.network, settings, io, notify))
+        def make_transport(*parts: Any) -> LoopbackTransport:
+            self.transports.append(LoopbackTransport(self.network, *parts))
             return self.transports[-1]
 
         p2p = P2PConnectorWorker(made, self.notify, make_transport)
-        pooled = PooledConnectorWorker(for_pool, self.notify, make_executor)
+        pooled = PooledConnectorWorker(for_pool, self.notify, self.make_executor)
         engine = PoolEngine(
             MultiConnectorScheduler(
                 P2PConnectorScheduler(made, layout), PooledConnectorScheduler(made, layout), layout
@@ -107,17 +96,19 @@ class World:
         engine.io.moves_whole_blocks = False
         return engine
 
-    def notify(self) -> None:
-        self.num_notified += 1
+    def advance(self, seconds: float) -> None:
+        self.network.advance(seconds)
+
+    def _ticket(self, name: str, num_tokens: int) -> bytes:
+        (endpoint,) = self.producer.worker.endpoints
+        return KEYS.seal(make_ticket(name, endpoint, num_tokens, layout=LAYOUT))
 
     def pair(
         self, token_ids: list[int], *, local: int = 0, num_decodes: int = 1
     ) -> tuple[Job, Job]:
         """Start a request on both engines, with a ticket."""
-        name = f"r{next(_numbers)}"
-        (endpoint,) = self.producer.worker.endpoints
-        ticket = make_ticket(name, endpoint, len(token_ids), layout=LAYOUT)
-        sealed = KEYS.seal(ticket)
+        name = f"r{next(numbers)}"
+        sealed = self._ticket(name, len(token_ids))
         sends = Job(name, token_ids, num_decodes=0, mode="producer")
         fetches = Job(name, token_ids, local, num_decodes, mode="consumer")
         self.producer.submit(sends, ticket=sealed)
@@ -127,43 +118,15 @@ class World:
     def lend(self, job: Job, *, local: int = 0) -> Job:
         """Let the consumer take over what a request that runs on the producer has computed."""
         num_tokens = job.num_computed // ROW_TOKENS * ROW_TOKENS
-        (endpoint,) = self.producer.worker.endpoints
-        sealed = KEYS.seal(make_ticket(job.request_id, endpoint, num_tokens, layout=LAYOUT))
-        heir = Job(job.request_id, job.token_ids[:num_tokens], local, mode="consumer")
+        sealed = self._ticket(job.request_id, num_tokens)
+        successor = Job(job.request_id, job.token_ids[:num_tokens], local, mode="consumer")
         self.producer.lend(job, num_tokens, sealed)
-        return self.consumer.submit(heir, ticket=sealed)
-
-    def round(self, *, seconds: float = 0.0, is_frozen: bool = False) -> None:
-        """Step each engine once; the store keeps up unless told otherwise."""
-        for engine in self.engines:
-            engine.step()
-        if not is_frozen:
-            self.let_store_work()
-        self.network.advance(seconds)
-
-    def let_store_work(self) -> None:
-        for executor in self.executors:
-            executor.run()
-
-    def finish(self) -> None:
-        """Run until everything has ended, and assert that nothing is left."""
-        for number in range(400):
-            self.round(seconds=0.0 if number < 60 else 1.0)
-            if all(engine.is_idle for engine in self.engines):
-                break
-        for _ in range(2):
-            self.round()
-        for engine in self.engines:
-            engine.check_drained()
-        assert self.shelf.open_leases == 0
+        return self.consumer.submit(successor, ticket=sealed)
 
     def serve(self, engine: PoolEngine, token_ids: list[int]) -> Job:
-        job = engine.submit(Job(f"r{next(_numbers)}", token_ids))
+        job = self.submit(engine, token_ids)
         self.finish()
         return job
-
-    def keys(self, token_ids: list[int]) -> tuple[bytes, ...]:
-        return unit_keys(LAYOUT.content_hash(), "", token_ids, UNIT)
 
     @property
     def rows_sent(self) -> int:
@@ -243,13 +206,13 @@ def test_a_fetch_waits_for_the_pool_only_so_long() -> None:
     prompt = tokens(2 * UNIT + 1, 1)
     world.serve(world.producer, prompt)
     _, fetches = world.pair(prompt)
-    world.round(is_frozen=True)
-    world.round(is_frozen=True)
+    world.steps(is_frozen=True)
+    world.steps(is_frozen=True)
     assert world.executors[1].alarm_s == pytest.approx(SPLIT_WAIT_S)
     assert world.consumer.worker.transfers(0.0) == []
-    world.round(seconds=SPLIT_WAIT_S, is_frozen=True)
-    world.round(is_frozen=True)
-    world.round(is_frozen=True)
+    world.steps(seconds=SPLIT_WAIT_S, is_frozen=True)
+    world.steps(is_frozen=True)
+    world.steps(is_frozen=True)
     (under_way,) = world.consumer.worker.transfers(0.0)
     assert under_way.path != "pool"
     world.finish()
@@ -319,10 +282,10 @@ def test_the_end_of_a_pool_load_is_reported_before_that_of_the_offer() -> None:
     # The consumer has what the pool has, and fetches from the peer at once.
     sends, fetches = world.pair(prompt, local=3 * UNIT)
     while sends.state != "loading":
-        world.round()
+        world.steps()
     world.consumer.abort(fetches.request_id)
     for _ in range(4):
-        world.round(is_frozen=True)
+        world.steps(is_frozen=True)
     # The fake engine would take it for the load's end and start to compute.
     assert sends.failures == []
     assert sends.state == "loading"
@@ -340,8 +303,8 @@ def test_an_aborted_producer_that_loads_ends_once() -> None:
     world.serve(world.producer, prompt[: 3 * UNIT])
     sends, fetches = world.pair(prompt)
     while sends.state != "loading":
-        world.round()
-    world.round(is_frozen=True)
+        world.steps()
+    world.steps(is_frozen=True)
     world.producer.abort(sends.request_id)
     assert sends.request_id in world.producer.held
     world.finish()
@@ -373,7 +336,7 @@ def test_a_moved_stream_loads_from_the_pool_and_from_its_lender(
 ) -> None:
     world = World()
     job = lender(world, tokens(3 * UNIT + 40, 1), num_decodes)
-    world.round()  # It has saved all of its units.
+    world.steps()  # It has saved all of its units.
     if not is_pooled:
         world.shelf.values.clear()
     heir = world.lend(job)
@@ -395,7 +358,7 @@ def test_any_end_of_a_lender_or_its_successor_ends_the_transfer_once(
     job = lender(world, prompt, 30)
     world.lend(job)
     for _ in range(num_rounds):
-        world.round()
+        world.steps()
     engine = getattr(world, who)
     known = engine.jobs.get(job.request_id)
     if known is not None and (deed is PoolEngine.abort or known.state in {"running", "loading"}):
@@ -406,9 +369,9 @@ def test_any_end_of_a_lender_or_its_successor_ends_the_transfer_once(
 
 def lender(world: World, prompt: list[int], num_decodes: int) -> Job:
     """Start a request that the producer has computed and keeps decoding."""
-    job = world.producer.submit(Job(f"r{next(_numbers)}", prompt, num_decodes=num_decodes))
+    job = world.submit(world.producer, prompt, num_decodes=num_decodes)
     while job.num_computed < len(prompt):
-        world.round()
+        world.steps()
     assert job.state == "running"
     return job
 
@@ -509,8 +472,8 @@ def test_converted_kv_is_kept_out_of_the_pool() -> None:
 # ---- anything at any time
 
 
-class MultiMachine(RuleBasedStateMachine):
-    """Two engines with aborts, preemptions, failures and delays in any order."""
+class MultiMachine(StoreMachine):
+    """A producer and a consumer, with requests that move and requests that stay."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -530,82 +493,25 @@ class MultiMachine(RuleBasedStateMachine):
 
     @rule(engine=st.integers(0, 1), prompt=st.integers(0, 3))
     def submit_local(self, engine: int, prompt: int) -> None:
-        self.world.engines[engine].submit(Job(f"r{next(_numbers)}", self.prompts[prompt]))
+        self.world.submit(self.world.engines[engine], self.prompts[prompt])
 
     @rule(which=st.integers(0, 5), num_local=st.integers(0, 2))
     def lend(self, which: int, num_local: int) -> None:
+        consumer = self.world.consumer
         running = [
             x for x in self.world.producer.jobs.values()
             if x.state == "running" and x.mode == "local" and x.num_computed >= ROW_TOKENS
-            and x.request_id not in self.world.consumer.jobs
-            and x.request_id not in self.world.consumer.held
+            and x.request_id not in {*consumer.jobs, *consumer.held}
         ]  # fmt: skip
         if running:
             job = running[which % len(running)]
             local = min(64 * num_local, job.num_computed // ROW_TOKENS * ROW_TOKENS // 64 * 64)
             self.world.lend(job, local=local)
 
-    @rule(engine=st.integers(0, 1), num_steps=st.integers(1, 4))
-    def step(self, engine: int, num_steps: int) -> None:
-        for _ in range(num_steps):
-            self.world.engines[engine].step()
-
-    @rule(engine=st.integers(0, 1), num_jobs=st.integers(1, 4))
-    def let_store_work(self, engine: int, num_jobs: int) -> None:
-        self.world.executors[engine].run(num_jobs)
-
-    @rule(seconds=st.sampled_from([0.0, 0.0, 0.0, 0.06, 0.3, 2.5]))
-    def let_time_pass(self, seconds: float) -> None:
-        self.world.network.advance(seconds)
-
-    @rule(engine=st.integers(0, 1), which=st.integers(0, 5), is_held=st.booleans())
-    def abort(self, engine: int, which: int, is_held: bool) -> None:
-        there = self.world.engines[engine]
-        names = list(there.held if is_held else there.jobs)
-        if names:
-            there.abort(names[which % len(names)])
-
-    @rule(engine=st.integers(0, 1), which=st.integers(0, 5))
-    def preempt(self, engine: int, which: int) -> None:
-        there = self.world.engines[engine]
-        running = [x for x in there.jobs.values() if x.state in {"running", "loading"}]
-        if running:
-            there.preempt(running[which % len(running)].request_id)
-
-    @precondition(lambda self: self.world.shelf.values)
-    @rule(which=st.integers(0, 20), is_poisoned=st.booleans())
-    def spoil(self, which: int, is_poisoned: bool) -> None:
-        keys = sorted(self.world.shelf.values)
-        key = keys[which % len(keys)]
-        if is_poisoned:
-            self.world.shelf.poison(key)
-        else:
-            del self.world.shelf.values[key]
-
     @rule(engine=st.integers(0, 1), num_chunks=st.integers(0, 3))
     def corrupt(self, engine: int, num_chunks: int) -> None:
         self.world.transports[engine].corrupt = num_chunks
 
-    @rule(is_down=st.booleans(), loses_leases=st.booleans())
-    def break_store(self, is_down: bool, loses_leases: bool) -> None:
-        self.world.shelf.is_down, self.world.shelf.loses_leases = is_down, loses_leases
-
-    @invariant()
-    def every_block_is_somewhere(self) -> None:
-        for engine in self.world.engines:
-            taken = [x for job in engine.jobs.values() for x in job.block_ids]
-            taken += [x for job in engine.held.values() for x in job.block_ids]
-            assert sorted(taken + engine.free) == list(range(engine.num_blocks))
-
-    def teardown(self) -> None:
-        self.break_store(is_down=False, loses_leases=False)
-        self.world.finish()
-
 
 TestMultiMachine = MultiMachine.TestCase
-TestMultiMachine.settings = settings(
-    max_examples=30,
-    stateful_step_count=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+TestMultiMachine.settings = machine_settings

@@ -1,6 +1,5 @@
 """The pooled connector against an in-memory store, mostly without threads."""
 
-import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -8,9 +7,8 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import rule
 
 from kv_transfer.config import TransferConfig
 from kv_transfer.connector import (
@@ -19,123 +17,69 @@ from kv_transfer.connector import (
     load_connector,
 )
 from kv_transfer.errors import FailureReason, TransferError
-from kv_transfer.layout import ROW_TOKENS
 from kv_transfer.pooled import PooledConnectorScheduler, unit_keys
 from kv_transfer.pooled_worker import PooledConnectorWorker
 from kv_transfer.store import StoreConfig
 from kv_transfer.store_thread import CHECKSUM_BYTES, StoreThread, is_value, seal_value
 from tests.kv_transfer.fakes import make_settings, ticks
-from tests.kv_transfer.memory_store import SHELVES, InlineExecutor, MemoryStore, Shelf
-from tests.kv_transfer.pool_world import LAYOUT, Job, PoolEngine, kv_rows, layout_of
-
-UNIT = 128
-UNIT_BYTES = UNIT // ROW_TOKENS * LAYOUT.row_bytes
-CONFIG = TransferConfig(
-    chunk_bytes=LAYOUT.row_bytes * 2,
-    copy_s=3.0,
-    copy_share=1e-9,
-    window_bytes=UNIT_BYTES,
-    max_inflight_bytes=4 * UNIT_BYTES,
-    no_progress_s=2.0,
+from tests.kv_transfer.memory_store import MemoryStore
+from tests.kv_transfer.pool_world import LAYOUT, Job, PoolEngine, layout_of
+from tests.kv_transfer.store_worlds import (
+    CONFIG,
+    UNIT,
+    UNIT_BYTES,
+    StoreMachine,
+    StoreWorld,
+    machine_settings,
+    new_shelf,
+    numbers,
+    tokens,
 )
-"""A step copies three chunks of half a unit; four units may wait for the store."""
 
 SLOW = msgspec.structs.replace(CONFIG, chunk_bytes=1, copy_s=1.0)
 """A step copies one block."""
 
-_addresses = itertools.count()
 
-
-def tokens(num_tokens: int, seed: int) -> list[int]:
-    return [int(x) for x in np.random.default_rng(seed).integers(0, 1000, num_tokens)]
-
-
-class World:
-    """Engines without threads that share one shelf; time is set by hand."""
+class World(StoreWorld):
+    """Engines of pools alone; time is set by hand."""
 
     def __init__(
         self,
         *block_sizes: int,
         config: TransferConfig = CONFIG,
-        seed: int = 0,
         name: str = "",
         step_now_s: Callable[[], float] | None = None,
     ) -> None:
-        self.step_now_s = step_now_s or ticks()
+        super().__init__(name)
         self.now_s = 100.0
-        address = f"shelf-{next(_addresses)}"
-        self.shelf = SHELVES[address] = Shelf()
-        self.store = StoreConfig(
-            backend="tests.kv_transfer.memory_store:MemoryStore",
-            capacity_bytes=1,
-            address=address,
-            name=name,
-            unit_tokens=UNIT,
-        )
-        self.executors: list[InlineExecutor] = []
-        self.num_notified = 0
-        self.engines = [self._engine(x, config, seed + i) for i, x in enumerate(block_sizes)]
+        made = make_settings("E", config=config, store=self.store, step_now_s=step_now_s or ticks())
+        self.engines = [
+            PoolEngine(
+                PooledConnectorScheduler(made, layout_of(size)),
+                PooledConnectorWorker(made, self.notify, self.make_executor),
+                layout_of(size),
+                lambda: self.now_s,
+                num_blocks=2048 // size,
+                seed=seed,
+            )
+            for seed, size in enumerate(block_sizes)
+        ]
         self.engine = self.engines[0]
 
-    def _engine(self, block_size: int, config: TransferConfig, seed: int) -> PoolEngine:
-        made = make_settings("E", config=config, store=self.store, step_now_s=self.step_now_s)
-
-        def make_executor(store: StoreConfig, notify: Callable[[], None]) -> InlineExecutor:
-            self.executors.append(InlineExecutor(store, notify))
-            return self.executors[-1]
-
-        layout = layout_of(block_size)
-        worker = PooledConnectorWorker(made, self.notify, make_executor)
-        scheduler = PooledConnectorScheduler(made, layout)
-        return PoolEngine(
-            scheduler, worker, layout, lambda: self.now_s, num_blocks=2048 // block_size, seed=seed
-        )
-
-    def notify(self) -> None:
-        self.num_notified += 1
-
-    def steps(self, num_steps: int = 1, *, is_frozen: bool = False) -> None:
-        """Let every engine make steps; without more, the store keeps up."""
-        for _ in range(num_steps):
-            for engine, executor in zip(self.engines, self.executors, strict=True):
-                engine.step()
-                if not is_frozen:
-                    executor.run()
+    def advance(self, seconds: float) -> None:
+        self.now_s += seconds
 
     def finish(self) -> None:
-        """Run until everything has ended, and assert that nothing is left."""
-        for _ in range(1000):
-            self.steps()
-            if all(engine.is_idle for engine in self.engines):
-                break
-        self.steps(2)
-        for engine in self.engines:
-            engine.check_drained()
-        assert self.shelf.open_leases == 0
-        for executor in self.executors:
-            assert executor.alarm_s is None
+        super().finish()
+        assert [executor.alarm_s for executor in self.executors] == [None] * len(self.engines)
 
     def serve(
         self, token_ids: list[int], *, engine: int = 0, salt: str = "", local: int = 0
     ) -> Job:
         """Let one request run from its arrival to its end."""
-        job = Job(f"r{next(_addresses)}", token_ids, num_local=local)
-        self.engines[engine].submit(job, salt)
+        job = self.submit(self.engines[engine], token_ids, salt, num_local=local)
         self.finish()
         return job
-
-    def keys(self, token_ids: list[int], salt: str = "") -> tuple[bytes, ...]:
-        return unit_keys(LAYOUT.content_hash(), salt, token_ids, UNIT)
-
-    def check_values(self, prompts: list[list[int]]) -> None:
-        """Compare every value of these prompts on the shelf with what a model would compute."""
-        for token_ids in prompts:
-            for number, key in enumerate(self.keys(token_ids)):
-                if key in self.shelf.values:
-                    value = self.shelf.values[key]
-                    assert is_value(key, value, UNIT_BYTES)
-                    rows = kv_rows(token_ids, number * UNIT // 32, UNIT // 32)
-                    assert (value[CHECKSUM_BYTES:] == rows.reshape(-1)).all()
 
 
 # ---- keys and values
@@ -250,21 +194,6 @@ def test_another_tenant_never_hits() -> None:
     assert world.serve(prompt, salt="b").num_loaded == []
     assert world.serve(prompt).num_loaded == []
     assert world.serve(prompt, salt="a").num_loaded == [2 * UNIT]
-
-
-def test_distinct_prompts_at_once_get_each_their_own() -> None:
-    world = World(32, 64)
-    prompts = [tokens(2 * UNIT + 1, seed) for seed in range(6)]
-    for i, prompt in enumerate(prompts):
-        world.engines[i % 2].submit(Job(f"first-{i}", prompt))
-    world.finish()
-    world.check_values(prompts)
-    again = [Job(f"again-{i}", prompt) for i, prompt in enumerate(prompts)]
-    for i, job in enumerate(again):
-        world.engines[(i + 1) % 2].submit(job)
-    # The fake engine compares the bytes of everything that is received.
-    world.finish()
-    assert [job.num_loaded for job in again] == [[2 * UNIT]] * 6
 
 
 # ---- failures
@@ -481,19 +410,6 @@ def test_the_answer_to_an_aborted_lookup_is_not_taken_for_the_next_one(
     assert (job.num_loaded, job.failures) == ([2 * UNIT] if seeds[1] == 1 else [], [])
 
 
-def test_an_aborted_load_releases_its_unwritten_units() -> None:
-    world = World(32, config=SLOW)
-    prompt = tokens(4 * UNIT + 1, 1)
-    world.serve(prompt)
-    job = world.engine.submit(Job("again", prompt))
-    while job.state != "loading":
-        world.steps()
-    world.steps(2)
-    assert world.shelf.open_leases == 2
-    world.engine.abort("again")
-    world.finish()
-
-
 def test_closing_gives_every_lease_back() -> None:
     world = World(32)
     prompt = tokens(3 * UNIT + 1, 1)
@@ -554,22 +470,20 @@ def test_the_blocks_must_hold_the_load() -> None:
 # ---- anything at any time
 
 
-class PoolMachine(RuleBasedStateMachine):
-    """Two engines of different block sizes and a store of any speed, with any order of failures."""
+class PoolMachine(StoreMachine):
+    """Engines of different block sizes, where requests may end before they are saved."""
 
     def __init__(self) -> None:
         super().__init__()
-        # A step computes more than it copies, so that requests finish before they are saved.
-        config = SLOW
-        self.world = World(32, 64, config=config)
+        self.world = World(32, 64, config=SLOW)
         for engine in self.world.engines:
+            # A step computes more than it copies.
             engine.chunk_tokens = 320
         base = tokens(4 * UNIT, 0)
         self.prompts = [
             [*base[: (cut % 5) * UNIT], *tokens(size, 100 + cut)]
             for cut, size in enumerate([UNIT + 1, 70, 200, 1, 5, 2 * UNIT, UNIT])
         ]
-        self.count = 0
 
     @rule(
         engine=st.integers(0, 1),
@@ -581,94 +495,19 @@ class PoolMachine(RuleBasedStateMachine):
     def submit(
         self, engine: int, prompt: int, num_local: int, num_decodes: int, waits: bool
     ) -> None:
-        self.count += 1
         token_ids = self.prompts[prompt]
-        whole = (len(token_ids) - 1) // 64 * 64
-        job = Job(
-            f"r{self.count}",
-            token_ids,
-            min(64 * num_local, whole),
-            num_decodes,
-            waits_for_pool=waits,
-        )
-        self.world.engines[engine].submit(job)
+        local = min(64 * num_local, (len(token_ids) - 1) // 64 * 64)
+        how = {"num_local": local, "num_decodes": num_decodes, "waits_for_pool": waits}
+        self.world.submit(self.world.engines[engine], token_ids, **how)
 
     @rule(engine=st.integers(0, 1), prompt=st.integers(2, 6), num_steps=st.integers(2, 4))
     def finish_before_it_is_saved(self, engine: int, prompt: int, num_steps: int) -> None:
         self.submit(engine, prompt, num_local=0, num_decodes=0, waits=False)
         self.step(engine, num_steps)
 
-    @rule(engine=st.integers(0, 1), num_steps=st.integers(1, 2))
-    def step(self, engine: int, num_steps: int) -> None:
-        for _ in range(num_steps):
-            self.world.engines[engine].step()
-
-    @rule(engine=st.integers(0, 1), num_jobs=st.integers(1, 4))
-    def let_store_work(self, engine: int, num_jobs: int) -> None:
-        self.world.executors[engine].run(num_jobs)
-
-    @rule(seconds=st.sampled_from([0.1, 0.3, 2.5]))
-    def let_time_pass(self, seconds: float) -> None:
-        self.world.now_s += seconds
-
-    def _pick(self, engine: int, which: int) -> Job | None:
-        jobs = list(self.world.engines[engine].jobs.values())
-        return jobs[which % len(jobs)] if jobs else None
-
-    @rule(engine=st.integers(0, 1), which=st.integers(0, 5))
-    def abort(self, engine: int, which: int) -> None:
-        there = self.world.engines[engine]
-        names = [*there.held, *there.jobs]
-        if names:
-            there.abort(names[which % len(names)])
-
-    @rule(engine=st.integers(0, 1), which=st.integers(0, 5))
-    def preempt(self, engine: int, which: int) -> None:
-        job = self._pick(engine, which)
-        if job is not None and job.state in {"running", "loading"}:
-            self.world.engines[engine].preempt(job.request_id)
-
-    @precondition(lambda self: self.world.shelf.values)
-    @rule(which=st.integers(0, 20), is_poisoned=st.booleans())
-    def spoil(self, which: int, is_poisoned: bool) -> None:
-        keys = sorted(self.world.shelf.values)
-        key = keys[which % len(keys)]
-        if is_poisoned:
-            self.world.shelf.poison(key)
-        else:
-            del self.world.shelf.values[key]
-
-    @rule(is_down=st.booleans(), loses_leases=st.booleans(), raises=st.booleans())
-    def break_store(self, is_down: bool, loses_leases: bool, raises: bool) -> None:
-        shelf = self.world.shelf
-        shelf.is_down, shelf.loses_leases, shelf.raises = is_down, loses_leases, raises
-
-    @invariant()
-    def every_job_is_somewhere(self) -> None:
-        for engine in self.world.engines:
-            taken = [x for job in engine.jobs.values() for x in job.block_ids]
-            taken += [x for job in engine.held.values() for x in job.block_ids]
-            assert sorted(taken + engine.free) == list(range(engine.num_blocks))
-
-    def teardown(self) -> None:
-        shelf = self.world.shelf
-        shelf.is_down = shelf.loses_leases = shelf.raises = False
-        self.world.finish()
-        # A value may have been poisoned on purpose; what a checksum covers must be right.
-        for token_ids in self.prompts:
-            for key in self.world.keys(token_ids):
-                if key in shelf.values and not is_value(key, shelf.values[key], UNIT_BYTES):
-                    del shelf.values[key]
-        self.world.check_values(self.prompts)
-
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(
-    max_examples=40,
-    stateful_step_count=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+TestPoolMachine.settings = machine_settings
 
 
 # ---- with threads
@@ -678,15 +517,7 @@ class ThreadedWorld:
     """One engine whose store has its thread, stepped when it is woken."""
 
     def __init__(self) -> None:
-        address = f"shelf-{next(_addresses)}"
-        self.shelf = SHELVES[address] = Shelf()
-        store = StoreConfig(
-            backend="tests.kv_transfer.memory_store:MemoryStore",
-            capacity_bytes=1,
-            address=address,
-            unit_tokens=UNIT,
-            timeout_s=0.05,
-        )
+        self.shelf, store = new_shelf(timeout_s=0.05)
         # Room for every unit of a test: none is dropped because the thread had no turn.
         config = msgspec.structs.replace(
             CONFIG, no_progress_s=0.05, max_inflight_bytes=16 * UNIT_BYTES
@@ -702,7 +533,7 @@ class ThreadedWorld:
         )
 
     def serve(self, *prompts: list[int]) -> list[Job]:
-        jobs = [self.engine.submit(Job(f"r{next(_addresses)}", token_ids)) for token_ids in prompts]
+        jobs = [self.engine.submit(Job(f"r{next(numbers)}", token_ids)) for token_ids in prompts]
         self.run_until(lambda: self.engine.is_idle)
         return jobs
 
@@ -788,16 +619,3 @@ def test_an_unknown_backend_fails_at_start() -> None:
     store = StoreConfig(backend="nowhere", capacity_bytes=1)
     with pytest.raises(TransferError, match="nowhere"):
         StoreThread(store, lambda: None)
-
-
-def test_the_memory_store_is_what_the_protocol_says() -> None:
-    store = MemoryStore(StoreConfig(backend="x:y", capacity_bytes=1, address="protocol"))
-    value = np.arange(4, dtype=np.uint8)
-    assert store.put(b"a", value) == "stored"
-    assert store.put(b"a", value) == "present"
-    assert store.num_present([b"a", b"b", b"a"]) == 1
-    lease = store.get([b"a", b"b"])[0]
-    assert not lease.value.flags.writeable
-    assert lease.release()
-    store.discard(b"a")
-    assert store.get([b"a"]) == []

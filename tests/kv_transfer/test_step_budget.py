@@ -10,7 +10,8 @@ from kv_transfer.config import TransferConfig
 from kv_transfer.step_budget import StepBudget
 from tests.kv_transfer.fakes import FakeIO, Network, make_loopback_engine, make_ticket
 from tests.kv_transfer.pool_world import Job
-from tests.kv_transfer.test_pooled import CONFIG, UNIT, World, tokens
+from tests.kv_transfer.store_worlds import CONFIG, UNIT, tokens
+from tests.kv_transfer.test_pooled import World
 from tests.kv_transfer.worlds import TINY
 
 NUM_ROWS = 40
