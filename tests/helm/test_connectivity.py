@@ -42,26 +42,9 @@ ingress -> head: everything
 ingress -> decode: everything
 ingress -> ingress: everything
 """
-ADMITTED = """
-chat -> decode: 8000
-chat -> ingress: 8000
-prometheus -> head: 8080 44217
-prometheus -> decode: 8001 8080 44217
-prometheus -> ingress: 8001 8080 44217
-operator -> head: 8265
-test -> decode: 8000 8001
-test -> ingress: 8000 8001
-head -> head: everything
-head -> decode: everything
-head -> ingress: everything
-head -> redis: 6379
-decode -> head: everything
-decode -> decode: everything
-decode -> ingress: everything
-ingress -> head: everything
-ingress -> decode: everything
-ingress -> ingress: everything
-"""
+ADMITTED = "chat -> decode: 8000\nchat -> ingress: 8000" + BY_DEFAULT.replace(
+    "head -> ingress: everything\n", "head -> ingress: everything\nhead -> redis: 6379\n"
+)
 ONE_CLIENT = ["--set", "networkPolicy.clients[0].podSelector.matchLabels.app=chat"]
 REDIS = ["--set", "gcsFaultTolerance.enabled=true"]
 

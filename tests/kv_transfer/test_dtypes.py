@@ -18,13 +18,6 @@ from kv_transfer.layout import BFLOAT8_B, KVLayout
 from tests.kv_transfer.bfloat8_b_golden import PACKED, READ_BACK, digest, numbers
 
 ARRAYS = ["float64", "float32", "float16", "bfloat16"]
-LOSSLESS = [
-    ("bfloat16", "float32"),
-    ("bfloat16", "float64"),
-    ("float16", "float32"),
-    ("float16", "float64"),
-    ("float32", "float64"),
-]
 SPECIAL = [
     0.0,
     -0.0,
@@ -70,19 +63,6 @@ def floats(data, dtype, **changes):
 
 
 # --- plain floats --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("source", "target"), LOSSLESS)
-def test_wider_dtypes_hold_every_number_bit_by_bit(source, target):
-    rows = random_rows(source, 20)
-    wide = convert(rows, source, target)
-    back = convert(wide, target, source)
-    is_nan = np.isnan(torch.from_numpy(rows).view(getattr(torch, source)).double().numpy())
-    size = back.shape[1] // is_nan.shape[1]
-    same = (back == rows).reshape(*is_nan.shape, size).all(axis=2)
-    assert (same | is_nan).all()
-    assert np.array_equal(np.isnan(floats(back, source)), is_nan.ravel())
-    assert is_nan.any()
 
 
 @pytest.mark.parametrize(("source", "target"), [*itertools.permutations(ARRAYS, 2)])
@@ -202,16 +182,6 @@ def test_packs_as_the_definition_says(seed, low, num_extra_bits):
     assert got.tobytes() == slow_pack(values)
 
 
-@pytest.mark.parametrize("wide", ["bfloat16", "float32"])
-def test_bfloat8_b_comes_back_as_it_was(wide):
-    values = random_rows("float32", 16).view(np.float32)
-    values = np.where(np.isfinite(values), values, 1.0).astype(np.float32)
-    once = convert(values.view(np.uint8), "float32", BFLOAT8_B)
-    again = convert(convert(once, BFLOAT8_B, wide), wide, BFLOAT8_B)
-    assert np.array_equal(once, again)
-    assert len(np.unique(once)) > 200
-
-
 def test_numbers_of_any_bfloat8_b_bytes_survive_bfloat16():
     rows = random_rows(BFLOAT8_B, 8)
     direct = convert(rows, BFLOAT8_B, "float32")
@@ -219,21 +189,6 @@ def test_numbers_of_any_bfloat8_b_bytes_survive_bfloat16():
     assert np.array_equal(convert(half, "bfloat16", "float32"), direct)
     again = convert(convert(half, "bfloat16", BFLOAT8_B), BFLOAT8_B, "float32")
     assert np.array_equal(again.view(np.float32), direct.view(np.float32), equal_nan=True)
-
-
-@pytest.mark.parametrize("wide", ["bfloat16", "float32"])
-def test_what_bfloat8_b_loses_is_half_a_step_of_the_largest_of_sixteen(wide):
-    rng = np.random.default_rng(0)
-    values = rng.standard_normal((64, 64)) * 2.0 ** rng.integers(-8, 8, (64, 64))
-    rows = convert(rows_of(values), "float64", wide, head_dim=64)
-    back = convert(convert(rows, wide, BFLOAT8_B, head_dim=64), BFLOAT8_B, "float32", head_dim=64)
-    sent, got = floats(rows, wide, head_dim=64), floats(back, "float32", head_dim=64)
-    error = np.abs(got - sent).reshape(-1, 16)
-    largest = np.abs(sent).reshape(-1, 16).max(axis=1, keepdims=True)
-    step = 2.0 ** (np.floor(np.log2(largest)) - 6)
-    # The largest magnitude has no room to round up: there the error is up to a whole step.
-    assert (error <= np.where(np.abs(got).reshape(-1, 16) == 127 * step, step, step / 2)).all()
-    assert (error > step / 4).any()
 
 
 @pytest.mark.parametrize("wide", ["bfloat16", "float32"])

@@ -141,26 +141,6 @@ def test_a_copy_of_blocks_equals_reading_and_writing_their_rows(
     assert np.array_equal(expected_rows(copied, everything), expected_rows(written, everything))
 
 
-@pytest.mark.parametrize(
-    ("source_ids", "block_ids"),
-    [
-        ([1, 2, 3], [0, 1, 2]),
-        ([1, 2, 3], [0, 2, 3]),
-        ([1, 3, 4], [0, 1, 2]),
-        ([3, 2, 1], [2, 1, 0]),
-        ([0, 1, 0, 1], [1, 2, 3, 4]),
-        ([], []),
-    ],
-)
-def test_runs_of_blocks_are_copied_as_single_ones(source_ids, block_ids):
-    source, target = fill(make_layout(), 8), fill(make_layout(), 9)
-    untouched = [b for b in range(NUM_BLOCKS) if b not in block_ids]
-    before = target.digests(untouched)
-    assert target.copy_from(source, source_ids, block_ids) == []
-    assert np.array_equal(target.digests(block_ids), source.digests(source_ids))
-    assert np.array_equal(target.digests(untouched), before)
-
-
 @pytest.mark.parametrize("memory", ["one", "several"])
 def test_a_digest_is_the_hash_of_the_pieces_in_order(memory):
     blocks = fill(make_layout(num_layers=3), 10, memory=memory)

@@ -32,7 +32,7 @@ def transfer(
 
 
 @pytest.mark.parametrize("sizes", PAIRS, ids=str)
-@pytest.mark.parametrize("num_tokens", [1, 31, 32, 33, 63, 65, 127, 128, 129, 300])
+@pytest.mark.parametrize("num_tokens", [1, 32, 33, 65, 128, 129, 300])
 def test_any_number_of_tokens_arrives(path: str, sizes: tuple[int, int], num_tokens: int) -> None:
     transfer(path, sizes, num_tokens)
 
@@ -44,7 +44,7 @@ def test_any_pieces_of_a_prefill_arrive(path: str, sizes: tuple[int, int], piece
 
 
 @pytest.mark.parametrize("sizes", PAIRS, ids=str)
-@pytest.mark.parametrize("num_tokens", [256, 250, 290])
+@pytest.mark.parametrize("num_tokens", [256, 290])
 def test_only_missing_rows_travel(path: str, sizes: tuple[int, int], num_tokens: int) -> None:
     block_size, num_rows = sizes[1], -(-num_tokens // 32)
     most = (num_tokens - 1) // block_size * block_size  # All but the last block.

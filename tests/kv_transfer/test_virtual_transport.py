@@ -2,124 +2,22 @@
 
 from __future__ import annotations
 
-import threading
-
-import msgspec
-import numpy as np
-import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
-
 from kv_transfer.errors import FailureReason
-from kv_transfer.messages import Cancel, Data, Fetch, LeaseInfo, Renew
-from kv_transfer.p2p import P2PConnectorScheduler
-from kv_transfer.p2p_worker import P2PConnectorWorker
+from kv_transfer.messages import Cancel, Data, Fetch, Renew
 from kv_transfer.transport import LoadFailed, Offer, SendFailed, StartLoad
 from tests.kv_transfer.fakes import (
     KEYS,
     LAYOUT,
     QUICK,
-    FakeEngine,
     FakeIO,
     make_settings,
     make_ticket,
 )
 from tests.kv_transfer.virtual_wire import Net, Wire
 
-SOURCE, TARGET = tuple(range(9, 1, -1)), tuple(range(1, 9))
-NUM_TOKENS = 8 * 32 - 5
-IMPATIENT = msgspec.structs.replace(QUICK, no_data_s=4.0)
-"""Lost blocks are asked for once; when that is lost too, only this ends the wait."""
-
 
 def load(ticket, start_row=0):
     return StartLoad(ticket, KEYS.seal(ticket), start_row, LAYOUT.row_bytes)
-
-
-class Pair:
-    """Producer and consumer whose cores step only when the test calls ``steps``."""
-
-    def __init__(self, latency_s=0.0):
-        self.net = Net(latency_s)
-        self.producer = self.engine("P", 1)
-        self.consumer = self.engine("D", 2)
-        self.ticket = make_ticket("r", self.producer.worker.endpoints[0], NUM_TOKENS)
-
-    def engine(self, name, seed):
-        settings = make_settings(name, config=IMPATIENT)
-        notified, io = threading.Event(), FakeIO(10, seed=seed)
-        worker = P2PConnectorWorker(settings, notified.set, Wire(self.net, name).make)
-        worker.register_kv_caches([io])
-        scheduler = P2PConnectorScheduler(settings, LAYOUT)
-        return FakeEngine(name, io, scheduler, worker, notified, lambda: self.net.now_s)
-
-    @property
-    def engines(self):
-        return self.producer, self.consumer
-
-    def start(self):
-        self.producer.add(self.ticket)
-        self.consumer.load(self.ticket, TARGET)
-
-    def steps(self, seconds, step_s=0.1):
-        """Both cores step, again and again, when they are woken or have something to do."""
-        for engine in self.engines:
-            engine.step()
-        end_s = self.net.now_s + seconds
-        while self.net.now_s < end_s:
-            self.net.run(self.net.now_s + step_s)
-            for engine in self.engines:
-                if engine.notified.is_set() or engine.scheduler.has_pending_work():
-                    engine.notified.clear()
-                    engine.step()
-
-    def assert_delivered(self):
-        assert (self.producer.sent, self.consumer.received) == ({"r"}, {"r"})
-        want = self.producer.io.tokens(0, SOURCE, 0, NUM_TOKENS)
-        assert np.array_equal(self.consumer.io.tokens(0, TARGET, 0, NUM_TOKENS), want)
-
-
-@pytest.mark.parametrize("latency_s", [0.0, 0.25])
-def test_blocks_arrive(latency_s):
-    pair = Pair(latency_s)
-    pair.start()
-    pair.producer.save("r", SOURCE, NUM_TOKENS)
-    pair.steps(8.0)
-    pair.assert_delivered()
-    num_bytes = 8 * LAYOUT.row_bytes
-    assert pair.producer.stats.paths["inline"].bytes_sent == num_bytes
-    assert pair.consumer.stats.paths["inline"].bytes_received == num_bytes
-    assert pair.consumer.stats.num_retransmits == 0
-
-
-def test_nothing_moves_before_its_time():
-    pair = Pair(latency_s=0.25)
-    pair.start()
-    pair.producer.step()
-    pair.consumer.step()
-    assert pair.net.sent == [], "commands are carried out by the clock, not inside the step"
-    pair.net.run()
-    assert [type(m) for m in pair.net.sent] == [Fetch]
-    pair.net.run(0.249)
-    assert [type(m) for m in pair.net.sent] == [Fetch]
-    pair.net.run(0.25)
-    assert [type(m) for m in pair.net.sent] == [Fetch, LeaseInfo]
-
-
-@example([[0.0], [], [], [], [], [0.0], [], []])
-@given(st.lists(st.sampled_from([[], [0.0], [0.0], [0.3], [0.0, 0.5]]), max_size=40))
-def test_messages_may_be_lost_repeated_and_late(fates):
-    pair = Pair()
-    remaining = list(fates)
-    pair.net.fates = lambda _message: remaining.pop(0) if remaining else [0.0]
-    pair.start()
-    pair.producer.save("r", SOURCE, NUM_TOKENS)
-    pair.steps(20.0)
-    assert pair.producer.ended == pair.consumer.ended == {"r"}
-    if pair.consumer.received:
-        want = pair.producer.io.tokens(0, SOURCE, 0, NUM_TOKENS)
-        assert np.array_equal(pair.consumer.io.tokens(0, TARGET, 0, NUM_TOKENS), want)
-    assert pair.net.num_due == 0, "no clock is left wound"
 
 
 def transport(net, name="T", **changes):

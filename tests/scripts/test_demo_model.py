@@ -61,9 +61,9 @@ def corpus() -> Corpus:
 
 @pytest.fixture(scope="module")
 def read_small(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Corpus]:
-    """Reads every third module that is one file, and all that are compiled."""
+    """Reads every ninth module that is one file, and all that are compiled."""
     library = tmp_path_factory.mktemp("library")
-    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[::3]:
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[::9]:
         shutil.copy(path, library)
 
     def read() -> Corpus:
@@ -243,11 +243,6 @@ def test_parts_of_the_whole_library_are_apart_and_of_the_right_size(corpus: Corp
     everything = (*corpus.train, *corpus.validation, *corpus.held_out)
     share = corpora.total_bytes(corpus.held_out) / corpora.total_bytes(everything)
     assert 0.04 < share < 0.09  # 0.063 on the version that the card names
-
-
-@pytest.mark.slow
-def test_the_whole_corpus_is_the_same_whenever_it_is_read(corpus: Corpus) -> None:
-    assert corpora.load_corpus() == corpus
 
 
 def test_kneser_ney_probabilities_sum_to_one_after_seen_and_unseen_contexts() -> None:

@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import math
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -31,7 +30,6 @@ from kv_transfer.stores.shm_messages import (
     Greeting,
     Leased,
     Placed,
-    PutEnded,
     Welcome,
     encode,
     socket_name,
@@ -66,12 +64,6 @@ def two_clients(**server: float) -> Iterator[tuple[ShmStore, ShmStore]]:
                 store.close()
 
 
-def begin(store: ShmStore, key: bytes) -> Placed:
-    placed = store._ask(Begin(key, VALUE_BYTES), Placed, time.monotonic() + 5)
-    assert placed is not None
-    return placed
-
-
 # ---- values
 
 
@@ -93,56 +85,6 @@ def test_another_client_reads_what_one_put() -> None:
         assert (counters.hits, counters.misses, counters.puts) == (2, 4, 0)
         assert (counters.drops, counters.errors) == (0, 0)
         assert one.counters().puts == 2
-
-
-def test_of_two_writers_of_one_key_one_wins() -> None:
-    with two_clients() as (one, other):
-        placed = begin(one, b"a")
-        assert other.put(b"a", value(2)) == "dropped"
-        assert other.num_present([b"a"]) == 0
-        one._slab[placed.offset : placed.offset + VALUE_BYTES] = value(1)
-        ended = one._ask(Commit(placed.put_id), PutEnded, time.monotonic() + 5)
-        assert ended == PutEnded("stored")
-        assert other.put(b"a", value(2)) == "present"
-        assert np.array_equal(other.get([b"a"])[0].value, value(1))
-
-
-def test_a_leased_value_stays_while_others_come_and_go() -> None:
-    with two_clients() as (reader, writer):
-        reader.put(b"a", value(0))
-        (lease,) = reader.get([b"a"])
-        for number in range(3 * NUM_SLOTS):
-            assert writer.put(b"x%d" % number, value(number)) == "stored"
-            assert np.array_equal(lease.value, value(0))
-        assert lease.release()
-        for number in range(NUM_SLOTS):
-            writer.put(b"y%d" % number, value(number))
-        assert writer.num_present([b"a"]) == 0
-
-
-def test_with_every_value_leased_a_put_is_dropped() -> None:
-    with two_clients() as (reader, writer):
-        keys = [b"%d" % number for number in range(NUM_SLOTS)]
-        assert [writer.put(key, value(0)) for key in keys] == ["stored"] * NUM_SLOTS
-        leases = reader.get(keys)
-        assert writer.put(b"one more", value(1)) == "dropped"
-        assert writer.counters().drops == 1
-        leases[1].release()
-        assert writer.put(b"one more", value(1)) == "stored"
-
-
-def test_a_lease_that_lapsed_is_no_protection_and_says_so() -> None:
-    with two_clients(lease_s=0.05) as (reader, writer):
-        reader.put(b"a", value(0))
-        (lease,) = reader.get([b"a"])
-        numbers = iter(range(1000))
-        eventually(
-            lambda: (
-                [writer.put(b"x%d" % next(numbers), value(9)) for _ in range(NUM_SLOTS)]
-                and not np.array_equal(lease.value, value(0))
-            )
-        )
-        assert not lease.release()
 
 
 def test_a_value_that_proved_wrong_can_be_replaced() -> None:
@@ -386,18 +328,6 @@ def test_stores_without_an_address_are_told_apart_by_their_name() -> None:
 
 
 @pytest.mark.process
-def test_a_client_without_a_server_starts_one() -> None:
-    address = new_address()
-    store = ShmStore(config(address))
-    try:
-        eventually(lambda: store.put(b"a", value(0)) == "stored")
-        assert store.counters().errors == 0
-    finally:
-        store.close()
-        end_started(address)
-
-
-@pytest.mark.process
 def test_of_servers_that_start_at_once_one_stays() -> None:
     address = new_address()
     servers = [start_server(address) for _ in range(3)]
@@ -440,26 +370,6 @@ def is_closed(connection: socket.socket) -> bool:
 def send_many(connection: socket.socket, packet: bytes) -> None:
     for _ in range(100_000):
         connection.send(packet)
-
-
-def test_random_bytes_disturb_no_client() -> None:
-    choose = random.Random(7)
-    genuine = [encode(Get((b"0", b"1"))), encode(Begin(b"z", 100)), encode(Commit(1))]
-    with server_thread() as address, contextlib.closing(connect(address)) as store:
-        for number in range(NUM_SLOTS):
-            store.put(b"%d" % number, value(number))
-        leases = store.get([b"%d" % number for number in range(NUM_SLOTS)])
-        for number in range(3_000):
-            packet = bytearray(choose.choice(genuine))
-            packet[choose.randrange(len(packet))] = choose.randrange(256)
-            if number % 2:
-                packet = bytearray(choose.randbytes(choose.randrange(200)))
-            with contextlib.suppress(OSError), stranger(address, greet=number % 3 > 0) as sender:
-                sender.send(packet)
-        for number, lease in enumerate(leases):
-            assert np.array_equal(lease.value, value(number))
-            assert lease.release()
-        assert store.counters().errors == 0
 
 
 @pytest.mark.parametrize(
@@ -543,12 +453,6 @@ def test_the_servers_memory_is_not_passed_on_to_child_processes(
     monkeypatch.setattr(shm, "_check_slab", look)
     with server_thread() as address, contextlib.closing(connect(address)):
         assert inheritable == [False]
-
-
-def test_the_kernel_tells_the_peers_user() -> None:
-    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with one, other:
-        assert shm_server.peer_user_id(one) == os.getuid()
 
 
 # ---- servers that cannot be trusted

@@ -187,16 +187,6 @@ def test_a_client_cannot_end_the_lease_or_put_of_another() -> None:
     assert table.commit(1, place.put_id, 0.0) == "stored"
 
 
-def test_a_value_leased_twice_is_kept_for_the_second() -> None:
-    table = make_table(SLOT)
-    put(table, b"a")
-    (first,), (second,) = table.get(1, [b"a"], 0.0), table.get(2, [b"a"], 5.0)
-    assert table.release(1, first.lease_id, 6.0)
-    assert put(table, b"b", client=3, now_s=14.9) == "dropped"
-    assert table.release(2, second.lease_id, 14.9)
-    assert put(table, b"b", client=3, now_s=14.9) == "stored"
-
-
 def test_of_two_writers_one_wins_and_a_value_is_never_replaced() -> None:
     table = make_table()
     place = table.begin_put(1, b"a", SLOT, 0.0)
@@ -217,29 +207,6 @@ def test_a_lapsed_put_never_succeeds_and_its_slot_waits_for_its_writer() -> None
     assert table.commit(2, second.put_id, LEASE_S) == "stored"
     assert table.counts() == SlotCounts(free=0, writing=1, stored=1, leased=0)
     assert table.commit(1, frozen.put_id, LEASE_S + 1) == "present"
-    assert table.counts() == SlotCounts(free=1, writing=0, stored=1, leased=0)
-
-
-def test_the_death_of_a_client_frees_its_put_and_its_leases() -> None:
-    table = make_table(2 * SLOT)
-    put(table, b"a")
-    table.get(2, [b"a"], 0.0)
-    table.begin_put(2, b"b", SLOT, 0.0)
-    assert table.counts() == SlotCounts(free=0, writing=1, stored=0, leased=1)
-    table.drop_client(2)
-    assert table.counts() == SlotCounts(free=1, writing=0, stored=1, leased=0)
-    assert put(table, b"b") == "stored"
-
-
-def test_a_discarded_value_stays_with_its_reader_and_can_be_put_again() -> None:
-    table = make_table(2 * SLOT)
-    put(table, b"a")
-    (grant,) = table.get(1, [b"a"], 0.0)
-    table.discard(b"a")
-    place = table.begin_put(2, b"a", SLOT, 0.0)
-    assert place.offset != grant.offset
-    assert table.commit(2, place.put_id, 0.0) == "stored"
-    assert table.release(1, grant.lease_id, 1.0)
     assert table.counts() == SlotCounts(free=1, writing=0, stored=1, leased=0)
 
 
