@@ -1,10 +1,10 @@
-"""Choose again, by another policy, among what placements were chosen among.
+"""Replays logged placements with another policy, and compares the choices.
 
     python -m cluster.lab.replay /var/log/ttserve/routes-*.jsonl --policy cache_and_load
 
-Reads the files of `args.router.route_log`. Each placement is judged by itself, in the situation
-that the logged policy had made: what would have become of later ones is for the simulator to say.
-Policies that draw do not draw the same again. The last line is one JSON object.
+Reads the files of `args.router.route_log`. Each placement is repeated by itself, in the situation
+that the logged policy had created; use the simulator for the effect on later placements. Policies
+with random choices draw other numbers than the logged run. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -35,43 +35,44 @@ if TYPE_CHECKING:
 _COLUMNS = frozenset(column.name.lower() for column in Column)
 
 
-class Again(NamedTuple):
-    """One placement, chosen again.
+class ReplayedPlacement(NamedTuple):
+    """One placement, repeated with another policy.
 
     Attributes:
-        side: Of it.
-        then: Index of the place that was chosen.
-        now: Index of the one that the other policy chooses.
-        then_s: Seconds that the one adds, to the request and to all others, as `least_delay` has
-            it.
-        now_s: Seconds that the other adds.
+        side: "prefill" or "decode".
+        logged: Index of the logged place.
+        replayed: Index of the place that the other policy chooses.
+        logged_s: Seconds that the logged place adds to the request and to all others, by the cost of
+            `least_delay`.
+        replayed_s: Seconds that the other place adds.
     """
 
     side: str
-    then: int
-    now: int
-    then_s: float
-    now_s: float
+    logged: int
+    replayed: int
+    logged_s: float
+    replayed_s: float
 
 
-def replay(routes: Iterable[LoggedRoute], policy: PolicyName, seed: int = 0) -> list[Again]:
-    """Choose again, in the order in which it was chosen.
+def replay(
+    routes: Iterable[LoggedRoute], policy: PolicyName, seed: int = 0
+) -> list[ReplayedPlacement]:
+    """Repeat all placements with another policy, in the order of the log.
 
     Args:
-        routes: What was logged.
-        policy: Who chooses now.
-        seed: Of what it draws.
+        routes: The logged routes.
+        policy: The other policy.
+        seed: Seed of its random choices.
     """
     choices = [choice for route in routes for choice in route.choices]
     return [_choose(choice, policy, seed) for choice in sorted(choices, key=lambda c: c.made_s)]
 
 
 def read(paths: Iterable[Path]) -> tuple[list[LoggedRoute], int]:
-    """What files say, line by line, and how many lines are left out.
+    """Read the routes of log files; return them and the number of unreadable lines.
 
-    A process that is killed, or a disk that is full, leaves part of a line, to which the next one
-    is then joined; of a file that is still written, the last line may be such a part. And an older
-    version may have looked at less than policies ask now.
+    A line may be incomplete: after a kill or on a full disk, joined to the next line, or at the end
+    of a file that is still written. Logs of older versions may lack columns that policies need.
     """
     decoder = msgspec.json.Decoder(LoggedRoute)
     routes = [
@@ -84,13 +85,13 @@ def read(paths: Iterable[Path]) -> tuple[list[LoggedRoute], int]:
 def _read_line(decoder: msgspec.json.Decoder[LoggedRoute], line: bytes) -> LoggedRoute | None:
     with contextlib.suppress(msgspec.DecodeError):
         route = decoder.decode(line)
-        # An older version may have looked at less.
+        # An older version may have logged fewer columns.
         if all(choice.columns.keys() >= _COLUMNS for choice in route.choices):
             return route
     return None
 
 
-def _choose(choice: LoggedChoice, policy: PolicyName, seed: int) -> Again:
+def _choose(choice: LoggedChoice, policy: PolicyName, seed: int) -> ReplayedPlacement:
     demand = Demand(
         "",
         range(choice.num_prompt_tokens),
@@ -108,18 +109,22 @@ def _choose(choice: LoggedChoice, policy: PolicyName, seed: int) -> Again:
     chooser.turn = choice.turn
     refused = [p for p, fits in zip(choice.places, choice.fitting, strict=True) if not fits]
     placement = chooser.place(demand, views, refused)
-    now = None if placement is None else views.index_of(placement)
-    assert now is not None, "one could take it"
+    replayed = None if placement is None else views.index_of(placement)
+    assert replayed is not None, "the logged place has room"
     level = PRESETS["least_delay"][choice.side == "prefill"][0]
     scene = Scene(demand, views, np.array(choice.fitting), lambda _: cached, 0, random.Random(0))
     added_s = np.broadcast_to(cost(level, scene), len(views))
-    return Again(
-        choice.side, choice.chosen, now, float(added_s[choice.chosen]), float(added_s[now])
+    return ReplayedPlacement(
+        choice.side,
+        choice.chosen,
+        replayed,
+        float(added_s[choice.chosen]),
+        float(added_s[replayed]),
     )
 
 
 def _cached(choice: LoggedChoice) -> dict[Placement, int]:
-    """Prompt tokens that were known to be cached, by place."""
+    """Return the prompt tokens that were known to be cached, by place."""
     missed = choice.missed
     if not isinstance(missed, list):
         return {}
@@ -128,11 +133,11 @@ def _cached(choice: LoggedChoice) -> dict[Placement, int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Read files, choose again, and say how often and by how much that differs."""
+    """Read log files, replay them, and print how often and by how much the choices differ."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("files", nargs="+", type=Path, help="of args.router.route_log")
+    parser.add_argument("files", nargs="+", type=Path, help="log files of args.router.route_log")
     parser.add_argument("--policy", choices=get_args(PolicyName), default="least_delay")
-    parser.add_argument("--seed", type=int, default=0, help="of what the policy draws")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the policy's random choices")
     options = parser.parse_args(arguments)
     try:
         routes, num_unreadable = read(options.files)
@@ -143,22 +148,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("\n".join([*lines, json.dumps(figures)]))  # noqa: T201 - a command's output
 
 
-def summary(again: Sequence[Again]) -> tuple[list[str], dict[str, float]]:
-    """How often, and by how much, the policies differ: rows of a table, and figures."""
-    lines = [f"{'':>8} {'placements':>10} {'as then':>8} {'added then':>11} {'now':>9}"]
-    figures: dict[str, float] = {"placements": len(again)}
+def summary(placements: Sequence[ReplayedPlacement]) -> tuple[list[str], dict[str, float]]:
+    """Return how often and by how much the policies differ: rows of a table, and figures."""
+    lines = [f"{'':>8} {'placements':>10} {'same':>8} {'logged adds':>11} {'replayed':>9}"]
+    figures: dict[str, float] = {"placements": len(placements)}
     for side in ("decode", "prefill"):
-        rows = [row for row in again if row.side == side]
+        rows = [row for row in placements if row.side == side]
         if rows:
-            same = float(np.mean([row.then == row.now for row in rows]))
-            then_ms, now_ms = (
+            same = float(np.mean([row.logged == row.replayed for row in rows]))
+            logged_ms, replayed_ms = (
                 1e3 * float(np.mean(s)) for s in zip(*(r[3:] for r in rows), strict=True)
             )
-            cells = f"{len(rows):>10,} {same:>8.1%} {then_ms:>8.1f} ms {now_ms:>6.1f} ms"
+            cells = f"{len(rows):>10,} {same:>8.1%} {logged_ms:>8.1f} ms {replayed_ms:>6.1f} ms"
             lines.append(f"{side:>8} {cells}")
             figures[f"{side}_same"] = round(same, 4)
-            figures[f"{side}_added_ms_then"] = round(then_ms, 3)
-            figures[f"{side}_added_ms_now"] = round(now_ms, 3)
+            figures[f"{side}_added_ms_logged"] = round(logged_ms, 3)
+            figures[f"{side}_added_ms_replayed"] = round(replayed_ms, 3)
     return lines, figures
 
 

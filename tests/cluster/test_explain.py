@@ -115,8 +115,8 @@ def test_a_request_is_told_where_it_went_and_how_that_was_predicted(pool, tmp_pa
         logged, num_unreadable = read(tmp_path.iterdir())
         assert num_unreadable == 0
         assert len(logged) == 8
-        assert [row.then for row in replay(logged, "least_delay")] == [
-            row.now for row in replay(logged, "least_delay")
+        assert [row.logged for row in replay(logged, "least_delay")] == [
+            row.replayed for row in replay(logged, "least_delay")
         ]
         assert PROMPT[:9].encode() not in b"".join(map(msgspec.json.encode, logged))
 

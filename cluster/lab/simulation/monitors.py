@@ -297,7 +297,7 @@ class ProtocolMonitor:
 
 
 class LeaseMonitor:
-    """Checks that KV goes only to a ticket's consumer, within `lease_s` of its last message."""
+    """Checks that KV is sent only to a ticket's consumer, within `lease_s` of its last message."""
 
     def __init__(self, loop: VirtualLoop, lease_s: float, keys: KeyRing) -> None:
         self._loop = loop

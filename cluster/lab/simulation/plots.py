@@ -1,8 +1,8 @@
-"""Draw the curves of one run, and goodput against load of several.
+"""Draws the plots of one run, and goodput against load of several runs.
 
-Owner: nobody; a figure lives from its first line to its file. Matplotlib is an extra and imported
-when something is drawn. No window, no global figure: everything goes through `Figure`. The same
-run gives the same bytes of SVG, on one version of matplotlib.
+Matplotlib is an extra and imported only when something is drawn. Figures use `Figure` directly,
+without windows or global state. The same run gives the same bytes of SVG, on one version of
+matplotlib.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _draw(figure: Callable[[], Figure], paths: list[Path]) -> list[Path]:
         drawn = figure()
         for path in paths:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # No date and no version: the file says what was drawn, not when or with what.
+            # Leave out date and version, so that equal figures are equal files.
             nothing = ("Date", "Creator") if path.suffix == ".svg" else ("Software",)
             drawn.savefig(path, metadata=dict.fromkeys(nothing))
     return paths

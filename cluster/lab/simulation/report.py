@@ -1,7 +1,7 @@
-"""Show a run to a person: its progress, its tables, its event log.
+"""Shows a run's progress and tables on the terminal, and writes its event log.
 
-Owner of the terminal while a simulation runs: the progress display. Rich is imported when something
-is shown, so that a program that only wants numbers does not pay for it.
+Rich is imported only when something is shown, so that programs that need only figures do not load
+it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_WIDTH: Final = 100
 REFRESH_EVERY_S: Final = 0.1
 """Real seconds between two drawings of the progress bar."""
 MAX_REPLICA_ROWS: Final = 16
-"""A run with more lives of replicas than this shows its pools only; the JSON has them all."""
+"""A run with more starts of replicas than this shows its pools only; the JSON has them all."""
 
 _STATISTICS: Final = ("mean", "p50", "p90", "p95", "p99", "max")
 _MAX_SECONDS_WITH_DECIMALS: Final = 1e3
@@ -71,7 +71,7 @@ def write_events(events: Iterable[EventRecord], path: Path) -> None:
 
 
 def describe(summary: Summary) -> str:
-    """The configuration of a run in one line, for a heading."""
+    """Return the configuration of a run in one line, for a heading."""
     replicas = "replica" if summary.num_replicas == 1 else "replicas"
     parts = [summary.workload, summary.policy, f"{summary.num_replicas:,} {replicas}"]
     if summary.speed_up != 1.0:
@@ -81,7 +81,7 @@ def describe(summary: Summary) -> str:
 
 
 def describe_slo(slo: Slo) -> str:
-    """Objectives as a reader would write them: "TTFT ≤ 500 ms, TPOT ≤ 50 ms"."""
+    """Format objectives: "TTFT ≤ 500 ms, TPOT ≤ 50 ms"."""
     bounds = (("TTFT", slo.ttft_s), ("TPOT", slo.tpot_s), ("E2E", slo.e2e_s))
     return ", ".join(f"{name} ≤ {1e3 * bound:,g} ms" for name, bound in bounds if bound is not None)
 
@@ -90,18 +90,18 @@ def describe_slo(slo: Slo) -> str:
 def progress_display(
     duration_s: float, total: int, stream: TextIO | None = None
 ) -> Iterator[Callable[[float, int, int], None]]:
-    """A progress bar on a terminal, and nothing at all on anything else.
+    """Show a progress bar on a terminal, and nothing on other streams.
 
-    It draws when it is told something, without a thread, and at most every `REFRESH_EVERY_S` real
-    seconds; so a simulator may tell it after every event.
+    It is drawn within an update, without a thread, and at most every `REFRESH_EVERY_S` real
+    seconds, so a simulator may update it after every event.
 
     Args:
-        duration_s: When the workload's last request arrives, in virtual time.
-        total: Requests of the workload.
-        stream: Where to; standard error when None.
+        duration_s: Virtual time at which the workload's last request arrives.
+        total: Number of requests of the workload.
+        stream: Stream to draw on; None for standard error.
 
     Yields:
-        What to call with (virtual seconds, requests that have ended, events handled).
+        The update function, with arguments (virtual seconds, ended requests, handled events).
     """
     stream = sys.stderr if stream is None else stream
     if not stream.isatty():
@@ -192,7 +192,7 @@ def _latency_table(latencies: Latencies) -> Table:
         "queued": latencies.queued_s,
     }
     has_uncertain = any(d.uncertain for d in rows.values())
-    # A run far beyond its capacity has numbers that leave no room for decimals, nor need them.
+    # Latencies of an overloaded run are so large that decimals neither fit nor matter.
     longest_s = max((d.max for d in rows.values() if d.max is not None), default=0.0)
     num_decimals = 2 if longest_s < _MAX_SECONDS_WITH_DECIMALS else 0
     table = _table(caption="* fewer than 10 samples above it" if has_uncertain else None)
@@ -245,7 +245,7 @@ def _console() -> Console:
     from rich.console import Console
 
     console = Console()
-    # A file has no width of its own: without this, a piped table would be cut to 80 columns.
+    # A file has no width: without this, a piped table would be cut to 80 columns.
     console.width = min(console.width, MAX_WIDTH) if console.is_terminal else MAX_WIDTH
     return console
 

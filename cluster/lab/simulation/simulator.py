@@ -211,7 +211,7 @@ class Simulation:
         task.add_done_callback(lambda _task: timer.cancel())
 
     def _hang(self, i: int, task: asyncio.Task[None]) -> None:
-        """Fail the run because a request lasts too long; report what it waits for."""
+        """Fail the run because a request lasts too long; report its state."""
         assert self._invariants is not None
         ingress = self._taken[i]
         raise AssertionError(

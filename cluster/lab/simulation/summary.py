@@ -1,12 +1,12 @@
-"""Turn a run's records into numbers: latencies, goodput, reuse, utilisation. Pure.
+"""Computes a run's figures from its records: latencies, goodput, reuse, utilisation. Pure.
 
-Owner: nobody; a summary is a value. Equal records give equal summaries and equal bytes of JSON, so
-a summary holds no wall time. What each number means is also in docs/simulator-results.md.
+Equal records give equal summaries and equal bytes of JSON, so a summary has no wall time.
+docs/simulator-results.md explains each figure, too.
 
-A latency is measured from the scheduled arrival, so that time in which a busy router did not look
-counts too. Latencies are over the requests that ended well: a request that failed has none, and
-counts against attainment instead. The definitions of TTFT, TPOT, ITL and goodput are those of
-inference-perf and of vLLM's `bench serve`; TBT is Mooncake's.
+Latencies are measured from the scheduled arrival, so they include delays of a busy router. They
+cover successful requests only: a failed request counts against attainment instead. The definitions
+of TTFT, TPOT, ITL and goodput are those of inference-perf and of vLLM's `bench serve`; TBT is
+Mooncake's.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 PERCENTS: Final = (50, 90, 95, 99)
 
 MIN_SAMPLES_ABOVE: Final = 10
-"""A percentile with fewer samples above it says little: P99 wants 1,000 samples, P50 wants 20."""
+"""A percentile with fewer samples above it is uncertain: P99 needs 1,000 samples, P50 needs 20."""
 
 SLO_SCALES: Final = (
     *(0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0),
     *(1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0),
 )
-"""The scales at which a summary gives attainment; 1 is the objectives as they were asked for."""
+"""The scales at which a summary gives attainment; 1 stands for the given objectives."""
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a good request keeps; None asks for nothing.
+    """The objectives of a good request; None for no objective.
 
     Attributes:
         ttft_s: Longest time to the first token.
@@ -49,7 +49,7 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         e2e_s: Longest time to the last token.
 
     Raises:
-        ValueError: When an objective is not positive.
+        ValueError: An objective is not positive.
     """
 
     ttft_s: float | None = None
@@ -64,10 +64,10 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Distribution(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers that describe a set of samples, in seconds; all None when there are none.
+    """Statistics of a set of samples, in seconds; all None without samples.
 
-    A percentile is by nearest rank: the smallest sample that at least that share of the samples
-    does not exceed. So it is a value that occurred, never one between two.
+    Percentiles are by nearest rank: the smallest sample that at least that share of the samples
+    does not exceed. So each is a sample, never interpolated.
 
     Attributes:
         p50: The median, by nearest rank; `p90`, `p95` and `p99` likewise.
@@ -85,13 +85,13 @@ class Distribution(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """How the requests ended, and how fast they came and went.
+    """Outcomes and rates of the requests.
 
     Attributes:
-        num_ok: Those that got every token.
+        num_ok: Requests that got every token.
         success_rate: ok / sent; None when none was sent.
-        failures: How many ended otherwise, by outcome.
-        num_retries: Starts after the first one, over all requests.
+        failures: Number of other requests, by outcome.
+        num_retries: Restarts of all requests.
         offered_per_s: Arrivals per second between the first and the last; None for fewer than two.
         completed_per_s: ok / duration.
         output_tokens_per_s: Output tokens of the ok requests / duration.
@@ -116,7 +116,7 @@ class Latencies(msgspec.Struct, frozen=True, kw_only=True):
         itl_s: Every gap between two tokens of a request, all requests together.
         tbt_s: Mean of the longest tenth of a request's gaps (rounded up); one for each request.
         e2e_s: Last token - arrival.
-        queued_s: Waiting in a router to be placed.
+        queued_s: Time in a router's queue.
     """
 
     ttft_s: Distribution
@@ -131,7 +131,7 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that kept every objective. A request that failed kept none.
 
     Attributes:
-        num_good: Requests that ended well and kept all of them.
+        num_good: Number of these requests.
         attainment: good / sent; None when none was sent.
         good_per_s: good / duration.
         scales: Factors on all objectives at once, ascending.
@@ -150,10 +150,10 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrefixReuse(msgspec.Struct, frozen=True, kw_only=True):
-    """Prompt tokens of the ok requests, and how many of those no prefill computed.
+    """Prompt tokens of the ok requests, and how many of them were cached.
 
     Attributes:
-        num_cached_tokens: Those that came from the prefix cache.
+        num_cached_tokens: Tokens from the prefix cache.
         hit_share: cached / prompt tokens; None when there are no prompts.
     """
 
@@ -163,10 +163,10 @@ class PrefixReuse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TransferSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What moving KV between replicas added to the ok requests that had it moved.
+    """The time that KV transfers added to the ok requests that had one.
 
-    From the first token to the KV in place: what hid behind prefill is not in it, and TTFT does not
-    wait for it.
+    Measured from the first token until all KV is at the decode engine. The part that overlaps with
+    prefill does not count, and TTFT does not include it.
 
     Attributes:
         seconds: One sample for each request with a transfer.
@@ -180,13 +180,13 @@ class TransferSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplicaSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """One life of a replica.
+    """One start of a replica, until its end.
 
     Attributes:
         lived_s: Seconds from then to its stop, or to the end of the run.
         utilisation: Seconds in steps / lived; None when it lived for no time.
         slot_occupancy: Slot-seconds in use / (slots * lived); None without slots or time.
-        num_preemptions: Requests computed again for lack of blocks.
+        num_preemptions: Requests that lost their blocks and were computed again.
     """
 
     name: str
@@ -205,12 +205,12 @@ class PoolSummary(msgspec.Struct, frozen=True, kw_only=True):
     """All replicas of one role.
 
     Attributes:
-        num_replicas: Different names; the lives of one name count once.
+        num_replicas: Number of distinct names; restarts do not count.
         utilisation: Sum of seconds in steps / sum of seconds lived.
         slot_occupancy: Sum of slot-seconds in use / sum of slots * seconds lived.
         imbalance: Largest / mean of the tokens (computed prompt and output) of its replicas: 1 is
-            even, the number of replicas is all on one. None when there were no tokens. One that
-            joined late counts like one that was idle.
+            balanced; the number of replicas means that one did everything. None without tokens. A
+            replica that started late counts as if it had been idle before.
     """
 
     role: str
@@ -222,15 +222,14 @@ class PoolSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a report says about one run, except how long it took for real.
+    """All figures of one run's report, except its real duration.
 
     Attributes:
-        schema_version: Goes up when a number changes its name or meaning; a new number does not
-            change it.
+        schema_version: Increases when a figure changes its name or meaning, not for new figures.
         workload: As in `SimulationResult`, like `policy`, `num_replicas`, `seed`, `speed_up`,
             `config`, `duration_s` and `num_events`.
-        goodput: None when no objective was asked for.
-        replicas: One for each life of a replica, in the order of the records.
+        goodput: None without objectives.
+        replicas: One for each start of a replica, in the order of the records.
     """
 
     workload: str
@@ -252,7 +251,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Samples(NamedTuple):
-    """What `Latencies` describes, of ok requests with a token: float64, in the records' order.
+    """The samples of `Latencies`: ok requests with a token, float64, in the records' order.
 
     `itl_s` has the shape [gaps], all requests one after another; `tbt_s` has the shape [requests
     with two tokens or more], all others [requests].
@@ -267,7 +266,7 @@ class Samples(NamedTuple):
 
 
 def summarise(result: SimulationResult, slo: Slo | None = None) -> Summary:
-    """Reduce a run to its numbers; without objectives there is no goodput."""
+    """Compute a run's figures; without objectives there is no goodput."""
     records = result.records
     samples = collect_samples(records)._asdict()
     lives = [_life(replica, result.duration_s) for replica in result.replicas]
@@ -291,13 +290,13 @@ def summarise(result: SimulationResult, slo: Slo | None = None) -> Summary:
 
 
 def to_json(summary: Summary) -> bytes:
-    """The summary as indented UTF-8 JSON with a newline at its end; no NaN, None is null."""
+    """Encode a summary as indented UTF-8 JSON with a final newline, without NaN."""
     encoded = msgspec.json.encode(summary, order="deterministic")
     return msgspec.json.format(encoded, indent=2) + b"\n"
 
 
 def collect_samples(records: Iterable[RequestRecord]) -> Samples:
-    """Take every latency out of the records; requests that did not end well have none."""
+    """Collect the latencies of the successful requests."""
     served = _served(records)
     gaps = [np.diff(r.token_times_s) for r in served if r.token_times_s.size > 1]
     ttft_s, tpot_s, e2e_s = _per_request(served)
@@ -312,7 +311,7 @@ def collect_samples(records: Iterable[RequestRecord]) -> Samples:
 
 
 def distribution(samples: Floats) -> Distribution:
-    """Describe samples; shape [samples], any order."""
+    """Compute the statistics of samples; shape [samples], any order."""
     count = int(samples.size)
     if count == 0:
         return Distribution(count=0)
@@ -331,7 +330,7 @@ def distribution(samples: Floats) -> Distribution:
 
 
 def nearest_rank(ascending: Floats, percent: int) -> float:
-    """The smallest sample that at least `percent` of 100 samples do not exceed.
+    """Return the smallest sample that at least `percent` % of the samples do not exceed.
 
     Args:
         ascending: Sorted samples, at least one; shape [samples].
@@ -339,16 +338,16 @@ def nearest_rank(ascending: Floats, percent: int) -> float:
     """
     assert ascending.size, "no samples"
     assert 1 <= percent <= 100, f"{percent=}"
-    # In whole numbers: 0.95 * 20 in floats may be a hair over 19, which would be the next rank.
+    # Integer arithmetic: as a float, 0.95 * 20 may be slightly above 19, giving the next rank.
     rank = -(-percent * int(ascending.size) // 100)
     return float(ascending[rank - 1])
 
 
 def slo_ratios(records: Sequence[RequestRecord], slo: Slo) -> Floats:
-    """How far each sent request is from its objectives, ascending; shape [requests].
+    """Return the largest latency / objective of each sent request, ascending; shape [requests].
 
-    The ratio is the largest of latency / objective, so the request is good when all objectives are
-    multiplied by the ratio or more. It is infinite for a request that failed.
+    A request is good if all objectives are multiplied by at least its ratio. The ratio of a failed
+    request is infinite.
     """
     latencies_s = _per_request(_served(records))
     worst = np.zeros(latencies_s[0].size)
@@ -361,7 +360,7 @@ def slo_ratios(records: Sequence[RequestRecord], slo: Slo) -> Floats:
 
 
 def attainment_curve(ratios: Floats, scales: Sequence[float] | Floats) -> Floats:
-    """Good / sent at each scale of the objectives; 0 when none was sent.
+    """Return good / sent at each scale of the objectives; 0 if none was sent.
 
     Args:
         ratios: From `slo_ratios`.
@@ -419,14 +418,14 @@ def _transfers(records: Iterable[RequestRecord]) -> TransferSummary:
     moved = [r for r in _served(records) if r.transfer_s is not None]
     _, _, e2e_s = _per_request(moved)
     seconds = _floats(r.transfer_s for r in moved if r.transfer_s is not None)
-    # In ascending order, so that the order of the records does not show in the last bits.
+    # Sum in ascending order, so that the order of the records does not change the last bits.
     total_s, total_e2e_s = (float(np.sort(samples).sum()) for samples in (seconds, e2e_s))
     share = _ratio(total_s, total_e2e_s)
     return TransferSummary(seconds=distribution(seconds), total_s=total_s, share_of_e2e=share)
 
 
 class _Life(NamedTuple):
-    """A replica's record, and how long it lived."""
+    """A replica's record, and how long it ran."""
 
     record: ReplicaRecord
     lived_s: float
@@ -475,7 +474,7 @@ def _pool(role: str, lives: Sequence[_Life]) -> PoolSummary:
 
 
 def _usage(lives: Sequence[_Life]) -> tuple[float | None, float | None]:
-    """Seconds in steps / lived, and slot-seconds in use / lived, of all lives together."""
+    """Return utilisation and slot occupancy of all starts together."""
     slot_s = sum(record.num_slots * lived_s for record, lived_s in lives)
     return (
         _ratio(sum(record.busy_s for record, _ in lives), sum(lived_s for _, lived_s in lives)),
@@ -488,7 +487,7 @@ def _served(records: Iterable[RequestRecord]) -> list[RequestRecord]:
 
 
 def _per_request(served: Sequence[RequestRecord]) -> tuple[Floats, Floats, Floats]:
-    """TTFT, TPOT and E2E of requests that have a token, each of shape [requests]."""
+    """Return TTFT, TPOT and E2E of requests that have a token, each of shape [requests]."""
     arrival_s = _floats(r.arrival_s for r in served)
     ttft_s = _floats(r.token_times_s[0] for r in served) - arrival_s
     e2e_s = _floats(r.token_times_s[-1] for r in served) - arrival_s
@@ -507,5 +506,5 @@ def _floats(values: Iterable[float]) -> Floats:
 
 
 def _ratio(part: float, whole: float) -> float | None:
-    """Part / whole, or None where that has no meaning."""
+    """Return part / whole, or None if the whole is 0."""
     return float(part) / float(whole) if whole > 0 else None

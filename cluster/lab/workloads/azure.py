@@ -74,7 +74,7 @@ def read_azure(path: Path) -> Workload:
 
 
 def _unix_ns(timestamp: str, path: Path, line: int) -> int:
-    """Nanoseconds since 1970, exact."""
+    """Parse a timestamp as exact nanoseconds since 1970."""
     match = _TIMESTAMP.fullmatch(timestamp)
     try:
         if match is None:

@@ -43,7 +43,7 @@ MAX_REQUESTS = 10**8
 
 _MAX_TOKENS = 2**31 - 1
 _NUM_GAPS_AT_A_TIME = 4096
-# What random numbers are for: each purpose has a stream of its own under the seed.
+# Each purpose has its own stream of random numbers under the seed.
 _ARRIVALS, _PROMPTS, _OUTPUTS, _GROUPS, _TURNS, _PAUSES, _QUESTIONS = range(7)
 
 
@@ -55,11 +55,11 @@ class _Distribution(
     tag_field="kind",
     tag=str.lower,
 ):
-    """One of several kinds, named by the key `kind`."""
+    """A distribution; the key `kind` names its class."""
 
 
 class Poisson(_Distribution, frozen=True):
-    """Requests that know nothing of each other: `rate_rps` of them per second."""
+    """Independent arrivals, `rate_rps` requests per second."""
 
     rate_rps: Positive
     cv: ClassVar[float] = 1.0
@@ -85,12 +85,12 @@ class ConstantRate(_Distribution, frozen=True, tag="constant"):
 
 
 class Ramp(_Distribution, frozen=True):
-    """A rate that changes evenly, and then stays.
+    """A rate that changes linearly, then stays.
 
     Attributes:
-        end_rps: From `ramp_s` on.
-        ramp_s: How long the change takes.
-        cv: Of the gaps, as for `gamma`.
+        end_rps: Rate from `ramp_s` on.
+        ramp_s: Seconds that the change takes.
+        cv: Coefficient of variation of the gaps, as for `gamma`.
     """
 
     start_rps: NotNegative
@@ -135,10 +135,10 @@ class Lognormal(_Distribution, frozen=True):
 
 
 class Empirical(_Distribution, frozen=True):
-    """Lengths that were seen.
+    """Observed lengths.
 
     Attributes:
-        weights: How often each was seen; all alike if left out.
+        weights: Frequency of each; equal if left out.
     """
 
     values: Annotated[tuple[TokenCount, ...], msgspec.Meta(min_length=1)]
@@ -158,12 +158,12 @@ Lengths = ConstantLength | Uniform | Lognormal | Empirical
 
 
 class SharedPrefixes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Groups of requests that begin alike, for one with the same system prompt.
+    """Groups of requests with a common prefix, such as the same system prompt.
 
     Attributes:
-        prefix_tokens: Length of each; a multiple of the specification's `block_tokens`.
-        questions_per_group: Different questions after each prefix; asked in a shuffled order,
-            again and again. None makes every question a new one, of a group drawn at random.
+        prefix_tokens: Length of each prefix; a multiple of the specification's `block_tokens`.
+        questions_per_group: Number of questions after each prefix, asked repeatedly in a shuffled
+            order. None makes every question a new one, of a group drawn at random.
     """
 
     groups: Count
@@ -172,11 +172,11 @@ class SharedPrefixes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class Conversations(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Requests that continue earlier ones: what arrives is then the first turn of each.
+    """Conversations of several turns; `arrivals` then gives the first turns.
 
     Attributes:
-        pause_s: Mean time from one turn's arrival to the next one's. It includes the answer:
-            nobody waits for it.
+        pause_s: Mean time from one turn's arrival to the next one's, even if the answer takes
+            longer.
         pause_cv: Standard deviation of that time over its mean.
     """
 
@@ -186,16 +186,17 @@ class Conversations(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A whole specification.
+    """A complete specification of a workload.
 
     Attributes:
-        arrivals: When requests arrive, or conversations begin.
-        prompt_tokens: Length of a prompt; with prefixes or turns, of what is new in it.
-        duration_s: How long they arrive. One of the two is needed; with both, what comes first.
-        prefixes: Groups that begin alike.
-        conversations: Turns.
-        block_tokens: Grain in which prompts can be told to be alike.
-        name: For reports; None takes the file's.
+        arrivals: Arrivals of requests, or starts of conversations.
+        prompt_tokens: Length of a prompt; with prefixes or turns, of its new part.
+        num_requests: Number of requests. Set this, `duration_s`, or both; the first limit ends it.
+        duration_s: Seconds in which requests arrive.
+        prefixes: Groups of requests with a common prefix.
+        conversations: Turns of conversations.
+        block_tokens: Tokens of a block, the unit in which prompts are equal or not.
+        name: Name for reports; None for the file's name.
     """
 
     arrivals: Arrivals
@@ -224,8 +225,8 @@ class _Sessions:
 
     Attributes:
         starts_s: First arrival of each, (S,).
-        groups: Which shared prefix each begins with, (S,).
-        streams: Which stream of tokens each goes on with, (S,).
+        groups: Index of each one's shared prefix, (S,).
+        streams: Index of the stream of tokens that follows the prefix, (S,).
     """
 
     starts_s: Seconds
@@ -248,7 +249,7 @@ def read_distributions(path: Path, seed: int = 0) -> Workload:
 
 
 def _read_values(path: Path) -> object:
-    """What a YAML or JSON file holds, unchecked."""
+    """Parse a YAML or JSON file, without checks."""
     text = read_text(path)
     try:
         # YAML is not quite a superset of JSON: it takes 1e-3 for text.
@@ -265,7 +266,7 @@ def _read_values(path: Path) -> object:
 
 
 def _draw_requests(spec: WorkloadSpec, seed: int) -> Iterator[TraceRequest]:
-    """All turns of all conversations, one conversation after the other."""
+    """Yield all turns of all conversations, one conversation after the other."""
     sessions = _draw_sessions(spec, seed)
     num_requests = int(sessions.num_turns.sum())
     ends = np.cumsum(sessions.num_turns)
@@ -297,7 +298,7 @@ def _draw_requests(spec: WorkloadSpec, seed: int) -> Iterator[TraceRequest]:
 
 
 class _PromptBlocks:
-    """Numbers the blocks of prompts: first those of all prefixes, then those of all streams."""
+    """The numbering of prompts' blocks: first those of all prefixes, then those of all streams."""
 
     def __init__(self, spec: WorkloadSpec, max_new_tokens: int) -> None:
         prefixes = spec.prefixes
@@ -306,13 +307,13 @@ class _PromptBlocks:
         self._num_prefix_blocks = self.prefix_tokens // spec.block_tokens
         self._first_of_streams = self._num_prefix_blocks * (prefixes.groups if prefixes else 0)
         self._stride = -(-max_new_tokens // spec.block_tokens)
-        # A new question that nobody continues is the request's own: it needs no name.
+        # A new question that no later request shares needs no block ids.
         self._has_streams = spec.conversations is not None or (
             prefixes is not None and prefixes.questions_per_group is not None
         )
 
     def of(self, group: int, stream: int, num_new_tokens: int) -> tuple[int, ...]:
-        """Block ids of a prompt: the group's prefix, then the stream's first blocks."""
+        """Return the block ids of a prompt: the group's prefix, then the stream's first blocks."""
         start = group * self._num_prefix_blocks
         prefix = range(start, start + self._num_prefix_blocks)
         if not self._has_streams:
@@ -341,10 +342,10 @@ def _draw_sessions(spec: WorkloadSpec, seed: int) -> _Sessions:
 
 
 def _draw_arrivals(spec: WorkloadSpec, random: np.random.Generator) -> Seconds:
-    """Sorted arrivals: as many as asked for, or as fit and some more.
+    """Draw sorted arrivals: `num_requests`, or enough to fill `duration_s`.
 
-    Gaps have mean 1 and are then stretched by the rate of their time, so that a rate that changes
-    keeps its burstiness.
+    Gaps have mean 1 and are then stretched by the rate at their time, so burstiness does not depend
+    on the rate.
     """
     arrivals = spec.arrivals
     num_wanted = math.inf if spec.num_requests is None else spec.num_requests
@@ -359,7 +360,7 @@ def _draw_arrivals(spec: WorkloadSpec, random: np.random.Generator) -> Seconds:
 
 
 def _draw_gaps(cv: float, num_gaps: int, random: np.random.Generator) -> Seconds:
-    """Gaps of mean 1 and the given coefficient of variation."""
+    """Draw gaps of mean 1 with the given coefficient of variation."""
     if not cv:
         return np.ones(num_gaps)
     shape = 1 / cv**2
@@ -367,7 +368,7 @@ def _draw_gaps(cv: float, num_gaps: int, random: np.random.Generator) -> Seconds
 
 
 def _expected(arrivals: Arrivals, time_s: float) -> float:
-    """Mean number of arrivals until `time_s`."""
+    """Return the mean number of arrivals until `time_s`."""
     if not isinstance(arrivals, Ramp):
         return arrivals.rate_rps * time_s
     ramped_s = min(time_s, arrivals.ramp_s)
@@ -377,7 +378,7 @@ def _expected(arrivals: Arrivals, time_s: float) -> float:
 
 
 def _times_of(arrivals: Arrivals, ordinals: Seconds) -> Seconds:
-    """When the mean number of arrivals reaches each ordinal: the inverse of `_expected`."""
+    """Return when the mean number of arrivals reaches each ordinal: the inverse of `_expected`."""
     if not isinstance(arrivals, Ramp):
         return ordinals / arrivals.rate_rps
     at_end = _expected(arrivals, arrivals.ramp_s)
@@ -390,7 +391,7 @@ def _times_of(arrivals: Arrivals, ordinals: Seconds) -> Seconds:
 
 
 def _draw_lengths(lengths: Lengths, num: int, random: np.random.Generator) -> Counts:
-    """(num,) whole numbers, at least 1."""
+    """Draw `num` lengths of at least 1; shape (num,)."""
     if isinstance(lengths, ConstantLength):
         return np.full(num, lengths.tokens, dtype=np.int64)
     if isinstance(lengths, Uniform):

@@ -1,15 +1,15 @@
-"""The one error of a workload that cannot be used."""
+"""The error of workloads."""
 
 from __future__ import annotations
 
 
 class WorkloadError(Exception):
-    """A trace or a workload specification that cannot be used; says where and what to change.
+    """A trace or specification is not valid; the message says where and what to change.
 
     Attributes:
         path: The file or folder, or None if there is none.
-        line: Its line, from 1, or None where the whole file is meant.
-        field: The column or key at fault, or None.
+        line: The line, from 1; None for the whole file.
+        field: The invalid column or key, or None.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Traces of one JSON object per line that say nothing but times and lengths.
+"""Traces of one JSON object per line that have only times and lengths.
 
 Sources: the workload files of vllm-project/aibrix, `benchmarks/scenarios`; those of
 casys-kaist/LLMServingSim, version 2.

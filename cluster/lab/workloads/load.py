@@ -41,12 +41,12 @@ def load_workload(
     Args:
         path: A file, or the folder of a ServeGen data set.
         format: One of `FORMATS`; "auto" looks at the contents.
-        seed: Of whatever is random in it: ticks that are spread, and all that is drawn from
+        seed: Seed of all random numbers, which spread rounded arrivals and draw from
             distributions. 0 or more.
-        limit: Take the first requests only.
+        limit: Number of first requests to keep; None keeps all.
 
     Raises:
-        WorkloadError: The file is malformed, or there is nothing in it.
+        WorkloadError: The file is malformed or empty.
     """
     path = Path(path)
     if seed < 0:
@@ -74,10 +74,10 @@ def load_workload(
 
 
 def find_format(path: Path) -> Format:
-    """Tell the format of a file from its first line, or that it is a folder.
+    """Detect the format from a file's first line; a folder is ServeGen's.
 
     Raises:
-        WorkloadError: It is none that is known here.
+        WorkloadError: The format is unknown.
     """
     if path.is_dir():
         return "servegen"
@@ -92,13 +92,13 @@ def find_format(path: Path) -> Format:
     if path.suffix in (".yaml", ".yml", ".json"):
         return "distributions"
     raise WorkloadError(
-        f"is in no format that is known here; say which of {', '.join(FORMATS)} it is",
+        f"has an unknown format; choose one of {', '.join(FORMATS)}",
         path=str(path),
     )
 
 
 def _keys_of(line: str) -> list[str]:
-    """Keys of a line that is a JSON object; none of any other line."""
+    """Return the keys of a line that is a JSON object; none of other lines."""
     try:
         return list(msgspec.json.decode(line, type=dict[str, msgspec.Raw]))
     except msgspec.DecodeError:

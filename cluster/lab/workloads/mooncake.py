@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 MIN_TICK_MS = 1000
-"""Timestamps that are multiples of a tick of this length or more are taken as rounded to it."""
+"""Shortest tick to which timestamps are taken to be rounded."""
 
 TICK_TOLERANCE_MS = 10
 """How far a timestamp may be from its tick."""
 
 
 class MooncakeRow(msgspec.Struct, frozen=True, gc=False):
-    """One line. Other keys (for one `session_id`) are not used.
+    """One line. Other keys, such as `session_id`, are ignored.
 
     Attributes:
         timestamp: Arrival, in milliseconds.
@@ -50,7 +50,7 @@ class MooncakeRow(msgspec.Struct, frozen=True, gc=False):
 
 
 def read_mooncake(path: Path, seed: int) -> Workload:
-    """Read a trace; `seed` is of the random numbers that spread arrivals rounded to ticks.
+    """Read a trace; `seed` is for spreading arrivals that were rounded to ticks.
 
     Raises:
         WorkloadError: The file is malformed.
@@ -84,10 +84,9 @@ def read_mooncake(path: Path, seed: int) -> Workload:
 def spread_over_ticks(
     timestamps_ms: npt.NDArray[np.float64], random: np.random.Generator
 ) -> npt.NDArray[np.float64]:
-    """Spread sorted arrivals that were rounded to ticks over the tick that each of them opens.
+    """Spread sorted arrivals that were rounded to ticks over the interval after their tick.
 
-    Each is in its own tick still, and requests keep their order. Timestamps (at least one) that
-    were not rounded come back as they are.
+    Requests keep their order. Timestamps (at least one) that were not rounded are unchanged.
     """
     ticks = find_ticks(timestamps_ms)
     if ticks is None:
@@ -103,11 +102,11 @@ def spread_over_ticks(
 def find_ticks(
     timestamps_ms: npt.NDArray[np.float64],
 ) -> tuple[npt.NDArray[np.float64], float] | None:
-    """Tell whether timestamps were rounded to ticks of a second or more.
+    """Detect whether timestamps were rounded to ticks of a second or more.
 
     They were if all are within a few milliseconds of multiples of one tick, counted from the first
-    (the conversation trace of FAST 2025 is up to 3 ms off its 3 s), and if requests share a tick:
-    times that all differ were hardly rounded. Timestamps are sorted, and at least one.
+    (the conversation trace of FAST 2025 is up to 3 ms off its 3 s), and if several share a tick.
+    Timestamps (at least one) are sorted.
 
     Returns:
         (number of each one's tick from 0, milliseconds of a tick), or None.

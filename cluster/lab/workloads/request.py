@@ -1,7 +1,7 @@
-"""A workload: when requests arrive, how long they are, and which prompts begin alike.
+"""A workload: the arrivals and lengths of requests, and the common prefixes of their prompts.
 
-Pure. A workload carries no text. Its prompts are made of token ids that depend on nothing but the
-workload itself, so that a simulator and a real cluster are given the same prompts.
+Pure. A workload has no text. Its prompts are token ids that depend on the workload alone, so a
+simulator and a real cluster get the same prompts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 FIRST_PROMPT_TOKEN = 16
-"""Lowest token id of a prompt: end tokens and other special ones of the models here are below."""
+"""Lowest token id of a prompt: the special tokens of the models here are below."""
 
 MOONCAKE_BLOCK_TOKENS = 512
 """Tokens of one prefix block of a Mooncake trace."""
@@ -36,10 +36,10 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         arrival_s: Seconds after the start of the workload.
         num_prompt_tokens: Length of the prompt, at least 1.
-        block_ids: What the prompt begins with, in blocks of the workload's `block_tokens` tokens:
+        block_ids: The first blocks of the prompt, of the workload's `block_tokens` tokens each:
             equal ids at equal positions are equal tokens. The last block may be cut off by the end
             of the prompt. Tokens after the last block are the request's own; with `()` all are.
-        tenant: On whose account it runs.
+        tenant: The tenant that it belongs to.
     """
 
     arrival_s: float
@@ -53,8 +53,8 @@ class Workload(msgspec.Struct, frozen=True):
     """Requests in order of arrival.
 
     Attributes:
-        name: For reports and file names.
-        block_tokens: Tokens that one of `TraceRequest.block_ids` stands for.
+        name: Name for reports and files.
+        block_tokens: Tokens of each block in `TraceRequest.block_ids`.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Workload(msgspec.Struct, frozen=True):
     block_tokens: int = MOONCAKE_BLOCK_TOKENS
 
     def speed_up(self, ratio: float) -> Workload:
-        """The same requests, arriving `ratio` times as fast.
+        """Return the same requests, arriving `ratio` times as fast.
 
         Raises:
             WorkloadError: The ratio is not a positive number.
@@ -75,7 +75,7 @@ class Workload(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, requests=faster)
 
     def head(self, n: int) -> Workload:
-        """The first `n` requests; their prompts stay what they are.
+        """Return the first `n` requests, with unchanged prompts.
 
         Raises:
             WorkloadError: `n` is negative.
@@ -85,7 +85,7 @@ class Workload(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, requests=self.requests[:n])
 
     def prompt(self, i: int, vocab_size: int) -> list[int]:
-        """Token ids of request `i`: the same in every process, in [16, vocab_size).
+        """Return the token ids of request `i`: the same in every process, in [16, vocab_size).
 
         The integers are shared between all prompts, so that a prompt costs 8 bytes per token.
         """
@@ -95,7 +95,7 @@ class Workload(msgspec.Struct, frozen=True):
         blocks = _mixed_words(request.block_ids[:num_blocks], self.block_tokens)
         own = _mixed_words((i ^ _OWN_TOKENS,), num_own)
         words = np.concatenate((blocks, own))[: request.num_prompt_tokens]
-        # The high half scaled, instead of a remainder: no bias to speak of, and no slow division.
+        # Scale the high half instead of a remainder: negligible bias, and no slow division.
         words >>= _U64(32)
         words *= _U64(vocab_size - FIRST_PROMPT_TOKEN)
         words >>= _U64(32)
@@ -104,14 +104,14 @@ class Workload(msgspec.Struct, frozen=True):
 
 
 def _mixed_words(seeds: tuple[int, ...], num_positions: int) -> npt.NDArray[np.uint64]:
-    """One random word per (seed, position): uint64 (seeds x positions,), seed by seed."""
-    # Two rounds, one per argument: no seed's row of tokens is another one's, moved along.
+    """Return one random word per (seed, position): uint64 (seeds x positions,), seed by seed."""
+    # Two rounds, one per argument, so that no seed's row is another one's row, shifted.
     rows = _mix64(np.array(seeds, dtype=_U64))
     return _mix64(np.add.outer(rows, np.arange(num_positions, dtype=_U64) * _GOLDEN).ravel())
 
 
 def _mix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Scatter 64-bit words over all 64-bit words, one to one.
+    """Map 64-bit words one to one to scattered 64-bit words.
 
     Source: the finaliser of SplitMix64, Steele et al., OOPSLA 2014.
     """
@@ -125,6 +125,6 @@ def _mix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 @lru_cache(maxsize=4)
 def _token_objects(vocab_size: int) -> npt.NDArray[Any]:
-    """The token ids that a prompt may have, as Python integers that all prompts share."""
+    """Return the token ids of prompts, as Python integers that all prompts share."""
     assert vocab_size > FIRST_PROMPT_TOKEN, f"{vocab_size=}"
     return np.array(range(FIRST_PROMPT_TOKEN, vocab_size), dtype=object)

@@ -1,7 +1,7 @@
-"""Rows of a trace file: read line by line, checked, and put into order of arrival.
+"""Reads the rows of a trace file line by line, checks them, and sorts them by arrival.
 
-Every format's reader goes through here, so that a malformed file is reported in one way: the file,
-the line, the field, and what to do.
+All formats' readers use it, so that errors of malformed files have one form: the file, the line,
+the field, and what to do.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from cluster.lab.workloads.request import TraceRequest
 
 TokenCount = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
-# Requests that failed have no output in some traces. They are replayed as asking for one token.
+# Failed requests have no output in some traces. They are replayed with one output token.
 OutputCount = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 BlockId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-# The upper bound keeps infinity out, which JSON cannot say and YAML can.
+# The upper bound excludes infinity, which YAML can express.
 Time = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
 
 T = TypeVar("T")
@@ -34,10 +34,10 @@ _FIELD = re.compile(r" - at `\$\.?(.*)`$")
 
 
 def read_text(path: Path) -> str:
-    """The whole file.
+    """Return the text of a file.
 
     Raises:
-        WorkloadError: It cannot be read, or is not text.
+        WorkloadError: The file cannot be read, or is not text.
     """
     try:
         return path.read_text(encoding="utf-8-sig")
@@ -52,7 +52,7 @@ def read_text(path: Path) -> str:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines that are not blank, each with its number, from 1.
+    """Yield the lines that are not blank, each with its number, from 1.
 
     Raises:
         WorkloadError: The file cannot be read, or is not text.
@@ -63,7 +63,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def decode_lines(path: Path, row: type[T]) -> Iterator[tuple[int, T]]:
-    """One `row` per line of a JSON Lines file, each with its number.
+    """Yield one `row` per line of a JSON Lines file, with the line's number.
 
     Raises:
         WorkloadError: A line is not JSON, or not such a row.
@@ -81,7 +81,7 @@ def convert_row(values: object, row: type[T], path: Path, line: int | None = Non
     """Check plain values against a struct; text becomes numbers where the struct has numbers.
 
     Raises:
-        WorkloadError: They do not fit.
+        WorkloadError: A value is missing or invalid.
     """
     try:
         return msgspec.convert(values, row, strict=line is None)
@@ -90,7 +90,7 @@ def convert_row(values: object, row: type[T], path: Path, line: int | None = Non
 
 
 def row_error(error: Exception, path: Path, line: int | None) -> WorkloadError:
-    """What is wrong with a row, in the words of the decoder, with the field set apart."""
+    """Convert a decoder's error to a `WorkloadError` with the field's name."""
     text = str(error)
     found = _FIELD.search(text)
     message = text[: found.start()] if found else text
@@ -103,15 +103,15 @@ def row_error(error: Exception, path: Path, line: int | None) -> WorkloadError:
 
 
 def num_asked(num_output_tokens: int) -> int:
-    """Tokens to ask for, where a trace says that so many came."""
+    """Return the output tokens to ask for: those of the trace, at least one."""
     return max(1, num_output_tokens)
 
 
 def in_arrival_order(requests: Iterable[TraceRequest], path: Path) -> tuple[TraceRequest, ...]:
-    """Requests by arrival; those that arrive together stay in the order of the file.
+    """Sort requests by arrival; simultaneous ones keep the order of the file.
 
     Raises:
-        WorkloadError: There are none.
+        WorkloadError: There are no requests.
     """
     ordered = tuple(sorted(requests, key=attrgetter("arrival_s")))
     if not ordered:
@@ -120,9 +120,9 @@ def in_arrival_order(requests: Iterable[TraceRequest], path: Path) -> tuple[Trac
 
 
 def random_generator(*words: int) -> np.random.Generator:
-    """Random numbers that depend on these non-negative words alone: a seed, and what they are for.
+    """Return a random generator seeded with non-negative words: a seed and a purpose.
 
-    Streams for different purposes are independent, so that one more draw of arrivals does not
-    change all lengths.
+    Different purposes have independent streams, so that one more draw of arrivals does not change
+    the lengths.
     """
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(words)))

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 TRACE_FILES = "chunk-*-trace.csv"
 LONE_WINDOW_S = 600.0
-"""Length of a window whose client has no other window to tell it by; the published one."""
+"""Length of a client's only window: that of the published data."""
 
 _CLIENT = re.compile(r"chunk-(\d+)-trace\.csv")
 _COLUMNS = ("window_start_s", "rate_rps", "cv", "pattern", "shape", "scale")
@@ -50,9 +50,9 @@ class Window(msgspec.Struct, frozen=True):
     """One line of a client's trace file.
 
     Attributes:
-        window_start_s: Where it begins, in the clock of the data.
-        pattern: Distribution of the gaps between requests; empty where there were none.
-        shape: Of that distribution. Its scale is not used: the rate says it.
+        window_start_s: Its start, on the clock of the data.
+        pattern: Distribution of the gaps between requests; empty without requests.
+        shape: Shape parameter of that distribution. Its scale follows from the rate.
     """
 
     window_start_s: Time
@@ -62,7 +62,7 @@ class Window(msgspec.Struct, frozen=True):
 
 
 class LengthHistograms(msgspec.Struct, frozen=True):
-    """Prompt and answer lengths of one client from some time on: Python dicts as text."""
+    """Prompt and answer lengths of one client from a start time on, as text of Python dicts."""
 
     input_tokens: str
     output_tokens: str
@@ -78,12 +78,12 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """One client.
+    """One client of the data set.
 
     Attributes:
-        number: The N of its files.
-        windows: In order of time.
-        window_s: Length of each.
+        number: The N in the names of its files.
+        windows: Its windows, in order of time.
+        window_s: Length of each window.
     """
 
     number: int
@@ -94,7 +94,7 @@ class Client:
 
 @dataclass(frozen=True, slots=True)
 class _Draw:
-    """A window that is to be drawn, with what it is drawn from."""
+    """A window to draw requests for, with its client and length histograms."""
 
     window: Window
     client: Client
@@ -154,10 +154,10 @@ def _draw_until(
 def _draw_window(
     draw: _Draw, seed: int
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Arrivals in seconds of the data's clock, prompt lengths and answer lengths: each (n,)."""
+    """Draw a window's arrivals (on the data's clock), prompt and answer lengths, each (n,)."""
     window, client = draw.window, draw.client
     random = random_generator(seed, client.number, int(window.window_start_s))
-    # The rate is a count divided by the window. What is left of a request comes by chance.
+    # The rate is a count divided by the window. Round its fraction up or down at random.
     num_requests = math.floor(window.rate_rps * client.window_s + random.uniform(1e-6, 1 - 1e-6))
     arrivals_s = window.window_start_s + client.window_s * _arrivals(window, num_requests, random)
     start_s = window.window_start_s
@@ -172,7 +172,7 @@ def _draw_window(
 def _arrivals(
     window: Window, num_requests: int, random: np.random.Generator
 ) -> npt.NDArray[np.float64]:
-    """Sorted places in [0, 1): gaps of the client's pattern, stretched to fill the window.
+    """Draw sorted positions in [0, 1): gaps of the client's pattern, stretched to the window.
 
     Stretching keeps the shape of the gaps and the exact number of requests; the fitted scale would
     miss the client's own rate by a factor of up to four.
@@ -184,7 +184,7 @@ def _arrivals(
     else:
         gaps = random.standard_exponential(num_requests + 1)
     ends = np.cumsum(gaps)
-    # A shape near 0 can make every gap too small for a float; then nothing is known of them.
+    # With a shape near 0 all gaps may underflow; then draw uniform positions.
     if not 0 < ends[-1] < math.inf:
         return np.sort(random.random(num_requests))
     places: npt.NDArray[np.float64] = ends[:-1] / ends[-1]
@@ -192,7 +192,7 @@ def _arrivals(
 
 
 def _read_clients(folder: Path) -> list[Client]:
-    """Every client of the folder, by number."""
+    """Read every client of the folder, in order of number."""
     paths = {int(m.group(1)): p for p in folder.glob(TRACE_FILES) if (m := _CLIENT.match(p.name))}
     if not paths:
         raise WorkloadError(f"holds no {TRACE_FILES}; name a ServeGen folder", path=str(folder))
@@ -221,7 +221,7 @@ def _read_client(number: int, path: Path) -> Client:
 
 
 def _read_lengths(client: Client) -> tuple[tuple[float, Histogram, Histogram], ...]:
-    """(from when on, prompt lengths, answer lengths), in order of time, without empty ones."""
+    """Read (start, prompt lengths, answer lengths), in order of time, without empty ones."""
     path = client.path.with_name(f"chunk-{client.number}-dataset.json")
     try:
         by_start = msgspec.json.decode(
