@@ -91,7 +91,7 @@ def test_pools_are_scaled_within_their_bounds_and_ingresses_report_but_keep_thei
     assert bounds == {"decode": (2, 4), "ingress": (3, 3)}
 
 
-def test_what_is_bound_is_the_same_each_time_and_holds_no_secret(args):
+def test_the_bound_application_is_reproducible_and_has_no_secret(args):
     one, other = (deployments(build(args)) for _ in range(2))
     assert one["ingress"].init_args == other["ingress"].init_args == (args,)
     for pool in ("prefill", "decode"):
@@ -197,7 +197,7 @@ def test_a_replica_on_a_mesh_has_time_to_close_it(args, on_mesh):
     assert stops == [[17, 17], [127, 127]]
 
 
-def test_an_engine_has_the_threads_that_it_was_given(args):
+def test_an_engine_uses_its_configured_number_of_threads(args):
     engine = msgspec.structs.replace(resolve(args).engines["decode"], num_threads=3)
     environment = deployments_module.engine_environment(engine, {"OMP_NUM_THREADS": "1"})
     assert environment["OMP_NUM_THREADS"] == "3"
@@ -247,7 +247,7 @@ def test_combined_pool_is_bound_alone(args):
     assert set(bound) == {"ingress", "both"}
 
 
-def test_deployment_overrides_are_those_that_serve_knows():
+def test_the_known_deployment_overrides_are_those_of_serve():
     assert set(DeploymentOverride.__struct_fields__) <= set(DeploymentSchema.model_fields)
 
 
@@ -259,7 +259,7 @@ def test_a_host_without_enough_boards_is_named_with_both_numbers(on_mesh):
     assert lacking(config, {"CPU": 64.0}) == "8 TTNPU and there are 0"
 
 
-def test_a_host_without_what_the_ingresses_ask_for_is_named_too(args):
+def test_a_host_without_the_ingresses_resources_is_named(args):
     args["pools"]["prefill"]["resources"] = {}
     args["ingress"]["resources"] = {"edge": 0.5}
     config = resolve(args)

@@ -64,7 +64,7 @@ def test_environment_is_for_a_shell_and_names_a_new_private_folder(run, monkeypa
     assert folders[0] != folders[1]
 
 
-def test_environment_refuses_a_token_that_others_can_read_and_stops_a_shell(run, monkeypatch):
+def test_environment_refuses_a_readable_token_and_fails_in_eval(run, monkeypatch):
     folder = Path(tempfile.mkdtemp(dir="/tmp"))
     try:
         folder.chmod(0o755)
@@ -167,7 +167,7 @@ def endpoint():
         thread.join()
 
 
-def test_kv_prints_what_the_cluster_says_as_tables_or_as_it_came(run, endpoint):
+def test_kv_prints_tables_or_the_clusters_json(run, endpoint):
     result = run("kv", "--url", f"{endpoint}/")
     assert (result.exit_code, result.output) == (0, transfers_text(VIEW))
     assert "silent" in result.output
@@ -185,7 +185,7 @@ def test_kv_prints_what_the_cluster_says_as_tables_or_as_it_came(run, endpoint):
         ("{endpoint}/other", 1, "404 Not Found"),
     ],
 )
-def test_kv_says_why_there_is_nothing_to_show(run, endpoint, url, code, reason):
+def test_kv_reports_why_it_got_no_answer(run, endpoint, url, code, reason):
     result = run("kv", "--url", url.format(endpoint=endpoint))
     assert result.exit_code == code
     assert reason in result.output
@@ -212,14 +212,14 @@ def test_a_command_shows_a_cluster_its_own_token_and_no_other(run, monkeypatch):
 
 
 @pytest.mark.parametrize("command", [["leave"], ["status"], ["flip", "decode-1", "prefill"]])
-def test_where_no_ray_node_runs_it_says_where_to_go(run, command, monkeypatch):
+def test_commands_for_ray_hosts_fail_with_advice_elsewhere(run, command, monkeypatch):
     monkeypatch.setattr(local_nodes, "process_table", lambda _: {})
     result = run(*command)
     assert result.exit_code == 2
     assert "no Ray node of this user runs here; run the command on the host" in result.output
 
 
-def test_a_role_that_there_is_not_is_refused(run):
+def test_an_unknown_role_is_refused(run):
     result = run("flip", "decode-1", "both")
     assert result.exit_code == 2
     assert "ROLE must be prefill or decode, got 'both'" in result.output

@@ -135,11 +135,11 @@ async def assert_harmless(engines, make_known, *, is_answered=False):
         await until_idle(made, *engines)
 
 
-def test_who_holds_no_key_is_not_heard(engines):
+def test_a_client_without_a_key_gets_no_answer(engines):
     drive(assert_harmless(engines, lambda e, ids: Knowledge(e.description, KeyRing(), ids)))
 
 
-def test_who_holds_the_key_of_another_deployment_is_not_heard(engines):
+def test_a_client_with_another_deployments_key_gets_no_answer(engines):
     def known(engine, ids):
         return Knowledge(engine.description, OTHER, ids, knows_public_key=True)
 
@@ -224,7 +224,7 @@ def num_finished(metrics):
     return sum(sum(group.requests_finished.values()) for group in metrics.groups)
 
 
-def test_a_session_that_was_recorded_can_not_be_had_again(engines):
+def test_a_recorded_session_cannot_be_replayed(engines):
     decode = engines[1]
 
     async def scenario():
@@ -394,7 +394,7 @@ def test_a_client_that_vanishes_without_a_word_leaves_nothing_on_the_engine(engi
     drive(scenario())
 
 
-def test_an_engine_that_takes_nothing_is_lost_before_it_costs_memory():
+def test_an_engine_that_reads_nothing_is_lost_before_it_costs_memory():
     chunk = Abort(["x" * 256] * 64)
 
     async def scenario():
@@ -421,7 +421,7 @@ def test_an_engine_that_takes_nothing_is_lost_before_it_costs_memory():
     drive(scenario())
 
 
-def test_a_client_that_the_engine_has_given_up_is_told_so_and_comes_back(engines):
+def test_a_client_dropped_by_the_engine_learns_it_and_reconnects(engines):
     decode = engines[1]
 
     async def scenario():

@@ -18,7 +18,7 @@ ARGS = {
 }
 
 
-def test_a_short_prompt_is_computed_where_it_is_decoded_if_long_ones_are_before_it():
+def test_a_short_prompt_behind_long_ones_is_computed_on_its_decode_engine():
     config = resolve(ARGS)
 
     async def scenario(prefill, decode):

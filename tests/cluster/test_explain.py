@@ -68,7 +68,7 @@ def num_cached(ingress):
     return max(held.values(), default=0)
 
 
-def test_a_request_is_told_where_it_went_and_how_that_was_predicted(pool, tmp_path):
+def test_a_request_gets_its_route_and_the_predictions(pool, tmp_path):
     async def scenario():
         options = {"route_header": True}
         serve = serving(pool, options, policy="least_delay", route_log=str(tmp_path))
@@ -153,7 +153,7 @@ async def hits(ask, pins, **headers):
     return found
 
 
-def test_no_field_of_an_answer_says_what_others_have_asked(pool):
+def test_no_answer_reveals_other_clients_prompts(pool):
     async def scenario():
         async with serving(pool) as (ask, _):
             await hits(ask, [PIN])
@@ -162,7 +162,7 @@ def test_no_field_of_an_answer_says_what_others_have_asked(pool):
     asyncio.run(scenario())
 
 
-def test_a_tenant_finds_what_it_has_asked_itself_and_nothing_of_another(pool):
+def test_a_tenant_hits_its_own_cached_prompts_only(pool):
     options = {"prompt_tokens_details": True, "route_header": True}
 
     async def scenario():
@@ -176,7 +176,7 @@ def test_a_tenant_finds_what_it_has_asked_itself_and_nothing_of_another(pool):
     asyncio.run(scenario())
 
 
-def test_tenants_that_share_their_caches_find_each_others_prompts(pool):
+def test_tenants_that_share_caches_hit_each_others_prompts(pool):
     options = {"prompt_tokens_details": True}
     admission = {**TENANTS, "share_prefix_cache": True}
 
@@ -188,7 +188,7 @@ def test_tenants_that_share_their_caches_find_each_others_prompts(pool):
     asyncio.run(scenario())
 
 
-def test_routes_of_both_sides_are_kept_and_the_oldest_are_forgotten(monkeypatch):
+def test_routes_of_both_sides_are_kept_and_the_oldest_dropped(monkeypatch):
     async def scenario():
         monkeypatch.setattr("cluster.routing.explain.KEPT", 2)
         assert KEPT > 2

@@ -126,7 +126,7 @@ async def recorded_sessions(engine):
 
 @pytest.mark.parametrize("count", CONNECTIONS)
 @pytest.mark.parametrize("which", ["input_endpoint", "output_endpoint"])
-def test_bytes_of_strangers_change_nothing(engine, which, count):
+def test_random_bytes_change_nothing(engine, which, count):
     async def scenario():
         recorded = await recorded_sessions(engine)
         strings = raw_strings(random.Random(count), recorded, count)
@@ -173,7 +173,7 @@ def hostile_messages(dice, count):
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("which", [0, 1], ids=["input", "output"])
-def test_messages_of_a_mad_client_change_nothing(engine, which, count):
+def test_malformed_messages_change_nothing(engine, which, count):
     def flood():
         with zmq.Context() as context:
             sockets = connect_dealers(context, b"mad", engine.description, KEYS)

@@ -37,14 +37,14 @@ def import_graph(texts):
     return {name: set(imported(text)) & texts.keys() - {name} for name, text in texts.items()}
 
 
-def test_imports_make_no_circle():
+def test_imports_have_no_cycle():
     graph = import_graph(sources())
     assert "cluster.lab.simulation.network" in graph["cluster.lab.simulation.host"]
     # Raises with the circle that it finds.
     TopologicalSorter(graph).prepare()
 
 
-def test_a_circle_for_type_checking_is_one():
+def test_a_type_checking_import_cycle_counts():
     texts = {
         "p": "",
         "p.a": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from p.b import B\n",

@@ -185,7 +185,7 @@ def test_defaults_of_the_model_folder_reach_the_edge(tmp_path):
         resolve(args)
 
 
-def test_text_and_tokens_are_those_of_a_local_engine(pool):
+def test_text_and_tokens_equal_those_of_a_local_engine(pool):
     (prompt,) = prompts(1, lengths=(40,))
 
     async def run():
@@ -205,7 +205,7 @@ def test_text_and_tokens_are_those_of_a_local_engine(pool):
     assert num_finished == 1
 
 
-def test_stop_string_ends_the_request_and_frees_what_it_held(pool):
+def test_a_stop_string_ends_the_request_and_frees_its_slot(pool):
     (prompt,) = prompts(1, lengths=(41,))
     prefill, decode, _ = pool
 
@@ -248,7 +248,7 @@ def test_request_without_a_seed_gets_one_and_a_given_one_is_kept():
     assert given == 0
 
 
-def test_nothing_that_looks_like_a_ticket_gets_from_a_body_to_an_engine():
+def test_a_ticket_in_a_body_never_reaches_an_engine():
     """Free-form fields that are taken and mean nothing here must not be passed on either."""
     mark = "tcp://10.9.8.7:6"
     free = {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": mark}}
@@ -454,7 +454,7 @@ def test_member_that_does_not_answer_is_given_no_requests(pool):
     asyncio.run(run())
 
 
-def test_client_may_be_closed_the_moment_it_loses_an_engine():
+def test_the_client_may_be_closed_while_it_loses_an_engine():
     async def run():
         closing = []
         client = AsyncMPClient(
@@ -471,7 +471,7 @@ def test_client_may_be_closed_the_moment_it_loses_an_engine():
     asyncio.run(run())
 
 
-def test_client_that_connects_again_has_dropped_the_requests_of_then(pool):
+def test_a_reconnecting_client_drops_its_old_requests(pool):
     _, decode, _ = pool
 
     async def run():
@@ -489,7 +489,7 @@ def test_client_that_connects_again_has_dropped_the_requests_of_then(pool):
     assert asyncio.run(run()) == 0, "nobody would have read it"
 
 
-def test_engine_that_was_thought_lost_drops_the_requests_of_then(pool, monkeypatch):
+def test_an_engine_falsely_thought_lost_drops_its_old_requests(pool, monkeypatch):
     monkeypatch.setattr(async_client, "SILENCE_S", 2.0)
     prefill, decode, _ = pool
 
@@ -530,7 +530,7 @@ def test_metrics_leave_out_an_engine_that_does_not_answer():
     assert "vllm:time_to_first_token_seconds" in families
 
 
-def test_an_engine_is_asked_once_for_all_who_look_at_about_the_same_time(monkeypatch):
+def test_concurrent_callers_share_one_poll_of_the_engines(monkeypatch):
     monkeypatch.setattr(ingress_module, "_TRANSFERS_TIMEOUT_S", 0.1)
     monkeypatch.setattr(ingress_module, "_SCRAPE_TIMEOUT_S", 0.1)
 
@@ -566,7 +566,7 @@ def test_an_engine_is_asked_once_for_all_who_look_at_about_the_same_time(monkeyp
     assert {look.result().status for look in looks if not look.cancelled()} == {200}
 
 
-def test_transfers_under_way_are_asked_for_and_who_does_not_answer_is_silent(monkeypatch):
+def test_transfers_are_polled_and_an_engine_without_answer_is_silent(monkeypatch):
     monkeypatch.setattr(ingress_module, "_TRANSFERS_TIMEOUT_S", 0.2)
     under_way = TransferInfo(
         request_id="r", role="producer", peer="d", path="inline", state="streaming",

@@ -85,7 +85,7 @@ def text(blocks):
 
 @pytest.mark.process
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_another_ingress_goes_on_where_the_one_that_is_gone_has_ended(pool, temperature):
+def test_another_ingress_resumes_the_stream_of_a_lost_one(pool, temperature):
     """The client chose no seed: what it knows of it is in the id."""
     body = {
         "prompt": PROMPT,
@@ -138,7 +138,7 @@ def pieces_of(ids, stop):
 
 
 @given(st.data())
-def test_what_is_new_does_not_depend_on_how_tokens_came(data):
+def test_new_text_does_not_depend_on_the_grouping_of_tokens(data):
     """Ends of characters, stop strings and the end token included."""
     tokenizer = Tokenizer.from_folder(model_folder())
     words = "no 你好 more STO STOP words"

@@ -263,7 +263,7 @@ def test_replicas_that_trade_roles_are_asked_for_their_new_parts():
     assert "ttserve_router_refusals_total{" not in text
 
 
-def test_a_role_that_changes_while_a_request_is_being_placed_costs_it_nothing():
+def test_a_role_change_during_placement_does_not_harm_the_request():
     """The engine that was asked to decode prefills from now on, and the other way round."""
 
     async def run():
@@ -299,7 +299,7 @@ def test_a_role_that_changes_while_a_request_is_being_placed_costs_it_nothing():
 # --- a configuration that arrives by override ----------------------------------------------------
 
 
-def test_a_configuration_that_was_overridden_is_what_is_served():
+def test_an_overridden_configuration_is_served():
     file = read_serve_file(Path(configs.__file__).parent / "single.yaml")
     changed = file.override(args={"model": str(model_folder()), "model_name": "changed"})
 

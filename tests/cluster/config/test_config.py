@@ -112,7 +112,7 @@ def load(path):
     return resolve(read_serve_file(path).args)
 
 
-def test_good_file_says_what_it_says(good, tmp_path, model):
+def test_a_good_file_is_read(good, tmp_path, model):
     file = read_serve_file(write(tmp_path, good))
     http = file.http_options
     assert (file.name, http.host, http.port, file.url) == (
@@ -336,7 +336,7 @@ def test_combined_pool_needs_no_connector(good):
 
 @pytest.mark.parametrize("pools", [{"both": {}}, {"prefill": {}, "decode": {}}], ids=len)
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "*", "", "localhost"])
-def test_engines_listen_on_one_address_whatever_the_pools(host, pools):
+def test_a_bad_data_host_is_refused_for_any_pools(host, pools):
     with pytest.raises(ClusterConfigError, match=r"args\.data_host: cannot listen on"):
         resolve({"pools": pools, "data_host": host})
 
@@ -413,7 +413,7 @@ def test_mistake_about_the_store_of_a_combined_pool_is_refused(good, change, rea
         resolve(args)
 
 
-def test_pool_engine_fields_go_over_those_of_all(good):
+def test_a_pools_engine_settings_override_the_common_ones(good):
     args = changed(args_of(good), "engine.max_batch_size", 16)
     config = resolve(args)
     assert config.engines["prefill"].max_batch_size == 4
@@ -455,7 +455,7 @@ def test_shipped_config_works_with_any_model(path, model, tmp_path):
     not (demo_model_folder() / "config.json").is_file(), reason="the demo model is not built"
 )
 @pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
-def test_shipped_config_loads_as_it_is(path):
+def test_each_shipped_config_loads(path):
     assert load(path).served_model_name == "demo"
     assert CliRunner().invoke(cli, ["validate", str(path)]).exit_code == 0
 

@@ -56,7 +56,7 @@ def args(model="demo", pools=None, **engine):
         ("p150x4", {"both": ("P150x4", 4, 128)}),
     ],
 )
-def test_shipped_meshes_are_what_their_names_say(name, pools):
+def test_shipped_meshes_match_their_file_names(name, pools):
     config = resolve(read_serve_file(FOLDER / f"{name}.yaml").args)
     found = {}
     for role in config.pools:
@@ -117,7 +117,7 @@ def test_a_lane_holds_what_fits_beside_the_weights(llama):
          "8 KV heads do not divide by the 16 chips of a lane"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused_before_anything_starts(llama, engine, message):
+def test_a_configuration_that_does_not_fit_is_refused_at_once(llama, engine, message):
     with pytest.raises(ClusterConfigError, match=message):
         resolve(args(llama, **engine))
 
@@ -184,7 +184,7 @@ def test_a_grid_has_the_memory_of_its_architecture(llama):
          "max_num_batched_tokens 1024 is less than max_model_len 2048"),
     ],
 )  # fmt: skip
-def test_what_cannot_work_is_refused(engine, message):
+def test_a_configuration_that_cannot_work_is_refused(engine, message):
     with pytest.raises(ClusterConfigError, match=message):
         resolve(args(**engine))
 
@@ -221,14 +221,14 @@ def test_a_pools_own_kv_memory_is_refused_on_a_mesh_alone(role):
         resolve(args(pools=pools))
 
 
-def test_what_a_plugins_class_holds_is_not_known_before_it_is_loaded(llama):
+def test_the_capacity_of_a_plugins_class_is_unknown_before_it_loads(llama):
     config = resolve(args(llama, generator="tt-metal"))
     assert longest_sequence(config.engines["both"], load_hf_config(llama)) == 131072
     with pytest.raises(ClusterConfigError, match="max_model_len 131072 does not fit"):
         resolve(args(llama, generator="tt-metal", num_blocks=100))
 
 
-def test_a_class_that_is_not_here_is_for_those_who_start_engines_to_refuse():
+def test_a_missing_generator_class_is_refused_only_by_check_generators():
     config = resolve(args(generator="tt-mettal"))
     with pytest.raises(
         ClusterConfigError, match=r"^args\.pools\.both: no generator class for 'tt-m"
@@ -275,7 +275,7 @@ def test_pools_that_understand_each_other(prefill, decode):
          "simulated_mesh.model is None in the prefill pool and Llama-3.1-8B in the decode pool"),
     ],
 )  # fmt: skip
-def test_pools_that_do_not_are_refused(prefill, decode, message):
+def test_pools_with_incompatible_kv_are_refused(prefill, decode, message):
     pools = {"prefill": {"engine": prefill}, "decode": {"engine": decode}}
     with pytest.raises(ClusterConfigError, match=message):
         resolve(args(pools=pools))
@@ -288,7 +288,7 @@ def test_replicas_do_not_share_boards():
         resolve(args(mesh=mesh, pools={"both": {"replicas": 2}}))
 
 
-def test_a_model_that_only_a_class_of_others_computes(tmp_path):
+def test_a_model_that_only_third_party_classes_support(tmp_path):
     from transformers import Gemma3TextConfig
 
     sizes = {"num_hidden_layers": 2, "max_position_embeddings": 4096}

@@ -92,7 +92,7 @@ def test_an_allowed_host_is_a_name_without_port(raw, host):
 
 
 @pytest.mark.parametrize("key", ["max_ongoing_requests", "max_queued_requests"])
-def test_serves_own_limits_of_requests_are_refused(raw, write, key):
+def test_request_limits_of_serve_are_refused(raw, write, key):
     application = raw["applications"][0]
     application["deployments"] = [{"name": "ingress", key: 5}]
     with pytest.raises(ClusterConfigError, match=key):
@@ -180,7 +180,7 @@ def test_simulate_scales_and_changes_no_file_that_is_wrong_itself(raw, write, pa
             load_cluster(write(raw), **options)
 
 
-def test_what_an_override_replaces_need_not_work(raw, write):
+def test_a_bad_value_that_is_overridden_is_not_refused(raw, write):
     raw["applications"][0]["args"] |= {"model": "/no/such/model", "router": {"policy": "best"}}
     changes = {"model": "demo", "router": {"policy": "round_robin"}}
     config = resolve(read_serve_file(write(raw)).override(args=changes).args)
@@ -311,7 +311,7 @@ def config(raw):
     return resolve({**raw["applications"][0]["args"], "faults": [KILL]})
 
 
-def test_nothing_that_can_be_reached_can_be_changed(config):
+def test_the_configuration_is_deeply_immutable(config):
     plain = (str, int, float, bool, type(None), Path, tuple, MappingProxyType)
     values = list(parts(config))
     assert len(values) > 100
@@ -328,7 +328,7 @@ def test_nothing_that_can_be_reached_can_be_changed(config):
                 setattr(value, name, None)
 
 
-def test_mappings_cannot_be_changed_either(config):
+def test_mappings_are_immutable_too(config):
     resources = (config.pools["prefill"].resources, config.ingress.resources)
     for mapping in (config.pools, config.engines, *resources):
         with pytest.raises(TypeError):
@@ -337,7 +337,7 @@ def test_mappings_cannot_be_changed_either(config):
             mapping.clear()
 
 
-def test_what_was_written_may_change_afterwards(raw):
+def test_later_changes_of_the_args_do_not_change_the_configuration(raw):
     args = raw["applications"][0]["args"]
     config, again = resolve(args), resolve(args)
     args["pools"]["prefill"]["resources"]["ours"] = 2

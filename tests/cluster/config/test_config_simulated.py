@@ -31,7 +31,7 @@ def args(**engine):
         ("sim-galaxy", {"both": (1, "Galaxy", 4, 128)}),
     ],
 )
-def test_shipped_simulated_clusters_are_what_their_names_say(name, pools):
+def test_shipped_simulated_clusters_match_their_file_names(name, pools):
     config = resolve(read_serve_file(FOLDER / f"{name}.yaml").args)
     found = {}
     for role, pool in config.pools.items():
@@ -73,7 +73,7 @@ def test_the_text_comes_from_the_served_model_and_the_limits_from_the_simulated_
         ({"generator": "a:B"}, "generator 'a:B' and simulated_mesh exclude each other"),
     ],
 )  # fmt: skip
-def test_what_cannot_work_is_refused(engine, message):
+def test_a_configuration_that_cannot_work_is_refused(engine, message):
     with pytest.raises(ClusterConfigError, match=message):
         resolve(args(**engine))
 

@@ -38,11 +38,11 @@ class House(msgspec.Struct):
         (".first.watts.colour", []),
     ],
 )
-def test_words_are_found_where_they_are_wanted(path, words):
+def test_allowed_values_are_found_by_path(path, words):
     assert literal_values_at(House, path) == words
 
 
-def test_of_a_dictionary_the_keys_are():
+def test_allowed_keys_of_a_mapping_are_found():
     assert literal_values_at(House, ".rooms", is_key=True) == ["green", "red"]
     assert literal_values_at(House, ".lamps", is_key=True) == []
 
@@ -58,7 +58,7 @@ def test_of_a_dictionary_the_keys_are():
         ({"first": {"watts": "x"}}, "args.first.watts: Expected `int`, got `str`"),
     ],
 )
-def test_whoever_wrote_another_one_is_told_which_there_are(raw, error):
+def test_an_unknown_value_is_reported_with_the_allowed_ones(raw, error):
     with pytest.raises(ClusterConfigError) as caught:
         convert(raw, House, "args")
     assert str(caught.value) == error

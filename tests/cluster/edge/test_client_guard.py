@@ -128,7 +128,7 @@ def test_a_client_that_leaves_within_its_body_leaves_nothing_behind(guarded):
 
 
 @pytest.mark.parametrize("how", ["closed", "reset"])
-def test_a_request_whose_client_left_while_the_loop_was_busy_is_not_begun(how):
+def test_a_request_whose_client_left_while_the_loop_was_busy_is_not_started(how):
     reached, is_busy, have_left = [], threading.Event(), threading.Event()
 
     async def app(scope, receive, send):
@@ -171,7 +171,7 @@ def test_a_body_over_the_limit_is_refused_however_it_is_sent(guarded, chunked):
         assert json.loads(text)["error"]["code"] == "payload_too_large"
 
 
-def test_large_bodies_share_what_small_ones_never_need(guarded):
+def test_large_bodies_share_bytes_that_small_bodies_do_not_use(guarded):
     limits = ClientLimits(free_bytes=1000, shared_bytes=100_000, num_sources=1)
     with guarded(limits) as (guard, port), contextlib.ExitStack() as stack:
         large = [stack.enter_context(contextlib.closing(connect(port))) for _ in range(2)]
@@ -199,7 +199,7 @@ def behind_haproxy():
     return make
 
 
-def test_one_source_has_a_part_of_what_large_bodies_share(behind_haproxy):
+def test_one_source_gets_only_a_part_of_the_shared_bytes(behind_haproxy):
     limits = ClientLimits(free_bytes=1000, shared_bytes=100_000, num_sources=4)
     greedy, honest = from_address("192.0.2.1"), from_address("192.0.2.2")
     with behind_haproxy(limits) as (guard, port), contextlib.ExitStack() as stack:
@@ -227,7 +227,7 @@ def test_one_source_has_a_part_of_all_bodies(behind_haproxy):
         assert ask(port, HI, headers=honest)[0] == 200
 
 
-def test_a_body_that_the_application_has_taken_has_no_share(behind_haproxy):
+def test_a_delivered_body_uses_no_shared_bytes(behind_haproxy):
     taken, done = threading.Event(), threading.Event()
 
     async def takes(scope, receive, send):
@@ -277,7 +277,7 @@ def ours(scope):
     return {k.decode(): v.decode() for k, v in scope["headers"] if k.startswith(b"x-ttserve-")}
 
 
-def test_behind_haproxy_a_request_is_from_where_haproxy_says():
+def test_behind_haproxy_the_source_is_the_one_haproxy_reports():
     app = Scopes()
     told = ["x-ttserve-source: 192.0.2.1", "x-ttserve-listener: operations"]
     with serve_guarded(ingress_middlewares, app) as (_, port):
@@ -328,7 +328,7 @@ def test_an_ipv6_network_of_64_bits_is_one_source(address, source):
     assert source_of(address) == source
 
 
-def test_more_bodies_than_there_may_be_get_429(guarded):
+def test_bodies_beyond_the_limit_get_429(guarded):
     with (
         guarded(ClientLimits(max_bodies=1)) as (guard, port),
         contextlib.closing(connect(port)) as first,
@@ -338,7 +338,7 @@ def test_more_bodies_than_there_may_be_get_429(guarded):
         assert ask(port, HI)[0] == 429
 
 
-def test_a_large_body_comes_through_as_it_was_sent(guarded):
+def test_a_large_body_arrives_unchanged(guarded):
     text, service = "x" * 200_000, FakeBackend()
     service.max_model_len = 2**18
     with guarded(app=make_app(service)) as (guard, port):
@@ -347,7 +347,7 @@ def test_a_large_body_comes_through_as_it_was_sent(guarded):
         poll(lambda: guard.num_shared_bytes == 0, "all is given back")
 
 
-def test_a_stream_that_nobody_reads_is_aborted(guarded):
+def test_an_unread_stream_is_aborted(guarded):
     service = FakeBackend(flood)
     with (
         guarded(app=make_app(service)) as (_, port),
@@ -363,7 +363,7 @@ async def answers_much(scope, receive, send):
         await Response(b"x" * LARGE_ANSWER)(scope, receive, send)
 
 
-def test_large_answers_that_nobody_reads_share_what_large_bodies_do():
+def test_unread_large_answers_use_the_shared_bytes():
     limits = ClientLimits(shared_bytes=6 * LARGE_ANSWER, num_sources=4)
     greedy, honest = from_address("192.0.2.1"), from_address("192.0.2.2")
     with serve_guarded(ingress_middlewares, answers_much, limits) as (guard, port):
@@ -378,7 +378,7 @@ def test_large_answers_that_nobody_reads_share_what_large_bodies_do():
         assert ask(port, HI, headers=greedy)[0] == 200
 
 
-def test_a_large_answer_that_nobody_reads_is_dropped():
+def test_an_unread_large_answer_is_dropped():
     with (
         serve_guarded(ingress_middlewares, answers_much, QUICK) as (guard, port),
         contextlib.closing(connect(port, receive_bytes=4096)) as client,
@@ -418,7 +418,7 @@ def test_headers_of_serve_do_not_pass(make_middlewares, ours):
     assert sorted(app.seen) == sorted([*theirs, *ours])
 
 
-def test_what_an_ingress_tells_serve_is_what_serve_reads():
+def test_serve_understands_the_headers_that_disable_its_watch():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Serve's own, while it is imported
         from ray.serve._private import http_util
@@ -434,7 +434,7 @@ def whole_answer():
     return start, {"type": "http.response.body", "body": b"x"}
 
 
-def test_an_ingress_ends_what_does_not_wait_to_hear_that_its_client_is_gone():
+def test_an_ingress_cancels_an_application_that_does_not_await_the_disconnect():
     running, ended = threading.Event(), threading.Event()
 
     async def deaf(scope, receive, send):
@@ -454,7 +454,7 @@ def test_an_ingress_ends_what_does_not_wait_to_hear_that_its_client_is_gone():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_application_that_hears_that_its_client_is_gone_says_so_itself(stream, guarded):
+def test_an_application_that_awaits_the_disconnect_ends_by_itself(stream, guarded):
     """What it says nobody reads, but whoever counts answers does."""
     running, statuses = threading.Event(), []
 
@@ -508,7 +508,7 @@ def test_no_task_is_left_after_an_answer_to_a_client_that_stays(make_middlewares
     asyncio.run(run())
 
 
-def test_what_is_left_to_do_after_an_answer_is_done_though_the_client_leaves():
+def test_work_after_the_answer_is_not_cancelled_by_a_disconnect():
     written_down = threading.Event()
 
     async def slow_after_all(scope, receive, send):

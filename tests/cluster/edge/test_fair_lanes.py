@@ -29,7 +29,7 @@ def finish_slice(lanes, job):
 
 
 @given(jobs=st.lists(JOBS, max_size=40), num_running=st.integers(1, 3), data=st.data())
-def test_every_job_ends_and_gives_back_what_it_held(jobs, num_running, data):
+def test_every_job_ends_and_releases_its_characters(jobs, num_running, data):
     lanes = FairLanes(UNBOUNDED)
     waiting = [Job(*job) for job in jobs]
     for job in waiting:
@@ -107,7 +107,7 @@ LIMITS = LaneLimits(max_chars=1000, max_source_chars=400, max_jobs=8, max_source
         st.tuples(st.sampled_from("abcde"), st.integers(0, 1500), st.booleans()), max_size=60
     )
 )
-def test_what_jobs_hold_is_bounded_in_all_and_for_each_source(asked):
+def test_jobs_are_bounded_in_total_and_per_source(asked):
     lanes, held = FairLanes(LIMITS), []
     for source, size, ends_one in asked:
         if ends_one and held:
@@ -170,7 +170,7 @@ def test_a_source_of_thrice_the_weight_gets_thrice_as_many_steps():
     assert 13 <= order_of_steps(*jobs)[:60].count("light") <= 17
 
 
-def test_a_prompt_goes_on_before_other_texts_that_wait():
+def test_a_prompt_continues_before_other_waiting_texts():
     size = 60 * SLICE_CHARS
     jobs = [Job(Lane.PROMPT, "prompt", size), Job(Lane.OTHER, "other", size)]
     assert order_of_steps(*jobs)[:60].count("other") <= 7

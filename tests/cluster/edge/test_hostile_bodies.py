@@ -174,7 +174,7 @@ def test_stop_token_ids_are_a_set_of_no_more_than_the_model_has_tokens_or_length
     assert error["message"] == "stop_token_ids has 65 entries, but may have at most 64"
 
 
-def test_when_as_many_texts_are_encoded_as_may_be_the_next_one_is_told_to_wait(monkeypatch):
+def test_texts_beyond_the_limit_of_encodings_get_429(monkeypatch):
     go_on = threading.Event()
 
     async def scenario():

@@ -41,7 +41,7 @@ def test_the_body_is_cancelled_where_it_waits_and_the_first_error_raised():
     assert run(body) == ["cancelled"]
 
 
-def test_nothing_ends_what_is_over():
+def test_a_trigger_after_the_block_has_no_effect():
     async def body():
         with Interrupt() as interrupt:
             pass
@@ -52,7 +52,7 @@ def test_nothing_ends_what_is_over():
     assert run(body) == "on it goes"
 
 
-def test_what_the_body_raises_by_itself_stays():
+def test_an_error_of_the_block_itself_is_kept():
     async def body():
         interrupts = []
 
@@ -73,7 +73,7 @@ def test_what_the_body_raises_by_itself_stays():
     run(body)
 
 
-def test_a_cancellation_by_somebody_else_stays_one():
+def test_a_foreign_cancellation_stays_a_cancellation():
     async def body():
         async def work():
             with Interrupt():
@@ -89,7 +89,7 @@ def test_a_cancellation_by_somebody_else_stays_one():
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="the first Python that can tell them apart")
-def test_so_does_one_at_the_same_moment():
+def test_a_foreign_cancellation_at_the_same_moment_stays_one():
     async def body():
         interrupts = []
 
@@ -108,7 +108,7 @@ def test_so_does_one_at_the_same_moment():
     assert run(body)
 
 
-def test_a_cancellation_that_somebody_swallowed_before_is_not_taken_for_another_one():
+def test_a_cancellation_swallowed_earlier_is_not_counted_again():
     async def work():
         asyncio.current_task().cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -67,7 +67,7 @@ def test_models(client):
         client.models.retrieve("other")
 
 
-def test_a_completion_whole_and_streamed_with_a_stop_string(client):
+def test_a_completion_with_a_stop_string_whole_and_streamed(client):
     options = {"model": "demo", "prompt": "one STOP two", "stop": "STOP", "seed": 3}
     whole = client.completions.create(**options, max_tokens=30)
     assert whole.choices[0].text == "one "
@@ -99,7 +99,7 @@ def test_a_conversation_whole_and_streamed(client):
     assert again.choices[0].message.content.startswith("[user]hello")
 
 
-def test_events_with_ids_are_read_as_those_without(client):
+def test_the_client_reads_events_with_and_without_ids_alike(client):
     options = {"model": "demo", "messages": MESSAGES, "stream": True}
     options["stream_options"] = {"include_usage": True}
     plain = list(client.chat.completions.create(**options))

@@ -285,7 +285,7 @@ def test_text_parts_become_the_lines_of_a_content():
     assert prompt == ChatPrompt([{"role": "user", "content": "a\nb", "name": "ann"}])
 
 
-def test_an_answer_can_be_sent_back_as_it_came():
+def test_an_answer_can_be_sent_back_unchanged():
     answer = {"role": "assistant", "content": "yes", "refusal": None, "annotations": [],
               "audio": None, "function_call": None, "tool_calls": None}  # fmt: skip
     prompt = parse_chat_completion({"messages": [answer]}).prompt

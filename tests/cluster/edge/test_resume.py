@@ -42,7 +42,7 @@ def text(blocks):
     return "".join(pieces)
 
 
-def test_nobody_gets_ids_who_does_not_ask():
+def test_events_have_ids_only_on_request():
     assert {id_ for id_, _ in stream("/v1/completions", BODY)} == {None}
 
 
@@ -51,7 +51,7 @@ def test_nobody_gets_ids_who_does_not_ask():
 )
 @pytest.mark.parametrize("usage", [False, True])
 @pytest.mark.parametrize("logprobs", [False, True])
-def test_a_stream_goes_on_behind_each_of_its_events_with_every_token_once(
+def test_a_stream_resumes_after_any_event_without_gaps_or_repeats(
     path, body, usage, logprobs, monkeypatch
 ):
     if logprobs:
@@ -93,7 +93,7 @@ def test_the_seed_that_a_request_was_given_comes_back_with_its_id():
 
 
 @pytest.mark.parametrize("end", ["", ".end"])
-def test_nothing_is_added_to_tokens_that_are_others_this_time(end):
+def test_a_rerun_with_other_tokens_fails_without_events(end):
     """As where bfloat16 rounds a near tie otherwise."""
     ids = [id_ for id_, _ in stream("/v1/completions", BODY, "0")]
     head, checksum = ids[3].rsplit("-", 1)
@@ -103,7 +103,7 @@ def test_nothing_is_added_to_tokens_that_are_others_this_time(end):
     assert answer["error"]["param"] == "last-event-id"
 
 
-def test_an_answer_that_is_shorter_this_time_is_another():
+def test_a_shorter_rerun_is_a_different_answer():
     [*_, id_, _, _] = [id_ for id_, _ in stream("/v1/completions", BODY, "0")]
     head, num_tokens, checksum = id_.rsplit("-", 2)
     more = f"{head}-{int(num_tokens) + 10}-{checksum}"
@@ -111,7 +111,7 @@ def test_an_answer_that_is_shorter_this_time_is_another():
 
 
 @pytest.mark.parametrize("place", ["0-deadbeef", "0-00000000", "0-00000000.end", "61-00000000"])
-def test_an_id_of_a_place_that_no_event_has_is_refused(place):
+def test_an_id_of_an_impossible_position_is_refused(place):
     service = FakeBackend()
     first, *_ = [id_ for id_, _ in stream("/v1/completions", BODY, "0", service)]
     digest, seed, *_ = first.split("-")

@@ -159,7 +159,7 @@ def test_configured_hosts_are_served_on_every_listener(bound, host, status):
 
 @pytest.mark.parametrize("host", ["127.0.0.1:8000", "localhost", "[::1]:8000"])
 @pytest.mark.parametrize("bound", [[], [("x-ttserve-bound", "loopback")]])
-def test_probes_on_the_host_are_answered_whatever_hosts_are_configured(bound, host):
+def test_probes_from_the_host_are_answered_with_any_allowed_hosts(bound, host):
     assert status_of_live(host, bound) == 200
 
 
@@ -245,13 +245,13 @@ def test_headers_name_a_tenant_and_objectives_where_that_is_configured():
     assert (request.tenant, request.ttft_s) == ("", 1.5)
 
 
-def test_headers_claim_nothing_where_it_is_not():
+def test_tenant_and_objective_headers_are_ignored_without_admission():
     _, [request] = claimed(None, CLAIMS)
     assert (request.tenant, request.ttft_s, request.tpot_s) == ("", None, None)
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "soon", "nan", "inf"])
-def test_an_objective_that_is_none_is_refused_with_its_name(value):
+def test_an_invalid_objective_is_refused_by_name(value):
     client, requests = claimed(AdmissionConfig(ttft_s=1.0), [("x-slo-ttft-ms", value)])
     assert client.status == 400
     assert client.body["error"]["param"] == "x-slo-ttft-ms"
@@ -339,7 +339,7 @@ def test_a_body_that_a_web_page_can_send_without_permission_is_refused(path, typ
     "kind",
     ["application/json", "Application/JSON", 'application/json; charset="UTF-8"'],
 )
-def test_json_in_utf_8_is_taken_however_it_is_written(path, kind):
+def test_every_spelling_of_the_json_content_type_is_accepted(path, kind):
     headers = [("content-type", kind)]
     assert call(FakeBackend(), "POST", path, BODIES[path], headers=headers).status == 200
 
@@ -737,14 +737,14 @@ def test_paths_and_methods_that_do_not_exist_answer_in_the_same_form(method, pat
         ({}, 503, b'{"status":"not ready","silent":[]}'),
     ],
 )
-def test_deep_health_is_that_of_whoever_has_ended_a_step(steps, status, body):
+def test_health_generate_reports_which_replicas_ended_a_step(steps, status, body):
     backend = FakeBackend()
     backend.steps = steps
     response = call(backend, "GET", "/health_generate", headers=OPERATOR)
     assert (response.status, b"".join(response.chunks)) == (status, body)
 
 
-def test_debug_slots_says_what_waits_and_what_is_held():
+def test_debug_slots_returns_the_backends_view():
     client = call(FakeBackend(), "GET", "/debug/slots", headers=OPERATOR)
     assert client.status == 200
     assert client.body == {"num_queued": 3, "num_awaiting_admission": 1, "replicas": []}
@@ -761,7 +761,7 @@ def test_a_request_that_is_not_known_has_no_route():
     ("headers", "answer"),
     [((), None), ([("x-debug-route", "0")], None), ([("x-debug-route", "1")], "decode=3")],
 )
-def test_a_route_comes_in_a_header_for_those_who_ask(stream, headers, answer):
+def test_the_route_header_is_sent_on_request_only(stream, headers, answer):
     body = {"prompt": "abc", "stream": stream}
     ask = ("POST", "/v1/completions", body)
     client = call(FakeBackend(), *ask, headers=headers, route_header=True)
@@ -770,7 +770,7 @@ def test_a_route_comes_in_a_header_for_those_who_ask(stream, headers, answer):
     assert "x-debug-route" not in call(FakeBackend(), *ask, headers=headers).headers
 
 
-def test_kv_says_what_moves_between_the_replicas():
+def test_kv_returns_the_running_transfers():
     client = call(FakeBackend(), "GET", "/kv", headers=OPERATOR)
     assert client.status == 200
     assert client.headers["content-type"] == "application/json"
@@ -811,7 +811,7 @@ def test_body_cannot_bring_a_ticket_or_an_endpoint(path, field):
 
 
 @pytest.mark.parametrize("path", GENERATE)
-def test_salt_of_the_cache_is_passed_on_as_it_is(path):
+def test_the_cache_salt_is_passed_on_unchanged(path):
     service = FakeBackend()
     assert call(service, "POST", path, PROMPTS[path]).status == 200
     for salt in ("s", "tenant ü", "x" * 256):
@@ -825,7 +825,7 @@ def test_salt_of_the_cache_is_passed_on_as_it_is(path):
 
 
 @pytest.mark.parametrize("salt", ["", "secret" * 43, 7, ["s"], {}, True])
-def test_salt_of_the_cache_that_is_none_is_refused_and_not_shown(salt):
+def test_an_invalid_cache_salt_is_refused_and_not_shown(salt):
     client = call(FakeBackend(), "POST", GENERATE[0], {"prompt": "hi", "cache_salt": salt})
     assert (client.status, client.body["error"]["param"]) == (400, "cache_salt")
     assert "secret" not in client.body["error"]["message"]
@@ -869,7 +869,7 @@ def test_a_seed_is_minted_for_a_request_that_has_none(path):
 
 
 @pytest.mark.parametrize("path", GENERATE)
-def test_the_name_of_an_adapter_asks_for_it_and_that_of_its_base_model_for_none(path):
+def test_an_adapters_name_selects_it_and_its_base_models_name_does_not(path):
     service = FakeBackend(adapters=["pirate"])
     for model in ("pirate", "demo", None):
         response = generate(service, path, model=model)

@@ -8,7 +8,7 @@ from replicas.messages import EngineSnapshot, GroupSnapshot
 from tests.cluster.engines import BLOCK_SIZE, make_member
 
 
-def test_it_says_what_each_replica_has_and_does_for_this_ingress():
+def test_the_view_has_each_replicas_slots_and_attempts():
     pools = PoolState()
     for name in ("d", "quiet"):
         pools.add(make_member("decode", name))

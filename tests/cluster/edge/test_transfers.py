@@ -91,7 +91,7 @@ def test_cluster_without_transfers_is_one_table():
     assert transfers_text(TransfersView(replicas=[])).startswith("REPLICA")
 
 
-def test_store_has_a_table_of_those_that_use_one():
+def test_only_replicas_with_a_store_are_in_its_table():
     text = transfers_text(transfers_view([(PREFILL, POOLING), (DECODE, LOADING)]))
     replicas, stores, transfers = ([x.split() for x in t.splitlines()] for t in text.split("\n\n"))
     assert len(replicas) == 3
@@ -102,12 +102,12 @@ def test_store_has_a_table_of_those_that_use_one():
     assert transfers[0][0] == "REQUEST"
 
 
-def test_view_goes_through_json_as_it_is():
+def test_the_view_survives_a_round_trip_through_json():
     view = transfers_view([(PREFILL, POOLING), (DECODE, None)])
     assert msgspec.json.decode(msgspec.json.encode(view), type=TransfersView) == view
 
 
-def test_no_id_by_which_an_engine_knows_a_request_is_told():
+def test_the_view_does_not_reveal_engines_request_ids():
     view = transfers_view([(PREFILL, SENDING), (DECODE, LOADING)])
     told = msgspec.json.encode(view).decode() + transfers_text(view)
     for request_id in ("old", "lost", "young"):
