@@ -18,7 +18,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from cluster.routing.conditional_prefill import ConditionalPrefill
-from cluster.routing.cost import make_policies, nothing_known
+from cluster.routing.cost import make_policies, no_cached_tokens
 from cluster.routing.demand import Demand
 from cluster.routing.explain import KEPT
 from cluster.routing.forecast import Lengths
@@ -195,7 +195,7 @@ def prefilling_us(num_requests: int) -> list[float]:
     for _ in range(100):
         lengths.prompts.add(1000)
         lengths.outputs.add(200)
-    conditional = ConditionalPrefill(fleet.pools, nothing_known, lengths)
+    conditional = ConditionalPrefill(fleet.pools, no_cached_tokens, lengths)
     for name in fleet.names[-NUM_REPLICAS // 8 :]:
         place = Placement(name, dice.randrange(NUM_GROUPS))
         conditional.give(Demand(f"given to {name}", [7] * 1000), place, 0.0)

@@ -25,7 +25,7 @@ from cluster.edge.resume import ReplayCheck
 from cluster.edge.slots import slots_view
 from cluster.edge.transfers import transfers_view
 from cluster.errors import SaturatedError
-from cluster.routing.cost import LOOK_AT_CACHES
+from cluster.routing.cost import CACHE_AWARE_POLICIES
 from cluster.routing.fleet import Fleet
 from cluster.routing.metrics import RouterMetrics
 from cluster.routing.route_log import RouteLog
@@ -83,7 +83,7 @@ class Ingress:
         self.fleet = Fleet(
             partial(AsyncMPClient, keys),
             keys,
-            follows_prefixes=config.router.policy in LOOK_AT_CACHES,
+            follows_prefixes=config.router.policy in CACHE_AWARE_POLICIES,
         )
         self.router = Router(
             self.fleet, config.router, self.metrics, TicketOffice(keys), secrets.randbits(63)
@@ -162,8 +162,8 @@ class Ingress:
         if not pools.may_decode:
             draining = f" ({pools.num_draining} draining)" if pools.num_draining else ""
             return False, f"no replica can decode{draining}"
-        num_still = self.fleet.num_still
-        return True, f"stalled replicas: {num_still}" if num_still else ""
+        num_unresponsive = self.fleet.num_unresponsive
+        return True, f"stalled replicas: {num_unresponsive}" if num_unresponsive else ""
 
     async def metrics_text(self) -> bytes:
         """Return the metrics of this ingress and of every engine that answers."""
@@ -253,7 +253,7 @@ class Ingress:
     async def _make_metrics(self) -> bytes:
         num_awaiting_admission = 0 if self.router.admission is None else len(self.router.admission)
         self.metrics.num_queued.set(len(self.router.queue) + num_awaiting_admission)
-        self.metrics.num_stalled.set(self.fleet.num_still)
+        self.metrics.num_stalled.set(self.fleet.num_unresponsive)
         self.metrics.num_shut.set(self.fleet.pools.num_shut)
         answers = await self._ask_all(self.fleet.client.metrics, _SCRAPE_TIMEOUT_S)
         engines = [(member, metrics) for member, metrics in answers if metrics is not None]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.errors import OverloadedError, SaturatedError
 from cluster.routing.backlog import Backlog, level
-from cluster.routing.bounds import Bounds, num_waiting_tokens, whole
+from cluster.routing.bounds import Bounds, num_waiting_tokens, whole_seconds
 from cluster.routing.entry import AdmissionEntry
 from cluster.routing.forecast import Forecast
 from cluster.routing.helpers import Helpers
@@ -185,7 +185,7 @@ class Admission:
         return SaturatedError(
             f"{len(self._line)} requests with {num_waiting_tokens(self._line)} prompt tokens are "
             "already queued; retry later",
-            retry_after_s=whole(self._idle_s(now_s, supply)),
+            retry_after_s=whole_seconds(self._idle_s(now_s, supply)),
         )
 
     def clear(self, now_s: float) -> list[AdmissionEntry]:
@@ -257,7 +257,7 @@ class Admission:
         return OverloadedError(
             f"the first token is expected after {wait_s + prompt_s:.2f} s, later than the "
             f"objective of {entry.ttft_s:g} s; retry later",
-            retry_after_s=whole(busy_s - spare_s),
+            retry_after_s=whole_seconds(busy_s - spare_s),
         )
 
     # --- predictions ------------------------------------------------------------------------------

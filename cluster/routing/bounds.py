@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from cluster.routing.entry import AdmissionEntry
     from cluster.routing.tenants import FairLine
 
-_ANYBODY = TenantConfig()
+_DEFAULT_TENANT = TenantConfig()
 
 
 class Bounds:
@@ -33,7 +33,7 @@ class Bounds:
 
     def tenant(self, name: str) -> TenantConfig:
         """Return the configuration of a tenant; the default one sets no limits."""
-        return self._config.tenants.get(name, _ANYBODY)
+        return self._config.tenants.get(name, _DEFAULT_TENANT)
 
     def check_quota(
         self, entry: AdmissionEntry, line: FairLine[AdmissionEntry], slot_s: float
@@ -53,7 +53,7 @@ class Bounds:
             raise QuotaError(
                 f"tenant {entry.tenant!r} already has {count} requests here and may have {most}; "
                 "retry when one has ended",
-                retry_after_s=whole(slot_s / max(count, 1)),
+                retry_after_s=whole_seconds(slot_s / max(count, 1)),
             )
 
     def is_too_many(self, entry: AdmissionEntry, line: FairLine[AdmissionEntry]) -> bool:
@@ -76,6 +76,6 @@ def num_waiting_tokens(line: FairLine[AdmissionEntry]) -> int:
     return sum(entry.num_tokens for entry in line)
 
 
-def whole(seconds: float) -> int:
+def whole_seconds(seconds: float) -> int:
     """Round up to whole seconds, at least 1, for a `Retry-After` header."""
     return max(math.ceil(seconds), 1)

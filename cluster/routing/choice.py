@@ -159,7 +159,7 @@ class Choice:
         self.num_choices = demand.num_choices
         self.num_output_tokens = demand.expected_output_tokens
         self.places = [views.placements[i] for i in few]
-        self.seqs = [views.told[i].seq for i in few]
+        self.seqs = [views.summaries[i].seq for i in few]
         self.columns = views.columns_of(at)
         self.costs = None if costs is None else costs[at]
         self.missed_tokens = missed[at] if isinstance(missed, np.ndarray) else missed

@@ -240,7 +240,7 @@ def _whole(scene: Scene) -> Whole:
     views, demand = scene.views, scene.demand
     return Whole(
         views.placements,
-        [told.seq for told in views.told],
+        [summary.seq for summary in views.summaries],
         views.copy(),
         scene.fitting,
         scene.missed_if_asked,
@@ -406,11 +406,13 @@ PRESETS: dict[PolicyName, tuple[tuple[Level, ...], tuple[Level, ...]]] = {
 """Levels of each policy, for decode slots and for prompts; `PolicyName` documents the policies."""
 
 
-LOOK_AT_CACHES: frozenset[PolicyName] = frozenset({"least_delay", "prefix_aware", "cache_and_load"})
+CACHE_AWARE_POLICIES: frozenset[PolicyName] = frozenset(
+    {"least_delay", "prefix_aware", "cache_and_load"}
+)
 """Policies whose terms use the cached tokens of a prompt."""
 
 
-def nothing_known(demand: Demand) -> Mapping[Placement, int]:
+def no_cached_tokens(demand: Demand) -> Mapping[Placement, int]:
     """Return no cached tokens, for policies that do not follow the caches."""
     del demand
     return {}
@@ -418,7 +420,7 @@ def nothing_known(demand: Demand) -> Mapping[Placement, int]:
 
 def make_policies(
     name: PolicyName,
-    cached_tokens: CachedTokens = nothing_known,
+    cached_tokens: CachedTokens = no_cached_tokens,
     seed: int = 0,
     notes: Notes | None = None,
 ) -> Policies:

@@ -170,7 +170,7 @@ class Fleet(Generic[ClientT_co]):
                 timer.cancel()
 
     @property
-    def num_still(self) -> int:
+    def num_unresponsive(self) -> int:
         """Number of replicas without new requests: stalled, silent or unreachable ones."""
         return len(self._unreachable | self.pools.stalled)
 

@@ -126,7 +126,7 @@ class PoolCosts:
         return self._times(1.0, 1.0)
 
     def learn(
-        self, incarnation: str, steps: Iterable[StepWork], everybody: StepTimeModel
+        self, incarnation: str, steps: Iterable[StepWork], all_pools: StepTimeModel
     ) -> dict[str, StepCosts]:
         """Learn from steps that a replica reports; return the new costs of affected replicas."""
         is_looked_at = incarnation not in self._replicas
@@ -144,21 +144,21 @@ class PoolCosts:
                 is_looked_at = True
                 usual = self.model.plausible(self._as_usual(replica, step))
                 self.model.learn(usual)
-                everybody.learn(usual)
+                all_pools.learn(usual)
         # Update all at once: with two states of the fit, equal replicas would not be equal.
         changed = self._replicas
         if not self.model.num_steps:
-            self._usual = everybody.known_costs
+            self._usual = all_pools.known_costs
         elif self.model.num_steps >= self._next_step:
-            self._take_over(everybody)
+            self._take_over(all_pools)
         elif is_looked_at:
             changed = {incarnation: replica}
         else:
             return {}
         return {name: self._cost(each) for name, each in changed.items()}
 
-    def _take_over(self, everybody: StepTimeModel) -> None:
-        self._usual = self.model.costs(everybody)
+    def _take_over(self, all_pools: StepTimeModel) -> None:
+        self._usual = self.model.costs(all_pools)
         num_steps = self.model.num_steps
         self._next_step = num_steps + min(1 + num_steps // 4, MAX_STEPS_APART)
         for kind in (_DECODES, _PROMPTS):
@@ -216,7 +216,7 @@ class LearnedCosts:
 
     def __init__(self) -> None:
         self._pools: dict[str, PoolCosts] = {}
-        self._everybody = StepTimeModel()
+        self._all_pools = StepTimeModel()
 
     def __repr__(self) -> str:
         return f"LearnedCosts({self._pools})"
@@ -226,7 +226,7 @@ class LearnedCosts:
     ) -> Mapping[str, StepCosts]:
         """Learn from a replica's new steps; return the new costs of affected replicas."""
         costs = self._pools.setdefault(pool, PoolCosts())
-        return costs.learn(incarnation, steps, self._everybody)
+        return costs.learn(incarnation, steps, self._all_pools)
 
     def forget(self, pool: str, incarnation: str) -> None:
         """Forget a replica that is gone; its pool keeps the costs learned from it."""
@@ -236,12 +236,12 @@ class LearnedCosts:
     def of_pool(self, pool: str) -> StepCosts:
         """Return the costs of the parts of a pool's steps; those of all pools if it is unknown."""
         costs = self._pools.get(pool)
-        return self._everybody.known_costs if costs is None else costs.ordinary
+        return self._all_pools.known_costs if costs is None else costs.ordinary
 
     @property
     def num_steps(self) -> int:
         """Number of steps that were learned."""
-        return self._everybody.num_steps
+        return self._all_pools.num_steps
 
     @property
     def num_pools_that_know_prompts(self) -> int:

@@ -44,7 +44,7 @@ class Load(NamedTuple):
     spare_prompt_s: list[float]
 
 
-def told_by(groups: Iterable[GroupSnapshot]) -> Columns:
+def group_columns(groups: Iterable[GroupSnapshot]) -> Columns:
     """Return the fields of DP groups as columns.
 
     It is one pass in C, because an ingress does it for every decision.
@@ -54,7 +54,7 @@ def told_by(groups: Iterable[GroupSnapshot]) -> Columns:
 
 
 def engine_load(
-    told: Columns,
+    columns: Columns,
     sent: Iterable[tuple[int, Demand]],
     costs: StepCosts,
     max_step_tokens: int,
@@ -64,18 +64,18 @@ def engine_load(
     """Return the load of an engine.
 
     Args:
-        told: Last snapshot of its DP groups, as columns.
+        columns: Last snapshot of its DP groups, as columns.
         sent: Requests sent since, with the DP group; those without one are left out.
         costs: Costs of the parts of its steps.
         max_step_tokens: Tokens that a step may compute, over all groups.
         computes_prompts: Whether it computes the prompts that it is sent.
     """
-    held = zip(told["num_running"], told["num_reserved"], told["num_waiting"], strict=True)
+    held = zip(columns["num_running"], columns["num_reserved"], columns["num_waiting"], strict=True)
     rows = [running + reserved + waiting for running, reserved, waiting in held]
-    tokens = list(told["num_context_tokens"])
-    longest = max(told["max_context_tokens"])
-    counts, lengths = list(told["num_prompts"]), list(told["num_prompt_tokens"])
-    pairs = list(told["num_prompt_pairs"])
+    tokens = list(columns["num_context_tokens"])
+    longest = max(columns["max_context_tokens"])
+    counts, lengths = list(columns["num_prompts"]), list(columns["num_prompt_tokens"])
+    pairs = list(columns["num_prompt_pairs"])
     sent_s, num_sent_tokens = [0.0] * len(rows), 0
     for dp_group, demand in sent:
         if dp_group >= 0:
@@ -100,7 +100,7 @@ def engine_load(
         spare_prompt_s = _spares_s(
             sent_s,
             each_s,
-            max(1.0 - max_step_tokens / max(sum(told["num_prompt_tokens"]), 1), 0.0),
+            max(1.0 - max_step_tokens / max(sum(columns["num_prompt_tokens"]), 1), 0.0),
             max(max_step_tokens / num_sent_tokens - 1.0, 0.0) * sum(sent_s),
         )
     return Load(

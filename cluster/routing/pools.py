@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from cluster.routing.breaker import Breakers
 from cluster.routing.learned_costs import LearnedCosts
-from cluster.routing.load import engine_load, spread, told_by
+from cluster.routing.load import engine_load, group_columns, spread
 from cluster.routing.placement import ANY_GROUP, EngineSummary, Placement
 from cluster.routing.step_time import StepCosts
 from cluster.routing.views import Places, Views
@@ -104,8 +104,8 @@ def _standing(snapshot: EngineSnapshot) -> tuple[bool, Role, int]:
 
 def _new_steps(old: EngineSnapshot | None, new: EngineSnapshot) -> list[StepWork]:
     """Return the last step of each kind, unless the snapshot before reported the same one."""
-    told = (None, None) if old is None else (old.decode_step, old.prompt_step)
-    steps = zip((new.decode_step, new.prompt_step), told, strict=True)
+    reported = (None, None) if old is None else (old.decode_step, old.prompt_step)
+    steps = zip((new.decode_step, new.prompt_step), reported, strict=True)
     return [step for step, before in steps if step is not None and step != before]
 
 
@@ -476,7 +476,7 @@ class _Side:
         snapshot, heard = replica.snapshot, self._heard.get(incarnation)
         assert snapshot is not None
         if heard is None or heard.snapshot is not snapshot:
-            heard = self._heard[incarnation] = _Heard(snapshot, told_by(snapshot.groups))
+            heard = self._heard[incarnation] = _Heard(snapshot, group_columns(snapshot.groups))
         make = _whole if self._is_whole else _groups
         if replica.holds:
             return make(replica, heard, computes_prompts=self._computes_prompts)
@@ -505,17 +505,17 @@ class _Side:
 
 def _groups(replica: _KnownReplica, heard: _Heard, *, computes_prompts: bool) -> Places:
     """Return the places of an engine, one for each DP group."""
-    snapshot, told = heard.snapshot, heard.columns
+    snapshot, columns = heard.snapshot, heard.columns
     description, costs = replica.member.description, replica.costs
     load = engine_load(
-        told,
+        columns,
         replica.holds.values(),
         costs,
         description.max_num_batched_tokens,
         computes_prompts=computes_prompts,
     )
-    free_blocks: list[list[int]] = list(told["num_free_blocks"])
-    waiting = list(told["num_waiting"])
+    free_blocks: list[list[int]] = list(columns["num_free_blocks"])
+    waiting = list(columns["num_waiting"])
     for dp_group, demand in replica.holds.values():
         if dp_group != ANY_GROUP:
             waiting[dp_group] += demand.num_choices
@@ -524,7 +524,7 @@ def _groups(replica: _KnownReplica, heard: _Heard, *, computes_prompts: bool) ->
                 max(n - demand.num_blocks(kv_group), 0) for n, kv_group in free
             ]
     of_places = [
-        *[max(empty - n, 0) for empty, n in zip(told["num_empty_slots"], waiting, strict=True)],
+        *[max(empty - n, 0) for empty, n in zip(columns["num_empty_slots"], waiting, strict=True)],
         *_room(description.kv_groups, free_blocks, 1),
         *load.rows,
         *waiting,

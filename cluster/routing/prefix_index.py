@@ -42,17 +42,17 @@ class _Holder:
 
     Attributes:
         bit: Its bit in masks.
-        told: Blocks that it has reported, oldest first.
+        reported: Blocks that it has reported, oldest first.
         routed: Blocks that were sent there, with the time until which they are assumed to be there;
             in that order.
         seq: Sequence number of the last batch that was taken or seen; -1 before the first.
         num_missed: Batches ignored since one was missed; 0 if none was missed.
-        is_listed: Whether `told` is complete.
+        is_listed: Whether `reported` is complete.
     """
 
     placement: Placement
     bit: int
-    told: dict[int, None] = field(default_factory=dict)
+    reported: dict[int, None] = field(default_factory=dict)
     routed: dict[int, float] = field(default_factory=dict)
     seq: int = -1
     num_missed: int = 0
@@ -87,10 +87,10 @@ class PrefixIndex:
         holder = self._holders.get(placement)
         return holder is not None and holder.is_listed
 
-    def told(self, placement: Placement) -> Set[int]:
+    def reported(self, placement: Placement) -> Set[int]:
         """Return the names of the blocks that a group has reported."""
         holder = self._holders.get(placement)
-        return holder.told.keys() if holder is not None else frozenset()
+        return holder.reported.keys() if holder is not None else frozenset()
 
     def take(self, placement: Placement, batch: KVEventBatch) -> bool:
         """Add a group's report; return whether a listing has to be requested from it."""
@@ -119,9 +119,9 @@ class PrefixIndex:
     def route(self, placement: Placement, names: Sequence[int], until_s: float) -> None:
         """Assume until `until_s` that a group caches these blocks of a prompt sent there."""
         holder = self._holder(placement)
-        routed, told = holder.routed, holder.told
+        routed, reported = holder.routed, holder.reported
         for name in names:
-            if name not in told:
+            if name not in reported:
                 if routed.pop(name, None) is None:
                     self._num_entries += 1
                     self._hold(holder, name)
@@ -177,12 +177,14 @@ class PrefixIndex:
         for placement, holder in self._holders.items():
             assert holder.placement == placement
             assert self._by_bit[holder.bit.bit_length() - 1] is holder
-            assert not holder.told.keys() & holder.routed.keys()
+            assert not holder.reported.keys() & holder.routed.keys()
             assert list(holder.routed.values()) == sorted(holder.routed.values())
-            for name in (*holder.told, *holder.routed):
+            for name in (*holder.reported, *holder.routed):
                 masks[name] = masks.get(name, 0) | holder.bit
         assert masks == self._masks
-        assert self._num_entries == sum(len(h.told) + len(h.routed) for h in self._holders.values())
+        assert self._num_entries == sum(
+            len(h.reported) + len(h.routed) for h in self._holders.values()
+        )
         assert self._num_entries <= self._max_entries
 
     # --- internals -----------------------------------------------------------------------------
@@ -206,24 +208,24 @@ class PrefixIndex:
             found[holder.placement] = depth
 
     def _store(self, holder: _Holder, names: Iterable[int]) -> None:
-        told, routed = holder.told, holder.routed
+        reported, routed = holder.reported, holder.routed
         for name in names:
-            if name not in told:
-                told[name] = None
+            if name not in reported:
+                reported[name] = None
                 if routed.pop(name, None) is None:
                     self._num_entries += 1
                     self._hold(holder, name)
 
     def _remove(self, holder: _Holder, names: Iterable[int]) -> None:
-        told = holder.told
+        reported = holder.reported
         for name in names:
-            if name in told:
-                del told[name]
+            if name in reported:
+                del reported[name]
                 self._drop(holder, name)
 
     def _forget_told(self, holder: _Holder) -> None:
-        told, holder.told = holder.told, {}
-        for name in told:
+        reported, holder.reported = holder.reported, {}
+        for name in reported:
             self._drop(holder, name)
 
     def _forget_all(self, holder: _Holder) -> None:
@@ -249,10 +251,10 @@ class PrefixIndex:
 
     def _keep_bound(self) -> None:
         while self._num_entries > self._max_entries:
-            fullest = max(self._holders.values(), key=lambda h: len(h.told) + len(h.routed))
+            fullest = max(self._holders.values(), key=lambda h: len(h.reported) + len(h.routed))
             # Drop many at once, because finding the fullest holder looks at all of them.
-            most = len(fullest.told) + len(fullest.routed)
+            most = len(fullest.reported) + len(fullest.routed)
             excess = self._num_entries - self._max_entries
             for _ in range(min(max(excess, most // _FORGOTTEN_SHARE), most)):
-                entries = fullest.routed or fullest.told
+                entries = fullest.routed or fullest.reported
                 self._drop(fullest, entries.popitem()[0])

@@ -98,12 +98,12 @@ class Prefixes:
             names = demand.block_names(size, self._key)
             index.route(placement, names, now_s + ROUTED_S)
 
-    def told(self, placement: Placement) -> Set[int]:
+    def reported(self, placement: Placement) -> Set[int]:
         """Return the names of the blocks that a DP group has reported."""
         member = self._engines.get(placement.incarnation)
         if member is None:
             return frozenset()
-        return self._sizes[_block_size(member)].index.told(placement)
+        return self._sizes[_block_size(member)].index.reported(placement)
 
     def check_invariants(self) -> None:
         """Assert the invariants of each index; see `PrefixIndex.check_invariants`."""

@@ -109,7 +109,7 @@ class RouteLog:
         self._thread.join(timeout=1.0)
 
     def _write_all(self) -> None:
-        was_told = False
+        has_logged = False
         while (route := self._routes.get()) is not None:
             try:
                 line = msgspec.json.encode(logged(route, self._policy)) + b"\n"
@@ -117,11 +117,11 @@ class RouteLog:
             except Exception:
                 # Only this line is lost; later ones may be written.
                 is_lost = True
-                if not was_told:
+                if not has_logged:
                     logger.exception(
                         "could not write a line of the route log; further failures are only counted"
                     )
-                was_told = True
+                has_logged = True
             if is_lost:
                 self._on_lost()
         os.close(self._fd)

@@ -393,7 +393,7 @@ class Run:
             seam = self.progress.seam
             if seam is None or self._legs.decode is not None:
                 raise
-            raise _nobody_goes_on(seam, error) from error
+            raise _not_continued(seam, error) from error
         return True
 
     def _leave_decode(self, reason: str, error: Exception) -> None:
@@ -458,7 +458,7 @@ class Run:
         return self.is_over
 
 
-def _nobody_goes_on(seam: Seam, error: ServingError) -> ServingError:
+def _not_continued(seam: Seam, error: ServingError) -> ServingError:
     """Return the error for a stream that was interrupted and that no engine could continue."""
     return ReplicaLostError(
         f"the decode replica was lost mid-request ({seam.why}) and no other could continue it: "

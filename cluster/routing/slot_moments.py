@@ -134,7 +134,7 @@ class SlotMoments:
     def _begins_s(self, now_s: float) -> dict[str, float]:
         """Return, by request, when to ask for a slot that is free, for prompts under way."""
         views = self._pools.decode_views()
-        steps_s = [views.told[index].step_s for index in views.engines.values()]
+        steps_s = [views.summaries[index].step_s for index in views.engines.values()]
         round_trip_s = ROUND_TRIP_STEPS * max(steps_s, default=0.0)
         begins_s: dict[str, float] = {}
         for engine in {*self._engines.values()}:

@@ -98,21 +98,21 @@ _LEAST = np.array(0.0)
 """With a few hundred numbers, numpy takes an array of one in half the time of a Python number."""
 
 
-_NOTHING = EngineSummary("both", (), 0.0)
+_NO_SUMMARY = EngineSummary("both", (), 0.0)
 
 
 class Places(NamedTuple):
     """Values of all places of one engine, as they are written to the table; never changes.
 
     Attributes:
-        told: Summary of the engine's snapshot.
+        summary: Summary of the engine's snapshot.
         num_free_blocks: Free blocks of each place for each KV group.
         of_places: Values of each place, [the first `NUM_OF_PLACE` columns, places].
         of_engine: Values that all places share, [the other columns and what follows from them, 1].
         num_rows: Sequences of the engine.
     """
 
-    told: EngineSummary
+    summary: EngineSummary
     num_free_blocks: Sequence[list[int]]
     of_places: npt.NDArray[np.float64]
     of_engine: npt.NDArray[np.float64]
@@ -121,7 +121,7 @@ class Places(NamedTuple):
     @classmethod
     def of(
         cls,
-        told: EngineSummary,
+        summary: EngineSummary,
         num_free_blocks: Sequence[list[int]],
         of_places: Sequence[float],
         of_engine: Sequence[float],
@@ -133,7 +133,7 @@ class Places(NamedTuple):
         table = array("d", (*of_places, *of_engine, *added, *growths))
         values, num_of_places = np.frombuffer(table), len(of_places)
         return cls(
-            told,
+            summary,
             num_free_blocks,
             values[:num_of_places].reshape(NUM_OF_PLACE, -1),
             values[num_of_places:, np.newaxis],
@@ -150,7 +150,7 @@ class Views:
     Attributes:
         placements: As given.
         num_free_blocks: Free blocks of each place for each KV group.
-        told: Summary of each place's engine; a neutral one before the first `write`.
+        summaries: Summary of each place's engine; a neutral one before the first `write`.
         rates: Rates of all places, [rates, places]; those that are computed for a request are valid
             until the next request is weighed.
     """
@@ -158,7 +158,7 @@ class Views:
     def __init__(self, placements: Iterable[Placement] = ()) -> None:
         self.placements = list(placements)
         self.num_free_blocks: list[list[int]] = [[] for _ in self.placements]
-        self.told: list[EngineSummary] = [_NOTHING] * len(self.placements)
+        self.summaries: list[EngineSummary] = [_NO_SUMMARY] * len(self.placements)
         self._table = np.zeros((_GROWTHS.stop, len(self.placements)))
         self._columns: list[npt.NDArray[np.float64]] = list(self._table)
         self.rates: npt.NDArray[np.float64] = self._table[_RATES]
@@ -179,7 +179,7 @@ class Views:
     def __getitem__(self, index: int) -> GroupView:
         index = range(len(self))[index]
         values = self._table[_COLUMNS, index].tolist()
-        role, kv_groups, step_s, _ = self.told[index]
+        role, kv_groups, step_s, _ = self.summaries[index]
         return GroupView(
             *self.placements[index],
             role,
@@ -203,7 +203,7 @@ class Views:
         if count:
             self._sum_rows += count * (places.num_rows - float(self._columns[Column.ROWS][first]))
         self.num_free_blocks[first:end] = places.num_free_blocks
-        self.told[first:end] = [places.told] * count
+        self.summaries[first:end] = [places.summary] * count
         self._table[:NUM_OF_PLACE, first:end] = places.of_places
         self._table[NUM_OF_PLACE:, first:end] = places.of_engine
 
@@ -211,7 +211,7 @@ class Views:
         """Return whether both have the same places with the same values."""
         return (
             self.placements == other.placements
-            and self.told == other.told
+            and self.summaries == other.summaries
             and self.num_free_blocks == other.num_free_blocks
             and np.array_equal(self._table[_COLUMNS], other._table[_COLUMNS])
         )
@@ -270,7 +270,7 @@ class Views:
         views = cls(placements)
         for index, values in enumerate(columns.T.tolist()):
             of_place, of_engine = values[:NUM_OF_PLACE], values[NUM_OF_PLACE:]
-            views.write(index, Places.of(_NOTHING, [[]], of_place, of_engine))
+            views.write(index, Places.of(_NO_SUMMARY, [[]], of_place, of_engine))
         return views
 
     @cached_property

@@ -342,7 +342,7 @@ def _check_prefixes(ingress: VirtualIngress, host: VirtualHost) -> None:
         [stored] = listing.events
         assert isinstance(stored, BlockStored)
         group = Placement(host.incarnation, listing.data_parallel_rank)
-        known, truth = set(prefixes.told(group)), set(stored.block_hashes)
+        known, truth = set(prefixes.reported(group)), set(stored.block_hashes)
         assert known == truth, (
             f"{ingress.name} believes in {len(known - truth)} blocks that {group} does not have, "
             f"and does not know {len(truth - known)} that it has"

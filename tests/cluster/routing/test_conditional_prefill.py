@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from cluster.routing.conditional_prefill import ConditionalPrefill
-from cluster.routing.cost import OUTPUT_WEIGHT, nothing_known
+from cluster.routing.cost import OUTPUT_WEIGHT, no_cached_tokens
 from cluster.routing.demand import Demand
 from cluster.routing.explain import predicted_ttft_s
 from cluster.routing.forecast import Lengths
@@ -39,7 +39,7 @@ def prompt_step(num_tokens, token_s):
 class World:
     """A prefill engine, and decode engines with two lanes each."""
 
-    def __init__(self, *num_rows, knows=True, cached=nothing_known, output=200, kv_bytes=1024):
+    def __init__(self, *num_rows, knows=True, cached=no_cached_tokens, output=200, kv_bytes=1024):
         self.pools = PoolState()
         self.lengths = Lengths()
         for _ in range(4):
@@ -215,7 +215,7 @@ class Notes:
 
 def test_a_prompt_on_a_decode_engine_is_explained():
     world, notes = World(4, 0), Notes()
-    world.core = ConditionalPrefill(world.pools, nothing_known, world.lengths, notes)
+    world.core = ConditionalPrefill(world.pools, no_cached_tokens, world.lengths, notes)
     world.queue(3)
     place = world.place()
     assert not notes.made, "it may not have its slot there"
@@ -280,7 +280,7 @@ def test_without_costs_or_prefill_engines_prompts_stay():
     pools.add(make_member("decode", "d"))
     for name, role in (("p", "prefill"), ("d", "decode")):
         pools.take_snapshot(name, EngineSnapshot(0, False, 0, 0, 0, [group()], role))
-    core = ConditionalPrefill(pools, nothing_known, Lengths())
+    core = ConditionalPrefill(pools, no_cached_tokens, Lengths())
     assert core.place(asks("r"), 0.0) is None
 
 

@@ -173,21 +173,21 @@ def test_an_unreachable_member_counts_while_listed_and_is_logged_once(caplog):
 
     async def scenario(fleet, discovery):
         await until_complete(fleet)
-        assert fleet.num_still == 0
+        assert fleet.num_unresponsive == 0
         fleet.client.dead["a"] = EngineDeadError("test")
         fleet.client.lose("a")
         looks = discovery.num_looks
         for more in range(1, 5):
             await until(lambda more=more: discovery.num_looks > looks + more, "tried again")
-            assert fleet.num_still == 1
+            assert fleet.num_unresponsive == 1
         told = [r.levelname for r in caplog.records if "replica=" in r.getMessage()]
         assert told.count("WARNING") == 1
         del fleet.client.dead["a"]
         await until(lambda: fleet.pools.num_open == 2, "it answers")
-        assert fleet.num_still == 0
+        assert fleet.num_unresponsive == 0
         fleet.client.lose("a")
         discovery.members = discovery.members[1:]
-        await until(lambda: fleet.num_still == 0, "whoever is gone is not there")
+        await until(lambda: fleet.num_unresponsive == 0, "whoever is gone is not there")
 
     following(scenario, "a", "b")
 

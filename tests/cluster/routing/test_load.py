@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.routing.demand import Demand
-from cluster.routing.load import engine_load, spread, told_by
+from cluster.routing.load import engine_load, group_columns, spread
 from cluster.routing.placement import ANY_GROUP, Placement
 from cluster.routing.pools import PoolState
 from cluster.routing.step_time import StepCosts
@@ -36,7 +36,7 @@ def demand(number, length):
 @given(GROUPS, SENT, st.booleans())
 def test_load_combines_the_engines_work_and_its_groups_spare_room(groups, sent, computes):
     demands = [(group, demand(i, length)) for i, (group, length) in enumerate(sent)]
-    load = engine_load(told_by(groups), demands, COSTS, 10**9, computes_prompts=computes)
+    load = engine_load(group_columns(groups), demands, COSTS, 10**9, computes_prompts=computes)
     # Requests were sent to the first group, or without a group.
     here = [length for group, length in sent if group == 0]
     rows = [g.num_running + g.num_reserved + g.num_waiting for g in groups]
@@ -69,7 +69,9 @@ def test_groups_queue_when_a_step_has_too_few_tokens_for_all():
     group = GroupSnapshot(9, [9], 0, 0, 1, 0, 0, 4096, 0, 1)
     costs = StepCosts(prompt_token_s=0.001)
     for max_step_tokens, queue_s in ((4096, 8.192), (8192, 4.096)):
-        load = engine_load(told_by([group] * 2), [], costs, max_step_tokens, computes_prompts=True)
+        load = engine_load(
+            group_columns([group] * 2), [], costs, max_step_tokens, computes_prompts=True
+        )
         assert load.queue_s == pytest.approx(queue_s)
 
 
@@ -78,7 +80,7 @@ def spares_s(told_tokens, sent, max_step_tokens):
     groups = [GroupSnapshot(9, [9], 0, 0, 1, 0, 0, n, 0, 1) for n in told_tokens]
     demands = [(group, demand(i, length)) for i, (group, length) in enumerate(sent)]
     costs = StepCosts(prompt_token_s=0.001)
-    told_by_them = told_by(groups)
+    told_by_them = group_columns(groups)
     load = engine_load(told_by_them, demands, costs, max_step_tokens, computes_prompts=True)
     return load.spare_prompt_s
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.routing.cost import LOOK_AT_CACHES, PRESETS, make_policies
+from cluster.routing.cost import CACHE_AWARE_POLICIES, PRESETS, make_policies
 from cluster.routing.demand import Demand
 from cluster.routing.placement import ANY_GROUP, EngineSummary, GroupView, Placement, fits
 from cluster.routing.step_time import StepCosts
@@ -558,7 +558,7 @@ def test_policies_that_use_caches_are_listed(name):
     policies = make_policies(name, cached_tokens)
     place(policies.decode, needs(1), [group_view("a", 0, 4, 9), group_view("b", 0, 4, 9)])
     place(policies.prefill, needs(1), [prefill_view("a", 0, 0), prefill_view("b", 0, 0)])
-    assert bool(asked) == (name in LOOK_AT_CACHES)
+    assert bool(asked) == (name in CACHE_AWARE_POLICIES)
 
 
 def test_an_engine_as_a_whole_has_what_any_of_its_groups_has():
