@@ -86,7 +86,7 @@ class Admission:
         return len(self._line)
 
     def __repr__(self) -> str:
-        return f"Admission({len(self._line)} wait, {len(self._passed)} are let in)"
+        return f"Admission({len(self._line)} queued, {len(self._passed)} admitted)"
 
     @property
     def num_let_in(self) -> int:

@@ -272,7 +272,10 @@ class Fleet(Generic[ClientT_co]):
         self.on_change()
 
     def _tell(self, incarnation: str, text: str, *values: object) -> None:
-        """Warn of a replica, only once while it cannot be reached: connecting is retried often."""
+        """Log a warning about a replica; at debug level while it cannot be reached.
+
+        Connecting to such a replica is retried every few seconds.
+        """
         level = logging.DEBUG if incarnation in self._unreachable else logging.WARNING
         logger.log(level, text, *values)
 

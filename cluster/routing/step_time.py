@@ -46,7 +46,7 @@ still shows, after some steps.
 _KNOWN = 0.25
 """Largest leverage of a step to which `LONGEST` applies: similar steps must have been seen.
 
-Of equal steps, the fourth has this leverage.
+After four equal steps, the next one has this leverage.
 """
 
 MOST_UNITS = 1e5

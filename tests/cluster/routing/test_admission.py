@@ -430,7 +430,7 @@ def test_accounts_of_absent_tenants_are_bounded():
         line.release(f"t{i}")
         most = max(most, line.num_accounts)
     assert most <= MAX_AWAY + 1
-    assert line.had_s("rich") == 1e6, "who is furthest ahead does not begin anew"
+    assert line.had_s("rich") == 1e6, "the account furthest ahead is kept"
 
 
 class AdmissionMachine(RuleBasedStateMachine):

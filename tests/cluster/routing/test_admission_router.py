@@ -88,7 +88,7 @@ def test_a_queued_request_whose_client_leaves_costs_nothing(pair):
         async with guarded(*pair, tenant_header="x-t", tenants=tenants) as made:
             await made.tokens(prompts(3)[2])
             first = [asyncio.create_task(made.tokens([5] * LONG)) for _ in range(3)]
-            await until(lambda: made.router.admission.admission, "somebody waits")
+            await until(lambda: made.router.admission.admission, "a request is queued")
             last = msgspec.structs.replace(made.request([5] * LONG), tenant="slow")
             task = asyncio.create_task(made.router.run(last, emit_nothing))
             await asyncio.sleep(0)
@@ -104,7 +104,7 @@ def test_a_queued_request_without_an_objective_times_out(pair):
     async def main():
         async with guarded(*pair) as made:
             first = [asyncio.create_task(made.tokens([9] * LONG)) for _ in range(4)]
-            await until(lambda: made.router.admission.admission, "somebody waits")
+            await until(lambda: made.router.admission.admission, "a request is queued")
             hasty = msgspec.structs.replace(made.request([9] * LONG), timeout_s=0.001)
             with pytest.raises(QueueTimeoutError):
                 await made.router.run(hasty, emit_nothing)

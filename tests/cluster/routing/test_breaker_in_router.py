@@ -34,7 +34,8 @@ async def preferred(made, engine, other):
     await engine.send(snapshot=engine.snapshot(8))
     await other.send(snapshot=other.snapshot(1))
     await until(
-        lambda: {v.num_empty_slots for v in made.pools.decode_views()} == {8, 1}, "both told"
+        lambda: {v.num_empty_slots for v in made.pools.decode_views()} == {8, 1},
+        "both snapshots came",
     )
 
 

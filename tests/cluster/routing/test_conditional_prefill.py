@@ -307,7 +307,7 @@ def test_every_prompt_that_was_given_is_over_once(events):
             under_way.append(name)
         kept = world.core._engines.values()
         assert sorted(n for e in kept for n in (*e.begun, *e.waiting)) == sorted(under_way)
-        assert all(e.begun for e in kept), "whoever waits has something to wait for"
+        assert all(e.begun for e in kept), "a waiting prompt waits for one that has begun"
     for name in under_way:
         world.core.drop(name, 99.0)
     world.core.check_empty()

@@ -1,4 +1,4 @@
-"""Records of requests: what is kept of a choice, and choosing again from a log."""
+"""Records of requests: contents of a choice, and choosing again from a log."""
 
 import asyncio
 import math

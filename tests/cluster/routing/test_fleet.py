@@ -74,7 +74,7 @@ def following(scenario, *names, wanted=None):
         finally:
             task.cancel()
             await asyncio.wait({task}, timeout=5)
-            assert task.cancelled(), "whoever follows ends when it is told to"
+            assert task.cancelled(), "following ends when it is cancelled"
 
     asyncio.run(run())
 
@@ -135,7 +135,7 @@ def test_after_the_loss_of_all_replicas_requests_wait_for_discovery():
         told = []
         fleet.on_change = lambda: told.append(fleet.pools.is_stranded)
         await asyncio.sleep(0)
-        assert not fleet.pools.is_stranded, "nobody has answered yet"
+        assert not fleet.pools.is_stranded, "discovery has not answered yet"
         await until_complete(fleet)
         assert not fleet.pools.is_looked_for
         # As after a stop of the whole process: all connections are gone, and both are found again.
@@ -151,7 +151,7 @@ def test_after_the_loss_of_all_replicas_requests_wait_for_discovery():
         fleet.client.lose("b")
         assert not fleet.pools.is_stranded
         await until(lambda: fleet.pools.is_stranded, "it asked")
-        assert told[-1], "and those who wait are told"
+        assert told[-1], "waiting requests are woken"
 
     following(scenario, "a", "b")
 
@@ -187,7 +187,7 @@ def test_an_unreachable_member_counts_while_listed_and_is_logged_once(caplog):
         assert fleet.num_unresponsive == 0
         fleet.client.lose("a")
         discovery.members = discovery.members[1:]
-        await until(lambda: fleet.num_unresponsive == 0, "whoever is gone is not there")
+        await until(lambda: fleet.num_unresponsive == 0, "a replica that is gone does not count")
 
     following(scenario, "a", "b")
 
@@ -300,7 +300,7 @@ def test_each_lost_engine_is_waited_for_once(apart_s):
         for name in "abcd":
             fleet.client.lose(name)
             await asyncio.sleep(apart_s)
-        await until(lambda: fleet.pools.is_stranded, "nobody is waited for any more")
+        await until(lambda: fleet.pools.is_stranded, "no replica is waited for any more")
         for _ in range(100):
             await asyncio.sleep(0.002)
             assert fleet.pools.is_stranded, "nor when they are tried again"
@@ -342,7 +342,7 @@ def test_a_fleet_is_lost_only_without_replicas_and_discovery_for_long(failing, m
         discovery.error = AttributeError("?")
         fleet._look.set()
         await asyncio.sleep(0.5)
-        assert not fleet.is_lost, "it knows somebody"
+        assert not fleet.is_lost, "it knows a replica"
         fleet.client.lose("a")
         await until(lambda: fleet.is_lost, "lost")
         discovery.error = None

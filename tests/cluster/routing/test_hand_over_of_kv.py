@@ -49,7 +49,7 @@ class Stream(NamedTuple):
 
     async def end(self, *, activated):
         """Continue on the successor with these tokens, and end the stream."""
-        await until(lambda: self.heir.received(Activate), "the other goes on")
+        await until(lambda: self.heir.received(Activate), "the other engine continues")
         assert self.heir.received(Activate)[0].token_ids == [activated]
         await self.heir.send(TokenOutput(self.request_id, len(activated), [9], "length"))
         await asyncio.wait_for(self.reader, 10)
@@ -102,7 +102,7 @@ def test_a_stream_stays_until_its_successor_has_fetched_its_full_blocks():
             assert (ticket.producer_incarnation, ticket.consumer) == ("d1", "d2")
             assert (ticket.num_tokens, ticket.epoch) == (64, epoch)
             await stream.lender.send(TokenOutput(stream.request_id, 1, [6]))
-            await until(lambda: stream.tokens == [5, 6], "it goes on")
+            await until(lambda: stream.tokens == [5, 6], "the stream continues")
             assert not stream.lender.received(Abort)
             assert not stream.heir.received(Activate)
             await stream.heir.send(KVLoaded(stream.request_id, epoch - 1, None))
@@ -191,7 +191,7 @@ def test_a_stream_that_ends_during_its_transfer_ends_on_both_engines():
             await stream.lender.send(TokenOutput(stream.request_id, 1, [6], "length"))
             await asyncio.wait_for(stream.reader, 10)
             assert stream.tokens == [5, 6]
-            await until(lambda: stream.heir.received(Abort), "the other is told")
+            await until(lambda: stream.heir.received(Abort), "the other engine got the abort")
             assert not stream.heir.received(Activate)
 
     asyncio.run(run())

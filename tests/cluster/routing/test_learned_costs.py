@@ -191,7 +191,7 @@ def test_a_slow_replica_without_new_steps_fades_to_the_pools_costs():
     for new in map(str, range(30)):
         told.costs.update(told.learned.learn("pool", new, []))
     told.tell({"a": 1.0, "c": 1.0}, learned_costs.MAX_STEPS_APART * learned_costs.ONE_IN)
-    assert told.costs["b"] == told.costs["a"], "what has faded does not come back by itself"
+    assert told.costs["b"] == told.costs["a"], "a faded pace does not come back by itself"
     # Its first new step restores its pace.
     told.tell({"b": 4.0})
     assert told.seconds()["b"] > 3.0

@@ -133,7 +133,7 @@ def test_decode_placement_fits_and_none_means_that_nothing_fits(num_blocks, view
         return
     chosen = allowed[placement]
     most = max(v.num_empty_slots for v in allowed.values())
-    assert chosen.num_empty_slots == most, "the emptiest group steps next to nobody"
+    assert chosen.num_empty_slots == most, "the emptiest group is chosen"
     assert chosen.num_free_blocks == max(
         v.num_free_blocks for v in allowed.values() if v.num_empty_slots == most
     )

@@ -531,7 +531,7 @@ def test_a_new_fit_changes_the_costs_of_the_whole_pool():
                 pools.take_snapshot(incarnation, told)
     written = [view.next_step_s for view in views]
     assert len(written) == 2 * NUM_GROUPS
-    assert min(written) == max(written) > 0.0, "before anybody asks, who would wait for it"
+    assert min(written) == max(written) > 0.0, "costs are written before the views are read"
     pools.check_invariants()
 
 

@@ -80,7 +80,7 @@ def test_what_an_engine_held_goes_with_it():
         prefixes.take(*told_by(name, 0, names_of(LONG)))
     prefixes.remove("a")
     assert prefixes.cached_tokens(demand(LONG)).keys() == {Placement("b", 0)}
-    assert not prefixes.take(*told_by("a", 0, names_of(LONG))), "nobody knows it any more"
+    assert not prefixes.take(*told_by("a", 0, names_of(LONG))), "the engine is not known any more"
     assert prefixes.cached_tokens(demand(LONG)).keys() == {Placement("b", 0)}
 
 
@@ -119,7 +119,7 @@ def test_what_is_too_hot_counts_for_nothing_until_requests_end_or_more_have_it()
     prefixes.take(*told_by("b", 0, names_of(LONG)))
     both = {Placement("a", 0): 128, Placement("b", 0): 128}
     assert prefixes.cached_tokens(first) == both
-    assert prefixes.cached_tokens(demand(LONG, "4")) == both, "nobody is left to hold it"
+    assert prefixes.cached_tokens(demand(LONG, "4")) == both, "no holder is left"
     prefixes.take(*told_by("b", 0, [], seq=1))
     prefixes.remove("b")
     assert prefixes.cached_tokens(first) == {Placement("a", 0): 128}
@@ -142,7 +142,7 @@ def test_real_engines_tell_every_ingress_what_they_hold():
         async with rig(first, second) as made, rig(first) as late:
             await made.tokens(LONG)
             # Of the prompt and the output as many whole blocks are full.
-            await until(lambda: cached(made, LONG), "it is told")
+            await until(lambda: cached(made, LONG), "reported")
             [(place, num_tokens)] = cached(made, LONG).items()
             assert num_tokens == 128
             engine = first if place.incarnation == first.incarnation else second
@@ -152,7 +152,7 @@ def test_real_engines_tell_every_ingress_what_they_hold():
             await again.connect(first.member, second.member)
             await until(lambda: cached(again, LONG) == {place: 128}, "a listing")
             if engine is first:
-                await until(lambda: cached(late, LONG) == {place: 128}, "told as well")
+                await until(lambda: cached(late, LONG) == {place: 128}, "reported as well")
             engine.kill()
             await until(lambda: cached(again, LONG) == {}, "it died with what it held")
             await again.client.close()

@@ -77,7 +77,7 @@ def test_refused_slot_costs_the_prompt_that_was_begun_with_it():
         ):
             task = asyncio.ensure_future(made.tokens(PROMPT))
             await until(lambda: made.num_queued == 1, "it waits")
-            await until(lambda: prefill.received(Abort), "nobody wants the prompt")
+            await until(lambda: prefill.received(Abort), "prefill got the abort")
             assert told(prefill) == [AddRequest, Abort]
             assert not made.pools.holds()
             decode.answer = accepts

@@ -536,7 +536,7 @@ def test_streams_of_the_only_decode_engine_wait_for_another_one_to_come(pool, vi
             await until(lambda: made.num_queued > 1, "they wait")
             with pytest.raises(NotReadyError):
                 await made.tokens([5, 6, 7])
-            assert made.num_queued > 1, "who has just come is told at once, and nobody else"
+            assert made.num_queued > 1, "only the newest request is refused"
             await made.connect(decode.member)
             results = await finishing
             await until_idle(made, prefill, decode)
@@ -1017,7 +1017,7 @@ def test_reservation_that_lapses_while_prefill_is_silent_is_an_error_not_a_hang(
             await decode.send(TokenOutput(request_id, 0, [], "error", error="it lapsed"))
             with pytest.raises(QueueTimeoutError, match="it lapsed"):
                 await asyncio.wait_for(task, 5)
-            await until(lambda: prefill.received(Abort), "prefill is told")
+            await until(lambda: prefill.received(Abort), "prefill got the abort")
 
     asyncio.run(run())
 
@@ -1038,7 +1038,7 @@ def test_reservation_that_lapses_while_its_activation_is_on_the_way_is_a_timeout
             await decode.send(TokenOutput(request_id, 0, [], "error", error=LAPSED))
             with pytest.raises(QueueTimeoutError, match="lapsed"):
                 await asyncio.wait_for(task, 5)
-            await until(lambda: prefill.received(Abort), "prefill is told")
+            await until(lambda: prefill.received(Abort), "prefill got the abort")
             assert made.count("ttserve_router_lapsed_reservations_total", model_name="tiny") == 1
 
     asyncio.run(run())

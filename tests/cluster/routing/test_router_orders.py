@@ -126,9 +126,9 @@ def test_first_token_is_delivered_before_a_decode_slot_is_free(order):
             assert (output.index, output.token_ids) == (0, [FIRST])
             rest = asyncio.ensure_future(tokens(outputs))
             await until(lambda: made.num_queued == 1, "it waits for a slot")
-            assert d.messages == [], "nobody has asked for what is not there"
+            assert d.messages == [], "the decode engine was not asked yet"
             offer = ticket_of(p.received(AddRequest)[0])
-            assert offer.consumer == "", "anybody may be it"
+            assert offer.consumer == "", "any engine may fetch it"
             await d.send(snapshot=d.snapshot(1))
             assert await rest == [6, 7]
             assert [type(m) for m in d.messages] == [AddRequest, LoadKV, Activate]
@@ -431,7 +431,7 @@ def test_successor_of_a_decode_engine_continues_from_its_tokens(order):
             [add], [activate] = d.received(AddRequest), d.received(Activate)
             assert (add.mode, activate.token_ids) == ("decode", [[FIRST, 6]])
             assert add.request.prompt_token_ids == PROMPT
-            assert len(p.received(AddRequest)) == 1, "nobody else computes it again"
+            assert len(p.received(AddRequest)) == 1, "the prompt is not computed again"
             assert made.count("ttserve_router_migrations_total", reason="lost") == 1
 
     run(scenario)

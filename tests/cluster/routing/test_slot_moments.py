@@ -91,7 +91,7 @@ class World:
                     self.queue.leave(waiter)
             if len(found) == len(names):
                 break
-            assert next_s > self.now_s, "whoever is due is told"
+            assert next_s > self.now_s, "a due request is returned at once"
             self.now_s = min([next_s, *(at_s for at_s, _ in ends)])
             while ends and ends[0][0] <= self.now_s:
                 self.moments.computed(ends.pop(0)[1], self.now_s)
@@ -179,7 +179,7 @@ def test_a_request_whose_prompt_was_dropped_is_due_at_once():
         world.come(f"r{i}", 8000)
     world.moments.dropped("r5")
     world.moments.dropped("r5")
-    assert "r5" in world.due()[0], "nobody has its prompt: it has nothing to wait for"
+    assert "r5" in world.due()[0], "no engine has its prompt, so it is due"
     for i in range(5):
         world.moments.computed(f"r{i}", world.now_s)
         world.moments.computed(f"r{i}", world.now_s)
@@ -193,7 +193,7 @@ def test_the_last_engine_asked_counts():
     assert "r5" not in world.due()[0]
     demand = next(w.demand for w in world.queue.waiters if w.demand.request_id == "r5")
     world.moments.asked(demand, "q", world.now_s)
-    assert "r5" in world.due()[0], "nobody is before it there"
+    assert "r5" in world.due()[0], "its prompt is first there"
 
 
 def test_behind_a_late_engine_due_is_not_polled_for_ever():
@@ -225,7 +225,7 @@ def test_requests_become_due_in_order_before_their_prompts_begin(lengths, num_em
     assert [*begins_s] == names
     assert all(before <= after for before, after in pairwise(begins_s.values()))
     moments_s = world.moments_of(names)
-    assert set(moments_s) == set(names), "nobody is forgotten"
+    assert set(moments_s) == set(names), "every request becomes due"
     for name in names:
         assert moments_s[name] <= max(begins_s[name], start_s) + 1e-6
 

@@ -56,7 +56,7 @@ async def stall(made, engine, stalled_s=5.5):
 
 async def told_once(engine, request_id):
     """Wait until an engine that was left got the abort, which has a socket of its own."""
-    await until(lambda: engine.received(Abort), "it is told")
+    await until(lambda: engine.received(Abort), "the abort arrived")
     assert engine.received(Abort) == [Abort([request_id])]
 
 
@@ -81,7 +81,7 @@ def test_a_stalled_prefill_engine_is_replaced():
             await stall(made, hung)
             assert await answer_of(task) == [5, 6]
             assert asked(other) == asked(decode) == 1
-            await until(lambda: hung.received(Abort), "the hung one is told")
+            await until(lambda: hung.received(Abort), "the hung engine got the abort")
             assert made.count("ttserve_router_stalled_legs_total", leg="prefill") == 1
             assert await answer_of(ask(made)) == [5, 6]
             assert asked(hung) == 1, "it gets nothing new"
@@ -219,7 +219,7 @@ def test_a_migrated_stream_ignores_late_tokens_of_its_first_engine():
             await made.connect(other.member)
             rest = asyncio.ensure_future(rest_of(outputs))
             await stall(made, hung)
-            await until(lambda: other.received(Activate), "the other goes on")
+            await until(lambda: other.received(Activate), "the other engine continues")
             assert other.received(Activate)[0].token_ids == [[5]]
             hung.stalled_s = 0.0
             await hung.send(TokenOutput(request_id, 1, [9], "length"))
@@ -263,7 +263,7 @@ def test_events_from_before_an_engine_was_left_are_ignored_when_it_is_asked_agai
             await made.connect(other.member)
             rest = asyncio.ensure_future(rest_of(outputs))
             await stall(made, hung)
-            await until(lambda: other.received(Activate), "the other goes on")
+            await until(lambda: other.received(Activate), "the other engine continues")
             hung.answer = silent
             hung.stalled_s = 0.0
             await until(lambda: not made.pools.stalled, "it moves again")
@@ -271,7 +271,7 @@ def test_events_from_before_an_engine_was_left_are_ignored_when_it_is_asked_agai
             await until(lambda: asked(hung) == 2, "it is asked again")
             await hung.send(TokenOutput(request_id, 7, [9], "length"))
             await hung.send(Accepted(request_id, 0, 0, 0, 2))
-            await until(lambda: hung.received(Activate), "it goes on")
+            await until(lambda: hung.received(Activate), "the stream continues")
             await hung.send(TokenOutput(request_id, 1, [6], "length"))
             assert await answer_of(rest) == [6]
 
@@ -538,14 +538,14 @@ def test_a_stream_continues_until_another_engine_has_accepted_it():
             await until(lambda: asked(other), "the other is asked")
             assert leaving.received(Abort) == [], "it has not answered"
             await leaving.send(TokenOutput(request_id, 1, [6]))
-            await until(lambda: tokens == [6], "the stream goes on")
+            await until(lambda: tokens == [6], "the stream continues")
             await other.send(Refused(request_id, "no_slot", "taken"))
             await leaving.send(TokenOutput(request_id, 2, [7]))
             await until(lambda: tokens == [6, 7], "a refusal costs it nothing")
             await other.send(snapshot=other.snapshot(num_empty_slots=4))
             await until(lambda: asked(other) == 2, "the other is asked anew")
             await other.send(Accepted(request_id, 0, 0, 0, 1))
-            await until(lambda: other.received(Activate), "the other goes on")
+            await until(lambda: other.received(Activate), "the other engine continues")
             assert other.received(Activate)[0].token_ids == [[5, 6, 7]]
             await leaving.send(TokenOutput(request_id, 3, [9], "length"))
             await other.send(TokenOutput(request_id, 3, [8], "length"))
@@ -569,7 +569,7 @@ def test_a_handed_over_stream_is_placed_before_later_requests():
             await hand_over(leaving)
             await until(lambda: made.num_queued == 3, "and so does the stream")
             await other.send(snapshot=other.snapshot(num_empty_slots=1))
-            await until(lambda: asked(other), "somebody is placed")
+            await until(lambda: asked(other), "a request is placed")
             assert other.received(AddRequest)[0].request.request_id == request_id
             await answer_of(reader)
             assert tokens == [6]
@@ -601,7 +601,7 @@ def test_nothing_is_left_of_a_hand_over_that_is_not_needed(end):
                 await other.send(TokenOutput(request_id, 1, [6], "length"))
                 await answer_of(reader)
             assert tokens == ([] if end == "left" else [6])
-            await until(lambda: other.received(Abort), "the other is told")
+            await until(lambda: other.received(Abort), "the other engine got the abort")
 
     asyncio.run(run())
 
@@ -641,7 +641,7 @@ def test_a_silent_engines_stream_continues_on_the_engine_that_has_begun(end, qui
                 quiet.die()
                 await until(lambda: made.lost, "its connection broke")
             await other.send(TokenOutput(request_id, 1, [6]))
-            await until(lambda: tokens == [6], "the other goes on")
+            await until(lambda: tokens == [6], "the other engine continues")
             await other.send(TokenOutput(request_id, 2, [7], "length"))
             await answer_of(reader)
             assert tokens == [6, 7]
