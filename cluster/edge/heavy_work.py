@@ -1,6 +1,6 @@
 """Threads that encode and decode long texts, which would block the event loop.
 
-Owner: a `HeavyWork` belongs to one event loop and owns its threads. `cluster.edge.fair_lanes`
+Owner: a `HeavyWork` belongs to one event loop and owns its threads. `cluster.edge.fair_scheduler`
 decides which job gets a thread next. A job runs in steps and competes for a thread before each, so
 that short texts run between the pieces of long ones. A step must release the GIL, or consist of
 many small operations: a thread that keeps the GIL for long blocks the event loop, too.
@@ -13,13 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from cluster.edge.fair_lanes import FairLanes, LaneLimits
+from cluster.edge.fair_scheduler import FairScheduler, JobLimits
 from cluster.errors import SaturatedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cluster.edge.fair_lanes import Job
+    from cluster.edge.fair_scheduler import Job
 
 T = TypeVar("T")
 
@@ -35,10 +35,10 @@ class HeavyWork:
         limits: Limits on waiting and running jobs.
     """
 
-    def __init__(self, num_threads: int, limits: LaneLimits | None = None) -> None:
+    def __init__(self, num_threads: int, limits: JobLimits | None = None) -> None:
         self._threads = ThreadPoolExecutor(num_threads, "heavy-work")
         self._num_free = num_threads
-        self._lanes = FairLanes(limits or LaneLimits())
+        self._scheduler = FairScheduler(limits or JobLimits())
         # Jobs whose caller still waits, and the futures that queued jobs wait for.
         self._running: set[Job] = set()
         self._turns: dict[Job, asyncio.Future[None]] = {}
@@ -54,10 +54,10 @@ class HeavyWork:
         Raises:
             SaturatedError: Too many jobs or characters are waiting, of the job's source or in all.
         """
-        refusal = self._lanes.refusal_reason(job)
+        refusal = self._scheduler.refusal_reason(job)
         if refusal is not None:
             raise SaturatedError(f"{refusal}; try again in a moment")
-        self._lanes.admit(job)
+        self._scheduler.admit(job)
         self._running.add(job)
         self._enqueue(job)
         last: object = _END
@@ -71,7 +71,7 @@ class HeavyWork:
                 last = value
         finally:
             self._running.discard(job)
-            self._lanes.release(job)
+            self._scheduler.release(job)
             turn = self._turns.pop(job, None)
             if turn is not None and turn.done() and not turn.cancelled():
                 self._free_thread()  # a thread was assigned and not used
@@ -97,7 +97,7 @@ class HeavyWork:
         """
         self._num_free += 1
         if job in self._running and not step.exception() and step.result() is not _END:
-            self._lanes.resume(job)
+            self._scheduler.resume(job)
             self._enqueue(job)
         else:
             self._assign()
@@ -108,7 +108,7 @@ class HeavyWork:
 
     def _assign(self) -> None:
         """Assign free threads to the next jobs."""
-        while self._num_free and (job := self._lanes.pop_next()) is not None:
+        while self._num_free and (job := self._scheduler.pop_next()) is not None:
             turn = self._turns[job]
             if not turn.done():
                 self._num_free -= 1

@@ -29,7 +29,7 @@ from starlette.routing import Route
 from cluster.config.schema import LEAST_ONGOING_REQUESTS
 from cluster.edge.answers import error_response, json_response
 from cluster.edge.explain import ROUTE_HEADER, engine_request_id
-from cluster.edge.fair_lanes import SLICE_CHARS, Job, Lane
+from cluster.edge.fair_scheduler import SLICE_CHARS, Job, Priority
 from cluster.edge.gate import RequestGate
 from cluster.edge.headers import (
     admission_fields,
@@ -344,7 +344,7 @@ class _RouteHandlers:
     async def tokenize(self, request: Request) -> Response:
         parsed = parse_tokenize(await self._parse_body(request))
         card = resolve_model(parsed.model, self._backend.models())
-        ids = await self._encode(parsed.prompt, MAX_ANSWERED_TOKENS, Lane.OTHER, request)
+        ids = await self._encode(parsed.prompt, MAX_ANSWERED_TOKENS, Priority.OTHER, request)
         strings = None
         if parsed.return_token_strs:
             spell = functools.partial(self._backend.tokenizer.token_strings, ids)
@@ -418,7 +418,7 @@ class _RouteHandlers:
         self, card: ModelCard, parsed: ParsedRequest, request: Request
     ) -> list[int]:
         try:
-            return await self._encode(parsed.prompt, card.max_model_len, Lane.PROMPT, request)
+            return await self._encode(parsed.prompt, card.max_model_len, Priority.PROMPT, request)
         except TooManyTokensError as error:
             raise prompt_too_long(
                 error.num_tokens,
@@ -430,28 +430,28 @@ class _RouteHandlers:
             raise BadRequestError(str(error), param=parsed.prompt_param) from error
 
     async def _encode(
-        self, prompt: Prompt, max_tokens: int, lane: Lane, request: Request
+        self, prompt: Prompt, max_tokens: int, priority: Priority, request: Request
     ) -> list[int]:
         cost = encoding_cost(prompt)
         if cost <= MAX_INLINE_COST:
             return encode_prompt(prompt, self._backend.tokenizer, max_tokens)
         steps = encode_steps(prompt, self._backend.tokenizer, max_tokens)
-        return await self._heavy_work.run(self._text_job(lane, cost, request), steps)
+        return await self._heavy_work.run(self._text_job(priority, cost, request), steps)
 
     async def _run_text_job(self, work: Callable[[], T], cost: int, request: Request) -> T:
         """Run short work on the event loop, and long work, which would block it, in a thread."""
         if cost <= MAX_INLINE_COST:
             return work()
         once = (work() for _ in range(1))
-        job = self._text_job(Lane.OTHER, cost, request, slice_chars=cost)
+        job = self._text_job(Priority.OTHER, cost, request, slice_chars=cost)
         return await self._heavy_work.run(job, once)
 
     def _text_job(
-        self, lane: Lane, cost: int, request: Request, slice_chars: int = SLICE_CHARS
+        self, priority: Priority, cost: int, request: Request, slice_chars: int = SLICE_CHARS
     ) -> Job:
         address = request.client.host if request.client else ""
         source, weight = encoding_share(request.headers, address, self._admission)
-        return Job(lane, source, cost, weight, slice_chars)
+        return Job(priority, source, cost, weight, slice_chars)
 
     async def _read_body(self, request: Request) -> bytes:
         """Read the body, up to the limit.

@@ -1,13 +1,13 @@
-"""Fair scheduling of long texts over a few threads: shares by source, in two lanes. Pure.
+"""Fair scheduling of long texts over a few threads: shares by source, at two priorities. Pure.
 
 A source is a tenant, or a client address if no tenant is named. A job runs in slices of at most
-`SLICE_CHARS` characters, unless it cannot be divided; each slice may go to another job. Within a
-lane the next slice goes to the waiting source that was served the fewest characters, divided by its
-weight. A source that returns starts level with the others. So of two waiting sources of one weight,
-neither gets more than two slices ahead. Prompts of generations go before other texts, which get at
-least one of `_SLICES_BETWEEN_OTHERS + 1` slices.
+`SLICE_CHARS` characters, unless it cannot be divided; each slice may go to another job. At one
+priority the next slice goes to the waiting source that was served the fewest characters, divided by
+its weight. A source that returns starts level with the others. So of two waiting sources of one
+weight, neither gets more than two slices ahead. Prompts of generations go before other texts, which
+get at least one of `_SLICES_BETWEEN_OTHERS + 1` slices.
 
-Owner: a `FairLanes` belongs to one event loop; `cluster.edge.heavy_work` owns the threads.
+Owner: a `FairScheduler` belongs to one event loop; `cluster.edge.heavy_work` owns the threads.
 Source: Goyal, Vin and Cheng, "Start-time Fair Queuing", SIGCOMM 1996.
 """
 
@@ -23,7 +23,7 @@ SLICE_CHARS = PIECE_CHARS
 _SLICES_BETWEEN_OTHERS = 8
 
 
-class Lane(IntEnum):
+class Priority(IntEnum):
     """Purpose of a text; lower values go first."""
 
     PROMPT = 0
@@ -31,7 +31,7 @@ class Lane(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class LaneLimits:
+class JobLimits:
     """Limits on waiting and running jobs.
 
     A text larger than a limit of characters is admitted if no other job counts towards the limit.
@@ -54,7 +54,7 @@ class Job:
     """A text to encode or decode.
 
     Attributes:
-        lane: Purpose of the text.
+        priority: Purpose of the text.
         source: Tenant or address whose share pays for it.
         num_chars: Length of the text.
         weight: Weight of the source.
@@ -62,7 +62,7 @@ class Job:
         num_left: Characters that were not yet scheduled.
     """
 
-    lane: Lane
+    priority: Priority
     source: str
     num_chars: int
     weight: float = 1.0
@@ -75,27 +75,29 @@ class Job:
 
 @dataclass(slots=True)
 class _Source:
-    """Totals of a source's jobs; `served` has characters divided by weight, for each lane."""
+    """Totals of a source's jobs; `served` has characters divided by weight, for each priority."""
 
     num_jobs: int = 0
     num_chars: int = 0
-    served: list[float] = field(default_factory=lambda: [0.0 for _ in Lane])
+    served: list[float] = field(default_factory=lambda: [0.0 for _ in Priority])
 
 
-class FairLanes:
-    """Queues of jobs by lane and source, and the choice of the next one.
+class FairScheduler:
+    """Queues of jobs by priority and source, and the choice of the next one.
 
     Args:
         limits: Limits on waiting and running jobs.
     """
 
-    def __init__(self, limits: LaneLimits) -> None:
+    def __init__(self, limits: JobLimits) -> None:
         self._limits = limits
         # Waiting jobs by source.
-        self._lanes: dict[Lane, dict[str, deque[Job]]] = {lane: {} for lane in Lane}
+        self._queues: dict[Priority, dict[str, deque[Job]]] = {
+            priority: {} for priority in Priority
+        }
         self._sources: dict[str, _Source] = {}
-        # By lane: `served` of the latest chosen source, before its slice.
-        self._virtual_times = [0.0 for _ in Lane]
+        # By priority: `served` of the latest chosen source, before its slice.
+        self._virtual_times = [0.0 for _ in Priority]
         self._num_since_other = 0
         self.num_jobs = 0
         self.num_chars = 0
@@ -120,36 +122,40 @@ class FairLanes:
         held.num_chars += job.num_chars
         self.num_jobs += 1
         self.num_chars += job.num_chars
-        lines = self._lanes[job.lane]
-        if job.source not in lines:
-            held.served[job.lane] = max(held.served[job.lane], self._virtual_times[job.lane])
-            lines[job.source] = deque()
-        lines[job.source].append(job)
+        queues = self._queues[job.priority]
+        if job.source not in queues:
+            held.served[job.priority] = max(
+                held.served[job.priority], self._virtual_times[job.priority]
+            )
+            queues[job.source] = deque()
+        queues[job.source].append(job)
 
     def pop_next(self) -> Job | None:
         """Remove and return the job of the next slice; None if no job waits."""
-        if self._lanes[Lane.OTHER] and self._num_since_other >= _SLICES_BETWEEN_OTHERS:
-            lanes = (Lane.OTHER, Lane.PROMPT)
+        if self._queues[Priority.OTHER] and self._num_since_other >= _SLICES_BETWEEN_OTHERS:
+            order = (Priority.OTHER, Priority.PROMPT)
         else:
-            lanes = (Lane.PROMPT, Lane.OTHER)
-        for lane in lanes:
-            if self._lanes[lane]:
-                self._num_since_other = 0 if lane is Lane.OTHER else self._num_since_other + 1
-                return self._pop_from_lane(lane)
+            order = (Priority.PROMPT, Priority.OTHER)
+        for priority in order:
+            if self._queues[priority]:
+                self._num_since_other = (
+                    0 if priority is Priority.OTHER else self._num_since_other + 1
+                )
+                return self._pop_from(priority)
         return None
 
     def resume(self, job: Job) -> None:
         """Queue a job for its next slice, before the other jobs of its source."""
-        self._lanes[job.lane].setdefault(job.source, deque()).appendleft(job)
+        self._queues[job.priority].setdefault(job.source, deque()).appendleft(job)
 
     def release(self, job: Job) -> None:
         """Remove a job that has ended or whose caller was cancelled, queued or not."""
-        lines = self._lanes[job.lane]
-        line = lines.get(job.source)
-        if line is not None and job in line:
-            line.remove(job)
-            if not line:
-                del lines[job.source]
+        queues = self._queues[job.priority]
+        queue = queues.get(job.source)
+        if queue is not None and job in queue:
+            queue.remove(job)
+            if not queue:
+                del queues[job.source]
         held = self._sources[job.source]
         held.num_jobs -= 1
         held.num_chars -= job.num_chars
@@ -158,18 +164,18 @@ class FairLanes:
         if not held.num_jobs:
             del self._sources[job.source]
 
-    def _pop_from_lane(self, lane: Lane) -> Job:
+    def _pop_from(self, priority: Priority) -> Job:
         """Remove and return the first job of the source that was served least."""
-        lines = self._lanes[lane]
-        source = min(lines, key=lambda name: self._sources[name].served[lane])
-        line, served = lines[source], self._sources[source].served
-        job = line.popleft()
-        if not line:
-            del lines[source]
+        queues = self._queues[priority]
+        source = min(queues, key=lambda name: self._sources[name].served[priority])
+        queue, served = queues[source], self._sources[source].served
+        job = queue.popleft()
+        if not queue:
+            del queues[source]
         size = min(job.num_left, job.slice_chars)
         job.num_left -= size
-        self._virtual_times[lane] = served[lane]
-        served[lane] += max(size, 1) / job.weight
+        self._virtual_times[priority] = served[priority]
+        served[priority] += max(size, 1) / job.weight
         return job
 
 

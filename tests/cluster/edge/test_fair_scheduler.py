@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.config.schema import AdmissionConfig, IngressConfig
-from cluster.edge.fair_lanes import SLICE_CHARS, FairLanes, Job, Lane, LaneLimits
+from cluster.edge.fair_scheduler import SLICE_CHARS, FairScheduler, Job, JobLimits, Priority
 from cluster.edge.heavy_work import HeavyWork
 from cluster.edge.routes import create_app
 from cluster.errors import SaturatedError
@@ -16,89 +16,89 @@ from tests.cluster.edge.fake_backend import FakeBackend
 from tests.cluster.edge.test_routes import Client
 
 SIZES = st.integers(0, 3 * SLICE_CHARS)
-JOBS = st.tuples(st.sampled_from(Lane), st.sampled_from("abcd"), SIZES)
-UNBOUNDED = LaneLimits(2**40, 2**40, 2**20, 2**20)
+JOBS = st.tuples(st.sampled_from(Priority), st.sampled_from("abcd"), SIZES)
+UNBOUNDED = JobLimits(2**40, 2**40, 2**20, 2**20)
 
 
-def finish_slice(lanes, job):
+def finish_slice(scheduler, job):
     """End a job's slice: it waits again, or is done."""
     if job.num_left:
-        lanes.resume(job)
+        scheduler.resume(job)
     else:
-        lanes.release(job)
+        scheduler.release(job)
 
 
 @given(jobs=st.lists(JOBS, max_size=40), num_running=st.integers(1, 3), data=st.data())
 def test_every_job_ends_and_releases_its_characters(jobs, num_running, data):
-    lanes = FairLanes(UNBOUNDED)
+    scheduler = FairScheduler(UNBOUNDED)
     waiting = [Job(*job) for job in jobs]
     for job in waiting:
-        lanes.admit(job)
-    assert lanes.num_chars == sum(job.num_chars for job in waiting)
+        scheduler.admit(job)
+    assert scheduler.num_chars == sum(job.num_chars for job in waiting)
     running = []
-    while lanes.num_jobs:
-        while len(running) < num_running and (job := lanes.pop_next()) is not None:
+    while scheduler.num_jobs:
+        while len(running) < num_running and (job := scheduler.pop_next()) is not None:
             running.append(job)
-        finish_slice(lanes, running.pop(data.draw(st.integers(0, len(running) - 1))))
-    assert (lanes.num_jobs, lanes.num_chars, lanes.pop_next()) == (0, 0, None)
+        finish_slice(scheduler, running.pop(data.draw(st.integers(0, len(running) - 1))))
+    assert (scheduler.num_jobs, scheduler.num_chars, scheduler.pop_next()) == (0, 0, None)
 
 
 @given(sizes=st.lists(st.integers(1, 4 * SLICE_CHARS), min_size=4), num_slices=st.integers(1, 60))
 def test_of_two_sources_that_both_wait_neither_gets_two_slices_ahead(sizes, num_slices):
-    lanes = FairLanes(UNBOUNDED)
+    scheduler = FairScheduler(UNBOUNDED)
     had = {"few": 0, "many": 0}
     for number in range(num_slices):
-        lanes.admit(Job(Lane.PROMPT, "many", sizes[number % len(sizes)]))
-    lanes.admit(Job(Lane.PROMPT, "few", 10**9))
+        scheduler.admit(Job(Priority.PROMPT, "many", sizes[number % len(sizes)]))
+    scheduler.admit(Job(Priority.PROMPT, "few", 10**9))
     lefts = {}
     for _ in range(num_slices):
-        job = lanes.pop_next()
+        job = scheduler.pop_next()
         had[job.source] += lefts.get(job, job.num_chars) - job.num_left
         lefts[job] = job.num_left
-        finish_slice(lanes, job)
+        finish_slice(scheduler, job)
         assert abs(had["few"] - had["many"]) <= 2 * SLICE_CHARS
 
 
 def test_a_source_of_twice_the_weight_gets_twice_as_much():
-    lanes = FairLanes(UNBOUNDED)
+    scheduler = FairScheduler(UNBOUNDED)
     for source, weight in (("light", 1.0), ("heavy", 2.0)):
-        lanes.admit(Job(Lane.PROMPT, source, 10**9, weight))
+        scheduler.admit(Job(Priority.PROMPT, source, 10**9, weight))
     taken = []
     for _ in range(300):
-        job = lanes.pop_next()
+        job = scheduler.pop_next()
         taken.append(job.source)
-        lanes.resume(job)
+        scheduler.resume(job)
     assert abs(taken.count("heavy") - 2 * taken.count("light")) <= 3
 
 
 def test_prompts_go_first_and_other_texts_are_not_starved():
-    lanes = FairLanes(UNBOUNDED)
-    lanes.admit(Job(Lane.OTHER, "a", 10**9))
-    lanes.admit(Job(Lane.PROMPT, "b", 10**9))
+    scheduler = FairScheduler(UNBOUNDED)
+    scheduler.admit(Job(Priority.OTHER, "a", 10**9))
+    scheduler.admit(Job(Priority.PROMPT, "b", 10**9))
     taken = []
     for _ in range(90):
-        job = lanes.pop_next()
-        taken.append(job.lane)
-        lanes.resume(job)
-    assert taken[0] is Lane.PROMPT
-    assert taken.count(Lane.OTHER) == 10
+        job = scheduler.pop_next()
+        taken.append(job.priority)
+        scheduler.resume(job)
+    assert taken[0] is Priority.PROMPT
+    assert taken.count(Priority.OTHER) == 10
 
 
 def test_a_job_that_cannot_be_divided_is_charged_whole():
-    lanes = FairLanes(UNBOUNDED)
-    whole = Job(Lane.OTHER, "whole", 8 * SLICE_CHARS, slice_chars=8 * SLICE_CHARS)
-    jobs = [whole, Job(Lane.OTHER, "whole", 1), Job(Lane.OTHER, "sliced", 8 * SLICE_CHARS)]
+    scheduler = FairScheduler(UNBOUNDED)
+    whole = Job(Priority.OTHER, "whole", 8 * SLICE_CHARS, slice_chars=8 * SLICE_CHARS)
+    jobs = [whole, Job(Priority.OTHER, "whole", 1), Job(Priority.OTHER, "sliced", 8 * SLICE_CHARS)]
     for job in jobs:
-        lanes.admit(job)
+        scheduler.admit(job)
     taken = []
     for _ in range(9):
-        job = lanes.pop_next()
+        job = scheduler.pop_next()
         taken.append(job.source)
-        finish_slice(lanes, job)
+        finish_slice(scheduler, job)
     assert taken == ["whole", *["sliced"] * 8]
 
 
-LIMITS = LaneLimits(max_chars=1000, max_source_chars=400, max_jobs=8, max_source_jobs=4)
+LIMITS = JobLimits(max_chars=1000, max_source_chars=400, max_jobs=8, max_source_jobs=4)
 
 
 @settings(max_examples=200)
@@ -108,18 +108,18 @@ LIMITS = LaneLimits(max_chars=1000, max_source_chars=400, max_jobs=8, max_source
     )
 )
 def test_jobs_are_bounded_in_total_and_per_source(asked):
-    lanes, held = FairLanes(LIMITS), []
+    scheduler, held = FairScheduler(LIMITS), []
     for source, size, ends_one in asked:
         if ends_one and held:
-            lanes.release(held.pop(0))
-        job = Job(Lane.PROMPT, source, size)
-        if lanes.refusal_reason(job) is None:
-            lanes.admit(job)
+            scheduler.release(held.pop(0))
+        job = Job(Priority.PROMPT, source, size)
+        if scheduler.refusal_reason(job) is None:
+            scheduler.admit(job)
             held.append(job)
         mine = [job for job in held if job.source == source]
         chars = sum(job.num_chars for job in held)
         of_source = sum(job.num_chars for job in mine)
-        assert (lanes.num_jobs, lanes.num_chars) == (len(held), chars)
+        assert (scheduler.num_jobs, scheduler.num_chars) == (len(held), chars)
         assert len(held) <= 8
         assert len(mine) <= 4
         assert chars <= 1000 or sum(job.num_chars > 0 for job in held) == 1
@@ -139,8 +139,8 @@ def test_the_steps_of_a_job_leave_room_for_another_source_between_them():
 
     async def scenario():
         work = HeavyWork(1)
-        long = work.run(Job(Lane.PROMPT, "long", 20 * SLICE_CHARS), steps("long", 20))
-        short = work.run(Job(Lane.PROMPT, "short", 1), steps("short", 1))
+        long = work.run(Job(Priority.PROMPT, "long", 20 * SLICE_CHARS), steps("long", 20))
+        short = work.run(Job(Priority.PROMPT, "short", 1), steps("short", 1))
         return await asyncio.gather(long, short)
 
     assert asyncio.run(scenario()) == [19, 0]
@@ -166,13 +166,13 @@ def order_of_steps(*jobs, num_steps=60):
 
 def test_a_source_of_thrice_the_weight_gets_thrice_as_many_steps():
     size = 60 * SLICE_CHARS
-    jobs = [Job(Lane.PROMPT, "heavy", size, 3.0), Job(Lane.PROMPT, "light", size)]
+    jobs = [Job(Priority.PROMPT, "heavy", size, 3.0), Job(Priority.PROMPT, "light", size)]
     assert 13 <= order_of_steps(*jobs)[:60].count("light") <= 17
 
 
 def test_a_prompt_continues_before_other_waiting_texts():
     size = 60 * SLICE_CHARS
-    jobs = [Job(Lane.PROMPT, "prompt", size), Job(Lane.OTHER, "other", size)]
+    jobs = [Job(Priority.PROMPT, "prompt", size), Job(Priority.OTHER, "other", size)]
     assert order_of_steps(*jobs)[:60].count("other") <= 7
 
 
@@ -180,14 +180,14 @@ def test_callers_that_leave_at_any_moment_leave_no_thread_taken():
     async def leaves_after(num_turns):
         work = HeavyWork(1)
         callers = [
-            asyncio.create_task(work.run(Job(Lane.PROMPT, source, 1), iter(range(50))))
+            asyncio.create_task(work.run(Job(Priority.PROMPT, source, 1), iter(range(50))))
             for source in "ab"
         ]
         for _ in range(num_turns):
             await asyncio.sleep(0)
         callers[0].cancel()
         await asyncio.gather(*callers, return_exceptions=True)
-        job = Job(Lane.PROMPT, "c", 1)
+        job = Job(Priority.PROMPT, "c", 1)
         return await work.run(job, iter([7]))
 
     for num_turns in range(40):
@@ -202,8 +202,8 @@ def test_a_caller_that_is_gone_leaves_its_thread_and_its_place():
         yield 1
 
     async def scenario():
-        work = HeavyWork(1, LaneLimits(max_source_jobs=2))
-        jobs = [Job(Lane.PROMPT, "a", 1) for _ in range(3)]
+        work = HeavyWork(1, JobLimits(max_source_jobs=2))
+        jobs = [Job(Priority.PROMPT, "a", 1) for _ in range(3)]
         running, waiting = (asyncio.create_task(work.run(job, steps())) for job in jobs[:2])
         await asyncio.sleep(0)
         with pytest.raises(SaturatedError, match="of this client"):
