@@ -42,7 +42,7 @@ class ReplayedPlacement(NamedTuple):
         side: "prefill" or "decode".
         logged: Index of the logged place.
         replayed: Index of the place that the other policy chooses.
-        logged_s: Seconds that the logged place adds to the request and to all others, by the cost of
+        logged_s: Seconds that the logged place adds to the request and all others, by the cost of
             `least_delay`.
         replayed_s: Seconds that the other place adds.
     """

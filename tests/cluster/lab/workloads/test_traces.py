@@ -152,8 +152,8 @@ GOOD_AZURE = "2023-11-16 18:15:46.6805900,374,44\n"
     [
         ("", None, None, "empty"),
         (" \n\n", None, None, "empty"),
-        ('{"foo": 1}\n', None, None, "say which of mooncake"),
-        ("hello\n", None, None, "say which of mooncake"),
+        ('{"foo": 1}\n', None, None, "choose one of mooncake"),
+        ("hello\n", None, None, "choose one of mooncake"),
         (mooncake(0) + mooncake(-1), 2, "timestamp", ">= 0"),
         (mooncake(0, 0), 1, "input_length", ">= 1"),
         (mooncake(0) + "\n" + mooncake(0, -5), 3, "input_length", ">= 1"),
