@@ -50,7 +50,7 @@ def test_one_request_probes_and_its_token_closes_the_breaker():
     assert breakers.state("a") == "closed"
 
 
-def test_a_probe_whose_client_leaves_is_due_again():
+def test_a_probe_whose_client_leaves_is_sent_again():
     breakers = Breakers()
     trip(breakers, 0.0)
     breakers.sent("a", "r1")
@@ -75,7 +75,7 @@ def test_each_failed_probe_doubles_the_time_up_to_a_limit_and_a_success_forgets_
     assert trip(breakers, now_s) == now_s + FIRST_OPEN_S
 
 
-def test_what_is_old_is_forgotten():
+def test_old_breakers_are_forgotten():
     breakers = Breakers()
     breakers.failed("a", 0.0)
     breakers.expire(FORGET_S - 1.0)

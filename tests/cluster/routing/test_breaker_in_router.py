@@ -99,7 +99,7 @@ def test_a_lapsed_reservation_is_no_failure_of_an_engine():
     asyncio.run(run())
 
 
-def test_an_engine_whose_connection_breaks_again_and_again_is_given_a_rest():
+def test_an_engine_whose_connection_keeps_breaking_is_shut_out():
     async def run():
         async with (
             ScriptedEngine("both", "e", answering([])) as engine,

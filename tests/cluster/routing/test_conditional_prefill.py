@@ -89,7 +89,7 @@ def test_a_prompt_does_not_queue_while_a_decode_engine_is_idle():
     assert place.incarnation == "d1"
 
 
-def test_sequences_that_would_stand_still_for_long_keep_a_prompt_away():
+def test_a_prompt_avoids_engines_where_it_would_stop_many_sequences():
     world = World(40)
     world.queue(2)
     # Two seconds are a fifth of the time of an answer: 16 seconds of 40 sequences.
@@ -246,7 +246,7 @@ def test_equal_places_get_prompts_in_turn():
     assert places[:6] == places[6:]
 
 
-def test_what_a_prefill_engine_computes_has_to_be_fetched():
+def test_fetching_counts_against_a_prefill_engine():
     """If fetching takes longer than it saves, a decode engine computes the prompt."""
     places = [World(0, kv_bytes=size).place(asks("r", 4000)) for size in (1024, 10**9)]
     assert places[0] is None
@@ -258,7 +258,7 @@ def test_a_decode_engine_computes_prompts_that_it_has_cached():
     assert world.place() == Placement("d0", 1)
 
 
-def test_unknown_costs_are_tried_with_prompts_that_are_no_longer_than_most():
+def test_unknown_costs_are_tried_only_with_short_prompts():
     world = World(0, knows=False)
     world.queue(1)
     world.lengths.prompts.add(1000)

@@ -18,7 +18,7 @@ KEY = b"of the deployment's prefix caches"
     st.sampled_from([16, 32, 64]),
     st.sampled_from(["", "pepper"]),
 )
-def test_hashes_are_those_of_the_engines_for_each_block_size(prompt, block_size, salt):
+def test_hashes_equal_the_engines_for_each_block_size(prompt, block_size, salt):
     hashes = []
     extend_block_hashes(hashes, prompt, block_size, prefix_root(KEY, salt))
     demand = Demand("r", prompt, cache_salt=salt)
@@ -31,7 +31,7 @@ def test_hashes_are_those_of_the_engines_for_each_block_size(prompt, block_size,
     ("num_tokens", "block_size", "num_blocks"),
     [(31, 32, 1), (32, 32, 2), (63, 64, 1), (1, 1, 2), (127, 64, 2)],
 )
-def test_blocks_are_for_the_prompt_and_one_token(num_tokens, block_size, num_blocks):
+def test_a_request_needs_blocks_for_its_prompt_and_one_token(num_tokens, block_size, num_blocks):
     assert Demand("r", [7] * num_tokens).num_blocks(*one_kv_group(9, block_size)) == num_blocks
 
 

@@ -160,7 +160,7 @@ def test_a_running_request_is_recorded_after_its_record_was_dropped():
 
 
 @pytest.mark.parametrize("policy", ["least_loaded", "least_delay"])
-def test_what_was_weighed_is_kept_though_views_are_written_in_place(policy):
+def test_a_choice_keeps_its_values_when_views_change(policy):
     fleet, [made] = choose(policy, 1, keeps_whole=False)
     before = made.choice.terms(0), made.choice.columns.copy()
     for name in fleet.names:
@@ -253,7 +253,7 @@ def test_a_line_that_fails_or_is_torn_loses_only_itself(tmp_path):
     assert num_unreadable == 2
 
 
-def test_what_another_version_logged_that_looked_at_less_is_counted_and_left_out(tmp_path):
+def test_log_lines_of_another_version_are_counted_and_skipped(tmp_path):
     _, made = choose("least_delay", 2)
     routes = [Route(name, 1000, 0.0) for name in ("new", "old")]
     for route, choice in zip(routes, made, strict=True):

@@ -83,7 +83,7 @@ class Connection:
         return self.table.open(request_id, message, inbox)
 
 
-def test_what_is_held_to_decode_stays_when_the_prompt_was_computed_there():
+def test_a_decode_hold_outlives_the_prefill_leg_on_the_same_engine():
     async def scenario():
         pools = known("prefill")
         connection = Connection(pools.member("e").description)

@@ -39,7 +39,7 @@ def engines(*num_rows, lanes=LANES):
     return {f"h{i}": Helper(lanes, STEP_TOKENS, rows, 0, 0.04) for i, rows in enumerate(num_rows)}
 
 
-def test_the_first_of_all_goes_alone_and_at_once():
+def test_the_first_prompt_is_given_alone_and_at_once():
     one, two = waits(1), waits(2)
     given_ = Helpers(Forecast()).due([one, two], engines(0, 0), 0.0)
     assert given_ == [(one, Placement("h0", 0))]
@@ -98,7 +98,7 @@ def test_decode_only_requests_avoid_idle_and_prefilling_engines():
     assert helpers.to_spare(entry, {}) == set()
 
 
-def test_what_prompts_take_is_that_of_the_longest_beside_them():
+def test_prompts_take_the_time_of_the_longest_beside_them():
     helpers = Helpers(Forecast())
     for number, length in enumerate((300, 2000, 900)):
         helpers.ask("h0", f"r{number}", length, 0.0)

@@ -25,7 +25,7 @@ def test_a_hot_prefix_needs_a_copy_per_share_of_slots():
     assert copies_wanted(3, 1) == 3, "one slot is room for one"
 
 
-def test_what_is_cold_counts_in_full():
+def test_a_cold_prefix_counts_in_full():
     hot, held = with_requests(*[CHAIN] * ROOM), {"a": 16, "b": 3}
     assert hot.cool(CHAIN, held, SLOTS, 8) == held
 
@@ -38,7 +38,7 @@ def test_the_next_request_of_a_hot_prefix_goes_elsewhere_until_there_are_enough(
     assert hot.cool(CHAIN, {"a": 16}, SLOTS, 1) == {"a": 16}, "there is no other place"
 
 
-def test_what_leads_to_a_hot_prefix_counts_where_enough_have_it():
+def test_blocks_before_a_hot_prefix_count_where_enough_places_have_them():
     """All requests share two blocks that four places hold; one place has the hot rest."""
     chains = [[100, 101, *(1000 * i + k for k in range(14))] for i in range(3)]
     hot = with_requests(*[chains[0]] * (ROOM + 1), *chains[1:])

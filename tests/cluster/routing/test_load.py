@@ -101,7 +101,7 @@ def test_a_prompt_has_room_only_for_the_tokens_that_the_step_has_left():
     assert spares_s((0, 0), [(1, 5000)], 4096) == [0.0, 0.0]
 
 
-def test_what_is_left_to_an_engine_goes_all_around():
+def test_requests_without_a_group_are_spread_over_groups():
     demands = [demand(i, 4) for i in range(3)]
     assert spread(2, demands) == [(0, demands[0]), (1, demands[1]), (0, demands[2])]
 
@@ -138,7 +138,7 @@ def tell(pools, name, count, role="both"):
         pools.take_snapshot(name, snapshot)
 
 
-def test_what_a_replica_tells_of_its_steps_is_what_a_prompt_costs_there():
+def test_prompt_costs_are_learned_from_a_replicas_steps():
     pools = pool("both")
     tell(pools, "both", 9)
     [view] = pools.decode_views()

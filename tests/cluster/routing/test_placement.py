@@ -500,7 +500,7 @@ def test_equal_places_get_their_requests_in_turn():
     assert decode_turns(policy, groups(3, 3, 3), 4) == ["e0", "e1", "e2", "e0"]
 
 
-def test_an_engine_as_a_whole_has_what_its_groups_have_cached():
+def test_a_whole_engine_has_its_groups_cached_tokens():
     cached = {Placement("p1", 0): 2, Placement("p1", 1): 3, Placement("p0", 0): 1}
     policy = make_policies("prefix_aware", lambda _demand: cached).prefill
     engines = [prefill_view(f"p{i}", 0, 0, i) for i in range(3)]
@@ -534,7 +534,7 @@ def test_every_choice_takes_a_slot():
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_default_alone_looks_at_steps(name):
+def test_only_the_default_policy_uses_step_costs(name):
     """Other policies place the same whatever prompts, queues and steps cost."""
     costs = StepCosts(*[0.5] * 7)
     slow, fast = (Load(s, s, 3, 0.0, 0, 0, 0, costs) for s in (9.0, 1.0))
@@ -561,7 +561,7 @@ def test_policies_that_use_caches_are_listed(name):
     assert bool(asked) == (name in CACHE_AWARE_POLICIES)
 
 
-def test_an_engine_as_a_whole_has_what_any_of_its_groups_has():
+def test_a_whole_engine_has_the_most_that_a_group_has_cached():
     counts = {
         Placement("a", 0): 3, Placement("a", 1): 7, Placement("a", 2): 5,
         Placement("b", ANY_GROUP): 2, Placement("gone", 0): 9,

@@ -295,7 +295,7 @@ def test_a_change_of_one_replica_changes_only_its_places():
     assert before != after
 
 
-def test_what_a_snapshot_tells_is_in_the_views_once_they_are_settled():
+def test_snapshots_are_in_the_views_once_settled():
     """So that no request waits while earlier snapshots are worked out."""
     pools = three_replicas()
     views = pools.decode_views()
@@ -535,7 +535,7 @@ def test_a_new_fit_changes_the_costs_of_the_whole_pool():
     pools.check_invariants()
 
 
-def test_what_prompts_cost_is_what_they_cost_the_pool_that_is_there_for_them():
+def test_prompt_costs_are_those_of_the_prefill_pool():
     """A much slower prompt on a decode engine changes it as little as decode steps do."""
     pools, groups = PoolState(), idle().groups
     for role in ("prefill", "decode"):

@@ -175,7 +175,7 @@ TestMachine.settings = settings(max_examples=120, stateful_step_count=40, deadli
     st.lists(st.tuples(st.sampled_from(GROUPS), events), max_size=20),
     st.lists(st.sampled_from(NAMES), max_size=6, unique=True),
 )
-def test_what_is_forgotten_only_ever_shortens_a_prefix(max_entries, said, names):
+def test_forgetting_only_shortens_prefixes(max_entries, said, names):
     index, engines = PrefixIndex(max_entries), {placement: Engine() for placement in GROUPS}
     for placement in GROUPS:
         index.take(placement, engines[placement].listing())
@@ -206,7 +206,7 @@ def test_after_a_missed_batch_a_listing_is_requested_repeatedly():
     assert index.look_up([7]) == {A: 1}
 
 
-def test_an_old_listing_does_not_bring_back_what_is_gone():
+def test_an_old_listing_does_not_restore_removed_blocks():
     index = PrefixIndex()
     index.take(A, stored(1, 1, listing=True))
     index.take(A, removed(2, 1))

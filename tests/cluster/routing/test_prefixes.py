@@ -45,7 +45,7 @@ def known(*incarnations):
     return prefixes
 
 
-def test_cached_tokens_are_those_of_whole_blocks_and_never_all():
+def test_cached_tokens_are_of_whole_blocks_and_never_the_last_token():
     prefixes = known("a", "b")
     prefixes.take(*told_by("a", 1, names_of(LONG)))
     prefixes.take(*told_by("b", 0, names_of(LONG)[:1]))
@@ -74,7 +74,7 @@ def test_a_prompt_is_not_hashed_if_placement_ignores_caches():
     assert prefixes.cached_tokens(demand(LONG)) == {}
 
 
-def test_what_an_engine_held_goes_with_it():
+def test_a_lost_engines_blocks_are_forgotten():
     prefixes = known("a", "b")
     for name in ("a", "b"):
         prefixes.take(*told_by(name, 0, names_of(LONG)))
@@ -84,7 +84,7 @@ def test_what_an_engine_held_goes_with_it():
     assert prefixes.cached_tokens(demand(LONG)).keys() == {Placement("b", 0)}
 
 
-def test_of_an_engine_that_tells_nothing_what_was_sent_there_is_believed_for_a_while():
+def test_prompts_sent_to_an_engine_without_reports_count_for_a_while():
     prefixes = known("a", "b")
     prefixes.note_routed(demand(LONG), Placement("a", 1), 1.0)
     prefixes.note_routed(demand(OTHER), Placement("b", ANY_GROUP), 2.0)
@@ -104,7 +104,7 @@ def test_nothing_is_guessed_of_an_engine_that_tells():
     assert prefixes.cached_tokens(demand(LONG)) == {}
 
 
-def test_what_is_too_hot_counts_for_nothing_until_requests_end_or_more_have_it():
+def test_a_hot_prefix_does_not_count_until_requests_end_or_copies_exist():
     """Groups of four slots: one request with a prefix is all that a holder should have."""
     prefixes = known("a", "b")
     prefixes.take(*told_by("a", 0, names_of(LONG)))
@@ -137,7 +137,7 @@ def cached(made, prompt):
 
 
 @pytest.mark.process
-def test_real_engines_tell_every_ingress_what_they_hold():
+def test_real_engines_report_their_blocks_to_every_ingress():
     async def run(first, second):
         async with rig(first, second) as made, rig(first) as late:
             await made.tokens(LONG)
@@ -185,7 +185,7 @@ class DeafRig(Rig):
 
 
 @pytest.mark.process
-def test_after_lost_events_an_ingress_asks_the_engine_for_a_listing_and_knows_all_again():
+def test_lost_events_are_repaired_by_a_listing():
     [first, lost, last] = prompts(3, (130, 96, 64))
 
     async def run(engine):

@@ -222,7 +222,7 @@ def test_prompts_below_the_threshold_are_computed_on_the_decode_engine(pool):
     assert num_transfers == [0, 1]
 
 
-def test_first_token_comes_from_prefill_before_the_decode_engine_does_anything(pool):
+def test_first_token_comes_from_prefill_before_decoding_starts(pool):
     prefill, decode = pool[0], pool[2]
     (prompt,) = prompts(1, lengths=(77,))
     expected = reference((prompt, sampling()))[0]
@@ -443,9 +443,7 @@ async def finish(streams, heads):
     return [head + rest for head, rest in zip(heads, rests, strict=True)]
 
 
-def test_streams_of_a_decode_engine_that_is_killed_go_on_elsewhere_with_the_same_tokens(
-    pool, victim
-):
+def test_streams_of_a_killed_decode_engine_continue_with_the_same_tokens(pool, victim):
     prefill, other, lost = pool[0], pool[2], victim("decode")
     cases = mixed_cases(LONG)
 
@@ -465,9 +463,7 @@ def test_streams_of_a_decode_engine_that_is_killed_go_on_elsewhere_with_the_same
     assert asyncio.run(run()) == reference(*cases)
 
 
-def test_streams_of_a_decode_engine_that_is_frozen_go_on_elsewhere_with_the_same_tokens(
-    pool, monkeypatch
-):
+def test_streams_of_a_frozen_decode_engine_continue_with_the_same_tokens(pool, monkeypatch):
     monkeypatch.setattr(async_client, "SILENCE_S", 2.0)
     prefill, other, frozen = pool[0], pool[2], pool[3]
     cases = mixed_cases(LONG)
@@ -486,9 +482,7 @@ def test_streams_of_a_decode_engine_that_is_frozen_go_on_elsewhere_with_the_same
     assert asyncio.run(run()) == reference(*cases)
 
 
-def test_streams_that_would_outlive_the_drain_of_their_engine_go_on_elsewhere(
-    pool, victim, monkeypatch
-):
+def test_streams_longer_than_a_drain_continue_elsewhere(pool, victim, monkeypatch):
     monkeypatch.setattr(launch, "HAND_OVER_SHARE", 0.01)
     prefill, other, leaving = pool[0], pool[2], victim("decode")
     cases = mixed_cases(LONG)
@@ -545,7 +539,7 @@ def test_streams_of_the_only_decode_engine_wait_for_another_one_to_come(pool, vi
     assert asyncio.run(run()) == reference(*cases)
 
 
-def test_decode_engine_killed_mid_stream_is_a_typed_error_where_no_other_comes(pool, victim):
+def test_decode_engine_killed_mid_stream_is_a_typed_error_without_another(pool, victim):
     prefill, decode = pool[0], pool[2]
     lost = victim("decode")
 
@@ -635,7 +629,7 @@ def test_prefill_engine_killed_before_its_kv_is_fetched_fails_no_request(pool, v
     assert asyncio.run(run()) == reference((prompt, sampling()))[0]
 
 
-def test_prompt_computed_on_one_replica_is_found_on_another_under_the_same_salt():
+def test_prompt_of_one_replica_is_found_on_another_under_the_same_salt():
     """Two replicas that do everything, and a store."""
     name = f"test-{secrets.token_hex(8)}"
     # Patient: what a busy machine makes the store late for is dropped, as it should be.

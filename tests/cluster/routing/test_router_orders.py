@@ -250,7 +250,7 @@ def test_decode_engine_computes_the_prompt_if_every_prefill_engine_fails():
 
 
 @pytest.mark.parametrize("order", EARLY)
-def test_slot_that_does_not_come_in_time_is_an_error_after_the_token_and_frees_prefill(order):
+def test_slot_timeout_after_the_first_token_is_an_error_and_frees_prefill(order):
     async def scenario():
         engines = ("prefill", "p", prefills), ("decode", "d", decodes)
         async with cluster(*engines, order=order, queue_timeout_s=0.2) as (made, p, d):
@@ -389,7 +389,7 @@ def test_failed_transfer_releases_prefill_and_the_request_continues():
     run(scenario)
 
 
-def test_engine_that_must_not_compute_again_ends_the_request_with_its_own_error():
+def test_engine_that_must_not_recompute_ends_the_request_with_its_error():
     def gives_up(message):
         if isinstance(message, Activate):
             error = f"{KV_TRANSFER_FAILED}: expired"
@@ -437,7 +437,7 @@ def test_successor_of_a_decode_engine_continues_from_its_tokens(order):
     run(scenario)
 
 
-def test_choices_that_are_not_equally_far_go_on_from_where_each_was_and_end_once():
+def test_choices_of_unequal_length_each_continue_and_end_once():
     def several(message):
         if isinstance(message, AddRequest):
             request_id = message.request.request_id
@@ -509,7 +509,7 @@ async def hand_over(engine):
 
 
 @pytest.mark.parametrize("order", get_args(OrderName))
-def test_streams_of_an_engine_that_hands_over_go_on_elsewhere_and_that_is_no_loss(order):
+def test_streams_of_a_draining_engine_continue_elsewhere_without_a_loss(order):
     async def scenario():
         engines = ("prefill", "p", prefills), ("decode", "d1", begins), ("decode", "d2", decodes)
         async with cluster(*engines, order=order, max_attempts=1) as (made, _, leaving, d):
@@ -699,7 +699,7 @@ def test_predicted_asks_for_the_slot_at_once_if_the_prompt_is_next():
     run(scenario)
 
 
-def test_slot_that_is_refused_leaves_a_prompt_alone_that_was_asked_for_before():
+def test_refused_slot_does_not_abort_an_earlier_prompt():
     async def scenario():
         engines = ("prefill", "p", accepts), ("decode", "d", silent)
         async with cluster(*engines, order="predicted") as (made, p, d):
@@ -758,7 +758,7 @@ def test_answer_of_one_token_needs_no_decode_slot():
     run(scenario)
 
 
-def test_decode_engine_computes_what_prefill_engines_refused_before_there_was_a_slot():
+def test_decode_engine_computes_a_prompt_refused_before_there_was_a_slot():
     async def scenario():
         engines = ("prefill", "p", refuses), ("decode", "d", accepts)
         async with cluster(*engines, order="predicted") as (made, _, d):

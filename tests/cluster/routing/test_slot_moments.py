@@ -230,7 +230,7 @@ def test_requests_become_due_in_order_before_their_prompts_begin(lengths, num_em
         assert moments_s[name] <= max(begins_s[name], start_s) + 1e-6
 
 
-def test_engines_that_come_and_go_leave_nothing():
+def test_engines_that_come_and_go_leave_no_state():
     world = World()
     for number in range(50):
         engine = f"new{number}"

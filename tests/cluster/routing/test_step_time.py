@@ -100,7 +100,7 @@ def test_a_kind_of_step_that_stops_keeps_its_cost(first):
     assert model.seconds(one) == pytest.approx(3.0 * one.device_s, rel=0.05)
 
 
-def test_steps_that_say_nothing_are_passed_over():
+def test_empty_or_impossible_steps_are_ignored():
     model = taught([work(rows=1, device_s=0.5)] * 9)
     before = model.seconds(work(rows=1))
     for step in (
@@ -168,7 +168,7 @@ def test_steps_unlike_any_before_are_believed():
     assert model.plausible(long) == long
 
 
-def test_what_has_become_much_slower_for_good_is_found_slower():
+def test_a_lasting_large_slowdown_is_learned():
     rng = np.random.default_rng(7)
     model = taught([drawn(rng, 0.001) for _ in range(300)])
     for _ in range(1200):

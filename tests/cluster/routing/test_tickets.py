@@ -24,7 +24,7 @@ def begin(tickets, epoch=3):
     return tickets.begin(request, epoch, make_member("prefill", "p").description)
 
 
-def test_both_tickets_of_a_transfer_differ_in_the_consumer_alone():
+def test_both_tickets_of_a_transfer_differ_only_in_the_consumer():
     tickets = office()
     transfer = begin(tickets)
     offer, fetch = (KEYS.unseal(tickets.seal(transfer, c), NOW_S) for c in ("", "d"))

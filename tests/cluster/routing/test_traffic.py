@@ -35,7 +35,7 @@ def test_every_request_is_in_one_place(asked):
 
 
 @given(requests, requests)
-def test_counts_of_two_ingresses_add_up_and_differences_are_what_came_since(one, other):
+def test_counts_of_ingresses_can_be_added_and_subtracted(one, other):
     both = counted(one) + counted(other)
     assert both == counted([*one, *other])
     assert both - counted(one) == counted(other)
