@@ -150,7 +150,7 @@ def _become(given: list[int], *, environment: dict[str, str], cwd: str, fds: lis
     while set(moved) & set(fds):
         moved = [os.dup(fd) for fd in moved]
     for source, target in zip(moved, fds, strict=True):
-        os.dup2(source, target, inheritable=target > 2)
+        os.dup2(source, target)
     for fd in {*range(3, max(moved) + 1)} - set(fds):
         with contextlib.suppress(OSError):
             os.close(fd)
