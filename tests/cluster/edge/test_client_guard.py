@@ -158,7 +158,7 @@ def test_a_request_whose_client_left_while_the_loop_was_busy_is_not_started(how)
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_over_the_limit_is_refused_however_it_is_sent(guarded, chunked):
-    limits = ClientLimits(max_body_bytes=1000)
+    limits = ClientLimits(max_body_bytes=1000, body_timeout_s=1.0)
     body = b"x" * 1001
     with guarded(limits) as (_, port), contextlib.closing(connect(port)) as client:
         if chunked:
@@ -256,7 +256,7 @@ def test_an_ingress_reads_no_body_that_its_application_would_refuse(monkeypatch)
     [middleware] = ingress_middlewares()
     guard = middleware.cls(NamesOfHeaders(), *middleware.args, **middleware.kwargs)
     with serving(guard) as port, contextlib.closing(connect(port)) as client:
-        client.sendall(request_bytes(b"", length=1001))
+        client.sendall(request_bytes(b" " * 1001))
         assert answer(client)[0] == 413
 
 
