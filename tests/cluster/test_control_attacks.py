@@ -81,7 +81,7 @@ async def attacked(known):
 
 
 class Streams:
-    """Streams of an honest ingress that run for as long as somebody attacks."""
+    """Streams of an honest ingress that run during an attack."""
 
     def __init__(self, made: Rig):
         self._made = made
@@ -129,7 +129,7 @@ async def assert_harmless(engines, make_known, *, is_answered=False):
             await until(lambda: streams.num_done >= before + NUM_STREAMS, "streams go on")
         assert all(engine.handle.is_alive for engine in engines)
         for engine, before in zip(engines, aborted, strict=True):
-            # The attacker's own are dropped with it, or fail; nobody else's are.
+            # Only the attacker's own requests are dropped or fail.
             assert is_answered or num_aborted(await made.engine_metrics(engine)) == before
         assert not made.lost
         await until_idle(made, *engines)
@@ -374,8 +374,8 @@ def test_a_client_that_vanishes_without_a_word_leaves_nothing_on_the_engine(engi
     async def scenario():
         async with tapped(decode) as (seen, inward, outward), rig(decode) as witness:
             client, lost = await connected(seen)
-            # One that computes, and some that wait to be told to: no engine is through with these
-            # before it notices, however fast.
+            # One request computes, the others wait for their KV: no engine, however fast, finishes
+            # these before it notices.
             for n, prompt in enumerate(prompts(4)):
                 leg = "decode" if n else "local"
                 request = AddRequest(EngineRequest(f"vanished{n}", prompt, sampling(4000)), leg)
@@ -434,7 +434,7 @@ def test_a_client_dropped_by_the_engine_learns_it_and_reconnects(engines):
             outward.cut()
 
             while not lost:
-                # It connects again by itself, and what it says then is answered.
+                # The client reconnects by itself, and then gets an answer.
                 client.send(seen.incarnation, Utility(1, "metrics"))
                 await asyncio.sleep(0.02)
             await until_idle(witness, decode)

@@ -19,7 +19,7 @@ from tests.cluster.engines import KEYS, engine_config, model_folder, running, un
 
 pytestmark = pytest.mark.process
 
-# So long that no noise in what steps cost outweighs what is cached of it.
+# Long enough that noise in the costs of steps never outweighs its cached part.
 PROMPT = "the quick brown fox jumps over the lazy dog. " * 30
 CACHED = (len(PROMPT) - 1) // 32 * 32
 

@@ -1,4 +1,4 @@
-"""One ingress without HTTP: text, members that come and go, what it counts."""
+"""One ingress without HTTP: text, members that come and go, metrics."""
 
 import asyncio
 import contextlib

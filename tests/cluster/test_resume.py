@@ -1,4 +1,4 @@
-"""A stream whose ingress is gone goes on at another one, over real engines: every token once."""
+"""Streams resumed at another ingress, over real engines: every token exactly once."""
 
 import asyncio
 import contextlib
@@ -86,7 +86,7 @@ def text(blocks):
 @pytest.mark.process
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_another_ingress_resumes_the_stream_of_a_lost_one(pool, temperature):
-    """The client chose no seed: what it knows of it is in the id."""
+    """The client chose no seed; it has the seed only in the event id."""
     body = {
         "prompt": PROMPT,
         "max_tokens": NUM_TOKENS,
@@ -129,7 +129,7 @@ def test_another_ingress_resumes_the_stream_of_a_lost_one(pool, temperature):
 
 
 def pieces_of(ids, stop):
-    """Text of the first tokens of a stream, which goes on."""
+    """Return the text of the first tokens of an unfinished stream."""
     tokenizer = Tokenizer.from_folder(model_folder())
     request = EngineRequest("r", [5], sampling(100, stop=stop))
     processor = OutputProcessor(tokenizer, request, tokenizer.eos_token_ids)

@@ -82,7 +82,7 @@ def accepts(message):
 
 
 class Reader:
-    """A policy that reads every field of what it is given, and takes the first in the list."""
+    """A policy that reads every field of its arguments, and takes the first place."""
 
     def __init__(self):
         self.seen = []

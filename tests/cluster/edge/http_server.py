@@ -55,7 +55,7 @@ def connect(port, *, source="127.0.0.1", receive_bytes=None):
 
 
 def request_bytes(body, *, length=None, headers=(), path="/v1/completions"):
-    """A POST; `length` is what it says of its body."""
+    """Return a POST request; `length` overrides its Content-Length."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Connection: close"]
     lines += ["Content-Type: application/json", *headers]
@@ -64,7 +64,7 @@ def request_bytes(body, *, length=None, headers=(), path="/v1/completions"):
 
 
 def answer(client):
-    """Status and body of what comes until the server closes; status 0 where it is no answer."""
+    """Read until the server closes; return status and body, status 0 if it is no HTTP answer."""
     raw = b""
     with contextlib.suppress(ConnectionResetError):
         while chunk := client.recv(65536):

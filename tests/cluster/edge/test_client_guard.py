@@ -1,4 +1,4 @@
-"""Clients that hold what they do not use, against the edge on a real socket."""
+"""Slow, greedy and lying clients against the client guard, on a real socket."""
 
 import asyncio
 import contextlib
@@ -455,7 +455,7 @@ def test_an_ingress_cancels_an_application_that_does_not_await_the_disconnect():
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_application_that_awaits_the_disconnect_ends_by_itself(stream, guarded):
-    """What it says nobody reads, but whoever counts answers does."""
+    """Its answer does not reach the client, but access logs and metrics count it."""
     running, statuses = threading.Event(), []
 
     async def endless(request, emit):

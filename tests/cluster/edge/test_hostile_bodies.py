@@ -1,4 +1,4 @@
-"""Small bodies that ask for much work: what they cost a loop that has streams to send."""
+"""Small bodies that request much work must not delay the streams of the event loop."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ from tests.cluster.edge.test_routes import PROMPTS, Client, call, poll
 
 MAX_BODY_BYTES = 8 * 2**20
 LONGEST_STALL_S = 2.0
-"""A fifth of what Serve's health check waits for; what is under test stays far below it."""
+"""A fifth of the timeout of Serve's health check; the tested code stays far below it."""
 HI = {"role": "user", "content": "hi"}
 
 

@@ -35,7 +35,7 @@ def streamed(script, headers=()):
 
         client.chunks = Chunks()
         await client.request("POST", "/v1/completions", BODY, headers)
-        # What was cancelled ends.
+        # Let cancelled tasks end.
         await asyncio.sleep(0.001)
         return client
 

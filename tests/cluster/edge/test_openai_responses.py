@@ -147,7 +147,7 @@ THREE = [
 
 
 def three(shape, **options):
-    """The chunks of `THREE` as they come, and what comes at the end."""
+    """Return the chunks of `THREE`, and the end of the stream."""
     writer = ChunkWriter(shape, request(n=3), spec(stream=True, **options))
     return [writer.add(delta) for delta in THREE], writer.finish(Usage(5, 8, cached_tokens=2))
 
@@ -232,7 +232,7 @@ def spelled(text):
 
 
 def logprobs(shape, deltas):
-    """What a whole body and a stream tell of the same deltas."""
+    """Return the log probabilities of the same deltas in a whole body and in a stream."""
     body = whole_body(shape, request(logprobs=2), spec(), deltas, COUNTS)
     writer = ChunkWriter(shape, request(logprobs=2), spec())
     stream = events(b"".join(map(writer.add, deltas)) + writer.finish(COUNTS))

@@ -1,4 +1,4 @@
-"""Streams that go on after a break: what ids say, and every token once."""
+"""Resumed streams: event ids, and every token exactly once."""
 
 import json
 import re
