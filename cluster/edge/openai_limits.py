@@ -35,7 +35,7 @@ MAX_FIELD_ENTRIES = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class BodyLimits:
     """Properties of the served models that set a body's limits.
 
     Attributes:
@@ -49,7 +49,7 @@ class Limits:
     max_token_chars: int
 
     @classmethod
-    def of(cls, cards: Sequence[ModelCard], tokenizer: Tokenizer) -> Limits:
+    def of_models(cls, cards: Sequence[ModelCard], tokenizer: Tokenizer) -> BodyLimits:
         """Return the limits of the model with the longest sequences; all share a tokenizer."""
         longest = max(card.max_model_len for card in cards)
         return cls(longest, tokenizer.vocab_size, tokenizer.max_token_chars)
@@ -60,7 +60,7 @@ class Limits:
         return min(self.vocab_size, self.max_model_len)
 
 
-def check_structure(raw: bytes, limits: Limits) -> None:
+def check_structure(raw: bytes, limits: BodyLimits) -> None:
     """Refuse a body that would take long to decode, by counting bytes.
 
     Raises:
@@ -76,7 +76,7 @@ def check_structure(raw: bytes, limits: Limits) -> None:
         raise BadRequestError(f"the body has {num_commas} commas; at most {most_commas} are read")
 
 
-def check_sizes(body: Mapping[str, Any], limits: Limits) -> None:
+def check_sizes(body: Mapping[str, Any], limits: BodyLimits) -> None:
     """Refuse a body with a field that holds too many values; types are not checked.
 
     Raises:
@@ -114,7 +114,7 @@ def prompt_too_long(
     )
 
 
-def _check_prompt(value: object, limits: Limits) -> None:
+def _check_prompt(value: object, limits: BodyLimits) -> None:
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if isinstance(value, str):
@@ -123,7 +123,7 @@ def _check_prompt(value: object, limits: Limits) -> None:
         raise prompt_too_long(len(value), limits.max_model_len, "prompt")
 
 
-def _check_messages(value: object, limits: Limits) -> None:
+def _check_messages(value: object, limits: BodyLimits) -> None:
     _check_length(value, MAX_MESSAGES, "messages")
     _check_entries(value, MAX_MESSAGE_ENTRIES, "messages")
     if isinstance(value, list):
@@ -138,7 +138,7 @@ def _num_chars(content: object) -> int:
     return len(content) if isinstance(content, str) else 0
 
 
-def _check_text(num_chars: int, limits: Limits, path: str) -> None:
+def _check_text(num_chars: int, limits: BodyLimits, path: str) -> None:
     """Refuse a text that is too long for the model, however it is tokenized.
 
     It ignores that special tokens may absorb any amount of white space; real prompts are not mostly

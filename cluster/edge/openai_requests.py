@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from cluster.edge.openai import ModelCard
-    from cluster.edge.openai_limits import Limits
+    from cluster.edge.openai_limits import BodyLimits
     from replicas.sampling_params import SamplingDefaults
     from replicas.tokenizer import Tokenizer
 
@@ -123,7 +123,7 @@ class TokenizeRequest:
     return_token_strs: bool
 
 
-def parse_body(raw: bytes, limits: Limits) -> dict[str, Any]:
+def parse_body(raw: bytes, limits: BodyLimits) -> dict[str, Any]:
     """Decode a request body, after checking its limits.
 
     Raises:

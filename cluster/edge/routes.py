@@ -39,7 +39,7 @@ from cluster.edge.headers import (
     require_json,
 )
 from cluster.edge.heavy_work import HeavyWork
-from cluster.edge.openai_limits import Limits, prompt_too_long
+from cluster.edge.openai_limits import BodyLimits, prompt_too_long
 from cluster.edge.openai_requests import (
     ParsedRequest,
     build_request,
@@ -412,7 +412,9 @@ class _RouteHandlers:
     async def _parse_body(self, request: Request) -> dict[str, Any]:
         require_json(request.headers)
         raw = await self._read_body(request)
-        return parse_body(raw, Limits.of(self._backend.models(), self._backend.tokenizer))
+        return parse_body(
+            raw, BodyLimits.of_models(self._backend.models(), self._backend.tokenizer)
+        )
 
     async def _encode_within(
         self, card: ModelCard, parsed: ParsedRequest, request: Request

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.edge.openai import ModelCard
-from cluster.edge.openai_limits import Limits
+from cluster.edge.openai_limits import BodyLimits
 from cluster.edge.openai_requests import (
     ChatPrompt,
     TextPrompt,
@@ -30,7 +30,7 @@ from tests.cluster.edge.test_openai_fields import turn_on
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
-LIMITS = Limits(max_model_len=2**20, vocab_size=2**20, max_token_chars=8)
+LIMITS = BodyLimits(max_model_len=2**20, vocab_size=2**20, max_token_chars=8)
 SEED = 2**62
 """What the ingress mints in these tests."""
 

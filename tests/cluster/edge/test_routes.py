@@ -106,7 +106,7 @@ def call(service, method, path, body=b"", *, headers=(), max_body_bytes=MAX_BODY
     return asyncio.run(Client(app).request(method, path, body, headers))
 
 
-# --- who is answered ------------------------------------------------------------------------------
+# --- listeners and hosts --------------------------------------------------------------------------
 
 OPERATIONS = ["/metrics", "/kv", "/debug/slots", "/debug/routes/r1", "/health_generate"]
 
