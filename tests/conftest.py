@@ -1,11 +1,13 @@
-"""What holds for all tests: one thread for arithmetic, cheap garbage collections, two profiles.
+"""What holds for all tests: one thread for arithmetic, coroutine tests, two profiles.
 
 The profiles are Hypothesis's: `dev` is quick; `ci` searches longer and always the same examples.
 """
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import inspect
 import os
 
 import pytest
@@ -35,3 +37,13 @@ def _warm_engines():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "start_process", warm_engines.WarmInterpreter().start_process)
         yield
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Run a coroutine test to its end in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True

@@ -61,7 +61,7 @@ async def answering(answer):
         await asyncio.gather(*replies)
 
 
-def test_the_client_times_first_events_and_not_whole_answers(monkeypatch):
+async def test_the_client_times_first_events_and_not_whole_answers(monkeypatch):
     clock = itertools.count()
     looks = SimpleNamespace(perf_counter=lambda: next(clock))
     monkeypatch.setattr(added_latency, "time", looks)
@@ -72,14 +72,11 @@ def test_the_client_times_first_events_and_not_whole_answers(monkeypatch):
         await asyncio.sleep(0.02)
         writer.write(b'data: {"finish_reason":"length"}\n\n\r\n0\r\n\r\n')
 
-    async def run():
-        async with answering(answer) as port:
-            client = Client(port)
-            await client.alone(3)
-            return client.first_s
-
-    # The clock goes on with each look at it: at the beginning, at what comes first, at the rest.
-    assert list(asyncio.run(run()).values()) == [1, 1, 1]
+    async with answering(answer) as port:
+        client = Client(port)
+        await client.alone(3)
+        result = client.first_s
+    assert list(result.values()) == [1, 1, 1]
 
 
 def test_a_server_that_ends_early_is_no_measurement():
@@ -95,24 +92,22 @@ def test_a_server_that_ends_early_is_no_measurement():
         asyncio.run(run())
 
 
-def test_the_mock_answers_every_level():
-    async def run():
-        port = free_port()
-        serving = asyncio.create_task(mock(port))
-        client = Client(port)
-        try:
-            while True:
-                with contextlib.suppress(ConnectionRefusedError):
-                    await client.at_once(1, 2)
-                    break
-                await asyncio.sleep(0.01)
-            await client.alone(2)
-        finally:
-            serving.cancel()
-            await asyncio.gather(serving, return_exceptions=True)
-        return client.first_s
-
-    assert len(asyncio.run(run())) == STREAMS + 2
+async def test_the_mock_answers_every_level():
+    port = free_port()
+    serving = asyncio.create_task(mock(port))
+    client = Client(port)
+    try:
+        while True:
+            with contextlib.suppress(ConnectionRefusedError):
+                await client.at_once(1, 2)
+                break
+            await asyncio.sleep(0.01)
+        await client.alone(2)
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+    result = client.first_s
+    assert len(result) == STREAMS + 2
 
 
 def test_the_line_says_what_routers_add_and_not_what_lies_behind_them():

@@ -39,12 +39,9 @@ async def at_once():
         await asyncio.gather(task, return_exceptions=True)
 
 
-def test_every_stream_of_every_wave_is_measured():
-    async def run():
-        async with at_once() as port:
-            return await measure(port, {1: 2, 8: 2})
-
-    found = asyncio.run(run())
+async def test_every_stream_of_every_wave_is_measured():
+    async with at_once() as port:
+        found = await measure(port, {1: 2, 8: 2})
     assert list(found) == [1, 8]
     for row in found.values():
         assert 0 < row.ttft_ms <= row.ttft_p99_ms
@@ -74,7 +71,7 @@ def test_an_answer_that_is_not_whole_ends_the_benchmark(answer, said):
     assert OUTPUT_TOKENS == 64
 
 
-def test_a_connection_that_was_closed_while_it_waited_is_made_anew():
+async def test_a_connection_that_was_closed_while_it_waited_is_made_anew():
     asked = []
 
     async def reply(reader, writer):
@@ -86,12 +83,9 @@ def test_a_connection_that_was_closed_while_it_waited_is_made_anew():
         writer.write(b"\r\n0\r\n\r\n")
         writer.close()
 
-    async def run():
-        port = free_port()
-        async with await asyncio.start_server(reply, HOST, port):
-            await level(port, 1, 3)
-
-    asyncio.run(run())
+    port = free_port()
+    async with await asyncio.start_server(reply, HOST, port):
+        await level(port, 1, 3)
     assert len(set(asked)) == 3
 
 

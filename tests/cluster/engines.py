@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -44,6 +45,7 @@ from replicas.messages import (
     EngineSnapshot,
     GroupSnapshot,
     Hello,
+    Refused,
     TokenOutput,
 )
 from replicas.sampling_params import SamplingParams
@@ -55,7 +57,7 @@ if TYPE_CHECKING:
 
     from replicas.config import Role
     from replicas.launch import EngineHandle
-    from replicas.messages import ClientMessage, EngineEvent, EngineMetrics
+    from replicas.messages import ClientMessage, EngineEvent, EngineMetrics, RefusalReason
     from replicas.streams import OnKVEvents
 
 KEYS = KeyRing((b"a secret of sixteen bytes or more",))
@@ -360,6 +362,26 @@ def silent(_message: ClientMessage) -> list[EngineEvent]:
     return []
 
 
+def refusing(
+    reason: RefusalReason,
+    detail: str = "",
+    *,
+    first: float = math.inf,
+    then: Callable[[ClientMessage], list[EngineEvent]] = silent,
+) -> Callable[[ClientMessage], list[EngineEvent]]:
+    """One that refuses the first requests, or all, and answers every other message as `then`."""
+    asked = []
+
+    def answer(message: ClientMessage) -> list[EngineEvent]:
+        if isinstance(message, AddRequest):
+            asked.append(message)
+            if len(asked) <= first:
+                return [Refused(message.request.request_id, reason, detail)]
+        return then(message)
+
+    return answer
+
+
 class ScriptedEngine:
     """Speaks the engines' wire protocol and says exactly what a test tells it to.
 
@@ -484,3 +506,16 @@ class ScriptedEngine:
             await asyncio.sleep(0.25)
             if not self.is_silent:
                 await self.send()
+
+
+@contextlib.asynccontextmanager
+async def scripted(
+    *engines: tuple[Role, str, Callable[[ClientMessage], list[EngineEvent]]],
+    num_connected: int | None = None,
+    **router: object,
+) -> AsyncIterator[tuple[Rig | ScriptedEngine, ...]]:
+    """A rig and scripted engines, of which all or the first few are connected in this order."""
+    async with contextlib.AsyncExitStack() as stack:
+        started = [await stack.enter_async_context(ScriptedEngine(*engine)) for engine in engines]
+        members = [engine.member for engine in started[:num_connected]]
+        yield await stack.enter_async_context(rig(*members, **router)), *started

@@ -185,70 +185,55 @@ def test_defaults_of_the_model_folder_reach_the_edge(tmp_path):
         resolve(args)
 
 
-def test_text_and_tokens_equal_those_of_a_local_engine(pool):
+async def test_text_and_tokens_equal_those_of_a_local_engine(pool):
     (prompt,) = prompts(1, lengths=(40,))
-
-    async def run():
-        async with serving(*(e.member for e in pool)) as service:
-            events, usage = await collect(service, ask(prompt))
-            return (
-                events,
-                usage,
-                service.tokenizer.decode(tokens_of(events)),
-                finished(service, "length"),
-            )
-
-    events, usage, text, num_finished = asyncio.run(run())
+    async with serving(*(e.member for e in pool)) as service:
+        events, usage = await collect(service, ask(prompt))
+        text = service.tokenizer.decode(tokens_of(events))
+        num_finished = finished(service, "length")
     assert tokens_of(events) == reference(prompt)
     assert text_of(events) == text
     assert (usage.prompt_tokens, usage.completion_tokens) == (40, 12)
     assert num_finished == 1
 
 
-def test_a_stop_string_ends_the_request_and_frees_its_slot(pool):
+async def test_a_stop_string_ends_the_request_and_frees_its_slot(pool):
     (prompt,) = prompts(1, lengths=(41,))
     prefill, decode, _ = pool
-
-    async def run():
-        async with serving(prefill.member, decode.member) as service:
-            whole = text_of((await collect(service, ask(prompt, sampling(200), "whole")))[0])
-            stop = next(whole[i : i + 2] for i in range(8, 99) if whole[i : i + 2].isascii())
-            reasons = ("length", "stop", "abort")
-            before = [await ended(service, decode, reason) for reason in reasons]
-            events, _ = await collect(service, ask(prompt, sampling(1900, stop=(stop,)), "stopped"))
-            await until_idle(service, prefill)
-            await until_idle(service, decode)
-            after = [await ended(service, decode, reason) for reason in reasons]
-            return whole, stop, events, [b - a for a, b in zip(before, after, strict=True)]
-
-    whole, stop, events, counts = asyncio.run(run())
+    async with serving(prefill.member, decode.member) as service:
+        whole = text_of((await collect(service, ask(prompt, sampling(200), "whole")))[0])
+        stop = next(whole[i : i + 2] for i in range(8, 99) if whole[i : i + 2].isascii())
+        reasons = ("length", "stop", "abort")
+        before = [await ended(service, decode, reason) for reason in reasons]
+        events, _ = await collect(service, ask(prompt, sampling(1900, stop=(stop,)), "stopped"))
+        await until_idle(service, prefill)
+        await until_idle(service, decode)
+        after = [await ended(service, decode, reason) for reason in reasons]
+        counts = [b - a for a, b in zip(before, after, strict=True)]
     assert counts == [0, 1, 0], "the engine was told to stop, and that all is well"
     assert text_of(events) == whole[: whole.index(stop)]
     assert (events[-1].finish_reason, events[-1].stop_reason) == ("stop", stop)
 
 
-def test_request_without_a_seed_gets_one_and_a_given_one_is_kept():
-    async def run():
-        async with (
-            ScriptedEngine("both", "e", finishes) as engine,
-            serving(engine.member, pools=["both"]) as service,
-        ):
-            client = Client(
-                create_app(
-                    service, IngressConfig(max_body_bytes=2**20, request_timeout_s=60), version="0"
-                )
+async def test_request_without_a_seed_gets_one_and_a_given_one_is_kept():
+    async with (
+        ScriptedEngine("both", "e", finishes) as engine,
+        serving(engine.member, pools=["both"]) as service,
+    ):
+        client = Client(
+            create_app(
+                service, IngressConfig(max_body_bytes=2**20, request_timeout_s=60), version="0"
             )
-            for seed in (None, None, 0):
-                body = {"prompt": "x", "max_tokens": 1, "seed": seed}
-                assert (await client.request("POST", "/v1/completions", body)).status == 200
-            return [m.request.sampling.seed for m in engine.received(AddRequest)]
-
-    first, second, given = asyncio.run(run())
+        )
+        for seed in (None, None, 0):
+            body = {"prompt": "x", "max_tokens": 1, "seed": seed}
+            assert (await client.request("POST", "/v1/completions", body)).status == 200
+        first, second, given = [m.request.sampling.seed for m in engine.received(AddRequest)]
     assert first != second
     assert given == 0
 
 
-def test_a_ticket_in_a_body_never_reaches_an_engine():
+async def test_a_ticket_in_a_body_never_reaches_an_engine():
     """Free-form fields that are taken and mean nothing here must not be passed on either."""
     mark = "tcp://10.9.8.7:6"
     free = {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": mark}}
@@ -263,20 +248,17 @@ def test_a_ticket_in_a_body_never_reaches_an_engine():
         "cache_salt": "pepper",
     }
     headers = [("x-kv-ticket", mark), ("x-prefiller-host-port", mark)]
-
-    async def run():
-        async with (
-            ScriptedEngine("prefill", "p", finishes) as prefill,
-            ScriptedEngine("decode", "d", finishes) as decode,
-            serving(prefill.member, decode.member) as service,
-        ):
-            app = create_app(
-                service, IngressConfig(max_body_bytes=2**20, request_timeout_s=60), version="0"
-            )
-            client = await Client(app).request("POST", "/v1/chat/completions", body, headers)
-            return client.status, [*prefill.messages, *decode.messages]
-
-    status, messages = asyncio.run(run())
+    async with (
+        ScriptedEngine("prefill", "p", finishes) as prefill,
+        ScriptedEngine("decode", "d", finishes) as decode,
+        serving(prefill.member, decode.member) as service,
+    ):
+        app = create_app(
+            service, IngressConfig(max_body_bytes=2**20, request_timeout_s=60), version="0"
+        )
+        client = await Client(app).request("POST", "/v1/chat/completions", body, headers)
+        status = client.status
+        messages = [*prefill.messages, *decode.messages]
     assert status == 200
     adds = [message for message in messages if isinstance(message, AddRequest)]
     assert {add.mode for add in adds} == {"prefill", "decode"}
@@ -293,7 +275,7 @@ def prefill_endpoints():
     return make_member("prefill", "p").description.kv_endpoints
 
 
-def test_tokens_that_come_twice_are_shown_once():
+async def test_tokens_that_come_twice_are_shown_once():
     def repeats(message):
         if not isinstance(message, AddRequest):
             return []
@@ -306,14 +288,12 @@ def test_tokens_that_come_twice_are_shown_once():
             TokenOutput(request_id, 2, [42], "length"),
         ]
 
-    async def run():
-        async with (
-            ScriptedEngine("both", "e", repeats) as engine,
-            serving(engine.member, pools=["both"]) as service,
-        ):
-            return (await collect(service, ask([5], sampling(3))))[0]
-
-    assert [event.token_ids for event in asyncio.run(run())] == [[40], [41], [42]]
+    async with (
+        ScriptedEngine("both", "e", repeats) as engine,
+        serving(engine.member, pools=["both"]) as service,
+    ):
+        result = (await collect(service, ask([5], sampling(3))))[0]
+    assert [event.token_ids for event in result] == [[40], [41], [42]]
 
 
 def finishes(message):
@@ -340,102 +320,89 @@ def fails(message):
     return []
 
 
-def test_request_that_fails_is_counted_as_an_error():
-    async def run():
-        async with (
-            ScriptedEngine("both", "e", fails) as engine,
-            serving(engine.member, pools=["both"]) as service,
-        ):
-            with pytest.raises(InternalError, match="no"):
-                await collect(service, ask([5]))
-            assert (finished(service, "error"), finished(service, "abort")) == (1, 0)
-
-    asyncio.run(run())
+async def test_request_that_fails_is_counted_as_an_error():
+    async with (
+        ScriptedEngine("both", "e", fails) as engine,
+        serving(engine.member, pools=["both"]) as service,
+    ):
+        with pytest.raises(InternalError, match="no"):
+            await collect(service, ask([5]))
+        assert (finished(service, "error"), finished(service, "abort")) == (1, 0)
 
 
-def test_client_that_leaves_aborts_its_request_and_is_counted():
-    async def run():
-        async with (
-            ScriptedEngine("both", "e", starts) as engine,
-            serving(engine.member, pools=["both"]) as service,
-        ):
-            events = start(service, ask([5], request_id="closed"))
-            await anext(events)
-            await events.aclose()
-            await until(lambda: engine.received(Abort) == [Abort(["closed"])], "aborted")
-            task = asyncio.ensure_future(collect(service, ask([5], request_id="cancelled")))
-            await until(lambda: len(engine.received(AddRequest)) == 2, "asked")
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            await until(lambda: len(engine.received(Abort)) == 2, "aborted")
-            assert (finished(service, "abort"), finished(service, "error")) == (2, 0)
-
-    asyncio.run(run())
+async def test_client_that_leaves_aborts_its_request_and_is_counted():
+    async with (
+        ScriptedEngine("both", "e", starts) as engine,
+        serving(engine.member, pools=["both"]) as service,
+    ):
+        events = start(service, ask([5], request_id="closed"))
+        await anext(events)
+        await events.aclose()
+        await until(lambda: engine.received(Abort) == [Abort(["closed"])], "aborted")
+        task = asyncio.ensure_future(collect(service, ask([5], request_id="cancelled")))
+        await until(lambda: len(engine.received(AddRequest)) == 2, "asked")
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until(lambda: len(engine.received(Abort)) == 2, "aborted")
+        assert (finished(service, "abort"), finished(service, "error")) == (2, 0)
 
 
 # --- members -----------------------------------------------------------------------------------
 
 
-def test_service_is_ready_once_every_pool_has_had_a_replica(pool):
+async def test_service_is_ready_once_every_pool_has_had_a_replica(pool):
     prefill, decode, _ = pool
-
-    async def run():
-        async with serving() as service:
-            assert service.is_ready() == (False, "no replica yet in pool prefill, decode")
-            service.fleet.add([decode.member])
-            await connected(service, [decode.member])
-            assert service.is_ready() == (False, "no replica yet in pool prefill")
-            service.fleet.add([decode.member, prefill.member])
-            await connected(service, [decode.member, prefill.member])
-            assert service.is_ready() == (True, "")
-            service.fleet._set_moves(prefill.incarnation, moves=False)
-            assert service.is_ready() == (True, "stalled replicas: 1")
-            metrics = (await service.metrics_text()).decode()
-            own = f'ingress="{service.metrics.ingress}",model_name="tiny"'
-            assert f"ttserve_router_stalled_replicas{{{own}}} 1.0" in metrics
-            service.fleet._set_moves(decode.incarnation, moves=False)
-            assert service.is_ready() == (True, "stalled replicas: 2")
-            service.router.queue.check_open()  # As /health says.
-            for engine in (prefill, decode):
-                service.fleet._set_moves(engine.incarnation, moves=True)
-            assert service.is_ready() == (True, "")
-            snapshot = service.fleet.pools.snapshot(decode.incarnation)
-            drains = msgspec.structs.replace(snapshot, seq=snapshot.seq + 1, draining=True)
-            service.fleet._take_snapshot(decode.incarnation, drains)
-            assert service.is_ready() == (False, "no replica can decode (1 draining)")
-            opens = msgspec.structs.replace(snapshot, seq=snapshot.seq + 2)
-            service.fleet._take_snapshot(decode.incarnation, opens)
-            service.fleet._lose(prefill.incarnation, "test")
-            is_ready, reason = service.is_ready()
-            assert is_ready, "the decode pool can do without"
-            assert reason == "stalled replicas: 1"
-            service.fleet._lose(decode.incarnation, "test")
-            assert service.is_ready() == (False, "no replica can decode")
-            with pytest.raises(NotReadyError):
-                await collect(service, ask([5]))
-
-    asyncio.run(run())
+    async with serving() as service:
+        assert service.is_ready() == (False, "no replica yet in pool prefill, decode")
+        service.fleet.add([decode.member])
+        await connected(service, [decode.member])
+        assert service.is_ready() == (False, "no replica yet in pool prefill")
+        service.fleet.add([decode.member, prefill.member])
+        await connected(service, [decode.member, prefill.member])
+        assert service.is_ready() == (True, "")
+        service.fleet._set_moves(prefill.incarnation, moves=False)
+        assert service.is_ready() == (True, "stalled replicas: 1")
+        metrics = (await service.metrics_text()).decode()
+        own = f'ingress="{service.metrics.ingress}",model_name="tiny"'
+        assert f"ttserve_router_stalled_replicas{{{own}}} 1.0" in metrics
+        service.fleet._set_moves(decode.incarnation, moves=False)
+        assert service.is_ready() == (True, "stalled replicas: 2")
+        service.router.queue.check_open()  # As /health says.
+        for engine in (prefill, decode):
+            service.fleet._set_moves(engine.incarnation, moves=True)
+        assert service.is_ready() == (True, "")
+        snapshot = service.fleet.pools.snapshot(decode.incarnation)
+        drains = msgspec.structs.replace(snapshot, seq=snapshot.seq + 1, draining=True)
+        service.fleet._take_snapshot(decode.incarnation, drains)
+        assert service.is_ready() == (False, "no replica can decode (1 draining)")
+        opens = msgspec.structs.replace(snapshot, seq=snapshot.seq + 2)
+        service.fleet._take_snapshot(decode.incarnation, opens)
+        service.fleet._lose(prefill.incarnation, "test")
+        is_ready, reason = service.is_ready()
+        assert is_ready, "the decode pool can do without"
+        assert reason == "stalled replicas: 1"
+        service.fleet._lose(decode.incarnation, "test")
+        assert service.is_ready() == (False, "no replica can decode")
+        with pytest.raises(NotReadyError):
+            await collect(service, ask([5]))
 
 
-def test_member_that_is_not_listed_any_more_keeps_its_requests(pool):
+async def test_member_that_is_not_listed_any_more_keeps_its_requests(pool):
     """A replica that drains, or answers late, is missing from the list and still runs."""
     prefill, decode, _ = pool
     (prompt,) = prompts(1, lengths=(42,))
-
-    async def run():
-        async with serving(prefill.member, decode.member) as service:
-            events = start(service, ask(prompt, sampling(300)))
-            first = await anext(events)
-            service.fleet.add([])
-            rest = [event async for event in events]
-            await until_idle(service, decode)
-            return [*first.token_ids, *tokens_of(rest)]
-
-    assert asyncio.run(run()) == reference(prompt, sampling(300))
+    async with serving(prefill.member, decode.member) as service:
+        events = start(service, ask(prompt, sampling(300)))
+        first = await anext(events)
+        service.fleet.add([])
+        rest = [event async for event in events]
+        await until_idle(service, decode)
+        result = [*first.token_ids, *tokens_of(rest)]
+    assert result == reference(prompt, sampling(300))
 
 
-def test_member_that_does_not_answer_is_given_no_requests(pool):
+async def test_member_that_does_not_answer_is_given_no_requests(pool):
     prefill, decode, other = pool
     nobody = msgspec.structs.replace(
         other.description,
@@ -444,73 +411,57 @@ def test_member_that_does_not_answer_is_given_no_requests(pool):
         public_key=server_public_key(KEYS, "nobody"),
     )
     member = type(other.member)("decode", "decode-nobody", nobody)
-
-    async def run():
-        async with serving(prefill.member, decode.member) as service:
-            service.fleet.add([prefill.member, decode.member, member])
-            await until(lambda: service.fleet.pools.member("nobody"), "it is being connected")
-            assert len(tokens_of((await collect(service, ask([5, 6, 7])))[0])) == 12
-
-    asyncio.run(run())
+    async with serving(prefill.member, decode.member) as service:
+        service.fleet.add([prefill.member, decode.member, member])
+        await until(lambda: service.fleet.pools.member("nobody"), "it is being connected")
+        assert len(tokens_of((await collect(service, ask([5, 6, 7])))[0])) == 12
 
 
-def test_the_client_may_be_closed_while_it_loses_an_engine():
-    async def run():
-        closing = []
-        client = AsyncMPClient(
-            KEYS,
-            on_dead=lambda _incarnation, _reason: closing.append(
-                asyncio.ensure_future(client.close())
-            ),
-        )
-        async with ScriptedEngine("both", "e", finishes) as engine:
-            await client.connect(engine.member.description)
-        await until(lambda: closing, "lost")
-        await asyncio.wait_for(closing[0], 5)
-
-    asyncio.run(run())
+async def test_the_client_may_be_closed_while_it_loses_an_engine():
+    closing = []
+    client = AsyncMPClient(
+        KEYS,
+        on_dead=lambda _incarnation, _reason: closing.append(asyncio.ensure_future(client.close())),
+    )
+    async with ScriptedEngine("both", "e", finishes) as engine:
+        await client.connect(engine.member.description)
+    await until(lambda: closing, "lost")
+    await asyncio.wait_for(closing[0], 5)
 
 
-def test_a_reconnecting_client_drops_its_old_requests(pool):
+async def test_a_reconnecting_client_drops_its_old_requests(pool):
     _, decode, _ = pool
-
-    async def run():
-        async with serving(decode.member, queue_timeout_s=0.5) as service:
-            num_whole = await ended(service, decode, "length")
-            events = start(service, ask([5, 5, 6], sampling(1900)))
-            await anext(events)
-            await service.fleet.client.disconnect(decode.incarnation)
-            with pytest.raises(ReplicaLostError):
-                await collect_rest(events)
-            await service.fleet.client.connect(decode.description)
-            await until_idle(service, decode)
-            return await ended(service, decode, "length") - num_whole
-
-    assert asyncio.run(run()) == 0, "nobody would have read it"
+    async with serving(decode.member, queue_timeout_s=0.5) as service:
+        num_whole = await ended(service, decode, "length")
+        events = start(service, ask([5, 5, 6], sampling(1900)))
+        await anext(events)
+        await service.fleet.client.disconnect(decode.incarnation)
+        with pytest.raises(ReplicaLostError):
+            await collect_rest(events)
+        await service.fleet.client.connect(decode.description)
+        await until_idle(service, decode)
+        result = await ended(service, decode, "length") - num_whole
+    assert result == 0, "nobody would have read it"
 
 
-def test_an_engine_falsely_thought_lost_drops_its_old_requests(pool, monkeypatch):
+async def test_an_engine_falsely_thought_lost_drops_its_old_requests(pool, monkeypatch):
     monkeypatch.setattr(async_client, "SILENCE_S", 2.0)
     prefill, decode, _ = pool
-
-    async def run():
-        async with serving(prefill.member, decode.member, queue_timeout_s=0.5) as service:
-            reasons = ("abort", "length")
-            before = [await ended(service, decode, reason) for reason in reasons]
-            events = start(service, ask([5, 5, 5], sampling(1900)))
-            for _ in range(3):
-                await anext(events)
-            with decode.stopped():
-                with pytest.raises(ReplicaLostError):
-                    await asyncio.wait_for(collect_rest(events), 10)
-                # The list still has it: the replica's actor is well.
-                service.fleet.add([prefill.member, decode.member])
-            await connected(service, [decode.member])
-            await until_idle(service, decode)
-            after = [await ended(service, decode, reason) for reason in reasons]
-            return [b - a for a, b in zip(before, after, strict=True)]
-
-    num_aborted, num_finished = asyncio.run(run())
+    async with serving(prefill.member, decode.member, queue_timeout_s=0.5) as service:
+        reasons = ("abort", "length")
+        before = [await ended(service, decode, reason) for reason in reasons]
+        events = start(service, ask([5, 5, 5], sampling(1900)))
+        for _ in range(3):
+            await anext(events)
+        with decode.stopped():
+            with pytest.raises(ReplicaLostError):
+                await asyncio.wait_for(collect_rest(events), 10)
+            # The list still has it: the replica's actor is well.
+            service.fleet.add([prefill.member, decode.member])
+        await connected(service, [decode.member])
+        await until_idle(service, decode)
+        after = [await ended(service, decode, reason) for reason in reasons]
+        num_aborted, num_finished = [b - a for a, b in zip(before, after, strict=True)]
     assert num_aborted >= 1
     assert num_finished == 0, "nobody would have read them"
 
@@ -595,15 +546,12 @@ def test_transfers_are_polled_and_an_engine_without_answer_is_silent(monkeypatch
     assert prefill.transfers[0].request not in {"", "r"}, "nobody can speak of it to an engine"
 
 
-def test_engines_at_rest_have_no_transfers(pool):
-    async def run():
-        async with serving(*(e.member for e in pool)) as service:
-            await collect(service, ask(prompts(1, lengths=(71,))[0]))
-            for engine in pool:
-                await until_idle(service, engine)
-            return await service.transfers()
-
-    view = asyncio.run(run())
+async def test_engines_at_rest_have_no_transfers(pool):
+    async with serving(*(e.member for e in pool)) as service:
+        await collect(service, ask(prompts(1, lengths=(71,))[0]))
+        for engine in pool:
+            await until_idle(service, engine)
+        view = await service.transfers()
     assert len(view.replicas) == len(pool)
     assert not any(replica.is_silent or replica.transfers for replica in view.replicas)
 
@@ -623,7 +571,7 @@ def test_deep_health_names_an_engine_that_takes_no_step(pool):
     assert others_step == {**all_step, pool[1].member.replica_id: False}
 
 
-def test_a_storm_of_deep_health_checks_does_not_wait_for_a_slow_step():
+async def test_a_storm_of_deep_health_checks_does_not_wait_for_a_slow_step():
     asked = []
 
     def answers(message):
@@ -633,26 +581,24 @@ def test_a_storm_of_deep_health_checks_does_not_wait_for_a_slow_step():
         # The first step ends; the next one does not.
         return [UtilityResult(message.call_id, True)] if len(asked) == 1 else []
 
-    async def run():
-        async with (
-            ScriptedEngine("both", "e", answers) as engine,
-            serving(engine.member, pools=["both"]) as service,
-        ):
-            app = create_app(service, IngressConfig(), version="0")
+    async with (
+        ScriptedEngine("both", "e", answers) as engine,
+        serving(engine.member, pools=["both"]) as service,
+    ):
+        app = create_app(service, IngressConfig(), version="0")
 
-            def check():
-                return Client(app).request("GET", "/health_generate", b"", OPERATOR)
+        def check():
+            return Client(app).request("GET", "/health_generate", b"", OPERATOR)
 
-            assert (await check()).status == 200
-            checks = [asyncio.create_task(check()) for _ in range(1000)]
-            await until(lambda: len(asked) == 2, "the second round has begun")
-            done, waiting = await asyncio.wait(checks, timeout=0)
-            for task in waiting:
-                task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
-            return {task.result().status for task in done}, len(waiting)
-
-    statuses, num_waiting = asyncio.run(run())
+        assert (await check()).status == 200
+        checks = [asyncio.create_task(check()) for _ in range(1000)]
+        await until(lambda: len(asked) == 2, "the second round has begun")
+        done, waiting = await asyncio.wait(checks, timeout=0)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        statuses = {task.result().status for task in done}
+        num_waiting = len(waiting)
     assert statuses == {200}
     assert num_waiting <= 8
 
@@ -678,28 +624,22 @@ def test_metrics_of_every_engine_are_merged(pool):
     }
 
 
-def test_killed_decode_replica_leaves_the_other_serving(pool):
+async def test_killed_decode_replica_leaves_the_other_serving(pool):
     prefill, decode, other = pool
-
-    async def run():
-        async with serving(prefill.member, other.member, queue_timeout_s=0.5) as service:
-            events = start(service, ask([5, 5, 5], sampling(1900)))
-            for _ in range(3):
-                await anext(events)
-            other.signal(signal.SIGKILL)
-            with pytest.raises(ReplicaLostError):
-                await asyncio.wait_for(collect_rest(events), 5)
-            assert service.fleet._look.is_set(), "discovery looks again at once"
-            assert not service.is_ready()[0]
-            assert finished(service, "error") == 1
-            service.fleet.add([prefill.member, decode.member])
-            await connected(service, [decode.member])
-            assert (
-                len(tokens_of((await collect(service, ask([5, 6, 7], request_id="next")))[0])) == 12
-            )
-            await until_idle(service, prefill)
-
-    asyncio.run(run())
+    async with serving(prefill.member, other.member, queue_timeout_s=0.5) as service:
+        events = start(service, ask([5, 5, 5], sampling(1900)))
+        for _ in range(3):
+            await anext(events)
+        other.signal(signal.SIGKILL)
+        with pytest.raises(ReplicaLostError):
+            await asyncio.wait_for(collect_rest(events), 5)
+        assert service.fleet._look.is_set(), "discovery looks again at once"
+        assert not service.is_ready()[0]
+        assert finished(service, "error") == 1
+        service.fleet.add([prefill.member, decode.member])
+        await connected(service, [decode.member])
+        assert len(tokens_of((await collect(service, ask([5, 6, 7], request_id="next")))[0])) == 12
+        await until_idle(service, prefill)
 
 
 async def collect_rest(events):

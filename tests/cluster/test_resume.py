@@ -85,7 +85,7 @@ def text(blocks):
 
 @pytest.mark.process
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_another_ingress_resumes_the_stream_of_a_lost_one(pool, temperature):
+async def test_another_ingress_resumes_the_stream_of_a_lost_one(pool, temperature):
     """The client chose no seed; it has the seed only in the event id."""
     body = {
         "prompt": PROMPT,
@@ -95,37 +95,33 @@ def test_another_ingress_resumes_the_stream_of_a_lost_one(pool, temperature):
         "stream": True,
         "return_token_ids": True,
     }
-
-    async def scenario():
-        async with serving(pool) as (_, undisturbed):
-            whole = events(await post(undisturbed, body, "0"))
-        async with serving(pool) as (first, app), serving(pool) as (second, other):
-            # By the seed of the first answer, from its first event on: the same request.
-            id_ = ID.match(whole[0])[1]
-            client = Client(app)
-            headers = [("last-event-id", id_)]
-            asking = asyncio.create_task(client.request("POST", "/v1/completions", body, headers))
-            await until(lambda: len(client.chunks) >= 5, "five events")
-            # Its connections break as its process ends, and its engines drop the request.
-            await first.fleet.client.close()
-            had = events(client)
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
-            had = [block for block in had if ID.match(block)]
-            assert 5 <= len(had) < NUM_TOKENS - 2
-            last = ID.match(had[-1])[1]
-            rest = events(await post(other, body, last))
-            refused = await post(other, body, f"{last[:-8]}{int(last[-8:], 16) ^ 1:08x}")
-            assert refused.status == 409
-            assert json.loads(b"".join(refused.chunks))["error"]["code"] == "tokens_differ"
-            for engine in pool:
-                await until(lambda engine=engine: idle(second, engine), "idle")
-        assert tokens(whole[:1]) + tokens(had) + tokens(rest) == tokens(whole)
-        assert len(tokens(whole)) == NUM_TOKENS
-        assert text(whole[:1]) + text(had) + text(rest) == text(whole)
-        assert rest[-1] == "data: [DONE]"
-
-    asyncio.run(scenario())
+    async with serving(pool) as (_, undisturbed):
+        whole = events(await post(undisturbed, body, "0"))
+    async with serving(pool) as (first, app), serving(pool) as (second, other):
+        # By the seed of the first answer, from its first event on: the same request.
+        id_ = ID.match(whole[0])[1]
+        client = Client(app)
+        headers = [("last-event-id", id_)]
+        asking = asyncio.create_task(client.request("POST", "/v1/completions", body, headers))
+        await until(lambda: len(client.chunks) >= 5, "five events")
+        # Its connections break as its process ends, and its engines drop the request.
+        await first.fleet.client.close()
+        had = events(client)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        had = [block for block in had if ID.match(block)]
+        assert 5 <= len(had) < NUM_TOKENS - 2
+        last = ID.match(had[-1])[1]
+        rest = events(await post(other, body, last))
+        refused = await post(other, body, f"{last[:-8]}{int(last[-8:], 16) ^ 1:08x}")
+        assert refused.status == 409
+        assert json.loads(b"".join(refused.chunks))["error"]["code"] == "tokens_differ"
+        for engine in pool:
+            await until(lambda engine=engine: idle(second, engine), "idle")
+    assert tokens(whole[:1]) + tokens(had) + tokens(rest) == tokens(whole)
+    assert len(tokens(whole)) == NUM_TOKENS
+    assert text(whole[:1]) + text(had) + text(rest) == text(whole)
+    assert rest[-1] == "data: [DONE]"
 
 
 def pieces_of(ids, stop):

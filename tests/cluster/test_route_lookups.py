@@ -48,13 +48,9 @@ async def asked(monkeypatch, names):
         await ingress.close()
 
 
-def test_a_storm_about_one_id_is_one_bounded_answer_rendered_off_the_loop(monkeypatch):
-    async def scenario():
-        async with asked(monkeypatch, ["loud"] * KEPT) as (ask, threads):
-            answers = await asyncio.gather(*(ask("loud") for _ in range(NUM_CLIENTS)))
-            return answers, threads
-
-    answers, threads = asyncio.run(scenario())
+async def test_a_storm_about_one_id_is_one_bounded_answer_rendered_off_the_loop(monkeypatch):
+    async with asked(monkeypatch, ["loud"] * KEPT) as (ask, threads):
+        answers = await asyncio.gather(*(ask("loud") for _ in range(NUM_CLIENTS)))
     assert {answer.status for answer in answers} == {200}
     body = answers[0].body
     assert (len(body["routes"]), body["num_dropped"]) == (KEPT_OF_AN_ID, KEPT - KEPT_OF_AN_ID)
@@ -63,15 +59,10 @@ def test_a_storm_about_one_id_is_one_bounded_answer_rendered_off_the_loop(monkey
     assert threading.main_thread() not in threads
 
 
-def test_questions_about_many_ids_at_a_time_are_refused_and_not_queued(monkeypatch):
+async def test_questions_about_many_ids_at_a_time_are_refused_and_not_queued(monkeypatch):
     names = [f"r{number}" for number in range(NUM_CLIENTS)]
-
-    async def scenario():
-        async with asked(monkeypatch, names) as (ask, threads):
-            answers = await asyncio.gather(*map(ask, names))
-            return answers, threads
-
-    answers, threads = asyncio.run(scenario())
+    async with asked(monkeypatch, names) as (ask, threads):
+        answers = await asyncio.gather(*map(ask, names))
     served = [answer for answer in answers if answer.status == 200]
     refused = [answer for answer in answers if answer.status == 429]
     assert len(served) + len(refused) == NUM_CLIENTS

@@ -101,34 +101,29 @@ class Reader:
         return view.placement
 
 
-def test_a_policy_sees_all_of_the_request_and_of_every_group(monkeypatch):
+async def test_a_policy_sees_all_of_the_request_and_of_every_group(monkeypatch):
     decode, prefill = Reader(), Reader()
     monkeypatch.setattr(router_module, "make_policies", lambda *_: Policies(decode, prefill))
+    async with (
+        ScriptedEngine("prefill", "p", prefills) as first,
+        ScriptedEngine("decode", "d", decodes) as second,
+        serving(first, second) as (ingress, _),
+    ):
+        groups = [GroupSnapshot(3, [60], 1, 2, 0)]
+        await second.send(snapshot=EngineSnapshot(9, False, 0, 77, 5, groups, "decode", 0.25))
+        pools = ingress.fleet.pools
+        await until(lambda: pools.decode_views()[0].num_empty_slots == 3, "its load is known")
+        request = EngineRequest(
+            "r", [7] * 43, SamplingParams(max_tokens=9, seed=1, ignore_eos=True),
+            cache_salt="pepper", adapter="poet", priority=-1, tenant="acme", timeout_s=30.0,
+            session="of two",
+        )  # fmt: skip
+        now_s = asyncio.get_running_loop().time()
 
-    async def run():
-        async with (
-            ScriptedEngine("prefill", "p", prefills) as first,
-            ScriptedEngine("decode", "d", decodes) as second,
-            serving(first, second) as (ingress, _),
-        ):
-            groups = [GroupSnapshot(3, [60], 1, 2, 0)]
-            await second.send(snapshot=EngineSnapshot(9, False, 0, 77, 5, groups, "decode", 0.25))
-            pools = ingress.fleet.pools
-            await until(lambda: pools.decode_views()[0].num_empty_slots == 3, "its load is known")
-            request = EngineRequest(
-                "r", [7] * 43, SamplingParams(max_tokens=9, seed=1, ignore_eos=True),
-                cache_salt="pepper", adapter="poet", priority=-1, tenant="acme", timeout_s=30.0,
-                session="of two",
-            )  # fmt: skip
-            now_s = asyncio.get_running_loop().time()
+        async def emit(_delta):
+            pass
 
-            async def emit(_delta):
-                pass
-
-            await ingress.generate(request, emit)
-            return now_s
-
-    now_s = asyncio.run(run())
+        await ingress.generate(request, emit)
     [(asked, view)] = decode.seen
     assert asked["prompt_token_ids"] == [7] * asked["num_prompt_tokens"] == [7] * 43
     assert (asked["num_blocks"], len(asked["block_hashes"])) == (2, 1)
@@ -194,21 +189,19 @@ def decodes(message):
 
 @pytest.mark.parametrize("order", get_args(OrderName))
 @pytest.mark.parametrize("stream", [False, True])
-def test_three_choices_with_log_probabilities_come_through(monkeypatch, order, stream):
+async def test_three_choices_with_log_probabilities_come_through(monkeypatch, order, stream):
     for name in ("n", "logprobs"):
         turn_on(monkeypatch, name)
 
-    async def run():
-        async with (
-            ScriptedEngine("prefill", "p", prefills) as prefill,
-            ScriptedEngine("decode", "d", decodes) as decode,
-            serving(prefill, decode, router={"order": order}) as (_, post),
-        ):
-            options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
-            response = await ask(post, n=3, logprobs=1, return_token_ids=True, **options)
-            return response, decode.received(Activate)[0].token_ids, decode.received(AddRequest)
-
-    response, activated, added = asyncio.run(run())
+    async with (
+        ScriptedEngine("prefill", "p", prefills) as prefill,
+        ScriptedEngine("decode", "d", decodes) as decode,
+        serving(prefill, decode, router={"order": order}) as (_, post),
+    ):
+        options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        response = await ask(post, n=3, logprobs=1, return_token_ids=True, **options)
+        activated = decode.received(Activate)[0].token_ids
+        added = decode.received(AddRequest)
     assert response.status == 200
     assert added[0].request.sampling == SamplingParams(
         max_tokens=4, n=3, logprobs=1, seed=added[0].request.sampling.seed
@@ -232,87 +225,77 @@ def test_three_choices_with_log_probabilities_come_through(monkeypatch, order, s
 # --- a replica that changes its role -------------------------------------------------------------
 
 
-def test_replicas_that_trade_roles_are_asked_for_their_new_parts():
-    async def run():
-        def plays_both(engine):
-            def answer(message):
-                is_prefill = isinstance(message, AddRequest) and message.mode == "prefill"
-                return prefills(message) if is_prefill else decodes(message)
+async def test_replicas_that_trade_roles_are_asked_for_their_new_parts():
+    def plays_both(engine):
+        def answer(message):
+            is_prefill = isinstance(message, AddRequest) and message.mode == "prefill"
+            return prefills(message) if is_prefill else decodes(message)
 
-            return answer
+        return answer
 
-        async with (
-            ScriptedEngine("prefill", "one", plays_both(1)) as one_,
-            ScriptedEngine("decode", "two", plays_both(2)) as two,
-            serving(one_, two) as (ingress, post),
-        ):
-            assert (await ask(post)).status == 200
-            one_.role, two.role = "decode", "prefill"
-            for engine in (one_, two):
-                await engine.send(snapshot=engine.snapshot(4))
-            await until(
-                lambda: [v.incarnation for v in ingress.fleet.pools.decode_views()] == ["one"],
-                "the ingress believes it",
-            )
-            assert (await ask(post)).status == 200
-            text = (await ingress.metrics_text()).decode()
-            return [[m.mode for m in e.received(AddRequest)] for e in (one_, two)], text
-
-    modes, text = asyncio.run(run())
+    async with (
+        ScriptedEngine("prefill", "one", plays_both(1)) as one_,
+        ScriptedEngine("decode", "two", plays_both(2)) as two,
+        serving(one_, two) as (ingress, post),
+    ):
+        assert (await ask(post)).status == 200
+        one_.role, two.role = "decode", "prefill"
+        for engine in (one_, two):
+            await engine.send(snapshot=engine.snapshot(4))
+        await until(
+            lambda: [v.incarnation for v in ingress.fleet.pools.decode_views()] == ["one"],
+            "the ingress believes it",
+        )
+        assert (await ask(post)).status == 200
+        text = (await ingress.metrics_text()).decode()
+        modes = [[m.mode for m in e.received(AddRequest)] for e in (one_, two)]
     assert modes == [["prefill", "decode"], ["decode", "prefill"]]
     assert "ttserve_router_refusals_total{" not in text
 
 
-def test_a_role_change_during_placement_does_not_harm_the_request():
+async def test_a_role_change_during_placement_does_not_harm_the_request():
     """The engine that was asked to decode prefills from now on, and the other way round."""
 
-    async def run():
-        def answers_late(message):
-            return (
-                []
-                if isinstance(message, AddRequest) and message.mode == "decode"
-                else (decodes(message) or prefills(message))
-            )
+    def answers_late(message):
+        return (
+            []
+            if isinstance(message, AddRequest) and message.mode == "decode"
+            else (decodes(message) or prefills(message))
+        )
 
-        async with (
-            ScriptedEngine("prefill", "one", prefills) as one_,
-            ScriptedEngine("decode", "two", answers_late) as two,
-            serving(one_, two) as (ingress, post),
-        ):
-            asked = asyncio.ensure_future(ask(post))
-            await until(lambda: two.received(AddRequest), "asked to decode")
-            one_.role, two.role = "decode", "prefill"
-            for engine in (one_, two):
-                await engine.send(snapshot=engine.snapshot(4))
-            await until(
-                lambda: [v.incarnation for v in ingress.fleet.pools.prefill_views()] == ["two"],
-                "the ingress believes it",
-            )
-            await two.send(*accepts(two.received(AddRequest)[0]))
-            response = await asked
-            return response.status, ingress.fleet.pools.holds()
-
-    status, holds = asyncio.run(run())
+    async with (
+        ScriptedEngine("prefill", "one", prefills) as one_,
+        ScriptedEngine("decode", "two", answers_late) as two,
+        serving(one_, two) as (ingress, post),
+    ):
+        asked = asyncio.ensure_future(ask(post))
+        await until(lambda: two.received(AddRequest), "asked to decode")
+        one_.role, two.role = "decode", "prefill"
+        for engine in (one_, two):
+            await engine.send(snapshot=engine.snapshot(4))
+        await until(
+            lambda: [v.incarnation for v in ingress.fleet.pools.prefill_views()] == ["two"],
+            "the ingress believes it",
+        )
+        await two.send(*accepts(two.received(AddRequest)[0]))
+        response = await asked
+        status = response.status
+        holds = ingress.fleet.pools.holds()
     assert (status, holds) == (200, [])
 
 
 # --- a configuration that arrives by override ----------------------------------------------------
 
 
-def test_an_overridden_configuration_is_served():
+async def test_an_overridden_configuration_is_served():
     file = read_serve_file(Path(configs.__file__).parent / "single.yaml")
     changed = file.override(args={"model": str(model_folder()), "model_name": "changed"})
-
-    async def run():
-        async with (
-            ScriptedEngine("both", "e", finishes) as engine,
-            serving(engine, args=changed.args) as (_, post),
-        ):
-            models = (await post("GET", "/v1/models")).body["data"]
-            by_name = [(await ask(post, model=name)).status for name in ("changed", "demo")]
-            return models, by_name
-
-    models, by_name = asyncio.run(run())
+    async with (
+        ScriptedEngine("both", "e", finishes) as engine,
+        serving(engine, args=changed.args) as (_, post),
+    ):
+        models = (await post("GET", "/v1/models")).body["data"]
+        by_name = [(await ask(post, model=name)).status for name in ("changed", "demo")]
     assert [(m["id"], m["max_model_len"]) for m in models] == [("changed", 8192)]
     assert by_name == [200, 404]
 

@@ -286,7 +286,7 @@ def test_behind_haproxy_the_source_is_the_one_haproxy_reports():
     assert ours(app.seen[0])["x-ttserve-listener"] == "operations"
 
 
-def test_without_haproxy_this_host_alone_may_use_the_operations_routes():
+async def test_without_haproxy_this_host_alone_may_use_the_operations_routes():
     app = Scopes()
     [middleware] = proxy_middlewares()
 
@@ -302,16 +302,13 @@ def test_without_haproxy_this_host_alone_may_use_the_operations_routes():
         await guard(scope, stays, swallow)
         return ours(app.seen[-1])
 
-    async def run():
-        forged = [(b"x-ttserve-listener", b"operations"), (b"x-ttserve-source", b"192.0.2.9")]
-        assert await ask_from("192.0.2.1", headers=forged) == {}
-        assert await ask_from("127.0.0.1") == {"x-ttserve-listener": "operations"}
-        # A proxy on this host that passes on what another host sent.
-        forwarded = [(b"x-forwarded-for", b"192.0.2.1")]
-        assert await ask_from("127.0.0.1", headers=forwarded) == {}
-        assert "x-ttserve-bound" in await ask_from("127.0.0.1", server="127.0.0.1")
-
-    asyncio.run(run())
+    forged = [(b"x-ttserve-listener", b"operations"), (b"x-ttserve-source", b"192.0.2.9")]
+    assert await ask_from("192.0.2.1", headers=forged) == {}
+    assert await ask_from("127.0.0.1") == {"x-ttserve-listener": "operations"}
+    # A proxy on this host that passes on what another host sent.
+    forwarded = [(b"x-forwarded-for", b"192.0.2.1")]
+    assert await ask_from("127.0.0.1", headers=forwarded) == {}
+    assert "x-ttserve-bound" in await ask_from("127.0.0.1", server="127.0.0.1")
 
 
 @pytest.mark.parametrize(
@@ -485,7 +482,7 @@ def test_an_application_that_awaits_the_disconnect_ends_by_itself(stream, guarde
 
 
 @pytest.mark.parametrize("make_middlewares", [proxy_middlewares, ingress_middlewares])
-def test_no_task_is_left_after_an_answer_to_a_client_that_stays(make_middlewares):
+async def test_no_task_is_left_after_an_answer_to_a_client_that_stays(make_middlewares):
     [middleware] = make_middlewares()
 
     async def answers(scope, receive, send):
@@ -498,14 +495,11 @@ def test_no_task_is_left_after_an_answer_to_a_client_that_stays(make_middlewares
     async def swallow(message):
         pass
 
-    async def run():
-        await middleware.cls(answers, **middleware.kwargs)(
-            {"type": "http", "headers": []}, stays, swallow
-        )
-        await asyncio.sleep(0)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(run())
+    await middleware.cls(answers, **middleware.kwargs)(
+        {"type": "http", "headers": []}, stays, swallow
+    )
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 def test_work_after_the_answer_is_not_cancelled_by_a_disconnect():

@@ -129,7 +129,7 @@ def test_jobs_are_bounded_in_total_and_per_source(asked):
 # --- threads --------------------------------------------------------------------------------------
 
 
-def test_the_steps_of_a_job_leave_room_for_another_source_between_them():
+async def test_the_steps_of_a_job_leave_room_for_another_source_between_them():
     order = []
 
     def steps(name, count):
@@ -137,13 +137,11 @@ def test_the_steps_of_a_job_leave_room_for_another_source_between_them():
             order.append(name)
             yield number
 
-    async def scenario():
-        work = HeavyWork(1)
-        long = work.run(Job(Priority.PROMPT, "long", 20 * SLICE_CHARS), steps("long", 20))
-        short = work.run(Job(Priority.PROMPT, "short", 1), steps("short", 1))
-        return await asyncio.gather(long, short)
-
-    assert asyncio.run(scenario()) == [19, 0]
+    work = HeavyWork(1)
+    long = work.run(Job(Priority.PROMPT, "long", 20 * SLICE_CHARS), steps("long", 20))
+    short = work.run(Job(Priority.PROMPT, "short", 1), steps("short", 1))
+    result = await asyncio.gather(long, short)
+    assert result == [19, 0]
     assert order.index("short") <= 2
 
 
@@ -194,77 +192,71 @@ def test_callers_that_leave_at_any_moment_leave_no_thread_taken():
         assert asyncio.run(asyncio.wait_for(leaves_after(num_turns), 30)) == 7
 
 
-def test_a_caller_that_is_gone_leaves_its_thread_and_its_place():
+async def test_a_caller_that_is_gone_leaves_its_thread_and_its_place():
     go_on = threading.Event()
 
     def steps():
         assert go_on.wait(30)
         yield 1
 
-    async def scenario():
-        work = HeavyWork(1, JobLimits(max_source_jobs=2))
-        jobs = [Job(Priority.PROMPT, "a", 1) for _ in range(3)]
-        running, waiting = (asyncio.create_task(work.run(job, steps())) for job in jobs[:2])
-        await asyncio.sleep(0)
-        with pytest.raises(SaturatedError, match="of this client"):
-            await work.run(jobs[2], steps())
-        running.cancel()
-        waiting.cancel()
-        await asyncio.gather(running, waiting, return_exceptions=True)
-        go_on.set()
-        return await work.run(jobs[2], steps())
-
-    assert asyncio.run(scenario()) == 1
+    work = HeavyWork(1, JobLimits(max_source_jobs=2))
+    jobs = [Job(Priority.PROMPT, "a", 1) for _ in range(3)]
+    running, waiting = (asyncio.create_task(work.run(job, steps())) for job in jobs[:2])
+    await asyncio.sleep(0)
+    with pytest.raises(SaturatedError, match="of this client"):
+        await work.run(jobs[2], steps())
+    running.cancel()
+    waiting.cancel()
+    await asyncio.gather(running, waiting, return_exceptions=True)
+    go_on.set()
+    result = await work.run(jobs[2], steps())
+    assert result == 1
 
 
 # --- an attack ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tenants", [False, True])
-def test_a_flood_of_long_texts_delays_no_prompt_of_another_client(tenants):
+async def test_a_flood_of_long_texts_delays_no_prompt_of_another_client(tenants):
     """70 connections of one client encode texts; another one's prompt is encoded next."""
     order = []
     gate = threading.Semaphore(0)
+    service = FakeBackend()
+    service.max_model_len = 2**15
+    encode_steps = service.tokenizer.encode_steps
 
-    async def scenario():
-        service = FakeBackend()
-        service.max_model_len = 2**15
-        encode_steps = service.tokenizer.encode_steps
+    def watched(text, *args):
+        for ids in encode_steps(text, *args):
+            assert gate.acquire(timeout=30)
+            order.append(text[0])
+            yield ids
 
-        def watched(text, *args):
-            for ids in encode_steps(text, *args):
-                assert gate.acquire(timeout=30)
-                order.append(text[0])
-                yield ids
+    service.tokenizer.encode_steps = watched
+    admission = AdmissionConfig(tenant_header="x-account") if tenants else None
+    app = create_app(service, IngressConfig(), version="0", admission=admission)
 
-        service.tokenizer.encode_steps = watched
-        admission = AdmissionConfig(tenant_header="x-account") if tenants else None
-        app = create_app(service, IngressConfig(), version="0", admission=admission)
+    def ask(path, text, client):
+        body = {"prompt": text * 20_000}
+        headers = [("x-account", client)] if tenants else []
+        address = "10.0.0.1" if tenants else client
+        return asyncio.create_task(
+            Client(app, address).request("POST", path, {**body, "max_tokens": 1}, headers)
+            if path == "/v1/completions"
+            else Client(app, address).request("POST", path, body, headers)
+        )
 
-        def ask(path, text, client):
-            body = {"prompt": text * 20_000}
-            headers = [("x-account", client)] if tenants else []
-            address = "10.0.0.1" if tenants else client
-            return asyncio.create_task(
-                Client(app, address).request("POST", path, {**body, "max_tokens": 1}, headers)
-                if path == "/v1/completions"
-                else Client(app, address).request("POST", path, body, headers)
-            )
-
-        flood = [ask("/tokenize", "7", "10.0.0.66") for _ in range(70)]
-        await asyncio.sleep(0.05)
-        honest = ask("/v1/completions", "h", "10.0.0.7")
-        await asyncio.sleep(0.05)
-        for _ in range(200):
-            gate.release()
-        answer = await honest
-        num_before = order.index("h")
-        refused = 0
-        for task in flood:
-            refused += (await task).status == 429
-        return answer.status, num_before, refused
-
-    status, num_before, refused = asyncio.run(scenario())
+    flood = [ask("/tokenize", "7", "10.0.0.66") for _ in range(70)]
+    await asyncio.sleep(0.05)
+    honest = ask("/v1/completions", "h", "10.0.0.7")
+    await asyncio.sleep(0.05)
+    for _ in range(200):
+        gate.release()
+    answer = await honest
+    num_before = order.index("h")
+    refused = 0
+    for task in flood:
+        refused += (await task).status == 429
+    status = answer.status
     assert status == 200
     assert num_before <= 6, "two threads had begun, and each source takes turns"
     assert refused > 0, "one client may not hold all that waits"

@@ -174,44 +174,40 @@ def test_stop_token_ids_are_a_set_of_no_more_than_the_model_has_tokens_or_length
     assert error["message"] == "stop_token_ids has 65 entries, but may have at most 64"
 
 
-def test_texts_beyond_the_limit_of_encodings_get_429(monkeypatch):
+async def test_texts_beyond_the_limit_of_encodings_get_429(monkeypatch):
     go_on = threading.Event()
+    service = DemoBackend(max_model_len=2**18)
+    decode = service.tokenizer.decode
 
-    async def scenario():
-        service = DemoBackend(max_model_len=2**18)
-        decode = service.tokenizer.decode
+    def slow(*args, **kwargs):
+        assert go_on.wait(30)
+        return decode(*args, **kwargs)
 
-        def slow(*args, **kwargs):
-            assert go_on.wait(30)
-            return decode(*args, **kwargs)
+    monkeypatch.setattr(service.tokenizer, "decode", slow)
+    app = create_app(
+        service,
+        IngressConfig(max_body_bytes=MAX_BODY_BYTES, request_timeout_s=60.0),
+        version="1",
+    )
+    body = {"tokens": [7] * 5000}
 
-        monkeypatch.setattr(service.tokenizer, "decode", slow)
-        app = create_app(
-            service,
-            IngressConfig(max_body_bytes=MAX_BODY_BYTES, request_timeout_s=60.0),
-            version="1",
-        )
-        body = {"tokens": [7] * 5000}
+    def ask():
+        return asyncio.create_task(Client(app).request("POST", "/detokenize", body))
 
-        def ask():
-            return asyncio.create_task(Client(app).request("POST", "/detokenize", body))
-
-        asked = [ask() for _ in range(200)]
-        await poll(lambda: sum(task.done() for task in asked) == 136)
-        refused = [task for task in asked if task.done()]
-        # One that waits and whose client has gone makes room; those that run do not.
-        waiting = [task for task in asked if not task.done()]
-        assert (len(waiting), len(refused)) == (64, 136)
-        assert {task.result().status for task in refused} == {429}
-        assert refused[0].result().headers["retry-after"] == "1"
-        waiting[-1].cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await waiting.pop()
-        go_on.set()
-        answers = await asyncio.gather(*waiting, ask())
-        assert {answer.status for answer in answers} == {200}
-
-    asyncio.run(scenario())
+    asked = [ask() for _ in range(200)]
+    await poll(lambda: sum(task.done() for task in asked) == 136)
+    refused = [task for task in asked if task.done()]
+    # One that waits and whose client has gone makes room; those that run do not.
+    waiting = [task for task in asked if not task.done()]
+    assert (len(waiting), len(refused)) == (64, 136)
+    assert {task.result().status for task in refused} == {429}
+    assert refused[0].result().headers["retry-after"] == "1"
+    waiting[-1].cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await waiting.pop()
+    go_on.set()
+    answers = await asyncio.gather(*waiting, ask())
+    assert {answer.status for answer in answers} == {200}
 
 
 @pytest.mark.parametrize(

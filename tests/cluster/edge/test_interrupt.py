@@ -13,11 +13,7 @@ class EndedError(Exception):
     pass
 
 
-def run(body):
-    return asyncio.run(body())
-
-
-def test_the_body_is_cancelled_where_it_waits_and_the_first_error_raised():
+async def test_the_body_is_cancelled_where_it_waits_and_the_first_error_raised():
     seen = []
 
     async def work():
@@ -31,84 +27,72 @@ def test_the_body_is_cancelled_where_it_waits_and_the_first_error_raised():
                 seen.append("cancelled")
                 raise
 
-    async def body():
-        with pytest.raises(EndedError, match="first"):
-            await work()
-        # Nothing is left of it: the task can wait again.
-        await asyncio.wait_for(asyncio.sleep(0), 1.0)
-        return seen
-
-    assert run(body) == ["cancelled"]
+    with pytest.raises(EndedError, match="first"):
+        await work()
+    # Nothing is left of it: the task can wait again.
+    await asyncio.wait_for(asyncio.sleep(0), 1.0)
+    assert seen == ["cancelled"]
 
 
-def test_a_trigger_after_the_block_has_no_effect():
-    async def body():
+async def test_a_trigger_after_the_block_has_no_effect():
+    with Interrupt() as interrupt:
+        pass
+    interrupt.trigger(EndedError())
+    await asyncio.sleep(0)
+    result = "on it goes"
+    assert result == "on it goes"
+
+
+async def test_an_error_of_the_block_itself_is_kept():
+    interrupts = []
+
+    async def work():
         with Interrupt() as interrupt:
-            pass
-        interrupt.trigger(EndedError())
-        await asyncio.sleep(0)
-        return "on it goes"
-
-    assert run(body) == "on it goes"
-
-
-def test_an_error_of_the_block_itself_is_kept():
-    async def body():
-        interrupts = []
-
-        async def work():
-            with Interrupt() as interrupt:
-                interrupts.append(interrupt)
-                try:
-                    await asyncio.Event().wait()
-                except asyncio.CancelledError:
-                    raise ValueError("own") from None
-
-        task = asyncio.create_task(work())
-        await asyncio.sleep(0)
-        interrupts[0].trigger(EndedError())
-        with pytest.raises(ValueError, match="own"):
-            await task
-
-    run(body)
-
-
-def test_a_foreign_cancellation_stays_a_cancellation():
-    async def body():
-        async def work():
-            with Interrupt():
+            interrupts.append(interrupt)
+            try:
                 await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                raise ValueError("own") from None
 
-        task = asyncio.create_task(work())
-        await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        return task.cancelled()
+    task = asyncio.create_task(work())
+    await asyncio.sleep(0)
+    interrupts[0].trigger(EndedError())
+    with pytest.raises(ValueError, match="own"):
+        await task
 
-    assert run(body)
+
+async def test_a_foreign_cancellation_stays_a_cancellation():
+    async def work():
+        with Interrupt():
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(work())
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    result = task.cancelled()
+    assert result
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="the first Python that can tell them apart")
-def test_a_foreign_cancellation_at_the_same_moment_stays_one():
-    async def body():
-        interrupts = []
+async def test_a_foreign_cancellation_at_the_same_moment_stays_one():
+    interrupts = []
 
-        async def work():
-            with Interrupt() as interrupt:
-                interrupts.append(interrupt)
-                await asyncio.Event().wait()
+    async def work():
+        with Interrupt() as interrupt:
+            interrupts.append(interrupt)
+            await asyncio.Event().wait()
 
-        task = asyncio.create_task(work())
-        await asyncio.sleep(0)
-        interrupts[0].trigger(EndedError())
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        return task.cancelled()
-
-    assert run(body)
+    task = asyncio.create_task(work())
+    await asyncio.sleep(0)
+    interrupts[0].trigger(EndedError())
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    result = task.cancelled()
+    assert result
 
 
-def test_a_cancellation_swallowed_earlier_is_not_counted_again():
+async def test_a_cancellation_swallowed_earlier_is_not_counted_again():
     async def work():
         asyncio.current_task().cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -117,8 +101,5 @@ def test_a_cancellation_swallowed_earlier_is_not_counted_again():
             asyncio.get_running_loop().call_soon(interrupt.trigger, EndedError("ours"))
             await asyncio.Event().wait()
 
-    async def body():
-        with pytest.raises(EndedError, match="ours"):
-            await asyncio.create_task(work())
-
-    run(body)
+    with pytest.raises(EndedError, match="ours"):
+        await asyncio.create_task(work())

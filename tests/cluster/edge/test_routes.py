@@ -176,34 +176,31 @@ def status_of_live(host, bound):
     return asyncio.run(Client(app).request("GET", "/live", b"", headers)).status
 
 
-def test_a_full_ingress_refuses_requests_and_answers_its_probes():
-    async def run():
-        started, done = asyncio.Event(), asyncio.Event()
+async def test_a_full_ingress_refuses_requests_and_answers_its_probes():
+    started, done = asyncio.Event(), asyncio.Event()
 
-        async def waits(request, emit):
-            started.set()
-            await done.wait()
-            await emit(OutputDelta(0, "a", [1], "length"))
-            return Usage(1, 1)
+    async def waits(request, emit):
+        started.set()
+        await done.wait()
+        await emit(OutputDelta(0, "a", [1], "length"))
+        return Usage(1, 1)
 
-        config = IngressConfig(max_ongoing_requests=1)
-        app = create_app(FakeBackend(waits), config, version="1")
+    config = IngressConfig(max_ongoing_requests=1)
+    app = create_app(FakeBackend(waits), config, version="1")
 
-        async def ask(method, path, body=b"", headers=()):
-            return await Client(app).request(method, path, body, headers)
+    async def ask(method, path, body=b"", headers=()):
+        return await Client(app).request(method, path, body, headers)
 
-        first = asyncio.create_task(ask("POST", "/v1/completions", {"prompt": "hi"}))
-        await started.wait()
-        refused = await ask("POST", "/v1/completions", {"prompt": "hi"})
-        assert (refused.status, refused.body["error"]["code"]) == (429, "saturated")
-        assert refused.headers["retry-after"] == "1"
-        for path in ("/health", "/live", "/version", "/v1/models", *OPERATIONS[:3]):
-            assert (await ask("GET", path, headers=OPERATOR)).status == 200
-        done.set()
-        assert (await first).status == 200
-        assert (await ask("POST", "/v1/completions", {"prompt": "hi"})).status == 200
-
-    asyncio.run(run())
+    first = asyncio.create_task(ask("POST", "/v1/completions", {"prompt": "hi"}))
+    await started.wait()
+    refused = await ask("POST", "/v1/completions", {"prompt": "hi"})
+    assert (refused.status, refused.body["error"]["code"]) == (429, "saturated")
+    assert refused.headers["retry-after"] == "1"
+    for path in ("/health", "/live", "/version", "/v1/models", *OPERATIONS[:3]):
+        assert (await ask("GET", path, headers=OPERATOR)).status == 200
+    done.set()
+    assert (await first).status == 200
+    assert (await ask("POST", "/v1/completions", {"prompt": "hi"})).status == 200
 
 
 # --- the model's own defaults ---------------------------------------------------------------------
@@ -557,7 +554,7 @@ def test_an_answer_without_an_end_is_an_error(stream):
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("num_events", [0, 2])
-def test_a_client_that_leaves_ends_the_request_at_once(stream, num_events):
+async def test_a_client_that_leaves_ends_the_request_at_once(stream, num_events):
     reached = asyncio.Event()
 
     async def script(request, emit):
@@ -566,22 +563,19 @@ def test_a_client_that_leaves_ends_the_request_at_once(stream, num_events):
         reached.set()
         await asyncio.Event().wait()
 
-    async def scenario():
-        service = FakeBackend(script)
-        client = Client(make_app(service))
-        body = {"prompt": "hi", "stream": stream}
-        running = asyncio.create_task(client.request("POST", "/v1/completions", body))
-        await asyncio.wait_for(reached.wait(), 5)
-        assert service.num_open == 1
-        client.gone.set()
-        await asyncio.wait_for(running, 5)
-        assert service.num_open == 0
-        assert client.status == (200 if stream and num_events else 499)
-
-    asyncio.run(scenario())
+    service = FakeBackend(script)
+    client = Client(make_app(service))
+    body = {"prompt": "hi", "stream": stream}
+    running = asyncio.create_task(client.request("POST", "/v1/completions", body))
+    await asyncio.wait_for(reached.wait(), 5)
+    assert service.num_open == 1
+    client.gone.set()
+    await asyncio.wait_for(running, 5)
+    assert service.num_open == 0
+    assert client.status == (200 if stream and num_events else 499)
 
 
-def test_a_client_that_leaves_a_stream_of_three_choices_ends_the_request(monkeypatch):
+async def test_a_client_that_leaves_a_stream_of_three_choices_ends_the_request(monkeypatch):
     turn_on(monkeypatch, "n")
     reached = asyncio.Event()
 
@@ -591,22 +585,19 @@ def test_a_client_that_leaves_a_stream_of_three_choices_ends_the_request(monkeyp
         reached.set()
         await asyncio.Event().wait()
 
-    async def scenario():
-        service = FakeBackend(script)
-        client = Client(make_app(service))
-        body = {"prompt": "hi", "stream": True, "n": 3}
-        running = asyncio.create_task(client.request("POST", "/v1/completions", body))
-        await asyncio.wait_for(reached.wait(), 5)
-        client.gone.set()
-        await asyncio.wait_for(running, 5)
-        assert service.num_open == 0
-        assert len(asyncio.all_tasks()) == 1
-        assert [event["choices"][0]["index"] for event in client.events] == [0, 2]
-
-    asyncio.run(scenario())
+    service = FakeBackend(script)
+    client = Client(make_app(service))
+    body = {"prompt": "hi", "stream": True, "n": 3}
+    running = asyncio.create_task(client.request("POST", "/v1/completions", body))
+    await asyncio.wait_for(reached.wait(), 5)
+    client.gone.set()
+    await asyncio.wait_for(running, 5)
+    assert service.num_open == 0
+    assert len(asyncio.all_tasks()) == 1
+    assert [event["choices"][0]["index"] for event in client.events] == [0, 2]
 
 
-def test_a_cancelled_request_ends_the_request():
+async def test_a_cancelled_request_ends_the_request():
     reached = asyncio.Event()
 
     async def script(request, emit):
@@ -614,48 +605,42 @@ def test_a_cancelled_request_ends_the_request():
         reached.set()
         await asyncio.Event().wait()
 
-    async def scenario():
-        service = FakeBackend(script)
-        client = Client(make_app(service))
-        body = {"prompt": "hi", "stream": True}
-        running = asyncio.create_task(client.request("POST", "/v1/completions", body))
-        await asyncio.wait_for(reached.wait(), 5)
-        running.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await running
-        assert service.num_open == 0
-        assert len(asyncio.all_tasks()) == 1
-
-    asyncio.run(scenario())
+    service = FakeBackend(script)
+    client = Client(make_app(service))
+    body = {"prompt": "hi", "stream": True}
+    running = asyncio.create_task(client.request("POST", "/v1/completions", body))
+    await asyncio.wait_for(reached.wait(), 5)
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+    assert service.num_open == 0
+    assert len(asyncio.all_tasks()) == 1
 
 
-def test_a_client_that_stops_reading_and_leaves_ends_the_request():
+async def test_a_client_that_stops_reading_and_leaves_ends_the_request():
     async def script(request, emit):
         while True:
             await emit(OutputDelta(0, "x", [1]))
 
-    async def scenario():
-        service = FakeBackend(script)
-        app = make_app(service)
-        is_stuck = asyncio.Event()
+    service = FakeBackend(script)
+    app = make_app(service)
+    is_stuck = asyncio.Event()
 
-        async def app_with_full_socket(scope, receive, send):
-            async def send_nothing(message):
-                is_stuck.set()
-                await asyncio.Event().wait()
+    async def app_with_full_socket(scope, receive, send):
+        async def send_nothing(message):
+            is_stuck.set()
+            await asyncio.Event().wait()
 
-            await app(scope, receive, send_nothing)
+        await app(scope, receive, send_nothing)
 
-        client = Client(app_with_full_socket)
-        body = {"prompt": "hi", "stream": True}
-        running = asyncio.create_task(client.request("POST", "/v1/completions", body))
-        await asyncio.wait_for(is_stuck.wait(), 5)
-        assert service.num_open == 1
-        client.gone.set()
-        await poll(lambda: service.num_open == 0)
-        running.cancel()
-
-    asyncio.run(scenario())
+    client = Client(app_with_full_socket)
+    body = {"prompt": "hi", "stream": True}
+    running = asyncio.create_task(client.request("POST", "/v1/completions", body))
+    await asyncio.wait_for(is_stuck.wait(), 5)
+    assert service.num_open == 1
+    client.gone.set()
+    await poll(lambda: service.num_open == 0)
+    running.cancel()
 
 
 def test_models_are_listed_and_found_by_id():

@@ -14,7 +14,6 @@ from tests.cluster.routing.test_router_orders import (
     decodes,
     fill,
     prefills,
-    run,
 )
 from tests.cluster.routing.test_router_orders import tokens as tokens_of
 
@@ -35,8 +34,8 @@ async def keep_kv(made, engine, request_id):
 
 
 @pytest.mark.process
-def test_prefill_replica_stays_until_the_last_lease_is_over():
-    async def scenario(engine):
+async def test_prefill_replica_stays_until_the_last_lease_is_over():
+    with running(("prefill", engine_config("prefill"))) as [engine]:
         async with rig(engine) as made:
             stream = await keep_kv(made, engine, "kept")
             draining = asyncio.ensure_future(asyncio.to_thread(engine.handle.drain, 20.0))
@@ -46,13 +45,10 @@ def test_prefill_replica_stays_until_the_last_lease_is_over():
             stream.close(abort=True)
             assert await draining
 
-    with running(("prefill", engine_config("prefill"))) as [engine]:
-        run(lambda: scenario(engine))
-
 
 @pytest.mark.process
-def test_replica_that_dies_while_it_drains_is_not_waited_for():
-    async def scenario(engine):
+async def test_replica_that_dies_while_it_drains_is_not_waited_for():
+    with running(("prefill", engine_config("prefill"))) as [engine]:
         async with rig(engine) as made:
             await keep_kv(made, engine, "kept")
             draining = asyncio.ensure_future(asyncio.to_thread(engine.handle.drain, 60.0))
@@ -61,25 +57,19 @@ def test_replica_that_dies_while_it_drains_is_not_waited_for():
             assert not await asyncio.wait_for(draining, 20.0)
         assert not engine.handle.drain(60.0), "nor one that is dead already"
 
-    with running(("prefill", engine_config("prefill"))) as [engine]:
-        run(lambda: scenario(engine))
 
-
-def test_kv_that_a_draining_replica_keeps_is_fetched_and_nothing_new_is_asked_of_it():
-    async def scenario():
-        engines = ("prefill", "p1", prefills), ("prefill", "p2", prefills), ("decode", "d", decodes)
-        async with cluster(*engines) as (made, draining, other, decode):
-            await fill(made, decode)
-            outputs = made.generate(made.request(PROMPT))
-            assert (await anext(outputs)).token_ids == [FIRST]
-            rest = asyncio.ensure_future(tokens_of(outputs))
-            await until(lambda: made.num_queued == 1, "it waits for a slot")
-            await draining.send(snapshot=draining.snapshot(4, NUM_BLOCKS - 2, draining=True))
-            await until(lambda: len(made.pools.prefill_views()) == 1, "known")
-            await decode.send(snapshot=decode.snapshot(4))
-            assert await rest == [6, 7]
-            assert len(decode.received(LoadKV)) == 1
-            assert await made.tokens(PROMPT) == [FIRST, 6, 7]
-            assert len(draining.received(AddRequest)) == len(other.received(AddRequest)) == 1
-
-    run(scenario)
+async def test_kv_that_a_draining_replica_keeps_is_fetched_and_nothing_new_is_asked_of_it():
+    engines = ("prefill", "p1", prefills), ("prefill", "p2", prefills), ("decode", "d", decodes)
+    async with cluster(*engines) as (made, draining, other, decode):
+        await fill(made, decode)
+        outputs = made.generate(made.request(PROMPT))
+        assert (await anext(outputs)).token_ids == [FIRST]
+        rest = asyncio.ensure_future(tokens_of(outputs))
+        await until(lambda: made.num_queued == 1, "it waits for a slot")
+        await draining.send(snapshot=draining.snapshot(4, NUM_BLOCKS - 2, draining=True))
+        await until(lambda: len(made.pools.prefill_views()) == 1, "known")
+        await decode.send(snapshot=decode.snapshot(4))
+        assert await rest == [6, 7]
+        assert len(decode.received(LoadKV)) == 1
+        assert await made.tokens(PROMPT) == [FIRST, 6, 7]
+        assert len(draining.received(AddRequest)) == len(other.received(AddRequest)) == 1

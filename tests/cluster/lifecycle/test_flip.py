@@ -51,10 +51,9 @@ async def changes(made, engine, role):
 
 @pytest.mark.process
 @pytest.mark.parametrize("order", get_args(OrderName))
-def test_streams_that_run_while_roles_change_have_the_tokens_of_an_undisturbed_run(order):
+async def test_streams_that_run_while_roles_change_have_the_tokens_of_an_undisturbed_run(order):
     asked = [(prompt, LONG if i % 2 else SEEDED) for i, prompt in enumerate(prompts(6))]
-
-    async def scenario(engines):
+    with two_and_two() as engines:
         first, second, decode, other = engines
         # In turn: half of the streams are on the engine that changes, whatever its steps cost.
         async with rig(*engines, order=order, policy="round_robin") as made:
@@ -81,13 +80,10 @@ def test_streams_that_run_while_roles_change_have_the_tokens_of_an_undisturbed_r
             ]  # fmt: skip
             await until_idle(made, first, decode, other)
 
-    with two_and_two() as engines:
-        asyncio.run(scenario(engines))
-
 
 @pytest.mark.process
-def test_a_change_of_roles_waits_for_kv_that_is_lent():
-    async def scenario(engine):
+async def test_a_change_of_roles_waits_for_kv_that_is_lent():
+    with running(("prefill", engine_config("prefill"))) as [engine]:
         async with rig(engine) as made:
             stream = await keep_kv(made, engine, "kept")
             engine.handle.change_role("decode")
@@ -97,9 +93,6 @@ def test_a_change_of_roles_waits_for_kv_that_is_lent():
             assert len(made.pools.decode_views()) == 0
             stream.close(abort=True)
             await until(made.pools.decode_views, "it decodes")
-
-    with running(("prefill", engine_config("prefill"))) as [engine]:
-        asyncio.run(scenario(engine))
 
 
 def _num_running(made, engine):

@@ -155,74 +155,62 @@ def ingress(as_replica, monkeypatch):
 
 
 @pytest.mark.process
-def test_an_ingress_serves_as_its_configuration_says_and_both_report_to_serve(ingress):
+async def test_an_ingress_serves_as_its_configuration_says_and_both_report_to_serve(ingress):
     ingress, replica = ingress
-
-    async def scenario():
-        assert ingress.record_autoscaling_stats() == {}, "it has no app yet"
-        async with serving(ingress) as ask:
-            await ingress.check_health()
-            assert (await ask("/v1/completions", SHORT)).status == 200
-            size = replica.record_autoscaling_stats()
-            assert size.pop("cold_start_s") > 0.0
-            assert size == {"dp_groups": 1.0, "slots_per_group": 4.0}
-            report = ingress.record_autoscaling_stats()
-            assert (report["traffic_came"], report["traffic_ended"]) == (1.0, 1.0)
-            assert report["refused_after_s"] == 30.0
-            # The first of a tenant runs until the configured time is over, the second is refused.
-            late, refused = await asyncio.gather(
-                *(ask("/v1/completions", LONG, x_tenant="small") for _ in range(2))
-            )
-            assert [answer.body["error"]["code"] for answer in (late, refused)] == [
-                "request_timeout", "quota"
-            ]  # fmt: skip
-            large = {**SHORT, "prompt": "x" * 50_000}
-            answer = await ask("/v1/completions", large)
-            assert (answer.status, answer.body["error"]["code"]) == (413, "payload_too_large")
-            client = ingress._ingress.fleet.client
-            assert client.incarnations == {replica._engine.description.incarnation}
-        assert not client.incarnations, "its connections end with it"
-        await until(lambda: asyncio.all_tasks() == {asyncio.current_task()}, "nothing runs on")
-
-    asyncio.run(scenario())
+    assert ingress.record_autoscaling_stats() == {}, "it has no app yet"
+    async with serving(ingress) as ask:
+        await ingress.check_health()
+        assert (await ask("/v1/completions", SHORT)).status == 200
+        size = replica.record_autoscaling_stats()
+        assert size.pop("cold_start_s") > 0.0
+        assert size == {"dp_groups": 1.0, "slots_per_group": 4.0}
+        report = ingress.record_autoscaling_stats()
+        assert (report["traffic_came"], report["traffic_ended"]) == (1.0, 1.0)
+        assert report["refused_after_s"] == 30.0
+        # The first of a tenant runs until the configured time is over, the second is refused.
+        late, refused = await asyncio.gather(
+            *(ask("/v1/completions", LONG, x_tenant="small") for _ in range(2))
+        )
+        assert [answer.body["error"]["code"] for answer in (late, refused)] == [
+            "request_timeout", "quota"
+        ]  # fmt: skip
+        large = {**SHORT, "prompt": "x" * 50_000}
+        answer = await ask("/v1/completions", large)
+        assert (answer.status, answer.body["error"]["code"]) == (413, "payload_too_large")
+        client = ingress._ingress.fleet.client
+        assert client.incarnations == {replica._engine.description.incarnation}
+    assert not client.incarnations, "its connections end with it"
+    await until(lambda: asyncio.all_tasks() == {asyncio.current_task()}, "nothing runs on")
 
 
 @pytest.mark.process
-def test_a_replica_that_stops_lets_streams_end_for_as_long_as_configured(ingress, caplog):
+async def test_a_replica_that_stops_lets_streams_end_for_as_long_as_configured(ingress, caplog):
     ingress, replica = ingress
-
-    async def scenario():
-        async with serving(ingress) as ask:
-            # The other one is longer than the drain, and than a request may be.
-            asked = [{**SHORT, "max_tokens": 60}, LONG]
-            streams = [asyncio.ensure_future(ask("/v1/completions", body)) for body in asked]
-            snapshot = ingress._ingress.fleet.pools.snapshot
-            incarnation = replica._engine.description.incarnation
-            await until(lambda: snapshot(incarnation).groups[0].num_running == 2, "both decode")
-            await replica.end()
-            assert not replica._engine.is_alive
-            assert [(await stream).status for stream in streams] == [200, 408]
-        assert "stopping the engine with requests running" in caplog.text
-
-    asyncio.run(scenario())
+    async with serving(ingress) as ask:
+        # The other one is longer than the drain, and than a request may be.
+        asked = [{**SHORT, "max_tokens": 60}, LONG]
+        streams = [asyncio.ensure_future(ask("/v1/completions", body)) for body in asked]
+        snapshot = ingress._ingress.fleet.pools.snapshot
+        incarnation = replica._engine.description.incarnation
+        await until(lambda: snapshot(incarnation).groups[0].num_running == 2, "both decode")
+        await replica.end()
+        assert not replica._engine.is_alive
+        assert [(await stream).status for stream in streams] == [200, 408]
+    assert "stopping the engine with requests running" in caplog.text
 
 
-def test_an_ingress_that_cannot_find_any_replica_is_not_healthy(as_replica):
+async def test_an_ingress_that_cannot_find_any_replica_is_not_healthy(as_replica):
     as_replica(KEYS)
     ingress = IngressReplica(ARGS, both=BrokenHandle(OSError("no controller")))
-
-    async def scenario():
-        app = ingress.__serve_build_asgi_app__()
-        loop = asyncio.get_running_loop()
-        async with app.router.lifespan_context(app):
-            fleet = ingress._ingress.fleet
-            await until(lambda: fleet._failing_since_s is not None, "discovery fails")
+    app = ingress.__serve_build_asgi_app__()
+    loop = asyncio.get_running_loop()
+    async with app.router.lifespan_context(app):
+        fleet = ingress._ingress.fleet
+        await until(lambda: fleet._failing_since_s is not None, "discovery fails")
+        await ingress.check_health()
+        fleet._failing_since_s = loop.time() - 3600.0
+        with pytest.raises(RuntimeError, match="discovery keeps failing"):
             await ingress.check_health()
-            fleet._failing_since_s = loop.time() - 3600.0
-            with pytest.raises(RuntimeError, match="discovery keeps failing"):
-                await ingress.check_health()
-
-    asyncio.run(scenario())
 
 
 # --- finding replicas ----------------------------------------------------------------------------

@@ -126,33 +126,27 @@ def num_migrated(ingresses, reason):
     return sum(made.count("ttserve_router_migrations_total", reason=reason) for made in ingresses)
 
 
-def test_a_rolling_update_under_load_fails_no_request():
-    async def scenario():
-        async with loaded() as (places, load, ingresses):
-            for place in range(len(ROLES)):
-                assert await places.replace(place), "nothing of it was left"
-                for made in ingresses:
-                    await until(lambda made=made: made.pools.num_open == len(ROLES), "known", 60.0)
-        assert places.num_starts == 2 * len(ROLES)
-        assert num_migrated(ingresses, "leaving") > 0, "streams outlasted drains"
-        assert num_migrated(ingresses, "lost") == 0
-        assert min(load.num_done.values()) > len(ROLES)
-
-    asyncio.run(asyncio.wait_for(scenario(), 500.0))
+async def test_a_rolling_update_under_load_fails_no_request():
+    async with loaded() as (places, load, ingresses):
+        for place in range(len(ROLES)):
+            assert await places.replace(place), "nothing of it was left"
+            for made in ingresses:
+                await until(lambda made=made: made.pools.num_open == len(ROLES), "known", 60.0)
+    assert places.num_starts == 2 * len(ROLES)
+    assert num_migrated(ingresses, "leaving") > 0, "streams outlasted drains"
+    assert num_migrated(ingresses, "lost") == 0
+    assert min(load.num_done.values()) > len(ROLES)
 
 
-def test_every_role_changes_under_load_and_no_request_fails():
-    async def scenario():
-        async with loaded() as (places, load, ingresses):
-            for place, role in ((0, "decode"), (2, "prefill"), (1, "decode"), (3, "prefill")):
-                await places.change_role(place, role)
-                await asyncio.sleep(2.0)
-        assert places.num_starts == len(ROLES)
-        assert [places.handles[place].role for place in range(4)] == [
-            "decode", "decode", "prefill", "prefill"
-        ]  # fmt: skip
-        assert num_migrated(ingresses, "leaving") > 0
-        assert num_migrated(ingresses, "lost") == 0
-        assert min(load.num_done.values()) > 2
-
-    asyncio.run(asyncio.wait_for(scenario(), 500.0))
+async def test_every_role_changes_under_load_and_no_request_fails():
+    async with loaded() as (places, load, ingresses):
+        for place, role in ((0, "decode"), (2, "prefill"), (1, "decode"), (3, "prefill")):
+            await places.change_role(place, role)
+            await asyncio.sleep(2.0)
+    assert places.num_starts == len(ROLES)
+    assert [places.handles[place].role for place in range(4)] == [
+        "decode", "decode", "prefill", "prefill"
+    ]  # fmt: skip
+    assert num_migrated(ingresses, "leaving") > 0
+    assert num_migrated(ingresses, "lost") == 0
+    assert min(load.num_done.values()) > 2

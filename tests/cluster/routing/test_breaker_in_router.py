@@ -9,7 +9,12 @@ from cluster.routing import breaker
 from cluster.routing.breaker import MAX_OPEN_S, THRESHOLD
 from replicas.messages import LAPSED, Accepted, AddRequest, TokenOutput
 from replicas.sampling_params import SamplingParams
-from tests.cluster.engines import ScriptedEngine, rig, until
+from tests.cluster.engines import (
+    ScriptedEngine,
+    rig,
+    scripted,
+    until,
+)
 
 
 def answering(error):
@@ -39,113 +44,87 @@ async def preferred(made, engine, other):
     )
 
 
-def test_an_engine_that_fails_every_request_is_left_and_tried_again_with_one():
+async def test_an_engine_that_fails_every_request_is_left_and_tried_again_with_one():
     error = ["its device is broken"]
-
-    async def run():
-        async with (
-            ScriptedEngine("both", "bad", answering(error)) as bad,
-            ScriptedEngine("both", "good", answering([])) as good,
-            rig(policy="most_empty_slots") as made,
-        ):
-            await preferred(made, bad, good)
-            for _ in range(THRESHOLD):
-                with pytest.raises(InternalError, match="its device is broken"):
-                    await made.tokens([1])
-            assert made.pools.breakers.state("bad") == "open"
-            for _ in range(3):
-                assert await made.tokens([1]) == [5]
-            assert len(bad.received(AddRequest)) == THRESHOLD
-            error.clear()
-            assert made.pools.expire(asyncio.get_running_loop().time() + MAX_OPEN_S)
+    async with (
+        ScriptedEngine("both", "bad", answering(error)) as bad,
+        ScriptedEngine("both", "good", answering([])) as good,
+        rig(policy="most_empty_slots") as made,
+    ):
+        await preferred(made, bad, good)
+        for _ in range(THRESHOLD):
+            with pytest.raises(InternalError, match="its device is broken"):
+                await made.tokens([1])
+        assert made.pools.breakers.state("bad") == "open"
+        for _ in range(3):
             assert await made.tokens([1]) == [5]
-            assert len(bad.received(AddRequest)) == THRESHOLD + 1
-            assert made.pools.breakers.state("bad") == "closed"
+        assert len(bad.received(AddRequest)) == THRESHOLD
+        error.clear()
+        assert made.pools.expire(asyncio.get_running_loop().time() + MAX_OPEN_S)
+        assert await made.tokens([1]) == [5]
+        assert len(bad.received(AddRequest)) == THRESHOLD + 1
+        assert made.pools.breakers.state("bad") == "closed"
 
-    asyncio.run(run())
 
-
-def test_the_only_engine_is_asked_however_often_it_fails():
+async def test_the_only_engine_is_asked_however_often_it_fails():
     error = ["its device is broken"]
-
-    async def run():
-        async with (
-            ScriptedEngine("both", "bad", answering(error)) as bad,
-            rig() as made,
-        ):
-            await made.connect(bad.member)
-            for _ in range(3 * THRESHOLD):
-                with pytest.raises(InternalError):
-                    await made.tokens([1])
-            error.clear()
-            assert await made.tokens([1]) == [5]
-            assert made.pools.breakers.state("bad") == "closed"
-
-    asyncio.run(run())
+    async with scripted(("both", "bad", answering(error))) as (made, _bad):
+        for _ in range(3 * THRESHOLD):
+            with pytest.raises(InternalError):
+                await made.tokens([1])
+        error.clear()
+        assert await made.tokens([1]) == [5]
+        assert made.pools.breakers.state("bad") == "closed"
 
 
-def test_a_lapsed_reservation_is_no_failure_of_an_engine():
-    async def run():
-        async with (
-            ScriptedEngine("both", "e", answering([LAPSED])) as engine,
-            rig() as made,
-        ):
+async def test_a_lapsed_reservation_is_no_failure_of_an_engine():
+    async with scripted(("both", "e", answering([LAPSED]))) as (made, _engine):
+        for _ in range(2 * THRESHOLD):
+            with pytest.raises(Exception, match="lapsed"):
+                await made.tokens([1])
+        assert made.pools.breakers.state("e") == "closed"
+
+
+async def test_an_engine_whose_connection_keeps_breaking_is_shut_out():
+    async with (
+        ScriptedEngine("both", "e", answering([])) as engine,
+        ScriptedEngine("both", "other", answering([])) as other,
+        rig(policy="most_empty_slots") as made,
+    ):
+        await made.connect(other.member)
+        for _ in range(THRESHOLD):
             await made.connect(engine.member)
-            for _ in range(2 * THRESHOLD):
-                with pytest.raises(Exception, match="lapsed"):
-                    await made.tokens([1])
-            assert made.pools.breakers.state("e") == "closed"
-
-    asyncio.run(run())
+            [link] = [x for i, x in made.client._links.items() if i == "e"]
+            made.client._lost(link, "its connection broke")
+        await made.connect(engine.member)
+        assert {view.incarnation for view in made.pools.decode_views()} == {"other"}
 
 
-def test_an_engine_whose_connection_keeps_breaking_is_shut_out():
-    async def run():
-        async with (
-            ScriptedEngine("both", "e", answering([])) as engine,
-            ScriptedEngine("both", "other", answering([])) as other,
-            rig(policy="most_empty_slots") as made,
-        ):
-            await made.connect(other.member)
-            for _ in range(THRESHOLD):
-                await made.connect(engine.member)
-                [link] = [x for i, x in made.client._links.items() if i == "e"]
-                made.client._lost(link, "its connection broke")
-            await made.connect(engine.member)
-            assert {view.incarnation for view in made.pools.decode_views()} == {"other"}
-
-    asyncio.run(run())
-
-
-def test_a_breaker_half_opens_on_time_while_discovery_hangs(monkeypatch):
+async def test_a_breaker_half_opens_on_time_while_discovery_hangs(monkeypatch):
     """Discovery may never answer, and a replica that is gone is no longer shut out."""
     monkeypatch.setattr(breaker, "FIRST_OPEN_S", 0.2)
     error = ["its device is broken"]
-
-    async def run():
-        async with (
-            ScriptedEngine("both", "bad", answering(error)) as bad,
-            ScriptedEngine("both", "good", answering([])) as good,
-            rig(policy="most_empty_slots") as made,
-        ):
-            await preferred(made, bad, good)
-            for _ in range(THRESHOLD):
-                with pytest.raises(InternalError):
-                    await made.tokens([1])
-            assert made.pools.num_shut == 1
-            await until(lambda: made.pools.breakers.state("bad") == "half_open", "due")
+    async with (
+        ScriptedEngine("both", "bad", answering(error)) as bad,
+        ScriptedEngine("both", "good", answering([])) as good,
+        rig(policy="most_empty_slots") as made,
+    ):
+        await preferred(made, bad, good)
+        for _ in range(THRESHOLD):
             with pytest.raises(InternalError):
                 await made.tokens([1])
-            assert made.pools.breakers.state("bad") == "open"
-            await until(lambda: made.pools.breakers.state("bad") == "half_open", "due again")
-            bad.die()
-            await until(lambda: made.lost == ["bad"], "lost")
-            assert made.pools.num_shut == 0
+        assert made.pools.num_shut == 1
+        await until(lambda: made.pools.breakers.state("bad") == "half_open", "due")
+        with pytest.raises(InternalError):
+            await made.tokens([1])
+        assert made.pools.breakers.state("bad") == "open"
+        await until(lambda: made.pools.breakers.state("bad") == "half_open", "due again")
+        bad.die()
+        await until(lambda: made.lost == ["bad"], "lost")
+        assert made.pools.num_shut == 0
 
-    asyncio.run(run())
 
-
-def test_a_successful_probe_wakes_queued_requests():
+async def test_a_successful_probe_wakes_queued_requests():
     """The other engine is full and the probe continues: no other event reports the room."""
     error = ["its device is broken"]
     fails = answering(error)
@@ -156,26 +135,23 @@ def test_a_successful_probe_wakes_queued_requests():
         request_id = message.request.request_id
         return [Accepted(request_id, 0, 0, 0, 1), TokenOutput(request_id, 0, [5])]
 
-    async def run():
-        async with (
-            ScriptedEngine("both", "bad", answer) as bad,
-            ScriptedEngine("both", "full", lambda _message: []) as full,
-            rig(policy="most_empty_slots") as made,
-        ):
-            await preferred(made, bad, full)
-            for _ in range(THRESHOLD):
-                with pytest.raises(InternalError):
-                    await made.tokens([1])
-            await full.send(snapshot=full.snapshot(0))
-            await until(lambda: not made.pools.decode_views()[0].num_empty_slots, "full")
-            error.clear()
-            probe = asyncio.create_task(made.tokens([1], SamplingParams(max_tokens=9)))
-            await until(lambda: len(made.router.queue) == 1, "the probe waits")
-            waiting = asyncio.create_task(made.tokens([1], SamplingParams(max_tokens=1)))
-            await until(lambda: len(made.router.queue) == 2, "both wait")
-            made.fleet._expire(asyncio.get_running_loop().time() + MAX_OPEN_S)
-            assert await waiting == [5]
-            probe.cancel()
-            await asyncio.gather(probe, return_exceptions=True)
-
-    asyncio.run(run())
+    async with (
+        ScriptedEngine("both", "bad", answer) as bad,
+        ScriptedEngine("both", "full", lambda _message: []) as full,
+        rig(policy="most_empty_slots") as made,
+    ):
+        await preferred(made, bad, full)
+        for _ in range(THRESHOLD):
+            with pytest.raises(InternalError):
+                await made.tokens([1])
+        await full.send(snapshot=full.snapshot(0))
+        await until(lambda: not made.pools.decode_views()[0].num_empty_slots, "full")
+        error.clear()
+        probe = asyncio.create_task(made.tokens([1], SamplingParams(max_tokens=9)))
+        await until(lambda: len(made.router.queue) == 1, "the probe waits")
+        waiting = asyncio.create_task(made.tokens([1], SamplingParams(max_tokens=1)))
+        await until(lambda: len(made.router.queue) == 2, "both wait")
+        made.fleet._expire(asyncio.get_running_loop().time() + MAX_OPEN_S)
+        assert await waiting == [5]
+        probe.cancel()
+        await asyncio.gather(probe, return_exceptions=True)

@@ -82,19 +82,15 @@ def test_places_that_could_not_take_the_request_are_not_kept():
     assert _few(1, np.array([np.inf, 2.0, np.inf])) == [1]
 
 
-def test_a_request_that_is_refused_again_and_again_keeps_a_bounded_route():
+async def test_a_request_that_is_refused_again_and_again_keeps_a_bounded_route():
     _, [made] = choose("least_loaded", 1)
-
-    async def scenario():
-        routes = Routes(RouterMetrics("m"))
-        with routes.follow("r", 8) as route:
-            for _ in range(10 * MOST_MADE):
-                routes.note("decode", "r", made.choice)
-            routes.note("prefill", "r", made.choice)
-        assert len(route.made) == MOST_MADE
-        assert route.made[-1].side == "prefill"
-
-    asyncio.run(scenario())
+    routes = Routes(RouterMetrics("m"))
+    with routes.follow("r", 8) as route:
+        for _ in range(10 * MOST_MADE):
+            routes.note("decode", "r", made.choice)
+        routes.note("prefill", "r", made.choice)
+    assert len(route.made) == MOST_MADE
+    assert route.made[-1].side == "prefill"
 
 
 @given(names=st.lists(st.sampled_from("abcdef"), max_size=60), most=st.integers(3, 12))
@@ -127,36 +123,28 @@ def test_the_book_keeps_the_latest_of_all_and_few_of_each_id(names, most):
         assert kept == [f"{name}-{number:x}" for of, number in expected if of == name]
 
 
-def test_a_client_that_repeats_its_id_drops_only_its_own_records():
-    async def scenario():
-        routes = Routes(RouterMetrics("m"))
-        for number, name in enumerate(["mine", *["loud"] * 3 * KEPT]):
-            with routes.follow(f"{name}-{number:x}", 8):
-                pass
-        return routes
-
-    routes = asyncio.run(scenario())
+async def test_a_client_that_repeats_its_id_drops_only_its_own_records():
+    routes = Routes(RouterMetrics("m"))
+    for number, name in enumerate(["mine", *["loud"] * 3 * KEPT]):
+        with routes.follow(f"{name}-{number:x}", 8):
+            pass
     assert len(routes.of_client_id("mine").kept) == 1
     loud = routes.of_client_id("loud")
     assert (len(loud.kept), loud.num_dropped) == (KEPT_OF_AN_ID, 3 * KEPT - KEPT_OF_AN_ID)
 
 
-def test_a_running_request_is_recorded_after_its_record_was_dropped():
+async def test_a_running_request_is_recorded_after_its_record_was_dropped():
     _, [made] = choose("least_loaded", 1)
-
-    async def scenario():
-        routes = Routes(RouterMetrics("m"))
-        with routes.follow("a-0", 8) as route:
-            for number in range(KEPT_OF_AN_ID):
-                with routes.follow(f"a-{1 + number:x}", 8):
-                    pass
-            assert route not in routes.of_client_id("a").kept
-            routes.note("decode", "a-0", made.choice)
-            assert routes.get("a-0") is route
-        assert routes.get("a-0") is None
-        return route
-
-    assert [noted.side for noted in asyncio.run(scenario()).made] == ["decode"]
+    routes = Routes(RouterMetrics("m"))
+    with routes.follow("a-0", 8) as route:
+        for number in range(KEPT_OF_AN_ID):
+            with routes.follow(f"a-{1 + number:x}", 8):
+                pass
+        assert route not in routes.of_client_id("a").kept
+        routes.note("decode", "a-0", made.choice)
+        assert routes.get("a-0") is route
+    assert routes.get("a-0") is None
+    assert [noted.side for noted in route.made] == ["decode"]
 
 
 @pytest.mark.parametrize("policy", ["least_loaded", "least_delay"])

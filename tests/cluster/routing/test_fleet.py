@@ -204,15 +204,12 @@ def test_an_unreachable_member_is_forgotten_and_retried():
     following(scenario, "a")
 
 
-def test_a_member_whose_connection_fails_for_any_reason_is_forgotten():
-    async def run():
-        fleet = Fleet(Connections, KEYS)
-        fleet.client.dead["a"] = RuntimeError("a bug")
-        with pytest.raises(RuntimeError):
-            await fleet.connect(make_member("both", "a"))
-        assert known(fleet) == []
-
-    asyncio.run(run())
+async def test_a_member_whose_connection_fails_for_any_reason_is_forgotten():
+    fleet = Fleet(Connections, KEYS)
+    fleet.client.dead["a"] = RuntimeError("a bug")
+    with pytest.raises(RuntimeError):
+        await fleet.connect(make_member("both", "a"))
+    assert known(fleet) == []
 
 
 def test_cancelling_at_the_moment_of_a_loss_ends_the_task():

@@ -1,7 +1,5 @@
 """An ingress's view of an engine that changes its role: only current reports count."""
 
-import asyncio
-
 from cluster.routing.cost import make_policies
 from cluster.routing.demand import Demand
 from cluster.routing.leg import Legs
@@ -83,24 +81,21 @@ class Connection:
         return self.table.open(request_id, message, inbox)
 
 
-def test_a_decode_hold_outlives_the_prefill_leg_on_the_same_engine():
-    async def scenario():
-        pools = known("prefill")
-        connection = Connection(pools.member("e").description)
-        request = EngineRequest("r", [1, 2, 3], sampling(4))
-        demand = Demand.of(request, 0.0)
-        queue = SlotQueue(pools, make_policies("least_delay").decode, 4, 10.0)
-        legs = Legs(connection, pools, RouterMetrics("tiny"), Stalls(queue), demand, 1)
-        whole = Placement("e", ANY_GROUP)
-        pools.hold(demand, whole)
-        legs.ask_to_prefill(whole, AddRequest(request, "prefill", ANY_GROUP, b""), None).answered()
-        pools.take_snapshot("e", snapshot(2, "decode", 1))
-        group = Placement("e", 0)
-        pools.hold(demand, group)
-        legs.ask_heir(group, AddRequest(request, "decode", 0))
-        assert pools.holds() == [("e", "r")]
-        assert pools.decode_views()[0].num_empty_slots == 3
-        legs.drop_heir()
-        assert not pools.holds()
-
-    asyncio.run(scenario())
+async def test_a_decode_hold_outlives_the_prefill_leg_on_the_same_engine():
+    pools = known("prefill")
+    connection = Connection(pools.member("e").description)
+    request = EngineRequest("r", [1, 2, 3], sampling(4))
+    demand = Demand.of(request, 0.0)
+    queue = SlotQueue(pools, make_policies("least_delay").decode, 4, 10.0)
+    legs = Legs(connection, pools, RouterMetrics("tiny"), Stalls(queue), demand, 1)
+    whole = Placement("e", ANY_GROUP)
+    pools.hold(demand, whole)
+    legs.ask_to_prefill(whole, AddRequest(request, "prefill", ANY_GROUP, b""), None).answered()
+    pools.take_snapshot("e", snapshot(2, "decode", 1))
+    group = Placement("e", 0)
+    pools.hold(demand, group)
+    legs.ask_heir(group, AddRequest(request, "decode", 0))
+    assert pools.holds() == [("e", "r")]
+    assert pools.decode_views()[0].num_empty_slots == 3
+    legs.drop_heir()
+    assert not pools.holds()

@@ -20,7 +20,15 @@ from replicas.messages import (
     LoadKV,
     TokenOutput,
 )
-from tests.cluster.engines import KEYS, Rig, ScriptedEngine, accepts, rig, silent, until
+from tests.cluster.engines import (
+    KEYS,
+    Rig,
+    ScriptedEngine,
+    accepts,
+    scripted,
+    silent,
+    until,
+)
 
 PROMPT = list(range(2, 90))
 """With one token two blocks of 32 are full, and the third one is not."""
@@ -62,12 +70,8 @@ class Stream(NamedTuple):
 @contextlib.asynccontextmanager
 async def a_stream(prompt=PROMPT, *, kv_endpoints=("tcp://127.0.0.1:1",)):
     """A stream with one token on a draining engine, and a successor that was asked."""
-    async with (
-        ScriptedEngine("both", "d1", accepts) as lender,
-        ScriptedEngine("both", "d2", silent) as heir,
-        rig() as made,
-    ):
-        await made.connect(lender.member)
+    engines = ("both", "d1", accepts), ("both", "d2", silent)
+    async with scripted(*engines, num_connected=1) as (made, lender, heir):
         tokens = []
 
         async def follow():
@@ -91,121 +95,96 @@ async def a_stream(prompt=PROMPT, *, kv_endpoints=("tcp://127.0.0.1:1",)):
             await asyncio.wait({reader})
 
 
-def test_a_stream_stays_until_its_successor_has_fetched_its_full_blocks():
-    async def run():
-        async with a_stream() as stream:
-            assert stream.heir.received(AddRequest)[0].token_ids == [[5]]
-            epoch = await stream.lend()
-            [load], [lend] = stream.heir.received(LoadKV), stream.lender.received(LendKV)
-            assert (load.ticket, load.epoch) == (lend.ticket, lend.epoch)
-            ticket = KEYS.unseal(load.ticket, time.time())
-            assert (ticket.producer_incarnation, ticket.consumer) == ("d1", "d2")
-            assert (ticket.num_tokens, ticket.epoch) == (64, epoch)
-            await stream.lender.send(TokenOutput(stream.request_id, 1, [6]))
-            await until(lambda: stream.tokens == [5, 6], "the stream continues")
-            assert not stream.lender.received(Abort)
-            assert not stream.heir.received(Activate)
-            await stream.heir.send(KVLoaded(stream.request_id, epoch - 1, None))
-            await stream.heir.send(KVLoaded(stream.request_id, epoch, None))
-            await stream.end(activated=[5, 6])
-            await until(lambda: stream.lender.received(Abort), "it is left")
-            assert (stream.count("moved"), stream.count("recomputed")) == (1, 0)
-
-    asyncio.run(run())
+async def test_a_stream_stays_until_its_successor_has_fetched_its_full_blocks():
+    async with a_stream() as stream:
+        assert stream.heir.received(AddRequest)[0].token_ids == [[5]]
+        epoch = await stream.lend()
+        [load], [lend] = stream.heir.received(LoadKV), stream.lender.received(LendKV)
+        assert (load.ticket, load.epoch) == (lend.ticket, lend.epoch)
+        ticket = KEYS.unseal(load.ticket, time.time())
+        assert (ticket.producer_incarnation, ticket.consumer) == ("d1", "d2")
+        assert (ticket.num_tokens, ticket.epoch) == (64, epoch)
+        await stream.lender.send(TokenOutput(stream.request_id, 1, [6]))
+        await until(lambda: stream.tokens == [5, 6], "the stream continues")
+        assert not stream.lender.received(Abort)
+        assert not stream.heir.received(Activate)
+        await stream.heir.send(KVLoaded(stream.request_id, epoch - 1, None))
+        await stream.heir.send(KVLoaded(stream.request_id, epoch, None))
+        await stream.end(activated=[5, 6])
+        await until(lambda: stream.lender.received(Abort), "it is left")
+        assert (stream.count("moved"), stream.count("recomputed")) == (1, 0)
 
 
 @pytest.mark.parametrize("who", ["heir", "lender"])
-def test_where_kv_cannot_be_had_the_other_engine_computes_it(who):
-    async def run():
-        async with a_stream() as stream:
-            epoch = await stream.lend()
-            await getattr(stream, who).send(KVLoaded(stream.request_id, epoch, "expired"))
-            await stream.end(activated=[5])
-            assert (stream.count("moved"), stream.count("recomputed")) == (0, 1)
-
-    asyncio.run(run())
+async def test_where_kv_cannot_be_had_the_other_engine_computes_it(who):
+    async with a_stream() as stream:
+        epoch = await stream.lend()
+        await getattr(stream, who).send(KVLoaded(stream.request_id, epoch, "expired"))
+        await stream.end(activated=[5])
+        assert (stream.count("moved"), stream.count("recomputed")) == (0, 1)
 
 
 @pytest.mark.parametrize("why", ["stalled", "quiet", "dead"])
-def test_a_stalled_lender_is_left_without_its_kv(why, monkeypatch):
+async def test_a_stalled_lender_is_left_without_its_kv(why, monkeypatch):
     monkeypatch.setattr(async_client, "QUIET_S", 0.5)
     monkeypatch.setattr(async_client, "SILENCE_S", 60.0)
-
-    async def run():
-        async with a_stream() as stream:
-            await stream.lend()
-            if why == "stalled":
-                stream.lender.stalled_s = 6.0
-            elif why == "quiet":
-                stream.lender.is_silent = True
-            else:
-                stream.lender.die()
-            await stream.end(activated=[5])
-            assert stream.count("recomputed") == 1
-
-    asyncio.run(run())
-
-
-def test_an_engine_stalled_before_lending_is_left_at_once():
-    async def run():
-        async with a_stream() as stream:
+    async with a_stream() as stream:
+        await stream.lend()
+        if why == "stalled":
             stream.lender.stalled_s = 6.0
-            await until(lambda: len(stream.made.pools.stalled) == 1, "it stalls")
-            await stream.accept()
-            await stream.end(activated=[5])
-            assert not stream.lender.received(LendKV)
-            assert stream.count("recomputed") == 1
+        elif why == "quiet":
+            stream.lender.is_silent = True
+        else:
+            stream.lender.die()
+        await stream.end(activated=[5])
+        assert stream.count("recomputed") == 1
 
-    asyncio.run(run())
+
+async def test_an_engine_stalled_before_lending_is_left_at_once():
+    async with a_stream() as stream:
+        stream.lender.stalled_s = 6.0
+        await until(lambda: len(stream.made.pools.stalled) == 1, "it stalls")
+        await stream.accept()
+        await stream.end(activated=[5])
+        assert not stream.lender.received(LendKV)
+        assert stream.count("recomputed") == 1
 
 
-def test_a_successor_with_all_blocks_cached_fetches_nothing():
-    async def run():
-        async with a_stream() as stream:
-            await stream.accept(num_cached_tokens=64)
-            await stream.end(activated=[5])
-            assert not stream.lender.received(LendKV)
-            assert stream.count("cached") == 1
-
-    asyncio.run(run())
+async def test_a_successor_with_all_blocks_cached_fetches_nothing():
+    async with a_stream() as stream:
+        await stream.accept(num_cached_tokens=64)
+        await stream.end(activated=[5])
+        assert not stream.lender.received(LendKV)
+        assert stream.count("cached") == 1
 
 
 @pytest.mark.parametrize(
     ("prompt", "kv_endpoints"), [(PROMPT[:20], ("tcp://127.0.0.1:1",)), (PROMPT, None)]
 )
-def test_where_nothing_can_be_lent_the_stream_is_handed_over_at_once(prompt, kv_endpoints):
-    async def run():
-        async with a_stream(prompt, kv_endpoints=kv_endpoints) as stream:
-            await stream.accept()
-            await stream.end(activated=[5])
-            assert not stream.lender.received(LendKV)
-            assert stream.count("recomputed") == 1
-
-    asyncio.run(run())
+async def test_where_nothing_can_be_lent_the_stream_is_handed_over_at_once(prompt, kv_endpoints):
+    async with a_stream(prompt, kv_endpoints=kv_endpoints) as stream:
+        await stream.accept()
+        await stream.end(activated=[5])
+        assert not stream.lender.received(LendKV)
+        assert stream.count("recomputed") == 1
 
 
-def test_a_stream_that_ends_during_its_transfer_ends_on_both_engines():
-    async def run():
-        async with a_stream() as stream:
-            await stream.lend()
-            await stream.lender.send(TokenOutput(stream.request_id, 1, [6], "length"))
-            await asyncio.wait_for(stream.reader, 10)
-            assert stream.tokens == [5, 6]
-            await until(lambda: stream.heir.received(Abort), "the other engine got the abort")
-            assert not stream.heir.received(Activate)
-
-    asyncio.run(run())
+async def test_a_stream_that_ends_during_its_transfer_ends_on_both_engines():
+    async with a_stream() as stream:
+        await stream.lend()
+        await stream.lender.send(TokenOutput(stream.request_id, 1, [6], "length"))
+        await asyncio.wait_for(stream.reader, 10)
+        assert stream.tokens == [5, 6]
+        await until(lambda: stream.heir.received(Abort), "the other engine got the abort")
+        assert not stream.heir.received(Activate)
 
 
-def test_a_stream_stays_when_its_successor_dies_while_fetching():
-    async def run():
-        async with a_stream() as stream:
-            await stream.lend()
-            stream.heir.die()
-            await until(lambda: stream.made.lost == ["d2"], "it is gone")
-            await stream.lender.send(TokenOutput(stream.request_id, 1, [6], "length"))
-            await asyncio.wait_for(stream.reader, 10)
-            assert stream.tokens == [5, 6]
-            assert not stream.lender.received(Abort)
-
-    asyncio.run(run())
+async def test_a_stream_stays_when_its_successor_dies_while_fetching():
+    async with a_stream() as stream:
+        await stream.lend()
+        stream.heir.die()
+        await until(lambda: stream.made.lost == ["d2"], "it is gone")
+        await stream.lender.send(TokenOutput(stream.request_id, 1, [6], "length"))
+        await asyncio.wait_for(stream.reader, 10)
+        assert stream.tokens == [5, 6]
+        assert not stream.lender.received(Abort)

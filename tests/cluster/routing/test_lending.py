@@ -83,30 +83,28 @@ def count(made, kv):
     return made.count(GAPS, model_name="tiny", kv=kv)
 
 
-def test_streams_that_are_handed_over_take_their_kv_along(prefill, decode, expected, monkeypatch):
+async def test_streams_that_are_handed_over_take_their_kv_along(
+    prefill, decode, expected, monkeypatch
+):
     monkeypatch.setattr(launch, "HAND_OVER_SHARE", 0.0001)
     # On a busy host an engine may be silent for seconds, and then is left without its KV.
     monkeypatch.setattr(async_client, "QUIET_S", 60.0)
     monkeypatch.setattr(async_client, "SILENCE_S", 120.0)
     leaving, other = decode
-
-    async def run():
-        async with rig(prefill, leaving) as made:
-            streams, heads = await begin(made)
-            await made.connect(other.member)
-            drained = hand_over(leaving)
-            results = await finish(streams, heads)
-            assert await drained
-            assert made.lost == []
-            assert count(made, "moved") == len(CASES)
-            # The lender may hear that it is left before it hears that all has come.
-            paths = (await made.engine_metrics(other)).transfer.paths
-            assert sum(path.num_received for path in paths.values()) >= len(CASES)
-            assert (await made.engine_metrics(other)).kv_recompute_tokens == 0
-            await until_idle(made, prefill, leaving, other)
-            return results
-
-    assert asyncio.run(run()) == expected
+    async with rig(prefill, leaving) as made:
+        streams, heads = await begin(made)
+        await made.connect(other.member)
+        drained = hand_over(leaving)
+        results = await finish(streams, heads)
+        assert await drained
+        assert made.lost == []
+        assert count(made, "moved") == len(CASES)
+        # The lender may hear that it is left before it hears that all has come.
+        paths = (await made.engine_metrics(other)).transfer.paths
+        assert sum(path.num_received for path in paths.values()) >= len(CASES)
+        assert (await made.engine_metrics(other)).kv_recompute_tokens == 0
+        await until_idle(made, prefill, leaving, other)
+    assert results == expected
 
 
 def frozen(leaving):
@@ -118,7 +116,7 @@ def killed(leaving):
 
 
 @pytest.mark.parametrize("ends", [killed, frozen])
-def test_streams_continue_with_the_same_tokens_when_the_lender_is_lost(
+async def test_streams_continue_with_the_same_tokens_when_the_lender_is_lost(
     prefill, decode, expected, monkeypatch, ends
 ):
     monkeypatch.setattr(launch, "HAND_OVER_SHARE", 0.0001)
@@ -135,20 +133,16 @@ def test_streams_continue_with_the_same_tokens_when_the_lender_is_lost(
             ends(leaving)
 
     monkeypatch.setattr(Leg, "lend", lend_and_end)
-
-    async def run():
-        async with rig(prefill, leaving) as made:
-            streams, heads = await begin(made)
-            await made.connect(other.member)
-            drained = hand_over(leaving)
-            results = await finish(streams, heads)
-            leaving.kill()
-            await drained
-            assert lent
-            assert set(lent) == {leaving.incarnation}
-            assert count(made, "moved") + count(made, "recomputed") >= 3
-            assert count(made, "recomputed") > 0
-            await until_idle(made, prefill, other)
-            return results
-
-    assert asyncio.run(run()) == expected
+    async with rig(prefill, leaving) as made:
+        streams, heads = await begin(made)
+        await made.connect(other.member)
+        drained = hand_over(leaving)
+        results = await finish(streams, heads)
+        leaving.kill()
+        await drained
+        assert lent
+        assert set(lent) == {leaving.incarnation}
+        assert count(made, "moved") + count(made, "recomputed") >= 3
+        assert count(made, "recomputed") > 0
+        await until_idle(made, prefill, other)
+    assert results == expected

@@ -185,10 +185,9 @@ class DeafRig(Rig):
 
 
 @pytest.mark.process
-def test_lost_events_are_repaired_by_a_listing():
+async def test_lost_events_are_repaired_by_a_listing():
     [first, lost, last] = prompts(3, (130, 96, 64))
-
-    async def run(engine):
+    with running(("both", engine_config("both", tt_data_parallel=1))) as [engine]:
         made = DeafRig()
         await made.connect(engine.member)
         try:
@@ -202,6 +201,3 @@ def test_lost_events_are_repaired_by_a_listing():
                 await until(lambda p=prompt: cached(made, p), "the listing has it")
         finally:
             await made.client.close()
-
-    with running(("both", engine_config("both", tt_data_parallel=1))) as [engine]:
-        asyncio.run(run(engine))

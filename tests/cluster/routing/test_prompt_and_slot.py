@@ -13,7 +13,14 @@ from replicas.messages import (
     Refused,
     TokenOutput,
 )
-from tests.cluster.engines import ScriptedEngine, accepts, prefills, rig, silent, until
+from tests.cluster.engines import (
+    accepts,
+    prefills,
+    refusing,
+    scripted,
+    silent,
+    until,
+)
 
 PROMPT = list(range(2, 66))
 
@@ -44,102 +51,74 @@ async def end(engine, task):
     assert await asyncio.wait_for(task, 5) == [5, 6]
 
 
-def test_prompt_is_computed_while_the_decode_engine_has_not_answered():
-    async def run():
-        async with (
-            ScriptedEngine("prefill", "p", prefills) as prefill,
-            ScriptedEngine("decode", "d", silent) as decode,
-            rig(prefill.member, decode.member) as made,
-        ):
-            task = asyncio.ensure_future(made.tokens(PROMPT))
-            await until(lambda: prefill.received(AddRequest), "the prompt is asked for")
-            await until(lambda: [i for i, _ in made.pools.holds()] == ["d"], "and answered")
-            await until(lambda: decode.messages, "the slot is asked for beside it")
-            assert told(decode) == [AddRequest]
-            await accept(decode)
-            await end(decode, task)
-            assert told(decode)[:3] == [AddRequest, LoadKV, Activate]
-
-    asyncio.run(run())
+async def test_prompt_is_computed_while_the_decode_engine_has_not_answered():
+    engines = ("prefill", "p", prefills), ("decode", "d", silent)
+    async with scripted(*engines) as (made, prefill, decode):
+        task = asyncio.ensure_future(made.tokens(PROMPT))
+        await until(lambda: prefill.received(AddRequest), "the prompt is asked for")
+        await until(lambda: [i for i, _ in made.pools.holds()] == ["d"], "and answered")
+        await until(lambda: decode.messages, "the slot is asked for beside it")
+        assert told(decode) == [AddRequest]
+        await accept(decode)
+        await end(decode, task)
+        assert told(decode)[:3] == [AddRequest, LoadKV, Activate]
 
 
-def test_refused_slot_costs_the_prompt_that_was_begun_with_it():
-    def refuse(message):
-        if isinstance(message, AddRequest):
-            return [Refused(message.request.request_id, "no_slot", "taken")]
-        return []
-
-    async def run():
-        async with (
-            ScriptedEngine("prefill", "p", accepts) as prefill,
-            ScriptedEngine("decode", "d", refuse) as decode,
-            rig(prefill.member, decode.member, order="decode_first") as made,
-        ):
-            task = asyncio.ensure_future(made.tokens(PROMPT))
-            await until(lambda: made.num_queued == 1, "it waits")
-            await until(lambda: prefill.received(Abort), "prefill got the abort")
-            assert told(prefill) == [AddRequest, Abort]
-            assert not made.pools.holds()
-            decode.answer = accepts
-            prefill.answer = prefills
-            await decode.send(snapshot=decode.snapshot(1))
-            await end(decode, task)
-            first, second = (m.ticket for m in prefill.received(AddRequest))
-            assert first != second
-            assert decode.received(LoadKV)[-1].ticket == second
-
-    asyncio.run(run())
+async def test_refused_slot_costs_the_prompt_that_was_begun_with_it():
+    refuse = refusing("no_slot")
+    engines = ("prefill", "p", accepts), ("decode", "d", refuse)
+    async with scripted(*engines, order="decode_first") as (made, prefill, decode):
+        task = asyncio.ensure_future(made.tokens(PROMPT))
+        await until(lambda: made.num_queued == 1, "it waits")
+        await until(lambda: prefill.received(Abort), "prefill got the abort")
+        assert told(prefill) == [AddRequest, Abort]
+        assert not made.pools.holds()
+        decode.answer = accepts
+        prefill.answer = prefills
+        await decode.send(snapshot=decode.snapshot(1))
+        await end(decode, task)
+        first, second = (m.ticket for m in prefill.received(AddRequest))
+        assert first != second
+        assert decode.received(LoadKV)[-1].ticket == second
 
 
 @pytest.mark.parametrize("trouble", ["dies", "stalls", "refuses"])
-def test_prefill_engine_lost_before_the_decode_engine_answers_costs_another_one(trouble):
-    async def run():
-        async with (
-            ScriptedEngine("prefill", "p", silent) as one,
-            ScriptedEngine("prefill", "q", silent) as other,
-            ScriptedEngine("decode", "d", silent) as decode,
-            rig(one.member, other.member, decode.member) as made,
-        ):
-            task = asyncio.ensure_future(made.tokens(PROMPT))
-            await until(lambda: one.messages or other.messages, "the prompt is asked for")
-            asked, spare = (one, other) if one.messages else (other, one)
-            spare.answer = prefills
-            if trouble == "dies":
-                asked.die()
-                await until(lambda: made.lost, "known")
-            elif trouble == "stalls":
-                asked.stalled_s = 5.5
-                await until(lambda: len(made.pools.stalled) == 1, "known")
-            else:
-                await asked.send(Refused(request_id(asked), "queue_full", "no"))
-            await accept(decode)
-            await end(decode, task)
-            assert len(spare.received(AddRequest)) == 1
-            assert made.count("ttserve_router_retries_total", reason="prefill") == 1
-
-    asyncio.run(run())
-
-
-def test_prefill_engine_that_is_late_while_the_decode_engine_stalls_costs_another_one(monkeypatch):
-    monkeypatch.setattr("cluster.routing.leg.ANSWER_S", 1.0)
-
-    async def run():
-        async with (
-            ScriptedEngine("prefill", "p", silent) as prefill,
-            ScriptedEngine("decode", "d", silent) as decode,
-            rig(prefill.member, decode.member) as made,
-        ):
-            task = asyncio.ensure_future(made.tokens(PROMPT))
-            await until(lambda: prefill.messages, "the prompt is asked for")
-            decode.stalled_s = 5.5
+async def test_prefill_engine_lost_before_the_decode_engine_answers_costs_another_one(trouble):
+    engines = ("prefill", "p", silent), ("prefill", "q", silent), ("decode", "d", silent)
+    async with scripted(*engines) as (made, one, other, decode):
+        task = asyncio.ensure_future(made.tokens(PROMPT))
+        await until(lambda: one.messages or other.messages, "the prompt is asked for")
+        asked, spare = (one, other) if one.messages else (other, one)
+        spare.answer = prefills
+        if trouble == "dies":
+            asked.die()
+            await until(lambda: made.lost, "known")
+        elif trouble == "stalls":
+            asked.stalled_s = 5.5
             await until(lambda: len(made.pools.stalled) == 1, "known")
-            await until(lambda: prefill.received(Abort), "it had its time")
-            decode.stalled_s = 0.0
-            await until(lambda: len(made.pools.stalled) == 0, "known")
-            prefill.answer = prefills
-            await accept(decode)
-            await until(lambda: decode.received(Activate), "it may start")
-            await decode.send(TokenOutput(request_id(decode), 0, [6], "length"))
-            assert await asyncio.wait_for(task, 5) == [6]
+        else:
+            await asked.send(Refused(request_id(asked), "queue_full", "no"))
+        await accept(decode)
+        await end(decode, task)
+        assert len(spare.received(AddRequest)) == 1
+        assert made.count("ttserve_router_retries_total", reason="prefill") == 1
 
-    asyncio.run(run())
+
+async def test_prefill_engine_that_is_late_while_the_decode_engine_stalls_costs_another_one(
+    monkeypatch,
+):
+    monkeypatch.setattr("cluster.routing.leg.ANSWER_S", 1.0)
+    engines = ("prefill", "p", silent), ("decode", "d", silent)
+    async with scripted(*engines) as (made, prefill, decode):
+        task = asyncio.ensure_future(made.tokens(PROMPT))
+        await until(lambda: prefill.messages, "the prompt is asked for")
+        decode.stalled_s = 5.5
+        await until(lambda: len(made.pools.stalled) == 1, "known")
+        await until(lambda: prefill.received(Abort), "it had its time")
+        decode.stalled_s = 0.0
+        await until(lambda: len(made.pools.stalled) == 0, "known")
+        prefill.answer = prefills
+        await accept(decode)
+        await until(lambda: decode.received(Activate), "it may start")
+        await decode.send(TokenOutput(request_id(decode), 0, [6], "length"))
+        assert await asyncio.wait_for(task, 5) == [6]

@@ -31,7 +31,6 @@ from replicas.messages import (
     AddRequest,
     KVLoaded,
     LoadKV,
-    Refused,
     TokenOutput,
 )
 from tests import engines as local
@@ -42,9 +41,11 @@ from tests.cluster.engines import (
     engine_config,
     prefills,
     prompts,
+    refusing,
     rig,
     running,
     sampling,
+    scripted,
     silent,
     until,
     until_idle,
@@ -142,7 +143,7 @@ async def num_finished(made, engine):
 
 @pytest.mark.parametrize("order", get_args(OrderName))
 @pytest.mark.parametrize("kind", ["greedy", "seeded"])
-def test_concurrent_prompts_give_the_tokens_of_one_local_engine(pool, kind, order):
+async def test_concurrent_prompts_give_the_tokens_of_one_local_engine(pool, kind, order):
     changes = [SEEDED | {"seed": 100 + i} if kind == "seeded" else {} for i in range(32)]
     cases = [
         (prompt, sampling(12 + i % 5, **changes[i]))
@@ -151,16 +152,12 @@ def test_concurrent_prompts_give_the_tokens_of_one_local_engine(pool, kind, orde
     # Another first token, or the second run would find the blocks of the first.
     shift = 3 * get_args(OrderName).index(order)
     cases = [([2 + (prompt[0] + shift) % 250, *prompt[1:]], params) for prompt, params in cases]
-
-    async def run():
-        async with rig(*pool, order=order) as made:
-            before = await transfers(made, *pool)
-            results = await asyncio.gather(*(made.tokens(*case) for case in cases))
-            await until_idle(made, *pool)
-            after = await transfers(made, *pool)
-            return results, [b - a for a, b in zip(before, after, strict=True)]
-
-    results, (num_transfers, num_bytes) = asyncio.run(run())
+    async with rig(*pool, order=order) as made:
+        before = await transfers(made, *pool)
+        results = await asyncio.gather(*(made.tokens(*case) for case in cases))
+        await until_idle(made, *pool)
+        after = await transfers(made, *pool)
+        (num_transfers, num_bytes) = [b - a for a, b in zip(before, after, strict=True)]
     assert results == reference(*cases)
     assert len({tuple(r) for r in results}) > 16, "the prompts tell the outputs apart"
     assert num_transfers == 32, "every prompt went from one pool to the other"
@@ -182,78 +179,62 @@ def test_prompt_longer_than_a_step_is_transferred_whole(pool):
     assert asyncio.run(run()) == (expected, 32 * row_bytes(pool[2]))
 
 
-def test_only_blocks_that_the_decode_engine_lacks_are_transferred(pool):
+async def test_only_blocks_that_the_decode_engine_lacks_are_transferred(pool):
     (prompt,) = prompts(1, lengths=(150,))
     prompt = [token + 3 for token in prompt]
-
-    async def run():
-        async with rig(pool[0], pool[2]) as made:
-            counts = [(await transfers(made, pool[2]))[1]]
-            results = []
-            for _ in range(2):
-                results.append(await made.tokens(prompt))
-                await until_idle(made, pool[0], pool[2])
-                counts.append((await transfers(made, pool[2]))[1])
-            return results, [b - a for a, b in itertools.pairwise(counts)]
-
-    results, num_bytes = asyncio.run(run())
+    async with rig(pool[0], pool[2]) as made:
+        counts = [(await transfers(made, pool[2]))[1]]
+        results = []
+        for _ in range(2):
+            results.append(await made.tokens(prompt))
+            await until_idle(made, pool[0], pool[2])
+            counts.append((await transfers(made, pool[2]))[1])
+        num_bytes = [b - a for a, b in itertools.pairwise(counts)]
     assert results[0] == results[1] == reference((prompt, sampling()))[0]
     row = row_bytes(pool[2])
     assert num_bytes == [5 * row, row], "four full blocks of the prompt were there already"
 
 
-def test_prompts_below_the_threshold_are_computed_on_the_decode_engine(pool):
+async def test_prompts_below_the_threshold_are_computed_on_the_decode_engine(pool):
     short, long = prompts(2, lengths=(63, 64))
     short = [token + 1 for token in short]
     long = [token + 1 for token in long]
-
-    async def run():
-        async with rig(*pool, min_remote_prefill_tokens=64) as made:
-            counts = [(await transfers(made, *pool))[0]]
-            results = []
-            for prompt in (short, long):
-                results.append(await made.tokens(prompt))
-                counts.append((await transfers(made, *pool))[0])
-            await until_idle(made, *pool)
-            return results, [b - a for a, b in itertools.pairwise(counts)]
-
-    results, num_transfers = asyncio.run(run())
+    async with rig(*pool, min_remote_prefill_tokens=64) as made:
+        counts = [(await transfers(made, *pool))[0]]
+        results = []
+        for prompt in (short, long):
+            results.append(await made.tokens(prompt))
+            counts.append((await transfers(made, *pool))[0])
+        await until_idle(made, *pool)
+        num_transfers = [b - a for a, b in itertools.pairwise(counts)]
     assert results == [reference((p, sampling()))[0] for p in (short, long)]
     assert num_transfers == [0, 1]
 
 
-def test_first_token_comes_from_prefill_before_decoding_starts(pool):
+async def test_first_token_comes_from_prefill_before_decoding_starts(pool):
     prefill, decode = pool[0], pool[2]
     (prompt,) = prompts(1, lengths=(77,))
     expected = reference((prompt, sampling()))[0]
-
-    async def run():
-        async with rig(prefill, decode) as made:
-            outputs = start(made, prompt)
-            with prefill.stopped():
-                first = asyncio.ensure_future(anext(outputs))
-                await until_reserved(made, decode)
-                decode.signal(signal.SIGSTOP)
-            try:
-                output = await first
-            finally:
-                decode.signal(signal.SIGCONT)
-            assert (output.index, output.token_ids) == (0, expected[:1])
-            assert await rest_of(outputs) == expected[1:]
-            await until_idle(made, prefill, decode)
-
-    asyncio.run(run())
+    async with rig(prefill, decode) as made:
+        outputs = start(made, prompt)
+        with prefill.stopped():
+            first = asyncio.ensure_future(anext(outputs))
+            await until_reserved(made, decode)
+            decode.signal(signal.SIGSTOP)
+        try:
+            output = await first
+        finally:
+            decode.signal(signal.SIGCONT)
+        assert (output.index, output.token_ids) == (0, expected[:1])
+        assert await rest_of(outputs) == expected[1:]
+        await until_idle(made, prefill, decode)
 
 
-def test_request_that_ends_with_its_first_token_frees_the_reservation(pool):
+async def test_request_that_ends_with_its_first_token_frees_the_reservation(pool):
     (prompt,) = prompts(1, lengths=(50,))
-
-    async def run():
-        async with rig(*pool) as made:
-            assert await made.tokens(prompt, sampling(1)) == reference((prompt, sampling(1)))[0]
-            await until_idle(made, *pool)
-
-    asyncio.run(run())
+    async with rig(*pool) as made:
+        assert await made.tokens(prompt, sampling(1)) == reference((prompt, sampling(1)))[0]
+        await until_idle(made, *pool)
 
 
 # --- the client leaves -------------------------------------------------------------------------
@@ -310,113 +291,96 @@ async def decoding(made, prefill, decode):
 
 
 @pytest.mark.parametrize("state", [queued, asked, prefilling, loading, decoding])
-def test_client_that_leaves_has_everything_freed(pool, state):
+async def test_client_that_leaves_has_everything_freed(pool, state):
     prefill, decode = pool[0], pool[2]
-
-    async def run():
-        async with rig(prefill, decode) as made:
-            num_whole = await num_finished(made, decode)
-            async with state(made, prefill, decode) as task:
-                await asyncio.sleep(0)
-                task.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await task
-                await until(lambda: made.num_queued == 0, "the queue is empty")
-            await until_idle(made, prefill, decode)
-            assert await num_finished(made, decode) == num_whole, "nothing ran to its end"
-            assert len(await made.tokens([4, 5, 6])) == 12, "the next request works"
-            await until_idle(made, prefill, decode)
-
-    asyncio.run(run())
+    async with rig(prefill, decode) as made:
+        num_whole = await num_finished(made, decode)
+        async with state(made, prefill, decode) as task:
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await until(lambda: made.num_queued == 0, "the queue is empty")
+        await until_idle(made, prefill, decode)
+        assert await num_finished(made, decode) == num_whole, "nothing ran to its end"
+        assert len(await made.tokens([4, 5, 6])) == 12, "the next request works"
+        await until_idle(made, prefill, decode)
 
 
 # --- engines die -------------------------------------------------------------------------------
 
 
-def test_prefill_engine_killed_before_its_answer_is_replaced(pool, victim):
+async def test_prefill_engine_killed_before_its_answer_is_replaced(pool, victim):
     prefill, decode = pool[0], pool[2]
     lost = victim("prefill")
     (prompt,) = prompts(1, lengths=(170,))
-
-    async def run():
-        async with rig(lost, decode) as made:
-            lost.signal(signal.SIGSTOP)
-            task = asyncio.ensure_future(made.tokens(prompt))
-            await until_reserved(made, decode)
-            before = await transfers(made, decode)
-            # So far only `lost` could have the prompt. From now on it is lost by the kill or, on a
-            # busy host, before that by silence.
-            await made.connect(prefill.member)
-            lost.kill()
-            result = await task
-            after = await transfers(made, decode)
-            await until_idle(made, prefill, decode)
-            assert made.count("ttserve_router_retries_total", reason="prefill") == 1
-            return result, after[0] - before[0]
-
-    assert asyncio.run(run()) == (reference((prompt, sampling()))[0], 1)
+    async with rig(lost, decode) as made:
+        lost.signal(signal.SIGSTOP)
+        task = asyncio.ensure_future(made.tokens(prompt))
+        await until_reserved(made, decode)
+        before = await transfers(made, decode)
+        # So far only `lost` could have the prompt. From now on it is lost by the kill or, on a
+        # busy host, before that by silence.
+        await made.connect(prefill.member)
+        lost.kill()
+        result = await task
+        after = await transfers(made, decode)
+        await until_idle(made, prefill, decode)
+        assert made.count("ttserve_router_retries_total", reason="prefill") == 1
+        outcome = result, after[0] - before[0]
+    assert outcome == (reference((prompt, sampling()))[0], 1)
 
 
-def test_prefill_engine_killed_while_computing_is_replaced(pool, victim):
+async def test_prefill_engine_killed_while_computing_is_replaced(pool, victim):
     prefill, decode = pool[0], pool[2]
     lost = victim("prefill")
     (prompt,) = prompts(1, lengths=(1900,))
+    async with rig(lost, decode) as made:
+        task = asyncio.ensure_future(made.tokens(prompt))
 
-    async def run():
-        async with rig(lost, decode) as made:
-            task = asyncio.ensure_future(made.tokens(prompt))
+        async def computes():
+            return (await made.engine_metrics(lost)).scheduled_tokens
 
-            async def computes():
-                return (await made.engine_metrics(lost)).scheduled_tokens
-
-            await until(computes, "the prompt is being computed")
-            await made.connect(prefill.member)
-            assert 0 < await computes() < len(prompt)
-            lost.kill()
-            result = await task
-            await until_idle(made, prefill, decode)
-            return result
-
-    assert asyncio.run(run()) == reference((prompt, sampling()))[0]
+        await until(computes, "the prompt is being computed")
+        await made.connect(prefill.member)
+        assert 0 < await computes() < len(prompt)
+        lost.kill()
+        result = await task
+        await until_idle(made, prefill, decode)
+    assert result == reference((prompt, sampling()))[0]
 
 
-def test_decode_engine_computes_the_prompt_itself_when_the_last_prefill_engine_dies(pool, victim):
+async def test_decode_engine_computes_the_prompt_itself_when_the_last_prefill_engine_dies(
+    pool, victim
+):
     decode = pool[2]
     lost = victim("prefill")
     first, second = prompts(2, lengths=(171,))
-
-    async def run():
-        async with rig(lost, decode) as made:
-            lost.signal(signal.SIGSTOP)
-            task = asyncio.ensure_future(made.tokens(first))
-            await until_reserved(made, decode)
-            lost.kill()
-            results = [await task, await made.tokens(second)]
-            await until_idle(made, decode)
-            return results
-
-    assert asyncio.run(run()) == [reference((p, sampling()))[0] for p in (first, second)]
+    async with rig(lost, decode) as made:
+        lost.signal(signal.SIGSTOP)
+        task = asyncio.ensure_future(made.tokens(first))
+        await until_reserved(made, decode)
+        lost.kill()
+        results = [await task, await made.tokens(second)]
+        await until_idle(made, decode)
+    assert results == [reference((p, sampling()))[0] for p in (first, second)]
 
 
-def test_decode_engine_killed_before_the_first_token_gives_way_to_another(pool, victim):
+async def test_decode_engine_killed_before_the_first_token_gives_way_to_another(pool, victim):
     prefill, decode = pool[0], pool[2]
     lost = victim("decode")
     (prompt,) = prompts(1, lengths=(172,))
-
-    async def run():
-        async with rig(prefill, lost) as made:
-            with prefill.stopped():
-                task = asyncio.ensure_future(made.tokens(prompt))
-                await until_reserved(made, lost)
-                await made.connect(decode.member)
-                lost.kill()
-                await until_reserved(made, decode)
-            result = await task
-            await until_idle(made, prefill, decode)
-            assert made.count("ttserve_router_retries_total", reason="decode_lost") == 1
-            return result
-
-    assert asyncio.run(run()) == reference((prompt, sampling()))[0]
+    async with rig(prefill, lost) as made:
+        with prefill.stopped():
+            task = asyncio.ensure_future(made.tokens(prompt))
+            await until_reserved(made, lost)
+            await made.connect(decode.member)
+            lost.kill()
+            await until_reserved(made, decode)
+        result = await task
+        await until_idle(made, prefill, decode)
+        assert made.count("ttserve_router_retries_total", reason="decode_lost") == 1
+    assert result == reference((prompt, sampling()))[0]
 
 
 def mixed_cases(num_tokens):
@@ -443,62 +407,50 @@ async def finish(streams, heads):
     return [head + rest for head, rest in zip(heads, rests, strict=True)]
 
 
-def test_streams_of_a_killed_decode_engine_continue_with_the_same_tokens(pool, victim):
+async def test_streams_of_a_killed_decode_engine_continue_with_the_same_tokens(pool, victim):
     prefill, other, lost = pool[0], pool[2], victim("decode")
     cases = mixed_cases(LONG)
-
-    async def run():
-        async with rig(prefill, other, lost) as made:
-            streams, heads = await begin(made, cases)
-            lost.kill()
-            results = await finish(streams, heads)
-            assert made.lost == [lost.incarnation]
-            num_migrated = made.count("ttserve_router_migrations_total", reason="lost")
-            assert 0 < num_migrated < len(cases)
-            gaps = "ttserve_router_migration_gap_seconds"
-            assert made.count(f"{gaps}_count", model_name="tiny", kv="recomputed") == num_migrated
-            await until_idle(made, prefill, other)
-            return results
-
-    assert asyncio.run(run()) == reference(*cases)
+    async with rig(prefill, other, lost) as made:
+        streams, heads = await begin(made, cases)
+        lost.kill()
+        results = await finish(streams, heads)
+        assert made.lost == [lost.incarnation]
+        num_migrated = made.count("ttserve_router_migrations_total", reason="lost")
+        assert 0 < num_migrated < len(cases)
+        gaps = "ttserve_router_migration_gap_seconds"
+        assert made.count(f"{gaps}_count", model_name="tiny", kv="recomputed") == num_migrated
+        await until_idle(made, prefill, other)
+    assert results == reference(*cases)
 
 
-def test_streams_of_a_frozen_decode_engine_continue_with_the_same_tokens(pool, monkeypatch):
+async def test_streams_of_a_frozen_decode_engine_continue_with_the_same_tokens(pool, monkeypatch):
     monkeypatch.setattr(async_client, "SILENCE_S", 2.0)
     prefill, other, frozen = pool[0], pool[2], pool[3]
     cases = mixed_cases(LONG)
-
-    async def run():
-        async with rig(prefill, other, frozen) as made:
-            streams, heads = await begin(made, cases)
-            with frozen.stopped():
-                results = await finish(streams, heads)
-            assert made.lost == [frozen.incarnation]
-            assert made.count("ttserve_router_migrations_total", reason="lost") > 0
-            await made.connect(frozen.member)
-            await until_idle(made, prefill, other, frozen)
-            return results
-
-    assert asyncio.run(run()) == reference(*cases)
+    async with rig(prefill, other, frozen) as made:
+        streams, heads = await begin(made, cases)
+        with frozen.stopped():
+            results = await finish(streams, heads)
+        assert made.lost == [frozen.incarnation]
+        assert made.count("ttserve_router_migrations_total", reason="lost") > 0
+        await made.connect(frozen.member)
+        await until_idle(made, prefill, other, frozen)
+    assert results == reference(*cases)
 
 
-def test_streams_longer_than_a_drain_continue_elsewhere(pool, victim, monkeypatch):
+async def test_streams_longer_than_a_drain_continue_elsewhere(pool, victim, monkeypatch):
     monkeypatch.setattr(launch, "HAND_OVER_SHARE", 0.01)
     prefill, other, leaving = pool[0], pool[2], victim("decode")
     cases = mixed_cases(LONG)
-
-    async def run():
-        async with rig(prefill, other, leaving) as made:
-            streams, heads = await begin(made, cases)
-            drained = asyncio.ensure_future(asyncio.to_thread(leaving.handle.drain, 20.0))
-            results = await finish(streams, heads)
-            assert await drained, "nothing is left there before its time is over"
-            assert made.lost == []
-            assert made.count("ttserve_router_migrations_total", reason="leaving") > 0
-            await until_idle(made, prefill, other, leaving)
-            return results
-
-    assert asyncio.run(run()) == reference(*cases)
+    async with rig(prefill, other, leaving) as made:
+        streams, heads = await begin(made, cases)
+        drained = asyncio.ensure_future(asyncio.to_thread(leaving.handle.drain, 20.0))
+        results = await finish(streams, heads)
+        assert await drained, "nothing is left there before its time is over"
+        assert made.lost == []
+        assert made.count("ttserve_router_migrations_total", reason="leaving") > 0
+        await until_idle(made, prefill, other, leaving)
+    assert results == reference(*cases)
 
 
 def test_a_stream_without_kv_transfer_continues_on_another_engine():
@@ -518,115 +470,95 @@ def test_a_stream_without_kv_transfer_continues_on_another_engine():
     assert results == reference(*cases)
 
 
-def test_streams_of_the_only_decode_engine_wait_for_another_one_to_come(pool, victim):
+async def test_streams_of_the_only_decode_engine_wait_for_another_one_to_come(pool, victim):
     prefill, decode, lost = pool[0], pool[2], victim("decode")
     cases = mixed_cases(LONG)
-
-    async def run():
-        async with rig(prefill, lost) as made:
-            streams, heads = await begin(made, cases)
-            finishing = asyncio.ensure_future(finish(streams, heads))
-            lost.kill()
-            await until(lambda: made.num_queued > 1, "they wait")
-            with pytest.raises(NotReadyError):
-                await made.tokens([5, 6, 7])
-            assert made.num_queued > 1, "only the newest request is refused"
-            await made.connect(decode.member)
-            results = await finishing
-            await until_idle(made, prefill, decode)
-            return results
-
-    assert asyncio.run(run()) == reference(*cases)
+    async with rig(prefill, lost) as made:
+        streams, heads = await begin(made, cases)
+        finishing = asyncio.ensure_future(finish(streams, heads))
+        lost.kill()
+        await until(lambda: made.num_queued > 1, "they wait")
+        with pytest.raises(NotReadyError):
+            await made.tokens([5, 6, 7])
+        assert made.num_queued > 1, "only the newest request is refused"
+        await made.connect(decode.member)
+        results = await finishing
+        await until_idle(made, prefill, decode)
+    assert results == reference(*cases)
 
 
-def test_decode_engine_killed_mid_stream_is_a_typed_error_without_another(pool, victim):
+async def test_decode_engine_killed_mid_stream_is_a_typed_error_without_another(pool, victim):
     prefill, decode = pool[0], pool[2]
     lost = victim("decode")
-
-    async def run():
-        async with rig(prefill, lost, queue_timeout_s=0.5) as made:
-            streams = [start(made, p, sampling(LONG)) for p in prompts(3, lengths=(40,))]
-            for outputs in streams:
-                await token_of(outputs)
-                await token_of(outputs)
-            lost.kill()
-            for outputs in streams:
-                with pytest.raises(ReplicaLostError, match="mid-request"):
-                    await asyncio.wait_for(rest_of(outputs), 5)
-            assert made.lost == [lost.incarnation]
-            await until_idle(made, prefill)
-            with pytest.raises(NotReadyError):
-                await made.tokens([5, 6, 7])
-            await made.connect(decode.member)
-            assert len(await made.tokens([5, 6, 7])) == 12
-
-    asyncio.run(run())
+    async with rig(prefill, lost, queue_timeout_s=0.5) as made:
+        streams = [start(made, p, sampling(LONG)) for p in prompts(3, lengths=(40,))]
+        for outputs in streams:
+            await token_of(outputs)
+            await token_of(outputs)
+        lost.kill()
+        for outputs in streams:
+            with pytest.raises(ReplicaLostError, match="mid-request"):
+                await asyncio.wait_for(rest_of(outputs), 5)
+        assert made.lost == [lost.incarnation]
+        await until_idle(made, prefill)
+        with pytest.raises(NotReadyError):
+            await made.tokens([5, 6, 7])
+        await made.connect(decode.member)
+        assert len(await made.tokens([5, 6, 7])) == 12
 
 
-def test_decode_engine_killed_during_the_transfer_gives_the_prefill_blocks_back(pool, victim):
+async def test_decode_engine_killed_during_the_transfer_gives_the_prefill_blocks_back(pool, victim):
     prefill, lost = pool[0], victim("decode")
-
-    async def run():
-        async with rig(prefill, lost, queue_timeout_s=0.5) as made:
-            async with loading(made, prefill, lost) as task:
-                leased = (await made.engine_metrics(prefill)).transfer.num_leased_blocks
-                assert leased == 16, "blocks wait for the decode engine"
-                lost.kill()
-                # The client has its first token, and no engine can continue.
-                with pytest.raises(QueueTimeoutError):
-                    await asyncio.wait_for(task, 5)
-            await until_idle(made, prefill)
-
-    asyncio.run(run())
+    async with rig(prefill, lost, queue_timeout_s=0.5) as made:
+        async with loading(made, prefill, lost) as task:
+            leased = (await made.engine_metrics(prefill)).transfer.num_leased_blocks
+            assert leased == 16, "blocks wait for the decode engine"
+            lost.kill()
+            # The client has its first token, and no engine can continue.
+            with pytest.raises(QueueTimeoutError):
+                await asyncio.wait_for(task, 5)
+        await until_idle(made, prefill)
 
 
-def test_decode_engine_killed_while_waiting_for_kv_is_replaced(pool, victim):
+async def test_decode_engine_killed_while_waiting_for_kv_is_replaced(pool, victim):
     """Prefill stops at its first token, so that nothing has been fetched."""
     prefill, decode = pool[0], pool[2]
     lost = victim("decode")
     (prompt,) = prompts(1, lengths=(173,))
-
-    async def run():
-        async with rig(prefill, lost, order="prefill_first") as made:
-            outputs = start(made, prompt)
-            first = await anext(outputs)
-            with prefill.stopped():
-                rest = asyncio.ensure_future(rest_of(outputs))
-                await until_reserved(made, lost)
-                await made.connect(decode.member)
-                lost.kill()
-                await until_reserved(made, decode)
-            result = first.token_ids + await rest
-            await until_idle(made, prefill, decode)
-            return result
-
-    assert asyncio.run(run()) == reference((prompt, sampling()))[0]
+    async with rig(prefill, lost, order="prefill_first") as made:
+        outputs = start(made, prompt)
+        first = await anext(outputs)
+        with prefill.stopped():
+            rest = asyncio.ensure_future(rest_of(outputs))
+            await until_reserved(made, lost)
+            await made.connect(decode.member)
+            lost.kill()
+            await until_reserved(made, decode)
+        result = first.token_ids + await rest
+        await until_idle(made, prefill, decode)
+    assert result == reference((prompt, sampling()))[0]
 
 
-def test_prefill_engine_killed_before_its_kv_is_fetched_fails_no_request(pool, victim):
+async def test_prefill_engine_killed_before_its_kv_is_fetched_fails_no_request(pool, victim):
     lost, decode = victim("prefill"), pool[2]
     (prompt,) = prompts(1, lengths=(174,))
-
-    async def run():
-        async with rig(lost, decode, order="prefill_first") as made:
-            slots = [start(made, p, sampling(LONG)) for p in prompts(8, lengths=(5,))]
-            for outputs in slots:
-                await token_of(outputs)
-            waiting = [asyncio.ensure_future(anext(outputs)) for outputs in slots]
-            await asyncio.gather(*waiting)
-            outputs = start(made, prompt)
-            first = await anext(outputs)
-            rest = asyncio.ensure_future(rest_of(outputs))
-            await until(lambda: made.num_queued == 1, "every slot is taken")
-            lost.kill()
-            await until(lambda: made.lost == [lost.incarnation], "known")
-            for running_one in slots:
-                await running_one.aclose()
-            result = first.token_ids + await rest
-            await until_idle(made, decode)
-            return result
-
-    assert asyncio.run(run()) == reference((prompt, sampling()))[0]
+    async with rig(lost, decode, order="prefill_first") as made:
+        slots = [start(made, p, sampling(LONG)) for p in prompts(8, lengths=(5,))]
+        for outputs in slots:
+            await token_of(outputs)
+        waiting = [asyncio.ensure_future(anext(outputs)) for outputs in slots]
+        await asyncio.gather(*waiting)
+        outputs = start(made, prompt)
+        first = await anext(outputs)
+        rest = asyncio.ensure_future(rest_of(outputs))
+        await until(lambda: made.num_queued == 1, "every slot is taken")
+        lost.kill()
+        await until(lambda: made.lost == [lost.incarnation], "known")
+        for running_one in slots:
+            await running_one.aclose()
+        result = first.token_ids + await rest
+        await until_idle(made, decode)
+    assert result == reference((prompt, sampling()))[0]
 
 
 def test_prompt_of_one_replica_is_found_on_another_under_the_same_salt():
@@ -685,35 +617,32 @@ def test_prompt_of_one_replica_is_found_on_another_under_the_same_salt():
     assert [num_cached for _, num_cached in results] == [0, 0, 0, 192]
 
 
-def test_suspended_decode_engine_counts_as_lost_and_serves_after_it_resumes(pool, monkeypatch):
+async def test_suspended_decode_engine_counts_as_lost_and_serves_after_it_resumes(
+    pool, monkeypatch
+):
     monkeypatch.setattr(async_client, "SILENCE_S", 2.0)
     prefill, decode = pool[0], pool[2]
-
-    async def run():
-        async with rig(prefill, decode, queue_timeout_s=0.5) as made:
-            outputs = start(made, [7, 7, 7], sampling(LONG))
-            await token_of(outputs)
-            await token_of(outputs)
-            with decode.stopped():
-                with pytest.raises(ReplicaLostError):
-                    await asyncio.wait_for(rest_of(outputs), 10)
-                assert made.lost == [decode.incarnation]
-            await made.connect(decode.member)
-            await until_idle(made, prefill, decode)
-            assert len(await made.tokens([7, 8, 7])) == 12
-            await until_idle(made, prefill, decode)
-
-    asyncio.run(run())
+    async with rig(prefill, decode, queue_timeout_s=0.5) as made:
+        outputs = start(made, [7, 7, 7], sampling(LONG))
+        await token_of(outputs)
+        await token_of(outputs)
+        with decode.stopped():
+            with pytest.raises(ReplicaLostError):
+                await asyncio.wait_for(rest_of(outputs), 10)
+            assert made.lost == [decode.incarnation]
+        await made.connect(decode.member)
+        await until_idle(made, prefill, decode)
+        assert len(await made.tokens([7, 8, 7])) == 12
+        await until_idle(made, prefill, decode)
 
 
-def test_two_ingresses_race_for_few_slots_and_blocks_and_lose_nothing(pool):
+async def test_two_ingresses_race_for_few_slots_and_blocks_and_lose_nothing(pool):
     prefill = pool[0]
     config = engine_config(
         "decode", max_batch_size=3, tt_data_parallel=1, num_blocks=9, max_model_len=256
     )
     cases = [(p, sampling(24)) for p in prompts(24, lengths=(20, 60, 120, 200))]
-
-    async def run(small):
+    with running(("decode", config)) as (small,):
         async with rig(prefill, small) as one, rig(prefill, small) as other:
             results = await asyncio.gather(
                 *((one, other)[i % 2].tokens(*case) for i, case in enumerate(cases))
@@ -724,10 +653,6 @@ def test_two_ingresses_race_for_few_slots_and_blocks_and_lose_nothing(pool):
                 for made in (one, other)
                 for reason in ("no_slot", "no_blocks")
             )
-            return results, refusals
-
-    with running(("decode", config)) as (small,):
-        results, refusals = asyncio.run(run(small))
     assert results == reference(*cases)
     assert refusals > 0, "they met"
 
@@ -750,322 +675,211 @@ async def full_engine(engine, made):
     await until(lambda: made.pools.decode_views()[0].num_empty_slots == 0, "full")
 
 
-def test_waiting_requests_are_placed_in_the_order_they_came():
-    async def run():
-        async with ScriptedEngine("both", "e", finishes) as engine, rig() as made:
-            await full_engine(engine, made)
-            tasks = []
-            for i in range(6):
-                tasks.append(asyncio.ensure_future(made.tokens([10 + i])))
-                await until(lambda i=i: made.num_queued == i + 1, "queued")
-            await engine.send(snapshot=engine.snapshot(1))
-            assert await asyncio.gather(*tasks) == [[5]] * 6
-            asked = [m.request.prompt_token_ids for m in engine.received(AddRequest)]
-            assert asked == [[10 + i] for i in range(6)]
-
-    asyncio.run(run())
+async def test_waiting_requests_are_placed_in_the_order_they_came():
+    async with ScriptedEngine("both", "e", finishes) as engine, rig() as made:
+        await full_engine(engine, made)
+        tasks = []
+        for i in range(6):
+            tasks.append(asyncio.ensure_future(made.tokens([10 + i])))
+            await until(lambda i=i: made.num_queued == i + 1, "queued")
+        await engine.send(snapshot=engine.snapshot(1))
+        assert await asyncio.gather(*tasks) == [[5]] * 6
+        asked = [m.request.prompt_token_ids for m in engine.received(AddRequest)]
+        assert asked == [[10 + i] for i in range(6)]
 
 
-def test_new_request_does_not_overtake_queued_ones():
-    async def run():
-        async with ScriptedEngine("both", "e", finishes) as engine, rig() as made:
-            await made.connect(engine.member)
-            await engine.send(snapshot=engine.snapshot(4, num_free_blocks=1))
-            await until(lambda: made.pools.decode_views()[0].num_free_blocks == [1], "little room")
-            large = asyncio.ensure_future(made.tokens([1] * 40))
-            await until(lambda: made.num_queued == 1, "queued")
-            small = asyncio.ensure_future(made.tokens([2]))
-            await until(lambda: made.num_queued == 2, "queued behind it")
-            await engine.send(snapshot=engine.snapshot(4, num_free_blocks=9))
-            await asyncio.gather(large, small)
-            assert [len(m.request.prompt_token_ids) for m in engine.received(AddRequest)] == [40, 1]
-
-    asyncio.run(run())
+async def test_new_request_does_not_overtake_queued_ones():
+    async with scripted(("both", "e", finishes)) as (made, engine):
+        await engine.send(snapshot=engine.snapshot(4, num_free_blocks=1))
+        await until(lambda: made.pools.decode_views()[0].num_free_blocks == [1], "little room")
+        large = asyncio.ensure_future(made.tokens([1] * 40))
+        await until(lambda: made.num_queued == 1, "queued")
+        small = asyncio.ensure_future(made.tokens([2]))
+        await until(lambda: made.num_queued == 2, "queued behind it")
+        await engine.send(snapshot=engine.snapshot(4, num_free_blocks=9))
+        await asyncio.gather(large, small)
+        assert [len(m.request.prompt_token_ids) for m in engine.received(AddRequest)] == [40, 1]
 
 
-def test_full_queue_is_429_and_a_long_wait_is_408():
-    async def run():
-        async with (
-            ScriptedEngine("both", "e", accepts) as engine,
-            rig(max_queued_requests=2, queue_timeout_s=0.3) as made,
-        ):
-            await full_engine(engine, made)
-            waiting = [asyncio.ensure_future(made.tokens([1])) for _ in range(2)]
-            await until(lambda: made.num_queued == 2, "queued")
-            with pytest.raises(SaturatedError) as caught:
-                await made.tokens([1])
-            assert (caught.value.status, caught.value.retry_after_s) == (429, 1)
-            for task in waiting:
-                with pytest.raises(QueueTimeoutError, match=r"0\.3 s"):
-                    await task
-            assert engine.received(AddRequest) == []
-
-    asyncio.run(run())
-
-
-def test_nothing_that_can_decode_is_503_for_the_new_and_the_waiting():
-    async def run():
-        async with rig() as made:
-            with pytest.raises(NotReadyError) as caught:
-                await made.tokens([1])
-            assert caught.value.status == 503
-            async with ScriptedEngine("both", "e", accepts) as engine:
-                await full_engine(engine, made)
-                task = asyncio.ensure_future(made.tokens([1]))
-                await until(lambda: made.num_queued == 1, "queued")
-            with pytest.raises(NotReadyError):
+async def test_full_queue_is_429_and_a_long_wait_is_408():
+    async with (
+        ScriptedEngine("both", "e", accepts) as engine,
+        rig(max_queued_requests=2, queue_timeout_s=0.3) as made,
+    ):
+        await full_engine(engine, made)
+        waiting = [asyncio.ensure_future(made.tokens([1])) for _ in range(2)]
+        await until(lambda: made.num_queued == 2, "queued")
+        with pytest.raises(SaturatedError) as caught:
+            await made.tokens([1])
+        assert (caught.value.status, caught.value.retry_after_s) == (429, 1)
+        for task in waiting:
+            with pytest.raises(QueueTimeoutError, match=r"0\.3 s"):
                 await task
-
-    asyncio.run(run())
-
-
-def test_refused_request_waits_for_room_on_the_engine_that_refused_it():
-    """Another ingress was faster; the view of this one was outdated."""
-    refuse = [True]
-
-    def answer(message):
-        if isinstance(message, AddRequest) and refuse:
-            refuse.clear()
-            return [Refused(message.request.request_id, "no_slot", "taken")]
-        return finishes(message)
-
-    async def run():
-        async with ScriptedEngine("both", "e", answer) as engine, rig(queue_timeout_s=5) as made:
-            await made.connect(engine.member)
-            task = asyncio.ensure_future(made.tokens([1]))
-            await until(lambda: made.num_queued == 1, "it waits")
-            await engine.send(snapshot=engine.snapshot(1))
-            assert await task == [5]
-
-    asyncio.run(run())
+        assert engine.received(AddRequest) == []
 
 
-def test_lost_races_for_a_slot_never_end_a_request():
-    num_refusals = 7
-
-    def answer(message):
-        is_early = engines and len(engines[0].received(AddRequest)) <= num_refusals
-        if isinstance(message, AddRequest) and is_early:
-            return [Refused(message.request.request_id, "no_slot", "taken")]
-        return finishes(message)
-
-    engines = []
-
-    async def run():
-        async with ScriptedEngine("both", "e", answer) as engine, rig(max_attempts=2) as made:
-            engines.append(engine)
-            await made.connect(engine.member)
-            task = asyncio.ensure_future(made.tokens([1]))
-            for i in range(num_refusals):
-                await until(lambda i=i: len(engine.received(AddRequest)) == i + 1, "asked")
-                await until(lambda: made.num_queued == 1, "it waits again")
-                await engine.send(snapshot=engine.snapshot(1))
-            assert await task == [5]
-
-    asyncio.run(run())
-
-
-def test_request_that_lost_a_race_keeps_its_place_in_the_queue():
-    refuse = [True]
-
-    def answer(message):
-        if isinstance(message, AddRequest) and refuse:
-            refuse.clear()
-            return [Refused(message.request.request_id, "no_slot", "taken")]
-        return finishes(message)
-
-    async def run():
-        async with ScriptedEngine("both", "e", answer) as engine, rig() as made:
-            await full_engine(engine, made)
-            tasks = []
-            for i in range(3):
-                tasks.append(asyncio.ensure_future(made.tokens([10 + i])))
-                await until(lambda i=i: made.num_queued == i + 1, "queued")
-            await engine.send(snapshot=engine.snapshot(1))
-            await until(lambda: len(engine.received(AddRequest)) >= 1, "asked and refused")
-            await engine.send(snapshot=engine.snapshot(0))
-            await until(lambda: made.num_queued == 3, "all wait")
-            await engine.send(snapshot=engine.snapshot(1))
-            await asyncio.gather(*tasks)
-            asked = [m.request.prompt_token_ids for m in engine.received(AddRequest)]
-            assert asked == [[10], [10], [11], [12]]
-
-    asyncio.run(run())
-
-
-def test_client_that_leaves_at_its_placement_leaves_no_hold():
-    async def run():
-        async with ScriptedEngine("both", "e", silent) as engine, rig() as made:
+async def test_nothing_that_can_decode_is_503_for_the_new_and_the_waiting():
+    async with rig() as made:
+        with pytest.raises(NotReadyError) as caught:
+            await made.tokens([1])
+        assert caught.value.status == 503
+        async with ScriptedEngine("both", "e", accepts) as engine:
             await full_engine(engine, made)
             task = asyncio.ensure_future(made.tokens([1]))
             await until(lambda: made.num_queued == 1, "queued")
-            made.pools.take_snapshot("e", engine.snapshot(1))
-            made.fleet.on_change()
-            for _ in range(50):
-                if made.pools.holds():
-                    break
-                await asyncio.sleep(0)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await asyncio.wait_for(task, 5)
-            assert made.pools.decode_views()[0].num_empty_slots == 1
-
-    asyncio.run(run())
+        with pytest.raises(NotReadyError):
+            await task
 
 
-def test_request_that_no_engine_can_ever_run_is_400():
-    def answer(message):
-        if isinstance(message, AddRequest):
-            return [Refused(message.request.request_id, "invalid", "the prompt has 9 tokens")]
-        return []
-
-    async def run():
-        async with ScriptedEngine("both", "e", answer) as engine, rig() as made:
-            await made.connect(engine.member)
-            with pytest.raises(BadRequestError, match="9 tokens"):
-                await made.tokens([1] * 9)
-            assert len(engine.received(AddRequest)) == 1
-
-    asyncio.run(run())
+async def test_refused_request_waits_for_room_on_the_engine_that_refused_it():
+    """Another ingress was faster; the view of this one was outdated."""
+    answer = refusing("no_slot", first=1, then=finishes)
+    async with scripted(("both", "e", answer), queue_timeout_s=5) as (made, engine):
+        task = asyncio.ensure_future(made.tokens([1]))
+        await until(lambda: made.num_queued == 1, "it waits")
+        await engine.send(snapshot=engine.snapshot(1))
+        assert await task == [5]
 
 
-def test_draining_engine_gives_way_and_is_not_asked_for_ever():
-    def drains(message):
-        if isinstance(message, AddRequest):
-            return [Refused(message.request.request_id, "draining", "draining")]
-        return []
-
-    async def run():
-        async with (
-            ScriptedEngine("both", "a", drains) as one,
-            ScriptedEngine("both", "b", drains) as other,
-            rig(max_attempts=2) as made,
-        ):
-            await made.connect(one.member, other.member)
-            for _ in range(2):
-                with pytest.raises(NotReadyError):
-                    await made.tokens([1])
-            assert len(one.received(AddRequest)) == len(other.received(AddRequest)) == 1
-            assert made.pools.num_draining == 2
+async def test_lost_races_for_a_slot_never_end_a_request():
+    num_refusals = 7
+    answer = refusing("no_slot", first=num_refusals, then=finishes)
+    async with scripted(("both", "e", answer), max_attempts=2) as (made, engine):
+        task = asyncio.ensure_future(made.tokens([1]))
+        for i in range(num_refusals):
+            await until(lambda i=i: len(engine.received(AddRequest)) == i + 1, "asked")
+            await until(lambda: made.num_queued == 1, "it waits again")
+            await engine.send(snapshot=engine.snapshot(1))
+        assert await task == [5]
 
 
-def test_engines_that_drain_cost_a_request_none_of_its_attempts():
+async def test_request_that_lost_a_race_keeps_its_place_in_the_queue():
+    answer = refusing("no_slot", first=1, then=finishes)
+    async with ScriptedEngine("both", "e", answer) as engine, rig() as made:
+        await full_engine(engine, made)
+        tasks = []
+        for i in range(3):
+            tasks.append(asyncio.ensure_future(made.tokens([10 + i])))
+            await until(lambda i=i: made.num_queued == i + 1, "queued")
+        await engine.send(snapshot=engine.snapshot(1))
+        await until(lambda: len(engine.received(AddRequest)) >= 1, "asked and refused")
+        await engine.send(snapshot=engine.snapshot(0))
+        await until(lambda: made.num_queued == 3, "all wait")
+        await engine.send(snapshot=engine.snapshot(1))
+        await asyncio.gather(*tasks)
+        asked = [m.request.prompt_token_ids for m in engine.received(AddRequest)]
+        assert asked == [[10], [10], [11], [12]]
+
+
+async def test_client_that_leaves_at_its_placement_leaves_no_hold():
+    async with ScriptedEngine("both", "e", silent) as engine, rig() as made:
+        await full_engine(engine, made)
+        task = asyncio.ensure_future(made.tokens([1]))
+        await until(lambda: made.num_queued == 1, "queued")
+        made.pools.take_snapshot("e", engine.snapshot(1))
+        made.fleet.on_change()
+        for _ in range(50):
+            if made.pools.holds():
+                break
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(task, 5)
+        assert made.pools.decode_views()[0].num_empty_slots == 1
+
+
+async def test_request_that_no_engine_can_ever_run_is_400():
+    answer = refusing("invalid", "the prompt has 9 tokens")
+    async with scripted(("both", "e", answer)) as (made, engine):
+        with pytest.raises(BadRequestError, match="9 tokens"):
+            await made.tokens([1] * 9)
+        assert len(engine.received(AddRequest)) == 1
+
+
+async def test_draining_engine_gives_way_and_is_not_asked_for_ever():
+    engines = ("both", "a", refusing("draining")), ("both", "b", refusing("draining"))
+    async with scripted(*engines, max_attempts=2) as (made, one, other):
+        for _ in range(2):
+            with pytest.raises(NotReadyError):
+                await made.tokens([1])
+        assert len(one.received(AddRequest)) == len(other.received(AddRequest)) == 1
+        assert made.pools.num_draining == 2
+
+
+async def test_engines_that_drain_cost_a_request_none_of_its_attempts():
     """Their snapshots have not arrived, as in an update of one replica after the other."""
 
-    def drains(message):
-        if isinstance(message, AddRequest):
-            return [Refused(message.request.request_id, "draining", "draining")]
-        return []
-
-    async def run():
-        async with contextlib.AsyncExitStack() as stack:
-            engines = [
-                await stack.enter_async_context(ScriptedEngine("both", f"e{i}", answer))
-                for i, answer in enumerate([drains] * 3 + [finishes])
-            ]
-            made = await stack.enter_async_context(rig(max_attempts=2))
-            await made.connect(*(engine.member for engine in engines))
-            await engines[3].send(snapshot=engines[3].snapshot(1))  # The last that is chosen.
-            await until(lambda: made.pools.snapshot("e3").groups[0].num_empty_slots == 1, "known")
-            assert await made.tokens([1]) == [5]
-            assert [len(engine.received(AddRequest)) for engine in engines] == [1] * 4
-
-    asyncio.run(run())
+    drains = refusing("draining", "draining")
+    async with contextlib.AsyncExitStack() as stack:
+        engines = [
+            await stack.enter_async_context(ScriptedEngine("both", f"e{i}", answer))
+            for i, answer in enumerate([drains] * 3 + [finishes])
+        ]
+        made = await stack.enter_async_context(rig(max_attempts=2))
+        await made.connect(*(engine.member for engine in engines))
+        await engines[3].send(snapshot=engines[3].snapshot(1))  # The last that is chosen.
+        await until(lambda: made.pools.snapshot("e3").groups[0].num_empty_slots == 1, "known")
+        assert await made.tokens([1]) == [5]
+        assert [len(engine.received(AddRequest)) for engine in engines] == [1] * 4
 
 
-def test_a_repeatedly_refused_request_times_out_like_any_other():
-    def answer(message):
-        if isinstance(message, AddRequest):
-            return [Refused(message.request.request_id, "no_slot", "taken")]
-        return []
-
-    async def run():
-        async with ScriptedEngine("both", "e", answer) as engine, rig(queue_timeout_s=0.5) as made:
-            await made.connect(engine.member)
-            task = asyncio.ensure_future(made.tokens([1]))
-            while not task.done():
-                # It says that it has room, and has not.
-                await engine.send(snapshot=engine.snapshot(1))
-                await asyncio.sleep(0.01)
-                assert len(engine.received(AddRequest)) < 1000
-            with pytest.raises(QueueTimeoutError):
-                await task
-            assert len(engine.received(AddRequest)) > 1
-
-    asyncio.run(run())
-
-    asyncio.run(run())
+async def test_a_repeatedly_refused_request_times_out_like_any_other():
+    answer = refusing("no_slot", "taken")
+    async with scripted(("both", "e", answer), queue_timeout_s=0.5) as (made, engine):
+        task = asyncio.ensure_future(made.tokens([1]))
+        while not task.done():
+            # It says that it has room, and has not.
+            await engine.send(snapshot=engine.snapshot(1))
+            await asyncio.sleep(0.01)
+            assert len(engine.received(AddRequest)) < 1000
+        with pytest.raises(QueueTimeoutError):
+            await task
+        assert len(engine.received(AddRequest)) > 1
 
 
-def test_reservation_that_lapses_while_prefill_is_silent_is_an_error_not_a_hang():
-    async def run():
-        async with (
-            ScriptedEngine("prefill", "p", accepts) as prefill,
-            ScriptedEngine("decode", "d", accepts) as decode,
-            rig() as made,
-        ):
-            await made.connect(prefill.member, decode.member)
-            task = asyncio.ensure_future(made.tokens([1]))
-            await until(lambda: prefill.received(AddRequest) and decode.received(LoadKV), "asked")
-            request_id = prefill.received(AddRequest)[0].request.request_id
-            await decode.send(TokenOutput(request_id, 0, [], "error", error="it lapsed"))
-            with pytest.raises(QueueTimeoutError, match="it lapsed"):
-                await asyncio.wait_for(task, 5)
-            await until(lambda: prefill.received(Abort), "prefill got the abort")
-
-    asyncio.run(run())
+async def test_reservation_that_lapses_while_prefill_is_silent_is_an_error_not_a_hang():
+    engines = ("prefill", "p", accepts), ("decode", "d", accepts)
+    async with scripted(*engines) as (made, prefill, decode):
+        task = asyncio.ensure_future(made.tokens([1]))
+        await until(lambda: prefill.received(AddRequest) and decode.received(LoadKV), "asked")
+        request_id = prefill.received(AddRequest)[0].request.request_id
+        await decode.send(TokenOutput(request_id, 0, [], "error", error="it lapsed"))
+        with pytest.raises(QueueTimeoutError, match="it lapsed"):
+            await asyncio.wait_for(task, 5)
+        await until(lambda: prefill.received(Abort), "prefill got the abort")
 
 
-def test_reservation_that_lapses_while_its_activation_is_on_the_way_is_a_timeout_not_a_bug():
-    async def run():
-        async with (
-            ScriptedEngine("prefill", "p", prefills) as prefill,
-            ScriptedEngine("decode", "d", accepts) as decode,
-            rig() as made,
-        ):
-            await made.connect(prefill.member, decode.member)
-            outputs = start(made, [1])
-            assert await token_of(outputs) == [5]
-            task = asyncio.ensure_future(anext(outputs))
-            await until(lambda: decode.received(Activate), "activated")
-            request_id = prefill.received(AddRequest)[0].request.request_id
-            await decode.send(TokenOutput(request_id, 0, [], "error", error=LAPSED))
-            with pytest.raises(QueueTimeoutError, match="lapsed"):
-                await asyncio.wait_for(task, 5)
-            await until(lambda: prefill.received(Abort), "prefill got the abort")
-            assert made.count("ttserve_router_lapsed_reservations_total", model_name="tiny") == 1
-
-    asyncio.run(run())
+async def test_reservation_that_lapses_while_its_activation_is_on_the_way_is_a_timeout_not_a_bug():
+    engines = ("prefill", "p", prefills), ("decode", "d", accepts)
+    async with scripted(*engines) as (made, prefill, decode):
+        outputs = start(made, [1])
+        assert await token_of(outputs) == [5]
+        task = asyncio.ensure_future(anext(outputs))
+        await until(lambda: decode.received(Activate), "activated")
+        request_id = prefill.received(AddRequest)[0].request.request_id
+        await decode.send(TokenOutput(request_id, 0, [], "error", error=LAPSED))
+        with pytest.raises(QueueTimeoutError, match="lapsed"):
+            await asyncio.wait_for(task, 5)
+        await until(lambda: prefill.received(Abort), "prefill got the abort")
+        assert made.count("ttserve_router_lapsed_reservations_total", model_name="tiny") == 1
 
 
-def test_failed_transfer_of_an_earlier_ticket_does_not_abort_the_present_one():
-    def refuses(message):
-        if isinstance(message, AddRequest):
-            return [Refused(message.request.request_id, "queue_full", "full")]
-        return []
-
-    async def run():
-        async with (
-            ScriptedEngine("prefill", "p1", refuses) as first,
-            ScriptedEngine("prefill", "p2", accepts) as second,
-            ScriptedEngine("decode", "d", accepts) as decode,
-            rig() as made,
-        ):
-            await made.connect(first.member, second.member, decode.member)
-            outputs = start(made, [1])
-            task = asyncio.ensure_future(anext(outputs))
-            await until(lambda: len(decode.received(LoadKV)) == 2, "two tickets")
-            await until(lambda: second.received(AddRequest), "the second is asked")
-            old, new = decode.received(LoadKV)
-            assert (old.epoch, new.epoch) == (0, 1)
-            await decode.send(KVLoaded(new.request_id, old.epoch, "peer_lost"))
-            await second.send(TokenOutput(new.request_id, 0, [5]))
-            assert (await task).token_ids == [5]
-            assert [m.token_ids for m in decode.received(Activate)] in ([], [[[5]]])
-            await decode.send(TokenOutput(new.request_id, 1, [6]))
-            assert (await anext(outputs)).token_ids == [6]
-            assert second.received(Abort) == [], "its transfer is under way"
-            await decode.send(TokenOutput(new.request_id, 2, [7], "length"))
-            assert await rest_of(outputs) == [7]
-
-    asyncio.run(run())
+async def test_failed_transfer_of_an_earlier_ticket_does_not_abort_the_present_one():
+    refuses = refusing("queue_full", "full")
+    engines = ("prefill", "p1", refuses), ("prefill", "p2", accepts), ("decode", "d", accepts)
+    async with scripted(*engines) as (made, _first, second, decode):
+        outputs = start(made, [1])
+        task = asyncio.ensure_future(anext(outputs))
+        await until(lambda: len(decode.received(LoadKV)) == 2, "two tickets")
+        await until(lambda: second.received(AddRequest), "the second is asked")
+        old, new = decode.received(LoadKV)
+        assert (old.epoch, new.epoch) == (0, 1)
+        await decode.send(KVLoaded(new.request_id, old.epoch, "peer_lost"))
+        await second.send(TokenOutput(new.request_id, 0, [5]))
+        assert (await task).token_ids == [5]
+        assert [m.token_ids for m in decode.received(Activate)] in ([], [[[5]]])
+        await decode.send(TokenOutput(new.request_id, 1, [6]))
+        assert (await anext(outputs)).token_ids == [6]
+        assert second.received(Abort) == [], "its transfer is under way"
+        await decode.send(TokenOutput(new.request_id, 2, [7], "length"))
+        assert await rest_of(outputs) == [7]

@@ -225,218 +225,176 @@ def test_a_request_that_is_not_due_counts_as_queued():
 # --- the shell -----------------------------------------------------------------------------------
 
 
-def test_slot_that_came_free_while_the_request_was_being_refused_is_found():
+async def test_slot_that_came_free_while_the_request_was_being_refused_is_found():
     pools = one_engine()
-
-    async def run():
-        queue, waits = make(pools)
-        waiter = queue.new_waiter(asks("a"))
-        placement = await waits.wait(waiter)
-        # The engine says no; before the request is back in the queue, its snapshot says room.
-        pools.release("a", "one")
-        pools.take_snapshot("one", snapshot(1))
-        waits.capacity_changed()
-        queue.refuse(waiter, placement)
-        assert await waits.wait(waiter) == placement
-
-    asyncio.run(run())
+    queue, waits = make(pools)
+    waiter = queue.new_waiter(asks("a"))
+    placement = await waits.wait(waiter)
+    # The engine says no; before the request is back in the queue, its snapshot says room.
+    pools.release("a", "one")
+    pools.take_snapshot("one", snapshot(1))
+    waits.capacity_changed()
+    queue.refuse(waiter, placement)
+    assert await waits.wait(waiter) == placement
 
 
-def test_refused_request_does_not_ask_again_before_something_has_changed():
+async def test_refused_request_does_not_ask_again_before_something_has_changed():
     pools = one_engine()
-
-    async def run():
-        queue, waits = make(pools)
-        waiter = queue.new_waiter(asks("a"))
-        placement = await waits.wait(waiter)
-        pools.release("a", "one")
-        queue.refuse(waiter, placement)
-        waiting = asyncio.ensure_future(waits.wait(waiter))
-        for _ in range(3):
-            await asyncio.sleep(0)
-            waits.capacity_changed()
-        assert not waiting.done()
-        pools.take_snapshot("one", snapshot(1))
+    queue, waits = make(pools)
+    waiter = queue.new_waiter(asks("a"))
+    placement = await waits.wait(waiter)
+    pools.release("a", "one")
+    queue.refuse(waiter, placement)
+    waiting = asyncio.ensure_future(waits.wait(waiter))
+    for _ in range(3):
+        await asyncio.sleep(0)
         waits.capacity_changed()
-        assert await waiting == placement
+    assert not waiting.done()
+    pools.take_snapshot("one", snapshot(1))
+    waits.capacity_changed()
+    assert await waiting == placement
 
-    asyncio.run(run())
 
-
-def test_full_queue_accepts_only_promised_requests():
+async def test_full_queue_accepts_only_promised_requests():
     pools = PoolState()
     pools.add(make_member("decode", "one"))
-
-    async def run():
-        queue, waits = make(pools, max_queued_requests=1)
-        with pytest.raises(NotReadyError):
-            queue.check_open()
-        pools.take_snapshot("one", snapshot(0, num_slots=0))
+    queue, waits = make(pools, max_queued_requests=1)
+    with pytest.raises(NotReadyError):
         queue.check_open()
-        waiting = [asyncio.ensure_future(waits.wait(queue.new_waiter(asks("a"))))]
-        await asyncio.sleep(0)
-        with pytest.raises(SaturatedError):
-            queue.check_open()
-        with pytest.raises(SaturatedError):
-            await waits.wait(queue.new_waiter(asks("b")))
-        waiter = queue.new_waiter(asks("c"), is_promised=True)
-        waiting.append(asyncio.ensure_future(waits.wait(waiter)))
-        await asyncio.sleep(0)
-        assert len(queue) == 2
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-        assert len(queue) == 0
+    pools.take_snapshot("one", snapshot(0, num_slots=0))
+    queue.check_open()
+    waiting = [asyncio.ensure_future(waits.wait(queue.new_waiter(asks("a"))))]
+    await asyncio.sleep(0)
+    with pytest.raises(SaturatedError):
+        queue.check_open()
+    with pytest.raises(SaturatedError):
+        await waits.wait(queue.new_waiter(asks("b")))
+    waiter = queue.new_waiter(asks("c"), is_promised=True)
+    waiting.append(asyncio.ensure_future(waits.wait(waiter)))
+    await asyncio.sleep(0)
+    assert len(queue) == 2
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert len(queue) == 0
 
-    asyncio.run(run())
 
-
-def test_a_request_not_due_with_a_free_slot_does_not_fill_the_queue():
+async def test_a_request_not_due_with_a_free_slot_does_not_fill_the_queue():
     pools = one_engine(num_slots=2)
-
-    async def run():
-        queue, waits = make(pools, max_queued_requests=1)
-        early = [queue.new_waiter(asks(name), is_promised=True, is_due=False) for name in "abc"]
-        for waiter in early[:2]:
-            waits.enter(waiter)
-            queue.check_open()
-        waits.enter(early[2])
-        with pytest.raises(SaturatedError, match="1 requests are queued"):
-            queue.check_open()
-        for waiter in early:
-            waits.leave(waiter)
-
-    asyncio.run(run())
+    queue, waits = make(pools, max_queued_requests=1)
+    early = [queue.new_waiter(asks(name), is_promised=True, is_due=False) for name in "abc"]
+    for waiter in early[:2]:
+        waits.enter(waiter)
+        queue.check_open()
+    waits.enter(early[2])
+    with pytest.raises(SaturatedError, match="1 requests are queued"):
+        queue.check_open()
+    for waiter in early:
+        waits.leave(waiter)
 
 
 def test_queue_of_size_zero_accepts_requests_that_need_not_wait():
     make(one_engine(), max_queued_requests=0)[0].check_open()
 
 
-def test_one_snapshot_wakes_every_request_that_now_fits():
+async def test_one_snapshot_wakes_every_request_that_now_fits():
     pools = one_engine(num_slots=0)
-
-    async def run():
-        queue, waits = make(pools)
-        waiting = [
-            asyncio.ensure_future(waits.wait(queue.new_waiter(asks(f"r{i}")))) for i in range(3)
-        ]
-        await asyncio.sleep(0)
-        pools.take_snapshot("one", snapshot(1, num_slots=2))
-        waits.capacity_changed()
-        await asyncio.sleep(0)
-        assert [task.done() for task in waiting] == [True, True, False]
-        waiting[2].cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-
-    asyncio.run(run())
+    queue, waits = make(pools)
+    waiting = [asyncio.ensure_future(waits.wait(queue.new_waiter(asks(f"r{i}")))) for i in range(3)]
+    await asyncio.sleep(0)
+    pools.take_snapshot("one", snapshot(1, num_slots=2))
+    waits.capacity_changed()
+    await asyncio.sleep(0)
+    assert [task.done() for task in waiting] == [True, True, False]
+    waiting[2].cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
 
 
-def test_the_loss_of_the_last_decode_engine_ends_all_waits():
+async def test_the_loss_of_the_last_decode_engine_ends_all_waits():
     pools = one_engine(num_slots=0)
-
-    async def run():
-        queue, waits = make(pools)
-        waiting = [asyncio.ensure_future(waits.wait(queue.new_waiter(asks(n)))) for n in "ab"]
-        await asyncio.sleep(0)
-        pools.remove("one")
-        waits.capacity_changed()
-        for task in waiting:
-            with pytest.raises(NotReadyError):
-                await task
-        assert len(queue) == 0
-
-    asyncio.run(run())
-
-
-def test_a_promised_request_waits_for_a_decode_engine_to_return():
-    pools = one_engine(num_slots=0)
-
-    async def run():
-        queue, waits = make(pools)
-        early = asyncio.ensure_future(waits.wait(queue.new_waiter(asks("a"), is_promised=True)))
-        await asyncio.sleep(0)
-        pools.remove("one")
-        waits.capacity_changed()
-        late = asyncio.ensure_future(waits.wait(queue.new_waiter(asks("b"), is_promised=True)))
-        await asyncio.sleep(0)
+    queue, waits = make(pools)
+    waiting = [asyncio.ensure_future(waits.wait(queue.new_waiter(asks(n)))) for n in "ab"]
+    await asyncio.sleep(0)
+    pools.remove("one")
+    waits.capacity_changed()
+    for task in waiting:
         with pytest.raises(NotReadyError):
-            await waits.wait(queue.new_waiter(asks("c")))
-        assert len(queue) == 2
-        pools.add(make_member("decode", "two"))
-        pools.take_snapshot("two", snapshot(0, num_slots=2))
-        waits.capacity_changed()
-        assert [p.incarnation for p in await asyncio.gather(early, late)] == ["two"] * 2
+            await task
+    assert len(queue) == 0
 
-    asyncio.run(run())
+
+async def test_a_promised_request_waits_for_a_decode_engine_to_return():
+    pools = one_engine(num_slots=0)
+    queue, waits = make(pools)
+    early = asyncio.ensure_future(waits.wait(queue.new_waiter(asks("a"), is_promised=True)))
+    await asyncio.sleep(0)
+    pools.remove("one")
+    waits.capacity_changed()
+    late = asyncio.ensure_future(waits.wait(queue.new_waiter(asks("b"), is_promised=True)))
+    await asyncio.sleep(0)
+    with pytest.raises(NotReadyError):
+        await waits.wait(queue.new_waiter(asks("c")))
+    assert len(queue) == 2
+    pools.add(make_member("decode", "two"))
+    pools.take_snapshot("two", snapshot(0, num_slots=2))
+    waits.capacity_changed()
+    assert [p.incarnation for p in await asyncio.gather(early, late)] == ["two"] * 2
 
 
 @pytest.mark.parametrize("whose", ["queue", "request"])
-def test_a_request_that_waits_too_long_fails_and_the_next_is_tried(whose):
+async def test_a_request_that_waits_too_long_fails_and_the_next_is_tried(whose):
     pools = one_engine(num_slots=1)
-
-    async def run():
-        now_s = asyncio.get_running_loop().time()
-        queue, waits = make(pools, timeout_s=0.05 if whose == "queue" else TIMEOUT_S)
-        large = asks("large", 9, deadline_s=now_s + 0.05 if whose == "request" else None)
-        first = asyncio.ensure_future(waits.wait(queue.new_waiter(large)))
-        await asyncio.sleep(0.02)
-        second = asyncio.ensure_future(waits.wait(queue.new_waiter(asks("small"))))
-        with pytest.raises(QueueTimeoutError):
-            await first
-        assert (await second).incarnation == "one", "the large one was in its way"
-
-    asyncio.run(run())
+    now_s = asyncio.get_running_loop().time()
+    queue, waits = make(pools, timeout_s=0.05 if whose == "queue" else TIMEOUT_S)
+    large = asks("large", 9, deadline_s=now_s + 0.05 if whose == "request" else None)
+    first = asyncio.ensure_future(waits.wait(queue.new_waiter(large)))
+    await asyncio.sleep(0.02)
+    second = asyncio.ensure_future(waits.wait(queue.new_waiter(asks("small"))))
+    with pytest.raises(QueueTimeoutError):
+        await first
+    assert (await second).incarnation == "one", "the large one was in its way"
 
 
-def test_client_that_leaves_at_its_placement_leaves_the_slot_to_the_next():
+async def test_client_that_leaves_at_its_placement_leaves_the_slot_to_the_next():
     pools = one_engine(num_slots=0)
-
-    async def run():
-        queue, waits = make(pools)
-        leaver, other = (asyncio.ensure_future(waits.wait(queue.new_waiter(asks(n)))) for n in "ab")
-        await asyncio.sleep(0)
-        pools.take_snapshot("one", snapshot(1))
-        waits.capacity_changed()
-        assert pools.holds() == [("one", "a")]
-        leaver.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await leaver
-        assert (await other).incarnation == "one"
-        assert pools.holds() == [("one", "b")]
-
-    asyncio.run(run())
+    queue, waits = make(pools)
+    leaver, other = (asyncio.ensure_future(waits.wait(queue.new_waiter(asks(n)))) for n in "ab")
+    await asyncio.sleep(0)
+    pools.take_snapshot("one", snapshot(1))
+    waits.capacity_changed()
+    assert pools.holds() == [("one", "a")]
+    leaver.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaver
+    assert (await other).incarnation == "one"
+    assert pools.holds() == [("one", "b")]
 
 
 @pytest.mark.parametrize("moment", ["room", "no decoder", "too late"])
-def test_client_that_left_in_the_same_turn_of_the_loop_is_given_nothing(moment):
+async def test_client_that_left_in_the_same_turn_of_the_loop_is_given_nothing(moment):
     """Its future is cancelled at once, its task runs later: events may come in between."""
     pools = one_engine(num_slots=0)
-
-    async def run():
-        queue, waits = make(pools)
-        leaver, other = (asyncio.ensure_future(waits.wait(queue.new_waiter(asks(n)))) for n in "ab")
-        await asyncio.sleep(0)
-        leaver.cancel()
-        if moment == "room":
-            pools.take_snapshot("one", snapshot(1))
-        elif moment == "no decoder":
-            pools.remove("one")
-        if moment == "too late":
-            waits._expire(asyncio.get_running_loop().time() + TIMEOUT_S)
-        else:
-            waits.capacity_changed()
-        with pytest.raises(asyncio.CancelledError):
-            await leaver
-        if moment == "room":
-            assert (await other).incarnation == "one"
-            assert pools.holds() == [("one", "b")]
-        else:
-            with pytest.raises((NotReadyError, QueueTimeoutError)):
-                await other
-        assert len(queue) == 0
-
-    asyncio.run(run())
+    queue, waits = make(pools)
+    leaver, other = (asyncio.ensure_future(waits.wait(queue.new_waiter(asks(n)))) for n in "ab")
+    await asyncio.sleep(0)
+    leaver.cancel()
+    if moment == "room":
+        pools.take_snapshot("one", snapshot(1))
+    elif moment == "no decoder":
+        pools.remove("one")
+    if moment == "too late":
+        waits._expire(asyncio.get_running_loop().time() + TIMEOUT_S)
+    else:
+        waits.capacity_changed()
+    with pytest.raises(asyncio.CancelledError):
+        await leaver
+    if moment == "room":
+        assert (await other).incarnation == "one"
+        assert pools.holds() == [("one", "b")]
+    else:
+        with pytest.raises((NotReadyError, QueueTimeoutError)):
+            await other
+    assert len(queue) == 0
 
 
 def test_a_stream_without_room_blocks_no_other_request():
@@ -493,24 +451,20 @@ def test_invariants_find_a_stream_that_waits_although_there_is_room():
         queue.check_invariants()
 
 
-def test_an_abandoned_wait_releases_its_place_before_its_task_runs():
+async def test_an_abandoned_wait_releases_its_place_before_its_task_runs():
     pools = one_engine(num_slots=0)
-
-    async def run():
-        queue, waits = make(pools)
-        waiter = queue.new_waiter(asks("r"), is_promised=True, has_stream=True)
-        heir = asyncio.ensure_future(waits.wait(waiter))
-        await asyncio.sleep(0)
-        pools.take_snapshot("one", snapshot(1, num_slots=2))
-        waits.capacity_changed()
-        assert pools.holds() == [("one", "r")]
-        heir.cancel()
-        waits.abandon(waiter)
-        assert pools.holds() == []
-        # The same request, whose engine has just died.
-        assert (await waits.wait(queue.new_waiter(asks("r"), is_promised=True))).incarnation
-        with pytest.raises(asyncio.CancelledError):
-            await heir
-        assert pools.holds() == [("one", "r")], "what was given up takes nothing else along"
-
-    asyncio.run(run())
+    queue, waits = make(pools)
+    waiter = queue.new_waiter(asks("r"), is_promised=True, has_stream=True)
+    heir = asyncio.ensure_future(waits.wait(waiter))
+    await asyncio.sleep(0)
+    pools.take_snapshot("one", snapshot(1, num_slots=2))
+    waits.capacity_changed()
+    assert pools.holds() == [("one", "r")]
+    heir.cancel()
+    waits.abandon(waiter)
+    assert pools.holds() == []
+    # The same request, whose engine has just died.
+    assert (await waits.wait(queue.new_waiter(asks("r"), is_promised=True))).incarnation
+    with pytest.raises(asyncio.CancelledError):
+        await heir
+    assert pools.holds() == [("one", "r")], "what was given up takes nothing else along"
