@@ -77,7 +77,7 @@ PROBE_S = 10.0
 _INGRESS_VARIABLES = {
     # By default Serve runs the ingress on a second thread's event loop and passes every chunk of
     # every stream to the loop that sends it: a third of an ingress's cost per token. The middleware
-    # in `cluster.edge.door` relies on this setting too.
+    # in `cluster.edge.client_guard` relies on this setting too.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     haproxy.MIDDLEWARES_VARIABLE: haproxy.INGRESS_MIDDLEWARES,
 }
