@@ -1,4 +1,4 @@
-"""What router and ingress add to a first token, and what an ingress costs; vllm-router beside it.
+"""Latency that router and ingress add to a first token, and an ingress's cost; vllm-router too.
 
 Ours is all that `ttserve serve` starts (Ray, Serve, HAProxy, ingress, router) but for the device of
 its engine, each of whose steps takes 10 ms (`benchmarks.timed_engine`). The added time of a request
@@ -61,7 +61,7 @@ INPUT_TOKENS = 128
 VOCABULARY = 4096
 LENGTHS = range(16, 49)
 ENGINE_ID_CHARS = 17
-"""What an ingress appends to a client's id."""
+"""Suffix that an ingress appends to a client's request id."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Level:
 
 
 class Client:
-    """Streams of one client process, each over a connection of its own, and what they took.
+    """Streams of one client process, each over its own connection, and their times.
 
     Args:
         port: Of the server.
@@ -166,7 +166,7 @@ class Client:
 
 
 def levels(port: int, repeats: Repeats, folder: Path | None) -> dict[str, Level]:
-    """Every level of one server; what engines took is taken off where there is a folder of it."""
+    """Measure every level of one server, less the engines' times if `folder` holds them."""
 
     async def run() -> dict[str, Client]:
         await Client(port).at_once(2)  # does not count: connections, first imports
@@ -185,12 +185,12 @@ def levels(port: int, repeats: Repeats, folder: Path | None) -> dict[str, Level]
 
 
 def by_client_id(engine_s: dict[str, float]) -> dict[str, float]:
-    """The same by what the client had called its requests."""
+    """Return the same times, by the clients' request ids."""
     return {request_id[:-ENGINE_ID_CHARS]: taken_s for request_id, taken_s in engine_s.items()}
 
 
 def added_s(client_s: dict[str, float], engine_s: dict[str, float] | None) -> list[float]:
-    """What was added to what engines took; a request that no engine knows is an error."""
+    """Return each request's time less its engine's; fail if no engine knows a request."""
     if engine_s is None:
         return list(client_s.values())
     return [taken_s - engine_s[request_id] for request_id, taken_s in client_s.items()]
@@ -207,7 +207,7 @@ class Ours:
         port: HAProxy's.
         ingress_port: The ingress's own.
         ingress_pid: Its process.
-        folder: Where engines write what they took.
+        folder: Where engines write their times.
     """
 
     port: int
@@ -232,7 +232,7 @@ def config(port: int) -> dict[str, object]:
 
 @contextlib.contextmanager
 def ours() -> Iterator[Ours]:
-    """Start it; afterwards nothing of it is left."""
+    """Start our server, and end all of its processes afterwards."""
     folder, port = supervisor.private_folder(), supervisor.free_port()
     script = haproxy.find_script()
     if script is None:
@@ -277,7 +277,7 @@ def _find_ingress(session_id: int) -> tuple[int, int]:
 
 def drive(options: str) -> int:
     """Be the driver of `ttserve serve`, with replicas whose engines are timed."""
-    # Ray and Serve, which nobody else here loads.
+    # Imported here, because only this process needs Ray and Serve.
     from benchmarks.timed_replica import TimedReplica
     from cluster.lifecycle import deployments, driver
 
@@ -378,7 +378,7 @@ def peer(python: str | None, repeats: Repeats) -> dict[str, dict[str, Level]]:
         return found
 
 
-# --- what comes of it ----------------------------------------------------------------------------
+# --- results -------------------------------------------------------------------------------------
 
 
 def show(name: str, row: dict[str, Level]) -> None:

@@ -1,4 +1,4 @@
-"""What attacks on the HTTP endpoint cost 32 honest streams beside them.
+"""Slow-down of 32 honest streams by attacks on the HTTP endpoint.
 
 One `ttserve serve` with a prefill and a decode engine on simulated T3Ks (Llama-3.2-1B in eight
 lanes, a context of 131,072 tokens), whose device time takes no processor time of the host. One
@@ -105,7 +105,7 @@ class Honest:
         self._process.stdin.flush()
 
     def seen(self) -> Seen:
-        """What it saw since the last call."""
+        """Return the measurements since the last call."""
         self.ask("report")
         assert self._process.stdout is not None
         report = msgspec.json.decode(self._process.stdout.readline(), type=Report)
@@ -117,7 +117,7 @@ class Honest:
         return Seen(first_ms, num_failed)
 
     def watch(self, seconds: float) -> Seen:
-        """What it sees in this time."""
+        """Return the measurements of the next `seconds`."""
         self.seen()
         time.sleep(seconds)
         return self.seen()

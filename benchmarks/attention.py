@@ -1,8 +1,9 @@
 """Attention of the torch generator against PyTorch's own, on one thread, bfloat16.
 
-Prompts: `scaled_dot_product_attention` over keys that lie together, causal. Decodes: the same over
-blocks that were gathered first, which is what it needs. By turns, CPU time, medians; ratios above 1
-ours is faster; the last column is ours against itself (A/A).
+Prompts: causal `scaled_dot_product_attention` over contiguous keys. Decodes: the same over blocks
+that are gathered first, because PyTorch needs contiguous keys. Both sides run by turns; figures are
+medians of CPU time. A ratio above 1 means that ours is faster. The last column is ours against
+itself (A/A).
 
     python -m benchmarks.attention
 """

@@ -9,9 +9,9 @@ from when it is wanted until it has drained.
 
 `ttserve` is `cluster.scaling`. `serve` is Ray Serve's own policy, by requests under way in each
 pool, with its own delays, at several targets; the first is its default. `oracle` knows every
-arrival and length: it starts replicas so that they are there when work comes, and never lets one go
-that it would have to start again. Of several headrooms the best of those counts that keep the
-objectives for 97 % of all requests. `fixed` never scales.
+arrival and length: it starts each replica just in time, and never stops one that it would have to
+start again. Several headrooms are tried; the best that keeps the objectives for 97 % of all
+requests counts. `fixed` never scales.
 
 The last line is one JSON object: the share of the oracle's goodput per replica-hour that `ttserve`
 gets, and the ratio of its own to the best of Serve's, of each the lesser of both workloads.
@@ -62,10 +62,10 @@ OUTPUT_TOKENS = (211.0, 160.0, 1, 1000)
 LEAST, MOST = 1, 16
 """Replicas of a pool."""
 KEPT = 0.97
-"""Of all requests, how many an oracle's schedule has to serve in time."""
+"""Share of requests that an oracle's schedule has to serve in time."""
 HEADROOMS = (0.7, 0.85, 1.0, 1.2, 1.4, 1.7)
 SERVE_TARGETS = ((2.0, 2.0), (1.0, 40.0), (2.0, 40.0), (4.0, 40.0))
-"""Requests under way that Serve is told to aim at, of a prefill and of a decode replica."""
+"""Serve's targets for running requests of a prefill and of a decode replica."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,17 +208,17 @@ _CONTEXT = (
     "capacity_adjusted_max_replicas", "policy_state", "last_scale_up_time",
     "last_scale_down_time", "current_time",
 )  # fmt: skip
-"""What Serve's policy does not look at."""
+"""Fields that Serve's policy ignores."""
 
 
 class Oracle:
-    """Knows all that comes: what is needed at each second, and when to start it.
+    """A policy that knows all arrivals, and starts replicas so that they are ready in time.
 
     Prompts: no stretch of time may bring more work than can be done within it and the time to a
     first token. Decoding: the sequences that are under way at a time, if none has to wait.
 
     Args:
-        headroom: What is needed, times this.
+        headroom: Factor on the replicas that are needed.
     """
 
     interval_s = DECISION_INTERVAL_S
@@ -235,7 +235,7 @@ class Oracle:
         self._wanted: dict[Role, npt.NDArray[np.int64]] = {}
         for spec in pools:
             counts = np.clip(np.ceil(needed[spec.role] * headroom), LEAST, MOST).astype(int)
-            # One that is idle for less than a start is not let go.
+            # Keep a replica whose idle time is shorter than a start.
             ahead = math.ceil(restart_s + spec.timing.warm_up_s() + DECISION_INTERVAL_S)
             padded = np.concatenate([counts, np.full(ahead, counts[-1])])
             windows = np.lib.stride_tricks.sliding_window_view(padded, ahead + 1)
@@ -249,7 +249,7 @@ class Oracle:
 
 
 class Fixed:
-    """So many replicas of each pool, always."""
+    """A policy with a constant number of replicas for each pool."""
 
     interval_s = DECISION_INTERVAL_S
 
@@ -262,7 +262,7 @@ class Fixed:
 
 
 def _needed_prompts(spec: PoolSpec, requests: Workload, end: int) -> Seconds:
-    """For each second the replicas that the busiest stretch which holds it needs."""
+    """Return for each second the most replicas that any interval around it needs."""
     work_s = np.zeros(end)
     for request in requests.requests:
         seconds = spec.timing.prefill_s([(0, 0, request.num_prompt_tokens)]) + spec.timing.host_s
@@ -279,7 +279,7 @@ def _needed_prompts(spec: PoolSpec, requests: Workload, end: int) -> Seconds:
 
 
 def _needed_decodes(spec: PoolSpec, requests: Workload, end: int) -> Seconds:
-    """For each second the sequences under way over those that a replica has slots for."""
+    """Return for each second the running sequences, divided by the slots of a replica."""
     engine = engine_of(spec)
     rows = engine.dp_groups * engine.slots_per_group
     step_s = spec.timing.decode_s([(i % engine.dp_groups, 1500) for i in range(rows)])
@@ -293,7 +293,7 @@ def _needed_decodes(spec: PoolSpec, requests: Workload, end: int) -> Seconds:
 
 
 def engine_of(spec: PoolSpec) -> Engine:
-    """What decides how much a replica of a pool decodes at a time."""
+    """Return the engine that bounds how much a replica of a pool decodes at a time."""
     groups = spec.engine.tt_data_parallel
     return Engine(groups, spec.engine.max_batch_size // groups)
 

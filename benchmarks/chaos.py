@@ -11,8 +11,8 @@ what else is in the batch, and would look like an answer from another request's 
 
     python -m benchmarks.chaos [--quick] [--requests 10000] [--seed 0] [--log serve.log]
 
-The last line is JSON. `typed_errors` are requests that ended with an error that says what it is;
-those whose client left, or whose ingress was in trouble and cut them, are printed before it.
+The last line is JSON. `typed_errors` are requests that ended with a documented error. Requests that
+their client left, or that a faulty ingress cut, are printed before that line.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ REQUEST_TIMEOUT_S = 30.0
 DEADLINE_S = REQUEST_TIMEOUT_S + 30.0
 """Beyond its own time a request may wait for an ingress that is stopped."""
 RECOVER_S = 180.0
-"""How long the cluster may take to be whole again, and to let go of everything."""
+"""How long the cluster may take to recover all members, and to release everything."""
 QUICK_REQUESTS, QUICK_RATE, QUICK_ASKS, QUICK_TROUBLE_S = 300, 8.0, 24, 4.0
 REQUESTS, RATE, ASKS, TROUBLE_S = 10_000, 10.0, 120, 6.0
 _LOOKS = 4
@@ -80,10 +80,10 @@ def serve_file(port: int) -> dict[str, Any]:
 
 
 class Left(msgspec.Struct, frozen=True):
-    """What a cluster still holds that nobody asks anything.
+    """Resources that an idle cluster still holds.
 
     Attributes:
-        slots: Slots that are not empty, and whoever waits for one.
+        slots: Slots that are not empty, and requests queued for one.
         blocks: KV blocks that are not free.
         leases: Blocks that are kept for transfers, and transfers.
         is_whole: Whether every engine and ingress has answered.
@@ -96,12 +96,12 @@ class Left(msgspec.Struct, frozen=True):
 
     @property
     def is_nothing(self) -> bool:
-        """Whether all are there and hold nothing."""
+        """Whether all members have answered and hold nothing."""
         return self.is_whole and not (self.slots or self.blocks or self.leases)
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What a run has shown."""
+    """Result of a run."""
 
     tally: Tally
     left: Left
@@ -146,7 +146,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 def look(url: str) -> Left:
-    """Ask both ingresses, by chance, what engines and they themselves hold."""
+    """Ask both ingresses, through HAProxy, for their own and the engines' held resources."""
     slots = blocks = leases = 0
     ingresses: set[str] = set()
     num_engines = sum(NUM_ENGINES.values())
@@ -172,7 +172,7 @@ def look(url: str) -> Left:
 
 
 def can_lose(url: str) -> set[str]:
-    """Pools all of whose replicas serve, as far as the ingress says that is asked."""
+    """Return the pools all of whose replicas serve, by the ingress that answers."""
     try:
         replicas = json.loads(_get(f"{url}/debug/slots"))["replicas"]
     except (OSError, ValueError):
@@ -185,7 +185,7 @@ def can_lose(url: str) -> set[str]:
         and replica["breaker"] == "closed"
     )
     found = {pool for pool, number in NUM_ENGINES.items() if serving[pool] == number}
-    # An answer through HAProxy says that one ingress serves; each in turn, that both do.
+    # HAProxy alternates between ingresses: answers from both show that both serve.
     with contextlib.suppress(OSError):
         pages = [_get(f"{url}/metrics").decode() for _ in range(NUM_INGRESSES)]
         names = {name for page in pages for name in labels_of(page, "ingress")}
@@ -194,7 +194,7 @@ def can_lose(url: str) -> set[str]:
 
 
 def labels_of(page: str, label: str, family: str = "") -> set[str]:
-    """Who is named by a label on a page of metrics: anywhere, or by one metric."""
+    """Return the values of a label on a page of metrics, of all metrics or of one."""
     samples = [s for f in text_string_to_metric_families(page) for s in f.samples]
     return {s.labels[label] for s in samples if label in s.labels and family in {"", s.name}}
 
@@ -206,7 +206,7 @@ def _get(url: str) -> bytes:
 
 
 def settle(url: str) -> Left:
-    """Wait until all are back and nothing is held; what still is after `RECOVER_S`."""
+    """Wait until all are back and nothing is held; return the state after at most `RECOVER_S`."""
     left = Left(0, 0, 0, is_whole=False)
     deadline_s = time.monotonic() + RECOVER_S
     while time.monotonic() < deadline_s and not left.is_nothing:
@@ -249,7 +249,7 @@ async def disturb(
 
 
 def run(*, is_quick: bool, num_requests: int, seed: int, log: Path | None) -> Outcome:
-    """Start a cluster, disturb it, look at what is left, end it."""
+    """Start a cluster, disturb it, check for leaks, end it."""
     port = free_port()
     url, operations_url = (f"http://127.0.0.1:{number}" for number in (port, port + 1))
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder, contextlib.ExitStack() as stack:

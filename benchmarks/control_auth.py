@@ -1,4 +1,4 @@
-"""What authentication and encryption of an engine's control sockets cost.
+"""Cost of authentication and encryption of an engine's control sockets.
 
 The same engine and client three times: with CurveZMQ, as it always is, and twice in plain, which
 exists here alone. Rounds go over the three in turns, so that what the machine does besides hits all

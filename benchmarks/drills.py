@@ -1,4 +1,4 @@
-"""Drills: an engine stops, hangs or is cut off under streams; what clients see, and what is left.
+"""Drills: an engine stops, hangs or is cut off under streams; clients' errors, and leaks.
 
 Two prefill and two decode engines, real processes on simulated meshes, behind the production's
 router, without Ray. One of them gets into trouble while streams run:
@@ -9,7 +9,7 @@ ends it. cut: a cable that is pulled, later plugged in again; needs root, for ne
     python -m benchmarks.drills [--trouble stop hang cut] [--victim prefill decode] [--streams 32]
 
 One JSON line a drill: after how many seconds nothing was placed on the engine any more, how the
-requests ended, the longest waits for a first and for a next token, and what was never given back.
+requests ended, the longest waits for a first and for a next token, and leaked resources.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ BEFORE_S, AFTER_S = 3.0, 12.0
 START_S = 60.0
 """Four engines have started by then; a hang is due at a moment that is fixed before."""
 DEADLINE_S = 120.0
-"""Whatever has not happened by then never will."""
+"""Anything that has not happened by then counts as never."""
 OURS, ITS = "192.0.2.1", "192.0.2.2"
 """The two ends of the cable, of a network that is reserved for examples."""
 _CLONE_NEWNET = 0x40000000
@@ -155,7 +155,7 @@ class FarEngine:
         self.description = msgspec.json.decode(line, type=EngineDescription)
 
     def plug(self, *, is_in: bool) -> None:
-        """Plug the cable in, or pull it: what is sent is lost without a word."""
+        """Plug the cable in, or pull it, so that packets are lost silently."""
         _run(*self._in_its, "link", "set", "its", "up" if is_in else "down")
 
     def is_alive(self) -> bool:
@@ -182,7 +182,7 @@ def _run(*command: str) -> None:
 
 
 def enter_own_network() -> None:
-    """Give this thread, and what it starts, a network without anybody else.
+    """Give this thread, and its children, a network of their own.
 
     Raises:
         PermissionError: This process may not.
@@ -194,10 +194,10 @@ def enter_own_network() -> None:
 
 @dataclass
 class Trouble:
-    """What happens to the victim.
+    """A fault of the victim.
 
     Attributes:
-        begin: Does it.
+        begin: Injects it.
         end: Undoes it; None where the engine's parent has to end the engine.
         at_unix_s: When it begins by itself; None: when `begin` is called.
     """
@@ -211,7 +211,7 @@ class Trouble:
 def cluster(
     kind: str, role: Role, **changes: object
 ) -> Iterator[tuple[list[Engine], int, Trouble]]:
-    """Start the engines; gives them, which one gets into trouble, and the trouble."""
+    """Start the engines; yield them, the victim's index, and its fault."""
     victim = ROLES.index(role)
     is_cut = kind == "cut"
     at_s = time.time() + START_S if kind == "hang" else math.inf
@@ -251,7 +251,7 @@ def cluster(
 
 @dataclass
 class Seen:
-    """What the clients saw.
+    """The clients' measurements.
 
     Attributes:
         endings: How requests ended: "ok", "wrong", or the kind of the error.
@@ -265,11 +265,11 @@ class Seen:
 
 
 class Clients:
-    """Streams that ask, read to the end and ask again.
+    """Streams that send a request, read it to its end and repeat.
 
     Args:
-        router: Whom they ask.
-        description: An engine's, for the tokens that are right.
+        router: Where requests are sent.
+        description: An engine's, from which the right tokens follow.
     """
 
     def __init__(self, router: Router, description: EngineDescription) -> None:
@@ -285,7 +285,7 @@ class Clients:
             ending = await self._ask(next(self._ids))
             self.seen.endings[ending] += 1
             if ending not in {"ok", "wrong"}:
-                await asyncio.sleep(1.0)  # As a client does that is told to retry.
+                await asyncio.sleep(1.0)  # As a client does after "Retry-After".
 
     async def _ask(self, number: int) -> str:
         prompt = [20 + (7 * number + 11 * i) % 100 for i in range(PROMPT_TOKENS)]
@@ -346,7 +346,7 @@ class Drill:
         ]
 
     async def run(self, num_streams: int) -> dict[str, object]:
-        """Run it to its end; what came of it."""
+        """Run it to its end; return the result."""
         clients = Clients(self._router, self._victim.description)
         async with self._following():
             await _until(lambda: self._fleet.pools.num_open == len(ROLES), "all are connected")
@@ -377,7 +377,7 @@ class Drill:
         }
 
     async def _get_into_trouble(self) -> float:
-        """Let it begin; seconds until nothing is placed on the victim any more."""
+        """Inject the fault; return the seconds until nothing is placed on the victim any more."""
         at_s = self._trouble.at_unix_s
         await asyncio.sleep(BEFORE_S if at_s is None else max(at_s - time.time(), 0.0))
         began_s = time.monotonic()
@@ -409,7 +409,7 @@ class Drill:
         return len(ROLES)
 
     async def _leaked(self, living: Sequence[Member]) -> int:
-        """What engines still hold although nobody asks for anything, after a while."""
+        """Return what idle engines still hold, after time to release it."""
         end_s = time.monotonic() + DEADLINE_S
         while True:
             held = 0
@@ -423,7 +423,7 @@ class Drill:
 
 
 def num_held(metrics: EngineMetrics) -> int:
-    """Requests, slots, blocks, leases and transfers that an engine has not got back."""
+    """Count the requests, slots, blocks, leases and transfers that an engine still holds."""
     transfer = metrics.transfer
     return (
         metrics.num_waiting
@@ -446,7 +446,7 @@ async def _until(predicate: Callable[[], bool], what: str) -> None:
 
 
 def drill(kind: str, role: Role, num_streams: int, **changes: object) -> dict[str, object]:
-    """Start a cluster, drill it, end it; what came of it."""
+    """Start a cluster, drill it, end it; return the result."""
     with cluster(kind, role, **changes) as (engines, victim, trouble):
         result = asyncio.run(Drill(engines, victim, trouble).run(num_streams))
     return {"trouble": kind, "victim": role, "streams": num_streams, **result}

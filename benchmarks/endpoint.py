@@ -1,4 +1,4 @@
-"""What the cluster costs on top of its engine: the documented endpoint against the engine alone.
+"""Cost of the cluster on top of its engine: the documented endpoint against the engine alone.
 
 Starts `ttserve serve` on a config file, measures time to first token at one stream and output
 tokens per second at 32 streams through the URL that users get, then the same requests through

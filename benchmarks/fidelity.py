@@ -1,4 +1,4 @@
-"""How well the simulator foretells a real cluster: torch engines, recorded, replayed, simulated.
+"""Accuracy of the simulator against a real cluster: torch engines, recorded, replayed, simulated.
 
 For each cluster file, by turns and several times over:
 
@@ -11,7 +11,7 @@ simulator runs the held-out workloads. Rates are set so that the busiest engine 
 half of the time, by the simulator's own account. Every process has one compute thread. Times run
 from the call of the router to its outputs, in reality as in the simulator.
 
-The A/A columns compare the replays with each other: what they differ by, no simulator can know.
+The A/A columns compare the replays with each other: no simulator can predict that difference.
 
     python -m benchmarks.fidelity [--quick] [--config configs/single.yaml ...] [--keep FOLDER]
 """
@@ -82,18 +82,18 @@ if TYPE_CHECKING:
 Spec = dict[str, dict[str, Any]]
 
 ROUTER = RouterConfig(min_remote_prefill_tokens=0)
-"""Every prompt takes the same way in both."""
+"""Every prompt takes the same path in reality and in the simulator."""
 CONFIGS = (Path("configs/single.yaml"), Path("configs/demo.yaml"))
 TARGET_BUSY = 0.55
 """Share of the time in which the busiest engine is busy, in the held-out workloads."""
 FIRST_RPS = 6.0
-"""The first fitting workload, of a machine that nothing is known of, ends at this rate."""
+"""The first fitting workload, on a machine of unknown speed, ends at this rate."""
 FITTING_RATIO = 1.4
 """The others end at the rate of the held-out workloads times this."""
 BARS = {"e2e_median": 0.05, "itl_median": 0.05, "ttft_median": 0.15}
 _ENGINE = "benchmarks.recording_engine"
 KEYS = KeyRing((secrets.token_bytes(32),))
-"""What tickets are sealed with, for one run."""
+"""Secret that seals one run's tickets."""
 
 # Fitting: from nothing to do to more than can be done, short and long, shared beginnings.
 FITTING: Spec = {
@@ -306,7 +306,7 @@ def draw(spec: Spec, rate_rps: float | None, duration_s: float, seed: int) -> Wo
 
 @dataclass
 class Recording:
-    """What the fitting runs of a cluster gave; records are by engine.
+    """Records of a cluster's fitting runs.
 
     Attributes:
         records: By engine.
@@ -325,7 +325,7 @@ class Model:
     network: NetworkConfig
 
     def on_machine_of(self, recording: Recording) -> Model:
-        """The same costs, with the waits that other runs met: what they know of the machine."""
+        """Return the same costs, with the waits for processors that other runs recorded."""
         pools = []
         for pool, record in zip(self.pools, recording.records, strict=True):
             assert isinstance(pool.timing, FittedTiming)
@@ -472,7 +472,7 @@ class Comparison:
         real: Of both.
         simulated: Of the simulations.
         hindsight: Of simulations that know how long the replays' processes waited for processors:
-            what is left of the difference is not the machine's. A diagnosis; it has no bar.
+            the machine does not cause the remaining difference. A diagnosis, without a bar.
     """
 
     title: str

@@ -1,11 +1,10 @@
-"""What the steps of a recorded engine cost: a `StepTiming` fitted on its own turns.
+"""Cost of a recorded engine's steps: a `StepTiming` fitted on its own turns.
 
 Pure. A turn is one round of the engine's core thread, from the look into the inbox to the last
 frame handed out, so that what the process itself costs (Python, sockets' threads, other processes
 on the same cores) is inside. Two models, of turns that only decode and of turns with chunks of
 prompts; each is a sum of terms with coefficients that are not negative, times a factor. The terms
-follow what the torch generator does: decode rows cost their tokens in the cache, chunks go one by
-one.
+follow the torch generator: decode rows cost their tokens in the cache, chunks run one by one.
 
 The terms are fitted on what a turn computes, in seconds of the core thread's processor time. On a
 machine that others use too, seconds of the clock would mislead: slow minutes are those with long
@@ -41,7 +40,7 @@ TERMS = (
     "turn", "row", "context token",
     "chunk", "chunk token", "token pair", "resumed chunk", "masked token pair",
 )  # fmt: skip
-"""What a turn is made of, see `terms`."""
+"""Names of a turn's terms, see `terms`."""
 NUM_DECODE_TERMS = 3
 """The first terms; a turn without chunks has no others."""
 
@@ -54,7 +53,7 @@ class Turn(msgspec.Struct, array_like=True):
     """One turn of a recorded engine.
 
     Attributes:
-        start_s: When the core went on after its look into the inbox; monotonic, like all times.
+        start_s: When the core had read its inbox; monotonic, like all times.
         end_s: When it had handed out its frames.
         chunks: (lane, start, end) of the prompts that it computed.
         rows: (lane, context tokens) of the rows that it decoded.
@@ -84,7 +83,7 @@ class Copy(msgspec.Struct, array_like=True, frozen=True):
 
 
 class EngineRecord(msgspec.Struct):
-    """What an engine process has seen of itself.
+    """An engine process's record of its own run.
 
     Attributes:
         facts: Of the loaded model.
@@ -172,7 +171,7 @@ def _descend(a: Floats, b: Floats, x: Floats, is_free: NDArray[np.bool_]) -> Flo
 def fit_medians(a: Floats, b: Floats, num_rounds: int = 40) -> Floats:
     """The x >= 0 with the least sum of |b - ax| / ax: as much of `b` is above `ax` as below.
 
-    Found by least squares, weighted anew in every round.
+    Found by least squares, with new weights in every round.
 
     Args:
         a: (n, k).
@@ -187,7 +186,7 @@ def fit_medians(a: Floats, b: Floats, num_rounds: int = 40) -> Floats:
     for _ in range(num_rounds):
         x = nnls(a * weights[:, None], b * weights)
         fitted = np.maximum(a @ x, 1e-3 * np.median(b))
-        # The square of a weight divides one deviation out: what is left is its absolute value.
+        # The weight divides a squared deviation by its size, which leaves its absolute value.
         weights = 1.0 / np.sqrt(fitted * np.maximum(np.abs(b - fitted), 1e-3 * fitted))
     return x
 

@@ -1,10 +1,10 @@
-"""How long a stream stands still when its engine hands it over, with its KV moved and without.
+"""Pause of a stream when its engine hands it over, with its KV moved and without.
 
-Two simulated T3K of configs/sim-t3k-long.yaml that compute their own prompts, in virtual time, so
-that the numbers are the same on every machine. The first one drains and hands over what it decodes:
-one stream with a long context. The other one decodes for others meanwhile. *Context* is what the
-stream has by then, its output too; *gap* the longest time between two tokens of it, *others'* that
-of the streams that it comes to; *steady* the median time, which all would be without a hand-over.
+Two simulated T3K of configs/sim-t3k-long.yaml compute their own prompts, in virtual time, so that
+the numbers are the same on every machine. The first one drains and hands over its only stream,
+which has a long context. The other one decodes other streams meanwhile. *Context* is the stream's
+length at that time, output included; *gap* is its longest time between two tokens; *others'* is the
+same of the other engine's streams; *steady* is the median time, as without a hand-over.
 
     python -m benchmarks.hand_over --quick
     python -m benchmarks.hand_over

@@ -1,4 +1,4 @@
-"""What drawing on the host costs a step, beside what PyTorch alone would do.
+"""Cost of sampling on the host in each step, beside plain PyTorch.
 
 The peer is the usual way: temperature in float32, top-k and top-p by one sort of the vocabulary,
 softmax, and an exponential race instead of an inverted distribution, as engines without a compiled

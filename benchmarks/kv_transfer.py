@@ -3,8 +3,8 @@
 Blocks of two sizes move between two processes: by this project's connector end to end, over shared
 memory and over TCP, and by the peers, each in turn, with gather, scatter and hash inside the timer.
 Then requests are handed over between two engines: how long the decode side waits for the KV of a
-short prompt, and how much of a long prompt's transfer is hidden behind its prefill. Last, what a
-receiver that takes nothing costs the sender. Ratios above 1 mean that this project is faster. The
+short prompt, and how much of a long prompt's transfer is hidden behind its prefill. Last, the
+sender's memory for a stuck receiver. Ratios above 1 mean that this project is faster. The
 last line has the ratios for 64 KiB blocks, and the hand-over over TCP.
 
     python -m benchmarks.kv_transfer [--quick] [--peer-python PATH] [--peer-libs DIR]
@@ -86,7 +86,7 @@ FULL = Scale((LLAMA_8B, ONE_HEAD), 256, 11, (FAR, NEAR), 200, (2048, 4096), 7, (
 def contestants(
     blocks: Blocks, python: Path | None, libs: Path | None
 ) -> Iterator[list[Contestant]]:
-    """Start everybody who is there; end them afterwards."""
+    """Start all contestants that are installed; end them afterwards."""
     unverified = TransferConfig(verify=False)
     found: list[Contestant] = []
     try:
@@ -150,7 +150,7 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def print_rates(blocks: Blocks, rates: dict[str, Rates]) -> None:
-    """Print what everybody did, and the ratios."""
+    """Print all rates, and the ratios."""
     print(
         f"{blocks.num_pieces:,} blocks of {blocks.layout.piece_bytes:,} bytes, "
         f"rows of {blocks.layout.row_bytes:,}"

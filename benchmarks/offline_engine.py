@@ -1,8 +1,8 @@
-"""One offline engine, ours or vLLM, that runs a batch whenever it is told to.
+"""One offline engine, ours or vLLM, that runs a batch on each command.
 
-Started by `benchmarks.engine_vs_vllm`, which is the only one to speak to it, as a script, with the
-Python of the engine: the peer's has none of our packages. Each line on stdin is one round; each
-line on the descriptor `--answer-fd` its seconds, the first one after start and warm-up.
+`benchmarks.engine_vs_vllm` starts it as a script, with the Python of the engine, because the peer's
+Python has none of our packages. Each line on stdin starts one round. Each line on the descriptor
+`--answer-fd` has a round's seconds; the first is written after start and warm-up.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file_
 
 
 def ours(model: str, num_requests: int, *, multiprocess: bool) -> Callable[[Any], list[int]]:
-    """Start this repository's engine; what it returns gives the output lengths of a batch."""
+    """Start this repository's engine; return a function from a batch to its output lengths."""
     from replicas import LLM, SamplingParams
 
     llm = LLM(
@@ -52,7 +52,7 @@ def ours(model: str, num_requests: int, *, multiprocess: bool) -> Callable[[Any]
 
 
 def vllm(model: str, num_requests: int) -> Callable[[Any], list[int]]:
-    """Start vLLM's; as `ours`."""
+    """Start vLLM's engine; return the same as `ours`."""
     import vllm as peer  # type: ignore[import-not-found]
 
     llm = peer.LLM(

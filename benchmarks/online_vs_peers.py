@@ -76,7 +76,7 @@ class Server:
         name: In the tables.
         command: With "{port}" for the port.
         env: Variables besides those of this process.
-        ready: What it answers with 200 once it serves.
+        ready: Path that it answers with 200 once it serves.
     """
 
     name: str
@@ -202,7 +202,7 @@ async def level(port: int, num_streams: int, num_waves: int) -> Measured:
 
 
 async def serve_at_once(port: int) -> None:
-    """A server that computes nothing: what it shows is the client's own time."""
+    """Serve without computing, to measure the client's own time."""
     event = b'data: {"choices":[{"index":0,"text":"a"}]}\n\n'
     end = f'data: {{"usage":{{"completion_tokens":{OUTPUT_TOKENS}}}}}\n\n'.encode() + _DONE
 
@@ -259,7 +259,7 @@ def servers(asked: argparse.Namespace) -> list[Server]:
 
 @contextlib.contextmanager
 def running(server: Server) -> Iterator[int]:
-    """A started server's port; afterwards nothing of its session is left."""
+    """Start a server and yield its port; end all processes of its session afterwards."""
     port = free_port()
     process = subprocess.Popen(
         [part.format(port=port) for part in server.command],
@@ -281,7 +281,7 @@ def running(server: Server) -> Iterator[int]:
         process.wait()
 
 
-# --- what comes of it ----------------------------------------------------------------------------
+# --- results -------------------------------------------------------------------------------------
 
 
 def ratios(rows: dict[str, dict[int, Measured]]) -> dict[str, float | None]:

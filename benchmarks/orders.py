@@ -1,9 +1,9 @@
-"""What the moment gives at which a decode slot is reserved, for every `router.order`: one table.
+"""Effect of the moment at which a decode slot is reserved, for every `router.order`: one table.
 
-Bursty code completion as in `benchmarks.overload`, and the scenarios of `benchmarks.policies` whose
-prefill and decode are apart; the default policy, no admission, virtual time, so the numbers are the
-same on every machine. *Held* are slot-seconds in which a reservation stood and its prompt was not
-computed, and *late* are seconds in which a prompt was computed and had no slot, for each request.
+Bursty code completion as in `benchmarks.overload`, and the scenarios of `benchmarks.policies` with
+separate prefill pools; the default policy, no admission, virtual time, so the numbers are the same
+on every machine. *Held* is the time that reservations stood before their prompts were computed, and
+*late* the time that computed prompts waited for a slot; both are divided by the number of requests.
 
     python -m benchmarks.orders --traces traces/ [--only NAME]
 """
@@ -36,7 +36,7 @@ APART = tuple(name for name in policies.SCENARIOS if name.endswith("-pd"))
 
 
 class Run(NamedTuple):
-    """A workload at one load, and what is asked of it."""
+    """A workload at one load, and its objectives."""
 
     cluster: ClusterConfig
     requests: Workload
@@ -44,7 +44,7 @@ class Run(NamedTuple):
 
 
 class Waits(NamedTuple):
-    """What slots and prompts waited for each other.
+    """Times that slots waited for prompts, and prompts for slots.
 
     Attributes:
         held_s: Of each reservation, from its engine's yes to the first token of the prompt.
@@ -72,7 +72,7 @@ def scenario(name: str, traces: Path) -> Iterator[Run]:
 
 
 def waits(events: Iterable[EventRecord]) -> Waits:
-    """Reduce what was sent and said to who waited for whom."""
+    """Reduce recorded events to the waits of slots and of prompts."""
     prefill: dict[str, str] = {}
     accepted_s: dict[str, float] = {}
     computed_s: dict[str, float] = {}

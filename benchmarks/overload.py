@@ -13,8 +13,8 @@ configuration, the others are today's policies without.
 *Fairness*: one tenant asks for a quarter of the capacity, alone and beside another that asks for
 twice all of it; the first one's times to a first token, and how many of each are served.
 
-The last line is one JSON object: the most goodput with admission, and the least share of it that is
-left at any higher load, whichever workload is worse.
+The last line is one JSON object: the most goodput with admission, and the least share of it at any
+higher load, each of the worse workload.
 
     python -m benchmarks.overload --quick
     python -m benchmarks.overload
@@ -54,7 +54,7 @@ PROMPT_TOKENS = (2048.0, 1900.0, 16, 7437)
 OUTPUT_TOKENS = (28.0, 45.0, 1, 500)
 """Mean, standard deviation, least and most."""
 REFUSED_S = 0.05
-"""Within so long one that is refused learns it."""
+"""A refused request should get its answer within this time."""
 
 ADMISSION = "admission"
 ROUTERS = {
@@ -74,8 +74,8 @@ class Row:
         good_per_s: Goodput.
         good_share: Of all requests.
         late_share: Of those that were served to the end, how many missed an objective.
-        refused_share: Of all requests, those that were told to come again.
-        late_refusals: Of those, how many learned it later than `REFUSED_S`.
+        refused_share: Of all requests, those that were refused with a retry time.
+        late_refusals: Of those, how many got the answer later than `REFUSED_S`.
         busy: Share of the time in which prefill replicas computed.
     """
 
@@ -147,7 +147,7 @@ def run(router: RouterConfig, requests: Workload) -> SimulationResult:
 
 
 def row_of(result: SimulationResult, load: float) -> Row:
-    """Reduce a run to what is shown."""
+    """Reduce a run to its row."""
     summary = summarise(result, SLO)
     assert summary.goodput is not None
     records, num_good = result.records, summary.goodput.num_good
@@ -168,7 +168,7 @@ def row_of(result: SimulationResult, load: float) -> Row:
 
 
 def fairness(span_s: float) -> None:
-    """Print what one tenant gets alone, and beside one that floods the door."""
+    """Print one tenant's results alone, and beside a tenant that floods the cluster."""
     rng = np.random.Generator(np.random.Philox(9))
 
     def asks(tenant: str, load: float) -> list[TraceRequest]:

@@ -1,4 +1,4 @@
-"""What placing a request costs: the decision, and the look-up of its prefix in what engines hold.
+"""Cost of placing a request: the decision, and the look-up of its prefix in engines' caches.
 
 The decision is in `benchmarks.placing`. The look-up:
 Prompts of 256 blocks over eight workers, which hold conversations that share their first halves;
@@ -44,11 +44,11 @@ HOLDERS = 4
 """Workers that hold a conversation, each to a depth of its own."""
 
 Operation = tuple[str, int, int, int, int]
-"""What is done, by which worker, to which chain, from which block to before which."""
+"""(operation, worker, chain, first block, end): one change or look-up."""
 
 
 class Workload(NamedTuple):
-    """What is held at first, and what is done then.
+    """The caches' first content, and the operations that follow.
 
     Attributes:
         chains: Names of the blocks of each conversation.
@@ -62,12 +62,12 @@ class Workload(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What one index did.
+    """Measurements of one index.
 
     Attributes:
         look_up_us: Of each look-up.
         change_us: Of each change.
-        depths: Of each look-up [worker, blocks] of everybody who holds some.
+        depths: Of each look-up [worker, blocks] of all workers that hold some.
         num_bytes: Memory that the caches' content took.
     """
 
@@ -150,7 +150,7 @@ def run_ours(workload: Workload) -> Run:
 
 
 def run_apart(command: list[str], workload: Workload) -> Run:
-    """One index in a process of its own, whose memory is nobody else's."""
+    """Run one index in a process of its own, so that its memory can be measured."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "workload.json"
         path.write_text(json.dumps(workload._asdict()))
@@ -181,7 +181,7 @@ def num_held(workload: Workload) -> int:
 
 
 def prefix_figures(peer_python: Path | None, *, is_quick: bool) -> dict[str, float]:
-    """Measure the index, print a row for each run, and say what is of interest."""
+    """Measure the index, print a row for each run, and return the JSON figures."""
     workload = make_workload(num_conversations=100 if is_quick else 400, num_steps=400)
     held = num_held(workload)
     ours = [sys.executable, "-m", "benchmarks.placement", "--workload"]
@@ -217,7 +217,7 @@ def percentiles(times: list[float]) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Run everything, or what runs in a process of its own."""
+    """Run everything, or one index if this is its own process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer conversations")
     parser.add_argument("--peer-python", type=Path, help="an interpreter that has ai-dynamo")

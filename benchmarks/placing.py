@@ -1,13 +1,12 @@
-"""What placing one request costs: all places weighed, the winner held, its view brought up to date.
+"""Cost of placing one request: score all placements, hold the best, update its view.
 
-A part of `benchmarks.placement`. Decode engines with lanes whose steps are known; before each
-request one engine has told of its load, and the last placement has changed another one's view. With
-a queue, all slots are taken but one in each lane of an engine, which have just become free, and it
-is the heads that are placed. Beside the time there is the processor's, which other work on the
-machine adds less to. What engines tell is in the views once it is taken over: that has a row of its
-own. So has the question where a prompt is computed, with half of the engines for prompts alone: it
-is asked once for one that moves, and twice for one that stays. Some decode engines have been given
-prompts.
+A part of `benchmarks.placement`. Decode engines have lanes with known step times. Before each
+request one engine reports its load, and the last placement has changed another engine's view. With
+a queue, all slots are taken but one in each lane of an engine, which have just become free; the
+queue's heads are placed. Processor time is shown beside the clock's, because other work on the
+machine disturbs it less. Taking over a report has a row of its own. So has the choice where a
+prompt is computed, with half of the engines for prompts alone: it is made once for a prompt that
+moves, and twice for one that stays. Some decode engines have prompts to compute.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _BLOCKS = KVGroup(layers=(0,), block_size=32, num_blocks=40_000, bytes_per_block
 
 
 class _Kept:
-    """Keeps what was chosen of late, as every ingress does."""
+    """A record of recent decisions, as in every ingress."""
 
     keeps_whole = False
 
@@ -58,10 +57,10 @@ class _Kept:
 
 
 class Fleet:
-    """Engines that tell of loads that are drawn, and the queue before them.
+    """Engines that report random loads, and the queue before them.
 
     Args:
-        policy: How they are weighed.
+        policy: How they are scored.
         dice: Draws loads.
         num_prefill: Of the engines, how many only compute prompts for the others.
     """
@@ -85,10 +84,10 @@ class Fleet:
         return "prefill" if self.names.index(name) < self._num_prefill else "decode"
 
     def tell(self, name: str, num_empty: int | None = None) -> float:
-        """Let an engine tell of a load, and of two steps; `num_empty` slots are free in a lane.
+        """Let an engine report a load and two steps; `num_empty` slots are free in a lane.
 
         Returns:
-            Microseconds of the processor that taking it over took.
+            Processor time to take the report over, in microseconds.
         """
         dice = self._dice
         groups = []
@@ -115,7 +114,7 @@ class Fleet:
 
 
 def placing_figures(*, is_quick: bool) -> dict[str, float]:
-    """Measure policies before queues, print a row for each, and say what is of interest."""
+    """Measure policies with queues, print a row for each, and return the JSON figures."""
     count = 300 if is_quick else 2000
     print(f"a request over {NUM_REPLICAS} replicas of {NUM_GROUPS} DP groups")
     print(f"{'':>22} {'queued':>7} {'place p50':>10} {'p99 us':>8} {'CPU p50':>9} {'p99 us':>8}")
@@ -133,7 +132,7 @@ def placing_figures(*, is_quick: bool) -> dict[str, float]:
     print(f"where a prompt is computed, with half of them for prompts: CPU p50 {p50:.1f} us, p99 "
           f"{p99:.1f}")  # fmt: skip
     fleet = Fleet(POLICIES[0], random.Random(0))
-    fleet.pools.decode_views()  # are kept from the first who asks on
+    fleet.pools.decode_views()  # the first call builds them
     p50, p99 = _percentiles([fleet.tell(name) for name in fleet.names * (count // NUM_REPLICAS)])
     print(f"a snapshot of an engine, {POLICIES[0]}: CPU p50 {p50:.1f} us, p99 {p99:.1f}")
     return figures
@@ -175,14 +174,14 @@ def placing_us(policy: PolicyName, num_queued: int, num_requests: int) -> list[t
             ended = time.perf_counter(), time.thread_time()
             assert placement is not None
             placed = [(waiter.demand.request_id, placement)]
-        # Whoever found nothing any more ended the call.
+        # The call ends at the first request without a placement.
         us_each = 1e6 / (len(placed) + (num_queued > 0))
         times_us.append((us_each * (ended[0] - started[1]), us_each * (ended[1] - started[0])))
         for request_id, placement in placed:
             fleet.pools.release(request_id, placement.incarnation)
         if num_queued:
             for request_id, _ in placed:
-                # Whoever is done comes again, behind all others.
+                # A placed request is queued again, behind all others.
                 fleet.queue.enter(fleet.queue.new_waiter(Demand(request_id, prompt)), 0.0)
     return times_us
 

@@ -1,4 +1,4 @@
-"""The engine process with plain sockets, for `benchmarks.control_auth`: what a secret costs.
+"""The engine process with plain sockets, the baseline of `benchmarks.control_auth`.
 
 python -m benchmarks.plain_engine      (then as `python -m replicas.engine.process`)
 """
@@ -9,7 +9,7 @@ from replicas.engine import process, sockets
 
 
 def nothing(*_: object) -> None:
-    """Instead of what secures a socket."""
+    """Do nothing, in place of the function that secures a socket."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the prefix cache costs on the engine's core thread: naming blocks, and waiting for room.
+"""Cost of the prefix cache on the engine's core thread: hashing blocks, and waiting for room.
 
 Names: time to hash a prompt's blocks of 32 tokens, against the prefill of that prompt by the
 smallest model that there is, the demo model (random weights, more positions, bfloat16, one thread).
@@ -7,9 +7,9 @@ length: a lower bound, since attention grows faster than that.
 
 Waiting: host time of a decode step of four sequences, scheduled and updated without a model, while
 64 prompts of 47k tokens wait for blocks, 31k tokens of which are in the cache. The A/A row is the
-same with nobody waiting, measured twice. Where blocks are evicted, 32 sequences decode in each
-group, each at another place in its block, and nothing is left but cached blocks: every step evicts
-one of a prompt that nobody asks for.
+same without waiting prompts, measured twice. Where blocks are evicted, 32 sequences decode in each
+group, each at another place in its block, and all other blocks are cached: every step evicts a
+block of a prompt that no request has.
 
     python -m benchmarks.prefix_cache [--longest 32768]
 """
@@ -47,8 +47,8 @@ NUM_CACHED = 960
 """Blocks of a waiting prompt's beginning that are in the cache."""
 NUM_STEPS = 2000
 NUM_EVICTED = 480
-"""Blocks that are in the cache for nobody, where one is evicted in each step: fewer than a waiting
-prompt lacks, so that it goes on waiting."""
+"""Cached blocks without a user, of which each step evicts one. They are fewer than a waiting prompt
+lacks, so that the prompts keep waiting."""
 
 
 def prompt_of(length: int) -> list[int]:
@@ -105,7 +105,7 @@ def _prefill_s(core: EngineCore, length: int) -> float:
 
 
 def show_names(longest: int) -> None:
-    """Print what naming costs, a line for each length."""
+    """Print the cost of hashing, a line for each length."""
     prefills = prefill_s([length for length in LENGTHS if length <= longest])
     for length in LENGTHS:
         hashed_s, known = hash_s(length), max(n for n in prefills if n <= length)
@@ -121,7 +121,7 @@ def show_names(longest: int) -> None:
 
 
 class Queue:
-    """A scheduler with sequences that decode and as many that wait as it is told.
+    """A scheduler with decoding sequences and a given number of waiting ones.
 
     Args:
         num_groups: DP groups.
@@ -168,7 +168,7 @@ class Queue:
         for i in range(num_waiting):
             self._add([*prefix, *[i] * 16_000], -1, max_tokens=1)
         if evicts:
-            for _ in range(BLOCK_SIZE):  # They use up what nobody has had yet.
+            for _ in range(BLOCK_SIZE):  # Use up all blocks that were never allocated.
                 self.step()
 
     def _add(self, prompt: list[int], group: int, max_tokens: int) -> None:
@@ -180,7 +180,7 @@ class Queue:
         assert refusal is None, refusal
 
     def step(self) -> None:
-        """Schedule, and take over what a model would have given."""
+        """Schedule, and update with tokens in a model's place."""
         batch = self._scheduler.schedule()
         assert batch is not None
         self._scheduler.update(batch, StepResult([1] * len(batch.slots), 0.0))
@@ -200,7 +200,7 @@ def step_us(num_groups: int, num_waiting: int, *, evicts: bool) -> tuple[float, 
 
 
 def show_waiting() -> None:
-    """Print what a step costs while others wait."""
+    """Print the cost of a step while prompts wait."""
     for evicts, num_groups in itertools.product((False, True), (1, 8)):
         for num_waiting in (0, 0, NUM_WAITING):
             median, worst = step_us(num_groups, num_waiting, evicts=evicts)

@@ -1,9 +1,8 @@
 """The engine process, with a record of each of its turns.
 
-Everything is the production's: process, threads, sockets, core, scheduler, generator. The parts
-that meet in `replicas.engine.process` are replaced by subclasses that look at the clock as they
-pass things on; what that costs is a few microseconds of a turn. The record is written when the
-engine stops.
+Process, threads, sockets, core, scheduler and generator are the production's. The parts that
+`replicas.engine.process` connects are replaced by subclasses that record the time of each call,
+which costs a few microseconds of a turn. The record is written when the engine stops.
 
     python -m benchmarks.recording_engine FILE      (then as `python -m replicas.engine.process`)
 """
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class _Recorder:
-    """What this process has seen; the core thread writes turns, others append to lists."""
+    """The record of this process; the core thread writes turns, other threads append to lists."""
 
     def __init__(self) -> None:
         self.record = EngineRecord()
@@ -50,12 +49,12 @@ class _Recorder:
         self._rows: dict[int, tuple[int, int]] = {}
 
     def begin_turn(self) -> None:
-        """The core goes on after looking into its inbox, and perhaps waiting there."""
+        """Record that the core has read its inbox, perhaps after waiting there."""
         self._turn = Turn(start_s=time.monotonic())
         self._cpu_s = time.thread_time()
 
     def end_turn(self) -> None:
-        """The core has handed out its frames and looks into its inbox again."""
+        """Record that the core has handed out its frames and reads its inbox again."""
         turn = self._turn
         if turn.start_s and (turn.chunks or turn.rows or turn.copy_s or turn.moved_kv):
             turn.end_s = time.monotonic()
@@ -63,7 +62,7 @@ class _Recorder:
             self.record.turns.append(turn)
 
     def step(self, batch: ScheduledBatch, device_s: float) -> None:
-        """A step ran; rows as `VirtualWorker` counts them."""
+        """Record a step that ran; rows as `VirtualWorker` counts them."""
         for seq in batch.new:
             self._rows[seq.slot] = (seq.dp_group, seq.num_computed_tokens)
         turn = self._turn
@@ -77,17 +76,17 @@ class _Recorder:
                 turn.chunks.append((lane, start, start + count))
 
     def received(self, item: InboxItem) -> None:
-        """A message has come so far; the last call counts."""
+        """Record the arrival of a message; the last call for it counts."""
         if isinstance(item[1], AddRequest):
             self.record.received[item[1].request.request_id] = time.monotonic()
 
     def moved_kv(self) -> None:
-        """The connector had something to do in this turn."""
+        """Record that the connector had work in this turn."""
         self._turn.moved_kv = True
 
     @contextlib.contextmanager
     def copying(self, direction: Literal["read", "write"], num_bytes: int) -> Iterator[None]:
-        """The core thread copies KV blocks in the body."""
+        """Time the body, in which the core thread copies KV blocks."""
         start_s, cpu_s = time.monotonic(), time.thread_time()
         yield
         copy = Copy(direction, start_s, time.monotonic(), num_bytes)

@@ -1,4 +1,4 @@
-"""How well the simulated mesh costs what Tenstorrent measured: the fit, real engines, and HTTP.
+"""Accuracy of the simulated mesh against Tenstorrent's measurements: the fit, engines, HTTP.
 
 Three tables. The fit: every measured row, predicted with and without itself. The engine: an engine
 core of this process on a simulated mesh and the wall clock, time to first token of one prompt and
@@ -100,12 +100,12 @@ def print_fit() -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Measured:
-    """What an engine showed.
+    """Measured times of an engine.
 
     Attributes:
         ttft_s: One prompt alone, median.
         step_s: Between two tokens of a full batch, median.
-        host_s: What of it was not the device's.
+        host_s: The part of it that was not the device's.
     """
 
     ttft_s: float
@@ -176,7 +176,7 @@ def step(core: EngineCore, columns: ColumnReader) -> list[TokenOutput]:
 
 
 def print_engines(rows: list[MeasuredRow], repeats: int, steps: int) -> dict[str, object]:
-    """Print what engines show; returns the worst errors."""
+    """Print the engines' times; return the worst errors."""
     print("\nAt the engine's boundary, wall clock, every slot of the lanes in use.")
     print(f"{'board':8}{'model':15}{'slots':>5}{'ttft_ms':>9}{'error':>8}{'step_ms':>9}{'error':>8}"
           f"{'host_ms':>9}")  # fmt: skip
@@ -230,7 +230,7 @@ def through_http(
 
 
 def print_http(config: Path, repeats: int) -> dict[str, object]:
-    """Start a server, measure, compare with what its engines' model of time says."""
+    """Start a server, measure, compare with its engines' model of time."""
     file = read_serve_file(config).override(http_options={"port": free_port()})
     cluster, http = resolve(file.args), file.http_options
     tokens = 32

@@ -56,14 +56,14 @@ PEER_ROUTERS: dict[PolicyName, str] = {
     "round_robin": "round_robin",
     "least_delay": "kv_router",
 }
-"""What the peer is asked for beside each policy: the same rule, and the one that each has made."""
+"""The peer's policy beside each of ours: the same rule, and each side's own design."""
 SLO = Slo(ttft_s=1.0, tpot_s=0.015)
-"""What good requests keep."""
+"""Objectives of good requests."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What one run gave, here or there."""
+    """Results of one run, ours or the peer's."""
 
     wall_s: float
     num_ok: int
@@ -100,7 +100,7 @@ def simulate(workload: Workload, replicas: int, policy: PolicyName) -> Simulatio
         supports_prefix_caching=True,
     )
     options = SimulationOptions(
-        # The peer has no queue that is ever full and no client that is ever tired of waiting.
+        # The peer has no limit on its queue, and its clients never time out.
         router=RouterConfig(policy=policy, max_queued_requests=10**9, queue_timeout_s=1e9),
         network=NetworkConfig(latency_s=0.0),
     )
@@ -125,7 +125,7 @@ def longest(workload: Workload) -> int:
 
 
 def figures(result: SimulationResult) -> Figures:
-    """Reduce a run to what is compared."""
+    """Reduce a run to the compared figures."""
     summary = summarise(result, SLO)
     assert summary.goodput is not None
     ttft, itl = summary.latencies.ttft_s, summary.latencies.itl_s

@@ -1,4 +1,4 @@
-"""Whether a cluster that serves for long stays as it is: memory, descriptors, blocks, answers.
+"""Soak test of a cluster that serves for long: memory, descriptors, blocks, answers.
 
 Starts `ttserve serve` as a user would, lets 64 clients send ten requests a second and give up on
 every fifth, and looks at every process of the cluster every few seconds. After a warm-up of ten
@@ -48,12 +48,12 @@ _STOP_S = 30.0
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What a run has shown.
+    """Result of a run.
 
     Attributes:
-        tally: What became of the requests.
-        held: What the cluster still held when all were over.
-        grown: What became of each process.
+        tally: How the requests ended.
+        held: Resources that the cluster still held when all were over.
+        grown: Growth of each process.
     """
 
     tally: Tally
@@ -62,7 +62,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
     @property
     def leaked(self) -> int:
-        """Everything that was still held."""
+        """Return the number of resources that were still held."""
         return sum(abs(count) for count in self.held.values())
 
     def summary(self) -> dict[str, float]:
@@ -76,7 +76,7 @@ class Outcome(msgspec.Struct, frozen=True):
         }
 
     def problems(self, *, is_long: bool) -> list[str]:
-        """What is not as it should be; growth counts only where there was time to warm up."""
+        """Return the violations; growth counts only where there was time to warm up."""
         found = [f"{self.tally.errors} errors: {note}" for note in self.tally.notes]
         found += [f"{count} {name} still held" for name, count in self.held.items()]
         if self.tally.changed > MAX_CHANGED_SHARE * self.tally.ok:
@@ -127,7 +127,7 @@ async def soak(
 
 
 def settle(url: str) -> dict[str, int]:
-    """Wait until nothing is held; what still is after `SETTLE_S`."""
+    """Wait until nothing is held; return what still is after at most `SETTLE_S`."""
     deadline_s = time.monotonic() + SETTLE_S
     while True:
         with urllib.request.urlopen(f"{url}/metrics", timeout=30) as reply:

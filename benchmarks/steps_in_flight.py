@@ -1,10 +1,10 @@
-"""How busy a mesh is while one step at a time, or two, are under way.
+"""Utilization of a mesh with one step at a time, or two, in flight.
 
 An engine of this process on a simulated mesh and the wall clock decodes full batches, with frames
-made and encoded. Its device keeps a timeline: it works off what it is given, one step after
-another, and is idle from the end of the last until it is given the next. The share is that of the
-timeline. Steps of the smallest model that was measured, beside which the host weighs most; rows
-that go on to the end, and rows of which one ends with every step. The A/A row is two steps again.
+made and encoded. Its device keeps a timeline: it runs submitted steps one after another, and is
+idle from the end of the last until the next is submitted. The busy share is taken from the
+timeline. Steps are those of the smallest measured model, where the host matters most. Either all
+rows run to the end, or one row ends with every step. The A/A row is two steps again.
 
     python -m benchmarks.steps_in_flight [--quick]
 """
@@ -123,7 +123,7 @@ def main() -> None:
     print(f"{'rows':>14}{'one step':>10}{'two steps':>11}{'two (A/A)':>11}")
     kinds: tuple[Literal[1, 2], ...] = (1, 2, 2)
     for case in CASES:
-        # By turns, so that a busy minute is everybody's.
+        # By turns, so that load on the machine affects all cases.
         rows = [[busy_share(case, n, steps) for n in kinds] for _ in range(rounds)]
         one, two, again = (statistics.median(row) for row in zip(*rows, strict=True))
         print(f"{case.name:>14}{one:10.3f}{two:11.3f}{again:11.3f}")

@@ -43,7 +43,7 @@ def read_times(folder: Path) -> dict[str, float]:
 class FirstTokens:
     """Requests that have come and have no token yet.
 
-    Owner: this process. The receiving thread adds, whoever sends takes away.
+    Owner: this process. The receiving thread adds requests, the sending one removes them.
     """
 
     def __init__(self, file: Path) -> None:
@@ -52,11 +52,11 @@ class FirstTokens:
         self._by_handle: dict[int, str] = {}
 
     def came(self, request_id: str, now_s: float) -> None:
-        """A request's message has been read."""
+        """Record that a request's message has been read."""
         self._came_s[request_id] = now_s
 
     def sent(self, frame: EngineFrame, now_s: float) -> None:
-        """A frame has been sent, perhaps with the first token of some."""
+        """Record that a frame has been sent, perhaps with some requests' first tokens."""
         if not self._came_s:
             return
         begun: list[str] = []

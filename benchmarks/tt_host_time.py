@@ -1,12 +1,12 @@
-"""What the host costs beside a Tenstorrent mesh: engines whose model computes nothing.
+"""Host time beside a Tenstorrent mesh: engines whose model computes nothing.
 
-The model is a class written to the plugin's interface, found and adapted as such classes are, on a
-mesh that is not there. An engine of this process decodes a full batch of one client, every step of
-which schedules, builds the padded inputs, calls the class, reads its output, draws where the host
-draws, hands tokens out, and encodes and sends the client's frame. So a step's time is the host's
-alone, to the last byte that it hands to the kernel's socket: what a step on silicon takes longer
-than the device needs, unless the two overlap. A vocabulary of 128,256 tokens, page tables of 2,048
-columns. Rows: tokens drawn on the device at temperature 1, where steady steps reload nothing
+The model is a class written to the plugin's interface, found and adapted as such classes are, on an
+absent mesh. An engine of this process decodes a full batch of one client. Every step schedules,
+builds the padded inputs, calls the class, reads its output, samples where the host samples, hands
+tokens out, and encodes and sends the client's frame. So a step's time is the host's alone, up to
+the last byte for the kernel's socket. On silicon it is added to the device's time, unless the two
+overlap. A vocabulary of 128,256 tokens, page tables of 2,048 columns. Rows: tokens drawn on the
+device at temperature 1, where steady steps reload nothing
 (contract 1) or everything (legacy); and on the host, from bfloat16 logits, with the API's default
 sampling and greedy. The A/A row is the first one again.
 
@@ -56,7 +56,7 @@ PARTS = ("schedule", "prepare", "generator", "sample", "update", "frames", "enco
 
 
 class NoOpModel:
-    """Says the same to everybody; legacy contract, output on the host at once."""
+    """A model with a constant answer; legacy contract, output on the host at once."""
 
     model_capabilities: ClassVar[dict[str, object]] = {
         "supports_prefix_caching": False,
@@ -102,7 +102,7 @@ class NoOpModel:
 
 
 class ResidentNoOpModel(NoOpModel):
-    """Contract 1: goes on from what it has sampled, and is read in two calls."""
+    """The same under contract 1: it feeds back its own samples, and is read in two calls."""
 
     decode_input_update_contract = 1
     model_capabilities: ClassVar[dict[str, object]] = {
@@ -128,13 +128,13 @@ class ResidentNoOpModel(NoOpModel):
 
 
 class AbsentMesh:
-    """Says how many chips it would have, and can be closed."""
+    """A mesh without hardware, which reports a number of chips."""
 
     def __init__(self, num_chips: int) -> None:
         self._num_chips = num_chips
 
     def get_num_devices(self) -> int:
-        """As of a mesh of ttnn."""
+        """Return the number of chips, like ttnn's mesh."""
         return self._num_chips
 
     def close(self) -> None:
@@ -142,7 +142,7 @@ class AbsentMesh:
 
 
 def open_absent_mesh(settings: MeshConfig, **_settings: object) -> AbsentMesh:
-    """Instead of a mesh's own."""
+    """Return an absent mesh, in place of ttnn's function."""
     return AbsentMesh(settings.spec.num_chips)
 
 
@@ -178,7 +178,7 @@ class Measured:
 
     Attributes:
         step_us: All of it, by the clock on the wall.
-        cpu_us: What of it the thread had a core: the same, but for a machine that is busy.
+        cpu_us: The part of it in which the thread had a core; the same on an idle machine.
         parts: CPU time of each of `PARTS`; `generator` is the adapter, as the class does nothing.
     """
 
@@ -199,7 +199,7 @@ class Stopwatch:
         self._inner_us = 0.0
 
     def time(self, part: str, owner: object, name: str) -> None:
-        """From now on count what a method of an object takes."""
+        """Count the time of an object's method from now on."""
         call = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - any method
@@ -283,7 +283,7 @@ class Engine:
         core.end_step(step, time.monotonic())
 
     def send_frames(self) -> None:
-        """Encode and send whatever is to be sent."""
+        """Encode and send all pending frames."""
         for client, frame in self._server.frames(time.monotonic()):
             self.send(client, frame)
 
@@ -382,7 +382,7 @@ def main() -> None:
         folder = Path(temporary)
         write_model(folder)
         for batch_size in MESHES:
-            # By turns, so that a busy minute is everybody's; logits of 256 rows take their time.
+            # By turns, so that load on the machine affects all cases; logits of 256 rows are slow.
             rounds = [
                 [
                     measure(case, batch_size, folder, steps if case.draws == "all" else steps // 10)

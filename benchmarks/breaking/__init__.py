@@ -1,1 +1,1 @@
-"""Parts of `benchmarks.chaos`: what clients ask and see, and what is done to processes."""
+"""Parts of `benchmarks.chaos`: clients that check answers, and faults of processes."""

@@ -1,7 +1,7 @@
-"""Clients whose requests have known answers: what each of them sees is held against the answer.
+"""Clients that compare each response with a known answer, token by token.
 
-Token by token: also what came before an error, or before the client left, has to be the beginning
-of the answer. A request that has not ended within its deadline hangs.
+Tokens before an error, or before the client disconnects, have to be the beginning of the answer.
+A request that has not ended within its deadline counts as hung.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def make_asks(model: str, num_asks: int, rng: random.Random) -> list[Ask]:
 
 @dataclass
 class Tally:
-    """What became of the requests.
+    """Counts of how requests ended.
 
     Attributes:
         endings: How many ended so.
@@ -77,11 +77,11 @@ class Tally:
 
     @property
     def requests(self) -> int:
-        """All that were sent."""
+        """Return how many were sent."""
         return sum(self.endings.values())
 
     def note_wrong(self, why: str) -> Ending:
-        """Keep why; the ending to count."""
+        """Keep the reason, and return the ending to count."""
         if len(self.wrong_after) < _MAX_NOTES:
             self.wrong_after.append(why)
         return "wrong"
@@ -96,11 +96,11 @@ class CutError(Exception):
 
 
 class Clients:
-    """Sends requests at random times and judges what comes back.
+    """Clients that send requests at random times and check the responses.
 
     Args:
         url: The endpoint, without a path.
-        asks: What is asked.
+        asks: The requests.
         answers: The token ids of each.
         deadline_s: A request that takes longer hangs.
         is_excused: Whether a connection that began and ended then (`time.monotonic`) may have been
@@ -227,7 +227,7 @@ async def ask(
 
 
 def _problem(body: bytes, status: int) -> Exception:
-    """What an answer that is no 200 means."""
+    """Return the error that a response other than 200 stands for."""
     try:
         return _typed(json.loads(body))
     except (ValueError, KeyError, TypeError):

@@ -1,8 +1,8 @@
-"""What is done to a cluster's processes at random moments: SIGKILL, or SIGSTOP and SIGCONT.
+"""Faults of a cluster's processes at random moments: SIGKILL, or SIGSTOP and SIGCONT.
 
-Only to replicas and ingresses that serve: Ray Serve gives a deployment up whose replicas fail twice
-in a row before they have served, as a wrong model does. And only to one that has another beside it:
-who asks a cluster that has lost every decode engine is told so with 503, whatever is done there.
+They hit only replicas and ingresses that serve already, because Ray Serve gives up a deployment
+whose replicas fail twice in a row before they serve. They hit only processes with another one of
+their kind, because a cluster without any decode engine correctly answers 503.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Set
 
 SERVES_AFTER_S = 12.0
-"""A process that is as old serves: it has been seen for so long."""
+"""A process that has been seen for this long is assumed to serve."""
 LONGEST_STOP_S = 8.0
 """Longer than the silence after which an engine is given up; shorter than Serve's patience."""
 AFTERMATH_S = 15.0
-"""How long HAProxy may go on sending requests to an ingress that is gone."""
+"""How long HAProxy may still send requests to an ingress that has died."""
 _KILLED_SHARE = 0.35
 
 
@@ -37,7 +37,7 @@ class Trouble(NamedTuple):
 
 
 class Troublemaker:
-    """Owner of what is stopped: all of it goes on once it is told to end.
+    """Injector of faults, and owner of the stopped processes; cancelling it resumes them.
 
     Args:
         processes: Gives (name, process id) of every process of the cluster.

@@ -51,7 +51,7 @@ class EndArguments(msgspec.Struct, frozen=True):
         num_blocks: Blocks of the one request, which fill its cache.
         seed: Of the shuffled order, and of the source's bytes.
         config: The connector's.
-        network: Whether what goes over TCP is encrypted.
+        network: Whether TCP traffic is encrypted.
     """
 
     name: str
@@ -159,7 +159,7 @@ class ConnectorEnd:
         elif command["do"] == "states":
             answer(states=[x.state for x in self._worker.transfers(time.monotonic())])
         elif command["do"] == "freeze":
-            # What was started before starts; the transport's thread goes on: a slow core.
+            # Begin the requested loads, then take no steps: the transport's thread runs alone.
             self._step()
             self._is_frozen = True
             answer()

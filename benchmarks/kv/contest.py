@@ -44,7 +44,7 @@ LIFETIME_MS = 3_600_000
 
 
 class Blocks(NamedTuple):
-    """What is moved.
+    """The payload of a contest.
 
     Attributes:
         layout: KV whose pieces are the blocks.
@@ -90,7 +90,7 @@ class Contestant(Protocol):
 
 
 class Rates(NamedTuple):
-    """What a contestant has done.
+    """A contestant's results.
 
     Attributes:
         median: 10^9 bytes per second.
@@ -106,7 +106,7 @@ class Rates(NamedTuple):
 class MemoryCopy:
     """Copies in this process, one thread: what the machine's memory can do.
 
-    Why: every other contestant is judged by what it adds to this.
+    The baseline of every other contestant.
     """
 
     def __init__(self, name: str, blocks: Blocks) -> None:
@@ -144,7 +144,7 @@ class End:
         Args:
             command: Program and arguments.
             env: On top of this process's environment.
-            is_quiet: Drop what it says on standard error.
+            is_quiet: Discard its standard error.
         """
         self._name = " ".join(command)
         self._process = subprocess.Popen(
@@ -212,10 +212,10 @@ class ConnectorPair:
 
         Args:
             name: Of the row.
-            blocks: What is moved.
+            blocks: The payload.
             schemes: Of the endpoints that tickets name, as "tcp" or "tcp ipc shm".
             config: Sizes, and whether shared memory is verified.
-            network: Whether what goes over TCP is encrypted.
+            network: Whether TCP traffic is encrypted.
         """
         self.name = name
         self._blocks = blocks
@@ -306,7 +306,7 @@ class PeerPair:
         Args:
             peer: "mooncake" or "nixl".
             operation: "read" (the target starts it) or "write" (the source does).
-            blocks: What is moved; the peer sees blocks of ``piece_bytes``.
+            blocks: The payload; the peer sees blocks of ``piece_bytes``.
             python: Interpreter that has the peer.
             libs: Folder into which Debian packages with the peer's libraries were unpacked.
 
@@ -355,7 +355,7 @@ class PeerPair:
 
 
 def contest(contestants: Sequence[Contestant], num_bytes: int, num_rounds: int) -> dict[str, Rates]:
-    """Let everybody have one round after the other; the first of each does not count."""
+    """Run the contestants by turns; the first round of each does not count."""
     rounds: dict[str, list[Round]] = {contestant.name: [] for contestant in contestants}
     for _ in range(1 + num_rounds):
         for contestant in contestants:

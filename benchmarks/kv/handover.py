@@ -1,8 +1,8 @@
 """Hand requests over between two real engines, and see how long the decode side waits for KV.
 
-Two engine processes on the CPU, and a client that does what a router does. The connectors' own
-records tell when the last prefill step was over and when the decode side could go on; the rest is
-the client's clock.
+Two engine processes on the CPU, and a client in the router's place. The connectors' own records
+give the end of the last prefill step and the time when the decode side could continue. All other
+times are the client's.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ STAGES = {
     "sent": ("rendezvous", "handover"),
     "committed": ("first_chunk", "stream", "commit", "total"),
 }
-"""Stages that the connectors count, by the event at which they have."""
+"""Stages that the connectors count, by the event that reports them."""
 
 LARGE_MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -80,7 +80,7 @@ LARGE_MODEL = {
 
 
 class Handover(NamedTuple):
-    """How one request went over; seconds.
+    """Times of one request's hand-over, in seconds.
 
     Attributes:
         reserve_s: The client's wait for slot and blocks on the decode side.
@@ -114,7 +114,7 @@ class EnginePair:
     ) -> None:
         self._client = client
         self._decode = decode.description
-        # Of the ways to the prefill engine, only these are told.
+        # The ticket names only these endpoints of the prefill engine.
         endpoints = prefill.description.kv_endpoints or ()
         self._prefill = msgspec.structs.replace(
             prefill.description,
@@ -174,7 +174,7 @@ class EnginePair:
         return self._client.open_stream(incarnation, message.request.request_id, message)
 
     async def _recorded(self, name: str) -> tuple[dict[str, float], dict[str, float]]:
-        """Wait for the last line about a request; when each event was, and the stages' seconds."""
+        """Wait for a request's last line; return the time of each event, and seconds of stages."""
         wanted = {"computed", "loading", "committed", "sent"}
         while True:
             lines = self._record.read_bytes().splitlines()

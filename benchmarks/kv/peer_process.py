@@ -1,8 +1,8 @@
 """One end of a peer's transfer, in a process of its own: NIXL or Mooncake, each as it is installed.
 
 Runs under the peers' interpreter, which has only numpy, xxhash and the two peers; so nothing of
-this project is imported. ``source`` holds the bytes, ``target`` gets them; who starts the transfer
-is the peer's matter (a read is the target's, a write the source's). Buffers are contiguous and all
+this project is imported. ``source`` holds the bytes, ``target`` gets them. The peer decides which
+side starts the transfer (the target reads, the source writes). Buffers are contiguous and all
 their blocks move in one shuffled order, as separate descriptors.
 
 Commands are JSON lines on standard input, answers JSON lines on standard output. Times are of the
@@ -34,7 +34,7 @@ MOONCAKE_BATCH = 1024
 
 
 class Engine(Protocol):
-    """What both peers are asked to do."""
+    """Operations of both peers."""
 
     def hello(self) -> dict[str, Any]:
         """Return what the other end must know."""
@@ -149,7 +149,7 @@ def digests(buffer: np.ndarray) -> list[int]:
 
 
 def run(engine: Engine, buffer: np.ndarray, role: str, *, starts: bool) -> list[int]:
-    """Take part in one transfer; the source hashes while it runs, the target what it has got."""
+    """Take part in one transfer; the source hashes during it, the target afterwards."""
     if role == "target":
         if starts:
             engine.transfer()
@@ -168,7 +168,7 @@ def main() -> None:
     name, operation, role = sys.argv[1:4]
     block_bytes, num_blocks, seed = (int(text) for text in sys.argv[4:7])
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # The peers print what they like.
+    os.dup2(2, 1)  # The peers print to standard output.
     num_bytes = block_bytes * num_blocks
     buffer = np.random.default_rng(seed if role == "source" else 0).integers(
         0, 256, num_bytes, np.uint8

@@ -31,7 +31,7 @@ class Stage(msgspec.Struct, frozen=True):
     """One line of the record.
 
     Attributes:
-        event: "computed" (the step that computed these tokens is over, and clients have been told),
+        event: "computed" (the step that computed these tokens is over, and its outputs are sent),
             "loading" (the load began), "committed" (the request may run), "sent" (delivered).
         request_id: The request.
         at_s: When.
@@ -54,14 +54,14 @@ class _Worker(P2PConnectorWorker):
         self._record = open(os.environ[RECORD_VARIABLE], "ab", buffering=0)  # noqa: SIM115
 
     def start_load_kv(self, meta: ConnectorMeta, now_s: float) -> None:
-        """Note which loads begin."""
+        """Record the loads that begin."""
         if isinstance(meta, P2PMeta):
             for load in meta.loads:
                 self._note(Stage("loading", load.ticket.request_id, time.monotonic()))
         super().start_load_kv(meta, now_s)
 
     def mark_ready(self, meta: ConnectorMeta, now_s: float) -> None:
-        """Note what has been computed."""
+        """Record computed tokens."""
         at_s = time.monotonic()
         super().mark_ready(meta, now_s)
         if isinstance(meta, P2PMeta):
@@ -70,7 +70,7 @@ class _Worker(P2PConnectorWorker):
                 self._note(stage)
 
     def get_transfer_results(self, now_s: float) -> TransferResults:
-        """Note what has ended."""
+        """Record ended transfers."""
         results = super().get_transfer_results(now_s)
         if results.received or results.sent:
             at_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""See that a receiver that takes nothing costs the sender no more memory than the credits allow."""
+"""Check that a stuck receiver costs the sender no more memory than the credits allow."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Receiver = Literal["core stands still", "process is stopped"]
 
 
 class Growth(NamedTuple):
-    """Most memory that the two ends took on top of what they had; bytes.
+    """Peak growth of both ends' memory, in bytes.
 
     Attributes:
-        receiver: What is wrong with the receiver.
+        receiver: The receiver's fault.
         num_transfers: At once.
         allowed: Windows of all of them.
         source: The sender's growth.

@@ -1,1 +1,1 @@
-"""Parts of `benchmarks.soak`: the load, the processes, what must be empty, what growth is."""
+"""Parts of `benchmarks.soak`: the load, samples of processes, leaks, growth."""

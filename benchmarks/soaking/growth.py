@@ -63,7 +63,7 @@ class Trend(msgspec.Struct, frozen=True):
 
 
 class ProcessGrowth(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one process between the end of the warm-up and the end of the load.
+    """Growth of one process between the end of the warm-up and the end of the load.
 
     Attributes:
         process: Its name.
@@ -101,7 +101,7 @@ def trend(times_s: Sequence[float], values: Sequence[float]) -> Trend:
 
     Args:
         times_s: When, ascending.
-        values: What was measured then.
+        values: The measurement at each time.
     """
     level = statistics.median(values[: max(len(values) // 10, 1)])
     stride = -(-len(values) // _MAX_POINTS)
@@ -114,7 +114,7 @@ def trend(times_s: Sequence[float], values: Sequence[float]) -> Trend:
 
 
 def judge(samples: Iterable[Sample], warm_up_s: float) -> list[ProcessGrowth]:
-    """What became of each process that was seen after the warm-up; ours first, by name.
+    """Return the growth of each process that was seen after the warm-up; ours first, by name.
 
     Args:
         samples: All of them, in order of time.

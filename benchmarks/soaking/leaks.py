@@ -1,4 +1,4 @@
-"""What a cluster without requests must not hold any more, from its metrics. Pure."""
+"""Resources that a cluster without requests must have released, from its metrics. Pure."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _FREE = {"ttserve_empty_slots": "slots", "ttserve_kv_free_blocks": "blocks"}
 
 
 def held(page: str) -> dict[str, int]:
-    """What is held, by its name and summed over engines; without what there is none of.
+    """Return the number of held resources of each kind, summed over engines, without zeros.
 
     Args:
-        page: What /metrics answers.
+        page: The answer of /metrics.
 
     Raises:
         ValueError: A metric is missing, so nothing can be said.

@@ -1,7 +1,7 @@
-"""Requests as users send them: both APIs, streamed and not, short and long, many given up on.
+"""Requests as users send them: both APIs, streamed and not, short and long, many aborted.
 
-Greedy requests from a fixed list, each sent many times: whatever ran beside it, whichever engines
-it met, the same request has the same answer, but where bfloat16 rounds a near tie otherwise.
+Greedy requests from a fixed list, each sent many times. The same request has the same answer on all
+engines and in all batches, except where bfloat16 rounds a near tie differently.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class Ask(msgspec.Struct, frozen=True):
 
 @dataclass
 class Tally:
-    """What became of the requests.
+    """Counts of requests.
 
     Attributes:
-        requests: Those that began.
-        ok: Those whose answer came whole.
-        changed: Of these, those whose answer was not the first one's.
-        aborted: Those that their client gave up on.
+        requests: All that began.
+        ok: Complete answers.
+        changed: Complete answers that differ from the request's first one.
+        aborted: Requests that their client aborted.
         errors: All others that have ended.
         notes: Why, of the first few errors.
     """
@@ -95,7 +95,7 @@ def make_asks(model: str, rng: random.Random) -> list[Ask]:
 
 
 class Load:
-    """Clients that send requests until they are told to stop; owner of the tally and the answers.
+    """Clients that send requests for a given time; owner of the tally and the answers.
 
     Args:
         url: The endpoint, without a path.

@@ -1,4 +1,4 @@
-"""The processes of one server, and what each holds. Linux only: reads /proc."""
+"""Resources of the processes of one server. Linux only: reads /proc."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class ProcessSampler:
             self._sessions |= {table[process_id].session_id for process_id in more} & family
 
     def _name(self, process: Process, parent: Process | None) -> tuple[str, bool]:
-        """A name and whether it is the cluster's; a worker of Ray's is named by what it became."""
+        """Return a name, after what the process runs now, and whether it is the cluster's."""
         key = process.process_id, process.started
         kind, is_ours = _kind(process, parent, self._root)
         known = self._names.get(key)
@@ -118,7 +118,7 @@ def _kind(process: Process, parent: Process | None, root: int) -> tuple[str, boo
 
 
 def _rays_name(command: str) -> str:
-    """What a process of Ray's runs; an actor's title names the method of the moment too."""
+    """Return what a Ray process runs, without the running method that an actor's title adds."""
     words = command.split() or ["?"]
     if words[0].startswith("ray::"):
         return words[0].partition(".")[0]
