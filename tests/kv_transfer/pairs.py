@@ -126,6 +126,18 @@ class Pair:
                 return
         raise AssertionError([repr(engine.scheduler) for engine in engines])
 
+    def deliver(self, *, num_cached: int = 0) -> None:
+        """Let the producer compute the rest; all of it must arrive."""
+        self.prefill()
+        self.steps(12)
+        self.assert_delivered(num_cached)
+
+    def load_and_deliver(self) -> None:
+        """Let the consumer load what the producer has; all of it must arrive."""
+        self.consumer.load(self.ticket, self.target)
+        self.steps(12)
+        self.assert_delivered()
+
     def has_rows(self, start: int, stop: int) -> bool:
         """Tell whether the consumer has these tokens as the producer has them."""
         want = self.producer.io.tokens(0, self.source, start, stop)

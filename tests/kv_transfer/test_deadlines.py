@@ -149,9 +149,7 @@ def test_a_consumer_may_wait_many_leases_for_its_prefill(path: str, num_leases: 
     pair.prefill(70)
     pair.steps(int(num_leases * CONFIG.lease_s), 1.0)
     assert not pair.producer.ended | pair.consumer.ended
-    pair.prefill()
-    pair.steps(12)
-    pair.assert_delivered()
+    pair.deliver()
 
 
 def test_a_consumer_whose_core_queues_many_leases_renews_from_its_own_thread(path: str) -> None:
@@ -210,9 +208,7 @@ def test_a_chunk_after_the_deadline_is_not_sent_even_before_the_next_tick(
 def test_a_transfer_id_is_never_granted_twice(path: str) -> None:
     pair = Pair(path)
     pair.start()
-    pair.prefill()
-    pair.steps(12)
-    pair.assert_delivered()
+    pair.deliver()
     pair.producer.sent.clear()
     pair.producer.add(pair.ticket)
     pair.prefill()

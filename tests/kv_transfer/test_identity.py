@@ -95,9 +95,7 @@ def test_a_consumer_that_was_chosen_later_may_fetch(path: str) -> None:
     pair.producer.add(msgspec.structs.replace(pair.ticket, consumer=""))
     pair.prefill()
     pair.steps(1)
-    pair.consumer.load(pair.ticket, TARGET)
-    pair.steps(12)
-    pair.assert_delivered()
+    pair.load_and_deliver()
 
 
 def test_a_restarted_producer_at_the_same_address_is_refused(path: str) -> None:
@@ -204,9 +202,7 @@ def test_a_forged_or_cut_ticket_gets_nothing(path: str) -> None:
     for forged in forgeries:
         assert ask(pair, fetch(pair, forged)) == []
     assert pair.producer.stats.num_bad_tickets == len(forgeries)
-    pair.consumer.load(pair.ticket, TARGET)
-    pair.steps(12)
-    pair.assert_delivered()
+    pair.load_and_deliver()
 
 
 @pytest.mark.parametrize(
@@ -225,9 +221,7 @@ def test_a_forged_or_cut_ticket_gets_nothing(path: str) -> None:
 def test_a_fetch_that_its_own_ticket_does_not_allow_gets_nothing(changes, reason) -> None:
     pair = offered("inline")
     assert_refused(ask(pair, fetch(pair, **changes)), reason)
-    pair.consumer.load(pair.ticket, TARGET)
-    pair.steps(12)
-    pair.assert_delivered()
+    pair.load_and_deliver()
 
 
 @pytest.mark.parametrize(
@@ -251,9 +245,7 @@ def test_a_stolen_ticket_is_no_use_while_its_owner_holds_the_connection(
     for attempt in (0, 1):
         stolen = fetch(pair, attempt=attempt, path=pair.wired_path)
         assert_refused(ask(pair, stolen), FailureReason.AUDIENCE)
-    pair.prefill()
-    pair.steps(12)
-    pair.assert_delivered()
+    pair.deliver()
 
 
 def test_a_stolen_ticket_is_no_use_before_the_producer_knows_the_transfer(path: str) -> None:
@@ -262,18 +254,14 @@ def test_a_stolen_ticket_is_no_use_before_the_producer_knows_the_transfer(path: 
     pair.steps(1)
     assert_refused(ask(pair, fetch(pair)), FailureReason.AUDIENCE)
     pair.producer.add(pair.ticket)
-    pair.prefill()
-    pair.steps(12)
-    pair.assert_delivered()
+    pair.deliver()
 
 
 @pytest.mark.parametrize("peer", [STRANGER, b"tcp://D:1"])
 def test_a_ticket_is_no_use_after_its_transfer(path: str, peer: bytes) -> None:
     pair = Pair(path)
     pair.start()
-    pair.prefill()
-    pair.steps(12)
-    pair.assert_delivered()
+    pair.deliver()
     for attempt in (0, 1):
         again = fetch(pair, attempt=attempt, path=pair.wired_path)
         assert_refused(ask(pair, again, peer), FailureReason.UNKNOWN_TRANSFER)
@@ -283,9 +271,7 @@ def test_a_ticket_is_no_use_after_its_transfer(path: str, peer: bytes) -> None:
 def test_a_repetition_before_the_first_fetch_is_ignored(path: str) -> None:
     pair = offered(path)
     assert ask(pair, fetch(pair, attempt=1, path=pair.wired_path)) == []
-    pair.consumer.load(pair.ticket, TARGET)
-    pair.steps(12)
-    pair.assert_delivered()
+    pair.load_and_deliver()
 
 
 def test_a_stranger_cannot_change_a_transfer(path: str) -> None:
@@ -306,9 +292,7 @@ def test_a_stranger_cannot_change_a_transfer(path: str) -> None:
     for message in forged:
         assert ask(pair, message) == []
     assert pair.producer.stats.num_unknown_ids == len(forged)
-    pair.prefill()
-    pair.steps(12)
-    pair.assert_delivered()
+    pair.deliver()
 
 
 def last_words(pair: Pair, *sealed: bytes) -> list:
@@ -336,9 +320,7 @@ def test_a_transfer_cannot_be_ended_without_its_ticket(path: str, is_offered: bo
     if not is_offered:
         pair.producer.add(pair.ticket)
         pair.prefill()
-    pair.consumer.load(pair.ticket, TARGET)
-    pair.steps(12)
-    pair.assert_delivered()
+    pair.load_and_deliver()
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -369,9 +351,7 @@ def test_messages_of_another_attempt_change_nothing(path: str) -> None:
     for message in (Fail(tid, epoch, FailureReason.EXPIRED), Cancel(tid, epoch, "cancelled")):
         consumer.on_message(endpoint, message, None, pair.network.now_s)
         consumer.on_message("tcp://other:1", message, None, pair.network.now_s)
-    pair.prefill()
-    pair.steps(12)
-    pair.assert_delivered()
+    pair.deliver()
 
 
 # ---- well-formed nonsense

@@ -18,9 +18,7 @@ from tests.kv_transfer.pairs import SOURCE, TARGET, Pair
 def test_prefilled_blocks_reach_the_decode_engine(path: str) -> None:
     pair = Pair(path)
     pair.start()
-    pair.prefill()
-    pair.steps(12)
-    pair.assert_delivered()
+    pair.deliver()
     pair.assert_nothing_is_held()
     sent = pair.producer.stats.paths[pair.wired_path]
     received = pair.consumer.stats.paths[pair.wired_path]
@@ -54,9 +52,7 @@ def test_a_consumer_may_come_long_before_the_producer_knows_the_request(path: st
     pair.consumer.load(pair.ticket, TARGET)
     pair.steps(60, 1.0)
     pair.producer.add(pair.ticket)
-    pair.prefill()
-    pair.steps(12)
-    pair.assert_delivered()
+    pair.deliver()
 
 
 def test_a_failed_load_reports_its_verified_tokens(path: str) -> None:

@@ -77,9 +77,7 @@ def test_shared_memory_is_announced_in_whole_blocks(block_size: int) -> None:
     config = TransferConfig(mapped_chunk_bytes=1)
     pair = Pair("shared", num_tokens=300, layouts=(layout, layout), config=config)
     pair.start()
-    pair.prefill()
-    pair.steps(12)
-    pair.assert_delivered()
+    pair.deliver()
     told = [(m.first_row, m.num_rows) for m in pair.network.sent if isinstance(m, Mapped)]
     rows = block_size // 32
     assert told == [(first, min(rows, 10 - first)) for first in range(0, 10, rows)]

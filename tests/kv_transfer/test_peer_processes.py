@@ -138,11 +138,6 @@ def _patient_transport(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kv_transfer.transports.options.HEARTBEAT_TIMEOUT_S", 60.0)
 
 
-@pytest.fixture(params=["inline", "shared"])
-def path(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 def kv(request_id: str) -> np.ndarray:
     """Return the KV of a request."""
     return FakeIO(NUM_BLOCKS, seed=SEEDS["P"]).tokens(0, source(request_id), 0, NUM_TOKENS)
@@ -227,6 +222,7 @@ def assert_all_failed(consumer: FakeEngine, path: str, *reasons: FailureReason) 
     assert stats.num_reserved_blocks == stats.num_inflight_loads == 0
 
 
+@pytest.mark.parametrize("path", ["inline", "shared"])
 def test_a_producer_that_is_killed_is_noticed_in_every_state(path: str) -> None:
     with engine("D", path) as consumer:
         with peer("P", path) as producer:
@@ -244,9 +240,8 @@ def test_a_producer_that_is_killed_is_noticed_in_every_state(path: str) -> None:
             fetch_from(producer, consumer, "after")
 
 
-def test_a_frozen_producer_fails_the_load_in_every_state_and_thaws_too_late(
-    path: str,
-) -> None:
+def test_a_frozen_producer_fails_the_load_in_every_state_and_thaws_too_late() -> None:
+    path = "inline"  # Where its late rows could still be written.
     with engine("D", path) as consumer, peer("P", path) as producer, peer("P2", path) as other:
         fetch_from(producer, consumer, "before")
         reach_all(producer, consumer)
@@ -347,9 +342,8 @@ def test_a_consumer_that_is_killed_is_noticed_in_every_state() -> None:
         assert not producer.io.changed()
 
 
-def test_a_frozen_consumer_loses_its_leases_in_every_state_and_gets_nothing_when_it_thaws(
-    path: str,
-) -> None:
+def test_a_frozen_consumer_loses_its_leases_in_every_state_and_gets_nothing_when_it_thaws() -> None:
+    path = "shared"  # Where it could still read blocks that were used again.
     with engine("P", path) as producer, peer("D", path) as consumer, peer("D2", path) as other:
         serve(producer, consumer, "before")
         offer_all(producer, consumer)

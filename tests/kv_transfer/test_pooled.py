@@ -82,6 +82,14 @@ class World(StoreWorld):
         return job
 
 
+def loading(world: World, prompt: list[int], request_id: str = "again") -> Job:
+    """Start a request that loads from the pool; return when it does."""
+    job = world.engine.submit(Job(request_id, prompt))
+    while job.state != "loading":
+        world.steps()
+    return job
+
+
 # ---- keys and values
 
 
@@ -229,9 +237,7 @@ def test_a_lease_that_was_lost_during_the_copy_fails_the_load() -> None:
     world = World(32)
     prompt = tokens(3 * UNIT + 1, 1)
     world.serve(prompt)
-    job = world.engine.submit(Job("again", prompt))
-    while job.state != "loading":
-        world.steps()
+    job = loading(world, prompt)
     world.shelf.loses_leases = True
     world.finish()
     assert job.num_loaded == []
@@ -275,9 +281,7 @@ def test_a_load_from_a_store_that_freezes_ends_by_its_deadline() -> None:
     world = World(32)
     prompt = tokens(3 * UNIT + 1, 1)
     world.serve(prompt)
-    job = world.engine.submit(Job("again", prompt))
-    while job.state != "loading":
-        world.steps()
+    job = loading(world, prompt)
     # One unit comes, and no more.
     world.steps(1, is_frozen=True)
     world.executors[0].run(1)
@@ -381,10 +385,8 @@ def test_an_id_is_free_again_once_its_load_was_reported() -> None:
     world = World(32)
     prompt = tokens(2 * UNIT + 1, 1)
     world.serve(prompt)
-    job = world.engine.submit(Job("id", prompt))
-    while job.state != "loading":
-        world.steps()
-    world.engine.abort("id")
+    job = loading(world, prompt, "id")
+    world.engine.abort(job.request_id)
     with pytest.raises(TransferError, match="already has a transfer"):
         world.engine.submit(Job("id", prompt))
     world.steps()
@@ -414,9 +416,7 @@ def test_closing_gives_every_lease_back() -> None:
     world = World(32)
     prompt = tokens(3 * UNIT + 1, 1)
     world.serve(prompt)
-    job = world.engine.submit(Job("again", prompt))
-    while job.state != "loading":
-        world.steps()
+    loading(world, prompt)
     world.steps()
     assert world.shelf.open_leases > 0
     world.engine.worker.close(1.0)

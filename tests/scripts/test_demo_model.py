@@ -12,6 +12,7 @@ import json
 import math
 import shutil
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "demo-model"
+SHAPE = ModelShape(num_layers=1, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2)
 CONVERSATION = [
     {"role": "system", "content": "You are a helpful assistant."},
     {"role": "user", "content": "What does json.dumps do?"},
@@ -298,10 +300,7 @@ def test_split_tokens_spell_the_same_text(tokenizer: Any) -> None:
 
 def test_noise_decides_what_is_dropped_and_none_drops_nothing() -> None:
     torch.manual_seed(1)
-    shape = ModelShape(
-        num_layers=1, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2
-    )
-    network, without_dropout = TrainingLlama(shape, dropout=0.25), TrainingLlama(shape, dropout=0.0)
+    network, without_dropout = TrainingLlama(SHAPE, dropout=0.25), TrainingLlama(SHAPE, dropout=0.0)
     without_dropout.load_state_dict(network.state_dict())
     ids = torch.randint(0, 4096, (2, 20))
     noise = torch.randint(0, 256, network.noise_shape(2, 20), dtype=torch.uint8)
@@ -317,16 +316,13 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(
 ) -> None:
     train = tuple(Document("m", f"m.f{i}", "function", f"Return item {i}.\n") for i in range(30))
     texts = Corpus(train, (Document("v", "v", "module", "Return an item."),), (), "0" * 64)
-    shape = ModelShape(
-        num_layers=1, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2
-    )
 
     def trainer(steps: int, name: str) -> Trainer:
         plan = TrainingPlan(
             tokens_per_step=64, phases=(Phase(steps, 16, as_pages=False),), evaluate_every=2
         )
         checkpoint = tmp_path / name
-        return Trainer(plan, shape, tokenizer, texts, checkpoint=checkpoint, compile_model=False)
+        return Trainer(plan, SHAPE, tokenizer, texts, checkpoint=checkpoint, compile_model=False)
 
     whole, stopped, resumed = trainer(4, "whole"), trainer(2, "parts"), trainer(4, "parts")
     whole.run()
@@ -343,10 +339,7 @@ def test_the_saved_folder_computes_what_the_training_network_did(
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(1)
-    shape = ModelShape(
-        num_layers=2, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2
-    )
-    network = TrainingLlama(shape, dropout=0.1).eval()
+    network = TrainingLlama(replace(SHAPE, num_layers=2), dropout=0.1).eval()
     write_folder(tmp_path, network, tokenizer, corpus_sha256="0" * 64)
     saved = AutoModelForCausalLM.from_pretrained(
         tmp_path, local_files_only=True, dtype=torch.bfloat16
