@@ -162,15 +162,6 @@ def test_every_element_stands_for_what_the_definition_says(exponent):
         assert value == wanted or (math.isnan(value) and math.isnan(wanted)), element
 
 
-def test_the_golden_numbers_are_of_every_kind():
-    values = numbers()
-    magnitudes = np.abs(values)
-    assert np.isnan(values).any()
-    assert np.isinf(values).any()
-    assert ((magnitudes > 0) & (magnitudes < 2.0**-126)).any()
-    assert (values == 0).any()
-
-
 @given(st.integers(0, 2**32), st.integers(0, 254), st.integers(0, 16))
 def test_packs_as_the_definition_says(seed, low, num_extra_bits):
     rng = np.random.default_rng(seed)
@@ -180,15 +171,6 @@ def test_packs_as_the_definition_says(seed, low, num_extra_bits):
     values = (bits | rng.integers(low, high + 1, bits.shape, np.uint32) << 23).view(np.float32)
     got = convert(rows_of(values), "float32", BFLOAT8_B)
     assert got.tobytes() == slow_pack(values)
-
-
-def test_numbers_of_any_bfloat8_b_bytes_survive_bfloat16():
-    rows = random_rows(BFLOAT8_B, 8)
-    direct = convert(rows, BFLOAT8_B, "float32")
-    half = convert(rows, BFLOAT8_B, "bfloat16")
-    assert np.array_equal(convert(half, "bfloat16", "float32"), direct)
-    again = convert(convert(half, "bfloat16", BFLOAT8_B), BFLOAT8_B, "float32")
-    assert np.array_equal(again.view(np.float32), direct.view(np.float32), equal_nan=True)
 
 
 @pytest.mark.parametrize("wide", ["bfloat16", "float32"])
@@ -282,12 +264,7 @@ def test_an_engine_accepts_its_own_dtype_and_configured_ones_at_any_block_size()
 def test_an_engine_takes_nothing_else():
     own = layout_of("bfloat16")
     layouts = acceptable_layouts(own, ("float32",))
-    for changes in (
-        {"dtype": "float16"},
-        {"rope": "meta"},
-        {"model_fingerprint": "n", "dtype": "float32"},
-        {"num_kv_heads": 2},
-    ):
+    for changes in ({"dtype": "float16"}, {"rope": "meta"}, {"num_kv_heads": 2}):
         assert msgspec.structs.replace(own, **changes).content_hash() not in layouts
 
 

@@ -109,23 +109,6 @@ def test_rows_are_written_where_they_are_read_and_nowhere_else(layout, table, me
     assert np.array_equal(expected_rows(blocks, everything), wanted)
 
 
-@settings(max_examples=30, deadline=None)
-@given(layouts, st.sampled_from([32, 64, 96, 128]), st.integers(1, 8), memories)
-def test_rows_go_between_any_two_block_sizes_and_back(layout, other_size, num_rows, memory):
-    other = make_layout(**{
-        name: getattr(layout, name) for name in layout.__struct_fields__ if name != "block_size"
-    }, block_size=other_size)  # fmt: skip
-    source = fill(layout, 4, num_blocks=9)
-    target = fill(other, 5, memory=memory, num_blocks=9)
-    table, other_table = [8, 1, 7, 2, 6, 3, 5, 4], [1, 8, 2, 7, 3, 6, 4, 5]
-    rows = source.read_rows(table, 0, num_rows)
-    target.write_rows(other_table, 0, rows)
-    assert np.array_equal(target.read_rows(other_table, 0, num_rows), rows)
-    before = expected_rows(source, table)
-    source.write_rows(table, 0, target.read_rows(other_table, 0, num_rows))
-    assert np.array_equal(expected_rows(source, table), before)
-
-
 @settings(max_examples=40, deadline=None)
 @given(layouts, tables, st.permutations(range(NUM_BLOCKS)), memories, st.booleans())
 def test_a_copy_of_blocks_equals_reading_and_writing_their_rows(

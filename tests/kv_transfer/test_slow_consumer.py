@@ -42,12 +42,7 @@ def held_rows(pair: Pair) -> int:
 
 def test_credits_bound_what_a_slow_consumer_is_sent() -> None:
     pair = long_pair()
-    pair.start()
-    pair.prefill()
-    pair.consumer.step()
-    for _ in range(50):
-        pair.producer.step()
-        pair.network.advance(0.1)
+    announce(pair)
     assert held_rows(pair) == WINDOW
     assert pair.producer.stats.credit_stalled_s > 3.0
     sent = sum(isinstance(message, Data) for message in pair.network.sent)
@@ -55,6 +50,16 @@ def test_credits_bound_what_a_slow_consumer_is_sent() -> None:
     assert len(set(pair.producer.io.reads)) == WINDOW
     pair.finish(step_s=0.1)
     pair.assert_delivered()
+
+
+def announce(pair: Pair) -> None:
+    """Start a transfer whose consumer's core looks at nothing for five seconds."""
+    pair.start()
+    pair.prefill()
+    pair.consumer.step()
+    for _ in range(50):
+        pair.producer.step()
+        pair.network.advance(0.1)
 
 
 def test_announcements_of_shared_memory_are_small() -> None:
@@ -66,12 +71,7 @@ def test_announcements_of_shared_memory_are_small() -> None:
         return frame, payload
 
     pair.node(pair.producer).mangle = watch
-    pair.start()
-    pair.prefill()
-    pair.consumer.step()
-    for _ in range(50):
-        pair.producer.step()
-        pair.network.advance(0.1)
+    announce(pair)
     assert sum(told) == 16 * NUM_ROWS
     events = [x for x in pair.node(pair.consumer).events if isinstance(x, ArrivedMapped)]
     assert sum(event.num_rows for event in events) == NUM_ROWS

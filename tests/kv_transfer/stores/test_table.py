@@ -187,6 +187,16 @@ def test_a_client_cannot_end_the_lease_or_put_of_another() -> None:
     assert table.commit(1, place.put_id, 0.0) == "stored"
 
 
+def test_a_value_leased_twice_is_kept_for_the_second() -> None:
+    table = make_table(SLOT)
+    put(table, b"a")
+    (first,), (second,) = table.get(1, [b"a"], 0.0), table.get(2, [b"a"], 5.0)
+    assert table.release(1, first.lease_id, 6.0)
+    assert put(table, b"b", client=3, now_s=14.9) == "dropped"
+    assert table.release(2, second.lease_id, 14.9)
+    assert put(table, b"b", client=3, now_s=14.9) == "stored"
+
+
 def test_of_two_writers_one_wins_and_a_value_is_never_replaced() -> None:
     table = make_table()
     place = table.begin_put(1, b"a", SLOT, 0.0)
