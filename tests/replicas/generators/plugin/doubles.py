@@ -10,10 +10,12 @@ too, so that a missing reload gives wrong tokens.
 
 from __future__ import annotations
 
+import inspect
 import textwrap
 from dataclasses import dataclass, fields
+from functools import wraps
 from pathlib import PurePosixPath
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -22,6 +24,9 @@ import transformers
 from replicas.generators.plugin.adapter import adapt
 from replicas.generators.protocol import CpuDevice
 from replicas.generators.simulated.tokens import NextToken, PagedKVCache, kv_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 VOCAB_SIZE = 160
 PADDED_VOCAB_SIZE = 192
@@ -89,7 +94,7 @@ class Recording:
 
     def call(self, name: str, *positional: object, **named: object) -> None:
         texts = [_text(value) for value in positional]
-        texts += [f"{key}={_text(value)}" for key, value in named.items() if value is not MISSING]
+        texts += [f"{key}={_text(value)}" for key, value in named.items()]
         self.lines += textwrap.wrap(
             f"{name}({', '.join(texts)})", 100, subsequent_indent="    ", break_on_hyphens=False
         )
@@ -98,8 +103,27 @@ class Recording:
         self.lines.append(f"  # {text}")
 
 
+def recorded(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Record what a double's method is called with, in the order of its parameters."""
+    name, order = method.__name__.removesuffix("_text"), list(inspect.signature(method).parameters)
+
+    @wraps(method)
+    def call(self: Any, *args: Any, **named: Any) -> Any:
+        given = {key: named[key] for key in sorted(named, key=order.index)}
+        Double.recording.call(name, *args, **given)
+        return method(self, *args, **named)
+
+    return call
+
+
 MISSING = object()
-"""Default of every optional keyword: a recording shows whether it was given."""
+"""Default of every optional keyword: a double knows whether it was given."""
+SAMPLING_FIELDS = [
+    "temperature", "top_k", "top_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "seed", "num_logprobs", "enable_log_probs",
+]  # fmt: skip
+PADDING_ROW = (0.0, 1, 1.0, 0.0, 0.0, 1.0, None, -2, False)
+"""Sampling parameters of a row without a request, as upstream documents them."""
 
 
 def _text(value: object) -> str:
@@ -174,6 +198,12 @@ class Double:
         self.tokens = np.zeros(max_batch_size, np.int64)
         self.positions = np.full(max_batch_size, -1, np.int64)
         self.tables = np.zeros((max_batch_size, 1), np.int64)
+        # Of the last decode: its live slots (none after a prefill), its table, whether it drew.
+        self.live: set[int] | None = None
+        self.last_table: torch.Tensor | None = None
+        self.drew = False
+        # Of each slot: the end of its last chunk.
+        self.ends = np.zeros(max_batch_size, np.int64)
 
     @property
     def given_cache(self) -> Any:
@@ -252,11 +282,14 @@ class Double:
             assert 0 <= start < end <= self.max_seq_len
             assert not ids[end:].any()
             self.check_table(table, int(end))
+            assert start % self.block_size == 0 or start == self.ends[slots[row]]
+            self.ends[slots[row]] = end
             held = self.paged.context_sums(lanes[[row]], table[None], np.array([start]))
             said = kv_rows(ids[:start], np.arange(start)).sum(dtype=np.uint64)
             assert held[0] == said, "the KV before the chunk is not that of these tokens"
             self.paged.write_tokens(int(lanes[row]), table, ids[start:end], int(start))
             self.state[slots[row]] = int(ids[0])
+        self.live = None
         sums = self.paged.context_sums(lanes, tables, np.asarray(lens, np.int64))
         return self.next_token(sums)
 
@@ -283,6 +316,17 @@ class Double:
         assert not page_table[padding].any()
         assert bool((start_pos[~padding] >= 0).all())
 
+    def is_new(self, start_pos: Any, page_table: Any, *, draws: bool, moves: bool) -> Any:
+        """Return whether a decode has other rows than the last one, and another page table.
+
+        vllm-tt-plugin's DECODE_RELOAD_CONTRACT.md: the first must reload all, the second its table.
+        """
+        live = set(torch.nonzero(start_pos >= 0).flatten().tolist())
+        rows = not draws or moves or (live, True) != (self.live, self.drew)
+        table = self.last_table is None or not torch.equal(page_table, self.last_table)
+        self.live, self.drew, self.last_table = live, draws, page_table.clone()
+        return rows, table
+
     def move_slots(self, slot_remap: Any) -> None:
         assert slot_remap.dtype == torch.int32
         assert sorted(slot_remap.tolist()) == list(range(self.max_batch_size))
@@ -301,6 +345,11 @@ class Double:
                 state = self.state[row]
                 assert state is not None
                 assert (first == kv_rows([state], [0])[0]).all(), f"slot {row} has another's state"
+            written = [
+                (self.lane(r), t[p // self.block_size])
+                for r, t, p in zip(live, tables, positions, strict=True)
+            ]
+            assert len(set(written)) == len(written), "two rows write one block"
             self.paged.write_rows(lanes, tables, self.tokens[live], positions)
             result[live] = self.next_token(self.paged.context_sums(lanes, tables, positions + 1))
         self.positions[live] += 1
@@ -311,6 +360,7 @@ class Double:
     def check_table(self, table: np.ndarray, num_tokens: int) -> None:
         used = -(-num_tokens // self.block_size)
         assert (table[:used] > 0).all(), "a token would go to the null block"
+        assert len(set(table[:used])) == used, "a block is there twice"
         assert (table < self.num_blocks).all()
 
     def lane(self, slot: int) -> int:
@@ -330,28 +380,30 @@ class Double:
         self.pending.append(OnDevice(self.num_decodes, values, is_tokens))
         return self.pending[-1]
 
-    def check_params(self, params: Any, num_rows: int) -> None:
+    def check_params(self, params: Any, num_rows: int, padding: Any = ()) -> None:
         names = [field.name for field in fields(params)]
-        assert len(names) == 9
+        assert names == SAMPLING_FIELDS
         for name in names:
             column = getattr(params, name)
             assert type(column) is list, name
             assert len(column) == num_rows, name
         assert all(type(seed) is int or seed is None for seed in params.seed)
+        for row in padding:
+            assert tuple(getattr(params, name)[row] for name in names) == PADDING_ROW
 
 
 class ReadsLater(Double):
     """Decode leaves its output on the device, to be read in two calls."""
 
+    @recorded
     def read_decode_output(self, tt_out: Any, async_read: bool = False) -> Any:
-        self.recording.call("read_decode_output", tt_out, async_read=async_read)
         assert async_read
         assert tt_out is self.pending[-1]
         tt_out.event = Event()
         return tt_out, [tt_out.event]
 
+    @recorded
     def process_decode_output_host(self, tt_out: Any, is_tokens: bool = False) -> Any:
-        self.recording.call("process_decode_output_host", tt_out, is_tokens=is_tokens)
         assert tt_out is self.pending.pop(0)
         assert tt_out.event.is_done, "nobody waited for the copy"
         assert is_tokens == tt_out.is_tokens
@@ -371,6 +423,7 @@ class Contract1(ReadsLater):
     }
 
     @classmethod
+    @recorded
     def initialize_vllm_model(
         cls,
         hf_config: Any,
@@ -380,18 +433,14 @@ class Contract1(ReadsLater):
         tt_data_parallel: int = 1,
         optimizations: str | None = None,
     ) -> Contract1:
-        cls.recording.call(
-            "initialize_vllm_model", hf_config, mesh_device, max_batch_size,
-            max_seq_len=max_seq_len, tt_data_parallel=tt_data_parallel, optimizations=optimizations,
-        )  # fmt: skip
         return cls.make(hf_config, mesh_device, max_batch_size, max_seq_len, tt_data_parallel)
 
     @classmethod
     def get_max_tokens_all_users(cls, **kwargs: Any) -> int:
         return 4096
 
+    @recorded
     def allocate_kv_cache_per_layer(self, per_layer_specs: Any) -> list[Any]:
-        self.recording.call("allocate_kv_cache_per_layer", per_layer_specs)
         assert [index for _, _, index in per_layer_specs] == list(range(NUM_LAYERS))
         (shape, dtype), *others = {spec[:2] for spec in per_layer_specs}
         assert not others
@@ -400,15 +449,13 @@ class Contract1(ReadsLater):
     def allocate_kv_cache(self, *args: Any) -> Any:
         raise AssertionError("the other one is preferred")
 
+    @recorded
     def warmup_model_prefill(
         self, *, kv_cache: Any, enable_trace: bool, can_sample_on_device: bool
     ) -> None:
-        self.recording.call(
-            "warmup_model_prefill", kv_cache=kv_cache, enable_trace=enable_trace,
-            can_sample_on_device=can_sample_on_device,
-        )  # fmt: skip
         self.warm_prefill(enable_trace)
 
+    @recorded
     def warmup_model_decode(
         self,
         *,
@@ -418,15 +465,11 @@ class Contract1(ReadsLater):
         num_blocks: int,
         can_sample_on_device: bool,
     ) -> None:
-        self.recording.call(
-            "warmup_model_decode", kv_cache=kv_cache, enable_trace=enable_trace,
-            max_batch_size=max_batch_size, num_blocks=num_blocks,
-            can_sample_on_device=can_sample_on_device,
-        )  # fmt: skip
         assert max_batch_size == self.max_batch_size
         assert num_blocks == self.width
         self.warm_decode(enable_trace)
 
+    @recorded
     def prefill_forward(
         self,
         *,
@@ -439,11 +482,6 @@ class Contract1(ReadsLater):
         empty_slots: Any,
         sampling_params: Any = MISSING,
     ) -> Any:
-        self.recording.call(
-            "prefill_forward", tokens=tokens, page_table=page_table, kv_cache=kv_cache,
-            enable_trace=enable_trace, prompt_lens=prompt_lens, start_pos=start_pos,
-            empty_slots=empty_slots, sampling_params=sampling_params,
-        )  # fmt: skip
         assert isinstance(prompt_lens, np.ndarray)
         assert prompt_lens.dtype == np.int64
         assert isinstance(start_pos, np.ndarray)
@@ -455,6 +493,7 @@ class Contract1(ReadsLater):
         self.check_params(sampling_params, len(tokens))
         return torch.from_numpy(result).to(torch.int32)[:, None]
 
+    @recorded
     def decode_forward(
         self,
         *,
@@ -471,22 +510,14 @@ class Contract1(ReadsLater):
         sampling_params: Any = MISSING,
         slot_remap: Any = MISSING,
     ) -> Any:
-        self.recording.call(
-            "decode_forward", tokens=tokens, page_table=page_table, kv_cache=kv_cache,
-            start_pos=start_pos, enable_trace=enable_trace, read_from_device=read_from_device,
-            reload_inputs=reload_inputs, reload_page_table=reload_page_table,
-            reload_sampling_params=reload_sampling_params,
-            reset_sampling_state=reset_sampling_state, sampling_params=sampling_params,
-            slot_remap=slot_remap,
-        )  # fmt: skip
         commands = (reload_inputs, reload_page_table, reload_sampling_params, reset_sampling_state)
         assert all(type(command) is bool for command in commands)
-        assert not (reload_inputs and reload_page_table)
-        assert reload_inputs or not reset_sampling_state
         assert read_from_device is False
         samples = sampling_params is not MISSING
-        assert samples or reload_inputs, "the host knows the token, the device does not"
         self.check_decode(tokens, page_table, kv_cache, start_pos)
+        moves = slot_remap is not MISSING
+        rows, table = self.is_new(start_pos, page_table, draws=samples, moves=moves)
+        assert commands == (rows, not rows and table, rows and samples, rows and samples)
         if slot_remap is not MISSING:
             self.move_slots(slot_remap)
         if reload_inputs:
@@ -496,13 +527,14 @@ class Contract1(ReadsLater):
         result = self.decode()
         if not samples:
             return self.leave_on_device(self.logits(result), is_tokens=False)
-        self.check_params(sampling_params, self.max_batch_size)
+        self.check_params(sampling_params, self.max_batch_size, torch.nonzero(start_pos < 0))
         return self.leave_on_device(torch.from_numpy(result).to(torch.int32), is_tokens=True)
 
 
 class _LegacyText(ReadsLater):
     """What `Legacy` inherits, as from tt_transformers' ``Generator``."""
 
+    @recorded
     def prefill_forward_text(
         self,
         tokens: Any,
@@ -514,17 +546,14 @@ class _LegacyText(ReadsLater):
         sampling_params: Any = MISSING,
         start_pos: Any = None,
     ) -> Any:
-        self.recording.call(
-            "prefill_forward", tokens=tokens, page_table=page_table, kv_cache=kv_cache,
-            enable_trace=enable_trace, prompt_lens=prompt_lens, start_pos=start_pos,
-            empty_slots=empty_slots, sampling_params=sampling_params,
-        )  # fmt: skip
+        assert len(tokens) == 1, "it looks its rows up by slot"
         result = self.prefill(tokens, page_table, kv_cache, prompt_lens, start_pos, empty_slots)
         if sampling_params is MISSING:
             return self.logits(result)[:, 0]
         self.check_params(sampling_params, len(tokens))
         return torch.from_numpy(result).to(torch.int32), None
 
+    @recorded
     def decode_forward_text(
         self,
         tokens: Any,
@@ -539,15 +568,12 @@ class _LegacyText(ReadsLater):
         output_tokens: Any = None,
         slot_remap: Any = MISSING,
     ) -> Any:
-        self.recording.call(
-            "decode_forward", tokens=tokens, page_table=page_table, kv_cache=kv_cache,
-            start_pos=start_pos, enable_trace=enable_trace, read_from_device=read_from_device,
-            sampling_params=sampling_params, reset_batch=reset_batch, slot_remap=slot_remap,
-        )  # fmt: skip
         assert read_from_device is False
         samples = sampling_params is not MISSING
-        assert samples == (reset_batch is not MISSING)
         self.check_decode(tokens, page_table, kv_cache, start_pos)
+        moves = slot_remap is not MISSING
+        rows, _ = self.is_new(start_pos, page_table, draws=samples, moves=moves)
+        assert reset_batch == (rows if samples else MISSING)
         if slot_remap is not MISSING:
             self.move_slots(slot_remap)
         if not samples or reset_batch:
@@ -557,7 +583,7 @@ class _LegacyText(ReadsLater):
         result = self.decode()
         if not samples:
             return self.leave_on_device(self.logits(result), is_tokens=False)
-        self.check_params(sampling_params, self.max_batch_size)
+        self.check_params(sampling_params, self.max_batch_size, torch.nonzero(start_pos < 0))
         values = torch.from_numpy(result).to(torch.int32)[:, None]
         return self.leave_on_device(values, is_tokens=True)
 
@@ -573,6 +599,7 @@ class Legacy(_LegacyText):
     }
 
     @classmethod
+    @recorded
     def initialize_vllm_model(
         cls,
         hf_config: Any,
@@ -583,17 +610,14 @@ class Legacy(_LegacyText):
         tt_data_parallel: int = 1,
         optimizations: str | None = "performance",
     ) -> Legacy:
-        cls.recording.call(
-            "initialize_vllm_model", hf_config, mesh_device, max_batch_size,
-            max_seq_len=max_seq_len, tt_data_parallel=tt_data_parallel, optimizations=optimizations,
-        )  # fmt: skip
         assert n_layers is None
         return cls.make(hf_config, mesh_device, max_batch_size, max_seq_len, tt_data_parallel)
 
+    @recorded
     def allocate_kv_cache(self, *args: Any) -> list[Any]:
-        self.recording.call("allocate_kv_cache", *args)
         return self.allocate(*args)
 
+    @recorded
     def warmup_model_prefill(
         self,
         kv_cache: Any,
@@ -601,13 +625,10 @@ class Legacy(_LegacyText):
         can_sample_on_device: bool,
         greedy_only: bool = False,
     ) -> None:
-        self.recording.call(
-            "warmup_model_prefill", kv_cache=kv_cache, enable_trace=enable_trace,
-            can_sample_on_device=can_sample_on_device,
-        )  # fmt: skip
         assert greedy_only is False
         self.warm_prefill(enable_trace)
 
+    @recorded
     def warmup_model_decode(
         self,
         kv_cache: Any,
@@ -617,12 +638,6 @@ class Legacy(_LegacyText):
         can_sample_on_device: bool,
         non_greedy_decoding_on_device: bool,
     ) -> None:
-        self.recording.call(
-            "warmup_model_decode", kv_cache=kv_cache, enable_trace=enable_trace,
-            max_batch_size=max_batch_size, num_blocks=num_blocks,
-            can_sample_on_device=can_sample_on_device,
-            non_greedy_decoding_on_device=non_greedy_decoding_on_device,
-        )  # fmt: skip
         assert num_blocks == self.width
         self.warm_decode(enable_trace)
 
@@ -640,6 +655,7 @@ class Seed(Double):
     model_capabilities: ClassVar = {"supports_prefix_caching": False}
 
     @classmethod
+    @recorded
     def initialize_vllm_model(
         cls,
         hf_config: Any,
@@ -648,26 +664,20 @@ class Seed(Double):
         tt_data_parallel: int,
         optimizations: str | None,
     ) -> Seed:
-        cls.recording.call(
-            "initialize_vllm_model", hf_config, mesh_device, max_batch_size,
-            tt_data_parallel=tt_data_parallel, optimizations=optimizations,
-        )  # fmt: skip
         return cls.make(hf_config, mesh_device, max_batch_size, 128, tt_data_parallel)
 
+    @recorded
     def allocate_kv_cache(self, kv_cache_shape: Any, dtype: Any, num_layers: int) -> list[Any]:
-        self.recording.call("allocate_kv_cache", kv_cache_shape, dtype, num_layers)
         return self.allocate(kv_cache_shape, dtype, num_layers)
 
+    @recorded
     def warmup_model_prefill(
         self, kv_cache: Any, enable_trace: bool, sampling_params: list[Any]
     ) -> None:
-        self.recording.call(
-            "warmup_model_prefill", kv_cache=kv_cache, enable_trace=enable_trace,
-            sampling_params=sampling_params,
-        )  # fmt: skip
         assert sampling_params[-1] is None
         self.warm_prefill(enable_trace)
 
+    @recorded
     def prefill_forward(
         self,
         tokens: Any,
@@ -677,15 +687,13 @@ class Seed(Double):
         sampling_params: Any = MISSING,
         empty_slots: Any = None,
     ) -> Any:
-        self.recording.call(
-            "prefill_forward", tokens=tokens, page_table=page_table, kv_cache=kv_cache,
-            prompt_lens=prompt_lens, empty_slots=empty_slots, sampling_params=sampling_params,
-        )  # fmt: skip
         assert isinstance(prompt_lens, torch.Tensor)
+        assert len(tokens) == 1, "it looks its rows up by slot"
         starts = np.zeros(len(tokens), np.int64)
         lens = prompt_lens.numpy()
         return self.logits(self.prefill(tokens, page_table, kv_cache, lens, starts, empty_slots))
 
+    @recorded
     def decode_forward(
         self,
         tokens: Any,
@@ -696,11 +704,6 @@ class Seed(Double):
         read_from_device: bool = True,
         sampling_params: Any = MISSING,
     ) -> Any:
-        self.recording.call(
-            "decode_forward", tokens=tokens, start_pos=start_pos, page_table=page_table,
-            kv_cache=kv_cache, enable_trace=enable_trace, read_from_device=read_from_device,
-            sampling_params=sampling_params,
-        )  # fmt: skip
         assert read_from_device is True
         self.check_decode(tokens, page_table, kv_cache, start_pos)
         self.load(tokens, start_pos, page_table)
@@ -742,10 +745,10 @@ class Chosen(Contract1):
     def given_cache(self) -> Any:
         return self.cache[0] if self.num_lanes == 1 else self.cache
 
+    @recorded
     def allocate_kv_cache(
         self, kv_cache_shape: Any = None, dtype: Any = None, num_layers: Any = None
     ) -> Any:
-        self.recording.call("allocate_kv_cache", kv_cache_shape, dtype, num_layers)
         self.allocate(kv_cache_shape, dtype, num_layers)
         return self.given_cache
 
@@ -756,8 +759,8 @@ class Chosen(Contract1):
         values = super().process_decode_output_host(tt_out, is_tokens=is_tokens)
         return values, None
 
+    @recorded
     def cleanup(self) -> None:
-        self.recording.call("cleanup")
         assert not self.is_cleaned_up
         self.is_cleaned_up = True
 
@@ -800,6 +803,7 @@ class Registered:
         return max_model_len * max_num_seqs
 
     @classmethod
+    @recorded
     def initialize_vllm_model(
         cls,
         hf_config: Any,
@@ -811,10 +815,6 @@ class Registered:
         optimizations: str | None = None,
         **kwargs: Any,
     ) -> Chosen:
-        Double.recording.call(
-            "initialize_vllm_model", hf_config, mesh_device, max_batch_size,
-            max_seq_len=max_seq_len, tt_data_parallel=tt_data_parallel, optimizations=optimizations,
-        )  # fmt: skip
         assert not kwargs
         chosen = cls.select(hf_config._name_or_path)
         settings = {} if optimizations is None else {"optimizations": optimizations}
@@ -856,6 +856,7 @@ class Galaxy(_GalaxyText):
     num_columns: ClassVar[int] = 4
 
     @classmethod
+    @recorded
     def initialize_vllm_model(
         cls,
         hf_config: Any,
@@ -866,10 +867,6 @@ class Galaxy(_GalaxyText):
         tt_data_parallel: int = 1,
         optimizations: str | None = None,
     ) -> Galaxy:
-        cls.recording.call(
-            "initialize_vllm_model", hf_config, mesh_device, max_batch_size,
-            max_seq_len=max_seq_len, tt_data_parallel=tt_data_parallel, optimizations=optimizations,
-        )  # fmt: skip
         assert optimizations is None, "Custom optimizations are not supported"
         assert tt_data_parallel % cls.num_columns == 0
         assert n_layers is None
@@ -880,20 +877,18 @@ class Galaxy(_GalaxyText):
         """One for all columns: each chip's part of a tensor is its column's."""
         return self._whole
 
+    @recorded
     def allocate_kv_cache(self, kv_cache_shape: Any, dtype: Any, num_layers: int) -> Any:
-        self.recording.call("allocate_kv_cache", kv_cache_shape, dtype, num_layers)
         self._whole = self.allocate(kv_cache_shape, dtype, num_layers)[:1]
         return self._whole
 
+    @recorded
     def warmup_model_prefill(
         self, kv_cache: Any, enable_trace: bool, can_sample_on_device: bool
     ) -> None:
-        self.recording.call(
-            "warmup_model_prefill", kv_cache=kv_cache, enable_trace=enable_trace,
-            can_sample_on_device=can_sample_on_device,
-        )  # fmt: skip
         self.warm_prefill(enable_trace)
 
+    @recorded
     def warmup_model_decode(
         self,
         kv_cache: Any,
@@ -902,11 +897,6 @@ class Galaxy(_GalaxyText):
         num_blocks: int,
         can_sample_on_device: bool,
     ) -> None:
-        self.recording.call(
-            "warmup_model_decode", kv_cache=kv_cache, enable_trace=enable_trace,
-            max_batch_size=max_batch_size, num_blocks=num_blocks,
-            can_sample_on_device=can_sample_on_device,
-        )  # fmt: skip
         self.warm_decode(enable_trace)
 
     def prefill_forward(self, *args: Any, **kwargs: Any) -> Any:
