@@ -5,147 +5,13 @@ from __future__ import annotations
 import random
 from collections import Counter
 from copy import deepcopy
+from itertools import takewhile
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from replicas.engine.block_pool import NULL_BLOCK, BlockPool, PrefixWalk
-
-
-def test_null_block_is_never_handed_out():
-    pool = BlockPool(5)
-    assert pool.num_blocks == pool.num_free_blocks == 4
-    assert NULL_BLOCK not in pool.allocate(4)
-
-
-def test_freed_block_of_a_known_hash_is_found_again():
-    pool = BlockPool(5)
-    first, second = pool.allocate(2)
-    pool.cache(first, b"1")
-    pool.cache(second, b"2")
-    pool.free([first, second])
-    assert pool.find_prefix([b"1", b"2", b"3"]) == [first, second]
-    assert pool.num_free_blocks == 4
-
-
-def test_prefix_ends_at_the_first_unknown_hash():
-    pool = BlockPool(5)
-    first, second = pool.allocate(2)
-    pool.cache(first, b"1")
-    pool.cache(second, b"3")
-    assert pool.find_prefix([b"1", b"2", b"3"]) == [first]
-
-
-def test_blocks_nobody_can_find_are_used_before_cached_ones():
-    pool = BlockPool(4)
-    cached, plain, other = pool.allocate(3)
-    pool.cache(cached, b"1")
-    pool.free([cached, plain, other])
-    assert set(pool.allocate(2)) == {plain, other}
-    assert pool.find_prefix([b"1"]) == [cached]
-
-
-def test_end_of_a_prefix_is_evicted_before_its_beginning():
-    pool = BlockPool(4)
-    blocks = pool.allocate(3)
-    hashes = [b"1", b"2", b"3"]
-    for block_id, block_hash in zip(blocks, hashes, strict=True):
-        pool.cache(block_id, block_hash)
-    pool.free(blocks)
-    pool.allocate(1)
-    assert pool.find_prefix(hashes) == blocks[:2]
-
-
-def test_least_recently_freed_prefix_is_evicted_first():
-    pool = BlockPool(3)
-    old, new = pool.allocate(2)
-    pool.cache(old, b"old")
-    pool.cache(new, b"new")
-    pool.free([old])
-    pool.free([new])
-    pool.allocate(1)
-    assert (pool.find_prefix([b"old"]), pool.find_prefix([b"new"])) == ([], [new])
-
-
-def test_blocks_are_handed_out_from_the_first_on():
-    pool = BlockPool(6)
-    assert [pool.allocate(2), pool.allocate(0), pool.allocate(3)] == [[1, 2], [], [3, 4, 5]]
-
-
-def test_what_came_back_is_handed_out_first_the_last_before_the_others():
-    """Then blocks that nobody has had, then the cached ones, least recently used first."""
-    pool = BlockPool(9)
-    old, new, plain, other = pool.allocate(4)
-    pool.cache(old, b"old")
-    pool.cache(new, b"new")
-    pool.free([old])
-    pool.free([plain])
-    pool.free([new])
-    pool.free([other])
-    assert pool.allocate(8) == [other, plain, 5, 6, 7, 8, old, new]
-    assert pool.find_prefix([b"old"]) == pool.find_prefix([b"new"]) == []
-
-
-def test_blocks_of_one_request_come_back_in_their_order():
-    pool = BlockPool(5)
-    blocks = pool.allocate(3)
-    pool.free(blocks)
-    assert pool.allocate(3) == blocks
-
-
-def test_shared_cached_block_is_out_of_the_order_of_eviction():
-    pool = BlockPool(3)
-    one, two = pool.allocate(2)
-    pool.cache(one, b"1")
-    pool.cache(two, b"2")
-    pool.free([one, two])
-    pool.share([two])
-    assert pool.allocate(1) == [one]
-    pool.free([two])
-    assert pool.find_prefix([b"2"]) == [two]
-
-
-def test_cached_blocks_that_were_forgotten_are_handed_out_all_the_same():
-    pool = BlockPool(3)
-    blocks = pool.allocate(2)
-    pool.cache(blocks[0], b"1")
-    pool.free(blocks)
-    pool.reset_prefix_cache()
-    assert sorted(pool.allocate(2)) == blocks
-    pool.check_invariants()
-
-
-def test_second_block_of_a_hash_stays_private():
-    pool = BlockPool(4)
-    first, second = pool.allocate(2)
-    pool.cache(first, b"1")
-    pool.cache(second, b"1")
-    assert pool.find_prefix([b"1"]) == [first]
-    pool.free([second])
-    assert pool.find_prefix([b"1"]) == [first]
-
-
-def test_shared_block_is_free_only_after_every_holder_gave_it_back():
-    pool = BlockPool(3)
-    [block] = pool.allocate(1)
-    pool.cache(block, b"1")
-    pool.share([block])
-    pool.free([block])
-    assert pool.num_free_blocks == 1
-    pool.free([block])
-    assert pool.num_free_blocks == 2
-
-
-def test_only_unheld_blocks_of_a_prefix_count_as_evictable():
-    pool = BlockPool(4)
-    held, freed = pool.allocate(2)
-    pool.cache(held, b"1")
-    pool.cache(freed, b"2")
-    pool.free([freed])
-    walk = PrefixWalk()
-    pool.bring_up_to_date(walk, [b"1", b"2"], 2)
-    assert (walk.block_ids, walk.num_evictable(walk.num_blocks)) == ([held, freed], 1)
+from replicas.engine.block_pool import BlockPool, PrefixWalk
 
 
 def test_pool_without_prefix_caching_finds_nothing():
@@ -153,16 +19,6 @@ def test_pool_without_prefix_caching_finds_nothing():
     [block] = pool.allocate(1)
     pool.cache(block, b"1")
     assert pool.find_prefix([b"1"]) == []
-
-
-def test_reset_forgets_hashes_and_keeps_holders():
-    pool = BlockPool(3)
-    [block] = pool.allocate(1)
-    pool.cache(block, b"1")
-    pool.reset_prefix_cache()
-    assert (pool.find_prefix([b"1"]), pool.num_free_blocks) == ([], 1)
-    pool.free([block])
-    assert pool.num_free_blocks == 2
 
 
 @pytest.mark.parametrize("count", [-1, 3])
@@ -315,47 +171,63 @@ def test_a_walk_is_what_a_new_one_would_be_whatever_happened_since(seed):
     assert num_holes > 20
 
 
+HASH = st.sampled_from([b"a", b"b", b"c", b"d"])
+HASHES = st.lists(HASH, unique=True)
+
+
 class Pool(RuleBasedStateMachine):
-    """A pool beside the plainest model of it: who holds what, and the hash of each content."""
+    """A pool beside the plainest model of it: who holds what, what is found, who is next."""
 
-    tables: list[list[int]]
-
-    @initialize(num_blocks=st.integers(2, 5))
+    @initialize(num_blocks=st.integers(2, 6))
     def start(self, num_blocks):
         self.pool = BlockPool(num_blocks)
         self.num_blocks = num_blocks - 1
-        self.tables = []
-        self.contents: dict[int, bytes] = {}
+        self.tables: list[list[int]] = []
+        self.found: dict[bytes, int] = {}
+        # In the order in which they are handed out, the null block never: those that came back,
+        # those that nobody has had, those that were cached when they came back.
+        self.returned: list[int] = []
+        self.fresh = list(range(1, num_blocks))
+        self.cached: list[int] = []
+        # Blocks that were cached while they were held: their owner has moved on.
+        self.full: set[int] = set()
         self.walks: list[tuple[list[bytes], PrefixWalk]] = []
+
+    @property
+    def held(self):
+        return {b for table in self.tables for b in table}
+
+    def find(self, hashes):
+        return [self.found[h] for h in takewhile(self.found.__contains__, hashes)]
 
     @rule(data=st.data())
     def allocate(self, data):
         count = data.draw(st.integers(0, self.pool.num_free_blocks))
-        blocks = self.pool.allocate(count)
-        held = {b for table in self.tables for b in table}
-        assert len(set(blocks)) == count
-        assert not set(blocks) & held
-        for block in blocks:
-            self.contents.pop(block, None)
+        blocks = [*self.returned, *self.fresh, *self.cached][:count]
+        assert self.pool.allocate(count) == blocks
+        for queue in (self.returned, self.fresh, self.cached):
+            queue[:] = [b for b in queue if b not in blocks]
+        self.found = {h: b for h, b in self.found.items() if b not in blocks}
+        self.full -= set(blocks)
         self.tables.append(blocks)
 
-    @precondition(lambda self: any(self.tables))
-    @rule(data=st.data(), block_hash=st.sampled_from([b"a", b"b", b"c", b"d"]))
+    @precondition(lambda self: self.held - self.full)
+    @rule(data=st.data(), block_hash=HASH)
     def cache(self, data, block_hash):
-        block = data.draw(st.sampled_from([b for table in self.tables for b in table]))
-        if block not in self.contents:
-            self.pool.cache(block, block_hash)
-            self.contents[block] = block_hash
+        block = data.draw(st.sampled_from(sorted(self.held - self.full)))
+        self.pool.cache(block, block_hash)
+        self.full.add(block)
+        self.found.setdefault(block_hash, block)
 
-    @rule(hashes=st.lists(st.sampled_from([b"a", b"b", b"c", b"d"]), unique=True))
+    @rule(hashes=HASHES)
     def share(self, hashes):
-        found = self.pool.find_prefix(hashes)
-        assert [self.contents[b] for b in found] == hashes[: len(found)]
-        if found:
-            self.pool.share(found)
-            self.tables.append(found)
+        blocks = self.find(hashes)
+        assert self.pool.find_prefix(hashes) == blocks
+        self.pool.share(blocks)
+        self.cached = [b for b in self.cached if b not in blocks]
+        self.tables.append(blocks)
 
-    @rule(hashes=st.lists(st.sampled_from([b"a", b"b", b"c", b"d"]), unique=True))
+    @rule(hashes=HASHES)
     def walk(self, hashes):
         self.walks.append((hashes, PrefixWalk()))
         self.pool.bring_up_to_date(self.walks[-1][1], hashes, len(hashes))
@@ -365,22 +237,25 @@ class Pool(RuleBasedStateMachine):
     def walk_on(self, data):
         hashes, walk = data.draw(st.sampled_from(self.walks))
         self.pool.bring_up_to_date(walk, hashes, len(hashes))
-        assert walk.block_ids == self.pool.find_prefix(hashes)
-        held = {b for table in self.tables for b in table}
-        assert walk.num_evictable(walk.num_blocks) == len(set(walk.block_ids) - held)
+        assert walk.block_ids == self.find(hashes)
+        for count in range(walk.num_blocks + 1):
+            unheld = set(walk.block_ids[:count]) - self.held
+            assert walk.num_evictable(count) == len(unheld)
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
     def free(self, data):
-        index = data.draw(st.integers(0, len(self.tables) - 1))
-        self.pool.free(self.tables.pop(index))
+        table = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
+        self.pool.free(table)
+        for block in reversed(table):
+            if block not in self.held:
+                is_found = block in self.found.values()
+                self.cached.append(block) if is_found else self.returned.insert(0, block)
 
     @rule()
     def reset(self):
         self.pool.reset_prefix_cache()
-        held = {b for table in self.tables for b in table}
-        # A block that was cached once is not cached again while held: its owner has moved on.
-        self.contents = {b: h for b, h in self.contents.items() if b in held}
+        self.found = {}
 
     @invariant()
     def every_block_has_its_holders(self):
