@@ -79,13 +79,14 @@ class Reference:
 
 
 @cache
-def _model(folder: str, dtype: torch.dtype):
+def reference_model(folder: str, dtype: torch.dtype):
+    """A model as transformers loads it; it is everybody's: change nothing."""
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
 @cache
 def _generate(folder: str, dtype: torch.dtype, prompt: tuple[int, ...], num_new: int) -> Reference:
-    result = _model(folder, dtype).generate(
+    result = reference_model(folder, dtype).generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
         max_new_tokens=num_new,
@@ -111,7 +112,8 @@ def references(
 @torch.no_grad()
 def reference_logits(folder: str, dtype: torch.dtype, token_ids: Sequence[int]) -> torch.Tensor:
     """(V,) logits after these tokens as transformers computes them in `dtype`."""
-    logits: torch.Tensor = _model(folder, dtype)(torch.tensor([list(token_ids)])).logits[0, -1]
+    model = reference_model(folder, dtype)
+    logits: torch.Tensor = model(torch.tensor([list(token_ids)])).logits[0, -1]
     return logits
 
 
@@ -123,7 +125,12 @@ def _oracle(folder: str, dtype: torch.dtype):
 
 
 @torch.no_grad()
-def oracle_logits(folder: str, dtype: torch.dtype, token_ids: Sequence[int]) -> torch.Tensor:
-    """(V,) float64 logits after these tokens; the weights are what `dtype` can hold."""
-    logits: torch.Tensor = _oracle(folder, dtype)(torch.tensor([list(token_ids)])).logits[0, -1]
+def oracle_of_all(folder: str, dtype: torch.dtype, token_ids: Sequence[int]) -> torch.Tensor:
+    """(n, V) float64 logits after each of these tokens; the weights are what `dtype` can hold."""
+    logits: torch.Tensor = _oracle(folder, dtype)(torch.tensor([list(token_ids)])).logits[0]
     return logits
+
+
+def oracle_logits(folder: str, dtype: torch.dtype, token_ids: Sequence[int]) -> torch.Tensor:
+    """(V,) float64 logits after all of these tokens."""
+    return oracle_of_all(folder, dtype, token_ids)[-1]

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from replicas.generators.model_config import load_hf_config
 from replicas.generators.protocol import CpuDevice
 from replicas.generators.torch.generator import TorchGenerator
-from tests.replicas.generators.tiny_models import CASES, in_true_float64, save_model
+from tests.models import model_folder, oracle_of_all, reference_model, references
+from tests.replicas.generators.tiny_models import CASES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from replicas.generators.model_config import ModelConfig
 
@@ -31,64 +32,40 @@ PROMPTS = (
 NUM_NEW = 12
 
 
-@dataclass(frozen=True)
 class TinyModel:
     """A model folder and what transformers says about it.
 
     Attributes:
         folder: Saved by transformers.
         config: Our reading of it.
-        outputs: Per prompt, ``NUM_NEW`` greedy float32 tokens.
-        margin: Smallest gap between the best and the second logit on the way.
-        hf_config: The transformers configuration.
-        inv_freq: The rotary frequencies that transformers uses.
-        oracle: token ids -> float64 logits (n, V), computed in float64 throughout.
+        hf_config: That of transformers.
     """
 
-    folder: Path
-    config: ModelConfig
-    outputs: list[list[int]]
-    margin: float
-    hf_config: Any
-    inv_freq: torch.Tensor
-    oracle: Callable[[list[int]], torch.Tensor]
+    def __init__(self, case: str) -> None:
+        self.folder = Path(model_folder(case))
+        self.config = load_hf_config(self.folder)
+        self.hf_config = AutoConfig.from_pretrained(self.folder)
+
+    @cached_property
+    def outputs(self) -> list[list[int]]:
+        """Per prompt, ``NUM_NEW`` greedy float32 tokens."""
+        return [r.token_ids for r in references(str(self.folder), PROMPTS, NUM_NEW)]
+
+    @property
+    def inv_freq(self) -> torch.Tensor:
+        """The rotary frequencies that transformers uses."""
+        rotary = reference_model(str(self.folder), torch.float32).model.rotary_emb
+        return rotary.inv_freq
+
+    def oracle(self, token_ids: list[int]) -> torch.Tensor:
+        """Return float64 logits (n, V) after each token, computed in float64 throughout."""
+        return oracle_of_all(str(self.folder), torch.float32, token_ids)
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
+def tiny() -> Callable[[str], TinyModel]:
     """Make each case once."""
-
-    @cache
-    def make(case: str) -> TinyModel:
-        folder = tmp_path_factory.mktemp(case)
-        model = save_model(case, folder)
-        outputs, margins = [], []
-        for prompt in PROMPTS:
-            result = model.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-                max_new_tokens=NUM_NEW,
-                do_sample=False,
-                return_dict_in_generate=True,
-                output_logits=True,
-            )
-            outputs.append(result.sequences[0, len(prompt) :].tolist())
-            best = torch.cat(result.logits).topk(2).values
-            margins.append((best[:, 0] - best[:, 1]).min().item())
-        inv_freq = model.model.rotary_emb.inv_freq.clone()
-        hf_config = model.config
-        oracle_model = in_true_float64(model)
-
-        @torch.no_grad()
-        def oracle(token_ids: list[int]) -> torch.Tensor:
-            logits: torch.Tensor = oracle_model(torch.tensor([token_ids])).logits[0]
-            return logits
-
-        return TinyModel(
-            folder, load_hf_config(folder), outputs, min(margins), hf_config, inv_freq, oracle
-        )
-
-    return make
+    return cache(TinyModel)
 
 
 @pytest.fixture(params=CASES)

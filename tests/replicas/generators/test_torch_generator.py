@@ -159,15 +159,6 @@ def test_what_is_loaded_just_before_a_layer_is_attended_to(config):
     assert hit.output == source.output
 
 
-def test_logits_may_be_changed_in_place(config):
-    loop = make_loop(config)
-    sequence = loop.add(PROMPTS[0], 4)
-    loop.step_prefill([sequence])
-    loop.step_decode([sequence]).div_(2.0)
-    scheduled = loop.flat_batch([sequence], [1])
-    loop.generator.forward_mixed(scheduled, loop.cache).masked_fill_(torch.tensor(True), 0)
-
-
 def test_progress_ends_at_one(config):
     seen = []
     make_generator(config, progress=lambda stage, fraction: seen.append((stage, fraction)))
