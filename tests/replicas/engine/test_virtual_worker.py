@@ -69,14 +69,17 @@ def assert_same(real, virtual):
 # --- the same tokens in the same time -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("stagger", [0, 3])
+@pytest.mark.parametrize(("stagger", "steps_in_flight"), [(0, 1), (3, 1), (0, 2), (3, 2)])
 @pytest.mark.parametrize(
     "changes",
     [WHOLE, {**WHOLE, **MISS}, CHUNKED, {**WHOLE, **FOUR_LANES}, {**CHUNKED, **FOUR_LANES}],
     ids=["whole", "whole, no cache", "chunked", "four lanes", "four lanes, chunked"],
 )
-def test_tokens_and_seconds_are_those_of_the_real_worker(changes, stagger, monkeypatch):
-    real, virtual = both(simulated_config(**changes), monkeypatch)
+def test_tokens_and_seconds_are_those_of_the_real_worker(
+    changes, stagger, steps_in_flight, monkeypatch
+):
+    config = simulated_config(**changes, steps_in_flight=steps_in_flight)
+    real, virtual = both(config, monkeypatch)
     assert real.core.facts == virtual.core.facts
     for side in (real, virtual):
         found = generate(side.core, PROMPTS, sampling(), stagger=stagger)
@@ -85,9 +88,11 @@ def test_tokens_and_seconds_are_those_of_the_real_worker(changes, stagger, monke
     assert sum(virtual.clock.spent) == virtual.core.metrics(0.0).device_seconds > 0
 
 
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
 @pytest.mark.parametrize("lanes", [{}, FOUR_LANES], ids=["one lane", "four lanes"])
-def test_prefix_hits_cost_the_same(lanes, monkeypatch):
-    real, virtual = both(simulated_config(**lanes), monkeypatch)
+def test_prefix_hits_cost_the_same(lanes, steps_in_flight, monkeypatch):
+    config = simulated_config(**lanes, steps_in_flight=steps_in_flight)
+    real, virtual = both(config, monkeypatch)
     for side in (real, virtual):
         for _ in range(2):
             found = generate(side.core, PROMPTS, sampling())
@@ -96,10 +101,13 @@ def test_prefix_hits_cost_the_same(lanes, monkeypatch):
     assert_same(real, virtual)
 
 
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
 @pytest.mark.parametrize("changes", [MISS, {}, CHUNKED], ids=["no cache", "cache", "chunked"])
-def test_preemption_costs_the_same(changes, monkeypatch):
+def test_preemption_costs_the_same(changes, steps_in_flight, monkeypatch):
     prompts = [[100 * i + j for j in range(60)] for i in range(8)]
-    real, virtual = both(simulated_config(**SCARCE, **changes), monkeypatch)
+    real, virtual = both(
+        simulated_config(**SCARCE, **changes, steps_in_flight=steps_in_flight), monkeypatch
+    )
     for side in (real, virtual):
         assert generate(side.core, prompts, sampling(40)) == right_tokens(prompts, 40)
         assert num_preemptions(side.core) > 0

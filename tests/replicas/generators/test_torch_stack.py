@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 BLOCK, WIDTH, MOST = 16, 12, 8
 
 
-@pytest.fixture(params=[1, 2, 5], ids="{} threads".format, autouse=True, scope="module")
+@pytest.fixture(params=[1, 5], ids="{} threads".format, autouse=True, scope="module")
 def _threads(request):
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
