@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import msgspec
+import random
+from dataclasses import dataclass
+
 import numpy as np
+from hypothesis import event, given
+from hypothesis import strategies as st
 
 from replicas.engine.batch import PersistentBatch
 from replicas.engine.step import NewSequence, ScheduledBatch
 
+NUM_SLOTS, MAX_LEN = 4, 12
 
-def new(slot, token_ids, block_ids, *, computed=0, prompt=None, group=0):
+
+def new(slot, token_ids, *block_ids, computed=0, group=0):
     return NewSequence(
         slot=slot,
         dp_group=group,
         token_ids=token_ids,
-        num_prompt_tokens=prompt or len(token_ids),
+        num_prompt_tokens=len(token_ids),
         num_computed_tokens=computed,
-        block_ids=[block_ids],
+        block_ids=[list(blocks) for blocks in block_ids],
         temperature=0.5,
         top_k=3,
         top_p=0.9,
@@ -27,9 +33,8 @@ def new(slot, token_ids, block_ids, *, computed=0, prompt=None, group=0):
 def step(kind, work, new_sequences=(), appended=()):
     """A step of {slot: count}."""
     return ScheduledBatch(
-        kind, list(work), list(work.values()), list(new_sequences),
-        [(slot, [block_ids]) for slot, block_ids in appended],
-    )  # fmt: skip
+        kind, list(work), list(work.values()), list(new_sequences), list(appended)
+    )
 
 
 def apply(batch, scheduled):
@@ -50,140 +55,147 @@ def advance(batch, scheduled, token_ids):
     batch.record(slots[sampled], places[sampled], tokens[sampled])
 
 
-def make_batch():
-    return PersistentBatch(max_batch_size=4, max_model_len=12, block_sizes=[4])
+@dataclass
+class Row:
+    """What a slot holds, as plainly as can be."""
+
+    tokens: list[int]
+    computed: int
+    blocks: list[list[int]]
+    group: int
+
+    def table(self, kv_group, width):
+        blocks = self.blocks[kv_group]
+        return blocks + [0] * (width - len(blocks))
 
 
-def test_prefill_rows_are_requests_and_padding_is_zero():
-    batch = make_batch()
-    first = step("prefill", {3: 2, 1: 5}, [new(3, [7, 8], [5]), new(1, [1, 2, 3, 4, 5, 6], [2, 9])])
-    inputs = batch.prefill_inputs(*apply(batch, first))
-    assert inputs.tokens.tolist() == [[7, 8, 0, 0, 0], [1, 2, 3, 4, 5]]
-    assert inputs.page_tables[0].tolist() == [[5, 0, 0], [2, 9, 0]]
-    assert inputs.start_pos.tolist() == [0, 0]
-    assert inputs.prompt_lens.tolist() == [2, 5]
-    assert inputs.empty_slots == [3, 1]
+class Tables:
+    """A batch beside rows of lists, and dice that say what happens."""
+
+    def __init__(self, dice, block_sizes):
+        self.dice, self.block_sizes = dice, block_sizes
+        self.batch = PersistentBatch(NUM_SLOTS, MAX_LEN, block_sizes)
+        self.width = MAX_LEN // min(block_sizes)
+        self.rows: dict[int, Row] = {}
+
+    def put(self, slot):
+        """Another sequence takes a slot: a prompt, one with a cached prefix, or one resumed."""
+        dice, length = self.dice, self.dice.randint(1, MAX_LEN)
+        tokens = [dice.randint(1, 99) for _ in range(length)]
+        blocks = [[dice.randint(1, 99) for _ in range(-(-length // n))] for n in self.block_sizes]
+        computed = dice.choice([0, 0, length - 1, dice.randrange(length)])
+        row = self.rows[slot] = Row(tokens, computed, blocks, dice.randrange(2))
+        return new(slot, tokens, *blocks, computed=computed, group=row.group)
+
+    def append(self, slot):
+        """A row gets a block in some of its tables, where there is room."""
+        row, more = self.rows[slot], []
+        for blocks, size in zip(row.blocks, self.block_sizes, strict=True):
+            has_room = len(blocks) < MAX_LEN // size and self.dice.random() < 0.7
+            more.append([self.dice.randint(1, 99)] if has_room else [])
+            blocks.extend(more[-1])
+        return slot, more
+
+    def step(self, kind):
+        """Take a step over; None where there is nothing to do. Returns its rows and counts."""
+        dice = self.dice
+        fresh = [self.put(slot) for slot in range(NUM_SLOTS) if dice.random() < 0.2]
+        old = self.rows.keys() - {seq.slot for seq in fresh}
+        grown = [self.append(slot) for slot in sorted(old) if dice.random() < 0.3]
+        left = {slot: len(row.tokens) - row.computed for slot, row in self.rows.items()}
+        able = [s for s, n in left.items() if (n == 1 if kind == "decode" else n > 0)]
+        chosen = dice.sample(able, dice.randint(min(1, len(able)), len(able)))
+        work = {slot: dice.randint(1, left[slot]) for slot in chosen}
+        scheduled = step(kind, work, fresh, grown)
+        found = apply(self.batch, scheduled)
+        return found if work else None
+
+    def advance(self, slots, counts):
+        """Sample for each row whose last token is computed."""
+        tokens = []
+        for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
+            row = self.rows[slot]
+            row.computed += count
+            samples = row.computed == len(row.tokens)
+            tokens.append(self.dice.randint(1, 99) if samples else -1)
+            if samples and len(row.tokens) < MAX_LEN:
+                row.tokens.append(tokens[-1])
+        sampled = np.asarray(tokens) >= 0
+        assert self.batch.samples(slots, counts).tolist() == sampled.tolist()
+        places = self.batch.num_tokens[slots]
+        self.batch.advance(slots, counts, sampled)
+        self.batch.record(slots[sampled], places[sampled], np.asarray(tokens)[sampled])
 
 
-def test_later_chunk_holds_the_prompt_from_its_start_and_ends_where_the_chunk_ends():
-    batch = make_batch()
-    first = step("prefill", {1: 2}, [new(1, [1, 2, 3, 4, 5, 6], [2, 9])])
-    apply(batch, first)
-    advance(batch, first, [-1])
-    inputs = batch.prefill_inputs(*apply(batch, step("prefill", {1: 3})))
-    assert inputs.tokens.tolist() == [[1, 2, 3, 4, 5]]
-    assert inputs.start_pos.tolist() == [2]
-    assert inputs.prompt_lens.tolist() == [5]
+def assert_prefill(tables, slots, counts):
+    inputs, rows = tables.batch.prefill_inputs(slots, counts), [tables.rows[s] for s in slots]
+    ends = [row.computed + count for row, count in zip(rows, counts.tolist(), strict=True)]
+    assert inputs.tokens.tolist() == [
+        row.tokens[:end] + [0] * (max(ends) - end) for row, end in zip(rows, ends, strict=True)
+    ]
+    assert inputs.page_tables.tolist() == [
+        [row.table(g, tables.width) for row in rows] for g in range(len(tables.block_sizes))
+    ]
+    assert inputs.start_pos.tolist() == [row.computed for row in rows]
+    assert (inputs.prompt_lens.tolist(), inputs.empty_slots) == (ends, slots.tolist())
 
 
-def test_padding_of_prefill_tokens_does_not_touch_the_table():
-    batch = make_batch()
-    sequences = [new(0, [1, 2, 3, 4], [1]), new(1, [5, 6], [2])]
-    batch.prefill_inputs(*apply(batch, step("prefill", {0: 2, 1: 2}, sequences)))
-    assert batch.token_ids[0, :4].tolist() == [1, 2, 3, 4]
-
-
-def test_decode_rows_are_slots_and_the_others_are_null():
-    batch = make_batch()
-    first = step(
-        "prefill", {3: 2, 1: 5, 0: 1}, [
-            new(3, [7, 8], [5]), new(1, [1, 2, 3, 4, 5], [2, 9]), new(0, [6], [4]),
-        ],
-    )  # fmt: skip
-    apply(batch, first)
-    advance(batch, first, [70, 60, 50])
-    slots, _ = apply(batch, step("decode", {3: 1, 1: 1}))
-    inputs = batch.decode_inputs(slots)
-    assert inputs.tokens.tolist() == [[0], [60], [0], [70]]
-    assert inputs.start_pos.tolist() == [-1, 5, -1, 2]
-    assert inputs.page_tables[0].tolist() == [[0, 0, 0], [2, 9, 0], [0, 0, 0], [5, 0, 0]]
+def assert_decode(tables, slots):
+    inputs = tables.batch.decode_inputs(slots)
+    live = [tables.rows[slot] if slot in slots else None for slot in range(NUM_SLOTS)]
+    assert inputs.tokens.tolist() == [[row.tokens[row.computed] if row else 0] for row in live]
+    assert inputs.start_pos.tolist() == [row.computed if row else -1 for row in live]
+    assert inputs.page_tables.tolist() == [
+        [row.table(g, tables.width) if row else [0] * tables.width for row in live]
+        for g in range(len(tables.block_sizes))
+    ]
     arrays = inputs.tokens, inputs.start_pos, inputs.page_tables
     assert [array.dtype.name for array in arrays] == ["int32", "int32", "int32"]
 
 
-def test_appended_blocks_follow_those_that_are_there():
-    batch = make_batch()
-    apply(batch, step("prefill", {2: 4}, [new(2, [1, 2, 3, 4], [6])]))
-    apply(batch, step("decode", {2: 1}, appended=[(2, [8])]))
-    assert batch.block_table[0, 2].tolist() == [6, 8, 0]
+def assert_flat(tables, slots, counts):
+    flat, size = tables.batch.flat_inputs(slots, counts), tables.block_sizes[0]
+    wanted, last = [], []
+    for request, (slot, count) in enumerate(zip(slots.tolist(), counts.tolist(), strict=True)):
+        row = tables.rows[slot]
+        for at in range(row.computed, row.computed + count):
+            place = row.table(0, tables.width)[at // size] * size + at % size
+            wanted.append((request, row.tokens[at], at, place))
+        if at + 1 == len(row.tokens):
+            last.append(len(wanted) - 1)
+    found = flat.request_indices, flat.input_ids, flat.positions, flat.slot_mapping
+    assert list(zip(*(array.tolist() for array in found), strict=True)) == wanted
+    assert flat.logits_indices.tolist() == last
+    width = -(-int(flat.seq_lens.max()) // size)
+    rows = [tables.rows[slot] for slot in slots.tolist()]
+    assert flat.block_table.tolist() == [row.table(0, tables.width)[:width] for row in rows]
+    assert flat.dp_groups.tolist() == [row.group for row in rows]
 
 
-def test_resumed_sequence_replaces_whatever_its_slot_held():
-    batch = make_batch()
-    first = step("prefill", {2: 9}, [new(2, list(range(1, 10)), [1, 2, 3])])
-    apply(batch, first)
-    advance(batch, first, [99])
-    # The other sequence was preempted after two outputs and comes back to this slot.
-    back = step("prefill", {2: 5}, [new(2, [11, 12, 13, 14, 15], [7, 8], prompt=3)])
-    inputs = batch.prefill_inputs(*apply(batch, back))
-    assert inputs.tokens.tolist() == [[11, 12, 13, 14, 15]]
-    assert inputs.page_tables[0].tolist() == [[7, 8, 0]]
-    assert (batch.num_tokens[2], batch.num_prompt_tokens[2], batch.num_computed_tokens[2]) == (
-        5,
-        3,
-        0,
-    )
-    advance(batch, back, [16])
-    slots, _ = apply(batch, step("decode", {2: 1}))
-    inputs = batch.decode_inputs(slots)
-    assert (inputs.tokens[2, 0], inputs.start_pos[2]) == (16, 5)
-
-
-def test_sequence_with_cached_tokens_starts_after_them():
-    batch = make_batch()
-    hit = step("prefill", {0: 2}, [new(0, [1, 2, 3, 4, 5, 6], [3, 4], computed=4)])
-    slots, counts = apply(batch, hit)
-    inputs = batch.prefill_inputs(slots, counts)
-    assert (inputs.start_pos.tolist(), inputs.prompt_lens.tolist()) == ([4], [6])
-    flat = batch.flat_inputs(slots, counts)
-    assert flat.positions.tolist() == [4, 5]
-    assert flat.slot_mapping.tolist() == [16, 17]
-
-
-def test_only_rows_whose_last_token_is_computed_sample():
-    batch = make_batch()
-    work = step("mixed", {0: 3, 1: 2}, [new(0, [1, 2, 3], [1]), new(1, [1, 2, 3], [2])])
-    slots, counts = apply(batch, work)
-    assert batch.samples(slots, counts).tolist() == [True, False]
-    assert batch.flat_inputs(slots, counts).logits_indices.tolist() == [2]
-
-
-def test_token_past_the_longest_length_is_not_stored():
-    batch = make_batch()
-    full = step("prefill", {0: 12}, [new(0, list(range(12)), [1, 2, 3])])
-    apply(batch, full)
-    advance(batch, full, [5])
-    assert batch.num_tokens[0] == 12
-
-
-def test_lane_of_each_row_travels_with_it():
-    batch = make_batch()
-    work = step("mixed", {3: 1, 0: 1}, [new(3, [1], [1], group=1), new(0, [1], [1])])
-    assert batch.flat_inputs(*apply(batch, work)).dp_groups.tolist() == [1, 0]
-
-
-def test_one_step_may_sample_for_some_rows_and_not_for_others():
-    batch = make_batch()
-    work = step("mixed", {2: 3, 0: 2, 3: 1}, [new(2, [1, 2, 3], [1]), new(0, [1, 2, 3], [2]),
-                                               new(3, [9], [3])])  # fmt: skip
-    apply(batch, work)
-    advance(batch, work, [7, -1, 8])
-    assert batch.num_tokens.tolist() == [3, 0, 4, 2]
-    assert batch.num_computed_tokens.tolist() == [2, 0, 3, 1]
-    assert (batch.token_ids[2, 3], batch.token_ids[3, 1]) == (7, 8)
-    assert batch.token_ids[0].tolist() == [1, 2, 3, *[0] * 9]
-
-
-def test_the_flat_table_is_as_wide_as_the_longest_row_of_the_step():
-    batch = make_batch()
-    work = step("mixed", {0: 2, 1: 5}, [new(0, [1, 2], [5, 6, 7]), new(1, [1] * 6, [2, 9])])
-    assert batch.flat_inputs(*apply(batch, work)).block_table.tolist() == [[5, 6], [2, 9]]
-    short = step("mixed", {0: 2})
-    assert batch.flat_inputs(*apply(batch, short)).block_table.tolist() == [[5]]
+@given(st.integers(0, 2**32), st.sampled_from([[4], [2, 4]]))
+def test_inputs_of_any_steps_are_those_of_plain_lists(seed, block_sizes):
+    """Chunks, cached prefixes, rows that sit out, grow, end, or are taken over by others."""
+    dice, kinds = random.Random(seed), ["prefill", "decode", "decode", "mixed"]
+    tables = Tables(dice, block_sizes)
+    num_full = 0
+    for _ in range(40):
+        kind = dice.choice(kinds[: 4 if len(block_sizes) == 1 else 3])
+        work = tables.step(kind)
+        if work is None:
+            continue
+        if kind == "prefill":
+            assert_prefill(tables, *work)
+        elif kind == "decode":
+            assert_decode(tables, work[0])
+        else:
+            assert_flat(tables, *work)
+        tables.advance(*work)
+        num_full += any(len(row.tokens) == row.computed for row in tables.rows.values())
+    event(f"rows at the longest length: {num_full > 0}")
 
 
 def test_the_page_tables_stay_and_only_what_changes_is_written():
-    batch = make_batch()
+    batch = PersistentBatch(NUM_SLOTS, MAX_LEN, [4])
     first = step("prefill", {0: 2, 2: 4}, [new(0, [1, 2], [5]), new(2, [1, 2, 3, 4], [6])])
     apply(batch, first)
     advance(batch, first, [7, 8])
@@ -197,78 +209,10 @@ def test_the_page_tables_stay_and_only_what_changes_is_written():
     # Marks what the batch writes: a block that it does not know stays where nothing changes.
     both[0, 2] = 77
     assert tables(step("decode", {0: 1, 2: 1})) is kept
-    assert tables(step("decode", {2: 1, 0: 1}, appended=[(2, [9])])) is kept
+    assert tables(step("decode", {2: 1, 0: 1}, appended=[(2, [[9]])])) is kept
     assert both.tolist() == [[5, 0, 77], [0] * 3, [6, 9, 0], [0] * 3]
     assert tables(step("decode", {2: 1})) is kept
     assert both.tolist() == [[0] * 3, [0] * 3, [6, 9, 0], [0] * 3]
     both[2, 2] = 77
     [both] = tables(step("decode", {0: 1, 2: 1}))
     assert both.tolist() == [[5, 0, 0], [0] * 3, [6, 9, 77], [0] * 3]
-
-
-def test_every_kv_group_has_tables_of_its_own():
-    batch = PersistentBatch(max_batch_size=3, max_model_len=8, block_sizes=[2, 4])
-    assert batch.table_width == 4
-    two = msgspec.structs.replace(new(0, [1, 2, 3], []), block_ids=[[5, 6], [7]])
-    one = msgspec.structs.replace(new(2, [4], []), block_ids=[[8], [9]])
-    first = step("prefill", {0: 3, 2: 1}, [two, one])
-    inputs = batch.prefill_inputs(*apply(batch, first))
-    assert inputs.page_tables.tolist() == [
-        [[5, 6, 0, 0], [8, 0, 0, 0]],
-        [[7, 0, 0, 0], [9, 0, 0, 0]],
-    ]
-    advance(batch, first, [1, 1])
-
-    def tables(work, *appended):
-        slots = list(work)
-        scheduled = ScheduledBatch("decode", slots, [1] * len(slots), [], list(appended))
-        return batch.decode_inputs(apply(batch, scheduled)[0]).page_tables.tolist()
-
-    none = [0] * 4
-    assert tables({0: 1, 2: 1}) == [
-        [[5, 6, 0, 0], none, [8, 0, 0, 0]],
-        [[7, 0, 0, 0], none, [9, 0, 0, 0]],
-    ]
-    # A step may need a block in one of them alone.
-    assert tables({0: 1, 2: 1}, (0, [[3], [4]]), (2, [[1], []])) == [
-        [[5, 6, 3, 0], none, [8, 1, 0, 0]],
-        [[7, 4, 0, 0], none, [9, 0, 0, 0]],
-    ]
-    assert tables({2: 1}, (0, [[2], []])) == [
-        [none, none, [8, 1, 0, 0]],
-        [none, none, [9, 0, 0, 0]],
-    ]
-    assert tables({0: 1})[0] == [[5, 6, 3, 2], none, none]
-
-
-def test_blocks_that_a_row_got_while_it_sat_out_are_there_when_it_is_back():
-    batch = make_batch()
-    first = step("prefill", {0: 2, 2: 4}, [new(0, [1, 2], [5]), new(2, [1, 2, 3, 4], [6])])
-    apply(batch, first)
-    advance(batch, first, [7, 8])
-
-    def rows(scheduled):
-        return batch.decode_inputs(apply(batch, scheduled)[0]).page_tables[0, [0, 2]].tolist()
-
-    assert rows(step("decode", {0: 1, 2: 1})) == [[5, 0, 0], [6, 0, 0]]
-    assert rows(step("decode", {0: 1}, appended=[(2, [9])])) == [[5, 0, 0], [0, 0, 0]]
-    assert rows(step("decode", {0: 1, 2: 1})) == [[5, 0, 0], [6, 9, 0]]
-
-
-def test_another_sequence_takes_a_row_of_the_page_table_over_whole():
-    batch = make_batch()
-    first = step("prefill", {0: 9, 2: 4}, [new(0, [1] * 9, [5, 7, 8]), new(2, [1, 2, 3, 4], [6])])
-    apply(batch, first)
-    advance(batch, first, [7, 8])
-
-    def table(scheduled):
-        return batch.decode_inputs(apply(batch, scheduled)[0]).page_tables[0].tolist()
-
-    table(step("decode", {0: 1, 2: 1}))
-    table(step("prefill", {0: 3}, [new(0, [1, 2, 3], [4])]))
-    # Its prefill is not done: it takes no part.
-    assert table(step("decode", {2: 1})) == [[0] * 3, [0] * 3, [6, 0, 0], [0] * 3]
-    assert table(step("decode", {2: 1, 0: 1})) == [[4, 0, 0], [0] * 3, [6, 0, 0], [0] * 3]
-    # Handed over with its KV, in the very step.
-    taken = step("decode", {2: 1, 0: 1}, [new(2, [1, 2, 3], [3], computed=2)])
-    assert table(taken) == [[4, 0, 0], [0] * 3, [3, 0, 0], [0] * 3]

@@ -298,18 +298,6 @@ def test_config_asks_for_what_the_class_lacks(folder: Path) -> None:
 # --- warm-up --------------------------------------------------------------------------------------
 
 
-def test_warm_up_flag_is_reset_before_capture() -> None:
-    generator = make()
-    generator._model.already_warmed_up_prefill = True
-    generator.warmup_model_prefill(kv_cache=None, enable_trace=False)
-    assert generator._model.already_warmed_up_prefill
-    generator.warmup_model_prefill(kv_cache=None, enable_trace=True)
-    assert not generator._model.already_warmed_up_prefill
-    assert last_call(generator) == {
-        "kv_cache": None, "enable_trace": True, "can_sample_on_device": False,
-    }  # fmt: skip
-
-
 def test_warm_up_with_a_list() -> None:
     """Of each kind of sampling, and None for the host's."""
 
@@ -328,18 +316,6 @@ def test_warm_up_with_a_list() -> None:
     assert drawn.temperature == [1.0, 1.0]
     assert drawn.top_k == [32, 32]
     assert host is None
-
-
-def test_decode_warm_up_of_a_class_without() -> None:
-    """A step of padding."""
-    generator = make()
-    generator.warmup_model_decode(kv_cache=None, enable_trace=True, max_batch_size=2, num_blocks=3)
-    arguments = last_call(generator)
-    assert arguments["start_pos"].tolist() == [-1, -1]
-    assert arguments["page_table"].tolist() == [[0, 0, 0]] * 2
-    assert arguments["enable_trace"] is True
-    assert "sampling_params" not in arguments
-    assert [name for name, _, _ in generator._model.calls] == ["initialize", "decode"]
 
 
 def test_decode_warm_up_of_a_class_that_always_draws() -> None:
@@ -499,15 +475,6 @@ def test_a_legacy_class_may_keep_the_page_table() -> None:
     assert kept.tolist() == [[1, 1], [1, 1]]
     decode(generator, page_table=table)
     assert last_call(generator)["page_table"].tolist() == [[1, 1], [1, 9]]
-
-
-@pytest.mark.parametrize("contract", [0, 1])
-def test_how_many_rows_a_call_has_is_a_matter_of_the_contract(contract: int) -> None:
-    marker = {"decode_input_update_contract": contract, "answer": torch.zeros(3, 1, VOCAB_SIZE)}
-    generator = make(type("Plain", (Plain,), marker), 8)
-    prefill(generator, 3)
-    assert len(generator._model.calls[1:]) == (1 if contract else 3)
-    assert len(last_call(generator)["empty_slots"]) == (3 if contract else 1)
 
 
 class Eager(Plain):

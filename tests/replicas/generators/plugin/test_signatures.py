@@ -9,7 +9,7 @@ import pytest
 from replicas.errors import ConfigError
 from replicas.generators.plugin.adapter import adapt
 from replicas.generators.plugin.signatures import COMMANDS, read_entry, read_signature
-from tests.replicas.generators.plugin.doubles import Contract1, Legacy, Seed
+from tests.replicas.generators.plugin.doubles import Contract1, Seed
 
 
 class Minimal:
@@ -45,28 +45,6 @@ def test_contract_1() -> None:
     assert signature.warmup_decode.required == {
         "kv_cache", "enable_trace", "max_batch_size", "num_blocks", "can_sample_on_device",
     }  # fmt: skip
-
-
-def test_legacy_is_read_through_the_methods_that_only_pass_on() -> None:
-    signature = read_signature(Legacy)
-    assert signature.contract == 0
-    assert not signature.prefill.takes_any
-    assert signature.prefill.required == {"tokens"}
-    assert signature.prefill.takes("start_pos")
-    assert signature.decode.takes("reset_batch")
-    assert not signature.decode.takes("reload_inputs")
-    assert not signature.allocates_per_layer
-
-
-def test_seed() -> None:
-    signature = read_signature(Seed)
-    assert signature.contract == 0
-    assert not read_entry(Seed).initialize.takes("max_seq_len")
-    assert not signature.prefill.takes("start_pos")
-    assert not signature.prefill.takes("enable_trace")
-    assert signature.warmup_prefill.takes("sampling_params")
-    assert signature.warmup_decode is None
-    assert not signature.splits_read
 
 
 def test_takes_everything() -> None:
