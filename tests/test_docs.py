@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from cluster.errors import ServingError
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = (
     "cluster",
@@ -67,3 +69,16 @@ def test_a_document_names_what_is_there(document):
 )
 def test_what_is_not_there_is_found(text, wrong):
     assert list(missing(text, ROOT / "docs")) == wrong
+
+
+def kinds_of(error):
+    """An error class and everything below it."""
+    return [error, *(kind for below in error.__subclasses__() for kind in kinds_of(below))]
+
+
+def test_the_page_of_errors_has_every_status_and_code():
+    page = (ROOT / "docs" / "errors.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", page, re.MULTILINE)
+    assert {(int(status), code) for status, code in rows} == {
+        (kind.status, kind.code) for kind in kinds_of(ServingError)
+    }

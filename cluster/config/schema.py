@@ -149,7 +149,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             times, see docs/policies.md.
         policy: How a DP group is chosen for a request, see docs/policies.md.
         order: When the decode slot of a prompt from the prefill pool is reserved, see
-            docs/policies.md.
+            docs/policies.md. With `admission`, "predicted" acts as "decode_first".
         admission: Objectives and tenants. None admits every request that the queue has room for.
         route_log: Absolute path of a folder in which each ingress logs every placement and its
             candidates, for `python -m cluster.lab.replay`; None logs nothing. A placement takes
