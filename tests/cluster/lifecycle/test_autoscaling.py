@@ -127,7 +127,7 @@ def test_a_wall_clock_that_is_set_back_does_not_stop_it(policy, router, clock):
     assert ask(policy, router, 1e9 - 3600.0, targets) == targets
 
 
-def test_costs_are_those_of_the_ingress_that_has_seen_most(policy, router, clock, monkeypatch):
+def test_costs_are_those_of_the_ingress_with_the_most_samples(policy, router, clock, monkeypatch):
     """Not of the one that takes them for largest, as one may that has seen only the first steps."""
     now_s, seen = 1e9, []
     decide = Autoscaler.decide
@@ -148,7 +148,7 @@ def test_costs_are_those_of_the_ingress_that_has_seen_most(policy, router, clock
 @pytest.mark.parametrize(
     ("after_s", "refuses"), [((2.5, 3.0), True), ((3.0, 3.5), False), ((3.0, None), False)]
 )
-def test_late_ones_are_refused_if_all_ingresses_do_before_the_objective(
+def test_refuses_late_holds_only_if_all_ingresses_refuse_within_the_objective(
     policy, router, monkeypatch, after_s, refuses
 ):
     now_s, seen = 1e9, []
@@ -211,6 +211,6 @@ def test_a_file_names_the_policy_and_the_bounds(tmp_path):
         (NAMED.replace("ApplicationPolicy", "Other"), "max_replicas: 4", "policy_function"),
     ],
 )
-def test_one_without_the_other_is_refused(tmp_path, policy, bound, message):
+def test_a_policy_and_bounds_need_each_other(tmp_path, policy, bound, message):
     with pytest.raises(ClusterConfigError, match=message):
         read_serve_file(write(tmp_path, policy, bound))

@@ -21,7 +21,7 @@ watch.join()
 
 @pytest.mark.process
 @pytest.mark.parametrize("log", ["/dev/null", "/dev/full"])
-def test_a_replica_ends_with_its_engine_even_if_it_cannot_say_why(log):
+def test_a_replica_ends_with_its_engine_even_if_it_cannot_log_the_reason(log):
     with open(log, "wb") as standard_error:
         done = subprocess.run(
             [sys.executable, "-c", ENGINE_ENDS], stderr=standard_error, timeout=120, check=False
@@ -44,7 +44,7 @@ os._exit(7)
 
 
 @pytest.mark.process
-def test_a_replica_goes_on_when_its_log_is_full():
+def test_a_replica_continues_on_a_full_disk():
     """With the stream and the logger that Serve gives a replica."""
     done = subprocess.run([sys.executable, "-c", LOG_IS_FULL], timeout=120, check=False)
     assert done.returncode == 7

@@ -56,7 +56,7 @@ def test_an_ingress_stays_healthy_when_discovery_fails(replica):
     asyncio.run(serving(replica, scenario))
 
 
-def test_one_that_knows_nobody_and_cannot_ask_for_long_is_replaced(replica, monkeypatch):
+def test_an_ingress_without_replicas_or_discovery_is_replaced(replica, monkeypatch):
     monkeypatch.setattr(fleet, "LOST_S", 0.2)
 
     async def scenario():
@@ -98,7 +98,7 @@ class Handle:
         return self._answers
 
 
-def test_a_replica_that_says_nothing_or_what_nobody_can_read_does_not_hide_the_others():
+def test_a_replica_without_a_readable_answer_does_not_hide_the_others():
     description = make_member("decode", "d").description
     answers = TimeoutError(), {"incarnation": 7}, msgspec.to_builtins(description)
     directory = deployments.PoolDirectory({"decode": Handle(*answers)})

@@ -86,7 +86,7 @@ def test_an_iommu_makes_hugepages_needless_with_a_driver_that_uses_it(host, vers
     assert found(host, "hugepages")[0] == level
 
 
-def test_python_without_a_wheel_is_told_where_there_is_one(host):
+def test_python_without_a_wheel_is_noted_with_the_versions_that_have_one(host):
     host.add_board("n150")
     host.python = (3, 11)
     level, text, advice = found(host, "ttnn")
@@ -135,7 +135,7 @@ def test_nodes_that_a_container_was_not_given(host):
     assert found(host, "device nodes")[:2] == ("note", "1 of 2 are visible here")
 
 
-def test_who_holds_a_board_is_said(host):
+def test_processes_that_hold_a_board_are_named(host):
     host.add_everything("n150")
     host.write("proc/driver/tenstorrent/0/pids", "0\n71\n")
     assert found(host, "in use")[1] == "/dev/tenstorrent/0 by a process elsewhere, process 71"
@@ -179,7 +179,7 @@ sfpi_version='7.89.0'
 """
 
 
-def test_versions_are_held_against_those_that_this_ttnn_names(host):
+def test_versions_are_compared_with_those_of_this_ttnn(host):
     host.add_everything("n150")
     host.add_ttnn(b"\x7fELF\0tenstorrent/sfpi:7.80.0[960]\0", RELEASES)
     level, text, advice = found(host, "firmware")
@@ -216,13 +216,13 @@ def test_a_checkout_of_tt_metal_says_which_compiler_it_wants(host):
         ("3.0.39", "3.0.39: `-r` takes the numbers of device nodes"),
     ],
 )  # fmt: skip
-def test_what_the_numbers_of_this_tt_smi_mean(host, version, text):
+def test_the_numbering_of_this_tt_smi_is_explained(host, version, text):
     host.add_everything("n150")
     host.add_tt_smi(version=version)
     assert found(host, "tt-smi") == ("ok", text, "")
 
 
-def test_a_tt_smi_that_cannot_do_its_part_is_noted(host):
+def test_an_unsuitable_tt_smi_is_noted(host):
     host.add_board("n150")
     host.environment["PATH"] = str(host.root / "bin")
     assert found(host, "tt-smi")[:2] == (
@@ -260,7 +260,7 @@ def test_folders_that_cannot_be_written_are_named(host):
     assert found(host, "caches")[1].endswith(", /dev/null/kernels")
 
 
-def test_hugepages_that_others_hold_are_told(host):
+def test_hugepages_that_other_processes_hold_are_reported(host):
     host.add_everything("n150", "n150")
     host.write(HUGEPAGES_FILE.replace("nr_", "free_"), "1\n")
     level, text, advice = found(host, "hugepages")
@@ -357,7 +357,7 @@ def test_a_pool_whose_mesh_is_not_here_cannot_run(host):
     assert "needs 4 n300 devices" in check.problem
 
 
-def test_a_pool_cannot_run_before_what_lacks_is_mended(host):
+def test_a_pool_cannot_run_before_missing_parts_are_fixed(host):
     host.add_board("n150")
     check = check_pool_on(host, pools("n150"))
     assert check.problem == "fix first: hugepages, ttnn"
@@ -378,7 +378,7 @@ def mesh_pool(**engine):
         ({}, ""),
     ],
 )  # fmt: skip
-def test_a_trace_region_is_held_against_the_table(host, mesh, note):
+def test_a_trace_region_is_compared_with_the_table(host, mesh, note):
     host.add_everything("n150")
     check = check_pool_on(host, mesh_pool(mesh={"name": "N150", **mesh}))
     assert (check.problem, check.note) == (None, note)
@@ -387,7 +387,7 @@ def test_a_trace_region_is_held_against_the_table(host, mesh, note):
 @pytest.mark.parametrize(
     ("size", "is_noted"), [(None, False), (200_000_000, True), (216_580_672, False)]
 )
-def test_a_trace_region_is_held_against_what_a_galaxys_classes_get(host, size, is_noted):
+def test_a_trace_region_is_compared_with_that_of_galaxy_classes(host, size, is_noted):
     mesh = {"name": "Galaxy", "trace_region_size": size}
     config = mesh_pool(
         mesh=mesh, generator="llama3_70b_galaxy", tt_data_parallel=4, max_batch_size=32
@@ -451,7 +451,7 @@ def test_a_user_without_a_home_is_told_what_to_set(host, monkeypatch):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("bound", [None, "0"])
-def test_named_boards_are_looked_for(host, cards, mesh, problem, bound):
+def test_boards_in_visible_devices_are_checked(host, cards, mesh, problem, bound):
     """What an engine is bound to is the configuration's choice, whatever the environment says."""
     host.add_everything(*cards)
     lanes = mesh_spec(mesh["name"]).num_chips

@@ -47,7 +47,7 @@ async def test_prefill_replica_stays_until_the_last_lease_is_over():
 
 
 @pytest.mark.process
-async def test_replica_that_dies_while_it_drains_is_not_waited_for():
+async def test_draining_does_not_wait_for_a_dead_replica():
     with running(("prefill", engine_config("prefill"))) as [engine]:
         async with rig(engine) as made:
             await keep_kv(made, engine, "kept")
@@ -58,7 +58,7 @@ async def test_replica_that_dies_while_it_drains_is_not_waited_for():
         assert not engine.handle.drain(60.0), "nor one that is dead already"
 
 
-async def test_kv_that_a_draining_replica_keeps_is_fetched_and_nothing_new_is_asked_of_it():
+async def test_a_draining_replica_serves_its_kv_and_gets_no_new_requests():
     engines = ("prefill", "p1", prefills), ("prefill", "p2", prefills), ("decode", "d", decodes)
     async with cluster(*engines) as (made, draining, other, decode):
         await fill(made, decode)

@@ -72,7 +72,7 @@ def test_a_server_whose_application_fails_says_why_and_ends(run, monkeypatch):
     assert "deployment both: no model at /models/tiny" in said
 
 
-def test_a_host_without_the_resources_of_a_pool_is_not_waited_for(run):
+def test_a_host_without_the_resources_of_a_pool_fails_at_once(run):
     code, said, _ = run({"resources": {"board": 2}})
     assert code == 1
     assert "The replicas need 2 board and there are 0 on this host" in said

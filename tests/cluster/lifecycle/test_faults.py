@@ -108,7 +108,7 @@ def test_a_plan_is_read_from_a_file_and_goes_into_the_args(args, write, name):
     assert "faults" not in file.args, "the file itself stays as it is"
 
 
-def test_a_plans_file_goes_over_the_args(args, write):
+def test_a_plan_file_overrides_the_args(args, write):
     path = str(write("serve.yaml", serve_file(args)))
 
     def faults(plan=None):
@@ -184,9 +184,7 @@ def test_without_faults_the_args_are_passed_on_as_they_are(args):
 
 
 @pytest.mark.parametrize(("rank", "kinds"), [(1, ["kill", "slow"]), (0, [])])
-def test_a_pool_replica_knows_itself_by_the_rank_of_serve(
-    args, monkeypatch, as_replica, rank, kinds
-):
+def test_a_pool_replica_finds_its_faults_by_serves_rank(args, monkeypatch, as_replica, rank, kinds):
     started = []
 
     class Engine:

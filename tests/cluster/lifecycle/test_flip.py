@@ -118,7 +118,7 @@ class Local:
 
 
 @pytest.mark.process
-def test_what_an_operator_calls_returns_when_the_role_has_changed_and_refuses_the_last():
+def test_flip_returns_after_the_change_and_refuses_the_last_of_a_role():
     pools = [("prefill", engine_config("prefill")), ("decode", engine_config("decode"))]
     with running(*pools, pools[1]) as [prefill, decode, other]:
         replicas, said = Local(prefill, decode, other), []

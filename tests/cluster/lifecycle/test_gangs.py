@@ -30,7 +30,7 @@ def context(rank):
     return SimpleNamespace(gang_id="g", rank=rank, world_size=2)
 
 
-def test_ranks_find_the_hub_while_they_start_and_it_is_not_named_any_longer(store):
+def test_ranks_find_the_hub_only_while_they_start(store):
     with find_gang(context(0), KEYS, "127.0.0.1") as (first, hub):
         with find_gang(context(1), KEYS, "127.0.0.1") as (second, none):
             assert (first.hub, second.hub, none) == (hub.address, hub.address, None)
@@ -40,7 +40,7 @@ def test_ranks_find_the_hub_while_they_start_and_it_is_not_named_any_longer(stor
     hub.close()
 
 
-def test_of_a_gang_that_does_not_start_nothing_is_left(store):
+def test_a_gang_that_fails_to_start_leaves_nothing(store):
     with pytest.raises(EngineStartError), find_gang(context(0), KEYS, "127.0.0.1") as (_, hub):
         raise EngineStartError("no memory")
     assert not store
@@ -48,6 +48,6 @@ def test_of_a_gang_that_does_not_start_nothing_is_left(store):
         connect(hub.address, KEYS, "g")
 
 
-def test_a_replica_by_itself_looks_for_nobody():
+def test_a_replica_without_a_gang_needs_no_hub():
     with find_gang(None, KEYS, "127.0.0.1") as found:
         assert found == (None, None)

@@ -37,7 +37,7 @@ def test_administration_listeners_are_on_loopback_whatever_the_public_address(pu
     assert binds == ["bind 127.0.0.1:9101", f"bind {public}", "bind 127.0.0.1:8404"]
 
 
-def test_who_asks_before_an_ingress_is_known_is_told_to_come_again():
+def test_requests_before_an_ingress_is_known_get_a_503_with_retry_after():
     nobody = "backend default_backend\n    http-request return status 404 content-type text/plain\n"
     run = haproxy.rewrite(CONFIG.format(public="127.0.0.1:8000") + nobody, "/tmp/h/e.http")
     assert run.endswith("    http-request return status 503 errorfile /tmp/h/e.http\n")
@@ -89,7 +89,7 @@ def test_operators_have_a_listener_of_their_own(public, operations_bind, expecte
     ("public", "is_told"),
     [("127.0.0.1:8000", True), ("[::1]:8000", True), ("10.0.0.5:8000", False), (":8000", False)],
 )
-def test_the_application_is_told_of_a_loopback_address(public, is_told):
+def test_a_header_marks_a_loopback_listener(public, is_told):
     line = "http-request set-header x-ttserve-bound loopback"
     sections = run_of(public, operations_bind="0.0.0.0:8001")
     assert (line in sections["frontend http_frontend"]) is is_told
@@ -106,7 +106,7 @@ def test_the_application_is_told_of_a_loopback_address(public, is_told):
         ("TTSERVE_TRUSTED_PROXIES", "gateway.example"),
     ],
 )
-def test_settings_that_cannot_be_are_refused_by_name(variable, value):
+def test_invalid_settings_are_refused_by_name(variable, value):
     with pytest.raises(ClusterConfigError, match=variable):
         FrontSettings.read({variable: value})
 

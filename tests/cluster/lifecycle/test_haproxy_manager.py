@@ -57,7 +57,7 @@ def has_ended(process_id):
         return True
 
 
-def test_a_killed_manager_takes_haproxy_and_its_predecessor_along(tmp_path):
+def test_haproxy_and_its_predecessor_end_with_their_manager(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as backend:
         world = World(tmp_path, haproxy_world.serve_config(), backend.getsockname()[1])
         world.write()

@@ -126,7 +126,7 @@ def test_a_folder_that_another_user_made_first_is_refused(config, shared):
 
 
 @pytest.mark.parametrize("drains", [False, True])
-def test_a_host_that_leaves_is_not_healthy_and_serves_on(shared, drains):
+def test_a_leaving_host_is_unhealthy_and_continues_to_serve(shared, drains):
     with world(haproxy_world.serve_config(drains=drains), shared, make_app()) as front:
         statuses = {path: get(front.port, path) for path in ("/health", "/v1/models", "/live")}
     assert statuses == {"/health": 503 if drains else 200, "/v1/models": 200, "/live": 200}
@@ -146,7 +146,7 @@ def test_a_folder_that_others_can_write_is_refused(config, shared):
     check_refused(World(folder, config, 1), f"{folder} can be written by other users")
 
 
-def test_a_folder_that_others_can_write_within_one_that_they_cannot_enter_will_do(config, shared):
+def test_a_writable_folder_within_a_private_one_is_accepted(config, shared):
     (shared / "mine").mkdir(mode=0o700)
     folder = shared / "mine" / "serve"
     folder.mkdir()
@@ -191,9 +191,7 @@ def test_a_folder_that_was_cleaned_away_is_named_with_what_to_do(config, shared)
 
 
 @pytest.mark.parametrize(("host", "num_warnings"), [("0.0.0.0", 1), ("127.0.0.1", 0)])
-def test_an_address_that_everybody_reaches_is_warned_of_at_the_start_alone(
-    config, shared, host, num_warnings
-):
+def test_a_public_address_is_warned_of_only_at_the_start(config, shared, host, num_warnings):
     folder = shared / "serve"
     folder.mkdir(mode=0o755)
     # HAProxy only looks at it, and ends.
@@ -220,7 +218,7 @@ def check_refused(front, reason, *, is_written=False):
         front.close()
 
 
-def test_a_reload_as_serve_does_it_takes_the_listeners_over_and_cuts_no_stream(config, shared):
+def test_a_reload_takes_over_the_listeners_and_cuts_no_stream(config, shared):
     reloaded = threading.Event()
 
     async def waits(request, emit):
@@ -265,7 +263,7 @@ class Leaver(http.server.BaseHTTPRequestHandler):
         """Health checks would fill the log."""
 
 
-def test_an_ingress_that_closes_a_connection_it_kept_costs_no_request(config, shared):
+def test_a_kept_connection_that_the_ingress_closes_costs_no_request(config, shared):
     folder = shared / "serve"
     folder.mkdir(mode=0o755)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Leaver) as backend:
@@ -343,7 +341,7 @@ def num_closed(clients):
     return count
 
 
-def test_a_stream_that_nobody_reads_frees_its_slot(config, shared):
+def test_a_stream_that_is_not_read_frees_its_slot(config, shared):
     service = FakeBackend(flood)
     with (
         world(config, shared, make_app(service=service), client_timeout_s=1) as front,
@@ -370,7 +368,7 @@ def test_a_quiet_stream_outlives_the_timeout_for_clients(config, shared):
         assert b"[DONE]" in body
 
 
-def test_headers_of_serve_do_not_pass(config, shared):
+def test_internal_headers_of_serve_are_removed(config, shared):
     app = NamesOfHeaders()
     with world(config, shared, app) as front:
         assert ask(front.port, HI, headers=[*OF_SERVE, "x-mine: d"])[0] == 200
@@ -389,7 +387,7 @@ def behind_guard(app):
     return middleware.cls(app, *middleware.args, **middleware.kwargs)
 
 
-def test_operations_routes_are_on_the_operations_listener_however_a_client_asks(config, shared):
+def test_operations_routes_are_only_on_the_operations_listener(config, shared):
     forged = {"x-ttserve-listener": "operations", "X-TTServe-Listener": "operations"}
     paths = ["/metrics", "/kv", "/debug/slots", "/health_generate"]
     encoded = ["/%6detrics", "//metrics", "/metrics/", "/./metrics", "/metrics?x=1", "/METRICS"]
@@ -402,7 +400,7 @@ def test_operations_routes_are_on_the_operations_listener_however_a_client_asks(
             assert [get(port, path) for path in ("/health", "/live", "/version")] == [200] * 3
 
 
-def test_an_ingress_believes_headers_of_ours_from_haproxy_alone(config, shared):
+def test_an_ingress_trusts_internal_headers_from_haproxy_only(config, shared):
     with world(config, shared, behind_guard(make_app())) as front:
         assert get(front.operations_port, "/metrics") == 200
         assert get(front.port, "/metrics") == 404
@@ -414,7 +412,7 @@ def test_an_ingress_believes_headers_of_ours_from_haproxy_alone(config, shared):
         assert get(port, "/v1/models") == 200
 
 
-def test_a_page_whose_name_leads_to_loopback_reads_nothing(config, shared):
+def test_dns_rebinding_to_loopback_reads_nothing(config, shared):
     """DNS rebinding: the browser sends the page's own name in `Host`."""
     with world(config, shared, behind_guard(make_app())) as front:
         for port in (front.port, front.operations_port):
@@ -444,7 +442,7 @@ def test_a_client_cannot_choose_its_source(config, shared):
     assert app.seen == ["127.0.0.1"]
 
 
-def test_a_trusted_proxy_says_the_source_and_has_no_cap(config, shared):
+def test_a_trusted_proxy_sets_the_source_and_has_no_connection_limit(config, shared):
     app = Sources()
     trusted = {"TTSERVE_TRUSTED_PROXIES": "127.0.0.3/32"}
     small = config.replace("maxconn 4096", "maxconn 40")
@@ -467,7 +465,7 @@ def test_a_trusted_proxy_says_the_source_and_has_no_cap(config, shared):
     assert app.seen[30:] == ["2001:db8:1:2::"]
 
 
-def test_a_gateway_of_haproxy_hands_the_source_on(config, shared, tmp_path):
+def test_an_haproxy_gateway_passes_the_source_on(config, shared, tmp_path):
     """Two HAProxies in a row: the outer one as a gateway writes `X-Forwarded-For`."""
     app = Sources()
     trusted = {"TTSERVE_TRUSTED_PROXIES": "127.0.0.4"}
@@ -509,7 +507,7 @@ def test_cleartext_http_2_is_refused(config, shared):
     assert app.seen == []
 
 
-def test_methods_that_clients_make_up_become_no_metric_labels(config, shared):
+def test_unknown_methods_become_no_metric_labels(config, shared):
     """Serve makes a label of each method that HAProxy logs for it."""
     app = make_app()
     with world(config, shared, app) as front:

@@ -50,7 +50,7 @@ def time_of_sleeps(monkeypatch):
 REPLICA = "SERVE_REPLICA::ttserve#decode#x"
 
 
-def test_it_waits_until_nothing_of_serve_is_left():
+def test_leave_waits_until_no_actor_of_serve_is_left():
     nodes, said = Nodes(None, [REPLICA, "P"], [REPLICA, "P"], ["P"], []), []
     leave(nodes, NODE, 60, said.append)
     assert nodes.drained == [(NODE, 60)]
@@ -59,7 +59,7 @@ def test_it_waits_until_nothing_of_serve_is_left():
     ]  # fmt: skip
 
 
-def test_a_head_that_comes_back_in_time_is_told_what_time_is_left():
+def test_a_restarted_head_gets_the_remaining_time():
     lost = ControlLostError("gone")
     nodes, said = Nodes(lost, lost, None, lost, []), []
     leave(nodes, NODE, 60, said.append)
@@ -74,12 +74,12 @@ def test_a_head_that_comes_back_in_time_is_told_what_time_is_left():
         ([ControlLostError("gone")], "after 5 s the head does not answer: gone"),
     ],
 )
-def test_what_is_not_gone_in_time_is_named(answers, reason):
+def test_actors_left_at_the_deadline_are_named(answers, reason):
     with pytest.raises(LeaveError, match=reason):
         leave(Nodes(*answers), NODE, 5, lambda _: None)
 
 
-def test_the_head_stays():
+def test_the_head_cannot_leave():
     nodes = Nodes([], is_head=True)
     with pytest.raises(LeaveError, match="the head node cannot leave"):
         leave(nodes, NODE, 5, lambda _: None)

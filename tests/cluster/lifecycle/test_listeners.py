@@ -69,17 +69,17 @@ def test_the_security_policy_lists_the_sockets_that_are_known():
          "ray-local", "ok"),
     ],
 )  # fmt: skip
-def test_each_socket_is_named_and_judged(family, address, command, has_token, name, level):
+def test_each_socket_is_named_and_checked(family, address, command, has_token, name, level):
     listener = judge(Socket(family, address, 7, command, has_token))
     assert (listener.socket, listener.level) == (name, level)
     assert bool(judge_ray((listener,))) == (level == "missing")
 
 
-def test_the_sockets_of_others_are_none_of_ours():
+def test_sockets_of_other_programs_are_ignored():
     assert judge(Socket("tcp", "0.0.0.0:22", 7, "sshd", False)) is None
 
 
-def test_a_socket_of_what_a_cluster_has_started_is_reported_though_no_list_has_it():
+def test_an_unknown_socket_of_a_clusters_descendant_is_reported():
     listener = judge(Socket("tcp", "0.0.0.0:22", 7, "sshd", False, is_below=True))
     assert (listener.level, listener.socket) == ("note", "unknown")
     assert listener.verdict == "not expected"
@@ -90,7 +90,7 @@ def test_a_socket_of_what_a_cluster_has_started_is_reported_though_no_list_has_i
     [("127.0.0.1", True), ("127.9.9.9", True), ("[::1]", True), ("localhost", True),
      ("[::ffff:127.0.0.1]", True), ("0.0.0.0", False), ("::", False), ("example.org", False)],
 )  # fmt: skip
-def test_which_addresses_only_this_host_reaches(host, expected):
+def test_local_addresses_are_recognised(host, expected):
     assert is_loopback(host) is expected
 
 
@@ -123,7 +123,7 @@ def test_a_process_is_found_by_its_sockets_as_the_kernel_lists_them(tmp_path):
 
 
 @pytest.mark.process
-def test_what_a_process_below_an_engine_opens_is_found(tmp_path):
+def test_sockets_of_an_engines_descendants_are_found(tmp_path):
     # Two processes down, as what an engine runs may start others.
     start = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
     process = subprocess.Popen(
@@ -141,7 +141,7 @@ def test_what_a_process_below_an_engine_opens_is_found(tmp_path):
 
 @pytest.mark.process
 @pytest.mark.parametrize("mode", [None, "token", "disabled"])
-def test_the_doctor_fails_a_ray_that_anybody_may_reach(monkeypatch, mode):
+def test_doctor_fails_for_an_open_ray_without_a_token(monkeypatch, mode):
     environment = {k: v for k, v in os.environ.items() if k != "RAY_AUTH_MODE"}
     if mode is not None:
         environment["RAY_AUTH_MODE"] = mode
@@ -177,9 +177,7 @@ CONFIG = {
 
 @pytest.mark.parametrize("command", [["validate"], ["doctor", "--config"]])
 @pytest.mark.parametrize(("host", "num_warnings"), [("0.0.0.0", 1), ("127.0.0.1", 0)])
-def test_an_address_that_everybody_reaches_is_warned_of_once(
-    tmp_path, monkeypatch, command, host, num_warnings
-):
+def test_a_public_address_is_warned_of_once(tmp_path, monkeypatch, command, host, num_warnings):
     monkeypatch.setattr(doctor, "read_listeners", tuple)
     path = tmp_path / "serve.yaml"
     path.write_text(yaml.safe_dump({**CONFIG, "http_options": {"host": host}}))

@@ -28,7 +28,7 @@ def proc(tmp_path):
     return add
 
 
-def test_the_node_brings_what_connects_to_its_cluster_and_nothing_else(proc):
+def test_a_node_has_only_the_variables_that_connect_to_its_cluster(proc):
     proc(
         7, RAYLET.format(id="ab12", address="127.0.0.1:6379"), HOME="/h", RAY_AUTH_MODE="token",
         RAY_AUTH_TOKEN_PATH="/p/token",
@@ -42,7 +42,7 @@ def test_a_node_with_an_address_of_its_own_keeps_it(proc):
     assert find_node({}, proc.root) == ("ab12", "192.0.2.1:6379", {})
 
 
-def test_of_several_nodes_the_one_of_the_named_cluster_is_meant(proc):
+def test_of_several_nodes_the_named_clusters_is_chosen(proc):
     addresses = ["192.0.2.1:1", "192.0.2.1:2"]
     for number, address in enumerate(addresses):
         proc(7 + number, RAYLET.format(id=f"a{number}", address=address))
@@ -51,7 +51,7 @@ def test_of_several_nodes_the_one_of_the_named_cluster_is_meant(proc):
     assert find_node({"RAY_ADDRESS": addresses[1]}, proc.root).node_id == "a1"
 
 
-def test_without_a_node_it_says_where_to_go(proc):
+def test_without_a_node_the_error_says_where_to_run_the_command(proc):
     with pytest.raises(NoNodeError, match="where `ttserve serve` or `ray start` ran"):
         find_node({}, proc.root)
 

@@ -84,7 +84,7 @@ def test_a_token_that_is_not_there_is_no_finding(home):
     assert judge_tokens([{"HOME": str(home)}]) == ()
 
 
-def test_a_link_is_judged_by_the_file_that_it_leads_to(home):
+def test_a_link_is_checked_by_its_target(home):
     path = put_token(home, 0o644)
     (home / "link").symlink_to(path)
     environment = {"RAY_AUTH_TOKEN_PATH": str(home / "link")}
@@ -94,7 +94,7 @@ def test_a_link_is_judged_by_the_file_that_it_leads_to(home):
     require_private_token(environment)
 
 
-def test_a_server_has_a_token_of_its_own_whatever_its_caller_says(home):
+def test_a_server_has_its_own_token_despite_its_callers_variables(home):
     inherited = {
         "RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "theirs", "RAY_AUTH_TOKEN_PATH": "/theirs",
         "RAY_ENABLE_K8S_TOKEN_AUTH": "1", "OTHER": "kept",

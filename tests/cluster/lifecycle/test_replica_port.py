@@ -35,7 +35,7 @@ def guard(monkeypatch, node_address):
 @pytest.mark.parametrize(
     ("node_address", "expected"), [("127.0.0.1", "127.0.0.1:0"), ("192.0.2.1", "[::]:0")]
 )
-def test_the_port_is_on_loopback_where_the_node_is(monkeypatch, bound, node_address, expected):
+def test_the_port_is_on_loopback_if_the_node_is(monkeypatch, bound, node_address, expected):
     guard(monkeypatch, node_address)
     replica.add_port_to_grpc_server(None, "[::]:0")
     assert bound == [expected]

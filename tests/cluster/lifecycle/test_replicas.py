@@ -95,7 +95,7 @@ class BrokenHandle:
 
 
 @pytest.mark.process
-def test_a_replica_changes_its_role_when_it_is_meant_and_says_so(as_replica):
+def test_a_replica_changes_its_role_only_if_named(as_replica):
     with made(as_replica, TWO_POOLS, "decode") as replica:
         name = f"decode-{asyncio.run(replica.describe())['incarnation']}"
         role_status = asyncio.run(replica.role_status())
@@ -223,7 +223,7 @@ def description(incarnation):
     return msgspec.to_builtins(make_member("decode", incarnation).description)
 
 
-def test_replicas_that_do_not_answer_as_they_should_are_passed_over():
+def test_replicas_with_unreadable_answers_are_ignored():
     answers = [description("a"), TimeoutError(), {"incarnation": "of a later version"}]
     handles = {
         "decode": Handle(extra=answers),
@@ -243,7 +243,7 @@ def test_a_pool_that_fails_hides_no_other_and_all_together_are_an_error():
         asyncio.run(PoolDirectory({"a": broken}).find())
 
 
-def test_wanted_are_the_replicas_of_its_own_application_that_do_not_stop(as_replica, monkeypatch):
+def test_num_wanted_counts_replicas_of_this_application_that_do_not_stop(as_replica, monkeypatch):
     as_replica(KEYS)
 
     def application(**counts):

@@ -46,7 +46,7 @@ def test_secrets_of_a_file_are_read_where_they_are_needed_and_stored_nowhere(sto
 
 # Serve's own, when it is imported.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_serve_rolls_the_replicas_for_another_file_alone_so_each_step_of_a_rotation_has_one(
+def test_serve_replaces_replicas_only_for_another_key_file(
     tmp_path,
 ):
     from ray.serve._private.deploy_utils import get_app_code_version

@@ -31,7 +31,7 @@ def serve_status(message="", application="RUNNING", deployment="HEALTHY", **stat
     )
 
 
-def test_a_control_plane_that_cannot_be_reached_is_said_at_once():
+def test_an_unreachable_control_plane_is_reported_at_once():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         check_reach(address)
@@ -50,13 +50,13 @@ def test_a_whole_cluster():
     ]
 
 
-def test_a_host_that_leaves_is_named_with_the_time_that_it_has():
+def test_a_leaving_host_is_listed_with_its_remaining_time():
     text = status_text(serve_status(), NODES, {"bb": 41.6})
     assert "host 192.0.2.2: HTTP draining, leaves within 42 s" in text
     assert "  decode: HEALTHY, no replica" in text
 
 
-def test_why_it_does_not_run_is_the_last_line_of_the_traceback():
+def test_the_reason_of_a_failure_is_the_tracebacks_last_line():
     why = "Traceback\n  File x\ncluster.errors.ClusterConfigError: no model"
     status = serve_status(why, application="DEPLOY_FAILED", deployment="UPDATING", STARTING=1)
     assert not is_whole(status)

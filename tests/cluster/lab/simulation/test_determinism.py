@@ -98,7 +98,7 @@ def facts(scenario):
 
 
 @pytest.mark.parametrize("seed", range(200, 206))
-def test_steps_that_are_passed_over_change_nothing(seed):
+def test_running_ahead_does_not_change_scenarios(seed):
     scenario = random_scenario(seed)
     calm = msgspec.structs.replace(
         scenario,

@@ -149,7 +149,7 @@ def test_running_ahead_changes_nothing(roles, data, workload):
         event(outcome)
 
 
-def test_what_a_step_changes_is_told_after_it_and_not_after_the_run():
+def test_changes_are_reported_after_their_step_and_not_after_the_run():
     """A block taken at the beginning of a run is known to the router long before its end."""
     spec = pool("both", 2, MESH, max_batch_size=4)
     workload = requests((0.0, 30, 100), (0.3, 34, 100), (0.72, 16, 3))

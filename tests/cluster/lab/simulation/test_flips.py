@@ -34,7 +34,7 @@ def steady(count=60, gap_s=0.1, num_output_tokens=8):
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_an_engine_that_changes_its_role_under_load_costs_nobody_a_request(role, order):
+def test_a_change_of_role_under_load_costs_no_request(role, order):
     faults = [fault(1.0, f"{role}/0", "flip")]
     router = {"order": order, "policy": "round_robin"}
     result = simulate(cluster(), steady(), faults=faults, router=router, models_kv=True)
@@ -46,7 +46,7 @@ def test_an_engine_that_changes_its_role_under_load_costs_nobody_a_request(role,
     assert len(result.replicas) == 4, "none was started again"
 
 
-def test_streams_that_would_outlast_a_change_of_roles_go_on_elsewhere_without_a_wrong_token():
+def test_long_streams_migrate_on_a_change_of_role_without_a_wrong_token():
     workload = requests(*[(0.01 * i, 64, 400) for i in range(8)], *[(8.0, 64, 8)] * 4)
     result = simulate(cluster(), workload, faults=[fault(2.0, "decode/0", "flip")], models_kv=True)
     assert outcomes(result) == [OK] * 12
@@ -56,7 +56,7 @@ def test_streams_that_would_outlast_a_change_of_roles_go_on_elsewhere_without_a_
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_a_stream_takes_its_kv_along_and_stands_still_for_what_came_meanwhile_alone(caching):
+def test_a_migrating_stream_pauses_only_for_the_kv_of_the_last_tokens(caching):
     pools = [
         pool("prefill", 1, num_blocks=129),
         pool("decode", 2, num_blocks=129, enable_prefix_caching=caching),
@@ -72,7 +72,7 @@ def test_a_stream_takes_its_kv_along_and_stands_still_for_what_came_meanwhile_al
     assert max(gaps_s[1:]) < most_s < prefill_turn_s(400)
 
 
-def test_with_no_room_elsewhere_streams_end_where_they_are_and_the_role_changes_then():
+def test_without_room_elsewhere_the_role_changes_after_the_streams_end():
     pools = [pool("prefill", 1, num_blocks=129), pool("decode", 2)]
     workload = requests(
         *[(0.01 * i, 64, 200) for i in range(4)], *[(12.0 + i // 2, 64, 8) for i in range(4)]
@@ -92,7 +92,7 @@ def test_a_role_changes_there_and_back():
     assert "decode/0" in late
 
 
-def test_a_change_that_is_taken_back_at_once_leaves_everything_as_it_was():
+def test_a_change_that_is_reverted_at_once_has_no_effect():
     faults = [fault(at_s, "decode/0", "flip") for at_s in (1.0, 1.001)]
     result = simulate(cluster(), steady(num_output_tokens=60), faults=faults, models_kv=True)
     assert outcomes(result) == [OK] * 60
@@ -101,7 +101,7 @@ def test_a_change_that_is_taken_back_at_once_leaves_everything_as_it_was():
 
 
 @pytest.mark.parametrize("target", ["decode/0", "decode/1"])
-def test_a_stream_whose_engine_stays_after_all_stays_with_it(target):
+def test_a_stream_stays_if_the_change_is_reverted(target):
     pools = [pool("prefill", 1, num_blocks=129), pool("decode", 2)]
     faults = [fault(at_s, target, "flip") for at_s in (2.0, 3.0)]
     streams = requests(*[(0.01 * i, 64, 200) for i in range(3)], (2.5, 64, 8))
@@ -136,7 +136,7 @@ def test_every_role_is_exchanged_under_load():
     assert {r.prefill_replica for r in late} <= {"decode/0", "decode/1"}
 
 
-def test_two_ingresses_learn_of_a_change_each_for_itself():
+def test_each_ingress_learns_of_a_change_by_itself():
     result = simulate(
         cluster(), steady(), faults=[fault(1.0, "decode/0", "flip")], models_kv=True, ingresses=2
     )

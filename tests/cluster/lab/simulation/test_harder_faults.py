@@ -29,14 +29,14 @@ def many(count=40, gap_s=0.1):
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_hung_engine_costs_nobody_his_request(role):
+def test_a_hung_engine_costs_no_request(role):
     pools = [pool("prefill", 2), pool("decode", 2)]
     result = simulate(pools, many(), faults=[fault(0.5, f"{role}/0", "hang")], models_kv=True)
     assert outcomes(result) == [OK] * 40
     assert max(r.finished_s - r.arrival_s for r in result.records) < STALL_S + 2.0
 
 
-def test_a_hung_engine_is_ended_by_its_parent_and_has_a_successor():
+def test_a_hung_engine_is_ended_and_replaced():
     faults = [fault(0.2, "both/0", "hang", 12.0)]
     result = simulate(
         pool(step_timeout_s=6.0), requests((0.0, 16, 60), (20.0, 16, 4)), faults=faults
@@ -47,7 +47,7 @@ def test_a_hung_engine_is_ended_by_its_parent_and_has_a_successor():
     assert 6.0 < result.replicas[0].stopped_s < 9.0
 
 
-def test_an_engine_that_hears_nobody_is_asked_in_vain_for_so_long_and_then_another_one():
+def test_requests_to_a_deaf_engine_go_elsewhere_after_a_timeout():
     result = simulate(
         pool(replicas=2), requests((1.0, 16, 4)), faults=[fault(0.5, "both/0", "deaf")]
     )
@@ -56,7 +56,7 @@ def test_an_engine_that_hears_nobody_is_asked_in_vain_for_so_long_and_then_anoth
     assert result.records[0].finished_s == pytest.approx(1.0 + ANSWER_S, abs=1.0)
 
 
-def test_an_engine_whom_nobody_hears_is_given_up():
+def test_a_mute_engine_is_given_up():
     faults = [fault(0.25, "both/0", "mute", 8.0)]
     result = simulate(pool(), requests((0.0, 16, 60), (20.0, 16, 4)), faults=faults)
     assert outcomes(result) == [OK] * 2
@@ -65,7 +65,7 @@ def test_an_engine_whom_nobody_hears_is_given_up():
     assert len(result.replicas) == 1, "the same start of it"
 
 
-def test_what_a_full_inbox_does_not_take_waits_before_it_in_order():
+def test_messages_wait_before_a_full_inbox_in_order():
     faults = [fault(0.5, "both/0", "backpressure", 2.0)]
     result = simulate(pool(), requests((1.0, 16, 4), (1.1, 16, 4)), faults=faults)
     assert outcomes(result) == [OK, OK]
@@ -82,7 +82,7 @@ def test_a_wrong_wall_clock_costs_time_and_no_request(shift_s):
     assert outcomes(result) == [OK] * 40
 
 
-def test_clocks_that_are_all_set_alike_hand_kv_over_as_before():
+def test_equal_clock_errors_do_not_affect_kv_transfer():
     targets = ["prefill/0", "decode/0", "ingress/0"]
     faults = [{**fault(0.55, t, "clock", 60.0), "shift_s": -3600.0} for t in targets]
     result = simulate(
@@ -92,7 +92,7 @@ def test_clocks_that_are_all_set_alike_hand_kv_over_as_before():
     assert not [e for e in result.events if e.kind == "refuse" and e.detail[-1] == "invalid"]
 
 
-def test_an_ingress_that_dies_takes_its_requests_along_and_nothing_else():
+def test_the_death_of_an_ingress_ends_only_its_requests():
     faults = [fault(1.0625, "ingress/0", "kill")]
     result = simulate(pool(replicas=4), many(), faults=faults, ingresses=2)
     assert set(outcomes(result)) == {OK, INGRESS_LOST}
@@ -101,7 +101,7 @@ def test_an_ingress_that_dies_takes_its_requests_along_and_nothing_else():
     assert events_of(result, "start")[-1] == (4.0625, "ingress/2")
 
 
-def test_without_an_ingress_nobody_is_there():
+def test_without_an_ingress_requests_fail():
     faults = [fault(1.0, "ingress/0", "kill")]
     result = simulate(pool(), requests((2.0, 16, 4), (6.0, 16, 4)), faults=faults)
     assert outcomes(result) == [NO_INGRESS, OK]
@@ -115,7 +115,7 @@ def test_a_rolling_update_under_load_loses_no_request():
     assert all(r.stopped_s is not None for r in result.replicas[:3])
 
 
-def test_streams_that_outlive_the_drain_of_their_replica_are_handed_over():
+def test_streams_longer_than_the_drain_are_handed_over():
     drain_s = 1.0
     spec = pool(replicas=3)._replace(drain_timeout_s=drain_s)
     workload = requests(*[(0.01 * i, 16, 400) for i in range(4)])
@@ -127,7 +127,7 @@ def test_streams_that_outlive_the_drain_of_their_replica_are_handed_over():
     assert {r.replica for r in result.records} == {"both/1", "both/2"}
 
 
-def test_an_engine_that_does_not_end_is_killed_when_its_time_is_over():
+def test_an_engine_that_does_not_end_is_killed_after_its_timeout():
     faults = [fault(1.0, "both/0", "replace"), fault(0.0, "both/0", "ignore_sigterm")]
     result = simulate(pool(), requests((30.0, 16, 4)), faults=faults)
     assert outcomes(result) == [OK]
@@ -144,12 +144,12 @@ def test_wait_limits_follow_from_the_configuration():
     assert waits.request_s == IngressConfig().request_timeout_s
 
 
-def test_nothing_is_waited_for_longer_than_a_request_may_take():
+def test_no_wait_limit_exceeds_the_request_timeout():
     waits = wait_limits(RouterConfig(queue_timeout_s=1e9), [pool(step_timeout_s=1e9)])
     assert set(waits) == {IngressConfig().request_timeout_s}
 
 
-def test_an_answer_that_comes_is_no_wait():
+def test_an_answer_ends_the_wait():
     result = simulate(pool(), requests((0.0, 16, 4)))
     assert outcomes(result) == [OK]
     assert result.duration_s < 1.0 + LATENCY_S

@@ -198,7 +198,7 @@ def test_a_message_that_comes_just_as_a_step_ends_is_in_time_for_the_next():
     assert bench.tokens("s") == [(end_s + prefill_turn_s(16) + LATENCY_S, 1)]
 
 
-def test_clients_hear_of_changes_at_the_same_times_with_and_without_running_ahead():
+def test_running_ahead_does_not_change_when_clients_learn_of_changes():
     """Of blocks that a run begins with, and of what a message did in the middle of one."""
     told = []
     for run_ahead in (True, False):
@@ -214,7 +214,7 @@ def test_clients_hear_of_changes_at_the_same_times_with_and_without_running_ahea
     assert len(told[0]) > 12
 
 
-def test_clients_without_outputs_hear_of_a_change_soon_after():
+def test_clients_without_outputs_soon_learn_of_a_change():
     bench = Bench()
     other = bench.new_client("other")
     bench.run(0.5)
@@ -242,7 +242,7 @@ def test_a_frozen_host_does_nothing_until_it_thaws_and_then_everything_in_order(
     assert [e.slot for _, e in bench.heard if isinstance(e, Accepted)] == [-1, -1]
 
 
-def test_a_step_that_a_freeze_falls_into_is_over_when_the_process_goes_on():
+def test_a_step_during_a_freeze_ends_when_the_process_thaws():
     bench = Bench()
     bench.request(START_S, "r", 400, 2)
     bench.at(START_S + 0.0625, bench.host.freeze)
@@ -251,7 +251,7 @@ def test_a_step_that_a_freeze_falls_into_is_over_when_the_process_goes_on():
     assert bench.tokens("r") == [(3.0 + LATENCY_S, 1), (3.0 + LATENCY_S + decode_turn_s(401), 1)]
 
 
-def test_a_killed_host_says_nothing_more():
+def test_a_killed_host_sends_nothing():
     bench = Bench()
     bench.request(START_S, "r", 16, 100)
     bench.at(START_S + 0.5, bench.host.kill)
@@ -275,7 +275,7 @@ def test_a_host_that_is_killed_while_frozen_does_not_wake():
     assert bench.tokens("r")[-1][0] < START_S + 0.25 + LATENCY_S
 
 
-def test_a_lost_client_is_dropped_with_what_it_asked_for():
+def test_a_lost_client_is_dropped_with_its_requests():
     bench = Bench()
     bench.request(START_S, "r", 16, 400)
     bench.at(2.0, bench.client.lose, "both-0.1", "a test")
@@ -302,7 +302,7 @@ def test_a_client_that_comes_back_is_a_new_one():
     assert len(bench.host.links) == 1
 
 
-def test_streams_get_what_is_for_them():
+def test_streams_get_their_own_events():
     bench = Bench()
     params = SamplingParams(max_tokens=3, temperature=0.0, seed=0, ignore_eos=True)
     request = EngineRequest("r", [20, 21], params)
@@ -318,7 +318,7 @@ def test_streams_get_what_is_for_them():
     assert [type(e) for e in got] == [Accepted, TokenOutput, TokenOutput, TokenOutput]
 
 
-def test_a_stream_hears_of_the_end_of_its_engine():
+def test_a_stream_fails_when_its_engine_ends():
     bench = Bench()
     params = SamplingParams(max_tokens=300, temperature=0.0, seed=0, ignore_eos=True)
 
@@ -366,7 +366,7 @@ def test_invariants_of_engine_and_transport_are_checked():
         bench.host.check_invariants()
 
 
-def test_an_engine_of_which_nothing_is_heard_does_not_move_until_its_next_heartbeat():
+def test_an_unresponsive_engine_counts_as_stalled_until_its_next_heartbeat():
     bench = Bench()
     bench.at(1.0, bench.client.mark_unresponsive, "both-0.1")
     bench.at(2.0, bench.host.send_heartbeat)

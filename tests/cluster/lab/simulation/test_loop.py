@@ -62,7 +62,7 @@ def test_a_time_that_has_passed_means_now():
     assert run(main()) == (5.0, 5.0)
 
 
-def test_time_starts_where_it_is_told():
+def test_time_starts_at_the_given_value():
     async def main():
         loop = asyncio.get_running_loop()
         before_s = loop.time()

@@ -51,7 +51,7 @@ DATA = Data(TRANSFER, 0, "p", 0, 1, 0)
 SERVING = LeaseInfo(TRANSFER, 0, LeaseState.SERVING, int(1000 * LEASE_S), 1, 0)
 
 
-def test_kv_may_go_to_whom_a_ticket_names_while_the_lease_lasts(monitor, clock):
+def test_kv_may_go_to_a_tickets_consumer_during_the_lease(monitor, clock):
     monitor.kv_arrived(HOST, b"d", fetch("d"))
     monitor.kv_sent(HOST, b"d", SERVING)
     clock.now_s = 3.0
@@ -60,7 +60,7 @@ def test_kv_may_go_to_whom_a_ticket_names_while_the_lease_lasts(monitor, clock):
     monitor.kv_sent(HOST, b"d", DATA)
 
 
-def test_kv_for_somebody_without_a_ticket_is_caught(monitor):
+def test_kv_for_a_consumer_without_a_ticket_is_caught(monitor):
     monitor.kv_arrived(HOST, b"d", fetch("d"))
     monitor.kv_sent(HOST, b"d", SERVING)
     with pytest.raises(AssertionError, match="without a ticket"):
@@ -68,7 +68,7 @@ def test_kv_for_somebody_without_a_ticket_is_caught(monitor):
 
 
 @pytest.mark.parametrize("message", [fetch(""), fetch("d"), fetch("other", producer="p2")])
-def test_ticket_of_another_end_is_none(monitor, message):
+def test_a_ticket_does_not_cover_another_consumer(monitor, message):
     monitor.kv_arrived(HOST, b"other", message)
     with pytest.raises(AssertionError, match="without a ticket"):
         monitor.kv_sent(HOST, b"other", DATA)

@@ -102,7 +102,7 @@ def test_both_directions_and_other_connections_do_not_wait_for_each_other():
     assert sorted(order) == list(range(20)) != order
 
 
-def test_what_is_on_its_way_is_counted():
+def test_messages_on_their_way_are_counted():
     net = network()
     channel = Channel(net, lambda: False)
     channel.send(lambda: None)
@@ -151,7 +151,7 @@ def test_payloads_take_their_time_one_after_the_other():
     assert [entry[0] for entry in c.log] == [3.25], "the second one waits for the first"
 
 
-def test_a_line_that_was_idle_does_not_save_up():
+def test_idle_bandwidth_is_not_saved_up():
     net = network()
     a, b = Host(net, "a"), Host(net, "b")
     for at_s in (0.0, 10.0):
@@ -160,7 +160,7 @@ def test_a_line_that_was_idle_does_not_save_up():
     assert [entry[0] for entry in b.log] == [1.25, 11.25]
 
 
-def test_nobody_there_is_a_broken_connection():
+def test_a_message_to_a_missing_host_breaks_the_connection():
     net = network()
     a = Host(net, "a")
     net.to_producer(a, "kv://gone", "fetch")
@@ -169,7 +169,7 @@ def test_nobody_there_is_a_broken_connection():
     assert a.log == [(0.25, "lost endpoint", "kv://gone"), (0.25, "lost consumer", b"gone")]
 
 
-def test_a_host_that_dies_is_told_to_the_others():
+def test_other_hosts_learn_of_a_hosts_death():
     net = network()
     a, b, c = (Host(net, name) for name in "abc")
     net.detach(a)
@@ -255,7 +255,7 @@ def test_a_cut_loses_kv_messages_of_either_end(cut):
     assert [entry[3] for entry in b.log] == ["before", "after"]
 
 
-def test_an_observer_sees_what_producers_send_whatever_becomes_of_it():
+def test_an_observer_sees_all_messages_of_producers_even_lost_ones():
     net = network(kv_loss=1.0)
     a, b = Host(net, "a"), Host(net, "b")
     seen = []

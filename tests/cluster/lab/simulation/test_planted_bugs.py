@@ -137,7 +137,7 @@ def request_is_activated_twice(patch):
     patch.setattr(Leg, "_send", send_twice)
 
 
-def client_that_leaves_is_not_told_of(patch):
+def departed_client_is_not_reported(patch):
     def close(self):
         self._legs.drop_decode(abort=False)
         self._legs.drop_prefill(abort=False)
@@ -145,12 +145,12 @@ def client_that_leaves_is_not_told_of(patch):
     patch.setattr(Run, "close", close)
 
 
-def prefill_that_waits_for_a_slot_is_forgotten(patch):
+def prefill_that_waits_for_a_slot_is_not_aborted(patch):
     close = Leg.close
     patch.setattr(Leg, "close", lambda self, abort: close(self, abort=abort and not self.offer))
 
 
-def first_token_is_given_twice(patch):
+def first_token_is_delivered_twice(patch):
     deliver = Run.deliver
 
     async def again(self, outputs):
@@ -190,7 +190,7 @@ def dead_engine_is_not_reported(patch):
     patch.setattr(StreamTable, "fail", lambda self, _reason: self._streams.clear())
 
 
-def stall_is_not_told(patch):
+def stall_is_not_reported(patch):
     patch.setattr(Pulse, "stalled_s", lambda self, _now_s: 0.0)
 
 
@@ -202,11 +202,11 @@ def hang_is_not_ended(patch):
     patch.setattr(HangWatch, "look", lambda self, _beats: None)
 
 
-def requests_of_a_dead_ingress_go_on(patch):
+def requests_of_a_dead_ingress_continue(patch):
     patch.setattr(EngineCore, "client_gone", lambda self, _client: 0)
 
 
-def question_without_an_answer_is_waited_for(patch):
+def unanswered_request_waits_for_ever(patch):
     def wait(self):
         return asyncio.get_running_loop().call_later(1e9, lambda: None)
 
@@ -245,7 +245,7 @@ def full_slot_queue_loses_requests(patch):
     patch.setattr(SlotQueue, "enter", enter_or_drop)
 
 
-def slot_is_waited_for_without_end(patch):
+def wait_for_a_slot_has_no_timeout(patch):
     patch.setattr(SlotQueue, "expire", lambda self, _now_s: [])
 
 
@@ -278,11 +278,11 @@ def breaker_never_reopens(patch):
     patch.setattr(Breakers, "expire", lambda self, _now_s: False)
 
 
-def probe_is_waited_for_without_end(patch):
+def wait_for_a_probe_has_no_timeout(patch):
     patch.setattr(Breakers, "ended", lambda self, _incarnation, _request_id: False)
 
 
-def nobody_hears_that_a_breaker_has_closed(patch):
+def closing_of_a_breaker_is_not_reported(patch):
     def succeeded(self, incarnation):
         if self.breakers.succeeded(incarnation):
             self._relist()
@@ -290,7 +290,7 @@ def nobody_hears_that_a_breaker_has_closed(patch):
     patch.setattr(PoolState, "succeeded", succeeded)
 
 
-def heir_s_slot_is_leaked(patch):
+def successor_s_slot_is_leaked(patch):
     def drop_heir(self):
         if self.heir is not None:
             self.heir.close(abort=False)
@@ -299,7 +299,7 @@ def heir_s_slot_is_leaked(patch):
     patch.setattr(Legs, "drop_heir", drop_heir)
 
 
-def heir_is_forgotten_when_its_request_migrates(patch):
+def successor_is_forgotten_when_its_request_migrates(patch):
     stop = HandOver.stop
 
     def stop_and_forget(self):
@@ -310,7 +310,7 @@ def heir_is_forgotten_when_its_request_migrates(patch):
     patch.setattr(HandOver, "stop", stop_and_forget)
 
 
-def both_engines_of_a_hand_over_go_on(patch):
+def both_engines_of_a_hand_over_continue(patch):
     leave = Run._leave_decode
 
     def leave_it_running(self, reason, error):
@@ -321,7 +321,7 @@ def both_engines_of_a_hand_over_go_on(patch):
     patch.setattr(Run, "_leave_decode", leave_it_running)
 
 
-def accepted_heir_is_not_taken(patch):
+def accepted_successor_is_not_used(patch):
     hear = HandOver.hear
 
     def hear_no(self, event):
@@ -331,11 +331,11 @@ def accepted_heir_is_not_taken(patch):
     patch.setattr(HandOver, "hear", hear_no)
 
 
-def end_of_a_stream_s_transfer_is_not_heard(patch):
+def end_of_a_transfer_is_not_noticed(patch):
     patch.setattr(Lending, "ended", lambda self, _epoch, _failure: False)
 
 
-def stall_is_not_left(patch):
+def request_stays_on_a_stalled_engine(patch):
     check = Legs._check_away
 
     def stays(self, leg, wanted):
@@ -345,7 +345,7 @@ def stall_is_not_left(patch):
     patch.setattr(Legs, "_check_away", stays)
 
 
-def whoever_stays_is_not_told_of_room(patch):
+def staying_stream_misses_free_room(patch):
     patch.setattr(Stalls, "stay", lambda self, _stream, _demand: None)
 
 
@@ -358,34 +358,34 @@ FOUND_BY = {
     wrong_checksum_is_accepted: 25,
     block_is_indexed_before_it_is_computed: 0,
     request_is_activated_twice: 0,
-    client_that_leaves_is_not_told_of: 0,
-    prefill_that_waits_for_a_slot_is_forgotten: 0,
-    first_token_is_given_twice: 0,
+    departed_client_is_not_reported: 0,
+    prefill_that_waits_for_a_slot_is_not_aborted: 0,
+    first_token_is_delivered_twice: 0,
     wake_up_is_lost: 0,
     dead_engine_is_not_reported: 4,
     full_slot_queue_loses_requests: 19,
-    slot_is_waited_for_without_end: 5,
+    wait_for_a_slot_has_no_timeout: 5,
     wall_clock_is_read_once: 68,
     engine_that_does_not_end_is_not_killed: 21,
     hand_over_has_no_deadline: 0,
     breaker_never_trips: 4,
     breaker_never_reopens: 4,
-    probe_is_waited_for_without_end: 4,
-    nobody_hears_that_a_breaker_has_closed: 66,
-    heir_s_slot_is_leaked: 15,
-    heir_is_forgotten_when_its_request_migrates: 15,
-    both_engines_of_a_hand_over_go_on: 6,
-    accepted_heir_is_not_taken: 1,
-    end_of_a_stream_s_transfer_is_not_heard: 6,
-    stall_is_not_left: 16,
-    whoever_stays_is_not_told_of_room: 16,
+    wait_for_a_probe_has_no_timeout: 4,
+    closing_of_a_breaker_is_not_reported: 66,
+    successor_s_slot_is_leaked: 15,
+    successor_is_forgotten_when_its_request_migrates: 15,
+    both_engines_of_a_hand_over_continue: 6,
+    accepted_successor_is_not_used: 1,
+    end_of_a_transfer_is_not_noticed: 6,
+    request_stays_on_a_stalled_engine: 16,
+    staying_stream_misses_free_room: 16,
     expired_lease_is_served: 42,
     cancelled_load_still_writes: 25,
-    stall_is_not_told: 5,
+    stall_is_not_reported: 5,
     stalled_engine_is_given_requests: 5,
     hang_is_not_ended: 7,
-    requests_of_a_dead_ingress_go_on: 11,
-    question_without_an_answer_is_waited_for: 15,
+    requests_of_a_dead_ingress_continue: 11,
+    unanswered_request_waits_for_ever: 15,
     full_inbox_loses_messages: 1,
     full_engine_queue_loses_requests: 38,
     replaced_engine_is_ended_with_requests: 45,

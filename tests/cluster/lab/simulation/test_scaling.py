@@ -38,7 +38,7 @@ def both(replicas=1):
     return pool("both", replicas, RoundTiming(WARM_UP_S))
 
 
-def test_one_more_takes_requests_after_its_start():
+def test_a_new_replica_takes_requests_after_its_start():
     """Two slots each: the third request waits until the second replica is there."""
     plan = Plan((0.0, {"both": 2}))
     workload = requests((0.0, 32, 480), (0.0, 32, 480), (0.5, 32, 8), (30.0, 32, 8))
@@ -51,7 +51,7 @@ def test_one_more_takes_requests_after_its_start():
     assert 6.0 < result.records[2].token_times_s[0] < 9.0
 
 
-def test_one_less_ends_its_requests_first_and_takes_no_more():
+def test_a_surplus_replica_ends_its_requests_and_takes_no_more():
     plan = Plan((1.0, {"both": 1}))
     workload = requests((0.0, 32, 400), (0.1, 32, 400), (0.2, 32, 400), (20.0, 32, 8))
     _, result = scaled(both(2), workload, plan)
@@ -65,7 +65,7 @@ def test_one_less_ends_its_requests_first_and_takes_no_more():
     assert len(events_of(result, "start")) == 2
 
 
-def test_of_those_too_many_goes_first_who_has_not_started():
+def test_surplus_replicas_that_have_not_started_go_first():
     plan = Plan((0.0, {"both": 3}), (2.0, {"both": 2}))
     workload = requests((0.0, 32, 300), (20.0, 32, 8))
     made, result = scaled(both(2), workload, plan)
@@ -74,14 +74,14 @@ def test_of_those_too_many_goes_first_who_has_not_started():
     assert made.replicas.num_replicas("both") == 2
 
 
-def test_what_replicas_cost_is_from_being_wanted_to_being_given_back():
+def test_replica_seconds_include_starts_and_drains():
     plan = Plan((2.0, {"both": 2}), (3.0, {"both": 1}))
     workload = requests((0.0, 32, 8), (20.0, 32, 8))
     _, result = scaled(both(), workload, plan)
     assert result.replica_seconds == pytest.approx(result.duration_s + 1.0)
 
 
-def test_a_policy_is_shown_what_came_and_what_steps_cost():
+def test_a_policy_gets_traffic_and_step_costs():
     plan = Plan()
     workload = requests((0.5, 40, 20), (0.6, 48, 30), (9.0, 32, 8))
     scaled(both(), workload, plan)
@@ -97,7 +97,7 @@ def test_a_policy_is_shown_what_came_and_what_steps_cost():
     assert counted.num_waiting == counted.num_decoding == 0
 
 
-def test_replicas_that_come_and_go_lose_no_request():
+def test_scaling_up_and_down_loses_no_request():
     """With every check on, and killed ones among them."""
     counts = (3, 1, 2, 4, 1, 3, 2)
     plan = Plan(*((3.0 * i, {"prefill": n, "decode": 5 - n}) for i, n in enumerate(counts)))

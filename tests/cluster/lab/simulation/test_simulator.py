@@ -94,7 +94,7 @@ def test_a_prompt_in_chunks_takes_a_step_for_each():
 
 
 @AHEAD
-def test_two_that_come_one_after_the_other_share_the_steps(run_ahead):
+def test_two_staggered_requests_share_the_steps(run_ahead):
     """The second one comes in the middle of a step and waits for its end."""
     p, q = prefill_turn_s(32), prefill_turn_s(48)
     arrival_s = 0.5 * p
@@ -108,7 +108,7 @@ def test_two_that_come_one_after_the_other_share_the_steps(run_ahead):
 
 
 @AHEAD
-def test_two_at_once_and_the_second_waits_for_the_firsts_step(run_ahead):
+def test_of_two_simultaneous_requests_the_second_waits_for_the_firsts_step(run_ahead):
     """Messages come one by one; the core begins with the first that it has."""
     result = simulate(pool(), requests((0.0, 32, 2), (0.0, 32, 2)), run_ahead=run_ahead)
     p = prefill_turn_s(32)
@@ -118,7 +118,7 @@ def test_two_at_once_and_the_second_waits_for_the_firsts_step(run_ahead):
     assert times(result, 1) == [second_s, second_s + decode_turn_s(33)]
 
 
-def test_three_that_come_during_a_step_are_prefilled_together():
+def test_three_requests_that_arrive_during_a_step_are_prefilled_together():
     engine = pool(max_batch_size=4)
     rows = [(0.0, 64, 1), *[(0.001 * i, 16 * i, 1) for i in (1, 2, 3)]]
     result = simulate(engine, requests(*rows))
@@ -149,14 +149,14 @@ def test_lanes_prefill_side_by_side():
     assert [times(result, i) for i in (1, 2)] == [[pytest.approx(done_s)]] * 2
 
 
-def test_lanes_that_are_idle_wait_for_what_comes_with_the_first_prompt():
+def test_idle_lanes_wait_for_requests_that_arrive_with_the_first():
     engine = pool(max_batch_size=4, tt_data_parallel=2)
     result = simulate(engine, requests((0.0, 64, 1), (0.001, 96, 1)))
     done_s = 2 * LATENCY_S + GATHER_S + turn_s(96 * PREFILL_TOKEN_S, 2)
     assert [times(result, i) for i in (0, 1)] == [[pytest.approx(done_s)]] * 2
 
 
-def test_a_prefix_that_is_known_is_not_computed_again():
+def test_a_cached_prefix_is_not_computed_again():
     row = (80, 1, (0, 1, 2))
     workload = Workload("w", (TraceRequest(0.0, *row), TraceRequest(1.0, *row)), BLOCK_SIZE)
     result = simulate(pool(), workload, models_kv=True)
@@ -369,7 +369,7 @@ def test_kv_that_is_damaged_lost_or_repeated_is_never_decoded_from():
 # --- trouble --------------------------------------------------------------------------------------
 
 
-def test_a_stream_of_the_only_replica_goes_on_at_its_successor():
+def test_a_stream_of_the_only_replica_continues_on_its_successor():
     killed_s, restart_s = 0.5, 3.0
     kill = fault(killed_s, "both/0", "kill")
     result = simulate(pool(), requests((0.0, 16, 100)), faults=[kill], restart_s=restart_s)
@@ -379,7 +379,7 @@ def test_a_stream_of_the_only_replica_goes_on_at_its_successor():
     assert not any(killed_s + LATENCY_S < t <= killed_s + restart_s for t in heard)
 
 
-def test_a_killed_replica_takes_its_requests_along_where_no_other_comes_in_time():
+def test_requests_of_a_killed_replica_fail_if_no_other_starts_in_time():
     killed_s, timeout_s = 0.5, 2.0
     result = simulate(
         pool(), requests((0.0, 16, 100)), faults=[fault(killed_s, "both/0", "kill")],
@@ -510,7 +510,7 @@ def test_the_last_prefill_replica_killed_leaves_the_prompt_to_the_decode_replica
     assert result.replicas[1].num_prompt_tokens == 400
 
 
-def test_a_replica_that_was_frozen_for_two_seconds_goes_on_where_it_was():
+def test_a_replica_continues_after_a_freeze_of_two_seconds():
     at_s, back_s = 0.25, 2.25
     result = simulate(
         pool(), requests((0.0, 16, 60)), faults=[fault(at_s, "both/0", "freeze", 2.0)]
@@ -525,7 +525,7 @@ def test_a_replica_that_was_frozen_for_two_seconds_goes_on_where_it_was():
     assert len(result.replicas) == 1
 
 
-def test_a_replica_that_was_cut_off_for_two_seconds_is_connected_anew():
+def test_a_replica_reconnects_after_a_partition_of_two_seconds():
     """What it sent meanwhile is lost, and its clients notice that when they hear of it again.
 
     Whoever asked it meanwhile what it is waits for that answer before it asks again, and requests
@@ -543,7 +543,7 @@ def test_a_replica_that_was_cut_off_for_two_seconds_is_connected_anew():
 
 
 @pytest.mark.parametrize("kind", ["freeze", "partition"])
-def test_after_ten_seconds_it_was_given_up_and_is_found_again(kind):
+def test_a_replica_is_found_again_after_ten_silent_seconds(kind):
     at_s, duration_s = 0.25, 10.0
     lost_s, back_s = at_s + SILENCE_S, at_s + duration_s
     workload = requests(
@@ -561,7 +561,7 @@ def test_after_ten_seconds_it_was_given_up_and_is_found_again(kind):
     assert len(result.replicas) == 1, "the same start of it"
 
 
-def test_no_prompt_is_computed_for_whoever_waits_for_lost_replicas_to_be_found():
+def test_no_prompt_is_computed_while_decode_replicas_are_missing():
     """Its client would have a first token, and then nothing, of nobody."""
     faults = [fault(0.25, "decode/0", "freeze", 60.0)]
     workload = requests((0.25 + SILENCE_S + 1.0, 16, 4))
@@ -572,7 +572,7 @@ def test_no_prompt_is_computed_for_whoever_waits_for_lost_replicas_to_be_found()
 
 
 @pytest.mark.parametrize("kind", ["freeze", "partition"])
-def test_another_replica_takes_what_a_silent_one_had_not_begun(kind):
+def test_another_replica_runs_requests_that_a_silent_one_had_not_begun(kind):
     workload = requests((0.5, 16, 4), (0.5, 16, 4))
     result = simulate(pool(replicas=2), workload, faults=[fault(0.25, "both/0", kind)])
     assert outcomes(result) == [OK, OK]
@@ -589,7 +589,7 @@ def test_a_broken_kv_link_costs_no_request():
     assert events_by_kind(result.events)["drop_link"] == 2
 
 
-def test_a_slow_replica_is_slow_for_as_long_as_the_plan_says():
+def test_a_replica_is_slow_for_the_planned_time():
     faults = [{**fault(0.0, "both/0", "slow", 1.0), "factor": 4.0}]
     result = simulate(pool(), requests((0.0, 64, 1), (1.0, 64, 1)), faults=faults)
     slow_s = 4 * 64 * PREFILL_TOKEN_S + HOST_S + HOST_ROW_S
@@ -624,7 +624,7 @@ def test_two_hundred_replicas():
     assert sum(r.num_output_tokens for r in result.replicas) == sum(n for *_, n in rows)
 
 
-def test_progress_is_told_with_time_requests_and_events():
+def test_progress_has_time_requests_and_events():
     told = []
     one = simulation(pool(max_batch_size=200), requests(*[(0.01 * i, 16, 2) for i in range(130)]))
     one._progress = lambda *args: told.append(args)
@@ -663,5 +663,5 @@ def test_a_replica_that_starts_again_within_a_freeze_is_frozen():
     assert events_of(result, "start")[1][0] < 10.0 < 40.5 < result.records[2].token_times_s[0]
 
 
-def test_it_waits_as_long_as_the_real_ones():
+def test_timeouts_are_those_of_production():
     assert (SILENCE_S, NOTICE_S) == (dealer.SILENCE_S, sockets.HEARTBEAT_S)

@@ -304,7 +304,7 @@ def test_attainment_is_at_most_success_and_json_round_trips(records, slo, durati
 
 
 @given(st.lists(request_records(), max_size=12), SLOS)
-def test_good_is_what_the_definition_says(records, slo):
+def test_good_requests_match_the_definition(records, slo):
     """Attainment goes over ratios; the definition compares each latency with its bound."""
 
     def is_good(r):
