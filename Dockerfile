@@ -1,19 +1,19 @@
 # One file, two flavours; the Python of BASE decides, as ttnn has wheels for 3.10 and 3.12 alone:
 #   docker build -t ttserve:0.1.0 .                                                  CPU, simulated meshes
 #   docker build -t ttserve:0.1.0-tt --build-arg BASE=python:3.12-slim-bookworm .    Tenstorrent boards
-# BASE is a tag, which may name another image tomorrow. For a build that can be repeated, add the digest
-# that your registry gives: BASE=python:3.11-slim-bookworm@sha256:<64 digits>. Debian's packages are
-# still the newest of their release.
+# BASE is a tag, which may name another image later. For a reproducible build add the digest from your
+# registry: BASE=python:3.11-slim-bookworm@sha256:<64 digits>. Debian's packages are still the newest
+# of their release.
 # Every Python package is installed by its hash (requirements/*.txt, `make lock`), from wheels only.
 # TORCH_INDEX names an index of torch's CPU wheels, which make the image smaller by the CUDA libraries.
-# They are other files than PyPI's: TORCH_SHA256 is the hash, from that index, of the wheel for the
+# Its files differ from PyPI's: TORCH_SHA256 is the hash, from that index, of the wheel for the
 # image's Python and processor.
-# PIP_CERT names certificates that a mirror of Python's packages asks for, mounted while it builds.
+# PIP_CERT names a mounted file of certificates, for a package mirror behind a private authority.
 ARG BASE=python:3.11-slim-bookworm
 
-# bash and wget are what KubeRay's commands and probes call; a base without Python gets Debian's. User 1000
-# owns HAProxy's folder, which every container gets anew, because Serve's files and the admin socket are
-# private. KubeRay starts Ray with `bash -c`, which reads BASH_ENV, or from a login shell, which reads profile.d;
+# KubeRay's commands and probes call bash and wget. A base without Python gets Debian's. User 1000 owns
+# HAProxy's folder, because Serve's files and the admin socket are private; every container gets a new one.
+# KubeRay starts Ray with `bash -c`, which reads BASH_ENV, or from a login shell, which reads profile.d.
 # `ttserve serve` sets its umask itself.
 FROM ${BASE} AS base
 RUN apt-get update && apt-get install -y --no-install-recommends bash wget ca-certificates \
@@ -24,13 +24,13 @@ RUN apt-get update && apt-get install -y --no-install-recommends bash wget ca-ce
     && printf 'umask 077\nexport PATH=/opt/ttserve/bin:$PATH\n' > /etc/profile.d/ttserve.sh
 WORKDIR /src
 
-# Their names alone: nothing else in pyproject.toml is a reason to install them anew.
+# Only the requirements: other changes of pyproject.toml must not install the packages again.
 FROM base AS names
 COPY pyproject.toml ./
 RUN python3 -m venv /venv && /venv/bin/python -c 'from pip._vendor import tomli; \
 print(*tomli.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' > requirements.txt
 
-# The base's own pip installs nothing but the pip and setuptools of the hashed list. They do the rest, with
+# The base's own pip installs only the pip and setuptools of the hashed list. These install the rest, with
 # hashed constraints rather than requirements: packages that this torch does not need are not installed.
 FROM base AS installed
 ARG PIP_CERT
@@ -57,7 +57,7 @@ RUN /opt/ttserve/bin/pip install --no-cache-dir --no-index --no-deps --no-build-
 FROM installed
 COPY --from=code /code /
 VOLUME /run/ttserve
-# Mostly the variables of `ttserve environment`: in pods nobody runs it before `ray start`.
+# Mostly the variables of `ttserve environment`, which does not run before `ray start` in pods.
 ENV PATH=/opt/ttserve/bin:$PATH \
     HOME=/tmp/home \
     BASH_ENV=/etc/profile.d/ttserve.sh \

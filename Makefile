@@ -1,9 +1,9 @@
 # Two commands: `make serve` and `make test`. Each sets up .venv by itself; both need only Python and make.
 PYTHON ?= python3
 VENV := .venv
-# Where ttnn is, which has no wheel for Python 3.11; TTNN_PYTHON=/path/to/python3.12 names another.
+# A separate environment, because ttnn has no wheel for Python 3.11. TTNN_PYTHON=/path/to/python3.12 sets its Python.
 VENV_TTNN := .venv-ttnn
-# Where the tools of `lock`, `sbom` and `audit` are.
+# Tools of `lock`, `sbom` and `audit`.
 VENV_TOOLS := .venv-tools
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --retries 10 --timeout 60
 export HF_HUB_OFFLINE := 1
@@ -24,16 +24,16 @@ PYTEST = $(VENV)/bin/python -m pytest -q $(if $(CI),--cache-clear) $(1) || [ $$?
 # engine that starts, freezes or falls silent. Each begins with its part of the tests in their order,
 # so that what the tests of a file share is mostly made once, and takes over from others at the end.
 SHARED := --dist worksteal
-# What was asked for, or the files that have tests of a kind: to import all the others takes long.
+# The given files, or those with tests of a kind: importing all the others takes long.
 FILES = $(or $(TESTS),$(sort $(shell grep -rl --include='test_*.py' 'mark\.$(1)' tests)))
 
 # TESTS=tests/kv_transfer runs a part.
 test: $(VENV)/.installed-dev ## Run the tests without slow ones. TESTS=tests/kv_transfer runs a part.
 	$(call PYTEST,-n 3 $(SHARED) -m "not ray and not slow" $(TESTS))
-	@# A host has room for one cluster: the tests that start Ray run alone.
+	@# A host holds one Ray cluster at a time: tests that start Ray run alone.
 	$(call PYTEST,-m "ray and not slow" $(call FILES,ray))
 
-# What `make test` leaves out: quicker tests show most of it, and only CI has the time.
+# The tests that `make test` leaves out: quicker tests cover most of them, and CI runs them all.
 test-slow: $(VENV)/.installed-dev ## Run the slow tests, which `test` leaves out.
 	$(call PYTEST,-n 2 $(SHARED) -m "slow and not ray" $(call FILES,slow))
 	$(call PYTEST,-m "slow and ray" $(call FILES,slow))
@@ -42,7 +42,7 @@ test-slow: $(VENV)/.installed-dev ## Run the slow tests, which `test` leaves out
 test-tt: $(VENV_TTNN)/.installed-dev ## Run the ttnn path on ttnn's mock device (Python 3.12).
 	TTSERVE_REQUIRE_TTNN=1 $(VENV_TTNN)/bin/python -m pytest -q -n 2 --dist loadfile $(or $(TESTS),tests/tt)
 
-# The chart, and the image on a real Kubernetes: the one of KUBECONFIG, else a node made here, which needs
+# The chart, and the image on a real Kubernetes: that of KUBECONFIG, or else a node started here, which needs
 # Go 1.26, root and packages of Debian. 35 minutes the first time.
 test-helm: $(VENV)/.installed-dev ## Test the chart, and the image on a real Kubernetes (Go 1.26, root).
 	PYTHON=$(VENV)/bin/python helm/kit/test.sh
@@ -72,7 +72,7 @@ types: $(VENV)/.installed-dev ## Run mypy.
 imports: $(VENV)/.installed-dev ## Check the import contracts.
 	@if [ -x $(VENV)/bin/lint-imports ]; then $(VENV)/bin/lint-imports --no-logo; else echo "imports: skipped, needs Python 3.11"; fi
 
-# EVENTS=20000000 SEED=7 JOBS=8 for a night of it; docs/chaos.md.
+# For a run over night: EVENTS=20000000 SEED=7 JOBS=8. See docs/chaos.md.
 chaos: $(VENV)/.installed ## Inject random faults into simulated clusters. EVENTS=n SEED=n JOBS=n.
 	$(VENV)/bin/ttserve chaos --jobs $(or $(JOBS),2) $(if $(EVENTS),--events $(EVENTS)) $(if $(SEED),--seed $(SEED))
 
@@ -85,7 +85,7 @@ lock: $(VENV_TOOLS)/.installed ## Write requirements/*.txt with hashes from cons
 	$(LOCK) --output-file requirements/build.txt --group build
 	$(LOCK) --output-file requirements/tools.txt --group tools
 
-# What is installed in $(VENV), as a CycloneDX document.
+# The packages of $(VENV), as a CycloneDX document.
 sbom: $(VENV)/.installed $(VENV_TOOLS)/.installed ## Write a CycloneDX document of what is installed.
 	@mkdir -p generated
 	$(VENV_TOOLS)/bin/cyclonedx-py environment --validate --output-reproducible --pyproject pyproject.toml --output-file generated/sbom.json $(VENV)/bin/python

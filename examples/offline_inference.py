@@ -53,7 +53,7 @@ _OF_IMAGES = ("multi_modal", "multi_image", "mm_processor_kwargs")
 
 @dataclass(frozen=True)
 class Figures:
-    """What a run took; rates are of this process, not of an HTTP endpoint.
+    """Figures of a run; rates are of this process, not of an HTTP endpoint.
 
     Attributes:
         num_requests: Requests that ended.
@@ -101,7 +101,7 @@ def run(
         requests_per_step: How many are added before each step; 0 adds all at once.
 
     Returns:
-        The finished requests in the order of the prompts, and what they took.
+        The finished requests in the order of the prompts, and the figures of the run.
     """
     waiting = list(reversed(prompts))
     order: list[str] = []
@@ -171,7 +171,7 @@ def increasing_lengths(engine: LLMEngine, max_tokens: int) -> list[tuple[int, Fi
         max_tokens: Tokens that each one generates.
 
     Returns:
-        Prompt length and what that request took, in order.
+        Prompt length and the figures of that request, in order.
     """
     longest = engine.max_model_len - max_tokens
     if longest < 1:
@@ -247,7 +247,7 @@ def _run(
         return {"lengths": [length for length, _ in lengths],
                 "ttft_ms": [took.ttft_ms for _, took in lengths]}  # fmt: skip
     if options.measure_perf:
-        # Once unseen: the first requests of an engine pay for what is set up on first use.
+        # Once unmeasured: the first requests of an engine pay for set-up on first use.
         run(engine, [unlike_prompt(options.num_prompts, options.prompt_len)], params)
     return _shown(
         *run(engine, prompts, params, requests_per_step=options.requests_per_step), options

@@ -3,8 +3,8 @@
     make serve                                                     # in another terminal
     python examples/server_client.py --num-requests 64 --concurrency 16
 
-Every request is streamed. Prints the texts, then what clients saw: time to first token and per
-token, by percentile. The last line is one JSON object; the exit code is 1 if a request failed.
+Every request is streamed. Prints the texts, then the clients' times to first token and per token,
+by percentile. The last line is one JSON object; the exit code is 1 if a request failed.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ PROMPTS = (
 
 @dataclass
 class Answer:
-    """One request.
+    """One request and its answer.
 
     Attributes:
-        prompt: What was asked.
-        text: What came.
+        prompt: The text that was sent.
+        text: The generated text.
         error: Why it failed, or None.
         ttft_s: Time to the first token.
         seconds: Time to the last one.
@@ -120,7 +120,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def summary(answers: Sequence[Answer], seconds: float) -> dict[str, float]:
-    """What the clients saw, of the requests that did not fail."""
+    """Return the latencies and rates of the requests that did not fail."""
     good = [answer for answer in answers if answer.error is None]
     later = [a for a in good if a.num_tokens > 1]
     num_tokens = sum(answer.num_tokens for answer in good)

@@ -1,15 +1,15 @@
-"""Runs somebody else's generator class on ttnn's mock device, step by step, as far as it goes.
+"""Runs a third party's generator class on ttnn's mock device, step by step, as far as possible.
 
     PYTHONPATH=.:/path/to/their/packages python -m scripts.foreign_class GENERATOR MODEL [options]
 
-GENERATOR and MODEL are what a configuration calls `generator` and `model`. Needs a Python with ttnn
-and the stand-in for its compiler (`make test-tt` makes both), and whatever the class imports; on
-the mock device nothing is computed, so that tokens mean nothing and no trace can be captured. What
-it shows is that the class is found, what it takes, and that every call of ours is one that it and
-ttnn accept: load, cache, warm-up, prefill of one and of several prompts, a chunk, decodes, a row
-that is preempted and comes back, close. Each step is a line: ok, or the error and the place in
-their code; what depends on a failed step is left out. Ends with a row for a table.
-Seen results: docs/foreign-classes.md.
+GENERATOR and MODEL are a configuration's `generator` and `model`. Needs a Python with ttnn and the
+stand-in for its compiler (`make test-tt` makes both), and the packages that the class imports. The
+mock device computes nothing, so that tokens mean nothing and no trace can be captured. The run
+shows that the class is found, which arguments it takes, and that it and ttnn accept each call:
+load, cache, warm-up, prefill of one and of several prompts, a chunk, decodes, a row that is
+preempted and resumed, close. Each step prints a line: ok, or the error and its place in the foreign
+code. Steps that depend on a failed one are left out. The last line is a row for a table.
+Results so far: docs/foreign-classes.md.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class _StoppedError(Exception):
 
 
 class Run:
-    """One class on its way.
+    """One run of a class.
 
     Args:
-        config: What an engine would be told.
+        config: The engine's configuration.
         draws: Let the class draw the tokens.
     """
 
@@ -62,7 +62,7 @@ class Run:
         self.stopped = ""
 
     def step(self, name: str, action: Callable[[], Any], *, is_needed: bool = True) -> Any:  # noqa: ANN401 - whatever it makes
-        """Do something and tell how it went."""
+        """Run an action and print its result."""
         started = time.perf_counter()
         try:
             made = action()
@@ -78,7 +78,7 @@ class Run:
         return made
 
     def all(self) -> None:
-        """Every step, in order; closes what was opened."""
+        """Run every step in order; close the mesh at the end."""
         from replicas.generators.plugin.routes import route_mesh
         from replicas.generators.registry import resolve_mesh_generator
         from replicas.generators.ttnn.mesh import open_mesh
@@ -143,7 +143,7 @@ class Served:
 
     Args:
         generator: The model.
-        config: What an engine would be told.
+        config: The engine's configuration.
         draws: Let the class draw the tokens.
     """
 
@@ -156,14 +156,14 @@ class Served:
         self._width = -(-(config.max_model_len or 0) // _BLOCK_SIZE)
 
     def allocate(self, model: ModelConfig) -> None:
-        """The KV cache."""
+        """Allocate the KV cache."""
         shape = (self._config.num_blocks, model.num_key_value_heads, _BLOCK_SIZE, model.head_dim)
         self._cache = self._generator.allocate_kv_cache(
             shape, torch.bfloat16, model.num_hidden_layers
         )
 
     def warm_up(self, kind: str) -> None:
-        """Prefill or decode."""
+        """Warm up prefill or decode."""
         drawing = {"enable_trace": False, "can_sample_on_device": self._draws}
         if kind == "prefill":
             self._generator.warmup_model_prefill(kv_cache=self._cache, **drawing)
@@ -172,7 +172,7 @@ class Served:
         self._generator.warmup_model_decode(kv_cache=self._cache, **sizes, **drawing)
 
     def prefill(self, slots: list[int], end: int, start: int = 0) -> None:
-        """Tokens from `start` to `end` of a prompt in each of some slots."""
+        """Compute the tokens from `start` to `end` of a prompt in each of some slots."""
         num_rows = len(slots)
         self._generator.prefill_forward(
             tokens=torch.ones((num_rows, end), dtype=torch.int32),
@@ -185,7 +185,7 @@ class Served:
         self._lengths |= dict.fromkeys(slots, end)
 
     def decode(self, slots: list[int], *, reload: bool = True) -> None:
-        """A token of each of some slots; the device goes on by itself unless it reloads."""
+        """Decode a token in each of some slots, from the device's own state unless `reload`."""
         size = self._config.max_batch_size
         tokens = torch.zeros((size, 1), dtype=torch.int32)
         positions = torch.full((size,), -1, dtype=torch.int32)
@@ -201,12 +201,12 @@ class Served:
         self._lengths |= {slot: self._lengths[slot] + 1 for slot in slots}
 
     def preempt(self, slot: int) -> None:
-        """Take a row away, and compute it again from its start."""
+        """Preempt a row, and compute it again from its start."""
         self._generator.release_request(slot)
         self.prefill([slot], self._lengths[slot])
 
     def _tables(self, slots: list[int]) -> torch.Tensor:
-        """Blocks of each slot's own, of its lane's."""
+        """Return a page table that gives each slot blocks of its own in its lane."""
         per_lane = self._config.slots_per_group
         first = [1 + slot % per_lane * self._width for slot in slots]
         rows = [list(range(n, n + self._width)) for n in first]
@@ -214,7 +214,7 @@ class Served:
 
 
 def _reason(error: BaseException) -> str:
-    """The error's first line, and where in other people's code it comes from."""
+    """Return the error's first line, and its place in the foreign code."""
     root = Path(__file__).resolve().parents[1]
     cause: BaseException = error
     while cause.__cause__ is not None:
@@ -269,7 +269,7 @@ def _config(options: argparse.Namespace, scratch: str) -> EngineConfig:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one class; 1 if some step failed."""
+    """Run one class; return 1 if a step failed, else 0."""
     parser = _parser()
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as scratch:

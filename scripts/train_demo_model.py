@@ -3,7 +3,7 @@
 From the root of the repository, with the project's development environment:
 
     python -m scripts.train_demo_model                               # about 40 minutes on one core
-    python -m scripts.train_demo_model --resume                      # goes on after a stop
+    python -m scripts.train_demo_model --resume                      # continues a stopped run
     python -m scripts.train_demo_model --evaluate configs/demo-model
 
 The last line of the output is one JSON object with the figures of the model card.

@@ -1,4 +1,4 @@
-"""Set up what ttnn's mock device needs: a Python 3.12 with ttnn, and a stand-in for its compiler.
+"""Set up ttnn's mock device: a Python 3.12 with ttnn, and a stand-in for its compiler.
 
     python3 scripts/tt_mock.py find-python          print a Python 3.12
     python3 scripts/tt_mock.py binutils             install Debian's RISC-V binutils if missing
@@ -6,8 +6,8 @@
 
 ttnn opens a device that is only described by a file (``TT_METAL_MOCK_CLUSTER_DESC_PATH``), checks
 every call as for silicon, and computes nothing. But it compiles kernels for it, with Tenstorrent's
-SFPI compiler. The stand-in (``tests/tt/mock/toolchain``) compiles an empty kernel instead. It is
-never put in the place of a real SFPI, which does as well.
+SFPI compiler. The stand-in (``tests/tt/mock/toolchain``) compiles an empty kernel instead. It never
+replaces a real SFPI, which works as well.
 
 Needs the standard library alone: it runs before anything is installed.
 """
@@ -29,7 +29,7 @@ _PACKAGE = "binutils-riscv64-unknown-elf"
 
 
 class SetUpError(Exception):
-    """Something that is missing here; says how to get it."""
+    """A missing dependency, with the command that installs it."""
 
 
 def find_python() -> str:
@@ -84,7 +84,7 @@ def ttnn_package(python: str) -> Path:
 
 
 def install_toolchain(package: Path) -> bool:
-    """Put the stand-in into a ttnn package; a real SFPI there is left as it is, and does as well.
+    """Put the stand-in into a ttnn package, unless a real SFPI is there, which works as well.
 
     Args:
         package: Folder of the package.

@@ -2,8 +2,7 @@
 
     python scripts/values_table.py
 
-What a comment above a key says is its text; a key without a comment shares that of the key right
-above it.
+A key's text is the comment above it. A key without a comment shares that of the key right above it.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ class Row:
 
     Attributes:
         path: Its keys, with dots.
-        kind: What it may be.
+        kind: Its type, or its choices.
         default: As YAML.
-        text: What it means.
+        text: Its meaning.
     """
 
     path: str
@@ -43,7 +42,7 @@ class Row:
 
 
 def rows(values: Path, schema: Path) -> list[Row]:
-    """The table's rows, in the order of the file.
+    """Return the table's rows, in the order of the file.
 
     Args:
         values: The chart's values, each key on a line of its own unless it is within braces.
@@ -58,7 +57,7 @@ def rows(values: Path, schema: Path) -> list[Row]:
 
 
 def updated(document: str) -> str:
-    """The document with the table as it should be.
+    """Return the document with a table from the current values.
 
     Raises:
         ValueError: It has no place for it.
@@ -122,7 +121,7 @@ def _one_line(value: yaml.Node) -> str:
 
 
 def _kind(schema: dict[str, Any], path: str) -> str:
-    """What a value may be, in words."""
+    """Return a value's type or choices, in words."""
     whole, found = schema, schema
     for key in path.split("."):
         found = _plain(whole, found)
@@ -136,7 +135,7 @@ def _kind(schema: dict[str, Any], path: str) -> str:
 
 
 def _plain(whole: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema behind references, and the part of a choice that says something of keys."""
+    """Return a schema without references; of a choice, the branch that describes keys."""
     for combination in ("allOf", "oneOf"):
         for part in schema.get(combination, []):
             plain = _plain(whole, part)

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # One real Kubernetes node on this machine, in a network namespace of its own: etcd, API server,
 # controller manager, scheduler, kubelet on containerd and runc, kube-proxy, CoreDNS, KubeRay's
-# operator, and KWOK for nodes that only pretend. No image registry, no route outside.
+# operator, and KWOK for simulated nodes. No image registry, no route outside.
 #
 #   node.sh up            start it; prints the kubeconfig's path
 #   node.sh exec CMD...   run a command where the cluster is: kubectl, helm, curl, python
 #   node.sh load [TAR]    import a docker archive, or standard input, into the node
-#   node.sh down          end it, also one that was killed half-way; leaves nothing
-#   node.sh guard PID     end it when a process has ended, however that ends
+#   node.sh down          end it, also one that was killed half-way, and remove everything
+#   node.sh guard PID     end it when a process has ended, for any reason
 #
-# BIN: where programs.sh and images.sh put what they made. STATE: the folder of everything that it
+# BIN: the output folder of programs.sh and images.sh. STATE: the folder of all files that the node
 # writes. NAME: of the network namespace and of the pods' control group. Needs root, and Debian's
 # containerd, runc, containernetworking-plugins, iproute2, nftables, openssl, procps.
 set -euo pipefail
@@ -225,8 +225,8 @@ control_groups() {  # every hierarchy of version 1, or the one of version 2
     fi
 }
 
-# Whoever was started here is in the network namespace, or has the folder in its command line, or is
-# in the pods' control group.
+# A process of the node is in the network namespace, or has the folder in its command line, or is in
+# the pods' control group.
 processes() {
     ip netns pids "$NAME" 2> /dev/null || true
     # Listed before grep starts: its own command line has the folder too.

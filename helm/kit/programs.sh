@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Builds the programs of the chart's tests from the Go modules pinned in programs/*/go.mod, into BIN
-# (.kit of the repository). What is there is not built again. Needs Go 1.26; 11 minutes on two cores when nothing is cached.
+# (.kit of the repository). Existing programs are not built again. Needs Go 1.26; 11 minutes on two cores without caches.
 #
 #   programs.sh chart    helm, helm-unittest, kubeconform, the definitions of custom resources
-#   programs.sh node     those of a Kubernetes node beside them
+#   programs.sh node     the same, and those of a Kubernetes node
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 BIN=${BIN:-$(cd "$here/../.." && pwd)/.kit}
@@ -43,7 +43,7 @@ build coredns coredns github.com/coredns/coredns
 build kwok kwok sigs.k8s.io/kwok/cmd/kwok
 build kuberay ray-operator github.com/ray-project/kuberay/ray-operator
 
-# What KWOK's nodes and pods do: heartbeats, and pods that are ready at once.
+# Stages of KWOK's nodes and pods: heartbeats, and pods that are ready at once.
 stages=$(folder kwok sigs.k8s.io/kwok)/kustomize/stage
 for file in node/fast/node-initialize node/heartbeat/node-heartbeat pod/fast/pod-ready pod/fast/pod-complete pod/fast/pod-delete; do
     cat "$stages/$file.yaml"

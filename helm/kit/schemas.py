@@ -43,7 +43,7 @@ def _write(out: Path, group: str, version: str, kind: str, schema: object) -> No
 
 
 def _strict(schema: object) -> object:
-    """The schema with what only OpenAPI says in it: no other fields, integer or string."""
+    """Return the schema as JSON schema: no unknown fields; int-or-string as a choice of types."""
     if isinstance(schema, list):
         return [_strict(item) for item in schema]
     if not isinstance(schema, dict):

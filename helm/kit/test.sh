@@ -2,15 +2,15 @@
 # Everything that the chart must pass, for `make test-helm`: lint, helm-unittest, tests/helm (every file
 # of helm/ttserve/ci against the schemas of Kubernetes and of the custom resources, alert rules), and
 # tests/kubernetes on a real cluster: the one that KUBECONFIG names, else a node of its own.
-# What this machine cannot do is said and skipped; with TTSERVE_REQUIRE_NODE only Go and the kernel's
-# rights may be absent, and Debian's packages are installed.
+# Tests that this machine cannot run are skipped with a message. With TTSERVE_REQUIRE_NODE only Go and
+# the kernel's rights may be absent, and Debian's packages are installed.
 #
-#   test.sh                what is said above
+#   test.sh                all of the above
 #   test.sh chart          without the cluster
 #   test.sh build          make what the tests need, and run none
 #   test.sh build-chart    the same without the cluster
 #
-#   PYTHON: an interpreter with the tests' packages. BIN: what is built goes there. TESTS: part of them.
+#   PYTHON: an interpreter with the tests' packages. BIN: output folder of builds. TESTS: part of them.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
@@ -37,7 +37,7 @@ has_go() {
     [ "$(printf 'go1.26\n%s\n' "$version" | sort -V | head -1)" = go1.26 ]
 }
 
-# What the kernel refuses here, or nothing.
+# Prints what the kernel refuses here, or nothing.
 refused() {
     unshare --net true 2> /dev/null || echo "a network namespace"
     unshare --mount sh -c 'mount -t tmpfs none /mnt' 2> /dev/null || echo "a mount"
@@ -75,7 +75,7 @@ build_node() {
     "$here/programs.sh" node &
     programs=$!
     "$here/images.sh" || images=$?
-    wait $programs  # whoever builds again has it to themselves
+    wait $programs  # also after a failure: a second build must not overlap this one
     return $images
 }
 

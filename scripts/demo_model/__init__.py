@@ -1,1 +1,1 @@
-"""What `scripts.train_demo_model` is made of: corpus, tokenizer, network, training, evaluation."""
+"""Parts of `scripts.train_demo_model`: corpus, tokenizer, network, training, evaluation."""

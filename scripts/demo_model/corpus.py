@@ -68,8 +68,8 @@ class Document:
     Attributes:
         module: top-level module name, without leading underscores if the module is compiled;
             decides the part that the document belongs to.
-        name: dotted name of what is documented, such as `json.dumps`; for a help topic the topic's
-            own name.
+        name: dotted name of the documented object, such as `json.dumps`; of a help topic its own
+            name.
         kind: "module", "class", "function", "topic" or "page".
         text: the cleaned documentation string, never empty.
         source: the source file or compiled module that it stands in, or the topic.
@@ -92,9 +92,9 @@ class Corpus:
     """Documents in a fixed order, split by top-level module. No text occurs twice.
 
     Attributes:
-        train: what gradients are computed from.
+        train: modules for gradients.
         validation: modules that choose the checkpoint; the n-gram baseline may count them.
-        held_out: modules that nothing is fitted to and nothing is chosen by.
+        held_out: modules used neither to fit nor to choose anything.
         sha256: digest over every part, name and text; two equal digests mean equal experiments.
     """
 
@@ -145,7 +145,7 @@ def part_of_module(module: str) -> str:
 
 
 def pages(documents: Iterable[Document]) -> tuple[Document, ...]:
-    """Join what stands in one source file, in its order, to one document."""
+    """Join the documents of each source file, in order, to one document."""
     return tuple(
         Document(members[0].module, source, "page", "\n\n".join(d.text for d in members), source)
         for source, members in (
@@ -203,7 +203,7 @@ def _compiled_docstrings() -> Iterator[Document]:
 def _object_docstrings(
     thing: object, dotted: tuple[str, ...], module: str, source: str
 ) -> Iterator[Document]:
-    """Yield the docstring of a compiled module, class or function and of what it defines."""
+    """Yield the docstrings of a compiled module, class or function and of its members."""
     is_scope = inspect.ismodule(thing) or inspect.isclass(thing)
     kind = "module" if inspect.ismodule(thing) else "class" if is_scope else "function"
     documentation = getattr(thing, "__doc__", None)

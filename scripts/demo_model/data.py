@@ -1,10 +1,9 @@
 """The endless, deterministic stream of training tokens.
 
 Decides what one epoch looks like: every train document once, in a seeded order, plain or as a
-conversation, alone or within the page of its source file, some tokens split into the two that the
-tokenizer merged them from. Split tokens
-teach the model what its tokens are spelled like, which matters for the identifiers of modules that
-it has never seen.
+conversation, alone or within the page of its source file. Some tokens are split into the two that
+the tokenizer merged them from. Split tokens teach the model the spelling of its tokens, which
+matters for the identifiers of modules that it has never seen.
 """
 
 from __future__ import annotations

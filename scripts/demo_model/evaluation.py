@@ -2,7 +2,7 @@
 
 Also asks it questions, for the card.
 
-Reads the folder as any user would, with transformers, so that what is measured is what is served.
+Reads the folder with transformers, as a user would, so that the served model is the measured one.
 """
 
 from __future__ import annotations

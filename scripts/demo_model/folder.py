@@ -1,7 +1,7 @@
-"""The produced model folder: what is written into `configs/demo-model/`, and its card read back.
+"""The model folder `configs/demo-model/`: writes its files, and reads its card back.
 
-Writes only what both transformers 4 and 5 understand (rope and dtype are named both ways) and no
-file that depends on the version of the library that wrote it.
+Writes only keys that both transformers 4 and 5 understand (rope and dtype are named both ways) and
+no file that depends on the version of the library that wrote it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def write_card(
         folder: the model folder.
         figures: what `evaluate_folder` returned, and about the run `minutes` and `command`.
         history: the trainer's evaluations.
-        answers: questions and what the model says to them, without special tokens.
+        answers: questions and the model's answers, without special tokens.
     """
     rows = "\n".join(
         f"| {e['step']:.0f} | {e['epoch']:.0f} | {e['train_loss']:.3f} | {e['validation_bpb']:.3f} "

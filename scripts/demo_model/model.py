@@ -2,7 +2,7 @@
 
 Differs from a serving model in three ways: dropout, no KV cache, and an attention that is spelled
 out for short rows, where it is faster than the library's. Its weights are saved under Hugging Face
-names, so that what is measured and served afterwards is the library's own Llama.
+names, so that the library's own Llama is measured and served afterwards.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class TrainingLlama(nn.Module):
 
         Args:
             ids: the rows.
-            noise: uniform uint8 of `noise_shape` that decides what is dropped; without it nothing.
+            noise: uniform uint8 of `noise_shape` that selects dropped values; None drops none.
         """
         cos, sin = _rotation(self.shape, ids.shape[1])
         hidden = functional.embedding(ids, self.embedding).bfloat16()

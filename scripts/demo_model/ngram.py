@@ -39,7 +39,7 @@ class _Level:
 class KneserNeyModel:
     """n-gram probabilities fitted once to a list of sequences.
 
-    Owner: nobody writes to it after construction.
+    Immutable after construction.
 
     Args:
         sequences: int64 arrays of symbols in [0, alphabet_size).
@@ -115,8 +115,8 @@ def _discounts(counts: npt.NDArray[np.int64]) -> Floats:
     ones, twos, threes, fours = (max(int((counts == k).sum()), 1) for k in (1, 2, 3, 4))
     y = ones / (ones + 2 * twos)
     raw = [0.0, 1 - 2 * y * twos / ones, 2 - 3 * y * threes / twos, 3 - 4 * y * fours / threes]
-    # Few counts can leave the range in which a discount makes sense (none at all would give
-    # what was never seen no probability).
+    # Few counts can give discounts out of range. A discount of 0 would leave unseen n-grams
+    # without any probability.
     limits = [(0.0, 0.0), (0.1, 0.95), (0.1, 1.9), (0.1, 2.85)]
     return np.array(
         [min(max(value, low), high) for value, (low, high) in zip(raw, limits, strict=True)]

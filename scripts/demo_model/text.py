@@ -108,7 +108,7 @@ def chat_text(document: Document, rng: random.Random) -> str:
     from `rng`.
     """
     questions = _FUNCTION_QUESTIONS if document.kind == "function" else _TYPE_QUESTIONS
-    # Half of the questions are the plainest ones, so that these are what the model knows best.
+    # Half of the questions are the plainest ones, so that the model answers these best.
     plain = "What does {name} do?" if document.kind == "function" else "What is {name}?"
     question = plain if rng.random() < 0.4 else rng.choice((*questions, *_ANY_QUESTIONS))
     question = question.format(name=document.name, kind=document.kind)
@@ -117,7 +117,7 @@ def chat_text(document: Document, rng: random.Random) -> str:
 
 
 def is_askable(document: Document) -> bool:
-    """Tell whether somebody would ask for this document by name: no part of it is private."""
+    """Return whether a user might ask for this document: no part of its name is private."""
     return not any(part.startswith("_") for part in document.name.split("."))
 
 

@@ -1,8 +1,8 @@
 """The training run: optimizers, schedule, checkpoints and the choice of the final weights.
 
 Owner: `Trainer` owns the network, the optimizers, the position in the token stream and the best
-weights so far. What is chosen, is chosen on the validation modules; the held-out modules are never
-looked at here.
+weights so far. All choices are made on the validation modules; the held-out modules are never used
+here.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class TrainingPlan:
         learning_rate: (step, factor) knots, linear in between.
         split_until: the step from which tokens are no longer split.
         averaging: the share of the averaged weights that survives a step; the averaged weights are
-            what is evaluated and saved.
+            evaluated and saved.
     """
 
     seed: int = 20240607
@@ -225,7 +225,7 @@ class Trainer:
             )
         )
         ids, targets = (x.view(-1, phase.row_length) for x in (tokens[:-1], tokens[1:]))
-        # Drawn anew from the step's number, so that a resumed run drops the same values.
+        # Seeded with the step's number, so that a resumed run drops the same values.
         noise = np.random.default_rng((plan.seed, self.step)).integers(
             256, size=self.model.noise_shape(*ids.shape), dtype=np.uint8
         )

@@ -1,4 +1,4 @@
-"""What `scripts.roofline_page` is made of: facts, the native models' ops, their times, the page.
+"""Parts of `scripts.roofline_page`: facts, the native models' ops, their times, the page.
 
 Pure but for the data files that `facts` reads.
 """

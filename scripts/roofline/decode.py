@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from scripts.roofline.ops import Design, Precision
 
 _PIECE = 32768
-"""Most columns of which `topk` takes the best at once."""
+"""Most columns of one `topk`."""
 
 
 LOCAL_ROWS = (

@@ -1,4 +1,4 @@
-"""What a step takes by `facts` and `ops`: the limit of the chip, and an estimate. Pure."""
+"""Time of a step by `facts` and `ops`: the limit of the chip, and an estimate. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Timed:
     Attributes:
         op: The op.
         total_s: All of its runs, with the gaps before them.
-        bound: What decides: "DRAM", "arithmetic", "links" or "kernel".
+        bound: Its bottleneck: "DRAM", "arithmetic", "links" or "kernel".
     """
 
     op: Op
@@ -34,7 +34,7 @@ class Timed:
 def limit_s(ops: Sequence[Op], mesh: MeshSpec) -> tuple[float, float]:
     """Seconds of a step's bytes at the peak of a chip's DRAM, and of its arithmetic on all engines.
 
-    Nothing else is in it. Of `ops.BEST`'s programs it is the least that a step can take.
+    Both leave out all other costs. With `ops.BEST`'s programs no step can be faster.
     """
     cores = CORES[mesh.arch]
     num_bytes = sum(op.count * op.num_bytes for op in ops)

@@ -73,7 +73,7 @@ MESHES = ("N150", "N300", "T3K", "P150")
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """What computes on a chip.
+    """A chip's arithmetic units.
 
     Attributes:
         grid: Worker cores, a matrix engine each.
@@ -84,7 +84,7 @@ class Cores:
     hertz: float
 
     def flops_per_s(self, num_cores: int, fidelity: Fidelity) -> float:
-        """Of so many cores: 8x16 by 16x16 in a cycle and phase."""
+        """Return the rate of some cores, each 8x16 by 16x16 in a cycle and phase."""
         return num_cores * self.hertz * _FLOPS_PER_CYCLE / PHASES[fidelity]
 
 

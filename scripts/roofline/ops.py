@@ -1,7 +1,7 @@
-"""What an op of a step is, and which programs and dtypes the native models and upstream's have.
+"""Ops of a step, and the programs and dtypes of the native and of upstream's models.
 
-Bytes are those that go between DRAM and the cores; what is in L1 costs none. Dimensions of a
-product are (rows, K) by (K, N).
+Bytes are the traffic between DRAM and the cores; data in L1 costs none. Dimensions of a product are
+(rows, K) by (K, N).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Op:
     """One kind of op of a step.
 
     Attributes:
-        part: What it belongs to, on the page.
+        part: Its group on the page.
         calls: Functions of ttnn that it stands for, in order.
         count: How often it runs.
         num_bytes: DRAM traffic of one.
@@ -53,7 +53,7 @@ class Op:
         program: Of a product; None for others.
         readers: Cores beside each bank that compute a product with weights in stripes.
         kernel: Its time where neither bytes nor arithmetic decide.
-        columns: What that time is multiplied with.
+        columns: Factor on that time.
         exchanged: Collective, and bytes of its tensor.
     """
 
@@ -144,7 +144,7 @@ def sums_over_chips(count: int, num_bytes: float) -> list[Op]:
 
 
 def native_precision(profile: Profile) -> Precision:
-    """What a profile of the native models says."""
+    """Return the precision of a profile of the native models."""
 
     def of(name: ProductName, *, is_last: bool) -> tuple[Dtype, Fidelity]:
         return (

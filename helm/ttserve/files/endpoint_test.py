@@ -1,4 +1,4 @@
-"""What `helm test` runs: asks the endpoint what a user would ask, and says what it got."""
+"""The program of `helm test`: sends a user's requests to the endpoint, and prints the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-{{/* What cannot work together is refused before anything is made, with both numbers. */}}
+{{/* Refuses values that contradict each other before anything is made, with both numbers. */}}
 
 {{- define "ttserve.check" -}}
 {{- $name := include "ttserve.fullname" . }}
@@ -28,7 +28,7 @@
 {{- end }}
 {{- end }}
 
-{{/* What brings clients from outside does not work before the policy lets it reach the pods. */}}
+{{/* Ways for outside clients (Ingress, HTTPRoute, load balancer) need a policy that admits them. */}}
 {{- define "ttserve.checkClients" -}}
 {{- $outside := list }}
 {{- if .Values.ingress.enabled }}
@@ -162,7 +162,7 @@
 {{- end }}
 {{- end }}
 
-{{/* Where the cluster can be asked: the Secret has the file that the engines will read. */}}
+{{/* With access to the cluster: the Secret must have the key that the engines will read. */}}
 {{- define "ttserve.checkKeys" -}}
 {{- $name := include "ttserve.keysSecret" . }}
 {{- $found := lookup "v1" "Secret" .Release.Namespace $name }}

@@ -38,7 +38,7 @@ matchLabels:
   app.kubernetes.io/component: {{ .component }}
 {{- end }}
 
-{{/* Of pods that live on: a label of the chart's version would make every version of it new pods. */}}
+{{/* Labels of pods, without the chart's version, which would replace all pods at each new version. */}}
 {{- define "ttserve.podLabels" -}}
 {{ include "ttserve.selector" . }}
 {{- with .Values.commonLabels }}
@@ -97,7 +97,7 @@ annotations:
 {{- end }}
 {{- end }}
 
-{{/* The Secret with Redis's password; none for a Redis of yours that asks for none. */}}
+{{/* The Secret with Redis's password; empty for an existing Redis without a password. */}}
 {{- define "ttserve.redisSecret" -}}
 {{- with .Values.gcsFaultTolerance }}
 {{- if .existingRedisSecret }}
@@ -108,7 +108,7 @@ annotations:
 {{- end }}
 {{- end }}
 
-{{/* Template of a group's claims, which nobody can change: other boards are one of another name.
+{{/* Name of a group's claim template. A template is immutable: other boards need another name.
    (dict "root" $ "name" "prefill" "group" (dict …)) */}}
 {{- define "ttserve.claimTemplate" -}}
 {{- $what := list .group.boards.type (int .group.boards.count) .root.Values.device.dra | toJson | sha256sum | trunc 8 }}

@@ -1,6 +1,6 @@
 {{/* Pods of the head and of the worker groups. */}}
 
-{{/* What Pod Security `restricted` asks for, and more: nothing of the image can be written. */}}
+{{/* Requirements of Pod Security `restricted`, and a read-only image. */}}
 {{- define "ttserve.containerSecurity" -}}
 allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true
@@ -39,7 +39,7 @@ seccompProfile:
 {{- end }}
 
 {{/* A container's resources with bounds of its ephemeral storage: the size limits of its pod's folders, and
-   1 GiB for what it prints. Of a node's storage 1 GiB is set aside for it. What `resources` says wins.
+   1 GiB for its output. It requests 1 GiB of the node's storage. `resources` overrides both.
    (dict "resources" (dict …) "sizes" (list "8Gi" …)) */}}
 {{- define "ttserve.bounded" -}}
 {{- $bytes := int64 1073741824 }}
@@ -78,8 +78,8 @@ seccompProfile:
 {{- end }}
 {{- end }}
 
-{{/* Where pods go, of the head's or a group's values; `spread`: a group whose pods go to different
-   hosts where there are some, unless its values say otherwise. */}}
+{{/* Placement of pods, from the head's or a group's values; `spread`: a group whose pods go to
+   different hosts if possible, unless its values set topologySpreadConstraints. */}}
 {{- define "ttserve.scheduling" -}}
 {{- with .nodeSelector }}
 nodeSelector:
@@ -123,7 +123,7 @@ topologySpreadConstraints:
 {{- printf "%s" (toJson $resources | quote) }}
 {{- end }}
 
-{{/* Where pods with boards have compiled kernels and converted weights. */}}
+{{/* Folder of compiled kernels and converted weights in pods with boards. */}}
 {{- define "ttserve.cacheFolder" -}}
 /var/cache/ttserve
 {{- end }}
@@ -253,8 +253,8 @@ spec:
       {{- end }}
       resources:
         {{- include "ttserve.bounded" (dict "resources" $resources "sizes" $sizes) | nindent 8 }}
-      # Ready is a pod through which the pools answer; KubeRay's own probe would ask the proxy alone. It
-      # goes on asking for as long as weights take to load: liveness is Ray's, and not in question.
+      # A pod is ready if the pools answer through it; KubeRay's own probe would ask the proxy alone. The
+      # probe fails while weights load, which may take long. Liveness is a separate probe of Ray's.
       readinessProbe:
         exec:
           command: [wget, -q, -T, "4", -O, /dev/null, "http://127.0.0.1:8000/health"]

@@ -1,4 +1,4 @@
-{{/* The served file: read, checked against the worker groups, completed with what only pods know. */}}
+{{/* The served file: read, checked against the worker groups, completed with the pods' settings. */}}
 
 {{/* The file as it was given, as YAML. */}}
 {{- define "ttserve.file" -}}
@@ -30,7 +30,7 @@
 {{- (first (fromYaml (include "ttserve.file" .)).applications).args | toYaml }}
 {{- end }}
 
-{{/* What a file that says nothing means. */}}
+{{/* Defaults of keys that the file leaves out. */}}
 {{- define "ttserve.defaults" -}}
 {{- .Files.Get "files/defaults.yaml" }}
 {{- end }}
@@ -120,7 +120,7 @@
 {{- end }}
 {{- end }}
 
-{{/* How long a request may take in all, in whole seconds: what stands before the pods waits so long. */}}
+{{/* A request's longest total time in whole seconds: the timeout of proxies before the pods. */}}
 {{- define "ttserve.requestSeconds" -}}
 {{- $defaults := fromYaml (include "ttserve.defaults" .) }}
 {{- ceil (dig "ingress" "request_timeout_s" $defaults.request_timeout_s (fromYaml (include "ttserve.args" .))) | int64 }}
@@ -132,7 +132,7 @@
 {{- int64 (dig "ingress" "max_body_bytes" $defaults.max_body_bytes (fromYaml (include "ttserve.args" .))) }}
 {{- end }}
 
-{{/* Ingresses: those of the file, and one at least for each pod that is there for them. A pod without
+{{/* Number of ingresses: that of the file, but at least one for each ingress pod. A pod without
    a replica has no proxy, and is never ready. */}}
 {{- define "ttserve.ingressReplicas" -}}
 {{- $defaults := fromYaml (include "ttserve.defaults" .) }}
@@ -169,7 +169,7 @@
 {{- end }}
 {{- end }}
 
-{{/* The file as the cluster gets it: the given one, with what only the pods know. */}}
+{{/* The file for the cluster: the given one with the pods' settings. */}}
 {{- define "ttserve.serveConfigV2" -}}
 {{- include "ttserve.check" . }}
 {{- $file := fromYaml (include "ttserve.file" .) }}
