@@ -1,6 +1,7 @@
 """Replicas of an ingress: found, connected, lost, and found again."""
 
 import asyncio
+import contextlib
 import sys
 
 import pytest
@@ -65,18 +66,17 @@ def _quick(monkeypatch):
     monkeypatch.setattr(fleet_module, "DISCOVERY_IDLE_S", 3600.0)
 
 
-def following(scenario, *names, wanted=None):
-    async def run():
-        fleet, discovery = Fleet(Connections, KEYS), Discovery(*names, wanted=wanted)
-        task = asyncio.ensure_future(fleet.follow(discovery))
-        try:
-            await scenario(fleet, discovery)
-        finally:
-            task.cancel()
-            await asyncio.wait({task}, timeout=5)
-            assert task.cancelled(), "following ends when it is cancelled"
-
-    asyncio.run(run())
+@contextlib.asynccontextmanager
+async def following(*names, wanted=None):
+    """A fleet that follows a discovery of these replicas."""
+    fleet, discovery = Fleet(Connections, KEYS), Discovery(*names, wanted=wanted)
+    task = asyncio.ensure_future(fleet.follow(discovery))
+    try:
+        yield fleet, discovery
+    finally:
+        task.cancel()
+        await asyncio.wait({task}, timeout=5)
+        assert task.cancelled(), "following ends when it is cancelled"
 
 
 def known(fleet):
@@ -87,20 +87,18 @@ async def until_complete(fleet):
     await until(lambda: fleet._is_complete, "complete")
 
 
-def test_members_are_connected_and_then_discovery_is_asked_seldom():
-    async def scenario(fleet, discovery):
+async def test_members_are_connected_and_then_discovery_is_asked_seldom():
+    async with following("a", "b") as (fleet, discovery):
         await until_complete(fleet)
         assert (known(fleet), fleet.pools.num_open) == (["a", "b"], 2)
         looks = discovery.num_looks
         await asyncio.sleep(0.1)
         assert discovery.num_looks == looks
 
-    following(scenario, "a", "b")
-
 
 @pytest.mark.parametrize("wanted", [3, None])
-def test_discovery_is_asked_often_while_members_are_missing_or_unknown(wanted):
-    async def scenario(fleet, discovery):
+async def test_discovery_is_asked_often_while_members_are_missing_or_unknown(wanted):
+    async with following("a", wanted=2) as (fleet, discovery):
         discovery.wanted = wanted
         fleet._is_complete = False
         fleet._look.set()
@@ -112,11 +110,9 @@ def test_discovery_is_asked_often_while_members_are_missing_or_unknown(wanted):
         await until_complete(fleet)
         assert known(fleet) == ["a", "late"]
 
-    following(scenario, "a", wanted=2)
 
-
-def test_a_loss_asks_discovery_at_once_for_members_and_their_number():
-    async def scenario(fleet, discovery):
+async def test_a_loss_asks_discovery_at_once_for_members_and_their_number():
+    async with following("a", "b") as (fleet, discovery):
         await until_complete(fleet)
         discovery.members = [make_member("both", "b"), make_member("both", "c")]
         fleet.client.lose("a")
@@ -127,11 +123,9 @@ def test_a_loss_asks_discovery_at_once_for_members_and_their_number():
         await until_complete(fleet)
         assert known(fleet) == ["c"], "fewer are wanted now"
 
-    following(scenario, "a", "b")
 
-
-def test_after_the_loss_of_all_replicas_requests_wait_for_discovery():
-    async def scenario(fleet, discovery):
+async def test_after_the_loss_of_all_replicas_requests_wait_for_discovery():
+    async with following("a", "b") as (fleet, discovery):
         told = []
         fleet.on_change = lambda: told.append(fleet.pools.is_stranded)
         await asyncio.sleep(0)
@@ -153,11 +147,9 @@ def test_after_the_loss_of_all_replicas_requests_wait_for_discovery():
         await until(lambda: fleet.pools.is_stranded, "it asked")
         assert told[-1], "waiting requests are woken"
 
-    following(scenario, "a", "b")
 
-
-def test_a_draining_member_counts_as_missing():
-    async def scenario(fleet, discovery):
+async def test_a_draining_member_counts_as_missing():
+    async with following("a", "b", wanted=2) as (fleet, discovery):
         await until_complete(fleet)
         fleet.client.say("a", 1, draining=True)
         fleet.client.lose("b")
@@ -165,13 +157,11 @@ def test_a_draining_member_counts_as_missing():
         assert not fleet._is_complete
         assert "a" in known(fleet), "it has requests to finish"
 
-    following(scenario, "a", "b", wanted=2)
 
-
-def test_an_unreachable_member_counts_while_listed_and_is_logged_once(caplog):
+async def test_an_unreachable_member_counts_while_listed_and_is_logged_once(caplog):
     """Connecting is retried every few seconds; the count does not change with that."""
 
-    async def scenario(fleet, discovery):
+    async with following("a", "b") as (fleet, discovery):
         await until_complete(fleet)
         assert fleet.num_unresponsive == 0
         fleet.client.dead["a"] = EngineDeadError("test")
@@ -189,19 +179,15 @@ def test_an_unreachable_member_counts_while_listed_and_is_logged_once(caplog):
         discovery.members = discovery.members[1:]
         await until(lambda: fleet.num_unresponsive == 0, "a replica that is gone does not count")
 
-    following(scenario, "a", "b")
 
-
-def test_an_unreachable_member_is_forgotten_and_retried():
-    async def scenario(fleet, discovery):
+async def test_an_unreachable_member_is_forgotten_and_retried():
+    async with following("a") as (fleet, discovery):
         fleet.client.dead["a"] = EngineDeadError("gone")
         await until(lambda: discovery.num_looks > 3, "it tries on")
         assert not fleet._is_complete
         fleet.client.dead.clear()
         await until_complete(fleet)
         assert fleet.pools.num_open == 1
-
-    following(scenario, "a")
 
 
 async def test_a_member_whose_connection_fails_for_any_reason_is_forgotten():
@@ -212,12 +198,10 @@ async def test_a_member_whose_connection_fails_for_any_reason_is_forgotten():
     assert known(fleet) == []
 
 
-def test_cancelling_at_the_moment_of_a_loss_ends_the_task():
-    async def scenario(fleet, discovery):
+async def test_cancelling_at_the_moment_of_a_loss_ends_the_task():
+    async with following("a") as (fleet, _):
         await until_complete(fleet)
         fleet.client.lose("a")
-
-    following(scenario, "a")
 
 
 # --- discovery that fails ------------------------------------------------------------------------
@@ -242,10 +226,10 @@ def failing(monkeypatch):
 
 
 @pytest.mark.parametrize("error", [AttributeError("?"), asyncio.InvalidStateError(), OSError()])
-def test_known_replicas_stay_and_new_ones_are_found_after_any_failed_discovery(
+async def test_known_replicas_stay_and_new_ones_are_found_after_any_failed_discovery(
     failing, error, caplog
 ):
-    async def scenario(fleet, discovery):
+    async with following("a", "b") as (fleet, discovery):
         await until_complete(fleet)
         discovery.error = error
         fleet.client.lose("b")
@@ -258,11 +242,9 @@ def test_known_replicas_stay_and_new_ones_are_found_after_any_failed_discovery(
         await until_complete(fleet)
         assert known(fleet) == ["a", "b"]
 
-    following(scenario, "a", "b")
 
-
-def test_no_change_reports_stranded_at_the_moment_of_a_loss():
-    async def scenario(fleet, discovery):
+async def test_no_change_reports_stranded_at_the_moment_of_a_loss():
+    async with following("a") as (fleet, _):
         await until_complete(fleet)
         told = []
         fleet.on_change = lambda: told.append(fleet.pools.is_stranded)
@@ -270,11 +252,9 @@ def test_no_change_reports_stranded_at_the_moment_of_a_loss():
         await until_complete(fleet)
         assert not any(told)
 
-    following(scenario, "a")
 
-
-def test_a_loss_during_discovery_asks_discovery_again():
-    async def scenario(fleet, discovery):
+async def test_a_loss_during_discovery_asks_discovery_again():
+    async with following("a", "b") as (fleet, discovery):
         await until_complete(fleet)
         discovery.members = []
         fleet.client.lose("a")
@@ -284,12 +264,10 @@ def test_a_loss_during_discovery_asks_discovery_again():
         await until(lambda: fleet.pools.is_stranded, "it asked")
         assert discovery.num_looks > looks
 
-    following(scenario, "a", "b")
-
 
 @pytest.mark.parametrize("apart_s", [0.0, 0.003, 0.03])
-def test_each_lost_engine_is_waited_for_once(apart_s):
-    async def scenario(fleet, discovery):
+async def test_each_lost_engine_is_waited_for_once(apart_s):
+    async with following(*"abcd") as (fleet, _):
         await until_complete(fleet)
         fleet.client.answer_s = 0.05
         for name in "abcd":
@@ -302,11 +280,9 @@ def test_each_lost_engine_is_waited_for_once(apart_s):
             await asyncio.sleep(0.002)
             assert fleet.pools.is_stranded, "nor when they are tried again"
 
-    following(scenario, *"abcd")
 
-
-def test_a_connected_engine_without_a_snapshot_is_waited_for():
-    async def scenario(fleet, discovery):
+async def test_a_connected_engine_without_a_snapshot_is_waited_for():
+    async with following("a") as (fleet, discovery):
         await until_complete(fleet)
         fleet.client.silent.add("a")
         looks = discovery.num_looks
@@ -318,23 +294,19 @@ def test_a_connected_engine_without_a_snapshot_is_waited_for():
         assert fleet.pools.may_decode
         assert not fleet.pools.is_looked_for
 
-    following(scenario, "a")
 
-
-def test_no_request_waits_while_discovery_fails(failing):
-    async def scenario(fleet, discovery):
+async def test_no_request_waits_while_discovery_fails(failing):
+    async with following("a") as (fleet, discovery):
         await until_complete(fleet)
         discovery.error = OSError()
         fleet.client.lose("a")
         await until(lambda: fleet.pools.is_stranded, "it asked")
 
-    following(scenario, "a")
 
-
-def test_a_fleet_is_lost_only_without_replicas_and_discovery_for_long(failing, monkeypatch):
+async def test_a_fleet_is_lost_only_without_replicas_and_discovery_for_long(failing, monkeypatch):
     monkeypatch.setattr(fleet_module, "LOST_S", 0.2)
 
-    async def scenario(fleet, discovery):
+    async with following("a") as (fleet, discovery):
         await until_complete(fleet)
         discovery.error = AttributeError("?")
         fleet._look.set()
@@ -350,16 +322,14 @@ def test_a_fleet_is_lost_only_without_replicas_and_discovery_for_long(failing, m
         await asyncio.sleep(0.5)
         assert not fleet.is_lost, "replicas that start slowly will be found"
 
-    following(scenario, "a")
-
 
 def test_engines_send_no_cache_events_that_no_policy_uses():
     assert Fleet(Connections, KEYS).client.on_kv_events is not None
     assert Fleet(Connections, KEYS, follows_prefixes=False).client.on_kv_events is None
 
 
-def test_snapshots_settle_after_the_tokens_received_with_them():
-    async def scenario(fleet, discovery):
+async def test_snapshots_settle_after_the_tokens_received_with_them():
+    async with following("a") as (fleet, _):
         await until_complete(fleet)
         loop, views = asyncio.get_running_loop(), fleet.pools.decode_views()
         tokens, found = asyncio.Queue(), []
@@ -381,5 +351,3 @@ def test_snapshots_settle_after_the_tokens_received_with_them():
         await reader
         assert found == [(1, 4), (2, 3)]
         assert views[0].num_empty_slots == 2
-
-    following(scenario, "a")

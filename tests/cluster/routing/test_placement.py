@@ -87,10 +87,6 @@ def most_empty_slots():
     return make_policies("most_empty_slots").decode
 
 
-def round_robin():
-    return make_policies("round_robin").decode
-
-
 def place_decode(num_blocks, views, refused=()):
     return place(most_empty_slots(), needs(num_blocks), views, refused)
 
@@ -102,62 +98,12 @@ def place_prefill(views, refused=(), policy=None):
 
 
 @st.composite
-def group_views(draw):
-    keys = draw(st.lists(st.tuples(INCARNATIONS, st.integers(0, 2)), unique=True, max_size=9))
-    return [
-        group_view(name, group, draw(COUNTS), draw(COUNTS), draw(COUNTS), i)
-        for i, (name, group) in enumerate(keys)
-    ]
-
-
-@st.composite
 def prefill_views(draw):
     keys = draw(st.lists(INCARNATIONS, unique=True))
     return [prefill_view(name, draw(COUNTS), draw(COUNTS), i) for i, name in enumerate(keys)]
 
 
 REFUSED = st.sets(st.builds(Placement, INCARNATIONS, st.integers(0, 2)), max_size=4)
-
-
-@given(st.integers(1, 5), group_views(), REFUSED)
-def test_decode_placement_fits_and_none_means_that_nothing_fits(num_blocks, views, refused):
-    fitting = {
-        Placement(v.incarnation, v.dp_group): v
-        for v in views
-        if v.num_empty_slots >= 1 and v.num_free_blocks >= [num_blocks]
-    }
-    allowed = {p: v for p, v in fitting.items() if p not in refused}
-    placement = place_decode(num_blocks, views, refused)
-    if placement is None:
-        assert allowed == {}
-        return
-    chosen = allowed[placement]
-    most = max(v.num_empty_slots for v in allowed.values())
-    assert chosen.num_empty_slots == most, "the emptiest group is chosen"
-    assert chosen.num_free_blocks == max(
-        v.num_free_blocks for v in allowed.values() if v.num_empty_slots == most
-    )
-
-
-@given(st.integers(1, 3), group_views(), REFUSED, st.randoms())
-def test_decode_placement_does_not_depend_on_the_order_of_the_views(
-    num_blocks, views, refused, random
-):
-    shuffled = random.sample(views, len(views))
-    assert place_decode(num_blocks, shuffled, refused) == place_decode(num_blocks, views, refused)
-
-
-def test_equal_groups_go_to_the_lowest_name():
-    views = [
-        group_view("b", 0, 2, 9), group_view("a", 1, 2, 9, 5), group_view("a", 0, 2, 9, 5),
-    ]  # fmt: skip
-    assert place_decode(1, views) == Placement("a", 0)
-
-
-def test_refused_group_gives_way_to_the_next_one():
-    views = [group_view("a", 0, 4, 9), group_view("a", 1, 3, 9)]
-    assert place_decode(1, views, {Placement("a", 0)}) == Placement("a", 1)
-    assert place_decode(1, views, {Placement("a", 0), Placement("a", 1)}) is None
 
 
 @given(prefill_views(), st.sets(INCARNATIONS), st.randoms())
@@ -185,39 +131,6 @@ def decode_turns(policy, views, count, **options):
     return [p and p.incarnation for p in placements]
 
 
-def test_round_robin_takes_the_groups_in_their_order():
-    views = groups(1, 5, 2)
-    assert decode_turns(round_robin(), views, 7) == ["e0", "e1", "e2", "e0", "e1", "e2", "e0"]
-    keys = [("a", 0), ("a", 1), ("b", 0)]
-    lanes = [group_view(name, group, 1, 9, 0, i) for i, (name, group) in enumerate(keys)]
-    policy = round_robin()
-    found = [place(policy, needs(1), lanes) for _ in range(3)]
-    assert found == [Placement("a", 0), Placement("a", 1), Placement("b", 0)]
-
-
-def test_round_robin_passes_over_groups_that_cannot_take_the_request():
-    policy = round_robin()
-    assert decode_turns(policy, groups(0, 1, 1), 3) == ["e1", "e2", "e1"]
-    refused = {Placement("e2", 0)}
-    assert decode_turns(policy, groups(1, 1, 1), 2, refused=refused) == ["e0", "e1"]
-    views = [group_view("small", 0, 1, 2, 0, 0), group_view("large", 0, 1, 3, 0, 1)]
-    assert place(round_robin(), needs(3), views) == Placement("large", 0)
-
-
-def test_a_round_robin_that_finds_nothing_keeps_its_turn():
-    policy = round_robin()
-    assert decode_turns(policy, groups(1, 1, 1), 1) == ["e0"]
-    assert decode_turns(policy, groups(0, 0, 0), 2) == [None, None]
-    assert decode_turns(policy, [], 1) == [None]
-    assert decode_turns(policy, groups(1, 1, 1), 1) == ["e1"]
-
-
-def test_round_robin_continues_when_groups_have_gone():
-    policy = round_robin()
-    assert decode_turns(policy, groups(1, 1, 1, 1), 4)[-1] == "e3"
-    assert decode_turns(policy, groups(1, 1), 2) == ["e0", "e1"]
-
-
 def test_round_robin_of_prefill_engines_has_a_turn_of_its_own():
     decode, policy = make_policies("round_robin")
     engines = [prefill_view(f"p{i}", 100 * i, i, i) for i in range(3)]
@@ -228,26 +141,6 @@ def test_round_robin_of_prefill_engines_has_a_turn_of_its_own():
     assert place_prefill(engines, {"p0", "p1", "p2"}, policy) is None
     assert place_prefill([], (), policy) is None
     assert place_prefill(engines, (), policy) == "p0"
-
-
-@given(st.lists(st.tuples(st.integers(1, 3), group_views(), REFUSED), max_size=8))
-def test_round_robin_finds_a_group_exactly_if_one_fits(calls):
-    policy = round_robin()
-    for num_blocks, views, refused in calls:
-        placement = place(policy, needs(num_blocks), views, refused)
-        assert (placement is None) == (place_decode(num_blocks, views, refused) is None)
-        if placement is not None:
-            chosen = {Placement(v.incarnation, v.dp_group): v for v in views}[placement]
-            assert placement not in refused
-            assert chosen.num_empty_slots >= 1
-            assert chosen.num_free_blocks >= [num_blocks]
-
-
-@given(st.integers(1, 6), st.integers(0, 20))
-def test_a_round_robin_over_equal_groups_is_even(num_groups, num_before):
-    policy, views = round_robin(), groups(*[3] * num_groups)
-    decode_turns(policy, views, num_before)
-    assert sorted(decode_turns(policy, views, num_groups)) == [v.incarnation for v in views]
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -209,49 +209,11 @@ def decode_pool():
     return pools
 
 
-def test_replica_without_a_snapshot_takes_no_requests():
-    pools = PoolState()
-    pools.add(make_member("decode", "d0"))
-    assert not pools.has_open("decode")
-    assert not pools.decode_views()
-
-
-def test_stale_snapshot_does_not_replace_a_newer_one():
-    pools = decode_pool()
-    pools.take_snapshot("d0", idle(seq=5, num_slots=1))
-    pools.take_snapshot("d0", idle(seq=4, num_slots=2))
-    assert [v.num_empty_slots for v in pools.decode_views()] == [1, 1]
-
-
-def test_hold_counts_through_snapshots_until_it_is_released():
-    pools = decode_pool()
-    hold_decode(pools, "r", Placement("d0", 1), 3)
-    pools.take_snapshot("d0", idle(seq=1))
-    assert [(v.num_empty_slots, v.num_free_blocks) for v in pools.decode_views()] == [
-        (2, [8]),
-        (1, [5]),
-    ]
-    pools.release("r", "d0")
-    assert [(v.num_empty_slots, v.num_free_blocks) for v in pools.decode_views()] == [
-        (2, [8]),
-        (2, [8]),
-    ]
-
-
 def test_holding_twice_on_one_replica_is_a_bug():
     pools = decode_pool()
     hold_decode(pools, "r", Placement("d0", 0), 1)
     with pytest.raises(AssertionError, match="held twice"):
         hold_decode(pools, "r", Placement("d0", 1), 1)
-
-
-def test_replica_that_comes_back_starts_without_holds():
-    pools = decode_pool()
-    hold_decode(pools, "r", Placement("d0", 0), 1)
-    pools.remove("d0")
-    pools.add(make_member("decode", "d0"))
-    pools.take_snapshot("d0", idle())
-    assert [v.num_empty_slots for v in pools.decode_views()] == [2, 2]
 
 
 # --- views that are kept -------------------------------------------------------------------------
@@ -267,32 +229,6 @@ def three_replicas():
         pools.add(make_member(role, incarnation))
         pools.take_snapshot(incarnation, idle(role=role))
     return pools
-
-
-def test_views_keep_the_order_in_which_replicas_came():
-    """Round robin depends on the order."""
-    pools = three_replicas()
-    pools.add(make_member("decode", "a9"))
-    assert order(pools) == [("d0", 0), ("d0", 1), ("b0", 0), ("b0", 1)]
-    pools.take_snapshot("a9", idle())
-    assert order(pools)[4:] == [("a9", 0), ("a9", 1)]
-    pools.take_snapshot("d0", idle(seq=1, num_slots=1))
-    pools.add(make_member("decode", "d0"))
-    assert order(pools)[0] == ("d0", 0)
-    pools.remove("d0")
-    pools.add(make_member("decode", "d0"))
-    pools.take_snapshot("d0", idle())
-    assert order(pools) == [("b0", 0), ("b0", 1), ("a9", 0), ("a9", 1), ("d0", 0), ("d0", 1)]
-
-
-def test_a_change_of_one_replica_changes_only_its_places():
-    pools = three_replicas()
-    before = list(pools.decode_views())
-    pools.take_snapshot("b0", idle(seq=1, num_slots=1, role="both"))
-    after = list(pools.decode_views())
-    assert after[:2] == before[:2]
-    assert [v.num_empty_slots for v in after] == [2, 2, 1, 1]
-    assert before != after
 
 
 def test_snapshots_are_in_the_views_once_settled():
@@ -357,34 +293,6 @@ def test_a_lost_replicas_steps_are_learned_before_it_is_forgotten():
     assert order(pools) == [("b0", 0), ("b0", 1)]
 
 
-def test_several_changes_between_two_looks_all_show():
-    pools = three_replicas()
-    pools.decode_views()
-    hold_decode(pools, "r", Placement("d0", 0), 3)
-    hold_decode(pools, "s", Placement("b0", 1), 2)
-    pools.take_snapshot("b0", idle(seq=1, num_blocks=5, role="both"))
-    pools.release("r", "d0")
-    assert [(v.num_empty_slots, v.num_free_blocks) for v in pools.decode_views()] == [
-        (2, [8]), (2, [8]), (2, [5]), (1, [3]),
-    ]  # fmt: skip
-
-
-def test_a_replica_that_drains_or_vanishes_leaves_the_views():
-    pools = three_replicas()
-    pools.decode_views()
-    pools.take_snapshot("d0", snapshot(1, idle().groups, draining=True))
-    assert order(pools) == [("b0", 0), ("b0", 1)]
-    assert not pools.has_open("decode")
-    pools.take_snapshot("d0", idle(seq=2))
-    assert order(pools)[:2] == [("d0", 0), ("d0", 1)]
-    hold_decode(pools, "r", Placement("d0", 0), 3)
-    pools.remove("d0")
-    pools.take_snapshot("d0", idle(seq=3))
-    assert order(pools) == [("b0", 0), ("b0", 1)]
-    pools.release("r", "d0")
-    pools.check_invariants()
-
-
 def test_holds_of_a_request_on_both_sides_are_independent():
     """Its decode slot and its prompt were asked of two replicas at once."""
     pools = three_replicas()
@@ -402,28 +310,6 @@ def test_holds_of_a_request_on_both_sides_are_independent():
     pools.release("r", "d0")
     pools.release("s", "p0")
     assert [v.num_free_blocks for v in pools.decode_views()] == [[7], [8], [8], [8]]
-    pools.check_invariants()
-
-
-def test_a_lost_replica_loses_only_its_own_holds():
-    pools = three_replicas()
-    hold_decode(pools, "r", Placement("d0", 0), 3)
-    hold_prefill(pools, "r", "p0", 77)
-    pools.remove("p0")
-    pools.check_invariants()
-    assert [v.num_free_blocks for v in pools.decode_views()] == [[5], [8], [8], [8]]
-    pools.release("r", "p0")
-    pools.release("r", "d0")
-    assert [v.num_free_blocks for v in pools.decode_views()] == [[8], [8], [8], [8]]
-    assert pools.holds() == []
-    pools.check_invariants()
-
-
-def test_a_hold_on_an_unknown_replica_is_ignored():
-    pools = three_replicas()
-    hold_decode(pools, "r", Placement("gone", 0), 3)
-    assert pools.holds() == []
-    pools.release("r", "gone")
     pools.check_invariants()
 
 
@@ -487,19 +373,6 @@ def test_a_hold_takes_its_blocks_in_every_kv_group():
         [view] = pools.decode_views()
         assert (view.num_free_blocks, view.num_free_tokens) == (free_blocks, num_tokens)
     pools.check_invariants()
-
-
-def test_a_replica_that_changes_its_role_changes_sides():
-    pools = three_replicas()
-    assert [v.incarnation for v in pools.prefill_views()] == ["p0"]
-    pools.take_snapshot("p0", idle(seq=1, role="decode"))
-    assert not pools.prefill_views()
-    assert not pools.can_prefill
-    assert order(pools) == [("d0", 0), ("d0", 1), ("p0", 0), ("p0", 1), ("b0", 0), ("b0", 1)]
-    pools.take_snapshot("d0", idle(seq=1, role="prefill"))
-    assert [v.incarnation for v in pools.prefill_views()] == ["d0"]
-    assert order(pools) == [("p0", 0), ("p0", 1), ("b0", 0), ("b0", 1)]
-    assert pools.has_open("prefill"), "its pool is the one that it was started in"
 
 
 def test_members_are_known_by_their_incarnation():

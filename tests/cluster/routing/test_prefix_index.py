@@ -1,6 +1,5 @@
 """The prefix index against plain sets, for batches that come in order, late, twice or never."""
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -212,17 +211,3 @@ def test_an_old_listing_does_not_restore_removed_blocks():
     index.take(A, removed(2, 1))
     index.take(A, stored(1, 1, listing=True))
     assert index.look_up([1]) == {}
-
-
-@pytest.mark.parametrize("names", [[], [9]])
-def test_blocks_without_a_holder_are_not_found(names):
-    index = PrefixIndex()
-    index.take(A, stored(0, 1, 2, listing=True))
-    assert index.look_up(names) == {}
-
-
-def test_two_holders_of_different_depth():
-    index = PrefixIndex()
-    index.take(A, stored(0, 1, 2, 3, listing=True))
-    index.take(B, stored(0, 1, 2, 9, listing=True, rank=1))
-    assert index.look_up([1, 2, 3, 4]) == {A: 3, B: 2}
