@@ -7,13 +7,11 @@ import msgspec
 import pytest
 
 from cluster.config.resolve import resolve
-from cluster.config.schema import IngressConfig
-from cluster.edge.routes import create_app
 from cluster.ingress import Ingress
 from cluster.lab.replay import read, replay
 from cluster.routing.demand import Demand
 from cluster.routing.explain import KEPT
-from tests.cluster.edge.test_routes import OPERATOR, Client
+from tests.cluster.edge.test_routes import OPERATOR, Client, make_app
 from tests.cluster.engines import KEYS, engine_config, model_folder, running, until
 
 pytestmark = pytest.mark.process
@@ -39,12 +37,7 @@ async def serving(engines, options=None, **router):
     try:
         ingress.fleet.add([engine.member for engine in engines])
         await until(lambda: len(ingress.fleet.pools.decode_views()) == 4, "all lanes are known")
-        app = create_app(
-            ingress,
-            IngressConfig(max_body_bytes=2**20, request_timeout_s=60, **options or {}),
-            version="0",
-            admission=config.router.admission,
-        )
+        app = make_app(ingress, admission=config.router.admission, **options or {})
 
         async def ask(method, path, body=b"", **headers):
             named = [(name.replace("_", "-"), value) for name, value in headers.items()]
@@ -190,9 +183,7 @@ async def test_routes_of_both_sides_are_kept_and_the_oldest_dropped(monkeypatch)
             await until(
                 lambda: len(pools.decode_views()) == len(pools.prefill_views()) == 2, "known"
             )
-            app = create_app(
-                ingress, IngressConfig(max_body_bytes=2**20, request_timeout_s=60), version="0"
-            )
+            app = make_app(ingress)
             for number in range(5):
                 await Client(app).request(
                     "POST",

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import shutil
 import signal
 import time
@@ -13,8 +12,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster import ingress as ingress_module
 from cluster.config.resolve import resolve
-from cluster.config.schema import IngressConfig
-from cluster.edge.routes import create_app
 from cluster.errors import ClusterConfigError, InternalError, NotReadyError, ReplicaLostError
 from cluster.ingress import Ingress
 from kv_transfer.connector import TransferInfo
@@ -35,7 +32,7 @@ from replicas.messages import (
 )
 from replicas.sampling_params import SamplingDefaults
 from tests import engines as local
-from tests.cluster.edge.test_routes import OPERATOR, Client
+from tests.cluster.edge.test_routes import OPERATOR, Client, make_app
 from tests.cluster.engines import (
     KEYS,
     ScriptedEngine,
@@ -79,6 +76,16 @@ async def serving(*members, pools=("prefill", "decode"), **router):
         yield service
     finally:
         await service.close()
+
+
+@contextlib.asynccontextmanager
+async def scripted_service(answer):
+    """A scripted engine alone, and a service that has connected to it."""
+    async with (
+        ScriptedEngine("both", "e", answer) as engine,
+        serving(engine.member, pools=["both"]) as service,
+    ):
+        yield engine, service
 
 
 async def connected(service, members):
@@ -145,21 +152,16 @@ def finished(service, reason):
 # --- requests ----------------------------------------------------------------------------------
 
 
-def test_a_snapshot_is_named_by_its_repository_not_by_its_revision(tmp_path):
+async def test_a_snapshot_is_named_by_its_repository_not_by_its_revision(tmp_path):
     snapshot = tmp_path / "models--some-org--Some-1B" / "snapshots" / "b968826d9c46"
     snapshot.parent.mkdir(parents=True)
     snapshot.symlink_to(model_folder(), target_is_directory=True)
     engine = {"dtype": "float32", "num_blocks": 300}
     config = resolve({"model": str(snapshot), "engine": engine, "pools": {"both": {}}})
 
-    async def ask_for_models():
-        service = Ingress(config, KEYS)
-        try:
-            return service.models()
-        finally:
-            await service.close()
-
-    [card] = asyncio.run(ask_for_models())
+    service = Ingress(config, KEYS)
+    [card] = service.models()
+    await service.close()
     assert (card.id, card.root) == ("Some-1B", "Some-1B")
 
 
@@ -216,15 +218,8 @@ async def test_a_stop_string_ends_the_request_and_frees_its_slot(pool):
 
 
 async def test_request_without_a_seed_gets_one_and_a_given_one_is_kept():
-    async with (
-        ScriptedEngine("both", "e", finishes) as engine,
-        serving(engine.member, pools=["both"]) as service,
-    ):
-        client = Client(
-            create_app(
-                service, IngressConfig(max_body_bytes=2**20, request_timeout_s=60), version="0"
-            )
-        )
+    async with scripted_service(finishes) as (engine, service):
+        client = Client(make_app(service))
         for seed in (None, None, 0):
             body = {"prompt": "x", "max_tokens": 1, "seed": seed}
             assert (await client.request("POST", "/v1/completions", body)).status == 200
@@ -253,9 +248,7 @@ async def test_a_ticket_in_a_body_never_reaches_an_engine():
         ScriptedEngine("decode", "d", finishes) as decode,
         serving(prefill.member, decode.member) as service,
     ):
-        app = create_app(
-            service, IngressConfig(max_body_bytes=2**20, request_timeout_s=60), version="0"
-        )
+        app = make_app(service)
         client = await Client(app).request("POST", "/v1/chat/completions", body, headers)
         status = client.status
         messages = [*prefill.messages, *decode.messages]
@@ -288,10 +281,7 @@ async def test_tokens_that_come_twice_are_shown_once():
             TokenOutput(request_id, 2, [42], "length"),
         ]
 
-    async with (
-        ScriptedEngine("both", "e", repeats) as engine,
-        serving(engine.member, pools=["both"]) as service,
-    ):
+    async with scripted_service(repeats) as (_engine, service):
         result = (await collect(service, ask([5], sampling(3))))[0]
     assert [event.token_ids for event in result] == [[40], [41], [42]]
 
@@ -321,20 +311,14 @@ def fails(message):
 
 
 async def test_request_that_fails_is_counted_as_an_error():
-    async with (
-        ScriptedEngine("both", "e", fails) as engine,
-        serving(engine.member, pools=["both"]) as service,
-    ):
+    async with scripted_service(fails) as (_engine, service):
         with pytest.raises(InternalError, match="no"):
             await collect(service, ask([5]))
         assert (finished(service, "error"), finished(service, "abort")) == (1, 0)
 
 
 async def test_client_that_leaves_aborts_its_request_and_is_counted():
-    async with (
-        ScriptedEngine("both", "e", starts) as engine,
-        serving(engine.member, pools=["both"]) as service,
-    ):
+    async with scripted_service(starts) as (engine, service):
         events = start(service, ask([5], request_id="closed"))
         await anext(events)
         await events.aclose()
@@ -469,55 +453,41 @@ async def test_an_engine_falsely_thought_lost_drops_its_old_requests(pool, monke
 # --- metrics -----------------------------------------------------------------------------------
 
 
-def test_metrics_leave_out_an_engine_that_does_not_answer():
-    async def run():
-        async with (
-            ScriptedEngine("both", "e", finishes) as engine,
-            serving(engine.member, pools=["both"]) as service,
-        ):
-            return (await service.metrics_text()).decode()
-
-    families = {family.name for family in text_string_to_metric_families(asyncio.run(run()))}
+async def test_metrics_leave_out_an_engine_that_does_not_answer():
+    async with scripted_service(finishes) as (_engine, service):
+        text = (await service.metrics_text()).decode()
+    families = {family.name for family in text_string_to_metric_families(text)}
     assert "vllm:time_to_first_token_seconds" in families
 
 
-def test_concurrent_callers_share_one_poll_of_the_engines(monkeypatch):
+async def test_concurrent_callers_share_one_poll_of_the_engines(monkeypatch):
     monkeypatch.setattr(ingress_module, "_TRANSFERS_TIMEOUT_S", 0.1)
     monkeypatch.setattr(ingress_module, "_SCRAPE_TIMEOUT_S", 0.1)
 
-    async def run():
-        async with (
-            ScriptedEngine("both", "e", lambda _: []) as engine,
-            serving(engine.member, pools=["both"]) as service,
-        ):
-            app = create_app(
-                service, IngressConfig(max_body_bytes=1000, request_timeout_s=60.0), version="1"
+    async with scripted_service(lambda _: []) as (engine, service):
+        app, started_s = make_app(service), time.monotonic()
+        paths = ["/metrics", "/kv"] * 50
+        looks = [
+            asyncio.create_task(Client(app).request("GET", path, headers=OPERATOR))
+            for path in paths
+        ]
+        await asyncio.sleep(0)
+        for look in looks[:40]:  # who leaves takes no answer from the others
+            look.cancel()
+        await asyncio.gather(*looks, return_exceptions=True)
+        first = len(engine.received(Utility))
+        for _ in range(3):
+            await asyncio.gather(
+                *(Client(app).request("GET", path, headers=OPERATOR) for path in paths)
             )
-            paths = ["/metrics", "/kv"] * 50
-            looks = [
-                asyncio.create_task(Client(app).request("GET", path, headers=OPERATOR))
-                for path in paths
-            ]
-            await asyncio.sleep(0)
-            for look in looks[:40]:  # who leaves takes no answer from the others
-                look.cancel()
-            await asyncio.gather(*looks, return_exceptions=True)
-            first = len(engine.received(Utility))
-            for _ in range(3):
-                await asyncio.gather(
-                    *(Client(app).request("GET", path, headers=OPERATOR) for path in paths)
-                )
-            return first, len(engine.received(Utility)), looks
-
-    started_s = time.monotonic()
-    first, num_asked, looks = asyncio.run(run())
+        num_asked = len(engine.received(Utility))
     assert first == 2
     assert num_asked == 2 * (1 + 3)
     assert time.monotonic() - started_s >= 3 * ingress_module.MIN_ASK_INTERVAL_S
     assert {look.result().status for look in looks if not look.cancelled()} == {200}
 
 
-def test_transfers_are_polled_and_an_engine_without_answer_is_silent(monkeypatch):
+async def test_transfers_are_polled_and_an_engine_without_answer_is_silent(monkeypatch):
     monkeypatch.setattr(ingress_module, "_TRANSFERS_TIMEOUT_S", 0.2)
     under_way = TransferInfo(
         request_id="r", role="producer", peer="d", path="inline", state="streaming",
@@ -531,19 +501,16 @@ def test_transfers_are_polled_and_an_engine_without_answer_is_silent(monkeypatch
             return [UtilityResult(message.call_id, result)]
         return []
 
-    async def run():
-        async with (
-            ScriptedEngine("prefill", "p", answers) as prefill,
-            ScriptedEngine("decode", "d", lambda _: []) as decode,
-            serving(prefill.member, decode.member) as service,
-        ):
-            return await service.transfers()
-
-    decode, prefill = asyncio.run(run()).replicas
-    assert (decode.replica, decode.is_silent) == ("decode-d", True)
-    assert (prefill.is_silent, prefill.leased_blocks) == (False, 4)
-    assert [t.peer for t in prefill.transfers] == ["decode-d"]
-    assert prefill.transfers[0].request not in {"", "r"}, "nobody can speak of it to an engine"
+    async with (
+        ScriptedEngine("prefill", "p", answers) as prefill,
+        ScriptedEngine("decode", "d", lambda _: []) as silent_one,
+        serving(prefill.member, silent_one.member) as service,
+    ):
+        quiet, known = (await service.transfers()).replicas
+    assert (quiet.replica, quiet.is_silent) == ("decode-d", True)
+    assert (known.is_silent, known.leased_blocks) == (False, 4)
+    assert [t.peer for t in known.transfers] == ["decode-d"]
+    assert known.transfers[0].request not in {"", "r"}, "nobody can speak of it to an engine"
 
 
 async def test_engines_at_rest_have_no_transfers(pool):
@@ -556,17 +523,11 @@ async def test_engines_at_rest_have_no_transfers(pool):
     assert not any(replica.is_silent or replica.transfers for replica in view.replicas)
 
 
-def test_deep_health_names_an_engine_that_takes_no_step(pool):
-    async def run():
-        async with serving(*(e.member for e in pool)) as service:
-            all_step = await service.probe()
-            os.kill(pool[1].member.description.pid, signal.SIGSTOP)
-            try:
-                return all_step, await service.probe()
-            finally:
-                os.kill(pool[1].member.description.pid, signal.SIGCONT)
-
-    all_step, others_step = asyncio.run(run())
+async def test_deep_health_names_an_engine_that_takes_no_step(pool):
+    async with serving(*(e.member for e in pool)) as service:
+        all_step = await service.probe()
+        with pool[1].stopped():
+            others_step = await service.probe()
     assert all_step == {engine.member.replica_id: True for engine in pool}
     assert others_step == {**all_step, pool[1].member.replica_id: False}
 
@@ -581,11 +542,8 @@ async def test_a_storm_of_deep_health_checks_does_not_wait_for_a_slow_step():
         # The first step ends; the next one does not.
         return [UtilityResult(message.call_id, True)] if len(asked) == 1 else []
 
-    async with (
-        ScriptedEngine("both", "e", answers) as engine,
-        serving(engine.member, pools=["both"]) as service,
-    ):
-        app = create_app(service, IngressConfig(), version="0")
+    async with scripted_service(answers) as (_engine, service):
+        app = make_app(service)
 
         def check():
             return Client(app).request("GET", "/health_generate", b"", OPERATOR)
@@ -603,15 +561,13 @@ async def test_a_storm_of_deep_health_checks_does_not_wait_for_a_slow_step():
     assert num_waiting <= 8
 
 
-def test_metrics_of_every_engine_are_merged(pool):
-    async def run():
-        async with serving(*(e.member for e in pool)) as service:
-            await collect(service, ask(prompts(1, lengths=(70,))[0]))
-            return (await service.metrics_text()).decode()
-
+async def test_metrics_of_every_engine_are_merged(pool):
+    async with serving(*(e.member for e in pool)) as service:
+        await collect(service, ask(prompts(1, lengths=(70,))[0]))
+        text = (await service.metrics_text()).decode()
     slots = {
         (sample.labels["pool"], sample.labels["replica"], sample.labels["dp_group"]): sample.value
-        for family in text_string_to_metric_families(asyncio.run(run()))
+        for family in text_string_to_metric_families(text)
         for sample in family.samples
         if sample.name == "ttserve_slots"
     }

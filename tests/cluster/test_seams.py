@@ -15,9 +15,8 @@ import pytest
 
 import configs
 from cluster.config.resolve import resolve
-from cluster.config.schema import IngressConfig, OrderName
+from cluster.config.schema import OrderName
 from cluster.config.serve_file import read_serve_file
-from cluster.edge.routes import create_app
 from cluster.ingress import Ingress
 from cluster.routing import router as router_module
 from cluster.routing.cost import Policies
@@ -36,7 +35,7 @@ from replicas.messages import (
 )
 from replicas.sampling_params import SamplingParams
 from tests.cluster.edge.test_openai_fields import turn_on
-from tests.cluster.edge.test_routes import Client
+from tests.cluster.edge.test_routes import Client, make_app
 from tests.cluster.engines import KEYS, ScriptedEngine, model_folder, until
 
 pytestmark = pytest.mark.process
@@ -61,9 +60,7 @@ async def serving(*engines, args=None, **fields):
     try:
         ingress.fleet.add([engine.member for engine in engines])
         await until(lambda: ingress.is_ready()[0], "ready")
-        app = create_app(
-            ingress, IngressConfig(max_body_bytes=2**20, request_timeout_s=60), version="0"
-        )
+        app = make_app(ingress)
         yield ingress, lambda *request: Client(app).request(*request)
     finally:
         await ingress.close()

@@ -11,14 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.config.resolve import demo_model_folder
-from cluster.config.schema import IngressConfig
 from cluster.edge.openai import Usage
 from cluster.edge.openai_fields import CHAT_FIELDS, COMPLETION_FIELDS
-from cluster.edge.routes import create_app
 from replicas.output_processor import OutputDelta
 from replicas.tokenizer import Tokenizer
 from tests.cluster.edge.fake_backend import FakeBackend
-from tests.cluster.edge.test_routes import PROMPTS, Client, call, poll
+from tests.cluster.edge.test_routes import PROMPTS, Client, call, make_app, poll
 
 MAX_BODY_BYTES = 8 * 2**20
 LONGEST_STALL_S = 2.0
@@ -57,9 +55,7 @@ async def longest_stall_s(stop):
 
 async def attack(service, path, body):
     """Sends a body while 32 clients stream; the answer, and the loop's longest stall."""
-    app = create_app(
-        service, IngressConfig(max_body_bytes=MAX_BODY_BYTES, request_timeout_s=60.0), version="1"
-    )
+    app = make_app(service, MAX_BODY_BYTES)
     streams = [Client(app) for _ in range(32)]
     ask = {"prompt": "hi", "stream": True}
     tasks = [asyncio.create_task(c.request("POST", "/v1/completions", ask)) for c in streams]
@@ -184,11 +180,7 @@ async def test_texts_beyond_the_limit_of_encodings_get_429(monkeypatch):
         return decode(*args, **kwargs)
 
     monkeypatch.setattr(service.tokenizer, "decode", slow)
-    app = create_app(
-        service,
-        IngressConfig(max_body_bytes=MAX_BODY_BYTES, request_timeout_s=60.0),
-        version="1",
-    )
+    app = make_app(service, MAX_BODY_BYTES)
     body = {"tokens": [7] * 5000}
 
     def ask():

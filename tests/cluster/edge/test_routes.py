@@ -171,7 +171,7 @@ def test_an_address_names_a_listener_that_other_hosts_reach(host):
 
 def status_of_live(host, bound):
     """The status of a request with this Host, where the configuration allows `llm.example`."""
-    app = create_app(FakeBackend(), IngressConfig(allowed_hosts=["llm.example"]), version="1")
+    app = make_app(FakeBackend(), allowed_hosts=["llm.example"])
     headers = [*bound, ("host", host)]
     return asyncio.run(Client(app).request("GET", "/live", b"", headers)).status
 
@@ -223,12 +223,7 @@ CLAIMS = [("x-account", "alice"), ("x-slo-ttft-ms", "1500"), ("x-slo-tpot-ms", "
 
 def claimed(admission, headers):
     service = FakeBackend()
-    app = create_app(
-        service,
-        IngressConfig(max_body_bytes=2**20, request_timeout_s=60),
-        version="1",
-        admission=admission,
-    )
+    app = make_app(service, admission=admission)
     client = Client(app)
     asyncio.run(client.request("POST", "/v1/completions", {"prompt": "hi"}, headers))
     return client, service.requests
