@@ -1,4 +1,4 @@
-"""The benchmark of what router and ingress add: its engines' record, its client, its sums."""
+"""The benchmark of router's and ingress's latency: its engines' record, its client, its sums."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""The benchmark of attacks: what a row shows, and what its HTTP/2 client and statistics read."""
+"""The benchmark of attacks: its rows, its HTTP/2 client and its statistics."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The autoscaling benchmark: its arrivals are as it says, and its rivals are what they claim."""
+"""The autoscaling benchmark: arrivals have their documented rates, and rival policies are true."""
 
 import warnings
 

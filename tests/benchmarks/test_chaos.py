@@ -1,4 +1,4 @@
-"""What the chaos benchmark counts as what, what it does to processes, and a short run of it."""
+"""The chaos benchmark: its counts, its faults of processes, and a short run."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ LOST = b'data: {"error": {"code": "replica_lost"}}\n\n'
 
 
 async def endings(replies, *, is_excused=False, deadline_s=0.3):
-    """How each of these bodies of a stream ends for a client; None never comes to its end."""
+    """Return how each of these stream bodies ends for a client; None never ends."""
     left = list(replies)
 
     async def answer(request):

@@ -1,4 +1,4 @@
-"""Engines that stop, hang or are cut off under streams: what clients see, and what is left."""
+"""Engines that stop, hang or are cut off under streams: clients' results, and leaks."""
 
 import json
 import subprocess
@@ -12,11 +12,11 @@ pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(600)]
 
 STREAMS = 8
 SOON_S = 60.0
-"""Whatever this machine has to do beside."""
+"""Allowance for a busy machine."""
 
 
 def check(result, victim):
-    """Every token was right and every end typed; nobody has anything any more."""
+    """Every token was right, every error typed, and nothing is held any more."""
     endings = result["endings"]
     assert endings.pop("ok") > STREAMS
     if victim == "prefill":

@@ -1,4 +1,4 @@
-"""The online benchmark: its client, what it counts, its ratios."""
+"""The online benchmark: its client, its counts, its ratios."""
 
 import argparse
 import asyncio

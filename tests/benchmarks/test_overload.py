@@ -1,4 +1,4 @@
-"""The overload benchmark: arrivals are as bursty as it says, and rows count what they name."""
+"""The overload benchmark: arrivals have their documented bursts, and rows their named counts."""
 
 import numpy as np
 import pytest

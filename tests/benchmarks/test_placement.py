@@ -1,4 +1,4 @@
-"""The workload of the placement benchmark is what it says, and the index answers it truly."""
+"""The placement benchmark's workload is as documented, and the index answers it correctly."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ WORKLOAD = make_workload(num_conversations=12, num_steps=30)
 
 
 def replayed(workload):
-    """For each look-up, the blocks that each worker has of it from the first on."""
+    """Return for each look-up the number of leading blocks that each worker holds."""
     held = [set() for _ in range(NUM_WORKERS)]
     depths = []
     for kind, worker, chain, first, end in (*workload.loads, *workload.steps):

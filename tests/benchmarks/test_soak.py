@@ -1,4 +1,4 @@
-"""The soak's arithmetic and judgement, and what it sees of processes."""
+"""The soak's arithmetic, its verdicts, and its samples of processes."""
 
 import random
 import subprocess

@@ -43,13 +43,13 @@ HI = {"role": "user", "content": "hi"}
 
 
 class Attack(msgspec.Struct):
-    """What to do, and what the attacker has found out.
+    """An attack, and the attacker's knowledge of the server.
 
     Attributes:
         name: One of `ATTACKS`, or of `http_attacks.ATTACKS`.
         target: The server's endpoint.
         engine_ports: Every TCP port on which an engine listens.
-        recorded: What honest clients sent to an engine, by connection: port and bytes.
+        recorded: Port and bytes of each honest connection to an engine.
         folder: Of HAProxy's files.
     """
 
@@ -64,7 +64,7 @@ class Attack(msgspec.Struct):
 
 
 def engine_sockets(known: Attack) -> Counter[str]:
-    """Words, garbage and what was recorded, at every port of every engine at the same time."""
+    """Send words, garbage and recorded bytes to every port of every engine at the same time."""
     came: Counter[str] = Counter()
     with ThreadPoolExecutor(len(known.engine_ports)) as threads:
         for keys in (KeyRing(), OTHER):
@@ -110,7 +110,7 @@ def _replay(recorded: tuple[int, bytes]) -> int:
 
 
 def haproxy_files(known: Attack) -> Counter[str]:
-    """Everything that would let another user tell HAProxy what to do."""
+    """Try every way in which another user could command HAProxy."""
     folder = Path(known.folder)
     config, admin = folder / "haproxy.cfg", folder / "admin.sock"
 
@@ -139,11 +139,11 @@ def _outcome(act: Callable[[], object]) -> str:
     return "done"
 
 
-# --- clients that hold what they do not use ------------------------------------------------------
+# --- clients that hold resources without use -----------------------------------------------------
 
 
 def slow_clients(known: Attack) -> Counter[str]:
-    """Slow bodies and headers, bodies without end, and streams that nobody reads."""
+    """Send slow headers and bodies and endless bodies, and open streams without reading them."""
     unread = [connect(known.target.port, receive_bytes=4096) for _ in range(NUM_UNREAD)]
     body = {
         "model": known.target.model, "prompt": "hi", "max_tokens": 8000, "temperature": 0,
@@ -180,7 +180,7 @@ def _oversized(known: Attack, n: int) -> str:
                 client.sendall(request_bytes(b"", length=9 * 2**20))
                 for _ in range(9):
                     client.sendall(b" " * 2**20)
-        # HAProxy keeps the connection for a while, for what was announced and does not come.
+        # HAProxy keeps the connection for a while, because the declared body is incomplete.
         with contextlib.suppress(ConnectionError, TimeoutError):
             if status := client.recv(12)[9:]:
                 return f"oversized {status.decode()}"
@@ -191,7 +191,7 @@ def _oversized(known: Attack, n: int) -> str:
 
 
 def costly_bodies(known: Attack) -> Counter[str]:
-    """Each of them ten times, from eight clients at a time, and storms of scrapes between them."""
+    """Send each body ten times, from eight clients at a time, with bursts of scrapes in between."""
     completions, chat = "/v1/completions", "/v1/chat/completions"
     empty = {"role": "user", "content": ""}
     wide = {f"a{i}": i for i in range(300_000)}

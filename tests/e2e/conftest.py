@@ -1,4 +1,4 @@
-"""What the files of this folder share: its modules by their bare names, and servers."""
+"""Fixtures of this folder: its modules by their bare names, and servers."""
 
 import shutil
 import signal
@@ -19,7 +19,7 @@ from cluster.lifecycle import supervisor
 
 @pytest.fixture(scope="session")
 def interrupted_server():
-    """A local server that was told to stop while it started; it may still be ending."""
+    """A local server that was stopped while it started, and may still be ending."""
     port = supervisor.free_port()
     server = harness.LocalServer(["--port", str(port)], port)
     try:
@@ -34,15 +34,15 @@ def interrupted_server():
 def server(tmp_path_factory):
     """One prefill engine and two decode engines with two lanes, behind HAProxy and Serve.
 
-    Its caller's environment and home are as `test_serving_closed_to_users.py` needs them. It is
-    that of `test_serving*.py`, which come one after the other as a host has room for one
-    cluster: what clients get, then clients that mean harm, then deaths, the server's own at last.
+    Its caller's environment and home are as `test_serving_closed_to_users.py` needs them. All of
+    `test_serving*.py` share it, because a host holds one cluster at a time. They run in this order:
+    answers, hostile clients, deaths; the server's own death is the last.
     """
     port = supervisor.free_port()
     path = tmp_path_factory.mktemp("serving") / "serve.yaml"
     path.write_text(tiny_server.serve_file(port))
     home = Path(tempfile.mkdtemp(prefix="home-", dir="/tmp"))
-    # Every user may enter it, and compiled code is kept where it is otherwise.
+    # Every user may enter this home; compiled code stays in its usual folder.
     home.chmod(0o755)
     (home / ".cache").symlink_to(Path.home() / ".cache")
     environment = {"HOME": str(home), "RAY_AUTH_MODE": "disabled"}

@@ -1,9 +1,8 @@
-"""Starts real servers and real Ray clusters, and accounts for what they leave.
+"""Starts real servers and real Ray clusters, and checks that they leave nothing behind.
 
-Each server or cluster runs in a session of its own. Its footprint is every process of the
-sessions that were seen below it, the sockets on which these listen, and the files of /dev/shm that
-they hold: other programs on the host do not matter. Processes are ended by recorded id only. Linux
-only: reads /proc.
+Each server or cluster runs in a session of its own. Its footprint is every process of the sessions
+seen below it, their listening sockets, and the files of /dev/shm that they hold. Other programs on
+the host do not count. Processes are ended by recorded id only. Linux only: reads /proc.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ def listening_ports(process_ids: set[int]) -> set[tuple[str, int]]:
 
 
 def listening_sockets(process_ids: set[int]) -> set[tuple[str, int, str]]:
-    """The same, with each socket's inode: no other socket has it, also on the same port."""
+    """Return the same with each socket's inode, which is unique even among sockets of one port."""
     inodes = set()
     for process_id in process_ids:
         with contextlib.suppress(OSError):
@@ -110,7 +109,7 @@ def _sockets() -> Iterator[tuple[str, int, str]]:
 
 @dataclass
 class Footprint:
-    """What a process tree holds; grows with every `look`, and is what must be gone at the end.
+    """Resources of a process tree, all of which must be gone at the end; grows with every `look`.
 
     Attributes:
         root: Process id at the top of the tree, a session leader.
@@ -125,7 +124,7 @@ class Footprint:
     shared_memory: set[str] = field(default_factory=set)
 
     def look(self) -> set[int]:
-        """Add what the tree holds now; returns its process ids."""
+        """Add the tree's present resources; return its process ids."""
         table = process_table()
         self.sessions.add(self.root)
         family = {self.root}
@@ -148,7 +147,7 @@ class Footprint:
         return [p for p in process_table().values() if p.session_id in self.sessions]
 
     def left(self) -> dict[str, object]:
-        """What is still there; empty when nothing is."""
+        """Return the remaining resources by kind, without empty kinds."""
         found = {
             "processes": self.processes_left(),
             "ports": {port for _, port, _ in self.sockets.intersection(_sockets())},
@@ -157,7 +156,7 @@ class Footprint:
         return {name: value for name, value in found.items() if value}
 
     def kill(self) -> None:
-        """End what is left, process by process; a test's last resort."""
+        """Kill the remaining processes one by one; a test's last resort."""
         for process in self.processes_left():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.process_id, signal.SIGKILL)
@@ -169,7 +168,7 @@ class LocalServer:
     Attributes:
         url: Address of its endpoint, without a path.
         operations_url: Address of its operations listener.
-        footprint: What it holds.
+        footprint: Its resources.
     """
 
     def __init__(
@@ -184,8 +183,8 @@ class LocalServer:
 
         Args:
             arguments: Arguments after the command.
-            port: Port that the server was told, for `url`.
-            command: What to run instead of `ttserve serve`.
+            port: The server's port, for `url`.
+            command: Command in place of `ttserve serve`.
             environment: Variables to set for it.
         """
         self.url = f"http://127.0.0.1:{port}"
@@ -206,11 +205,11 @@ class LocalServer:
 
     @property
     def log(self) -> str:
-        """Everything that it has printed."""
+        """Return its whole output."""
         return self._log.read_text(errors="replace")
 
     def wait_ready(self, deadline_s: float = 300.0) -> None:
-        """Wait until it has said that it is ready.
+        """Wait until it reports that it is ready.
 
         Raises:
             AssertionError: It ended, or the deadline passed; with its output.
@@ -230,10 +229,10 @@ class LocalServer:
             os.killpg(self.process.pid, number)
 
     def wait_gone(self, deadline_s: float = 20.0) -> int:
-        """Wait until nothing is left; returns the exit code.
+        """Wait until nothing is left; return the exit code.
 
         Raises:
-            AssertionError: Something was left; says what.
+            AssertionError: Resources remain; lists them.
         """
 
         def is_gone() -> bool:
@@ -263,7 +262,7 @@ class RayCluster:
 
     Attributes:
         environment: For every `ray` and `serve` command that talks to it.
-        footprint: What it holds.
+        footprint: Its resources.
     """
 
     def __init__(self) -> None:
@@ -307,7 +306,7 @@ class RayCluster:
         return dict(assignment.split("=", 1) for _, assignment in words)
 
     def run(self, *command: str) -> str:
-        """Run a `ray` or `serve` command against this cluster; returns what it printed."""
+        """Run a `ray` or `serve` command against this cluster; return its output."""
         done = subprocess.run(
             command, env=self.environment, cwd=REPOSITORY, timeout=120, check=False,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -325,7 +324,7 @@ class RayCluster:
         return applications
 
     def applications(self) -> dict[str, Any]:
-        """The same from the dashboard: a command takes seconds of processor from what starts."""
+        """Return the same from the dashboard, as a command would cost seconds of processor time."""
         request = urllib.request.Request(
             f"{self.environment['RAY_DASHBOARD_ADDRESS']}/api/serve/applications/",
             headers={"Authorization": f"Bearer {self._token}"},
@@ -338,7 +337,7 @@ class RayCluster:
         """End it by its recorded process id.
 
         Raises:
-            AssertionError: Something is left; says what.
+            AssertionError: Resources remain; lists them.
         """
         self.footprint.look()
         self.process.terminate()
@@ -359,7 +358,7 @@ class RayCluster:
 
 
 def get_json(url: str, timeout_s: float = 30.0) -> tuple[int, Any]:
-    """Status and JSON body of a GET; the text where it is no JSON."""
+    """Return status and JSON body of a GET; the text if it is not JSON."""
     try:
         with urllib.request.urlopen(url, timeout=timeout_s) as reply:
             status, body = reply.status, reply.read()
@@ -420,7 +419,7 @@ def events_with_ids(
 
 
 def is_listening(port: int) -> bool:
-    """Whether somebody accepts connections on a loopback port."""
+    """Return whether a loopback port accepts connections."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 

@@ -73,7 +73,7 @@ class Host:
         self.first = children.split()[0]
 
     def command(self, *command: str) -> list[str]:
-        """The command that runs another one there, in the repository."""
+        """Return a command that runs another one there, in the repository."""
         enter = ["nsenter", "-t", self.first, "-n", "-i", "-p", "-m"]
         # Another mount namespace is entered at its root.
         return [*enter, "env", f"--chdir={harness.REPOSITORY}", *command]
@@ -105,9 +105,9 @@ class Host:
         return self._holder.poll() is None
 
     def close(self) -> None:
-        """End it with all that runs there, as one that loses its power."""
+        """End it with all its processes, as by a loss of power."""
         for process in (self._holder, *self._started):
-            # What is still in a pipe to one that is gone goes nowhere.
+            # Unsent input of a command whose host has ended is discarded.
             with contextlib.suppress(BrokenPipeError), process:
                 for pipe in (process.stdin, process.stdout):
                     if pipe is not None:

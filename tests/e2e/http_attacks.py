@@ -30,7 +30,7 @@ PAD = 2
 ONE_ID = "chosen-by-the-client"
 NUM_METHODS = 3000
 NUM_IDLE = 2070
-"""More than half of HAProxy's 4,096 connections, which is what one address may have."""
+"""More than half of HAProxy's 4,096 connections, the limit of one address."""
 HTTP2_CONNECTIONS, HTTP2_STREAMS = 42, 100
 BODIES = {8 * MIB - 1000: 31, MIB: 14, 200_000: 20, 80_000: 40}
 """Sizes, and how many bodies of each: together they fill the 256 MiB that large bodies share."""
@@ -77,7 +77,7 @@ class Answer(NamedTuple):
 def request(
     method: str, path: str, body: bytes = b"", *headers: str, length: int | None = None
 ) -> bytes:
-    """A request of a JSON body; `length` replaces what it declares of the body's size."""
+    """Return a request with a JSON body; `length` replaces its Content-Length."""
     lines = [f"{method} {path} HTTP/1.1", "Host: localhost", "Connection: close", *headers]
     if not any(header.lower().startswith("content-type") for header in headers):
         lines.append("Content-Type: application/json")
@@ -167,7 +167,7 @@ async def repeat(
             status = (await exchange(target, raw, port)).status
             came[status] += 1
             if status != "200":
-                # As fast as a refusal is sent would measure the attacker's own processor time.
+                # Without a pause, refusals would only measure the attacker's own processor time.
                 await asyncio.sleep(0.05)
 
     await asyncio.gather(*(send() for _ in range(num_connections)))
@@ -190,7 +190,7 @@ async def fill_routes(target: Target) -> Counter[str]:
 
 
 async def debug_routes(target: Target) -> Counter[str]:
-    """Ask over 40 connections to either listener why requests of one id went where they did."""
+    """Query the routes of one id over 40 connections to either listener."""
     look = request("GET", f"/debug/routes/{ONE_ID}")
     public, operations = await asyncio.gather(
         repeat(target, look, 40), repeat(target, look, 40, target.operations_port)
@@ -221,7 +221,7 @@ async def long_texts(target: Target) -> Counter[str]:
 
 
 async def special_tokens(target: Target) -> Counter[str]:
-    """Longest prompts of tokens without bytes, whose clients leave once these have been read."""
+    """Send the longest prompts of tokens without bytes; each client leaves once its own is read."""
     ids = [PAD] * (target.max_model_len - 1)
     raw = request("POST", "/v1/completions", body_of(prompt=ids, max_tokens=1))
     came: Counter[str] = Counter()
@@ -236,7 +236,7 @@ async def special_tokens(target: Target) -> Counter[str]:
 
 
 async def health_storm(target: Target) -> Counter[str]:
-    """1,100 connections that ask for a step of every replica, and as many as may to operations."""
+    """Request health probes over 1,100 connections, and over all that operations accepts."""
     raw = request("GET", "/health_generate")
     public, operations = await asyncio.gather(
         repeat(target, raw, 1100), repeat(target, raw, 100, target.operations_port)
@@ -321,7 +321,7 @@ async def http2(target: Target) -> Counter[str]:
 
 
 async def heard(reader: asyncio.StreamReader, listen_s: float) -> tuple[bytes, bool]:
-    """What the server sends within a time, and whether the connection is still open then."""
+    """Return the server's bytes within a time, and whether the connection is still open."""
     raw = bytearray()
 
     async def listen() -> None:
@@ -360,11 +360,11 @@ def http2_request(stream: int) -> bytes:
     return _frame(_HEADERS, _END_HEADERS, stream, head) + b"".join(data)
 
 
-# --- what clients could find out, or make browsers do --------------------------------------------
+# --- leaks to clients, and requests from browsers ------------------------------------------------
 
 
 async def resume_ids(target: Target) -> Counter[str]:
-    """Positions in a stream that its client cannot be at."""
+    """Resume streams at impossible positions."""
     stream = body_of(prompt="hi", max_tokens=8, temperature=0, ignore_eos=True, stream=True)
 
     def resume(event_id: str) -> bytes:
@@ -405,7 +405,7 @@ async def web_pages(target: Target) -> Counter[str]:
 
 
 async def cache_oracle(target: Target) -> Counter[str]:
-    """Guess a token of another client's prompt by what answers tell of the prefix cache."""
+    """Guess a token of another client's prompt by signs of prefix cache hits in answers."""
     secret, pins = 137, range(100, 150)
 
     def ask(pin: int) -> bytes:

@@ -1,9 +1,9 @@
-"""Where the tests of this folder ask a cluster for what operators read: debug pages and metrics."""
+"""Address of a cluster's pages for operators: debug pages and metrics."""
 
 from __future__ import annotations
 
 
 def operations_url(url: str) -> str:
-    """The address, without a path, of the pages for operators of a cluster that serves at `url`."""
+    """Return the address, without a path, of the operators' pages of a cluster at `url`."""
     host, _, port = url.rpartition(":")
     return f"{host}:{int(port) + 1}"

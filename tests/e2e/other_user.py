@@ -1,7 +1,6 @@
-"""What another user of this host can do to a server: look at everything, and try its ports.
+"""Access of another user of this host to a server: reads its files, and tries its ports.
 
-Runs in a forked process without privileges, on sockets and files alone: what the test's own process
-has loaded does not matter.
+Runs in a forked process without privileges, and uses only sockets and files.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 NOBODY = 65534
 PRIVATE = ("environ", "maps", "mem", "fd", "cwd", "root")
-"""Of a process in /proc: its owner's alone."""
+"""Entries of a process in /proc that only its owner may read."""
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _SETTINGS = 0, 1, 4
@@ -102,7 +101,7 @@ def is_data(path: str) -> bool:
 
 
 class Payload:
-    """Runs `id` when it is unpickled, and keeps what it says in a file."""
+    """An object whose unpickling runs `id` and writes its output to a file."""
 
     def __init__(self, proof: Path) -> None:
         self._proof = proof
@@ -112,7 +111,7 @@ class Payload:
 
 
 def call_replica(port: int, payload: bytes, token: str | None) -> None:
-    """Send a pickled request to what may be a replica's port, and wait until it is answered."""
+    """Send a pickled request to a possible port of a replica, and wait for the answer."""
     headers = {
         ":method": "POST", ":scheme": "http", ":path": _PATH, ":authority": "a",
         "content-type": "application/grpc", "te": "trailers",

@@ -46,7 +46,7 @@ class Probe(msgspec.Struct):
     """A request without streaming that one client repeats.
 
     Attributes:
-        name: What reports call it.
+        name: Its name in reports.
         body: Of a completion; the answer's text must always be the same.
         pause_s: Between an answer and the next request.
     """
@@ -57,7 +57,7 @@ class Probe(msgspec.Struct):
 
 
 class Task(msgspec.Struct):
-    """What to ask for.
+    """The requests to send.
 
     Attributes:
         url: Of the endpoint.
@@ -75,11 +75,11 @@ class Task(msgspec.Struct):
 
 
 class Report(msgspec.Struct):
-    """What the honest clients have seen.
+    """Results of the honest clients.
 
     Attributes:
         num_done: Streams that ended with the right tokens.
-        failures: What was wrong with each other stream or probe.
+        failures: The error of each other stream or probe.
         first_s: Since the last report, by "stream" or a probe's name, seconds to the first token
             of each request that ended well.
     """
@@ -115,14 +115,14 @@ class SteadyStreams:
             thread.start()
 
     def report(self) -> Report:
-        """What has been seen until now; times to a first token are handed out once."""
+        """Return the results so far, and the times to a first token since the last report."""
         with self._lock:
             report = msgspec.structs.replace(self._report, failures=list(self._report.failures))
             self._report.first_s = {}
             return report
 
     def close(self) -> None:
-        """Let every request come to its end."""
+        """Wait until every request has ended."""
         self._is_over.set()
         for thread in self._threads:
             thread.join()

@@ -1,8 +1,8 @@
 """A whole server under 32 streams and under attack from another user of its host.
 
 Both ways to start one: `ttserve serve`, and stock `ray start` with `serve deploy`. The streams and
-each attack run in processes of their own; the last test looks at what the attacks have left.
-What attacks over HTTP do to times to a first token is for `benchmarks.attacks` to measure.
+each attack run in processes of their own; the last test checks that the attacks leave nothing.
+`benchmarks.attacks` measures the effect of attacks over HTTP on times to a first token.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ IS_ROOT = os.geteuid() == 0
 
 
 class Recorder:
-    """What each connection over loopback sends first; only root may listen there.
+    """A record of each loopback connection's first bytes; only root may capture them.
 
     Owner: its thread has the table until `stop` returns.
     """
@@ -69,7 +69,7 @@ class Recorder:
         self._thread.start()
 
     def stop(self) -> None:
-        """Hear no more."""
+        """Stop recording."""
         self._is_over.set()
         self._thread.join()
 
@@ -165,7 +165,7 @@ def deployed(path: Path, port: int) -> Iterator[Front]:
 
 @pytest.fixture(scope="module", params=[served, deployed], ids=["ttserve serve", "serve deploy"])
 def front(request, tmp_path_factory):
-    """A prefill and a decode engine behind HAProxy, and what was said to them at first."""
+    """A prefill and a decode engine behind HAProxy, and the first bytes sent to them."""
     file = yaml.safe_load((harness.REPOSITORY / "configs" / "demo.yaml").read_text())
     port = file["http_options"]["port"] = supervisor.free_port()
     args = file["applications"][0]["args"]
@@ -195,12 +195,12 @@ class Honest:
         self._process = process
 
     def report(self) -> steady_streams.Report:
-        """What has come until now."""
+        """Return the report since the last one."""
         send(self._process, "report")
         return self._read()
 
     def stop(self) -> None:
-        """Let every stream come to its end; none may have failed."""
+        """Wait until every stream has ended; none may have failed."""
         self._process.stdin.close()
         assert not self._read().failures
 
@@ -208,7 +208,7 @@ class Honest:
         return msgspec.json.decode(self._process.stdout.readline(), type=steady_streams.Report)
 
     def check(self, num_more: int) -> None:
-        """Let some more streams end; none may have failed, ever."""
+        """Wait until some more streams have ended; none may have failed so far."""
         end = self.report().num_done + num_more
 
         def reached() -> bool:
@@ -254,14 +254,14 @@ def honest(front):
 
 @pytest.fixture(scope="module")
 def attackers(honest):
-    """Attackers hold what they have got for as long as this lives."""
+    """Processes of attackers, whose connections stay open until the end of the module."""
     with contextlib.ExitStack() as stack:
         yield stack
 
 
 @pytest.fixture(scope="module")
 def known(front, attackers):
-    """What an attacker can find out, and more; the processes that must outlive it."""
+    """An attacker's knowledge, and more; the processes that must outlive it."""
     server, recorder = front
     ports = {port for _, port in harness.listening_ports(server.engines())}
     assert len(ports) >= 2 * NUM_ENGINES
@@ -279,7 +279,7 @@ def strangers_are_not_heard(came):
 
 
 def nothing_is_permitted(came):
-    # As the same user all of it would be, so there is nothing to try.
+    # The server's own user may read all of it, so there is nothing to try.
     assert came.keys() == {"PermissionError"}, came
 
 
@@ -342,7 +342,7 @@ def test_unknown_methods_break_no_stream(front, honest, attackers, known):
 
 
 def test_attacks_leave_nothing_behind(front, honest):
-    """While the attackers still hold what they have got, as streams that nobody reads."""
+    """The attackers still hold their connections, such as unread streams."""
     server, _ = front
     honest.check(NUM_STREAMS)
     honest.stop()

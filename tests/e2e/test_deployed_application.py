@@ -1,4 +1,4 @@
-"""The code that joins the cores to Ray Serve, on one Ray cluster with two applications.
+"""The code between the cores and Ray Serve, on one Ray cluster with two applications.
 
 One has tenants, two ingresses and replicas whose roles change under streams. The other has a pool
 that Serve scales. Every engine runs on a simulated mesh, whose tokens depend on all of its KV.
@@ -56,7 +56,7 @@ SCALED = {
         "engine": {**ENGINE, "max_batch_size": 4},
         "pools": {"both": {"replicas": 1, "max_replicas": 2}},
     },
-    # The policy looks as often as ingresses report: every ten seconds where the file says nothing.
+    # The policy runs as often as ingresses report, every ten seconds by default.
     "deployments": [
         {
             "name": "ingress",
@@ -117,7 +117,7 @@ def roles(url):
 
 
 def wait_roles(url, counts):
-    """Wait until as many replicas as `counts` says have each role; returns the roles."""
+    """Wait until `counts` replicas have each role; return the roles."""
 
     def found():
         now = roles(url)
@@ -175,7 +175,7 @@ def test_a_request_names_its_own_objective(url):
 
 @pytest.fixture
 def streams(url):
-    """Streams that repeat in a process of their own; their first answers are what is expected."""
+    """Streams that repeat in a process of their own; their first answers are the expected ones."""
     prompts = [[n + 2, *range(20, 150)] for n in range(6)]
     task = steady_streams.Task(url, "demo", prompts, 60)
     with subprocess.Popen(

@@ -66,7 +66,7 @@ def complete(server):
 
 
 def assert_requests_succeed_after_deaths(server, num_deaths):
-    """After each of so many deaths of the replica, from now on."""
+    """Check that a request succeeds after each of the replica's next deaths."""
     text = complete(server)
     num_before = server.log.count(DEATH)
     for num_dead in range(num_before + 1, num_before + num_deaths + 1):
@@ -93,7 +93,7 @@ def test_request_that_takes_too_long_ends_with_an_error_and_frees_its_slot(serve
 
 
 def num_running(server):
-    """Requests that the engines have."""
+    """Return the number of the engines' requests."""
     lines = harness.get_json(f"{server.operations_url}/metrics")[1].splitlines()
     return sum(float(x.split()[-1]) for x in lines if x.startswith("vllm:num_requests_running{"))
 

@@ -87,7 +87,7 @@ def check(server, folder):
     ):
         assert status == 200, body
         found = body["choices"][0]["token_ids"]
-        # Where the best two are as good as each other, what follows is another text.
+        # After a tie of the best two tokens the texts may differ.
         near = [i for i, margin in enumerate(wanted.margins) if margin < MARGIN]
         end = near[0] if near else NUM_TOKENS
         assert found[:end] == wanted.token_ids[:end]

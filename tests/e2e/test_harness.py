@@ -1,4 +1,4 @@
-"""What the harness reports as left: what its own tree made, and nothing of other programs."""
+"""The harness reports remains of its own process tree, and nothing of other programs."""
 
 import contextlib
 import os

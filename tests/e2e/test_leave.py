@@ -125,7 +125,7 @@ def test_the_head_does_not_leave(cluster):
 
 @pytest.mark.parametrize("name", ["one", "two"])
 def test_no_stream_fails_when_a_host_leaves(cluster, name, tmp_path):
-    """Another one has room for its replicas the first time; nobody has the second time."""
+    """The first time another host has room for its replicas; the second time none has."""
     host = cluster.workers[name]
     streams = Streams(cluster, cluster.head, f"http://{cluster.head.address}:8000")
     harness.wait_for(lambda: streams.report().num_done >= NUM_STREAMS, 300, "streams run")
@@ -136,7 +136,7 @@ def test_no_stream_fails_when_a_host_leaves(cluster, name, tmp_path):
         done.append(host.run(*command, environment=cluster.environment))
 
     leaving = threading.Thread(target=leave)
-    # What a load balancer has sent to this host before it left.
+    # Requests that a load balancer sent to this host before it left.
     through = long_streams(cluster, host, tmp_path)
     leaving.start()
     harness.wait_for(lambda: health(cluster, host)[0] == 503, 120, "the host is not ready")
@@ -161,7 +161,7 @@ def test_no_stream_fails_when_a_host_leaves(cluster, name, tmp_path):
 
 
 def long_streams(cluster, host, folder):
-    """Streams through the HAProxy of a host, each with its first token; and what each has got."""
+    """Open streams through a host's HAProxy; return processes and outputs once each has a token."""
     body = {"model": "demo", "prompt": "Return the", "max_tokens": 600, "ignore_eos": True}
     body = json.dumps(body | {"stream": True})
     address = f"http://{host.address}:8000/v1/completions"

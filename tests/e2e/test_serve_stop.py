@@ -1,9 +1,9 @@
-"""A local server stops whole: no process, port or shared memory is left, however it is told.
+"""A local server stops completely, by any signal: no process, port or shared memory is left.
 
 The server that `make` starts has its private folder, with Ray's session and all logs, on a small
-disk, which fills up before it is told to stop. Where a test ends a server that others have used, it
-is the last one of their file: here, in `test_fault_plan.py` (a second interrupt), and in
-`test_serving_losses.py` (a killed supervisor).
+disk, which fills up before the server is stopped. A test that ends a shared server is the last one
+of its file: here, in `test_fault_plan.py` (a second interrupt), and in `test_serving_losses.py` (a
+killed supervisor).
 """
 
 import json
@@ -83,7 +83,7 @@ def test_a_full_disk_stops_no_request(made_server):
     texts = {answer["choices"][0]["text"] for status, answer in answers if status == 200}
     assert {status for status, _ in answers} == {200}
     assert texts == {before[1]["choices"][0]["text"]}
-    # Bodies and streams of many kilobytes go nowhere near the disk either.
+    # Bodies and streams of many kilobytes do not use the disk either.
     long = BODY | {"prompt": "Return the value of " * 150, "stream": True}
     assert list(harness.stream_events(server.url, "/v1/completions", long))[-1] == "[DONE]"
     assert harness.get_json(f"{server.url}/health")[0] == 200
@@ -97,7 +97,7 @@ def test_a_full_disk_stops_no_request(made_server):
     assert engines
     for process_id in engines:
         os.kill(process_id, signal.SIGKILL)
-    # Whoever comes now waits for one for a minute, and may get it.
+    # A new request waits a minute for an engine, and may get one.
     harness.post_json(url, BODY, timeout_s=150)
     os.unlink(f"{disk}/fill")
     harness.wait_for(lambda: harness.post_json(url, BODY)[0] == 200, 60, "it serves again")
@@ -110,7 +110,7 @@ def test_interrupted_server_lets_its_stream_end_and_leaves_nothing(made_server):
     assert status == 200, body
     assert body["usage"]["completion_tokens"] > 0
     folder = private_folder(server)
-    # What is open stays when all that saw the disk is gone.
+    # An open file keeps the disk after all processes that saw it have ended.
     disk = os.open(f"/proc/{server.process.pid}/root{folder.parent}", os.O_RDONLY)
     try:
         assert folder.name in os.listdir(disk)
@@ -145,7 +145,7 @@ def test_taken_port_is_refused_before_anything_starts():
 
 
 def private_folder(server: harness.LocalServer) -> Path:
-    """The folder that its driver was told to use; another server on this host has another one."""
+    """Return its driver's private folder; each server on this host has its own."""
     commands = (Path(f"/proc/{p}/cmdline").read_text() for p in server.footprint.look())
     [folder] = {Path(name) for c in commands for name in re.findall(r'"folder":"([^"]+)"', c)}
     return folder

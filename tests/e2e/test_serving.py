@@ -1,4 +1,4 @@
-"""A whole `ttserve serve` on a tiny model: what clients get, and what it counts."""
+"""A whole `ttserve serve` on a tiny model: clients' answers, and metrics."""
 
 import asyncio
 import http.client
@@ -179,7 +179,7 @@ def test_tokenize_and_detokenize_are_each_others_inverse(server, tokenizer):
     assert (status, chat["tokens"]) == (200, expected)
 
 
-# --- the same tokens, and what is counted ------------------------------------------------------
+# --- the same tokens, and metrics --------------------------------------------------------------
 
 
 def test_requests_in_flight_give_the_tokens_of_offline_and_combined_engines(server, client):
@@ -216,7 +216,7 @@ def test_requests_in_flight_give_the_tokens_of_offline_and_combined_engines(serv
 
 
 def check_counts(before, after, cases):
-    """What `/metrics` must say after these requests, from start to end through both pools."""
+    """Check `/metrics` after these requests, all of which went through both pools."""
     assert labels_of(after, "ttserve_slots", "pool", "dp_group") == {
         ("prefill", "0"),
         ("decode", "0"),

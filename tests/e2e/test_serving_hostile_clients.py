@@ -1,4 +1,4 @@
-"""The server of `test_serving.py` under clients that mean harm, and without its HAProxy.
+"""The server of `test_serving.py` under hostile clients, and without its HAProxy.
 
 Each way in is attacked: HAProxy, the proxy that Serve keeps beside it, and the port of the ingress
 replica itself.
@@ -94,7 +94,7 @@ def test_hundreds_of_slow_bodies_leave_others_served(ways):
             reply.begin()
             code = json.loads(reply.read())["error"]["code"]
             assert (reply.status, code) == (408, "body_timeout"), kind
-            # HAProxy lets a client that it has answered send on for 30 s, which are not waited for.
+            # HAProxy lets an answered client send for another 30 s; the test does not wait for it.
             assert kind == (haproxy_port, more_than_haproxy_holds) or client.recv(1) == b"", kind
 
 

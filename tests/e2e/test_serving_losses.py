@@ -1,4 +1,4 @@
-"""What a death costs the server of `test_serving.py`: one decode engine, all, its supervisor."""
+"""Effects of deaths on the server of `test_serving.py`: a decode engine, all, its supervisor."""
 
 import contextlib
 import functools
@@ -36,7 +36,7 @@ def decode_engines(server):
 
 
 def cpu_ticks(process_id):
-    """What a process has computed since its start."""
+    """Return a process's CPU time since its start."""
     with open(f"/proc/{process_id}/stat", encoding="ascii") as stat:
         user, system = stat.read().rpartition(")")[2].split()[11:13]
     return int(user) + int(system)
@@ -46,10 +46,10 @@ class Stream(threading.Thread):
     """One streamed answer, read to its end.
 
     Attributes:
-        token_ids: What came.
+        token_ids: The received tokens.
         times_s: When each event with tokens came.
-        usage: What the stream says of it at its end.
-        error: What ended it early.
+        usage: The usage that ends the stream.
+        error: The error that ended it early.
     """
 
     def __init__(self, server, number):
@@ -85,7 +85,7 @@ class Stream(threading.Thread):
 
 
 def read_all(streams):
-    """What all of them got; none may have failed, or have counted a token twice."""
+    """Return the tokens of all streams; none may have failed, or have counted a token twice."""
     for stream in streams:
         stream.join()
     assert [stream.error for stream in streams] == [None] * len(streams)
@@ -99,7 +99,7 @@ def test_streams_of_a_killed_decode_engine_go_on_with_the_tokens_of_an_undisturb
     assert {len(token_ids) for token_ids in expected} == {NUM_TOKENS}
     migrations = functools.partial(total, name="ttserve_router_migrations_total", reason="lost")
     num_migrated, num_before = 0, migrations(wait_idle(server))
-    # An engine may be done with streams that their clients have read a few tokens of.
+    # An engine may have finished streams of which the clients have read only a few tokens.
     for _ in range(5):
         before = {process_id: cpu_ticks(process_id) for process_id in decode_engines(server)}
         streams = [Stream(server, number) for number in range(NUM_STREAMS)]
@@ -169,7 +169,7 @@ def test_a_client_of_a_killed_ingress_gets_every_token_once_from_the_next_one(se
 def test_an_ingress_that_was_stopped_refuses_nobody_while_a_replica_says_nothing(server):
     wait_whole(server)
     engines = decode_engines(server)
-    # Its engine serves on, and nobody who has lost the connection can ask where it is.
+    # Its engine keeps serving, but after a lost connection only the stopped actor has its address.
     silent = harness.process_table()[engines[0]].parent_id
     stopped = ingress(server)
     body = {"model": MODEL, "prompt": "wait", "max_tokens": 12, "ignore_eos": True}

@@ -1,4 +1,4 @@
-"""The server of `test_serving*.py`: a tiny model, few places, and what it counts."""
+"""The server of `test_serving*.py`: a tiny model, few slots, and its metrics."""
 
 import urllib.request
 
@@ -11,7 +11,7 @@ from tests.cluster.engines import model_folder
 MODEL = "tiny"
 BLOCK_SIZE = 32
 LONG = 8000
-"""Tokens of an answer that nobody reads to its end: seconds."""
+"""Tokens of an answer that the client never reads to its end: it takes seconds."""
 GREEDY = {"temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
 PLACES = 32
 MAX_ONGOING = 64

@@ -1,4 +1,4 @@
-"""What a running server's processes show of themselves: HAProxy's view of ingresses, and memory."""
+"""Measurements of a running server: HAProxy's view of ingresses, and processes' memory."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def forget_peak(process_id: int) -> None:
 
 
 def metrics_page(port: int) -> bytes:
-    """What a loopback port shows under /metrics; empty where it shows nothing."""
+    """Return the page /metrics of a loopback port; empty if there is none."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
             page: bytes = reply.read()

@@ -151,10 +151,10 @@ def test_nobody_else_is_answered_from_converted_kv(make_pair, source, target, nu
     assert_all_moved(pair)
     core = pair.decode.core
     assert num_prefix_hits(core) == 0
-    # Computed here, as if nothing had ever been converted.
+    # Computed by this engine, as if nothing had ever been converted.
     assert generate(core, PROMPTS, SAMPLING) == aggregated(dtype=target)
     assert num_prefix_hits(core) == 0
-    # What is computed here may be found.
+    # A prompt computed by this engine may be found.
     generate(core, PROMPTS, SAMPLING)
     assert num_prefix_hits(core) > 0
 

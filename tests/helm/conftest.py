@@ -1,4 +1,4 @@
-"""What the chart renders, judged; only `make test-helm` collects this, once it has built helm."""
+"""Fixtures for the rendered chart; only `make test-helm`, which builds helm, collects the tests."""
 
 import os
 import subprocess
@@ -21,13 +21,13 @@ OPTIONAL = [
     "--set", "httpRoute.enabled=true,httpRoute.parentRefs[0].name=gateway",
     "--set", "inferencePool.enabled=true,inferencePool.endpointPicker.name=picker",
 ]  # fmt: skip
-"""Everything that is off by default."""
+"""All options that are off by default."""
 
 
 def options_of(preset):
-    """Return what a preset is used with: its first lines have the command.
+    """Return a preset's further options, from the command in its first lines.
 
-    A digest is the registry's to say, so the command has a variable for it.
+    The command has a variable for the digest, which only the registry knows.
     """
     for line in preset.read_text().splitlines():
         words = line.replace("$DIGEST", ANY_DIGEST).split()

@@ -1,6 +1,6 @@
-"""Who reaches which port of which pod, computed from the rendered NetworkPolicies.
+"""Connectivity of pods and ports, computed from the rendered NetworkPolicies.
 
-The kit's node enforces no policy, so the rules themselves are held: a change of one shows here.
+The kit's node enforces no policy, so these tests check the rules themselves.
 """
 
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ REDIS = ["--set", "gcsFaultTolerance.enabled=true"]
 
 @dataclass(frozen=True)
 class Actor:
-    """A pod that speaks or is spoken to."""
+    """A pod at one end of a connection."""
 
     name: str
     namespace: str
@@ -59,7 +59,7 @@ class Actor:
 
 
 def actors(objects):
-    """The release's pods, and others that there may be."""
+    """Return the release's pods, and examples of other pods."""
     config = rayservice(objects)["spec"]["rayClusterConfig"]
     made = groups(objects)
     own = {
@@ -105,7 +105,7 @@ def is_peer(peer, actor):
 
 
 def allows(policies, actor, other, port, direction):
-    """Whether the policies of one end let this through, as Kubernetes reads them."""
+    """Return whether the policies of one end admit this connection, by Kubernetes's rules."""
     side = {"Ingress": "from", "Egress": "to"}[direction]
     concerned = [
         policy["spec"]
@@ -174,7 +174,7 @@ def test_nothing_outside_reaches_what_runs_programs_or_says_too_much(render):
 
 
 def test_without_policies_everybody_reaches_everything(render):
-    """The computation says what there is: it does not close by itself."""
+    """The computation does not close anything without a policy."""
     assert "stranger -> head: everything" in table(render("--set", "networkPolicy.enabled=false"))
 
 

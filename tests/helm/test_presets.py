@@ -1,4 +1,4 @@
-"""Every preset with its file: it renders, is valid to the letter, and so is what is served."""
+"""Every preset with its file renders, and its objects and its served file are valid."""
 
 import json
 import subprocess
@@ -48,7 +48,7 @@ def test_a_preset_is_valid(preset, options, render, tmp_path):
 
 
 def _check_resources(config, made):
-    """What Ray is asked for by the file it is told to have by the groups, boards included."""
+    """The worker groups declare all Ray resources that the file requests, boards included."""
     wanted = [pool.resources for pool in config.pools.values()] + [config.ingress.resources]
     told = [json.loads(json.loads(g["rayStartParams"]["resources"])) for g in made.values()]
     for resources in wanted:
@@ -84,7 +84,7 @@ def _pod_specs(objects):
 
 
 def _check_pods(objects):
-    """No port is named twice in a container, and Pod Security has nothing to say against any."""
+    """No port is named twice in a container, and Pod Security admits every pod."""
     for spec in _pod_specs(objects):
         assert not spec.get("hostIPC")
         assert not [volume for volume in spec["volumes"] if "hostPath" in volume]
@@ -114,7 +114,7 @@ def test_a_preset_bounds_what_each_pod_writes_to_its_node(preset, render):
 
 
 def test_production_admits_a_gateway_alone_and_pins_its_image(render):
-    """It makes no keys: rendered again without a cluster, as Argo CD does, it is the same."""
+    """It makes no keys, so that a second rendering without a cluster, as by Argo CD, is equal."""
     (preset,) = (path for path in PRESETS if path.stem == "production")
     options = options_of(preset)
     objects = render(*options)

@@ -1,4 +1,4 @@
-"""A mistake in values is an error, however deep it stands."""
+"""A mistake in values is an error at every depth."""
 
 import copy
 
@@ -9,11 +9,11 @@ from tests.helm.conftest import CHART, run_helm
 
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 FREE = {"workers", "labels", "matchLabels"}
-"""What has names of people's own, not of the chart's, below it."""
+"""Keys whose children are named by users, not by the chart."""
 
 
 def paths(values, above=()):
-    """Every key at every depth that has a name of the chart's."""
+    """Yield every key, at every depth, that the chart names."""
     for key, value in values.items():
         if not {*above[-1:]} & FREE:
             yield (*above, key)
@@ -31,7 +31,7 @@ def changed(path, change):
 
 
 def refusal(values, tmp_path):
-    """What helm says against these values instead of the chart's, or nothing."""
+    """Return helm's error for these values in place of the chart's, or nothing."""
     file = tmp_path / "values.yaml"
     file.write_text(yaml.safe_dump(values))
     done = run_helm("template", "demo", CHART, "-f", file)
@@ -47,7 +47,7 @@ def test_the_values_themselves_are_right(tmp_path):
 
 
 def test_every_key_that_is_misspelt_is_refused_by_its_name(tmp_path):
-    """In one run for each section, as helm lists all that is wrong at once."""
+    """One run for each section suffices, as helm lists all errors at once."""
     for section in VALUES:
         wrong = list(paths({section: VALUES[section]}))
         values = copy.deepcopy(VALUES)
@@ -63,7 +63,7 @@ def test_every_key_that_is_misspelt_is_refused_by_its_name(tmp_path):
 
 @pytest.mark.parametrize("wrong", [[], {"a": {"b": 1}}, -1.5], ids=str)
 def test_every_value_of_a_wrong_kind_is_refused(wrong, tmp_path):
-    """Each leaf alone would take helm minutes: a section at a time, and each must be named."""
+    """A run for each leaf would take minutes: one run a section, whose error names every leaf."""
     for section in VALUES:
         leaves = [
             path

@@ -1,4 +1,4 @@
-"""A Kubernetes cluster as tests see it: kubectl and helm, releases, and what a pod can ask for."""
+"""A Kubernetes cluster for tests: kubectl and helm, releases, and a client's pod."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _RESTRICTED = {
 
 
 def wait_until(check, what, timeout_s=300.0):
-    """The first true answer of `check`; what it said last, if none comes in time."""
+    """Return the first true answer of `check`; fail with its last one if none comes in time."""
     deadline_s = time.monotonic() + timeout_s
     while not (answer := check()):
         if time.monotonic() > deadline_s:
@@ -37,7 +37,7 @@ def wait_until(check, what, timeout_s=300.0):
 
 @dataclass
 class Cluster:
-    """Where commands run: beside the kit's node, or here with the KUBECONFIG that was given."""
+    """A cluster: the kit's node, or that of the given KUBECONFIG. Runs commands against it."""
 
     prefix: list[str]
     is_kit: bool
@@ -125,7 +125,7 @@ class Release:
         return f"http://{self.host}:8000"
 
     def install(self):
-        """Install it, and wait until it can serve; says how long that took."""
+        """Install it, wait until it can serve, and print the time that this took."""
         start_s = time.monotonic()
         self.cluster.helm("install", *self.arguments())
         self.wait_ready(900)
@@ -156,7 +156,7 @@ class Release:
         return {pod["metadata"]["name"]: pod for pod in found}
 
     def wait_ready(self, timeout_s=300):
-        """Until the RayService and every pod of the release are ready."""
+        """Wait until the RayService and every pod of the release are ready."""
 
         def is_whole():
             service, pods = self.service(), self.pods()
@@ -168,7 +168,7 @@ class Release:
             raise TimeoutError(f"{error}\n{self.describe()}") from None
 
     def describe(self):
-        """All that says why a release is not as it should be."""
+        """Return the state and logs of a release, to diagnose a failure."""
         parts = [
             self.cluster.kubectl("-n", self.namespace, *command, check=False).stdout
             for command in (
@@ -203,7 +203,7 @@ def is_ready(thing):
 
 @dataclass
 class Client:
-    """A pod that is no part of a release: what it reaches, everybody in the cluster reaches."""
+    """A pod outside of all releases, with the access of any pod in the cluster."""
 
     cluster: Cluster
     image: str
@@ -232,11 +232,11 @@ class Client:
         )  # fmt: skip
 
     def python(self, program, *arguments, **options):
-        """Run a program there; it has the standard library and what the image has."""
+        """Run a program there; it has the standard library and the image's packages."""
         return self.cluster.run(*self._command(arguments), input=program, **options)
 
     def connects(self, address, port):
-        """Whether somebody listens; a connection that is refused or not answered is None."""
+        """Return whether a connection is accepted."""
         program = (
             "import socket, sys\n"
             "try: socket.create_connection((sys.argv[1], int(sys.argv[2])), 3); print('open')\n"
@@ -245,7 +245,7 @@ class Client:
         return self.python(program, address, port).stdout.strip() == "open"
 
     def streams(self, url, count, tokens):
-        """Open streams; returns once each of them has had its first token."""
+        """Open streams; return once each of them has had its first token."""
         process = self.cluster.start(*self._command([url, count, tokens]))
         process.stdin.write(STREAMS.read_text())
         process.stdin.close()

@@ -1,6 +1,6 @@
 """Fixtures on a real Kubernetes: the kit's node (helm/kit/), or the cluster that KUBECONFIG names.
 
-`make test-helm` builds what they need and runs these tests; no other command collects them.
+`make test-helm` builds the images and runs these tests; no other command collects them.
 
     def test_something(release, client):
         streams = client.streams(release.url, count=32, tokens=500)  # each has its first token
@@ -8,9 +8,9 @@
         assert all(result["tokens"] == 500 for result in streams.results())
 
 `cluster` runs kubectl and helm, `release` is the chart, installed once for the session, with the
-values of helm/ttserve/ci/laptop.yaml in a namespace that enforces Pod Security `restricted`; who
-breaks it waits until it is whole (`release.wait_ready`). `make_release` installs further ones with
-other values and removes them. `client` is a pod outside of every release.
+values of helm/ttserve/ci/laptop.yaml in a namespace that enforces Pod Security `restricted`. A test
+that breaks it waits until it is whole again (`release.wait_ready`). `make_release` installs further
+ones with other values and removes them. `client` is a pod outside of every release.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SIMULATED = ROOT / "configs/sim-t3k-2p2d.yaml"
 
 
 def pytest_collection_modifyitems(items):
-    """Give tests the time that pods need to come."""
+    """Give tests the time that pods need to start."""
     for item in items:
         if "kubernetes" in item.path.parts and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(1800))
@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def cluster():
-    """The cluster; the kit's node ends with this process, however that ends."""
+    """The cluster; the kit's node ends with this process, for any reason."""
     given = environment_cluster()
     if given is not None:
         yield given
@@ -97,7 +97,7 @@ def make_release(cluster, image, client):
         release = Release(cluster, image, name, [str(value) for value in values])
         made.append(release)
         release.install()
-        # Nodes hear of a pod that is ready a little later, and refuse connections until then.
+        # Nodes learn of a ready pod a little later, and refuse connections until then.
         wait_until(lambda: client.connects(release.host, 8000), f"a way to {name}", 60)
         return release
 

@@ -1,4 +1,4 @@
-"""Streams completions and says how each ended; runs in a pod, so it needs nothing but Python.
+"""Streams completions and prints how each ended; runs in a pod, so it needs only Python.
 
     streams.py URL COUNT TOKENS
 

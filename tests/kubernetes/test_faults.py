@@ -1,7 +1,7 @@
 """Pods of a release die, or are taken away, under 32 streams.
 
-Whatever dies, a stream that ends as if it were whole has every token, and the right ones; one that
-does not says so, and what it had was right.
+After any fault, a stream that ends normally has every token, and the right ones. Any other stream
+ends with an error, and its tokens before that are right.
 """
 
 import subprocess
@@ -62,7 +62,7 @@ def release(make_release, redis, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(release, client):
-    """What each stream says while nothing is wrong."""
+    """The result of each stream without a fault."""
     results = client.streams(release.url, NUM_STREAMS, NUM_TOKENS).results()
     assert [result["error"] for result in results] == [None] * NUM_STREAMS
     assert {len(result["token_ids"]) for result in results} == {NUM_TOKENS}
@@ -70,7 +70,7 @@ def expected(release, client):
 
 
 class Traffic:
-    """One batch of streams after the other, until it is told to end.
+    """Batches of streams in a thread, one after the other until `end`.
 
     Attributes:
         num_begun: Batches all streams of which have had a token.
@@ -86,7 +86,7 @@ class Traffic:
         wait_until(lambda: self.num_begun, "the first streams")
 
     def end(self):
-        """Every stream's result, in batches."""
+        """Stop, and return every stream's result, in batches."""
         self._is_over.set()
         self._thread.join()
         return self._results
@@ -149,7 +149,7 @@ def test_a_worker_pod_dies(release, client, expected, group):
     print(f"\n{group} pod deleted: {len(errors)} of {NUM_STREAMS} streams failed, "
           f"healed after {healed_s:.0f} s; {set(map(str, errors))}")  # fmt: skip
     if group == "engines":
-        # The decode replica of the other pod goes on with all streams.
+        # The decode replica of the other pod continues all streams.
         assert errors == []
     else:
         assert 0 < len(errors) < NUM_STREAMS, "those that went through it, and no others"

@@ -1,4 +1,4 @@
-"""The kit's node leaves nothing on the host, however it ends."""
+"""The kit's node leaves nothing on the host, in whatever way it ends."""
 
 import contextlib
 import json
@@ -42,7 +42,7 @@ class Node:
         subprocess.run([NODE, *command], env=self._environment, check=True, **options)
 
     def traces(self):
-        """What of the node is on the host."""
+        """Return the node's processes, files and interfaces on the host."""
         found = [
             *Path("/etc/netns").glob(f"{self.name}*"),
             *Path("/run/netns").glob(f"{self.name}*"),

@@ -1,4 +1,4 @@
-"""The chart, installed: what it serves, what changes it, what it refuses, who reaches what."""
+"""The installed chart: requests, upgrades, refusals, and access to its ports."""
 
 import json
 
@@ -18,7 +18,7 @@ def values_file(path, values):
 
 
 def application(release):
-    """What the RayService says of the application."""
+    """Return the RayService's status of the application."""
     statuses = release.service()["status"]["activeServiceStatus"]["applicationStatuses"]
     return statuses["ttserve"]
 

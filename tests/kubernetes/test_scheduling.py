@@ -1,7 +1,7 @@
-"""The real scheduler and API server on hosts that only pretend to have boards.
+"""The real scheduler and API server on simulated hosts with boards.
 
-KWOK's nodes have no kubelet: what is shown is that a preset's pods are admitted, and get the boards
-that the chart asks for.
+KWOK's nodes have no kubelet: the tests show that a preset's pods are admitted, and get the boards
+that the chart requests.
 """
 
 import json
@@ -100,7 +100,7 @@ def scheduled(hosts):
 
 
 def values(preset, replicas):
-    """A preset's options, on the hosts that pretend; `replicas` of groups."""
+    """Return a preset's options for the simulated hosts; `replicas` of groups."""
     tolerated = json.dumps([{"key": TAINT["key"], "operator": "Exists"}])
     changed = [f"workers.{group}.replicas={count}" for group, count in replicas.items()]
     return [
@@ -117,7 +117,7 @@ def groups(cluster, namespace):
 
 
 class Pods:
-    """The pods of a release, where the scheduler has put them."""
+    """The pods of a release and their hosts."""
 
     def __init__(self, cluster, namespace, count):
         self._cluster = cluster
@@ -128,7 +128,7 @@ class Pods:
         return self._cluster.get("pods", None, self._namespace, "app.kubernetes.io/instance=demo")
 
     def of(self, groups):
-        """Pods of these groups, once the scheduler has judged each of them."""
+        """Return the pods of these groups, once the scheduler has placed or rejected each."""
         selector = f"app.kubernetes.io/instance=demo,ttserve.io/group in ({','.join(groups)})"
 
         def judged():
@@ -138,7 +138,7 @@ class Pods:
         return wait_until(judged, "the scheduler's word")
 
     def pending(self, *groups):
-        """What the scheduler says of each pod of these groups that it has put nowhere."""
+        """Return the scheduler's message for each unplaced pod of these groups."""
         return [condition(p)["message"] for p in self.of(groups) if not p["spec"].get("nodeName")]
 
     def boards(self):
@@ -179,7 +179,7 @@ def test_a_preset_is_admitted(preset, options, cluster):
             "template", "demo", CHART, "-n", namespace,
             *options_of(PRESETS_OF[preset]), *options, cwd=ROOT,
         )  # fmt: skip
-        # helm asks what the objects are; the API server is asked to take them.
+        # helm renders the objects; the API server must accept them.
         taken = cluster.kubectl(
             "-n", namespace, "apply", "--dry-run=server", "--validate=strict", "-f", "-",
             input=rendered.stdout,

@@ -320,7 +320,7 @@ class PoolEngine:
             job.num_computed = max(job.num_local, failure.num_tokens)
             self.check(job)
             self._run(job)
-        # The failure may be the consumer's, which no longer needs what is computed here.
+        # The failure may be the consumer's, which no longer needs this prompt's KV.
         job.asked = 0
 
     def check(self, job: Job) -> None:

@@ -1,4 +1,4 @@
-"""A hanging core is told apart from an idle one, and its engine falls silent."""
+"""A hanging core is distinguished from an idle one, and its engine falls silent."""
 
 import time
 

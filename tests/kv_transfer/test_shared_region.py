@@ -1,4 +1,4 @@
-"""Region between processes: who gets it, what they can do with it, and what is left of it."""
+"""Region between processes: who may have it, what a reader can do with it, and its end."""
 
 import ctypes
 import errno

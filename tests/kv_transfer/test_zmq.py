@@ -46,7 +46,7 @@ WAYS = {
     "abstract": (TCP, 3, False),
     "shared": (TCP, 3, True),
 }
-"""Address that the producer binds, endpoints that the consumer is told, and shared memory."""
+"""Address that the producer binds, endpoints for the consumer, and shared memory."""
 
 
 # ---- delivery

@@ -1,4 +1,4 @@
-"""The configuration reference is what the schema says, and says something of every key."""
+"""The configuration reference agrees with the schema, and describes every key."""
 
 import re
 

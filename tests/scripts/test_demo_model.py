@@ -1,6 +1,6 @@
 """The committed demo model: shape, tokenizer, chat format, and that it beats an n-gram model.
 
-Also the parts of its training program that decide what is measured: the split of the corpus, the
+Also the parts of its training program that its figures depend on: the split of the corpus, the
 n-gram baseline and the stream of training tokens.
 """
 

@@ -1,4 +1,4 @@
-"""What the harness for classes of others refuses before it opens anything."""
+"""Refusals of the harness for foreign classes before it opens anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The roofline page: facts, bytes and arithmetic by hand, what holds of any estimate, the text."""
+"""The roofline page: facts, bytes and arithmetic by hand, properties of any estimate, the text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from scripts.roofline.ops import ALL_PRODUCTS, UPSTREAM, UPSTREAM_PRECISION, nat
 from scripts.roofline_page import PAGE
 
 ONCE = replace(UPSTREAM, products=dict.fromkeys(ALL_PRODUCTS, "columns"))
-"""Programs that read every weight once, and nothing in vain."""
+"""Programs that read every weight exactly once."""
 SHARES = ("stripes", "interleaved", "cache", "tuned", "unaided")
 """Assumptions that are shares of what the chip could; the others are times."""
 every_place = pytest.mark.parametrize("mesh", MESHES)
@@ -187,7 +187,7 @@ def test_a_stripe_is_as_wide_as_the_widest():
 def test_native_weights_are_those_of_the_budget(model, mesh, profile):
     config, tp = MODELS[model], mesh_spec(mesh).num_chips
     ops = page.decode(model, mesh, (native_precision(profile), ONCE))
-    # What is stored beside the products: the embedding with its zero row, norms in rows of tiles.
+    # Other stored weights: the embedding with its zero row, norms in rows of tiles.
     hidden, layers = config.hidden_size, config.num_hidden_layers
     vocab = -(-config.vocab_size // (32 * tp)) * 32
     beside = 2 * ((vocab + 1) * hidden + 32 * hidden)
@@ -213,7 +213,7 @@ def test_a_chunk_attends_to_half_of_what_it_has():
     assert attention.num_bytes == 2 * 1024 * 4096 * 2 + 2 * 1024 * 1024 * 1088 / 1024
 
 
-# --- what holds of any estimate ------------------------------------------------------------------
+# --- any estimate --------------------------------------------------------------------------------
 
 
 @every_model
@@ -271,7 +271,7 @@ def test_bytes_and_time_grow_with_layers_and_context(
 
 @pytest.mark.parametrize("key", ASSUMPTIONS)
 def test_every_assumption_counts_somewhere_and_in_its_sense(key):
-    """Half of a share takes longer, half of a time is shorter; no assumption is idle."""
+    """Halving a share makes a step slower, halving a time makes it faster."""
     changes = []
     for model in ("Llama-3.1-8B", "Qwen3-8B"):
         for mesh in ("N150", "P150"):
@@ -294,7 +294,7 @@ def test_a_ring_is_faster_than_a_line():
     assert total_s(timed(ops, spec)) == line
 
 
-# --- beside what is published --------------------------------------------------------------------
+# --- published rates -----------------------------------------------------------------------------
 
 
 def readme(model, mesh):
@@ -304,7 +304,7 @@ def readme(model, mesh):
 
 @pytest.mark.parametrize(("model", "mesh"), [("Llama-3.1-8B", "N150"), ("Mistral-7B", "N150")])
 def test_upstreams_programs_are_estimated_near_what_is_published(model, mesh):
-    """The model of time, on programs that somebody has run: within a quarter, and not too slow."""
+    """The estimated rate is 0.9 to 1.25 times the published one."""
     assert 0.9 < rate(model, mesh, "*upstream's*") / readme(model, mesh) < 1.25
 
 

@@ -1,4 +1,4 @@
-"""Where the stand-in for ttnn's kernel compiler is put, and where it is not."""
+"""Installation of the stand-in for ttnn's kernel compiler, and its refusals."""
 
 from __future__ import annotations
 
