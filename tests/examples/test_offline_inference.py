@@ -92,15 +92,6 @@ def test_prompts_of_increasing_length_up_to_the_longest(example):
     assert json.loads(lines[-1])["lengths"] == [32, 64, 128, 252]
 
 
-def test_increasing_lengths_on_a_simulated_mesh(example):
-    code, lines, errors = example(
-        "--simulate", "Llama-3.2-1B@n150", "--test_increasing_seq_lens", "--max-model-len", "2048",
-        "--max-tokens", "2",
-    )  # fmt: skip
-    assert code == 0, errors
-    assert json.loads(lines[-1])["lengths"] == [32, 64, 128, 256, 512, 1024, 2046]
-
-
 def test_prompts_to_measure_with_have_no_common_prefix():
     """Otherwise the prefix cache would answer, and nothing be measured."""
     assert len({tuple(unlike_prompt(n, 128)[:3]) for n in range(1000)}) == 1000

@@ -62,46 +62,28 @@ def config(**changes):
 # --- the watch ---------------------------------------------------------------------------------
 
 
-def looks(watch, *beats):
-    """What each look says, one for each list of beats."""
-    return [watch.look(come) for come in beats]
-
-
-def test_an_idle_engine_that_beats_never_hangs():
-    watch = HangWatch(2 * LOOK_S)
-    assert looks(watch, *[[4, 4]] * 100) == [None] * 100
-
-
-def test_a_step_that_does_not_end_hangs_after_as_many_looks_as_its_time_has():
-    watch = HangWatch(3 * LOOK_S)
-    assert looks(watch, *[[7, 7]] * 4) == [None, None, None, "step"]
-
-
-def test_every_turn_restarts_the_step_timeout():
-    watch = HangWatch(2 * LOOK_S)
-    assert looks(watch, [3], [3], [5], [5], [7], [7]) == [None] * 6
-
-
-def test_an_engine_that_rested_in_between_is_in_another_step():
-    watch = HangWatch(2 * LOOK_S)
-    assert looks(watch, [3], [3], [4, 5], [5], [5]) == [None, None, None, None, "step"]
-
-
-def test_no_beat_at_all_is_a_process_that_does_not_move():
-    watch = HangWatch(2 * LOOK_S)
-    assert looks(watch, [4], [], [4], [], []) == [None, None, None, None, "frozen"]
+@pytest.mark.parametrize(
+    ("num_looks", "beats", "verdicts"),
+    [
+        pytest.param(2, [[4, 4]] * 100, [None] * 100, id="idle"),
+        pytest.param(3, [[7, 7]] * 4, [None] * 3 + ["step"], id="a step that does not end"),
+        pytest.param(2, [[3], [3], [5], [5], [7], [7]], [None] * 6, id="each turn starts anew"),
+        pytest.param(2, [[3], [3], [4, 5], [5], [5]], [None] * 4 + ["step"], id="after a rest"),
+        pytest.param(2, [[4], [], [4], [], []], [None] * 4 + ["frozen"], id="no beat"),
+        pytest.param(1.2, [[], []], [None, "frozen"], id="a part of a look counts as one"),
+        pytest.param(0.01, [[]], ["frozen"], id="at least one look"),
+    ],
+)
+def test_a_watch_says_what_hangs(num_looks, beats, verdicts):
+    watch = HangWatch(num_looks * LOOK_S)
+    assert [watch.look(come) for come in beats] == verdicts
 
 
 def test_a_step_that_waits_for_other_engines_may_take_twice_as_long_and_rest_for_ever():
     watch = HangWatch(2 * LOOK_S)
     seen = [watch.look([4], stalls=True) for _ in range(5)]
     assert seen == [None, None, None, None, "step"]
-    assert looks(watch, *[[6]] * 9) == [None] * 9
-
-
-def test_a_time_between_two_looks_is_rounded_up():
-    assert looks(HangWatch(1.2 * LOOK_S), [], []) == [None, "frozen"]
-    assert looks(HangWatch(LOOK_S / 100), []) == ["frozen"]
+    assert [watch.look([6]) for _ in range(9)] == [None] * 9
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,9 @@ class Tables:
         places = self.batch.num_tokens[slots]
         self.batch.advance(slots, counts, sampled)
         self.batch.record(slots[sampled], places[sampled], np.asarray(tokens)[sampled])
+        wanted = [(len(self.rows[s].tokens), self.rows[s].computed) for s in slots.tolist()]
+        found = self.batch.num_tokens[slots], self.batch.num_computed_tokens[slots]
+        assert list(zip(*(array.tolist() for array in found), strict=True)) == wanted
 
 
 def assert_prefill(tables, slots, counts):

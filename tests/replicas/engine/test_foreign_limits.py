@@ -9,17 +9,7 @@ from replicas.engine.foreign_limits import (
     warn_of_name,
 )
 from replicas.generators.model_config import parse_hf_config
-
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-}
+from tests.replicas.generators.test_ttnn_budget import LLAMA_8B
 
 
 class Named:

@@ -15,6 +15,7 @@ from tests.kv_groups import one_kv_group
 from tests.models import model_folder
 from tests.replicas.engine.fakes import PREFIX_CACHE_KEY, make_sequence
 from tests.replicas.engine.fakes import make_config as make_scheduler_config
+from tests.replicas.engine.test_block_pool import CountingIndex
 
 OURS, NEXT, THEIRS = (name * 8 for name in (b"ours", b"next", b"them"))
 PROMPT = [(7 * i) % 149 for i in range(70)]
@@ -80,16 +81,6 @@ def test_no_xxh3_is_taken_of_a_prompt(monkeypatch):
 
 
 # --- who waits ------------------------------------------------------------------------------------
-
-
-class CountingIndex(dict):
-    """A prefix index that counts how often anything is looked for in it."""
-
-    num_lookups = 0
-
-    def get(self, *args):
-        self.num_lookups += 1
-        return super().get(*args)
 
 
 NUM_PREFIX = 200

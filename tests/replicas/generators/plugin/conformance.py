@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from replicas.engine import worker
 from replicas.generators.model_config import load_hf_config
 from replicas.generators.protocol import DeviceSamplingParams
 from replicas.generators.simulated.tokens import expected_tokens
+from tests.engines import make_config
 from tests.replicas.generators.plugin.doubles import (
     HEAD_DIM,
     NUM_KV_HEADS,
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection
     from pathlib import Path
 
+    import pytest
+
+    from replicas.config import MeshConfig
     from replicas.generators.plugin.adapter import AdaptedGenerator
 
 CONFIG = {
@@ -273,3 +278,24 @@ def run_by_hand(
         hand.give_up(sequence)
     hand.generator.close()
     return [a, b, c, d]
+
+
+def open_doubles(monkeypatch: pytest.MonkeyPatch, num_chips: int) -> list[tuple[Any, WrappedMesh]]:
+    """Let engines open meshes of so many chips that are none; what they asked for, and got."""
+    opened: list[tuple[Any, WrappedMesh]] = []
+
+    def open_mesh(settings: MeshConfig, **_arguments: object) -> WrappedMesh:
+        opened.append((settings, WrappedMesh(Mesh(num_chips))))
+        return opened[-1][1]
+
+    monkeypatch.setattr(worker, "_import_open_mesh", lambda _mesh: open_mesh)
+    return opened
+
+
+def engine_config(folder: Path, generator: str, mesh: MeshConfig | None, **changes: Any) -> Any:
+    """An engine whose sequences do not all fit into its blocks."""
+    settings = {
+        "dtype": "auto", "mesh": mesh, "max_batch_size": NUM_SLOTS, "max_model_len": MAX_SEQ_LEN,
+        "block_size": BLOCK_SIZE, "num_blocks": 9, "max_num_batched_tokens": MAX_SEQ_LEN,
+    }  # fmt: skip
+    return make_config(str(folder), generator=generator, **{**settings, **changes})

@@ -14,27 +14,24 @@ from typing import TYPE_CHECKING
 import pytest
 
 from replicas.config import MeshConfig
-from replicas.engine import worker
-from tests.engines import engine_core, generate, make_config, num_preemptions, num_prefix_hits
+from tests.engines import engine_core, generate, num_preemptions, num_prefix_hits
 from tests.replicas.generators.plugin.conformance import (
-    BLOCK_SIZE,
-    MAX_SEQ_LEN,
-    NUM_SLOTS,
+    engine_config,
     expect,
     make_prompt,
+    open_doubles,
     run_by_hand,
 )
 from tests.replicas.generators.plugin.doubles import (
     GENERATIONS,
     Contract1,
     Legacy,
-    Mesh,
-    WrappedMesh,
 )
 
 if TYPE_CHECKING:
     from tests.replicas.generators.plugin.doubles import Recording
 
+DOUBLES = "tests.replicas.generators.plugin.doubles"
 RECORDINGS = Path(__file__).parent / "recordings"
 
 
@@ -65,16 +62,9 @@ def test_by_hand(name: str, draws_on_device: bool, folder: Path, recording: Reco
 def test_through_an_engine(name: str, folder: Path, recording: Recording) -> None:
     """Continuous batching with prefix hits, chunks and preemption gives every prompt its tokens."""
     adapted = GENERATIONS[name]
-    config = make_config(
-        str(folder),
-        generator=f"tests.replicas.generators.plugin.doubles:Adapted{adapted.__name__}",
-        dtype="bfloat16",
-        max_batch_size=NUM_SLOTS,
-        max_model_len=MAX_SEQ_LEN,
-        block_size=BLOCK_SIZE,
-        num_blocks=9,
-        max_num_batched_tokens=64 if name != "seed" else MAX_SEQ_LEN,
-    )
+    chunks = {"max_num_batched_tokens": 64} if name != "seed" else {}
+    generator = f"{DOUBLES}:Adapted{adapted.__name__}"
+    config = engine_config(folder, generator, None, dtype="bfloat16", **chunks)
     shared = make_prompt(0, 40)
     prompts = [shared, make_prompt(50, 30), [*shared, 7, 8], make_prompt(90, 70), make_prompt(3, 9)]
     with engine_core(config) as core:
@@ -97,24 +87,15 @@ def test_through_an_engine_that_draws_on_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a mesh, found by name as the plugin's classes are: steady steps reload nothing."""
-    mesh = WrappedMesh(Mesh(2))
-    monkeypatch.setattr(worker, "_import_open_mesh", lambda _mesh: lambda *_args, **_settings: mesh)
-    config = make_config(
-        str(folder),
-        generator=f"tests.replicas.generators.plugin.doubles:{plugin_class.__name__}",
-        dtype="auto",
-        mesh=MeshConfig(name="N300", sample_on_device=draws),
-        max_batch_size=NUM_SLOTS,
-        max_model_len=MAX_SEQ_LEN,
-        block_size=BLOCK_SIZE,
-        num_blocks=9,
-        max_num_batched_tokens=64,
-    )
+    opened = open_doubles(monkeypatch, 2)
+    mesh = MeshConfig(name="N300", sample_on_device=draws)
+    generator = f"{DOUBLES}:{plugin_class.__name__}"
+    config = engine_config(folder, generator, mesh, max_num_batched_tokens=64)
     prompts = [make_prompt(i * 11, 55 + i) for i in range(5)]
     with engine_core(config) as core:
         assert generate(core, prompts, stagger=3) == [expect(prompt, 12) for prompt in prompts]
         assert num_preemptions(core) > 0
-    assert mesh.is_closed
+    assert [mesh.is_closed for _, mesh in opened] == [True]
     compare(f"{plugin_class.__name__.lower()}-engine-{draws}", recording)
 
 
@@ -122,17 +103,13 @@ def test_through_an_engine_that_draws_on_the_device(
 @pytest.mark.parametrize("draws", ["none", "all"])
 def test_lanes(draws: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two lanes of two slots: a block id means another block in each."""
-    mesh = WrappedMesh(Mesh(2))
-    monkeypatch.setattr(worker, "_import_open_mesh", lambda _mesh: lambda *_args, **_settings: mesh)
-    config = make_config(
-        str(folder),
-        generator="tests.replicas.generators.plugin.doubles:Contract1",
-        dtype="auto",
-        mesh=MeshConfig(name="N300", sample_on_device=draws),
-        max_batch_size=NUM_SLOTS,
+    open_doubles(monkeypatch, 2)
+    mesh = MeshConfig(name="N300", sample_on_device=draws)
+    config = engine_config(
+        folder,
+        f"{DOUBLES}:Contract1",
+        mesh,
         tt_data_parallel=2,
-        max_model_len=MAX_SEQ_LEN,
-        block_size=BLOCK_SIZE,
         num_blocks=7,
         max_num_batched_tokens=64,
     )

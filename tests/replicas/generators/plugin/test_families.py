@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig
 
 from replicas.config import EngineConfig, MeshConfig
-from replicas.engine import foreign_limits, worker
+from replicas.engine import foreign_limits
 from replicas.errors import ConfigError, UnknownGeneratorError
 from replicas.generators.model_config import load_hf_config
 from replicas.generators.plugin import checkpoints
@@ -31,16 +31,18 @@ from replicas.generators.plugin.routes import (
 )
 from replicas.generators.plugin.sources import PluginPaths
 from replicas.generators.ttnn.budget import lane_memory
-from tests.engines import engine_core, generate, make_config, num_preemptions, num_prefix_hits
+from tests.engines import engine_core, generate, num_preemptions, num_prefix_hits
 from tests.replicas.generators.plugin.conformance import (
     BLOCK_SIZE,
     MAX_SEQ_LEN,
     NUM_SLOTS,
+    engine_config,
     expect,
     make_prompt,
+    open_doubles,
     run_by_hand,
 )
-from tests.replicas.generators.plugin.doubles import Chosen, Mesh, Registered, WrappedMesh
+from tests.replicas.generators.plugin.doubles import Chosen, Mesh, Registered
 from tests.replicas.generators.plugin.test_conformance import compare
 
 if TYPE_CHECKING:
@@ -93,26 +95,6 @@ def tt_metal(tmp_path: Path) -> str:
     return str(tmp_path / "tt-metal")
 
 
-def open_doubles(monkeypatch: pytest.MonkeyPatch, num_chips: int) -> list[tuple[Any, WrappedMesh]]:
-    """Let engines open meshes of so many chips that are none; what they asked for, and got."""
-    opened: list[tuple[Any, WrappedMesh]] = []
-
-    def open_mesh(settings: MeshConfig, **_arguments: object) -> WrappedMesh:
-        opened.append((settings, WrappedMesh(Mesh(num_chips))))
-        return opened[-1][1]
-
-    monkeypatch.setattr(worker, "_import_open_mesh", lambda _mesh: open_mesh)
-    return opened
-
-
-def config(folder: Path, generator: str, mesh: MeshConfig, **changes: Any) -> Any:
-    return make_config(
-        str(folder), generator=generator, dtype="auto", mesh=mesh, max_batch_size=NUM_SLOTS,
-        max_model_len=MAX_SEQ_LEN, block_size=BLOCK_SIZE, num_blocks=9,
-        max_num_batched_tokens=MAX_SEQ_LEN, **changes,
-    )  # fmt: skip
-
-
 # --- tt-transformers ------------------------------------------------------------------------------
 
 
@@ -140,7 +122,7 @@ def test_chosen_model_through_an_engine(
     opened = open_doubles(monkeypatch, 2)
     mesh = MeshConfig(name="N300", sample_on_device=draws)
     prompts = [make_prompt(i * 11, 55 + i) for i in range(5)]
-    engine = config(checkpoint, "tt-transformers", mesh, tt_data_parallel=lanes)
+    engine = engine_config(checkpoint, "tt-transformers", mesh, tt_data_parallel=lanes)
     with engine_core(engine) as core:
         assert generate(core, prompts, stagger=3) == [expect(prompt, 12) for prompt in prompts]
         assert lanes == 2 or num_preemptions(core) > 0
@@ -231,7 +213,7 @@ def test_renamed_folder_is_refused_before_a_mesh_is_opened(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = open_doubles(monkeypatch, 2)
-    engine = config(folder, "tt-transformers", MeshConfig(name="N300"))
+    engine = engine_config(folder, "tt-transformers", MeshConfig(name="N300"))
     refusal = rf"serves {HF_ID}; .*/model is none of these\. .* rename the folder"
     with pytest.raises(ConfigError, match=refusal), engine_core(engine):
         pass
@@ -298,7 +280,7 @@ def test_galaxy_through_an_engine(
 
     monkeypatch.setattr(foreign_limits, "lane_memory", judge)
     mesh = MeshConfig(name="TG", sample_on_device=draws, tt_metal_home=tt_metal)
-    engine = config(folder, "llama3_70b_galaxy", mesh, tt_data_parallel=4)
+    engine = engine_config(folder, "llama3_70b_galaxy", mesh, tt_data_parallel=4)
     engine = msgspec.structs.replace(engine, max_batch_size=8, num_blocks=7)
     prompts = [make_prompt(i * 11, 40 + 5 * i) for i in range(10)]
     with engine_core(engine) as core:

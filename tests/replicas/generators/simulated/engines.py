@@ -9,6 +9,12 @@ from replicas.generators.simulated.tokens import expected_tokens
 from tests.engines import make_config
 
 MODEL = str(demo_model_folder())
+LONG = [(7 * i * i + 3 * i) % 4001 + 16 for i in range(90)]
+PROMPTS = [
+    LONG[:70], [11], [5, 9, 3], LONG[:64], list(range(1, 34)), [*LONG[:40], 1, 2, 3], [2, 2],
+    [*LONG[:32], 150], [17 * i % 4093 for i in range(1, 22)], LONG,
+]  # fmt: skip
+NUM_NEW = 12
 N150 = SimulatedMeshConfig(model="Llama-3.1-8B", board="n150")
 FOUR_CHIPS = SimulatedMeshConfig(model="Llama-3.1-8B", board="p150x4")
 """A board that one, two or four lanes divide, each with memory enough."""

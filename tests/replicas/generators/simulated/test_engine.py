@@ -25,16 +25,12 @@ from tests.replicas.generators.simulated.clocks import FakeClock, NullClock
 from tests.replicas.generators.simulated.engines import (
     FOUR_CHIPS,
     N150,
+    NUM_NEW,
+    PROMPTS,
     right_tokens,
     simulated_config,
 )
 
-LONG = [(7 * i * i + 3 * i) % 4001 + 16 for i in range(90)]
-PROMPTS = [
-    LONG[:70], [11], [5, 9, 3], LONG[:64], list(range(1, 34)), [*LONG[:40], 1, 2, 3], [2, 2],
-    [*LONG[:32], 150], [17 * i % 4093 for i in range(1, 22)], LONG,
-]  # fmt: skip
-NUM_NEW = 12
 SAMPLING = SamplingParams(max_tokens=NUM_NEW, temperature=0.0, seed=0, ignore_eos=True)
 MISS, FOUR_LANES = {"enable_prefix_caching": False}, {"tt_data_parallel": 4}
 CHUNKED = {"max_num_batched_tokens": 16}
