@@ -156,12 +156,6 @@ def configs(draw):
     return config, 1 + draw(st.integers(40, 90)) // config.block_size
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
-@given(configs(), ACTIONS)
-def test_two_steps_in_flight_give_the_tokens_of_one(world, actions):
-    assert_same_tokens(Engine(2, *world), Engine(1, *world), actions)
-
-
 @pytest.fixture(scope="module")
 def small_model(tmp_path_factory):
     """Of so few tokens that one is soon a stop token."""
@@ -172,26 +166,25 @@ def small_model(tmp_path_factory):
     return str(folder)
 
 
+def mesh(config, num_blocks):
+    """A real replica's, of which nobody waits for the clock: its batch, its reloads, its device."""
+    return UniProcExecutor(config)
+
+
+@pytest.mark.parametrize("make_device", [virtual_device, mesh])
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(configs(), ACTIONS)
-def test_two_steps_in_flight_on_a_simulated_mesh_give_the_tokens_of_one(
-    small_model, world, actions
-):
-    """The whole worker: its batch, its reloads, the device that goes on by itself."""
+def test_two_steps_in_flight_give_the_tokens_of_one(small_model, make_device, world, actions):
     config, num_blocks = world
-    config = msgspec.structs.replace(
-        config, model=small_model, simulated_mesh=FOUR_CHIPS, mixed_batches=None,
-        num_blocks=num_blocks,
-    )  # fmt: skip
+    if make_device is mesh:
+        config = msgspec.structs.replace(
+            config, model=small_model, simulated_mesh=FOUR_CHIPS, mixed_batches=None,
+            num_blocks=num_blocks,
+        )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker_module, "WallClock", FakeClock)
-        two, one = (Engine(n, config, num_blocks, mesh) for n in (2, 1))
+        two, one = (Engine(n, config, num_blocks, make_device) for n in (2, 1))
         assert_same_tokens(two, one, actions)
-
-
-def mesh(config, num_blocks):
-    """A real replica's, of which nobody waits for the clock."""
-    return UniProcExecutor(config)
 
 
 def assert_same_tokens(two, one, actions):
