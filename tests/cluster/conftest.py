@@ -18,3 +18,24 @@ def as_replica(monkeypatch):
         monkeypatch.setattr(deployments, "deployment_keys", lambda _config, _application: keys)
 
     return arrange
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The configurations of engines that replicas would have started."""
+    from cluster.lifecycle import deployments
+
+    class Engine:
+        description = SimpleNamespace(incarnation="0")
+
+        def call_at_exit(self, callback):
+            pass
+
+    def start_engine(config, **_):
+        configs.append(config)
+        return Engine()
+
+    configs = []
+    monkeypatch.setattr(deployments, "start_engine", start_engine)
+    monkeypatch.delattr(deployments.PoolReplica, "__del__")  # nothing was started
+    return configs

@@ -99,21 +99,7 @@ def test_the_bound_application_is_reproducible_and_has_no_secret(args):
 
 
 @pytest.mark.parametrize("store", [None, "shm"])
-def test_replica_gives_its_engine_the_secrets_and_the_store(args, monkeypatch, as_replica, store):
-    started = []
-
-    class Engine:
-        description = SimpleNamespace(incarnation="0")
-
-        def call_at_exit(self, callback):
-            pass
-
-    def start_engine(config, **_):
-        started.append(config)
-        return Engine()
-
-    monkeypatch.setattr(deployments_module, "start_engine", start_engine)
-    monkeypatch.delattr(deployments_module.PoolReplica, "__del__")  # nothing was started
+def test_replica_gives_its_engine_the_secrets_and_the_store(args, started, as_replica, store):
     args["pools"] = {"both": {}}
     if store is not None:
         args |= {"kv_connector": "pooled"}

@@ -11,8 +11,8 @@ from pathlib import Path
 from cluster.config.front import OPERATIONS_VARIABLE
 from cluster.lifecycle import haproxy, supervisor
 from tests.cluster.edge.http_server import poll
+from tests.e2e.other_user import as_other_user
 
-NOBODY = 65534
 _FOLDER, _BACKEND, _PUBLIC, _METRICS, _STATS = "/F/", 1, 2, 3, 4
 _RENDER = f"""
 import os
@@ -142,26 +142,15 @@ class World:
 
 def as_nobody(action):
     """Run an action as another user of this host; returns the name of its error, or ""."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
+
+    def attempt():
         try:
-            os.setgroups([])
-            os.setgid(NOBODY)
-            os.setuid(NOBODY)
-            try:
-                action()
-                name = ""
-            except OSError as error:
-                name = type(error).__name__
-            os.write(write, name.encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as told:
-        name = told.read()
-    os.waitpid(child, 0)
-    return name
+            action()
+        except OSError as error:
+            return type(error).__name__
+        return ""
+
+    return as_other_user(attempt)
 
 
 is_available = haproxy.real_binary() is not None

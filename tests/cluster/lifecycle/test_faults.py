@@ -3,7 +3,6 @@
 import time
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -184,21 +183,7 @@ def test_without_faults_the_args_are_passed_on_as_they_are(args):
 
 
 @pytest.mark.parametrize(("rank", "kinds"), [(1, ["kill", "slow"]), (0, [])])
-def test_a_pool_replica_finds_its_faults_by_serves_rank(args, monkeypatch, as_replica, rank, kinds):
-    started = []
-
-    class Engine:
-        description = SimpleNamespace(incarnation="0")
-
-        def call_at_exit(self, callback):
-            pass
-
-    def start_engine(config, **_):
-        started.append(config)
-        return Engine()
-
-    monkeypatch.setattr(deployments, "start_engine", start_engine)
-    monkeypatch.delattr(deployments.PoolReplica, "__del__")  # nothing was started
+def test_a_pool_replica_finds_its_faults_by_serves_rank(args, started, as_replica, rank, kinds):
     as_replica(KEYS, rank)
     deployments.PoolReplica(args, "decode")
     assert [fault.kind for fault in started[0].simulated_mesh.faults] == kinds

@@ -35,7 +35,8 @@ from tests.cluster.edge.http_server import (
     serving,
 )
 from tests.cluster.lifecycle import haproxy_world
-from tests.cluster.lifecycle.haproxy_world import NOBODY, World, as_nobody
+from tests.cluster.lifecycle.haproxy_world import World, as_nobody
+from tests.e2e.other_user import NOBODY
 
 pytestmark = [
     pytest.mark.process,

@@ -50,6 +50,14 @@ def test_one_request_probes_and_its_token_closes_the_breaker():
     assert breakers.state("a") == "closed"
 
 
+def test_a_probe_whose_client_leaves_is_sent_again():
+    breakers = Breakers()
+    trip(breakers, 0.0)
+    breakers.sent("a", "r1")
+    assert breakers.ended("a", "r1")
+    assert breakers.state("a") == "half_open"
+
+
 def test_each_failed_probe_doubles_the_time_up_to_a_limit_and_a_success_forgets_that():
     breakers = Breakers()
     now_s, waits = trip(breakers, 0.0), []

@@ -10,8 +10,6 @@ from cluster.routing.breaker import MAX_OPEN_S, THRESHOLD
 from replicas.messages import LAPSED, Accepted, AddRequest, TokenOutput
 from replicas.sampling_params import SamplingParams
 from tests.cluster.engines import (
-    ScriptedEngine,
-    rig,
     scripted,
     until,
 )
@@ -46,11 +44,8 @@ async def preferred(made, engine, other):
 
 async def test_an_engine_that_fails_every_request_is_left_and_tried_again_with_one():
     error = ["its device is broken"]
-    async with (
-        ScriptedEngine("both", "bad", answering(error)) as bad,
-        ScriptedEngine("both", "good", answering([])) as good,
-        rig(policy="most_empty_slots") as made,
-    ):
+    engines = ("both", "bad", answering(error)), ("both", "good", answering([]))
+    async with scripted(*engines, num_connected=0, policy="most_empty_slots") as (made, bad, good):
         await preferred(made, bad, good)
         for _ in range(THRESHOLD):
             with pytest.raises(InternalError, match="its device is broken"):
@@ -86,10 +81,11 @@ async def test_a_lapsed_reservation_is_no_failure_of_an_engine():
 
 
 async def test_an_engine_whose_connection_keeps_breaking_is_shut_out():
-    async with (
-        ScriptedEngine("both", "e", answering([])) as engine,
-        ScriptedEngine("both", "other", answering([])) as other,
-        rig(policy="most_empty_slots") as made,
+    engines = ("both", "e", answering([])), ("both", "other", answering([]))
+    async with scripted(*engines, num_connected=0, policy="most_empty_slots") as (
+        made,
+        engine,
+        other,
     ):
         await made.connect(other.member)
         for _ in range(THRESHOLD):
@@ -104,11 +100,8 @@ async def test_a_breaker_half_opens_on_time_while_discovery_hangs(monkeypatch):
     """Discovery may never answer, and a replica that is gone is no longer shut out."""
     monkeypatch.setattr(breaker, "FIRST_OPEN_S", 0.2)
     error = ["its device is broken"]
-    async with (
-        ScriptedEngine("both", "bad", answering(error)) as bad,
-        ScriptedEngine("both", "good", answering([])) as good,
-        rig(policy="most_empty_slots") as made,
-    ):
+    engines = ("both", "bad", answering(error)), ("both", "good", answering([]))
+    async with scripted(*engines, num_connected=0, policy="most_empty_slots") as (made, bad, good):
         await preferred(made, bad, good)
         for _ in range(THRESHOLD):
             with pytest.raises(InternalError):
@@ -135,11 +128,8 @@ async def test_a_successful_probe_wakes_queued_requests():
         request_id = message.request.request_id
         return [Accepted(request_id, 0, 0, 0, 1), TokenOutput(request_id, 0, [5])]
 
-    async with (
-        ScriptedEngine("both", "bad", answer) as bad,
-        ScriptedEngine("both", "full", lambda _message: []) as full,
-        rig(policy="most_empty_slots") as made,
-    ):
+    engines = ("both", "bad", answer), ("both", "full", lambda _message: [])
+    async with scripted(*engines, num_connected=0, policy="most_empty_slots") as (made, bad, full):
         await preferred(made, bad, full)
         for _ in range(THRESHOLD):
             with pytest.raises(InternalError):

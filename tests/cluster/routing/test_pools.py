@@ -375,6 +375,19 @@ def test_a_hold_takes_its_blocks_in_every_kv_group():
     pools.check_invariants()
 
 
+def test_a_replica_that_changes_its_role_changes_sides():
+    pools = three_replicas()
+    assert [v.incarnation for v in pools.prefill_views()] == ["p0"]
+    pools.take_snapshot("p0", idle(seq=1, role="decode"))
+    assert not pools.prefill_views()
+    assert not pools.can_prefill
+    assert order(pools) == [("d0", 0), ("d0", 1), ("p0", 0), ("p0", 1), ("b0", 0), ("b0", 1)]
+    pools.take_snapshot("d0", idle(seq=1, role="prefill"))
+    assert [v.incarnation for v in pools.prefill_views()] == ["d0"]
+    assert order(pools) == [("p0", 0), ("p0", 1), ("b0", 0), ("b0", 1)]
+    assert pools.has_open("prefill"), "its pool is the one that it was started in"
+
+
 def test_members_are_known_by_their_incarnation():
     pools = three_replicas()
     assert [m.description.incarnation for m in pools.members()] == ["d0", "p0", "b0"]

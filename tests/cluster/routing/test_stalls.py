@@ -253,12 +253,8 @@ async def test_waits_for_a_stalled_engine_end_at_the_queues_timeout():
 
 
 async def test_an_engine_that_is_busy_is_not_given_up():
-    async with (
-        ScriptedEngine("prefill", "p1", accepts) as busy,
-        ScriptedEngine("prefill", "p2", prefills) as other,
-        ScriptedEngine("decode", "d", decodes) as decode,
-        rig() as made,
-    ):
+    engines = ("prefill", "p1", accepts), ("prefill", "p2", prefills), ("decode", "d", decodes)
+    async with scripted(*engines, num_connected=0) as (made, busy, other, decode):
         await made.connect(busy.member, decode.member)
         task = ask(made)
         await until(lambda: asked(busy), "asked")
