@@ -15,7 +15,7 @@ ROWS = 4
 
 
 class Calls:
-    """See the module.
+    """A ttnn generator, its cache, and valid arguments for its calls.
 
     Attributes:
         batch: Slots of all lanes.
@@ -64,7 +64,7 @@ class Calls:
         self.warm_up_decode(**settings)
 
     def table(self, num_rows):
-        """Blocks of each row; none of them is the null block, and rows share none if they can."""
+        """Return the blocks of each row, without the null block; rows share none if possible."""
         blocks = torch.arange(num_rows * self.width, dtype=torch.int32) % (NUM_BLOCKS - 1) + 1
         return blocks.reshape(num_rows, self.width)
 

@@ -11,7 +11,7 @@ A process has one mock board for life, because ttnn reads the description once. 
 file and one board run in a child process of their own: pytest again, with the board's description
 bound (`boards.py`), whose reports are shown here as if they had run here. ttnn is imported once per
 file and board, a failure looks like any other, and a crash of ttnn fails the one test that was
-running; the rest of the file goes on in another child. Everything else about a test (parameters,
+running; the rest of the file runs in another child. Everything else about a test (parameters,
 fixtures of any scope, monkeypatch) is as usual. Tests without the marker run in this process and
 must not open a device.
 
@@ -63,7 +63,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if board is None or board == _HERE:
         return None
     is_done = children.run(item, board)
-    # What an earlier test of this process has set up is not left to the next one of another file.
+    # Tear down the fixtures of earlier tests of this process that the next test does not need.
     item.session._setupstate.teardown_exact(nextitem)
     return is_done
 

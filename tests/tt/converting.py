@@ -1,4 +1,4 @@
-"""A class of others, as far as its cache of converted weights goes, for the mock device."""
+"""A foreign generator class for the mock device, reduced to its cache of converted weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from replicas.generators.ttnn.generator import TTGenerator
 
 
 class Converting(TTGenerator):
-    """Keeps files where tt_transformers does: beside the model, unless told another folder."""
+    """A generator that keeps files as tt_transformers does: beside the model by default."""
 
     @classmethod
     def initialize_vllm_model(cls, *args, **kwargs):

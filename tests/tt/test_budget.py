@@ -1,7 +1,7 @@
-"""What the budget reckons with is what ttnn allocates: measured on its mock device.
+"""The budget's sizes are those that ttnn allocates, measured on its mock device.
 
-ttnn notes every buffer of a call in a graph; those that are in a chip's DRAM at once are added up
-here. Whoever changes a chunk's programs finds out what it takes, and writes that into `budget`.
+ttnn records every buffer of a call in a graph; buffers in a chip's DRAM at the same time are added
+up here. After a change of a chunk's programs, copy the new sizes into `budget`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NUM_TOKENS = 2048
 
 
 def dram_bytes(call, num_banks):
-    """Bytes that a call has in one chip's DRAM, beside what was there before: at most, and after.
+    """Return the bytes that a call adds in one chip's DRAM: the peak, and after the call.
 
     Every chip has the same. A tensor in stripes has as much in every bank as in the fullest.
     """
@@ -45,7 +45,7 @@ def dram_bytes(call, num_banks):
 
 
 def prefill_peak(mesh, config, monkeypatch):
-    """Of a first chunk of 2,048 tokens, without its inputs."""
+    """Return the peak of a first chunk of 2,048 tokens, without its inputs."""
     lane = LaneUnderTest(mesh, config, max_seq_len=NUM_TOKENS)
     prefill, found, num_banks = lane.model.prefill, [], mesh.spec.chip.dram_banks
 

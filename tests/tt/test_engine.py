@@ -1,7 +1,7 @@
 """A whole engine on mock chips: it starts, every call it makes is accepted, it ends, all is closed.
 
-The mock device computes nothing, so tokens mean nothing. What is right with them is shown by golden
-chips, and by an engine on a double that holds it to the reload contract.
+The mock device computes nothing, so tokens mean nothing. Tests on golden chips check tokens, and
+tests on a double check that an engine keeps the reload contract.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def test_the_cache_has_the_blocks_that_the_budget_says(config):
     ("optimizations", "dtype"), [("performance", "bfloat8_b"), ("accuracy", "bfloat16")]
 )
 def test_kv_goes_between_a_mesh_and_a_cpu(config, computes, optimizations, dtype):
-    """Its bytes are right where tokens can be: in the tests of the engines' KV."""
+    """Tests of the engines' KV on golden chips check the bytes."""
     common = {"kv_connector": "p2p", "keys": KEYS}
     mesh = config(
         "N300", mesh={"optimizations": optimizations}, tt_data_parallel=2,

@@ -1,6 +1,6 @@
 """The ttnn generator's calls: accepted by ttnn, checked before it, and as few as they can be.
 
-What it computes is proven in `test_numbers_generator.py`.
+`test_numbers_generator.py` checks its numbers.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def test_a_decode_can_be_read_later(mock_calls):
     calls = mock_calls(2)
     output = calls.decode([3] + [-1] * 7, read_from_device=False)
     host, events = calls.generator.read_decode_output(output, async_read=True)
-    # A lane without a live row is not asked to do anything.
+    # A lane without a live row gets no call.
     assert len(events) == 1
     ttnn.event_synchronize(events[0])
     logits = calls.generator.process_decode_output_host(host)
@@ -441,7 +441,7 @@ def test_logits_of_some_rows_come_beside_the_tokens_of_the_others(golden_calls):
         tokens, logits = golden_calls.decode(positions, **step, logits_rows=rows)
         assert torch.equal(tokens, wanted)
         assert torch.equal(logits, plain[rows, 0])
-    # The device has gone on from its own tokens, if that is what is wanted.
+    # Without a reload the device continues from its own tokens.
     after = golden_calls.decode(positions, sampling_params=settings, reload_inputs=False)
     golden_calls.decode(positions, **step)
     again = golden_calls.decode(positions, sampling_params=settings, reload_inputs=False)

@@ -1,7 +1,7 @@
 """KV blocks of a mesh as bytes: the same whatever lanes, chips and tiles they come from.
 
-Bytes are proven on doubles of the chips' memory, filled from and read into real host tensors of
-ttnn, so that tiles are ttnn's own; which calls the device takes is asked of the mock device.
+Doubles of the chips' memory, filled from and read into real host tensors of ttnn, check the bytes,
+so that tiles are ttnn's own. The mock device checks that calls are accepted.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Ops:
     def allocate_tensor_on_host(self, shape, dtype, layout, device, memory_config):
         host = host_tensor(device, tuple(shape), dtype, layout)
         for shard in _shards(host, device):
-            shard[:] = 0xA5  # what was there before
+            shard[:] = 0xA5  # earlier content
         return host
 
     def allocate_tensor_on_device(self, shape, dtype, layout, device, memory_config):
@@ -151,7 +151,7 @@ def ops(monkeypatch):
 
 @dataclass
 class World:
-    """An engine's cache, and what is in it as rows of bfloat16 that the host can read.
+    """An engine's cache, and its content as rows of bfloat16 that the host can read.
 
     Attributes:
         io: Under test.

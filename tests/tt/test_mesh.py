@@ -90,7 +90,7 @@ def test_a_mesh_is_cut_as_flat_as_it_can_be(
 
 
 class _Galaxy:
-    """A double of 32 chips, of which ttnn's mock cluster has no descriptor here: what is asked."""
+    """A double of 32 chips, because this ttnn has no mock descriptor of a Galaxy."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, tuple[int, ...]]] = []
@@ -160,7 +160,7 @@ def test_closing_twice_and_opening_another(open_mock_mesh: OpenMesh) -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[object, ...], dict]]:
-    """What ttnn was asked to open, bind and close, in order; it is done as well."""
+    """A record of ttnn's calls to open, bind and close, in order; the calls are made as usual."""
     seen: list[tuple[str, tuple[object, ...], dict]] = []
 
     def watch(name: str) -> None:

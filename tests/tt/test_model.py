@@ -1,4 +1,4 @@
-"""What ttnn takes of a lane: every family, bucket and number of rows, on its mock device.
+"""ttnn accepts a lane's calls: every family, bucket and number of rows, on its mock device.
 
 The mock device computes nothing; numbers are `test_numbers_model.py`'s.
 """

@@ -236,7 +236,7 @@ def test_greedy_on_the_device_is_the_best_of_the_host(num_chips, num_lanes):
             shard.fill_(math.nan)
         steady.step(reload_inputs=True, reload_sampling_params=True)
         for _ in range(5):
-            # What the host sends is old, and not looked at.
+            # The host's tokens are old, and the device ignores them.
             steady.step(reload_inputs=False)
         assert outputs(steady) == wanted
         # Rows without a sequence stay so: they would write to the null block.
@@ -266,7 +266,7 @@ def test_prefill_draws_the_best_too():
 
 
 def test_prefill_and_decode_draw_alike():
-    # As they must when a preempted sequence goes on: its last token is then drawn by a prefill.
+    # A resumed sequence needs this: after preemption a prefill draws its last token.
     prompt = PROMPTS[0]
     with golden_generator("llama-32", slots_per_lane=1) as loop:
         whole, stepped = [], []

@@ -214,7 +214,7 @@ def test_an_op_that_the_kit_does_not_know_is_noticed(library):
     assert library.MathFidelity is ttnn.MathFidelity
 
 
-# ---- what is documented of the ops that have no golden function
+# ---- documented behaviour of the ops without a golden function
 
 
 def test_a_skipped_row_is_neither_written_nor_computed(library, chip):

@@ -1,4 +1,4 @@
-"""What a lane computes on golden chips, against transformers."""
+"""A lane's numbers on golden chips, against transformers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def assert_like(found, case, optimizations, what, record_property):
 @pytest.mark.parametrize("optimizations", PROFILES)
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_transformers(case, optimizations, record_property):
-    # Whatever reads memory that nobody wrote, or a row that was skipped, ends in NaN.
+    # A read of unwritten memory, or of a skipped row, ends in NaN.
     with golden_lane(folder_of(case, optimizations), 1, optimizations) as lane, poisoned(math.nan):
         lane.fill(math.nan)
         found = three_calls(lane)

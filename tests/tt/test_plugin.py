@@ -1,8 +1,8 @@
-"""Classes of others on mock chips: the mesh, their caches, outputs and events are ttnn's own.
+"""Foreign classes on mock chips: the mesh, their caches, outputs and events are ttnn's own.
 
 The mock device computes nothing, so the doubles' tokens come from their own arithmetic
-(`tests.replicas.generators.plugin.doubles`), as without ttnn; here what goes between engine,
-adapter and class are tensors and events of ttnn, on meshes that the engine opens and closes.
+(`tests.replicas.generators.plugin.doubles`), as without ttnn. Here engine, adapter and class
+exchange tensors and events of ttnn, on meshes that the engine opens and closes.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class OnLegacy(OnMesh, Legacy):
 
 
 class OnSeed(CacheOnMesh, Seed):
-    """Of 2025."""
+    """The interface of 2025."""
 
 
 class OnGalaxy(OnMesh, Galaxy):
@@ -114,7 +114,7 @@ class OnGalaxy(OnMesh, Galaxy):
 
 
 class OnChosen(OnMesh, Chosen):
-    """Of tt-transformers."""
+    """A class of tt-transformers."""
 
     def read_decode_output(self, tt_out: Any, *, async_read: bool = False) -> Any:
         return OnMesh.read_decode_output(self, tt_out, async_read)
@@ -124,7 +124,7 @@ class OnChosen(OnMesh, Chosen):
 
 
 class OnRegistered(Registered):
-    """What chooses it."""
+    """A registry that chooses `OnChosen`."""
 
     models = {"some-org/Tiny-8B-Instruct": OnChosen}  # noqa: RUF012
 
@@ -226,7 +226,7 @@ def test_the_harness_tells_how_far_a_class_comes(name, last, failed, tmp_path):
 
 
 class Unwilling(OnContract1):
-    """Whose warm-up fails."""
+    """A class whose warm-up fails."""
 
     def warmup_model_prefill(self, **_settings: Any) -> None:
         raise RuntimeError("no such core\nbacktrace: ...")

@@ -212,7 +212,7 @@ FOR_KERNELS = {"N150": 105_824, "P150": 111_744}
     ],
 )
 def test_l1_is_counted_to_the_byte(open_mock_mesh, monkeypatch, optimizations, dtype, board, kind):
-    """What ttnn says when it refuses a program that is chosen as if there were enough L1."""
+    """ttnn's error names the L1 of a program that was chosen as if there were enough."""
     (device,) = open_mock_mesh(trace="none").lanes(1)
     monkeypatch.setattr(choice, "L1_FOR_PRODUCTS", 10**9)
     chip, tile_bytes = chip_cores(device), TILE_BYTES[dtype]

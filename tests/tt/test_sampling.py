@@ -1,4 +1,4 @@
-"""Sampling on the device: what is asked of it, what it refuses, and which token wins."""
+"""Sampling on the device: its settings, its refusals, and the choice among ties."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_greedy_takes_the_best_and_of_equals_the_lowest(sampler):
     logits = logits.bfloat16().float()
     wanted = logits.argmax(-1).tolist()
     assert wanted[2] == 0
-    # Whatever ttnn.sampling takes of equals: here it may take any of 32.
+    # ttnn.sampling may choose any of equals: here any of 32.
     rows = dataclasses.replace(greedy_rows(5), top_k=np.full(5, 32))
     for position in range(4):
         assert sampler(logits, rows, [position] * 5) == wanted

@@ -1,7 +1,7 @@
-"""Traces: what is recorded, when, and what a replay does. ttnn's mock device cannot record one.
+"""Traces: their recording and replay. ttnn's mock device cannot record one.
 
-So ttnn's trace calls are a double here, on golden chips: recording runs the call as usual, a replay
-only notes itself, and the tensors stay as the recording left them.
+So ttnn's trace calls are a double here, on golden chips. Recording runs the call as usual. A replay
+is only noted, and the tensors stay as the recording left them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.tt.golden.rows import params
 
 
 class TraceCalls:
-    """ttnn's trace calls. `events` is what happened, in order."""
+    """ttnn's trace calls; `events` lists them in order."""
 
     def __init__(self):
         self.events = []
@@ -222,7 +222,7 @@ def test_a_capture_needs_a_whole_warm_up(monkeypatch):
         calls.warm_up_prefill(enable_trace=True, samples=False)
         calls.warm_up_decode(enable_trace=True)
         assert double.events
-        # Another cache has other addresses: its traces are to be made anew.
+        # Another cache has other addresses: its traces must be recorded again.
         calls.cache = calls.allocate()
         assert not double.recorded
         with pytest.raises(ValueError, match="first warm up"):

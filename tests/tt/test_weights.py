@@ -1,6 +1,6 @@
-"""Weights of a lane: bit for bit those of the folder, whatever is split, padded, kept or broken.
+"""Weights of a lane are bit for bit those of the folder after split, padding, caching and faults.
 
-The conversion is proven on host tensors, with lanes that are doubles; the mock device takes them.
+The conversion is checked on host tensors, with lanes that are doubles; the mock device takes them.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def assert_equal(found, wanted):
 
 
 def converted(matrix, dtype):
-    """What ttnn makes of a whole matrix."""
+    """Return ttnn's conversion of a whole matrix."""
     tensor = ttnn.from_torch(matrix, dtype=getattr(ttnn, dtype), layout=ttnn.TILE_LAYOUT)
     return tensor.to_torch()
 

@@ -1,4 +1,4 @@
-"""What replaces the name `ttnn` in the modules of the ttnn generator, and notes every call."""
+"""The replacement of `ttnn` in the modules of the ttnn generator, which records every call."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TRANSFERS = {
 """Calls that compile nothing."""
 
 MACHINE = {"get_fabric_config", "get_arch_name", "get_num_devices"}
-"""What ttnn says of the machine."""
+"""Functions of ttnn that describe the machine."""
 NOT_NOTED = {"Tensor", "MeshDevice", "deallocate", "create_global_semaphore", *MACHINE, *MAPPERS}
 
 

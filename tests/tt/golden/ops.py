@@ -1,7 +1,7 @@
 """The golden kit's ops: ttnn's own golden functions where they can be used, else torch.
 
-Every op is written from ttnn's documentation of it, not from what a model does with it: what the
-documentation forbids raises GoldenError, and so does a keyword that it does not know of.
+Every op is written from its documentation in ttnn, not from its use in a model. A call that the
+documentation forbids raises GoldenError, and so does an undocumented keyword.
 Host functions (`from_torch`, `to_layout`, ...) are here as well.
 """
 
@@ -36,7 +36,7 @@ OPS = {}
 TILED, ROW_MAJOR = ttnn.TILE_LAYOUT, ttnn.ROW_MAJOR_LAYOUT
 
 POISON = threading.local()
-"""`value`: what the device leaves where it was told to write nothing; zero if not set."""
+"""`value`: content of memory that an op leaves unwritten on the device; zero if not set."""
 
 
 def poison():
@@ -153,7 +153,7 @@ def from_torch(
         tensor = tensor.trunc()
     values = round_to(tensor.detach(), dtype)
     mapper = mesh_mapper or (Replicate(device) if device is not None else None)
-    # A tensor without a mapper is the same on all chips that it will ever go to.
+    # A tensor without a mapper is replicated on all chips.
     shards = mapper.split(values) if mapper else [values.clone()]
     result = GoldenTensor(shards, dtype, layout, memory_config)
     return result if device is None else to_device(result, device, memory_config)
@@ -809,7 +809,7 @@ def paged_fill_cache(
     rows = [[batch_idx]] * len(tensor.shards)
     if batch_idx_tensor is not None:
         rows = [ids.reshape(-1).tolist() for ids in replicated_ints(batch_idx_tensor)]
-    # The last tile's rest is copied too, whatever it holds.
+    # The rest of the last tile is copied too, with any content.
     rest = -length % TILE
     for chip, table in enumerate(replicated_ints(page_table)):
         tiles = torch.nn.functional.pad(
@@ -1011,7 +1011,7 @@ def _groups(device, cluster_axis):
 
 
 def _summed(tensor, group):
-    """The sum as a ring makes it: every chip adds to what it was sent, in the dtype."""
+    """Return the sum in a ring's order: every chip adds to the received sum, in the dtype."""
     total = tensor.shards[group[0]]
     for chip in group[1:]:
         total = round_to(total + tensor.shards[chip], tensor.dtype)
@@ -1040,7 +1040,7 @@ def get_num_devices():
 
 
 def take_semaphores(tensor, own, barrier, count):
-    """Check what a collective waits for: nothing that the last one of the device had."""
+    """Check that a collective uses no semaphore of the device's last collective."""
     taken = [*own, barrier]
     require(len(own) == count, f"{len(own)} semaphores, not {count}")
     require(len(set(taken)) == len(taken), "a semaphore is given twice")
@@ -1150,8 +1150,8 @@ def topk(
 def sampling(values, indices, k, p, temp, *, seed=None, sub_core_grids=None, output_tensor=None):
     """[1, 1, users, W] values and their ids -> [1, 1, 1, users]; `temp` is 1/T.
 
-    The golden function gives zeros: what is drawn is random. Here every user has a stream of random
-    numbers on each chip, which `manual_seed` begins anew.
+    The golden function gives zeros, because draws are random. Here every user has a stream of
+    random numbers on each chip, which `manual_seed` restarts.
     """
     on_device(values, indices, k, p, temp)
     in_layout(TILED, values)
@@ -1194,7 +1194,7 @@ def _draw(values, k, p, inverse_temperature, noise):
     best, order = values.topk(k)
     probabilities = torch.softmax(best * inverse_temperature, dim=-1)
     if not probabilities.isfinite().all():
-        return 0  # a row that nobody computed
+        return 0  # a row that was not computed
     before = probabilities.cumsum(-1) - probabilities
     kept = probabilities * ((before < p) | (torch.arange(k) == 0))
     chosen = (kept.cumsum(-1) > noise * kept.sum()).to(torch.int64).argmax()

@@ -44,7 +44,7 @@ def unpack(data, shape, dtype, layout):
 
 
 class PackedTensor(GoldenTensor):
-    """A host tensor whose bytes somebody holds and may write."""
+    """A host tensor whose bytes a caller holds and may write."""
 
     def __init__(self, tensor, mesh_shape):
         super().__init__(tensor._shards, tensor.dtype, tensor.layout)

@@ -46,7 +46,7 @@ def require(condition, message):
 
 
 def round_to(values, dtype):
-    """What `dtype` holds of these numbers: float32 for floats, int64 for integers."""
+    """Round numbers to `dtype`; returns float32 for floats, int64 for integers."""
     if dtype in INTEGERS:
         low, size = INTEGERS[dtype]
         return (values.to(torch.int64) - low) % size + low
@@ -79,7 +79,7 @@ def _round_to_block(values, num_bits):
 
 
 class GoldenSemaphore:
-    """One on every core of a mesh; which one it is, is all that counts."""
+    """A semaphore on every core of a mesh, of which only the identity matters."""
 
     def __init__(self, device):
         self.device = device
@@ -168,7 +168,7 @@ class GoldenDevice:
         self._on_their_way.append((host, arrived))
 
     def record_event(self):
-        """What is called to wait for the copies that have been begun so far."""
+        """Return a function that waits for the copies begun so far."""
         begun, self._on_their_way = self._on_their_way, []
 
         def wait():
@@ -196,7 +196,7 @@ class Allocation:
 
 
 class GoldenTensor:
-    """What replaces `ttnn.Tensor`; see the module's docstring.
+    """The replacement of `ttnn.Tensor`, with a torch tensor for each chip.
 
     Attributes:
         shards: One tensor per chip, all of one shape; one for a host tensor of all chips alike.

@@ -1,4 +1,4 @@
-"""Boards that ttnn's mock device can be, and what a process must have to open one."""
+"""Boards of ttnn's mock device, and the environment that opens one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DESCRIPTIONS = {
 
 
 def what_is_missing() -> str | None:
-    """Why nothing here can run; None if it can. Does not import ttnn."""
+    """Return why no test here can run, or None. Does not import ttnn."""
     spec = importlib.util.find_spec("ttnn")
     if spec is None or spec.origin is None:
         return "ttnn is not installed (it has wheels for Python 3.10 and 3.12): make test-tt"
@@ -33,7 +33,7 @@ def what_is_missing() -> str | None:
 
 
 def environment(board: str | None) -> dict[str, str]:
-    """What a process sets before it imports ttnn.
+    """Return the variables that a process needs before it imports ttnn.
 
     Args:
         board: The board that it opens; None for none.

@@ -32,7 +32,7 @@ def run(item: pytest.Item, board: str) -> bool:
     """Report one test; its child, which runs all of its file and board, is started for the first.
 
     Returns:
-        True: nobody else needs to run it.
+        True, so that no other plugin runs the test.
     """
     reports = item.session.stash.setdefault(_REPORTS, {})
     if item.nodeid not in reports:
