@@ -100,7 +100,7 @@ class FakeTransfer:
         lane: Of the blocks of a load.
         block_ids: Of a load, once it has some: for each KV group.
         start: First token that comes.
-        lent: Of what runs on here: the tokens whose KV is in `block_ids`.
+        lent: Of a sequence that keeps running here: the tokens whose KV is in `block_ids`.
     """
 
     request_id: str
@@ -114,7 +114,7 @@ class FakeTransfer:
 
 
 class FakeConnector:
-    """Scheduler side of a connector whose transfers end when a test says so.
+    """Scheduler side of a connector whose transfers end when a test ends them.
 
     Args:
         block_sizes: Tokens per block of each KV group.
@@ -122,9 +122,9 @@ class FakeConnector:
     Attributes:
         transfers: Those that have not ended.
         pool: Leading tokens of requests without a ticket that a store has; None: not known yet.
-        announced: Requests that it was told of without a ticket.
+        announced: Requests that were announced without a ticket.
         cancelled: Transfers that are to end.
-        preempted: Requests whose blocks were taken away.
+        preempted: Requests that have lost their blocks.
         refuse: Why tickets are refused, if they are.
     """
 
@@ -238,7 +238,7 @@ class FakeConnector:
 
 
 def events_of(outputs):
-    """A step's outputs row by row: (sequence, what its client is told)."""
+    """Return a step's outputs row by row: (sequence, its client's event)."""
     ended = {ending.row: ending for ending in outputs.endings}
     for row, seq in enumerate(outputs.sequences):
         yield seq, outputs.event(row, ended.get(row))

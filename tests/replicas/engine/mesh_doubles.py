@@ -1,6 +1,6 @@
-"""A mesh without ttnn: the torch generator as a device that draws and goes on by itself.
+"""A mesh without ttnn: the torch generator as a device that draws and feeds back its tokens.
 
-It holds an engine to decode contract 1: what a call does not tell it to reload is not looked at.
+It checks decode contract 1: inputs that a call does not reload are ignored.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class FakeMesh:
-    """What `open_mesh` returned.
+    """A double of an opened mesh.
 
     Attributes:
         closed: How often it was closed.
-        arguments: What it was opened with.
+        arguments: Those of `open_mesh`.
     """
 
     def __init__(self, settings: MeshConfig, **arguments: object) -> None:
@@ -141,7 +141,7 @@ class MeshGenerator(TorchGenerator):
 
 
 class Doubles:
-    """What a test's engines have opened.
+    """The meshes that a test's engines have opened.
 
     Attributes:
         meshes: In order.

@@ -1,4 +1,4 @@
-"""A prefill and a decode core in one process, stepped as processes step: only when woken."""
+"""A prefill and a decode core in one process; like engine processes, they step only when woken."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Node:
     """One core and what wakes it.
 
     Attributes:
-        is_slow: Whether it makes one step each time that it is woken, and not on and on.
+        is_slow: Whether it makes a single step each time that it is woken.
     """
 
     def __init__(self, config: EngineConfig, name: str, bell: threading.Event) -> None:
@@ -72,12 +72,12 @@ class Node:
         return True
 
     def vanish(self) -> None:
-        """End without a word."""
+        """End without any message."""
         self.is_gone = True
         self.core.shutdown()
 
     def is_idle(self) -> bool:
-        """Whether it holds nothing for anybody, and has every slot and block."""
+        """Return whether it holds no request, and every slot and block is free."""
         return self.core.num_live == 0 and self.core.snapshot(0).groups == self.before
 
     def _notify(self) -> None:
@@ -89,10 +89,10 @@ class Pair:
     """Both cores, and a client that takes requests from one to the other.
 
     Attributes:
-        outputs: Tokens of each request, as its client has them.
+        outputs: Tokens of each request at its client.
         finished: Requests that ended, with their reasons.
-        failures: Why KV did not come, per request.
-        errors: Why requests ended that failed.
+        failures: For each request the reason why its KV did not come.
+        errors: For each failed request its error.
     """
 
     def __init__(self, prefill: EngineConfig, decode: EngineConfig) -> None:
@@ -152,13 +152,13 @@ class Pair:
         self.decode.handle(LoadKV(request_id, self.ticket(request_id, epoch), epoch))
 
     def start(self, request_id: str, prompt: Sequence[int], sampling: SamplingParams) -> None:
-        """Everything that a router does at once."""
+        """Make all calls of a router at once."""
         self.reserve(request_id, prompt, sampling)
         self.start_prefill(request_id)
         self.start_load(request_id)
 
     def activate(self, request_id: str, token_ids: list[int]) -> None:
-        """Let the decode core go on after these tokens, or from the prompt without any."""
+        """Let the decode core continue after these tokens, or without any after the prompt."""
         if request_id not in self._is_activated:
             self._is_activated.add(request_id)
             self.decode.handle(Activate(request_id, [token_ids] if token_ids else []))
@@ -170,7 +170,7 @@ class Pair:
                 node.handle(Abort([request_id]))
 
     def run_until(self, done: Callable[[], bool], what: str) -> None:
-        """Step what is due; when both cores sleep, wait for a notification."""
+        """Step the woken cores; when both sleep, wait for a notification."""
         end_s = time.monotonic() + DEADLINE_S
         while not done():
             assert time.monotonic() < end_s, f"not in {DEADLINE_S} s: {what}"
@@ -206,7 +206,7 @@ class Pair:
         if isinstance(event, KVLoaded) and event.failure is not None:
             self.failures[event.request_id] = event.failure
             if node is self.decode and self.activate_on_first_token:
-                # No effect when prefill's token came first: then the core goes on by itself.
+                # No effect if prefill's token came first: then the core starts by itself.
                 self.activate(event.request_id, [])
         if isinstance(event, TokenOutput):
             self._take_tokens(node, event)

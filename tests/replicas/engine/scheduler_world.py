@@ -1,7 +1,7 @@
 """Everything around a scheduler, played by the test: device, peers and clients.
 
-The device remembers for every position of every KV block which token prefix it was computed from,
-so that a step which would attend to anything but its own sequence's prefix is seen at once.
+The device records for every position of every KV block the token prefix that it was computed from,
+so that a step which attends to anything but its own sequence's prefix fails at once.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class World:
     def places(
         self, lane: int, tables: Tables, positions: Iterable[int]
     ) -> Iterator[tuple[int, tuple[int, int, int, int]]]:
-        """Each of these positions with where its KV is, in every KV group."""
+        """Yield the places of these positions' KV, in every KV group."""
         for position in positions:
             for i, (kv_group, table) in enumerate(zip(self.kv_groups, tables, strict=True)):
                 number, offset = divmod(position, kv_group.block_size)
@@ -93,7 +93,7 @@ class World:
             assert self.kv.get(place) == tokens[: position + 1], f"wrong KV at {place}"
 
     def run(self, batch: ScheduledBatch, sample: Callable[[], int]) -> list[int]:
-        """What the model runner does, with KV of its own kind."""
+        """Run a step as the model runner does, with the recorded KV."""
         assert batch.num_tokens <= self.config.max_num_batched_tokens
         assert len(set(batch.slots)) == len(batch.slots) > 0
         assert all(count > 0 for count in batch.num_scheduled_tokens)
@@ -166,7 +166,7 @@ class World:
         return True
 
     def end_transfer(self, request_id: str, *, ok: bool, num_verified: int = 0) -> None:
-        """What the core does when the connector names a request.
+        """End a request's transfer as the core does.
 
         Args:
             request_id: The request.
@@ -177,7 +177,7 @@ class World:
         cancelled = request_id in self.connector.cancelled
         self.connector.cancelled.discard(request_id)
         if transfer.is_load:
-            # What the store was asked for first has no blocks yet.
+            # A load from the store has no blocks until the store has answered.
             if ok and transfer.block_ids:
                 self._receive(transfer)
                 self.scheduler.kv_received(request_id)
@@ -201,7 +201,7 @@ class World:
         self._count_ended(self.scheduler.kv_failed(request_id, failure, self.now_s))
 
     def activate(self, request_id: str, token_ids: list[int]) -> None:
-        """What the core does when a client says to start, with so many tokens more than before."""
+        """Activate a request as the core does for a client, with some more tokens than before."""
         seq = self.scheduler.get(request_id)
         tokens = [*seq.token_ids[seq.num_prompt_tokens :], *token_ids]
         self.outputs[request_id].extend(tokens)
@@ -234,7 +234,7 @@ class World:
         for seq in live:
             if seq.status is SequenceStatus.RESERVED and not seq.load.is_activated:
                 self.activate(seq.request_id, [])
-        # Each preemption lets another sequence go on, which then never waits for the preempted one.
+        # Each preemption lets another sequence run, which then never waits for the preempted one.
         steps = sum(s.num_tokens + s.request.sampling.max_tokens for s in live)
         for _ in range(10 + steps * (len(live) + 1)):
             for request_id in list(self.connector.transfers):
@@ -271,7 +271,7 @@ class World:
                 self.assert_holds(transfer.lane, transfer.block_ids, transfer.lent)
 
     def _check_loads(self) -> None:
-        """What snapshots say that each group has to do is what its sequences lack."""
+        """Check that each group's work in snapshots is what its sequences lack."""
         live = list(self.scheduler._sequences.values())
         unplaced = [s for s in live if s.slot < 0 and s.dp_group < 0]
         groups = self.scheduler.group_snapshots()
@@ -312,7 +312,7 @@ class World:
         self.write(transfer.lane, transfer.block_ids, prompt, transfer.start)
 
     def _spoil(self, transfer: FakeTransfer, num_verified: int) -> None:
-        """What was verified is here; the rest may be anything."""
+        """Write the verified tokens of a failed load, and garbage after them."""
         if num_verified:
             self._receive(transfer)
         start = max(transfer.start, num_verified)

@@ -1,7 +1,7 @@
-"""A KV connector of somebody else's making: it keeps prompts on a shelf, and notes every call.
+"""A third party's KV connector: it keeps prompts on a shelf, and records every call.
 
-Whole blocks of a prompt are read after its last chunk and given to the next request that begins
-alike. Everything happens within the step; nothing waits for anybody.
+Whole blocks of a prompt are read after its last chunk, and written for the next request with the
+same beginning. Every copy ends within its step.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from kv_transfer.layout import KVLayout
 
 calls: list[tuple[Any, ...]] = []
-"""Names of the calls, in order, each with what matters of its arguments."""
+"""Names of the calls, in order, each with its relevant arguments."""
 shelf: dict[tuple[object, ...], Any] = {}
 """Rows of KV by layout and salt, and token ids."""
 
 
 class ShelfMeta(ConnectorMeta, frozen=True):
-    """What the scheduler side says: (request, key, lane, blocks, tokens), each way."""
+    """The scheduler side's message: (request, key, lane, blocks, tokens), each way."""
 
     loads: tuple[tuple[Any, ...], ...] = ()
     saves: tuple[tuple[Any, ...], ...] = ()

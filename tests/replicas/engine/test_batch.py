@@ -1,4 +1,4 @@
-"""The padded inputs of a generator's two calls, and what moves a sequence in the tables."""
+"""The padded inputs of a generator's two calls, and the changes of a sequence's tables."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def apply(batch, scheduled):
 
 
 def advance(batch, scheduled, token_ids):
-    """What the runner does with a step, and at its end."""
+    """Advance a batch by a step, as the runner does."""
     slots = np.asarray(scheduled.slots, dtype=np.int32)
     counts = np.asarray(scheduled.num_scheduled_tokens, dtype=np.int32)
     places, tokens = batch.num_tokens[slots], np.asarray(token_ids, dtype=np.int64)
@@ -57,7 +57,7 @@ def advance(batch, scheduled, token_ids):
 
 @dataclass
 class Row:
-    """What a slot holds, as plainly as can be."""
+    """The content of a slot, as plain lists."""
 
     tokens: list[int]
     computed: int
@@ -70,7 +70,7 @@ class Row:
 
 
 class Tables:
-    """A batch beside rows of lists, and dice that say what happens."""
+    """A batch beside rows of lists, and dice that choose events."""
 
     def __init__(self, dice, block_sizes):
         self.dice, self.block_sizes = dice, block_sizes

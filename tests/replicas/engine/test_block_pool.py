@@ -1,4 +1,4 @@
-"""Blocks are held, cached or free, exactly one of them, whatever is done to a pool."""
+"""Each block is held, cached or free, exactly one of these, after any operations on a pool."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_evicting_the_end_of_a_walk_costs_no_walk_along_the_rest():
     full.look()
     for left in range(199, -1, -1):
         full.pool.allocate(1)
-        # Whether that block is still what it was, and whether another one is found instead.
+        # Two look-ups: whether that block is unchanged, and whether another one is found.
         assert full.cost_of_a_look() <= 2
         assert full.walk.num_blocks == full.walk.num_evictable(full.walk.num_blocks) == left
 
@@ -176,7 +176,7 @@ HASHES = st.lists(HASH, unique=True)
 
 
 class Pool(RuleBasedStateMachine):
-    """A pool beside the plainest model of it: who holds what, what is found, who is next."""
+    """A pool beside a plain model of it: holders, found prefixes, and the next block."""
 
     @initialize(num_blocks=st.integers(2, 6))
     def start(self, num_blocks):
@@ -184,8 +184,8 @@ class Pool(RuleBasedStateMachine):
         self.num_blocks = num_blocks - 1
         self.tables: list[list[int]] = []
         self.found: dict[bytes, int] = {}
-        # In the order in which they are handed out, the null block never: those that came back,
-        # those that nobody has had, those that were cached when they came back.
+        # In the order in which they are handed out, without the null block: returned blocks, blocks
+        # that were never used, blocks that were cached when they were returned.
         self.returned: list[int] = []
         self.fresh = list(range(1, num_blocks))
         self.cached: list[int] = []

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 def start(config: EngineConfig) -> EngineCore:
-    """An engine core that nobody will shut down: it does not come to life."""
+    """Start an engine core whose start must fail, so that nothing has to be shut down."""
     return EngineCore(config, UniProcExecutor(config))
 
 
@@ -64,7 +64,7 @@ NARROW = f"{__name__}:NarrowGenerator"
 
 
 class BrokenGenerator(TorchGenerator):
-    """A generator that computes nonsense for whatever is at one position."""
+    """A generator that computes nonsense at one position."""
 
     POSITION: ClassVar[int] = 40
 
@@ -195,7 +195,7 @@ def test_metrics_count_requests_and_tokens(folder):
         assert metrics.scheduled_tokens == 5 + 2 * 4
         parts = msgspec.structs.asdict(metrics.host_seconds)
         assert metrics.device_seconds > 0
-        # Nobody sends frames, and nothing is transferred.
+        # Without frames and transfers.
         assert {part for part, seconds in parts.items() if seconds > 0} == {
             "schedule", "prepare", "sample", "update",
         }  # fmt: skip
@@ -346,7 +346,7 @@ def test_a_request_without_a_distribution_ends_alone(folder, length, how):
     with engine_core(make_config(folder)) as core:
         wanted = generate(core, prompts, sampling)
     with engine_core(make_config(folder, generator=BROKEN)) as core:
-        for _ in range(2):  # nobody finds the blocks of the first time
+        for _ in range(2):  # the second run does not find the blocks of the first
             for i, prompt in enumerate(prompts):
                 core.handle(CLIENT, AddRequest(EngineRequest(f"r{i}", prompt, sampling)), 0.0)
             outputs = {f"r{i}": [] for i in range(len(prompts))}

@@ -38,7 +38,7 @@ class HandOver(Pair):
     """The first core has streams, and hands them over to the second one.
 
     Attributes:
-        loaded: Of each stream why its KV did not come; None where it did.
+        loaded: For each stream the reason why its KV did not come; None where it did.
     """
 
     def __init__(self, lender, heir):
@@ -67,7 +67,7 @@ class HandOver(Pair):
         self._take_events()
 
     def lend(self, request_id):
-        """Let the second core fetch what is in full blocks of the first one."""
+        """Let the second core fetch the first one's full blocks."""
         ticket = self.stream_ticket(request_id)
         self.lender.handle(LendKV(request_id, ticket, 1))
         self.heir.handle(LoadKV(request_id, ticket, 1))
@@ -88,7 +88,7 @@ class HandOver(Pair):
         self.run_until(lambda: request_id in self.loaded, "it is known how the transfer ended")
 
     def go_on(self, request_id):
-        """Leave the first core, and let the second one go on from what the client has."""
+        """Leave the first core, and let the second one continue after the client's tokens."""
         if not self.lender.is_gone:
             self.lender.handle(Abort([request_id]))
         self._take_events()
@@ -256,7 +256,7 @@ def test_a_transfer_that_breaks_off_costs_no_more_than_what_did_not_come(
     if happens is not freezes:
         pair.until_loaded("r")
         assert pair.loaded["r"] is not None
-    # Whoever lends it is left: nobody waits for the rest of a transfer that may not end.
+    # The client leaves the lending core: nothing may wait for the rest of the transfer.
     pair.go_on("r")
     pair.run_until(lambda: "r" in pair.finished, "it went on")
     pair.lender.is_frozen = False

@@ -1,4 +1,4 @@
-"""Prefill on one core, decode on another: the same tokens, and nothing kept, however it ends."""
+"""Prefill on one core, decode on another: the same tokens, and no leak after any ending."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_request_dropped_in_any_state_leaves_both_cores_as_new(busy, reach, how)
     busy.outputs.clear()
     busy._is_activated.clear()
     busy.activate_on_first_token = True
-    # Each run needs other transfer ids, and a prompt that nobody has cached.
+    # Each run needs other transfer ids, and a prompt that is not cached.
     busy.ticket = lambda _id, epoch=0, **_: Pair.ticket(busy, "r", epoch + 1000 * busy_run(busy))
     for node in (busy.prefill, busy.decode):
         node.core._scheduler.reset_prefix_cache()

@@ -1,4 +1,4 @@
-"""Who draws a step's tokens, and what a generator of decode contract 1 is told to reload."""
+"""Sampling on host or device, and the reload commands of decode contract 1."""
 
 from __future__ import annotations
 
@@ -335,7 +335,7 @@ def test_a_step_with_rows_of_both_kinds_takes_a_call_for_each():
     assert (
         device.calls[0][1]["page_table"].data_ptr() == device.calls[1][1]["page_table"].data_ptr()
     )
-    # The device has these rows: it goes on with them once the other is gone.
+    # The device has these rows: it continues with them once the other row has left.
     run(runner, "decode", {0: 1, 2: 1, 3: 1})
     assert commands(device) == STEADY
 
@@ -424,7 +424,7 @@ def test_who_draws_a_token_depends_on_its_request_alone(company, kind, keeps_sta
 
 
 def test_a_row_that_wants_no_token_is_not_in_a_call_that_draws():
-    """A device may count what it drew for a seed: a chunk that ends early must not count."""
+    """A device may count the draws of a seed: a chunk that ends early must not count."""
     device = Device()
     work = [new(0, 9, temperature=0.5, top_k=4), new(1, temperature=0.5, top_k=4)]
     tokens = run(make_runner(device), "prefill", {0: 4, 1: 3}, work)
@@ -454,7 +454,7 @@ def seeds_of_each_start(device, steps=6):
         run(runner, "decode", {0: 1})
         run(runner, "decode", {0: 1})
         run(runner, "prefill", {1: 3}, [new(1, 3 + step)])
-    # Preempted, and back with what it had.
+    # Preempted, and resumed with its tokens.
     length = 3 + 1 + 2 * steps
     again = new(0, length, temperature=0.5, top_k=4, prompt=3)
     run(runner, "prefill", {0: length}, [again])

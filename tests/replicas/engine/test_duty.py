@@ -1,4 +1,4 @@
-"""Which part of requests an engine takes, over every way that a person may send it."""
+"""The part of requests that an engine takes, for every order of role changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fault plans in real engines on a simulated mesh: what clients see, and that all of it heals."""
+"""Fault plans in real engines on a simulated mesh: clients' results, and recovery."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ NUM_BEHIND = 2560
 SHORT = SamplingParams(max_tokens=4, temperature=0.0, seed=0)
 ENDLESS = SamplingParams(max_tokens=4000, temperature=0.0, seed=0)
 DEADLINE_S = 240.0
-"""For whatever must happen; nothing is measured by it."""
+"""Timeout of every awaited event; nothing is measured by it."""
 STOP, CONTINUE, KILL = signal.SIGSTOP, signal.SIGCONT, signal.SIGKILL
 
 
@@ -155,7 +155,7 @@ def connections():
 
 
 class CountingClock:
-    """Seconds of a plan that go on with each reading, and when a test says so."""
+    """A plan's clock, which advances with each reading and when a test advances it."""
 
     def __init__(self, now_s):
         self.now_s = now_s
@@ -297,7 +297,7 @@ class Starter:
     Owner: for any thread, of how long a start has taken at most.
 
     Attributes:
-        turn: Whoever starts something has it: two at a time, or they would keep each other waiting.
+        turn: Held during a start: two at a time, as more would delay each other.
     """
 
     def __init__(self):

@@ -1,4 +1,4 @@
-"""Sizes that classes of others ask for: held against the chips, and said before they load."""
+"""Sizes that foreign classes require: checked against the chips, and reported before loading."""
 
 import pytest
 

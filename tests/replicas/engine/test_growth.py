@@ -22,7 +22,7 @@ DEMO_MODEL = Path(__file__).resolve().parents[3] / "configs" / "demo-model"
 MB = 2**20
 NUM_BLOCKS = 64
 ENDED_LEASES = "producer._leases._ended"
-"""The one table that remembers what is over: bounded, and full after 4,096 transfers."""
+"""The only table of ended transfers: bounded, and full after 4,096 of them."""
 
 
 def config(**changes):
@@ -60,7 +60,7 @@ def test_prompts_of_every_length_leave_nothing_in_an_engines_memory():
 
 
 def walk(owner, path=""):
-    """(path, length) of every container of our objects, and of what is in these."""
+    """Yield (path, length) of every container in our objects, and of nested ones."""
     seen, todo = set(), [(path, owner)]
     while todo:
         path, value = todo.pop()

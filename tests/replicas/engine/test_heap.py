@@ -1,4 +1,4 @@
-"""An engine on the CPU keeps what it frees: its results cost no page faults."""
+"""An engine on the CPU keeps freed memory, so that its results cost no page faults."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The bounded inbox of an engine, and what its sender remembers of clients."""
+"""The bounded inbox of an engine, and its sender's state of clients."""
 
 import queue
 import threading
@@ -54,7 +54,7 @@ def test_a_closed_inbox_lets_its_reader_go():
 
 
 class Socket:
-    """An output socket that reaches nobody for as long as it is told so."""
+    """An output socket that cannot send while a test disconnects it."""
 
     def __init__(self):
         self.is_cut = False

@@ -1,4 +1,4 @@
-"""Several KV groups: what the pure parts do with them, and who refuses them at start."""
+"""Several KV groups: in the pure engine parts, and refusals at start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine logs is bounded, and whatever becomes of the log, the engine serves."""
+"""An engine's log is bounded, and the engine serves even if the log cannot be written."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_long_line_keeps_its_beginning_and_its_end(pipe):
 
 @contextlib.contextmanager
 def standard_error(fd):
-    """What is started inside has this as its standard error."""
+    """Let processes that start in this block have `fd` as their standard error."""
     sys.stderr.flush()
     kept = os.dup(2)
     os.dup2(fd, 2)

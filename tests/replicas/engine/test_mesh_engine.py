@@ -48,7 +48,7 @@ def config(folder: str, *, mesh: dict[str, object] | None = None, **changes: obj
 
 @pytest.fixture(scope="module")
 def expected(folder):
-    """What the CPU generates."""
+    """The CPU's tokens."""
     cpu = msgspec.structs.replace(config(folder), mesh=None, dtype="float32")
     with engine_core(cpu) as core:
         return generate(core, PROMPTS, GREEDY, stagger=3)
@@ -64,7 +64,7 @@ MODES = [
 
 
 class DrawsAlike(MeshGenerator):
-    """What it draws depends on no earlier draw: rows may leave while it goes on."""
+    """A generator whose draws do not depend on earlier ones, so that rows may leave."""
 
     model_capabilities: ClassVar[ModelCapabilities] = {
         **MeshGenerator.model_capabilities,
@@ -248,7 +248,7 @@ def test_a_cache_too_small_for_a_sequence_is_refused_before_the_mesh_is_opened(m
 
 
 class Small(MeshGenerator):
-    """A class written for the plug-in, which says what it holds."""
+    """A class written for the plug-in, which declares its limits."""
 
     budget: ClassVar[dict[str, object]] = {}
 
@@ -366,7 +366,7 @@ def test_what_a_generator_cannot_do_is_refused_before_the_mesh_is_opened(
 
 
 class Converting(MeshGenerator):
-    """Keeps what it converts as classes of tt-metal do, and takes for its own what lies there."""
+    """A class that caches converted weights as tt-metal's do, and trusts any files there."""
 
     @classmethod
     def initialize_vllm_model(cls, hf_config, *args, **kwargs):

@@ -1,4 +1,4 @@
-"""Engines that share a store: the same tokens as without it, whatever becomes of the store."""
+"""Engines that share a store: the same tokens as without it, after any fault of the store."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Alone:
         self.run_until(are_finished, "all requests finished")
         self.run_until(self.node.is_idle, "everything given back")
         self.node.core.check_invariants()
-        # What is saved in the background holds no blocks; wait for it all the same.
+        # Saves in the background hold no blocks; wait for them all the same.
         core, last = self.node.core, Last()
         self.run_until(lambda: not core._transfers.connector.num_inflight, "everything read")
         core._executor._worker._connector._executor.submit(last)

@@ -1,4 +1,4 @@
-"""The prefix cache gives a request the KV of its own prefix, whatever others ask for."""
+"""The prefix cache gives a request only the KV of its own prefix."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_without_secrets_each_engine_draws_a_key():
 
 @pytest.fixture
 def _break_xxh3(monkeypatch):
-    """Somebody has found a second preimage: two first blocks have the same xxh3."""
+    """Simulate a second preimage: two first blocks have the same xxh3."""
     first, poison = (struct.pack("<32i", *prompt[:32]) for prompt in (PROMPT, POISON))
     for name in ("xxh3_128_digest", "xxh3_64_digest", "xxh128_digest"):
         digest = getattr(xxhash, name)
@@ -80,7 +80,7 @@ def test_no_xxh3_is_taken_of_a_prompt(monkeypatch):
         assert num_prefix_hits(core) == 64
 
 
-# --- who waits ------------------------------------------------------------------------------------
+# --- waiting prompts ------------------------------------------------------------------------------
 
 
 NUM_PREFIX = 200
@@ -134,7 +134,7 @@ class Queue:
 def test_a_long_prompt_that_waits_looks_for_its_prefix_once(num_groups):
     queue = Queue(num_groups)
     assert queue.lookups_of_a_step() == num_groups * (NUM_PREFIX + 1)
-    # Other sequences run on and fill blocks, which are indexed: no reason to begin anew.
+    # Other sequences fill blocks, which are indexed: no reason to restart the walk.
     for _ in range(20):
         assert queue.lookups_of_a_step() <= num_groups
     assert queue.scheduler.num_waiting == 1

@@ -1,4 +1,4 @@
-"""What an engine's followers are told of its prefix caches: a listing, then every change."""
+"""An engine's reports of its prefix caches to followers: a listing, then every change."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HASHES = [bytes([i]) * 32 for i in range(6)]
 
 
 class Follower:
-    """Believes what it is told, and that nothing is missing."""
+    """A follower that applies every report and checks that none is missing."""
 
     def __init__(self):
         self.names = {}
@@ -113,7 +113,7 @@ def core():
 
 
 class Serving:
-    """A server, and what its clients have been told of prefixes."""
+    """A server, and its reports of prefixes to clients."""
 
     def __init__(self, core):
         self.core = core

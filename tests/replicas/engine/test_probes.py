@@ -1,4 +1,4 @@
-"""A probe is a real step that leaves nothing behind, and is in nobody's way."""
+"""A probe is a real step that leaves nothing behind, and delays no request."""
 
 import contextlib
 import time

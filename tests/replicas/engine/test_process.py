@@ -1,4 +1,4 @@
-"""The engine as a process of its own: start, loss of either end, and what strangers send."""
+"""The engine as a process of its own: start, loss of either end, and hostile messages."""
 
 from __future__ import annotations
 
@@ -395,7 +395,7 @@ def test_closed_stream_frees_its_slot(engine):
     asyncio.run(run())
 
 
-# --- what is sent ------------------------------------------------------------------------------
+# --- messages ----------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

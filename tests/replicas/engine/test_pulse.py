@@ -1,4 +1,4 @@
-"""What an engine's core thread says of itself, for the process that watches it."""
+"""The state that an engine's core thread publishes for its watching process."""
 
 import queue
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ def test_the_pulse_is_odd_at_work_and_even_at_rest_and_always_grows():
 
 
 class Turns:
-    """An inbox and a server that note what the pulse says whenever they are asked something.
+    """An inbox and a server that record the pulse at each of their calls.
 
     Args:
         items: What each blocking read of the inbox gives; None is a deadline that passes.
@@ -78,7 +78,7 @@ def test_the_core_thread_rests_while_it_waits_and_works_in_every_step():
 
 
 def turn(pulse, took_s, num_tokens, began_s=0.0):
-    """A turn from its beginning to the next one; says how long it may have taken."""
+    """Run a turn from its beginning to the next one; return its longest allowed time."""
     pulse.work(began_s)
     pulse.compute(num_tokens)
     allowed_s = pulse.stalls_at_s() - began_s

@@ -1,4 +1,4 @@
-"""Many decode steps taken over at once leave exactly what they leave one by one."""
+"""Many decode steps taken over at once leave exactly the state of single steps."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ STEP_S = 0.25
 
 
 def token_after(num_tokens, salt):
-    """What a device gives after so many tokens of a sequence: now and then an end token."""
+    """Return a device's token after so many tokens of a sequence; some are end tokens."""
     mixed = (num_tokens * 2654435761 + salt * 40503) >> 7
     return EOS if mixed % 11 == 0 else 1 + mixed % 3
 
@@ -96,7 +96,7 @@ def configs(draw):
 
 @st.composite
 def phases(draw, arrivals):
-    """What comes in, steps that get it going, then runs; again and again."""
+    """Draw arrivals, the steps that start them, then runs; repeatedly."""
     actions = []
     for _ in range(draw(st.integers(1, 4))):
         actions += draw(st.lists(arrivals, min_size=1, max_size=3))
@@ -327,7 +327,7 @@ class FakeExecutor:
         return self._results.popleft()
 
     def repeat(self, batch, num_more):
-        """Run what was submitted so many times more, as one to be collected."""
+        """Repeat the submitted step so many times, and let one collect return them all."""
         steps = [self._results.popleft().token_ids]
         steps += [self._tokens(batch) for _ in range(num_more)]
         tokens = [list(t) for t in zip(*steps, strict=True)]
@@ -397,7 +397,7 @@ class Core:
             self.events.setdefault(client, []).extend(events)
 
     def history(self):
-        """What clients have been told: other events in order, tokens of each request as one."""
+        """Return the events to clients in order, and the tokens of each request as one."""
         found = {}
         for client, events in self.events.items():
             tokens: dict[str, list[TokenOutput]] = {}

@@ -1,4 +1,4 @@
-"""Rows that decode: planned all at once, looked at when there is something to see."""
+"""Decoding rows: planned all at once, and examined singly only when one changes."""
 
 from __future__ import annotations
 

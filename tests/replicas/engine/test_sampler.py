@@ -140,7 +140,7 @@ def test_extreme_numbers_never_draw_what_is_masked_or_impossible(number):
 
 
 def reference(logits, temperature, top_k, top_p, number):
-    """What float64 and a whole sort give."""
+    """Return the draw computed in float64 with a whole sort."""
     scaled = np.asarray(logits, dtype=np.float64) / np.float64(np.float32(temperature))
     order = np.argsort(-scaled, kind="stable")
     weights = np.exp(scaled - scaled.max())

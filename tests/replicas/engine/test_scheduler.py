@@ -1,4 +1,4 @@
-"""Single decisions of the scheduler, each with the state that calls for it."""
+"""Single decisions of the scheduler, each in a state that requires it."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ def test_converted_kv_is_found_by_nobody_until_it_is_computed_here():
     scheduler.activate("r", [9], 0.0)
     for _ in range(8):
         assert step(scheduler) == {"r": 1}
-    # Nor what was computed from it.
+    # Nor KV that was computed from it.
     scheduler.add(make_sequence("other", [*PROMPT, 9, 1, 1, 1, 1, 1]), 0.0)
     assert step(scheduler) == {"r": 1, "other": 14}
     scheduler.add(make_sequence("third", [*PROMPT, 9, 1, 1, 1, 1, 1]), 0.0)
@@ -543,7 +543,7 @@ def test_an_aborted_load_holds_its_blocks_until_the_connector_has_let_go():
     assert connector.cancelled == {"a"}
     fail(scheduler, connector, "a", 8, FailureReason.CANCELLED)
     assert (scheduler.group_snapshots()[0].num_free_blocks, scheduler.num_live) == ([8], 0)
-    # Nobody can find what was never known to be whole.
+    # Blocks that were never known to be complete cannot be found.
     scheduler.add(make_sequence("b", [1] * 10), 0.0)
     assert step(scheduler) == {"b": 10}
 

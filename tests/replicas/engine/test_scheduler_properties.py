@@ -1,4 +1,4 @@
-"""Whatever is asked of a scheduler, each request ends once and everything it held comes back."""
+"""After any calls of a scheduler, each request ends once and returns everything it held."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         seq = self._pick(data, SequenceStatus.RESERVED)
         if seq is None or seq.load.is_activated:
             return
-        # A client activates with tokens only if the request goes on after them.
+        # A client activates with tokens only if the request continues after them.
         longest = self.scheduler._end_rules.max_model_len
         most = seq.request.sampling.max_tokens - seq.num_output_tokens
         room = min(longest - seq.num_tokens, most)

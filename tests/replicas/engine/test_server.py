@@ -1,4 +1,4 @@
-"""What an engine's clients are sent: their events at once, a change of the snapshot soon."""
+"""Frames to an engine's clients: their events at once, a change of the snapshot soon."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ KEYS = KeyRing((b"a secret of sixteen bytes or more",))
 
 
 class Core:
-    """A core that says what a test tells it to.
+    """A core with scripted answers.
 
     Attributes:
-        num_empty_slots: What its snapshots say.
-        num_free_blocks: Likewise.
-        num_steps: Likewise.
-        events: What `take_events` gives next.
+        num_empty_slots: In its snapshots.
+        num_free_blocks: In its snapshots.
+        num_steps: In its snapshots.
+        events: The next result of `take_events`.
         handled: Every message with its client and time.
         gone: Clients that were dropped.
     """
@@ -86,7 +86,7 @@ class Core:
 
 
 def served(*clients, now_s=0.0):
-    """A server that has greeted these clients, and sent them what they get at once."""
+    """A server that has greeted these clients, and sent them their first frames."""
     core = Core()
     server = EngineServer(core, "e.1")
     for client in clients:
@@ -237,7 +237,7 @@ def test_snapshots_are_numbered():
 
 @given(st.floats(0.0, 1e6), st.floats(0.0, 0.02))
 def test_a_deadline_is_one_to_the_bit(flushed_s, later_s):
-    """Who wakes at the time that was named must find it come, or it never sleeps again."""
+    """A thread that wakes at the deadline must find it reached, or it never sleeps again."""
     core, server = served(A, B)
     core.num_empty_slots = 3
     server.frames(flushed_s + SNAPSHOT_S)

@@ -1,4 +1,4 @@
-"""Who calls a KV connector when, and that nobody waits for a copy of KV that is not for them."""
+"""The order of a KV connector's calls in a step, and that no request waits for others' copies."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_connector_from_elsewhere_is_called_in_the_documented_order():
             ("start_load_kv",),
             *LAYERS,
             *AFTER,
-            # Two steps that compute no prompt, and nothing is under way: nobody is asked.
+            # Two steps without a prompt or a transfer: no call.
             ("request_finished", "r0"),
         ]
         core.handle(CLIENT, Utility(1, "reset_prefix_cache"), 0.0)
@@ -85,7 +85,7 @@ def test_a_connector_from_elsewhere_is_called_in_the_documented_order():
             ("build_connector_meta", []),
             ("start_load_kv",),
             *AFTER,
-            # What did not come is computed.
+            # The missing KV is computed.
             ("build_connector_meta", [70]),
             ("start_load_kv",),
             *LAYERS,

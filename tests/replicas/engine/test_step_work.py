@@ -1,4 +1,4 @@
-"""What a step computed is told of the DP group that has most, and once of steps that are alike."""
+"""A step's reported work is that of its largest DP group; equal steps are reported once."""
 
 import msgspec
 from hypothesis import given

@@ -1,7 +1,7 @@
 """An engine that begins the next step before it has read the last gives the same tokens.
 
-The device remembers every KV row, and a token depends on all rows of its context: a step that wrote
-to blocks which others had by then would change somebody's tokens.
+The device records every KV row, and a token depends on all rows of its context: a step that wrote
+to reused blocks would change another request's tokens.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def virtual_device(config, num_blocks):
 
 
 class Engine:
-    """A core over a virtual device, or another, and what its client has been told."""
+    """A core over a virtual device, or another, and its client's events."""
 
     def __init__(self, steps_in_flight, config, num_blocks, make_device=virtual_device):
         config = msgspec.structs.replace(config, steps_in_flight=steps_in_flight, keys=KEYS)
@@ -167,7 +167,7 @@ def small_model(tmp_path_factory):
 
 
 def mesh(config, num_blocks):
-    """A real replica's, of which nobody waits for the clock: its batch, its reloads, its device."""
+    """The executor of a real replica (batch, reloads, device), on a clock without waits."""
     return UniProcExecutor(config)
 
 
@@ -188,7 +188,7 @@ def test_two_steps_in_flight_give_the_tokens_of_one(small_model, make_device, wo
 
 
 def assert_same_tokens(two, one, actions):
-    """Of a request that was given up, one of the two may have told more."""
+    """Check equal tokens; of an aborted request one engine may have sent more."""
     given_up = set()
     for action, *arguments in actions:
         for engine in (two, one):

@@ -201,7 +201,7 @@ def test_a_turn_of_a_run_waits_for_the_step_that_was_begun_a_turn_before():
     assert worker.wait_s() == 69.0
     assert worker.end_times_s(batch, 3, 10.0, is_ahead=False) == [79.0, 159.0, 240.0]
     assert worker.end_times_s(batch, 3, 10.0, is_ahead=True) == [79.0, 149.0, 220.0]
-    # The second of them is submitted by whoever takes the first over, a turn before it is read.
+    # The turn that takes the first over submits the second, a turn before it is read.
     worker.submit_step(again, None, 0.0)
     assert worker.collect_step().device_s == 69.0
     clock.start(79.0)
@@ -350,13 +350,13 @@ def test_a_run_gives_the_tokens_and_seconds_of_its_steps(models_kv):
     assert [*run_.earlier_s, run_.device_s] == [r.device_s for r in results[:3]]
     assert run_.token_ids == results[2].token_ids
     assert run_.earlier == [[r.token_ids[i] for r in results[:2]] for i in range(2)]
-    # Fewer steps than were asked about were run: the next one goes on from there.
+    # Fewer steps were run than planned: the next one continues from there.
     assert turns(ahead, again, 1) == ends_s[3:]
     assert ahead.collect_step() == results[3]
 
 
 def test_kv_without_rows_moves_as_many_bytes_and_none_of_them():
-    """What thousands of replicas do: transfers take their time and carry nothing."""
+    """In simulations of thousands of replicas transfers take time and carry nothing."""
     net, sides = Net(), {}
     config = simulated_config(kv_connector="p2p", keys=KEYS)
     for name in ("prefill", "decode"):

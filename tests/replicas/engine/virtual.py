@@ -47,7 +47,7 @@ CLIENT = b"client"
 
 
 class CountingClock:
-    """A device clock that nobody waits for; it keeps what was spent."""
+    """A device clock without waits, which adds up the spent time."""
 
     def __init__(self) -> None:
         self.spent: list[float] = []
@@ -148,7 +148,7 @@ class LoopPair:
     """A prefill and a decode core that take turns, and the client of both.
 
     Attributes:
-        outputs: Tokens of each request, as its client has them.
+        outputs: Tokens of each request at its client.
         loaded: How the transfer of each request ended.
     """
 
