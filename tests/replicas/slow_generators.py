@@ -27,7 +27,7 @@ class _Counting(TorchGenerator):
 
 
 class Waiting(_Counting):
-    """Waits for its device as it should: other threads go on."""
+    """A generator that waits for its device correctly, so that other threads run."""
 
     def delay(self):
         if self.num_passes == HANGS_AT:
@@ -35,7 +35,7 @@ class Waiting(_Counting):
 
 
 class Holding(_Counting):
-    """Waits for its device inside a call that keeps the interpreter to itself."""
+    """A generator that waits for its device inside a call that holds the interpreter's lock."""
 
     def delay(self):
         if self.num_passes == HANGS_AT:
@@ -43,7 +43,7 @@ class Holding(_Counting):
 
 
 class Locked(_Counting):
-    """As `Holding`, in a call that no signal interrupts."""
+    """The same as `Holding`, in a call that no signal interrupts."""
 
     def delay(self):
         if self.num_passes == HANGS_AT:
@@ -53,7 +53,7 @@ class Locked(_Counting):
 
 
 class Late(_Counting):
-    """Waits once for its device for longer than it should, then goes on."""
+    """A generator that waits once too long for its device, and then continues."""
 
     def delay(self):
         if self.num_passes == HANGS_AT:
@@ -61,7 +61,7 @@ class Late(_Counting):
 
 
 class LateWithMany(TorchGenerator):
-    """Takes long over a pass of many tokens, as it may."""
+    """A generator that takes long over a pass of many tokens, which is allowed."""
 
     def _forward(self, batch, *args, **kwargs):
         if len(batch.input_ids) >= MANY_TOKENS:
@@ -82,7 +82,7 @@ class HangsServing(TorchGenerator):
 
 
 class Slow(_Counting):
-    """Takes long over every pass, and holds the interpreter for half of it."""
+    """A generator that takes long over every pass, and holds the interpreter for half of it."""
 
     def delay(self):
         ctypes.PyDLL(None).usleep(int(SLOW_STEP_S / 2 * 1e6))
@@ -90,7 +90,7 @@ class Slow(_Counting):
 
 
 class HangsInStart(TorchGenerator):
-    """Never becomes ready."""
+    """A generator that never becomes ready."""
 
     def warmup_model_prefill(self, **_):
         threading.Event().wait()

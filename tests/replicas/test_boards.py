@@ -1,4 +1,4 @@
-"""What is read of a host's files, and which meshes its boards make."""
+"""Boards read from a host's files, and the meshes that they form."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""Both clients of one process: a refusal costs nobody else a token."""
+"""Both clients of one process: a refusal costs no other request a token."""
 
 import itertools
 import queue
@@ -19,12 +19,12 @@ REFUSED = Refused("b", "queue_full", "the queue is full")
 
 
 def frames():
-    """An engine's: a token beside a refusal, and the next token."""
+    """Return an engine's frames: a token beside a refusal, and the next token."""
     return [[TokenOutput("a", 0, [5]), REFUSED], [TokenOutput("a", 1, [6], "length")]]
 
 
 class HeardClient(SyncMPClient):
-    """What the reading thread hands over, without an engine."""
+    """A client whose reading thread hands over scripted frames, without an engine."""
 
     def __init__(self, live, heard):
         self._frames = queue.SimpleQueue()

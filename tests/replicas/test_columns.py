@@ -1,4 +1,4 @@
-"""What an engine says in columns is what a client would have been told one output at a time."""
+"""Outputs in columns give a client the same events as single outputs."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def accepted(seq):
 
 
 def is_plain(output):
-    """Whether there is no more to say of it than its tokens."""
+    """Return whether an output has only tokens."""
     has_more = output.finish_reason is not None or output.logprobs is not None or output.choice
     return bool(output.token_ids) and not has_more
 
 
 def add_output(events, seq, output):
-    """Have an output told: as a row if it can be one, as an engine does from the second on."""
+    """Add an output to events: as a row if possible, as an engine does from the second on."""
     if seq.is_told and is_plain(output):
         events.add_tokens(seq.client, seq.handle, output.token_ids)
     else:
@@ -160,7 +160,7 @@ def test_a_row_of_a_handle_that_is_gone_is_ignored():
     reader.drop_request("r1")
     reader.drop_request("r1")
     assert [o.request_id for o in reader.read(events.take()[A])] == ["r2"]
-    # The same id again has another handle, and what is late of the first is not taken for its own.
+    # The same id has another handle now, and late tokens of the first request are not taken for it.
     again = Accepted("r1", 0, 0, 0, 9)
     late = TokenColumns([seqs[0].handle, 9], [4, 5])
     assert reader.read([again, late]) == [again, TokenOutput("r1", 0, [5])]

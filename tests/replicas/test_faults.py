@@ -1,4 +1,4 @@
-"""Fault plans: what is refused, and what is wrong with a replica at each moment."""
+"""Fault plans: refusals, and a replica's faults at each moment."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def replica(*entries):
     return FaultPlan.parse(list(entries)).for_target("decode/0")
 
 
-# --- what is refused ---------------------------------------------------------------------------
+# --- refusals ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_what_happens_in_the_simulator_alone_is_refused_to_real_replicas(fields)
     FaultPlan.parse([entry()]).check_real()
 
 
-# --- what is wrong when ------------------------------------------------------------------------
+# --- faults over time --------------------------------------------------------------------------
 
 
 def test_a_window_holds_from_its_start_up_to_but_not_at_its_end():

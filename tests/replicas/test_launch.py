@@ -224,7 +224,7 @@ def test_a_frozen_idle_engine_is_killed():
 @pytest.mark.process
 @pytest.mark.parametrize("generator", ["Waiting", "Holding"])
 def test_a_hanging_device_ends_a_synchronous_client_with_the_reason(generator, monkeypatch):
-    # Not by its own patience: it is the engine's parent too.
+    # Not by its own timeout: this process is the engine's parent too.
     monkeypatch.setattr(client, "SILENCE_S", 60.0)
     engine = SyncMPClient(config(generator=generator))
     try:

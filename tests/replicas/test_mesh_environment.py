@@ -1,4 +1,4 @@
-"""What an engine on a mesh finds in its environment."""
+"""The environment variables of an engine on a mesh."""
 
 import os
 import shutil

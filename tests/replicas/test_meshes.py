@@ -1,4 +1,4 @@
-"""Names of meshes, and what is known of each."""
+"""Names of meshes, and the known facts of each."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A stall is told once, with stacks, by an engine's parent; and so is its end."""
+"""An engine's parent logs a stall once, with stacks, and its end once."""
 
 import contextlib
 import logging
@@ -88,7 +88,7 @@ def config(**changes):
 
 @pytest.fixture
 def engine_of(monkeypatch):
-    """Starts an engine whose client is patient, and ends it the hard way: it may hang."""
+    """Start an engine whose client has long timeouts, and kill it at the end, as it may hang."""
     monkeypatch.setattr(client, "SILENCE_S", 300.0)
     with contextlib.ExitStack() as stack:
 

@@ -47,7 +47,7 @@ SNAPSHOT = EngineSnapshot(3, False, 0, 0, 0, [])
 
 
 class Client:
-    """A table, what it has sent, and what it has told of snapshots."""
+    """A table of streams, its sent messages, and its reported snapshots."""
 
     def __init__(self):
         self.sent = []
@@ -170,7 +170,7 @@ def test_answers_that_come_together_are_each_its_own(client):
 
 @given(st.lists(st.sampled_from(["ask", "close", "answer"]), max_size=40))
 def test_every_stream_gets_its_own_answer_and_nothing_is_kept(acts):
-    """Against a list of what was asked, which an engine answers in order."""
+    """Compare with a list of requests, which an engine answers in order."""
     client = Client()
     asked, answered, stream, handles = [], 0, None, itertools.count()
     for act in acts:

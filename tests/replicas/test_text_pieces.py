@@ -71,7 +71,7 @@ def qwen():
 
 
 def sentence_piece(pre_tokenizer=None, normalizer=None):
-    """BPE over "▁the▁fox" with bytes for what has no token, BOS and EOS around."""
+    """BPE over "▁the▁fox" with byte fallback, BOS and EOS around."""
     backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=True)
     trainer = trainers.BpeTrainer(

@@ -1,4 +1,4 @@
-"""A virtual engine's turns: what is sent when, in virtual time."""
+"""A virtual engine's turns: the times of its messages, in virtual time."""
 
 from __future__ import annotations
 

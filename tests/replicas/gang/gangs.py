@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def gang(config: EngineConfig, size: int) -> Iterator[tuple[GangHub, list[EngineHandle]]]:
-    """Start engines that step together; whatever a test did to them, none is left."""
+    """Start engines that step together, and end all of them afterwards."""
     keys = KeyRing((secrets.token_bytes(32),))
     name = secrets.token_hex(4)
     hub = GangHub(name, size, keys)

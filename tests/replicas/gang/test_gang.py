@@ -1,4 +1,4 @@
-"""A gang of engines: tokens of a single engine, whoever has work, and an end for all at once."""
+"""A gang of engines gives a single engine's tokens on any rank, and ends as a whole."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LONG = SamplingParams(max_tokens=240, temperature=0.0, seed=0, ignore_eos=True)
 HANGS_S = 9.0
 """When a step of an engine hangs: more than the first of its size may take before it stalls."""
 ENDS_S = 20.0
-"""Longest time for all ranks to be told of a loss; five seconds of silence count as one."""
+"""Longest time until all ranks know of a loss; five seconds of silence count as one."""
 
 
 def config(**changes):
@@ -187,7 +187,7 @@ def test_a_gang_drains_as_one(alone):
                     tokens(opened[1], handles[1], "r", PROMPTS[1], GREEDY)
                 )  # fmt: skip
                 await asyncio.sleep(0)
-                # Rank 0 has nothing, and rank 1 cannot go on without it.
+                # Rank 0 has no work, and rank 1 cannot step without it.
                 assert not await asyncio.to_thread(handles[0].drain, 1.0)
                 found = await late
                 assert await asyncio.to_thread(handles[1].drain, ENDS_S)

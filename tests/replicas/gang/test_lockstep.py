@@ -1,4 +1,4 @@
-"""Waves: whatever order messages come in, all ranks take the same turns, and none waits in vain."""
+"""Waves: for every order of messages all ranks take the same turns, and none waits for ever."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Gang(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def speak(self, data):
-        """A rank at the top of its loop takes a batch if it has one, and says so."""
+        """Let a rank at the top of its loop take a batch, if it has one, and declare it."""
         ranks = [i for i in self.live() if not self.is_computing[i]]
         if not ranks:
             return
@@ -64,7 +64,7 @@ class Gang(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def hear_up(self, data):
-        """The hub hears one rank."""
+        """Deliver a rank's message to the hub."""
         ranks = [i for i, channel in enumerate(self.up) if channel]
         if not ranks:
             return
@@ -77,7 +77,7 @@ class Gang(RuleBasedStateMachine):
         if said.number >= self.waves.number - (turn is not None):
             self.heard[i] = said
         if turn is not None:
-            # Everybody has said what the turn says of them, and one of them has a batch.
+            # Each rank has declared its part of the turn, and one of them has a batch.
             assert self.heard == [Declaration(turn.number, count) for count in turn.num_tokens]
             assert turn.largest == max(said.num_tokens for said in self.heard) > 0
             for channel in self.down:
@@ -85,7 +85,7 @@ class Gang(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def hear_down(self, data):
-        """A rank hears of a turn, or of the end, and begins to compute."""
+        """Deliver a turn, or the end, to a rank, which begins to compute."""
         ranks = [i for i in self.live() if self.down[i] and not self.is_computing[i]]
         if not ranks:
             return
@@ -103,7 +103,7 @@ class Gang(RuleBasedStateMachine):
 
     @rule()
     def compute(self):
-        """A collective ends once everybody is in it."""
+        """End a collective that all ranks have entered."""
         ranks = range(len(self.ranks))
         if self.gone or not all(self.is_computing) or len({len(s) for s in self.steps}) > 1:
             return
@@ -116,7 +116,7 @@ class Gang(RuleBasedStateMachine):
     @precondition(lambda self: len(getattr(self, "ranks", ())) > 1 and not self.gone)
     @rule(data=st.data())
     def kill(self, data):
-        """A rank is no more; the hub finds out and tells the others."""
+        """Kill a rank; the hub detects it and informs the others."""
         i = data.draw(st.sampled_from(range(len(self.ranks))))
         self.gone.add(i)
         loss = self.waves.lose(i, "killed")
@@ -133,18 +133,18 @@ class Gang(RuleBasedStateMachine):
         assert [number for number, _ in longest] == list(range(len(longest)))
         for number in range(len(longest)):
             parts = [steps[number][1] for steps in self.steps if len(steps) > number]
-            # Nobody begins a turn before all have ended the one before; and each has a purpose.
+            # No rank begins a turn before all have ended the last; and each turn has a batch.
             assert len(parts) < len(self.ranks) or any(parts)
         assert max(map(len, self.steps)) - min(map(len, self.steps)) <= 1
 
     def teardown(self):
-        """Let everything happen that can: no batch is left over, or everybody has been told."""
+        """Run all that is possible: no batch is left over, or all ranks know of the end."""
         if not hasattr(self, "ranks"):
             return
         for _ in range(20 * (self.num_asked + len(self.ranks) + 1)):
             self.settle()
         if self.gone:
-            # Who is in a collective is told by the way that ends it; everybody else by now.
+            # The failed collective informs ranks inside it; all other ranks know by now.
             assert all(
                 self.ended[i] or self.is_computing[i] for i in range(len(self.ranks))
                 if i not in self.gone

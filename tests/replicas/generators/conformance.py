@@ -1,4 +1,4 @@
-"""What every generator must do, whatever it runs on: hold one to it with ``check_generator``.
+"""The contract of every generator on any device: check one with ``check_generator``.
 
 Needs nothing but the generator: it compares the generator with itself across chunking, lanes, batch
 forms and cache contents.

@@ -1,4 +1,4 @@
-"""Fixtures: tiny models on disk, what transformers generates with them, and generators of ours."""
+"""Fixtures: tiny models on disk, transformers' outputs for them, and generators of ours."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NUM_NEW = 12
 
 
 class TinyModel:
-    """A model folder and what transformers says about it.
+    """A model folder, and transformers' view and outputs of it.
 
     Attributes:
         folder: Saved by transformers.

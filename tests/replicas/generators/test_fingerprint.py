@@ -1,4 +1,4 @@
-"""What a pool keeps under a model's fingerprint must never be given to other weights."""
+"""A pool's KV under a model's fingerprint must never be given to other weights."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Reading config.json: today's keys, older keys, and what is refused."""
+"""Reading config.json: today's keys, older keys, and refusals."""
 
 import json
 from dataclasses import replace

@@ -90,7 +90,7 @@ def write_config(folder, architecture):
 
 
 def test_what_was_registered_goes_to_the_engine_in_its_configuration(tmp_path):
-    """An engine is a process of its own, where nobody registers anything."""
+    """An engine is a process of its own, in which nothing is registered."""
     target = f"{__name__}:Complete"
     register_generator("TinyForCausalLM", target)
     config = write_config(tmp_path, "TinyForCausalLM")

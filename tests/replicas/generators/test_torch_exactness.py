@@ -1,4 +1,4 @@
-"""The torch generator computes what transformers computes, however its work is cut up.
+"""The torch generator gives transformers' results, for every split of the work.
 
 Greedy tokens of whole engines are in tests/equivalence.
 """
@@ -27,7 +27,7 @@ def paged_loop(model, lanes, slots_per_lane, block_size, dtype=torch.float32, **
         block_size=block_size,
         dtype=dtype,
     )
-    # Whatever was not written for a sequence must not reach it: every other entry is a NaN.
+    # A sequence must not read entries that were not written for it: all of them are NaN.
     loop.fill(math.nan)
     return loop
 

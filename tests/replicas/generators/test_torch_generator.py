@@ -306,7 +306,7 @@ def two_threads():
 
 
 def threads_of_passes(loop):
-    """Of a prompt, and of a decode after it."""
+    """Return the threads of a prompt, and of a decode after it."""
     seen = []
     loop.generator.set_layer_callbacks(lambda _: seen.append(torch.get_num_threads()), None)
     sequence = loop.add(PROMPTS[0], 2)

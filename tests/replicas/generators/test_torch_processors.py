@@ -28,5 +28,5 @@ def test_code_for_another_processor_is_not_taken_for_this_and_tiles_are_asked_fo
     assert len({version, other_version, kernels._version()}) == 3
     assert plain == ["False", "False"]
     assert with_pairs == ["True", "False"]
-    # Whoever compiles for tiles may be on a host whose processor, or kernel, has none.
+    # Code for tiles may be compiled on a host whose processor, or kernel, has none.
     assert with_tiles == ["True", str(tiles._is_permitted())]

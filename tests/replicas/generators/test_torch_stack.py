@@ -1,4 +1,4 @@
-"""All layers in one call give what they give one operation after the other, to the bit."""
+"""All layers in one call give the results of single operations, to the bit."""
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -135,7 +135,7 @@ def test_a_prompt_is_the_same_to_the_bit_however_it_is_cut_and_whatever_is_besid
         parts = [*others[: MOST - 1], (before, now)]
         batch = batch_of(parts if now < length else parts[-1:], lambda n: [n - 1], 0)
         batch.input_ids[-now:] = torch.from_numpy(tokens[before : before + now])
-        table = np.arange(WIDTH) + 1 + (MOST - 1) * WIDTH  # its own, and nobody else's
+        table = np.arange(WIDTH) + 1 + (MOST - 1) * WIDTH  # blocks of its own
         batch.block_table[:-1] = np.arange(len(batch.block_table) - 1)[:, None] * WIDTH + 1
         batch.block_table[:-1] += np.arange(WIDTH)
         batch.block_table[-1] = table

@@ -16,7 +16,7 @@ from tests.replicas.generators.paged_loop import PagedLoop
 if not hasattr(os, "sched_setaffinity"):
     pytest.skip("threads cannot be told where to run here", allow_module_level=True)
 
-cores_of = os.sched_getaffinity  # also where a test has the module say something else
+cores_of = os.sched_getaffinity  # the real function, also while a test replaces it in the module
 CORES = cores_of(0)
 FIRST, LAST = min(CORES), max(CORES)
 pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="one core alone")
@@ -35,7 +35,7 @@ def on_core(monkeypatch):
 
 @pytest.fixture
 def three_cores(monkeypatch):
-    """A third core, so that teams of three may be had everywhere; nobody can be sent there."""
+    """Pretend a third core, so that teams of three exist everywhere; binding to it does nothing."""
     others = {*CORES, LAST + 1}
     confine = os.sched_setaffinity
     monkeypatch.setattr(os, "sched_getaffinity", lambda thread: others)
@@ -44,7 +44,7 @@ def three_cores(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _anywhere():
-    """Before as well: passes of other tests in this process have kept theirs off a core."""
+    """Also before a test: passes of earlier tests have kept threads of this process off a core."""
     before = torch.get_num_threads()
     let_run_anywhere()
     yield
@@ -58,7 +58,7 @@ def let_run_anywhere():
 
 
 def ended():
-    """The number of a thread that is no more; it is a little after it can be joined."""
+    """Return the number of an ended thread, which is valid until a little after its join."""
     thread = threading.Thread(target=lambda: None)
     thread.start()
     thread.join()

@@ -1,4 +1,4 @@
-"""The folder of converted weights: whole or not there, whoever writes and whatever breaks."""
+"""The folder of converted weights is complete or absent, after any race of writers or fault."""
 
 from __future__ import annotations
 

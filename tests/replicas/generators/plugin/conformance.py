@@ -1,4 +1,4 @@
-"""Drives an adapted double through all that happens to requests: by hand, and by a real engine."""
+"""Drives an adapted double through the events of requests: by hand, and by a real engine."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def make_prompt(start: int, length: int) -> list[int]:
 
 
 def expect(prompt: list[int], num_tokens: int) -> list[int]:
-    """What a double's model says after a prompt."""
+    """Return the tokens of a double's model after a prompt."""
     return expected_tokens(prompt, num_tokens, VOCAB_SIZE, ())
 
 
@@ -77,7 +77,7 @@ class Sequence:
 
 
 class ByHand:
-    """Calls a generator as a runner would, and as one may that moves rows."""
+    """Calls of a generator, as by a runner that may also move rows."""
 
     def __init__(
         self, generation: type[AdaptedGenerator], folder: Path, *, draws_on_device: bool
@@ -239,7 +239,7 @@ def to_tokens(output: Any, draws_on_device: bool) -> list[int]:
 def run_by_hand(
     generation: type[AdaptedGenerator], folder: Path, *, draws_on_device: bool
 ) -> list[Sequence]:
-    """Everything that may happen to a request, once."""
+    """Run every event of a request once."""
     hand = ByHand(generation, folder, draws_on_device=draws_on_device)
     note, capabilities = hand.note, generation.model_capabilities
     a, b = Sequence(make_prompt(0, 40), 40, slot=0), Sequence(make_prompt(50, 30), 30, slot=2)
@@ -281,7 +281,7 @@ def run_by_hand(
 
 
 def open_doubles(monkeypatch: pytest.MonkeyPatch, num_chips: int) -> list[tuple[Any, WrappedMesh]]:
-    """Let engines open meshes of so many chips that are none; what they asked for, and got."""
+    """Let engines open doubles of meshes with so many chips; return (request, mesh) of each."""
     opened: list[tuple[Any, WrappedMesh]] = []
 
     def open_mesh(settings: MeshConfig, **_arguments: object) -> WrappedMesh:

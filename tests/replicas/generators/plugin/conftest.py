@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
-    """What the next double of this test is called with."""
+    """The recorded calls of this test's next double."""
     new = Recording()
     monkeypatch.setattr(Double, "recording", new)
     return new

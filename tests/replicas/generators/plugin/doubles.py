@@ -1,11 +1,11 @@
 """Models written to the plugin's interface that check every argument and compute real tokens.
 
 Three generations of the interface: contract 1, the legacy contract, and the one of 2025; and two
-families of classes: those of tt-transformers, where the class that is named only chooses, and those
-of a Galaxy, whose columns are lanes. Each takes exactly the keywords of its time, by name, so that
-any other fails. The token after a context is a hash of the rows found through the page tables
-(`replicas.generators.simulated.tokens`), and what a device keeps from step to step is kept here
-too, so that a missing reload gives wrong tokens.
+families of classes: those of tt-transformers, where the named class only chooses the model, and
+those of a Galaxy, whose columns are lanes. Each takes exactly the keywords of its generation, by
+name, so that any other fails. The token after a context is a hash of the rows found through the
+page tables (`replicas.generators.simulated.tokens`). The doubles keep a device's state from step to
+step, so that a missing reload gives wrong tokens.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Mesh:
 
 @dataclass
 class WrappedMesh:
-    """As an engine opens it."""
+    """A mesh as an engine opens it."""
 
     device: Mesh
     is_closed: bool = False
@@ -68,14 +68,14 @@ class DeviceTensor:
 
 @dataclass
 class Event:
-    """Happens when it is waited for."""
+    """An event that happens when it is waited for."""
 
     is_done: bool = False
 
 
 @dataclass
 class OnDevice:
-    """A decode's output: nothing that can be looked at."""
+    """A decode's output on the device, which cannot be read directly."""
 
     number: int
     values: torch.Tensor
@@ -87,7 +87,7 @@ class OnDevice:
 
 
 class Recording:
-    """Everything that the double was called with, a line per call."""
+    """A record of the double's calls, a line per call."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -104,7 +104,7 @@ class Recording:
 
 
 def recorded(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Record what a double's method is called with, in the order of its parameters."""
+    """Record the arguments of a double's method, in the order of its parameters."""
     name, order = method.__name__.removesuffix("_text"), list(inspect.signature(method).parameters)
 
     @wraps(method)
@@ -176,7 +176,7 @@ def _runs(row: list[Any]) -> str:
 
 
 class Double:
-    """What the three generations share; not itself a plugin class."""
+    """The common base of the three generations; not itself a plugin class."""
 
     recording: ClassVar[Recording] = Recording()
     """Of the instance at hand; a test sets a new one."""
@@ -191,9 +191,9 @@ class Double:
         self.has_prefill_trace = False
         self.warm_ups: list[str] = []
         self.num_decodes = 0
-        # Outputs that nobody has processed, in order.
+        # Outputs that were not processed yet, in order.
         self.pending: list[OnDevice] = []
-        # What a device keeps: the state of each slot, and the inputs of the last decode.
+        # A device's state: that of each slot, and the inputs of the last decode.
         self.state: list[int | None] = [None] * max_batch_size
         self.tokens = np.zeros(max_batch_size, np.int64)
         self.positions = np.full(max_batch_size, -1, np.int64)
@@ -207,7 +207,7 @@ class Double:
 
     @property
     def given_cache(self) -> Any:
-        """What must come back with every call, itself and no copy."""
+        """The object that must come back with every call, not a copy."""
         return self.cache
 
     @classmethod
@@ -532,7 +532,7 @@ class Contract1(ReadsLater):
 
 
 class _LegacyText(ReadsLater):
-    """What `Legacy` inherits, as from tt_transformers' ``Generator``."""
+    """The base of `Legacy`, as tt_transformers' ``Generator`` is."""
 
     @recorded
     def prefill_forward_text(
@@ -766,7 +766,7 @@ class Chosen(Contract1):
 
 
 class Registered:
-    """What a registry of tt-transformers names: it finds a model's class by a checkpoint's name."""
+    """The class in a registry of tt-transformers; it chooses a model's class by checkpoint name."""
 
     model_capabilities: ClassVar = {
         "supports_prefix_caching": True,
@@ -825,7 +825,7 @@ class Registered:
 
 
 class _GalaxyText(_LegacyText):
-    """What `Galaxy` inherits, where the method that it passes on to has the same name."""
+    """The base of `Galaxy`, whose delegated method has the same name."""
 
     def decode_forward(
         self,

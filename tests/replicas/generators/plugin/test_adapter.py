@@ -1,4 +1,4 @@
-"""The adapter's single calls: what it changes on the way in and out, and what it refuses."""
+"""The adapter's single calls: conversions of arguments and results, and refusals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HF_CONFIG = transformers.LlamaConfig(
 
 
 class Plain(Minimal):
-    """Remembers its calls; answers what it was told to."""
+    """A class that records its calls and gives scripted answers."""
 
     answer: ClassVar[Any] = torch.zeros(8, 1, VOCAB_SIZE)
     calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]]
@@ -99,7 +99,7 @@ def decode(generator: Any, num_rows: int = 2, **changes: Any) -> Any:
 
 
 def test_initialize(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It gives the bare mesh and transformers' configuration, and says what is off."""
+    """It gives the bare mesh and transformers' configuration, and logs switched-off features."""
     with caplog.at_level(logging.INFO):
         generator = make(hf_config=load_hf_config(folder), optimizations="performance")
     _, (config, mesh, max_batch_size), settings = generator._model.calls[0]
@@ -156,7 +156,7 @@ def test_lanes_that_do_not_divide_the_chips() -> None:
 
 
 def test_dtype_of_the_cache() -> None:
-    """It is the class's decision, and seen from the planes."""
+    """The class decides it, and the planes show it."""
 
     class Own(Plain):
         def allocate_kv_cache(self, *args: Any, **kwargs: Any) -> Any:
@@ -176,7 +176,7 @@ def test_required_block_size() -> None:
 
 
 class Narrowed(Plain):
-    """Whose models find out while they are loaded what they cannot do."""
+    """A class whose models lose capabilities while they load."""
 
     model_capabilities: ClassVar[dict[str, Any]] = {
         "supports_prefix_caching": True,
@@ -204,7 +204,7 @@ def narrowed(of_instance: Any) -> Any:
         # Neither more than the class says, nor what its methods cannot do.
         ({"max_device_top_k": 64, "supports_device_grammar": True}, {}),
         ({"max_device_top_k": None, "supports_async_decode": True}, {}),
-        # Penalties are possible unless somebody says that they are not.
+        # Penalties are possible unless class or model deny them.
         ({"supports_device_penalties": False}, {"supports_device_penalties": False}),
     ],
 )
@@ -257,7 +257,7 @@ class Windows(Plain):
 
 
 def test_layers_that_differ() -> None:
-    """Each gets its own shape, and its own page table, which is everybody's."""
+    """Each layer gets its own shape, and the page table, which all layers share."""
     generator = make(Windows, chips=4)
     generator.allocate_kv_cache((9, 8, 32, 128), torch.bfloat16, 4)
     assert generator._model.calls[-1][1] == (
@@ -287,7 +287,7 @@ def test_layers_that_differ_need_the_method() -> None:
 
 
 def test_config_asks_for_what_the_class_lacks(folder: Path) -> None:
-    """The engine refuses to go on without what was asked for by name."""
+    """The engine refuses a class that lacks an explicitly configured feature."""
     name = "tests.replicas.generators.plugin.doubles:AdaptedSeed"
     config = make_config(str(folder), generator=name, enable_prefix_caching=True)
     reason = "enable_prefix_caching is on but the generator does not support it"
@@ -319,7 +319,7 @@ def test_warm_up_with_a_list() -> None:
 
 
 def test_decode_warm_up_of_a_class_that_always_draws() -> None:
-    """Logits and draws; what is answered in a warm-up is nobody's."""
+    """Warm up logits and draws; results of a warm-up are discarded."""
     generator = make()
     generator._model.answer = torch.ones((2, 1), dtype=torch.int32)
     sizes = {"kv_cache": None, "enable_trace": False, "max_batch_size": 2, "num_blocks": 3}
@@ -334,7 +334,7 @@ def test_decode_warm_up_of_a_class_that_always_draws() -> None:
 
 
 class Batches(Plain):
-    """As tt_transformers of 2025: rows of one padded length are computed together."""
+    """A class like tt_transformers of 2025, which computes rows of one padded length together."""
 
     def prefill_forward(
         self, tokens: Any, page_table: Any, kv_cache: Any, prompt_lens: Any, start_pos: Any,
@@ -354,7 +354,7 @@ class Batches(Plain):
 
 @pytest.mark.parametrize("draws", [False, True])
 def test_a_legacy_class_is_given_one_row_a_call(draws: bool) -> None:
-    """Slots above the number of rows, as soon as somebody decodes in the lower ones."""
+    """Slots above the number of rows occur as soon as lower slots decode."""
     tokens = torch.tensor([[5, 6, 7, 0], [8, 9, 10, 11], [12, 13, 0, 0]], dtype=torch.int32)
     inputs = {
         "tokens": tokens,
@@ -478,7 +478,7 @@ def test_a_legacy_class_may_keep_the_page_table() -> None:
 
 
 class Eager(Plain):
-    """Of contract 1; like some classes it changes what it is given, in place."""
+    """A class of contract 1 that, like some, changes its arguments in place."""
 
     decode_input_update_contract = 1
     model_capabilities: ClassVar[Any] = {

@@ -1,8 +1,8 @@
 """The adapter's calls, recorded: each generation of the interface, by hand and by a real engine.
 
-``recordings/*.txt`` hold what a double was called with, a line per call. To write them anew:
+``recordings/*.txt`` hold a double's calls, a line per call. To write them again:
 ``TTSERVE_WRITE_RECORDINGS=1 pytest tests/replicas/generators/plugin``; then read the difference.
-What upstream's documents say of such calls is checked by the doubles, in each call.
+The doubles check each call against upstream's documents.
 """
 
 from __future__ import annotations

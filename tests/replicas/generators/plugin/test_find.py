@@ -1,4 +1,4 @@
-"""Where classes are found, and what is said when they are not."""
+"""The places where classes are found, and the errors when they are not."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_tt_metal_home_is_something_else(tmp_path: Path) -> None:
 
 
 def test_other_package_of_that_name(tmp_path: Path) -> None:
-    """``models`` is a common name, and what comes first on the path wins."""
+    """``models`` is a common name, and the first package on the path wins."""
     make_tt_metal(tmp_path / "other", "class LlamaForCausalLM: ...")
     paths = make_tt_metal(tmp_path / "tt-metal", "class LlamaForCausalLM: ...")
     sys.path.insert(0, str(tmp_path / "other"))

@@ -136,7 +136,7 @@ def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PluginPat
 
 
 def test_class_is_imported_and_made(paths: PluginPaths) -> None:
-    """And no trace of vLLM is left."""
+    """The import leaves no trace of vLLM."""
     llama = find_plugin_class("LlamaForCausalLM", paths)
     gemma = find_plugin_class("Gemma3ForConditionalGeneration", paths)
     assert not [name for name in sys.modules if name.partition(".")[0] == "vllm"]
@@ -217,7 +217,7 @@ def test_class_imports_more_later(paths: PluginPaths) -> None:
 
 
 def test_missing_names() -> None:
-    """They say that the stand-in lacks them; what merely probes is told the usual."""
+    """The error says that the stand-in lacks the name; a probe gets the usual error."""
     with vllm_stand_in():
         import vllm.envs
         import vllm.multimodal

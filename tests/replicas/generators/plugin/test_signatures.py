@@ -1,4 +1,4 @@
-"""What is seen of classes of every age."""
+"""Inspection of classes of every generation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.replicas.generators.plugin.doubles import Contract1, Seed
 
 
 class Minimal:
-    """Nothing but what every class has; takes everything."""
+    """A class with only the methods that every class has; takes all arguments."""
 
     @classmethod
     def initialize_vllm_model(
@@ -48,7 +48,7 @@ def test_contract_1() -> None:
 
 
 def test_takes_everything() -> None:
-    """What it passes on to an attribute cannot be seen, so all of the interface is given."""
+    """Arguments that it passes on to an attribute are invisible, so it gets the whole interface."""
 
     class Wrapping(Minimal):
         def prefill_forward(self, *args: Any, **kwargs: Any) -> None:
@@ -122,7 +122,7 @@ def test_lacks_a_method() -> None:
 
 
 def test_class_that_only_chooses() -> None:
-    """It has none of a model's methods: what it makes is asked."""
+    """It has none of a model's methods: the model that it makes is inspected."""
 
     class Chooses:
         @classmethod
@@ -194,7 +194,7 @@ def test_capabilities_of_contract_1() -> None:
 
 
 def test_silent_class_has_no_prefix_cache() -> None:
-    """And says so."""
+    """Its notes name the features that it does not declare."""
     adapted = adapt(Minimal)
     assert not adapted.model_capabilities.get("supports_prefix_caching")
     assert adapted.notes == (

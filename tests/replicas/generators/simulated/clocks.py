@@ -1,10 +1,10 @@
-"""Clocks that nobody waits for."""
+"""Clocks without real waits."""
 
 from __future__ import annotations
 
 
 class FakeClock:
-    """Time moves only when it is spent."""
+    """A clock that moves only when time is spent."""
 
     def __init__(self, now_s: float = 0.0) -> None:
         self.time_s = now_s
@@ -19,7 +19,7 @@ class FakeClock:
 
 
 class NullClock:
-    """Nothing takes any time."""
+    """A clock on which nothing takes any time."""
 
     def now_s(self) -> float:
         return 0.0

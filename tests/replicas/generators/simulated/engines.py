@@ -1,4 +1,4 @@
-"""Engines on a simulated mesh that takes no time, and what they must answer."""
+"""Engines on a simulated mesh that takes no time, and their expected tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def simulated_config(**changes: object) -> EngineConfig:
 
 
 def right_tokens(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-    """What every engine on a simulated mesh must answer."""
+    """Return the tokens that every engine on a simulated mesh must give."""
     model = load_hf_config(MODEL)
     return [
         expected_tokens(prompt, num_tokens, model.vocab_size, model.eos_token_id)

@@ -1,4 +1,4 @@
-"""The fit: what it reproduces, how far it is off where it did not look, and what it rests on."""
+"""The fit: its measured rows, its errors on rows left out, and its assumptions."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A simulated device takes the time it was told, whatever its own arithmetic took."""
+"""A simulated device takes the requested time, independent of its own arithmetic."""
 
 import math
 

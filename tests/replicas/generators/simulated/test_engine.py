@@ -1,4 +1,4 @@
-"""Whole engines on a simulated mesh: however the work is cut up and placed, the expected tokens.
+"""Whole engines on a simulated mesh give the expected tokens for every split and placement.
 
 A token depends on every KV row of its context, so that these tests fail for any mistake in paging,
 prefix caching, preemption, lanes or transfer. `tests/replicas/engine/test_virtual_worker.py` runs
@@ -43,7 +43,7 @@ def _no_time(monkeypatch):
 
 
 class BusyHost(FakeClock):
-    """Whoever looks at it has taken a tenth of a millisecond."""
+    """A clock on which each reading costs a tenth of a millisecond."""
 
     def now_s(self) -> float:
         self.time_s += 1e-4
@@ -148,7 +148,7 @@ def test_a_stale_block_table_gives_another_token(monkeypatch):
 
     def swapped(self, slots):
         inputs = decode_inputs(self, slots)
-        inputs.page_tables[0, slots, 0] = 60  # nobody's
+        inputs.page_tables[0, slots, 0] = 60  # a free block
         return inputs
 
     monkeypatch.setattr(PersistentBatch, "decode_inputs", swapped)

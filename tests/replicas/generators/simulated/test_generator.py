@@ -53,7 +53,7 @@ def test_a_prefill_reads_what_was_there_before_its_start():
     first, other = loop.add(list(range(40)), 1), loop.add(list(range(40)), 1)
     loop.step_prefill([first])
     other.num_computed_tokens = 32
-    other.block_ids[0] = first.block_ids[0]  # the second block is one that nobody wrote
+    other.block_ids[0] = first.block_ids[0]  # the second block was never written
     loop.step_prefill([other])
     assert other.output != first.output
 
@@ -99,7 +99,7 @@ def test_tokens_come_without_logits_where_the_device_is_asked_for_them():
 
 
 class Ahead:
-    """Decodes a few prompts on a device that is told no more than it needs."""
+    """Decodes of a few prompts on a device that gets only the inputs that it needs."""
 
     def __init__(self, clock=None):
         self.clock = clock or FakeClock()

@@ -1,4 +1,4 @@
-"""Which boards `tt-smi` is told to reset: doubles of the command write down what was run."""
+"""The boards that `tt-smi` resets: doubles of the command record its runs."""
 
 from __future__ import annotations
 

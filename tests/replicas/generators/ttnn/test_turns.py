@@ -1,4 +1,4 @@
-"""No set of semaphores is taken twice in a row, whatever is replayed in whatever order."""
+"""No set of semaphores is taken twice in a row, for any order of replays."""
 
 from itertools import pairwise
 
@@ -24,7 +24,7 @@ def test_captured_calls_may_follow_each_other_in_any_order(lengths, order):
     captured = [sets_of(turns, length) for length in lengths]
     replayed = [taken for which in order for taken in captured[which % len(captured)]]
     assert differ(replayed)
-    # What is called goes in between as it is captured.
+    # Calls outside of a capture take the same sets as captured ones.
     assert captured == [sets_of(turns, length) for length in lengths]
     assert all(0 <= taken < NUM_SETS for call in captured for taken in call)
 
