@@ -1,6 +1,5 @@
 """Memory that processes share is there from the start, or refused with both numbers."""
 
-import contextlib
 import os
 import re
 import resource
@@ -118,28 +117,6 @@ def test_a_server_that_is_refused_its_memory_ends_and_says_why(
         f"SharedMemoryError: cannot reserve {capacity_bytes} bytes of shared memory" in ended.stderr
     )
     assert re.search(why, ended.stderr)
-
-
-def test_all_of_a_pools_memory_is_taken_at_its_start() -> None:
-    address = new_address()
-    try:
-        with contextlib.closing(connect(address, capacity_bytes=8 << 20)):
-            pid = server_pid(address)
-            assert pid is not None
-            (slab,) = [
-                fd for fd in Path(f"/proc/{pid}/fd").iterdir() if "ttserve-kv-store" in _target(fd)
-            ]
-            assert slab.stat().st_blocks * 512 == 8 << 20
-    finally:
-        end_started(address)
-
-
-def _target(fd: Path) -> str:
-    """Return the target of a descriptor's link; its process may have closed it meanwhile."""
-    try:
-        return os.readlink(fd)
-    except FileNotFoundError:
-        return ""
 
 
 def test_a_pool_whose_server_died_and_does_not_fit_any_more_is_a_miss(

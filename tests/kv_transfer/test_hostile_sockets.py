@@ -78,6 +78,14 @@ def transfer_during(flooding: threading.Thread, both: list[FakeEngine]) -> None:
             return
 
 
+def attract(consumer: FakeEngine, malicious: zmq.Socket[bytes]) -> bytes:
+    """Let a consumer fetch from a producer made by hand; returns its address there."""
+    consumer.load(make_ticket("bad", listen(malicious), NUM_TOKENS), TARGET)
+    consumer.step()
+    peer, _ = malicious.recv_multipart()
+    return peer
+
+
 def real_frames(ticket: Ticket) -> list[bytes]:
     """Return the frames that the consumer of a finished transfer has sent, in order."""
     sealed = KEYS.seal(ticket)
@@ -180,10 +188,7 @@ def test_bytes_of_a_peer_without_a_secret_are_not_read(count: int) -> None:
 def test_hostile_frames_of_a_producer_change_nothing_at_its_consumer(count: int) -> None:
     with engines() as both, zmq_socket(zmq.ROUTER) as malicious:
         consumer = both[1]
-        ticket = make_ticket("bad", listen(malicious), NUM_TOKENS)
-        consumer.load(ticket, TARGET)
-        consumer.step()
-        peer, _ = malicious.recv_multipart()
+        peer = attract(consumer, malicious)
         before = resident_bytes()
         sent = []
 
@@ -334,10 +339,7 @@ def test_oversize_frames_close_their_connection_and_no_other(which: int) -> None
 def test_an_oversize_payload_of_a_producer_ends_its_own_transfers_only() -> None:
     with engines() as both, zmq_socket(zmq.ROUTER) as malicious:
         consumer = both[1]
-        ticket = make_ticket("bad", listen(malicious), NUM_TOKENS)
-        consumer.load(ticket, TARGET)
-        consumer.step()
-        peer, _ = malicious.recv_multipart()
+        peer = attract(consumer, malicious)
         malicious.send_multipart([peer, encode(TO_CONSUMER[0]), bytes(64 << 20)])
         run_until(lambda: "bad" in consumer.ended, [consumer])
         assert consumer.reasons == {"bad": FailureReason.PEER_DEAD}

@@ -96,6 +96,20 @@ def test_a_prefill_that_ends_early_cancels_its_transfer(path: str) -> None:
     assert pair.consumer.reasons == pair.producer.reasons == {"r": FailureReason.CANCELLED}
 
 
+@pytest.mark.parametrize("who", ["P", "D"])
+def test_a_broken_invariant_of_either_end_shows(who: str) -> None:
+    pair = Pair()
+    pair.start()
+    pair.prefill(100)
+    pair.steps(3)
+    if who == "P":
+        next(iter(pair.node(pair.producer).producer._sending.values())).sent_rows = 99
+    else:
+        next(iter(pair.node(pair.consumer).consumer._loading.values())).num_arrived = 99
+    with pytest.raises(AssertionError):
+        pair.steps(1)
+
+
 # ---- the scheduler side alone
 
 
