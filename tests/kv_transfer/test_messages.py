@@ -60,21 +60,18 @@ TO_CONSUMER = [
 ]
 
 
-@pytest.mark.parametrize("message", TO_PRODUCER)
-def test_requests_survive_the_wire(message) -> None:
-    assert decode_to_producer(encode(message)) == message
-
-
-@pytest.mark.parametrize("message", TO_CONSUMER)
-def test_answers_survive_the_wire(message) -> None:
-    assert decode_to_consumer(encode(message)) == message
-
-
-def test_a_producer_takes_no_answers_and_a_consumer_no_requests() -> None:
+@pytest.mark.parametrize(
+    ("examples", "decode", "decode_there"),
+    [
+        (TO_PRODUCER, decode_to_producer, decode_to_consumer),
+        (TO_CONSUMER, decode_to_consumer, decode_to_producer),
+    ],
+)
+def test_messages_survive_the_wire_in_their_direction(examples, decode, decode_there) -> None:
+    for message in examples:
+        assert decode(encode(message)) == message
     with pytest.raises(WireError):
-        decode_to_producer(encode(TO_CONSUMER[0]))
-    with pytest.raises(WireError):
-        decode_to_consumer(encode(FETCH))
+        decode_there(encode(examples[0]))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 
 from kv_transfer.errors import TransferError
-from kv_transfer.store import StoreConfig, StoreCounters, make_store
+from kv_transfer.store import StoreConfig, make_store
 
 
 class FakeStore:
@@ -46,7 +46,3 @@ def test_units_are_whole_rows() -> None:
     assert config(unit_tokens=96).unit_tokens == 96
     with pytest.raises(ValueError, match="multiple of 32, got 100"):
         config(unit_tokens=100)
-
-
-def test_counters_start_at_zero() -> None:
-    assert StoreCounters() == StoreCounters(hits=0, misses=0, puts=0, drops=0, errors=0)
