@@ -87,6 +87,33 @@ def test_another_client_reads_what_one_put() -> None:
         assert one.counters().puts == 2
 
 
+def test_a_leased_value_stays_while_others_come_and_go() -> None:
+    with two_clients() as (reader, writer):
+        reader.put(b"a", value(0))
+        (lease,) = reader.get([b"a"])
+        for number in range(3 * NUM_SLOTS):
+            assert writer.put(b"x%d" % number, value(number)) == "stored"
+            assert np.array_equal(lease.value, value(0))
+        assert lease.release()
+        for number in range(NUM_SLOTS):
+            writer.put(b"y%d" % number, value(number))
+        assert writer.num_present([b"a"]) == 0
+
+
+def test_a_lease_that_lapsed_is_no_protection_and_says_so() -> None:
+    with two_clients(lease_s=0.05) as (reader, writer):
+        reader.put(b"a", value(0))
+        (lease,) = reader.get([b"a"])
+        numbers = iter(range(1000))
+        eventually(
+            lambda: (
+                [writer.put(b"x%d" % next(numbers), value(9)) for _ in range(NUM_SLOTS)]
+                and not np.array_equal(lease.value, value(0))
+            )
+        )
+        assert not lease.release()
+
+
 def test_a_value_that_proved_wrong_can_be_replaced() -> None:
     with two_clients() as (one, other):
         one.put(b"a", value(0))
