@@ -66,7 +66,7 @@ ENGINE_ID_CHARS = 17
 
 @dataclass(frozen=True)
 class Repeats:
-    """How often each thing is done.
+    """Numbers of repetitions.
 
     Attributes:
         alone: Requests of one stream.
@@ -93,7 +93,7 @@ class Level:
 
     @staticmethod
     def of(seconds: Iterable[float]) -> Level:
-        """Of so many requests."""
+        """Summarise the added times of requests."""
         all_ms = sorted(1e3 * value for value in seconds)
         return Level(
             statistics.median(all_ms), all_ms[min(int(0.99 * len(all_ms)), len(all_ms) - 1)]

@@ -57,7 +57,7 @@ _NICE = "exec nice -n 19 "
 
 
 class Seen(NamedTuple):
-    """What the honest clients saw in one window.
+    """The honest clients' measurements in one window.
 
     Attributes:
         first_ms: By kind of request, its times to a first token.

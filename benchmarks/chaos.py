@@ -96,7 +96,7 @@ class Left(msgspec.Struct, frozen=True):
 
     @property
     def is_nothing(self) -> bool:
-        """Whether all members have answered and hold nothing."""
+        """Return whether all members have answered and hold nothing."""
         return self.is_whole and not (self.slots or self.blocks or self.leases)
 
 
@@ -122,7 +122,7 @@ class Outcome(msgspec.Struct, frozen=True):
         }
 
     def report(self) -> str:
-        """What a person reads."""
+        """Return the result as text for a person."""
         endings = self.tally.endings
         of = collections.Counter(f"{t.kind} {t.victim.rpartition(' ')[0]}" for t in self.troubles)
         asked = endings["ok"] + endings["typed_error"] + endings["wrong"] + endings["hung"]
@@ -140,7 +140,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing is wrong, hangs or is held, and all came back."""
+        """Return whether nothing is wrong, hangs or is held, and all came back."""
         endings = self.tally.endings
         return not (endings["wrong"] or endings["hung"]) and self.left.is_nothing
 

@@ -90,7 +90,7 @@ class End:
                     return first_s
 
     async def tokens_per_s(self, num_streams: int) -> tuple[float, float]:
-        """Of so many streams together; and CPU microseconds for each token."""
+        """Return the rate of so many streams together, and CPU microseconds for each token."""
         start_s, start_cpu_s = time.perf_counter(), self._cpu_s()
         await asyncio.gather(*(self.run(NUM_TOKENS) for _ in range(num_streams)))
         num_tokens = num_streams * NUM_TOKENS
@@ -98,25 +98,25 @@ class End:
         return num_tokens / (time.perf_counter() - start_s), 1e6 * cpu_s / num_tokens
 
     async def ttft_ms(self) -> list[float]:
-        """Of requests that come one after the other."""
+        """Return the times of requests that come one after the other."""
         return [1000 * await self.run(2) for _ in range(NUM_FIRST_TOKENS)]
 
     def _cpu_s(self) -> float:
-        """Of the engine and of this process, so far."""
+        """Return the CPU time of the engine and of this process, so far."""
         stat = Path(f"/proc/{self.handle.description.pid}/stat").read_text(encoding="ascii")
         user, system = stat.rpartition(")")[2].split()[11:13]
         return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK") + time.process_time()
 
 
 class Figures:
-    """What the rounds gave, by kind."""
+    """Measurements of the rounds, by kind."""
 
     def __init__(self) -> None:
         self.speeds: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
         self.firsts: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
 
     def more_than_base(self, kind: str) -> dict[str, float]:
-        """What a kind costs over the first one."""
+        """Return a kind's costs over the first one."""
         pairs = list(zip(self.speeds[kind], self.speeds[KINDS[0]], strict=True))
         later = [
             statistics.median(a) - statistics.median(b)

@@ -107,7 +107,7 @@ class Engine(Protocol):
     description: EngineDescription
 
     def is_alive(self) -> bool:
-        """Whether its process is there and does not hang."""
+        """Return whether its process is there and does not hang."""
 
     def stop(self) -> None:
         """End it."""

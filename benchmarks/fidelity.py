@@ -125,7 +125,7 @@ _FITTING_SEED, _HELD_OUT_SEED = 1000, 77
 
 @dataclass(frozen=True)
 class Scale:
-    """How long it all takes.
+    """Numbers and lengths of workloads.
 
     Attributes:
         rounds: How many held-out workloads of each kind; each is replayed twice, with fitting
@@ -423,7 +423,7 @@ def rate_for(model: Model, spec: Spec, duration_s: float) -> float:
 
 
 def busy_share(result: SimulationResult) -> float:
-    """Of the busiest engine."""
+    """Return the share of time in which the busiest engine is busy."""
     return float(max(replica.busy_s for replica in result.replicas) / result.duration_s)
 
 

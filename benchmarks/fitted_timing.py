@@ -106,7 +106,7 @@ class EngineRecord(msgspec.Struct):
 
 
 def terms(chunks: Sequence[Chunk], rows: Sequence[Row]) -> list[float]:
-    """How much of each of `TERMS` a turn has."""
+    """Return a turn's amount of each of `TERMS`."""
     num_context = sum(length for _, length in rows)
     values = [1.0, float(len(rows)), float(num_context), float(len(chunks))]
     num_tokens = num_pairs = num_masked = 0.0

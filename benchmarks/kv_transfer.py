@@ -55,7 +55,7 @@ OPERATIONS = ("read", "write")
 
 
 class Scale(NamedTuple):
-    """How much is measured.
+    """Sizes and numbers of measurements.
 
     Attributes:
         layouts: Whose blocks are moved.

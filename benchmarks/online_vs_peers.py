@@ -70,7 +70,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Server:
-    """How one server is started.
+    """Start arguments of one server.
 
     Attributes:
         name: In the tables.
@@ -176,7 +176,7 @@ async def measure(port: int, waves: dict[int, int]) -> dict[int, Measured]:
 
 
 async def level(port: int, num_streams: int, num_waves: int) -> Measured:
-    """So many waves of one request in each stream."""
+    """Measure waves of one request in each stream."""
     timings: list[tuple[float, float]] = []
     rates: list[float] = []
     # Of their own for each level: servers close connections that are idle for some seconds.

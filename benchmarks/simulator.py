@@ -252,7 +252,7 @@ def print_rows(policy: PolicyName, replicas: int, ours: Figures, peer: Figures |
 
 
 def difference(ours: float, peer: float) -> str:
-    """By how much ours is more than the peer's; a peer that has none has no ratio."""
+    """Return by how much ours exceeds the peer's, or no ratio if the peer has none."""
     if peer:
         return f"{100 * (ours / peer - 1):+.2f} %"
     return "none" if ours else "equal"

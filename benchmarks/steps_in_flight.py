@@ -91,13 +91,13 @@ def busy_share(case: Case, steps_in_flight: Literal[1, 2], steps: int) -> float:
 
 
 def lengths(case: Case, steps: int) -> list[SamplingParams]:
-    """What each of the rows asks for."""
+    """Return the sampling parameters of each row."""
     wanted = [16 + i if case.is_ending else steps + 64 for i in range(case.batch_size)]
     return [SamplingParams(max_tokens=n, seed=0, ignore_eos=True) for n in wanted]
 
 
 def timeline_of(executor: UniProcExecutor) -> DeviceTimeline:
-    """Of the simulated mesh that an executor's worker has."""
+    """Return the timeline of the simulated mesh of an executor's worker."""
     device = executor._worker._device  # noqa: SLF001
     assert isinstance(device, SimulatedMesh)
     return device.timeline

@@ -117,13 +117,13 @@ class ResidentNoOpModel(NoOpModel):
     def read_decode_output(
         self, tt_out: list[torch.Tensor], async_read: bool
     ) -> tuple[list[torch.Tensor], list[object]]:
-        """Nothing has to be waited for."""
+        """Return the output, which needs no wait."""
         return tt_out, []
 
     def process_decode_output_host(
         self, tt_out: list[torch.Tensor], is_tokens: bool
     ) -> torch.Tensor:
-        """It is there."""
+        """Return the output, which is on the host."""
         return tt_out[0]
 
 
@@ -138,7 +138,7 @@ class AbsentMesh:
         return self._num_chips
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, as nothing is open."""
 
 
 def open_absent_mesh(settings: MeshConfig, **_settings: object) -> AbsentMesh:
@@ -288,7 +288,7 @@ class Engine:
             self.send(client, frame)
 
     def send(self, client: bytes, frame: EngineFrame) -> None:
-        """As the engine's sender does it; by its own thread, where it is a process."""
+        """Send a frame like the engine's sender, which has its own thread in an engine process."""
         self._output.send_multipart((client, encode(frame)), flags=zmq.NOBLOCK)
 
     def receive(self) -> None:

@@ -78,7 +78,7 @@ class Figures:
 
 @dataclass
 class Timeline:
-    """When one request was added, and when its first and its last token came."""
+    """Times of one request: when it was added, and of its first and last token."""
 
     added_s: float
     first_s: float = 0.0
@@ -196,7 +196,7 @@ def increasing_lengths(engine: LLMEngine, max_tokens: int) -> list[tuple[int, Fi
 
 
 def unlike_prompt(number: int, length: int) -> list[int]:
-    """So many tokens, none of them special; prompts of two numbers differ from the first on.
+    """Return `length` ordinary tokens; prompts of two numbers differ from the first token on.
 
     Why: a prefix that is found in the cache would not be computed, nor timed.
 

@@ -111,7 +111,7 @@ def install_toolchain(package: Path) -> bool:
 
 
 def compiler_folder(package: Path) -> Path:
-    """Where a ttnn package looks for its compiler first."""
+    """Return the folder in which a ttnn package looks for its compiler first."""
     return package / "runtime" / "sfpi" / "compiler" / "bin"
 
 

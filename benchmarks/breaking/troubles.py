@@ -79,7 +79,7 @@ class Troublemaker:
                 _signal(process_id, signal.SIGCONT)
 
     def ingress_was_in_trouble(self, began_s: float, ended_s: float) -> bool:
-        """Whether one was between these times, or a little before."""
+        """Return whether one was between these times, or a little before."""
         return any(
             trouble.victim.startswith("ingress")
             and trouble.began_s <= ended_s

@@ -42,7 +42,7 @@ KEYS = KeyRing((b"of a benchmark, hence no secret!",))
 
 
 class EndArguments(msgspec.Struct, frozen=True):
-    """What an end is started with.
+    """Start arguments of an end.
 
     Attributes:
         name: Its incarnation.

@@ -71,7 +71,7 @@ class Blocks(NamedTuple):
 
 
 class Round(NamedTuple):
-    """How long one round took, and the CPU time of both processes."""
+    """Duration of one round, and the CPU time of both processes."""
 
     seconds: float
     cpu_s: float

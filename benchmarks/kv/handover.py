@@ -247,7 +247,7 @@ async def short_handovers(schemes: Sequence[str], count: int) -> list[Handover]:
 
 
 class HiddenShare(NamedTuple):
-    """How much of a transfer happens behind the prefill; seconds, medians.
+    """Share of a transfer that is hidden behind the prefill; seconds, medians.
 
     Attributes:
         num_tokens: Of the prompt.

@@ -1,4 +1,4 @@
-"""How much a process grows, from samples of it. Pure."""
+"""Growth of processes, from samples. Pure."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trend(msgspec.Struct, frozen=True):
-    """How a quantity moves over a window.
+    """Change of a quantity over a window.
 
     Attributes:
         level: Its median over the first tenth of the window.
@@ -58,7 +58,7 @@ class Trend(msgspec.Struct, frozen=True):
     change: float
 
     def is_flat(self, floor: float = 0.0) -> bool:
-        """Whether it changes by less than `FLAT_SHARE` of its level, or than `floor`."""
+        """Return whether it changes by less than `FLAT_SHARE` of its level, or than `floor`."""
         return abs(self.change) <= max(FLAT_SHARE * self.level, floor)
 
 
@@ -87,7 +87,7 @@ class ProcessGrowth(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_flat(self) -> bool:
-        """Whether it lived all the while and neither memory nor descriptors nor threads grew."""
+        """Return whether it lived throughout, without growth of memory, descriptors or threads."""
         return (
             self.is_whole
             and self.anonymous.is_flat()

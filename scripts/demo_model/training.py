@@ -47,7 +47,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """Everything that the run depends on besides the corpus.
+    """All parameters of a run except the corpus.
 
     Attributes:
         tokens_per_step: tokens that one optimizer step sees.

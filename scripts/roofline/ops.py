@@ -92,7 +92,7 @@ class Precision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Design:
-    """Which programs a step takes.
+    """The programs of a step.
 
     Attributes:
         products: Product -> program in a decode step.
@@ -136,7 +136,7 @@ COLLECTIVES: Mapping[Collective, str] = {
 
 
 def sums_over_chips(count: int, num_bytes: float) -> list[Op]:
-    """So many sums, of a tensor of so many bytes."""
+    """Return `count` sums of a tensor of `num_bytes`."""
     return [
         Op(part="sums over chips", calls=(call,), count=count, exchanged=(kind, num_bytes))
         for kind, call in COLLECTIVES.items()

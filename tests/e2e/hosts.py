@@ -101,7 +101,7 @@ class Host:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it has not been closed."""
+        """Return whether it has not been closed."""
         return self._holder.poll() is None
 
     def close(self) -> None:

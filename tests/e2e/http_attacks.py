@@ -124,7 +124,7 @@ async def exchange(
 
 
 async def read_all(reader: asyncio.StreamReader) -> bytes:
-    """Everything up to the end of the connection, or up to its reset."""
+    """Read up to the end of the connection, or up to its reset."""
     raw = bytearray()
     with contextlib.suppress(ConnectionError):
         while chunk := await reader.read(2**18):

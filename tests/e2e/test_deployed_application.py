@@ -227,7 +227,7 @@ def test_flip_changes_a_role_and_back_under_streams_and_no_stream_fails(cluster,
 
 @contextlib.contextmanager
 def load(url, num_streams):
-    """As many streams at a time, one after the other, until the block ends; yields failures."""
+    """Keep so many streams running until the block ends; yields failures."""
     is_over, failures = threading.Event(), []
 
     def run():

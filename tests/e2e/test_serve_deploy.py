@@ -143,6 +143,6 @@ def is_healthy(url: str) -> bool:
 
 
 def have_ended(applications: dict[str, dict]) -> bool:
-    """Whether there are applications, and each runs or has failed."""
+    """Return whether there are applications, and each runs or has failed."""
     statuses = {application["status"] for application in applications.values()}
     return bool(statuses) and statuses <= {"RUNNING", "DEPLOY_FAILED"}

@@ -126,7 +126,7 @@ def test_the_listeners_are_those_of_the_security_policy(server, family, folder):
 
 
 def _policy():
-    """Where each socket of SECURITY.md's table listens, by its name."""
+    """Return where each socket of SECURITY.md's table listens, by its name."""
     text = (harness.REPOSITORY / "SECURITY.md").read_text()
     rows = text[text.index("| socket |") :].split("\n\n")[0].splitlines()[2:]
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]

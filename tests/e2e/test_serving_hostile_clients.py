@@ -64,7 +64,7 @@ def is_way(port):
 
 @pytest.fixture
 def many_files():
-    """As many open files as this process may have."""
+    """Raise this process's limit of open files to the maximum."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
     yield

@@ -66,7 +66,7 @@ def labels_of(samples, name, *keys):
 
 
 def is_idle(samples):
-    """Whether every slot and block is free and no transfer is under way."""
+    """Return whether every slot and block is free and no transfer is under way."""
     return (
         total(samples, "ttserve_slots") == total(samples, "ttserve_empty_slots") > 0
         and total(samples, "ttserve_kv_blocks") == total(samples, "ttserve_kv_free_blocks") > 0
@@ -96,5 +96,5 @@ def wait_idle(server):
 
 
 def added(before, after, name, **labels):
-    """How much a counter has grown."""
+    """Return the growth of a counter."""
     return total(after, name, **labels) - total(before, name, **labels)

@@ -7,7 +7,7 @@ _EVERYWHERE = {"configmap/kube-root-ca.crt", "serviceaccount/default"}
 
 
 def contents(cluster, namespace):
-    """Everything in a namespace, as kind/name, but events."""
+    """Return all objects of a namespace except events, as kind/name."""
     kinds = cluster.kubectl("api-resources", "--namespaced", "--verbs=list", "-o", "name").stdout
     asked = ",".join(kind for kind in kinds.split() if not kind.startswith("events"))
     found = cluster.get(asked, None, namespace)

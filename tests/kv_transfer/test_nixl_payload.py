@@ -11,7 +11,7 @@ from tests.kv_transfer.nixl_runs import deliver
 
 
 class StandIn:
-    """As a `NixlEnd`, between engines of this process. Reads of unknown agents fail, as there."""
+    """A `NixlEnd` between engines of this process; reads of unknown agents fail as with NIXL."""
 
     made: list["StandIn"]
     staged: dict[int, np.ndarray]

@@ -1,4 +1,4 @@
-"""Which heads a shard holds."""
+"""The heads of each shard."""
 
 from __future__ import annotations
 

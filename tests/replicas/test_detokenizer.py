@@ -99,7 +99,7 @@ def run(tokenizer, prompt, chunks, **options):
 
 
 def expected_after(prompt_bytes, output_bytes):
-    """What decoding both at once gives after the prompt's finished characters."""
+    """Decode both at once; return the text after the prompt's finished characters."""
     whole = (prompt_bytes + output_bytes).decode("utf-8", "replace")
     alone = prompt_bytes.decode("utf-8", "replace")
     return whole[len(alone) :] if whole.startswith(alone) else whole[len(alone) - 1 :]

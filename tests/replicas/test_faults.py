@@ -237,7 +237,7 @@ def plans(draw):
 
 
 def state(faults, now_s):
-    """Everything that a replica's faults answer about a moment, instants counted."""
+    """Return all answers of a replica's faults for a moment, with instants counted."""
     return (
         faults.slow_factor(now_s),
         faults.corrupts(now_s),

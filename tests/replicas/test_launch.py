@@ -109,7 +109,7 @@ def test_a_step_may_take_as_long_as_the_warm_up_and_longer_where_that_has_not_ru
 
 @pytest.fixture
 def of_meshes(tmp_path, monkeypatch):
-    """What every engine on a mesh gets, for a user whose home is a folder of ours."""
+    """The variables of every engine on a mesh, for a user whose home is a test folder."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("OMPI_MCA_btl", raising=False)
     monkeypatch.delenv("TT_METAL_LOGS_PATH", raising=False)

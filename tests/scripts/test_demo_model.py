@@ -57,7 +57,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def corpus() -> Corpus:
-    """Of the whole library, which takes many seconds to read."""
+    """The corpus of the whole library, which takes many seconds to read."""
     return corpora.load_corpus()
 
 

@@ -328,7 +328,7 @@ def test_rows_arrive_byte_for_byte_between_any_two_engines(ops, monkeypatch, dty
 
 
 def assert_only_written(world, before, lanes, table=(), rows=()):
-    """Nothing has changed but the units of these rows, and the first unit of the null block."""
+    """Check that only the units of these rows, and the null block's first unit, have changed."""
     layout = world.io.layout
     heads, per_block = world.cache[0][0][0].shape[1], layout.rows_per_block
     allowed = {0}

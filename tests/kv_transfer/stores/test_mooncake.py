@@ -29,7 +29,7 @@ LEASE_MS = 300
 
 
 def missing() -> str:
-    """Why the package cannot be used here, or nothing."""
+    """Return why the package cannot be used here, or nothing."""
     if not mooncake._is_installed():
         return "no package mooncake-transfer-engine"
     command = [sys.executable, "-c", "import mooncake.store"]

@@ -192,7 +192,7 @@ class Pair:
         return [self.outputs[request_id] for request_id in ids]
 
     def is_idle(self) -> bool:
-        """Whether every core that is there holds nothing."""
+        """Return whether every core that is there holds nothing."""
         return all(node.is_gone or node.is_idle() for node in (self.prefill, self.decode))
 
     def _take_events(self) -> None:

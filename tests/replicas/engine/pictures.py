@@ -1,4 +1,4 @@
-"""Everything that an object holds, as plain values that compare: for tests of equal states."""
+"""An object's whole content as plain comparable values, for tests of equal states."""
 
 from __future__ import annotations
 

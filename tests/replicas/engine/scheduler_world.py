@@ -1,4 +1,4 @@
-"""Everything around a scheduler, played by the test: device, peers and clients.
+"""A scheduler's surroundings, simulated by the test: device, peers and clients.
 
 The device records for every position of every KV block the token prefix that it was computed from,
 so that a step which attends to anything but its own sequence's prefix fails at once.

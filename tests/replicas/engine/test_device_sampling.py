@@ -84,7 +84,7 @@ class Device:
 
 
 class Blocking(Device):
-    """It can draw, and neither run ahead nor read out later."""
+    """A generator that draws, but neither runs ahead nor reads out later."""
 
     model_capabilities: ClassVar[dict[str, object]] = {"supports_sample_on_device": True}
 
@@ -162,7 +162,7 @@ def submit(runner, work, appended=()):
 
 
 class KeepsNothing(Device):
-    """Its draws depend on seed and position alone."""
+    """A generator whose draws depend only on seed and position."""
 
     model_capabilities: ClassVar[dict[str, object]] = {
         **Device.model_capabilities,
@@ -349,7 +349,7 @@ def test_the_most_likely_token_is_found_by_the_device_whoever_is_beside_it():
 
 
 class Generous(Device):
-    """It gives logits beside tokens; each row's say what its slot is."""
+    """A generator that gives logits beside tokens; each row's logits encode its slot."""
 
     model_capabilities: ClassVar[dict[str, object]] = {
         **Device.model_capabilities,

@@ -312,7 +312,7 @@ class Starter:
         return handle
 
     def epoch(self):
-        """When a plan may begin whose engine starts now, and then gets a client."""
+        """Return when a plan may begin, so that its engine has started and has a client."""
         return time.time() + 3 * self._longest_s + 6
 
     @contextlib.contextmanager
@@ -398,7 +398,7 @@ async def assert_serves(handle, client, request_id="check"):
 
 
 async def assert_idle(handle, client):
-    """Everything that earlier clients held is given back."""
+    """Check that all resources of earlier clients are free."""
     end_s = time.monotonic() + DEADLINE_S
     while True:
         groups = (await client.metrics(handle.description.incarnation)).groups

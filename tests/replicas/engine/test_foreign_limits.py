@@ -13,7 +13,7 @@ from tests.replicas.generators.test_ttnn_budget import LLAMA_8B
 
 
 class Named:
-    """As tt_transformers' Llama: its limits hang on the model's name."""
+    """A class like tt_transformers' Llama, whose limits depend on the model's name."""
 
     @classmethod
     def get_max_tokens_all_users(cls, *, model_name, num_devices, **_):
@@ -39,7 +39,7 @@ def budget(generator=Named, max_seq_len=32_768, raw=LLAMA_8B, **changes):
 
 
 def kv_bytes(tokens, chips=1):
-    """By arithmetic of its own: keys and values of 32 layers and 8 heads in bfloat8_b."""
+    """Compute the bytes of keys and values of 32 layers and 8 heads in bfloat8_b."""
     return tokens * 32 * 2 * 8 * 128 * 1.0625 / chips
 
 

@@ -24,7 +24,7 @@ from tests.replicas.engine.virtual import virtual_worker
 
 
 def make_scheduler(small, large, **changes):
-    """Of a model with so many blocks of two tokens in one KV group, and of four in the other."""
+    """Make the scheduler of a model with KV groups of two-token and of four-token blocks."""
     return Scheduler(
         make_config(**changes),
         kv_groups=(*one_kv_group(1 + small, 2), *one_kv_group(1 + large, 4)),

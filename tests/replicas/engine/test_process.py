@@ -109,7 +109,7 @@ async def until(predicate, what, deadline_s=20.0):
 
 
 async def is_idle(client, handle):
-    """Whether every slot and block is free."""
+    """Return whether every slot and block is free."""
     metrics = await client.metrics(handle.description.incarnation)
     groups = metrics.groups
     return not metrics.num_waiting and all(
@@ -124,7 +124,7 @@ async def num_aborted(client, handle):
 
 
 def is_running(pid):
-    """Whether the process is there and no zombie."""
+    """Return whether the process is there and no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

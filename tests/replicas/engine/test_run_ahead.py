@@ -457,7 +457,7 @@ def counters(side):
 
 
 def num_repeats(core, now_s=0.0):
-    """How often the core's next step may run, which then runs once."""
+    """Run the core's next step once; return how often it might have run."""
     step = core.core.begin_step(now_s)
     found = core.core.num_repeats(step)
     core.core.collect_step(step)

@@ -222,7 +222,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class TwoKVGroupsMachine(SchedulerMachine):
-    """Of a model with layers of two kinds, whose blocks hold unlike numbers of tokens."""
+    """The same for a model with two kinds of layers, with different numbers of tokens a block."""
 
     @initialize(world=worlds(num_kv_groups=2))
     def start(self, world):

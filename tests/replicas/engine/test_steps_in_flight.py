@@ -158,7 +158,7 @@ def configs(draw):
 
 @pytest.fixture(scope="module")
 def small_model(tmp_path_factory):
-    """Of so few tokens that one is soon a stop token."""
+    """A model with a vocabulary so small that stop tokens are frequent."""
     folder = tmp_path_factory.mktemp("model")
     config = json.loads((Path(MODEL) / "config.json").read_text())
     config |= {"vocab_size": VOCAB_SIZE, "eos_token_id": [0], "max_position_embeddings": 64}

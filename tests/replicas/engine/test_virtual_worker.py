@@ -272,7 +272,7 @@ def run(worker, kind, slots, counts, new_sequences=()):
 
 
 def turns(worker, batch, num_steps):
-    """When so many turns are over, of which the first submits the step."""
+    """Return when each of these turns ends; the first one submits the step."""
     worker.submit_step(batch, None, 0.0)
     return worker.end_times_s(batch, num_steps, 0.0, is_ahead=False)
 

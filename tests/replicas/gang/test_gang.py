@@ -297,7 +297,7 @@ def test_a_hub_admits_only_holders_of_a_secret():
 
 
 def is_hung_up(connection):
-    """Whether the other end is gone, found out by one more byte."""
+    """Return whether the other end is gone, found out by one more byte."""
     try:
         connection.send(b"x")
         return not connection.recv(64)

@@ -91,7 +91,7 @@ def run(made, batch, monkeypatch, *, in_one, seed=0, shares="tokens"):
 
 
 def share_weights(_stack, batch, wanted):
-    """As for a model with many weights, and few tokens."""
+    """Split weights as for a model with many weights, and few tokens."""
     return stack.Shares(wanted, *tiles_of(batch))
 
 

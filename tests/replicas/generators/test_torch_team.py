@@ -35,7 +35,7 @@ def on_core(monkeypatch):
 
 @pytest.fixture
 def three_cores(monkeypatch):
-    """Pretend a third core, so that teams of three exist everywhere; binding to it does nothing."""
+    """Pretend a third core, so that teams of three exist everywhere; bindings leave it out."""
     others = {*CORES, LAST + 1}
     confine = os.sched_setaffinity
     monkeypatch.setattr(os, "sched_getaffinity", lambda thread: others)
@@ -44,7 +44,7 @@ def three_cores(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _anywhere():
-    """Also before a test: passes of earlier tests have kept threads of this process off a core."""
+    """Unbind threads before and after a test: passes of earlier tests keep them off a core."""
     before = torch.get_num_threads()
     let_run_anywhere()
     yield

@@ -25,7 +25,7 @@ def parameters(raw):
 
 
 def bytes_on_a_chip(name, shape, tp):
-    """As replicas/generators/ttnn/weights.py lays a parameter out."""
+    """Return a parameter's bytes in the layout of replicas/generators/ttnn/weights.py."""
     if len(shape) == 1:
         is_split = name.endswith(("q_proj.bias", "k_proj.bias", "v_proj.bias"))
         return BYTES * TILE * shape[0] // (tp if is_split else 1)

@@ -71,7 +71,7 @@ class Sequence:
 
     @property
     def is_right(self) -> bool:
-        """Whether the model's tokens are those of this prompt."""
+        """Return whether the model's tokens are those of this prompt."""
         prompt = self.token_ids[: self.num_prompt_tokens]
         return self.token_ids == prompt + expect(prompt, len(self.token_ids) - len(prompt))
 
@@ -195,7 +195,7 @@ class ByHand:
         sequence.block_ids, sequence.num_computed_tokens = [], 0
 
     def give_blocks(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Whether the sequence needed another block for so many tokens."""
+        """Return whether the sequence needed another block for so many tokens."""
         missing = -(-num_tokens // BLOCK_SIZE) - len(sequence.block_ids)
         sequence.block_ids += [self.free.pop(0) for _ in range(missing)]
         return missing > 0
@@ -226,7 +226,7 @@ def params(num_rows: int, live: Collection[int] | None = None) -> DeviceSampling
 
 
 def to_tokens(output: Any, draws_on_device: bool) -> list[int]:
-    """Of either kind of output, checked for its form."""
+    """Return the tokens of either kind of output, after a check of its form."""
     if draws_on_device:
         assert output.shape == (len(output), 1)
         assert not output.is_floating_point()

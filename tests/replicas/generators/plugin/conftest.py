@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Its config.json; the doubles have no weights."""
+    """A model folder with only config.json, as the doubles have no weights."""
     path = tmp_path / "model"
     path.mkdir()
     (path / "config.json").write_text(json.dumps(CONFIG))
@@ -35,7 +35,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
 
 @pytest.fixture
 def ttnn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As much of ttnn as a class that leaves outputs on the device has imported."""
+    """The part of ttnn that a class with outputs on the device imports."""
 
     def event_synchronize(event: Event) -> None:
         event.is_done = True

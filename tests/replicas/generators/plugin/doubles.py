@@ -589,7 +589,7 @@ class _LegacyText(ReadsLater):
 
 
 class Legacy(_LegacyText):
-    """Of early 2026: the model itself decides when to reload, but for ``reset_batch``."""
+    """The interface of early 2026: the model decides when to reload, except for ``reset_batch``."""
 
     model_capabilities: ClassVar = {
         "supports_prefix_caching": True,
@@ -642,7 +642,7 @@ class Legacy(_LegacyText):
         self.warm_decode(enable_trace)
 
     def prefill_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As in tt_transformers: only the method that this one calls shows the parameters."""
+        """Delegate as tt_transformers does: only the called method shows the parameters."""
         return super().prefill_forward_text(*args, **kwargs)
 
     def decode_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -650,7 +650,7 @@ class Legacy(_LegacyText):
 
 
 class Seed(Double):
-    """Of 2025: whole prompts, a list of sampling parameters for warm-up, outputs on the host."""
+    """The interface of 2025: whole prompts, sampling lists for warm-up, outputs on the host."""
 
     model_capabilities: ClassVar = {"supports_prefix_caching": False}
 
@@ -847,7 +847,7 @@ class _GalaxyText(_LegacyText):
 
 
 class Galaxy(_GalaxyText):
-    """Of the 32 chips of a Galaxy: one model, whose columns are lanes of eight slots each."""
+    """A class for the 32 chips of a Galaxy, whose columns are lanes of eight slots each."""
 
     model_capabilities: ClassVar = {
         "supports_prefix_caching": True,
