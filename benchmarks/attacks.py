@@ -79,7 +79,7 @@ class Window(NamedTuple):
     Attributes:
         alone: Before the attack.
         beside: During it.
-        came: What the attacker saw.
+        came: The attacker's results.
         peak_mib: Most memory of the ingress during the attack.
         num_down: How often HAProxy took the ingress out.
     """

@@ -310,7 +310,7 @@ class Recording:
 
     Attributes:
         records: By engine.
-        answers: What the client saw of the same runs.
+        answers: The client's measurements of the same runs.
     """
 
     records: list[EngineRecord]

@@ -57,9 +57,9 @@ class Turn(msgspec.Struct, array_like=True):
         end_s: When it had handed out its frames.
         chunks: (lane, start, end) of the prompts that it computed.
         rows: (lane, context tokens) of the rows that it decoded.
-        device_s: Of which inside the generator.
-        copy_s: Of which copying KV blocks.
-        cpu_s: What the core thread computed in it, copying left out; no more than the seconds.
+        device_s: The part inside the generator.
+        copy_s: The part that copies KV blocks.
+        cpu_s: CPU time of the core thread without copying; at most the turn's seconds.
         moved_kv: Whether the KV connector had anything to do.
     """
 
@@ -218,7 +218,7 @@ def fit_steps(turns: Sequence[Turn], host_s: float, *, chunks: bool) -> StepMode
 
     Args:
         turns: Of an engine, of any kind.
-        host_s: What a turn without a step takes; left out of the model.
+        host_s: Time of a turn without a step; left out of the model.
         chunks: Which of the two models.
     """
     turns = [t for t in turns if (t.chunks or t.rows) and bool(t.chunks) == chunks]

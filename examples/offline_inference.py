@@ -61,7 +61,7 @@ class Figures:
         output_tokens: Of all of them.
         ttft_ms: Median time from adding a request to its first token.
         tpot_ms: Median over the requests of the mean time per token after the first.
-        tokens_per_s_per_user: What that is as a rate.
+        tokens_per_s_per_user: The same as a rate.
         output_tokens_per_s: Of all requests together, from first arrival to last token.
         seconds: First arrival to last token.
     """

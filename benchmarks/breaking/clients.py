@@ -105,7 +105,7 @@ class Clients:
         deadline_s: A request that takes longer hangs.
         is_excused: Whether a connection that began and ended then (`time.monotonic`) may have been
             cut: an ingress was in trouble meanwhile.
-        rng: What every draw comes from.
+        rng: Source of all random draws.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ class Troublemaker:
     Args:
         processes: Gives (name, process id) of every process of the cluster.
         mean_s: Mean time from one trouble to the next.
-        rng: What every draw comes from.
+        rng: Source of all random draws.
         can_lose: Says which pools have a replica more than they need; "ingress" is one.
 
     Attributes:

@@ -87,8 +87,8 @@ class Handover(NamedTuple):
         exposed_s: From the end of the last prefill step to the commit.
         load_s: From the start of the load to the commit.
         resume_s: From the commit to the decode side's first token, at the client.
-        stages: What the connectors count: rendezvous and handover of the prefill side, the others
-            of the decode side.
+        stages: Seconds that the connectors count: rendezvous and handover of the prefill side, the
+            others of the decode side.
     """
 
     reserve_s: float

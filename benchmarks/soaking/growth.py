@@ -51,7 +51,7 @@ class Trend(msgspec.Struct, frozen=True):
 
     Attributes:
         level: Its median over the first tenth of the window.
-        change: What the fitted line rises by from the window's begin to its end.
+        change: Rise of the fitted line from the window's begin to its end.
     """
 
     level: float

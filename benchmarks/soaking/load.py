@@ -100,7 +100,7 @@ class Load:
     Args:
         url: The endpoint, without a path.
         model: The served model's name.
-        seed: What every draw comes from.
+        seed: Seed of all random draws.
     """
 
     def __init__(self, url: str, model: str, seed: int = 0) -> None:

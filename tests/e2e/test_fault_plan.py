@@ -85,7 +85,7 @@ def test_requests_succeed_after_the_death_of_a_decode_replica(server):
 
 
 def test_request_that_takes_too_long_ends_with_an_error_and_frees_its_slot(server):
-    """Its tokens would take a minute, however fast the host is."""
+    """The request's tokens would take a minute on any host."""
     body = {**BODY, "max_tokens": 1500, "ignore_eos": True, "stream": True}
     *_, last = harness.stream_events(server.url, "/v1/completions", body)
     assert json.loads(last)["error"]["code"] == "request_timeout"
@@ -100,7 +100,7 @@ def num_running(server):
 
 @pytest.mark.slow
 def test_a_replica_that_is_started_again_has_its_old_rank(server):
-    """It dies of the same plan a second time."""
+    """The same plan kills the replica a second time."""
     assert_requests_succeed_after_deaths(server, 2)
 
 

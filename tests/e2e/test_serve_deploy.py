@@ -61,7 +61,7 @@ def test_cluster_ends_by_its_process_id_and_leaves_nothing(cluster):
 
 
 def test_haproxy_ends_with_a_cluster_that_is_killed(tmp_path):
-    """As `ray stop --force` does it, which would end every Ray of this host."""
+    """Kill it as `ray stop --force` does, which itself would end every Ray of this host."""
     cluster = harness.RayCluster()
     try:
         # Serve starts HAProxy whether an application can run or not.

@@ -128,7 +128,7 @@ def ingress(server):
 
 
 def test_a_client_of_a_killed_ingress_gets_every_token_once_from_the_next_one(server):
-    """It chose no seed: the ids of the events carry that of the first ingress."""
+    """The client chose no seed: the ids of the events carry that of the first ingress."""
     wait_whole(server)
     body = {
         "model": MODEL, "prompt": "come back", "max_tokens": NUM_TOKENS, "ignore_eos": True,

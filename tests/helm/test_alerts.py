@@ -44,7 +44,7 @@ def test_each_alert_fires_and_is_silent(rules):
 
 
 def test_no_alert_is_without_a_case_of_each_kind(rules):
-    """With its severity, as some alerts have two."""
+    """Cases are counted by alert and severity, as some alerts have two severities."""
     made = {
         (rule["alert"], rule["labels"]["severity"])
         for group in yaml.safe_load(rules.read_text())["groups"]

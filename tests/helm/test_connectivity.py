@@ -158,7 +158,7 @@ def test_who_reaches_what(options, golden, render):
 
 
 def test_nothing_outside_reaches_what_runs_programs_or_says_too_much(render):
-    """Also where every pod of the cluster may use the endpoint."""
+    """This holds even if every pod of the cluster may use the endpoint."""
     found = table(render(*REDIS, "--set-json", 'networkPolicy.clients=[{"namespaceSelector": {}}]'))
     assert "stranger -> decode: 8000\n" in found
     for line in found.splitlines():

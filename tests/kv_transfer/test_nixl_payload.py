@@ -113,7 +113,7 @@ def test_an_agent_that_does_not_come_up_costs_nothing_but_the_path(
     ("is_agent", "has_payload"), list(itertools.product([False, True], repeat=2))
 )
 def test_only_an_agent_comes_with_payload(ends, is_agent: bool, has_payload: bool) -> None:
-    """Also: announced rows that no load expects are not read."""
+    """Announced rows that no load expects are not read either."""
     end = StandIn("D", slot_bytes=64, num_slots=1, deadline_s=1.0, wake=lambda: None)
     nixl = nixl_payload.NixlPayload(end, "D", NobodyWaits())
     data = nixl_payload.Data(b"t" * 16, 1, "P", 0, 1, 0)

@@ -365,7 +365,7 @@ def test_a_class_of_a_galaxy_finds_what_chooses_it_unless_the_user_has_chosen():
 
 
 def test_a_user_without_a_home_can_start_engines():
-    """As in a container that runs under a user id which its passwd file does not know."""
+    """Containers may run under a user id that is missing in their passwd file."""
     code = (
         "import os, pwd\n"
         "def none(uid): raise KeyError(uid)\n"

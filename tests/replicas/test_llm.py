@@ -334,7 +334,7 @@ def test_refusals_of_one_call_do_not_fail_the_next():
 
 
 def test_a_foreign_class_on_a_mesh_gets_a_process_of_its_own():
-    """It reads its environment while it is imported, and without one writes beside the model."""
+    """The class reads its environment on import, and writes beside the model by default."""
     mesh = MeshConfig(name="N150")
     for generator in ("tt-metal", "theirs:Class"):
         with pytest.raises(ConfigError, match=rf"'{generator}' .*set multiprocess=True"):

@@ -310,7 +310,7 @@ def test_upstreams_programs_are_estimated_near_what_is_published(model, mesh):
 
 @pytest.mark.parametrize(("model", "mesh"), [("Llama-3.1-8B", "N150"), ("Mistral-7B", "N150")])
 def test_the_native_programs_are_estimated_at_nine_tenths_of_what_is_published_or_more(model, mesh):
-    """Also if any one assumption has the other value that is published."""
+    """This holds even if one assumption has its other published value."""
     assert rate(model, mesh, "performance") > 0.9 * readme(model, mesh)
     ops = page.decode(model, mesh, page.native("performance", model, mesh))
     for key, stated in ASSUMPTIONS.items():

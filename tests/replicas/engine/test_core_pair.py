@@ -276,7 +276,7 @@ def test_request_that_follows_its_own_abort_waits_for_the_end_of_that(make_pair,
 
 
 def test_request_that_is_given_up_while_it_waits_for_an_earlier_end_is_answered(make_pair):
-    """Its client counts answers: the next one would otherwise be taken for this one's."""
+    """The client counts answers: otherwise it would take the next answer for this one."""
     pair = make_pair({"max_num_batched_tokens": 32})
     asked_again(pair)
     core = pair.prefill.core

@@ -416,7 +416,7 @@ def test_a_checkpoint_folder_may_be_read_only_and_gets_nothing_from_a_foreign_cl
 
 
 def test_a_model_that_names_no_architecture(monkeypatch, folder, expected, tmp_path):
-    """Its type says enough for a mesh; on the CPU the architecture chooses the class."""
+    """The model type suffices on a mesh; on the CPU the architecture chooses the class."""
     install(monkeypatch)
     model = tmp_path / "model"
     shutil.copytree(folder, model)

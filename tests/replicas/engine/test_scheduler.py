@@ -344,7 +344,7 @@ def test_request_goes_to_the_group_that_has_blocks_even_if_another_has_more_slot
 
 
 def test_a_prompt_goes_to_the_group_that_is_done_with_it_first():
-    """Its prefix is in a group with fewer slots; that counts for less once prompts wait there."""
+    """Its prefix is cached in a group with fewer slots, which counts less while prompts wait."""
     scheduler = make_scheduler(num_blocks=60, max_batch_size=8, tt_data_parallel=2)
     cached = [*range(100, 116)]
     scheduler.add(make_sequence("first", cached, dp_group=1, max_tokens=1), 0.0)

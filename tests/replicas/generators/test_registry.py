@@ -127,7 +127,7 @@ class OwnLlama(TorchGenerator):
 
 
 def test_a_registered_architecture_that_ours_do_not_know_is_served(tmp_path):
-    """By an engine in a process of its own, and on this thread."""
+    """It is served by an engine process and by an engine on this thread."""
     own = shutil.copytree(model_folder("llama-gqa"), tmp_path / "own")
     raw = json.loads((own / "config.json").read_text())
     (own / "config.json").write_text(json.dumps(raw | {"architectures": ["OwnLlamaForCausalLM"]}))

@@ -299,7 +299,7 @@ def test_config_asks_for_what_the_class_lacks(folder: Path) -> None:
 
 
 def test_warm_up_with_a_list() -> None:
-    """Of each kind of sampling, and None for the host's."""
+    """The list has each kind of sampling, and None for sampling on the host."""
 
     class Listed(Plain):
         def warmup_model_prefill(
@@ -428,7 +428,7 @@ def test_images_that_the_class_requires() -> None:
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 def test_rope_deltas(key: str) -> None:
-    """They go to the slots of the rows, and to the model once after they changed."""
+    """Deltas go to the slots of the rows, and to the model once after a change."""
     config = SimpleNamespace(vocab_size=VOCAB_SIZE, **{key: {"mrope_section": [16, 24, 24]}})
     generator = make(num_slots=3, hf_config=SimpleNamespace(text_config=config))
     for slot, delta in ((2, 5), (0, 7)):
@@ -444,7 +444,7 @@ def test_rope_deltas(key: str) -> None:
 
 
 def test_legacy_reset_batch() -> None:
-    """With sampling on the device only, and none of the four commands."""
+    """It is given only with sampling on the device, without the four commands."""
     generator = make()
     decode(generator)
     assert not {"reset_batch", "reload_inputs", "sampling_params"} & set(last_call(generator))
@@ -467,7 +467,7 @@ def test_legacy_reset_batch() -> None:
 
 
 def test_a_legacy_class_may_keep_the_page_table() -> None:
-    """It compares the next with it; the engine's is the same tensor every time, written into."""
+    """The class compares tables of two steps, but the engine rewrites one tensor in place."""
     generator, table = make(), torch.ones((2, 2), dtype=torch.int32)
     decode(generator, page_table=table)
     kept = last_call(generator)["page_table"]

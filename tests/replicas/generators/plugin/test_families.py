@@ -222,7 +222,7 @@ def test_renamed_folder_is_refused_before_a_mesh_is_opened(
 
 @pytest.mark.parametrize("name", ["Tiny-8B-Instruct", "some-org--Tiny-8B-Instruct", LINKED])
 def test_folder_with_the_name_of_a_checkpoint_is_linked(name: str, folder: Path) -> None:
-    """By a link whose path says which checkpoint it is; the same one every time."""
+    """The link's path contains the checkpoint's name, and is the same every time."""
     named = folder.rename(folder.with_name(name))
     link = checkpoint_for(Registered, str(named))
     assert link.rsplit("/", 3)[1:3] == [LINKED, "snapshots"]

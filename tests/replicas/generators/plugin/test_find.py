@@ -56,7 +56,7 @@ def test_class_on_the_path() -> None:
 
 
 def test_class_of_tt_metal(tmp_path: Path) -> None:
-    """By architecture, with and without the plugin's prefix, and by its own name."""
+    """It is found by architecture, with and without the plugin's prefix, and by its own name."""
     paths = make_tt_metal(tmp_path, "class LlamaForCausalLM: ...\nclass QwenForCausalLM: ...")
     llama = find_plugin_class("LlamaForCausalLM", paths)
     assert llama.__module__ == "models.tt_transformers.tt.generator_vllm"

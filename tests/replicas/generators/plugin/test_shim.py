@@ -204,7 +204,7 @@ def test_every_class_of_the_table_is_imported(architecture: str, paths: PluginPa
 
 
 def test_class_imports_more_later(paths: PluginPaths) -> None:
-    """Its records of KV caches, inside the method that makes them."""
+    """It imports records of KV caches inside the method that makes them."""
     llama = find_plugin_class("LlamaForCausalLM", paths)
     sizes = {"num_kv_heads": 8, "head_size": 64, "block_size": 32, "dtype": torch.bfloat16}
     config = vllm_config(None, **sizes)
@@ -237,7 +237,7 @@ def test_missing_names() -> None:
 
 
 def test_real_vllm_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is installed, or already imported."""
+    """The stand-in is not used if vLLM is installed, or already imported."""
     real = types.ModuleType("vllm")
     monkeypatch.setitem(sys.modules, "vllm", real)
     with vllm_stand_in():

@@ -61,7 +61,7 @@ def test_takes_everything() -> None:
 
 
 def test_takes_something_out_before_it_passes_the_rest_on() -> None:
-    """As image models do with what the text model has no parameter for."""
+    """Image models do so with arguments that the text model does not take."""
 
     class Taking(Seed):
         def decode_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -136,7 +136,7 @@ def test_class_that_only_chooses() -> None:
 
 
 def test_first_arguments_have_any_names() -> None:
-    """They are given by place: the mesh was called after a machine once."""
+    """They are positional: older classes name the mesh after a machine."""
 
     class Named(Minimal):
         @classmethod

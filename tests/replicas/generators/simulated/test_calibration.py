@@ -98,7 +98,7 @@ def test_a_held_out_prediction_never_saw_its_row(monkeypatch):
 
 
 def test_the_row_of_an_older_release_is_outside():
-    """Why it is not used: the second lane would have to cost as much as the whole first."""
+    """The row is not used, as its second lane would have to cost as much as the whole first."""
     (row,) = OLDER_ROWS
     ttft, step = held_out(row)
     assert abs(ttft) < 0.1

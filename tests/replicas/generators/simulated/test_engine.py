@@ -143,7 +143,7 @@ def test_a_prompt_computed_elsewhere_gives_the_same(prefill, decode, steps_in_fl
 
 
 def test_a_stale_block_table_gives_another_token(monkeypatch):
-    """What all the others rest on: the simulated model notices one wrong entry."""
+    """All other tests assume this: the simulated model detects one wrong entry."""
     decode_inputs = PersistentBatch.decode_inputs
 
     def swapped(self, slots):
