@@ -27,11 +27,14 @@ SHARED := --dist worksteal
 # The given files, or those with tests of a kind: importing all the others takes long.
 FILES = $(or $(TESTS),$(sort $(shell grep -rl --include='test_*.py' 'mark\.$(1)' tests)))
 
-# TESTS=tests/kv_transfer runs a part.
+# TESTS=tests/kv_transfer runs a part. A host holds one Ray cluster at a time, so the tests that start
+# one run one at a time. They mostly wait, and run beside the others.
 test: $(VENV)/.installed-dev ## Run the tests without slow ones. TESTS=tests/kv_transfer runs a part.
-	$(call PYTEST,-n 3 $(SHARED) -m "not ray and not slow" $(TESTS))
-	@# A host holds one Ray cluster at a time: tests that start Ray run alone.
-	$(call PYTEST,-m "ray and not slow" $(call FILES,ray))
+	@mkdir -p generated
+	@{ $(call PYTEST,-m "ray and not slow" $(call FILES,ray)); } > generated/test-ray.log 2>&1 & with_ray=$$!; \
+	{ $(call PYTEST,-n 3 $(SHARED) -m "not ray and not slow" $(TESTS)); }; code=$$?; \
+	echo "Tests that start Ray:"; \
+	wait $$with_ray || code=$$?; cat generated/test-ray.log; exit $$code
 
 # The tests that `make test` leaves out: quicker tests cover most of them, and CI runs them all.
 test-slow: $(VENV)/.installed-dev ## Run the slow tests, which `test` leaves out.
