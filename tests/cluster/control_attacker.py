@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -27,6 +28,9 @@ from replicas.messages import (
     Utility,
 )
 from replicas.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from replicas.messages import ClientMessage
 
 ATTACK_S = 2.0
 
@@ -91,7 +95,11 @@ def words(known: Knowledge) -> list[bytes]:
     """What it says, all at once."""
     # As an engine took it, before only its parent could say so.
     drain = msgspec.msgpack.encode(["drain"])
-    said = [Hello(PROTOCOL_VERSION), Utility(1, "reset_prefix_cache"), Utility(2, "no such")]
+    said: list[ClientMessage] = [
+        Hello(PROTOCOL_VERSION),
+        Utility(1, "reset_prefix_cache"),
+        Utility(2, "no such"),
+    ]
     own = EngineRequest(
         "the attacker's", [5, 9, 3], SamplingParams(max_tokens=8, temperature=0.0, seed=0)
     )

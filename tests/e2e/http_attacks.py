@@ -14,12 +14,12 @@ import re
 import struct
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 
 ANSWER_S = 30.0
 IDLE_S = 40.0
@@ -423,7 +423,7 @@ async def cache_oracle(target: Target) -> Counter[str]:
     return Counter(["found" if told[secret] not in others else "hidden"])
 
 
-ATTACKS: dict[str, Callable[[Target], Awaitable[Counter[str]]]] = {
+ATTACKS: dict[str, Callable[[Target], Coroutine[Any, Any, Counter[str]]]] = {
     attack.__name__: attack
     for attack in (
         fill_routes, debug_routes, long_texts, special_tokens, health_storm, unknown_methods,

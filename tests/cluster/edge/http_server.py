@@ -1,16 +1,22 @@
 """An ASGI app on a real socket in a thread, and raw clients that behave as they like."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 import resource
 import socket
 import threading
 import time
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
 
-def poll(predicate, what="", deadline_s=20):
+
+def poll(predicate: Callable[[], Any], what: str = "", deadline_s: float = 20) -> Any:
     """Wait until a predicate is true; returns its value."""
     end_s = time.monotonic() + deadline_s
     while not (value := predicate()):
@@ -20,7 +26,7 @@ def poll(predicate, what="", deadline_s=20):
 
 
 @contextlib.contextmanager
-def serving(app):
+def serving(app: Any) -> Iterator[int]:
     """Serve an app; yields its port. Raises the limit of open files, for hundreds of clients."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -39,7 +45,9 @@ def serving(app):
             assert not thread.is_alive()
 
 
-def connect(port, *, source="127.0.0.1", receive_bytes=None):
+def connect(
+    port: int, *, source: str = "127.0.0.1", receive_bytes: int | None = None
+) -> socket.socket:
     """A connection, from an address of the loopback network."""
     client = socket.socket()
     client.settimeout(30)
@@ -54,7 +62,13 @@ def connect(port, *, source="127.0.0.1", receive_bytes=None):
     return client
 
 
-def request_bytes(body, *, length=None, headers=(), path="/v1/completions"):
+def request_bytes(
+    body: object,
+    *,
+    length: int | None = None,
+    headers: Sequence[str] = (),
+    path: str = "/v1/completions",
+) -> bytes:
     """Return a POST request; `length` overrides its Content-Length."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Connection: close"]
@@ -63,7 +77,7 @@ def request_bytes(body, *, length=None, headers=(), path="/v1/completions"):
     return "\r\n".join(head).encode("latin-1") + raw
 
 
-def answer(client):
+def answer(client: socket.socket) -> tuple[int, bytes]:
     """Read until the server closes; return status and body, status 0 if it is no HTTP answer."""
     raw = b""
     with contextlib.suppress(ConnectionResetError):
@@ -73,7 +87,7 @@ def answer(client):
     return (int(head.split()[1]) if head.startswith(b"HTTP/") else 0), body
 
 
-def ask(port, body, **options):
+def ask(port: int, body: object, **options: Any) -> tuple[int, bytes]:
     """Send a whole request and read its answer."""
     with contextlib.closing(connect(port)) as client:
         client.sendall(request_bytes(body, **options))
@@ -96,10 +110,10 @@ OF_SERVE = [
 class NamesOfHeaders:
     """An application that answers everything, and keeps which headers came."""
 
-    def __init__(self):
-        self.seen = []
+    def __init__(self) -> None:
+        self.seen: list[bytes] = []
 
-    async def __call__(self, scope, receive, send):
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
             self.seen.extend(name for name, _ in scope["headers"])
             await send({"type": "http.response.start", "status": 200, "headers": []})
