@@ -236,7 +236,7 @@ def doctor_text(diagnosis: Diagnosis) -> str:
     lines += [f"  {_choice_text(choice)}" for choice in diagnosis.meshes]
     if not diagnosis.meshes:
         lines.append("  the name of the boards" if diagnosis.host.usable else "  none")
-    lines.append("What runs here")
+    lines.append("Running here")
     lines += [f"  {line}" for line in _what_runs(diagnosis)]
     if diagnosis.listeners or diagnosis.ray:
         lines += ["Listening (see SECURITY.md)", *_finding_lines(diagnosis.ray)]

@@ -62,7 +62,7 @@ class Pace:
         self._work: list[float] = [0.0] * len(StepCosts())
 
     def __repr__(self) -> str:
-        return f"Pace({self.num_steps} steps, {self._took_s:.3g} s of late)"
+        return f"Pace({self.num_steps} steps, {self._took_s:.3g} s recently)"
 
     def see(self, work: StepWork, costs: StepCosts) -> bool:
         """Add a step; return False if it is unusable because it took no time or cost nothing."""

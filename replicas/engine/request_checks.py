@@ -70,7 +70,7 @@ class RequestChecks:
         if message.mode == "prefill" and not self.has_connector:
             return "this engine has no KV connector; set kv_connector"
         if message.mode != "decode" and message.token_ids:
-            return "only mode decode goes on after tokens"
+            return "only mode decode continues after output tokens"
         return None
 
     def activation_problem(self, seq: Sequence, message: Activate) -> str | None:
