@@ -86,6 +86,12 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_of_other_tests_is_open() -> None:
+    """Collect the regions and sockets that tests of other files have left as garbage."""
+    gc.collect()
+
+
 @pytest.fixture(autouse=True)
 def _nothing_stays_open() -> Iterator[None]:
     """Assert that a test leaves no file open, of its own or of an array that it has made."""
