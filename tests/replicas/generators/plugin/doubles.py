@@ -517,7 +517,11 @@ class Contract1(ReadsLater):
         self.check_decode(tokens, page_table, kv_cache, start_pos)
         moves = slot_remap is not MISSING
         rows, table = self.is_new(start_pos, page_table, draws=samples, moves=moves)
-        assert commands == (rows, not rows and table, rows and samples, rows and samples)
+        # With the rows as they were, an engine may also send all inputs again.
+        is_same = not rows and commands == (True, False, False, False)
+        assert is_same or commands == (
+            rows, not rows and table, rows and samples, rows and samples,
+        )  # fmt: skip
         if slot_remap is not MISSING:
             self.move_slots(slot_remap)
         if reload_inputs:
