@@ -46,7 +46,16 @@ seccompProfile:
 {{- range .sizes }}
   {{- $bytes = add $bytes (include "ttserve.bytes" .) }}
 {{- end }}
-{{- $own := dict "requests" (dict "ephemeral-storage" "1Gi") "limits" (dict "ephemeral-storage" (printf "%dMi" (div $bytes 1048576))) }}
+{{- /* In the canonical form: KubeRay writes any other anew, owns the field from then on, and upgrades conflict. */}}
+{{- $size := div $bytes 1048576 }}
+{{- $unit := "Mi" }}
+{{- range list "Gi" "Ti" }}
+{{- if eq (mod $size 1024) 0 }}
+{{- $size = div $size 1024 }}
+{{- $unit = . }}
+{{- end }}
+{{- end }}
+{{- $own := dict "requests" (dict "ephemeral-storage" "1Gi") "limits" (dict "ephemeral-storage" (printf "%d%s" $size $unit)) }}
 {{- toYaml (mergeOverwrite $own (deepCopy (default (dict) .resources))) }}
 {{- end }}
 
