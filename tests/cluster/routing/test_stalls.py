@@ -281,12 +281,12 @@ async def test_an_engine_that_never_answers_is_given_up_after_a_time(monkeypatch
 
 @pytest.mark.parametrize("is_heard", [False, True])
 async def test_a_stalled_engine_is_not_late_before_it_recovers(is_heard, monkeypatch):
-    monkeypatch.setattr(leg, "ANSWER_S", 0.3)
+    monkeypatch.setattr(leg, "ANSWER_S", 1.5)
     async with scripted(("both", "d", silent), max_attempts=1) as (made, hung):
         task = ask(made)
         await until(lambda: asked(hung), "asked")
         await stall(made, hung)
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(2.5)
         assert (task.done(), asked(hung)) == (False, 1)
         if is_heard:
             request_id = hung.received(AddRequest)[0].request.request_id
