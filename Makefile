@@ -9,7 +9,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --retries 10 --time
 export HF_HUB_OFFLINE := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help serve test test-slow test-tt test-helm test-chart build-helm build-chart ci-all check lint types imports chaos lock sbom audit clean
+.PHONY: help serve test test-local test-ray test-slow test-tt test-helm test-chart build-helm build-chart ci-all check lint types imports chaos lock sbom audit clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -19,7 +19,7 @@ serve: $(VENV)/.installed ## Serve a model on this machine. PORT=8000 MODEL=fold
 	@$(VENV)/bin/ttserve serve $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model $(MODEL)) $(if $(CONFIG),--config $(CONFIG))
 
 # Exit code 5: no test of the given files is of this kind.
-PYTEST = $(VENV)/bin/python -m pytest -q $(if $(CI),--cache-clear) $(1) || [ $$? = 5 ]
+PYTEST = $(VENV)/bin/python -m pytest -q $(1) || [ $$? = 5 ]
 # A laptop or a CI machine has two cores at least; a third process computes while others wait for an
 # engine that starts, freezes or falls silent. Each begins with its part of the tests in their order,
 # so that what the tests of a file share is mostly made once, and takes over from others at the end.
@@ -27,14 +27,19 @@ SHARED := --dist worksteal
 # The given files, or those with tests of a kind: importing all the others takes long.
 FILES = $(or $(TESTS),$(sort $(shell grep -rl --include='test_*.py' 'mark\.$(1)' tests)))
 
-# TESTS=tests/kv_transfer runs a part. A host holds one Ray cluster at a time, so the tests that start
-# one run one at a time. They mostly wait, and run beside the others.
+# TESTS=tests/kv_transfer runs a part. Both halves run to their ends, whatever the other's result.
 test: $(VENV)/.installed-dev ## Run the tests without slow ones. TESTS=tests/kv_transfer runs a part.
+	@$(MAKE) --no-print-directory --jobs 2 --keep-going test-local test-ray
+
+test-local: $(VENV)/.installed-dev ## Run the half of `test` that starts no Ray.
+	$(call PYTEST,-n 3 $(SHARED) -m "not ray and not slow" $(TESTS))
+
+# A host holds one Ray cluster at a time, so these tests run one at a time. They mostly wait; beside
+# the others' output theirs is shown when they are done.
+test-ray: $(VENV)/.installed-dev ## Run the half of `test` that starts Ray.
 	@mkdir -p generated
-	@{ $(call PYTEST,-m "ray and not slow" $(call FILES,ray)); } > generated/test-ray.log 2>&1 & with_ray=$$!; \
-	{ $(call PYTEST,-n 3 $(SHARED) -m "not ray and not slow" $(TESTS)); }; code=$$?; \
-	echo "Tests that start Ray:"; \
-	wait $$with_ray || code=$$?; cat generated/test-ray.log; exit $$code
+	@{ $(call PYTEST,-m "ray and not slow" $(call FILES,ray)); } > generated/test-ray.log 2>&1; \
+	code=$$?; echo; cat generated/test-ray.log; exit $$code
 
 # The tests that `make test` leaves out: quicker tests cover most of them, and CI runs them all.
 test-slow: $(VENV)/.installed-dev ## Run the slow tests, which `test` leaves out.
