@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from replicas.errors import ConfigError, InvalidRequestError
-from replicas.sampling_params import GenerationConfigSource, SamplingDefaults, SamplingParams
+from replicas.sampling_params import GenerationConfigSource, SamplingDefaults
 
 logger = logging.getLogger(__name__)
 
@@ -79,10 +79,7 @@ def _check(defaults: SamplingDefaults, path: Path) -> None:
         )
     if defaults.top_k > _LARGEST:
         raise ConfigError(f"{path}: top_k must be at most {_LARGEST}, got {defaults.top_k}")
-    params = SamplingParams(
-        temperature=defaults.temperature, top_p=defaults.top_p, top_k=defaults.top_k
-    )
     try:
-        params.validate()
+        defaults.params().validate()
     except InvalidRequestError as error:
         raise ConfigError(f"{path}: {error}") from error

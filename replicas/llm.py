@@ -150,13 +150,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters of requests that come without any."""
-        defaults = self._defaults
-        params = SamplingParams(
-            temperature=defaults.temperature, top_p=defaults.top_p, top_k=defaults.top_k
-        )
-        if defaults.max_tokens is None:
-            return params
-        return msgspec.structs.replace(params, max_tokens=defaults.max_tokens)
+        return self._defaults.params()
 
     def get_metrics(self) -> EngineMetrics:
         """Return every counter of the engine; must not run during `generate`."""

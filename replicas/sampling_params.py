@@ -132,6 +132,13 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = SamplingParams().top_k
     max_tokens: int | None = None
 
+    def params(self) -> SamplingParams:
+        """Return the parameters of a request that states none."""
+        params = SamplingParams(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
+        if self.max_tokens is None:
+            return params
+        return msgspec.structs.replace(params, max_tokens=self.max_tokens)
+
 
 def _typed(name: str, value: object, kind: Any) -> Any:  # noqa: ANN401 - a field's
     try:
