@@ -189,7 +189,7 @@ class PieceEncoder:
 
 
 def _special_ids(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]] | None:
-    """Return the ids that are put before and behind every text; None if they cannot be told."""
+    """Return the ids before and behind every text; None if a text is not found just once."""
     inner = backend.encode("a", add_special_tokens=False).ids
     outer = backend.encode("a", add_special_tokens=True).ids
     places = [i for i in range(len(outer)) if inner and outer[i : i + len(inner)] == inner]

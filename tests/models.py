@@ -80,7 +80,7 @@ class Reference:
 
 @cache
 def reference_model(folder: str, dtype: torch.dtype):
-    """A model as transformers loads it; it is everybody's: change nothing."""
+    """A model as transformers loads it; all tests share it: change nothing."""
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 

@@ -118,7 +118,7 @@ def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def fork_on_request(connection: socket.socket) -> bool:
-    """Fork an engine for each request; return True in an engine, False once nobody can ask."""
+    """Fork an engine for each request; return True in an engine, False once the tests are over."""
     while True:
         message, given, _, _ = socket.recv_fds(connection, _MAX_BYTES, 16)
         if not message:

@@ -67,7 +67,7 @@ async def test_a_request_gets_its_route_and_the_predictions(pool, tmp_path):
         for number in range(6):
             await ask("POST", "/v1/completions", body(f"{number} {PROMPT}"))
         await ask("POST", "/v1/completions", body())
-        await until(lambda: num_cached(ingress) == CACHED, "its engine has told what it holds")
+        await until(lambda: num_cached(ingress) == CACHED, "its engine has reported what it holds")
         answer = await ask(
             "POST", "/v1/completions", body(stream=True), x_request_id="mine", x_debug_route="1"
         )

@@ -425,7 +425,7 @@ async def test_a_reconnecting_client_drops_its_old_requests(pool):
         await service.fleet.client.connect(decode.description)
         await until_idle(service, decode)
         result = await ended(service, decode, "length") - num_whole
-    assert result == 0, "nobody would have read it"
+    assert result == 0, "no client would have read it"
 
 
 async def test_an_engine_falsely_thought_lost_drops_its_old_requests(pool, monkeypatch):
@@ -510,7 +510,7 @@ async def test_transfers_are_polled_and_an_engine_without_answer_is_silent(monke
     assert (quiet.replica, quiet.is_silent) == ("decode-d", True)
     assert (known.is_silent, known.leased_blocks) == (False, 4)
     assert [t.peer for t in known.transfers] == ["decode-d"]
-    assert known.transfers[0].request not in {"", "r"}, "nobody can speak of it to an engine"
+    assert known.transfers[0].request not in {"", "r"}, "no client can name it to an engine"
 
 
 async def test_engines_at_rest_have_no_transfers(pool):

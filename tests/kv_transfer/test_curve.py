@@ -108,7 +108,7 @@ def test_a_client_without_a_secret_is_refused(serve):
     assert not is_answered(server, with_public_key, 0.3)
     assert server.denied.acquire(timeout=10)
     assert not is_answered(server, lambda _dealer: None, 0.3)
-    assert not hears(unguarded, OLD, wait_s=0.3), "without an authenticator nobody is let in"
+    assert not hears(unguarded, OLD, wait_s=0.3), "without an authenticator no client is let in"
 
 
 def test_an_impostor_at_a_servers_address_receives_nothing(serve):

@@ -67,7 +67,7 @@ def config(**changes):
     [
         pytest.param(2, [[4, 4]] * 100, [None] * 100, id="idle"),
         pytest.param(3, [[7, 7]] * 4, [None] * 3 + ["step"], id="a step that does not end"),
-        pytest.param(2, [[3], [3], [5], [5], [7], [7]], [None] * 6, id="each turn starts anew"),
+        pytest.param(2, [[3], [3], [5], [5], [7], [7]], [None] * 6, id="each turn starts again"),
         pytest.param(2, [[3], [3], [4, 5], [5], [5]], [None] * 4 + ["step"], id="after a rest"),
         pytest.param(2, [[4], [], [4], [], []], [None] * 4 + ["frozen"], id="no beat"),
         pytest.param(1.2, [[], []], [None, "frozen"], id="a part of a look counts as one"),

@@ -46,7 +46,7 @@ seccompProfile:
 {{- range .sizes }}
   {{- $bytes = add $bytes (include "ttserve.bytes" .) }}
 {{- end }}
-{{- /* In the canonical form: KubeRay writes any other anew, owns the field from then on, and upgrades conflict. */}}
+{{- /* Canonical, because KubeRay rewrites any other form. It then owns the field, and upgrades conflict. */}}
 {{- $size := div $bytes 1048576 }}
 {{- $unit := "Mi" }}
 {{- range list "Gi" "Ti" }}

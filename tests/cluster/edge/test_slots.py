@@ -29,7 +29,7 @@ def test_the_view_has_each_replicas_slots_and_attempts():
         ("decode", "activated", 7.0, 1),
         ("decode", "open", 2.0, 3),
     ]
-    assert decode.attempts[1].request not in {"", "secret"}, "nobody can speak of it to an engine"
+    assert decode.attempts[1].request not in {"", "secret"}, "no client can name it to an engine"
     assert (quiet.is_responsive, quiet.role, quiet.groups, quiet.attempts) == (False, "", [], [])
     assert (decode.state, quiet.state) == ("ready", "starting")
     pools.take_snapshot("d", EngineSnapshot(2, True, 0, 0, 9, groups, "decode"))

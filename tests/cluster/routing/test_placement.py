@@ -206,7 +206,7 @@ def follow_the_prefix(demand, views, turn, cached):
 
 
 def less_loaded_of_any_two(_demand, views, _turn, _cached):
-    """Return the possible places, whichever two are drawn."""
+    """Return the places that two draws can give."""
     if len(views) < 3:
         return [v for v in views if v.num_active == min(v.num_active for v in views)]
     most = max(v.num_active for v in views)

@@ -1,4 +1,4 @@
-"""The orders of prompt and slot: messages to each engine, and what is released on losses."""
+"""The orders of prompt and slot: messages to each engine, and releases on losses."""
 
 import asyncio
 import functools

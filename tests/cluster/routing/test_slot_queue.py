@@ -467,4 +467,4 @@ async def test_an_abandoned_wait_releases_its_place_before_its_task_runs():
     assert (await waits.wait(queue.new_waiter(asks("r"), is_promised=True))).incarnation
     with pytest.raises(asyncio.CancelledError):
         await heir
-    assert pools.holds() == [("one", "r")], "what was given up takes nothing else along"
+    assert pools.holds() == [("one", "r")], "a hold given up takes no other along"

@@ -111,7 +111,7 @@ async def test_a_decode_engine_stalled_before_its_first_token_is_replaced(answer
         await hung.send(TokenOutput(request_id, 0, [9], "length"))
         await other.send(Accepted(request_id, 0, 0, 0, 1))
         await other.send(TokenOutput(request_id, 0, [5], "length"))
-        assert await answer_of(task) == [5], "what comes late from the hung one is not heard"
+        assert await answer_of(task) == [5], "late output of the hung engine is ignored"
         await told_once(hung, request_id)
         assert made.count("ttserve_router_stalled_legs_total", leg="decode") == 1
 
@@ -136,7 +136,7 @@ async def test_a_late_answer_of_an_engine_that_was_left_hangs_no_request(old):
             await hung.send(TokenOutput(request_id, 0, [4], "length"))
         if old == "accepted":
             await hung.send(snapshot=hung.snapshot(num_empty_slots=4))
-            await until(lambda: asked(hung) == 3, "it is asked anew")
+            await until(lambda: asked(hung) == 3, "it is asked again")
             await hung.send(Accepted(request_id, 0, 0, 0, 2))
             await hung.send(TokenOutput(request_id, 0, [5], "length"))
         assert await answer_of(task) == [5 if old == "accepted" else 4]
@@ -149,7 +149,7 @@ async def test_a_reservation_on_a_stalled_engine_is_repeated_elsewhere():
         await until(lambda: asked(prefill), "prefill is asked")
         await made.connect(other.member)
         await stall(made, hung)
-        await until(lambda: asked(prefill) == 2, "prefill is asked anew")
+        await until(lambda: asked(prefill) == 2, "prefill is asked again")
         request_id = prefill.received(AddRequest)[0].request.request_id
         await prefill.send(TokenOutput(request_id, 0, [5]))
         assert await answer_of(task) == [5, 6]
@@ -438,7 +438,7 @@ async def test_a_stream_continues_until_another_engine_has_accepted_it():
         await leaving.send(TokenOutput(request_id, 2, [7]))
         await until(lambda: tokens == [6, 7], "a refusal costs it nothing")
         await other.send(snapshot=other.snapshot(num_empty_slots=4))
-        await until(lambda: asked(other) == 2, "the other is asked anew")
+        await until(lambda: asked(other) == 2, "the other is asked again")
         await other.send(Accepted(request_id, 0, 0, 0, 1))
         await until(lambda: other.received(Activate), "the other engine continues")
         assert other.received(Activate)[0].token_ids == [[5, 6, 7]]
@@ -484,7 +484,7 @@ async def test_nothing_is_left_of_a_hand_over_that_is_not_needed(end):
             await asyncio.wait({reader})
         else:
             leaving.die()
-            await until(lambda: asked(other) == 2, "it begins anew")
+            await until(lambda: asked(other) == 2, "it begins again")
             for handle in (1, 2):
                 await other.send(Accepted(request_id, 0, 0, 0, handle))
             await other.send(TokenOutput(request_id, 1, [6], "length"))
@@ -503,7 +503,7 @@ def quiet_soon(monkeypatch):
     monkeypatch.setattr(async_client, "SILENCE_S", 60.0)
 
 
-async def hush(made, engine):
+async def mark_silent(made, engine):
     engine.is_silent = True
     await until(lambda: len(made.pools.stalled) == 1, "nothing is heard of it")
 
@@ -521,7 +521,7 @@ async def follow_on(stream):
 async def test_a_silent_engines_stream_continues_on_the_engine_that_has_begun(end, quiet_soon):
     async with a_stream_beside(silent) as stream:
         made, quiet, other, request_id, tokens, reader = stream
-        await hush(made, quiet)
+        await mark_silent(made, quiet)
         await follow_on(stream)
         if end == "dead":
             quiet.die()
@@ -542,7 +542,7 @@ async def test_a_silent_engines_stream_continues_on_the_engine_that_has_begun(en
 async def test_a_stream_stays_on_an_engine_that_recovers_before_anothers_token(quiet_soon):
     async with a_stream_beside(silent) as stream:
         made, late, other, request_id, tokens, reader = stream
-        await hush(made, late)
+        await mark_silent(made, late)
         await follow_on(stream)
         late.is_silent = False
         await late.send(TokenOutput(request_id, 1, [6]))
@@ -558,7 +558,7 @@ async def test_a_stream_stays_on_an_engine_that_recovers_before_anothers_token(q
 async def test_a_successors_token_is_ignored_once_the_silent_engine_recovers(quiet_soon):
     async with a_stream_beside(silent) as stream:
         made, late, other, request_id, tokens, reader = stream
-        await hush(made, late)
+        await mark_silent(made, late)
         await follow_on(stream)
         late.is_silent = False
         await until(lambda: len(made.pools.stalled) == 0, "it beats again")
@@ -573,7 +573,7 @@ async def test_an_engine_that_speaks_again_is_not_asked_to_follow_on_itself(quie
     async with a_stream_beside(silent) as stream:
         made, late, other, request_id, tokens, reader = stream
         await fill(made, other)
-        await hush(made, late)
+        await mark_silent(made, late)
         await until(lambda: made.num_queued == 1, "the stream waits for a slot")
         late.is_silent = False
         await until(lambda: made.num_queued == 0, "the only room is where it is")
@@ -581,7 +581,7 @@ async def test_an_engine_that_speaks_again_is_not_asked_to_follow_on_itself(quie
         assert asked(other) == 0
         assert made.pools.holds() == []
         await other.send(snapshot=other.snapshot(num_empty_slots=4))
-        await hush(made, late)
+        await mark_silent(made, late)
         await follow_on(stream)
         await other.send(TokenOutput(request_id, 1, [6], "length"))
         await answer_of(reader)
