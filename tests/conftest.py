@@ -13,7 +13,7 @@ import os
 import pytest
 from hypothesis import settings
 
-from replicas import launch
+from replicas import async_client, client, launch
 from tests import warm_engines
 
 # Read when torch is imported, here and in every process that a test starts: operations this small
@@ -37,6 +37,18 @@ def _warm_engines():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "start_process", warm_engines.WarmInterpreter().start_process)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _patience(request, monkeypatch):
+    """Let a pause of the whole host, which CI machines have, take no engine's requests away.
+
+    The tests of what silence leads to have the marker `silence`, or limits of their own.
+    """
+    if request.node.get_closest_marker("silence") is None:
+        monkeypatch.setattr(async_client, "QUIET_S", 30.0)
+        monkeypatch.setattr(async_client, "SILENCE_S", 60.0)
+        monkeypatch.setattr(client, "SILENCE_S", 60.0)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -368,6 +368,7 @@ async def to_the_end(stream):
         await stream.get()
 
 
+@pytest.mark.silence
 def test_a_client_that_vanishes_without_a_word_leaves_nothing_on_the_engine(engines):
     decode = engines[1]
 

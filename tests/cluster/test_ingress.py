@@ -428,6 +428,7 @@ async def test_a_reconnecting_client_drops_its_old_requests(pool):
     assert result == 0, "no client would have read it"
 
 
+@pytest.mark.silence
 async def test_an_engine_falsely_thought_lost_drops_its_old_requests(pool, monkeypatch):
     monkeypatch.setattr(async_client, "SILENCE_S", 2.0)
     prefill, decode, _ = pool
@@ -523,6 +524,7 @@ async def test_engines_at_rest_have_no_transfers(pool):
     assert not any(replica.is_silent or replica.transfers for replica in view.replicas)
 
 
+@pytest.mark.silence
 async def test_deep_health_names_an_engine_that_takes_no_step(pool):
     async with serving(*(e.member for e in pool)) as service:
         all_step = await service.probe()

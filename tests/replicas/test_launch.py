@@ -17,7 +17,7 @@ import pytest
 
 import configs
 from kv_transfer.keys import KeyRing
-from replicas import async_client, client, launch
+from replicas import launch
 from replicas.async_llm import AsyncLLM
 from replicas.client import SyncMPClient
 from replicas.config import MOST_NICE, EngineConfig, MeshConfig, SimulatedMeshConfig
@@ -223,9 +223,7 @@ def test_a_frozen_idle_engine_is_killed():
 
 @pytest.mark.process
 @pytest.mark.parametrize("generator", ["Waiting", "Holding"])
-def test_a_hanging_device_ends_a_synchronous_client_with_the_reason(generator, monkeypatch):
-    # Not by its own timeout: this process is the engine's parent too.
-    monkeypatch.setattr(client, "SILENCE_S", 60.0)
+def test_a_hanging_device_ends_a_synchronous_client_with_the_reason(generator):
     engine = SyncMPClient(config(generator=generator))
     try:
         engine.add_request(EngineRequest("r", PROMPT, LONG))
@@ -238,9 +236,7 @@ def test_a_hanging_device_ends_a_synchronous_client_with_the_reason(generator, m
 
 
 @pytest.mark.process
-def test_an_engine_frozen_in_a_request_ends_an_asynchronous_llm_with_the_reason(monkeypatch):
-    monkeypatch.setattr(async_client, "SILENCE_S", 60.0)
-
+def test_an_engine_frozen_in_a_request_ends_an_asynchronous_llm_with_the_reason():
     async def run():
         llm = await AsyncLLM.start(config(model=DEMO_MODEL))
         try:

@@ -127,7 +127,6 @@ async def test_where_kv_cannot_be_had_the_other_engine_computes_it(who):
 @pytest.mark.parametrize("why", ["stalled", "quiet", "dead"])
 async def test_a_stalled_lender_is_left_without_its_kv(why, monkeypatch):
     monkeypatch.setattr(async_client, "QUIET_S", 0.5)
-    monkeypatch.setattr(async_client, "SILENCE_S", 60.0)
     async with a_stream() as stream:
         await stream.lend()
         if why == "stalled":

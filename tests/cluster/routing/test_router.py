@@ -423,6 +423,7 @@ async def test_streams_of_a_killed_decode_engine_continue_with_the_same_tokens(p
     assert results == reference(*cases)
 
 
+@pytest.mark.silence
 async def test_streams_of_a_frozen_decode_engine_continue_with_the_same_tokens(pool, monkeypatch):
     monkeypatch.setattr(async_client, "SILENCE_S", 2.0)
     prefill, other, frozen = pool[0], pool[2], pool[3]
@@ -617,6 +618,7 @@ def test_prompt_of_one_replica_is_found_on_another_under_the_same_salt():
     assert [num_cached for _, num_cached in results] == [0, 0, 0, 192]
 
 
+@pytest.mark.silence
 async def test_suspended_decode_engine_counts_as_lost_and_serves_after_it_resumes(
     pool, monkeypatch
 ):

@@ -359,7 +359,6 @@ async def test_a_silent_engine_gets_no_requests_before_it_counts_as_dead(
     monkeypatch,
 ):
     monkeypatch.setattr(async_client, "QUIET_S", 0.5)
-    monkeypatch.setattr(async_client, "SILENCE_S", 60.0)
     engines = ("both", "d1", accepts), ("both", "d2", accepts)
     async with scripted(*engines, policy="most_empty_slots") as (made, quiet, other):
         quiet.is_silent = True
@@ -500,7 +499,6 @@ async def test_nothing_is_left_of_a_hand_over_that_is_not_needed(end):
 def quiet_soon(monkeypatch):
     """Let engines count as silent soon, and as dead only when their connection breaks."""
     monkeypatch.setattr(async_client, "QUIET_S", 0.5)
-    monkeypatch.setattr(async_client, "SILENCE_S", 60.0)
 
 
 async def mark_silent(made, engine):

@@ -59,6 +59,8 @@ DEADLINE_S = 240.0
 """Timeout of every awaited event; nothing is measured by it."""
 STOP, CONTINUE, KILL = signal.SIGSTOP, signal.SIGCONT, signal.SIGKILL
 
+pytestmark = pytest.mark.silence
+
 
 def fault(at_s, kind, **fields):
     return Fault(at_s=at_s, target="decode/0", kind=kind, **fields)

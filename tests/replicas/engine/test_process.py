@@ -261,6 +261,7 @@ def test_killed_engine_ends_every_open_stream_with_an_error(doomed):
     assert doomed.wait() == -signal.SIGKILL
 
 
+@pytest.mark.silence
 def test_frozen_engine_counts_as_dead(doomed, monkeypatch):
     monkeypatch.setattr(async_client, "SILENCE_S", 2.0)
     ends, reason = dead_streams(doomed, lambda pid: os.kill(pid, signal.SIGSTOP))
@@ -268,8 +269,7 @@ def test_frozen_engine_counts_as_dead(doomed, monkeypatch):
     assert "sent nothing" in reason
 
 
-def test_a_synchronous_client_waits_for_an_engine_that_takes_nothing(monkeypatch):
-    monkeypatch.setattr("replicas.client.SILENCE_S", 60.0)
+def test_a_synchronous_client_waits_for_an_engine_that_takes_nothing():
     client = SyncMPClient(config())
     long = ["x" * 256] * 32
 

@@ -235,6 +235,7 @@ def lose(size, rank, deed, *, is_idle):
     "is_idle", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["stepping", "idle"]
 )
 @pytest.mark.parametrize("deed", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.silence
 def test_a_rank_that_is_lost_ends_all_with_the_same_error(deed, is_idle):
     ends, failures = lose(2, 1, deed, is_idle=is_idle)
     assert all(isinstance(end, EngineDeadError) for end in ends)
