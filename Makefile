@@ -9,7 +9,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --retries 10 --time
 export HF_HUB_OFFLINE := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help serve test test-local test-ray test-slow test-tt test-helm test-chart build-helm build-chart ci-all check lint types imports chaos lock sbom audit clean
+.PHONY: help serve test test-local test-ray test-slow test-slow-local test-slow-ray test-tt test-helm test-chart build-helm build-chart ci-all check lint types imports chaos lock sbom audit clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,24 +27,30 @@ SHARED := --dist worksteal
 # The given files, or those with tests of a kind: importing all the others takes long.
 FILES = $(or $(TESTS),$(sort $(shell grep -rl --include='test_*.py' 'mark\.$(1)' tests)))
 
+# The output of tests that run beside others is shown when they are done. A host holds one Ray
+# cluster at a time, so tests that start Ray run one at a time; they mostly wait.
+BESIDE = mkdir -p generated; { $(1); } > generated/$@.log 2>&1; code=$$?; echo; cat generated/$@.log; exit $$code
+HALVES = $(MAKE) --no-print-directory --jobs 2 --keep-going
+
 # TESTS=tests/kv_transfer runs a part. Both halves run to their ends, whatever the other's result.
 test: $(VENV)/.installed-dev ## Run the tests without slow ones. TESTS=tests/kv_transfer runs a part.
-	@$(MAKE) --no-print-directory --jobs 2 --keep-going test-local test-ray
+	@$(HALVES) test-local test-ray
 
 test-local: $(VENV)/.installed-dev ## Run the half of `test` that starts no Ray.
 	$(call PYTEST,-n 3 $(SHARED) -m "not ray and not slow" $(TESTS))
 
-# A host holds one Ray cluster at a time, so these tests run one at a time. They mostly wait; beside
-# the others' output theirs is shown when they are done.
 test-ray: $(VENV)/.installed-dev ## Run the half of `test` that starts Ray.
-	@mkdir -p generated
-	@{ $(call PYTEST,-m "ray and not slow" $(call FILES,ray)); } > generated/test-ray.log 2>&1; \
-	code=$$?; echo; cat generated/test-ray.log; exit $$code
+	@$(call BESIDE,$(call PYTEST,-m "ray and not slow" $(call FILES,ray)))
 
 # The tests that `make test` leaves out: quicker tests cover most of them, and CI runs them all.
 test-slow: $(VENV)/.installed-dev ## Run the slow tests, which `test` leaves out.
+	@$(HALVES) test-slow-local test-slow-ray
+
+test-slow-local: $(VENV)/.installed-dev
 	$(call PYTEST,-n 2 $(SHARED) -m "slow and not ray" $(call FILES,slow))
-	$(call PYTEST,-m "slow and ray" $(call FILES,slow))
+
+test-slow-ray: $(VENV)/.installed-dev
+	@$(call BESIDE,$(call PYTEST,-m "slow and ray" $(call FILES,slow)))
 
 # The ttnn path on ttnn's mock device: no Tenstorrent hardware, but Python 3.12 and RISC-V binutils.
 test-tt: $(VENV_TTNN)/.installed-dev ## Run the ttnn path on ttnn's mock device (Python 3.12).
