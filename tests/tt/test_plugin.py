@@ -34,7 +34,6 @@ from tests.replicas.generators.plugin.doubles import (
     Galaxy,
     Legacy,
     ReadsLater,
-    Recording,
     Registered,
     Seed,
 )
@@ -81,7 +80,7 @@ class OnMesh(CacheOnMesh, ReadsLater):
         return output
 
     def read_decode_output(self, tt_out: Any, async_read: bool = False) -> Any:
-        self.recording.call("read_decode_output", tt_out, async_read=async_read)
+        assert async_read
         assert tt_out is self.pending[-1]
         tt_out.host = tt_out.tensor.cpu(blocking=False)
         tt_out.event = ttnn.record_event(self.lanes[0], 0)
@@ -109,15 +108,11 @@ class OnSeed(CacheOnMesh, Seed):
 class OnGalaxy(OnMesh, Galaxy):
     """A Galaxy of two columns: one model and one cache on the whole mesh."""
 
-    num_columns = 2
     has_one_cache = True
 
 
 class OnChosen(OnMesh, Chosen):
     """A class of tt-transformers."""
-
-    def read_decode_output(self, tt_out: Any, *, async_read: bool = False) -> Any:
-        return OnMesh.read_decode_output(self, tt_out, async_read)
 
     def process_decode_output_host(self, tt_out: Any, *, is_tokens: bool = False) -> Any:
         return OnMesh.process_decode_output_host(self, tt_out, is_tokens), None
@@ -135,7 +130,6 @@ def _own_places(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(checkpoints, "user_cache", lambda: tmp_path)
     monkeypatch.setattr(doubles, "HEAD_DIM", HEAD_DIM)
-    monkeypatch.setattr(Double, "recording", Recording())
 
 
 def folder_in(tmp_path):

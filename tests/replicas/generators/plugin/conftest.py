@@ -1,4 +1,4 @@
-"""A model folder with only a configuration, an empty recording, and events to wait for."""
+"""A model folder with only a configuration, and events to wait for."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.replicas.generators.plugin.conformance import CONFIG
-from tests.replicas.generators.plugin.doubles import Double, Event, Recording
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.replicas.generators.plugin.doubles import Event
 
 
 @pytest.fixture
@@ -23,14 +24,6 @@ def folder(tmp_path: Path) -> Path:
     path.mkdir()
     (path / "config.json").write_text(json.dumps(CONFIG))
     return path
-
-
-@pytest.fixture
-def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
-    """The recorded calls of this test's next double."""
-    new = Recording()
-    monkeypatch.setattr(Double, "recording", new)
-    return new
 
 
 @pytest.fixture

@@ -10,12 +10,9 @@ step, so that a missing reload gives wrong tokens.
 
 from __future__ import annotations
 
-import inspect
-import textwrap
 from dataclasses import dataclass, fields
-from functools import wraps
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -24,9 +21,6 @@ import transformers
 from replicas.generators.plugin.adapter import adapt
 from replicas.generators.protocol import CpuDevice
 from replicas.generators.simulated.tokens import NextToken, PagedKVCache, kv_rows
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 VOCAB_SIZE = 160
 PADDED_VOCAB_SIZE = 192
@@ -43,9 +37,6 @@ class Mesh:
 
     def get_num_devices(self) -> int:
         return self.num_devices
-
-    def __repr__(self) -> str:
-        return f"<mesh of {self.num_devices}>"
 
 
 @dataclass
@@ -77,43 +68,9 @@ class Event:
 class OnDevice:
     """A decode's output on the device, which cannot be read directly."""
 
-    number: int
     values: torch.Tensor
     is_tokens: bool
     event: Event | None = None
-
-    def __repr__(self) -> str:
-        return f"<output {self.number} on the device>"
-
-
-class Recording:
-    """A record of the double's calls, a line per call."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def call(self, name: str, *positional: object, **named: object) -> None:
-        texts = [_text(value) for value in positional]
-        texts += [f"{key}={_text(value)}" for key, value in named.items()]
-        self.lines += textwrap.wrap(
-            f"{name}({', '.join(texts)})", 100, subsequent_indent="    ", break_on_hyphens=False
-        )
-
-    def note(self, text: str) -> None:
-        self.lines.append(f"  # {text}")
-
-
-def recorded(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Record the arguments of a double's method, in the order of its parameters."""
-    name, order = method.__name__.removesuffix("_text"), list(inspect.signature(method).parameters)
-
-    @wraps(method)
-    def call(self: Any, *args: Any, **named: Any) -> Any:
-        given = {key: named[key] for key in sorted(named, key=order.index)}
-        Double.recording.call(name, *args, **given)
-        return method(self, *args, **named)
-
-    return call
 
 
 MISSING = object()
@@ -126,60 +83,8 @@ PADDING_ROW = (0.0, 1, 1.0, 0.0, 0.0, 1.0, None, -2, False)
 """Sampling parameters of a row without a request, as upstream documents them."""
 
 
-def _text(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        kind = str(value.dtype).removeprefix("torch.")
-        return f"{kind}{list(value.shape)}{_values(value)}"
-    if isinstance(value, np.ndarray):
-        return f"numpy {value.dtype}{list(value.shape)}{_values(torch.from_numpy(value))}"
-    if isinstance(value, (transformers.PretrainedConfig, CpuDevice)):
-        return type(value).__name__
-    if isinstance(value, list) and value and isinstance(value[0], list):
-        return "<kv cache>"
-    if isinstance(value, list):
-        return f"[{', '.join(map(_text, value))}]"
-    if hasattr(value, "enable_log_probs"):
-        inside = (f"{f.name}={_runs(getattr(value, f.name))}" for f in fields(value))
-        return f"{type(value).__name__}({', '.join(inside)})"
-    return repr(value)
-
-
-def _values(tensor: torch.Tensor) -> str:
-    """Rows without the zeros that fill them up on the right."""
-    if tensor.is_floating_point():
-        return ""
-    if tensor.ndim < 2:
-        return f" {tensor.tolist()}"
-    rows = []
-    for row in tensor.tolist():
-        while len(row) > 1 and row[-1] == 0:
-            row.pop()
-        rows.append(_runs(row))
-    return f" {{{' '.join(rows)}}}"
-
-
-def _runs(row: list[Any]) -> str:
-    """Tokens mostly count up here, and rows of settings repeat: [1..40, 7], [0.0] * 4."""
-    if len(row) > 2 and len(set(row)) == 1:
-        return f"[{row[0]}] * {len(row)}"
-    texts, i = [], 0
-    while i < len(row):
-        end = i + 1
-        while type(row[i]) is int and row[end : end + 1] == [row[i] + end - i]:
-            end += 1
-        if end - i > 3:
-            texts.append(f"{row[i]}..{row[end - 1]}")
-        else:
-            texts += map(str, row[i:end])
-        i = end
-    return f"[{', '.join(texts)}]"
-
-
 class Double:
     """The common base of the three generations; not itself a plugin class."""
-
-    recording: ClassVar[Recording] = Recording()
-    """Of the instance at hand; a test sets a new one."""
 
     def __init__(self, mesh: Mesh, max_batch_size: int, max_seq_len: int, num_lanes: int) -> None:
         self.mesh = mesh
@@ -188,9 +93,11 @@ class Double:
         self.num_lanes = num_lanes
         self.next_token = NextToken(VOCAB_SIZE, ())
         self.already_warmed_up_prefill = False
+        self.can_sample_on_device = False
         self.has_prefill_trace = False
         self.warm_ups: list[str] = []
-        self.num_decodes = 0
+        # Decodes that reloaded nothing.
+        self.num_steady = 0
         # Outputs that were not processed yet, in order.
         self.pending: list[OnDevice] = []
         # A device's state: that of each slot, and the inputs of the last decode.
@@ -316,21 +223,16 @@ class Double:
         assert not page_table[padding].any()
         assert bool((start_pos[~padding] >= 0).all())
 
-    def is_new(self, start_pos: Any, page_table: Any, *, draws: bool, moves: bool) -> Any:
+    def is_new(self, start_pos: Any, page_table: Any, *, draws: bool) -> Any:
         """Return whether a decode has other rows than the last one, and another page table.
 
         vllm-tt-plugin's DECODE_RELOAD_CONTRACT.md: the first must reload all, the second its table.
         """
         live = set(torch.nonzero(start_pos >= 0).flatten().tolist())
-        rows = not draws or moves or (live, True) != (self.live, self.drew)
+        rows = not draws or (live, True) != (self.live, self.drew)
         table = self.last_table is None or not torch.equal(page_table, self.last_table)
         self.live, self.drew, self.last_table = live, draws, page_table.clone()
         return rows, table
-
-    def move_slots(self, slot_remap: Any) -> None:
-        assert slot_remap.dtype == torch.int32
-        assert sorted(slot_remap.tolist()) == list(range(self.max_batch_size))
-        self.state = [self.state[slot] for slot in slot_remap.tolist()]
 
     def decode(self) -> np.ndarray:
         """The next token of every row from what the device holds; moves its positions on."""
@@ -354,7 +256,6 @@ class Double:
             result[live] = self.next_token(self.paged.context_sums(lanes, tables, positions + 1))
         self.positions[live] += 1
         self.tokens = result.copy()
-        self.num_decodes += 1
         return result
 
     def check_table(self, table: np.ndarray, num_tokens: int) -> None:
@@ -377,10 +278,11 @@ class Double:
         return logits
 
     def leave_on_device(self, values: torch.Tensor, *, is_tokens: bool) -> OnDevice:
-        self.pending.append(OnDevice(self.num_decodes, values, is_tokens))
+        self.pending.append(OnDevice(values, is_tokens))
         return self.pending[-1]
 
     def check_params(self, params: Any, num_rows: int, padding: Any = ()) -> None:
+        assert self.can_sample_on_device, "not warmed up for it"
         names = [field.name for field in fields(params)]
         assert names == SAMPLING_FIELDS
         for name in names:
@@ -395,14 +297,30 @@ class Double:
 class ReadsLater(Double):
     """Decode leaves its output on the device, to be read in two calls."""
 
-    @recorded
+    def warmup_model_prefill(
+        self, kv_cache: Any, enable_trace: bool, can_sample_on_device: bool
+    ) -> None:
+        self.warm_prefill(enable_trace)
+
+    def warmup_model_decode(
+        self,
+        kv_cache: Any,
+        enable_trace: bool,
+        max_batch_size: int,
+        num_blocks: int,
+        can_sample_on_device: bool,
+    ) -> None:
+        assert max_batch_size == self.max_batch_size
+        assert num_blocks == self.width
+        self.can_sample_on_device = can_sample_on_device
+        self.warm_decode(enable_trace)
+
     def read_decode_output(self, tt_out: Any, async_read: bool = False) -> Any:
         assert async_read
         assert tt_out is self.pending[-1]
         tt_out.event = Event()
         return tt_out, [tt_out.event]
 
-    @recorded
     def process_decode_output_host(self, tt_out: Any, is_tokens: bool = False) -> Any:
         assert tt_out is self.pending.pop(0)
         assert tt_out.event.is_done, "nobody waited for the copy"
@@ -423,7 +341,6 @@ class Contract1(ReadsLater):
     }
 
     @classmethod
-    @recorded
     def initialize_vllm_model(
         cls,
         hf_config: Any,
@@ -439,7 +356,6 @@ class Contract1(ReadsLater):
     def get_max_tokens_all_users(cls, **kwargs: Any) -> int:
         return 4096
 
-    @recorded
     def allocate_kv_cache_per_layer(self, per_layer_specs: Any) -> list[Any]:
         assert [index for _, _, index in per_layer_specs] == list(range(NUM_LAYERS))
         (shape, dtype), *others = {spec[:2] for spec in per_layer_specs}
@@ -449,27 +365,6 @@ class Contract1(ReadsLater):
     def allocate_kv_cache(self, *args: Any) -> Any:
         raise AssertionError("the other one is preferred")
 
-    @recorded
-    def warmup_model_prefill(
-        self, *, kv_cache: Any, enable_trace: bool, can_sample_on_device: bool
-    ) -> None:
-        self.warm_prefill(enable_trace)
-
-    @recorded
-    def warmup_model_decode(
-        self,
-        *,
-        kv_cache: Any,
-        enable_trace: bool,
-        max_batch_size: int,
-        num_blocks: int,
-        can_sample_on_device: bool,
-    ) -> None:
-        assert max_batch_size == self.max_batch_size
-        assert num_blocks == self.width
-        self.warm_decode(enable_trace)
-
-    @recorded
     def prefill_forward(
         self,
         *,
@@ -493,7 +388,6 @@ class Contract1(ReadsLater):
         self.check_params(sampling_params, len(tokens))
         return torch.from_numpy(result).to(torch.int32)[:, None]
 
-    @recorded
     def decode_forward(
         self,
         *,
@@ -508,22 +402,19 @@ class Contract1(ReadsLater):
         reload_sampling_params: Any,
         reset_sampling_state: Any,
         sampling_params: Any = MISSING,
-        slot_remap: Any = MISSING,
     ) -> Any:
         commands = (reload_inputs, reload_page_table, reload_sampling_params, reset_sampling_state)
         assert all(type(command) is bool for command in commands)
         assert read_from_device is False
         samples = sampling_params is not MISSING
         self.check_decode(tokens, page_table, kv_cache, start_pos)
-        moves = slot_remap is not MISSING
-        rows, table = self.is_new(start_pos, page_table, draws=samples, moves=moves)
+        rows, table = self.is_new(start_pos, page_table, draws=samples)
         # With the rows as they were, an engine may also send all inputs again.
         is_same = not rows and commands == (True, False, False, False)
         assert is_same or commands == (
             rows, not rows and table, rows and samples, rows and samples,
         )  # fmt: skip
-        if slot_remap is not MISSING:
-            self.move_slots(slot_remap)
+        self.num_steady += not any(commands)
         if reload_inputs:
             self.load(tokens, start_pos, page_table)
         elif reload_page_table:
@@ -538,7 +429,6 @@ class Contract1(ReadsLater):
 class _LegacyText(ReadsLater):
     """The base of `Legacy`, as tt_transformers' ``Generator`` is."""
 
-    @recorded
     def prefill_forward_text(
         self,
         tokens: Any,
@@ -557,7 +447,6 @@ class _LegacyText(ReadsLater):
         self.check_params(sampling_params, len(tokens))
         return torch.from_numpy(result).to(torch.int32), None
 
-    @recorded
     def decode_forward_text(
         self,
         tokens: Any,
@@ -570,16 +459,13 @@ class _LegacyText(ReadsLater):
         reset_batch: Any = MISSING,
         prompt_tokens: Any = None,
         output_tokens: Any = None,
-        slot_remap: Any = MISSING,
     ) -> Any:
         assert read_from_device is False
         samples = sampling_params is not MISSING
         self.check_decode(tokens, page_table, kv_cache, start_pos)
-        moves = slot_remap is not MISSING
-        rows, _ = self.is_new(start_pos, page_table, draws=samples, moves=moves)
+        rows, _ = self.is_new(start_pos, page_table, draws=samples)
         assert reset_batch == (rows if samples else MISSING)
-        if slot_remap is not MISSING:
-            self.move_slots(slot_remap)
+        self.num_steady += samples and not rows
         if not samples or reset_batch:
             self.load(tokens, start_pos, page_table)
         elif (self.tables != page_table.numpy()).any():
@@ -603,7 +489,6 @@ class Legacy(_LegacyText):
     }
 
     @classmethod
-    @recorded
     def initialize_vllm_model(
         cls,
         hf_config: Any,
@@ -617,22 +502,9 @@ class Legacy(_LegacyText):
         assert n_layers is None
         return cls.make(hf_config, mesh_device, max_batch_size, max_seq_len, tt_data_parallel)
 
-    @recorded
     def allocate_kv_cache(self, *args: Any) -> list[Any]:
         return self.allocate(*args)
 
-    @recorded
-    def warmup_model_prefill(
-        self,
-        kv_cache: Any,
-        enable_trace: bool,
-        can_sample_on_device: bool,
-        greedy_only: bool = False,
-    ) -> None:
-        assert greedy_only is False
-        self.warm_prefill(enable_trace)
-
-    @recorded
     def warmup_model_decode(
         self,
         kv_cache: Any,
@@ -642,8 +514,10 @@ class Legacy(_LegacyText):
         can_sample_on_device: bool,
         non_greedy_decoding_on_device: bool,
     ) -> None:
-        assert num_blocks == self.width
-        self.warm_decode(enable_trace)
+        assert non_greedy_decoding_on_device == can_sample_on_device
+        super().warmup_model_decode(
+            kv_cache, enable_trace, max_batch_size, num_blocks, can_sample_on_device
+        )
 
     def prefill_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Delegate as tt_transformers does: only the called method shows the parameters."""
@@ -659,7 +533,6 @@ class Seed(Double):
     model_capabilities: ClassVar = {"supports_prefix_caching": False}
 
     @classmethod
-    @recorded
     def initialize_vllm_model(
         cls,
         hf_config: Any,
@@ -670,18 +543,15 @@ class Seed(Double):
     ) -> Seed:
         return cls.make(hf_config, mesh_device, max_batch_size, 128, tt_data_parallel)
 
-    @recorded
     def allocate_kv_cache(self, kv_cache_shape: Any, dtype: Any, num_layers: int) -> list[Any]:
         return self.allocate(kv_cache_shape, dtype, num_layers)
 
-    @recorded
     def warmup_model_prefill(
         self, kv_cache: Any, enable_trace: bool, sampling_params: list[Any]
     ) -> None:
         assert sampling_params[-1] is None
         self.warm_prefill(enable_trace)
 
-    @recorded
     def prefill_forward(
         self,
         tokens: Any,
@@ -697,7 +567,6 @@ class Seed(Double):
         lens = prompt_lens.numpy()
         return self.logits(self.prefill(tokens, page_table, kv_cache, lens, starts, empty_slots))
 
-    @recorded
     def decode_forward(
         self,
         tokens: Any,
@@ -721,49 +590,25 @@ class Chosen(Contract1):
         "supports_prefix_caching": True,
         "supports_async_decode": True,
         "supports_sample_on_device": True,
-        "supports_device_penalties": True,
         "max_device_top_k": 32,
-        "accepts_trace_mode": True,
     }
     allocate_kv_cache_per_layer = None
     is_cleaned_up = False
-
-    @classmethod
-    def initialize_vllm_model(
-        cls,
-        hf_config: Any,
-        mesh_device: Any,
-        max_batch_size: int,
-        max_seq_len: int,
-        n_layers: int | None = None,
-        tt_data_parallel: int = 1,
-        optimizations: str = "performance",
-        trace_mode: str = "all",
-    ) -> Chosen:
-        assert n_layers is None
-        assert optimizations in ("performance", "accuracy")
-        assert trace_mode == "all"
-        return cls.make(hf_config, mesh_device, max_batch_size, max_seq_len, tt_data_parallel)
 
     @property
     def given_cache(self) -> Any:
         return self.cache[0] if self.num_lanes == 1 else self.cache
 
-    @recorded
     def allocate_kv_cache(
         self, kv_cache_shape: Any = None, dtype: Any = None, num_layers: Any = None
     ) -> Any:
         self.allocate(kv_cache_shape, dtype, num_layers)
         return self.given_cache
 
-    def read_decode_output(self, tt_out: Any, *, async_read: bool = False) -> Any:
-        return super().read_decode_output(tt_out, async_read=async_read)
-
     def process_decode_output_host(self, tt_out: Any, *, is_tokens: bool = False) -> Any:
         values = super().process_decode_output_host(tt_out, is_tokens=is_tokens)
         return values, None
 
-    @recorded
     def cleanup(self) -> None:
         assert not self.is_cleaned_up
         self.is_cleaned_up = True
@@ -776,7 +621,6 @@ class Registered:
         "supports_prefix_caching": True,
         "supports_async_decode": True,
         "supports_sample_on_device": True,
-        "accepts_trace_mode": True,
     }
     models: ClassVar = {"some-org/Tiny-8B-Instruct": Chosen}
 
@@ -807,110 +651,38 @@ class Registered:
         return max_model_len * max_num_seqs
 
     @classmethod
-    @recorded
     def initialize_vllm_model(
         cls,
         hf_config: Any,
         mesh_device: Any,
         max_batch_size: int,
         max_seq_len: int,
-        n_layers: int | None = None,
         tt_data_parallel: int = 1,
-        optimizations: str | None = None,
-        **kwargs: Any,
     ) -> Chosen:
-        assert not kwargs
         chosen = cls.select(hf_config._name_or_path)
-        settings = {} if optimizations is None else {"optimizations": optimizations}
         return chosen.initialize_vllm_model(
-            hf_config, mesh_device, max_batch_size, max_seq_len,
-            n_layers=n_layers, tt_data_parallel=tt_data_parallel, **settings,
-        )  # fmt: skip
+            hf_config, mesh_device, max_batch_size, max_seq_len, tt_data_parallel
+        )
 
 
-class _GalaxyText(_LegacyText):
-    """The base of `Galaxy`, whose delegated method has the same name."""
-
-    def decode_forward(
-        self,
-        tokens: Any,
-        start_pos: Any,
-        page_table: Any = None,
-        kv_cache: Any = None,
-        enable_trace: Any = True,
-        read_from_device: Any = True,
-        sampling_params: Any = MISSING,
-        reset_batch: Any = MISSING,
-        slot_remap: Any = MISSING,
-    ) -> Any:
-        return self.decode_forward_text(
-            tokens, start_pos, page_table=page_table, kv_cache=kv_cache, enable_trace=enable_trace,
-            read_from_device=read_from_device, sampling_params=sampling_params,
-            reset_batch=reset_batch, slot_remap=slot_remap,
-        )  # fmt: skip
-
-
-class Galaxy(_GalaxyText):
+class Galaxy(Legacy):
     """A class for the 32 chips of a Galaxy, whose columns are lanes of eight slots each."""
 
     model_capabilities: ClassVar = {
         "supports_prefix_caching": True,
         "supports_sample_on_device": True,
     }
-    num_columns: ClassVar[int] = 4
-
-    @classmethod
-    @recorded
-    def initialize_vllm_model(
-        cls,
-        hf_config: Any,
-        mesh_device: Any,
-        max_batch_size: int,
-        max_seq_len: int = 131072,
-        n_layers: int | None = None,
-        tt_data_parallel: int = 1,
-        optimizations: str | None = None,
-    ) -> Galaxy:
-        assert optimizations is None, "Custom optimizations are not supported"
-        assert tt_data_parallel % cls.num_columns == 0
-        assert n_layers is None
-        return cls.make(hf_config, mesh_device, max_batch_size, max_seq_len, tt_data_parallel)
 
     @property
     def given_cache(self) -> Any:
         """One for all columns: each chip's part of a tensor is its column's."""
         return self._whole
 
-    @recorded
-    def allocate_kv_cache(self, kv_cache_shape: Any, dtype: Any, num_layers: int) -> Any:
-        self._whole = self.allocate(kv_cache_shape, dtype, num_layers)[:1]
+    def allocate_kv_cache(self, *args: Any) -> Any:
+        self._whole = self.allocate(*args)[:1]
         return self._whole
-
-    @recorded
-    def warmup_model_prefill(
-        self, kv_cache: Any, enable_trace: bool, can_sample_on_device: bool
-    ) -> None:
-        self.warm_prefill(enable_trace)
-
-    @recorded
-    def warmup_model_decode(
-        self,
-        kv_cache: Any,
-        enable_trace: bool,
-        max_batch_size: int,
-        num_blocks: int,
-        can_sample_on_device: bool,
-    ) -> None:
-        self.warm_decode(enable_trace)
-
-    def prefill_forward(self, *args: Any, **kwargs: Any) -> Any:
-        return super().prefill_forward_text(*args, **kwargs)
-
-    def decode_forward(self, *args: Any, **kwargs: Any) -> Any:
-        return super().decode_forward(*args, **kwargs)
 
 
 AdaptedContract1 = adapt(Contract1)
 AdaptedLegacy = adapt(Legacy)
 AdaptedSeed = adapt(Seed)
-GENERATIONS = {"contract1": AdaptedContract1, "legacy": AdaptedLegacy, "seed": AdaptedSeed}

@@ -17,9 +17,15 @@ from replicas.generators.plugin.adapter import AdaptedGenerator, adapt
 from replicas.generators.plugin.outputs import host_output
 from replicas.generators.plugin.sampling import to_tt_sampling_params
 from replicas.generators.plugin.shim import SlidingWindowSpec
+from replicas.generators.protocol import DeviceSamplingParams
 from tests.engines import engine_core, make_config
-from tests.replicas.generators.plugin.conformance import CONFIG, params
-from tests.replicas.generators.plugin.doubles import VOCAB_SIZE, Mesh, WrappedMesh
+from tests.replicas.generators.plugin.conformance import CONFIG
+from tests.replicas.generators.plugin.doubles import (
+    SAMPLING_FIELDS,
+    VOCAB_SIZE,
+    Mesh,
+    WrappedMesh,
+)
 from tests.replicas.generators.plugin.test_signatures import Minimal
 
 if TYPE_CHECKING:
@@ -93,6 +99,15 @@ def decode(generator: Any, num_rows: int = 2, **changes: Any) -> Any:
         "enable_trace": True,
     }
     return generator.decode_forward(**{**settings, **changes})
+
+
+def params(num_rows: int) -> DeviceSamplingParams:
+    """Return settings of a seeded and a greedy request, by turns."""
+    drawn = (0.7, 20, 0.9, 0.0, 0.0, 1.0, 100, -2, False)
+    greedy = (0.0, 1, 1.0, 0.0, 0.0, 1.0, -1, -2, False)
+    rows = [(drawn, greedy)[row % 2] for row in range(num_rows)]
+    columns = map(list, zip(*rows, strict=True))
+    return DeviceSamplingParams(**dict(zip(SAMPLING_FIELDS, columns, strict=True)))
 
 
 # --- set up ---------------------------------------------------------------------------------------
@@ -318,6 +333,15 @@ def test_warm_up_with_a_list() -> None:
     assert host is None
 
 
+@pytest.mark.parametrize("draws", [False, True])
+def test_warm_up_announces_sampling_on_the_device(draws: bool) -> None:
+    generator = make()
+    generator.warmup_model_prefill(kv_cache=None, enable_trace=True, can_sample_on_device=draws)
+    assert last_call(generator) == {
+        "kv_cache": None, "enable_trace": True, "can_sample_on_device": draws,
+    }  # fmt: skip
+
+
 def test_decode_warm_up_of_a_class_that_always_draws() -> None:
     """Warm up logits and draws; results of a warm-up are discarded."""
     generator = make()
@@ -441,6 +465,32 @@ def test_rope_deltas(key: str) -> None:
     assert last_call(generator)["rope_deltas_all_users"] is None
     generator.release_request(2)
     assert generator._rope_deltas == [7, 0, 0]
+
+
+@pytest.mark.parametrize("traces", [False, True])
+def test_forward_calls_of_a_class_follow_the_engines_trace(traces: bool) -> None:
+    generator = make()
+    for call in (prefill, decode):
+        call(generator, enable_trace=traces)
+        assert last_call(generator)["enable_trace"] is traces
+
+
+def test_prefill_starts_where_each_row_continues() -> None:
+    generator = make()
+    prefill(generator, start_pos=torch.tensor([0, 2], dtype=torch.int32))
+    starts = [arguments["start_pos"].tolist() for _, _, arguments in generator._model.calls[1:]]
+    assert starts == [[0], [2]]
+
+
+def test_rows_move_only_in_a_class_that_can_follow_them() -> None:
+    remap = torch.tensor([1, 0], dtype=torch.int32)
+    generator = make()
+    decode(generator)
+    assert "slot_remap" not in last_call(generator)
+    decode(generator, slot_remap=remap)
+    assert last_call(generator)["slot_remap"] is remap
+    with pytest.raises(ConfigError, match="does not accept slot_remap: it is not for engines that"):
+        decode(make(Eager), slot_remap=remap)
 
 
 def test_legacy_reset_batch() -> None:

@@ -40,15 +40,11 @@ from tests.replicas.generators.plugin.conformance import (
     expect,
     make_prompt,
     open_doubles,
-    run_by_hand,
 )
 from tests.replicas.generators.plugin.doubles import Chosen, Mesh, Registered
-from tests.replicas.generators.plugin.test_conformance import compare
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from tests.replicas.generators.plugin.doubles import Recording
 
 HF_ID = "some-org/Tiny-8B-Instruct"
 LINKED = "models--some-org--Tiny-8B-Instruct"
@@ -98,21 +94,7 @@ def tt_metal(tmp_path: Path) -> str:
 # --- tt-transformers ------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("ttnn")
-@pytest.mark.parametrize("draws_on_device", [False, True], ids=["host", "device"])
-def test_chosen_model_by_hand(
-    draws_on_device: bool, checkpoint: Path, recording: Recording
-) -> None:
-    """Its own signature and contract count, not those of the class that chose it."""
-    adapted = adapt(Registered)
-    assert adapted.entry.model is None
-    sequences = run_by_hand(adapted, checkpoint, draws_on_device=draws_on_device)
-    assert all(sequence.is_right for sequence in sequences)
-    assert recording.lines[-1] == "cleanup()"
-    compare(f"chosen-{'device' if draws_on_device else 'host'}", recording)
-
-
-@pytest.mark.usefixtures("ttnn", "recording", "tt_transformers")
+@pytest.mark.usefixtures("ttnn", "tt_transformers")
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("draws", ["none", "decode_only", "all"])
 def test_chosen_model_through_an_engine(
@@ -135,7 +117,6 @@ def test_chosen_model_through_an_engine(
     assert [mesh.is_closed for _, mesh in opened] == [True]
 
 
-@pytest.mark.usefixtures("recording")
 def test_chosen_model_gets_a_cache_that_kv_transfer_reads(checkpoint: Path) -> None:
     """``[lane][layer]`` for us, whatever it is for the class."""
     generator = adapt(Registered).initialize_vllm_model(
@@ -159,7 +140,6 @@ class Unusable(Chosen):
         self.cleaned_up.append(self)
 
 
-@pytest.mark.usefixtures("recording")
 def test_chosen_model_that_will_not_do_is_cleaned_up(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,7 +158,6 @@ class Kept(Chosen):
         self.cleaned_up.append(self)
 
 
-@pytest.mark.usefixtures("recording")
 def test_chosen_model_of_a_configuration_that_will_not_do_is_cleaned_up(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,7 +241,7 @@ def test_without_the_package() -> None:
 # --- Galaxy ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("ttnn", "recording")
+@pytest.mark.usefixtures("ttnn")
 @pytest.mark.parametrize("draws", ["none", "all"])
 def test_galaxy_through_an_engine(
     draws: str,
