@@ -1,22 +1,15 @@
 """One engine in a process of its own, to be killed or frozen by a test that tells it what to do.
 
-``peer_process NAME CONFIG BIND SHARES`` prints its endpoints, and then answers
+``peer_process NAME CONFIG SHARES`` prints its endpoints, and then answers
 every line of its standard input, a JSON list of a command and its arguments, with a line. Between
 commands it steps when its connector wakes it. It ends when its standard input closes.
 
     ["offer", request_id, consumer, num_tokens]
     ["save", request_id, block_ids, num_tokens]
     ["load", request_id, producer, endpoints, num_tokens, block_ids]
-    ["report"]          answers with what ended, and how
-    ["verified"]        answers with the tokens that failed loads say are good
-    ["digest", block_ids, num_tokens]  answers with the digest of tokens of these blocks
-    ["written", request_id]  answers with the rows of a load that are there
-    ["paths"]           answers with the paths of the transfers received
     ["pause"]           stops the core's steps; the I/O thread keeps running
-    ["resume"]          the core steps again
 """
 
-import hashlib
 import json
 import queue
 import sys
@@ -33,7 +26,7 @@ NUM_BLOCKS = 64
 SEEDS = {"P": 1, "D": 2}
 
 
-def obey(engine: FakeEngine, command: str, *args: Any) -> object:
+def obey(engine: FakeEngine, command: str, *args: Any) -> None:
     """Carry out a command."""
     if command == "offer":
         request_id, consumer, num_tokens = args
@@ -45,29 +38,14 @@ def obey(engine: FakeEngine, command: str, *args: Any) -> object:
         request_id, producer, endpoints, num_tokens, block_ids = args
         names = {"producer": producer, "consumer": engine.name}
         engine.load(make_ticket(request_id, tuple(endpoints), num_tokens, **names), block_ids)
-    elif command == "report":
-        failed = {request_id: reason.value for request_id, reason in engine.reasons.items()}
-        return {"sent": [*engine.sent], "received": [*engine.received], "failed": failed}
-    elif command == "verified":
-        return {request_id: failure.num_tokens for request_id, failure in engine.failed.items()}
-    elif command == "written":
-        infos = engine.worker.transfers(engine.clock())
-        return sum(info.done_rows for info in infos if info.request_id == args[0])
-    elif command == "paths":
-        return [*engine.stats.paths]
-    elif command == "digest":
-        block_ids, num_tokens = args
-        return hashlib.blake2b(engine.io.tokens(0, block_ids, 0, num_tokens).tobytes()).hexdigest()
-    return "done"
 
 
-def main(name: str, config: str, bind: str, shares: str) -> None:
+def main(name: str, config: str, shares: str) -> None:
     """Run one end until standard input closes."""
     options.HEARTBEAT_TIMEOUT_S = 60.0  # Longer than any deadline of the tests.
     engine = make_engine(
         name,
-        FakeIO(NUM_BLOCKS, seed=SEEDS[name[0]], shares=shares == "shared"),
-        bind=bind,
+        FakeIO(NUM_BLOCKS, seed=SEEDS[name], shares=shares == "shared"),
         config=msgspec.json.decode(config, type=TransferConfig),
     )
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -91,12 +69,11 @@ def main(name: str, config: str, bind: str, shares: str) -> None:
                 engine.worker.close(5.0)
                 return
             command = json.loads(line)
-            if command[0] in {"pause", "resume"}:
-                is_paused = command[0] == "pause"
-            answer = obey(engine, *command)
+            is_paused |= command[0] == "pause"
+            obey(engine, *command)
             if not is_paused:
                 engine.step()
-            print(json.dumps(answer), flush=True)
+            print(json.dumps("done"), flush=True)
         if not is_paused:
             engine.step()
 

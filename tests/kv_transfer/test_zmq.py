@@ -3,10 +3,12 @@
 import gc
 import os
 import random
+import select
 import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,10 +16,13 @@ import pytest
 import zmq
 
 from kv_transfer.errors import FailureReason, TransferError
+from kv_transfer.keys import KeyRing
 from kv_transfer.messages import encode
+from kv_transfer.shared_region import RegionFetch
 from kv_transfer.transport import CancelSend
 from kv_transfer.transports.wake_up import WakeUp
 from tests.kv_transfer.fakes import (
+    KEYS,
     LAYOUT,
     FakeEngine,
     FakeIO,
@@ -111,6 +116,34 @@ def test_a_producer_that_was_once_too_slow_to_share_its_memory_is_asked_again() 
             assert_transfers([producer, consumer], request_id)
             assert path in producer.stats.paths
             server.serve = serve
+
+
+def test_a_producer_of_another_host_is_reached_over_tcp() -> None:
+    with engines(shares=True) as both:
+        elsewhere = "ipc://@ttserve-kv-elsewhere", "shm://" + "0" * 32
+        assert_transfers(both, endpoints=(both[0].worker.endpoints[0], *elsewhere))
+        assert both[1].stats.paths.keys() == {"inline"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "changes"),
+    [
+        (KEYS, {"producer_incarnation": "Q"}),
+        (KEYS, {"consumer": ""}),
+        (KEYS, {"expires_ms": 1}),
+        (KeyRing((b"a secret of another cluster",)), {}),
+    ],
+)
+def test_memory_is_shown_to_no_holder_of_another_ticket(
+    keys: KeyRing, changes: dict[str, Any]
+) -> None:
+    with engines("P", shares=True) as (producer,):
+        ticket = make_ticket("r", producer.worker.endpoints, NUM_TOKENS)
+        sealed = keys.seal(msgspec.structs.replace(ticket, **changes))
+        fetch = RegionFetch(producer.worker.endpoints[2], sealed)
+        while (answer := fetch.poll()) == "waiting":
+            select.select([fetch], [], [])
+        assert answer == "failed"
 
 
 def test_a_request_id_can_be_used_again_after_its_transfer_ended() -> None:
