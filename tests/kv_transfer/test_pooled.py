@@ -93,18 +93,6 @@ def loading(world: World, prompt: list[int], request_id: str = "again") -> Job:
 # ---- keys and values
 
 
-def test_keys_depend_on_everything_before_and_on_nothing_behind() -> None:
-    prompt = tokens(3 * UNIT, 1)
-    keys = unit_keys("hash", "", prompt, UNIT)
-    assert len(set(keys)) == 3
-    assert all(len(key) == 32 for key in keys)
-    assert unit_keys("hash", "", [*prompt, 5], UNIT) == keys
-    assert unit_keys("hash", "", prompt[:-1], UNIT) == keys[:2]
-    changed = [*prompt[:UNIT], prompt[UNIT] + 1, *prompt[UNIT + 1 :]]
-    assert unit_keys("hash", "", changed, UNIT)[0] == keys[0]
-    assert not set(unit_keys("hash", "", changed, UNIT)[1:]) & set(keys)
-
-
 def test_keys_differ_between_models_tenants_and_unit_sizes() -> None:
     prompt = tokens(2 * UNIT, 1)
     variants = [
