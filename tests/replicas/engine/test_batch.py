@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from itertools import accumulate
 
 import numpy as np
 from hypothesis import event, given
@@ -72,10 +73,10 @@ class Row:
 class Tables:
     """A batch beside rows of lists, and dice that choose events."""
 
-    def __init__(self, dice, block_sizes):
+    def __init__(self, dice, block_sizes, spare_width):
         self.dice, self.block_sizes = dice, block_sizes
-        self.batch = PersistentBatch(NUM_SLOTS, MAX_LEN, block_sizes)
-        self.width = MAX_LEN // min(block_sizes)
+        self.width = MAX_LEN // min(block_sizes) + spare_width
+        self.batch = PersistentBatch(NUM_SLOTS, MAX_LEN, block_sizes, self.width)
         self.rows: dict[int, Row] = {}
 
     def put(self, slot):
@@ -173,13 +174,20 @@ def assert_flat(tables, slots, counts):
     rows = [tables.rows[slot] for slot in slots.tolist()]
     assert flat.block_table.tolist() == [row.table(0, tables.width)[:width] for row in rows]
     assert flat.dp_groups.tolist() == [row.group for row in rows]
+    assert flat.query_start_loc.tolist() == [0, *accumulate(counts.tolist())]
+    assert flat.seq_lens.tolist() == [
+        row.computed + count for row, count in zip(rows, counts.tolist(), strict=True)
+    ]
+    wide = {"positions", "slot_mapping", "logits_indices"}
+    dtypes = {f.name: getattr(flat, f.name).dtype.name for f in fields(flat)}
+    assert dtypes == {name: "int64" if name in wide else "int32" for name in dtypes}
 
 
-@given(st.integers(0, 2**32), st.sampled_from([[4], [2, 4]]))
-def test_inputs_of_any_steps_are_those_of_plain_lists(seed, block_sizes):
+@given(st.integers(0, 2**32), st.sampled_from([[4], [2, 4]]), st.sampled_from([0, 50]))
+def test_inputs_of_any_steps_are_those_of_plain_lists(seed, block_sizes, spare_width):
     """Chunks, cached prefixes, rows that sit out, grow, end, or are taken over by others."""
     dice, kinds = random.Random(seed), ["prefill", "decode", "decode", "mixed"]
-    tables = Tables(dice, block_sizes)
+    tables = Tables(dice, block_sizes, spare_width)
     num_full = 0
     for _ in range(40):
         kind = dice.choice(kinds[: 4 if len(block_sizes) == 1 else 3])
