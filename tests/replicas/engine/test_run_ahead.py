@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from typing import TYPE_CHECKING
+from unittest import mock
 
 import msgspec
 import pytest
@@ -11,10 +10,9 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from kv_transfer.connector import TransferRequest
+from replicas.engine import core as core_module
 from replicas.engine.core import EngineCore
-from replicas.engine.scheduler import Scheduler
 from replicas.engine.sequence import SequenceStatus
-from replicas.engine.step import ModelFacts, StepResult
 from replicas.messages import (
     Abort,
     Activate,
@@ -28,29 +26,19 @@ from replicas.sampling_params import SamplingParams
 from tests.engines import take_events
 from tests.kv_groups import one_kv_group
 from tests.replicas.engine.fakes import (
-    EOS,
     KEYS,
-    PREFIX_CACHE_KEY,
     FakeConnector,
-    events_of,
     make_config,
     make_sequence,
     make_ticket,
 )
 from tests.replicas.engine.pictures import picture
+from tests.replicas.engine.test_virtual_worker import FACTS, OddTiming
+from tests.replicas.engine.virtual import CountingClock, OneWorker, virtual_worker
 
-if TYPE_CHECKING:
-    from replicas.engine.step import ScheduledBatch
-
-LENGTHS = st.integers(1, 14)
-STEP_S = 0.25
-"""Device time of a step: sums of it are exact."""
-
-
-def token_after(num_tokens, salt):
-    """Return a device's token after so many tokens of a sequence; some are end tokens."""
-    mixed = (num_tokens * 2654435761 + salt * 40503) >> 7
-    return EOS if mixed % 11 == 0 else 1 + mixed % 3
+VOCAB_SIZE = 27
+FIRST_TOKEN = 16
+"""The least token of a virtual worker."""
 
 
 @st.composite
@@ -67,7 +55,7 @@ def sampling_fields(draw):
     return {
         "max_tokens": draw(st.one_of(st.just(60), st.integers(1, 60))),
         "ignore_eos": odd != 1,
-        "stop_token_ids": frozenset([2] if odd == 2 else []),
+        "stop_token_ids": frozenset([FIRST_TOKEN + 1] if odd == 2 else []),
     }
 
 
@@ -105,267 +93,49 @@ def phases(draw, arrivals):
     return actions
 
 
-ADD = st.tuples(
-    st.just("add"), prompts(), sampling_fields(), st.sampled_from(["local"] * 4 + ["prefill"])
-)
-ARRIVALS = st.one_of(
-    ADD,
-    ADD,
-    st.tuples(st.just("reserve"), prompts(), sampling_fields(), st.booleans()),
-    st.tuples(st.just("abort"), st.integers(0, 5)),
-)
+class Timing(OddTiming):
+    """Whole seconds, sums of which are exact; decodes cost the same in a mixed step."""
 
-
-class Engine:
-    """A scheduler and a device that gives the same tokens to the same sequences."""
-
-    def __init__(self, config, num_blocks, max_model_len):
-        self.connector = FakeConnector(config.block_size)
-        self.scheduler = Scheduler(
-            config,
-            kv_groups=one_kv_group(num_blocks, config.block_size),
-            prefix_cache_key=PREFIX_CACHE_KEY,
-            max_model_len=max_model_len,
-            eos_token_ids=frozenset({EOS}),
-            connector=self.connector,
-        )
-        self.max_model_len = max_model_len
-        self.outputs: dict[str, list[TokenOutput]] = {}
-        self.num_requests = 0
-
-    # --- what both sides do alike ----------------------------------------------------------------
-
-    def add(self, prompt, fields, mode):
-        self.num_requests += 1
-        prompt = prompt[: self.max_model_len - 1]
-        seq = make_sequence(f"r{self.num_requests}", prompt, mode=mode, **fields)
-        assert self.scheduler.add(seq, 0.0) is None
-        self.outputs[seq.request_id] = []
-
-    def reserve(self, prompt, fields, is_activated):
-        """A reservation stands while others run, or joins them without KV from elsewhere."""
-        self.num_requests += 1
-        prompt = prompt[: self.max_model_len - 1]
-        seq = make_sequence(f"r{self.num_requests}", prompt, mode="decode", **fields)
-        if self.scheduler.reserve(seq, 0.0) is None:
-            self.outputs[seq.request_id] = []
-            if is_activated:
-                self.scheduler.activate(seq.request_id, [], 0.0)
-
-    def abort(self, index):
-        live = list(self.scheduler._sequences)
-        if live:
-            self.scheduler.abort(live[index % len(live)])
-
-    def step(self):
-        batch = self.scheduler.schedule()
-        if batch is None:
-            return False
-        tokens = self.device(batch)
-        for seq, output in events_of(self.scheduler.update(batch, StepResult(tokens, 0.0))):
-            self.outputs[seq.request_id].append(output)
-        return True
-
-    def device(self, batch: ScheduledBatch) -> list[int]:
-        by_slot = {s.slot: s for s in self.scheduler._running}
-        tokens = []
-        for slot in batch.slots:
-            seq = by_slot[slot]
-            samples = seq.num_computed_tokens == seq.num_tokens
-            tokens.append(token_after(seq.num_tokens, int(seq.request_id[1:])) if samples else -1)
-        return tokens
-
-    # --- where they differ -----------------------------------------------------------------------
-
-    def run_at_once(self, wanted):
-        """Returns how many steps that was; one in which nothing could run may have preempted."""
-        batch = self.scheduler.schedule()
-        if batch is None:
-            return 1
-        num_steps = min(self.scheduler.num_repeats(batch), wanted)
-        if num_steps == 1:
-            result = StepResult(self.device(batch), 0.0)
-        else:
-            tokens = self.device_run(batch, num_steps)
-            self.scheduler.repeat(batch, num_steps - 1)
-            last = [row.pop() for row in tokens]
-            result = StepResult(last, 0.0, earlier=tokens)
-        outputs = self.scheduler.update(batch, result)
-        for seq, output in events_of(outputs):
-            self.outputs[seq.request_id].append(output)
-        return num_steps
-
-    def device_run(self, batch, num_steps):
-        by_slot = {s.slot: s for s in self.scheduler._running}
-        return [
-            [token_after(s.num_tokens + i, int(s.request_id[1:])) for i in range(num_steps)]
-            for s in (by_slot[slot] for slot in batch.slots)
-        ]
-
-
-def joined(outputs: list[TokenOutput]) -> list[TokenOutput]:
-    """Outputs of one request as one: an end is always in the last of them."""
-    if not outputs:
-        return []
-    first, last = outputs[0], outputs[-1]
-    assert all(o.finish_reason is None for o in outputs[:-1])
-    index = first.index
-    for output in outputs:
-        assert output.index == index
-        index += len(output.token_ids)
-    tokens = [t for output in outputs for t in output.token_ids]
-    return [msgspec.structs.replace(last, index=first.index, token_ids=tokens)]
-
-
-def assert_equal(one: Engine, other: Engine) -> None:
-    assert picture(one.scheduler) == picture(other.scheduler)
-    assert one.outputs.keys() == other.outputs.keys()
-    for request_id, outputs in one.outputs.items():
-        assert joined(outputs) == joined(other.outputs[request_id])
-    one.scheduler.check_invariants()
-
-
-@settings(suppress_health_check=[HealthCheck.too_slow])
-@given(configs(), phases(ARRIVALS))
-def test_a_run_leaves_what_its_steps_leave(world, actions):
-    ahead, plain = Engine(*world), Engine(*world)
-    longest = 0
-    for action, *arguments in actions:
-        if action == "steps":
-            for _ in range(arguments[0]):
-                assert ahead.step() == plain.step()
-        elif action == "run":
-            num_steps = ahead.run_at_once(arguments[0])
-            longest = max(longest, num_steps)
-            stepped = [plain.step() for _ in range(num_steps)]
-            assert all(stepped) or num_steps == 1
-        else:
-            for engine in (ahead, plain):
-                getattr(engine, action)(*arguments)
-        assert_equal(ahead, plain)
-    event(length_of(longest))
-
-
-def running(*fields, config=None, num_blocks=64, max_model_len=100, num_outputs=1):
-    """An engine whose requests have their first token, or so many."""
-    engine = Engine(config or make_config(max_batch_size=4, block_size=16), num_blocks, 100)
-    rules = engine.scheduler._end_rules
-    engine.scheduler._end_rules = rules._replace(max_model_len=max_model_len)
-    for sampling in fields:
-        engine.add([1, 2, 3], {"ignore_eos": True, "max_tokens": 90, **sampling}, "local")
-    for _ in range(num_outputs):
-        assert engine.step()
-    return engine
-
-
-@pytest.mark.parametrize(
-    ("fields", "more", "num_steps"),
-    [
-        # Prompt of 3, one token is there: the block of 16 is full when 16 are computed, 3 are.
-        ([{}], {}, 13),
-        ([{}, {}], {}, 13),
-        ([{"max_tokens": 5}], {}, 4),
-        ([{"max_tokens": 5}, {"max_tokens": 9}], {}, 4),
-        ([{}], {"max_model_len": 10}, 6),
-        ([{"ignore_eos": False}], {}, 1),
-        ([{}, {"ignore_eos": False}], {}, 1),
-        ([{"stop_token_ids": frozenset([7])}], {}, 1),
-        ([{}], {"num_outputs": 14}, 16),
-    ],
-)
-def test_how_long_a_run_may_be(fields, more, num_steps):
-    engine = running(*fields, **more)
-    batch = engine.scheduler.schedule()
-    assert engine.scheduler.num_repeats(batch) == num_steps
-
-
-def test_nobody_is_passed_over():
-    """One that waits, one that prefills, or one that does not fit into the step: a step of one."""
-    engine = running({}, {}, config=make_config(max_batch_size=2, block_size=16))
-    engine.add([1, 2, 3], {"max_tokens": 5}, "local")
-    assert engine.scheduler.num_repeats(engine.scheduler.schedule()) == 1
-
-    engine = running({}, config=make_config(max_num_batched_tokens=4, block_size=16))
-    engine.add([1] * 12, {"max_tokens": 5}, "local")
-    engine.step()
-    assert not engine.scheduler._waiting
-    assert engine.scheduler.num_repeats(engine.scheduler.schedule()) == 1
-
-
-# --- through the core -----------------------------------------------------------------------
-
-
-class FakeExecutor:
-    """A worker that gives the tokens of `token_after` and counts its steps."""
-
-    def __init__(self, kv_groups):
-        self._kv_groups = kv_groups
-        self._rows: dict[int, tuple[int, int]] = {}
-        self._results: deque[StepResult] = deque()
-        self.num_steps = 0
-
-    def collective_rpc(self, method, *args):
-        return [getattr(self, f"_{method}")(*args)]
-
-    def _load_model(self):
-        return ModelFacts(
-            max_position_embeddings=1000, vocab_size=8, eos_token_ids=[EOS],
-            kv_groups=self._kv_groups, supports_mixed_batch=True,
-            supports_chunked_prefill=True, supports_prefix_caching=True,
-        )  # fmt: skip
-
-    def _nothing(self, *_args):
-        return None
-
-    _init_device = _initialize_kv_cache = _warm_up = _transfer_stats = _nothing
-
-    def _submit_step(self, batch, _meta, _now_s):
-        self._apply(batch)
-        self._results.append(StepResult(self._tokens(batch), STEP_S))
-
-    def _collect_step(self):
-        return self._results.popleft()
-
-    def repeat(self, batch, num_more):
-        """Repeat the submitted step so many times, and let one collect return them all."""
-        steps = [self._results.popleft().token_ids]
-        steps += [self._tokens(batch) for _ in range(num_more)]
-        tokens = [list(t) for t in zip(*steps, strict=True)]
-        last = [row.pop() for row in tokens]
-        self._results.append(StepResult(last, STEP_S, 0.0, tokens, [STEP_S] * num_more))
-
-    def _apply(self, batch):
-        for seq in batch.new:
-            self._rows[seq.slot] = (len(seq.token_ids), seq.num_computed_tokens, seq.seed)
-
-    def _tokens(self, batch):
-        tokens = []
-        for slot, count in zip(batch.slots, batch.num_scheduled_tokens, strict=True):
-            num_tokens, num_computed, seed = self._rows[slot]
-            num_computed += count
-            samples = num_computed == num_tokens
-            tokens.append(token_after(num_tokens, seed) if samples else -1)
-            self._rows[slot] = (num_tokens + samples, num_computed, seed)
-        return tokens
+    def mixed_s(self, chunks, rows):
+        return self.prefill_s(chunks) + self.decode_s(rows)
 
 
 class Core:
-    """An engine core that is driven step by step, or many steps at a time."""
+    """An engine core on a virtual device that is driven step by step, or many steps at a time.
+
+    Its scheduler has a connector whose transfers do not end.
+    """
 
     def __init__(self, config, num_blocks, max_model_len):
         # With keys: two engines without would name their blocks differently.
         config = msgspec.structs.replace(config, max_model_len=max_model_len, keys=KEYS)
-        self.executor = FakeExecutor(one_kv_group(num_blocks, config.block_size))
-        self.core = EngineCore(config, self.executor)
+        facts = msgspec.structs.replace(
+            FACTS, vocab_size=VOCAB_SIZE, eos_token_ids=[FIRST_TOKEN],
+            kv_groups=one_kv_group(num_blocks, config.block_size),
+        )  # fmt: skip
+        self.worker = virtual_worker(
+            config, CountingClock(), timing=Timing(), facts=facts, models_kv=False
+        )
+        connector = FakeConnector(config.block_size)
+        with mock.patch.object(core_module, "make_connector", return_value=connector):
+            self.core = EngineCore(config, OneWorker(self.worker))
+        self.core._transfers.connector = None
+        self.scheduler = self.core._scheduler
         self.max_model_len = max_model_len
         self.events: dict[bytes, list[object]] = {}
         self.num_requests = 0
 
-    def add(self, prompt, fields, client):
+    def add(self, prompt, fields, mode="local", client=b"a"):
         self.num_requests += 1
+        request_id, prompt = f"r{self.num_requests}", prompt[: self.max_model_len - 1]
         params = SamplingParams(**{"temperature": 0.0, "seed": self.num_requests, **fields})
-        request = EngineRequest(f"r{self.num_requests}", prompt[: self.max_model_len - 1], params)
-        self.core.handle(client, AddRequest(request), 0.0)
+        request = EngineRequest(request_id, prompt, params)
+        is_lent = mode == "prefill"
+        ticket = make_ticket(request_id, len(prompt), producer="here") if is_lent else None
+        self.core.handle(client, AddRequest(request, mode, ticket=ticket), 0.0)
+
+    def activate(self, number):
+        self.core.handle(b"a", Activate(f"r{number}", []), 0.0)
 
     def abort(self, number):
         self.core.handle(b"a", Abort([f"r{number}"]), 0.0)
@@ -386,7 +156,10 @@ class Core:
         step = self.core.begin_step(0.0)
         num_steps = min(self.core.num_repeats(step), wanted)
         if num_steps > 1:
-            self.executor.repeat(step.batch, num_steps - 1)
+            clock = self.worker._clock
+            ends_s = self.worker.end_times_s(step.batch, num_steps, 0.0, is_ahead=False)
+            self.worker.repeat(step.batch, num_steps - 1)
+            clock.spend(ends_s[-2] - clock.now_s())
         self.core.collect_step(step, num_steps)
         did = self.core.end_step(step, 0.0)
         self.take_events()
@@ -409,20 +182,39 @@ class Core:
         return found
 
 
-CORE_ADD = st.tuples(
-    st.just("add"), prompts(), sampling_fields(), st.sampled_from([b"a", b"a", b"b"])
+def joined(outputs: list[TokenOutput]) -> list[TokenOutput]:
+    """Outputs of one request as one: an end is always in the last of them."""
+    if not outputs:
+        return []
+    first, last = outputs[0], outputs[-1]
+    assert all(o.finish_reason is None for o in outputs[:-1])
+    index = first.index
+    for output in outputs:
+        assert output.index == index
+        index += len(output.token_ids)
+    tokens = [t for output in outputs for t in output.token_ids]
+    return [msgspec.structs.replace(last, index=first.index, token_ids=tokens)]
+
+
+ADD = st.tuples(
+    st.just("add"),
+    prompts(),
+    sampling_fields(),
+    st.sampled_from(["local"] * 5 + ["prefill", "decode", "decode"]),
+    st.sampled_from([b"a", b"a", b"b"]),
 )
-CORE_ARRIVALS = st.one_of(
-    CORE_ADD,
-    CORE_ADD,
+ARRIVALS = st.one_of(
+    ADD,
+    ADD,
+    st.tuples(st.just("activate"), st.integers(1, 5)),
     st.tuples(st.just("abort"), st.integers(1, 5)),
     st.tuples(st.just("reset")),
     st.tuples(st.just("client_gone"), st.just(b"b")),
 )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
-@given(configs(), phases(CORE_ARRIVALS))
+@settings(max_examples=2 * settings().max_examples, suppress_health_check=[HealthCheck.too_slow])
+@given(configs(), phases(ARRIVALS))
 def test_a_core_that_runs_ahead_is_where_one_is_that_steps(world, actions):
     ahead, plain = Core(*world), Core(*world)
     longest = 0
@@ -439,7 +231,7 @@ def test_a_core_that_runs_ahead_is_where_one_is_that_steps(world, actions):
             for side in (ahead, plain):
                 getattr(side, action)(*arguments)
                 side.take_events()
-        assert picture(ahead.core._scheduler) == picture(plain.core._scheduler)
+        assert picture(ahead.scheduler) == picture(plain.scheduler)
         assert ahead.history() == plain.history()
         assert ahead.core.snapshot(0) == plain.core.snapshot(0)
         assert counters(ahead) == counters(plain)
@@ -464,19 +256,53 @@ def num_repeats(core, now_s=0.0):
     return found
 
 
-def test_a_core_runs_ahead_only_when_nothing_else_is_to_be_done():
-    core = Core(make_config(block_size=16), 8, 100)
-    assert num_repeats(core) == 1, "idle"
-    core.add([1, 2, 3], {"max_tokens": 90, "ignore_eos": True}, b"a")
-    assert num_repeats(core) == 1, "its prompt is computed"
-    assert num_repeats(core) == 13
+def running(*fields, config=None, max_model_len=100, num_outputs=1):
+    """A core whose requests have their first token, or so many."""
+    core = Core(config or make_config(block_size=16), 64, max_model_len)
+    for sampling in fields:
+        core.add([1, 2, 3], {"ignore_eos": True, "max_tokens": 90, **sampling})
+    for _ in range(num_outputs):
+        assert core.step()
+    return core
+
+
+@pytest.mark.parametrize(
+    ("fields", "more", "num_steps"),
+    [
+        # Prompt of 3, one token is there: the block of 16 is full when 16 are computed, 3 are.
+        ([{}], {}, 13),
+        ([{}, {}], {}, 13),
+        ([{"max_tokens": 5}], {}, 4),
+        ([{"max_tokens": 5}, {"max_tokens": 9}], {}, 4),
+        ([{}], {"max_model_len": 10}, 6),
+        ([{"ignore_eos": False}], {}, 1),
+        ([{}, {"ignore_eos": False}], {}, 1),
+        ([{"stop_token_ids": frozenset([7])}], {}, 1),
+        ([{}], {"num_outputs": 14}, 16),
+        # The prompt is computed.
+        ([{}], {"num_outputs": 0}, 1),
+    ],
+)
+def test_how_long_a_run_may_be(fields, more, num_steps):
+    assert num_repeats(running(*fields, **more)) == num_steps
+
+
+def test_nobody_is_passed_over():
+    """One that waits, one that prefills, or one that does not fit into the step: a step of one."""
+    core = running({}, {}, config=make_config(max_batch_size=2, block_size=16))
+    core.add([1, 2, 3], {"max_tokens": 5})
+    assert num_repeats(core) == 1
+
+    core = running({}, config=make_config(max_num_batched_tokens=4, block_size=16))
+    core.add([1] * 12, {"max_tokens": 5})
+    core.step()
+    assert not core.scheduler._waiting
+    assert num_repeats(core) == 1
 
 
 def test_a_core_does_not_run_past_what_its_step_would_notice():
-    core = Core(make_config(block_size=64, reservation_timeout_s=10.0), 32, 100)
-    scheduler = core.core._scheduler
-    core.add([1, 2, 3], {"max_tokens": 90, "ignore_eos": True}, b"a")
-    core.step()
+    core = running({}, config=make_config(block_size=64, reservation_timeout_s=10.0))
+    scheduler = core.scheduler
     seq, late = (make_sequence(name, [1] * 5, mode="decode") for name in ("d", "late"))
     assert scheduler.reserve(seq, 1.0) is None
     assert scheduler.reserve(late, 0.5) is None
@@ -498,11 +324,10 @@ def test_a_core_does_not_run_past_what_its_step_would_notice():
 
 def test_a_sequence_whose_kv_is_fetched_is_not_passed_over():
     """Each of its steps makes blocks ready for the other engine."""
-    engine = running({})
-    engine.add([1] * 33, {"max_tokens": 5}, "prefill")
-    assert engine.step()
-    scheduler = engine.scheduler
-    seq = next(s for s in scheduler._running if s.mode == "prefill")
+    core = running({})
+    core.add([1] * 33, {"max_tokens": 5}, "prefill")
+    assert core.step()
+    seq = next(s for s in core.scheduler._running if s.mode == "prefill")
     seq.num_computed_tokens = seq.num_tokens - 1
-    assert [s.num_new_tokens for s in scheduler._running] == [1, 1]
-    assert scheduler.num_repeats(scheduler.schedule()) == 1
+    assert [s.num_new_tokens for s in core.scheduler._running] == [1, 1]
+    assert num_repeats(core) == 1
