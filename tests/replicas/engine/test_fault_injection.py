@@ -8,18 +8,14 @@ import itertools
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from functools import partial
 
-import msgspec
 import pytest
 import zmq
 
-from replicas.async_client import AsyncMPClient
 from replicas.codec import decode_engine_frame, encode
 from replicas.config import EngineConfig, SimulatedMeshConfig
 from replicas.engine.fault_injection import (
@@ -41,13 +37,23 @@ from replicas.launch import start_engine
 from replicas.messages import (
     MAX_REQUEST_ID_CHARS,
     Abort,
-    AddRequest,
     EngineFrame,
-    EngineRequest,
-    TokenOutput,
 )
 from replicas.sampling_params import SamplingParams
 from tests.models import model_folder
+from tests.replicas.engine import engine_client
+from tests.replicas.engine.engine_client import (
+    DEADLINE_S,
+    connect,
+    connected,
+    is_idle,
+    parent_of_engine,
+    read,
+    status,
+    until,
+    wait_for,
+    wait_gone,
+)
 from tests.replicas.engine.fakes import KEYS
 from tests.replicas.engine.pair import Pair
 
@@ -55,8 +61,6 @@ PROMPT = list(range(20, 90))
 NUM_BEHIND = 2560
 SHORT = SamplingParams(max_tokens=4, temperature=0.0, seed=0)
 ENDLESS = SamplingParams(max_tokens=4000, temperature=0.0, seed=0)
-DEADLINE_S = 240.0
-"""Timeout of every awaited event; nothing is measured by it."""
 STOP, CONTINUE, KILL = signal.SIGSTOP, signal.SIGCONT, signal.SIGKILL
 
 pytestmark = pytest.mark.silence
@@ -355,39 +359,8 @@ def drive(coroutine):
     return asyncio.run(asyncio.wait_for(coroutine, DEADLINE_S))
 
 
-@contextlib.asynccontextmanager
-async def connected(handle, **callbacks):
-    client = AsyncMPClient(handle.keys, **callbacks)
-    try:
-        await connect(client, handle)
-        yield client
-    finally:
-        await client.close()
-
-
-async def connect(client, handle):
-    """Connect, as often as it takes: discovery does the same."""
-    while handle.description.incarnation not in client.incarnations:
-        with contextlib.suppress(EngineDeadError):
-            await client.connect(handle.description)
-
-
 def open_stream(client, handle, request_id, sampling=SHORT):
-    message = AddRequest(EngineRequest(request_id, PROMPT, sampling))
-    return client.open_stream(handle.description.incarnation, request_id, message)
-
-
-async def read(stream, into=None):
-    """Every token until the end; `into` has those that came although the stream broke."""
-    tokens = [] if into is None else into
-    while True:
-        event = await stream.get()
-        if isinstance(event, TokenOutput):
-            assert event.index == len(tokens)
-            tokens += event.token_ids
-            if event.finish_reason is not None:
-                stream.close(abort=False)
-                return tokens
+    return engine_client.open_stream(client, handle, request_id, sampling, PROMPT)
 
 
 def right_tokens(handle, num_tokens):
@@ -401,15 +374,7 @@ async def assert_serves(handle, client, request_id="check"):
 
 async def assert_idle(handle, client):
     """Check that all resources of earlier clients are free."""
-    end_s = time.monotonic() + DEADLINE_S
-    while True:
-        groups = (await client.metrics(handle.description.incarnation)).groups
-        if all(
-            (g.num_empty_slots, g.num_free_blocks) == (g.num_slots, g.num_blocks) for g in groups
-        ):
-            return
-        assert time.monotonic() < end_s
-        await asyncio.sleep(0.02)
+    await until(lambda: is_idle(client, handle), "slots and blocks free", DEADLINE_S)
 
 
 def children(pid):
@@ -419,26 +384,6 @@ def children(pid):
         for entry in os.scandir("/proc")
         if entry.name.isdigit() and status(int(entry.name))[1:] == (pid,)
     ]
-
-
-def status(pid):
-    """(state letter, parent) of a process; () if there is none."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ()
-    return fields[0], int(fields[1])
-
-
-def wait_for(predicate, what):
-    end_s = time.monotonic() + DEADLINE_S
-    while not predicate():
-        assert time.monotonic() < end_s, f"not in {DEADLINE_S} s: {what}"
-        time.sleep(0.02)
-
-
-def wait_gone(pids):
-    wait_for(lambda: all(status(p)[:1] in {(), ("Z",)} for p in pids), f"{pids} have ended")
 
 
 @scenario
@@ -502,26 +447,6 @@ def a_hung_device_is_told_of_while_it_hangs_and_costs_no_token(starter):
 
 
 @scenario
-def messages_wait_before_a_full_inbox_and_none_is_lost(starter):
-    waits = []
-
-    async def run(handle, epoch_unix_s):
-        async with connected(handle, on_dead=lambda *args: pytest.fail(str(args))) as client:
-            for number in itertools.count():
-                began_s = time.time() - epoch_unix_s
-                await assert_serves(handle, client, f"r{number}")
-                waits.append((began_s, time.time() - epoch_unix_s))
-                if began_s > 4.0:
-                    break
-            await assert_idle(handle, client)
-
-    with starter.engine(fault(0.0, "backpressure", duration_s=4.0)) as (handle, epoch_unix_s):
-        drive(run(handle, epoch_unix_s))
-    assert all(end_s > 3.9 for began_s, end_s in waits if began_s > 0.1), "none is heard before"
-    assert max(end_s - began_s for began_s, end_s in waits) > 2.0, "it did wait"
-
-
-@scenario
 def a_connection_that_is_not_read_for_long_stays_and_brings_everything(starter):
     long = Abort(["x" * MAX_REQUEST_ID_CHARS] * 128)
     lost = []
@@ -536,7 +461,7 @@ def a_connection_that_is_not_read_for_long_stays_and_brings_everything(starter):
                     client.send(handle.description.incarnation, long)
             for stream in streams:
                 assert await read(stream) == right_tokens(handle, 4)
-            assert time.time() > blocked_s + 9.0, "they did wait"
+                assert time.time() > blocked_s + 9.0, "none is heard before"
             await assert_idle(handle, client)
 
     with starter.engine(fault(0.0, "backpressure", duration_s=9.0)) as (handle, blocked_s):
@@ -545,56 +470,46 @@ def a_connection_that_is_not_read_for_long_stays_and_brings_everything(starter):
     assert NUM_BEHIND * len(encode(long)) > 64 << 20, "more than queues and the kernel take"
 
 
-@scenario
-def a_deaf_engine_breaks_and_leaves_nothing(starter):
-    a_cut_of_one_way_ends_in_a_break_and_leaves_nothing(starter, "deaf")
+BREAKS = {
+    "deaf": ([fault(0.5, "deaf", duration_s=3.0)], ""),
+    "mute": ([fault(0.5, "mute", duration_s=3.0)], ""),
+    # The short freeze loses no token.
+    "frozen": (
+        [fault(0, "freeze", duration_s=0.5), fault(1.5, "freeze", duration_s=11.0)],
+        "sent nothing",
+    ),
+    "partitioned": ([fault(0, "partition", duration_s=11.0)], "sent nothing"),
+    "partitioned shorter than the silence": (
+        [fault(0, "partition", duration_s=1.0)],
+        "its connection broke",
+    ),
+}
+"""Faults that break every stream, and what the client says of the loss."""
 
 
-@scenario
-def a_mute_engine_breaks_and_leaves_nothing(starter):
-    a_cut_of_one_way_ends_in_a_break_and_leaves_nothing(starter, "mute")
-
-
-def a_cut_of_one_way_ends_in_a_break_and_leaves_nothing(starter, kind):
-    lost = asyncio.Event()
-
-    async def run(handle):
-        async with connected(handle, on_dead=lambda *_: lost.set()) as client:
-            stream = open_stream(client, handle, "cut", ENDLESS)
-            with pytest.raises(EngineDeadError):
-                await read(stream)
-            assert lost.is_set()
-            await connect(client, handle)
-            await assert_serves(handle, client)
-            await assert_idle(handle, client)
-
-    with starter.engine(fault(0.5, kind, duration_s=3.0)) as (handle, _):
-        drive(run(handle))
-
-
-@scenario
-def a_frozen_engine_is_lost_after_its_silence_and_found_again_when_it_thaws(starter):
-    short, long = fault(0, "freeze", duration_s=0.5), fault(1.5, "freeze", duration_s=11.0)
+def a_broken_engine_loses_no_token_quietly_and_is_found_again(starter, name):
+    faults, reason = BREAKS[name]
 
     async def run(handle):
-        lost = []
+        lost, tokens = [], []
         async with connected(handle, on_dead=lambda *args: lost.append(args[1])) as client:
-            stream = open_stream(client, handle, "r", ENDLESS)
-            tokens = []
             with pytest.raises(EngineDeadError):
-                await read(stream, tokens)
-            assert "sent nothing" in lost[0]
-            assert status(handle.description.pid)[0] == "T"
-            assert tokens == right_tokens(handle, len(tokens)), "the short one lost no token"
+                await read(open_stream(client, handle, "r", ENDLESS), tokens)
+            assert reason in lost[0]
+            assert tokens == right_tokens(handle, len(tokens))
+            assert (status(handle.description.pid)[0] == "T") == (name == "frozen")
             await connect(client, handle)
             await assert_idle(handle, client)
             await assert_serves(handle, client)
 
-    with starter.engine(short, long) as (handle, _):
-        helpers = children(handle.description.pid)
+    with starter.engine(*faults) as (handle, _):
         drive(run(handle))
-    assert len(helpers) == 1
-    wait_gone(helpers)
+
+
+SCENARIOS |= {
+    name: partial(a_broken_engine_loses_no_token_quietly_and_is_found_again, name=name)
+    for name in BREAKS
+}
 
 
 @pytest.mark.process
@@ -621,69 +536,16 @@ def an_engine_that_is_frozen_for_ever_can_be_stopped(starter):
 
 @scenario
 def an_engine_that_is_frozen_for_ever_does_not_outlive_its_parent(starter):
-    code = (
-        "import sys, msgspec\n"
-        "from replicas.config import EngineConfig\n"
-        "from replicas.launch import start_engine\n"
-        "handle = start_engine(msgspec.json.decode(sys.argv[1], type=EngineConfig))\n"
-        "print(handle.description.pid, flush=True)\n"
-        "handle.wait()\n"
-    )
-    with starter.turn:
-        frozen = config(fault(0, "freeze"), epoch_unix_s=starter.epoch())
-        parent = subprocess.Popen(
-            [sys.executable, "-c", code, msgspec.json.encode(frozen).decode()],
-            stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        started = parent.stdout.readline()
-    try:
+    with contextlib.ExitStack() as stack:
+        with starter.turn:
+            frozen = config(fault(0, "freeze"), epoch_unix_s=starter.epoch())
+            parent, started = stack.enter_context(parent_of_engine(frozen))
         pid = int(started)
         family = [pid, *children(pid)]
         assert len(family) == 2
         wait_for(lambda: status(pid)[0] == "T", "frozen")
         parent.kill()
         wait_gone(family)
-    finally:
-        parent.kill()
-        parent.wait()
-        parent.stdout.close()
-
-
-@scenario
-def a_partitioned_engine_is_lost_after_its_silence_and_found_again_when_it_heals(starter):
-    async def run(handle):
-        lost = []
-        async with connected(handle, on_dead=lambda *args: lost.append(args[1])) as client:
-            tokens = []
-            with pytest.raises(EngineDeadError):
-                await read(open_stream(client, handle, "r", ENDLESS), tokens)
-            assert "sent nothing" in lost[0]
-            assert tokens == right_tokens(handle, len(tokens))
-            assert handle.is_alive
-            await connect(client, handle)
-            await assert_idle(handle, client)
-            await assert_serves(handle, client)
-
-    with starter.engine(fault(0, "partition", duration_s=11.0)) as (handle, _):
-        drive(run(handle))
-
-
-@scenario
-def a_partition_shorter_than_the_silence_breaks_connections_and_loses_no_token_quietly(starter):
-    async def run(handle):
-        lost = []
-        async with connected(handle, on_dead=lambda *args: lost.append(args[1])) as client:
-            tokens = []
-            with pytest.raises(EngineDeadError):
-                await read(open_stream(client, handle, "r", ENDLESS), tokens)
-            assert lost == ["its connection broke"]
-            assert tokens == right_tokens(handle, len(tokens))
-            await connect(client, handle)
-            await assert_idle(handle, client)
-            await assert_serves(handle, client)
-
-    with starter.engine(fault(0, "partition", duration_s=1.0)) as (handle, _):
-        drive(run(handle))
 
 
 @pytest.mark.process
@@ -714,49 +576,36 @@ def test_a_slow_engine_takes_at_least_its_factor_longer():
 # --- KV transfer -------------------------------------------------------------------------------
 
 
-def kv_config(*faults, epoch_unix_s=0.0):
-    return config(
-        *faults,
-        epoch_unix_s=epoch_unix_s,
-        kv_connector="p2p",
-        keys=KEYS,
-        max_num_batched_tokens=128,
-    )
+@contextlib.contextmanager
+def pair_with(end, *faults, epoch_unix_s=0.0):
+    """A pair of which one end has these faults, and a check of its tokens."""
+    settings = {"kv_connector": "p2p", "keys": KEYS, "max_num_batched_tokens": 128}
+    plain, faulty = config(**settings), config(*faults, epoch_unix_s=epoch_unix_s, **settings)
+    pair = Pair(*((faulty, plain) if end == "prefill" else (plain, faulty)))
+    try:
+        yield pair
+    finally:
+        pair.close()
 
 
-def assert_right(pair, prompt, tokens):
-    described = pair.decode.core.facts
-    assert tokens == expected_tokens(
-        prompt, len(tokens), described.vocab_size, described.eos_token_ids
-    )
+def generates_right(pair, prompt):
+    (tokens,) = pair.generate([prompt], [SHORT])
+    facts = pair.decode.core.facts
+    return tokens == expected_tokens(prompt, 4, facts.vocab_size, facts.eos_token_ids)
 
 
 @pytest.mark.parametrize("end", ["prefill", "decode"])
 def test_corrupted_kv_is_noticed_and_the_tokens_are_right(end):
-    lasting = kv_config(fault(0, "corrupt"))
-    configs = {"prefill": kv_config(), "decode": kv_config(), end: lasting}
-    pair = Pair(configs["prefill"], configs["decode"])
-    try:
-        (tokens,) = pair.generate([PROMPT], [SHORT])
-        assert len(tokens) == 4
-        assert_right(pair, PROMPT, tokens)
+    with pair_with(end, fault(0, "corrupt")) as pair:
+        assert generates_right(pair, PROMPT)
         assert pair.failures == ({"r0": "checksum"} if end == "prefill" else {})
-    finally:
-        pair.close()
 
 
 @pytest.mark.parametrize("end", ["prefill", "decode"])
 def test_a_dropped_link_fails_its_transfer_and_the_tokens_are_right(end):
     # The prompt takes three steps of 0.1 s; the link drops again and again while they last.
     prompt = [20 + i % 100 for i in range(3 * 128)]
-    dropping = kv_config(
-        *(fault(n / 20, "drop_link") for n in range(1200)), epoch_unix_s=time.time()
-    )
-    configs = {"prefill": kv_config(), "decode": kv_config(), end: dropping}
-    pair = Pair(configs["prefill"], configs["decode"])
-    try:
-        (tokens,) = pair.generate([prompt], [SHORT])
-        assert_right(pair, prompt, tokens)
+    drops = (fault(n / 20, "drop_link") for n in range(1200))
+    with pair_with(end, *drops, epoch_unix_s=time.time()) as pair:
+        assert generates_right(pair, prompt)
         assert pair.failures == {"r0": "peer_dead"}
-    finally:
-        pair.close()

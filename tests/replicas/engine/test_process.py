@@ -7,18 +7,13 @@ import contextlib
 import os
 import resource
 import signal
-import subprocess
-import sys
 import threading
-import time
-from pathlib import Path
 
 import msgspec
 import pytest
 import zmq
 
 from replicas import async_client
-from replicas.async_client import AsyncMPClient
 from replicas.client import SyncMPClient
 from replicas.codec import decode_engine_frame, encode
 from replicas.dealer import MAX_WAITING_MESSAGES, connect_dealers
@@ -37,6 +32,17 @@ from replicas.messages import (
 from replicas.sampling_params import SamplingParams
 from tests.engines import engine_core, generate, make_config
 from tests.models import model_folder
+from tests.replicas.engine import engine_client
+from tests.replicas.engine.engine_client import (
+    connected,
+    is_idle,
+    parent_of_engine,
+    python,
+    read,
+    status,
+    until,
+    wait_gone,
+)
 
 pytestmark = pytest.mark.process
 
@@ -68,31 +74,8 @@ def doomed():
     handle.stop()
 
 
-@contextlib.asynccontextmanager
-async def connected(handle, **callbacks):
-    client = AsyncMPClient(handle.keys, **callbacks)
-    try:
-        await client.connect(handle.description)
-        yield client
-    finally:
-        await client.close()
-
-
 def open_stream(client, handle, request_id, sampling=SHORT, prompt=PROMPT):
-    message = AddRequest(EngineRequest(request_id, prompt, sampling))
-    return client.open_stream(handle.description.incarnation, request_id, message)
-
-
-async def read(stream):
-    """Every token until the end."""
-    tokens = []
-    while True:
-        event = await stream.get()
-        if isinstance(event, TokenOutput):
-            tokens += event.token_ids
-            if event.finish_reason is not None:
-                stream.close(abort=False)
-                return tokens
+    return engine_client.open_stream(client, handle, request_id, sampling, prompt)
 
 
 async def first_token(stream):
@@ -100,56 +83,10 @@ async def first_token(stream):
         pass
 
 
-async def until(predicate, what, deadline_s=20.0):
-    """Poll until an asynchronous predicate is true."""
-    end_s = time.monotonic() + deadline_s
-    while not await predicate():
-        assert time.monotonic() < end_s, f"not in {deadline_s} s: {what}"
-        await asyncio.sleep(0.02)
-
-
-async def is_idle(client, handle):
-    """Return whether every slot and block is free."""
-    metrics = await client.metrics(handle.description.incarnation)
-    groups = metrics.groups
-    return not metrics.num_waiting and all(
-        (g.num_empty_slots, g.num_free_blocks) == (g.num_slots, g.num_blocks) for g in groups
-    )
-
-
 async def num_aborted(client, handle):
     """Requests that were dropped since the engine started."""
     metrics = await client.metrics(handle.description.incarnation)
     return sum(group.requests_finished.get("abort", 0) for group in metrics.groups)
-
-
-def is_running(pid):
-    """Return whether the process is there and no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-async def wait_gone(pid):
-    async def is_gone():
-        return not is_running(pid)
-
-    await until(is_gone, f"process {pid} has ended")
-
-
-def run_python(code, *arguments):
-    """A Python process of the test's own, and its first line."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True
-    )
-    return process, process.stdout.readline().strip()
-
-
-def end(process):
-    process.kill()
-    process.wait()
-    process.stdout.close()
 
 
 # --- start and end -----------------------------------------------------------------------------
@@ -213,21 +150,10 @@ def test_an_engine_may_have_more_connections_than_its_parents_limit():
 
 
 def test_engine_ends_with_its_parent():
-    code = (
-        "import sys, msgspec\n"
-        "from replicas.config import EngineConfig\n"
-        "from replicas.launch import start_engine\n"
-        "handle = start_engine(msgspec.json.decode(sys.argv[1], type=EngineConfig))\n"
-        "print(handle.description.pid, flush=True)\n"
-        "handle.wait()\n"
-    )
-    parent, line = run_python(code, msgspec.json.encode(config()).decode())
-    try:
-        assert is_running(int(line))
+    with parent_of_engine(config()) as (parent, started):
+        assert status(int(started))
         os.kill(parent.pid, signal.SIGKILL)
-        asyncio.run(wait_gone(int(line)))
-    finally:
-        end(parent)
+        wait_gone([int(started)])
 
 
 # --- loss of the engine ------------------------------------------------------------------------
@@ -368,8 +294,7 @@ def test_killed_client_takes_its_requests_along(engine):
             return await num_aborted(witness, engine)
 
     before = asyncio.run(count())
-    process, line = run_python(code, *arguments)
-    try:
+    with python(code, *arguments) as (process, line):
         assert line == "open"
         process.kill()
 
@@ -379,8 +304,6 @@ def test_killed_client_takes_its_requests_along(engine):
                 return await num_aborted(witness, engine)
 
         assert asyncio.run(run()) > before
-    finally:
-        end(process)
 
 
 def test_closed_stream_frees_its_slot(engine):
