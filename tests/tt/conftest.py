@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from replicas.generators.ttnn.mesh import TTMesh
+    from tests.tt.golden.library import GoldenLibrary
 
 _MISSING = boards.what_is_missing()
 _HERE = os.environ.get(boards.BOARD_VARIABLE)
@@ -98,6 +99,15 @@ def open_mock_mesh(
     yield open_one
     for mesh in reversed(opened):
         mesh.close()
+
+
+@pytest.fixture
+def golden() -> Iterator[GoldenLibrary]:
+    """The generator's modules have the golden kit for ttnn, whose calls it notes."""
+    from tests.tt.golden.library import GoldenLibrary, installed
+
+    with installed(GoldenLibrary()) as library:
+        yield library
 
 
 class _MissingModule(pytest.Module):

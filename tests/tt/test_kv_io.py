@@ -1,14 +1,13 @@
 """KV blocks of a mesh as bytes: the same whatever lanes, chips and tiles they come from.
 
-Doubles of the chips' memory, filled from and read into real host tensors of ttnn, check the bytes,
-so that tiles are ttnn's own. The mock device checks that calls are accepted.
+Golden chips, whose tiles are packed as ttnn packs them, check the bytes. The mock device checks
+that calls are accepted.
 """
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -23,9 +22,10 @@ from kv_transfer.layout import KVLayout
 from kv_transfer.sharding import head_shards
 from replicas.errors import DeviceError
 from replicas.generators.ttnn import kv_io
-from replicas.generators.ttnn.kv_io import FILL_UNITS, TTKVIO, host_shards
-
-pytestmark = pytest.mark.board("T3K")
+from replicas.generators.ttnn.kv_io import FILL_UNITS, TTKVIO
+from tests.tt.golden.library import open_golden, poisoned
+from tests.tt.golden.ops import OPS
+from tests.tt.golden.tensors import GoldenTensor, round_to
 
 DTYPES = ["bfloat8_b", "bfloat16"]
 
@@ -35,118 +35,6 @@ def make_layout(dtype, heads=4, layers=2, head_dim=64, block_size=64, rope="hf")
         num_layers=layers, num_kv_heads=heads, head_dim=head_dim, block_size=block_size,
         dtype=dtype, rope=rope, model_fingerprint="m",
     )  # fmt: skip
-
-
-# ---- doubles of the chips
-
-
-class Chips:
-    """A double of a submesh: how many chips, and DRAM banks each."""
-
-    def __init__(self, num_chips, num_banks=12):
-        self.shape = ttnn.MeshShape(1, num_chips)
-        self.num_chips = num_chips
-        self.num_banks = num_banks
-
-    def dram_grid_size(self):
-        return SimpleNamespace(x=self.num_banks, y=1)
-
-
-@dataclass
-class Held:
-    """A double of a mesh tensor: the bytes that each chip has of it."""
-
-    chips: Chips
-    shape: tuple[int, ...]
-    dtype: object
-    layout: object
-    shards: list[np.ndarray]
-
-    def device(self):
-        return self.chips
-
-
-def host_tensor(chips, shape, dtype, layout):
-    torch_dtype = torch.int32 if dtype == ttnn.int32 else torch.bfloat16
-    zeros = torch.zeros(tuple(shape), dtype=torch_dtype)
-    shards = [ttnn.from_torch(zeros, dtype=dtype, layout=layout) for _ in range(chips.num_chips)]
-    return ttnn.from_host_shards(shards, chips.shape)
-
-
-def _shards(host, chips):
-    return host_shards(host, [ttnn.MeshCoordinate(0, chip) for chip in range(chips.num_chips)])
-
-
-class Ops:
-    """ttnn with doubles of what a device does, on bytes; the rest is ttnn's own."""
-
-    def __init__(self):
-        self.experimental = self
-        self.fills = []
-
-    def __getattr__(self, name):
-        return getattr(ttnn, name)
-
-    def view(self, tensor, shape):
-        assert np.prod(shape) == np.prod(tensor.shape)
-        return Held(tensor.chips, shape, tensor.dtype, tensor.layout, tensor.shards)
-
-    def narrow(self, tensor, dim, start, length):
-        assert dim == 0
-        assert 0 <= start < start + length <= tensor.shape[0]
-        rest = tensor.shape[1:]
-        pages = np.prod(rest) // 1024
-        if start * pages % tensor.chips.num_banks:
-            raise RuntimeError("Start page ID must be aligned with number of banks")
-        shards = [
-            shard.reshape(tensor.shape[0], -1)[start : start + length].reshape(-1)
-            for shard in tensor.shards
-        ]
-        return Held(tensor.chips, (length, *rest), tensor.dtype, tensor.layout, shards)
-
-    def from_device(self, tensor):
-        host = host_tensor(tensor.chips, tensor.shape, tensor.dtype, tensor.layout)
-        for to, shard in zip(_shards(host, tensor.chips), tensor.shards, strict=True):
-            to[:] = shard
-        return host
-
-    def allocate_tensor_on_host(self, shape, dtype, layout, device, memory_config):
-        host = host_tensor(device, tuple(shape), dtype, layout)
-        for shard in _shards(host, device):
-            shard[:] = 0xA5  # earlier content
-        return host
-
-    def allocate_tensor_on_device(self, shape, dtype, layout, device, memory_config):
-        host = self.allocate_tensor_on_host(shape, dtype, layout, device, memory_config)
-        shards = [shard.copy() for shard in _shards(host, device)]
-        return Held(device, tuple(shape), dtype, layout, shards)
-
-    def copy_host_to_device_tensor(self, host, held):
-        assert (tuple(host.shape), host.dtype, host.layout) == (held.shape, held.dtype, held.layout)
-        for to, shard in zip(held.shards, _shards(host, held.chips), strict=True):
-            to[:] = shard
-
-    def paged_fill_cache(self, cache, source, page_table, *, batch_idx):
-        num_blocks, heads, block_size, head_dim = cache.shape
-        assert (source.shape[:2], source.shape[3]) == ((1, heads), head_dim)
-        assert (cache.dtype, batch_idx) == (source.dtype, 0)
-        assert (page_table.dtype, page_table.shape[0]) == (ttnn.int32, 1)
-        blocks = source.shape[2] // block_size
-        assert blocks <= page_table.shape[1]
-        self.fills.append(blocks)
-        for to, shard, table in zip(cache.shards, source.shards, page_table.shards, strict=True):
-            ids = table.view(np.int32)[:blocks]
-            assert 0 <= ids.min() <= ids.max() < num_blocks
-            # (head, block, bytes) in the source, (block, head, bytes) in the cache
-            pieces = shard.reshape(heads, blocks, -1).swapaxes(0, 1)
-            to.reshape(num_blocks, heads, -1)[ids] = pieces
-
-
-@pytest.fixture
-def ops(monkeypatch):
-    torch.set_num_threads(1)
-    monkeypatch.setattr(kv_io, "ttnn", Ops())
-    return kv_io.ttnn
 
 
 @dataclass
@@ -164,42 +52,24 @@ class World:
     lanes: list
 
 
-def held_tensor(chips, values, shards, dtype):
-    """Values (num_blocks, KV heads, block_size, head_dim) as each chip holds its heads."""
-    kind = getattr(ttnn, dtype)
-    tensors = [
-        ttnn.from_torch(values[:, list(heads)], dtype=kind, layout=ttnn.TILE_LAYOUT)
-        for heads in shards
-    ]
-    at = [ttnn.MeshCoordinate(0, 0)]
-    one = [ttnn.from_host_shards([tensor], ttnn.MeshShape(1, 1)) for tensor in tensors]
-    bytes_of = [host_shards(tensor, at)[0].copy() for tensor in one]
-    local = (values.shape[0], len(shards[0]), *values.shape[2:])
-    held = Held(chips, local, kind, ttnn.TILE_LAYOUT, bytes_of)
-    exact = values.clone()
-    for heads, tensor in zip(shards, tensors, strict=True):
-        exact[:, list(heads)] = tensor.to_torch().to(torch.bfloat16)
-    return held, exact
-
-
-def make_world(layout, *, lanes=1, tp=1, num_blocks=12, seed=0, num_banks=12, fill=True):
+def make_world(layout, *, lanes=1, tp=1, num_blocks=12, seed=0, num_banks=12):
     generator = torch.Generator().manual_seed(seed)
     shards = head_shards(layout.num_kv_heads, tp)
+    dtype = getattr(ttnn, layout.dtype)
     plain = msgspec.structs.replace(layout, dtype="bfloat16")
     shape = (num_blocks, layout.num_kv_heads, layout.block_size, layout.head_dim)
     cache, blocks = [], []
     for _ in range(lanes):
-        chips = Chips(tp, num_banks)
-        lane, pieces = [], []
-        for _ in range(layout.num_layers):
-            layer = []
-            for _ in range(2):
-                values = torch.randn(shape, generator=generator) * (1 if fill else 0)
-                held, exact = held_tensor(chips, values.to(torch.bfloat16), shards, layout.dtype)
-                layer.append(held)
-                pieces.append(exact.view(torch.uint8).reshape(num_blocks, -1).numpy())
-            lane.append(layer)
-        cache.append(lane)
+        device = open_golden(1, tp)
+        device.num_banks = num_banks
+        planes, pieces = [], []
+        for _ in range(layout.num_pieces):
+            # Block floats have no -0.0.
+            values = round_to(torch.randn(shape, generator=generator), dtype) + 0.0
+            of_chips = [values[:, list(heads)].clone() for heads in shards]
+            planes.append(GoldenTensor(of_chips, dtype, ttnn.TILE_LAYOUT, device=device))
+            pieces.append(values.bfloat16().view(torch.uint8).reshape(num_blocks, -1).numpy())
+        cache.append(list(zip(planes[::2], planes[1::2], strict=True)))
         blocks.append(HostBlocks(plain, pieces))
     return World(TTKVIO(cache, layout), cache, blocks)
 
@@ -210,14 +80,24 @@ def as_bfloat16(rows, layout):
 
 def snapshot(world):
     return [
-        [shard.copy() for layer in lane for plane in layer for shard in plane.shards]
+        [shard.clone() for layer in lane for plane in layer for shard in plane.shards]
         for lane in world.cache
+    ]
+
+
+def fills(library):
+    """Units of every fill of a cache."""
+    return [
+        call.operands[1][0][2] // 32
+        for call in library.calls
+        if call.name == "experimental.paged_fill_cache"
     ]
 
 
 # ---- tiles
 
 
+@pytest.mark.board("T3K")
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 def test_tiles_are_reordered_as_ttnn_orders_them(head_dim):
     values = torch.randn(5, 3, 32, head_dim).to(torch.bfloat16)
@@ -242,7 +122,7 @@ def test_every_bit_pattern_survives_the_reordering():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "tp"), [(4, 1), (4, 2), (4, 4), (2, 4)])
 @pytest.mark.parametrize("block_size", [32, 64, 128])
-def test_rows_are_the_tokens_of_the_cache(ops, dtype, heads, tp, block_size):
+def test_rows_are_the_tokens_of_the_cache(golden, dtype, heads, tp, block_size):
     layout = make_layout(dtype, heads=heads, block_size=block_size)
     world = make_world(layout, lanes=2, tp=tp)
     table = [7, 3, 4, 5, 11, 1]
@@ -258,7 +138,7 @@ def test_rows_are_the_tokens_of_the_cache(ops, dtype, heads, tp, block_size):
 
 @pytest.mark.parametrize("num_banks", [7, 8, 12])
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
-def test_reading_starts_at_any_block_whatever_the_banks(ops, num_banks, head_dim):
+def test_reading_starts_at_any_block_whatever_the_banks(golden, num_banks, head_dim):
     layout = make_layout("bfloat8_b", heads=3, layers=1, head_dim=head_dim)
     world = make_world(layout, num_banks=num_banks, num_blocks=13)
     for block in range(13):
@@ -266,19 +146,22 @@ def test_reading_starts_at_any_block_whatever_the_banks(ops, num_banks, head_dim
         assert np.array_equal(as_bfloat16(rows, layout), world.lanes[0].read_rows([block], 0, 2))
 
 
-def test_neighbours_are_read_at_once_and_no_more_than_a_chip_may_hold(ops, monkeypatch):
+def units_read(library):
+    """Units of every part of a cache that was copied to the host."""
+    return [call.results[0][0][0] for call in library.calls if call.name == "narrow"]
+
+
+def test_neighbours_are_read_at_once_and_no_more_than_a_chip_may_hold(golden, monkeypatch):
     layout = make_layout("bfloat8_b", layers=1)
     world = make_world(layout)
-    lengths, narrow = [], ops.narrow
-    monkeypatch.setattr(ops, "narrow", lambda *a: lengths.append(a[3]) or narrow(*a), raising=False)
     table = [3, 4, 5, 6, 9]
     wanted = world.io.read_rows(0, table, 0, 10)
-    assert len(lengths) == 2 * 2  # two runs of K and of V
+    assert len(units_read(golden)) == 2 * 2  # two runs of K and of V
     monkeypatch.setattr(kv_io, "_READ_BYTES", 2 * layout.piece_bytes)
-    lengths.clear()
+    golden.calls.clear()
     assert np.array_equal(world.io.read_rows(0, table, 0, 10), wanted)
-    assert len(lengths) == 2 * 3
-    assert max(lengths) <= 2 * 8 + 12
+    assert len(units_read(golden)) == 2 * 3
+    assert max(units_read(golden)) <= 2 * 8 + 12
 
 
 # ---- moving
@@ -296,7 +179,7 @@ def rounds(rng, num_blocks, rows_per_block):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lanes", list(itertools.product((1, 2, 4), repeat=2)))
-def test_rows_arrive_byte_for_byte_between_any_two_engines(ops, monkeypatch, dtype, lanes):
+def test_rows_arrive_byte_for_byte_between_any_two_engines(golden, monkeypatch, dtype, lanes):
     monkeypatch.setattr(kv_io, "FILL_UNITS", (8, 24))
     rng = np.random.default_rng([lanes[0], lanes[1], len(dtype)])
     for source_tp, target_tp in itertools.product((1, 2, 4), repeat=2):
@@ -337,12 +220,13 @@ def assert_only_written(world, before, lanes, table=(), rows=()):
         allowed |= {first + head * per_block for head in range(heads)}
     for lane, (old, new) in enumerate(zip(before, snapshot(world), strict=True)):
         for was, now in zip(old, new, strict=True):
-            changed = (was != now).reshape(-1, layout.unit_bytes).any(axis=1)
-            assert set(np.flatnonzero(changed).tolist()) <= (allowed if lane in lanes else set())
+            changed = (was != now).reshape(-1, 32 * layout.head_dim).any(dim=1)
+            units = set(changed.nonzero().flatten().tolist())
+            assert units <= (allowed if lane in lanes else set())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_heads_that_several_chips_hold_are_written_to_all_of_them(ops, dtype):
+def test_heads_that_several_chips_hold_are_written_to_all_of_them(golden, dtype):
     layout = make_layout(dtype, heads=2)
     source = make_world(layout, tp=1, seed=1)
     target = make_world(layout, tp=4, seed=2)
@@ -350,8 +234,8 @@ def test_heads_that_several_chips_hold_are_written_to_all_of_them(ops, dtype):
     for layer in target.cache[0]:
         for plane in layer:
             first, second, third, fourth = plane.shards
-            assert np.array_equal(first.reshape(12, -1)[2], second.reshape(12, -1)[2])
-            assert np.array_equal(third.reshape(12, -1)[5], fourth.reshape(12, -1)[5])
+            assert torch.equal(first[2], second[2])
+            assert torch.equal(third[5], fourth[5])
     assert np.array_equal(
         target.io.read_rows(0, [2, 5], 0, 4), source.io.read_rows(0, [8, 9], 0, 4)
     )
@@ -368,41 +252,42 @@ def test_heads_that_several_chips_hold_are_written_to_all_of_them(ops, dtype):
         (130, [256, 256, 32]),
     ],
 )
-def test_writes_have_one_of_a_few_lengths_and_pad_with_zeros(ops, num_rows, wanted):
+def test_writes_have_one_of_a_few_lengths_and_pad_with_zeros(golden, num_rows, wanted):
     assert FILL_UNITS == (32, 256)
     layout = make_layout("bfloat8_b", layers=1)
     world = make_world(layout, num_blocks=70)
     table = list(range(1, 70))
     rows = world.io.read_rows(0, table, 0, num_rows)
-    world.io.write_rows(0, table, 0, rows)
-    assert ops.fills == [length for length in wanted for _ in range(2)]
+    with poisoned(5.0):  # what a new buffer has
+        world.io.write_rows(0, table, 0, rows)
+    assert fills(golden) == [length for length in wanted for _ in range(2)]
     if num_rows % 8:  # some padding went to the null block
-        assert not world.cache[0][0][1].shards[0][: layout.unit_bytes].any()
+        assert not world.cache[0][0][1].shards[0][0, 0, :32].any()
     assert np.array_equal(world.io.read_rows(0, table, 0, num_rows), rows)
 
 
-def test_warm_up_runs_every_length_and_touches_the_null_block_alone(ops):
+def test_warm_up_runs_every_length_and_touches_the_null_block_alone(golden):
     layout = make_layout("bfloat16")
     world = make_world(layout, lanes=2, tp=2)
     before = snapshot(world)
     world.io.warm_up()
-    assert ops.fills == [*FILL_UNITS] * 2
+    assert fills(golden) == [*FILL_UNITS] * 2
     assert_only_written(world, before, [0, 1])
 
 
-def test_rows_that_are_no_rows_change_nothing(ops):
+def test_rows_that_are_no_rows_change_nothing(golden):
     layout = make_layout("bfloat8_b")
     world = make_world(layout)
     before = snapshot(world)
     world.io.write_rows(0, [1], 0, np.empty((0, layout.row_bytes), np.uint8))
-    assert ops.fills == []
+    assert fills(golden) == []
     assert_only_written(world, before, [])
 
 
 # ---- refusals
 
 
-def test_the_null_block_is_not_written(ops):
+def test_the_null_block_is_not_written(golden):
     layout = make_layout("bfloat8_b")
     world = make_world(layout)
     rows = np.zeros((3, layout.row_bytes), np.uint8)
@@ -412,7 +297,7 @@ def test_the_null_block_is_not_written(ops):
 
 
 @pytest.mark.parametrize("table", [[-1], [12]])
-def test_blocks_that_are_not_there_are_refused(ops, table):
+def test_blocks_that_are_not_there_are_refused(golden, table):
     layout = make_layout("bfloat16")
     world = make_world(layout)
     with pytest.raises(ValueError, match=r"not within 0\.\.11"):
@@ -421,7 +306,7 @@ def test_blocks_that_are_not_there_are_refused(ops, table):
         world.io.write_rows(0, table, 0, np.zeros((1, layout.row_bytes), np.uint8))
 
 
-def test_a_short_table_is_refused(ops):
+def test_a_short_table_is_refused(golden):
     layout = make_layout("bfloat8_b")
     world = make_world(layout)
     with pytest.raises(ValueError, match="1 blocks of 64 tokens where 2 are needed"):
@@ -433,7 +318,7 @@ def test_a_short_table_is_refused(ops):
 
 
 @pytest.mark.parametrize("shape", [(1, 5), (5,)])
-def test_rows_of_another_size_are_refused(ops, shape):
+def test_rows_of_another_size_are_refused(golden, shape):
     world = make_world(make_layout("bfloat8_b"))
     with pytest.raises(ValueError, match="instead of"):
         world.io.write_rows(0, [1], 0, np.zeros(shape, np.uint8))
@@ -443,37 +328,37 @@ def test_rows_of_another_size_are_refused(ops, shape):
     "other",
     [{"heads": 8}, {"layers": 3}, {"block_size": 32}, {"head_dim": 32}, {"dtype": "bfloat16"}],
 )
-def test_a_layout_that_is_not_the_cache_s_is_refused_with_both(ops, other):
+def test_a_layout_that_is_not_the_cache_s_is_refused_with_both(golden, other):
     settings = {"dtype": "bfloat8_b", "heads": 4}
     world = make_world(make_layout(**settings), tp=2)
     with pytest.raises(InvalidLayoutError, match=r"layout .* of a KV cache of .*\{2\}.*bfloat8_b"):
         TTKVIO(world.cache, make_layout(**{**settings, **other}))
 
 
-def test_heads_that_are_no_whole_tiles_are_refused(ops):
+def test_heads_that_are_no_whole_tiles_are_refused(golden):
     layout = make_layout("bfloat16", head_dim=80)
-    held = Held(Chips(1), (4, 4, 64, 80), ttnn.bfloat16, ttnn.TILE_LAYOUT, [])
-    ops.view = lambda tensor, shape: tensor
+    values = torch.zeros(4, 4, 64, 80)
+    held = GoldenTensor([values], ttnn.bfloat16, ttnn.TILE_LAYOUT, device=open_golden())
     with pytest.raises(InvalidLayoutError, match="heads of 80 elements"):
         TTKVIO([[[held, held]] * 2], layout)
 
 
-def test_a_device_that_refuses_is_a_typed_error(ops, monkeypatch):
+def test_a_device_that_refuses_is_a_typed_error(golden, monkeypatch):
     layout = make_layout("bfloat8_b")
     world = make_world(layout)
 
     def refuse(*args, **kwargs):
         raise RuntimeError("TT_FATAL @ x.cpp:1: no\ninfo:\nOut of Memory\nbacktrace:\n --- y")
 
-    monkeypatch.setattr(ops, "from_device", refuse)
+    monkeypatch.setitem(OPS, "from_device", refuse)
     with pytest.raises(DeviceError, match="KV cannot be read: Out of Memory"):
         world.io.read_rows(0, [1], 0, 1)
-    monkeypatch.setattr(ops, "paged_fill_cache", refuse)
+    monkeypatch.setitem(OPS, "experimental.paged_fill_cache", refuse)
     with pytest.raises(DeviceError, match="KV cannot be written: Out of Memory"):
         world.io.write_rows(0, [1], 0, np.zeros((1, layout.row_bytes), np.uint8))
     with pytest.raises(DeviceError, match="KV cannot be written: Out of Memory"):
         world.io.warm_up()
-    monkeypatch.setattr(ops, "view", refuse)
+    monkeypatch.setitem(OPS, "experimental.view", refuse)
     with pytest.raises(DeviceError, match="cannot prepare KV transfer: Out of Memory"):
         TTKVIO(world.cache, layout)
 
@@ -504,6 +389,7 @@ def foreign_cache(lane, shape, dtype):
     return [[plane(), plane()] for _ in range(2)]
 
 
+@pytest.mark.board("T3K")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_lanes", [2, 8])
 @pytest.mark.parametrize(("make_cache", "rope"), [(native_cache, "hf"), (foreign_cache, "meta")])

@@ -75,13 +75,7 @@ def test_bytes_are_those_of_ttnn(dtype):
     assert torch.equal(unpack(ours, numbers.shape, dtype, TILED), numbers)
 
 
-# ---- refusals
-
-
-@pytest.fixture
-def library():
-    with installed(GoldenLibrary()) as golden:
-        yield golden
+# ---- refusals: of contents, which the mock device does not look at
 
 
 @pytest.fixture
@@ -91,8 +85,8 @@ def chip():
 
 def on(device, tensor, dtype=ttnn.bfloat16, layout=None, memory_config=None):
     layout = layout or (TILED if tensor.dtype.is_floating_point else ROW_MAJOR)
-    library = GoldenLibrary()
-    return library.from_torch(
+    golden = GoldenLibrary()
+    return golden.from_torch(
         tensor, dtype, layout=layout, device=device, memory_config=memory_config
     )
 
@@ -117,37 +111,12 @@ def rows(device, dtype=ttnn.bfloat16):
 
 
 REFUSED = {
-    "a fill in another dtype": lambda t, d: t.experimental.paged_fill_cache(
-        cache(d, ttnn.bfloat8_b), chunk(d), ints(d, [1, 2])
-    ),
-    "a fill past the page table": lambda t, d: t.experimental.paged_fill_cache(
-        cache(d), chunk(d), ints(d, [1])
-    ),
     "a fill of a block that is not there": lambda t, d: t.experimental.paged_fill_cache(
         cache(d), chunk(d), ints(d, [1, 6])
-    ),
-    "a page table of floats": lambda t, d: t.experimental.paged_fill_cache(
-        cache(d), chunk(d), on(d, torch.zeros(1, 2))
-    ),
-    "an update in bfloat8_b": lambda t, d: t.experimental.paged_update_cache(
-        cache(d), rows(d, ttnn.bfloat8_b), update_idxs_tensor=ints(d, 0, 1, 2),
-        page_table=ints(d, [1], [2], [3]),
-    ),
-    "an update that is not sharded": lambda t, d: t.experimental.paged_update_cache(
-        cache(d), on(d, values(1, 3, 2, 32)), update_idxs_tensor=ints(d, 0, 1, 2),
-        page_table=ints(d, [1], [2], [3]),
     ),
     "an update past the page table": lambda t, d: t.experimental.paged_update_cache(
         cache(d), rows(d), update_idxs_tensor=ints(d, 0, 32, 2),
         page_table=ints(d, [1], [2], [3]),
-    ),
-    "an update whose page table is wider than the cache": lambda t, d: (
-        t.experimental.paged_update_cache(
-            cache(d),
-            rows(d),
-            update_idxs_tensor=ints(d, 0, 1, 2),
-            page_table=ints(d, *[[1, 0, 0, 0, 0, 0, 0]] * 3),
-        )
     ),
     "a decode past the page table": lambda t, d: (
         t.transformer.paged_scaled_dot_product_attention_decode(
@@ -164,21 +133,11 @@ REFUSED = {
             chunk(d, 32), cache(d), cache(d), ints(d, [1, 2]), chunk_start_idx_tensor=ints(d, 16)
         )
     ),
-    "heads that cannot be rotated": lambda t, d: t.experimental.rotary_embedding_hf(
-        on(d, values(1, 2, 32, 96)), on(d, values(1, 1, 32, 96)), on(d, values(1, 1, 32, 96))
-    ),
     "a token outside of the embedding": lambda t, d: t.embedding(
         on(d, torch.tensor([[7]]), ttnn.uint32), on(d, values(1, 1, 7, 32), layout=ROW_MAJOR)
     ),
-    "row-major operands of a product": lambda t, d: t.linear(
-        on(d, values(32, 32), layout=ROW_MAJOR), on(d, values(32, 32))
-    ),
-    "an operand on the host": lambda t, d: t.add(on(d, values(32, 32)), on(None, values(32, 32))),
     "an operand of another device": lambda t, d: t.add(
         on(d, values(32, 32)), on(GoldenDevice((1, 1)), values(32, 32))
-    ),
-    "inputs of another shape": lambda t, d: t.copy_host_to_device_tensor(
-        on(None, torch.zeros(1, 3).int(), ttnn.int32), ints(d, [1, 2])
     ),
     "several chips without a composer": lambda t, d: t.to_torch(
         on(GoldenDevice((1, 2)), values(32, 32))
@@ -192,68 +151,68 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_refused(library, chip, what):
+def test_refused(golden, chip, what):
     with pytest.raises(GoldenError):
-        REFUSED[what](library, chip)
+        REFUSED[what](golden, chip)
 
 
-def test_a_freed_tensor_and_its_views_are_refused(library, chip):
+def test_a_freed_tensor_and_its_views_are_refused(golden, chip):
     tensor = on(chip, values(1, 1, 64, 32))
-    view = library.reshape(tensor, (1, 2, 32, 32))
-    library.deallocate(tensor)
+    view = golden.reshape(tensor, (1, 2, 32, 32))
+    golden.deallocate(tensor)
     with pytest.raises(GoldenError, match="deallocated"):
-        library.add(view, 1.0)
+        golden.add(view, 1.0)
 
 
-def test_an_op_that_the_kit_does_not_know_is_noticed(library):
+def test_an_op_that_the_kit_does_not_know_is_noticed(golden):
     with pytest.raises(NotImplementedError, match=r"ttnn\.conv2d"):
-        getattr(library, "conv2d")  # noqa: B009
+        getattr(golden, "conv2d")  # noqa: B009
     with pytest.raises(NotImplementedError, match=r"ttnn\.experimental\.rotary"):
-        getattr(library.experimental, "rotary_embedding_llama")  # noqa: B009
-    assert library.bfloat16 is ttnn.bfloat16
-    assert library.MathFidelity is ttnn.MathFidelity
+        getattr(golden.experimental, "rotary_embedding_llama")  # noqa: B009
+    assert golden.bfloat16 is ttnn.bfloat16
+    assert golden.MathFidelity is ttnn.MathFidelity
 
 
 # ---- documented behaviour of the ops without a golden function
 
 
-def test_a_skipped_row_is_neither_written_nor_computed(library, chip):
+def test_a_skipped_row_is_neither_written_nor_computed(golden, chip):
     keys, new = cache(chip), rows(chip)
     positions, table = ints(chip, 40, -1, 3), ints(chip, [1, 2], [3, 4], [5, 1])
-    library.experimental.paged_update_cache(
+    golden.experimental.paged_update_cache(
         keys, new, update_idxs_tensor=positions, page_table=table
     )
     written = (keys.shards[0] != 9.0).any(dim=-1).any(dim=1).nonzero().tolist()
     assert written == [[2, 8], [5, 3]]
     assert torch.equal(keys.shards[0][2, :, 8], new.shards[0][0, 0])
     with poisoned(math.nan):
-        out = library.transformer.paged_scaled_dot_product_attention_decode(
+        out = golden.transformer.paged_scaled_dot_product_attention_decode(
             rows(chip), keys, keys, table, cur_pos_tensor=positions
         ).shards[0]
     assert out[0, 1].isnan().all()
     assert out[0, [0, 2]].isfinite().all()
 
 
-def test_whole_tiles_are_filled(library, chip):
+def test_whole_tiles_are_filled(golden, chip):
     keys = cache(chip)
     with poisoned(5.0):
-        library.experimental.paged_fill_cache(keys, chunk(chip, 40), ints(chip, [4, 1, 0]))
+        golden.experimental.paged_fill_cache(keys, chunk(chip, 40), ints(chip, [4, 1, 0]))
     assert torch.equal(keys.shards[0][4], chunk(chip, 40).shards[0][0, :, :32])
     assert (keys.shards[0][1, :, 8:] == 5.0).all()
     assert (keys.shards[0][[0, 2, 3, 5]] == 9.0).all()
 
 
-def test_heads_are_cut_from_rows_and_joined_again(library, chip):
+def test_heads_are_cut_from_rows_and_joined_again(golden, chip):
     for length, width in ((64, 5 * 32), (96, 4 * 64)):
         fused = on(chip, values(1, 1, length, width))
         heads = {160: (3, 1), 256: (2, 1)}[width]
-        q, k, v = library.experimental.nlp_create_qkv_heads(
+        q, k, v = golden.experimental.nlp_create_qkv_heads(
             fused, num_heads=heads[0], num_kv_heads=heads[1], transpose_k_heads=False
         )
-        joined = [library.experimental.nlp_concat_heads(part).shards[0] for part in (q, k, v)]
+        joined = [golden.experimental.nlp_concat_heads(part).shards[0] for part in (q, k, v)]
         assert torch.equal(torch.cat(joined, dim=-1), fused.shards[0])
-        rows = library.slice(fused, (0, 0, 0, 0), (1, 1, 5, width))
-        of_rows = library.experimental.nlp_create_qkv_heads_decode(
+        rows = golden.slice(fused, (0, 0, 0, 0), (1, 1, 5, width))
+        of_rows = golden.experimental.nlp_create_qkv_heads_decode(
             rows, num_heads=heads[0], num_kv_heads=heads[1]
         )
         for of_row, of_chunk in zip(of_rows, (q, k, v), strict=True):

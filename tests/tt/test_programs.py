@@ -10,18 +10,18 @@ import re
 from collections import Counter
 
 import pytest
+import torch
 import ttnn
 
 from replicas.generators.model_config import parse_hf_config
 from replicas.generators.ttnn import programs as choice
 from replicas.generators.ttnn import weights
-from replicas.generators.ttnn.buckets import padded_vocab_size, prefill_buckets
+from replicas.generators.ttnn.buckets import prefill_buckets
 from replicas.generators.ttnn.products import chip_cores, chunk_program, row_program, striped
-from replicas.generators.ttnn.profiles import PRODUCTS, PROFILES, TILE_BYTES
-from replicas.generators.ttnn.programs import BankProduct, product_sizes
-from replicas.generators.ttnn.weights import DeviceWeights, TTLayerWeights
+from replicas.generators.ttnn.profiles import PROFILES, TILE_BYTES
+from replicas.generators.ttnn.programs import BankProduct
+from replicas.generators.ttnn.weights import LaneTensor
 from tests.replicas.generators.test_ttnn_budget import LLAMA_8B, QWEN3_8B, QWEN_7B
-from tests.tt import test_model
 from tests.tt.test_model import LaneUnderTest
 
 L1_BYTES = 1_499_136
@@ -44,56 +44,28 @@ LINE, RING = "LineReduceScatterMeshWorkloadFactory", "RingReduceScatterMeshWorkl
 WITHOUT_REUSE = "MatmulMultiCoreProgramFactory"
 
 
-def allocated_weights(config, device, profile):
-    """Weights of a lane as they would be loaded, with nothing in them."""
-    tp = device.get_num_devices()
-    places = weights._weight_places(config, profile, chip_cores(device), tp)
-    sizes = product_sizes(config, tp)
+def without_numbers(monkeypatch):
+    """Let weights be allocated at their sizes, with nothing in them."""
 
-    def tensor(shape, dtype, layout=ttnn.TILE_LAYOUT, where=ttnn.DRAM_MEMORY_CONFIG):
-        dtype = getattr(ttnn, dtype)
-        return ttnn.allocate_tensor_on_device(ttnn.Shape(shape), dtype, layout, device, where)
+    def sizes_of(shapes, seed):
+        return lambda name: torch.empty(shapes[name], device="meta")
 
-    def vector(length):
-        return tensor([1, 1, 1, length], "bfloat16")
+    def shard(tensor, fetch, lane_shape):
+        return next(iter(tensor.shards(fetch)))
 
-    def layer(index):
-        is_last = index == config.num_hidden_layers - 1
-        matrices = {
-            name: tensor(
-                [1, 1, *sizes[name]],
-                profile.weight(name, is_last=is_last),
-                where=places.get(name, ttnn.DRAM_MEMORY_CONFIG),
-            )
-            for name in PRODUCTS
-        }
-        others = {"input_norm": vector(config.hidden_size), "post_norm": vector(config.hidden_size)}
-        if config.qk_norm:
-            others |= {"q_norm": vector(config.head_dim), "k_norm": vector(config.head_dim)}
-        if config.qkv_bias:
-            others["qkv_bias"] = vector(sizes["qkv"][1])
-        return TTLayerWeights(**matrices, **others)
+    def on_device(tensor, shard, lane, where):
+        layout = ttnn.TILE_LAYOUT if tensor.is_tiled else ttnn.ROW_MAJOR_LAYOUT
+        return allocated(lane, shard.shape, getattr(ttnn, tensor.dtype), where, layout)
 
-    vocab = padded_vocab_size(config.vocab_size, tp)
-    return DeviceWeights(
-        embedding=tensor(
-            [1, 1, vocab // tp + 1, config.hidden_size], "bfloat16", ttnn.ROW_MAJOR_LAYOUT
-        ),
-        layers=tuple(layer(index) for index in range(config.num_hidden_layers)),
-        final_norm=vector(config.hidden_size),
-        lm_head=tensor([1, 1, config.hidden_size, vocab // tp], profile.weight_dtype),
-        num_vocab_padded=vocab,
-    )
+    monkeypatch.setattr(weights, "random_source", sizes_of)
+    monkeypatch.setattr(LaneTensor, "convert", shard)
+    monkeypatch.setattr(weights, "_to_device", on_device)
 
 
 @pytest.fixture
 def lane_of(open_mock_mesh, monkeypatch):
     """A lane over the whole of the test's board, of a real model with few layers."""
-
-    def allocated(config, mesh, lanes, profile):
-        return [allocated_weights(config, lane, profile) for lane in lanes]
-
-    monkeypatch.setattr(test_model, "load_lane_weights", allocated)
+    without_numbers(monkeypatch)
 
     def make(model, optimizations, **changes):
         config = parse_hf_config({**MODELS[model], "num_hidden_layers": NUM_LAYERS}, "model")
@@ -161,21 +133,21 @@ def test_every_product_runs_the_program_that_was_chosen(lane_of, model, optimiza
 @pytest.mark.board("N150")
 def test_what_ttnn_chooses_by_itself_reads_weights_again_and_again(lane_of):
     lane = lane_of("llama-8b", "balanced")
-    x = ttnn.allocate_tensor_on_device(
-        ttnn.Shape([1, 1, 32, 4096]),
-        ttnn.bfloat16,
-        ttnn.TILE_LAYOUT,
-        lane.device,
-        ttnn.L1_MEMORY_CONFIG,
-    )
+    x = allocated(lane.device, [1, 1, 32, 4096], where=ttnn.L1_MEMORY_CONFIG)
     head = lane.model._weights.lm_head
 
     chosen = programs_of(lambda: ttnn.linear(x, head, memory_config=ttnn.DRAM_MEMORY_CONFIG))
     assert chosen == [("MatmulDeviceOperation", WITHOUT_REUSE)]
 
 
-def allocated(device, shape, dtype=ttnn.bfloat16, where=ttnn.DRAM_MEMORY_CONFIG):
-    return ttnn.allocate_tensor_on_device(ttnn.Shape(shape), dtype, ttnn.TILE_LAYOUT, device, where)
+def allocated(
+    device,
+    shape,
+    dtype=ttnn.bfloat16,
+    where=ttnn.DRAM_MEMORY_CONFIG,
+    layout=ttnn.TILE_LAYOUT,
+):
+    return ttnn.allocate_tensor_on_device(ttnn.Shape(shape), dtype, layout, device, where)
 
 
 def in_shards(device, num_cores, width):

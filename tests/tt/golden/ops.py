@@ -222,7 +222,8 @@ def allocate_tensor_on_device(shape, dtype, layout, device, memory_config=None):
 
 @op("allocate_tensor_on_host")
 def allocate_tensor_on_host(shape, dtype, layout, device, memory_config=None):
-    shards = [_filled(list(shape), 0.0, dtype, layout, None, None).shards[0] for _ in device.chips]
+    value = poison() if dtype in FLOATS else 0.0
+    shards = [_filled(shape, value, dtype, layout, None, None).shards[0] for _ in device.chips]
     return PackedTensor(GoldenTensor(shards, dtype, layout), device.shape)
 
 

@@ -92,6 +92,7 @@ class GoldenDevice:
         programs: One entry per different call, shared with the submeshes, as a program cache has.
         streams: Random numbers of each (chip, user).
         taken: Semaphores of the last collective.
+        num_banks: Banks of each chip's DRAM.
     """
 
     def __init__(self, shape, chips=None, programs=None):
@@ -100,6 +101,7 @@ class GoldenDevice:
         self.programs = set() if programs is None else programs
         self.streams = {}
         self.taken = []
+        self.num_banks = 12
         self.is_closed = False
         self._on_their_way = []
         self._submeshes = []
@@ -128,7 +130,7 @@ class GoldenDevice:
         return ttnn.CoreGrid(y=8, x=8)
 
     def dram_grid_size(self):
-        return ttnn.CoreCoord(12, 1)
+        return ttnn.CoreCoord(self.num_banks, 1)
 
     def reshape(self, shape):
         require(math.prod(list(shape)) == len(self.chips), f"{self} as {shape}")
