@@ -7,7 +7,6 @@ commands it steps when its connector wakes it. It ends when its standard input c
     ["offer", request_id, consumer, num_tokens]
     ["save", request_id, block_ids, num_tokens]
     ["load", request_id, producer, endpoints, num_tokens, block_ids]
-    ["pause"]           stops the core's steps; the I/O thread keeps running
 """
 
 import json
@@ -59,7 +58,6 @@ def main(name: str, config: str, shares: str) -> None:
 
     threading.Thread(target=read, daemon=True).start()
     print(json.dumps(engine.worker.endpoints), flush=True)
-    is_paused = False
     while True:
         engine.notified.wait(1.0)
         engine.notified.clear()
@@ -69,13 +67,10 @@ def main(name: str, config: str, shares: str) -> None:
                 engine.worker.close(5.0)
                 return
             command = json.loads(line)
-            is_paused |= command[0] == "pause"
             obey(engine, *command)
-            if not is_paused:
-                engine.step()
-            print(json.dumps("done"), flush=True)
-        if not is_paused:
             engine.step()
+            print(json.dumps("done"), flush=True)
+        engine.step()
 
 
 if __name__ == "__main__":

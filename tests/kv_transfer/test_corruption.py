@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,6 +22,9 @@ IMPATIENT = TransferConfig(
     mapped_chunk_bytes=2 * TINY.row_bytes,
     no_data_s=8.0,
 )
+
+
+Mangle = Callable[[bytes, NDArray[np.uint8] | None], Mangled]
 
 
 @dataclasses.dataclass
@@ -51,12 +55,13 @@ class Mangler:
         return msgspec.msgpack.decode(frame)[4] == 2
 
 
-def transfer(path: str, mangler: Mangler) -> World:
-    world = World(path, num_tokens=NUM_TOKENS, config=IMPATIENT)
-    world.node(world.producer).mangle = mangler
+def transfer(path: str, mangle: Mangle, limit_s: float = 40.0, **changes: Any) -> World:
+    config = msgspec.structs.replace(IMPATIENT, **changes)
+    world = World(path, num_tokens=NUM_TOKENS, config=config)
+    world.node(world.producer).mangle = mangle
     world.start()
     world.prefill()
-    world.run(0.25, 40.0)
+    world.run(0.25, limit_s)
     return world
 
 
@@ -74,7 +79,7 @@ def positions(path: str) -> list[int]:
     return [*range(header), *range(header, header + payload, 1 if path == "shared" else 37)]
 
 
-def watch(look: Callable[[bytes, NDArray[np.uint8] | None], None]):
+def watch(look: Callable[[bytes, NDArray[np.uint8] | None], None]) -> Mangle:
     """Change nothing, and look at everything."""
 
     def mangle(frame: bytes, payload: NDArray[np.uint8] | None) -> Mangled:
@@ -130,12 +135,8 @@ def test_any_byte_that_changes_every_time_fails_the_transfer(path: str) -> None:
 @pytest.mark.parametrize("path", ["inline", "shared"])
 def test_any_byte_of_any_answer_that_changes_never_makes_wrong_kv(path: str, mask: int) -> None:
     """Leases carry no checksum: they can end a transfer, but not with wrong bytes."""
-    whole = World(path, num_tokens=NUM_TOKENS, config=IMPATIENT)
     frames: list[int] = []
-    whole.node(whole.producer).mangle = watch(lambda frame, _data: frames.append(len(frame)))
-    whole.start()
-    whole.prefill()
-    whole.run(0.25, 40.0)
+    transfer(path, watch(lambda frame, _data: frames.append(len(frame))))
     for number, size in enumerate(frames):
         for position in range(0, size, 3):
             count = iter(range(1 << 20))
@@ -147,11 +148,7 @@ def test_any_byte_of_any_answer_that_changes_never_makes_wrong_kv(path: str, mas
                 changed[position % len(frame)] ^= mask
                 return bytes(changed), data
 
-            world = World(path, num_tokens=NUM_TOKENS, config=IMPATIENT)
-            world.node(world.producer).mangle = mangle
-            world.start()
-            world.prefill()
-            world.run(0.25, 200.0)
+            transfer(path, mangle, limit_s=200.0)
 
 
 # ---- blocks that change behind their digest
@@ -275,13 +272,8 @@ def test_without_digests_a_failed_load_believes_in_nothing_of_it(mapped: str) ->
 
 
 def test_without_digests_the_producer_hashes_nothing(mapped: str) -> None:
-    config = msgspec.structs.replace(IMPATIENT, verify=False)
-    world = World(mapped, num_tokens=NUM_TOKENS, config=config)
     sent: list[int] = []
-    node = world.node(world.producer)
-    node.mangle = watch(lambda _frame, data: sent.append(0 if data is None else data.nbytes))
-    world.start()
-    world.prefill()
-    world.run(0.25, 20.0)
+    look = watch(lambda _frame, data: sent.append(0 if data is None else data.nbytes))
+    world = transfer(mapped, look, verify=False)
     assert world.consumer.received == {"r"}
     assert max(sent) == 2 * 8

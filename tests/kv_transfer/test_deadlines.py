@@ -54,25 +54,6 @@ def test_a_frozen_producer_fails_the_load_and_its_late_chunks_are_not_written(pa
     world.assert_over()
 
 
-def test_chunks_that_left_before_the_freeze_and_come_after_the_end_are_dropped(path: str) -> None:
-    late: list[str] = []
-    world = World(
-        path,
-        lambda message: [30.0] if isinstance(message, Data | Mapped) and late else [0.0],
-    )
-    stream(world)
-    late.append("from now on")
-    world.prefill()
-    world.steps(1)
-    freeze(world, world.producer)
-    run_until(world, world.consumer, CONFIG.no_progress_s)
-    dropped = world.consumer.stats.num_dropped_chunks
-    freeze(world, world.producer, is_frozen=False)
-    world.steps(70, 0.5)
-    assert world.consumer.stats.num_dropped_chunks > dropped
-    world.assert_over()
-
-
 def test_a_frozen_consumer_loses_its_lease_and_reads_no_reused_blocks(path: str) -> None:
     world = World(path)
     stream(world)

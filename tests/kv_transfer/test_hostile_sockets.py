@@ -4,9 +4,9 @@ import itertools
 import random
 import resource
 import socket
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -37,37 +37,20 @@ MOST_GROWTH = 64 << 20
 """Far less than the flood if it were kept, and more than the noise of an allocator."""
 
 
-@contextmanager
-def running(work: Callable[[], None]) -> Iterator[threading.Thread]:
-    """Run a function in a thread during the block, and raise its exception at the end."""
-    raised = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001
-            raised.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield thread
-    finally:
-        thread.join(300.0)
-    assert not thread.is_alive()
-    assert not raised
-
-
 def resident_bytes(process: int | str = "self") -> int:
     pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
     return pages * resource.getpagesize()
 
 
-def transfer_during(flooding: threading.Thread, both: list[FakeEngine]) -> None:
-    for n in itertools.count():
-        assert_transfers(both, f"during {n}")
-        if n >= 3 and not flooding.is_alive():
-            return
+def transfer_during(flood: Callable[[], None], both: list[FakeEngine]) -> None:
+    """Move requests while a flood runs in a thread, and raise its exception."""
+    with ThreadPoolExecutor(1) as pool:
+        flooding = pool.submit(flood)
+        for n in itertools.count():
+            assert_transfers(both, f"during {n}")
+            if n >= 3 and flooding.done():
+                break
+    flooding.result()
 
 
 def attract(consumer: FakeEngine, malicious: zmq.Socket[bytes]) -> bytes:
@@ -142,9 +125,8 @@ def test_hostile_frames_at_a_producer_change_nothing(which: int, count: int) -> 
                 if len(sent) % 1000 == 0:
                     send_oversize(endpoint, 4096)
 
-        with running(flood) as flooding:
-            transfer_during(flooding, both)
-            wait_until(lambda: num_noticed(both[0]) > count // 2, "junk was read", 120.0)
+        transfer_during(flood, both)
+        wait_until(lambda: num_noticed(both[0]) > count // 2, "junk was read", 120.0)
         assert len(sent) == count
         assert_transfers(both, "after")
         assert resident_bytes() - before < MOST_GROWTH
@@ -163,9 +145,8 @@ def test_hostile_frames_of_a_producer_change_nothing_at_its_consumer(count: int)
                 malicious.send_multipart([peer, *parts])
                 sent.append(len(parts))
 
-        with running(flood) as flooding:
-            transfer_during(flooding, both)
-            wait_until(lambda: num_noticed(consumer) > count // 2, "junk was read", 120.0)
+        transfer_during(flood, both)
+        wait_until(lambda: num_noticed(consumer) > count // 2, "junk was read", 120.0)
         assert len(sent) == count
         assert "bad" not in consumer.received
         assert_transfers(both, "after")

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import msgspec
-import numpy as np
 import pytest
 import zmq
 
@@ -19,11 +18,8 @@ from tests.kv_transfer import sockets
 from tests.kv_transfer.fakes import KEYS, FakeEngine, make_ticket, run_until
 from tests.kv_transfer.sockets import (
     NUM_TOKENS,
-    SOURCE,
-    assert_same_rows,
     assert_transfers,
     dial,
-    start,
     stream,
     zmq_socket,
 )
@@ -138,37 +134,7 @@ def test_a_chunk_that_is_corrupted_once_is_sent_again(shares: bool) -> None:
         assert engines[1].stats.num_retransmits > 0
 
 
-def test_lasting_corruption_fails_the_transfer_and_writes_nothing(shares: bool) -> None:
-    script = Script()
-    script.corrupt = lambda: True
-    with pair(of_producer=script, shares=shares) as engines:
-        producer, consumer = engines
-        source = producer.io.cache.copy()
-        start(engines)
-        run_until(lambda: producer.failed and consumer.failed, engines)
-        assert consumer.reasons == producer.reasons == {"r": FailureReason.CHECKSUM}
-        assert not consumer.io.changed()
-        assert np.array_equal(producer.io.cache, source), "only what is on the wire is corrupted"
-        script.corrupt = lambda: False
-        assert_transfers(engines, "again")
-
-
 # ---- partitions
-
-
-@pytest.mark.parametrize("end", ["of_producer", "of_consumer"])
-def test_a_transfer_continues_after_a_short_partition(end: str, shares: bool) -> None:
-    script = Script()
-    with pair(**{end: script}, shares=shares) as engines:
-        producer, consumer = engines
-        stream(engines)
-        script.cut = True
-        producer.save("r", SOURCE, NUM_TOKENS)
-        run_until(lambda: producer.worker.transfers(0.0)[0].done_rows > 3, engines)
-        assert len(consumer.io.changed()) == 3
-        script.cut = False
-        run_until(lambda: {"r"} == producer.sent == consumer.received, engines)
-        assert_same_rows(engines)
 
 
 @pytest.mark.parametrize("end", ["of_producer", "of_consumer"])
@@ -207,8 +173,3 @@ def test_only_connections_that_were_accepted_at_the_endpoint_break() -> None:
         finally:
             for connection in dialled + accepted:
                 connection.close()
-
-
-def test_breaking_an_endpoint_without_connections_does_nothing() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        assert break_accepted(f"tcp://127.0.0.1:{listener.getsockname()[1]}") == 0

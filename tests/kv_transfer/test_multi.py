@@ -311,24 +311,6 @@ def test_an_aborted_producer_that_loads_ends_once() -> None:
     assert [x.reason for x in fetches.failures] == [FailureReason.CANCELLED]
 
 
-@pytest.mark.parametrize("who", ["producer", "consumer"])
-@pytest.mark.parametrize("num_rounds", range(9))
-def test_an_abort_at_any_time_ends_once(who: str, num_rounds: int) -> None:
-    world = World()
-    prompt = tokens(4 * UNIT + 40, 1)
-    world.serve(world.producer, prompt[: 3 * UNIT])
-    sends, fetches = world.pair(prompt)
-    for _ in range(num_rounds):
-        for engine, executor in zip(world.engines, world.executors, strict=True):
-            engine.step()
-            executor.run(1)
-        world.network.advance()
-    engine = world.producer if who == "producer" else world.consumer
-    engine.abort(sends.request_id)
-    world.finish()
-    assert fetches.state == "over"
-
-
 @pytest.mark.parametrize("num_decodes", [4, 30])
 @pytest.mark.parametrize("is_pooled", [True, False])
 def test_a_moved_stream_loads_from_the_pool_and_from_its_lender(

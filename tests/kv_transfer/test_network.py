@@ -8,7 +8,6 @@ import msgspec
 import pytest
 import zmq
 
-from kv_transfer.curve import server_public_key
 from kv_transfer.errors import FailureReason, TransferError
 from kv_transfer.keys import KeyRing
 from kv_transfer.messages import encode
@@ -131,13 +130,6 @@ def test_an_engine_that_takes_plain_kv_takes_it_encrypted_too() -> None:
     with engines(each=({}, {"network": "plain"})) as both:
         move(both, far(both[0]))
         assert both[1].received == {"r"}
-
-
-def test_a_producer_whose_key_is_not_its_incarnations_is_not_asked() -> None:
-    with engines() as both:
-        # The key of another process of the deployment, under this one's name.
-        move(both, f"{address_of(far(both[0]))}#{server_public_key(KEYS, 'P2')}")
-        assert both[1].reasons == {"r": FailureReason.PEER_DEAD}
 
 
 @pytest.mark.parametrize("network", ["encrypted", "plain"])

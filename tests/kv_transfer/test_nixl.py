@@ -50,13 +50,6 @@ def test_rows_arrive_over_nixl() -> None:
     assert deliver(num_slots=64) == "nixl"
 
 
-def test_rows_travel_behind_their_header_when_staging_is_full(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(NixlEnd, "stage", lambda self, payload: None)
-    assert deliver(num_slots=2) == "inline"
-
-
 def test_a_read_from_a_frozen_producer_ends_by_its_deadline(end: NixlEnd) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", PRODUCER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -136,3 +136,20 @@ def test_either_end_may_cancel_at_any_time(path: str, num_steps: int, who: str) 
     assert world.consumer.reasons == world.producer.reasons == {"r": FailureReason.CANCELLED}
     world.steps(12, 1.0)
     world.assert_over()
+
+
+@pytest.mark.parametrize("dead", ["P", "D"])
+@pytest.mark.parametrize("num_steps", range(2, 6))
+def test_either_end_may_die_at_any_time(path: str, num_steps: int, dead: str) -> None:
+    """World compares what the consumer believes in."""
+    world = World(path)
+    world.start()
+    world.prefill(100)
+    world.steps(num_steps, 0.1)
+    world.prefill()
+    gone, left = world.engines if dead == "P" else world.engines[::-1]
+    world.network.cut(gone.worker.endpoints[0])
+    while not left.ended:
+        world.step(left)
+    assert left.reasons == {"r": FailureReason.PEER_DEAD}
+    assert left.stats.num_leased_blocks == left.stats.num_reserved_blocks == 0

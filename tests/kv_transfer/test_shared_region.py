@@ -361,31 +361,6 @@ def test_another_users_server_is_not_trusted(monkeypatch: pytest.MonkeyPatch) ->
         assert fetch.poll() == "failed"
 
 
-def test_a_flood_of_connections_leaves_nothing_open() -> None:
-    with serving() as (_, server):
-        before = open_files()
-        flood = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(1000)]
-        for number, peer in enumerate(flood):
-            peer.connect("\0ttserve-kv-" + server.address.removeprefix("shm://"))
-            if number % 2:
-                peer.close()
-        calls = 0
-        while select.select([server], [], [], 0)[0]:
-            server.serve()
-            calls += 1
-        assert 1 < calls < 10
-        assert before + 500 < open_files() < before + 800, "few of those that say nothing are kept"
-        fetch = RegionFetch(server.address, TICKET)
-        server.serve()
-        found = fetch.poll()
-        assert isinstance(found, MappedRegion)
-        found.close()
-        for peer in flood:
-            peer.close()
-        server.serve()
-        assert open_files() == before
-
-
 def test_closing_a_server_frees_its_name_and_fails_those_that_wait() -> None:
     with serving() as (_, server):
         name = server.address.removeprefix("shm://")

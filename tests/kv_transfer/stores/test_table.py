@@ -81,6 +81,11 @@ class StoreMachine(RuleBasedStateMachine):
         if outcome == "stored":
             self.known[key] = content
 
+    @rule(client=clients, key=keys)
+    def put(self, client: int, key: bytes) -> None:
+        self.begin(client, key, SLOT)
+        self.commit(client, is_stale=False)
+
     @rule(client=clients)
     def abort(self, client: int) -> None:
         self.table.abort(client)
@@ -195,16 +200,6 @@ def test_a_value_leased_twice_is_kept_for_the_second() -> None:
     assert put(table, b"b", client=3, now_s=14.9) == "dropped"
     assert table.release(2, second.lease_id, 14.9)
     assert put(table, b"b", client=3, now_s=14.9) == "stored"
-
-
-def test_of_two_writers_one_wins_and_a_value_is_never_replaced() -> None:
-    table = make_table()
-    place = table.begin_put(1, b"a", SLOT, 0.0)
-    assert table.begin_put(2, b"a", SLOT, 0.0) == "dropped"
-    assert table.num_present([b"a"]) == 0
-    assert table.commit(1, place.put_id, 1.0) == "stored"
-    assert table.begin_put(2, b"a", SLOT, 1.0) == "present"
-    assert table.commit(1, place.put_id, 1.0) == "dropped"
 
 
 def test_a_lapsed_put_never_succeeds_and_its_slot_waits_for_its_writer() -> None:
