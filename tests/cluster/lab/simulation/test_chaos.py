@@ -29,13 +29,6 @@ from replicas.faults import KINDS, Fault
 from replicas.virtual_engine import VirtualEngine
 
 
-@pytest.fixture(autouse=True)
-def _quiet():
-    logging.getLogger("replicas").setLevel(logging.CRITICAL)
-    yield
-    logging.getLogger("replicas").setLevel(logging.NOTSET)
-
-
 @pytest.fixture
 def leak(monkeypatch):
     """A block pool that loses a block, once a sequence has had more than six."""
