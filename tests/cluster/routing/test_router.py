@@ -16,8 +16,6 @@ from cluster.errors import (
     BadRequestError,
     NotReadyError,
     QueueTimeoutError,
-    ReplicaLostError,
-    SaturatedError,
 )
 from kv_transfer.layout import ROW_TOKENS
 from kv_transfer.store import StoreConfig
@@ -46,7 +44,6 @@ from tests.cluster.engines import (
     running,
     sampling,
     scripted,
-    silent,
     until,
     until_idle,
 )
@@ -67,10 +64,10 @@ def pool():
 
 @pytest.fixture(scope="module")
 def spares():
-    """Engines to kill or drain: four prefill engines with short steps, seven decode engines."""
+    """Engines to kill or drain: a prefill engine with short steps, three decode engines."""
     slow = engine_config("prefill", max_num_batched_tokens=16)
-    with running(*[("prefill", slow)] * 4, *[("decode", engine_config("decode"))] * 7) as engines:
-        yield {"prefill": engines[:4], "decode": engines[4:]}
+    with running(("prefill", slow), *[("decode", engine_config("decode"))] * 3) as engines:
+        yield {"prefill": engines[:1], "decode": engines[1:]}
 
 
 @pytest.fixture
@@ -211,25 +208,6 @@ async def test_prompts_below_the_threshold_are_computed_on_the_decode_engine(poo
     assert num_transfers == [0, 1]
 
 
-async def test_first_token_comes_from_prefill_before_decoding_starts(pool):
-    prefill, decode = pool[0], pool[2]
-    (prompt,) = prompts(1, lengths=(77,))
-    expected = reference((prompt, sampling()))[0]
-    async with rig(prefill, decode) as made:
-        outputs = start(made, prompt)
-        with prefill.stopped():
-            first = asyncio.ensure_future(anext(outputs))
-            await until_reserved(made, decode)
-            decode.signal(signal.SIGSTOP)
-        try:
-            output = await first
-        finally:
-            decode.signal(signal.SIGCONT)
-        assert (output.index, output.token_ids) == (0, expected[:1])
-        assert await rest_of(outputs) == expected[1:]
-        await until_idle(made, prefill, decode)
-
-
 async def test_request_that_ends_with_its_first_token_frees_the_reservation(pool):
     (prompt,) = prompts(1, lengths=(50,))
     async with rig(*pool) as made:
@@ -310,27 +288,6 @@ async def test_client_that_leaves_has_everything_freed(pool, state):
 # --- engines die -------------------------------------------------------------------------------
 
 
-async def test_prefill_engine_killed_before_its_answer_is_replaced(pool, victim):
-    prefill, decode = pool[0], pool[2]
-    lost = victim("prefill")
-    (prompt,) = prompts(1, lengths=(170,))
-    async with rig(lost, decode) as made:
-        lost.signal(signal.SIGSTOP)
-        task = asyncio.ensure_future(made.tokens(prompt))
-        await until_reserved(made, decode)
-        before = await transfers(made, decode)
-        # So far only `lost` could have the prompt. From now on it is lost by the kill or, on a
-        # busy host, before that by silence.
-        await made.connect(prefill.member)
-        lost.kill()
-        result = await task
-        after = await transfers(made, decode)
-        await until_idle(made, prefill, decode)
-        assert made.count("ttserve_router_retries_total", reason="prefill") == 1
-        outcome = result, after[0] - before[0]
-    assert outcome == (reference((prompt, sampling()))[0], 1)
-
-
 async def test_prefill_engine_killed_while_computing_is_replaced(pool, victim):
     prefill, decode = pool[0], pool[2]
     lost = victim("prefill")
@@ -347,39 +304,6 @@ async def test_prefill_engine_killed_while_computing_is_replaced(pool, victim):
         lost.kill()
         result = await task
         await until_idle(made, prefill, decode)
-    assert result == reference((prompt, sampling()))[0]
-
-
-async def test_decode_engine_computes_the_prompt_itself_when_the_last_prefill_engine_dies(
-    pool, victim
-):
-    decode = pool[2]
-    lost = victim("prefill")
-    first, second = prompts(2, lengths=(171,))
-    async with rig(lost, decode) as made:
-        lost.signal(signal.SIGSTOP)
-        task = asyncio.ensure_future(made.tokens(first))
-        await until_reserved(made, decode)
-        lost.kill()
-        results = [await task, await made.tokens(second)]
-        await until_idle(made, decode)
-    assert results == [reference((p, sampling()))[0] for p in (first, second)]
-
-
-async def test_decode_engine_killed_before_the_first_token_gives_way_to_another(pool, victim):
-    prefill, decode = pool[0], pool[2]
-    lost = victim("decode")
-    (prompt,) = prompts(1, lengths=(172,))
-    async with rig(prefill, lost) as made:
-        with prefill.stopped():
-            task = asyncio.ensure_future(made.tokens(prompt))
-            await until_reserved(made, lost)
-            await made.connect(decode.member)
-            lost.kill()
-            await until_reserved(made, decode)
-        result = await task
-        await until_idle(made, prefill, decode)
-        assert made.count("ttserve_router_retries_total", reason="decode_lost") == 1
     assert result == reference((prompt, sampling()))[0]
 
 
@@ -454,60 +378,6 @@ async def test_streams_longer_than_a_drain_continue_elsewhere(pool, victim, monk
     assert results == reference(*cases)
 
 
-def test_a_stream_without_kv_transfer_continues_on_another_engine():
-    cases = [(p, sampling(LONG)) for p in prompts(6, lengths=(40, 65))]
-
-    async def run(lost, other):
-        async with rig(lost, other) as made:
-            streams, heads = await begin(made, cases)
-            lost.kill()
-            results = await finish(streams, heads)
-            assert made.count("ttserve_router_migrations_total", reason="lost") > 0
-            await until_idle(made, other)
-            return results
-
-    with running(*[("both", engine_config("both"))] * 2) as engines:
-        results = asyncio.run(run(*engines))
-    assert results == reference(*cases)
-
-
-async def test_streams_of_the_only_decode_engine_wait_for_another_one_to_come(pool, victim):
-    prefill, decode, lost = pool[0], pool[2], victim("decode")
-    cases = mixed_cases(LONG)
-    async with rig(prefill, lost) as made:
-        streams, heads = await begin(made, cases)
-        finishing = asyncio.ensure_future(finish(streams, heads))
-        lost.kill()
-        await until(lambda: made.num_queued > 1, "they wait")
-        with pytest.raises(NotReadyError):
-            await made.tokens([5, 6, 7])
-        assert made.num_queued > 1, "only the newest request is refused"
-        await made.connect(decode.member)
-        results = await finishing
-        await until_idle(made, prefill, decode)
-    assert results == reference(*cases)
-
-
-async def test_decode_engine_killed_mid_stream_is_a_typed_error_without_another(pool, victim):
-    prefill, decode = pool[0], pool[2]
-    lost = victim("decode")
-    async with rig(prefill, lost, queue_timeout_s=0.5) as made:
-        streams = [start(made, p, sampling(LONG)) for p in prompts(3, lengths=(40,))]
-        for outputs in streams:
-            await token_of(outputs)
-            await token_of(outputs)
-        lost.kill()
-        for outputs in streams:
-            with pytest.raises(ReplicaLostError, match="mid-request"):
-                await asyncio.wait_for(rest_of(outputs), 5)
-        assert made.lost == [lost.incarnation]
-        await until_idle(made, prefill)
-        with pytest.raises(NotReadyError):
-            await made.tokens([5, 6, 7])
-        await made.connect(decode.member)
-        assert len(await made.tokens([5, 6, 7])) == 12
-
-
 async def test_decode_engine_killed_during_the_transfer_gives_the_prefill_blocks_back(pool, victim):
     prefill, lost = pool[0], victim("decode")
     async with rig(prefill, lost, queue_timeout_s=0.5) as made:
@@ -519,47 +389,6 @@ async def test_decode_engine_killed_during_the_transfer_gives_the_prefill_blocks
             with pytest.raises(QueueTimeoutError):
                 await asyncio.wait_for(task, 5)
         await until_idle(made, prefill)
-
-
-async def test_decode_engine_killed_while_waiting_for_kv_is_replaced(pool, victim):
-    """Prefill stops at its first token, so that nothing has been fetched."""
-    prefill, decode = pool[0], pool[2]
-    lost = victim("decode")
-    (prompt,) = prompts(1, lengths=(173,))
-    async with rig(prefill, lost, order="prefill_first") as made:
-        outputs = start(made, prompt)
-        first = await anext(outputs)
-        with prefill.stopped():
-            rest = asyncio.ensure_future(rest_of(outputs))
-            await until_reserved(made, lost)
-            await made.connect(decode.member)
-            lost.kill()
-            await until_reserved(made, decode)
-        result = first.token_ids + await rest
-        await until_idle(made, prefill, decode)
-    assert result == reference((prompt, sampling()))[0]
-
-
-async def test_prefill_engine_killed_before_its_kv_is_fetched_fails_no_request(pool, victim):
-    lost, decode = victim("prefill"), pool[2]
-    (prompt,) = prompts(1, lengths=(174,))
-    async with rig(lost, decode, order="prefill_first") as made:
-        slots = [start(made, p, sampling(LONG)) for p in prompts(8, lengths=(5,))]
-        for outputs in slots:
-            await token_of(outputs)
-        waiting = [asyncio.ensure_future(anext(outputs)) for outputs in slots]
-        await asyncio.gather(*waiting)
-        outputs = start(made, prompt)
-        first = await anext(outputs)
-        rest = asyncio.ensure_future(rest_of(outputs))
-        await until(lambda: made.num_queued == 1, "every slot is taken")
-        lost.kill()
-        await until(lambda: made.lost == [lost.incarnation], "known")
-        for running_one in slots:
-            await running_one.aclose()
-        result = first.token_ids + await rest
-        await until_idle(made, decode)
-    assert result == reference((prompt, sampling()))[0]
 
 
 def test_prompt_of_one_replica_is_found_on_another_under_the_same_salt():
@@ -618,26 +447,6 @@ def test_prompt_of_one_replica_is_found_on_another_under_the_same_salt():
     assert [num_cached for _, num_cached in results] == [0, 0, 0, 192]
 
 
-@pytest.mark.silence
-async def test_suspended_decode_engine_counts_as_lost_and_serves_after_it_resumes(
-    pool, monkeypatch
-):
-    monkeypatch.setattr(async_client, "SILENCE_S", 2.0)
-    prefill, decode = pool[0], pool[2]
-    async with rig(prefill, decode, queue_timeout_s=0.5) as made:
-        outputs = start(made, [7, 7, 7], sampling(LONG))
-        await token_of(outputs)
-        await token_of(outputs)
-        with decode.stopped():
-            with pytest.raises(ReplicaLostError):
-                await asyncio.wait_for(rest_of(outputs), 10)
-            assert made.lost == [decode.incarnation]
-        await made.connect(decode.member)
-        await until_idle(made, prefill, decode)
-        assert len(await made.tokens([7, 8, 7])) == 12
-        await until_idle(made, prefill, decode)
-
-
 async def test_two_ingresses_race_for_few_slots_and_blocks_and_lose_nothing(pool):
     prefill = pool[0]
     config = engine_config(
@@ -670,79 +479,6 @@ def finishes(message):
     return []
 
 
-async def full_engine(engine, made):
-    """Connect to a scripted engine whose slots are all taken."""
-    await made.connect(engine.member)
-    await engine.send(snapshot=engine.snapshot(0))
-    await until(lambda: made.pools.decode_views()[0].num_empty_slots == 0, "full")
-
-
-async def test_waiting_requests_are_placed_in_the_order_they_came():
-    async with ScriptedEngine("both", "e", finishes) as engine, rig() as made:
-        await full_engine(engine, made)
-        tasks = []
-        for i in range(6):
-            tasks.append(asyncio.ensure_future(made.tokens([10 + i])))
-            await until(lambda i=i: made.num_queued == i + 1, "queued")
-        await engine.send(snapshot=engine.snapshot(1))
-        assert await asyncio.gather(*tasks) == [[5]] * 6
-        asked = [m.request.prompt_token_ids for m in engine.received(AddRequest)]
-        assert asked == [[10 + i] for i in range(6)]
-
-
-async def test_new_request_does_not_overtake_queued_ones():
-    async with scripted(("both", "e", finishes)) as (made, engine):
-        await engine.send(snapshot=engine.snapshot(4, num_free_blocks=1))
-        await until(lambda: made.pools.decode_views()[0].num_free_blocks == [1], "little room")
-        large = asyncio.ensure_future(made.tokens([1] * 40))
-        await until(lambda: made.num_queued == 1, "queued")
-        small = asyncio.ensure_future(made.tokens([2]))
-        await until(lambda: made.num_queued == 2, "queued behind it")
-        await engine.send(snapshot=engine.snapshot(4, num_free_blocks=9))
-        await asyncio.gather(large, small)
-        assert [len(m.request.prompt_token_ids) for m in engine.received(AddRequest)] == [40, 1]
-
-
-async def test_full_queue_is_429_and_a_long_wait_is_408():
-    async with (
-        ScriptedEngine("both", "e", accepts) as engine,
-        rig(max_queued_requests=2, queue_timeout_s=0.3) as made,
-    ):
-        await full_engine(engine, made)
-        waiting = [asyncio.ensure_future(made.tokens([1])) for _ in range(2)]
-        await until(lambda: made.num_queued == 2, "queued")
-        with pytest.raises(SaturatedError) as caught:
-            await made.tokens([1])
-        assert (caught.value.status, caught.value.retry_after_s) == (429, 1)
-        for task in waiting:
-            with pytest.raises(QueueTimeoutError, match=r"0\.3 s"):
-                await task
-        assert engine.received(AddRequest) == []
-
-
-async def test_nothing_that_can_decode_is_503_for_the_new_and_the_waiting():
-    async with rig() as made:
-        with pytest.raises(NotReadyError) as caught:
-            await made.tokens([1])
-        assert caught.value.status == 503
-        async with ScriptedEngine("both", "e", accepts) as engine:
-            await full_engine(engine, made)
-            task = asyncio.ensure_future(made.tokens([1]))
-            await until(lambda: made.num_queued == 1, "queued")
-        with pytest.raises(NotReadyError):
-            await task
-
-
-async def test_refused_request_waits_for_room_on_the_engine_that_refused_it():
-    """Another ingress was faster; the view of this one was outdated."""
-    answer = refusing("no_slot", first=1, then=finishes)
-    async with scripted(("both", "e", answer), queue_timeout_s=5) as (made, engine):
-        task = asyncio.ensure_future(made.tokens([1]))
-        await until(lambda: made.num_queued == 1, "it waits")
-        await engine.send(snapshot=engine.snapshot(1))
-        assert await task == [5]
-
-
 async def test_lost_races_for_a_slot_never_end_a_request():
     num_refusals = 7
     answer = refusing("no_slot", first=num_refusals, then=finishes)
@@ -753,41 +489,6 @@ async def test_lost_races_for_a_slot_never_end_a_request():
             await until(lambda: made.num_queued == 1, "it waits again")
             await engine.send(snapshot=engine.snapshot(1))
         assert await task == [5]
-
-
-async def test_request_that_lost_a_race_keeps_its_place_in_the_queue():
-    answer = refusing("no_slot", first=1, then=finishes)
-    async with ScriptedEngine("both", "e", answer) as engine, rig() as made:
-        await full_engine(engine, made)
-        tasks = []
-        for i in range(3):
-            tasks.append(asyncio.ensure_future(made.tokens([10 + i])))
-            await until(lambda i=i: made.num_queued == i + 1, "queued")
-        await engine.send(snapshot=engine.snapshot(1))
-        await until(lambda: len(engine.received(AddRequest)) >= 1, "asked and refused")
-        await engine.send(snapshot=engine.snapshot(0))
-        await until(lambda: made.num_queued == 3, "all wait")
-        await engine.send(snapshot=engine.snapshot(1))
-        await asyncio.gather(*tasks)
-        asked = [m.request.prompt_token_ids for m in engine.received(AddRequest)]
-        assert asked == [[10], [10], [11], [12]]
-
-
-async def test_client_that_leaves_at_its_placement_leaves_no_hold():
-    async with ScriptedEngine("both", "e", silent) as engine, rig() as made:
-        await full_engine(engine, made)
-        task = asyncio.ensure_future(made.tokens([1]))
-        await until(lambda: made.num_queued == 1, "queued")
-        made.pools.take_snapshot("e", engine.snapshot(1))
-        made.fleet.on_change()
-        for _ in range(50):
-            if made.pools.holds():
-                break
-            await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(task, 5)
-        assert made.pools.decode_views()[0].num_empty_slots == 1
 
 
 async def test_request_that_no_engine_can_ever_run_is_400():

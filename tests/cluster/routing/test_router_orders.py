@@ -137,16 +137,21 @@ async def test_ticket_names_producer_layout_and_transfer():
         assert ticket_of(d.received(LoadKV)[0]).expires_ms >= ticket.expires_ms
 
 
-async def test_request_that_ends_with_its_first_token_asks_no_decode_engine():
+@pytest.mark.parametrize("order", EARLY)
+async def test_answer_of_one_token_needs_no_decode_slot(order):
     def ends(message):
         if isinstance(message, AddRequest):
             end = TokenOutput(message.request.request_id, 0, [FIRST], "length")
             return [*accepts(message), end]
         return []
 
-    async with cluster(("prefill", "p", ends), ("decode", "d", decodes)) as (made, _, d):
+    engines = ("prefill", "p", ends), ("decode", "d", decodes)
+    async with cluster(*engines, order=order) as (made, _, d):
+        await fill(made, d)
         assert await tokens(start(made)) == [FIRST]
         assert d.messages == []
+        assert made.num_queued == 0
+        assert not holds(made)
 
 
 async def test_short_prompt_asks_no_prefill_engine():
@@ -444,28 +449,6 @@ async def test_streams_of_a_draining_engine_continue_elsewhere_without_a_loss(or
         assert made.count("ttserve_router_migrations_total", reason="leaving") == 1
 
 
-async def test_a_stream_stays_on_a_draining_engine_until_another_has_room():
-    engines = ("both", "d1", accepts), ("both", "d2", decodes)
-    async with cluster(*engines) as (made, leaving, d):
-        await let_have(made, d, 0)
-        outputs = start(made)
-        first = asyncio.ensure_future(anext(outputs))
-        request_id = (await told(leaving, AddRequest)).request.request_id
-        await leaving.send(TokenOutput(request_id, 0, [1]))
-        await hand_over(leaving)
-        await leaving.send(TokenOutput(request_id, 1, [2]))
-        assert [(await first).token_ids, (await anext(outputs)).token_ids] == [[1], [2]]
-        rest = asyncio.ensure_future(tokens(outputs))
-        await until(lambda: made.pools.snapshot("d1").hands_over, "it hands over")
-        await asyncio.sleep(0.1)
-        assert not leaving.received(Abort)
-        assert made.num_queued == 1, "it stands in the queue, and gets on all the while"
-        await let_have(made, d, 1)
-        assert await rest == [6, 7]
-        assert d.received(Activate)[0].token_ids == [[1, 2]]
-        await told(leaving, Abort)
-
-
 @pytest.mark.parametrize("room", ["no other", "full"])
 async def test_a_stream_that_no_engine_can_continue_ends_with_the_loss(room):
     engines = [("both", "d1", accepts), ("both", "d2", accepts)]
@@ -625,22 +608,6 @@ async def test_engine_lost_after_it_may_have_begun_to_fetch_costs_the_prompt():
         await told(p, Abort)
         assert ticket_of(d.received(LoadKV)[0]).transfer_id == two.transfer_id
         assert made.count("ttserve_router_lost_legs_total", leg="decode") == 1
-
-
-async def test_answer_of_one_token_needs_no_decode_slot():
-    def ends(message):
-        if isinstance(message, AddRequest):
-            end = TokenOutput(message.request.request_id, 0, [FIRST], "length")
-            return [*accepts(message), end]
-        return []
-
-    engines = ("prefill", "p", ends), ("decode", "d", decodes)
-    async with cluster(*engines, order="predicted") as (made, _, d):
-        await fill(made, d)
-        assert await tokens(start(made)) == [FIRST]
-        assert d.messages == []
-        assert made.num_queued == 0
-        assert not holds(made)
 
 
 async def test_decode_engine_computes_a_prompt_refused_before_there_was_a_slot():
