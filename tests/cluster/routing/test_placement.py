@@ -1,7 +1,6 @@
 """Placement policies: a place that fits or none, the same for equal views, by their rules."""
 
 import collections
-from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -214,32 +213,7 @@ def less_loaded_of_any_two(_demand, views, _turn, _cached):
     return views if len(busiest) > 1 else [v for v in views if v is not busiest[0]]
 
 
-def added_seconds(demand, view, cached, crowd):
-    """Cost of a request: its first token, and less of its output and of later requests."""
-    length = demand.num_prompt_tokens
-    missing = missed(demand, view, cached)
-    pairs = (length**2 - (length - missing) ** 2) / 2
-    prompt_s = view.prompt_s + missing * view.prompt_token_s + pairs * view.prompt_pair_s
-    longer_s = (
-        view.row_s * max(1 - view.spare_rows, 0)
-        + view.context_token_s * max(length + 1 - view.spare_context_tokens, 0)
-        + view.longest_token_s * max(length + 1 - view.max_context_tokens, 0)
-    )
-    output_s = demand.expected_output_tokens * (view.next_step_s + longer_s)
-    more_s = max(prompt_s - view.spare_prompt_s, 0.0)
-    harm_s = view.num_rows * (more_s + demand.expected_output_tokens * longer_s)
-    first_token_s = view.queue_s + more_s + missing * view.transfer_token_s
-    return first_token_s + 0.1 * (output_s + harm_s) + 0.3 * crowd * prompt_s
-
-
-def least_delay(demand, views, _turn, cached, crowd):
-    """Return all places within rounding of the least cost."""
-    costs = [added_seconds(demand, view, cached, crowd) for view in views]
-    return [v for v, c in zip(views, costs, strict=True) if c <= min(costs) * (1 + 1e-9)]
-
-
 RULES = {
-    "least_delay": least_delay,
     "most_empty_slots": lambda _d, views, _t, _c: [
         min(views, key=lambda v: (-v.num_empty_slots, -v.num_free_tokens, v.placement))
     ],
@@ -257,7 +231,7 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", RULES)
 @given(calls_of(), st.randoms())
 def test_a_policy_follows_its_rule(name, calls, random):
     cached = {}
@@ -272,10 +246,7 @@ def test_a_policy_follows_its_rule(name, calls, random):
         if not allowed:
             assert placement is None
             continue
-        rule = RULES[name]
-        if name == "least_delay":
-            rule = partial(rule, crowd=sum(v.num_rows for v in views) / len(views))
-        may_have = rule(demand, allowed, turn, cached)
+        may_have = RULES[name](demand, allowed, turn, cached)
         assert placement in [v.placement for v in may_have]
         turn = next(v.index for v in views if v.placement == placement) + 1
 
@@ -388,18 +359,6 @@ def test_a_cached_prefix_is_worth_a_longer_queue_under_load():
             assert place(policy, demand, views).incarnation == expected, num_rows
 
 
-def test_equal_places_get_their_requests_in_turn():
-    policy = make_policies("least_delay").decode
-    assert decode_turns(policy, groups(3, 3, 3), 4) == ["e0", "e1", "e2", "e0"]
-
-
-def test_a_whole_engine_has_its_groups_cached_tokens():
-    cached = {Placement("p1", 0): 2, Placement("p1", 1): 3, Placement("p0", 0): 1}
-    policy = make_policies("prefix_aware", lambda _demand: cached).prefill
-    engines = [prefill_view(f"p{i}", 0, 0, i) for i in range(3)]
-    assert place_prefill(engines, policy=policy) == "p1"
-
-
 @pytest.mark.parametrize("name", ["prefix_aware", "cache_and_load"])
 def test_every_ingress_keeps_a_session_together_on_equal_costs(name):
     views = groups(*[4] * 8)
@@ -424,20 +383,6 @@ def test_every_choice_takes_a_slot():
     three = Demand("r", [7], num_choices=3)
     assert place(most_empty_slots(), three, groups(1, 2)) is None
     assert place(most_empty_slots(), three, groups(1, 3)) == Placement("e1", 0)
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_only_the_default_policy_uses_step_costs(name):
-    """Other policies place the same whatever prompts, queues and steps cost."""
-    costs = StepCosts(*[0.5] * 7)
-    slow, fast = (Load(s, s, 3, 0.0, 0, 0, 0, costs) for s in (9.0, 1.0))
-
-    def chosen(*loads):
-        policy = make_policies(name).decode
-        views = [group_view("a", i, 4, 9, load=load) for i, load in enumerate(loads)]
-        return place(policy, needs(1), views).dp_group
-
-    assert (chosen(slow, fast) != chosen(fast, slow)) == (name == "least_delay")
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -293,26 +293,6 @@ def test_a_lost_replicas_steps_are_learned_before_it_is_forgotten():
     assert order(pools) == [("b0", 0), ("b0", 1)]
 
 
-def test_holds_of_a_request_on_both_sides_are_independent():
-    """Its decode slot and its prompt were asked of two replicas at once."""
-    pools = three_replicas()
-    hold_decode(pools, "r", Placement("d0", 0), 3)
-    hold_prefill(pools, "r", "p0", 77)
-    hold_decode(pools, "s", Placement("d0", 0), 1)
-    pools.check_invariants()
-    assert sorted(pools.holds()) == [("d0", "r"), ("d0", "s"), ("p0", "r")]
-    assert [v.num_queued_tokens for v in pools.prefill_views()] == [77]
-    pools.release("r", "p0")
-    assert [v.num_queued_tokens for v in pools.prefill_views()] == [0]
-    assert [v.num_free_blocks for v in pools.decode_views()] == [[4], [8], [8], [8]]
-    assert [v.num_free_tokens // BLOCK_SIZE for v in pools.decode_views()] == [4, 8, 8, 8]
-    pools.release("r", "d0")
-    pools.release("r", "d0")
-    pools.release("s", "p0")
-    assert [v.num_free_blocks for v in pools.decode_views()] == [[7], [8], [8], [8]]
-    pools.check_invariants()
-
-
 def test_snapshots_are_counted_when_they_are_taken_over():
     pools = three_replicas()
     assert pools.num_snapshots == 3
@@ -373,26 +353,6 @@ def test_a_hold_takes_its_blocks_in_every_kv_group():
         [view] = pools.decode_views()
         assert (view.num_free_blocks, view.num_free_tokens) == (free_blocks, num_tokens)
     pools.check_invariants()
-
-
-def test_a_replica_that_changes_its_role_changes_sides():
-    pools = three_replicas()
-    assert [v.incarnation for v in pools.prefill_views()] == ["p0"]
-    pools.take_snapshot("p0", idle(seq=1, role="decode"))
-    assert not pools.prefill_views()
-    assert not pools.can_prefill
-    assert order(pools) == [("d0", 0), ("d0", 1), ("p0", 0), ("p0", 1), ("b0", 0), ("b0", 1)]
-    pools.take_snapshot("d0", idle(seq=1, role="prefill"))
-    assert [v.incarnation for v in pools.prefill_views()] == ["d0"]
-    assert order(pools) == [("p0", 0), ("p0", 1), ("b0", 0), ("b0", 1)]
-    assert pools.has_open("prefill"), "its pool is the one that it was started in"
-
-
-def test_members_are_known_by_their_incarnation():
-    pools = three_replicas()
-    assert [m.description.incarnation for m in pools.members()] == ["d0", "p0", "b0"]
-    assert pools.member("p0").pool == "prefill"
-    assert pools.member("gone") is None
 
 
 def test_views_that_are_out_of_date_are_noticed():
