@@ -39,6 +39,13 @@ async def at_once():
         await asyncio.gather(task, return_exceptions=True)
 
 
+async def level_of(reply, num_waves):
+    """Measure a level of one stream against a server that answers each connection like this."""
+    port = free_port()
+    async with await asyncio.start_server(reply, HOST, port):
+        await level(port, 1, num_waves)
+
+
 async def test_every_stream_of_every_wave_is_measured():
     async with at_once() as port:
         found = await measure(port, {1: 2, 8: 2})
@@ -61,13 +68,8 @@ def test_an_answer_that_is_not_whole_ends_the_benchmark(answer, said):
         writer.write(answer)
         writer.close()
 
-    async def run():
-        port = free_port()
-        async with await asyncio.start_server(reply, HOST, port):
-            await level(port, 1, 1)
-
     with pytest.raises(SystemExit, match=said):
-        asyncio.run(run())
+        asyncio.run(level_of(reply, 1))
     assert OUTPUT_TOKENS == 64
 
 
@@ -83,9 +85,7 @@ async def test_a_connection_that_was_closed_while_it_waited_is_made_anew():
         writer.write(b"\r\n0\r\n\r\n")
         writer.close()
 
-    port = free_port()
-    async with await asyncio.start_server(reply, HOST, port):
-        await level(port, 1, 3)
+    await level_of(reply, 3)
     assert len(set(asked)) == 3
 
 
@@ -96,13 +96,8 @@ def test_one_that_breaks_off_within_an_answer_ends_the_benchmark():
         await writer.drain()
         writer.transport.abort()
 
-    async def run():
-        port = free_port()
-        async with await asyncio.start_server(reply, HOST, port):
-            await level(port, 1, 2)
-
     with pytest.raises(SystemExit, match="early"):
-        asyncio.run(run())
+        asyncio.run(level_of(reply, 2))
 
 
 def test_a_server_that_ends_by_itself_ends_the_benchmark():

@@ -8,7 +8,6 @@ from typer.testing import CliRunner
 
 from cluster import cli
 from cluster.lab.simulation.command import (
-    SimulateError,
     SimulateOptions,
     load_cluster,
     load_trace,
@@ -172,11 +171,6 @@ def test_replicas_and_policy_replace_those_of_the_file(files):
     assert result.num_replicas == 6
     assert result.policy == "round_robin"
     assert result.config["decode_replicas"] == 4
-
-
-def test_too_few_replicas_are_refused(files):
-    with pytest.raises(SimulateError, match="2 or more"):
-        load_cluster(files / "pd.yaml", replicas=1)
 
 
 def test_a_dead_replica_is_away_as_long_as_the_mesh_compiles(files):

@@ -1,4 +1,4 @@
-"""Same scenario, same run, to the bit: in one process, in others, and whatever is passed over."""
+"""Same scenario, same run, to the bit: in one process and in others."""
 
 import os
 import subprocess
@@ -20,11 +20,6 @@ for seed in range({first}, {last} + 1):
     outcome = run_scenario(random_scenario(seed))
     print(seed, outcome.num_events, outcome.digest)
 """
-
-
-def lines():
-    outcomes = [(seed, run_scenario(random_scenario(seed))) for seed in SEEDS]
-    return [f"{seed} {outcome.num_events} {outcome.digest}" for seed, outcome in outcomes]
 
 
 def test_two_runs_in_one_process_are_equal():

@@ -1,4 +1,4 @@
-"""Two ways to one result: steps passed over at once or one by one; and twice the same seed."""
+"""Two ways to one result: steps passed over at once or one by one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from kv_transfer.config import TransferConfig
 from replicas.generators.simulated.timing import LinkTiming, MeshTiming
 from tests.cluster.lab.simulation.clusters import (
     BLOCK_SIZE,
-    outcomes,
     pool,
     requests,
     simulate,
@@ -145,34 +144,7 @@ def test_running_ahead_changes_nothing(roles, data, workload):
         event(outcome)
 
 
-def test_changes_are_reported_after_their_step_and_not_after_the_run():
-    """A block taken at the beginning of a run is known to the router long before its end."""
-    spec = pool("both", 2, MESH, max_batch_size=4)
-    workload = requests((0.0, 30, 100), (0.3, 34, 100), (0.72, 16, 3))
-    for run_ahead in (True, False):
-        result = simulate(spec, workload, run_ahead=run_ahead)
-        assert [r.replica for r in result.records] == ["both/0", "both/1", "both/1"]
-
-
-def test_a_transfer_does_not_wait_for_the_end_of_a_run():
-    specs = [pool("prefill", 1, MESH), pool("decode", 1, MESH)]
-    workload = requests((0.0, 33, 200), (0.5, 100, 20))
-    ahead, plain = (simulate(specs, workload, run_ahead=on) for on in (True, False))
-    for record, expected in zip(ahead.records, plain.records, strict=True):
-        assert record.transfer_s == expected.transfer_s < 0.08
-        assert record.token_times_s.tolist() == expected.token_times_s.tolist()
-
-
 def test_running_ahead_saves_events():
     workload = requests((0.0, 30, 200))
     ahead, plain = (simulate(pool(), workload, run_ahead=on) for on in (True, False))
     assert ahead.num_events < plain.num_events / 4
-
-
-# --- the same seed --------------------------------------------------------------------------------
-
-
-def test_the_seed_is_in_the_result():
-    result = simulate(pool(), requests((0.0, 16, 2)), seed=7)
-    assert (result.seed, outcomes(result)) == (7, ["ok"])
-    assert msgspec.structs.asdict(result)["wall_s"] > 0.0

@@ -135,19 +135,6 @@ def test_an_idle_host_has_nothing_to_do():
     assert (bench.host.core.num_turns, bench.host.core.busy_s) == (0, 0.0)
 
 
-def test_turns_follow_each_other_and_each_sends_its_frame():
-    bench = Bench()
-    bench.request(START_S, "r", 40, 3)
-    bench.run()
-    first_s = START_S + 2 * LATENCY_S + prefill_turn_s(40)
-    second_s = first_s + decode_turn_s(41)
-    assert bench.tokens("r") == [
-        (first_s, 1), (second_s, 1), (second_s + decode_turn_s(42), 1),
-    ]  # fmt: skip
-    assert [type(e) for at_s, e in bench.heard if at_s == first_s] == [Accepted, TokenOutput]
-    assert bench.host.core.num_turns == 3
-
-
 def test_a_run_of_steps_is_one_frame_with_the_times_of_its_steps():
     bench = Bench(run_ahead=True)
     bench.request(START_S, "r", 40, 6)
@@ -161,19 +148,6 @@ def test_a_run_of_steps_is_one_frame_with_the_times_of_its_steps():
     assert times_s[-1] == pytest.approx(last_s - LATENCY_S, abs=1e-12)
     assert len(times_s) == bench.tokens("r")[-1][1]
     assert bench.host.core.num_turns == 6
-
-
-def test_a_message_ends_a_run_at_the_end_of_its_step():
-    """The second prompt is computed when it would be without running ahead."""
-    found = []
-    for run_ahead in (True, False):
-        bench = Bench(run_ahead=run_ahead)
-        bench.request(START_S, "r", 40, 50)
-        bench.request(START_S + 0.25, "s", 16, 1)
-        bench.run()
-        [(at_s, _)] = bench.tokens("s")
-        found.append(at_s)
-    assert found[0] == found[1] < START_S + 0.3
 
 
 def test_a_second_message_does_not_lengthen_a_run_that_was_cut():
@@ -242,15 +216,6 @@ def test_a_frozen_host_does_nothing_until_it_thaws_and_then_everything_in_order(
     assert [e.slot for _, e in bench.heard if isinstance(e, Accepted)] == [-1, -1]
 
 
-def test_a_step_during_a_freeze_ends_when_the_process_thaws():
-    bench = Bench()
-    bench.request(START_S, "r", 400, 2)
-    bench.at(START_S + 0.0625, bench.host.freeze)
-    bench.at(3.0, bench.host.thaw)
-    bench.run()
-    assert bench.tokens("r") == [(3.0 + LATENCY_S, 1), (3.0 + LATENCY_S + decode_turn_s(401), 1)]
-
-
 def test_a_killed_host_sends_nothing():
     bench = Bench()
     bench.request(START_S, "r", 16, 100)
@@ -263,16 +228,6 @@ def test_a_killed_host_sends_nothing():
     num_events = bench.loop.num_events
     bench.run(100.0)
     assert bench.loop.num_events < num_events + 10
-
-
-def test_a_host_that_is_killed_while_frozen_does_not_wake():
-    bench = Bench()
-    bench.request(START_S, "r", 16, 100)
-    bench.at(START_S + 0.25, bench.host.freeze)
-    bench.at(START_S + 0.5, bench.host.kill)
-    bench.at(START_S + 0.75, bench.host.thaw)
-    bench.run()
-    assert bench.tokens("r")[-1][0] < START_S + 0.25 + LATENCY_S
 
 
 def test_a_lost_client_is_dropped_with_its_requests():
@@ -300,39 +255,6 @@ def test_a_client_that_comes_back_is_a_new_one():
     bench.run()
     assert len(bench.tokens("r")) == 2
     assert len(bench.host.links) == 1
-
-
-def test_streams_get_their_own_events():
-    bench = Bench()
-    params = SamplingParams(max_tokens=3, temperature=0.0, seed=0, ignore_eos=True)
-    request = EngineRequest("r", [20, 21], params)
-    got = []
-
-    async def read():
-        await asyncio.sleep(START_S)
-        stream = bench.client.open_stream("both-0.1", "r", AddRequest(request))
-        while not (got and getattr(got[-1], "finish_reason", None)):
-            got.append(await stream.get())
-
-    bench.loop.run(read())
-    assert [type(e) for e in got] == [Accepted, TokenOutput, TokenOutput, TokenOutput]
-
-
-def test_a_stream_fails_when_its_engine_ends():
-    bench = Bench()
-    params = SamplingParams(max_tokens=300, temperature=0.0, seed=0, ignore_eos=True)
-
-    async def read():
-        await asyncio.sleep(START_S)
-        stream = bench.client.open_stream(
-            "both-0.1", "r", AddRequest(EngineRequest("r", [20, 21], params))
-        )
-        bench.loop.call_later(0.5, bench.client.lose, "both-0.1", "a test")
-        while True:
-            await stream.get()
-
-    with pytest.raises(EngineDeadError, match=r"both-0\.1 is gone: a test"):
-        bench.loop.run(read())
 
 
 def test_seconds_of_work_and_of_taken_slots_are_counted():

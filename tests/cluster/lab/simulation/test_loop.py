@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 
 import pytest
 from hypothesis import given
@@ -244,50 +243,6 @@ def test_a_year_passes_in_no_time():
     assert loop.time() == 365 * 86_400.0
 
 
-def test_queue_event_and_lock():
-    log = []
-
-    async def worker(name, queue, lock, done):
-        loop = asyncio.get_running_loop()
-        while (item := await queue.get()) is not None:
-            async with lock:
-                await asyncio.sleep(item)
-                log.append((name, loop.time()))
-        done.set()
-
-    async def main():
-        queue, lock, done = asyncio.Queue(), asyncio.Lock(), asyncio.Event()
-        tasks = [asyncio.create_task(worker(n, queue, lock, done)) for n in ("a", "b")]
-        for item in (1.0, 2.0, 4.0):
-            queue.put_nowait(item)
-        await asyncio.sleep(10.0)
-        queue.put_nowait(None)
-        await done.wait()
-        queue.put_nowait(None)
-        await asyncio.gather(*tasks)
-
-    run(main())
-    assert log == [("a", 1.0), ("b", 3.0), ("a", 7.0)]
-
-
-def test_gather_gives_results_in_order_and_passes_on_the_first_error():
-    async def after(seconds, value):
-        await asyncio.sleep(seconds)
-        if isinstance(value, Exception):
-            raise value
-        return value
-
-    async def main():
-        loop = asyncio.get_running_loop()
-        assert await asyncio.gather(after(2.0, "a"), after(1.0, "b")) == ["a", "b"]
-        assert loop.time() == 2.0
-        with pytest.raises(ValueError, match="c"):
-            await asyncio.gather(after(5.0, "d"), after(1.0, ValueError("c")))
-        assert loop.time() == 3.0
-
-    run(main())
-
-
 def test_wait_for_times_out_at_its_time_and_cancels():
     async def main():
         loop = asyncio.get_running_loop()
@@ -307,16 +262,3 @@ def test_wait_for_times_out_at_its_time_and_cancels():
         assert loop.time() == 2.0
 
     run(main())
-
-
-def test_cancelling_a_task_reaches_it():
-    async def main():
-        loop = asyncio.get_running_loop()
-        task = loop.create_task(asyncio.sleep(100.0), name="sleeper")
-        assert task.get_name() == "sleeper"
-        loop.call_later(1.0, task.cancel)
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-        return task.cancelled(), loop.time()
-
-    assert run(main()) == (True, 1.0)

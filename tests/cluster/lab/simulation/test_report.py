@@ -5,7 +5,6 @@ import json
 import subprocess
 import sys
 
-import msgspec
 import numpy as np
 import pytest
 from rich.console import Console
@@ -24,7 +23,7 @@ from cluster.lab.simulation.report import (
     progress_display,
     write_events,
 )
-from cluster.lab.simulation.summary import Slo, Summary, summarise, to_json
+from cluster.lab.simulation.summary import Slo, summarise
 
 
 class Terminal(io.StringIO):
@@ -162,11 +161,6 @@ def test_progress_on_a_terminal_shows_the_last_update(monkeypatch):
     assert "20.0/20.0 s virtual" in text
     # It does not draw at every call.
     assert text.count("requests") < 1000
-
-
-def test_a_summary_reads_back_and_is_the_same_twice():
-    assert to_json(make_summary()) == to_json(make_summary())
-    assert msgspec.json.decode(to_json(make_summary()), type=Summary) == make_summary()
 
 
 def test_the_event_log_has_one_sorted_object_per_line(tmp_path):

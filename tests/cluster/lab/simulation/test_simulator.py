@@ -10,7 +10,6 @@ import pytest
 
 from cluster.config.schema import OrderName
 from cluster.lab.simulation.client import NOTICE_S
-from cluster.lab.simulation.options import SimulationOptions
 from cluster.lab.simulation.records import ABORTED, OK
 from cluster.lab.workloads.request import TraceRequest, Workload
 from cluster.routing.fleet import DESCRIBE_TIMEOUT_S, DISCOVERY_S
@@ -78,12 +77,6 @@ def test_a_request_on_an_idle_replica_takes_its_steps_and_two_journeys(
     assert replica.busy_s == pytest.approx(expected[-1] - arrival_s - 2 * LATENCY_S, rel=1e-12)
     assert (replica.num_prompt_tokens, replica.num_output_tokens) == (40, 30)
     assert result.duration_s == expected[-1]
-
-
-def test_host_time_is_part_of_each_step():
-    [record] = simulate(pool(), requests((0.0, 16, 1))).records
-    ttft_s = 2 * LATENCY_S + 16 * PREFILL_TOKEN_S + HOST_S + HOST_ROW_S
-    assert record.token_times_s.tolist() == [ttft_s]
 
 
 def test_a_prompt_in_chunks_takes_a_step_for_each():
@@ -632,11 +625,6 @@ def test_progress_has_time_requests_and_events():
     assert [done for _, done, _ in told] == [64, 128]
     assert 0.0 < told[0][0] < told[1][0] <= result.duration_s
     assert 0 < told[0][2] < told[1][2] < result.num_events
-
-
-def test_options_have_defaults_that_run():
-    assert SimulationOptions().router.policy == "least_delay"
-    assert not SimulationOptions().checks
 
 
 def test_jitter_of_a_mesh_spreads_the_times_of_its_steps_alike_in_every_run():

@@ -319,10 +319,3 @@ def test_good_requests_match_the_definition(records, slo):
     goodput = summarise(result(records), slo).goodput
     if goodput is not None:
         assert goodput.num_good == sum(map(is_good, records))
-
-
-def test_records_are_frozen_and_empty_times_cannot_be_written_to():
-    with pytest.raises(AttributeError):
-        TWO[0].arrival_s = 2.0
-    with pytest.raises(ValueError, match="read-only"):
-        NO_TIMES[:] = 1.0
