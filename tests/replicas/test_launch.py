@@ -20,7 +20,7 @@ from kv_transfer.keys import KeyRing
 from replicas import launch
 from replicas.async_llm import AsyncLLM
 from replicas.client import SyncMPClient
-from replicas.config import MOST_NICE, EngineConfig, MeshConfig, SimulatedMeshConfig
+from replicas.config import MOST_NICE, MeshConfig, SimulatedMeshConfig
 from replicas.engine.reports import EngineArguments
 from replicas.errors import EngineDeadError, EngineStartError
 from replicas.launch import (
@@ -334,30 +334,6 @@ def test_an_unkillable_process_counts_as_dead_and_blocks_no_caller():
     for fd in (read_fd, process_fd, dump_fd):
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fd)
-
-
-def test_a_class_of_tt_metal_finds_its_model_and_mesh_in_the_environment(of_meshes):
-    mesh = MeshConfig(name="t3k", tt_metal_home="/metal")
-    theirs = config(mesh=mesh, generator="tt-metal")
-    told = child_environment(theirs, {"HF_MODEL": "other", "A": "b"})
-    assert not told.pop("TT_CACHE_PATH").startswith(theirs.model)
-    assert told == {
-        "A": "b",
-        "ARCH_NAME": "wormhole_b0",
-        "HF_MODEL": theirs.model,
-        "MESH_DEVICE": "T3K",
-        "TT_METAL_HOME": "/metal",
-        "WH_ARCH_YAML": "wormhole_b0_80_arch_eth_dispatch.yaml",
-        **of_meshes,
-    }
-
-
-def test_a_class_of_a_galaxy_finds_what_chooses_it_unless_the_user_has_chosen():
-    mesh = MeshConfig(name="TG")
-    theirs = EngineConfig(model="/models/some", mesh=mesh, generator="llama3_70b_galaxy")
-    chooses = "TT_LLAMA_TEXT_VER"
-    assert child_environment(theirs, {})[chooses] == "llama3_70b_galaxy"
-    assert child_environment(theirs, {chooses: "mine"})[chooses] == "mine"
 
 
 def test_a_user_without_a_home_can_start_engines():

@@ -139,7 +139,8 @@ def test_each_class_and_checkout_keeps_its_own_conversions(model, tmp_path):
     assert len({first, checkout, of(metal, TT_METAL_HOME="/newer")[CACHE], of(other)[CACHE]}) == 4
     # The configuration's goes before the environment's.
     configured = theirs(model, tt_metal_home="/metal")
-    assert of(configured, TT_METAL_HOME="/newer")[CACHE] == checkout
+    told = of(configured, TT_METAL_HOME="/newer")
+    assert (told["TT_METAL_HOME"], told[CACHE]) == ("/metal", checkout)
 
 
 def test_other_weights_under_the_same_name_get_another_folder(model):

@@ -13,7 +13,7 @@ import transformers
 
 from replicas.errors import ConfigError, DeviceError
 from replicas.generators.model_config import load_hf_config, parse_hf_config
-from replicas.generators.plugin.adapter import AdaptedGenerator, adapt
+from replicas.generators.plugin.adapter import adapt
 from replicas.generators.plugin.outputs import host_output
 from replicas.generators.plugin.sampling import to_tt_sampling_params
 from replicas.generators.plugin.shim import SlidingWindowSpec
@@ -248,12 +248,6 @@ def test_instance_whose_capabilities_are_broken() -> None:
         narrowed(["supports_prefix_caching"])
 
 
-def test_instance_that_needs_blocks_of_a_size() -> None:
-    generator = narrowed({**Narrowed.model_capabilities, "required_block_size": 64})
-    with pytest.raises(ConfigError, match="needs block_size 64, but block_size is 32"):
-        generator.allocate_kv_cache((9, 2, 32, 16), torch.bfloat16, 3)
-
-
 class Windows(Plain):
     """Every second layer attends to a window, with heads of its own."""
 
@@ -357,48 +351,34 @@ def test_decode_warm_up_of_a_class_that_always_draws() -> None:
 # --- forward --------------------------------------------------------------------------------------
 
 
-class Batches(Plain):
-    """A class like tt_transformers of 2025, which computes rows of one padded length together."""
-
-    def prefill_forward(
-        self, tokens: Any, page_table: Any, kv_cache: Any, prompt_lens: Any, start_pos: Any,
-        empty_slots: Any, enable_trace: Any, sampling_params: Any = None,
-    ) -> Any:  # fmt: skip
-        self.calls.append(("prefill", (tokens, page_table), {"params": sampling_params}))
-        assert tokens.shape[1] == max(prompt_lens)
-        last_tokens = [0] * (1 << (len(tokens) - 1).bit_length())
-        # Padded to a power of two, and looked up by slot.
-        for row, slot in enumerate(empty_slots):
-            last_tokens[slot if len(tokens) > 1 else 0] = int(tokens[row, prompt_lens[row] - 1])
-        logits = torch.zeros(len(tokens), 1, VOCAB_SIZE)
-        for row, slot in enumerate(empty_slots):
-            logits[row, 0, last_tokens[slot if len(tokens) > 1 else 0]] = 1.0
-        return logits if sampling_params is None else logits.argmax(dim=-1).int()
-
-
-@pytest.mark.parametrize("draws", [False, True])
-def test_a_legacy_class_is_given_one_row_a_call(draws: bool) -> None:
+def test_a_legacy_class_is_given_one_row_a_call() -> None:
     """Slots above the number of rows occur as soon as lower slots decode."""
-    tokens = torch.tensor([[5, 6, 7, 0], [8, 9, 10, 11], [12, 13, 0, 0]], dtype=torch.int32)
-    inputs = {
-        "tokens": tokens,
-        "page_table": torch.tensor([[1, 2], [3, 4], [5, 6]], dtype=torch.int32),
-        "prompt_lens": torch.tensor([3, 4, 2]),
-        "empty_slots": [1, 6, 7],
-        "sampling_params": params(3) if draws else None,
-    }
-    generator = make(Batches, 8)
-    output = prefill(generator, 3, **inputs)
-    assert output.shape == ((3, 1) if draws else (3, 1, VOCAB_SIZE))
-    found = output[:, 0] if draws else output[:, 0].argmax(dim=-1)
-    assert found.tolist() == [7, 11, 13]
-    calls = generator._model.calls[1:]
-    assert [positional[0].tolist() for _, positional, _ in calls] == [
-        [[5, 6, 7]], [[8, 9, 10, 11]], [[12, 13]],
-    ]  # fmt: skip
-    assert [positional[1].tolist() for _, positional, _ in calls] == [[[1, 2]], [[3, 4]], [[5, 6]]]
-    if draws:
-        assert [named["params"].temperature for _, _, named in calls] == [[0.7], [0.0], [0.7]]
+
+    class Last(Plain):
+        def prefill_forward(self, *args: Any, **kwargs: Any) -> Any:
+            self.calls.append(("prefill", args, kwargs))
+            return kwargs["tokens"][:, -1]
+
+    generator = make(Last, 8)
+    output = prefill(
+        generator,
+        tokens=torch.tensor([[5, 6, 7, 0], [8, 9, 10, 11], [12, 13, 0, 0]], dtype=torch.int32),
+        page_table=torch.tensor([[1, 2], [3, 4], [5, 6]], dtype=torch.int32),
+        prompt_lens=torch.tensor([3, 4, 2]),
+        start_pos=torch.zeros(3, dtype=torch.int32),
+        empty_slots=[1, 6, 7],
+        sampling_params=params(3),
+    )
+    assert output.tolist() == [[7], [11], [13]]
+    calls = [arguments for _, _, arguments in generator._model.calls[1:]]
+    assert [call["tokens"].tolist() for call in calls] == [
+        [[5, 6, 7]],
+        [[8, 9, 10, 11]],
+        [[12, 13]],
+    ]
+    assert [call["page_table"].tolist() for call in calls] == [[[1, 2]], [[3, 4]], [[5, 6]]]
+    assert [call["empty_slots"] for call in calls] == [[1], [6], [7]]
+    assert [call["sampling_params"].temperature for call in calls] == [[0.7], [0.0], [0.7]]
 
 
 def test_log_probabilities_of_rows_that_came_one_by_one() -> None:
@@ -686,10 +666,3 @@ def test_forms_of_tokens(shape: tuple[int, ...]) -> None:
 def test_other_forms(output: object, is_tokens: bool, reason: str) -> None:
     with pytest.raises(DeviceError, match=reason):
         give(output, is_tokens=is_tokens)
-
-
-def test_protocol_methods() -> None:
-    """The registry's own check of a generator's methods."""
-    from replicas.generators.registry import REQUIRED_METHODS
-
-    assert not [name for name in REQUIRED_METHODS if not hasattr(AdaptedGenerator, name)]

@@ -132,25 +132,6 @@ def test_chosen_model_gets_a_cache_that_kv_transfer_reads(checkpoint: Path) -> N
     generator.close()
 
 
-class Unusable(Chosen):
-    decode_forward = None
-    cleaned_up: ClassVar[list[Any]] = []
-
-    def cleanup(self) -> None:
-        self.cleaned_up.append(self)
-
-
-def test_chosen_model_that_will_not_do_is_cleaned_up(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(Registered.models, HF_ID, Unusable)
-    with pytest.raises(ConfigError, match="test_families:Unusable lacks decode_forward"):
-        adapt(Registered).initialize_vllm_model(
-            load_hf_config(checkpoint), Mesh(2), NUM_SLOTS, max_seq_len=MAX_SEQ_LEN
-        )
-    assert len(Unusable.cleaned_up) == 1
-
-
 class Kept(Chosen):
     cleaned_up: ClassVar[list[Any]] = []
 
@@ -158,13 +139,28 @@ class Kept(Chosen):
         self.cleaned_up.append(self)
 
 
-def test_chosen_model_of_a_configuration_that_will_not_do_is_cleaned_up(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(Registered.models, HF_ID, Kept)
+class Unusable(Kept):
+    decode_forward = None
+
+
+@pytest.mark.parametrize(
+    ("model", "text_config", "kind", "message"),
+    [
+        (Unusable, None, ConfigError, "test_families:Unusable lacks decode_forward"),
+        (Kept, object(), AttributeError, "vocab_size"),
+    ],
+    ids=["class", "configuration"],
+)
+def test_chosen_model_that_will_not_do_is_cleaned_up(
+    model: type, text_config: object, kind: type[Exception], message: str,
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setitem(Registered.models, HF_ID, model)
+    monkeypatch.setattr(Kept, "cleaned_up", [])
     config = AutoConfig.from_pretrained(checkpoint_for(Registered, str(checkpoint)))
-    config.text_config = object()
-    with pytest.raises(AttributeError, match="vocab_size"):
+    if text_config is not None:
+        config.text_config = text_config
+    with pytest.raises(kind, match=message):
         adapt(Registered).initialize_vllm_model(config, Mesh(2), NUM_SLOTS, max_seq_len=MAX_SEQ_LEN)
     assert len(Kept.cleaned_up) == 1
 
@@ -361,13 +357,6 @@ def test_the_documents_have_every_route_and_what_it_serves() -> None:
         cells = dict(zip(columns, (cell.strip() for cell in row.split("|")), strict=True))
         for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3"):
             assert (cells[family] == "x") == (f"{family}ForCausalLM" in route.classes)
-
-
-def test_route_without_a_class_for_the_architecture() -> None:
-    with pytest.raises(
-        ConfigError, match=r"'qwen3_32b_galaxy' has no class for 'LlamaForCausalLM'"
-    ):
-        class_of_route("qwen3_32b_galaxy", "LlamaForCausalLM")
 
 
 @pytest.mark.parametrize("route", ROUTES)
