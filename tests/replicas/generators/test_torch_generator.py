@@ -1,6 +1,5 @@
 """The torch generator's side of the contract: lanes, padding rows, warm-up, refusals."""
 
-import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 
 from replicas.errors import ConfigError
-from replicas.generators.protocol import CpuDevice
 from replicas.generators.torch import generator
 from replicas.generators.torch.generator import TorchGenerator
 from replicas.generators.torch.inputs import from_decode, from_prefill
@@ -41,16 +39,6 @@ def test_torch_generator_conforms(tiny, case, attention):
         return make_generator(config, attention=attention, **sizes), config
 
     check_generator(maker)
-
-
-def test_cache_is_nested_by_lane_and_layer_over_one_tensor_per_plane(config):
-    loop = make_loop(config, lanes=4)
-    assert [len(lane) for lane in loop.cache] == [3] * 4
-    k, v = loop.cache[2][1]
-    assert k.shape == v.shape == (loop.num_blocks, 2, 16, 32)
-    assert not k.any()
-    k[5] = 1.0
-    assert loop.cache.planes[1][0][2 * loop.num_blocks + 5].all()
 
 
 def test_empty_slots_choose_the_lane_and_nothing_else_is_written(config):
@@ -283,18 +271,6 @@ def test_a_window_shorter_than_the_longest_sequence_is_refused(tiny):
     make_generator(hf_config, max_seq_len=64)
     with pytest.raises(ConfigError, match=r"window 64 is shorter than max_seq_len=128"):
         make_generator(hf_config, max_seq_len=128)
-
-
-def test_a_transformers_configuration_serves_as_well_as_ours(tiny):
-    model = tiny("llama3-rope")
-    hf_config = model.hf_config
-    hf_config.name_or_path = str(model.folder)
-    generator = TorchGenerator.initialize_vllm_model(
-        hf_config, CpuDevice(torch.float32), 8, max_seq_len=128
-    )
-    loop = PagedLoop(generator, model.config, slots_per_lane=8)
-    loop.fill(math.nan)
-    assert loop.generate(PROMPTS[:1], 12)[0].output == model.outputs[0]
 
 
 @pytest.fixture

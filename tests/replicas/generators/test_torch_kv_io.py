@@ -15,8 +15,6 @@ from kv_transfer.shared_region import RegionFetch, RegionServer
 from replicas.errors import ConfigError
 from replicas.generators.torch.kv_cache import TorchKVCache
 from replicas.generators.torch.kv_io import TorchKVIO
-from tests.replicas.generators.conftest import PROMPTS, make_generator
-from tests.replicas.generators.paged_loop import PagedLoop
 
 LAYERS, HEADS, SIZE, DIM = 3, 2, 32, 16
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -241,32 +239,3 @@ def test_data_of_another_shape_or_dtype_is_refused():
 def test_a_layout_of_another_cache_is_refused(changes):
     with pytest.raises(InvalidLayoutError, match="of a KV cache of"):
         TorchKVIO(make_cache(1, 3), make_layout(**changes))
-
-
-def test_a_moved_sequence_decodes_as_if_it_had_stayed(tiny):
-    """Prefill in one generator, decode in another with more lanes and other block ids."""
-    model = tiny("qwen3")
-    loops = []
-    for lanes in (1, 4):
-        generator = make_generator(model.config, tt_data_parallel=lanes)
-        loop = PagedLoop(
-            generator,
-            model.config,
-            num_lanes=lanes,
-            slots_per_lane=8 // lanes,
-            block_size=32,
-            seed=lanes,
-        )
-        loops.append(loop)
-    layout = make_layout(head_dim=32, num_layers=3)
-    (one, two), (io_one, io_two) = loops, (TorchKVIO(loop.cache, layout) for loop in loops)
-    prefilled, moved = one.add(PROMPTS[0], 12), two.add(PROMPTS[0], 12)
-    one.step_prefill([prefilled])
-    num_rows = layout.num_rows(prefilled.num_computed_tokens)
-    data = io_one.read_rows(prefilled.lane, prefilled.block_ids, 0, num_rows)
-    io_two.write_rows(moved.lane, moved.block_ids, 0, data)
-    moved.token_ids = list(prefilled.token_ids)
-    moved.num_computed_tokens = prefilled.num_computed_tokens
-    for _ in range(11):
-        two.step_decode([moved])
-    assert moved.output == model.outputs[0]

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicas.generators.torch import generator, pairs, stack
-from replicas.generators.torch.compiled import TILE
 from replicas.generators.torch.fast_attention import tiles_of
 from replicas.generators.torch.inputs import PagedBatch
 from tests.replicas.generators.conftest import make_generator
@@ -197,21 +196,6 @@ def test_layers_are_complete_when_their_callbacks_run(made, monkeypatch, has, is
             assert torch.equal(plane, expected[2 * layer + i])
 
 
-def test_a_cache_is_not_taken_for_another(made, monkeypatch):
-    batch = batch_of([(0, 20)], range, 1)
-    torch_generator, kv_cache = made("llama-gqa")
-    wanted = run(made("llama-gqa"), batch, monkeypatch, in_one=True)
-    other = cache_for(torch_generator)
-    fill(other, 0)
-    fill(kv_cache, 0)
-    before = [plane.clone() for planes in kv_cache.planes for plane in planes]
-    logits = torch_generator._forward(batch, other)
-    assert_equal((logits, [plane for planes in other.planes for plane in planes]), wanted)
-    assert_equal(
-        (logits, [plane for planes in kv_cache.planes for plane in planes]), (logits, before)
-    )
-
-
 def test_passes_over_two_caches_at_once_do_not_meet(made, monkeypatch):
     batch = batch_of([(0, 90), (40, 1)], range, 1)
     torch_generator, kv_cache = made("qwen3")
@@ -235,32 +219,6 @@ def test_logits_of_no_token_are_refused(made, index):
     torch_generator, kv_cache = made("llama-gqa")
     with pytest.raises(IndexError, match="logits of tokens"):
         torch_generator._forward(batch_of([(0, 20)], lambda _: [index], 1), kv_cache)
-
-
-@given(
-    st.lists(st.one_of(st.just(1), st.integers(0, 300)), min_size=1, max_size=60).filter(any),
-    st.integers(1, 9),
-    st.data(),
-)
-def test_units_are_all_tokens_once_and_know_what_they_need(counts, num_threads, data):
-    starts = np.concatenate(([0], np.cumsum(counts)))
-    num_tokens = int(starts[-1])
-    wanted = np.array(sorted(data.draw(st.sets(st.integers(0, num_tokens - 1)))), dtype=np.int64)
-    units = stack.cut(starts, wanted, num_threads)
-    assert units.cuts[0] == 0
-    assert units.cuts[-1] == num_tokens
-    assert (np.diff(units.cuts) > 0).all()
-    assert (np.diff(units.cuts) < stack.MOST_ROWS + TILE).all()
-    owner = np.repeat(np.arange(len(counts)), counts)
-    for unit, (begin, end) in enumerate(zip(units.cuts[:-1], units.cuts[1:], strict=True)):
-        request = owner[begin]
-        assert units.requests[unit] == request
-        assert (begin - starts[request]) % TILE == 0
-        held = units.cuts[units.needs[unit]], units.cuts[units.needs[unit] + 1]
-        assert held[0] <= starts[request] < held[1]
-        mine = wanted[units.firsts[unit] : units.firsts[unit + 1]]
-        assert mine.tolist() == [token for token in wanted.tolist() if begin <= token < end]
-    assert len(units.firsts) == len(units.cuts)
 
 
 def test_weights_are_shared_out_where_they_are_many_and_tokens_few(made, monkeypatch):

@@ -70,34 +70,6 @@ def test_logits_are_one_hot_and_not_the_generators_own():
     assert torch.equal(logits, kept)
 
 
-def test_tokens_come_without_logits_where_the_device_is_asked_for_them():
-    loop = make_loop(lanes=2)
-    prompts = [[3, 4, 5], [7, 8], [9] * 40]
-    sequences = [loop.add(prompt, 3) for prompt in prompts]
-    table = loop._page_table(sequences)
-    prefilled = loop.generator.prefill_forward(
-        tokens=torch.tensor([p + [0] * (40 - len(p)) for p in prompts], dtype=torch.int32),
-        page_table=table, kv_cache=loop.cache, enable_trace=True,
-        prompt_lens=torch.tensor([len(p) for p in prompts]),
-        start_pos=torch.zeros(3, dtype=torch.int32), empty_slots=[s.slot for s in sequences],
-        sampling_params=object(),
-    )  # fmt: skip
-    slots = [s.slot for s in sequences]
-    tokens, positions = torch.zeros(8, 1, dtype=torch.int32), torch.full((8,), -1)
-    pages = torch.zeros(8, loop.table_width, dtype=torch.int32)
-    tokens[slots], pages[slots] = prefilled, table
-    positions[slots] = torch.tensor([len(p) for p in prompts])
-    decoded = loop.generator.decode_forward(
-        tokens=tokens, page_table=pages, kv_cache=loop.cache, start_pos=positions,
-        enable_trace=True, sampling_params=object(),
-    )  # fmt: skip
-    assert (prefilled.dtype, decoded.dtype, decoded.shape) == (torch.int32, torch.int32, (8, 1))
-    for prompt, *found in zip(prompts, prefilled[:, 0], decoded[slots, 0], strict=True):
-        right = expected_tokens(prompt, 2, CONFIG.vocab_size, CONFIG.eos_token_id)
-        assert [int(token) for token in found] == right
-    assert not decoded[positions < 0].any()
-
-
 class Ahead:
     """Decodes of a few prompts on a device that gets only the inputs that it needs."""
 
