@@ -66,17 +66,16 @@ def by_request(events):
     return result
 
 
-def told(num_requests, counts=(1,), client=A):
-    """Events after as many requests of one client have had their first tokens, and these more."""
+def told(num_requests):
+    """Events after as many requests of one client have had their first tokens, and one more."""
     events, reader = ClientEvents(), ColumnReader()
-    seqs = [sequence(i, client) for i in range(1, num_requests + 1)]
+    seqs = [sequence(i) for i in range(1, num_requests + 1)]
     for seq in seqs:
-        events[client].append(accepted(seq))
+        events[A].append(accepted(seq))
         add_output(events, seq, TokenOutput(seq.request_id, 0, [7], num_cached_tokens=3))
-    reader.read(events.take()[client])
-    for step, count in enumerate(counts):
-        for seq in seqs:
-            add_output(events, seq, TokenOutput(seq.request_id, 1 + step, [9] * count))
+    reader.read(events.take()[A])
+    for seq in seqs:
+        add_output(events, seq, TokenOutput(seq.request_id, 1, [9]))
     return seqs, events, reader
 
 
@@ -146,13 +145,6 @@ def test_a_steady_step_is_one_event_of_two_numbers_for_each_request():
         ("r2", 1, [9]),
     ]
     assert len(encode(EngineFrame("e.1", [columns]))) < 110
-
-
-def test_a_request_may_have_several_tokens_in_a_row():
-    _, events, reader = told(2, counts=(3,))
-    [columns] = events.take()[A]
-    assert columns.counts == [3, 3]
-    assert [o.token_ids for o in reader.read([columns])] == [[9] * 3] * 2
 
 
 def test_a_row_of_a_handle_that_is_gone_is_ignored():

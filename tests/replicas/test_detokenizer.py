@@ -177,12 +177,6 @@ def test_a_prompt_that_shows_nothing_is_not_looked_through_to_its_beginning(monk
     assert num_read < 1000
 
 
-def test_a_word_after_the_prompt_keeps_its_space():
-    prompt = FALLBACK.encode("the")
-    deltas, _ = run(FALLBACK, prompt, [[FALLBACK.backend.token_to_id("▁cat")]])
-    assert "".join(deltas) == " cat"
-
-
 @pytest.mark.parametrize(
     "tokenizer", [BYTES, WINDOW, FALLBACK], ids=["bytes", "window", "fallback"]
 )
@@ -238,13 +232,6 @@ def test_a_stop_string_across_tokens_is_cut_and_later_tokens_give_nothing():
     assert deltas == ["one", " ", ""]
     assert detokenizer.stop_reason == "STOP"
     assert detokenizer.finish() == ""
-
-
-def test_text_that_might_begin_a_stop_string_is_flushed_at_the_end():
-    detokenizer = IncrementalDetokenizer(BYTES, [], stop=("STOP",))
-    assert detokenizer.append(byte_ids(b"one STO")) == "one "
-    assert detokenizer.finish() == "STO"
-    assert detokenizer.stop_reason is None
 
 
 def test_an_included_stop_string_is_not_held_back():

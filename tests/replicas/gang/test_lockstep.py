@@ -201,20 +201,6 @@ def test_a_wave_begins_with_the_first_batch_after_a_pause():
     assert waves.num_waves == 2
 
 
-def test_a_batch_that_comes_too_late_for_a_turn_is_for_the_next():
-    waves, ranks = Waves(2), [Rank(0), Rank(1)]
-    assert waves.declare(1, ranks[1].declare(0)) is None
-    late = ranks[1].declare(5)
-    turn = waves.declare(0, ranks[0].declare(5))
-    assert turn == Turn(0, (5, 0))
-    assert waves.declare(1, late) is None
-    assert not ranks[1].enter_turn(turn)
-    again = ranks[1].declare(5)
-    assert again == Declaration(1, 5)
-    assert waves.declare(0, Declaration(1, 0)) is None
-    assert waves.declare(1, again) == Turn(1, (0, 5))
-
-
 def test_disagreeing_ranks_get_an_error():
     waves, rank = Waves(2), Rank(0)
     with pytest.raises(LockstepError, match="turn 0"):

@@ -20,7 +20,6 @@ from replicas.generators.ttnn.profiles import (
     BALANCED,
     PERFORMANCE,
     PRODUCTS,
-    PROFILES,
     profile,
 )
 from replicas.meshes import mesh_spec
@@ -171,10 +170,6 @@ def test_what_is_not_asked_for_is_not_reserved():
     assert budget(LLAMA_8B, "N150", trace="none") > budget(LLAMA_8B, "N150")
 
 
-def test_lanes_of_equal_size_get_equal_budgets():
-    assert budget(LLAMA_8B, "T3K", 8) == budget(LLAMA_8B, "N150")
-
-
 def test_accuracy_costs_twice_the_weights_and_kv():
     model = parse_hf_config(LLAMA_8B, "model")
     ratio = weight_bytes_per_chip(model, ACCURACY, 1) / weight_bytes_per_chip(model, BALANCED, 1)
@@ -274,18 +269,3 @@ def test_qwen_7b_takes_more_for_performance_whatever_it_is_called():
     assert profile("balanced", model) is profile("balanced")
     for other in (QWEN_HALF_B, QWEN3_8B, LLAMA_8B):
         assert profile("performance", parse_hf_config(other, "Qwen2.5-7B")) is PERFORMANCE
-
-
-def test_what_is_named_on_a_profile_is_there():
-    assert (PERFORMANCE.weight_dtype, PERFORMANCE.kv_dtype) == ("bfloat8_b", "bfloat8_b")
-    assert (ACCURACY.weight_dtype, ACCURACY.kv_dtype) == ("bfloat16", "bfloat16")
-    gate = {
-        name: {each.weight("gate", is_last=last) for last in (False, True)}
-        for name, each in PROFILES.items()
-    }
-    assert gate == {
-        "performance": {"bfloat4_b", "bfloat8_b"},
-        "balanced": {"bfloat8_b"},
-        "accuracy": {"bfloat16"},
-    }
-    assert PERFORMANCE.weight("gate", is_last=True) == "bfloat8_b"
