@@ -106,12 +106,22 @@ def new(slot, num_tokens=3, *, temperature=0.0, top_k=0, top_p=1.0, computed=0, 
     )  # fmt: skip
 
 
-def run(runner, kind, work, new_sequences=(), appended=()):
-    """Token ids of a step of {slot: count}."""
-    batch = ScheduledBatch(
+def step(kind, work, new_sequences=(), appended=()):
+    """A step of {slot: count}."""
+    return ScheduledBatch(
         kind, list(work), list(work.values()), list(new_sequences), list(appended)
     )
-    return runner.run(batch).token_ids
+
+
+def run(runner, *work):
+    """Token ids of a step."""
+    return runner.run(step(*work)).token_ids
+
+
+def drawn_rows(device):
+    """Temperature, top-k, top-p and seed of each row of the last call."""
+    params = device.calls[-1][1]["sampling_params"]
+    return list(zip(params.temperature, params.top_k, params.top_p, params.seed, strict=True))
 
 
 def commands(device):
@@ -140,25 +150,18 @@ def started(device, **mesh):
     return runner
 
 
-def test_steady_steps_reload_nothing():
-    device = Device()
-    started(device)
-    assert commands(device) == STEADY
-
-
 def test_a_new_block_reloads_the_page_table_alone():
     device = Device()
     runner = started(device)
-    run(runner, "decode", {0: 1, 2: 1}, appended=[(2, [[9]])])
+    run(runner, "decode", {0: 1, 2: 1}, [], [(2, [[9]])])
     assert commands(device) == PAGES
     assert device.calls[-1][1]["page_table"][2, :2].tolist() == [3, 9]
     run(runner, "decode", {0: 1, 2: 1})
     assert commands(device) == STEADY
 
 
-def submit(runner, work, appended=()):
-    batch = ScheduledBatch("decode", list(work), list(work.values()), [], list(appended))
-    return runner.submit(batch)
+def submit(runner, work):
+    return runner.submit(step("decode", work))
 
 
 class KeepsNothing(Device):
@@ -253,7 +256,7 @@ def test_a_step_that_the_host_draws_for_reloads_inputs_and_the_next_everything()
 def test_without_a_trace_or_the_ability_inputs_are_reloaded_every_time(device, mesh):
     runner = started(device, **mesh)
     assert commands(device) == INPUTS
-    run(runner, "decode", {0: 1, 2: 1}, appended=[(2, [[9]])])
+    run(runner, "decode", {0: 1, 2: 1}, [], [(2, [[9]])])
     assert commands(device) == INPUTS
     run(runner, "decode", {0: 1})
     assert commands(device) == AFRESH
@@ -284,27 +287,6 @@ def test_the_mode_says_which_calls_draw_and_without_one_what_the_device_can(mode
     host, tokens = 7, iter([1, 2])
     assert first == [next(tokens) if "prefill" in drawn else host]
     assert second == [next(tokens) if "decode" in drawn else host]
-
-
-@pytest.mark.parametrize(
-    ("sampling", "on_device"),
-    [
-        ({}, True),
-        ({"temperature": 1e-6, "top_k": 0}, True),
-        ({"temperature": 0.5, "top_k": 1}, True),
-        ({"temperature": 0.5, "top_k": 32, "top_p": 0.5}, True),
-        ({"temperature": 0.5, "top_k": 33}, False),
-        ({"temperature": 0.5, "top_k": 0}, False),
-        ({"temperature": 0.5, "top_k": -1}, False),
-    ],
-)
-def test_a_prompt_is_drawn_for_where_its_request_can_be_whoever_is_beside_it(sampling, on_device):
-    device = Device()
-    tokens = run(make_runner(device), "prefill", {0: 3, 1: 3}, [new(0), new(1, **sampling)])
-    found = [(kw["empty_slots"], kw["sampling_params"] is not None) for _, kw in device.calls]
-    assert found == ([([0, 1], True)] if on_device else [([1], False), ([0], True)])
-    assert tokens[0] == 1
-    assert (tokens[1] == 1) or not on_device
 
 
 SMALL, WIDE = {"temperature": 0.5, "top_k": 4}, {"temperature": 0.5, "top_k": 33}
@@ -340,14 +322,6 @@ def test_a_step_with_rows_of_both_kinds_takes_a_call_for_each():
     assert commands(device) == STEADY
 
 
-def test_the_most_likely_token_is_found_by_the_device_whoever_is_beside_it():
-    device = Device()
-    _, tokens = decoding(device, {}, WIDE, {"temperature": 0.5, "top_k": 1})
-    calls = [(live(kw), kw["sampling_params"] is not None) for _, kw in device.calls]
-    assert calls == [([1], False), ([0, 2], True)]
-    assert (tokens[0], tokens[2]) == (device._token, device._token)
-
-
 class Generous(Device):
     """A generator that gives logits beside tokens; each row's logits encode its slot."""
 
@@ -374,9 +348,7 @@ def test_one_that_gives_logits_beside_tokens_is_called_once():
     [(_, kwargs)] = device.calls
     assert (live(kwargs), kwargs["logits_rows"]) == ([0, 1, 2, 3], [1, 3])
     assert tokens == [drawn, 41, drawn, 43]
-    params = kwargs["sampling_params"]
-    rows = list(zip(params.temperature, params.top_k, params.top_p, params.seed, strict=True))
-    assert rows == [(0.5, 4, 1.0, 100), PADDING, PADDING, PADDING]
+    assert drawn_rows(device) == [(0.5, 4, 1.0, 100), PADDING, PADDING, PADDING]
     # The device does not know what the host has drawn, and nothing else is new.
     run(runner, "decode", dict.fromkeys(range(4), 1))
     assert commands(device) == INPUTS
@@ -387,24 +359,31 @@ def test_one_that_gives_logits_beside_tokens_is_called_once():
     assert commands(device) == STEADY
 
 
-REQUESTS = st.sampled_from(
-    [{}, SMALL, WIDE, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 1}]
-)
+ON_DEVICE = [
+    {}, {"temperature": 1e-6}, {"temperature": 1.0, "top_k": 1}, SMALL,
+    {"temperature": 0.5, "top_k": 32, "top_p": 0.5},
+]  # fmt: skip
+ON_HOST = [WIDE, *({"temperature": 1.0, "top_k": top_k} for top_k in (0, -1))]
 
 
 @given(
-    company=st.lists(st.tuples(REQUESTS, st.booleans()), min_size=1, max_size=4),
+    company=st.lists(
+        st.tuples(st.sampled_from(ON_DEVICE + ON_HOST), st.booleans()), min_size=1, max_size=4
+    ),
     kind=st.sampled_from(["prefill", "decode"]),
     keeps_state=st.booleans(),
     gives_both=st.booleans(),
+    max_top_k=st.sampled_from([32, None]),
 )
-def test_who_draws_a_token_depends_on_its_request_alone(company, kind, keeps_state, gives_both):
+def test_who_draws_a_token_depends_on_its_request_alone(
+    company, kind, keeps_state, gives_both, max_top_k
+):
     batch = PersistentBatch(4, 8, [4])
     for slot, (sampling, _) in enumerate(company):
         batch.apply(ScheduledBatch(kind, [slot], [3], [new(slot, **sampling)], []))
     samples = np.array([kind == "decode" or wants for _, wants in company])
     draws = DeviceDraws(
-        frozenset({"prefill", "decode"}), max_top_k=32, keeps_state=keeps_state,
+        frozenset({"prefill", "decode"}), max_top_k=max_top_k, keeps_state=keeps_state,
         gives_both=gives_both and not keeps_state,
     )  # fmt: skip
     calls = draws.divide(kind, batch, np.arange(len(company), dtype=np.int32), samples)
@@ -413,7 +392,7 @@ def test_who_draws_a_token_depends_on_its_request_alone(company, kind, keeps_sta
     sampled = {int(call.entries[i]) for call in calls for i in call.sampled}
     assert sorted([*drawn, *sampled]) == np.flatnonzero(samples).tolist()
     for entry, (sampling, _) in enumerate(company):
-        is_hosts = sampling in (WIDE, {"temperature": 1.0})
+        is_hosts = max_top_k is not None and sampling in ON_HOST
         assert entry not in (drawn if is_hosts else sampled)
     for call in calls:
         if len(call.drawn) and keeps_state:
@@ -434,15 +413,11 @@ def test_a_row_that_wants_no_token_is_not_in_a_call_that_draws():
 
 
 def test_a_row_that_wants_no_token_holds_nobody_up_where_draws_keep_no_state():
-    device = Device()
-    device.model_capabilities = {**device.model_capabilities, "device_draws_keep_no_state": True}
+    device = KeepsNothing()
     work = [new(0, 9, temperature=1.0, top_k=99), new(1, temperature=0.5, top_k=4, top_p=0.25)]
     assert run(make_runner(device), "prefill", {0: 4, 1: 3}, work) == [-1, 1]
     assert len(device.calls) == 1
-    params = device.calls[-1][1]["sampling_params"]
-    rows = list(zip(params.temperature, params.top_k, params.top_p, params.seed, strict=True))
-    assert rows[0] == PADDING
-    assert rows[1] == (0.5, 4, 0.25, 101)
+    assert drawn_rows(device) == [PADDING, (0.5, 4, 0.25, 101)]
 
 
 def seeds_of_each_start(device, steps=6):
@@ -475,15 +450,8 @@ def test_a_stream_that_starts_afresh_never_draws_the_same_numbers_again():
 
 
 def test_a_seed_is_sent_as_it_is_where_draws_keep_no_state():
-    device = Device()
-    device.model_capabilities = {**device.model_capabilities, "device_draws_keep_no_state": True}
+    device = KeepsNothing()
     assert set(seeds_of_each_start(device)) == {100}
-
-
-def test_a_class_without_a_limit_of_its_own_draws_for_everybody():
-    device = Blocking()
-    run(make_runner(device), "prefill", {0: 3}, [new(0, temperature=1.0)])
-    assert device.calls[-1][1]["sampling_params"].top_k == [0]
 
 
 def test_rows_that_do_not_decode_are_padded_as_documented():
@@ -491,10 +459,8 @@ def test_rows_that_do_not_decode_are_padded_as_documented():
     runner = make_runner(device)
     run(runner, "prefill", {3: 3}, [new(3, temperature=0.5, top_k=4, top_p=0.5)])
     run(runner, "decode", {3: 1})
+    assert drawn_rows(device) == [*[PADDING] * 3, (0.5, 4, 0.5, mint_seed(103, 1) >> 10)]
     params = device.calls[-1][1]["sampling_params"]
-    rows = list(zip(params.temperature, params.top_k, params.top_p, params.seed, strict=True))
-    assert rows[:3] == [PADDING] * 3
-    assert rows[3] == (0.5, 4, 0.5, mint_seed(103, 1) >> 10)
     assert params.repetition_penalty == [1.0] * 4
     assert params.presence_penalty == params.frequency_penalty == [0.0] * 4
     assert params.num_logprobs == [-2] * 4
