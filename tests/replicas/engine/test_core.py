@@ -270,14 +270,6 @@ def test_eos_of_the_model_ends_generation_unless_ignored(folder):
         assert generate(core, [[5, 9, 3]], free) == [tokens]
 
 
-def test_stop_token_ends_generation_and_is_named(folder):
-    with engine_core(make_config(folder)) as core:
-        [tokens] = generate(core, [[5, 9, 3]])
-        add(core, [5, 9, 3], msgspec.structs.replace(GREEDY, stop_token_ids=frozenset({tokens[3]})))
-        last = run(core)[-1]
-        assert (last.finish_reason, last.stop_reason) == ("stop", tokens[3])
-
-
 # --- configurations ----------------------------------------------------------------------------
 
 
@@ -318,14 +310,6 @@ def test_what_a_generator_cannot_do_is_left_out(folder):
         assert not core.config.enable_chunked_prefill
         assert not core.config.mixed_batches
         assert generate(core, prompts) == wanted
-
-
-def test_prompt_waits_for_blocks_that_others_hold(folder):
-    prompts = [[i] * 100 for i in range(1, 5)]
-    with engine_core(make_config(folder, num_blocks=5)) as core:
-        tight = generate(core, prompts)
-    with engine_core(make_config(folder)) as core:
-        assert generate(core, prompts) == tight
 
 
 @pytest.mark.parametrize("length", [41, 36], ids=["prompt", "decode"])

@@ -46,6 +46,14 @@ def pipe():
     os.close(write_fd)
 
 
+def fill(write_fd):
+    os.set_blocking(write_fd, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(write_fd, b"x" * 4096)
+    os.set_blocking(write_fd, True)
+
+
 def record(text, line=1):
     return logging.LogRecord("x", logging.WARNING, "file.py", line, text, (), None)
 
@@ -53,11 +61,7 @@ def record(text, line=1):
 def test_lines_that_a_full_pipe_cannot_take_are_lost_and_counted(pipe):
     read_fd, write_fd = pipe
     log = EngineLog(write_fd)
-    os.set_blocking(write_fd, False)
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            os.write(write_fd, b"x" * 4096)
-    os.set_blocking(write_fd, True)
+    fill(write_fd)
     log.handle(record("lost"))
     log.handle(record("lost too"))
     while len(os.read(read_fd, 1 << 16)) == 1 << 16 and log._poll.poll(0) == []:
@@ -151,11 +155,7 @@ def test_a_flood_of_bad_frames_is_a_few_lines(tmp_path):
 @pytest.mark.timeout(60)
 def test_an_engine_whose_log_nobody_reads_serves_on(pipe):
     _, write_fd = pipe
-    os.set_blocking(write_fd, False)
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            os.write(write_fd, b"x" * 4096)
-    os.set_blocking(write_fd, True)
+    fill(write_fd)
     assert len(serve_beside_junk(write_fd)) == 5
 
 

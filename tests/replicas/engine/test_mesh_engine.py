@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import msgspec
 import pytest
@@ -24,9 +24,6 @@ from replicas.sampling_params import SamplingParams
 from tests.engines import engine_core, generate, num_preemptions
 from tests.models import model_folder
 from tests.replicas.engine.mesh_doubles import MeshGenerator, install
-
-if TYPE_CHECKING:
-    from replicas.generators.protocol import ModelCapabilities
 
 PROMPTS = [[7, 8, 9] * 5, [11, 3] * 40, [5] * 33, [2, 4, 6, 8], [1, 2, 3] * 25, [9, 9, 1]]
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
@@ -63,14 +60,14 @@ MODES = [
 ]
 
 
-class DrawsAlike(MeshGenerator):
-    """A generator whose draws do not depend on earlier ones, so that rows may leave."""
+def can(**changes):
+    """A generator class with other capabilities."""
+    capabilities = {**MeshGenerator.model_capabilities, **changes}
+    return type("Other", (MeshGenerator,), {"model_capabilities": capabilities})
 
-    model_capabilities: ClassVar[ModelCapabilities] = {
-        **MeshGenerator.model_capabilities,
-        "device_draws_keep_no_state": True,
-    }
 
+DrawsAlike = can(device_draws_keep_no_state=True)
+"""A generator whose draws do not depend on earlier ones, so that rows may leave."""
 
 IN_FLIGHT = pytest.mark.parametrize(
     ("generator", "steps_in_flight"),
@@ -108,25 +105,21 @@ def test_what_a_probe_leaves_on_the_device_is_loaded_anew(
 
 
 @IN_FLIGHT
-def test_preempted_rows_are_loaded_anew(monkeypatch, folder, expected, generator, steps_in_flight):
+@pytest.mark.parametrize(
+    ("mesh", "changes"),
+    [({}, {"num_blocks": 8}), ({"name": "N300"}, {"tt_data_parallel": 2})],
+    ids=["preempted rows", "rows of two lanes"],
+)
+def test_rows_are_loaded_anew_where_they_run(
+    monkeypatch, folder, expected, generator, steps_in_flight, mesh, changes
+):
     install(monkeypatch, generator)
-    scarce = config(
-        folder, mesh={"sample_on_device": "all"}, num_blocks=8, steps_in_flight=steps_in_flight
+    changed = config(
+        folder, mesh={"sample_on_device": "all", **mesh}, steps_in_flight=steps_in_flight, **changes
     )
-    with engine_core(scarce) as core:
+    with engine_core(changed) as core:
         assert generate(core, PROMPTS, GREEDY, stagger=3) == expected
-        assert num_preemptions(core) > 0
-
-
-@IN_FLIGHT
-def test_lanes_have_rows_of_their_own(monkeypatch, folder, expected, generator, steps_in_flight):
-    install(monkeypatch, generator)
-    lanes = config(
-        folder, mesh={"name": "N300", "sample_on_device": "all"}, tt_data_parallel=2,
-        steps_in_flight=steps_in_flight,
-    )  # fmt: skip
-    with engine_core(lanes) as core:
-        assert generate(core, PROMPTS, GREEDY, stagger=3) == expected
+        assert (num_preemptions(core) > 0) == ("num_blocks" in changes)
 
 
 def test_a_request_that_the_device_cannot_draw_for_changes_nobody_elses_tokens(
@@ -281,22 +274,8 @@ def test_a_class_that_says_nothing_gets_the_plugins_budget(monkeypatch, folder):
         assert core.facts.kv_groups[0].num_blocks == (131_072 + 64 * 4) // 64
 
 
-class Undrawing(MeshGenerator):
-    model_capabilities: ClassVar[dict[str, object]] = {"supports_chunked_prefill": True}
-
-
-class Blocks64(MeshGenerator):
-    model_capabilities: ClassVar[dict[str, object]] = {"required_block_size": 64}
-
-
-class AnyBlocks(MeshGenerator):
-    model_capabilities: ClassVar[dict[str, object]] = {
-        **MeshGenerator.model_capabilities, "required_block_size": None,
-    }  # fmt: skip
-
-
 def test_a_required_block_size_of_none_is_none_at_all(monkeypatch, folder, expected):
-    install(monkeypatch, AnyBlocks)
+    install(monkeypatch, can(required_block_size=None))
     with engine_core(config(folder)) as core:
         assert generate(core, PROMPTS, GREEDY, stagger=3) == expected
 
@@ -334,31 +313,22 @@ def test_a_loaded_model_that_cannot_run_ahead_reads_at_once(monkeypatch, folder)
         assert not core._executor._worker._runner._reads_later
 
 
-class DecodeOnly(MeshGenerator):
-    model_capabilities: ClassVar[dict[str, object]] = {
-        **MeshGenerator.model_capabilities, "supports_sample_in_prefill": False,
-    }  # fmt: skip
-
-
-class Whole(MeshGenerator):
-    model_capabilities: ClassVar[dict[str, object]] = {}
-
-
 @pytest.mark.parametrize(
-    ("generator", "mesh", "message"),
+    ("changes", "mesh", "message"),
     [
-        (Undrawing, {"sample_on_device": "decode_only"},
-         "'decode_only', but generator Undrawing does not sample on the device"),
-        (DecodeOnly, {"sample_on_device": "all"},
-         "'all', but generator DecodeOnly does not sample in prefill; set it to decode_only"),
-        (Blocks64, {}, "block_size is 32, but generator Blocks64 needs 64"),
-        (Whole, {}, "max_num_batched_tokens 64 is less than max_model_len 128 and chunked"),
+        ({"supports_sample_on_device": False}, {"sample_on_device": "decode_only"},
+         "'decode_only', but generator Other does not sample on the device"),
+        ({"supports_sample_in_prefill": False}, {"sample_on_device": "all"},
+         "'all', but generator Other does not sample in prefill; set it to decode_only"),
+        ({"required_block_size": 64}, {}, "block_size is 32, but generator Other needs 64"),
+        ({"supports_chunked_prefill": False}, {},
+         "max_num_batched_tokens 64 is less than max_model_len 128 and chunked"),
     ],
 )  # fmt: skip
 def test_what_a_generator_cannot_do_is_refused_before_the_mesh_is_opened(
-    monkeypatch, folder, generator, mesh, message
+    monkeypatch, folder, changes, mesh, message
 ):
-    doubles = install(monkeypatch, generator)
+    doubles = install(monkeypatch, can(**changes))
     wrong = config(folder, mesh=mesh)
     with pytest.raises(ConfigError, match=message):
         EngineCore(wrong, UniProcExecutor(wrong))

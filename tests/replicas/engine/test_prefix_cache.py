@@ -140,19 +140,6 @@ def test_a_long_prompt_that_waits_looks_for_its_prefix_once(num_groups):
     assert queue.scheduler.num_waiting == 1
 
 
-def test_a_long_prompt_that_waits_while_blocks_are_evicted_looks_for_no_more():
-    queue = Queue()
-    [[pool]] = queue.scheduler._groups._pools
-    num_evicted = 0
-    while num_evicted < NUM_PREFIX // 2:
-        before = len(pool._cached)
-        num_lookups = queue.lookups_of_a_step()
-        num_evicted += before - len(pool._cached)
-        # The first step walks along the whole prefix; here it is its own end that goes.
-        assert num_lookups <= 1 or num_evicted == 0
-    assert queue.scheduler.num_waiting == 1
-
-
 def test_what_a_waiting_prompt_found_is_looked_for_again_when_it_may_be_gone():
     queue = Queue()
     queue.step()

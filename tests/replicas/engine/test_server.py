@@ -129,12 +129,6 @@ def test_messages_of_a_greeted_client_reach_the_core():
     assert core.handled == [(A, Abort(["r"]), 1.5)]
 
 
-def test_messages_of_strangers_do_not():
-    core, server = served(A)
-    server.take(B, Abort(["r"]), 1.5)
-    assert core.handled == []
-
-
 def test_a_client_of_another_protocol_stays_a_stranger(caplog):
     core, server = served()
     with caplog.at_level(logging.ERROR):
