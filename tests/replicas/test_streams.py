@@ -256,18 +256,6 @@ def test_calls_hear_of_the_end_too(client):
     asyncio.run(call())
 
 
-def test_waiting_for_an_event_waits(client):
-    async def read():
-        stream = client.open("r")
-        waiting = asyncio.ensure_future(stream.get())
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        client.take(token("r", 5))
-        return await waiting
-
-    assert asyncio.run(read()).index == 5
-
-
 def test_an_engine_that_stalls_tells_every_stream_and_once_that_it_does_not_move(client):
     inbox = asyncio.Queue()
     early = client.open("a", inbox)

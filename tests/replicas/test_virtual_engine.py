@@ -71,8 +71,8 @@ def whole_turn(engine, now_s):
     return engine.end_turn(turn, len(turn.end_times_s), now_s)
 
 
-def test_tokens_leave_before_the_copy_of_kv_that_another_engine_waits_for():
-    net = Net()
+def waiting_pair(net):
+    """An engine that waits for a prompt's KV, the one that will compute it, and its timing."""
     (decode, _), (prefill, timing) = (make_engine(net, name) for name in ("decode", "prefill"))
     request, sealed = EngineRequest("r", PROMPT, SAMPLING), ticket(prefill)
     decode.handle_message(CLIENT, AddRequest(request, "decode"), 0.0)
@@ -80,6 +80,12 @@ def test_tokens_leave_before_the_copy_of_kv_that_another_engine_waits_for():
     whole_turn(decode, 0.0)
     prefill.handle_message(CLIENT, AddRequest(request, "prefill", ticket=sealed), 0.0)
     net.run()
+    return decode, prefill, timing
+
+
+def test_tokens_leave_before_the_copy_of_kv_that_another_engine_waits_for():
+    net = Net()
+    _, prefill, timing = waiting_pair(net)
     first = prefill.begin_turn(0.0)
     forward_s = timing.prefill_s([(0, 0, len(PROMPT))]) + timing.host_s + timing.host_row_s
     assert first.end_times_s == [pytest.approx(forward_s)]
@@ -95,13 +101,7 @@ def test_tokens_leave_before_the_copy_of_kv_that_another_engine_waits_for():
 
 def test_a_turn_of_transfers_alone_takes_their_time_and_no_more():
     net = Net()
-    (decode, timing), (prefill, _) = (make_engine(net, name) for name in ("decode", "prefill"))
-    request, sealed = EngineRequest("r", PROMPT, SAMPLING), ticket(prefill)
-    decode.handle_message(CLIENT, AddRequest(request, "decode"), 0.0)
-    decode.handle_message(CLIENT, LoadKV("r", sealed, 0), 0.0)
-    whole_turn(decode, 0.0)
-    prefill.handle_message(CLIENT, AddRequest(request, "prefill", ticket=sealed), 0.0)
-    net.run()
+    decode, prefill, timing = waiting_pair(net)
     half = prefill.begin_turn(0.0)
     net.run(half.end_times_s[0])
     prefill.continue_turn(half, net.now_s)

@@ -29,6 +29,7 @@ from replicas.generators.torch.generator import TorchGenerator
 from replicas.llm import LLM
 from replicas.sampling_params import SamplingParams
 from tests.models import model_folder
+from tests.replicas.generators.plugin.test_signatures import Minimal as Plugin
 
 
 class Complete:
@@ -195,26 +196,6 @@ def resolve_mesh(name, architecture, mesh=MESH, **changes):
     return resolve_mesh_generator(config, architecture)
 
 
-class Plugin:
-    """A class written for Tenstorrent's plug-in, of the oldest kind."""
-
-    @classmethod
-    def initialize_vllm_model(cls, hf_config, mesh_device, max_batch_size, max_seq_len):
-        raise NotImplementedError
-
-    def allocate_kv_cache(self, shape, dtype, num_layers):
-        raise NotImplementedError
-
-    def warmup_model_prefill(self, kv_cache, enable_trace):
-        raise NotImplementedError
-
-    def prefill_forward(self, tokens, page_table, kv_cache, prompt_lens):
-        raise NotImplementedError
-
-    def decode_forward(self, tokens, page_table, kv_cache, start_pos):
-        raise NotImplementedError
-
-
 def test_a_class_of_the_plugin_is_adapted_on_a_mesh():
     found = resolve_mesh(f"{__name__}:Plugin", "LlamaForCausalLM")
     assert issubclass(found, AdaptedGenerator)
@@ -256,8 +237,6 @@ def test_a_route_is_no_architecture_and_refuses_what_it_has_no_class_for():
         resolve_mesh("llama3_70b_galaxy", "LlamaForCausalLM")
     with pytest.raises(ConfigError, match="no class for 'Gemma3ForCausalLM'"):
         resolve_mesh("tt-transformers", "Gemma3ForCausalLM")
-    with pytest.raises(ConfigError, match="encoder-decoder models are not supported yet"):
-        resolve_mesh("tt-metal", "MllamaForConditionalGeneration")
     with pytest.raises(ConfigError, match="encoder-decoder models are not supported yet"):
         resolve_mesh("TTMllamaForConditionalGeneration", "MllamaForConditionalGeneration")
 

@@ -1,7 +1,6 @@
 """Loading: sharded, tied and random weights, and folders that hold the wrong thing."""
 
 import json
-import re
 
 import pytest
 import torch
@@ -12,8 +11,6 @@ from replicas.generators.model_config import load_hf_config
 from replicas.generators.protocol import CpuDevice
 from replicas.generators.torch.linear import PlainLinear
 from replicas.generators.torch.loader import expected_weights, load_weights
-from tests.replicas.generators.conftest import make_generator
-from tests.replicas.generators.paged_loop import PagedLoop
 from tests.replicas.generators.tiny_models import save_model
 
 FLOAT32 = CpuDevice(torch.float32)
@@ -53,14 +50,6 @@ def test_sharded_weights_equal_those_of_one_file(folder, tmp_path_factory):
     assert same(load_weights(load_hf_config(sharded), FLOAT32), whole)
 
 
-def test_a_sharded_model_generates_what_transformers_does(tiny, tmp_path):
-    model = tiny("llama-gqa")
-    save_model("llama-gqa", tmp_path, max_shard_size="50KB")
-    config = load_hf_config(tmp_path)
-    loop = PagedLoop(make_generator(config), config, slots_per_lane=8)
-    assert loop.generate([range(1, 38)], 12)[0].output == model.outputs[0]
-
-
 def test_tied_embeddings_share_memory_even_when_the_file_repeats_them(tmp_path):
     save_model("llama-tied", tmp_path)
 
@@ -73,9 +62,22 @@ def test_tied_embeddings_share_memory_even_when_the_file_repeats_them(tmp_path):
     assert weights.lm_head.weight is weights.embedding
 
 
-def test_missing_weights_are_named(folder):
-    rewrite(folder, lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
-    with pytest.raises(ModelLoadError, match=r"missing in .*: model\.layers\.1\.mlp\.up_proj"):
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("model.layers.1.mlp.up_proj.weight", None, r"missing in .*: model\.layers\.1\.mlp\.up_pr"),
+        ("model.layers.0.self_attn.q_proj.bias", torch.zeros(64), r"unexpected .*q_proj\.bias"),
+        ("model.norm.weight", torch.ones(32), r"model\.norm\.weight \(32,\) instead of \(64,\)"),
+    ],
+    ids=["missing", "unexpected", "another shape"],
+)
+def test_a_weight_that_is_not_as_it_should_be_is_named(folder, name, value, message):
+    def change(weights):
+        weights.pop(name, None)
+        weights.update({} if value is None else {name: value})
+
+    rewrite(folder, change)
+    with pytest.raises(ModelLoadError, match=message):
         load_weights(load_hf_config(folder), FLOAT32)
 
 
@@ -86,48 +88,28 @@ def test_many_missing_weights_are_counted(folder):
         load_weights(load_hf_config(folder), FLOAT32)
 
 
-def test_unexpected_weights_are_named(folder):
-    def add_bias(weights):
-        weights["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
-
-    rewrite(folder, add_bias)
-    with pytest.raises(ModelLoadError, match=r"unexpected .*layers\.0\.self_attn\.q_proj\.bias"):
-        load_weights(load_hf_config(folder), FLOAT32)
-
-
-def test_a_weight_of_another_shape_is_named_with_both_shapes(folder):
-    def shrink(weights):
-        weights["model.norm.weight"] = torch.ones(32)
-
-    rewrite(folder, shrink)
-    message = re.escape("model.norm.weight (32,) instead of (64,)")
-    with pytest.raises(ModelLoadError, match=message):
-        load_weights(load_hf_config(folder), FLOAT32)
-
-
 def test_a_folder_without_weights_is_refused(folder):
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelLoadError, match=r"neither model\.safetensors nor"):
         load_weights(load_hf_config(folder), FLOAT32)
 
 
-def test_a_broken_file_is_refused(folder):
-    (folder / "model.safetensors").write_bytes(b"not tensors")
-    with pytest.raises(ModelLoadError, match="cannot read the weights in"):
-        load_weights(load_hf_config(folder), FLOAT32)
+NO_SHARD = '{"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}'
 
 
-@pytest.mark.parametrize("index", ["{", "{}", '{"weight_map": []}'])
-def test_a_broken_index_is_refused(folder, index):
-    (folder / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(ModelLoadError, match="no usable weight_map"):
-        load_weights(load_hf_config(folder), FLOAT32)
-
-
-def test_a_missing_shard_is_refused(folder):
-    index = {"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ModelLoadError, match="model-00002-of-00002"):
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("model.safetensors", "not tensors", "cannot read the weights in"),
+        ("model.safetensors.index.json", "{", "no usable weight_map"),
+        ("model.safetensors.index.json", "{}", "no usable weight_map"),
+        ("model.safetensors.index.json", '{"weight_map": []}', "no usable weight_map"),
+        ("model.safetensors.index.json", NO_SHARD, "model-00002-of-00002"),
+    ],
+)
+def test_a_broken_file_is_refused(folder, file, content, message):
+    (folder / file).write_text(content)
+    with pytest.raises(ModelLoadError, match=message):
         load_weights(load_hf_config(folder), FLOAT32)
 
 

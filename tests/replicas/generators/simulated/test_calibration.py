@@ -15,25 +15,11 @@ from replicas.generators.simulated.meshes import (
 from replicas.generators.simulated.profiles import mesh_profile
 from replicas.generators.simulated.timing import LinkTiming
 
-HELD_OUT_PERCENT = {
-    ("n150", "Llama-3.2-1B", 1): (-1.0, -7.3),
-    ("n150", "Llama-3.2-3B", 1): (0.6, 0.8),
-    ("n150", "Llama-3.1-8B", 1): (-0.6, 6.6),
-    ("n150", "Mistral-7B", 1): (0.3, -8.8),
-    ("p100", "Llama-3.1-8B", 1): (6.8, -2.6),
-    ("p150", "Llama-3.1-8B", 1): (-6.4, 2.6),
-    ("p150x4", "Llama-3.1-70B", 1): (-24.1, 1.8),
-    ("T3K", "Llama-3.1-70B", 1): (-9.7, -0.8),
-    ("T3K", "Qwen2.5-72B", 1): (3.4, -0.9),
-    ("T3K", "QwQ-32B", 1): (-3.3, 1.0),
-    ("T3K", "Qwen3-32B", 1): None,
-    ("T3K", "Mixtral-8x7B", 1): None,
-    ("Galaxy", "Llama-3.1-70B", 1): None,
-    ("n150", "Falcon-7B", 1): None,
-    ("T3K", "Falcon-7B", 8): (3.5, -0.5),
-    ("Galaxy", "Falcon-7B", 32): (-6.4, 1.1),
-}
-"""Errors of (prompt, decode step), predicted from all others. None: the only row of its code."""
+ALONE = {
+    ("T3K", "Qwen3-32B", 1), ("T3K", "Mixtral-8x7B", 1), ("Galaxy", "Llama-3.1-70B", 1),
+    ("n150", "Falcon-7B", 1),
+}  # fmt: skip
+"""The only rows of their code, which the others cannot predict."""
 BEYOND_15_PERCENT = {("p150x4", "Llama-3.1-70B", 1)}
 """Per parameter and chip its prompt takes 1.4 times as long as on one p150; no other row is of more
 than one Blackhole."""
@@ -51,7 +37,6 @@ def timing_of(row, block_size=32):
 def test_no_row_is_a_copy_of_another():
     figures = [(row.ttft_ms, row.tokens_per_s_per_user) for row in ROWS]
     assert len(set(figures)) == len(figures)
-    assert {key(row) for row in ROWS} == HELD_OUT_PERCENT.keys()
 
 
 @pytest.mark.parametrize("row", ROWS, ids=key)
@@ -67,17 +52,14 @@ def test_steps_of_a_measured_pair_are_the_measured_ones(row, block_size):
 
 
 @pytest.mark.parametrize("row", ROWS, ids=key)
-def test_held_out_rows_are_predicted_as_the_table_says(row):
-    found, golden = held_out(row), HELD_OUT_PERCENT[key(row)]
-    assert (found is None) == (golden is None)
-    if found is None or golden is None:
-        return
-    assert [100 * error for error in found] == [pytest.approx(x, abs=0.06) for x in golden]
-    if key(row) not in BEYOND_15_PERCENT:
+def test_held_out_rows_are_predicted_within_15_percent(row):
+    found = held_out(row)
+    assert (found is None) == (key(row) in ALONE)
+    if found is not None and key(row) not in BEYOND_15_PERCENT:
         assert max(map(abs, found)) <= 0.15
 
 
-@pytest.mark.parametrize("row", [r for r in ROWS if HELD_OUT_PERCENT[key(r)]], ids=key)
+@pytest.mark.parametrize("row", [r for r in ROWS if key(r) not in ALONE], ids=key)
 def test_the_fit_itself_is_within_5_percent_of_what_it_was_fitted_on(row):
     board, model = BOARDS[row.board], MODELS[row.model]
     assert FITTED.step_s(board, model, row.num_lanes) == pytest.approx(row.step_s, rel=0.05)

@@ -71,17 +71,6 @@ def test_the_device_does_not_wait_for_the_host_where_two_steps_are_in_flight(
     core.shutdown()
 
 
-def test_sampling_cannot_change_them():
-    sampling = [
-        SamplingParams(
-            max_tokens=NUM_NEW, temperature=1.5, top_k=5, top_p=0.5, seed=i, ignore_eos=True
-        )
-        for i in range(len(PROMPTS))
-    ]
-    with engine_core(simulated_config()) as core:
-        assert generate(core, PROMPTS, sampling) == right_tokens(PROMPTS, NUM_NEW)
-
-
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 def test_an_abort_or_stop_changes_no_other_requests_tokens(steps_in_flight):
     """Clients that give up in the middle of a step, stop tokens, rows of every length, seeds."""
@@ -109,14 +98,6 @@ def test_an_abort_or_stop_changes_no_other_requests_tokens(steps_in_flight):
         assert tokens == wanted[: len(tokens)]
         assert len(tokens) == min(length, 40 - 2 * i) or i in (1, 4)
         assert 0 < len(tokens) < 40 or i not in (1, 4)
-
-
-def test_a_request_never_ends_before_its_length():
-    """An end token is never given."""
-    sampling = SamplingParams(max_tokens=100, temperature=0.0, seed=0)
-    with engine_core(simulated_config(max_model_len=256)) as core:
-        found = generate(core, PROMPTS, sampling)
-    assert [len(tokens) for tokens in found] == [100] * len(PROMPTS)
 
 
 @pytest.mark.parametrize(
