@@ -6,10 +6,9 @@ The other one is the test's own, so that its cache can be looked at.
 import json
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -17,13 +16,13 @@ import numpy as np
 import pytest
 
 from kv_transfer.errors import FailureReason
+from tests.kv_transfer.children import child
 from tests.kv_transfer.fakes import QUICK, FakeEngine, FakeIO, make_ticket, run_until
 from tests.kv_transfer.peer_process import NUM_BLOCKS, SEEDS
 from tests.kv_transfer.sockets import NUM_TOKENS, SOURCE, TARGET, engines
 
 pytestmark = pytest.mark.process
 
-ROOT = Path(__file__).parents[2]
 CONFIG = msgspec.structs.replace(QUICK, lease_s=60.0)
 SLACK_S = 3.0
 """Added to every deadline, for a busy machine."""
@@ -36,7 +35,7 @@ class Peer:
         endpoints: Where its connector listens.
     """
 
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
+    def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
         self.endpoints = tuple(self._read())
 
@@ -63,26 +62,8 @@ class Peer:
 
 @contextmanager
 def peer(name: str, path: str) -> Iterator[Peer]:
-    command = [sys.executable, "-m", "tests.kv_transfer.peer_process", name]
-    process = subprocess.Popen(
-        [*command, msgspec.json.encode(CONFIG).decode(), path],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
+    with child("peer_process", name, msgspec.json.encode(CONFIG).decode(), path) as process:
         yield Peer(process)
-    finally:
-        process.send_signal(signal.SIGCONT)
-        with suppress(BrokenPipeError):
-            process.stdin.close()
-        try:
-            process.wait(10)
-        finally:
-            process.kill()
-            process.wait()
-            process.stdout.close()
 
 
 @contextmanager

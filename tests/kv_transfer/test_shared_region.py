@@ -35,8 +35,8 @@ from kv_transfer.shared_region import (
     RegionServer,
     SharedRegion,
 )
+from tests.kv_transfer.children import child
 
-ROOT = Path(__file__).parents[2]
 LAYOUT = KVLayout(2, 2, 16, 64, "bfloat16", "hf", "m")
 NUM_BLOCKS, NUM_LANES = 3, 2
 LANE_BYTES = NUM_BLOCKS * LAYOUT.bytes_per_block
@@ -463,20 +463,9 @@ def test_a_pipe_and_an_empty_file_are_no_regions() -> None:
 
 @contextmanager
 def owner() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run ``main`` in a process of its own, which is killed in the end."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.kv_transfer.test_shared_region"],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
+    """Run ``main`` in a process of its own."""
+    with child("test_shared_region") as process:
         yield process, process.stdout.readline().strip()
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def main() -> None:

@@ -3,13 +3,10 @@
 import gc
 import os
 import signal
-import subprocess
-import sys
 import time
 import warnings
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
@@ -20,10 +17,9 @@ import ray
 from kv_transfer.stores import backoff
 from kv_transfer.stores import ray as ray_store
 from kv_transfer.stores.ray import Directory, RayStore
+from tests.kv_transfer.children import child
 from tests.kv_transfer.stores.ray_values import NAME, NUM_VALUES, VALUE_BYTES, config, value
 from tests.kv_transfer.stores.shm_servers import eventually
-
-REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 class Object:
@@ -145,18 +141,6 @@ def test_copying_a_value_does_not_count_as_waiting(
 # ---- a cluster
 
 
-def client_process(*arguments: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "tests.kv_transfer.stores.ray_process", *arguments]
-    return subprocess.Popen(
-        command,
-        cwd=REPOSITORY,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-
-
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as environment:
@@ -196,7 +180,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 
 @pytest.mark.ray
 def test_a_value_outlives_the_engine_that_put_it(store: RayStore, cluster: str) -> None:
-    with client_process(cluster, "outlives") as writer:
+    with child("stores.ray_process", cluster, "outlives") as writer:
         assert writer.stdout.readline().strip() == "1"
         writer.send_signal(signal.SIGKILL)
         writer.wait()
@@ -276,6 +260,6 @@ def test_a_directory_that_is_busy_is_not_waited_for_each_time(store: RayStore) -
 
 @pytest.mark.process
 def test_without_ray_everything_is_a_miss() -> None:
-    with client_process("127.0.0.1:1") as client:
+    with child("stores.ray_process", "127.0.0.1:1") as client:
         answer, _ = client.communicate(timeout=60)
     assert answer.strip() == "0 [] {'dropped'}"

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,6 +34,7 @@ from kv_transfer.stores.shm_messages import (
     socket_name,
 )
 from kv_transfer.stores.shm_server import SLAB_SEALS
+from tests.kv_transfer.children import child
 from tests.kv_transfer.stores.shm_servers import (
     NUM_SLOTS,
     VALUE_BYTES,
@@ -49,8 +49,6 @@ from tests.kv_transfer.stores.shm_servers import (
     start_server,
     value,
 )
-
-REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 @contextlib.contextmanager
@@ -177,16 +175,11 @@ def test_close_frees_everything_and_leaves_what_was_read() -> None:
 
 
 @contextlib.contextmanager
-def client_process(address: str, key: str) -> Iterator["subprocess.Popen[str]"]:
+def client_process(address: str, key: str) -> Iterator[subprocess.Popen[str]]:
     """A client that holds leases and half a put; see ``store_process``."""
-    command = [sys.executable, "-m", "tests.kv_transfer.stores.store_process", address, key]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=REPOSITORY, **pipes) as process:
-        try:
-            assert process.stdout.readline().startswith("holding")
-            yield process
-        finally:
-            process.kill()
+    with child("stores.store_process", address, key) as process:
+        assert process.stdout.readline().startswith("holding")
+        yield process
 
 
 @pytest.mark.process
@@ -316,10 +309,8 @@ def descendants(pid: int) -> list[int]:
 @pytest.mark.process
 def test_a_server_outlives_its_starter_and_all_its_descendants() -> None:
     address = new_address()
-    command = [sys.executable, "-m", "tests.kv_transfer.stores.store_process", "start", address]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     try:
-        with subprocess.Popen(command, cwd=REPOSITORY, **pipes) as starter:
+        with child("stores.store_process", "start", address) as starter:
             assert starter.stdout.readline().strip() == "stored"
             server = server_pid(address)
             for pid in [*descendants(starter.pid), starter.pid]:
