@@ -87,7 +87,7 @@ def assert_same_rows(both: Sequence[FakeEngine]) -> None:
     assert np.array_equal(both[1].io.tokens(0, TARGET, 0, NUM_TOKENS), want)
 
 
-def wait_until(predicate: Callable[[], bool], what: str, deadline_s: float = 20.0) -> None:
+def wait_until(predicate: Callable[[], object], what: str, deadline_s: float = 20.0) -> None:
     give_up_s = time.monotonic() + deadline_s
     while not predicate():
         assert time.monotonic() < give_up_s, what

@@ -12,6 +12,7 @@ import pytest
 from kv_transfer.messages import Data
 from kv_transfer.transports.nixl import FinishedRead, NixlEnd, RemoteRows, is_installed
 from tests.kv_transfer.nixl_runs import deliver
+from tests.kv_transfer.sockets import wait_until
 
 pytestmark = pytest.mark.skipif(
     not is_installed() and "TTSERVE_REQUIRE_TRANSPORTS" not in os.environ,
@@ -68,10 +69,7 @@ def test_a_read_from_a_frozen_producer_ends_by_its_deadline(end: NixlEnd) -> Non
             assert _read(end, rows).payload is None
         finally:
             os.kill(producer.pid, signal.SIGCONT)
-        give_up_s = time.monotonic() + 20
-        while end.num_lost_slots and time.monotonic() < give_up_s:
-            time.sleep(0.01)
-        assert end.num_lost_slots == 0, "its landing place is free once NIXL lets go"
+        wait_until(lambda: end.num_lost_slots == 0, "its landing place is free: NIXL let go")
         producer.communicate("")
 
 
@@ -84,10 +82,6 @@ def test_an_unknown_producer_is_no_harm(end: NixlEnd) -> None:
 def _read(end: NixlEnd, rows: RemoteRows) -> FinishedRead:
     header = Data(b"t" * 16, 1, "P", 0, 1, 0)
     end.read((rows.endpoint, header), rows, time.monotonic())
-    give_up_s = time.monotonic() + 20
-    while time.monotonic() < give_up_s:
-        finished = end.take_reads()
-        if finished:
-            return finished[0]
-        time.sleep(0.002)
-    raise AssertionError("the read never ended")
+    finished: list[FinishedRead] = []
+    wait_until(lambda: finished.extend(end.take_reads()) or finished, "the read ended")
+    return finished[0]

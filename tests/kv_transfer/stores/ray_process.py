@@ -9,9 +9,18 @@ import warnings
 
 import numpy as np
 
+from kv_transfer.store import StoreConfig
 from kv_transfer.stores.ray import RayStore
-from tests.kv_transfer.stores.ray_values import config, value
-from tests.kv_transfer.stores.shm_servers import eventually
+from tests.kv_transfer.stores.shm_servers import NUM_SLOTS, VALUE_BYTES, eventually, value
+
+NAME = "test"
+
+
+def config(address: str, name: str = NAME) -> StoreConfig:
+    size = NUM_SLOTS * VALUE_BYTES
+    return StoreConfig(
+        backend="ray", address=address, name=name, capacity_bytes=size, timeout_s=1.0
+    )
 
 
 def main(address: str, key: bytes) -> None:

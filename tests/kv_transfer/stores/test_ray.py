@@ -18,8 +18,8 @@ from kv_transfer.stores import backoff
 from kv_transfer.stores import ray as ray_store
 from kv_transfer.stores.ray import Directory, RayStore
 from tests.kv_transfer.children import child
-from tests.kv_transfer.stores.ray_values import NAME, NUM_VALUES, VALUE_BYTES, config, value
-from tests.kv_transfer.stores.shm_servers import eventually
+from tests.kv_transfer.stores.ray_process import NAME, config
+from tests.kv_transfer.stores.shm_servers import NUM_SLOTS, VALUE_BYTES, eventually, value
 
 
 class Object:
@@ -197,12 +197,12 @@ def test_a_value_in_use_stays_while_others_come_and_go(store: RayStore, cluster:
     other = RayStore(config(cluster))
     eventually(lambda: store.put(b"held", value(5)) == "stored")
     held = find(store, b"held")
-    for number in range(2 * NUM_VALUES):
+    for number in range(2 * NUM_SLOTS):
         eventually(lambda n=number: other.put(b"x%d" % n, value(n)) in {"stored", "present"})
-    eventually(lambda: other.num_present([b"x%d" % (2 * NUM_VALUES - 1)]) == 1)
+    eventually(lambda: other.num_present([b"x%d" % (2 * NUM_SLOTS - 1)]) == 1)
     assert store.num_present([b"held"]) == 0
     assert np.array_equal(held, value(5))
-    assert store.put(b"big", np.zeros(NUM_VALUES * VALUE_BYTES + 1, np.uint8)) == "dropped"
+    assert store.put(b"big", np.zeros(NUM_SLOTS * VALUE_BYTES + 1, np.uint8)) == "dropped"
     other.close()
 
 
