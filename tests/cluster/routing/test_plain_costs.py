@@ -6,13 +6,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.routing.cost import (
-    MAX_OUTPUT_TOKENS,
-    OUTPUT_WEIGHT,
-    ROUNDING,
-    WORK_WEIGHT,
-    make_policies,
-)
+from cluster.routing.cost import MAX_OUTPUT_TOKENS, ROUNDING, make_policies
 from cluster.routing.demand import Demand
 from cluster.routing.placement import ANY_GROUP, EngineSummary, Placement
 from cluster.routing.views import Column, Places, Views
@@ -91,9 +85,9 @@ def plain_parts(view, demand, missed, mean_rows, side):
     return {
         "first_token_s": first_token_s,
         "transfer_s": missed * view.transfer_token_s,
-        "prompt_harm_s": OUTPUT_WEIGHT * harm_s,
-        "work_s": WORK_WEIGHT * mean_rows * prompt_s,
-        "output_s": OUTPUT_WEIGHT * output_s,
+        "prompt_harm_s": 0.1 * harm_s,
+        "work_s": 0.3 * mean_rows * prompt_s,
+        "output_s": 0.1 * output_s,
     }
 
 
