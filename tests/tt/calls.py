@@ -6,6 +6,19 @@ import torch
 
 from replicas.generators.ttnn.generator import TTGenerator
 
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 32,
+    "vocab_size": 300,
+    "max_position_embeddings": 4096,
+}
+"""Configuration of a model for mock chips."""
+
 BLOCK = 64
 MAX_SEQ_LEN = 300
 """Buckets of 128 and 384 tokens."""
@@ -93,3 +106,16 @@ class Calls:
             "enable_trace": True,
         }
         return self.generator.decode_forward(**{**arguments, **changes})
+
+
+def note_runs(monkeypatch, generator, noted):
+    """Append the number of a lane to `noted` whenever its model runs."""
+    for index, lane in enumerate(generator._batch.lanes):
+        for name in ("prefill", "decode"):
+            run = getattr(lane._model, name)
+
+            def call(*arguments, run=run, index=index):
+                noted.append(index)
+                return run(*arguments)
+
+            monkeypatch.setattr(lane._model, name, call)

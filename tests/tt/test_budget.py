@@ -13,7 +13,7 @@ from replicas.generators.ttnn.budget import activation_bytes_per_chip, weight_by
 from replicas.generators.ttnn.profiles import PROFILES
 from replicas.generators.ttnn.weights import load_lane_weights
 from tests.replicas.generators.test_ttnn_budget import OFFERED
-from tests.tt.test_model import LaneUnderTest, make_config
+from tests.tt.test_model import LaneUnderTest, make_config, on_board
 
 NUM_TOKENS = 2048
 
@@ -64,20 +64,16 @@ WIDE_MLP, WIDE_RESIDUAL, MANY_HEADS = (256, 2048, 8), (1024, 256, 8), (256, 256,
 """Hidden size, inner size and heads: another part of a layer has the most in each."""
 
 
-def on_board(board, family, sizes):
-    return pytest.param(board, family, *sizes, marks=pytest.mark.board(board))
-
-
 @pytest.mark.parametrize(
     ("board", "family", "hidden", "inner", "heads"),
     [
         *(
-            on_board(board, "llama", sizes)
+            on_board(board, "llama", *sizes)
             for board in ("N150", "N300", "T3K")
             for sizes in (WIDE_MLP, WIDE_RESIDUAL, MANY_HEADS)
         ),
-        on_board("N150", "qwen3", MANY_HEADS),
-        on_board("P150", "llama", WIDE_MLP),
+        on_board("N150", "qwen3", *MANY_HEADS),
+        on_board("P150", "llama", *WIDE_MLP),
     ],
 )
 def test_activations_are_those_that_ttnn_allocates(
@@ -96,10 +92,7 @@ def test_activations_are_those_that_ttnn_allocates(
 @pytest.mark.parametrize("optimizations", list(PROFILES))
 @pytest.mark.parametrize(
     ("board", "family"),
-    [
-        pytest.param(board, family, marks=pytest.mark.board(board))
-        for board, family in (("N150", "qwen3"), ("N300", "llama-biases"), ("P150", "llama"))
-    ],
+    [on_board("N150", "qwen3"), on_board("N300", "llama-biases"), on_board("P150", "llama")],
 )
 def test_weights_are_those_that_ttnn_allocates(open_mock_mesh, board, family, optimizations):
     mesh = open_mock_mesh(load_format="random", trace="none")

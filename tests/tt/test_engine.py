@@ -26,19 +26,9 @@ from replicas.sampling_params import SamplingParams
 from tests.engines import engine_core, generate
 from tests.replicas.engine.fakes import KEYS
 from tests.replicas.engine.pair import Pair
+from tests.tt.calls import MODEL
 from tests.tt.golden.lanes import model_folder
 
-MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "head_dim": 32,
-    "vocab_size": 300,
-    "max_position_embeddings": 4096,
-}
 PROMPTS = [[1, 2, 3], [4] * 130, [5, 6] * 40, [7] * 65]
 GREEDY = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
 NARROW = SamplingParams(max_tokens=5, temperature=0.8, top_k=8, top_p=0.9, seed=3, ignore_eos=True)
@@ -192,10 +182,3 @@ def test_kv_goes_between_a_mesh_and_a_cpu(config, computes, optimizations, dtype
     finally:
         pair.close()
     assert [len(tokens) for tokens in found] == [5] * len(PROMPTS)
-
-
-@pytest.mark.board("N150")
-def test_a_mesh_larger_than_the_host_is_refused(config):
-    larger = config("T3K")
-    with pytest.raises(DeviceError, match="mesh T3K needs 8 chips, but ttnn finds 1"):
-        EngineCore(larger, UniProcExecutor(larger))

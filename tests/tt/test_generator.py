@@ -21,22 +21,11 @@ from replicas.generators.ttnn import lane_batch
 from replicas.generators.ttnn.buckets import prefill_buckets
 from replicas.generators.ttnn.generator import TTGenerator
 from replicas.generators.ttnn.kv_cache import TTKVCache
-from tests.tt.calls import BLOCK, MAX_SEQ_LEN, NUM_BLOCKS, ROWS, Calls
-from tests.tt.golden.lanes import fill, golden_mesh, model_folder
+from tests.tt.calls import BLOCK, MAX_SEQ_LEN, MODEL, NUM_BLOCKS, ROWS, Calls, note_runs
+from tests.tt.golden.lanes import fill, golden_mesh, model_folder, shards_of
 from tests.tt.golden.library import poisoned
 from tests.tt.golden.rows import params
 
-MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "head_dim": 32,
-    "vocab_size": 300,
-    "max_position_embeddings": 4096,
-}
 DRAW = {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "seed": 3}
 
 
@@ -356,8 +345,7 @@ def test_rows_without_a_sequence_have_no_logits(golden_calls):
 def test_warm_up_touches_the_null_block_only(golden_calls):
     fill(golden_calls.cache, 7.0)
     golden_calls.warm_up()
-    planes = [plane for lane in golden_calls.cache for layer in lane for plane in layer]
-    assert all((shard[1:] == 7.0).all() for plane in planes for shard in plane.shards)
+    assert all((shard[1:] == 7.0).all() for shard in shards_of(golden_calls.cache))
 
 
 # ---- what a step sends and in which order
@@ -427,19 +415,7 @@ def test_a_prefill_in_between_does_not_disturb_a_steady_run(golden_calls):
 
 def test_all_lanes_have_work_before_any_is_read(golden_calls, monkeypatch):
     happened = []
-
-    def note(model, name, index):
-        run = getattr(model, name)
-
-        def noted(*arguments):
-            happened.append(index)
-            return run(*arguments)
-
-        monkeypatch.setattr(model, name, noted)
-
-    for index, lane in enumerate(golden_calls.generator._batch.lanes):
-        note(lane._model, "prefill", index)
-        note(lane._model, "decode", index)
+    note_runs(monkeypatch, golden_calls.generator, happened)
     monkeypatch.setattr(
         lane_batch,
         "ttnn",

@@ -23,14 +23,15 @@ from kv_transfer.sharding import head_shards
 from replicas.errors import DeviceError
 from replicas.generators.ttnn import kv_io
 from replicas.generators.ttnn.kv_io import FILL_UNITS, TTKVIO
-from tests.tt.golden.library import open_golden, poisoned
+from tests.tt.golden.lanes import shards_of
+from tests.tt.golden.library import poisoned
 from tests.tt.golden.ops import OPS
-from tests.tt.golden.tensors import GoldenTensor, round_to
+from tests.tt.golden.tensors import GoldenDevice, GoldenTensor, round_to
 
 DTYPES = ["bfloat8_b", "bfloat16"]
 
 
-def make_layout(dtype, heads=4, layers=2, head_dim=64, block_size=64, rope="hf"):
+def make_layout(dtype="bfloat8_b", heads=4, layers=2, head_dim=64, block_size=64, rope="hf"):
     return KVLayout(
         num_layers=layers, num_kv_heads=heads, head_dim=head_dim, block_size=block_size,
         dtype=dtype, rope=rope, model_fingerprint="m",
@@ -60,7 +61,7 @@ def make_world(layout, *, lanes=1, tp=1, num_blocks=12, seed=0, num_banks=12):
     shape = (num_blocks, layout.num_kv_heads, layout.block_size, layout.head_dim)
     cache, blocks = [], []
     for _ in range(lanes):
-        device = open_golden(1, tp)
+        device = GoldenDevice((1, tp))
         device.num_banks = num_banks
         planes, pieces = [], []
         for _ in range(layout.num_pieces):
@@ -79,10 +80,7 @@ def as_bfloat16(rows, layout):
 
 
 def snapshot(world):
-    return [
-        [shard.clone() for layer in lane for plane in layer for shard in plane.shards]
-        for lane in world.cache
-    ]
+    return [[shard.clone() for shard in shards_of([lane])] for lane in world.cache]
 
 
 def fills(library):
@@ -338,7 +336,7 @@ def test_a_layout_that_is_not_the_cache_s_is_refused_with_both(golden, other):
 def test_heads_that_are_no_whole_tiles_are_refused(golden):
     layout = make_layout("bfloat16", head_dim=80)
     values = torch.zeros(4, 4, 64, 80)
-    held = GoldenTensor([values], ttnn.bfloat16, ttnn.TILE_LAYOUT, device=open_golden())
+    held = GoldenTensor([values], ttnn.bfloat16, ttnn.TILE_LAYOUT, device=GoldenDevice((1, 1)))
     with pytest.raises(InvalidLayoutError, match="heads of 80 elements"):
         TTKVIO([[[held, held]] * 2], layout)
 

@@ -9,7 +9,6 @@ import ttnn
 
 from kv_transfer.errors import InvalidLayoutError
 from kv_transfer.host_blocks import HostBlocks
-from kv_transfer.layout import KVLayout
 from kv_transfer.sharding import head_shards
 from replicas.generators.ttnn.kv_table import (
     LaneAddresses,
@@ -19,16 +18,10 @@ from replicas.generators.ttnn.kv_table import (
     write_table,
 )
 from tests.kv_transfer.sharded_connector import ShardedIO
+from tests.tt.test_kv_io import make_layout
 
 BASES = (64, 50_048, 100_032, 150_016)
 NUM_BLOCKS = 9
-
-
-def make_layout(dtype="bfloat8_b", heads=4, head_dim=64, block_size=64, layers=2):
-    return KVLayout(
-        num_layers=layers, num_kv_heads=heads, head_dim=head_dim, block_size=block_size,
-        dtype=dtype, rope="hf", model_fingerprint="m",
-    )  # fmt: skip
 
 
 def make_memory(tp, page_bytes, num_banks):

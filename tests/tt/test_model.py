@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 import ttnn
 
 from replicas.errors import ConfigError
@@ -108,23 +107,17 @@ class LaneUnderTest:
             block_size=block_size,
         )
         self.decode_width = decode_table_width(max_seq_len, block_size)
-        zeros = torch.zeros(
+        shape = (
             num_blocks or self.decode_width + 1,
             config.num_key_value_heads // self.tp,
             block_size,
             config.head_dim,
-            dtype=torch.bfloat16,
         )
+        dtype = getattr(ttnn, precision.kv_dtype)
         self.cache = [
             [
-                ttnn.from_torch(
-                    zeros,
-                    dtype=getattr(ttnn, precision.kv_dtype),
-                    layout=ttnn.TILE_LAYOUT,
-                    device=self.device,
-                    memory_config=ttnn.DRAM_MEMORY_CONFIG,
-                )
-                for _ in ("k", "v")
+                ttnn.zeros(shape, dtype, ttnn.TILE_LAYOUT, self.device, ttnn.DRAM_MEMORY_CONFIG)
+                for _ in "kv"
             ]
             for _ in range(config.num_hidden_layers)
         ]

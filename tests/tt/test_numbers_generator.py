@@ -16,6 +16,7 @@ from tests.tt.golden.lanes import (
     pcc,
     reference_logits,
     relative_error,
+    shards_of,
 )
 from tests.tt.golden.library import poisoned
 from tests.tt.golden.rows import params
@@ -92,17 +93,14 @@ def test_a_prefix_that_is_in_the_cache_is_not_computed(start):
         second.block_ids[: start // 32] = first.block_ids[: start // 32]
         # The hit ends within a block: its KV is there, in a block of the sequence's own.
         if start % 32:
-            for layer in loop.cache[0]:
-                for plane in layer:
-                    old, new = first.block_ids[start // 32], second.block_ids[start // 32]
-                    plane.shards[0][new, :, : start % 32] = plane.shards[0][old, :, : start % 32]
+            old, new = first.block_ids[start // 32], second.block_ids[start // 32]
+            for shard in shards_of(loop.cache):
+                shard[new, :, : start % 32] = shard[old, :, : start % 32]
         second.num_computed_tokens = start
-        before = [
-            plane.shards[0][first.block_ids].clone() for layer in loop.cache[0] for plane in layer
-        ]
+        before = [shard[first.block_ids].clone() for shard in shards_of(loop.cache)]
         loop.step_prefill([second])
         assert_reference("llama-32", [first, second])
-        after = [plane.shards[0][first.block_ids] for layer in loop.cache[0] for plane in layer]
+        after = [shard[first.block_ids] for shard in shards_of(loop.cache)]
         assert all(map(torch.equal, before, after))
 
 
@@ -132,10 +130,10 @@ def test_a_lane_whose_sequences_are_gone_does_nothing():
         loop.step_decode(sequences)
         left = [sequence for sequence in sequences if sequence.lane == 1]
         assert 0 < len(left) < len(sequences)
-        before = [plane.shards[0].clone() for layer in loop.cache[0] for plane in layer]
+        before = [shard.clone() for shard in shards_of(loop.cache[:1])]
         fill(loop.cache[:1], math.nan)
         logits = loop.step_decode(left)
-        after = [plane.shards[0] for layer in loop.cache[0] for plane in layer]
+        after = shards_of(loop.cache[:1])
         assert all(shard.isnan().all() for shard in after)
         assert not logits[:4].any()
         for shard, old in zip(after, before, strict=True):
@@ -187,7 +185,7 @@ class Stepper:
 
 
 def null_blocks(cache):
-    return [shard[0] for lane in cache for layer in lane for p in layer for shard in p.shards]
+    return [shard[0] for shard in shards_of(cache)]
 
 
 def outputs(stepper):

@@ -11,14 +11,14 @@ import torch
 import ttnn
 
 from kv_transfer.dtypes import convert_rows
-from kv_transfer.layout import KVLayout
 from replicas.generators.model_config import load_hf_config
-from replicas.generators.ttnn.generator import TTGenerator
+from tests.tt.calls import Calls
 from tests.tt.golden.lanes import Lane, golden_mesh, model_folder, root
 from tests.tt.golden.library import TRANSFERS, GoldenLibrary, Noting, installed, poisoned
 from tests.tt.golden.packing import pack, unpack
 from tests.tt.golden.rows import params
 from tests.tt.golden.tensors import GoldenDevice, GoldenError, round_to
+from tests.tt.test_kv_io import make_layout
 
 TILED, ROW_MAJOR = ttnn.TILE_LAYOUT, ttnn.ROW_MAJOR_LAYOUT
 
@@ -34,21 +34,10 @@ def values(*shape, seed=0):
 
 def test_bfloat8_b_is_what_a_transfer_makes_of_it():
     rows = values(64, 32, 64)
-
-    def layout(dtype):
-        return KVLayout(
-            num_layers=1,
-            num_kv_heads=1,
-            head_dim=64,
-            block_size=32,
-            dtype=dtype,
-            rope="hf",
-            model_fingerprint=b"",
-        )
-
+    sizes = {"heads": 1, "layers": 1, "block_size": 32}
+    floats, blocks = make_layout("float32", **sizes), make_layout("bfloat8_b", **sizes)
     data = rows.view(32, 2, 32, 64).numpy().view(np.uint8).reshape(32, -1)
-    packed = convert_rows(data, layout("float32"), layout("bfloat8_b"))
-    back = convert_rows(packed, layout("bfloat8_b"), layout("float32"))
+    back = convert_rows(convert_rows(data, floats, blocks), blocks, floats)
     rounded = torch.from_numpy(back.view(np.float32).reshape(64, 32, 64).copy())
     assert torch.equal(round_to(rows, ttnn.bfloat8_b), rounded)
     assert not torch.equal(rounded, rows)
@@ -264,36 +253,18 @@ def test_ops_take_and_give_what_those_of_ttnn_do(open_mock_mesh, case, num_chips
     assert_same_calls(golden, noting)
 
 
-def sampled_calls(mesh, folder, optimizations):
+def sampled_calls(mesh, folder):
     """A prompt whose token is drawn on the device, and two decode steps, the second steady."""
-    config = load_hf_config(folder)
-    generator = TTGenerator.initialize_vllm_model(
-        config, mesh, 4, max_seq_len=128, optimizations=optimizations
-    )
-    shape = (9, config.num_key_value_heads, 32, config.head_dim)
-    common = {
-        "kv_cache": generator.allocate_kv_cache(shape, torch.bfloat16, config.num_hidden_layers),
-        "enable_trace": False,
-    }
-    table = torch.tensor([[1, 2, 0, 0]], dtype=torch.int32)
-    generator.prefill_forward(
-        tokens=torch.arange(40, dtype=torch.int32)[None],
-        page_table=table,
-        prompt_lens=torch.tensor([40]),
-        start_pos=torch.tensor([0], dtype=torch.int32),
-        empty_slots=[2],
-        sampling_params=params(1, temperature=0.7, top_k=9, seed=4),
-        **common,
-    )
+    calls = Calls(load_hf_config(folder), mesh)
+    drawing = {"temperature": 0.7, "top_k": 9, "seed": 4}
+    calls.prefill([2], ends=[40], sampling_params=params(1, **drawing), enable_trace=False)
     for reload in (True, False):
-        generator.decode_forward(
-            tokens=torch.full((4, 1), 5, dtype=torch.int32),
-            page_table=table.repeat(4, 1),
-            start_pos=torch.tensor([-1, -1, 40, -1], dtype=torch.int32),
-            sampling_params=params(4, temperature=0.7, top_k=9, seed=4),
+        calls.decode(
+            [-1, -1, 40, -1],
+            sampling_params=params(4, **drawing),
             reload_inputs=reload,
             reload_sampling_params=reload,
-            **common,
+            enable_trace=False,
         )
 
 
@@ -301,8 +272,8 @@ def sampled_calls(mesh, folder, optimizations):
 def test_a_generator_calls_the_same_ops_on_golden_and_on_mock_chips(open_mock_mesh):
     folder = model_folder("mistral-32")
     with golden_mesh(2) as (mesh, golden):
-        sampled_calls(mesh, folder, "performance")
+        sampled_calls(mesh, folder)
     with installed(Noting()) as noting:
         mock = open_mock_mesh(trace="none", weight_cache=str(root() / "mock weights"))
-        sampled_calls(mock, folder, "performance")
+        sampled_calls(mock, folder)
     assert_same_calls(golden, noting)

@@ -41,7 +41,6 @@ STRIPES = "MatmulMultiCoreReuseMultiCastDRAMShardedProgramFactory"
 COLUMNS = "MatmulMultiCoreReuseMcast1DProgramFactory"
 CHUNK = "MatmulMultiCoreReuseMcast2DProgramFactory"
 LINE, RING = "LineReduceScatterMeshWorkloadFactory", "RingReduceScatterMeshWorkloadFactory"
-WITHOUT_REUSE = "MatmulMultiCoreProgramFactory"
 
 
 def without_numbers(monkeypatch):
@@ -128,16 +127,6 @@ def test_every_product_runs_the_program_that_was_chosen(lane_of, model, optimiza
         for start in (0, 64):
             chunk = programs_of(lambda: lane.prefill(start, bucket - start))  # noqa: B023
             assert of("MatmulDeviceOperation", chunk) == [CHUNK] * 5 * NUM_LAYERS + [COLUMNS]
-
-
-@pytest.mark.board("N150")
-def test_what_ttnn_chooses_by_itself_reads_weights_again_and_again(lane_of):
-    lane = lane_of("llama-8b", "balanced")
-    x = allocated(lane.device, [1, 1, 32, 4096], where=ttnn.L1_MEMORY_CONFIG)
-    head = lane.model._weights.lm_head
-
-    chosen = programs_of(lambda: ttnn.linear(x, head, memory_config=ttnn.DRAM_MEMORY_CONFIG))
-    assert chosen == [("MatmulDeviceOperation", WITHOUT_REUSE)]
 
 
 def allocated(

@@ -23,7 +23,7 @@ from scripts.roofline.decode import decode_ops
 from scripts.roofline.facts import CORES
 from scripts.roofline.ops import native_design, native_precision
 from tests.tt.golden.library import TRANSFERS, Noting, installed
-from tests.tt.test_model import LaneUnderTest, make_config
+from tests.tt.test_model import LaneUnderTest, make_config, on_board
 
 MOVE = "to_memory_config"
 NUM_TOKENS = 128
@@ -48,10 +48,6 @@ def listed(ops):
 def assert_same(found, wanted):
     assert found.pop(MOVE, 0) <= wanted.pop(MOVE, 0)
     assert found == wanted
-
-
-def on_board(board, *values):
-    return pytest.param(board, *values, marks=pytest.mark.board(board))
 
 
 def draw(lane):
@@ -95,10 +91,7 @@ def test_a_step_calls_what_is_listed(open_mock_mesh, board, family, size, vocab_
     assert_same(found, listed(ops))
 
 
-@pytest.mark.parametrize(
-    "board",
-    [pytest.param(name, marks=pytest.mark.board(name)) for name in ("N150", "N300", "T3K", "P150")],
-)
+@pytest.mark.parametrize("board", [on_board(name) for name in ("N150", "N300", "T3K", "P150")])
 def test_banks_and_cores_are_those_of_the_chips(open_mock_mesh, board):
     mesh = open_mock_mesh()
     (device,) = mesh.lanes(1)

@@ -20,8 +20,8 @@ from replicas.generators.ttnn.sampling import (
     parse_sampling,
     topk_pieces,
 )
-from tests.tt.golden.library import open_golden
 from tests.tt.golden.rows import params
+from tests.tt.golden.tensors import GoldenDevice
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ class GoldenSampler:
 
     def __init__(self, library, num_chips, vocab, num_rows):
         self.library, self.vocab, self.num_rows = library, vocab, num_rows
-        self.device = open_golden(1, num_chips)
+        self.device = GoldenDevice((1, num_chips))
         self.sampler = Sampler(self.device, Collectives(self.device), num_rows, vocab // num_chips)
         zeros = np.zeros(num_rows, dtype=np.int64)
         self.inputs = to_device(host_sampling_inputs(greedy_rows(num_rows), zeros), self.device)

@@ -15,7 +15,7 @@ from replicas.generators.model_config import load_hf_config
 from replicas.generators.ttnn import lanes as lanes_module
 from replicas.generators.ttnn import trace as trace_module
 from replicas.generators.ttnn.trace import NoTrace, TtnnTracer
-from tests.tt.calls import Calls
+from tests.tt.calls import Calls, note_runs
 from tests.tt.golden.lanes import golden_mesh, model_folder
 from tests.tt.golden.rows import params
 
@@ -232,9 +232,7 @@ def test_a_replay_takes_the_place_of_the_model(monkeypatch):
     with traced_calls(monkeypatch) as (calls, double):
         warmed_up(calls)
         runs = []
-        for index, lane in enumerate(calls.generator._batch.lanes):
-            for name in ("prefill", "decode"):
-                note_runs(monkeypatch, lane._model, name, runs, index)
+        note_runs(monkeypatch, calls.generator, runs)
         double.events.clear()
         calls.library.calls.clear()
         calls.prefill([1, 6])
@@ -257,16 +255,6 @@ def test_a_replay_takes_the_place_of_the_model(monkeypatch):
         calls.decode(enable_trace=False)
         assert runs == [0, 1, 0, 1]
         assert not double.events
-
-
-def note_runs(monkeypatch, model, name, runs, index):
-    run = getattr(model, name)
-
-    def noted(*arguments):
-        runs.append(index)
-        return run(*arguments)
-
-    monkeypatch.setattr(model, name, noted)
 
 
 def test_close_releases_every_trace_once(monkeypatch):

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-import ttnn
 
 import replicas.generators.ttnn.lane_batch
 import replicas.generators.ttnn.mesh
@@ -28,8 +27,8 @@ from replicas.generators.ttnn.profiles import profile
 from replicas.generators.ttnn.weights import load_lane_weights
 from replicas.meshes import mesh_spec
 from tests.replicas.generators.paged_loop import PagedLoop
-from tests.tt.golden.library import GoldenLibrary, installed, open_golden
-from tests.tt.golden.tensors import round_to
+from tests.tt.golden.library import GoldenLibrary, installed
+from tests.tt.golden.tensors import GoldenDevice
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -134,7 +133,7 @@ def golden_mesh(num_chips=1, optimizations="performance", **settings):
     )
     spec = mesh_spec(settings.name)
     with installed(GoldenLibrary()) as library:
-        yield TTMesh(device=open_golden(*spec.shape), spec=spec, settings=settings), library
+        yield TTMesh(device=GoldenDevice(spec.shape), spec=spec, settings=settings), library
 
 
 class RepeatingTracer:
@@ -167,7 +166,7 @@ def golden_boards():
 
     def open_mesh(settings, *, fabric_config=None, **arguments):
         spec = mesh_spec(settings.name)
-        return TTMesh(device=open_golden(*spec.shape), spec=spec, settings=settings, **arguments)
+        return TTMesh(device=GoldenDevice(spec.shape), spec=spec, settings=settings, **arguments)
 
     with installed(GoldenLibrary()) as library, pytest.MonkeyPatch.context() as patch:
         patch.setattr(replicas.generators.ttnn.mesh, "open_mesh", open_mesh)
@@ -208,7 +207,7 @@ class Lane:
             shard.fill_(value)
 
     def planes(self):
-        return [shard for layer in self.cache for plane in layer for shard in plane.shards]
+        return shards_of([self.cache])
 
     def prefill_inputs(self, token_ids, start, end, blocks):
         max_seq_len, block_size = self.sizes["max_seq_len"], self.sizes["block_size"]
@@ -233,7 +232,9 @@ class Lane:
 
     def decode(self, rows):
         """(B, V) logits; rows maps a row to (token, position, blocks)."""
-        num_rows, (max_seq_len, block_size) = self.sizes["max_rows"], self._lengths()
+        num_rows, max_seq_len, block_size = (
+            self.sizes[name] for name in ("max_rows", "max_seq_len", "block_size")
+        )
         width = -(-max_seq_len // block_size)
         tokens, table = np.zeros(num_rows, dtype=int), np.zeros((num_rows, width), dtype=int)
         positions = np.full(num_rows, -1)
@@ -244,9 +245,6 @@ class Lane:
             tokens, positions, table, table_width=decode_table_width(max_seq_len, block_size)
         )
         return self.logits(self.model.decode(to_device(inputs, self.device), self.cache))
-
-    def _lengths(self):
-        return self.sizes["max_seq_len"], self.sizes["block_size"]
 
     def logits(self, local):
         composer = self.ttnn.ConcatMeshToTensor(self.device, dim=3)
@@ -303,11 +301,13 @@ def golden_generator(
 
 def fill(cache, value):
     """Put `value` everywhere in a generator's cache, the null blocks included."""
-    for lane in cache:
-        for layer in lane:
-            for plane in layer:
-                for shard in plane.shards:
-                    shard.fill_(value)
+    for shard in shards_of(cache):
+        shard.fill_(value)
+
+
+def shards_of(cache):
+    """What each chip has of each plane of a cache."""
+    return [shard for lane in cache for layer in lane for plane in layer for shard in plane.shards]
 
 
 @cache
@@ -318,29 +318,6 @@ def reference_model(folder):
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())
     return model
-
-
-@contextlib.contextmanager
-def stored_weights(folder, optimizations):
-    """Let the reference have gate and up as a profile stores them while the context lasts."""
-    model, chosen = reference_model(folder), profile(optimizations)
-    layers = model.model.layers
-    kept = [linear.weight.clone() for layer in layers for linear in gate_and_up(layer)]
-    with torch.no_grad():
-        for index, layer in enumerate(layers):
-            dtype = chosen.weight("gate", is_last=index == len(layers) - 1)
-            for linear in gate_and_up(layer):
-                rounded = round_to(linear.weight.T.contiguous(), getattr(ttnn, dtype))
-                linear.weight.copy_(rounded.T)
-        yield model
-        for linear, weight in zip(
-            (each for layer in layers for each in gate_and_up(layer)), kept, strict=True
-        ):
-            linear.weight.copy_(weight)
-
-
-def gate_and_up(layer):
-    return layer.mlp.gate_proj, layer.mlp.up_proj
 
 
 @cache

@@ -14,7 +14,7 @@ import ttnn
 
 import replicas.generators.ttnn
 from tests.tt.golden.ops import OPS, POISON
-from tests.tt.golden.tensors import GoldenDevice, GoldenTensor
+from tests.tt.golden.tensors import GoldenTensor
 
 PURE = {"create_sharded_memory_config", "num_cores_to_corerangeset"}
 """Functions of ttnn that only compute settings."""
@@ -183,7 +183,3 @@ def poisoned(value):
         yield
     finally:
         POISON.value = 0.0
-
-
-def open_golden(rows=1, columns=1):
-    return GoldenDevice((rows, columns))

@@ -113,21 +113,8 @@ class GoldenDevice:
     def get_num_devices(self):
         return len(self.chips)
 
-    def get_device_ids(self):
-        return list(self.chips)
-
-    def id(self):
-        return 0
-
-    def arch(self):
-        return ttnn.Arch.WORMHOLE_B0
-
     def compute_with_storage_grid_size(self):
         return ttnn.CoreCoord(8, 8)
-
-    @property
-    def core_grid(self):
-        return ttnn.CoreGrid(y=8, x=8)
 
     def dram_grid_size(self):
         return ttnn.CoreCoord(self.num_banks, 1)
@@ -155,10 +142,6 @@ class GoldenDevice:
         ]
         return self._submeshes
 
-    def create_submesh(self, shape, offset=None):
-        require(offset is None, "the golden kit cuts off submeshes from the start only")
-        return self.create_submeshes(shape)[0]
-
     def get_submeshes(self):
         return list(self._submeshes)
 
@@ -182,12 +165,6 @@ class GoldenDevice:
 
     def num_program_cache_entries(self):
         return len(self.programs)
-
-    def enable_program_cache(self):
-        pass
-
-    def clear_program_cache(self):
-        self.programs.clear()
 
 
 class Allocation:
@@ -247,12 +224,6 @@ class GoldenTensor:
     def is_sharded(self):
         return self._memory_config.is_sharded()
 
-    def is_allocated(self):
-        return not self._allocation.is_freed
-
-    def storage_type(self):
-        return ttnn.StorageType.DEVICE if self._device else ttnn.StorageType.HOST
-
     def deallocate(self, force=False):
         self._allocation.is_freed = True
 
@@ -266,15 +237,8 @@ class GoldenTensor:
         require(self._device is None, f"{self} is not on the host")
         return PackedTensor(self, self.mesh_shape)
 
-    def volume(self):
-        return math.prod(list(self.padded_shape))
-
     def logical_volume(self):
         return math.prod(list(self.shape))
-
-    def buffer_address(self):
-        require(self._device is not None, f"{self} has no address")
-        return id(self._allocation)
 
     def like(self, shards, dtype=None, layout=None, memory_config=None):
         """A new tensor on the same chips, rounded to `dtype`."""
