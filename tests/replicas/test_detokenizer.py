@@ -23,18 +23,19 @@ def _wrap(backend):
     )
 
 
-def byte_level():
+def train(corpus, vocab_size, special_tokens):
+    """Train a byte-level BPE on the spot."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400,
+        vocab_size=vocab_size,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=SPECIAL,
+        special_tokens=special_tokens,
         show_progress=False,
     )
-    backend.train_from_iterator(CORPUS, trainer)
-    return _wrap(backend)
+    backend.train_from_iterator(corpus, trainer)
+    return backend
 
 
 def byte_fallback():
@@ -65,7 +66,7 @@ def window():
     return _wrap(backend)
 
 
-BYTES = byte_level()
+BYTES = _wrap(train(CORPUS, 400, SPECIAL))
 WINDOW = window()
 either = pytest.mark.parametrize("tokenizer", [BYTES, WINDOW], ids=["bytes", "window"])
 FALLBACK = byte_fallback()

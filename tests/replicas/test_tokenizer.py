@@ -3,13 +3,11 @@ import subprocess
 import sys
 
 import pytest
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
 from replicas.errors import ModelLoadError
 from replicas.tokenizer import ChatTemplateError, Tokenizer
-from tests.replicas.test_detokenizer import BYTES, FALLBACK
+from tests.replicas.test_detokenizer import BYTES, FALLBACK, train
 
 TEMPLATE = """{{ bos_token }}
 {%- for message in messages %}
@@ -38,16 +36,8 @@ TURNS = [
 def make_folder(folder, tokenizer_config=None, **files):
     """A model folder with a tokenizer trained on the spot, and the JSON files given."""
     folder.mkdir(exist_ok=True)
-    backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=384,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<s>", "</s>", "<|user|>"],
-        show_progress=False,
-    )
-    backend.train_from_iterator([*TEXTS, "the world of hello worlds, größer"] * 9, trainer)
+    corpus = [*TEXTS, "the world of hello worlds, größer"] * 9
+    backend = train(corpus, 384, ["<s>", "</s>", "<|user|>"])
     backend.enable_truncation(4)
     backend.save(str(folder / "tokenizer.json"))
     config = {

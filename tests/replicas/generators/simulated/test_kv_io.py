@@ -71,34 +71,32 @@ def test_without_rows_the_time_is_the_same_and_nothing_is_kept():
     assert not cache.rows.any()
 
 
-@pytest.mark.parametrize("ids", [[6], [-1], [1, 6]])
-def test_blocks_that_are_not_there_are_refused(ids):
+@pytest.mark.parametrize(
+    ("table", "first", "count", "message"),
+    [
+        ([6], 0, 1, "are not within"),
+        ([-1], 0, 1, "are not within"),
+        ([1, 6], 0, 2, "are not within"),
+        ([1, 2], -1, 1, "2 blocks of 1 rows"),
+        ([1, 2], 1, 2, "2 blocks of 1 rows"),
+        ([1, 2], 2, 1, "2 blocks of 1 rows"),
+    ],
+)
+def test_rows_that_are_not_there_are_refused(table, first, count, message):
     _, _, io = make()
-    with pytest.raises(ValueError, match=r"0\.\.5"):
-        io.read_rows(0, ids, 0, len(ids))
-    with pytest.raises(ValueError, match=r"1\.\.5"):
-        io.write_rows(0, ids, 0, np.zeros((len(ids), 512), np.uint8))
+    with pytest.raises(ValueError, match=message):
+        io.read_rows(0, table, first, count)
+    with pytest.raises(ValueError, match=message):
+        io.write_rows(0, table, first, np.zeros((count, 512), np.uint8))
 
 
-@pytest.mark.parametrize(("first", "count"), [(-1, 1), (2, 3), (4, 1)])
-def test_rows_past_the_block_table_are_refused(first, count):
-    _, _, io = make(block_size=64)
-    with pytest.raises(ValueError, match="2 blocks of 2 rows"):
-        io.read_rows(0, [1, 2], first, count)
-    with pytest.raises(ValueError, match="2 blocks of 2 rows"):
-        io.write_rows(0, [1, 2], first, np.zeros((count, 512), np.uint8))
-
-
-def test_the_null_block_is_not_written():
+@pytest.mark.parametrize(
+    ("block", "num_bytes", "message"), [(0, 512, r"within 1\.\.5"), (1, 511, "instead of")]
+)
+def test_what_cannot_be_written_is_refused(block, num_bytes, message):
     _, _, io = make()
-    with pytest.raises(ValueError, match=r"1\.\.5"):
-        io.write_rows(0, [0], 0, np.zeros((1, 512), np.uint8))
-
-
-def test_data_of_another_shape_is_refused():
-    _, _, io = make()
-    with pytest.raises(ValueError, match="instead of"):
-        io.write_rows(0, [1], 0, np.zeros((1, 511), np.uint8))
+    with pytest.raises(ValueError, match=message):
+        io.write_rows(0, [block], 0, np.zeros((1, num_bytes), np.uint8))
 
 
 def test_a_devices_memory_is_not_shared():
