@@ -309,7 +309,7 @@ def test_the_ticket_ends_a_transfer_before_its_fetch(number: int) -> None:
     assert pair.producer.reasons == ({"r": FailureReason.CANCELLED} if number else {})
 
 
-def test_messages_of_another_attempt_change_nothing(path: str) -> None:
+def test_messages_of_another_attempt_or_producer_change_nothing(path: str) -> None:
     pair = Pair(path)
     pair.start()
     pair.prefill(100)
@@ -325,7 +325,8 @@ def test_messages_of_another_attempt_change_nothing(path: str) -> None:
     endpoint = pair.producer.worker.endpoints[0]
     for message in (Fail(tid, epoch, FailureReason.EXPIRED), Cancel(tid, epoch, "cancelled")):
         consumer.on_message(endpoint, message, None, pair.network.now_s)
-        consumer.on_message("tcp://other:1", message, None, pair.network.now_s)
+        right_epoch = msgspec.structs.replace(message, epoch=pair.ticket.epoch)
+        consumer.on_message("tcp://other:1", right_epoch, None, pair.network.now_s)
     pair.deliver()
 
 
