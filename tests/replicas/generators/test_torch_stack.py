@@ -219,19 +219,3 @@ def test_logits_of_no_token_are_refused(made, index):
     torch_generator, kv_cache = made("llama-gqa")
     with pytest.raises(IndexError, match="logits of tokens"):
         torch_generator._forward(batch_of([(0, 20)], lambda _: [index], 1), kv_cache)
-
-
-def test_weights_are_shared_out_where_they_are_many_and_tokens_few(made, monkeypatch):
-    torch_generator, _ = made("llama-gqa")
-    layers = torch_generator._model._stack
-    few, many = (batch_of([(0, n)], range, 0) for n in (4, 90))
-    wanted = np.arange(1)
-
-    def kinds():
-        return [type(layers.plan(batch, wanted)) for batch in (few, many)]
-
-    has_threads = torch.get_num_threads() > 1
-    assert kinds() == [stack.Units, stack.Units]
-    monkeypatch.setattr(stack, "LONG_WEIGHTS", 0)
-    monkeypatch.setattr(stack, "MOST_ROWS", 90 // torch.get_num_threads())
-    assert kinds() == [stack.Shares if has_threads else stack.Units, stack.Units]
