@@ -35,6 +35,24 @@ CLIENT = b"ingress"
 DEADLINE_S = 20.0
 
 
+def seal_ticket(core: EngineCore, request_id: str, num_tokens: int, epoch: int = 0) -> bytes:
+    """Permit the core named `decode` to fetch so many tokens' KV from this one, `prefill`."""
+    assert core.kv_endpoints is not None
+    [layout] = core.kv_layouts
+    ticket = Ticket(
+        transfer_id=hashlib.md5(f"{request_id} {epoch}".encode()).digest(),
+        request_id=request_id,
+        epoch=epoch,
+        producer_endpoints=core.kv_endpoints,
+        producer_incarnation="prefill",
+        consumer="decode",
+        num_tokens=num_tokens,
+        layout_hash=layout.content_hash(),
+        expires_ms=FOREVER_MS,
+    )
+    return KEYS.seal(ticket)
+
+
 class Node:
     """One core and what wakes it.
 
@@ -117,21 +135,8 @@ class Pair:
 
     def ticket(self, request_id: str, epoch: int = 0) -> bytes:
         """Sealed permit for the decode core to fetch this request's prompt."""
-        core = self.prefill.core
-        assert core.kv_endpoints is not None
-        [layout] = core.kv_layouts
-        ticket = Ticket(
-            transfer_id=hashlib.md5(f"{request_id} {epoch}".encode()).digest(),
-            request_id=request_id,
-            epoch=epoch,
-            producer_endpoints=core.kv_endpoints,
-            producer_incarnation=self.prefill.name,
-            consumer=self.decode.name,
-            num_tokens=len(self._requests[request_id].prompt_token_ids),
-            layout_hash=layout.content_hash(),
-            expires_ms=FOREVER_MS,
-        )
-        return KEYS.seal(ticket)
+        num_tokens = len(self._requests[request_id].prompt_token_ids)
+        return seal_ticket(self.prefill.core, request_id, num_tokens, epoch)
 
     def reserve(self, request_id: str, prompt: Sequence[int], sampling: SamplingParams) -> None:
         """Take a slot and blocks on the decode core."""

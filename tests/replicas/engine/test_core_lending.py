@@ -5,20 +5,17 @@ Real cores on a real model, and real sockets between them.
 
 from __future__ import annotations
 
-import hashlib
-
 import msgspec
 import pytest
 
 import kv_transfer.consumer
 from kv_transfer.config import TransferConfig
-from kv_transfer.ticket import Ticket
 from replicas.messages import Abort, Activate, AddRequest, EngineRequest, KVLoaded, LendKV, LoadKV
 from replicas.sampling_params import SamplingParams
 from tests.engines import engine_core, generate, make_config
 from tests.models import model_folder
-from tests.replicas.engine.fakes import FOREVER_MS, KEYS
-from tests.replicas.engine.pair import Pair
+from tests.replicas.engine.fakes import KEYS
+from tests.replicas.engine.pair import Pair, seal_ticket
 
 PROMPTS = [[(11 * i + 5 * j + i * j) % 157 for j in range(70 + 35 * i)] for i in range(4)]
 NUM_TOKENS = 60
@@ -76,13 +73,8 @@ class HandOver(Pair):
         core = self.lender.core
         [layout] = core.kv_layouts
         num_known = self.heir.core._scheduler.get(request_id).num_tokens
-        ticket = Ticket(
-            transfer_id=hashlib.md5(request_id.encode()).digest(), request_id=request_id, epoch=1,
-            producer_endpoints=core.kv_endpoints, producer_incarnation=self.lender.name,
-            consumer=self.heir.name, layout_hash=layout.content_hash(), expires_ms=FOREVER_MS,
-            num_tokens=(num_known - 1) // layout.block_size * layout.block_size,
-        )  # fmt: skip
-        return KEYS.seal(ticket)
+        num_full = (num_known - 1) // layout.block_size * layout.block_size
+        return seal_ticket(core, request_id, num_full, epoch=1)
 
     def until_loaded(self, request_id):
         self.run_until(lambda: request_id in self.loaded, "it is known how the transfer ended")

@@ -9,7 +9,7 @@ from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
 from replicas.sampling_params import SamplingParams
 from tests.kv_transfer.virtual_wire import Net
-from tests.replicas.engine import virtual
+from tests.replicas.engine import pair as pair_module
 from tests.replicas.engine.fakes import KEYS
 from tests.replicas.engine.virtual import LOOP, CountingClock, LoopConnector, LoopPair, Side
 from tests.replicas.generators.simulated.engines import right_tokens, simulated_config
@@ -39,7 +39,7 @@ def test_tickets_minted_after_the_clock_was_set_are_good(
     pair = LoopPair(sides[0], sides[1], net)
     for jump_s in (0.0, *jumps_s):
         skew_s += jump_s
-        monkeypatch.setattr(virtual, "FOREVER_MS", int(1000 * (wall() + TICKET_S)))
+        monkeypatch.setattr(pair_module, "FOREVER_MS", int(1000 * (wall() + TICKET_S)))
         prompt = [len(pair.loaded), *PROMPT]
         sampling = SamplingParams(max_tokens=NUM_NEW, temperature=0.0, seed=0, ignore_eos=True)
         assert pair.generate([prompt], sampling)[-1:] == right_tokens([prompt], NUM_NEW)

@@ -8,7 +8,6 @@ import msgspec
 
 from kv_transfer.p2p import P2PConnector
 from kv_transfer.p2p_worker import P2PConnectorWorker
-from kv_transfer.ticket import Ticket
 from replicas.engine import worker as worker_module
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
@@ -29,7 +28,8 @@ from replicas.messages import (
 from replicas.virtual_engine import simulated_facts
 from tests.engines import take_events
 from tests.kv_transfer.virtual_wire import Net, Wire
-from tests.replicas.engine.fakes import FOREVER_MS, KEYS
+from tests.replicas.engine.fakes import KEYS
+from tests.replicas.engine.pair import seal_ticket
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -166,7 +166,7 @@ class LoopPair:
             request = EngineRequest(f"r{len(self.outputs)}", list(prompt), sampling)
             self.outputs[request.request_id] = []
             self._num_open += 1
-            ticket = self._ticket(request)
+            ticket = seal_ticket(self.prefill.core, request.request_id, len(prompt))
             self.decode.core.handle(CLIENT, AddRequest(request, "decode"), 0.0)
             self.prefill.core.handle(CLIENT, AddRequest(request, "prefill", ticket=ticket), 0.0)
             self.decode.core.handle(CLIENT, LoadKV(request.request_id, ticket, 0), 0.0)
@@ -182,23 +182,6 @@ class LoopPair:
             ):
                 return list(self.outputs.values())
         raise AssertionError(f"{self._num_open} requests did not end")
-
-    def _ticket(self, request: EngineRequest) -> bytes:
-        prefill = self.prefill.core
-        assert prefill.kv_endpoints is not None
-        [layout] = prefill.kv_layouts
-        ticket = Ticket(
-            transfer_id=len(self.outputs).to_bytes(16, "little"),
-            request_id=request.request_id,
-            epoch=0,
-            producer_endpoints=prefill.kv_endpoints,
-            producer_incarnation="prefill",
-            consumer="decode",
-            num_tokens=len(request.prompt_token_ids),
-            layout_hash=layout.content_hash(),
-            expires_ms=FOREVER_MS,
-        )
-        return KEYS.seal(ticket)
 
     def _take(self, side: Side, event: object) -> None:
         if isinstance(event, KVLoaded):
