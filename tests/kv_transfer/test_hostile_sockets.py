@@ -1,12 +1,14 @@
 """Floods of bytes, connections and sizes at every socket, during a real transfer."""
 
 import itertools
+import os
 import random
 import resource
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import msgspec
@@ -15,6 +17,8 @@ import zmq
 
 from kv_transfer.errors import FailureReason
 from kv_transfer.messages import encode
+from kv_transfer.stores import shm_messages
+from kv_transfer.stores.shm_messages import socket_name
 from kv_transfer.ticket import Ticket
 from kv_transfer.transports.tcp import address_of
 from tests.kv_transfer.fakes import KEYS, FakeEngine, make_ticket, run_until
@@ -28,7 +32,11 @@ from tests.kv_transfer.sockets import (
     wait_until,
     zmq_socket,
 )
+from tests.kv_transfer.stores.shm_servers import connect, server_process, value
 from tests.kv_transfer.test_messages import TO_CONSUMER, TO_PRODUCER
+
+PLAIN_GREETING = b"\xff\0\0\0\0\0\0\0\1\x7f\3\1NULL".ljust(64, b"\0")
+"""First bytes of a ZMQ peer without any key."""
 
 many = pytest.mark.parametrize(
     "count", [5_000, pytest.param(100_000, marks=pytest.mark.slow)], ids=["some", "many"]
@@ -155,6 +163,89 @@ def test_hostile_frames_of_a_producer_change_nothing_at_its_consumer(count: int)
 
 def region_name(engine: FakeEngine) -> str:
     return "\0ttserve-kv-" + engine.worker.endpoints[2].removeprefix("shm://")
+
+
+@many
+def test_bytes_of_a_peer_without_a_secret_are_not_read(count: int) -> None:
+    dice = random.Random(11)
+    with engines() as both:
+        assert_transfers(both, "before")
+        host, _, port = address_of(both[0].worker.endpoints[0])[len("tcp://") :].rpartition(":")
+        real = real_frames(make_ticket("before", both[0].worker.endpoints, NUM_TOKENS))
+        before = resident_bytes()
+
+        def flood() -> None:
+            left = list(strings(13, real, count))
+            while left:
+                with socket.create_connection((host, int(port))) as connection, suppress(OSError):
+                    if dice.random() < 0.5:
+                        connection.sendall(PLAIN_GREETING)
+                    for _ in range(min(len(left), dice.randrange(1, 500))):
+                        (frame, *_) = left.pop()
+                        connection.sendall(bytes([0, len(frame) % 256]) + frame)
+
+        transfer_during(flood, both)
+        assert_transfers(both, "after")
+        assert num_noticed(both[0]) == 0
+        assert resident_bytes() - before < MOST_GROWTH
+
+
+def flood_pool(name: str, count: int) -> None:
+    """Send so many bad frames to a pool's socket, over one connection after the other."""
+    dice = random.Random(17)
+    questions = [
+        shm_messages.encode(x)
+        for x in (
+            shm_messages.Greeting(shm_messages.PROTOCOL_VERSION),
+            shm_messages.NumPresent((b"a", b"b")),
+            shm_messages.Get((b"a",)),
+            shm_messages.Begin(b"a", 4096),
+            shm_messages.Commit(1),
+            shm_messages.Release(1),
+            shm_messages.Discard(b"a"),
+        )
+    ]
+    frames = itertools.chain.from_iterable(strings(19, questions, sys.maxsize))
+    num_sent = 0
+    while num_sent < count:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+            stranger.settimeout(20.0)
+            # Not let in while too many wait; greeted or not, until it hangs up.
+            with suppress(OSError):
+                stranger.connect(name)
+                if dice.random() < 0.9:
+                    stranger.send(questions[0])
+                for frame in itertools.islice(frames, 20):
+                    stranger.send(frame or b"?")
+                    num_sent += 1
+                stranger.send(bytes(100_000))
+
+
+@many
+def test_hostile_frames_at_a_pools_socket_change_nothing(count: int) -> None:
+    """Run the server in a process of its own; every client is of the same user."""
+    with server_process() as (address, process):
+        store = connect(address)
+        before = resident_bytes(process.pid)
+
+        with ThreadPoolExecutor(1) as threads:
+            flooding = threads.submit(flood_pool, socket_name(address, os.getuid()), count)
+            for n in itertools.count():
+                if n >= 8 and flooding.done():
+                    break
+                key, want = f"honest {n}".encode(), value(n, 4096)
+                assert store.put(key, want) in {"stored", "dropped"}
+                for lease in store.get([key]):
+                    assert (lease.value == want).all()
+                    lease.release()
+        flooding.result()
+        assert store.put(b"after", value(99)) == "stored"
+        (lease,) = store.get([b"after"])
+        assert (lease.value == value(99)).all()
+        lease.release()
+        store.close()
+        assert process.poll() is None
+        assert resident_bytes(process.pid) - before < MOST_GROWTH
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["tcp", "abstract"])
