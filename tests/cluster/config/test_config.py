@@ -388,13 +388,6 @@ def test_mistake_about_the_store_of_a_combined_pool_is_refused(good, change, rea
         resolve(args)
 
 
-def test_a_pools_engine_settings_override_the_common_ones(good):
-    args = changed(args_of(good), "engine.max_batch_size", 16)
-    config = resolve(args)
-    assert config.engines["prefill"].max_batch_size == 4
-    assert config.engines["decode"].max_batch_size == 16
-
-
 def test_override_changes_model_host_and_port_and_nothing_else(good, tmp_path):
     good["applications"][0]["args"]["model_name"] = "named"
     file = read_serve_file(write(tmp_path, good))

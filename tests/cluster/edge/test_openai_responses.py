@@ -94,13 +94,6 @@ def test_chunks_carry_every_token_once_and_skip_events_without_text(shape):
     assert ["prompt_token_ids" in holder for holder in holders] == [True, False, False]
 
 
-def test_only_the_last_choice_of_a_stream_has_reasons():
-    choices = [chunk["choices"][0] for chunk in chunks(COMPLETION)]
-    assert [choice["text"] for choice in choices] == ["", "he", "llo"]
-    assert [choice["finish_reason"] for choice in choices] == [None, None, "stop"]
-    assert choices[-1]["stop_reason"] == "END"
-
-
 def test_the_first_chunk_of_a_chat_names_the_role():
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks(CHAT)]
     assert deltas == [{"role": "assistant", "content": ""}, {"content": "he"}, {"content": "llo"}]

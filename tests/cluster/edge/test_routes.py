@@ -18,7 +18,6 @@ from replicas.errors import InvalidRequestError
 from replicas.output_processor import OutputDelta
 from replicas.sampling_params import SamplingDefaults
 from tests.cluster.edge.fake_backend import FakeBackend
-from tests.cluster.edge.test_openai_fields import turn_on
 
 GENERATE = ["/v1/completions", "/v1/chat/completions"]
 PROMPTS = {
@@ -343,14 +342,6 @@ async def poll(predicate):
         await asyncio.sleep(0.001)
 
 
-def test_a_completion_answers_with_text_and_usage():
-    response = generate(FakeBackend(), "/v1/completions", model="demo")
-    assert response.status == 200
-    assert response.headers["content-type"] == "application/json"
-    assert response.body["choices"][0]["text"] == "hi"
-    assert response.body["usage"]["total_tokens"] == 4
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_runs_keeps_nothing_of_its_body(stream):
     kept = []
@@ -367,11 +358,6 @@ def test_a_request_that_runs_keeps_nothing_of_its_body(stream):
     answer = call(service, "POST", "/v1/completions", {"prompt": "hi", "stream": stream})
     assert answer.status == 200
     assert kept == []
-
-
-def test_a_conversation_goes_through_the_chat_template():
-    response = generate(FakeBackend(), "/v1/chat/completions")
-    assert response.body["choices"][0]["message"]["content"] == "[user]hi[assistant]"
 
 
 @pytest.mark.parametrize("path", GENERATE)
@@ -431,13 +417,6 @@ def test_a_long_prompt_is_refused_with_both_numbers():
     assert response.status == 400
     assert "64 tokens and max_model_len is 64" in response.body["error"]["message"]
     assert service.requests == []
-
-
-def test_a_template_that_refuses_is_a_bad_request():
-    body = {**PROMPTS["/v1/chat/completions"], "chat_template_kwargs": {"tools": 1}}
-    response = call(FakeBackend(), "POST", "/v1/chat/completions", body)
-    assert response.status == 400
-    assert response.body["error"]["param"] == "chat_template_kwargs"
 
 
 @pytest.mark.parametrize("path", [*GENERATE, "/tokenize", "/detokenize"])
@@ -500,40 +479,9 @@ def test_an_error_mid_stream_is_the_last_event(error):
     assert set(last["error"]) == {"message", "type", "param", "code"}
     assert "secret" not in last["error"]["message"]
     assert service.num_open == 0
-
-
-def test_an_error_after_the_first_of_three_choices_is_the_last_event(monkeypatch):
-    turn_on(monkeypatch, "n")
-
-    async def script(request, emit):
-        for choice in range(3):
-            await emit(OutputDelta(choice, "he", [1]))
-        await emit(OutputDelta(1, "llo", [2], "stop"))
-        raise ReplicaLostError("the replica died")
-
-    service = FakeBackend(script)
-    response = generate(service, "/v1/completions", stream=True, n=3)
-    *chunks, last = response.events
-    ends = [(c["choices"][0]["index"], c["choices"][0]["finish_reason"]) for c in chunks]
-    assert ends == [(0, None), (1, None), (2, None), (1, "stop")]
-    assert last["error"]["code"] == "replica_lost"
-    assert service.num_open == 0
-    whole = generate(FakeBackend(script), "/v1/completions", n=3)
-    assert (whole.status, whole.body["error"]) == (503, last["error"])
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_an_answer_without_the_end_of_one_of_its_choices_is_an_error(monkeypatch, stream):
-    turn_on(monkeypatch, "n")
-
-    async def script(request, emit):
-        for choice in range(3):
-            await emit(OutputDelta(choice, "he", [1], None if choice == 1 else "stop"))
-        return Usage(2, 3)
-
-    response = generate(FakeBackend(script), "/v1/completions", stream=stream, n=3)
-    error = response.events[-1] if stream else response.body
-    assert error["error"]["code"] == "internal_error"
+    whole = generate(service, "/v1/completions")
+    assert whole.status >= 500
+    assert whole.body["error"]["code"] == last["error"]["code"]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -568,28 +516,6 @@ async def test_a_client_that_leaves_ends_the_request_at_once(stream, num_events)
     await asyncio.wait_for(running, 5)
     assert service.num_open == 0
     assert client.status == (200 if stream and num_events else 499)
-
-
-async def test_a_client_that_leaves_a_stream_of_three_choices_ends_the_request(monkeypatch):
-    turn_on(monkeypatch, "n")
-    reached = asyncio.Event()
-
-    async def script(request, emit):
-        await emit(OutputDelta(0, "x", [1], "stop"))
-        await emit(OutputDelta(2, "y", [1]))
-        reached.set()
-        await asyncio.Event().wait()
-
-    service = FakeBackend(script)
-    client = Client(make_app(service))
-    body = {"prompt": "hi", "stream": True, "n": 3}
-    running = asyncio.create_task(client.request("POST", "/v1/completions", body))
-    await asyncio.wait_for(reached.wait(), 5)
-    client.gone.set()
-    await asyncio.wait_for(running, 5)
-    assert service.num_open == 0
-    assert len(asyncio.all_tasks()) == 1
-    assert [event["choices"][0]["index"] for event in client.events] == [0, 2]
 
 
 async def test_a_cancelled_request_ends_the_request():
