@@ -1,4 +1,4 @@
-"""The causal mask: one definition for every attention back end and for the golden test."""
+"""The causal mask: one definition for every attention back end."""
 
 from __future__ import annotations
 

@@ -292,7 +292,6 @@ class TTKVIO:
     """Byte access to a paged cache on a mesh; implements ``kv_transfer.connector.KVDeviceIO``.
 
     Owns the staging tensors of its lanes. Writes the given cache, on the engine's core thread only.
-    core thread only.
 
     Attributes:
         host_blocks: None: the blocks are in the chips' memory.
