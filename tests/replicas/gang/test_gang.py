@@ -267,6 +267,7 @@ def test_the_hanging_rank_is_reported_lost_and_no_waiting_one():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("deed", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.silence
 def test_of_four_ranks_none_outlives_the_first(deed):
     ends, failures = lose(4, 0, deed, is_idle=False)
     assert len(ends) == 4
