@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     _Kind = type[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]
     _Samples = Iterable[tuple[Any, ...]]
 
-_ENGINE_LABELS = ("model_name", "pool", "replica")
+ENGINE_LABELS = ("model_name", "pool", "replica")
 
 
 def render_engine_metrics(
@@ -51,8 +51,8 @@ class _EngineCollector(Collector):
         self._model_name = model_name
 
     def collect(self) -> Iterable[Metric]:
-        for family in _FAMILIES:
-            metric = family.kind(family.name, family.text, labels=_ENGINE_LABELS + family.labels)
+        for family in FAMILIES:
+            metric = family.kind(family.name, family.text, labels=ENGINE_LABELS + family.labels)
             for engine in self._engines:
                 own = (self._model_name, engine.member.pool, engine.member.replica_id)
                 for labels, *values in family.samples(engine):
@@ -67,7 +67,7 @@ class _EngineSample(NamedTuple):
     metrics: EngineMetrics
 
 
-class _Family(NamedTuple):
+class Family(NamedTuple):
     """A family of engine metrics.
 
     Attributes:
@@ -76,7 +76,7 @@ class _Family(NamedTuple):
         text: Help text.
         samples: Returns the samples of one engine: values of `labels`, then the other arguments of
             `kind.add_metric`.
-        labels: Names of the labels beside `_ENGINE_LABELS`.
+        labels: Names of the labels beside `ENGINE_LABELS`.
     """
 
     kind: _Kind
@@ -86,19 +86,19 @@ class _Family(NamedTuple):
     labels: tuple[str, ...] = ()
 
 
-def _of_groups(kind: _Kind, *rows: tuple[str, str, str]) -> Iterable[_Family]:
+def _of_groups(kind: _Kind, *rows: tuple[str, str, str]) -> Iterable[Family]:
     """Yield a family for each row of (name, text, field of `GroupCounters`)."""
     for name, text, field in rows:
-        yield _Family(kind, name, text, partial(_each_group, attrgetter(field)), ("dp_group",))
+        yield Family(kind, name, text, partial(_each_group, attrgetter(field)), ("dp_group",))
 
 
-def _of_engines(kind: _Kind, owner: str, *rows: tuple[str, str, str]) -> Iterable[_Family]:
+def _of_engines(kind: _Kind, owner: str, *rows: tuple[str, str, str]) -> Iterable[Family]:
     """Yield a family for each row of (name, text, field).
 
     `owner` is the path from an `_EngineSample` to the object that has the field.
     """
     for name, text, field in rows:
-        yield _Family(kind, name, text, partial(_alone, attrgetter(f"{owner}.{field}")))
+        yield Family(kind, name, text, partial(_alone, attrgetter(f"{owner}.{field}")))
 
 
 def _each_group(value: Callable[[GroupCounters], float], engine: _EngineSample) -> _Samples:
@@ -187,12 +187,14 @@ def _inflight(engine: _EngineSample) -> _Samples:
     yield ("consumer",), engine.metrics.transfer.num_inflight_loads
 
 
-_FAMILIES = (
+FAMILIES = (
     *_of_groups(
-        GaugeMetricFamily, ("vllm:num_requests_running", "Running sequences", "num_running")
+        GaugeMetricFamily,
+        ("vllm:num_requests_running", "Sequences that are being computed", "num_running"),
     ),
-    _Family(
-        GaugeMetricFamily, "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1",
+    Family(
+        GaugeMetricFamily, "vllm:kv_cache_usage_perc",
+        "Share of KV blocks in use, 0 to 1, of the fullest KV group",
         partial(_each_group, _kv_usage), ("dp_group",),
     ),
     *_of_groups(
@@ -213,15 +215,16 @@ _FAMILIES = (
         ("ttserve_reserved_slots", "Decode slots reserved for requests whose KV has not arrived",
          "num_reserved"),
     ),
-    _Family(
-        GaugeMetricFamily, "ttserve_kv_blocks", "Usable KV blocks",
+    Family(
+        GaugeMetricFamily, "ttserve_kv_blocks", "KV blocks that requests can use",
         partial(_each_kv_group, "num_blocks"), ("dp_group", "kv_group"),
     ),
-    _Family(
-        GaugeMetricFamily, "ttserve_kv_free_blocks", "KV blocks that are free or evictable",
+    Family(
+        GaugeMetricFamily, "ttserve_kv_free_blocks",
+        "KV blocks that are free, or hold only cached KV that can be evicted",
         partial(_each_kv_group, "num_free_blocks"), ("dp_group", "kv_group"),
     ),
-    _Family(
+    Family(
         CounterMetricFamily, "vllm:request_success", "Sequences that ended, by reason",
         _finished, ("dp_group", "finished_reason"),
     ),
@@ -231,37 +234,39 @@ _FAMILIES = (
     ),
     *_of_engines(
         CounterMetricFamily, "metrics",
-        ("ttserve_steps", "Engine steps", "num_steps"),
-        ("ttserve_scheduled_tokens", "Tokens computed", "scheduled_tokens"),
+        ("ttserve_steps", "Engine steps that computed tokens", "num_steps"),
+        ("ttserve_scheduled_tokens", "Prompt and output tokens that engine steps computed",
+         "scheduled_tokens"),
         ("ttserve_step_device_seconds", "Time of engine steps inside the model", "device_seconds"),
         ("ttserve_stalls", "Engine steps that exceeded the stall limit and then ended",
          "num_stalls"),
     ),
-    _Family(
+    Family(
         CounterMetricFamily, "ttserve_step_host_seconds",
         "Host time of engine steps outside the model, by activity", _host_parts, ("part",),
     ),
-    _Family(
+    Family(
         CounterMetricFamily, "ttserve_kv_transfers", "KV transfers that ended, by outcome",
         _transfers, ("role", "path", "outcome"),
     ),
-    _Family(
+    Family(
         CounterMetricFamily, "ttserve_kv_transfer_failures", "KV transfers that failed, by reason",
         _failures, ("role", "reason"),
     ),
-    _Family(
+    Family(
         CounterMetricFamily, "ttserve_kv_transfer_bytes", "KV bytes delivered",
         _transferred_bytes, ("role", "path"),
     ),
-    _Family(
-        CounterMetricFamily, "ttserve_kv_leases", "Leases on KV blocks, by event",
+    Family(
+        CounterMetricFamily, "ttserve_kv_leases",
+        "Events of leases, the promises to keep KV blocks for another engine",
         _leases, ("event",),
     ),
-    _Family(
+    Family(
         HistogramMetricFamily, "ttserve_kv_transfer_stage_seconds",
         "Duration of each stage of a KV transfer", _stages, ("stage",),
     ),
-    _Family(
+    Family(
         GaugeMetricFamily, "ttserve_kv_inflight_transfers", "KV transfers that have not ended",
         _inflight, ("role",),
     ),
@@ -271,16 +276,18 @@ _FAMILIES = (
         ("ttserve_kv_checksum_failures", "KV chunks that arrived damaged",
          "num_checksum_failures"),
         ("ttserve_kv_dropped_chunks",
-         "KV chunks dropped because they were late, duplicate or for another attempt",
+         "KV chunks dropped because they were late, duplicate or of another attempt",
          "num_dropped_chunks"),
         ("ttserve_kv_unknown_ids", "Messages about KV transfers that this engine does not know",
          "num_unknown_ids"),
-        ("ttserve_kv_malformed_messages", "Frames that could not be decoded", "num_malformed"),
+        ("ttserve_kv_malformed_messages", "Messages about KV transfers that could not be decoded",
+         "num_malformed"),
         ("ttserve_kv_bad_tickets",
-         "Fetches refused because their ticket was forged, expired or for another engine",
+         "Fetches of KV refused because their ticket was forged, expired or for another engine",
          "num_bad_tickets"),
         ("ttserve_kv_credit_stalled_seconds",
-         "Time in which computed KV waited for credit, summed over transfers", "credit_stalled_s"),
+         "Time in which computed KV waited until its receiver allowed more data (credit)",
+         "credit_stalled_s"),
     ),
     *_of_engines(
         GaugeMetricFamily, "metrics.transfer",
@@ -309,7 +316,7 @@ _FAMILIES = (
         ("ttserve_kv_recompute_tokens",
          "Prompt tokens computed because their KV did not arrive", "kv_recompute_tokens"),
     ),
-    _Family(
+    Family(
         GaugeMetricFamily, "ttserve_kv_block_bytes", "Bytes of one KV block",
         _block_bytes, ("kv_group",),
     ),

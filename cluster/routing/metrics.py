@@ -75,19 +75,23 @@ class RouterMetrics:
         self._model_name = model_name
         self.queue_time = self._histogram(
             "vllm:request_queue_time_seconds",
-            "Time that a request waited for a decode slot",
+            "Time that a request waited for its first decode slot",
             _REQUEST_BUCKETS,
         )
         self.time_to_first_token = self._histogram(
             "vllm:time_to_first_token_seconds",
-            "Time from arrival to the first token",
+            "Time from a request's arrival to its first token",
             _TTFT_BUCKETS,
         )
         self.inter_token_latency = self._histogram(
-            "vllm:inter_token_latency_seconds", "Time between outputs of a request", _ITL_BUCKETS
+            "vllm:inter_token_latency_seconds",
+            "Time between two outputs of a request",
+            _ITL_BUCKETS,
         )
         self.e2e_latency = self._histogram(
-            "vllm:e2e_request_latency_seconds", "Time from arrival to the end", _REQUEST_BUCKETS
+            "vllm:e2e_request_latency_seconds",
+            "Time from a request's arrival to its end",
+            _REQUEST_BUCKETS,
         )
         self.migration_gap = Histogram(
             "ttserve_router_migration_gap_seconds",
@@ -107,17 +111,17 @@ class RouterMetrics:
         )
         self.num_shut = self._gauge(
             "ttserve_router_shut_replicas",
-            "Replicas that get no new requests, or one at a time, because they failed others",
+            "Replicas that get no new requests, or one at a time, because requests failed there",
         )
         self.lapses: Counter = Counter(
             "ttserve_router_lapsed_reservations",
-            "Reservations that an engine released because they were not activated in time",
+            "Reserved slots that an engine released because their request did not start in time",
             ["model_name"],
             registry=self.registry,
         ).labels(model_name)
         self.prediction = Histogram(
             "ttserve_router_prediction_ratio",
-            "Actual value divided by the value predicted when the request was placed",
+            "Actual value divided by the value predicted when the request was sent to its engine",
             ["of"],
             buckets=_RATIO_BUCKETS,
             registry=self.registry,
@@ -131,10 +135,12 @@ class RouterMetrics:
             "finished_reason",
         )
         self.refusals = self._counter(
-            "ttserve_router_refusals", "Placements that an engine refused, by reason", "reason"
+            "ttserve_router_refusals", "Requests that an engine refused, by reason", "reason"
         )
         self.turned_away = self._counter(
-            "ttserve_router_turned_away", "Requests that admission refused, by error code", "code"
+            "ttserve_router_turned_away",
+            "Requests that admission refused or kept waiting too long, by error code",
+            "code",
         )
         self.retries = self._counter(
             "ttserve_router_retries",
