@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from replicas.engine.step import NewSequence, ScheduledBatch
+    from replicas.engine.step import NewRow, ScheduledBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +102,9 @@ class PersistentBatch:
         self._is_decoding = np.zeros(max_batch_size, dtype=np.bool_)
 
     def apply(self, batch: ScheduledBatch) -> None:
-        """Take over new sequences and new blocks; call before the inputs are built."""
-        for seq in batch.new:
-            self._put(seq)
+        """Take over new rows and new blocks; call before the inputs are built."""
+        for row in batch.new:
+            self._put(row)
         for slot, block_ids in batch.appended_blocks:
             self._append_blocks(slot, block_ids)
 
@@ -229,23 +229,24 @@ class PersistentBatch:
             self._decode_table[:, coming] = self.block_table[:, coming]
             self._is_decoding = is_decoding
 
-    def _put(self, seq: NewSequence) -> None:
-        slot, count = seq.slot, len(seq.token_ids)
-        self.token_ids[slot, :count] = seq.token_ids
+    def _put(self, row: NewRow) -> None:
+        slot, count = row.slot, len(row.token_ids)
+        self.token_ids[slot, :count] = row.token_ids
         self.num_tokens[slot] = count
-        self.num_prompt_tokens[slot] = seq.num_prompt_tokens
-        self.num_computed_tokens[slot] = seq.num_computed_tokens
+        self.num_prompt_tokens[slot] = row.num_prompt_tokens
+        self.num_computed_tokens[slot] = row.num_computed_tokens
         self.block_table[:, slot] = 0
         self.num_blocks[:, slot] = 0
         if self._is_decoding[slot]:
             self._decode_table[:, slot] = 0
             self._is_decoding[slot] = False
-        self._append_blocks(slot, seq.block_ids)
-        self.dp_groups[slot] = seq.dp_group
-        self.temperature[slot] = seq.temperature
-        self.top_k[slot] = min(seq.top_k, np.iinfo(np.int32).max)
-        self.top_p[slot] = seq.top_p
-        self.seed[slot] = seq.seed
+        self._append_blocks(slot, row.block_ids)
+        self.dp_groups[slot] = row.dp_group
+        sampling = row.sampling
+        self.temperature[slot] = sampling.temperature
+        self.top_k[slot] = min(sampling.top_k, np.iinfo(np.int32).max)
+        self.top_p[slot] = sampling.top_p
+        self.seed[slot] = sampling.seed or 0
 
     def _append_blocks(self, slot: int, appended: list[list[int]]) -> None:
         is_decoding = self._is_decoding[slot]

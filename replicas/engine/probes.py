@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from replicas.engine.block_pool import NULL_BLOCK
-from replicas.engine.step import NewSequence, ScheduledBatch, StepKind
+from replicas.engine.step import NewRow, ScheduledBatch, StepKind
 from replicas.messages import UtilityResult
+from replicas.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from replicas.engine.events import ClientEvents
@@ -51,8 +52,13 @@ class Probes:
 
 def probe_batch(kind: StepKind, num_kv_groups: int) -> ScheduledBatch:
     """Return a step of one token, for an engine whose rows are all free."""
-    nobody = NewSequence(
-        slot=0, dp_group=0, token_ids=[0], num_prompt_tokens=1, num_computed_tokens=0,
-        block_ids=[[NULL_BLOCK]] * num_kv_groups, temperature=0.0, top_k=0, top_p=1.0, seed=0,
-    )  # fmt: skip
-    return ScheduledBatch(kind, [0], [1], [nobody], [])
+    row = NewRow(
+        slot=0,
+        dp_group=0,
+        token_ids=[0],
+        num_prompt_tokens=1,
+        num_computed_tokens=0,
+        block_ids=[[NULL_BLOCK]] * num_kv_groups,
+        sampling=SamplingParams(temperature=0.0),
+    )
+    return ScheduledBatch(kind, [0], [1], [row], [])

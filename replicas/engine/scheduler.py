@@ -20,7 +20,7 @@ from replicas.engine.endings import Ending, EndRules
 from replicas.engine.roster import Roster
 from replicas.engine.running import Decodes
 from replicas.engine.sequence import Sequence, SequenceStatus
-from replicas.engine.step import NO_DISTRIBUTION, NewSequence, ScheduledBatch, StepResult
+from replicas.engine.step import NO_DISTRIBUTION, NewRow, ScheduledBatch, StepResult
 from replicas.engine.step_work import step_work
 from replicas.messages import TokenOutput
 
@@ -123,7 +123,7 @@ class _StepPlan:
         new = []
         for seq in self.sequences:
             if not seq.is_known_to_runner:
-                new.append(_new_sequence(seq))
+                new.append(_new_row(seq))
                 seq.is_known_to_runner = True
         slots, counts = decodes.slots, decodes.num_scheduled_tokens
         if self.sequences:
@@ -525,17 +525,13 @@ class Scheduler(Roster):
             stats.generation_tokens += num_steps * num_rows
 
 
-def _new_sequence(seq: Sequence) -> NewSequence:
-    sampling = seq.request.sampling
-    return NewSequence(
+def _new_row(seq: Sequence) -> NewRow:
+    return NewRow(
         slot=seq.slot,
         dp_group=seq.dp_group,
         token_ids=list(seq.token_ids),
         num_prompt_tokens=seq.num_prompt_tokens,
         num_computed_tokens=seq.num_computed_tokens,
         block_ids=[list(block_ids) for block_ids in seq.block_ids],
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        seed=sampling.seed or 0,
+        sampling=seq.request.sampling,
     )

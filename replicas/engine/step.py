@@ -1,7 +1,7 @@
 """Messages between the engine core and its worker: facts at start, then data of each step.
 
-Plain records that could cross a process boundary: a sequence is sent completely once, afterwards
-only its changes.
+Plain records that could cross a process boundary: a row is sent completely once, afterwards only
+its changes.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -10,13 +10,14 @@ from typing import Literal
 import msgspec
 
 from replicas.kv_groups import KVGroup
+from replicas.sampling_params import SamplingParams
 
 StepKind = Literal["mixed", "prefill", "decode"]
 """mixed: chunks and decodes in one flat pass. prefill, decode: a TT generator's two calls."""
 
 
-class NewSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A sequence that the worker does not know, or must replace.
+class NewRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A row that the worker does not know, or must replace; sent whole, once.
 
     Attributes:
         slot: Its row of the persistent batch.
@@ -25,10 +26,7 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
         num_prompt_tokens: How many of them are the prompt.
         num_computed_tokens: How many have their KV in the cache.
         block_ids: For each KV group its block table.
-        temperature: See `SamplingParams`; below 1e-5 is greedy.
-        top_k: 0 is off.
-        top_p: 1 is off.
-        seed: Key of its random numbers.
+        sampling: Its parameters, of which the worker reads each one where it acts.
     """
 
     slot: int
@@ -37,10 +35,7 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_prompt_tokens: int
     num_computed_tokens: int
     block_ids: list[list[int]]
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
+    sampling: SamplingParams
 
 
 class ScheduledBatch(msgspec.Struct, frozen=True, array_like=True):
@@ -50,14 +45,14 @@ class ScheduledBatch(msgspec.Struct, frozen=True, array_like=True):
         kind: Which call of the generator runs it.
         slots: Rows that run, in scheduling order.
         num_scheduled_tokens: Tokens to compute for each of `slots`.
-        new: Sequences to take over first; all their slots are in `slots`.
+        new: Rows to take over first; all their slots are in `slots`.
         appended_blocks: For rows known already: (slot, for each KV group the block ids to append).
     """
 
     kind: StepKind
     slots: list[int]
     num_scheduled_tokens: list[int]
-    new: list[NewSequence]
+    new: list[NewRow]
     appended_blocks: list[tuple[int, list[list[int]]]]
 
     @property

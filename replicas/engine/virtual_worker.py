@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     )
     from kv_transfer.layout import KVLayout
     from replicas.config import EngineConfig
-    from replicas.engine.step import NewSequence, ScheduledBatch
+    from replicas.engine.step import NewRow, ScheduledBatch
     from replicas.generators.simulated.device import Slowdown
     from replicas.generators.simulated.timing import StepTiming
     from replicas.kv_groups import KVGroup
@@ -93,14 +93,14 @@ class _Row:
 
     __slots__ = ("block_ids", "lane", "num_computed", "num_prompt", "num_tokens", "seed", "tokens")
 
-    def __init__(self, seq: NewSequence, *, keeps_tokens: bool) -> None:
-        self.lane = seq.dp_group
-        self.num_tokens = len(seq.token_ids)
-        self.num_prompt = seq.num_prompt_tokens
-        self.num_computed = seq.num_computed_tokens
-        self.seed = seq.seed
-        self.block_ids = [list(block_ids) for block_ids in seq.block_ids] if keeps_tokens else []
-        self.tokens = list(seq.token_ids) if keeps_tokens else []
+    def __init__(self, row: NewRow, *, keeps_tokens: bool) -> None:
+        self.lane = row.dp_group
+        self.num_tokens = len(row.token_ids)
+        self.num_prompt = row.num_prompt_tokens
+        self.num_computed = row.num_computed_tokens
+        self.seed = row.sampling.seed or 0
+        self.block_ids = [list(block_ids) for block_ids in row.block_ids] if keeps_tokens else []
+        self.tokens = list(row.token_ids) if keeps_tokens else []
 
 
 class VirtualWorker:

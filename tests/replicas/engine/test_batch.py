@@ -6,28 +6,27 @@ import random
 from dataclasses import dataclass, fields
 from itertools import accumulate
 
+import msgspec
 import numpy as np
 from hypothesis import event, given
 from hypothesis import strategies as st
 
 from replicas.engine.batch import PersistentBatch
-from replicas.engine.step import NewSequence, ScheduledBatch
+from replicas.engine.step import NewRow, ScheduledBatch
+from replicas.sampling_params import SamplingParams
 
 NUM_SLOTS, MAX_LEN = 4, 12
 
 
-def new(slot, token_ids, *block_ids, computed=0, group=0):
-    return NewSequence(
+def new(slot, token_ids, *block_ids, computed=0, group=0, **sampling):
+    return NewRow(
         slot=slot,
         dp_group=group,
         token_ids=token_ids,
         num_prompt_tokens=len(token_ids),
         num_computed_tokens=computed,
         block_ids=[list(blocks) for blocks in block_ids],
-        temperature=0.5,
-        top_k=3,
-        top_p=0.9,
-        seed=slot,
+        sampling=SamplingParams(**sampling),
     )
 
 
@@ -227,3 +226,19 @@ def test_the_page_tables_stay_and_only_what_changes_is_written():
     both[2, 2] = 77
     [both] = tables(step("decode", {0: 1, 2: 1}))
     assert both.tolist() == [[5, 0, 0], [0] * 3, [6, 9, 77], [0] * 3]
+
+
+def test_a_row_that_comes_brings_its_parameters():
+    batch = PersistentBatch(NUM_SLOTS, MAX_LEN, [4])
+    chosen = {"temperature": 0.5, "top_k": 3, "top_p": 0.75, "seed": -7}
+    apply(batch, step("mixed", {2: 1}, [new(2, [5], [1], **chosen)]))
+    assert {name: getattr(batch, name)[2].item() for name in chosen} == chosen
+    apply(batch, step("mixed", {2: 1}, [new(2, [5], [1], top_k=2**40)]))
+    assert batch.top_k[2] == np.iinfo(np.int32).max, "more than any vocabulary"
+    assert batch.seed[2] == 0, "that of a request without one"
+
+
+def test_a_row_crosses_a_process_boundary():
+    row = new(1, [3, 4], [5], [6], computed=1, seed=9, stop_token_ids=frozenset({8}), stop=("x",))
+    raw = msgspec.msgpack.encode(row)
+    assert msgspec.msgpack.decode(raw, type=NewRow) == row

@@ -14,8 +14,9 @@ from replicas.config import EngineConfig, MeshConfig
 from replicas.engine.batch import PersistentBatch
 from replicas.engine.device_sampling import DeviceDraws
 from replicas.engine.runner import ModelRunner
-from replicas.engine.step import NewSequence, ScheduledBatch
+from replicas.engine.step import NewRow, ScheduledBatch
 from replicas.philox import mint_seed
+from replicas.sampling_params import SamplingParams
 
 VOCAB = 50
 PADDING = (0.0, 1, 1.0, None)
@@ -99,11 +100,15 @@ def make_runner(device: Device, **mesh: object) -> ModelRunner:
 
 
 def new(slot, num_tokens=3, *, temperature=0.0, top_k=0, top_p=1.0, computed=0, prompt=None):
-    return NewSequence(
-        slot=slot, dp_group=0, token_ids=list(range(1, num_tokens + 1)),
-        num_prompt_tokens=prompt or num_tokens, num_computed_tokens=computed,
-        block_ids=[[slot + 1]], temperature=temperature, top_k=top_k, top_p=top_p, seed=100 + slot,
-    )  # fmt: skip
+    return NewRow(
+        slot=slot,
+        dp_group=0,
+        token_ids=list(range(1, num_tokens + 1)),
+        num_prompt_tokens=prompt or num_tokens,
+        num_computed_tokens=computed,
+        block_ids=[[slot + 1]],
+        sampling=SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=100 + slot),
+    )
 
 
 def step(kind, work, new_sequences=(), appended=()):

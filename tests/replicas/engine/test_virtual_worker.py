@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from replicas.config import EngineConfig
 from replicas.engine.core import EngineCore
-from replicas.engine.step import ModelFacts, NewSequence, ScheduledBatch
+from replicas.engine.step import ModelFacts, NewRow, ScheduledBatch
 from replicas.engine.virtual_worker import StepClock
 from replicas.faults import Fault, ReplicaFaults
 from replicas.generators.simulated.profiles import engine_timing
@@ -228,9 +228,9 @@ def plain_worker(clock=None, *, models_kv=False, **more):
 
 
 def new(slot, num_tokens, *, num_computed=0, num_prompt=None, seed=0):
-    return NewSequence(
+    return NewRow(
         slot, slot // 2, list(range(20, 20 + num_tokens)), num_prompt or num_tokens, num_computed,
-        [list(range(1, 2 + num_tokens // 8))], 0.0, 0, 1.0, seed,
+        [list(range(1, 2 + num_tokens // 8))], SamplingParams(temperature=0.0, seed=seed),
     )  # fmt: skip
 
 
