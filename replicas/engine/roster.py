@@ -230,7 +230,8 @@ class Roster(ABC):
             seq.is_aborted = True
             self._finish(seq, reason)
         elif request_id in self._departed.held and self._connector is not None:
-            self._departed.held[request_id].is_aborted = True
+            held = self._departed.held[request_id]
+            held.is_aborted = True
             self._connector.cancel(request_id)
 
     def abort_client(self, client: bytes) -> int:

@@ -1,0 +1,75 @@
+"""Each field of a sequence is written by one module of the engine.
+
+Read from the syntax trees: assignments to an attribute of a name, and calls that change its list.
+"""
+
+import ast
+from collections import defaultdict
+from dataclasses import fields
+from pathlib import Path
+
+from replicas.engine import sequence
+from replicas.engine.sequence import Sequence
+
+WRITERS = {
+    "block_hashes": {"prefixes"},
+    "block_ids": {"groups"},
+    "capacity": {"groups"},
+    "dp_group": {"groups"},
+    "handle": {"requests"},
+    "is_aborted": {"roster"},
+    "is_decoding": {"running"},
+    "is_told": {"events"},
+    "load": {"loads"},
+    "look_at": {"scheduler"},
+    "num_preemptions": {"roster"},
+    "slot": {"groups"},
+    "stop_ids": {"scheduler"},
+    # Still written in more than one place.
+    "is_converted": {"groups", "loads"},
+    "is_known_to_runner": {"groups", "scheduler"},
+    "num_cached_tokens": {"groups", "loads"},
+    "num_computed_tokens": {"groups", "loads", "roster", "scheduler"},
+    "num_indexed_tokens": {"groups", "prefixes"},
+    "token_ids": {"loads", "scheduler"},
+    "walks": {"groups", "prefixes"},
+    "status": {"departed", "loads", "roster", "scheduler", "waiting"},
+}
+OTHERS = {"self", "columns"}
+"""Names of objects that are no sequences and have attributes of the same name."""
+CHANGES = {"append", "extend", "insert", "pop", "remove", "clear", "update", "setdefault"}
+
+
+def written(tree):
+    """Return the attributes that a module assigns or changes, of objects other than `OTHERS`."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(ctx=ast.Store() | ast.Del()) as target:
+                pass
+            case ast.Subscript(value=ast.Attribute() as target, ctx=ast.Store() | ast.Del()):
+                pass
+            case ast.Call(ast.Attribute(ast.Attribute() as target, change)) if change in CHANGES:
+                pass
+            case _:
+                continue
+        owner = target.value.value if isinstance(target.value, ast.Subscript) else target.value
+        if isinstance(owner, ast.Name) and owner.id not in OTHERS:
+            yield target.attr
+
+
+def test_each_field_of_a_sequence_has_the_writers_that_are_named_here():
+    names = {field.name for field in fields(Sequence)}
+    found = defaultdict(set)
+    for path in Path(sequence.__file__).parent.glob("*.py"):
+        for name in written(ast.parse(path.read_text())):
+            if name in names:
+                found[name].add(path.stem)
+    assert found == WRITERS
+
+
+def test_every_way_of_writing_is_seen():
+    source = """
+s.a = 1; s.b += 1; s.c[0] = 1; s.d.append(1); del s.e; s.f, x = y; rows[0].g = 1
+self.h = 1; s.i(); x = s.j; columns.k.extend([1])
+"""
+    assert sorted(written(ast.parse(source))) == ["a", "b", "c", "d", "e", "f", "g"]
