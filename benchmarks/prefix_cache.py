@@ -183,7 +183,7 @@ class Queue:
         """Schedule, and update with tokens in a model's place."""
         batch = self._scheduler.schedule()
         assert batch is not None
-        self._scheduler.update(batch, StepResult([1] * len(batch.slots), 0.0))
+        self._scheduler.update(batch, StepResult([1] * len(batch.slots), [0.0]))
 
 
 def step_us(num_groups: int, num_waiting: int, *, evicts: bool) -> tuple[float, float]:

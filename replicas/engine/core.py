@@ -277,9 +277,8 @@ class EngineCore:
         prepare_s += updating - started - result.device_s - result.sample_s
         self.host.prepare += max(prepare_s, 0.0)
         self.host.sample += result.sample_s
-        waits_s = [*result.earlier_s, result.device_s]
-        self._work.count(batch, num_steps, waits_s)
-        self._notes.end(batch, waits_s[0])
+        self._work.count(batch, num_steps, result.passes_s)
+        self._notes.end(batch, result.passes_s[0])
         outputs = self._scheduler.update(batch, result)
         self._events.add_step(outputs)
         self._probes.answer(self._events)

@@ -9,16 +9,14 @@ if TYPE_CHECKING:
     from replicas.messages import FinishReason
 
 
-class Ending(NamedTuple):
+class End(NamedTuple):
     """The end of a sequence.
 
     Attributes:
-        row: Its index in the step's outputs.
         reason: Why it ended.
         stop_reason: The stop token id that ended it, if one did.
     """
 
-    row: int
     reason: FinishReason
     stop_reason: int | None
 
@@ -46,19 +44,25 @@ class EndRules(NamedTuple):
             return sampling.stop_token_ids
         return sampling.stop_token_ids | self.eos_token_ids
 
-    def reason(self, seq: Sequence, token_id: int) -> tuple[FinishReason, int | None] | None:
-        """Return why a sequence ends with its last token, and the stop id if one ended it.
+    def reason(self, seq: Sequence, token_id: int, num_tokens: int) -> End | None:
+        """Return why a sequence ends with a token; None if it continues.
 
         Args:
-            seq: The sequence, the token included.
-            token_id: Its last token.
-
-        Returns:
-            None if the sequence continues.
+            seq: The sequence.
+            token_id: The token.
+            num_tokens: Length of the sequence with it.
         """
         sampling = seq.request.sampling
         if token_id in self.eos_token_ids and not sampling.ignore_eos:
-            return "stop", None
+            return End("stop", None)
         if token_id in sampling.stop_token_ids:
-            return "stop", token_id
-        return ("length", None) if seq.num_tokens >= self.longest(seq) else None
+            return End("stop", token_id)
+        return End("length", None) if num_tokens >= self.longest(seq) else None
+
+    def cut(self, seq: Sequence, run: list[int]) -> tuple[list[int], End | None]:
+        """Return the next tokens of a sequence up to the first that ends it, and that end."""
+        for count, token_id in enumerate(run, 1):
+            end = self.reason(seq, token_id, seq.num_tokens + count)
+            if end is not None:
+                return run[:count], end
+        return run, None

@@ -14,6 +14,7 @@ from replicas.messages import KV_TRANSFER_FAILED, NO_LOGITS, TokenColumns, Token
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from replicas.engine.endings import End
     from replicas.engine.scheduler import StepOutputs
     from replicas.engine.sequence import Sequence
     from replicas.messages import WireEvent
@@ -31,7 +32,8 @@ class ClientEvents(defaultdict[bytes, "list[WireEvent]"]):
     def add_step(self, outputs: StepOutputs) -> None:
         """Add a step's outputs: an event for the first and last of a request, else column rows."""
         sequences, token_ids = outputs.sequences, outputs.token_ids
-        events = {}
+        # Rows with an event of their own: requests without one so far, then those that end.
+        apart: dict[int, None] = {}
         if sequences is not self._sequences:
             self._sequences, self._rows = sequences, {}
             for row, seq in enumerate(sequences):
@@ -39,19 +41,19 @@ class ClientEvents(defaultdict[bytes, "list[WireEvent]"]):
                 rows.append(row)
                 handles.append(seq.handle)
                 if not seq.is_told:
-                    events[row] = outputs.event(row, None)
-        for ending in outputs.endings:
-            events[ending.row] = outputs.event(ending.row, ending)
-        for row, output in events.items():
-            sequences[row].is_told = True
-            self[sequences[row].client].append(output)
-        if not outputs.earlier:
-            self._add_columns(token_ids, events)
-        else:
+                    apart[row] = None
+        apart.update(dict.fromkeys(outputs.ends))
+        runs = list(outputs.runs()) if outputs.counts else []
+        for row in apart:
+            seq, run = sequences[row], runs[row] if runs else [token_ids[row]]
+            seq.is_told = True
+            self[seq.client].append(_event(seq, run, outputs.ends.get(row)))
+        if runs:
             for row, seq in enumerate(sequences):
-                if row not in events:
-                    tokens = [*outputs.earlier[row], token_ids[row]]
-                    self.add_tokens(seq.client, seq.handle, tokens)
+                if row not in apart:
+                    self.add_tokens(seq.client, seq.handle, runs[row])
+        else:
+            self._add_columns(token_ids, apart)
         for seq in outputs.failed:
             self.fail(seq, NO_LOGITS)
 
@@ -108,3 +110,10 @@ class ClientEvents(defaultdict[bytes, "list[WireEvent]"]):
                 if type(event) is TokenColumns and len(event.token_ids) == len(event.handles):
                     event.counts.clear()
         return taken
+
+
+def _event(seq: Sequence, run: list[int], end: End | None) -> TokenOutput:
+    """Return the event of a sequence's last tokens and its end; call it before the next step."""
+    reason, stop_reason = end or (None, None)
+    index, num_cached = seq.num_output_tokens - len(run), max(seq.num_cached_tokens, 0)
+    return TokenOutput(seq.request_id, index, run, reason, stop_reason, num_cached)

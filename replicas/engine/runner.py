@@ -18,7 +18,7 @@ import torch
 from replicas.engine.batch import PersistentBatch
 from replicas.engine.device_inputs import DeviceInputs
 from replicas.engine.device_sampling import DeviceDraws
-from replicas.engine.sampler import sample
+from replicas.engine.sampler import NO_DISTRIBUTION, sample
 from replicas.engine.step import StepResult
 from replicas.philox import uniform
 from replicas.sampling_params import GREEDY_EPS
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     Int32Array = npt.NDArray[np.int32]
     Int64Array = npt.NDArray[np.int64]
 
+NOT_DRAWN = -1
+"""Stands for a token of a row whose prompt is not complete."""
 _NO_NUMBERS = np.zeros(0)
 """Random numbers of rows that all take the most likely token."""
 
@@ -208,12 +210,11 @@ class ModelRunner:
             token_ids = self._drawn_and_sampled(step, outputs)
             found = step.samples
             self._batch.record(slots[found], places[found], token_ids[found])
-        tokens = token_ids.tolist()
-        step.result = StepResult(tokens, step.device_s, time.perf_counter() - sampling)
+        step.result = _result(token_ids, step.device_s, time.perf_counter() - sampling)
 
     def _drawn_and_sampled(self, step: SubmittedStep, outputs: list[ForwardOutput]) -> IntArray:
-        """Return (R,) tokens, -1 for rows that do not sample, of a step in which the host draws."""
-        token_ids = np.full(len(step.slots), -1, dtype=np.int64)
+        """Return (R,) tokens, `NOT_DRAWN` where none is, of a step in which the host draws."""
+        token_ids = np.full(len(step.slots), NOT_DRAWN, dtype=np.int64)
         for call, output in zip(step.calls, outputs, strict=True):
             rows, logits = call.rows, output
             if len(rows.drawn):
@@ -366,6 +367,20 @@ class ModelRunner:
             uniforms,
             places,
         )
+
+
+def _result(token_ids: IntArray, device_s: float, sample_s: float) -> StepResult:
+    """Return the result of a step of one pass from (R,) tokens, or what stands for one."""
+    has_token = token_ids >= 0
+    if has_token.all():
+        return StepResult(token_ids.tolist(), [device_s], sample_s=sample_s)
+    return StepResult(
+        token_ids[has_token].tolist(),
+        [device_s],
+        has_token.astype(np.int64).tolist(),
+        np.flatnonzero(token_ids == NO_DISTRIBUTION).tolist(),
+        sample_s,
+    )
 
 
 def _keeps_nothing(slot: int) -> None:

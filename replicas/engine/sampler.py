@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from replicas.engine.step import NO_DISTRIBUTION
 from replicas.sampling_params import GREEDY_EPS
 
 if TYPE_CHECKING:
@@ -32,6 +31,9 @@ if TYPE_CHECKING:
     Float32Array = npt.NDArray[np.float32]
     Float64Array = npt.NDArray[np.float64]
     Int64Array = npt.NDArray[np.int64]
+
+NO_DISTRIBUTION = -2
+"""Stands for the token of a row whose logits are no distribution: NaN, or infinite."""
 
 _LOG2_E = 1.4426950408889634
 

@@ -14,18 +14,18 @@ from __future__ import annotations
 
 from collections import deque
 from enum import Enum
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from replicas.engine.endings import Ending, EndRules
+from replicas.engine.endings import End, EndRules
 from replicas.engine.roster import Roster
 from replicas.engine.running import Decodes
 from replicas.engine.sequence import Sequence, SequenceStatus
-from replicas.engine.step import NO_DISTRIBUTION, NewRow, ScheduledBatch, StepResult
+from replicas.engine.step import NewRow, ScheduledBatch, StepResult
 from replicas.engine.step_work import step_work
-from replicas.messages import TokenOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Iterator
     from collections.abc import Sequence as SequenceOf
 
     from kv_transfer.connector import KVConnectorScheduler
@@ -36,30 +36,28 @@ if TYPE_CHECKING:
 
 
 class StepOutputs(NamedTuple):
-    """Outputs of a step in columns: one row for each sequence that got a token.
+    """Outputs of a step in columns: one row for each sequence that got tokens.
 
     Attributes:
         sequences: The sequences. Steps of the same rows share this list, so it must not be changed.
-        token_ids: The last token of each.
-        endings: Endings of rows, in their order. A sequence of mode prefill leaves after its first
-            token without an ending.
-        earlier: After a step that was run several times: the tokens of each row before its last.
+        token_ids: Their runs of tokens, one row's after the other's.
+        ends: By row, in the order of rows: how it ended. A sequence of mode prefill leaves after
+            its first token without an end.
+        counts: Length of each run; empty: every row has one token.
         failed: Sequences that have ended without a token, because their logits are no distribution.
     """
 
     sequences: list[Sequence]
     token_ids: list[int]
-    endings: list[Ending]
-    earlier: SequenceOf[list[int]] = ()
+    ends: dict[int, End]
+    counts: list[int]
     failed: tuple[Sequence, ...] = ()
 
-    def event(self, row: int, ending: Ending | None) -> TokenOutput:
-        """Return the event of one row and its ending, if any; call it before the next update."""
-        seq, token_id = self.sequences[row], self.token_ids[row]
-        tokens = [*self.earlier[row], token_id] if self.earlier else [token_id]
-        _, reason, stop_reason = ending or (row, None, None)
-        index, num_cached = seq.num_output_tokens - len(tokens), max(seq.num_cached_tokens, 0)
-        return TokenOutput(seq.request_id, index, tokens, reason, stop_reason, num_cached)
+    def runs(self) -> Iterator[list[int]]:
+        """Yield each row's tokens."""
+        token_ids = iter(self.token_ids)
+        for count in self.counts or (1 for _ in self.sequences):
+            yield list(islice(token_ids, count))
 
 
 class _Admission(Enum):
@@ -82,6 +80,8 @@ class _StepPlan:
         self.counts: list[int] = []
         self.appended: list[tuple[int, list[list[int]]]] = []
         self.batch: ScheduledBatch | None = None
+        # Forward passes, each of which gives every decoding row a token.
+        self.num_passes = 1
         # Indices of decoding rows that with this step fill a block or reach their longest length.
         self.looks: list[int] = []
 
@@ -235,31 +235,18 @@ class Scheduler(Roster):
             result: The worker's result.
         """
         plan = self._plan_of(batch)
-        failed = self._fail_rows(plan, result.token_ids)
+        failed = self._fail_rows(plan, result.failed)
         self._plans.popleft()
-        if result.earlier:
-            self._update_repeats(plan, result.earlier)
         num_decodes = len(plan.decodes)
-        decoded = self._update_decodes(plan, result.token_ids[:num_decodes])
+        decode_counts, other_counts = result.counts[:num_decodes], result.counts[num_decodes:]
+        num_decoded = sum(decode_counts) if decode_counts else num_decodes
+        outputs = self._take_decodes(plan, result.token_ids[:num_decoded], decode_counts)
         if self._departed.has_overtaken:
             self._departed.step_is_over(self._is_under_way)
-        if not plan.sequences:
-            if failed or result.earlier:
-                decoded = decoded._replace(failed=failed, earlier=result.earlier)
-            return decoded
-        sequences, token_ids, endings = [*decoded.sequences], [*decoded.token_ids], decoded.endings
-        for seq, token_id in zip(plan.sequences, result.token_ids[num_decodes:], strict=True):
-            if token_id == NO_DISTRIBUTION:
-                continue
-            if token_id < 0:
-                self._groups.prefixes.cache_full_blocks(seq, seq.num_computed_tokens)
-                continue
-            self._count_token(seq)
-            seq.token_ids.append(token_id)
-            self._look_at(seq, token_id, len(sequences), endings)
-            sequences.append(seq)
-            token_ids.append(token_id)
-        return StepOutputs(sequences, token_ids, endings, failed=failed)
+        if plan.sequences:
+            counts = other_counts or [1] * len(plan.sequences)
+            outputs = self._take_others(plan, outputs, result.token_ids[num_decoded:], counts)
+        return outputs._replace(failed=failed) if failed else outputs
 
     def work(self, batch: ScheduledBatch) -> StepWork:
         """Return the work of a step under way."""
@@ -301,13 +288,8 @@ class Scheduler(Roster):
     def repeat(self, batch: ScheduledBatch, num_more: int) -> None:
         """Count `num_more` further runs of the step under way, fewer than `num_repeats`."""
         plan = self._plan_of(batch)
+        plan.num_passes += num_more
         plan.looks = self._advance(plan.decodes.sequences, num_more)
-
-    def _update_repeats(self, plan: _StepPlan, earlier: SequenceOf[list[int]]) -> None:
-        """Apply the tokens of all runs of a step but the last."""
-        for seq, token_ids in zip(plan.decodes.sequences, earlier, strict=True):
-            seq.token_ids += token_ids
-        self._count_tokens(plan.decodes, len(earlier[0]))
 
     def _plan_of(self, batch: ScheduledBatch) -> _StepPlan:
         assert self._plans, "no step is under way"
@@ -443,7 +425,7 @@ class Scheduler(Roster):
         looks = []
         for row, seq in enumerate(sequences):
             seq.num_computed_tokens = num_computed = seq.num_computed_tokens + count
-            if num_computed == seq.look_at:
+            if num_computed >= seq.look_at:
                 looks.append(row)
         for row in looks:
             self._decode_on(sequences[row])
@@ -454,45 +436,111 @@ class Scheduler(Roster):
 
     # --- results and endings -------------------------------------------------------------------
 
-    def _fail_rows(self, plan: _StepPlan, token_ids: list[int]) -> tuple[Sequence, ...]:
+    def _fail_rows(self, plan: _StepPlan, rows: list[int]) -> tuple[Sequence, ...]:
         """End the rows of a step whose logits are no distribution, before the step is over."""
-        if min(token_ids, default=0) > NO_DISTRIBUTION:
+        if not rows:
             return ()
-        rows = zip([*plan.decodes.sequences, *plan.sequences], token_ids, strict=True)
-        found = [s for s, t in rows if t == NO_DISTRIBUTION]
+        sequences = [*plan.decodes.sequences, *plan.sequences]
+        found = [sequences[row] for row in rows]
         failed = tuple(s for s in found if s.status is SequenceStatus.RUNNING)
         for seq in failed:
             self._groups.forget_blocks(seq)
             self._finish(seq, "error")
         return failed
 
-    def _update_decodes(self, plan: _StepPlan, token_ids: list[int]) -> StepOutputs:
-        """Give each row its token, and examine the rows that may end or fill a block."""
+    def _take_decodes(
+        self, plan: _StepPlan, token_ids: list[int], counts: list[int]
+    ) -> StepOutputs:
+        """Give decoding rows their tokens, and examine the rows that may end or fill a block."""
         decodes, sequences, looks = plan.decodes, plan.decodes.sequences, plan.looks
+        count, stop_ids = plan.num_passes, decodes.stop_ids
+        is_stopped = not stop_ids.isdisjoint(token_ids)
+        is_even = not counts or counts.count(count) == len(counts)
+        if not is_even or (count > 1 and (is_stopped or self._passes_an_end(plan))):
+            return self._take_runs(plan, token_ids, counts)
         if self._departed.has_overtaken:
             # Drop the tokens of sequences that have ended meanwhile.
             rows = [r for r, s in enumerate(sequences) if s.status is SequenceStatus.RUNNING]
             looks = [i for i, row in enumerate(rows) if row in plan.looks]
-            sequences, token_ids = [sequences[r] for r in rows], [token_ids[r] for r in rows]
+            sequences = [sequences[r] for r in rows]
+            token_ids = [t for r in rows for t in token_ids[r * count : (r + 1) * count]]
             decodes = Decodes(decodes.batch.kind, sequences, len(self._groups))
-        for seq, token_id in zip(sequences, token_ids, strict=True):
-            seq.token_ids.append(token_id)
-        stop_ids = decodes.stop_ids
-        if not stop_ids.isdisjoint(token_ids):
+        if count == 1:
+            for seq, token_id in zip(sequences, token_ids, strict=True):
+                seq.token_ids.append(token_id)
+        else:
+            for row, seq in enumerate(sequences):
+                seq.token_ids += token_ids[row * count : (row + 1) * count]
+        if is_stopped:
             looks = sorted({*looks, *(r for r, t in enumerate(token_ids) if t in stop_ids)})
-        self._count_tokens(decodes, 1)
-        endings: list[Ending] = []
+        self._count_tokens(decodes, count)
+        ends: dict[int, End] = {}
         for row in looks:
-            self._look_at(sequences[row], token_ids[row], row, endings)
-        return StepOutputs(sequences, token_ids, endings)
+            seq = sequences[row]
+            end = self._end_rules.reason(seq, token_ids[(row + 1) * count - 1], seq.num_tokens)
+            if end is not None:
+                ends[row] = end
+            self._settle(seq, end)
+        counts = [] if count == 1 else [count] * len(sequences)
+        return StepOutputs(sequences, token_ids, ends, counts)
 
-    def _look_at(self, seq: Sequence, token_id: int, row: int, endings: list[Ending]) -> None:
-        """Index a sequence's full blocks after a new token, then end, hand over or decode it."""
-        self._groups.prefixes.cache_full_blocks(seq, seq.num_tokens - 1)
-        end = self._end_rules.reason(seq, token_id)
+    def _passes_an_end(self, plan: _StepPlan) -> bool:
+        """Return whether a step makes more passes than a row has tokens left."""
+        looks = (plan.decodes.sequences[row] for row in plan.looks)
+        return any(s.num_computed_tokens >= self._end_rules.longest(s) for s in looks)
+
+    def _take_runs(self, plan: _StepPlan, token_ids: list[int], counts: list[int]) -> StepOutputs:
+        """Give each decoding row its run up to its first end, and undo progress not made."""
+        outputs, num_passes, tokens = StepOutputs([], [], {}, []), plan.num_passes, iter(token_ids)
+        for seq, count in zip(plan.decodes.sequences, counts, strict=True):
+            run = list(islice(tokens, count))
+            if seq.status is not SequenceStatus.RUNNING:
+                continue
+            if count < num_passes:
+                assert not self._plans, "a step ahead was planned from progress that was not made"
+                seq.num_computed_tokens -= num_passes - count
+                self._running.short.pop(seq.slot, None)
+            self._take_run(outputs, seq, run)
+        return outputs
+
+    def _take_others(
+        self, plan: _StepPlan, decoded: StepOutputs, token_ids: list[int], counts: list[int]
+    ) -> StepOutputs:
+        """Give rows that did not decode their tokens, behind those of the rows that did."""
+        ones = [1] * len(decoded.sequences)
+        outputs = decoded._replace(
+            sequences=[*decoded.sequences],
+            token_ids=[*decoded.token_ids],
+            counts=decoded.counts or ones,
+        )
+        tokens = iter(token_ids)
+        for seq, count in zip(plan.sequences, counts, strict=True):
+            if count:
+                self._take_run(outputs, seq, list(islice(tokens, count)))
+            elif seq.status is SequenceStatus.RUNNING:
+                self._groups.prefixes.cache_full_blocks(seq, seq.num_computed_tokens)
+        return outputs if decoded.counts else outputs._replace(counts=[])
+
+    def _take_run(self, outputs: StepOutputs, seq: Sequence, run: list[int]) -> None:
+        """Give a sequence a run up to its first end, and add that to the outputs."""
+        run, end = self._end_rules.cut(seq, run)
+        stats = self._groups.stats[seq.dp_group]
+        stats.generation_tokens += len(run)
+        if seq.num_output_tokens == 0:
+            stats.prompt_tokens += seq.num_prompt_tokens
+        seq.token_ids += run
         if end is not None:
-            endings.append(Ending(row, *end))
-            self._finish(seq, end[0])
+            outputs.ends[len(outputs.sequences)] = end
+        outputs.sequences.append(seq)
+        outputs.token_ids.extend(run)
+        outputs.counts.append(len(run))
+        self._settle(seq, end)
+
+    def _settle(self, seq: Sequence, end: End | None) -> None:
+        """Index a sequence's full blocks after new tokens, then end, hand over or decode it."""
+        self._groups.prefixes.cache_full_blocks(seq, seq.num_tokens - 1)
+        if end is not None:
+            self._finish(seq, end.reason)
         elif seq.mode == "prefill":
             self._hand_over(seq)
         else:
@@ -504,7 +552,7 @@ class Scheduler(Roster):
         divisor = self._groups.block_divisor
         block_end = num_computed - num_computed % divisor + divisor
         seq.look_at = min(block_end, self._end_rules.longest(seq) - 1)
-        if num_computed == seq.capacity:
+        if num_computed >= seq.capacity:
             self._running.short[seq.slot] = seq
         if not seq.is_decoding:
             seq.stop_ids = self._end_rules.stop_ids(seq)
@@ -513,12 +561,6 @@ class Scheduler(Roster):
     def _ends_by_length(self, seq: Sequence) -> bool:
         """Return whether the steps under way bring a sequence to its longest length."""
         return seq.num_computed_tokens >= self._end_rules.longest(seq) - 1
-
-    def _count_token(self, seq: Sequence) -> None:
-        stats = self._groups.stats[seq.dp_group]
-        stats.generation_tokens += 1
-        if seq.num_output_tokens == 0:
-            stats.prompt_tokens += seq.num_prompt_tokens
 
     def _count_tokens(self, decodes: Decodes, num_steps: int) -> None:
         for stats, num_rows in zip(self._groups.stats, decodes.num_in, strict=True):

@@ -4,7 +4,6 @@ Plain records that could cross a process boundary: a row is sent completely once
 its changes.
 """
 
-from collections.abc import Sequence as SequenceOf
 from typing import Literal
 
 import msgspec
@@ -61,28 +60,29 @@ class ScheduledBatch(msgspec.Struct, frozen=True, array_like=True):
         return sum(self.num_scheduled_tokens)
 
 
-NO_DISTRIBUTION = -2
-"""Stands for a token of a row whose logits are no distribution: NaN, or infinite."""
-
-
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """Result of one step.
 
     Attributes:
-        token_ids: For each of the batch's slots the sampled token, -1 if its prompt is not complete
-            yet, or `NO_DISTRIBUTION`.
-        device_s: Seconds inside the generator.
+        token_ids: The new tokens of all rows: one run for each of the batch's slots, in order.
+        passes_s: Seconds inside the generator, of each forward pass.
+        counts: Length of each run: 0 where the prompt is not complete yet, or the row has failed.
+            Empty: every row has one token.
+        failed: Rows, as indices of the batch's slots, whose logits are no distribution: NaN, or
+            infinite.
         sample_s: Seconds of sampling from the generator's output.
-        earlier: After a step that was run several times (`EngineCore.collect_step`): for each slot
-            the tokens before the last. Empty after a single run.
-        earlier_s: Seconds of each earlier run.
     """
 
     token_ids: list[int]
-    device_s: float
+    passes_s: list[float]
+    counts: list[int] = []
+    failed: list[int] = []
     sample_s: float = 0.0
-    earlier: SequenceOf[list[int]] = ()
-    earlier_s: SequenceOf[float] = ()
+
+    @property
+    def device_s(self) -> float:
+        """Return the seconds inside the generator."""
+        return sum(self.passes_s)
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):

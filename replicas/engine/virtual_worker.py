@@ -9,6 +9,7 @@ of replicas fit one simulation. A decode step may be run many times in one call,
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -71,11 +72,10 @@ class StepClock:
 
 
 class _Begun(NamedTuple):
-    """A submitted step: its tokens, and when it is over."""
+    """A submitted step: its rows' runs of tokens, when it is over, and waits for earlier passes."""
 
-    token_ids: list[int]
+    runs: list[list[int]]
     end_s: float
-    earlier: Sequence[list[int]] = ()
     earlier_s: Sequence[float] = ()
 
 
@@ -216,9 +216,14 @@ class VirtualWorker:
     def collect_step(self) -> StepResult:
         """Return the result of the oldest step, and add the wait for it to the clock."""
         wait_s = self.wait_s()
-        token_ids, _, earlier, earlier_s = self._begun.popleft()
+        begun = self._begun.popleft()
         self._clock.spend(wait_s)
-        return StepResult(token_ids, wait_s, earlier=earlier, earlier_s=earlier_s)
+        counts = [len(run) for run in begun.runs]
+        if counts.count(1) == len(counts):
+            counts = []
+        return StepResult(
+            list(itertools.chain.from_iterable(begun.runs)), [*begun.earlier_s, wait_s], counts
+        )
 
     def end_step(self, meta: ConnectorMeta, now_s: float) -> TransferResults:
         """End a step with transfers: extract new KV, then collect ended transfers."""
@@ -267,20 +272,19 @@ class VirtualWorker:
         planned = self._planned[: num_more + 1]
         last = planned[-1]
         self._timeline.rewind(last.free_s, last.busy_s)
-        first = self._begun.popleft().token_ids
+        runs = self._begun.popleft().runs
         if self._cache is not None:
-            per_step = [first, *(self._advance(batch) for _ in range(num_more))]
-            tokens = [list(token_ids) for token_ids in zip(*per_step, strict=True)]
+            for _ in range(num_more):
+                for run, more in zip(runs, self._advance(batch), strict=True):
+                    run.extend(more)
         else:
-            tokens = []
-            for token_id, slot in zip(first, batch.slots, strict=True):
+            for run, slot in zip(runs, batch.slots, strict=True):
                 row = self._row(slot)
-                tokens.append([token_id, *self._tokens_of_request(row, num_more)])
+                run.extend(self._tokens_of_request(row, num_more))
                 row.num_computed += num_more
                 row.num_tokens += num_more
-        token_ids = [row_tokens.pop() for row_tokens in tokens]
         earlier_s = [step.wait_s for step in planned[:-1]]
-        self._begun.append(_Begun(token_ids, last.end_s, tokens, earlier_s))
+        self._begun.append(_Begun(runs, last.end_s, earlier_s))
 
     # --- inside --------------------------------------------------------------------------------
 
@@ -308,10 +312,11 @@ class VirtualWorker:
             return self._timing.mixed_s(chunks, decodes)
         return self._timing.prefill_s(chunks) if chunks else self._timing.decode_s(decodes)
 
-    def _advance(self, batch: ScheduledBatch) -> list[int]:
-        """Compute one step; return a token for each slot, -1 where the prompt is not complete."""
+    def _advance(self, batch: ScheduledBatch) -> list[list[int]]:
+        """Compute one step; return each row's token, none where the prompt is not complete."""
         sampling: list[_Row] = []
-        token_ids: list[int] = []
+        runs: list[list[int]] = []
+        drawn: list[list[int]] = []
         for slot, count in zip(batch.slots, batch.num_scheduled_tokens, strict=True):
             row = self._row(slot)
             if self._cache is not None:
@@ -321,14 +326,14 @@ class VirtualWorker:
                     row.lane, block_ids, row.tokens[start : start + count], start
                 )
             row.num_computed += count
-            samples = row.num_computed == row.num_tokens
-            if samples:
+            runs.append([])
+            if row.num_computed == row.num_tokens:
                 sampling.append(row)
-            token_ids.append(0 if samples else -1)
-        if not sampling:
-            return token_ids
-        tokens = iter(self._sample(sampling))
-        return [token_id if token_id < 0 else next(tokens) for token_id in token_ids]
+                drawn.append(runs[-1])
+        if sampling:
+            for run, token_id in zip(drawn, self._sample(sampling), strict=True):
+                run.append(token_id)
+        return runs
 
     def _sample(self, rows: Sequence[_Row]) -> list[int]:
         tokens = (

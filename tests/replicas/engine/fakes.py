@@ -17,6 +17,7 @@ from kv_transfer.keys import KeyRing
 from kv_transfer.ticket import Ticket
 from replicas.config import EngineConfig
 from replicas.engine.sequence import Sequence
+from replicas.engine.step import StepResult
 from replicas.messages import EngineRequest, RequestMode
 from replicas.sampling_params import SamplingParams
 
@@ -237,8 +238,8 @@ class FakeConnector:
         return bool(self.cancelled)
 
 
-def events_of(outputs):
-    """Return a step's outputs row by row: (sequence, its client's event)."""
-    ended = {ending.row: ending for ending in outputs.endings}
-    for row, seq in enumerate(outputs.sequences):
-        yield seq, outputs.event(row, ended.get(row))
+def result_of(token_ids: SequenceOf[int | None]) -> StepResult:
+    """A step's result with a token for each row, None where a prompt is not complete."""
+    counts = [int(token_id is not None) for token_id in token_ids]
+    tokens = [token_id for token_id in token_ids if token_id is not None]
+    return StepResult(tokens, [0.0], counts=[] if all(counts) else counts)

@@ -16,8 +16,7 @@ from kv_transfer.errors import FailureReason
 from replicas.engine.batch import PersistentBatch
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.sequence import SequenceStatus
-from replicas.engine.step import StepResult
-from tests.replicas.engine.fakes import EOS, PREFIX_CACHE_KEY, FakeConnector, events_of
+from tests.replicas.engine.fakes import EOS, PREFIX_CACHE_KEY, FakeConnector, result_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -122,12 +121,13 @@ class World:
             samples = end == seq.num_tokens
             assert samples or end % self.chunk_alignment == 0, "a chunk ends inside a block"
             assert samples == bool(self.batch.samples(np.array([slot]), np.array([count]))[0])
-            token_ids.append(sample() if samples else -1)
+            token_ids.append(sample() if samples else None)
         slots, counts = np.asarray(batch.slots), np.asarray(batch.num_scheduled_tokens)
-        places, tokens = self.batch.num_tokens[slots], np.asarray(token_ids)
-        self.batch.advance(slots, counts, tokens >= 0)
-        sampled = tokens >= 0
-        self.batch.record(slots[sampled], places[sampled], tokens[sampled])
+        places = self.batch.num_tokens[slots]
+        sampled = np.array([token_id is not None for token_id in token_ids])
+        self.batch.advance(slots, counts, sampled)
+        tokens = np.array([token_id for token_id in token_ids if token_id is not None], np.int64)
+        self.batch.record(slots[sampled], places[sampled], tokens)
         return token_ids
 
     # --- the engine core -----------------------------------------------------------------------
@@ -150,19 +150,19 @@ class World:
             transfer = self.connector.transfers.get(seq.request_id)
             if transfer is not None and not transfer.lent:
                 transfer.num_saved_tokens = num_tokens
-        result = StepResult(self.run(batch, sample), 0.0)
-        for seq, output in events_of(self.scheduler.update(batch, result)):
+        outputs = self.scheduler.update(batch, result_of(self.run(batch, sample)))
+        for row, (seq, run) in enumerate(zip(outputs.sequences, outputs.runs(), strict=True)):
             known = self.outputs[seq.request_id]
             assert seq.request_id not in self.ended
-            assert output.index == len(known)
-            known.extend(output.token_ids)
-            handed_over = seq.mode == "prefill" and output.finish_reason is None
-            if output.finish_reason is not None or handed_over:
+            assert seq.num_output_tokens - len(run) == len(known)
+            known.extend(run)
+            end = outputs.ends.get(row)
+            if end is not None or seq.mode == "prefill":
                 self.ended[seq.request_id] += 1
             assert (self.scheduler.get(seq.request_id) is None) == (seq.request_id in self.ended)
             limit = seq.request.sampling.max_tokens
             assert len(known) <= limit
-            assert output.finish_reason or len(known) < limit
+            assert end is not None or len(known) < limit
         return True
 
     def end_transfer(self, request_id: str, *, ok: bool, num_verified: int = 0) -> None:

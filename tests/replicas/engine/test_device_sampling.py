@@ -119,8 +119,11 @@ def step(kind, work, new_sequences=(), appended=()):
 
 
 def run(runner, *work):
-    """Token ids of a step."""
-    return runner.run(step(*work)).token_ids
+    """Return the token of each row of a step, None where its prompt is not complete."""
+    result = runner.run(step(*work))
+    counts = result.counts or [1] * len(result.token_ids)
+    token_ids = iter(result.token_ids)
+    return [next(token_ids) if count else None for count in counts]
 
 
 def drawn_rows(device):
@@ -414,13 +417,13 @@ def test_a_row_that_wants_no_token_is_not_in_a_call_that_draws():
     tokens = run(make_runner(device), "prefill", {0: 4, 1: 3}, work)
     found = [(kw["empty_slots"], kw["sampling_params"] is not None) for _, kw in device.calls]
     assert found == [([0], False), ([1], True)]
-    assert tokens == [-1, 1]
+    assert tokens == [None, 1]
 
 
 def test_a_row_that_wants_no_token_holds_nobody_up_where_draws_keep_no_state():
     device = KeepsNothing()
     work = [new(0, 9, temperature=1.0, top_k=99), new(1, temperature=0.5, top_k=4, top_p=0.25)]
-    assert run(make_runner(device), "prefill", {0: 4, 1: 3}, work) == [-1, 1]
+    assert run(make_runner(device), "prefill", {0: 4, 1: 3}, work) == [None, 1]
     assert len(device.calls) == 1
     assert drawn_rows(device) == [PADDING, (0.5, 4, 0.25, 101)]
 

@@ -7,12 +7,17 @@ import pytest
 
 from replicas.engine.core import EngineCore
 from replicas.engine.scheduler import Scheduler
-from replicas.engine.step import StepResult
 from replicas.errors import ConfigError
 from replicas.kv_groups import only_kv_group
 from replicas.kv_sizing import derive_max_model_len
 from tests.kv_groups import one_kv_group
-from tests.replicas.engine.fakes import EOS, PREFIX_CACHE_KEY, make_config, make_sequence
+from tests.replicas.engine.fakes import (
+    EOS,
+    PREFIX_CACHE_KEY,
+    make_config,
+    make_sequence,
+    result_of,
+)
 from tests.replicas.engine.test_virtual_worker import (
     FACTS,
     CountingClock,
@@ -43,7 +48,7 @@ def add(scheduler, request_id, prompt, **sampling):
 def step(scheduler, token=1):
     batch = scheduler.schedule()
     tokens = [token] * len(batch.slots)
-    scheduler.update(batch, StepResult(tokens, 0.0))
+    scheduler.update(batch, result_of(tokens))
     scheduler.check_invariants()
     return batch
 

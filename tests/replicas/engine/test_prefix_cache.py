@@ -9,11 +9,10 @@ import xxhash
 
 from kv_transfer.keys import KeyRing
 from replicas.engine.scheduler import Scheduler
-from replicas.engine.step import StepResult
 from tests.engines import engine_core, generate, make_config, num_prefix_hits
 from tests.kv_groups import one_kv_group
 from tests.models import model_folder
-from tests.replicas.engine.fakes import PREFIX_CACHE_KEY, make_sequence
+from tests.replicas.engine.fakes import PREFIX_CACHE_KEY, make_sequence, result_of
 from tests.replicas.engine.fakes import make_config as make_scheduler_config
 from tests.replicas.engine.test_block_pool import CountingIndex
 
@@ -120,8 +119,8 @@ class Queue:
     def step(self):
         batch = self.scheduler.schedule()
         by_slot = {seq.slot: seq for seq in self.scheduler._running}
-        tokens = [-1 if by_slot[slot].num_new_tokens else 5 for slot in batch.slots]
-        self.scheduler.update(batch, StepResult(tokens, 0.0))
+        tokens = [None if by_slot[slot].num_new_tokens else 5 for slot in batch.slots]
+        self.scheduler.update(batch, result_of(tokens))
         self.scheduler.check_invariants()
 
     def lookups_of_a_step(self):

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.step import StepResult
 from tests.kv_groups import one_kv_group
-from tests.replicas.engine.fakes import EOS, PREFIX_CACHE_KEY, make_config, make_sequence
+from tests.replicas.engine.fakes import (
+    EOS,
+    PREFIX_CACHE_KEY,
+    make_config,
+    make_sequence,
+    result_of,
+)
 
 
 def make_scheduler(num_blocks=64, **changes):
@@ -29,7 +39,7 @@ def add(scheduler, request_id, num_prompt=3, **sampling):
 def step(scheduler, *token_ids):
     """One step; the rows get these tokens. Returns its batch and outputs."""
     batch = scheduler.schedule()
-    outputs = scheduler.update(batch, StepResult(list(token_ids), 0.0))
+    outputs = scheduler.update(batch, result_of(token_ids))
     scheduler.check_invariants()
     return batch, outputs
 
@@ -60,20 +70,20 @@ def test_a_token_ends_whom_it_may_end():
     add(scheduler, "c", ignore_eos=False)
     step(scheduler, 1, 1, 1)
     _, outputs = step(scheduler, 7, 7, 7)
-    assert outputs.endings == [(1, "stop", 7)]
+    assert outputs.ends == {1: ("stop", 7)}
     _, outputs = step(scheduler, EOS, EOS)
     assert [seq.request_id for seq in outputs.sequences] == ["a", "c"]
-    assert outputs.endings == [(1, "stop", None)]
+    assert outputs.ends == {1: ("stop", None)}
     _, outputs = step(scheduler, EOS)
-    assert outputs.endings == []
+    assert outputs.ends == {}
 
 
 def test_the_last_token_is_seen_between_two_blocks():
     scheduler = make_scheduler(block_size=16)
     add(scheduler, "a", max_tokens=3)
     add(scheduler, "b", max_tokens=9)
-    endings = [step(scheduler, 1, 1)[1].endings for _ in range(3)]
-    assert endings == [[], [], [(0, "length", None)]]
+    ends = [step(scheduler, 1, 1)[1].ends for _ in range(3)]
+    assert ends == [{}, {}, {0: ("length", None)}]
     batch, _ = step(scheduler, 1)
     assert batch.slots == [1]
 
@@ -85,8 +95,8 @@ def test_a_prompt_joins_rows_that_decode():
         add(scheduler, "a", num_prompt=2)
         step(scheduler, 1)
         add(scheduler, "b", num_prompt=14)
-        assert step(scheduler, 1, -1)[0].num_scheduled_tokens == counts
-        sampled = 1 if budget == 8 else -1
+        assert step(scheduler, 1, None)[0].num_scheduled_tokens == counts
+        sampled = 1 if budget == 8 else None
         batch, outputs = step(scheduler, 1, sampled)
         assert batch.num_scheduled_tokens == counts
         assert len(outputs.sequences) == (2 if budget == 8 else 1)
@@ -115,3 +125,55 @@ def test_who_waits_costs_nothing_while_no_slot_is_free(monkeypatch):
     batch, _ = step(scheduler, 1, 1)
     assert batch.slots == [0, 1]
     assert scheduler.num_waiting == 2
+
+
+def test_a_run_ends_with_its_first_stop():
+    scheduler = make_scheduler(block_size=16)
+    add(scheduler, "a", stop_token_ids=frozenset({7}))
+    [before] = scheduler.group_snapshots()
+    step(scheduler, 1)
+    batch = scheduler.schedule()
+    scheduler.repeat(batch, 4)
+    outputs = scheduler.update(batch, StepResult([1, 2, 7, 4, 5], [0.0] * 5, [5]))
+    assert outputs.token_ids == [1, 2, 7]
+    assert outputs.ends == {0: ("stop", 7)}
+    scheduler.check_invariants()
+    assert scheduler.group_snapshots() != [before], "it counts as running no more"
+    assert scheduler.get("a") is None
+
+
+@given(
+    limits=st.lists(st.integers(2, 30), min_size=1, max_size=4),
+    stops=st.sets(st.integers(2, 9), max_size=2),
+    passes=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1),
+)
+def test_runs_give_what_single_tokens_give(limits, stops, passes):
+    """Each row's tokens, however many passes a step was to have and however many it made."""
+
+    def token(row, index):
+        return 2 + (5 * row + 3 * index * index) % 8
+
+    expected = []
+    for row, limit in enumerate(limits):
+        tokens = [token(row, index) for index in range(limit)]
+        ends = [i for i, t in enumerate(tokens) if t in stops]
+        expected.append(tokens[: ends[0] + 1] if ends else tokens)
+    scheduler = make_scheduler(num_blocks=9, block_size=32)
+    found = {}
+    for row, limit in enumerate(limits):
+        add(scheduler, str(row), max_tokens=limit, stop_token_ids=frozenset(stops))
+        found[str(row)] = []
+    steps = itertools.cycle(passes)
+    while (batch := scheduler.schedule()) is not None:
+        rows = [int(seq.request_id) for seq in scheduler._running]
+        planned, made = (1, 1) if batch.new else next(steps)
+        made = min(planned, made)
+        scheduler.repeat(batch, planned - 1)
+        runs = [[token(r, len(found[str(r)]) + i) for i in range(made)] for r in rows]
+        result = StepResult([*itertools.chain(*runs)], [0.0] * made, [made] * len(rows))
+        outputs = scheduler.update(batch, result)
+        scheduler.check_invariants()
+        for seq, run in zip(outputs.sequences, outputs.runs(), strict=True):
+            found[seq.request_id] += run
+            assert seq.token_ids[3:] == found[seq.request_id]
+    assert list(found.values()) == expected

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.engine.sampler import sample
-from replicas.engine.step import NO_DISTRIBUTION
+from replicas.engine.sampler import NO_DISTRIBUTION, sample
 from replicas.philox import uniform
 
 VOCAB = 12

@@ -8,7 +8,6 @@ from kv_transfer.connector import Failure
 from kv_transfer.errors import FailureReason, TransferError
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.sequence import SequenceStatus
-from replicas.engine.step import StepResult
 from tests.kv_groups import one_kv_group
 from tests.replicas.engine.fakes import (
     EOS,
@@ -17,6 +16,7 @@ from tests.replicas.engine.fakes import (
     make_config,
     make_sequence,
     make_ticket,
+    result_of,
 )
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
@@ -51,8 +51,8 @@ def step(scheduler, token=1):
     by_slot = {seq.slot: seq for seq in scheduler._running}
     sequences = [by_slot[slot] for slot in batch.slots]
     counts = dict(zip((s.request_id for s in sequences), batch.num_scheduled_tokens, strict=True))
-    tokens = [token if seq.num_computed_tokens == seq.num_tokens else -1 for seq in sequences]
-    scheduler.update(batch, StepResult(tokens, 0.0))
+    tokens = [token if seq.num_new_tokens == 0 else None for seq in sequences]
+    scheduler.update(batch, result_of(tokens))
     scheduler.check_invariants()
     return counts
 

@@ -177,7 +177,7 @@ def test_a_turn_of_a_run_waits_for_the_step_that_was_begun_a_turn_before():
     worker.repeat(again, 1)
     clock.start(149.0)
     result = worker.collect_step()
-    assert [*result.earlier_s, result.device_s] == [60.0, 61.0]
+    assert result.passes_s == [60.0, 61.0]
     assert (worker._timeline.free_s, worker._timeline.busy_s) == (210.0, 210.0)
 
 
@@ -253,7 +253,7 @@ def execute(worker, batch):
 def test_each_kind_of_step_costs_its_own():
     worker = plain_worker()
     result = run(worker, "prefill", [0, 2], [5, 3], [new(0, 5), new(2, 9)])
-    assert (result.device_s, result.token_ids[1]) == (8.0, -1)
+    assert (result.device_s, result.counts) == (8.0, [1, 0])
     assert run(worker, "decode", [0], [1]).device_s == 60.0 + 6
     mixed = run(worker, "mixed", [0, 2], [1, 6])
     assert mixed.device_s == 3600.0 + 6 + 60.0 + 7
@@ -315,9 +315,9 @@ def test_a_run_gives_the_tokens_and_seconds_of_its_steps(models_kv):
     ahead.repeat(batch, 2)
     ahead._clock.spend(ends_s[1])
     run_ = ahead.collect_step()
-    assert [*run_.earlier_s, run_.device_s] == [r.device_s for r in results[:3]]
-    assert run_.token_ids == results[2].token_ids
-    assert run_.earlier == [[r.token_ids[i] for r in results[:2]] for i in range(2)]
+    assert run_.passes_s == [r.device_s for r in results[:3]]
+    assert run_.token_ids == [r.token_ids[row] for row in range(2) for r in results[:3]]
+    assert run_.counts == [3, 3]
     # Fewer steps were run than planned: the next one continues from there.
     assert turns(ahead, again, 1) == ends_s[3:]
     assert ahead.collect_step() == results[3]
