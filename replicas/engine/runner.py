@@ -155,8 +155,8 @@ class ModelRunner:
         if self._submitted and not self._goes_on(scheduled):
             self._finish_all()
         batch.apply(scheduled)
-        for seq in scheduled.new:
-            self._release(seq.slot)
+        for row in scheduled.new:
+            self._release(row.slot)
         rows = self._divide(scheduled)
         step = SubmittedStep(rows.slots, rows.samples, batch.num_tokens[rows.slots], [], 0.0)
         for call_rows in rows.calls:

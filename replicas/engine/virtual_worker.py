@@ -289,8 +289,8 @@ class VirtualWorker:
     # --- inside --------------------------------------------------------------------------------
 
     def _apply(self, batch: ScheduledBatch) -> None:
-        for seq in batch.new:
-            self._rows[seq.slot] = _Row(seq, keeps_tokens=self._models_kv)
+        for row in batch.new:
+            self._rows[row.slot] = _Row(row, keeps_tokens=self._models_kv)
         if self._models_kv:
             for slot, appended in batch.appended_blocks:
                 for block_ids, new in zip(self._row(slot).block_ids, appended, strict=True):
