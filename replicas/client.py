@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from replicas.config import EngineConfig
-    from replicas.messages import AbortReason, EngineEvent, EngineRequest, WireEvent
+    from replicas.messages import EngineEvent, EngineRequest, WireEvent
 
 
 _MAX_IDS_PER_ABORT = 128
@@ -76,8 +76,11 @@ class SyncEngineClient(Protocol):
             RequestRefusedError: The engine cannot ever run it.
         """
 
-    def abort(self, request_ids: list[str], reason: AbortReason = "abort") -> None:
-        """Drop requests, counted under `reason`. They produce no further output."""
+    def abort(self, request_ids: list[str]) -> None:
+        """Drop requests. They produce no further output."""
+
+    def stop_choice(self, request_id: str, choice: int) -> None:
+        """Drop one choice of a request, which a stop string has ended; the others continue."""
 
     def get_outputs(self) -> list[TokenOutput]:
         """Return the outputs of at least one step; block while requests run.
@@ -160,11 +163,16 @@ class InprocClient:
         self.core.handle(b"", AddRequest(request), time.monotonic())
         self._keep_outputs()
 
-    def abort(self, request_ids: list[str], reason: AbortReason = "abort") -> None:
-        """Drop requests, counted under `reason`. They produce no further output."""
-        self.core.handle(b"", Abort(request_ids, reason), time.monotonic())
+    def abort(self, request_ids: list[str]) -> None:
+        """Drop requests. They produce no further output."""
+        self.core.handle(b"", Abort(request_ids), time.monotonic())
         for request_id in request_ids:
             self._columns.drop_request(request_id)
+
+    def stop_choice(self, request_id: str, choice: int) -> None:
+        """Drop one choice of a request, which a stop string has ended; the others continue."""
+        self.core.handle(b"", Abort([request_id], "stop", [choice]), time.monotonic())
+        self._columns.drop_choice(request_id, choice)
 
     def get_outputs(self) -> list[TokenOutput]:
         """Return the outputs of at least one step; block while requests run."""
@@ -220,7 +228,8 @@ class SyncMPClient:
         self._columns = ColumnReader()
         # Events of frames already taken from the queue but not yet returned.
         self._kept: deque[EngineEvent] = deque()
-        self._live: set[str] = set()
+        # Requests that the engine has neither accepted nor refused, without aborted ones.
+        self._unanswered: set[str] = set()
         self._call_ids = itertools.count(1)
         self._input, output = connect_dealers(
             self._context, secrets.token_bytes(8), self._handle.description, self._handle.keys
@@ -235,7 +244,7 @@ class SyncMPClient:
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request; a refusal is raised by the next `get_outputs`."""
-        self._live.add(request.request_id)
+        self._unanswered.add(request.request_id)
         raw = encode(AddRequest(request))
         refusal = too_large(self._handle.description, request.request_id, len(raw))
         if refusal is None:
@@ -243,14 +252,19 @@ class SyncMPClient:
         else:
             self._frames.put([refusal])
 
-    def abort(self, request_ids: list[str], reason: AbortReason = "abort") -> None:
-        """Drop requests, counted under `reason`. They produce no further output."""
-        self._live.difference_update(request_ids)
+    def abort(self, request_ids: list[str]) -> None:
+        """Drop requests. They produce no further output."""
+        self._unanswered.difference_update(request_ids)
         for request_id in request_ids:
             self._columns.drop_request(request_id)
         for start in range(0, len(request_ids), _MAX_IDS_PER_ABORT):
             some = request_ids[start : start + _MAX_IDS_PER_ABORT]
-            self._send(encode(Abort(some, reason)))
+            self._send(encode(Abort(some)))
+
+    def stop_choice(self, request_id: str, choice: int) -> None:
+        """Drop one choice of a request, which a stop string has ended; the others continue."""
+        self._columns.drop_choice(request_id, choice)
+        self._send(encode(Abort([request_id], "stop", [choice])))
 
     def get_outputs(self) -> list[TokenOutput]:
         """Return the outputs of at least one step; block while requests run.
@@ -267,17 +281,17 @@ class SyncMPClient:
                 event = self._kept.popleft()
                 if isinstance(event, TokenOutput):
                     outputs.append(event)
-                    if event.finish_reason is not None:
-                        self._live.discard(event.request_id)
-                elif isinstance(event, Accepted) and event.request_id not in self._live:
-                    self._columns.drop_request(event.request_id)
+                elif isinstance(event, Accepted):
+                    if event.request_id not in self._unanswered:
+                        self._columns.drop_request(event.request_id)
+                    self._unanswered.discard(event.request_id)
                 # Refusals of aborted requests are dropped.
-                elif isinstance(event, Refused) and event.request_id in self._live:
+                elif isinstance(event, Refused) and event.request_id in self._unanswered:
                     if outputs:
                         # Raising now would lose tokens of other requests: raise on the next call.
                         self._kept.appendleft(event)
                         return outputs
-                    self._live.discard(event.request_id)
+                    self._unanswered.discard(event.request_id)
                     raise RequestRefusedError(event.reason, event.message, event.request_id)
         return outputs
 

@@ -252,5 +252,6 @@ class LLMEngine:
         changed[output.request_id] = request_output
         if request_output.finished:
             del self._requests[output.request_id]
-            if output.finish_reason is None:  # A stop string ended it, of which engines know none.
-                self._client.abort([output.request_id], "stop")
+        if delta.finish_reason is not None and output.finish_reason is None:
+            # A stop string, which engines do not look for, has ended the choice.
+            self._client.stop_choice(output.request_id, output.choice)

@@ -16,7 +16,7 @@ from replicas.errors import InvalidRequestError
 from replicas.kv_groups import KVGroup
 from replicas.sampling_params import SamplingParams
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 MAX_REQUEST_ID_CHARS = 256
 """Longest request id that an engine accepts."""
@@ -225,10 +225,12 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
     Attributes:
         request_ids: The requests.
         reason: The finish reason under which they are counted.
+        choices: The choices of each request to drop; the others continue. Empty: all of them.
     """
 
     request_ids: list[str]
     reason: AbortReason = "abort"
+    choices: list[int] = []
 
 
 class Utility(msgspec.Struct, frozen=True, array_like=True, tag="utility"):
@@ -254,7 +256,9 @@ class Accepted(msgspec.Struct, frozen=True, array_like=True, tag="accepted", gc=
         dp_group: Its DP group, or -1 while it is queued.
         slot: Its global slot, or -1 while it is queued.
         num_cached_tokens: Prompt tokens whose KV is cached here (mode decode: need not be sent).
-        handle: The request's number in `TokenColumns`; never reused by this incarnation.
+        handle: The number of choice 0 in `TokenColumns`; choice i has `handle + i`. Never reused by
+            this incarnation.
+        num_choices: Number of choices.
     """
 
     request_id: str
@@ -262,6 +266,7 @@ class Accepted(msgspec.Struct, frozen=True, array_like=True, tag="accepted", gc=
     slot: int
     num_cached_tokens: int
     handle: int
+    num_choices: int = 1
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused", gc=False):
@@ -304,8 +309,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, tag="tokens", gc
     """New tokens of one choice of a request.
 
     On the wire it is used where `TokenColumns` does not suffice: the first tokens that an engine
-    sends of a request, an end, log probabilities, further choices. Readers convert all rows of
-    columns to this type (`replicas.columns`).
+    sends of a choice, an end, log probabilities. Readers convert all rows of columns to this type
+    (`replicas.columns`).
 
     Attributes:
         request_id: The request.
@@ -314,7 +319,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, tag="tokens", gc
         finish_reason: Set on the last output of a choice.
         stop_reason: The stop token id that ended it, if one did.
         num_cached_tokens: Prompt tokens found in the prefix cache or in a store.
-        error: Reason, with finish_reason "error", which ends all choices.
+        error: Reason, with finish_reason "error"; the request's other choices end in the same way.
         choice: Index of the choice, from 0.
         logprobs: If requested: for each position the drawn token first, then the likeliest ones.
     """
@@ -331,14 +336,14 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, tag="tokens", gc
 
 
 class TokenColumns(msgspec.Struct, frozen=True, array_like=True, tag="columns", gc=False):
-    """Next tokens of many requests, one column per value.
+    """Next tokens of choices of many requests, one column per value.
 
-    Each row continues at the output index after the request's previous row or `TokenOutput`.
+    Each row continues at the output index after the choice's previous row or `TokenOutput`.
 
     Attributes:
-        handles: Handles of the requests, from `Accepted`.
+        handles: Handles of the choices, from `Accepted`.
         token_ids: Their tokens, concatenated.
-        counts: Number of tokens of each request, at least 1; empty if all are 1.
+        counts: Number of tokens of each choice, at least 1; empty if all are 1.
     """
 
     handles: list[int]

@@ -117,6 +117,10 @@ class EngineStream:
         if self._table.remove(self.request_id) and abort:
             self._table.send(Abort([self.request_id], reason))
 
+    def stop_choice(self, choice: int) -> None:
+        """Let the engine drop one choice, which a stop string has ended; the others continue."""
+        self._table.stop_choice(self.request_id, choice)
+
     def put(self, event: EngineEvent | News) -> None:
         """Append an event; called by the table and by the reader's own deadlines."""
         self._inbox.put_nowait((self, event))
@@ -190,6 +194,11 @@ class StreamTable:
             self._unanswered[request_id] = self._unanswered.get(request_id, 0) + 1
         return True
 
+    def stop_choice(self, request_id: str, choice: int) -> None:
+        """Let the engine drop one choice of an open stream, and skip its further rows."""
+        self._columns.drop_choice(request_id, choice)
+        self.send(Abort([request_id], "stop", [choice]))
+
     def expect(self, call_id: int) -> asyncio.Future[UtilityResult]:
         """Return a future for the result of a utility call; the caller must `drop_call` it."""
         future: asyncio.Future[UtilityResult] = asyncio.get_running_loop().create_future()
@@ -246,7 +255,7 @@ class StreamTable:
                 self._unanswered[request_id] = num_unanswered - 1
             if num_unanswered:
                 if isinstance(event, Accepted):
-                    self._columns.drop_handle(event.handle)
+                    self._columns.drop_acceptance(event)
                 return
             if stream is not None:
                 stream.is_answered = True

@@ -78,8 +78,9 @@ class RequestHandler:
                 if self._scheduler.is_of(client, message.request_id):
                     self._activate(message, now_s)
             case Abort():
-                for request_id in message.request_ids:
-                    self._abort(client, request_id, message.reason)
+                if not message.choices or 0 in message.choices:
+                    for request_id in message.request_ids:
+                        self._abort(client, request_id, message.reason)
 
     def client_gone(self, client: bytes) -> None:
         """Drop the requests of a client that wait for their id."""

@@ -30,7 +30,7 @@ class HeardClient(SyncMPClient):
         self._frames = queue.SimpleQueue()
         self._columns = ColumnReader()
         self._kept = deque()
-        self._live = set(live)
+        self._unanswered = set(live)
         for frame in heard:
             self._frames.put(frame)
 

@@ -210,6 +210,18 @@ def test_closing_twice_aborts_once(client):
     assert client.sent[2:] == [Abort(["r"])]
 
 
+def test_one_choice_is_stopped_and_the_others_are_heard(client):
+    stream = client.ask("r")
+    client.take(Accepted("r", 0, 0, 0, 1, 2), TokenColumns([1, 2], [5, 6]))
+    stream.stop_choice(0)
+    assert client.sent[1:] == [Abort(["r"], "stop", [0])]
+    client.take(TokenColumns([1, 2], [7, 8]))
+    client.take(TokenOutput("r", 2, [9], "length", choice=1))
+    heard = [get_now(stream) for _ in range(5)][1:]
+    assert [(o.choice, o.token_ids) for o in heard] == [(0, [5]), (1, [6]), (1, [8]), (1, [9])]
+    assert len(client.table._columns) == 0
+
+
 def test_closing_says_what_the_request_counts_as(client):
     client.open("r").close(abort=True, reason="stop")
     assert client.sent[-1] == Abort(["r"], "stop")

@@ -154,7 +154,7 @@ class ProtocolMonitor:
                 reserved.is_activated = True
                 others = self._heard_decoding(message.request_id) - {host.incarnation}
                 assert not others, f"{message.request_id} continues on {host!r} and on {others}"
-            case Abort():
+            case Abort(choices=[]):
                 for request_id in message.request_ids:
                     asked_here = self._asked.get(request_id, {}).get(host.incarnation)
                     if asked_here is not None and asked_here.decodes and is_stalled:
