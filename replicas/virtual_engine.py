@@ -9,6 +9,7 @@ and only then KV is copied.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,8 +43,8 @@ class VirtualTurn(NamedTuple):
 
     Attributes:
         started_s: Time at which it began.
-        end_times_s: Times at which its steps end; empty if there was nothing to do.
-        step: The step that it computes, and repeats if it has several; None once collected.
+        end_times_s: Times at which its passes end; empty if there was nothing to do.
+        step: The step that it computes, with a pass for each end time; None once collected.
         spent_s: Seconds of the turn before its step began.
     """
 
@@ -122,7 +123,6 @@ class VirtualEngine:
         )
         self._timing = device.timing
         mesh = config.simulated_mesh
-        self._run_ahead = device.run_ahead and not (mesh is not None and mesh.jitter)
         # Whether a message since the last turn may require a new snapshot for clients.
         self._has_changed = False
         self._worker = VirtualWorker(
@@ -137,7 +137,10 @@ class VirtualEngine:
             make_transport=make_transport,
             notify=notify,
         )
-        self._core = EngineCore(config, _OneWorker(self._worker), incarnation, unix_now_s)
+        max_passes = sys.maxsize if device.run_ahead and not (mesh and mesh.jitter) else 1
+        self._core = EngineCore(
+            config, _OneWorker(self._worker), incarnation, unix_now_s, max_passes=max_passes
+        )
         self._incarnation = incarnation
         self._server = EngineServer(self._core, incarnation)
         self.description = describe(self._core, incarnation, "", "", 0)
@@ -193,13 +196,11 @@ class VirtualEngine:
             if not self._core.end_step(step, now_s) and not self._clock.spent_s:
                 return VirtualTurn(now_s, [])
             return VirtualTurn(now_s, [self._end_s(now_s, self._clock.spent_s, 0)])
-        # After a change, clients get a snapshot after the first step, as from an engine process: do
-        # not merge steps then.
-        is_told = not (has_changed or batch.new or batch.appended_blocks)
-        num_steps = self._core.num_repeats(step) if self._run_ahead and is_told else 1
-        if num_steps > 1:
-            host_s, is_ahead = self._host_s(len(batch.slots)), self._core.runs_ahead
-            ends_s = self._worker.end_times_s(batch, num_steps, host_s, is_ahead=is_ahead)
+        # After a change, clients get a snapshot after the first pass, as from an engine process: do
+        # not make others then.
+        if batch.num_passes > 1 and step.brings_tokens_alone and not has_changed:
+            host_s = self._host_s(len(batch.slots))
+            ends_s = self._worker.plan_turns(host_s, is_ahead=self._core.runs_ahead)
         else:
             ends_s = [self._end_s(now_s, spent_s + self._worker.wait_s(), len(batch.slots))]
         return VirtualTurn(now_s, ends_s, step, spent_s)
@@ -218,10 +219,10 @@ class VirtualEngine:
         self._core.end_step(turn.step, now_s)
         return VirtualTurn(now_s, [now_s + self._clock.spent_s]), frames
 
-    def end_turn(self, turn: VirtualTurn, num_steps: int, now_s: float) -> Frames:
-        """End a turn after `num_steps` of its steps; return the frames to send now."""
+    def end_turn(self, turn: VirtualTurn, num_passes: int, now_s: float) -> Frames:
+        """End a turn after `num_passes` of its passes; return the frames to send now."""
         if turn.step is not None:
-            self._collect(turn, num_steps)
+            self._collect(turn, num_passes)
         self._core.pulse.rest(now_s)
         return self._server.frames(now_s)
 
@@ -272,18 +273,17 @@ class VirtualEngine:
         """Check the core's invariants; see `EngineCore.check_invariants`."""
         self._core.check_invariants()
 
-    def _collect(self, turn: VirtualTurn, num_steps: int) -> None:
-        """Collect a step after `num_steps` runs, as if the host had just begun to wait for it."""
+    def _collect(self, turn: VirtualTurn, num_passes: int) -> None:
+        """Collect a step after so many passes, as if the host had just begun to wait for it."""
         assert turn.step is not None
-        if num_steps == 1:
+        if num_passes == 1:
             self._clock.start(turn.started_s)
             self._clock.spend(turn.spent_s)
         else:
-            assert turn.step.batch is not None
             # The host may submit the next step when it begins to wait for the last of these.
-            self._clock.start(turn.end_times_s[num_steps - 2])
-            self._worker.repeat(turn.step.batch, num_steps - 1)
-        self._core.collect_step(turn.step, num_steps)
+            self._clock.start(turn.end_times_s[num_passes - 2])
+        self._worker.stop_after(num_passes)
+        self._core.collect_step(turn.step, num_passes)
 
     def _end_s(self, now_s: float, spent_s: float, num_rows: int) -> float:
         """Return the end of a turn of one step that begins now."""

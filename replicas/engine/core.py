@@ -93,6 +93,8 @@ class EngineCore:
         incarnation: Random id of this start.
         unix_now_s: Wall clock, by which tickets expire.
         pulse: Record of the core's progress; None makes one.
+        max_passes: The most forward passes of one step. The passes of a step are those of as many
+            steps of one pass between which nothing has to be decided.
 
     Attributes:
         pulse: As given. The caller records turns in it, the core the tokens that each computes.
@@ -112,10 +114,12 @@ class EngineCore:
         incarnation: str = "local",
         unix_now_s: Callable[[], float] = time.time,
         pulse: Pulse | None = None,
+        max_passes: int = 1,
     ) -> None:
         config.validate()
         self.pulse = Pulse() if pulse is None else pulse
         self.host = HostSeconds()
+        self._max_passes = max_passes
         self._executor = executor
         self._events = ClientEvents()
         # The step submitted ahead, to be collected next.
@@ -216,6 +220,8 @@ class EngineCore:
         if not is_begun:
             batch = self._scheduler.schedule()
             meta = self._transfers.meta(batch)
+            if meta is None and batch is not None and self._max_passes > 1:
+                batch = self._extend(batch)
         self.pulse.compute(0 if batch is None else batch.num_tokens)
         self.host.schedule += time.perf_counter() - started
         if not is_begun:
@@ -225,6 +231,12 @@ class EngineCore:
         if self._probes.are_due and batch is None:
             self._take_probe_step(now_s, is_idle=meta is None and not self.num_live)
         return StepUnderWay(batch, meta, bool(lapsed))
+
+    def _extend(self, batch: ScheduledBatch) -> ScheduledBatch:
+        """Return the step with as many passes as it may make before the next decision or event."""
+        if self._transfers.are_at_stake:
+            return batch
+        return self._scheduler.extend(batch, self._max_passes)
 
     def _submit(
         self, batch: ScheduledBatch | None, meta: ConnectorMeta | None, now_s: float
@@ -248,25 +260,18 @@ class EngineCore:
             self._executor.collective_rpc("collect_step")
         self._probes.answer(self._events)
 
-    def num_repeats(self, step: StepUnderWay) -> int:
-        """Return how often a step may run in a row before the next decision or event."""
-        if step.batch is None or not step.brings_tokens_alone or self._transfers.are_at_stake:
-            return 1
-        return self._scheduler.num_repeats(step.batch)
-
-    def collect_step(self, step: StepUnderWay, num_steps: int = 1) -> None:
-        """Wait for the forward pass; its tokens are among the next `take_events`.
+    def collect_step(self, step: StepUnderWay, num_passes: int | None = None) -> None:
+        """Wait for the forward passes; their tokens are among the next `take_events`.
 
         Args:
             step: The step that has begun and is not collected.
-            num_steps: How often the worker has run it, at most `num_repeats`. Only the virtual
-                worker runs a step more than once.
+            num_passes: The passes that the worker does make, if they are fewer than submitted.
         """
         batch = step.batch
         if batch is None:
             return
-        if num_steps > 1:
-            self._scheduler.repeat(batch, num_steps - 1)
+        if num_passes is not None:
+            self._scheduler.shorten(batch, num_passes)
         prepare_s = self._prepare_s
         if self.runs_ahead and not self._transfers.are_at_stake:
             self._submit_ahead()
@@ -277,7 +282,7 @@ class EngineCore:
         prepare_s += updating - started - result.device_s - result.sample_s
         self.host.prepare += max(prepare_s, 0.0)
         self.host.sample += result.sample_s
-        self._work.count(batch, num_steps, result.passes_s)
+        self._work.count(batch, result.passes_s)
         self._notes.end(batch, result.passes_s[0])
         outputs = self._scheduler.update(batch, result)
         self._events.add_step(outputs)
@@ -287,7 +292,10 @@ class EngineCore:
     def _submit_ahead(self) -> None:
         """Submit the next step before the one under way is read, if it can be planned now."""
         started = time.perf_counter()
-        self._ahead = self._scheduler.schedule_ahead()
+        ahead = self._scheduler.schedule_ahead()
+        if ahead is not None and self._max_passes > 1:
+            ahead = self._scheduler.extend(ahead, self._max_passes)
+        self._ahead = ahead
         self.host.schedule += time.perf_counter() - started
         self._prepare_s = self._submit(self._ahead, None, 0.0)
 

@@ -17,6 +17,8 @@ from enum import Enum
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
 from replicas.engine.endings import End, EndRules
 from replicas.engine.roster import Roster
 from replicas.engine.running import Decodes
@@ -106,14 +108,14 @@ class _StepPlan:
             self.appended.append((seq.slot, block_ids))
 
     def work(self, num_groups: int) -> StepWork:
-        """Return the work of the step, once it has begun."""
+        """Return the work of the step's first pass, once it has begun."""
         decodes, prompts = [*self.decodes.sequences], []
         for seq, count in zip(self.sequences, self.counts, strict=True):
             if self.kind != "prefill" and count == 1:
                 decodes.append(seq)
             else:
                 prompts.append((seq, count))
-        return step_work(decodes, prompts, num_groups)
+        return step_work(decodes, prompts, num_groups, self.num_passes)
 
     def build(self) -> ScheduledBatch:
         decodes = self.decodes.batch
@@ -249,7 +251,7 @@ class Scheduler(Roster):
         return outputs._replace(failed=failed) if failed else outputs
 
     def work(self, batch: ScheduledBatch) -> StepWork:
-        """Return the work of a step under way."""
+        """Return the work of the first pass of a step under way."""
         [plan] = [plan for plan in self._plans if plan.batch is batch]
         return plan.work(len(self._groups))
 
@@ -264,32 +266,63 @@ class Scheduler(Roster):
             if seq.num_computed_tokens - count < seq.num_prompt_tokens:
                 yield seq, seq.num_computed_tokens
 
-    # --- decode steps without a decision between them -------------------------------------------
+    # --- several passes in one step ------------------------------------------------------------
 
-    def num_repeats(self, batch: ScheduledBatch) -> int:
-        """Return how often a step may run in a row before `schedule` could decide otherwise.
+    def extend(self, batch: ScheduledBatch, max_passes: int) -> ScheduledBatch:
+        """Let a step make further passes, as long as none of them could need a decision.
 
-        More than once is possible only if all sequences decode, none has a stop token, and none
-        ends or fills a block before the last of these steps.
+        That requires that all running sequences decode, none is queued, none has a stop token, and
+        none ends or fills a block before the last pass. A step that tells the worker about new rows
+        or blocks makes one pass.
 
         Args:
-            batch: The only step under way.
+            batch: The latest step under way; the worker does not have it yet.
+            max_passes: The most passes that it may make.
 
         Returns:
-            1 for a step that must be updated by itself.
+            The step to submit in its place; `batch` itself if it makes one pass.
         """
-        plan, running = self._plan_of(batch), self._running
-        decodes = plan.decodes
-        is_all = len(decodes) == len(running) == running.num_decoding and not self._waiting
-        if not is_all or not decodes or plan.looks or decodes.stop_ids:
-            return 1
-        return 1 + min(seq.look_at - seq.num_computed_tokens for seq in decodes.sequences)
+        plan, running = self._plans[-1], self._running
+        assert plan.batch is batch, "another step is the latest"
+        sequences = plan.decodes.sequences
+        # Running rows outside the plan end with the step before it.
+        is_all = not plan.sequences and running.num_decoding == len(running) and not self._waiting
+        if not is_all or not sequences or plan.appended or plan.looks or plan.decodes.stop_ids:
+            return batch
+        num_more = min(s.look_at - s.num_computed_tokens for s in sequences)
+        num_more = min(num_more, max_passes - 1)
+        return self._add_passes(plan, num_more) if num_more > 0 else batch
 
-    def repeat(self, batch: ScheduledBatch, num_more: int) -> None:
-        """Count `num_more` further runs of the step under way, fewer than `num_repeats`."""
-        plan = self._plan_of(batch)
+    def _add_passes(self, plan: _StepPlan, num_more: int) -> ScheduledBatch:
+        """Count the progress of further passes, and return the step that makes them."""
         plan.num_passes += num_more
         plan.looks = self._advance(plan.decodes.sequences, num_more)
+        assert plan.batch is not None
+        plan.batch = msgspec.structs.replace(plan.batch, num_passes=plan.num_passes)
+        return plan.batch
+
+    def shorten(self, batch: ScheduledBatch, num_passes: int) -> None:
+        """Undo the progress of passes that a step will not make.
+
+        Args:
+            batch: The oldest step under way, before any other is planned.
+            num_passes: The passes that it does make, at least one.
+        """
+        plan = self._plan_of(batch)
+        assert len(self._plans) == 1, "a step ahead was planned from this progress"
+        assert 1 <= num_passes <= plan.num_passes, f"{num_passes=} of {plan.num_passes}"
+        num_less = plan.num_passes - num_passes
+        if not num_less:
+            return
+        plan.num_passes = num_passes
+        for seq in plan.decodes.sequences:
+            seq.num_computed_tokens -= num_less
+        looks, plan.looks = plan.looks, []
+        for row in looks:
+            seq = plan.decodes.sequences[row]
+            if seq.status is SequenceStatus.RUNNING:
+                self._running.short.pop(seq.slot, None)
+                self._decode_on(seq)
 
     def _plan_of(self, batch: ScheduledBatch) -> _StepPlan:
         assert self._plans, "no step is under way"

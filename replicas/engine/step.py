@@ -46,6 +46,8 @@ class ScheduledBatch(msgspec.Struct, frozen=True, array_like=True):
         num_scheduled_tokens: Tokens to compute for each of `slots`.
         new: Rows to take over first; all their slots are in `slots`.
         appended_blocks: For rows known already: (slot, for each KV group the block ids to append).
+        num_passes: Forward passes of the step. In all but the first each row computes the token
+            that the pass before has given it.
     """
 
     kind: StepKind
@@ -53,10 +55,11 @@ class ScheduledBatch(msgspec.Struct, frozen=True, array_like=True):
     num_scheduled_tokens: list[int]
     new: list[NewRow]
     appended_blocks: list[tuple[int, list[list[int]]]]
+    num_passes: int = 1
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens that the step computes."""
+        """Return the number of tokens that the first pass computes."""
         return sum(self.num_scheduled_tokens)
 
 

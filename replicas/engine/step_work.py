@@ -26,20 +26,25 @@ ROWS_PER_BLOCK = 8
 
 
 def step_work(
-    decodes: Iterable[Sequence], prompts: Iterable[tuple[Sequence, int]], num_groups: int
+    decodes: Iterable[Sequence],
+    prompts: Iterable[tuple[Sequence, int]],
+    num_groups: int,
+    num_passes: int = 1,
 ) -> StepWork:
-    """Return the work of a step that has begun: each number of the DP group with the most.
+    """Return the work of a begun step's first pass: each number of the DP group with the most.
 
     Args:
         decodes: Its rows that compute one token of their output.
         prompts: Its other rows, with the tokens that each computes.
         num_groups: DP groups of the engine.
+        num_passes: Passes of the step, all of which its rows have counted as progress.
     """
     rows, contexts, longest = [0] * num_groups, [0] * num_groups, 0
     for seq in decodes:
         rows[seq.dp_group] += 1
-        contexts[seq.dp_group] += seq.num_computed_tokens
-        longest = max(longest, seq.num_computed_tokens)
+        context = seq.num_computed_tokens - (num_passes - 1)
+        contexts[seq.dp_group] += context
+        longest = max(longest, context)
     chunks, tokens, pairs = [0] * num_groups, [0] * num_groups, [0] * num_groups
     for seq, count in prompts:
         chunks[seq.dp_group] += 1
@@ -114,10 +119,10 @@ class StepTotals:
         self.device_s = 0.0
         self.step_s = 0.0
 
-    def count(self, batch: ScheduledBatch, num_steps: int, waits_s: list[float]) -> None:
-        """Count a step, or several runs of it, and the waits for them."""
-        self.num_steps += num_steps
-        self.num_tokens += num_steps * batch.num_tokens
+    def count(self, batch: ScheduledBatch, waits_s: list[float]) -> None:
+        """Count the passes of a step, of which each has a wait, as a step each."""
+        self.num_steps += len(waits_s)
+        self.num_tokens += len(waits_s) * batch.num_tokens
         self.device_s += sum(waits_s)
         if batch.kind != "prefill":
             self.step_s = waits_s[-1]

@@ -3,8 +3,8 @@
 Owner of its device's timeline and of the rows that stand for its KV. It accepts the calls of
 `replicas.engine.worker.Worker` and gives the same step times as that worker on a simulated mesh,
 and the same token ids if it models KV. It needs no tensors, and optionally no KV, so that thousands
-of replicas fit one simulation. A decode step may be run many times in one call, see
-`EngineCore.num_repeats`.
+of replicas fit one simulation. A decode step may have many passes, of which the first one is made
+when the step is submitted, and the others when it is known how many there are (`stop_after`).
 """
 
 from __future__ import annotations
@@ -74,13 +74,14 @@ class StepClock:
 class _Begun(NamedTuple):
     """A submitted step: its rows' runs of tokens, when it is over, and waits for earlier passes."""
 
+    batch: ScheduledBatch
     runs: list[list[int]]
     end_s: float
     earlier_s: Sequence[float] = ()
 
 
 class _Planned(NamedTuple):
-    """A step of a run: its end, the wait for it, and the timeline's state after its submission."""
+    """A planned pass: its end, the wait for it, and the timeline's state after its submission."""
 
     end_s: float
     wait_s: float
@@ -151,7 +152,7 @@ class VirtualWorker:
         )
         # Submitted and not collected, oldest first.
         self._begun: deque[_Begun] = deque()
-        # The run that `end_times_s` has planned last.
+        # The passes that `plan_turns` has planned last.
         self._planned: list[_Planned] = []
         self._connector: P2PConnectorWorker | None = None
         self._cache: PagedKVCache | None = None
@@ -211,7 +212,7 @@ class VirtualWorker:
         if batch is not None:
             self._apply(batch)
             end_s = self._timeline.submit(self._clock.now_s(), self._step_s(batch))
-            self._begun.append(_Begun(self._advance(batch), end_s))
+            self._begun.append(_Begun(batch, self._advance(batch), end_s))
 
     def collect_step(self) -> StepResult:
         """Return the result of the oldest step, and add the wait for it to the clock."""
@@ -236,27 +237,24 @@ class VirtualWorker:
         """Return how long the host would wait now for the step that is collected next."""
         return max(self._begun[0].end_s - self._clock.now_s(), 0.0)
 
-    def end_times_s(
-        self, batch: ScheduledBatch, num_steps: int, host_s: float, *, is_ahead: bool
-    ) -> list[float]:
-        """Return when each turn ends if the step under way runs several times in a row.
+    def plan_turns(self, host_s: float, *, is_ahead: bool) -> list[float]:
+        """Return when each turn ends if every pass of the only step under way has one of its own.
 
         Args:
-            batch: The only step under way.
-            num_steps: Number of turns.
             host_s: Seconds of a turn besides the wait for the device.
-            is_ahead: Whether each turn submits the step of the next one before its wait.
+            is_ahead: Whether each turn submits the pass of the next one before its wait.
         """
         timeline, now_s = self._timeline, self._clock.now_s()
         [begun] = self._begun
+        num_passes = begun.batch.num_passes
         was = timeline.free_s, timeline.busy_s
         marks = [(begun.end_s, *was)]
-        rows = [self._row(slot) for slot in batch.slots]
+        rows = [self._row(slot) for slot in begun.batch.slots]
         contexts = [(row.lane, row.num_computed + 1) for row in rows]
-        seconds = iter(self._timing.decode_run_s(contexts, num_steps - 1))
+        seconds = iter(self._timing.decode_run_s(contexts, num_passes - 1))
         ends_s, self._planned = [], []
-        for turn in range(num_steps):
-            while len(marks) < min(turn + 1 + is_ahead, num_steps):
+        for turn in range(num_passes):
+            while len(marks) < min(turn + 1 + is_ahead, num_passes):
                 end_s = timeline.submit(now_s, next(seconds))
                 marks.append((end_s, timeline.free_s, timeline.busy_s))
             end_s, *mark = marks[turn]
@@ -267,24 +265,28 @@ class VirtualWorker:
         timeline.rewind(*was)
         return ends_s
 
-    def repeat(self, batch: ScheduledBatch, num_more: int) -> None:
-        """Run the step of the last `end_times_s` `num_more` times more, collected as one step."""
-        planned = self._planned[: num_more + 1]
+    def stop_after(self, num_passes: int) -> None:
+        """Let the only step under way make this many passes, of those that are planned if many."""
+        if num_passes == 1:
+            return
+        planned = self._planned[:num_passes]
         last = planned[-1]
         self._timeline.rewind(last.free_s, last.busy_s)
-        runs = self._begun.popleft().runs
+        begun = self._begun.popleft()
+        batch, runs = begun.batch, begun.runs
         if self._cache is not None:
-            for _ in range(num_more):
+            for _ in planned[1:]:
                 for run, more in zip(runs, self._advance(batch), strict=True):
                     run.extend(more)
         else:
+            num_more = num_passes - 1
             for run, slot in zip(runs, batch.slots, strict=True):
                 row = self._row(slot)
                 run.extend(self._tokens_of_request(row, num_more))
                 row.num_computed += num_more
                 row.num_tokens += num_more
-        earlier_s = [step.wait_s for step in planned[:-1]]
-        self._begun.append(_Begun(runs, last.end_s, earlier_s))
+        earlier_s = [each.wait_s for each in planned[:-1]]
+        self._begun.append(_Begun(batch, runs, last.end_s, earlier_s))
 
     # --- inside --------------------------------------------------------------------------------
 

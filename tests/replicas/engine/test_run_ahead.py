@@ -1,4 +1,4 @@
-"""Many decode steps taken over at once leave exactly the state of single steps."""
+"""A step of many passes leaves exactly the state of as many steps."""
 
 from __future__ import annotations
 
@@ -101,16 +101,17 @@ class Timing(OddTiming):
 
 
 class Core:
-    """An engine core on a virtual device that is driven step by step, or many steps at a time.
+    """An engine core on a virtual device whose steps have one pass, or at most so many.
 
     Its scheduler has a connector whose transfers do not end.
     """
 
-    def __init__(self, config, num_blocks, max_model_len):
+    def __init__(self, config, num_blocks, max_model_len, max_passes=1, *, runs_ahead=False):
         # With keys: two engines without would name their blocks differently.
         config = msgspec.structs.replace(config, max_model_len=max_model_len, keys=KEYS)
         facts = msgspec.structs.replace(
             FACTS, vocab_size=VOCAB_SIZE, eos_token_ids=[FIRST_TOKEN],
+            supports_async_decode=runs_ahead,
             kv_groups=one_kv_group(num_blocks, config.block_size),
         )  # fmt: skip
         self.worker = virtual_worker(
@@ -118,7 +119,7 @@ class Core:
         )
         connector = FakeConnector(config.block_size)
         with mock.patch.object(core_module, "make_connector", return_value=connector):
-            self.core = EngineCore(config, OneWorker(self.worker))
+            self.core = EngineCore(config, OneWorker(self.worker), max_passes=max_passes)
         self.core._transfers.connector = None
         self.scheduler = self.core._scheduler
         self.max_model_len = max_model_len
@@ -147,23 +148,21 @@ class Core:
         self.core.client_gone(client)
 
     def step(self):
-        did = self.core.step(0.0)
-        self.take_events()
-        return did
+        return self.run(1) > 0
 
     def run(self, wanted):
-        """Returns how many steps that was; none where nothing could run."""
+        """Returns how many passes that was; none where nothing could run."""
         step = self.core.begin_step(0.0)
-        num_steps = min(self.core.num_repeats(step), wanted)
-        if num_steps > 1:
+        num_passes = 1 if step.batch is None else min(step.batch.num_passes, wanted)
+        if num_passes > 1:
             clock = self.worker._clock
-            ends_s = self.worker.end_times_s(step.batch, num_steps, 0.0, is_ahead=False)
-            self.worker.repeat(step.batch, num_steps - 1)
-            clock.spend(ends_s[-2] - clock.now_s())
-        self.core.collect_step(step, num_steps)
+            ends_s = self.worker.plan_turns(0.0, is_ahead=self.core.runs_ahead)
+            clock.spend(ends_s[num_passes - 2] - clock.now_s())
+        self.worker.stop_after(num_passes)
+        self.core.collect_step(step, num_passes)
         did = self.core.end_step(step, 0.0)
         self.take_events()
-        return num_steps if did else 0
+        return num_passes if did else 0
 
     def take_events(self):
         for client, events in take_events(self.core).items():
@@ -214,9 +213,11 @@ ARRIVALS = st.one_of(
 
 
 @settings(max_examples=2 * settings().max_examples, suppress_health_check=[HealthCheck.too_slow])
-@given(configs(), phases(ARRIVALS))
-def test_a_core_that_runs_ahead_is_where_one_is_that_steps(world, actions):
-    ahead, plain = Core(*world), Core(*world)
+@given(configs(), phases(ARRIVALS), st.sampled_from([2, 30, 1000]), st.booleans())
+def test_many_passes_leave_a_core_where_as_many_steps_do(world, actions, max_passes, runs_ahead):
+    """With a step ahead, of another number of passes, what clients see is compared alone."""
+    ahead = Core(*world, max_passes=max_passes, runs_ahead=runs_ahead)
+    plain = Core(*world, runs_ahead=runs_ahead)
     longest = 0
     for action, *arguments in actions:
         if action == "run":
@@ -231,7 +232,8 @@ def test_a_core_that_runs_ahead_is_where_one_is_that_steps(world, actions):
             for side in (ahead, plain):
                 getattr(side, action)(*arguments)
                 side.take_events()
-        assert picture(ahead.scheduler) == picture(plain.scheduler)
+        if not runs_ahead:
+            assert picture(ahead.scheduler) == picture(plain.scheduler)
         assert ahead.history() == plain.history()
         assert ahead.core.snapshot(0) == plain.core.snapshot(0)
         assert counters(ahead) == counters(plain)
@@ -248,17 +250,16 @@ def counters(side):
     return msgspec.structs.replace(side.core.metrics(0.0), host_seconds=HostSeconds())
 
 
-def num_repeats(core, now_s=0.0):
-    """Run the core's next step once; return how often it might have run."""
+def num_passes(core, now_s=0.0):
+    """Make one pass of the core's next step; return how many it might have made."""
     step = core.core.begin_step(now_s)
-    found = core.core.num_repeats(step)
-    core.core.collect_step(step)
-    return found
+    core.core.collect_step(step, 1)
+    return step.batch.num_passes
 
 
-def running(*fields, config=None, max_model_len=100, num_outputs=1):
+def running(*fields, config=None, max_model_len=100, num_outputs=1, max_passes=1000):
     """A core whose requests have their first token, or so many."""
-    core = Core(config or make_config(block_size=16), 64, max_model_len)
+    core = Core(config or make_config(block_size=16), 64, max_model_len, max_passes)
     for sampling in fields:
         core.add([1, 2, 3], {"ignore_eos": True, "max_tokens": 90, **sampling})
     for _ in range(num_outputs):
@@ -267,37 +268,42 @@ def running(*fields, config=None, max_model_len=100, num_outputs=1):
 
 
 @pytest.mark.parametrize(
-    ("fields", "more", "num_steps"),
+    ("fields", "more", "expected"),
     [
         # Prompt of 3, one token is there: the block of 16 is full when 16 are computed, 3 are.
         ([{}], {}, 13),
         ([{}, {}], {}, 13),
+        ([{}], {"max_passes": 7}, 7),
+        ([{}], {"max_passes": 1}, 1),
         ([{"max_tokens": 5}], {}, 4),
         ([{"max_tokens": 5}, {"max_tokens": 9}], {}, 4),
         ([{}], {"max_model_len": 10}, 6),
         ([{"ignore_eos": False}], {}, 1),
         ([{}, {"ignore_eos": False}], {}, 1),
         ([{"stop_token_ids": frozenset([7])}], {}, 1),
-        ([{}], {"num_outputs": 14}, 16),
+        # The step that fills the block of 16, the one that gets another, and the one after it.
+        ([{}], {"num_outputs": 13}, 1),
+        ([{}], {"num_outputs": 14}, 1),
+        ([{}], {"num_outputs": 15}, 15),
         # The prompt is computed.
         ([{}], {"num_outputs": 0}, 1),
     ],
 )
-def test_how_long_a_run_may_be(fields, more, num_steps):
-    assert num_repeats(running(*fields, **more)) == num_steps
+def test_how_many_passes_a_step_may_have(fields, more, expected):
+    assert num_passes(running(*fields, **more)) == expected
 
 
 def test_nobody_is_passed_over():
     """One that waits, one that prefills, or one that does not fit into the step: a step of one."""
     core = running({}, {}, config=make_config(max_batch_size=2, block_size=16))
     core.add([1, 2, 3], {"max_tokens": 5})
-    assert num_repeats(core) == 1
+    assert num_passes(core) == 1
 
     core = running({}, config=make_config(max_num_batched_tokens=4, block_size=16))
     core.add([1] * 12, {"max_tokens": 5})
     core.step()
     assert not core.scheduler._waiting
-    assert num_repeats(core) == 1
+    assert num_passes(core) == 1
 
 
 def test_a_core_does_not_run_past_what_its_step_would_notice():
@@ -308,18 +314,20 @@ def test_a_core_does_not_run_past_what_its_step_would_notice():
     assert scheduler.reserve(late, 0.5) is None
     assert seq.status is late.status is SequenceStatus.RESERVED
     assert core.core.next_deadline_s() == 10.5
-    assert num_repeats(core, 10.4) > 1
-    assert num_repeats(core, 10.5) == 1, "a reservation has lapsed, which is to be told"
-    assert num_repeats(core, 10.5) > 1
+    assert num_passes(core, 10.4) > 1
+    step = core.core.begin_step(10.5)
+    assert not step.brings_tokens_alone, "a reservation has lapsed, which is to be told"
+    core.core.collect_step(step, 1)
+    assert num_passes(core, 10.5) > 1
 
     connector = core.core._transfers.connector = FakeConnector(16)
     connector.on_new_request(TransferRequest("d", [1] * 5, make_ticket("d", 5)), 0.0)
-    assert num_repeats(core, 10.5) == 1, "a transfer is under way: news of it may come"
+    assert num_passes(core, 10.5) == 1, "a transfer is under way: news of it may come"
     connector.cancelled.add("d")
-    assert num_repeats(core, 10.5) == 1, "the connector has something to do"
+    assert num_passes(core, 10.5) == 1, "the connector has something to do"
     core.core._transfers.connector = None
     core.core.handle(seq.client, Activate("d", []), 0.0)
-    assert num_repeats(core, 10.5) == 1, "the activated one has its prompt to compute"
+    assert num_passes(core, 10.5) == 1, "the activated one has its prompt to compute"
 
 
 def test_a_sequence_whose_kv_is_fetched_is_not_passed_over():
@@ -330,4 +338,4 @@ def test_a_sequence_whose_kv_is_fetched_is_not_passed_over():
     seq = next(s for s in core.scheduler._running if s.mode == "prefill")
     seq.num_computed_tokens = seq.num_tokens - 1
     assert [s.num_new_tokens for s in core.scheduler._running] == [1, 1]
-    assert num_repeats(core) == 1
+    assert num_passes(core) == 1

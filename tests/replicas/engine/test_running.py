@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,6 +43,12 @@ def step(scheduler, *token_ids):
     outputs = scheduler.update(batch, result_of(token_ids))
     scheduler.check_invariants()
     return batch, outputs
+
+
+def with_passes(scheduler, batch, num_passes):
+    """Return the step under way with so many passes, whatever may happen in them."""
+    [plan] = scheduler._plans
+    return scheduler._add_passes(plan, num_passes - 1) if num_passes > 1 else batch
 
 
 @pytest.mark.parametrize("mixed", [True, False])
@@ -127,13 +134,43 @@ def test_who_waits_costs_nothing_while_no_slot_is_free(monkeypatch):
     assert scheduler.num_waiting == 2
 
 
+def test_a_step_that_is_shortened_is_planned_on_from_the_passes_it_makes():
+    """Of 13 passes the last fills the block of 16, so that the step ahead would need another."""
+    scheduler = make_scheduler(block_size=16)
+    add(scheduler, "a")
+    step(scheduler, 1)
+    batch = scheduler.schedule()
+    longer = scheduler.extend(batch, 1000)
+    assert longer == msgspec.structs.replace(batch, num_passes=13)
+    scheduler.shorten(longer, 4)
+    ahead = scheduler.schedule_ahead()
+    assert ahead == batch
+    seq = scheduler.get("a")
+    assert seq.num_computed_tokens == 3 + 4 + 1
+    outputs = scheduler.update(longer, StepResult([1] * 4, [0.0] * 4, [4]))
+    assert outputs.counts == [4]
+    scheduler.update(ahead, result_of([1]))
+    scheduler.check_invariants()
+    assert seq.num_computed_tokens == seq.num_tokens - 1 == 8
+    assert scheduler.extend(scheduler.schedule(), 1000).num_passes == 8
+
+
+def test_passes_are_taken_from_a_step_that_is_all_there_is():
+    scheduler = make_scheduler()
+    add(scheduler, "a")
+    step(scheduler, 1)
+    batch = scheduler.schedule()
+    assert scheduler.schedule_ahead() is not None
+    with pytest.raises(AssertionError, match="a step ahead"):
+        scheduler.shorten(batch, 1)
+
+
 def test_a_run_ends_with_its_first_stop():
     scheduler = make_scheduler(block_size=16)
     add(scheduler, "a", stop_token_ids=frozenset({7}))
     [before] = scheduler.group_snapshots()
     step(scheduler, 1)
-    batch = scheduler.schedule()
-    scheduler.repeat(batch, 4)
+    batch = with_passes(scheduler, scheduler.schedule(), 5)
     outputs = scheduler.update(batch, StepResult([1, 2, 7, 4, 5], [0.0] * 5, [5]))
     assert outputs.token_ids == [1, 2, 7]
     assert outputs.ends == {0: ("stop", 7)}
@@ -168,7 +205,7 @@ def test_runs_give_what_single_tokens_give(limits, stops, passes):
         rows = [int(seq.request_id) for seq in scheduler._running]
         planned, made = (1, 1) if batch.new else next(steps)
         made = min(planned, made)
-        scheduler.repeat(batch, planned - 1)
+        batch = with_passes(scheduler, batch, planned)
         runs = [[token(r, len(found[str(r)]) + i) for i in range(made)] for r in rows]
         result = StepResult([*itertools.chain(*runs)], [0.0] * made, [made] * len(rows))
         outputs = scheduler.update(batch, result)

@@ -159,22 +159,23 @@ def test_a_wrong_block_shows_in_the_tokens():
 # --- without KV ---------------------------------------------------------------------------------
 
 
-def test_a_turn_of_a_run_waits_for_the_step_that_was_begun_a_turn_before():
+def test_a_turn_waits_for_the_pass_that_was_begun_a_turn_before():
     """One step at a time leaves the device idle while its host works; two do not."""
     clock = StepClock()
     worker = plain_worker(clock)
-    batch = ScheduledBatch("decode", [0], [1], [new(0, 9, num_computed=8)], [])
-    again = msgspec.structs.replace(batch, new=[])
+    batch = ScheduledBatch("decode", [0], [1], [new(0, 9, num_computed=8)], [], num_passes=3)
+    again = msgspec.structs.replace(batch, new=[], num_passes=2)
     worker.submit_step(batch, None, 0.0)
     assert worker.wait_s() == 69.0
-    assert worker.end_times_s(batch, 3, 10.0, is_ahead=False) == [79.0, 159.0, 240.0]
-    assert worker.end_times_s(batch, 3, 10.0, is_ahead=True) == [79.0, 149.0, 220.0]
+    assert worker.plan_turns(10.0, is_ahead=False) == [79.0, 159.0, 240.0]
+    assert worker.plan_turns(10.0, is_ahead=True) == [79.0, 149.0, 220.0]
+    worker.stop_after(1)
     # The turn that takes the first over submits the second, a turn before it is read.
     worker.submit_step(again, None, 0.0)
     assert worker.collect_step().device_s == 69.0
     clock.start(79.0)
-    assert worker.end_times_s(again, 2, 10.0, is_ahead=True) == [149.0, 220.0]
-    worker.repeat(again, 1)
+    assert worker.plan_turns(10.0, is_ahead=True) == [149.0, 220.0]
+    worker.stop_after(2)
     clock.start(149.0)
     result = worker.collect_step()
     assert result.passes_s == [60.0, 61.0]
@@ -239,10 +240,10 @@ def run(worker, kind, slots, counts, new_sequences=()):
     return execute(worker, batch)
 
 
-def turns(worker, batch, num_steps):
-    """Return when each of these turns ends; the first one submits the step."""
-    worker.submit_step(batch, None, 0.0)
-    return worker.end_times_s(batch, num_steps, 0.0, is_ahead=False)
+def turns(worker, batch, num_passes):
+    """Submit a step of these passes, and return when the turn of each ends."""
+    worker.submit_step(msgspec.structs.replace(batch, num_passes=num_passes), None, 0.0)
+    return worker.plan_turns(0.0, is_ahead=False)
 
 
 def execute(worker, batch):
@@ -303,7 +304,7 @@ def test_tokens_without_kv_are_of_the_request_alone():
 
 
 @pytest.mark.parametrize("models_kv", [False, True])
-def test_a_run_gives_the_tokens_and_seconds_of_its_steps(models_kv):
+def test_passes_give_the_tokens_and_seconds_of_as_many_steps(models_kv):
     sequences = [new(0, 9, num_computed=8, num_prompt=4), new(3, 4, num_computed=3, seed=7)]
     once, ahead = plain_worker(models_kv=models_kv), plain_worker(models_kv=models_kv)
     batch = ScheduledBatch("decode", [0, 3], [1, 1], sequences, [])
@@ -312,13 +313,13 @@ def test_a_run_gives_the_tokens_and_seconds_of_its_steps(models_kv):
     ends_s = list(accumulate(r.device_s for r in results))
     assert turns(ahead, batch, 4) == ends_s
     assert ahead._clock.spent == [], "whoever asks passes the time"
-    ahead.repeat(batch, 2)
+    ahead.stop_after(3)
     ahead._clock.spend(ends_s[1])
     run_ = ahead.collect_step()
     assert run_.passes_s == [r.device_s for r in results[:3]]
     assert run_.token_ids == [r.token_ids[row] for row in range(2) for r in results[:3]]
     assert run_.counts == [3, 3]
-    # Fewer steps were run than planned: the next one continues from there.
+    # Fewer passes were made than planned: the next step continues from there.
     assert turns(ahead, again, 1) == ends_s[3:]
     assert ahead.collect_step() == results[3]
 
