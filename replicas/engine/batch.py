@@ -112,23 +112,37 @@ class PersistentBatch:
         self,
         slots: npt.NDArray[np.int32],
         counts: npt.NDArray[np.int32],
-        samples: npt.NDArray[np.bool_],
+        num_logits: npt.NDArray[np.int32],
     ) -> None:
         """Count the tokens that a step computes; `record` later stores those that it samples.
 
         Args:
             slots: (R,) rows that run, all different.
             counts: (R,) tokens to compute of each.
-            samples: (R,) whether each samples.
+            num_logits: (R,) tokens that each gets if all its drafts are accepted.
         """
         self.num_computed_tokens[slots] += counts
-        self.num_tokens[slots] = np.minimum(self.num_tokens[slots] + samples, self.max_model_len)
+        self.num_tokens[slots] = np.minimum(self.num_tokens[slots] + num_logits, self.max_model_len)
 
     def advance_decodes(self) -> None:
         """Do `advance` for a step with the same rows as the last `decode_inputs`."""
         np.add(self.num_computed_tokens, self._is_decoding, out=self.num_computed_tokens)
         np.add(self.num_tokens, self._is_decoding, out=self.num_tokens)
         np.minimum(self.num_tokens, self.max_model_len, out=self.num_tokens)
+
+    def give_back(
+        self, slots: npt.NDArray[np.int32], num_rejected: npt.NDArray[np.integer[Any]]
+    ) -> None:
+        """Undo the progress that `advance` has counted for rejected drafts.
+
+        Their KV stays behind the row's end until the next pass overwrites it.
+
+        Args:
+            slots: (n,) rows, all different.
+            num_rejected: (n,) tokens of each.
+        """
+        self.num_computed_tokens[slots] -= num_rejected
+        self.num_tokens[slots] = self.num_computed_tokens[slots] + 1
 
     def record(
         self,
@@ -148,21 +162,30 @@ class PersistentBatch:
             slots, places, token_ids = slots[fits], places[fits], token_ids[fits]
         self.token_ids[slots, places] = token_ids
 
-    def samples(
+    def num_logits(
         self, slots: npt.NDArray[np.int32], counts: npt.NDArray[np.int32]
-    ) -> npt.NDArray[np.bool_]:
-        """Return (R,) bool: rows whose last known token this step computes, so that they sample."""
-        done: npt.NDArray[np.bool_] = (
-            self.num_computed_tokens[slots] + counts == self.num_tokens[slots]
-        )
-        return done
+    ) -> npt.NDArray[np.int32]:
+        """Return (R,) logit rows of each row: of its last known token and of every draft.
 
-    def flat_inputs(self, slots: npt.NDArray[np.int32], counts: npt.NDArray[np.int32]) -> FlatBatch:
+        0 in a row whose last known token is not among the computed ones.
+        """
+        wanted: npt.NDArray[np.int32]
+        wanted = self.num_computed_tokens[slots] + counts - self.num_tokens[slots] + 1
+        np.maximum(wanted, 0, out=wanted)
+        return wanted
+
+    def flat_inputs(
+        self,
+        slots: npt.NDArray[np.int32],
+        counts: npt.NDArray[np.int32],
+        num_logits: npt.NDArray[np.int32],
+    ) -> FlatBatch:
         """Return the flat form of a step, for a model with one KV group.
 
         Args:
             slots: (R,) rows that run, in order.
             counts: (R,) tokens to compute for each.
+            num_logits: (R,) trailing tokens of each whose logits are wanted.
         """
         computed = self.num_computed_tokens[slots]
         seq_lens = computed + counts
@@ -185,7 +208,7 @@ class PersistentBatch:
             seq_lens=seq_lens,
             block_table=block_table[slots, : -(-int(seq_lens.max()) // block_size)],
             dp_groups=self.dp_groups[slots],
-            logits_indices=(ends[self.samples(slots, counts)] - 1).astype(np.int64),
+            logits_indices=last_indices(ends, num_logits),
         )
 
     def prefill_inputs(
@@ -257,3 +280,16 @@ class PersistentBatch:
             if is_decoding:
                 self._decode_table[group, slot, start:end] = block_ids
             self.num_blocks[group, slot] = end
+
+
+def last_indices(
+    ends: npt.NDArray[np.integer[Any]], counts: npt.NDArray[np.integer[Any]]
+) -> npt.NDArray[np.int64]:
+    """Return (sum(counts),) the last `counts` indices before each of `ends`, in order.
+
+    Source: vLLM v1/worker/gpu_model_runner.py `_calc_spec_decode_metadata`, `logits_indices`.
+    """
+    sums = counts.cumsum()
+    shifts = np.repeat(ends - sums, counts)
+    indices: npt.NDArray[np.int64] = np.arange(len(shifts), dtype=np.int64) + shifts
+    return indices

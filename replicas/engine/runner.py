@@ -38,7 +38,6 @@ if TYPE_CHECKING:
         SupportsMixedBatch,
     )
 
-    BoolArray = npt.NDArray[np.bool_]
     IntArray = npt.NDArray[np.integer[Any]]
     Int32Array = npt.NDArray[np.int32]
     Int64Array = npt.NDArray[np.int64]
@@ -50,11 +49,11 @@ _NO_NUMBERS = np.zeros(0)
 
 
 class _StepRows(NamedTuple):
-    """Rows of a step: slots (R,), tokens to compute for each, whether each samples; the calls."""
+    """Rows of a step: slots (R,), tokens to compute and logit rows of each; the calls."""
 
     slots: Int32Array
     counts: Int32Array
-    samples: BoolArray
+    num_logits: Int32Array
     calls: list[CallRows]
 
 
@@ -82,15 +81,15 @@ class SubmittedStep:
 
     Attributes:
         slots: (R,) its rows.
-        samples: (R,) whether each of them samples.
-        token_places: (R,) index in its sequence of each row's sampled token.
+        num_logits: (R,) logit rows of each of them.
+        token_places: (R,) index in its sequence of each row's first sampled token.
         calls: Its calls of the generator, in order.
         device_s: Seconds inside the generator so far.
         result: The result, once the tokens are known.
     """
 
     slots: Int32Array
-    samples: BoolArray
+    num_logits: Int32Array
     token_places: Int32Array
     calls: list[_Call]
     device_s: float
@@ -158,13 +157,13 @@ class ModelRunner:
         for row in scheduled.new:
             self._release(row.slot)
         rows = self._divide(scheduled)
-        step = SubmittedStep(rows.slots, rows.samples, batch.num_tokens[rows.slots], [], 0.0)
+        step = SubmittedStep(rows.slots, rows.num_logits, batch.num_tokens[rows.slots], [], 0.0)
         for call_rows in rows.calls:
             self._submit_call(step, scheduled, call_rows, rows.counts)
         if self._steady is not None:
             batch.advance_decodes()
         else:
-            batch.advance(rows.slots, rows.counts, rows.samples)
+            batch.advance(rows.slots, rows.counts, rows.num_logits)
         self._submitted.append(step)
         return step
 
@@ -208,7 +207,7 @@ class ModelRunner:
             self._batch.record(slots, places, token_ids)
         else:
             token_ids = self._drawn_and_sampled(step, outputs)
-            found = step.samples
+            found = step.num_logits > 0
             self._batch.record(slots[found], places[found], token_ids[found])
         step.result = _result(token_ids, step.device_s, time.perf_counter() - sampling)
 
@@ -265,9 +264,10 @@ class ModelRunner:
                 return rows
         slots = np.asarray(scheduled.slots, dtype=np.int32)
         counts = np.asarray(scheduled.num_scheduled_tokens, dtype=np.int32)
-        samples = self._batch.samples(slots, counts)
+        num_logits = self._batch.num_logits(slots, counts)
+        samples = num_logits > 0
         calls = self._draws.divide(scheduled.kind, self._batch, slots, samples)
-        rows = _StepRows(slots, counts, samples, calls)
+        rows = _StepRows(slots, counts, num_logits, calls)
         is_steady = scheduled.kind == "decode" and len(calls) == 1 and bool(samples.all())
         self._steady = (list(scheduled.slots), rows) if is_steady else None
         return rows
@@ -289,13 +289,13 @@ class ModelRunner:
     def _call_mixed(
         self, step: SubmittedStep, rows: CallRows, slots: Int32Array, counts: Int32Array
     ) -> _Call:
-        inputs = self._batch.flat_inputs(slots, counts)
+        inputs = self._batch.flat_inputs(slots, counts, step.num_logits)
         mixed = cast("SupportsMixedBatch", self._generator)
         started = time.perf_counter()
         logits = mixed.forward_mixed(inputs, self._kv_cache)
         step.device_s += time.perf_counter() - started
-        # The logits of the rows that sample, in order.
-        return _Call(rows, np.cumsum(step.samples) - 1, logits)
+        # The last logits of each row that samples.
+        return _Call(rows, np.cumsum(step.num_logits) - 1, logits)
 
     def _call_prefill(
         self, step: SubmittedStep, rows: CallRows, slots: Int32Array, counts: Int32Array

@@ -120,7 +120,7 @@ class World:
             self.write(seq.dp_group, tables, tokens, start)
             samples = end == seq.num_tokens
             assert samples or end % self.chunk_alignment == 0, "a chunk ends inside a block"
-            assert samples == bool(self.batch.samples(np.array([slot]), np.array([count]))[0])
+            assert samples == self.batch.num_logits(np.array([slot]), np.array([count]))[0]
             token_ids.append(sample() if samples else None)
         slots, counts = np.asarray(batch.slots), np.asarray(batch.num_scheduled_tokens)
         places = self.batch.num_tokens[slots]

@@ -121,7 +121,7 @@ class Tables:
             if samples and len(row.tokens) < MAX_LEN:
                 row.tokens.append(tokens[-1])
         sampled = np.asarray(tokens) >= 0
-        assert self.batch.samples(slots, counts).tolist() == sampled.tolist()
+        assert self.batch.num_logits(slots, counts).tolist() == sampled.tolist()
         places = self.batch.num_tokens[slots]
         self.batch.advance(slots, counts, sampled)
         self.batch.record(slots[sampled], places[sampled], np.asarray(tokens)[sampled])
@@ -157,7 +157,8 @@ def assert_decode(tables, slots):
 
 
 def assert_flat(tables, slots, counts):
-    flat, size = tables.batch.flat_inputs(slots, counts), tables.block_sizes[0]
+    num_logits = tables.batch.num_logits(slots, counts)
+    flat, size = tables.batch.flat_inputs(slots, counts, num_logits), tables.block_sizes[0]
     wanted, last = [], []
     for request, (slot, count) in enumerate(zip(slots.tolist(), counts.tolist(), strict=True)):
         row = tables.rows[slot]
@@ -202,6 +203,36 @@ def test_inputs_of_any_steps_are_those_of_plain_lists(seed, block_sizes, spare_w
         tables.advance(*work)
         num_full += any(len(row.tokens) == row.computed for row in tables.rows.values())
     event(f"rows at the longest length: {num_full > 0}")
+
+
+def test_a_row_has_logits_for_its_last_token_and_each_draft():
+    """The example of vLLM v1/worker/gpu_model_runner.py `_calc_spec_decode_metadata`."""
+    batch = PersistentBatch(5, 128, [4])
+    drafts = [3, 0, 2, 0, 1]
+    counts = np.array([4, 100, 3, 100, 2], dtype=np.int32)
+    blocks = list(range(1, 33))
+    for slot, (count, num_drafts) in enumerate(zip(counts, drafts, strict=True)):
+        known = int(count) - num_drafts
+        apply(batch, step("mixed", {}, [new(slot, [7] * (known + 9), blocks, computed=9)]))
+    slots = np.arange(5, dtype=np.int32)
+    assert batch.num_logits(slots, counts).tolist() == [4, 1, 3, 1, 2]
+    flat = batch.flat_inputs(slots, counts, batch.num_logits(slots, counts))
+    assert flat.logits_indices.tolist() == [0, 1, 2, 3, 103, 104, 105, 106, 206, 207, 208]
+    cut = np.array([4, 99, 3, 98, 2], dtype=np.int32)
+    assert batch.num_logits(slots, cut).tolist() == [4, 0, 3, 0, 2], "a prompt that is cut"
+
+
+def test_rejected_drafts_are_given_back():
+    batch = PersistentBatch(NUM_SLOTS, MAX_LEN, [4])
+    apply(batch, step("mixed", {}, [new(1, [1, 2, 3], [5, 6], computed=2)]))
+    apply(batch, step("mixed", {}, [new(2, [8] * 10, [7, 8, 9], computed=9)]))
+    slots = np.array([1, 2], dtype=np.int32)
+    counts = np.array([4, 3], dtype=np.int32)
+    batch.advance(slots, counts, batch.num_logits(slots, counts))
+    assert batch.num_tokens[slots].tolist() == [7, MAX_LEN]
+    batch.give_back(slots, np.array([2, 1]))
+    assert batch.num_tokens[slots].tolist() == [5, 12]
+    assert batch.num_computed_tokens[slots].tolist() == [4, 11]
 
 
 def test_the_page_tables_stay_and_only_what_changes_is_written():
