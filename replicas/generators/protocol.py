@@ -78,6 +78,7 @@ class ModelCapabilities(TypedDict, total=False):
         gives_logits_beside_tokens: ``decode_forward`` accepts ``logits_rows`` together with
             ``sampling_params``. Ours; default False.
         supports_mixed_batch: Has ``forward_mixed``. Ours; default False.
+        supports_hidden_states: Has ``forward_hidden`` and ``compute_logits``. Ours; default False.
         supports_layer_callbacks: Has ``set_layer_callbacks``. Ours; default False.
     """
 
@@ -102,6 +103,7 @@ class ModelCapabilities(TypedDict, total=False):
     supports_sample_in_prefill: bool
     gives_logits_beside_tokens: bool
     supports_mixed_batch: bool
+    supports_hidden_states: bool
     supports_layer_callbacks: bool
 
 
@@ -553,6 +555,33 @@ class SupportsMixedBatch(Protocol):
 
         Returns:
             Logits float (len(batch.logits_indices), V), in that order.
+        """
+        ...
+
+
+class SupportsHiddenStates(Protocol):
+    """Capability ``supports_hidden_states``: a mixed pass whose logits are computed afterwards.
+
+    The logits of a long prompt need not exist at once: 2,048 tokens with a vocabulary of 128k take
+    1 GiB in float32. Source: vLLM v1/worker/gpu_model_runner.py (``compute_logits``).
+    """
+
+    def forward_hidden(self, batch: FlatBatch, kv_cache: KVCache) -> torch.Tensor:
+        """Do the same as ``SupportsMixedBatch.forward_mixed`` up to the final norm, included.
+
+        Returns:
+            (len(batch.logits_indices), N) in the model's dtype, N the hidden size. Read-only.
+        """
+        ...
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits of some rows of ``forward_hidden``.
+
+        Args:
+            hidden: (S, N), rows of one or several passes.
+
+        Returns:
+            (S, V) in the model's dtype. Of all rows of a pass the same as ``forward_mixed``'s.
         """
         ...
 

@@ -6,6 +6,7 @@ Modules are imported only when their generator is requested.
 from __future__ import annotations
 
 import importlib
+import itertools
 from typing import TYPE_CHECKING, cast
 
 from replicas.config import NATIVE_TT_GENERATOR
@@ -27,8 +28,9 @@ REQUIRED_METHODS = (
     "process_decode_output_host",
 )
 _CAPABILITY_METHODS = {
-    "supports_mixed_batch": "forward_mixed",
-    "supports_layer_callbacks": "set_layer_callbacks",
+    "supports_mixed_batch": ("forward_mixed",),
+    "supports_hidden_states": ("forward_hidden", "compute_logits"),
+    "supports_layer_callbacks": ("set_layer_callbacks",),
 }
 
 
@@ -102,8 +104,8 @@ def _check_interface(target: str, found: type) -> None:
     capabilities = getattr(found, "model_capabilities", None)
     if not isinstance(capabilities, dict):
         raise ConfigError(f"generator {target!r} has no dictionary model_capabilities")
-    promised = [name for key, name in _CAPABILITY_METHODS.items() if capabilities.get(key)]
-    wanted = (*REQUIRED_METHODS, *promised)
+    promised = [names for key, names in _CAPABILITY_METHODS.items() if capabilities.get(key)]
+    wanted = (*REQUIRED_METHODS, *itertools.chain(*promised))
     missing = [name for name in wanted if not callable(getattr(found, name, None))]
     if missing:
         raise ConfigError(f"generator {target!r} lacks {', '.join(missing)}")

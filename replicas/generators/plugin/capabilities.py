@@ -10,7 +10,12 @@ if TYPE_CHECKING:
     from replicas.generators.plugin.signatures import ModelSignature
     from replicas.generators.protocol import ModelCapabilities
 
-_OURS = ("supports_mixed_batch", "supports_layer_callbacks", "gives_logits_beside_tokens")
+_OURS = (
+    "supports_mixed_batch",
+    "supports_hidden_states",
+    "supports_layer_callbacks",
+    "gives_logits_beside_tokens",
+)
 """Capabilities defined by this project, which plug-in classes have no methods for."""
 _SILENT_DEFAULTS = ("supports_prefix_caching", "supports_chunked_prefill")
 """Off unless declared. Logged, because both improve performance much where they are possible."""

@@ -27,7 +27,7 @@ from replicas.generators.torch.model import PagedTransformer
 from replicas.generators.torch.team import HELPERS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from replicas.generators.model_config import ModelConfig
     from replicas.generators.protocol import (
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         KVCacheShape,
         LayerCallback,
         SupportsGang,
+        SupportsHiddenStates,
         SupportsLayerCallbacks,
         SupportsMixedBatch,
         SupportsTokenBudget,
@@ -69,6 +70,7 @@ class TorchGenerator:
         "output_tokens_per_step": 1,
         "supports_spec_decode": False,
         "supports_mixed_batch": True,
+        "supports_hidden_states": True,
         "supports_layer_callbacks": True,
     }
     decode_input_update_contract: ClassVar[int] = 1
@@ -293,6 +295,23 @@ class TorchGenerator:
         cache = _checked(kv_cache)
         return self._forward(from_flat(batch, self._space(cache)), cache)
 
+    def forward_hidden(self, batch: FlatBatch, kv_cache: KVCache) -> torch.Tensor:
+        """Run a mixed pass without logits; see ``SupportsHiddenStates.forward_hidden``.
+
+        Returns:
+            (len(batch.logits_indices), N) in the model's dtype.
+        """
+        cache = _checked(kv_cache)
+        flat = from_flat(batch, self._space(cache))
+        return self._forward(flat, cache, self._model.forward_hidden)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits of hidden states; see ``SupportsHiddenStates.compute_logits``."""
+        weights = self._config.vocab_size * self._config.hidden_size
+        is_long = weights >= LONG_WEIGHTS or len(hidden) * weights >= LONG_PRODUCTS
+        with _all_threads_if(is_long):
+            return self._model.compute_logits(hidden)
+
     def forward_idle(self) -> None:
         """Take part in one forward pass of the other ranks without tokens of its own."""
         with torch.inference_mode():
@@ -329,8 +348,14 @@ class TorchGenerator:
         return BlockSpace(cache.num_blocks, cache.block_size, slots_per_lane)
 
     def _forward(
-        self, batch: PagedBatch, cache: TorchKVCache, *, is_warm_up: bool = False
+        self,
+        batch: PagedBatch,
+        cache: TorchKVCache,
+        run: Callable[..., torch.Tensor] | None = None,
+        *,
+        is_warm_up: bool = False,
     ) -> torch.Tensor:
+        """Run a pass by `run`, a method of the model; None is its `forward`."""
         before, after = (None, None) if is_warm_up else (self._before_layer, self._after_layer)
         decoding = batch.seq_lens[np.diff(batch.query_start_loc) == 1]
         products = len(batch.input_ids) * self._layer_weights
@@ -341,7 +366,7 @@ class TorchGenerator:
         with torch.inference_mode(), _all_threads_if(is_long):
             if (num_threads := torch.get_num_threads()) > 1:
                 HELPERS.keep_off(num_threads)
-            return self._model.forward(batch, cache, before, after)
+            return (run or self._model.forward)(batch, cache, before, after)
 
 
 @contextlib.contextmanager
@@ -413,4 +438,5 @@ if TYPE_CHECKING:  # fails type checking when the class and the protocols part w
     _mixed: type[SupportsMixedBatch] = TorchGenerator
     _callback: type[SupportsLayerCallbacks] = TorchGenerator
     _gang: type[SupportsGang] = TorchGenerator
+    _hidden: type[SupportsHiddenStates] = TorchGenerator
     _budget: type[SupportsTokenBudget] = TorchGenerator

@@ -3,7 +3,8 @@
 One pass serves prefill chunks and decodes alike. The order of operations and of casts is that of
 transformers, so that float32 results agree.
 
-Dimensions: T tokens, H query heads, G KV heads, D head size, V vocabulary.
+Dimensions: T tokens, S wanted tokens, N hidden size, H query heads, G KV heads, D head size,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -78,15 +79,32 @@ class PagedTransformer:
         Returns:
             (len(batch.logits_indices), V) in the model's dtype.
         """
+        return self.compute_logits(self.forward_hidden(batch, cache, before_layer, after_layer))
+
+    def forward_hidden(
+        self,
+        batch: PagedBatch,
+        cache: TorchKVCache,
+        before_layer: LayerCallback | None = None,
+        after_layer: LayerCallback | None = None,
+    ) -> torch.Tensor:
+        """Do the same as ``forward``, but return the hidden states of the wanted tokens.
+
+        Returns:
+            (len(batch.logits_indices), N) in the model's dtype, normed.
+        """
         weights, kernels = self._weights, self._attention.kernels
         self._check(batch, cache)
         x = functional.embedding(batch.input_ids, weights.embedding)
         run = self._run_one_by_one if self._stack is None else self._run_stack
         last = run(x, batch, cache, (before_layer, after_layer))
-        last = kernels.rms_norm(last, weights.final_norm, self._config.rms_norm_eps)
+        return kernels.rms_norm(last, weights.final_norm, self._config.rms_norm_eps)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits (S, V) of hidden states (S, N) from ``forward_hidden``."""
         # Made outside inference mode: callers may then change their logits in place.
         with torch.inference_mode(mode=False), torch.no_grad():
-            return weights.lm_head(last)
+            return self._weights.lm_head(hidden)
 
     def _run_stack(
         self, x: torch.Tensor, batch: PagedBatch, cache: TorchKVCache, around: _Callbacks

@@ -45,6 +45,7 @@ for _name in REQUIRED_METHODS:
 class Mixing(Complete):
     model_capabilities: ClassVar[dict[str, Any]] = {
         "supports_mixed_batch": True,
+        "supports_hidden_states": True,
         "supports_layer_callbacks": True,
     }
 
@@ -178,7 +179,9 @@ def test_missing_methods_are_named():
 
 
 def test_a_promised_capability_needs_its_method():
-    with pytest.raises(ConfigError, match="lacks forward_mixed, set_layer_callbacks"):
+    with pytest.raises(
+        ConfigError, match="lacks forward_mixed, forward_hidden, compute_logits, set"
+    ):
         resolve_generator(f"{__name__}:Mixing")
 
 

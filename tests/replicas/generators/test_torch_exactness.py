@@ -118,3 +118,20 @@ def test_logits_may_be_changed_in_place_and_none_need_be_wanted(tiny, dtype):
     loop.step_decode([sequence]).div_(2.0)
     none = replace(batch, logits_indices=batch.logits_indices[:0])
     assert loop.generator.forward_mixed(none, loop.cache).shape == (0, logits.shape[1])
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen3-moe"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_of_hidden_states_are_those_of_a_mixed_pass_bit_for_bit(tiny, name, dtype):
+    loop = paged_loop(tiny(name), 1, 8, 16, dtype)
+    generator = loop.generator
+    sequences = [loop.add(prompt, 1) for prompt in PROMPTS]
+    counts = [sequence.num_prompt_tokens for sequence in sequences]
+    batch = loop.flat_batch(sequences, counts, every=True)
+    hidden = generator.forward_hidden(batch, loop.cache).clone()
+    assert hidden.shape == (sum(counts), generator._config.hidden_size)
+    logits = generator.forward_mixed(batch, loop.cache)
+    assert torch.equal(generator.compute_logits(hidden), logits)
+    portions = torch.cat([generator.compute_logits(part) for part in hidden.split(5)])
+    torch.testing.assert_close(portions, logits)
+    generator.compute_logits(hidden).div_(2.0)

@@ -143,6 +143,7 @@ def test_declared_but_impossible() -> None:
             "supports_async_decode": True,
             "supports_spec_decode": True,
             "supports_mixed_batch": True,
+            "supports_hidden_states": True,
         }
 
     adapted = adapt(Promising)
