@@ -2,7 +2,7 @@
 
 Owner of the set of sequences that wait for KV, and of every sequence's `KVLoad`, on the engine's
 core thread. A state machine without clock or bytes: it gets events from clients and connector, and
-returns how a sequence continues (`Verdict`). The roster allocates and frees slots and blocks.
+returns how a sequence continues (`Verdict`). The scheduler allocates and frees slots and blocks.
 
 A sequence gets here in one of two ways:
 
@@ -95,7 +95,7 @@ class KVLoads:
     def load(self, request_id: str, ticket: bytes, epoch: int, now_s: float) -> None:
         """Start fetching a reserved sequence's KV, or cancel the transfer under way first.
 
-        For arguments and errors see `Roster.load`.
+        For arguments and errors see `Scheduler.load`.
         """
         seq = self._reserved.get(request_id)
         if seq is None or seq.transfer is None or self._connector is None:

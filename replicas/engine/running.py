@@ -1,8 +1,8 @@
 """Running sequences, and the common state of their decode steps.
 
-Owner: the roster, on the engine's core thread. A sequence *decodes* from its first token here on:
-all but its last token is computed, and the worker knows it. Such rows repeat the same step, so a
-step only examines rows that have reached `Sequence.look_at` or got a token that may end them.
+Owner: the scheduler, on the engine's core thread. A sequence *decodes* from its first token here
+on: all but its last token is computed, and the worker knows it. Such rows repeat the same step, so
+a step only examines rows that have reached `Sequence.look_at` or got a token that may end them.
 """
 
 from __future__ import annotations

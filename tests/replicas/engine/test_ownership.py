@@ -17,23 +17,23 @@ WRITERS = {
     "capacity": {"groups"},
     "dp_group": {"groups"},
     "handle": {"requests"},
-    "is_aborted": {"roster"},
+    "is_aborted": {"scheduler"},
     "is_decoding": {"running"},
     "is_told": {"events"},
     "load": {"loads"},
     "look_at": {"scheduler"},
-    "num_preemptions": {"roster"},
+    "num_preemptions": {"scheduler"},
     "slot": {"groups"},
     "stop_ids": {"scheduler"},
     # Still written in more than one place.
     "is_converted": {"groups", "loads"},
     "is_known_to_runner": {"groups", "scheduler"},
     "num_cached_tokens": {"groups", "loads"},
-    "num_computed_tokens": {"groups", "loads", "roster", "scheduler"},
+    "num_computed_tokens": {"groups", "loads", "scheduler"},
     "num_indexed_tokens": {"groups", "prefixes"},
     "token_ids": {"loads", "scheduler"},
     "walks": {"groups", "prefixes"},
-    "status": {"departed", "loads", "roster", "scheduler", "waiting"},
+    "status": {"departed", "loads", "scheduler", "waiting"},
 }
 OTHERS = {"self", "columns"}
 """Names of objects that are no sequences and have attributes of the same name."""
