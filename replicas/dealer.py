@@ -73,7 +73,9 @@ def too_large(description: EngineDescription, request_id: str, num_bytes: int) -
         request_id: The request.
         num_bytes: Size of its encoded message.
     """
-    limit = max_client_message_bytes(description.max_model_len)
+    limit = max_client_message_bytes(
+        description.max_model_len, description.vocab_size, description.slots_per_group
+    )
     if num_bytes <= limit:
         return None
     return Refused(

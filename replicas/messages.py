@@ -104,12 +104,8 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
         Raises:
             InvalidRequestError: The request uses one; `param` names it.
         """
-        for param, is_asked in (
-            ("n", self.sampling.n > 1),
-            ("logprobs", self.sampling.logprobs is not None),
-            ("adapter", self.adapter),
-            ("multimodal", self.multimodal),
-        ):
+        self.sampling.check_supported()
+        for param, is_asked in (("adapter", self.adapter), ("multimodal", self.multimodal)):
             if is_asked:
                 raise InvalidRequestError(param, f"{param} is not supported by this engine yet")
 

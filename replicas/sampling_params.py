@@ -1,7 +1,13 @@
-"""Sampling parameters of one request: plain values, equal offline and online, validated once."""
+"""Sampling parameters of one request: plain values, equal offline and online, validated once.
 
+Names and ranges are vLLM's. Source: vLLM vllm/sampling_params.py `SamplingParams`.
+"""
+
+import functools
 import math
-from typing import Any, Literal, Self, TypeAlias, get_type_hints
+import struct
+from collections.abc import Callable, Collection, Sized
+from typing import Any, Literal, NamedTuple, Self, TypeAlias, get_type_hints
 
 import msgspec
 import numpy as np
@@ -10,10 +16,21 @@ from replicas.errors import InvalidRequestError
 
 GREEDY_EPS = 1e-5
 """Temperatures below this are greedy, as in vLLM."""
+LEAST_TEMPERATURE = 0.01
+"""Lower temperatures that are not greedy are raised to this: dividing by them could overflow."""
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
-"""Limits of OpenAI's and vLLM's interfaces."""
+"""Limits of OpenAI's and vLLM's interfaces; the second one is an engine's default."""
+MAX_LOGPROB_TOKEN_IDS = 128
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024
+"""In each stop string. With every token, that many characters of the answer are searched again."""
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_TOKENS = 256
+"""Most token sequences of `bad_words_token_ids`, and tokens in each of them."""
+MAX_LOGIT_BIASES = 1024
+MAX_LOGIT_BIAS = 100.0
 
 GenerationConfigSource: TypeAlias = Literal["auto", "vllm"]
 """auto: the defaults of the model folder's generation_config.json.
@@ -22,22 +39,144 @@ vllm: neutral defaults, whatever the folder recommends."""
 _INT64 = 2**63
 
 
+NOT_YET: dict[str, str] = {
+    "n": "it makes one choice",
+    "logprobs": "it reports no log probabilities",
+    "presence_penalty": "it applies no penalties",
+    "frequency_penalty": "it applies no penalties",
+    "repetition_penalty": "it applies no penalties",
+    "min_p": "it does not restrict tokens by min_p",
+    "min_tokens": "it does not hold back end tokens",
+    "logit_bias": "it does not change logits",
+    "allowed_token_ids": "it does not change logits",
+    "bad_words": "it does not change logits",
+    "bad_words_token_ids": "it does not change logits",
+    "prompt_logprobs": "it reports no log probabilities",
+    "logprob_token_ids": "it reports no log probabilities",
+    "truncate_prompt_tokens": "prompts are not truncated",
+    "truncation_side": "prompts are not truncated",
+    "skip_reading_prefix_cache": "it always reads its prefix cache",
+}
+"""Fields that are checked and sent, but refused unless they have their defaults; with the reason.
+The commit that lets engines obey a field drops its row."""
+
+
+class _Rule(NamedTuple):
+    """Range of one field: `text` follows its name in the error."""
+
+    name: str
+    accepts: Callable[[Any], bool]
+    text: str
+
+
+def _is_finite(biases: dict[int, float]) -> bool:
+    return all(math.isfinite(bias) for bias in biases.values())
+
+
+_RULES = (
+    _Rule("max_tokens", lambda v: v >= 1, "must be at least 1"),
+    _Rule("temperature", lambda v: 0.0 <= v <= 2.0, "must be in [0, 2]"),
+    _Rule("top_p", lambda v: 0.0 < v <= 1.0, "must be in (0, 1]"),
+    _Rule("top_k", lambda v: v >= -1, "must be -1, 0 or at least 1"),
+    _Rule("min_p", lambda v: 0.0 <= v <= 1.0, "must be in [0, 1]"),
+    _Rule("n", lambda v: 1 <= v <= MAX_CHOICES, f"must be 1 to {MAX_CHOICES}"),
+    _Rule("seed", lambda v: -_INT64 <= v < _INT64, "must fit in 64 bits"),
+    _Rule("presence_penalty", lambda v: -2.0 <= v <= 2.0, "must be in [-2, 2]"),
+    _Rule("frequency_penalty", lambda v: -2.0 <= v <= 2.0, "must be in [-2, 2]"),
+    _Rule("repetition_penalty", lambda v: 0.0 < v < math.inf, "must be above 0 and finite"),
+    _Rule("min_tokens", lambda v: v >= 0, "must be at least 0"),
+    _Rule("stop", all, "must not hold an empty string"),
+    _Rule(
+        "stop",
+        lambda v: len(v) <= MAX_STOP_STRINGS,
+        f"must have at most {MAX_STOP_STRINGS} strings",
+    ),
+    _Rule(
+        "stop",
+        lambda v: max(map(len, v), default=0) <= MAX_STOP_CHARS,
+        f"must have at most {MAX_STOP_CHARS} characters in each string",
+    ),
+    _Rule(
+        "logit_bias",
+        lambda v: len(v) <= MAX_LOGIT_BIASES,
+        f"must have at most {MAX_LOGIT_BIASES} entries",
+    ),
+    _Rule("logit_bias", _is_finite, "must have finite values"),
+    _Rule("allowed_token_ids", bool, "must have at least one token id"),
+    _Rule(
+        "bad_words_token_ids",
+        lambda v: len(v) <= MAX_BAD_WORDS,
+        f"must have at most {MAX_BAD_WORDS} sequences",
+    ),
+    _Rule("bad_words_token_ids", all, "must not hold an empty sequence"),
+    _Rule(
+        "bad_words_token_ids",
+        lambda v: max(map(len, v), default=0) <= MAX_BAD_WORD_TOKENS,
+        f"must have at most {MAX_BAD_WORD_TOKENS} tokens in each sequence",
+    ),
+    _Rule(
+        "logprob_token_ids",
+        lambda v: len(v) <= MAX_LOGPROB_TOKEN_IDS,
+        f"must have at most {MAX_LOGPROB_TOKEN_IDS} token ids",
+    ),
+    _Rule("truncate_prompt_tokens", lambda v: v == -1 or v >= 1, "must be -1 or at least 1"),
+)
+"""The range of every field, for the engine, the HTTP edge and `LLM`; None is always accepted.
+
+NaN fails every comparison, so no range accepts it.
+"""
+
+_TOKEN_IDS = ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias")
+"""Fields with token ids, besides `bad_words_token_ids`."""
+
+_EMPTY: dict[str, object] = {
+    "stop": (),
+    "stop_token_ids": frozenset(),
+    "logit_bias": {},
+    "bad_words": (),
+    "bad_words_token_ids": (),
+    "logprob_token_ids": (),
+}
+"""Fields that vLLM's callers may set to None for nothing."""
+
+_OFF_IF_GREEDY = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """Parameters that control token choice and the end of generation.
 
+    A new field must be appended: the order is that of the wire.
+
     Attributes:
         max_tokens: Most tokens to generate, >= 1.
-        temperature: 0 (greedy) to 2.
+        temperature: 0 (greedy) to 2. Greedy turns top_p, top_k and min_p off.
         top_p: Nucleus mass, in (0, 1]; 1 is off.
         top_k: Keep the k most likely tokens; 0 or -1 is off.
-        seed: Key of the counter-based random numbers (int64); None: the front end mints one.
+        seed: Key of the counter-based random numbers (int64); None or -1: the front end mints one.
         stop: Text that ends generation; cut from the output unless `include_stop_str_in_output`.
         stop_token_ids: Token ids that end generation, besides the model's own end tokens.
         ignore_eos: Do not end at the model's end tokens.
         skip_special_tokens: Leave special tokens out of the text.
         include_stop_str_in_output: Keep the stop string at the end of the text.
-        n: Number of choices to generate.
-        logprobs: Number of likeliest tokens to report with each drawn one; None reports nothing.
+        n: Number of choices to generate; choice i draws with the seed plus i.
+        logprobs: Number of likeliest tokens to report with each drawn one; -1 is the whole
+            vocabulary, None reports nothing.
+        presence_penalty: Subtracted from the logits of tokens in the output; in [-2, 2].
+        frequency_penalty: Subtracted for each time that a token is in the output; in [-2, 2].
+        repetition_penalty: Divides positive logits of tokens in prompt or output, and multiplies
+            negative ones; > 0, 1 is off.
+        min_p: Keep tokens at least this likely relative to the likeliest; in [0, 1], 0 is off.
+        min_tokens: Tokens before which neither an end token nor a stop string ends the output.
+        logit_bias: Token id to the value that is added to its logit, clamped to [-100, 100].
+        allowed_token_ids: The only tokens that may be drawn; None allows all.
+        bad_words: Words that must not be generated. Front ends turn them into the next field.
+        bad_words_token_ids: Token sequences that must not be generated.
+        prompt_logprobs: As `logprobs`, for the tokens of the prompt.
+        logprob_token_ids: Tokens whose log probabilities are reported instead of the likeliest.
+        truncate_prompt_tokens: Most tokens of the prompt to keep; -1 is as many as the model takes.
+        truncation_side: The side of the prompt that is cut off.
+        skip_reading_prefix_cache: Compute the whole prompt, even where its KV is cached. None does
+            so for `prompt_logprobs`, which need every position.
     """
 
     max_tokens: int = 16
@@ -52,69 +191,112 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
     include_stop_str_in_output: bool = False
     n: int = 1
     logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_p: float = 0.0
+    min_tokens: int = 0
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] = "left"
+    skip_reading_prefix_cache: bool | None = None
 
     def __post_init__(self) -> None:
-        """Accept a single stop string in place of a tuple, as vLLM does."""
+        """Replace other spellings of a value, and values that vLLM replaces, by one form.
+
+        Values of a wrong type, or out of range, stay as they are: `checked` finds them.
+        """
+        put = functools.partial(msgspec.structs.force_setattr, self)
         stop: object = self.stop
         if isinstance(stop, str):
-            msgspec.structs.force_setattr(self, "stop", (stop,))
+            put("stop", (stop,))
+        for name, empty in _EMPTY.items():
+            if getattr(self, name) is None:
+                put(name, empty)
+        if self.seed == -1:
+            put("seed", None)
+        if self.logit_bias:
+            put("logit_bias", _clamped(self.logit_bias))
+        given: object = self.temperature
+        temperature = given if isinstance(given, int | float) else math.inf
+        if GREEDY_EPS <= temperature < LEAST_TEMPERATURE:
+            put("temperature", LEAST_TEMPERATURE)
+        if 0.0 <= temperature < GREEDY_EPS:
+            for name in _OFF_IF_GREEDY:
+                if _is_in_range(name, getattr(self, name)):
+                    put(name, _OFF_IF_GREEDY[name])
 
     def checked(self, vocab_size: int) -> Self:
         """Return the same parameters with checked types, which a frozen struct does not check.
 
         Raises:
-            InvalidRequestError: A value has a wrong type, is outside its documented range, or is a
-                token id not below `vocab_size`; `param` names it.
+            InvalidRequestError: A value has a wrong type or is refused by `validate`; `param`
+                names it.
         """
-        kinds = get_type_hints(type(self))
-        checked = type(self)(
-            **{name: _typed(name, getattr(self, name), kinds[name]) for name in kinds}
-        )
-        checked.validate()
-        for token_id in checked.stop_token_ids:
-            if token_id >= vocab_size:
-                raise InvalidRequestError(
-                    "stop_token_ids",
-                    f"stop_token_ids contains {token_id}, outside the vocabulary of 0 to "
-                    f"{vocab_size - 1}",
-                )
+        given = {
+            name: _typed(name, value, kind)
+            for name, kind in _kinds().items()
+            if (value := getattr(self, name)) is not getattr(_DEFAULTS, name)
+        }
+        checked = type(self)(**given)
+        checked.validate(vocab_size)
         return checked
 
-    def validate(self) -> None:
-        """Check every range.
+    def validate(self, vocab_size: int | None = None, max_logprobs: int = MAX_LOGPROBS) -> None:
+        """Check every range, and that no two fields contradict each other.
+
+        Args:
+            vocab_size: Token ids must be below this; None checks no token ids.
+            max_logprobs: Most log probabilities for a token; -1 is no limit.
 
         Raises:
             InvalidRequestError: A value is outside its documented range; `param` names it.
         """
-        self._validate_numbers()
-        if any(not s for s in self.stop):
-            raise InvalidRequestError("stop", "stop strings must not be empty")
-        if min(self.stop_token_ids, default=0) < 0:
-            raise InvalidRequestError("stop_token_ids", "stop_token_ids must not be negative")
+        for rule in _RULES:
+            value = getattr(self, rule.name)
+            if value is not None and not rule.accepts(value):
+                raise _refusal(rule.name, f"{rule.text}, got {_shown(value)}")
+        self._check_pairs()
+        for name in ("logprobs", "prompt_logprobs"):
+            _check_count(name, getattr(self, name), vocab_size, max_logprobs)
+        if vocab_size is not None:
+            for name in _TOKEN_IDS:
+                _check_vocabulary(name, getattr(self, name) or (), vocab_size)
+            for token_ids in self.bad_words_token_ids:
+                _check_vocabulary("bad_words_token_ids", token_ids, vocab_size)
 
-    def _validate_numbers(self) -> None:
-        if self.max_tokens < 1:
-            raise InvalidRequestError(
-                "max_tokens", f"max_tokens must be at least 1, got {self.max_tokens}"
-            )
-        if not (math.isfinite(self.temperature) and 0.0 <= self.temperature <= 2.0):
-            raise InvalidRequestError(
-                "temperature", f"temperature must be in [0, 2], got {self.temperature}"
-            )
-        if not (math.isfinite(self.top_p) and 0.0 < self.top_p <= 1.0):
-            raise InvalidRequestError("top_p", f"top_p must be in (0, 1], got {self.top_p}")
-        if self.top_k < -1:
-            raise InvalidRequestError(
-                "top_k", f"top_k must be -1, 0 or at least 1, got {self.top_k}"
-            )
-        if not 1 <= self.n <= MAX_CHOICES:
-            raise InvalidRequestError("n", f"n must be 1 to {MAX_CHOICES}, got {self.n}")
-        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise InvalidRequestError(
-                "logprobs", f"logprobs must be 0 to {MAX_LOGPROBS}, got {self.logprobs}"
-            )
-        if self.seed is not None and not -_INT64 <= self.seed < _INT64:
-            raise InvalidRequestError("seed", f"seed must fit in 64 bits, got {self.seed}")
+    def check_supported(self) -> None:
+        """Refuse values that the wire format carries but engines do not obey yet.
+
+        Raises:
+            InvalidRequestError: A field of `NOT_YET` differs from its default; `param` names it.
+        """
+        for name, reason in NOT_YET.items():
+            if getattr(self, name) != getattr(_DEFAULTS, name):
+                raise _refusal(name, f"is not supported by this engine yet: {reason}")
+
+    def _check_pairs(self) -> None:
+        if self.n > 1 and self.temperature < GREEDY_EPS:
+            text = "must be 1 with temperature 0, where all choices would be equal"
+            raise _refusal("n", f"{text}, got {self.n}")
+        if self.min_tokens > self.max_tokens:
+            text = f"must be at most max_tokens, which is {self.max_tokens}, got {self.min_tokens}"
+            raise _refusal("min_tokens", text)
+        num_listed = len(self.logprob_token_ids)
+        if num_listed and self.logprobs not in {None, num_listed}:
+            text = f"must be left out or {num_listed}, the length of logprob_token_ids"
+            raise _refusal("logprobs", f"{text}, got {self.logprobs}")
+        if self.prompt_logprobs is not None and self.skip_reading_prefix_cache is False:
+            text = "must not be false with prompt_logprobs, which need the whole prompt computed"
+            raise _refusal("skip_reading_prefix_cache", text)
+
+
+_DEFAULTS = SamplingParams()
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,6 +322,69 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(params, max_tokens=self.max_tokens)
 
 
+def are_below(token_ids: Collection[int], limit: int) -> bool:
+    """Return whether all token ids are in [0, limit)."""
+    if not token_ids:
+        return True
+    try:
+        # For long lists several times as fast as min and max.
+        ids = np.frombuffer(struct.pack(f"{len(token_ids)}i", *token_ids), dtype=np.intc)
+    except struct.error:  # does not fit 32 bits
+        return False
+    return bool(0 <= ids.min() <= ids.max() < limit)
+
+
+def _check_vocabulary(name: str, token_ids: Collection[int], vocab_size: int) -> None:
+    if not are_below(token_ids, vocab_size):
+        bad = next(i for i in token_ids if not 0 <= i < vocab_size)
+        raise _refusal(name, f"contains {bad}, outside the vocabulary of 0 to {vocab_size - 1}")
+    if len(token_ids) > vocab_size:
+        text = f"has {len(token_ids)} entries, more than the vocabulary of {vocab_size}"
+        raise _refusal(name, text)
+
+
+def _check_count(name: str, count: int | None, vocab_size: int | None, most: int) -> None:
+    """Refuse more log probabilities for a token than an engine reports."""
+    if count is None or count == most == -1:
+        return
+    if count < -1:
+        raise _refusal(name, f"must be -1 or at least 0, got {count}")
+    wanted = vocab_size if count == -1 else count
+    if most != -1 and (wanted is None or wanted > most):
+        raise _refusal(name, f"must be 0 to {most}, got {count}")
+
+
+def _is_in_range(name: str, value: object) -> bool:
+    is_number = type(value) in {int, float}
+    return is_number and all(rule.accepts(value) for rule in _RULES if rule.name == name)
+
+
+def _clamped(biases: object) -> object:
+    if not isinstance(biases, dict):
+        return biases
+    return {
+        token_id: min(max(bias, -MAX_LOGIT_BIAS), MAX_LOGIT_BIAS)
+        if isinstance(bias, int | float)
+        else bias
+        for token_id, bias in biases.items()
+    }
+
+
+def _refusal(name: str, text: str) -> InvalidRequestError:
+    return InvalidRequestError(name, f"{name} {text}")
+
+
+def _shown(value: object) -> str:
+    """Return a number as it is, and the number of entries of a container, which may be large."""
+    return f"{len(value)} entries" if isinstance(value, Sized) else str(value)
+
+
+@functools.cache
+def _kinds() -> dict[str, Any]:
+    """Return the type of each field."""
+    return get_type_hints(SamplingParams)
+
+
 def _typed(name: str, value: object, kind: Any) -> Any:  # noqa: ANN401 - a field's
     try:
         return msgspec.convert(_plain(value), kind)
@@ -151,4 +396,6 @@ def _plain(value: object) -> object:
     """Return a value with numpy's scalars replaced by Python's."""
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {_plain(key): _plain(item) for key, item in value.items()}
     return value.item() if isinstance(value, np.generic) else value

@@ -23,9 +23,6 @@ from cluster.errors import BadRequestError
 Check = Callable[[object, str], Any]
 """Takes a value and its path in the body; returns the value to use or raises BadRequestError."""
 
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 1024
-"""In each stop string. With every token, that many characters of the answer are searched again."""
 MAX_SALT_CHARS = 256
 _MAX_SHOWN_CHARS = 64
 
@@ -108,17 +105,10 @@ def array_of(item: Check) -> Check:
 
 
 def stop_strings(value: object, path: str) -> tuple[str, ...]:
-    """Check one or up to 16 stop strings; an empty one would end every text."""
+    """Check for one string or several; `SamplingParams` checks their number and lengths."""
     if not isinstance(value, (str, list)):
         raise bad_field(path, f"must be a string or an array of strings, got {shown(value)}")
-    stops = (value,) if isinstance(value, str) else tuple(array_of(string)(value, path))
-    if len(stops) > MAX_STOP_STRINGS:
-        raise bad_field(path, f"takes at most {MAX_STOP_STRINGS} strings, got {len(stops)}")
-    if (longest := max(map(len, stops), default=0)) > MAX_STOP_CHARS:
-        raise bad_field(path, f"takes up to {MAX_STOP_CHARS} characters in each, got {longest}")
-    if "" in stops:
-        raise bad_field(path, "must not hold an empty string")
-    return stops
+    return (value,) if isinstance(value, str) else tuple(array_of(string)(value, path))
 
 
 def salt(value: object, path: str) -> str:

@@ -374,16 +374,16 @@ def _sampling(
         "temperature": defaults.temperature, "top_p": defaults.top_p, "top_k": defaults.top_k,
         **{name: values[name] for name in _SAMPLING_FIELDS if name in values},
     }  # fmt: skip
-    stop_token_ids = values.get("stop_token_ids", [])
-    check_vocabulary(stop_token_ids, vocab_size, "stop_token_ids")
     if given.get("seed", -1) == -1:  # vLLM's spelling of "no seed"
         given["seed"] = seed
     given["top_k"] = min(given["top_k"], vocab_size)
     sampling = SamplingParams(
-        max_tokens=max_tokens, stop_token_ids=frozenset(stop_token_ids), **given
+        max_tokens=max_tokens,
+        stop_token_ids=frozenset(values.get("stop_token_ids", ())),
+        **given,
     )
     try:
-        sampling.validate()
+        sampling.validate(vocab_size)
     except InvalidRequestError as error:
         param = parsed.max_tokens_param if error.param == "max_tokens" else error.param
         if param == "logprobs" and "messages" in values:

@@ -32,6 +32,7 @@ import zmq
 
 from kv_transfer.errors import KVTransferError
 from kv_transfer.transports.process import raise_descriptor_limit
+from replicas.codec import max_client_message_bytes
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
 from replicas.engine.fault_injection import (
@@ -258,7 +259,7 @@ def main() -> None:
                 arguments.config, executor, arguments.incarnation, faults.unix_now_s, pulse
             )
             hears, speaks = client_sockets(
-                faults, door.open_input(core.max_model_len), door.open_output()
+                faults, door.open_input(_max_message_bytes(core)), door.open_output()
             )
             receiver = Receiver(hears, inbox)
             sender = Sender(speaks, door.incarnation, inbox, core.pulse)
@@ -282,6 +283,11 @@ def main() -> None:
         sender.stop()
         sender.join(timeout=1.0)
         door.context.term()
+
+
+def _max_message_bytes(core: EngineCore) -> int:
+    slots = core.config.slots_per_group
+    return max_client_message_bytes(core.max_model_len, core.facts.vocab_size, slots)
 
 
 def _make_executor(

@@ -23,7 +23,6 @@ from replicas.codec import (
     HEARTBEAT_TIMEOUT_MS,
     decode_client_message,
     encode,
-    max_client_message_bytes,
 )
 from replicas.engine.inbox import GONE, Inbox, Unreadable
 from replicas.errors import UnreadableMessageError
@@ -83,15 +82,9 @@ class Door:
         self.context = new_context()
         CurveAuthenticator(self.context, self._keys, self._on_denied)
 
-    def open_input(self, max_model_len: int) -> zmq.Socket[bytes]:
-        """Open the socket for clients' messages.
-
-        Args:
-            max_model_len: The engine's longest sequence, which bounds the size of messages.
-        """
-        return self._bind(
-            max_client_message_bytes(max_model_len), RCVHWM=_RECEIVE_HWM, **_KEEPALIVE
-        )
+    def open_input(self, max_message_bytes: int) -> zmq.Socket[bytes]:
+        """Open the socket for clients' messages, of at most this many bytes."""
+        return self._bind(max_message_bytes, RCVHWM=_RECEIVE_HWM, **_KEEPALIVE)
 
     def open_output(self) -> zmq.Socket[bytes]:
         """Open the socket for frames to clients."""

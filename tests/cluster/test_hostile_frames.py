@@ -29,7 +29,7 @@ from replicas.messages import (
     LoadKV,
     Utility,
 )
-from tests.cluster.engines import KEYS, MAX_MODEL_LEN, engine_config, rig, running, sampling, until
+from tests.cluster.engines import KEYS, engine_config, rig, running, sampling, until
 from tests.cluster.test_control_attacks import Streams, drive, tapped
 
 pytestmark = pytest.mark.process
@@ -186,9 +186,13 @@ def test_malformed_messages_change_nothing(engine, which, count):
                 if n % 500 == 0:
                     time.sleep(0.01)
             # One that is too long: it ends the connection, and nothing else.
-            dealer.send(bytes(max_client_message_bytes(MAX_MODEL_LEN) + 1000))
+            made = engine.description
+            most = max_client_message_bytes(
+                made.max_model_len, made.vocab_size, made.slots_per_group
+            )
+            dealer.send(bytes(most + 1000))
             time.sleep(1.0)
-            for made in sockets:
-                made.close(linger=0)
+            for socket in sockets:
+                socket.close(linger=0)
 
     assert drive(flooded(engine, flood), 1200.0) < MOST_GROWTH

@@ -170,7 +170,7 @@ def test_every_supported_field_reaches_the_request():
         ({"stop": 1}, "stop", "a string or an array of strings"),
         ({"stop_token_ids": [1, "2"]}, "stop_token_ids[1]", "must be an integer"),
         ({"stop_token_ids": [True]}, "stop_token_ids[0]", "must be an integer"),
-        ({"stop_token_ids": [3, 100]}, "stop_token_ids[1]", "outside the vocabulary"),
+        ({"stop_token_ids": [3, 100]}, "stop_token_ids", "contains 100, outside the vocabulary"),
         ({"stream": "yes"}, "stream", "true or false"),
         ({"stream_options": {}}, "stream_options", "needs stream"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "not a field"),

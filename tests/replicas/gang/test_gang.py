@@ -50,9 +50,9 @@ def config(**changes):
 
 @pytest.fixture(scope="module")
 def alone():
-    """Tokens of one engine that has all experts."""
+    """Tokens of one engine that has all experts, by the seed of their parameters."""
     with engine_core(config()) as core:
-        return {s: generate(core, PROMPTS, s) for s in (GREEDY, SEEDED)}
+        return {s.seed: generate(core, PROMPTS, s) for s in (GREEDY, SEEDED)}
 
 
 @asynccontextmanager
@@ -111,7 +111,7 @@ def run_all(handles, sampling):
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_all_ranks_at_once_give_the_tokens_of_one_engine(pair, alone, sampling):
     _, handles = pair
-    assert run_all(handles, sampling) == alone[sampling]
+    assert run_all(handles, sampling) == alone[sampling.seed]
 
 
 def test_a_probe_of_one_rank_is_a_turn_of_all(pair, alone):
@@ -125,7 +125,7 @@ def test_a_probe_of_one_rank_is_a_turn_of_all(pair, alone):
 
     asyncio.run(run())
     assert hub.num_turns - before == 2
-    assert run_all(handles, GREEDY) == alone[GREEDY]
+    assert run_all(handles, GREEDY) == alone[GREEDY.seed]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -137,7 +137,7 @@ def test_one_rank_works_and_the_other_serves_it(pair, alone, rank):
         async with clients([handles[rank]]) as (client,):
             return await tokens(client, handles[rank], "r", PROMPTS[2], GREEDY)
 
-    assert asyncio.run(run()) == alone[GREEDY][2]
+    assert asyncio.run(run()) == alone[GREEDY.seed][2]
     # The prompt is one token.
     assert hub.num_turns - before == GREEDY.max_tokens
 
@@ -147,12 +147,12 @@ def test_an_idle_gang_takes_no_turn_and_a_request_to_any_rank_wakes_all(pair, al
     turns, waves = hub.num_turns, hub.num_waves
     time.sleep(6.0)  # longer than silence may last
     assert hub.num_turns == turns
-    assert run_all(handles[1:], GREEDY) == alone[GREEDY]
+    assert run_all(handles[1:], GREEDY) == alone[GREEDY.seed]
     give_up_s = time.monotonic() + 10
     while not hub._waves.is_paused:
         assert time.monotonic() < give_up_s, "nobody has a batch any more"
         time.sleep(0.01)
-    assert run_all(handles[:1], GREEDY) == alone[GREEDY]
+    assert run_all(handles[:1], GREEDY) == alone[GREEDY.seed]
     assert hub.num_waves >= waves + 2
 
 
@@ -194,7 +194,7 @@ def test_a_gang_drains_as_one(alone):
                 assert await asyncio.to_thread(handles[0].drain, ENDS_S)
                 return found
 
-        assert asyncio.run(run()) == alone[GREEDY][1]
+        assert asyncio.run(run()) == alone[GREEDY.seed][1]
         for handle in handles:
             handle.stop()
         assert [handle.wait() for handle in handles] == [0, 0]
@@ -279,7 +279,7 @@ def test_of_four_ranks_none_outlives_the_first(deed):
 def test_four_ranks_give_the_tokens_of_one_engine(alone):
     with gang(config(), 4) as (_, handles):
         for sampling in (GREEDY, SEEDED):
-            assert run_all(handles, sampling) == alone[sampling]
+            assert run_all(handles, sampling) == alone[sampling.seed]
 
 
 def test_a_hub_admits_only_holders_of_a_secret():
