@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from replicas.engine.sampler import sample
+from replicas.engine.sampler import DrawParams, sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,13 +69,12 @@ def plain(logits: torch.Tensor, asked: Asked) -> list[int]:
 def ours(logits: torch.Tensor, asked: Asked) -> list[int]:
     """The engine's sampler."""
     rows = len(logits)
-    tokens: list[int] = sample(
-        logits,
+    params = DrawParams(
         np.full(rows, asked.temperature, dtype=np.float32),
         np.full(rows, asked.top_k, dtype=np.int32),
         np.full(rows, asked.top_p, dtype=np.float32),
-        np.random.default_rng(0).random(rows),
-    ).tolist()
+    )
+    tokens: list[int] = sample(logits, params, np.random.default_rng(0).random(rows)).tolist()
     return tokens
 
 

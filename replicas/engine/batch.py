@@ -93,10 +93,6 @@ class PersistentBatch:
         self.num_computed_tokens = np.zeros(max_batch_size, dtype=np.int32)
         self.num_blocks = np.zeros(shape[:2], dtype=np.int32)
         self.dp_groups = np.zeros(max_batch_size, dtype=np.int32)
-        self.temperature = np.zeros(max_batch_size, dtype=np.float32)
-        self.top_k = np.zeros(max_batch_size, dtype=np.int32)
-        self.top_p = np.ones(max_batch_size, dtype=np.float32)
-        self.seed = np.zeros(max_batch_size, dtype=np.int64)
         # The page tables of decode calls, and which rows of them hold their sequence's blocks.
         self._decode_table = np.zeros_like(self.block_table)
         self._is_decoding = np.zeros(max_batch_size, dtype=np.bool_)
@@ -265,11 +261,6 @@ class PersistentBatch:
             self._is_decoding[slot] = False
         self._append_blocks(slot, row.block_ids)
         self.dp_groups[slot] = row.dp_group
-        sampling = row.sampling
-        self.temperature[slot] = sampling.temperature
-        self.top_k[slot] = min(sampling.top_k, np.iinfo(np.int32).max)
-        self.top_p[slot] = sampling.top_p
-        self.seed[slot] = sampling.seed or 0
 
     def _append_blocks(self, slot: int, appended: list[list[int]]) -> None:
         is_decoding = self._is_decoding[slot]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from replicas.engine.batch import PersistentBatch
     from replicas.engine.device_sampling import CallRows, DecodeReload, DeviceDraws
+    from replicas.engine.sampler import SamplingColumns
     from replicas.engine.step import ScheduledBatch
     from replicas.generators.protocol import DeviceSamplingParams
 
@@ -30,12 +31,21 @@ class DeviceInputs:
 
     Args:
         batch: The persistent batch.
+        columns: Its rows' sampling parameters.
         draws: Division of rows between device and host.
         runs_ahead: Whether the device can continue from its own tokens, without the host.
     """
 
-    def __init__(self, batch: PersistentBatch, draws: DeviceDraws, *, runs_ahead: bool) -> None:
+    def __init__(
+        self,
+        batch: PersistentBatch,
+        columns: SamplingColumns,
+        draws: DeviceDraws,
+        *,
+        runs_ahead: bool,
+    ) -> None:
         self._batch = batch
+        self._columns = columns
         self._draws = draws
         self._commands = DecodeCommands(runs_ahead=runs_ahead)
         self._params: DeviceSamplingParams | None = None
@@ -102,6 +112,7 @@ class DeviceInputs:
         """
         return device_params(
             self._batch,
+            self._columns,
             slots[rows.drawn],
             places[rows.drawn],
             num_places,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from replicas.engine.rows.processor import DeviceAbilities, drawn_on_host
 from replicas.generators.protocol import NO_LOG_PROBS, DeviceSamplingParams
 from replicas.philox import uniform
 from replicas.sampling_params import GREEDY_EPS
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from replicas.engine.batch import PersistentBatch
-    from replicas.engine.step import StepKind
+    from replicas.engine.sampler import SamplingColumns
+    from replicas.engine.step import NewRow, StepKind
     from replicas.generators.protocol import ModelCapabilities
 
     IntArray = npt.NDArray[np.integer]
@@ -49,12 +51,16 @@ class CallRows:
     sampled: IntArray
 
 
+_ANY = DeviceAbilities()
+
+
 class DeviceDraws:
     """Division of steps by what a generator can draw on the device.
 
     Args:
+        max_batch_size: Slots of the persistent batch.
         kinds: Kinds of calls that may draw.
-        max_top_k: Most candidates that the device can choose from; None for any number.
+        can: Parameters that the device supports.
         keeps_state: Whether each draw advances a row's random stream on the device. Then the device
             must not draw for a row that needs no token.
         gives_both: Whether a decode call can return logits of some rows beside tokens of others.
@@ -66,24 +72,29 @@ class DeviceDraws:
 
     def __init__(
         self,
+        max_batch_size: int,
         kinds: frozenset[StepKind] = frozenset(),
         *,
-        max_top_k: int | None = None,
+        can: DeviceAbilities = _ANY,
         keeps_state: bool = False,
         gives_both: bool = False,
     ) -> None:
         self.kinds = kinds
         self.keeps_state = keeps_state
-        self._max_top_k = max_top_k
+        self._can = can
         self._gives_both = gives_both
+        self._on_host = np.zeros(max_batch_size, dtype=np.bool_)
 
     @classmethod
-    def as_asked(cls, asked: str | None, can: ModelCapabilities) -> DeviceDraws:
+    def as_asked(
+        cls, asked: str | None, can: ModelCapabilities, max_batch_size: int
+    ) -> DeviceDraws:
         """Create the division that the configuration asks for, by default all that is supported.
 
         Args:
             asked: See `MeshConfig.sample_on_device`.
             can: The generator's capabilities.
+            max_batch_size: Slots of the persistent batch.
         """
         kinds: frozenset[StepKind] = frozenset()
         if asked is None and can.get("supports_sample_on_device"):
@@ -91,20 +102,22 @@ class DeviceDraws:
         if asked is not None and asked != "none":
             kinds = frozenset({"decode", "prefill"} if asked == "all" else {"decode"})
         return cls(
+            max_batch_size,
             kinds,
-            max_top_k=can.get("max_device_top_k"),
+            can=DeviceAbilities(can.get("max_device_top_k")),
             keeps_state=not can.get("device_draws_keep_no_state", False),
             gives_both=can.get("gives_logits_beside_tokens", False),
         )
 
-    def divide(
-        self, kind: StepKind, batch: PersistentBatch, slots: IntArray, samples: BoolArray
-    ) -> list[CallRows]:
+    def add(self, row: NewRow, *, is_touched: bool) -> None:
+        """Take over a row; `is_touched` as in `drawn_on_host`."""
+        self._on_host[row.slot] = drawn_on_host(row.sampling, self._can, is_touched=is_touched)
+
+    def divide(self, kind: StepKind, slots: IntArray, samples: BoolArray) -> list[CallRows]:
         """Return the calls of a step, in order.
 
         Args:
             kind: Of the step.
-            batch: The persistent batch.
             slots: (R,) rows that run.
             samples: (R,) whether each of them samples.
         """
@@ -112,13 +125,7 @@ class DeviceDraws:
         entries, wanted = np.arange(len(slots)), np.flatnonzero(samples)
         if kind not in self.kinds:
             return [CallRows(entries, nobody, wanted)]
-        is_random = batch.temperature[slots] >= GREEDY_EPS
-        top_k = batch.top_k[slots]
-        is_hosts = samples & is_random
-        if self._max_top_k is None:
-            is_hosts[:] = False
-        else:
-            is_hosts &= (top_k <= 0) | (top_k > self._max_top_k)
+        is_hosts = samples & self._on_host[slots]
         is_drawn = samples & ~is_hosts
         # Rows that need a call of their own, which does not draw.
         is_apart = is_hosts | ~samples if self.keeps_state else is_hosts
@@ -223,6 +230,7 @@ def _are_among(slots: IntArray, rows: IntArray) -> bool:
 
 def device_params(
     batch: PersistentBatch,
+    columns: SamplingColumns,
     slots: IntArray,
     entries: IntArray,
     num_entries: int,
@@ -242,6 +250,7 @@ def device_params(
 
     Args:
         batch: The persistent batch.
+        columns: Its rows' parameters.
         slots: (n,) rows that the device draws for.
         entries: (n,) their indices in the call.
         num_entries: Rows of the call.
@@ -250,11 +259,10 @@ def device_params(
     temperature, top_k = np.zeros(num_entries), np.ones(num_entries, dtype=np.int64)
     top_p = np.ones(num_entries)
     seed: list[int | None] = [None] * num_entries
-    is_random = batch.temperature[slots] >= GREEDY_EPS
+    is_random = columns.draws.temperature[slots] >= GREEDY_EPS
     drawn, at = slots[is_random], entries[is_random]
-    temperature[at], top_k[at] = batch.temperature[drawn], batch.top_k[drawn]
-    top_p[at] = batch.top_p[drawn]
-    seeds = batch.seed[drawn]
+    temperature[at], top_k[at], top_p[at] = columns.draws.of(drawn)
+    seeds = columns.seed[drawn]
     if keeps_state:
         indices = (batch.num_tokens[drawn] - batch.num_prompt_tokens[drawn]).astype(np.int64)
         seeds = (uniform(seeds, indices) * 2.0**53).astype(np.int64)

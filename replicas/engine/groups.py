@@ -60,6 +60,7 @@ class DPGroups:
         block_divisor: Only a multiple of this many tokens can fill a block in any KV group.
         prefixes: Prefix cache of all pools.
         stats: Totals of each group, counted by this class and the scheduler; gauges stay 0.
+        left_slots: Slots given back since the last `take_left_slots`.
         prefix_feed: Events of the prefix caches.
     """
 
@@ -93,6 +94,7 @@ class DPGroups:
         )
         self._slots = SlotTable(count, config.slots_per_group)
         self.stats = [GroupCounters() for _ in range(count)]
+        self.left_slots: list[int] = []
 
     def __len__(self) -> int:
         return len(self._pools)
@@ -200,8 +202,14 @@ class DPGroups:
         """Free the slot of a sequence; it keeps its blocks. Idempotent."""
         if seq.slot >= 0:
             self._slots.give_back(seq.slot)
+            self.left_slots.append(seq.slot)
             seq.slot = -1
         seq.is_known_to_runner = False
+
+    def take_left_slots(self) -> list[int]:
+        """Remove and return the slots that were given back since the last call."""
+        left, self.left_slots = self.left_slots, []
+        return left
 
     def forget_blocks(self, seq: Sequence) -> None:
         """Remove a sequence's blocks from the prefix index, because their KV is wrong."""

@@ -18,7 +18,8 @@ import torch
 from replicas.engine.batch import PersistentBatch
 from replicas.engine.device_inputs import DeviceInputs
 from replicas.engine.device_sampling import DeviceDraws
-from replicas.engine.sampler import NO_DISTRIBUTION, sample
+from replicas.engine.rows.processor import LogitRows, RowProcessors
+from replicas.engine.sampler import NO_DISTRIBUTION, SamplingColumns, sample
 from replicas.engine.step import StepResult
 from replicas.philox import uniform
 from replicas.sampling_params import GREEDY_EPS
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 
     from replicas.config import EngineConfig
     from replicas.engine.device_sampling import CallRows
-    from replicas.engine.step import ScheduledBatch
+    from replicas.engine.rows.processor import RowProcessor
+    from replicas.engine.step import NewRow, ScheduledBatch
     from replicas.generators.protocol import (
         ForwardOutput,
         Generator,
@@ -85,6 +87,7 @@ class SubmittedStep:
         token_places: (R,) index in its sequence of each row's first sampled token.
         calls: Its calls of the generator, in order.
         device_s: Seconds inside the generator so far.
+        processed: Its rows of logits that row processors work on, if there are any.
         result: The result, once the tokens are known.
     """
 
@@ -93,6 +96,7 @@ class SubmittedStep:
     token_places: Int32Array
     calls: list[_Call]
     device_s: float
+    processed: LogitRows | None = None
     result: StepResult | None = None
 
 
@@ -107,9 +111,10 @@ class ModelRunner:
         max_model_len: Longest sequence in tokens.
         wait_for_event: Waits for an event of `read_decode_output`; not needed by generators without
             asynchronous decode.
+        processors: Processors of rows, in the order in which they are applied.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts of one device
         self,
         generator: Generator,
         kv_cache: KVCache,
@@ -117,22 +122,30 @@ class ModelRunner:
         block_size: int,
         max_model_len: int,
         wait_for_event: Callable[[object], None] | None = None,
+        *,
+        processors: Sequence[RowProcessor] = (),
     ) -> None:
         self._generator = generator
         self._kv_cache = kv_cache
-        self._batch = PersistentBatch(config.max_batch_size, max_model_len, (block_size,))
+        num_slots = config.max_batch_size
+        self._batch = PersistentBatch(num_slots, max_model_len, (block_size,))
+        self._columns = SamplingColumns(num_slots)
+        self._processors = RowProcessors(processors, num_slots)
         self._wait_for_event = wait_for_event
         mesh = config.mesh
         capabilities = generator.model_capabilities
         self._traces_prefill = mesh is None or mesh.trace == "all"
         self._traces_decode = mesh is None or mesh.trace != "none"
-        self._draws = DeviceDraws()
+        self._draws = DeviceDraws(num_slots)
         if mesh is not None or config.simulated_mesh is not None:
             asked = None if mesh is None else mesh.sample_on_device
-            self._draws = DeviceDraws.as_asked(asked, capabilities)
+            self._draws = DeviceDraws.as_asked(asked, capabilities, num_slots)
         self._reads_later = capabilities.get("supports_async_decode", False)
         self._device = DeviceInputs(
-            self._batch, self._draws, runs_ahead=self._reads_later and self._traces_decode
+            self._batch,
+            self._columns,
+            self._draws,
+            runs_ahead=self._reads_later and self._traces_decode,
         )
         self._release: Callable[[int], None] = getattr(generator, "release_request", _keeps_nothing)
         # Slots and rows of the last step if it was a single decode call: a next decode step of the
@@ -154,12 +167,16 @@ class ModelRunner:
         if self._submitted and not self._goes_on(scheduled):
             self._finish_all()
         batch.apply(scheduled)
+        if scheduled.gone:
+            self._processors.remove(scheduled.gone)
         for row in scheduled.new:
-            self._release(row.slot)
+            self._take_over(row)
         rows = self._divide(scheduled)
         step = SubmittedStep(rows.slots, rows.num_logits, batch.num_tokens[rows.slots], [], 0.0)
         for call_rows in rows.calls:
             self._submit_call(step, scheduled, call_rows, rows.counts)
+        if self._processors.num_touched:
+            step.processed = self._processed_rows(step)
         if self._steady is not None:
             batch.advance_decodes()
         else:
@@ -191,6 +208,25 @@ class ModelRunner:
         slots = np.asarray(scheduled.slots, dtype=np.int32)
         return not self._draws.keeps_state and self._device.continues(slots)
 
+    def _take_over(self, row: NewRow) -> None:
+        """Replace the parameters of a new row's slot; the batch has taken over the rest."""
+        self._release(row.slot)
+        self._columns.add(row)
+        self._draws.add(row, is_touched=self._processors.add(row))
+
+    def _processed_rows(self, step: SubmittedStep) -> LogitRows | None:
+        """Return a step's rows of logits that processors work on, once these are prepared."""
+        batch = self._batch
+        samples = step.num_logits > 0
+        slots, places = step.slots[samples], step.token_places[samples]
+        is_touched = self._processors.touched[slots]
+        if not is_touched.any():
+            return None
+        slots, places = slots[is_touched], places[is_touched]
+        rows = LogitRows(slots, places - batch.num_prompt_tokens[slots])
+        self._processors.prepare(rows)
+        return rows
+
     def _finish_all(self) -> None:
         while self._submitted:
             self._finish(self._submitted.popleft())
@@ -209,6 +245,8 @@ class ModelRunner:
             token_ids = self._drawn_and_sampled(step, outputs)
             found = step.num_logits > 0
             self._batch.record(slots[found], places[found], token_ids[found])
+            if step.processed is not None:
+                self._accept(slots, token_ids)
         step.result = _result(token_ids, step.device_s, time.perf_counter() - sampling)
 
     def _drawn_and_sampled(self, step: SubmittedStep, outputs: list[ForwardOutput]) -> IntArray:
@@ -266,7 +304,7 @@ class ModelRunner:
         counts = np.asarray(scheduled.num_scheduled_tokens, dtype=np.int32)
         num_logits = self._batch.num_logits(slots, counts)
         samples = num_logits > 0
-        calls = self._draws.divide(scheduled.kind, self._batch, slots, samples)
+        calls = self._draws.divide(scheduled.kind, slots, samples)
         rows = _StepRows(slots, counts, num_logits, calls)
         is_steady = scheduled.kind == "decode" and len(calls) == 1 and bool(samples.all())
         self._steady = (list(scheduled.slots), rows) if is_steady else None
@@ -354,19 +392,32 @@ class ModelRunner:
         self, step: SubmittedStep, entries: IntArray, logits: torch.Tensor, places: IntArray
     ) -> Int64Array:
         """Draw tokens for some of a step's rows, whose logits are at `places`."""
-        batch, slots = self._batch, step.slots[entries]
-        temperature, uniforms = batch.temperature[slots], _NO_NUMBERS
-        if (temperature >= GREEDY_EPS).any():
-            indices = step.token_places[entries] - batch.num_prompt_tokens[slots]
-            uniforms = uniform(batch.seed[slots], indices.astype(np.int64))
-        return sample(
-            logits if logits.ndim == 2 else logits[:, -1],
-            temperature,
-            batch.top_k[slots],
-            batch.top_p[slots],
-            uniforms,
-            places,
-        )
+        slots = step.slots[entries]
+        params, uniforms = self._columns.draws.of(slots), _NO_NUMBERS
+        if (params.temperature >= GREEDY_EPS).any():
+            indices = step.token_places[entries] - self._batch.num_prompt_tokens[slots]
+            uniforms = uniform(self._columns.seed[slots], indices.astype(np.int64))
+        logits = logits if logits.ndim == 2 else logits[:, -1]
+        if step.processed is None:
+            return sample(logits, params, uniforms, places)
+        # A generator returns the logits of all touched rows in one call, as the host draws them.
+        is_touched = self._processors.touched[slots]
+        processed = logits[torch.from_numpy(places[is_touched].astype(np.int64))].float()
+        self._processors.apply(processed, step.processed)
+        token_ids = np.empty(len(slots), dtype=np.int64)
+        for which, values, where in (
+            (~is_touched, logits, places[~is_touched]),
+            (is_touched, processed, None),
+        ):
+            numbers = uniforms[which] if len(uniforms) else uniforms
+            token_ids[which] = sample(values, params.of(which), numbers, where)
+        return token_ids
+
+    def _accept(self, slots: Int32Array, token_ids: IntArray) -> None:
+        """Give processors the tokens of the rows that they touch."""
+        is_touched = self._processors.touched[slots] & (token_ids >= 0)
+        for row in np.flatnonzero(is_touched).tolist():
+            self._processors.accept(int(slots[row]), [int(token_ids[row])])
 
 
 def _result(token_ids: IntArray, device_s: float, sample_s: float) -> StepResult:

@@ -136,9 +136,9 @@ class _StepPlan:
                 prompts.append((seq, count))
         return step_work(decodes, prompts, num_groups, self.num_passes)
 
-    def build(self) -> ScheduledBatch:
+    def build(self, gone: list[int]) -> ScheduledBatch:
         decodes = self.decodes.batch
-        if not self.sequences and not self.appended:
+        if not self.sequences and not self.appended and not gone:
             self.batch = decodes
             return decodes
         new = []
@@ -149,7 +149,7 @@ class _StepPlan:
         slots, counts = decodes.slots, decodes.num_scheduled_tokens
         if self.sequences:
             slots, counts = slots + [s.slot for s in self.sequences], counts + self.counts
-        self.batch = ScheduledBatch(self.kind, slots, counts, new, self.appended)
+        self.batch = ScheduledBatch(self.kind, slots, counts, new, self.appended, gone=gone)
         return self.batch
 
 
@@ -644,7 +644,8 @@ class Scheduler:
 
     def _begin(self, plan: _StepPlan) -> ScheduledBatch:
         """Begin a step: its tokens count as computed from now on."""
-        batch = plan.build()
+        groups = self._groups
+        batch = plan.build(groups.take_left_slots() if groups.left_slots else [])
         plan.looks = self._advance(plan.decodes.sequences, 1)
         for seq, count in zip(plan.sequences, plan.counts, strict=True):
             seq.num_computed_tokens += count

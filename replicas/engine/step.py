@@ -48,6 +48,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True, array_like=True):
         appended_blocks: For rows known already: (slot, for each KV group the block ids to append).
         num_passes: Forward passes of the step. In all but the first each row computes the token
             that the pass before has given it.
+        gone: Slots whose rows have left since the last step. A row of `new` may follow in one.
     """
 
     kind: StepKind
@@ -56,6 +57,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True, array_like=True):
     new: list[NewRow]
     appended_blocks: list[tuple[int, list[list[int]]]]
     num_passes: int = 1
+    gone: list[int] = []
 
     @property
     def num_tokens(self) -> int:

@@ -61,6 +61,8 @@ class World:
         self.batch = PersistentBatch(config.max_batch_size, max_model_len, block_sizes)
         # By KV group, lane, block and position in it.
         self.kv: dict[tuple[int, int, int, int], Prefix] = {}
+        # Slots whose rows the device knows.
+        self.known_slots: set[int] = set()
         self.now_s = 0.0
         self.num_accepted = 0
         self.ended: Counter[str] = Counter()
@@ -100,6 +102,11 @@ class World:
         if batch.kind == "decode":
             assert set(batch.num_scheduled_tokens) == {1}
         self.batch.apply(batch)
+        self.known_slots -= set(batch.gone)
+        new_slots = {row.slot for row in batch.new}
+        assert not new_slots & self.known_slots, "a row is replaced before it has left"
+        self.known_slots |= new_slots
+        assert self.known_slots >= set(batch.slots), "a row that has left runs"
         by_slot = {s.slot: s for s in self.scheduler._running}
         token_ids = []
         for slot, count in zip(batch.slots, batch.num_scheduled_tokens, strict=True):

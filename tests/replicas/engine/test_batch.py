@@ -259,16 +259,6 @@ def test_the_page_tables_stay_and_only_what_changes_is_written():
     assert both.tolist() == [[5, 0, 0], [0] * 3, [6, 9, 77], [0] * 3]
 
 
-def test_a_row_that_comes_brings_its_parameters():
-    batch = PersistentBatch(NUM_SLOTS, MAX_LEN, [4])
-    chosen = {"temperature": 0.5, "top_k": 3, "top_p": 0.75, "seed": -7}
-    apply(batch, step("mixed", {2: 1}, [new(2, [5], [1], **chosen)]))
-    assert {name: getattr(batch, name)[2].item() for name in chosen} == chosen
-    apply(batch, step("mixed", {2: 1}, [new(2, [5], [1], top_k=2**40)]))
-    assert batch.top_k[2] == np.iinfo(np.int32).max, "more than any vocabulary"
-    assert batch.seed[2] == 0, "that of a request without one"
-
-
 def test_a_row_crosses_a_process_boundary():
     row = new(1, [3, 4], [5], [6], computed=1, seed=9, stop_token_ids=frozenset({8}), stop=("x",))
     raw = msgspec.msgpack.encode(row)

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replicas.config import EngineConfig, MeshConfig
-from replicas.engine.batch import PersistentBatch
 from replicas.engine.device_sampling import DeviceDraws
+from replicas.engine.rows.processor import DeviceAbilities
 from replicas.engine.runner import ModelRunner
 from replicas.engine.step import NewRow, ScheduledBatch
 from replicas.philox import mint_seed
@@ -376,7 +376,9 @@ ON_HOST = [WIDE, *({"temperature": 1.0, "top_k": top_k} for top_k in (0, -1))]
 
 @given(
     company=st.lists(
-        st.tuples(st.sampled_from(ON_DEVICE + ON_HOST), st.booleans()), min_size=1, max_size=4
+        st.tuples(st.sampled_from(ON_DEVICE + ON_HOST), st.booleans(), st.booleans()),
+        min_size=1,
+        max_size=4,
     ),
     kind=st.sampled_from(["prefill", "decode"]),
     keeps_state=st.booleans(),
@@ -386,21 +388,20 @@ ON_HOST = [WIDE, *({"temperature": 1.0, "top_k": top_k} for top_k in (0, -1))]
 def test_who_draws_a_token_depends_on_its_request_alone(
     company, kind, keeps_state, gives_both, max_top_k
 ):
-    batch = PersistentBatch(4, 8, [4])
-    for slot, (sampling, _) in enumerate(company):
-        batch.apply(ScheduledBatch(kind, [slot], [3], [new(slot, **sampling)], []))
-    samples = np.array([kind == "decode" or wants for _, wants in company])
+    samples = np.array([kind == "decode" or wants for _, _, wants in company])
     draws = DeviceDraws(
-        frozenset({"prefill", "decode"}), max_top_k=max_top_k, keeps_state=keeps_state,
-        gives_both=gives_both and not keeps_state,
+        4, frozenset({"prefill", "decode"}), can=DeviceAbilities(max_top_k),
+        keeps_state=keeps_state, gives_both=gives_both and not keeps_state,
     )  # fmt: skip
-    calls = draws.divide(kind, batch, np.arange(len(company), dtype=np.int32), samples)
+    for slot, (sampling, is_touched, _) in enumerate(company):
+        draws.add(new(slot, **sampling), is_touched=is_touched)
+    calls = draws.divide(kind, np.arange(len(company), dtype=np.int32), samples)
     assert sorted(e for call in calls for e in call.entries.tolist()) == [*range(len(company))]
     drawn = {int(call.entries[i]) for call in calls for i in call.drawn}
     sampled = {int(call.entries[i]) for call in calls for i in call.sampled}
     assert sorted([*drawn, *sampled]) == np.flatnonzero(samples).tolist()
-    for entry, (sampling, _) in enumerate(company):
-        is_hosts = max_top_k is not None and sampling in ON_HOST
+    for entry, (sampling, is_touched, _) in enumerate(company):
+        is_hosts = is_touched or (max_top_k is not None and sampling in ON_HOST)
         assert entry not in (drawn if is_hosts else sampled)
     for call in calls:
         if len(call.drawn) and keeps_state:

@@ -8,22 +8,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.engine.sampler import NO_DISTRIBUTION, sample
+from replicas.engine.sampler import NO_DISTRIBUTION, SamplingColumns, sample
+from replicas.engine.step import NewRow
 from replicas.philox import uniform
+from replicas.sampling_params import SamplingParams
 
 VOCAB = 12
 
 
 def draw(logits, uniforms, temperature=1.0, top_k=0, top_p=1.0):
     """One token per row, all rows with the same parameters."""
-    rows = len(logits)
-    return sample(
-        logits,
-        np.full(rows, temperature, dtype=np.float32),
-        np.full(rows, top_k, dtype=np.int32),
-        np.full(rows, top_p, dtype=np.float32),
-        np.asarray(uniforms, dtype=np.float64),
-    ).tolist()
+    params = columns([temperature], [top_k], [top_p]).draws.of(np.zeros(len(logits), dtype=np.intp))
+    return sample(logits, params, np.asarray(uniforms, dtype=np.float64)).tolist()
+
+
+def columns(*settings):
+    """Columns of one slot for each value of the settings."""
+    found = SamplingColumns(len(settings[0]))
+    for column, values in zip(found.draws, settings, strict=True):
+        column[:] = values
+    return found
 
 
 def distribution(logits, temperature, top_k, top_p):
@@ -39,6 +43,19 @@ def distribution(logits, temperature, top_k, top_p):
         outside[0] = False
         weights[order[outside]] = 0.0
     return weights / weights.sum()
+
+
+def test_a_row_that_comes_brings_its_parameters():
+    def row(**sampling):
+        return NewRow(2, 0, [5], 1, 0, [[1]], SamplingParams(**sampling))
+
+    found, chosen = SamplingColumns(4), {"temperature": 0.5, "top_k": 3, "top_p": 0.75}
+    found.add(row(**chosen, seed=-7))
+    assert found.draws.of(np.array([2]))._asdict() == chosen
+    assert found.seed[2] == -7
+    found.add(row(top_k=2**40))
+    assert found.draws.top_k[2] == np.iinfo(np.int32).max, "more than any vocabulary"
+    assert found.seed[2] == 0, "that of a request without one"
 
 
 # A share of the examples, as each is two thousand draws.
@@ -73,12 +90,10 @@ def test_tiny_temperature_is_greedy(temperature):
 @pytest.mark.parametrize("vocab", [50, 1000])
 def test_a_row_that_is_no_distribution_gets_no_token_and_leaves_the_others_theirs(vocab, what):
     logits = torch.randn(10, vocab, generator=torch.Generator().manual_seed(0))
-    settings = (
-        np.array([0.0, 1.0, 1.0, 1.0, 0.7] * 2, dtype=np.float32),
-        np.array([0, 0, 5, 0, 40] * 2, dtype=np.int32),
-        np.array([1.0, 1.0, 1.0, 0.9, 0.9] * 2, dtype=np.float32),
-        np.linspace(0.05, 0.95, 10),
+    params = columns(
+        [0.0, 1.0, 1.0, 1.0, 0.7] * 2, [0, 0, 5, 0, 40] * 2, [1.0, 1.0, 1.0, 0.9, 0.9] * 2
     )
+    settings = params.draws, np.linspace(0.05, 0.95, 10)
     wanted = sample(logits, *settings)
     broken = logits.clone()
     # One NaN or infinity is enough; minus infinity is a token that is never drawn.
@@ -91,15 +106,13 @@ def test_a_row_that_is_no_distribution_gets_no_token_and_leaves_the_others_their
 @pytest.mark.parametrize("vocab", [50, 1000, 49_152])
 def test_row_is_drawn_alike_in_any_batch(vocab):
     logits = torch.randn(6, vocab, generator=torch.Generator().manual_seed(0))
-    settings = (
-        np.array([0.0, 0.5, 1.0, 1.5, 0.7, 2.0], dtype=np.float32),
-        np.array([0, 5, -1, 0, 100, 1], dtype=np.int32),
-        np.array([1.0, 0.9, 1.0, 0.5, 0.8, 1.0], dtype=np.float32),
-        np.linspace(0.05, 0.95, 6),
+    params = columns(
+        [0.0, 0.5, 1.0, 1.5, 0.7, 2.0], [0, 5, -1, 0, 100, 1], [1.0, 0.9, 1.0, 0.5, 0.8, 1.0]
     )
-    together = sample(logits, *settings).tolist()
+    numbers = np.linspace(0.05, 0.95, 6)
+    together = sample(logits, params.draws, numbers).tolist()
     for order in ([5, 4, 3, 2, 1, 0], [2], [1, 3]):
-        own = [setting[order] for setting in settings]
+        own = params.draws.of(np.array(order)), numbers[order]
         wanted = [together[row] for row in order]
         assert sample(logits[order], *own).tolist() == wanted
         assert sample(logits, *own, np.array(order)).tolist() == wanted
@@ -109,11 +122,8 @@ def test_logits_are_left_as_they_are_and_only_the_rows_that_are_asked_for_are_lo
     logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(0))
     logits[[0, 2]] = torch.nan
     before = logits.clone()
-    settings = (
-        np.array([1.0, 0.0, 0.5], dtype=np.float32), np.array([0, 0, 5], dtype=np.int32),
-        np.ones(3, dtype=np.float32), np.full(3, 0.5),
-    )  # fmt: skip
-    tokens = sample(logits, *settings, np.array([4, 1, 3]))
+    params = columns([1.0, 0.0, 0.5], [0, 0, 5], [1.0] * 3)
+    tokens = sample(logits, params.draws, np.full(3, 0.5), np.array([4, 1, 3]))
     assert tokens[1] == logits[1].argmax()
     assert torch.equal(logits.nan_to_num(), before.nan_to_num())
 

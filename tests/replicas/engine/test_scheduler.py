@@ -115,6 +115,25 @@ def test_last_running_sequence_is_preempted_and_resumes_with_its_tokens():
     assert step(scheduler) == {"b": 9}
 
 
+def test_each_slot_whose_row_has_left_is_named_once_by_the_next_step():
+    scheduler, gone = make_scheduler(num_blocks=5, max_model_len=16), []
+
+    def next_step():
+        batch = scheduler.schedule()
+        gone.append((batch.gone, [row.slot for row in batch.new]))
+        scheduler.update(batch, result_of([1] * len(batch.slots)))
+
+    for name in "ab":
+        scheduler.add(make_sequence(name, [1] * 7), 0.0)
+    next_step()
+    next_step()
+    next_step()  # preempts b
+    scheduler.abort("a")
+    next_step()  # b takes the slot of a
+    next_step()
+    assert gone == [([], [0, 1]), ([], []), ([1], []), ([0], [0]), ([], [])]
+
+
 def test_preempted_prefill_tells_the_connector():
     connector = FakeConnector(4)
     scheduler = make_scheduler(

@@ -1,0 +1,169 @@
+"""Row processors: the parts of sampling that change a row's logits or read them.
+
+Owner: the model runner, on the worker's thread. Each processor keeps what it needs per slot, and
+rebuilds that from a `NewRow` alone: a row that was preempted, has moved here, or continues after a
+prefill elsewhere arrives as one. Temperature, min-p, top-k and top-p are no processors: they are
+columns of `replicas.engine.sampler`.
+
+Only rows that a processor touches are copied and passed through the list. All others keep the plain
+path, so a parameter costs its own row alone.
+
+Dimensions: B slots; S rows of logits, of which a row with k drafts has k + 1; V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+from replicas.sampling_params import GREEDY_EPS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import numpy.typing as npt
+    import torch
+
+    from replicas.engine.step import NewRow
+    from replicas.sampling_params import SamplingParams
+
+    IntArray = npt.NDArray[np.integer[Any]]
+    BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogitRows:
+    """Rows of logits of one step that processors work on, in the order of the step.
+
+    Attributes:
+        slots: (S,) slot of each; the rows of one slot are neighbours.
+        steps: (S,) output index of the token that each gives.
+        drafts: (S,) drafts of its slot before it within the step; empty if no row has any.
+    """
+
+    slots: IntArray
+    steps: IntArray
+    drafts: Sequence[Sequence[int]] = ()
+
+
+class RowProcessor(Protocol):
+    """One concern of sampling, with its state of every slot."""
+
+    def add(self, row: NewRow) -> bool:
+        """Take over a row, replacing the state of its slot; return whether it is touched."""
+
+    def remove(self, slot: int) -> None:
+        """Drop the state of a slot, if there is any."""
+
+    def prepare(self, rows: LogitRows) -> None:
+        """Begin what needs no logits; the device may still compute them.
+
+        Args:
+            rows: The rows that `apply` gets next: the same object.
+        """
+
+    def apply(self, logits: torch.Tensor, rows: LogitRows) -> None:
+        """Change logits in place.
+
+        Args:
+            logits: float32 (S, V), a copy.
+            rows: The rows; those of slots without state are other processors'.
+        """
+
+    def accept(self, slot: int, token_ids: Sequence[int]) -> None:
+        """Note the tokens that a row has got: one, or more if drafts were accepted.
+
+        A row may have ended within them. Its state is then not used again.
+        """
+
+
+class RowProcessors:
+    """Processors in the order in which they are applied, and the slots that any of them touches.
+
+    Args:
+        processors: The processors.
+        max_batch_size: B.
+
+    Attributes:
+        touched: (B,) whether a processor touches a slot.
+        num_touched: How many there are.
+    """
+
+    def __init__(self, processors: Sequence[RowProcessor], max_batch_size: int) -> None:
+        self._processors = tuple(processors)
+        self._of_slot: dict[int, list[RowProcessor]] = {}
+        # By processor: how many slots it touches.
+        self._num_slots = dict.fromkeys(self._processors, 0)
+        self.touched: BoolArray = np.zeros(max_batch_size, dtype=np.bool_)
+        self.num_touched = 0
+
+    def add(self, row: NewRow) -> bool:
+        """Take over a row, replacing the state of its slot; return whether it is touched."""
+        self.remove((row.slot,))
+        found = [processor for processor in self._processors if processor.add(row)]
+        if found:
+            self._of_slot[row.slot] = found
+            self.touched[row.slot] = True
+            self.num_touched += 1
+            for processor in found:
+                self._num_slots[processor] += 1
+        return bool(found)
+
+    def remove(self, slots: Iterable[int]) -> None:
+        """Drop the state of slots, as far as there is any."""
+        for slot in slots:
+            found = self._of_slot.pop(slot, None)
+            if found is None:
+                continue
+            self.touched[slot] = False
+            self.num_touched -= 1
+            for processor in found:
+                self._num_slots[processor] -= 1
+                processor.remove(slot)
+
+    def prepare(self, rows: LogitRows) -> None:
+        """Begin what needs no logits; `apply` must follow with the same rows."""
+        for processor in self._in_use():
+            processor.prepare(rows)
+
+    def apply(self, logits: torch.Tensor, rows: LogitRows) -> None:
+        """Change float32 (S, V) in place; all slots are touched."""
+        for processor in self._in_use():
+            processor.apply(logits, rows)
+
+    def accept(self, slot: int, token_ids: Sequence[int]) -> None:
+        """Note the tokens that a touched row has got."""
+        for processor in self._of_slot[slot]:
+            processor.accept(slot, token_ids)
+
+    def _in_use(self) -> list[RowProcessor]:
+        return [processor for processor in self._processors if self._num_slots[processor]]
+
+
+class DeviceAbilities(NamedTuple):
+    """Parameters of a draw that a device supports.
+
+    Attributes:
+        max_top_k: Most candidates that it can choose from; None for any number.
+    """
+
+    max_top_k: int | None = None
+
+
+def drawn_on_host(sampling: SamplingParams, can: DeviceAbilities, *, is_touched: bool) -> bool:
+    """Return whether a row must be drawn on the host, where the device could draw others.
+
+    Device and host draw different tokens for one seed, so the request alone decides.
+
+    Args:
+        sampling: The row's parameters.
+        can: What the device supports.
+        is_touched: Whether a processor touches the row.
+    """
+    if is_touched:
+        return True
+    if sampling.temperature < GREEDY_EPS or can.max_top_k is None:
+        return False
+    return not 0 < sampling.top_k <= can.max_top_k

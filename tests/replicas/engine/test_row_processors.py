@@ -1,0 +1,143 @@
+"""Row processors: only touched rows pay for them, and a row's state follows from its tokens."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from replicas.engine import sampler
+from replicas.engine.rows import processor
+from tests.replicas.engine.row_runner import Rows
+
+SEEDED = {"temperature": 0.8, "top_k": 12, "top_p": 0.95}
+
+
+class Repeats:
+    """A processor for rows with stop token 1: raises the logits of the output so far.
+
+    Attributes:
+        output: By slot, the output so far.
+        calls: Names of the methods called, with what they got.
+    """
+
+    def __init__(self):
+        self.output = {}
+        self.calls = []
+
+    def add(self, row):
+        self.output.pop(row.slot, None)
+        if 1 in row.sampling.stop_token_ids:
+            self.output[row.slot] = row.token_ids[row.num_prompt_tokens :]
+        return row.slot in self.output
+
+    def remove(self, slot):
+        self.output.pop(slot, None)
+
+    def prepare(self, rows):
+        self.prepared = rows
+        self.calls.append(("prepare", rows.slots.tolist(), rows.steps.tolist()))
+
+    def apply(self, logits, rows):
+        assert rows is self.prepared
+        assert logits.shape[0] == len(rows.slots)
+        for values, slot, step in zip(
+            logits, rows.slots.tolist(), rows.steps.tolist(), strict=True
+        ):
+            assert len(self.output[slot]) == step
+            values[self.output[slot]] += 9.0
+        self.calls.append(("apply", rows.slots.tolist(), rows.steps.tolist()))
+
+    def accept(self, slot, token_ids):
+        self.output[slot] += token_ids
+        self.calls.append(("accept", slot, len(token_ids)))
+
+
+TOUCHED = {"stop_token_ids": frozenset({1})}
+
+
+def test_processors_get_the_rows_that_they_touch_and_no_others():
+    repeats = Repeats()
+    rows = Rows([repeats])
+    rows.add(2, [3, 4], **TOUCHED)
+    rows.add(0, [5])
+    rows.add(3, [5], output=[6, 7], **TOUCHED)
+    rows.step()
+    rows.remove(2)
+    rows.step()
+    assert repeats.calls == [
+        ("prepare", [2, 3], [0, 2]), ("apply", [2, 3], [0, 2]), ("accept", 2, 1), ("accept", 3, 1),
+        ("prepare", [3], [3]), ("apply", [3], [3]), ("accept", 3, 1),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, SEEDED, {"temperature": 1.0}])
+def test_a_row_draws_alike_beside_touched_neighbours_and_alone(sampling):
+    alone = Rows([Repeats()])
+    alone.add(1, [3, 4], **sampling)
+    beside = Rows([Repeats()])
+    for slot in range(4):
+        beside.add(slot, [3, 4], **sampling, **({} if slot == 1 else TOUCHED))
+    for _ in range(8):
+        alone.step()
+        beside.step()
+    assert beside.token_ids[1] == alone.token_ids[1]
+    assert beside.token_ids[0] == beside.token_ids[2] == beside.token_ids[3]
+    assert beside.token_ids[0] != alone.token_ids[1], "the processor changed nothing"
+
+
+def test_state_is_dropped_when_a_row_leaves_and_when_its_slot_is_reused_in_the_same_step():
+    repeats = Repeats()
+    rows = Rows([repeats])
+    rows.add(0, [3], **TOUCHED)
+    rows.add(1, [3], **TOUCHED)
+    rows.add(2, [3], **TOUCHED)
+    rows.step()
+    rows.remove(0)
+    rows.remove(1)
+    rows.add(1, [9], output=[8, 2], **TOUCHED)
+    rows.step()
+    assert repeats.output == {1: rows.token_ids[1][1:], 2: rows.token_ids[2][1:]}
+    rows.remove(1)
+    rows.add(1, [9])
+    rows.step()
+    rows.add(2, [5])
+    rows.step()
+    assert repeats.output == {}, "a row that is replaced is dropped without a word"
+
+
+@pytest.mark.parametrize("processors", [[], [Repeats()]])
+def test_a_step_without_touched_rows_calls_no_processor(processors):
+    rows, called = Rows(processors), []
+    rows.add(0, [3])
+    rows.add(1, [4], **SEEDED)
+    rows.step()
+    sys.setprofile(lambda frame, event, _: called.append((event, frame.f_code.co_filename)))
+    try:
+        rows.step()
+    finally:
+        sys.setprofile(None)
+    assert ("call", sampler.__file__) in called
+    assert not {("call", processor.__file__), ("call", __file__)} & set(called)
+
+
+CASES = [({"temperature": 0.0, **TOUCHED}, Repeats), ({**SEEDED, **TOUCHED}, Repeats)]
+
+
+@pytest.mark.parametrize(("sampling", "make"), CASES)
+def test_a_row_that_is_rebuilt_from_its_tokens_continues_as_if_it_had_stayed(sampling, make):
+    """Preemption, migration, prefill elsewhere and resumption all send a row anew."""
+    stays = Rows([make()])
+    stays.add(0, [3, 4, 3], **sampling)
+    for _ in range(12):
+        stays.step()
+    wanted = stays.token_ids[0]
+    for num_output in (0, 1, 5, 11):
+        moved = Rows([make()])
+        moved.add(3, [3], **sampling)
+        moved.step()
+        moved.remove(3)
+        moved.add(3, [3, 4, 3], output=wanted[3 : 3 + num_output], **sampling)
+        for _ in range(12 - num_output):
+            moved.step()
+        assert moved.token_ids[3] == wanted
