@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from replicas.engine.sampler import DrawParams, sample
+from replicas.engine.sampler import SamplingColumns, sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,12 +69,10 @@ def plain(logits: torch.Tensor, asked: Asked) -> list[int]:
 def ours(logits: torch.Tensor, asked: Asked) -> list[int]:
     """The engine's sampler."""
     rows = len(logits)
-    params = DrawParams(
-        np.full(rows, asked.temperature, dtype=np.float32),
-        np.full(rows, asked.top_k, dtype=np.int32),
-        np.full(rows, asked.top_p, dtype=np.float32),
-    )
-    tokens: list[int] = sample(logits, params, np.random.default_rng(0).random(rows)).tolist()
+    columns = SamplingColumns(rows)
+    columns.temperature[:], columns.top_k[:], columns.top_p[:] = asked
+    numbers = np.random.default_rng(0).random(rows)
+    tokens: list[int] = sample(logits, columns, np.arange(rows), numbers).tolist()
     return tokens
 
 

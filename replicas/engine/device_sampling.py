@@ -259,9 +259,10 @@ def device_params(
     temperature, top_k = np.zeros(num_entries), np.ones(num_entries, dtype=np.int64)
     top_p = np.ones(num_entries)
     seed: list[int | None] = [None] * num_entries
-    is_random = columns.draws.temperature[slots] >= GREEDY_EPS
+    is_random = columns.temperature[slots] >= GREEDY_EPS
     drawn, at = slots[is_random], entries[is_random]
-    temperature[at], top_k[at], top_p[at] = columns.draws.of(drawn)
+    temperature[at], top_k[at] = columns.temperature[drawn], columns.top_k[drawn]
+    top_p[at] = columns.top_p[drawn]
     seeds = columns.seed[drawn]
     if keeps_state:
         indices = (batch.num_tokens[drawn] - batch.num_prompt_tokens[drawn]).astype(np.int64)

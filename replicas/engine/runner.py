@@ -393,13 +393,13 @@ class ModelRunner:
     ) -> Int64Array:
         """Draw tokens for some of a step's rows, whose logits are at `places`."""
         slots = step.slots[entries]
-        params, uniforms = self._columns.draws.of(slots), _NO_NUMBERS
-        if (params.temperature >= GREEDY_EPS).any():
+        columns, uniforms = self._columns, _NO_NUMBERS
+        if (columns.temperature[slots] >= GREEDY_EPS).any():
             indices = step.token_places[entries] - self._batch.num_prompt_tokens[slots]
-            uniforms = uniform(self._columns.seed[slots], indices.astype(np.int64))
+            uniforms = uniform(columns.seed[slots], indices.astype(np.int64))
         logits = logits if logits.ndim == 2 else logits[:, -1]
         if step.processed is None:
-            return sample(logits, params, uniforms, places)
+            return sample(logits, columns, slots, uniforms, places)
         # A generator returns the logits of all touched rows in one call, as the host draws them.
         is_touched = self._processors.touched[slots]
         processed = logits[torch.from_numpy(places[is_touched].astype(np.int64))].float()
@@ -410,7 +410,7 @@ class ModelRunner:
             (is_touched, processed, None),
         ):
             numbers = uniforms[which] if len(uniforms) else uniforms
-            token_ids[which] = sample(values, params.of(which), numbers, where)
+            token_ids[which] = sample(values, columns, slots[which], numbers, where)
         return token_ids
 
     def _accept(self, slots: Int32Array, token_ids: IntArray) -> None:

@@ -16,7 +16,7 @@ Dimensions: B slots; R rows; V vocabulary; n rows that are processed together.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from replicas.engine.step import NewRow
 
     IntArray = npt.NDArray[np.integer[Any]]
-    BoolArray = npt.NDArray[np.bool_]
-    Int32Array = npt.NDArray[np.int32]
     Float32Array = npt.NDArray[np.float32]
     Float64Array = npt.NDArray[np.float64]
     Int64Array = npt.NDArray[np.int64]
@@ -52,24 +50,6 @@ _FIRST_CANDIDATES = 64
 """Candidates among which the nucleus is searched first; it is seldom larger."""
 
 
-class DrawParams(NamedTuple):
-    """Parameters of the draws of R rows.
-
-    Attributes:
-        temperature: (R,); below 1e-5 takes the most likely token.
-        top_k: (R,); 0 or less, or V and more, is off.
-        top_p: (R,); 1 is off.
-    """
-
-    temperature: Float32Array
-    top_k: Int32Array
-    top_p: Float32Array
-
-    def of(self, rows: IntArray | BoolArray) -> DrawParams:
-        """Return the parameters of some of the rows."""
-        return DrawParams(self.temperature[rows], self.top_k[rows], self.top_p[rows])
-
-
 class SamplingColumns:
     """Parameters of the draws of all B slots, in columns.
 
@@ -77,30 +57,31 @@ class SamplingColumns:
         max_batch_size: B.
 
     Attributes:
-        draws: Parameters of each draw.
+        temperature: (B,); below 1e-5 takes the most likely token.
+        top_k: (B,); 0 or less, or V and more, is off.
+        top_p: (B,); 1 is off.
         seed: (B,) int64, key of each slot's random numbers.
     """
 
     def __init__(self, max_batch_size: int) -> None:
-        self.draws = DrawParams(
-            np.zeros(max_batch_size, dtype=np.float32),
-            np.zeros(max_batch_size, dtype=np.int32),
-            np.ones(max_batch_size, dtype=np.float32),
-        )
+        self.temperature = np.zeros(max_batch_size, dtype=np.float32)
+        self.top_k = np.zeros(max_batch_size, dtype=np.int32)
+        self.top_p = np.ones(max_batch_size, dtype=np.float32)
         self.seed = np.zeros(max_batch_size, dtype=np.int64)
 
     def add(self, row: NewRow) -> None:
         """Take over the parameters of a row."""
-        sampling, draws = row.sampling, self.draws
-        draws.temperature[row.slot] = sampling.temperature
-        draws.top_k[row.slot] = min(sampling.top_k, np.iinfo(np.int32).max)
-        draws.top_p[row.slot] = sampling.top_p
-        self.seed[row.slot] = sampling.seed or 0
+        slot, sampling = row.slot, row.sampling
+        self.temperature[slot] = sampling.temperature
+        self.top_k[slot] = min(sampling.top_k, np.iinfo(np.int32).max)
+        self.top_p[slot] = sampling.top_p
+        self.seed[slot] = sampling.seed or 0
 
 
 def sample(
     logits: torch.Tensor,
-    params: DrawParams,
+    columns: SamplingColumns,
+    slots: IntArray,
     uniforms: Float64Array,
     places: IntArray | None = None,
 ) -> Int64Array:
@@ -108,7 +89,8 @@ def sample(
 
     Args:
         logits: float (N, V); not modified.
-        params: Parameters of R rows.
+        columns: Parameters of every slot.
+        slots: (R,) slot of each row.
         uniforms: (R,) in [0, 1), one per row; may be empty where every row is greedy.
         places: (R,) indices of these rows in `logits`; None for all rows. Other rows are not read.
 
@@ -116,7 +98,8 @@ def sample(
         (R,) token ids; `NO_DISTRIBUTION` for a row with NaN, or whose greatest logit is infinite.
     """
     vocab = logits.shape[-1]
-    temperature, top_k, top_p = params
+    temperature = columns.temperature[slots]
+    top_k, top_p = columns.top_k[slots], columns.top_p[slots]
     places = np.arange(len(logits)) if places is None else places
     is_greedy = temperature < GREEDY_EPS
     token_ids = np.empty(len(places), dtype=np.int64)

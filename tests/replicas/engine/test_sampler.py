@@ -18,15 +18,15 @@ VOCAB = 12
 
 def draw(logits, uniforms, temperature=1.0, top_k=0, top_p=1.0):
     """One token per row, all rows with the same parameters."""
-    params = columns([temperature], [top_k], [top_p]).draws.of(np.zeros(len(logits), dtype=np.intp))
-    return sample(logits, params, np.asarray(uniforms, dtype=np.float64)).tolist()
+    slots = np.zeros(len(logits), dtype=np.intp)
+    numbers = np.asarray(uniforms, dtype=np.float64)
+    return sample(logits, columns([temperature], [top_k], [top_p]), slots, numbers).tolist()
 
 
-def columns(*settings):
-    """Columns of one slot for each value of the settings."""
-    found = SamplingColumns(len(settings[0]))
-    for column, values in zip(found.draws, settings, strict=True):
-        column[:] = values
+def columns(temperature, top_k, top_p):
+    """Columns of one slot for each value."""
+    found = SamplingColumns(len(temperature))
+    found.temperature[:], found.top_k[:], found.top_p[:] = temperature, top_k, top_p
     return found
 
 
@@ -49,12 +49,11 @@ def test_a_row_that_comes_brings_its_parameters():
     def row(**sampling):
         return NewRow(2, 0, [5], 1, 0, [[1]], SamplingParams(**sampling))
 
-    found, chosen = SamplingColumns(4), {"temperature": 0.5, "top_k": 3, "top_p": 0.75}
-    found.add(row(**chosen, seed=-7))
-    assert found.draws.of(np.array([2]))._asdict() == chosen
-    assert found.seed[2] == -7
+    found, chosen = SamplingColumns(4), {"temperature": 0.5, "top_k": 3, "top_p": 0.75, "seed": -7}
+    found.add(row(**chosen))
+    assert {name: getattr(found, name)[2].item() for name in chosen} == chosen
     found.add(row(top_k=2**40))
-    assert found.draws.top_k[2] == np.iinfo(np.int32).max, "more than any vocabulary"
+    assert found.top_k[2] == np.iinfo(np.int32).max, "more than any vocabulary"
     assert found.seed[2] == 0, "that of a request without one"
 
 
@@ -93,7 +92,7 @@ def test_a_row_that_is_no_distribution_gets_no_token_and_leaves_the_others_their
     params = columns(
         [0.0, 1.0, 1.0, 1.0, 0.7] * 2, [0, 0, 5, 0, 40] * 2, [1.0, 1.0, 1.0, 0.9, 0.9] * 2
     )
-    settings = params.draws, np.linspace(0.05, 0.95, 10)
+    settings = params, np.arange(10), np.linspace(0.05, 0.95, 10)
     wanted = sample(logits, *settings)
     broken = logits.clone()
     # One NaN or infinity is enough; minus infinity is a token that is never drawn.
@@ -110,9 +109,9 @@ def test_row_is_drawn_alike_in_any_batch(vocab):
         [0.0, 0.5, 1.0, 1.5, 0.7, 2.0], [0, 5, -1, 0, 100, 1], [1.0, 0.9, 1.0, 0.5, 0.8, 1.0]
     )
     numbers = np.linspace(0.05, 0.95, 6)
-    together = sample(logits, params.draws, numbers).tolist()
+    together = sample(logits, params, np.arange(6), numbers).tolist()
     for order in ([5, 4, 3, 2, 1, 0], [2], [1, 3]):
-        own = params.draws.of(np.array(order)), numbers[order]
+        own = params, np.array(order), numbers[order]
         wanted = [together[row] for row in order]
         assert sample(logits[order], *own).tolist() == wanted
         assert sample(logits, *own, np.array(order)).tolist() == wanted
@@ -123,7 +122,7 @@ def test_logits_are_left_as_they_are_and_only_the_rows_that_are_asked_for_are_lo
     logits[[0, 2]] = torch.nan
     before = logits.clone()
     params = columns([1.0, 0.0, 0.5], [0, 0, 5], [1.0] * 3)
-    tokens = sample(logits, params.draws, np.full(3, 0.5), np.array([4, 1, 3]))
+    tokens = sample(logits, params, np.arange(3), np.full(3, 0.5), np.array([4, 1, 3]))
     assert tokens[1] == logits[1].argmax()
     assert torch.equal(logits.nan_to_num(), before.nan_to_num())
 
