@@ -11,7 +11,10 @@ of the simulator's loop: a message that arrives, a turn of an engine that ends, 
 request's coroutine. A turn may pass over many decode steps at once, so that steps of engines per
 second, also printed, are a number of their own.
 
+`--digest` prints hashes of the results of eight small scenarios instead, see `simulator_digest`.
+
     python -m benchmarks.simulator --quick
+    python -m benchmarks.simulator --digest
     python -m benchmarks.simulator --trace conversation_trace.jsonl --peer-python PATH
 """
 
@@ -26,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.polynomial_timing import PolynomialTiming
+from benchmarks.simulator_digest import print_digests
 from cluster.config.schema import RouterConfig
 from cluster.lab.simulation.command import seldom_collecting
 from cluster.lab.simulation.network import NetworkConfig
@@ -174,7 +178,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="three sizes, round robin only")
     parser.add_argument("--trace", type=Path, help="Mooncake trace; without, a built-in workload")
     parser.add_argument("--peer-python", type=Path, help="interpreter with ai-dynamo 1.6.1")
+    parser.add_argument("--digest", action="store_true", help="hash the results of scenarios")
     arguments = parser.parse_args()
+    if arguments.digest:
+        print_digests()
+        return
     workload = load_workload(arguments.trace or BUILT_IN).head(NUM_REQUESTS)
     sizes = QUICK if arguments.quick else FULL
     policies: tuple[PolicyName, ...] = ("round_robin",)
