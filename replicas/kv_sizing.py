@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from replicas.errors import ConfigError
+from replicas.generators.protocol import DEFAULT_TOKEN_BUDGET
 from replicas.generators.simulated.profiles import engine_profile
 from replicas.generators.simulated.tokens import BYTES_PER_TOKEN
 from replicas.generators.ttnn.buckets import check_cache, check_lane, decode_table_width
@@ -21,10 +22,6 @@ if TYPE_CHECKING:
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 """Element sizes of the dtypes that an engine computes in."""
-
-DEFAULT_TOKEN_BUDGET = 131_072
-"""KV tokens of a lane for a plug-in class that does not declare its own limit.
-Source: vllm-tt-plugin's worker."""
 
 
 def resolve_dtype(config: EngineConfig, model: ModelConfig) -> str:

@@ -23,11 +23,11 @@ from kv_transfer.layout import KVLayout
 from kv_transfer.transports.process import keep_heap
 from replicas.engine.facts import connector_settings, model_facts
 from replicas.engine.fault_injection import engine_faults
-from replicas.engine.foreign_limits import foreign_token_budget, warn_of_name
 from replicas.engine.runner import ModelRunner
 from replicas.errors import ConfigError, DeviceError
 from replicas.generators.fingerprint import model_fingerprint
 from replicas.generators.model_config import load_engine_model
+from replicas.generators.plugin.limits import foreign_token_budget, warn_of_name
 from replicas.generators.plugin.routes import route_mesh
 from replicas.generators.plugin.sizes import check_class_sizes
 from replicas.generators.protocol import CpuDevice

@@ -464,6 +464,11 @@ class Generator(GeneratorBase, TextDecoder, Protocol):
         ...
 
 
+DEFAULT_TOKEN_BUDGET = 131_072
+"""KV tokens of a lane for a class that does not declare its own limit.
+Source: vllm-tt-plugin's worker."""
+
+
 class SupportsTokenBudget(Protocol):
     """Generator class that knows how much KV fits beside its weights."""
 
@@ -487,7 +492,7 @@ class SupportsTokenBudget(Protocol):
             max_num_seqs: Slots of one lane.
 
         Returns:
-            Token budget per lane. A class without this method gets 131,072.
+            Token budget per lane. A class without this method gets `DEFAULT_TOKEN_BUDGET`.
         """
         ...
 

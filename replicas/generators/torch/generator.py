@@ -17,7 +17,7 @@ import torch
 
 from replicas.errors import ConfigError
 from replicas.generators.model_config import check_sizes, to_model_config
-from replicas.generators.protocol import CpuDevice, ModelCapabilities
+from replicas.generators.protocol import DEFAULT_TOKEN_BUDGET, CpuDevice, ModelCapabilities
 from replicas.generators.torch.attention import BACKENDS, make_attention
 from replicas.generators.torch.inputs import BlockSpace, from_decode, from_flat, from_prefill
 from replicas.generators.torch.kv_cache import TorchKVCache
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 _LOAD_FORMATS = ("safetensors", "random")
-_DEFAULT_TOKEN_BUDGET = 131072
 LONG_PRODUCTS = 25_000_000
 """So many products of a token and a weight take a core some 0.25 ms."""
 ATTENDED = 10
@@ -146,7 +145,7 @@ class TorchGenerator:
         max_num_seqs: int,
     ) -> int:
         """Return enough for every slot of a lane at full length, within the default budget."""
-        return min(_DEFAULT_TOKEN_BUDGET, max_model_len * max_num_seqs)
+        return min(DEFAULT_TOKEN_BUDGET, max_model_len * max_num_seqs)
 
     def allocate_kv_cache(
         self, kv_cache_shape: KVCacheShape, dtype: torch.dtype, num_layers: int

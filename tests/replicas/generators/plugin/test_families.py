@@ -15,10 +15,9 @@ import torch
 from transformers import AutoConfig
 
 from replicas.config import EngineConfig, MeshConfig
-from replicas.engine import foreign_limits
 from replicas.errors import ConfigError, UnknownGeneratorError
 from replicas.generators.model_config import load_hf_config
-from replicas.generators.plugin import checkpoints
+from replicas.generators.plugin import checkpoints, limits
 from replicas.generators.plugin.adapter import adapt
 from replicas.generators.plugin.checkpoints import checkpoint_for
 from replicas.generators.plugin.find import find_plugin_class
@@ -253,7 +252,7 @@ def test_galaxy_through_an_engine(
         judged.append(mesh.trace_region_size)
         return lane_memory(model, spec, mesh, *args, **sizes)
 
-    monkeypatch.setattr(foreign_limits, "lane_memory", judge)
+    monkeypatch.setattr(limits, "lane_memory", judge)
     mesh = MeshConfig(name="TG", sample_on_device=draws, tt_metal_home=tt_metal)
     engine = engine_config(folder, "llama3_70b_galaxy", mesh, tt_data_parallel=4)
     engine = msgspec.structs.replace(engine, max_batch_size=8, num_blocks=7)

@@ -13,8 +13,8 @@ import logging
 from typing import TYPE_CHECKING
 
 from replicas.errors import ConfigError
+from replicas.generators.protocol import DEFAULT_TOKEN_BUDGET
 from replicas.generators.ttnn.budget import lane_memory
-from replicas.kv_sizing import DEFAULT_TOKEN_BUDGET
 from replicas.model_name import model_name
 
 if TYPE_CHECKING:

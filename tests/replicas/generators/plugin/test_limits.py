@@ -3,12 +3,12 @@
 import pytest
 
 from replicas.config import EngineConfig, MeshConfig
-from replicas.engine.foreign_limits import (
+from replicas.generators.model_config import parse_hf_config
+from replicas.generators.plugin.limits import (
     comes_from,
     foreign_token_budget,
     warn_of_name,
 )
-from replicas.generators.model_config import parse_hf_config
 from tests.replicas.generators.test_ttnn_budget import LLAMA_8B
 
 
