@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from replicas.engine.sequence import SequenceStatus
+from replicas.engine.sequence import Phase, transition
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -58,9 +58,10 @@ class Departed:
             hold: Whether another engine uses its blocks.
             is_under_way: Whether a step under way computes it.
         """
-        seq.status = SequenceStatus.FINISHED
         if hold:
             self.held[seq.request_id] = seq
+        if hold or is_under_way:
+            transition(seq, Phase.LEAVING)
         if is_under_way:
             self._overtaken.append(seq)
         else:
@@ -70,7 +71,7 @@ class Departed:
         """Free blocks that another engine has fetched, or will not fetch. Idempotent."""
         seq = self.held.pop(request_id, None)
         if seq is not None and seq not in self._overtaken:
-            self._groups.give_back_blocks(seq)
+            self._free_blocks(seq)
 
     def step_is_over(self, is_under_way: Callable[[Sequence], bool]) -> None:
         """Free slots and blocks of the sequences that no step under way computes any more."""
@@ -84,8 +85,13 @@ class Departed:
     def check_invariants(self) -> None:
         """Assert that only sequences of a step under way have a slot."""
         assert all(s.slot < 0 or s in self._overtaken for s in self.held.values())
+        assert all(s.phase is Phase.LEAVING for s in self)
 
     def _give_back(self, seq: Sequence) -> None:
         self._groups.give_back_slot(seq)
         if self.held.get(seq.request_id) is not seq:
-            self._groups.give_back_blocks(seq)
+            self._free_blocks(seq)
+
+    def _free_blocks(self, seq: Sequence) -> None:
+        self._groups.give_back_blocks(seq)
+        transition(seq, Phase.ENDED)

@@ -17,7 +17,6 @@ import msgspec
 from replicas.engine.block_pool import BlockPool
 from replicas.engine.prefix_feed import PrefixFeed, PrefixJournal
 from replicas.engine.prefixes import PrefixCache
-from replicas.engine.sequence import SequenceStatus
 from replicas.engine.slots import SlotTable
 from replicas.messages import GroupCounters, GroupSnapshot
 
@@ -270,7 +269,7 @@ class DPGroups:
                 assert pool.num_free_blocks + len(used) == pool.num_blocks, f"{self!r}"
         for seq in (s for s in sequences if s.block_ids):
             assert seq.capacity == self._capacity(seq)
-            if seq.status is SequenceStatus.FINISHED:
+            if seq.is_over:
                 continue
             for kv_group, pool, table in self._each_kv_group(seq.dp_group, seq.block_ids):
                 unwritten = table[seq.num_computed_tokens // kv_group.block_size :]

@@ -18,7 +18,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from kv_transfer.errors import TransferError
-from replicas.engine.sequence import KVLoad, SequenceStatus
+from replicas.engine.sequence import KVLoad, Phase, transition
 
 if TYPE_CHECKING:
     from kv_transfer.connector import Failure, KVConnectorScheduler
@@ -87,7 +87,7 @@ class KVLoads:
 
     def reserve(self, seq: Sequence, now_s: float) -> None:
         """Add a sequence with slot and blocks whose prompt is computed elsewhere."""
-        seq.status = SequenceStatus.RESERVED
+        assert seq.phase is Phase.RESERVED, f"{seq.request_id} is {seq.phase}"
         seq.load = KVLoad(deadline_s=now_s + self._config.reservation_timeout_s)
         self._reserved[seq.request_id] = seq
         self.num_in[seq.dp_group] += 1
@@ -182,7 +182,7 @@ class KVLoads:
         end = seq.num_computed_tokens + num_external
         # A sequence that was handed over with tokens may load more than its prompt.
         assert end <= seq.num_tokens, f"{num_external=} of {seq.request_id}"
-        seq.status = SequenceStatus.LOADING
+        transition(seq, Phase.LOADING)
         seq.load = KVLoad(is_under_way=True, end=end)
         self._loading[seq.request_id] = seq
         self.num_in[seq.dp_group] += 1
@@ -196,7 +196,7 @@ class KVLoads:
         """Ask the connector again about reserved sequences for which it had no answer."""
         if self._connector is not None and self._asking:
             for seq in list(self._asking.values()):
-                if seq.status is SequenceStatus.RESERVED:
+                if seq.phase is Phase.RESERVED:
                     self._ask(self._connector, seq)
 
     def end_load(self, seq: Sequence, failure: Failure | None, *, is_converted: bool) -> None:
@@ -227,7 +227,7 @@ class KVLoads:
             end -= end % self._groups.block_multiple if self._resumes_prefill else end
         num_new = max(0, end - seq.num_computed_tokens)
         seq.num_computed_tokens += num_new
-        if seq.status is SequenceStatus.LOADING and not seq.num_preemptions:
+        if seq.phase is Phase.LOADING and not seq.num_preemptions:
             seq.num_cached_tokens += num_new
         seq.is_converted |= is_converted and num_new > 0
         self._groups.prefixes.cache_full_blocks(
@@ -245,7 +245,7 @@ class KVLoads:
         load = _load_of(seq)
         if load.is_under_way:
             return Verdict.WAIT
-        if seq.status is SequenceStatus.LOADING:
+        if seq.phase is Phase.LOADING:
             self.num_recompute_tokens += load.end - seq.num_computed_tokens
             self.forget(seq)
             return Verdict.RUN
@@ -289,15 +289,15 @@ class KVLoads:
         for seq in self.awaiting:
             # Arriving KV must find its blocks, whatever else has been allocated meanwhile.
             assert seq.capacity >= seq.num_prompt_tokens
-            expected = self._reserved if seq.status is SequenceStatus.RESERVED else self._loading
+            expected = self._reserved if seq.phase is Phase.RESERVED else self._loading
             assert expected[seq.request_id] is seq
         for seq in self._loading.values():
-            assert seq.status is SequenceStatus.LOADING
+            assert seq.phase is Phase.LOADING
             assert is_loading(seq)
             assert seq.num_computed_tokens < _load_of(seq).end <= seq.num_tokens
         for seq in self._asking.values():
-            assert is_loading(seq) == (seq.status is SequenceStatus.RESERVED)
-            assert is_loading(seq) or seq.status is SequenceStatus.WAITING
+            assert is_loading(seq) == (seq.phase is Phase.RESERVED)
+            assert is_loading(seq) or seq.phase is Phase.WAITING
 
     def _not_activated(self) -> list[tuple[Sequence, KVLoad]]:
         reserved = ((s, _load_of(s)) for s in self._reserved.values())

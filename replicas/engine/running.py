@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from replicas.engine.sequence import Phase, transition
 from replicas.engine.step import ScheduledBatch
 
 if TYPE_CHECKING:
@@ -87,14 +88,13 @@ class RunningRows:
         self._sequences.remove(seq)
         self.num_in[seq.dp_group] -= 1
         self.short.pop(seq.slot, None)
-        self.num_decoding -= seq.is_decoding
-        seq.is_decoding = False
+        self.num_decoding -= seq.phase is Phase.DECODE
         self._parts = None
 
     def decode(self, seq: Sequence) -> None:
         """Move a running sequence to those that decode."""
-        self.num_decoding += not seq.is_decoding
-        seq.is_decoding = True
+        transition(seq, Phase.DECODE)
+        self.num_decoding += 1
         self._parts = None
 
     def last_in(self, group: int) -> Sequence:
@@ -122,7 +122,8 @@ class RunningRows:
         """Assert that all counts and cached divisions match the sequences."""
         for group, num_running in enumerate(self.num_in):
             assert num_running == sum(s.dp_group == group for s in self._sequences)
-        decoding = [s for s in self._sequences if s.is_decoding]
+        assert all(seq.is_running for seq in self._sequences)
+        decoding = [s for s in self._sequences if s.phase is Phase.DECODE]
         assert self.num_decoding == len(decoding)
         if self._parts is not None:
             assert self.decodes.sequences == decoding
@@ -138,10 +139,12 @@ class RunningRows:
     @property
     def _both(self) -> tuple[Decodes, list[Sequence]]:
         if self._parts is None:
-            decoding = [s for s in self._sequences if s.is_decoding]
-            others = [s for s in self._sequences if not s.is_decoding]
+            decoding = [s for s in self._sequences if s.phase is Phase.DECODE]
+            others = [s for s in self._sequences if s.phase is Phase.PREFILL]
             self._parts = Decodes(self._decode_kind, decoding, len(self.num_in)), others
         return self._parts
 
     def _of_slot(self, slot: int) -> Sequence | None:
-        return next((s for s in self._sequences if s.is_decoding and s.slot == slot), None)
+        return next(
+            (s for s in self._sequences if s.phase is Phase.DECODE and s.slot == slot), None
+        )

@@ -32,7 +32,7 @@ from replicas.engine.endings import End, EndRules
 from replicas.engine.groups import DPGroups
 from replicas.engine.loads import KVLoads, Verdict, is_loading
 from replicas.engine.running import Decodes, RunningRows
-from replicas.engine.sequence import Sequence, SequenceStatus
+from replicas.engine.sequence import Phase, Sequence, transition
 from replicas.engine.step import NewRow, ScheduledBatch, StepResult
 from replicas.engine.step_work import step_work
 from replicas.engine.waiting import WaitingQueue
@@ -281,7 +281,7 @@ class Scheduler:
         if seq is None or seq.transfer is None or self._connector is None:
             return
         num_final = 0
-        if seq.status is SequenceStatus.RUNNING and not seq.is_converted:
+        if seq.is_running and not seq.is_converted:
             # Only steps that are over count; the last token's step may be under way.
             num_final = min(seq.num_computed_tokens, seq.num_tokens - 1)
         num_full = num_final - num_final % self._groups.block_multiple
@@ -308,7 +308,7 @@ class Scheduler:
         if seq is None:
             return None
         self._go_on(seq)
-        return seq if seq.status is SequenceStatus.FINISHED else None
+        return seq if seq.is_over else None
 
     def kv_received(self, request_id: str, *, is_converted: bool = False) -> Sequence | None:
         """Note that the requested KV is in the sequence's blocks, which can now be indexed.
@@ -518,7 +518,7 @@ class Scheduler:
         looks, plan.looks = plan.looks, []
         for row in looks:
             seq = plan.decodes.sequences[row]
-            if seq.status is SequenceStatus.RUNNING:
+            if seq.is_running:
                 self._running.short.pop(seq.slot, None)
                 self._decode_on(seq)
 
@@ -564,7 +564,7 @@ class Scheduler:
         """Schedule running sequences in their order; return whether any was preempted."""
         preempted = False
         for seq in list(self._running):
-            if seq.status is not SequenceStatus.RUNNING or not plan.takes(seq):
+            if not seq.is_running or not plan.takes(seq):
                 continue
             count = self._clip(seq.num_computed_tokens, seq.num_tokens, plan.budget)
             if count == 0:
@@ -628,7 +628,7 @@ class Scheduler:
         if count == 0:
             return _Admission.NO_ROOM
         self._groups.admit(seq, place, seq.num_tokens)
-        seq.status = SequenceStatus.RUNNING
+        transition(seq, Phase.PREFILL)
         self._running.add(seq)
         plan.add(seq, count)
         return _Admission.ADMITTED
@@ -671,7 +671,7 @@ class Scheduler:
             return ()
         sequences = [*plan.decodes.sequences, *plan.sequences]
         found = [sequences[row] for row in rows]
-        failed = tuple(s for s in found if s.status is SequenceStatus.RUNNING)
+        failed = tuple(s for s in found if s.is_running)
         for seq in failed:
             self._groups.forget_blocks(seq)
             self._finish(seq, "error")
@@ -689,7 +689,7 @@ class Scheduler:
             return self._take_runs(plan, token_ids, counts)
         if self._departed.has_overtaken:
             # Drop the tokens of sequences that have ended meanwhile.
-            rows = [r for r, s in enumerate(sequences) if s.status is SequenceStatus.RUNNING]
+            rows = [r for r, s in enumerate(sequences) if s.is_running]
             looks = [i for i, row in enumerate(rows) if row in plan.looks]
             sequences = [sequences[r] for r in rows]
             token_ids = [t for r in rows for t in token_ids[r * count : (r + 1) * count]]
@@ -723,7 +723,7 @@ class Scheduler:
         outputs, num_passes, tokens = StepOutputs([], [], {}, []), plan.num_passes, iter(token_ids)
         for seq, count in zip(plan.decodes.sequences, counts, strict=True):
             run = list(itertools.islice(tokens, count))
-            if seq.status is not SequenceStatus.RUNNING:
+            if not seq.is_running:
                 continue
             if count < num_passes:
                 assert not self._plans, "a step ahead was planned from progress that was not made"
@@ -746,7 +746,7 @@ class Scheduler:
         for seq, count in zip(plan.sequences, counts, strict=True):
             if count:
                 self._take_run(outputs, seq, list(itertools.islice(tokens, count)))
-            elif seq.status is SequenceStatus.RUNNING:
+            elif seq.is_running:
                 self._groups.prefixes.cache_full_blocks(seq, seq.num_computed_tokens)
         return outputs if decoded.counts else outputs._replace(counts=[])
 
@@ -783,7 +783,7 @@ class Scheduler:
         seq.look_at = min(block_end, self._end_rules.longest(seq) - 1)
         if num_computed >= seq.capacity:
             self._running.short[seq.slot] = seq
-        if not seq.is_decoding:
+        if seq.phase is Phase.PREFILL:
             seq.stop_ids = self._end_rules.stop_ids(seq)
             self._running.decode(seq)
 
@@ -810,7 +810,7 @@ class Scheduler:
             return None
         if not is_loading(seq):
             return None
-        has_client = seq.status is SequenceStatus.RESERVED
+        has_client = seq.phase is Phase.RESERVED
         self._loads.end_load(seq, failure, is_converted=is_converted)
         if failure is not None and has_client and self._loads.try_next_ticket(seq, now_s):
             return None
@@ -830,7 +830,7 @@ class Scheduler:
     def _run(self, seq: Sequence) -> None:
         # The last known token is always computed here, because its logits give the next one.
         seq.num_computed_tokens = min(seq.num_computed_tokens, seq.num_tokens - 1)
-        seq.status = SequenceStatus.RUNNING
+        transition(seq, Phase.PREFILL)
         self._running.add(seq)
 
     def _preempt(self, seq: Sequence) -> None:
@@ -842,6 +842,7 @@ class Scheduler:
         self._groups.give_back_blocks(seq)
         seq.num_preemptions += 1
         self._groups.stats[seq.dp_group].num_preemptions += 1
+        transition(seq, Phase.WAITING)
         self._waiting.push_front(seq)
 
     def _hand_over(self, seq: Sequence) -> None:
@@ -855,9 +856,9 @@ class Scheduler:
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
         """End a sequence for good; every path out of the engine but `_hand_over` ends here."""
-        if seq.status is SequenceStatus.WAITING:
+        if seq.phase is Phase.WAITING:
             self._waiting.remove(seq)
-        elif seq.status is SequenceStatus.RUNNING:
+        elif seq.is_running:
             self._running.remove(seq)
         self._loads.forget(seq)
         del self._sequences[seq.request_id]
@@ -980,8 +981,8 @@ class Scheduler:
         assert len(places) == len(self._sequences)
         assert {id(s) for s in places} == {id(s) for s in self._sequences.values()}
         for seq in places:
-            assert (seq.slot < 0) == (seq.status is SequenceStatus.WAITING)
-            assert (not seq.block_ids) == (seq.status is SequenceStatus.WAITING)
+            assert (seq.slot < 0) == (seq.phase is Phase.WAITING)
+            assert (not seq.block_ids) == (seq.phase is Phase.WAITING)
         assert not any(is_loading(s) for s in (*self._waiting, *self._running))
 
 

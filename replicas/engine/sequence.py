@@ -1,4 +1,4 @@
-"""Mutable record of one request in the engine.
+"""Mutable record of one request in the engine, and the phases of its life.
 
 Owner: the scheduler, on the engine's core thread; only its parts write to it.
 """
@@ -14,24 +14,53 @@ import msgspec
 from replicas.messages import num_pairs
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kv_transfer.connector import TransferRequest
     from replicas.engine.block_pool import PrefixWalk
     from replicas.messages import EngineRequest, RequestMode
 
 
-class SequenceStatus(Enum):
-    """Place of a sequence; only the scheduler changes it."""
+class Phase(Enum):
+    """Phase of a sequence's life; see `TRANSITIONS`."""
 
     WAITING = "waiting"
-    """In the queue: no slot, no blocks."""
-    RUNNING = "running"
-    """Holds a slot and blocks and is advanced step by step."""
+    """Queued: no slot, no blocks."""
     LOADING = "loading"
-    """Came from the queue; holds a slot and blocks for its whole prompt; loads a part of its KV."""
+    """Came from the queue; has a slot and blocks for its whole prompt; loads a part of its KV."""
     RESERVED = "reserved"
-    """Holds a slot and blocks for its whole prompt, whose KV comes from another engine."""
-    FINISHED = "finished"
-    """Over; its blocks may outlive it while another engine fetches them."""
+    """Has a slot and blocks for its whole prompt, whose KV comes from another engine."""
+    PREFILL = "prefill"
+    """Runs; more than its last token is to be computed, or the worker does not know it."""
+    DECODE = "decode"
+    """Runs; all but its last token is computed once the steps under way are over."""
+    LEAVING = "leaving"
+    """Over; a step under way still computes it, or another engine uses its blocks."""
+    ENDED = "ended"
+    """Over, without slot and blocks."""
+
+
+TRANSITIONS: Mapping[Phase, frozenset[Phase]] = {
+    # A queued sequence leaves if the connector has not forgotten its request yet.
+    Phase.WAITING: frozenset({Phase.LOADING, Phase.PREFILL, Phase.LEAVING, Phase.ENDED}),
+    Phase.LOADING: frozenset({Phase.PREFILL, Phase.LEAVING, Phase.ENDED}),
+    Phase.RESERVED: frozenset({Phase.PREFILL, Phase.LEAVING, Phase.ENDED}),
+    # A running sequence waits again when it is preempted.
+    Phase.PREFILL: frozenset({Phase.DECODE, Phase.WAITING, Phase.LEAVING, Phase.ENDED}),
+    Phase.DECODE: frozenset({Phase.WAITING, Phase.LEAVING, Phase.ENDED}),
+    Phase.LEAVING: frozenset({Phase.ENDED}),
+    Phase.ENDED: frozenset(),
+}
+"""The phases that may follow each phase.
+
+A sequence begins in WAITING, or in RESERVED if its mode is decode.
+"""
+
+
+def transition(seq: Sequence, phase: Phase) -> None:
+    """Let a sequence enter a phase that may follow its present one."""
+    assert phase in TRANSITIONS[seq.phase], f"{seq.request_id}: from {seq.phase} to {phase}"
+    seq.phase = phase
 
 
 @dataclass(slots=True, eq=False)
@@ -93,9 +122,9 @@ class Sequence:
         num_preemptions: How often it lost its blocks.
         is_known_to_runner: Whether the runner's batch holds it; False makes the next step send it
             whole.
-        is_decoding: Whether it is among the decoding rows of `RunningRows`.
         look_at: While it decodes: computed tokens at which it fills a block or ends.
         stop_ids: While it decodes: tokens that end it.
+        phase: Its phase; only `transition` changes it.
         request_id: The request's id.
         num_prompt_tokens: Tokens of the prompt.
     """
@@ -105,7 +134,6 @@ class Sequence:
     client: bytes
     token_ids: list[int]
     dp_group: int = -1
-    status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
     block_ids: list[list[int]] = field(default_factory=list)
     capacity: int = 0
@@ -122,13 +150,14 @@ class Sequence:
     is_told: bool = False
     num_preemptions: int = 0
     is_known_to_runner: bool = False
-    is_decoding: bool = False
     look_at: int = 0
     stop_ids: frozenset[int] = frozenset()
+    phase: Phase = field(init=False)
     request_id: str = field(init=False)
     num_prompt_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.phase = Phase.RESERVED if self.mode == "decode" else Phase.WAITING
         self.request_id = self.request.request_id
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
 
@@ -138,6 +167,16 @@ class Sequence:
         # Copied with output, because that grows.
         tokens = [*self.token_ids] if self.num_output_tokens else self.transfer.prompt_token_ids
         return msgspec.structs.replace(self.transfer, ticket=ticket, prompt_token_ids=tokens)
+
+    @property
+    def is_running(self) -> bool:
+        """Return whether steps compute it."""
+        return self.phase is Phase.DECODE or self.phase is Phase.PREFILL
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether it has ended; it may still have a slot or blocks."""
+        return self.phase is Phase.LEAVING or self.phase is Phase.ENDED
 
     @property
     def num_tokens(self) -> int:

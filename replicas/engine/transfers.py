@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kv_transfer.connector import SaveProgress, TransferStats
-from replicas.engine.sequence import Sequence, SequenceStatus
 from replicas.messages import KVLoaded, KVTransfers
 
 if TYPE_CHECKING:
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from replicas.engine.events import ClientEvents
     from replicas.engine.executor import Executor
     from replicas.engine.scheduler import Scheduler
+    from replicas.engine.sequence import Sequence
     from replicas.engine.step import ScheduledBatch
 
 
@@ -114,5 +114,5 @@ class TransferCoordinator:
             return
         assert seq.load is not None
         self._events[seq.client].append(KVLoaded(seq.request_id, seq.load.epoch, seq.load.failure))
-        if seq.status is SequenceStatus.FINISHED:
+        if seq.is_over:
             self._events.fail_transfer(seq)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from replicas.engine.sequence import SequenceStatus
+from replicas.engine.sequence import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -84,7 +84,7 @@ class WaitingQueue:
             assert self._num_pairs_for[group] == sum(s.num_new_pairs for s in waiting)
 
     def _enter(self, seq: Sequence) -> None:
-        seq.status = SequenceStatus.WAITING
+        assert seq.phase is Phase.WAITING, f"{seq.request_id} is {seq.phase}"
         self._count(seq, 1)
 
     def _count(self, seq: Sequence, sign: int) -> None:

@@ -15,7 +15,7 @@ from kv_transfer.connector import Failure
 from kv_transfer.errors import FailureReason
 from replicas.engine.batch import PersistentBatch
 from replicas.engine.scheduler import Scheduler
-from replicas.engine.sequence import SequenceStatus
+from replicas.engine.sequence import Phase
 from tests.replicas.engine.fakes import EOS, PREFIX_CACHE_KEY, FakeConnector, result_of
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ class World:
 
     def _count_ended(self, seq: Sequence | None) -> None:
         """Take note of a sequence that a failure ended, if it did."""
-        if seq is not None and seq.status is SequenceStatus.FINISHED:
+        if seq is not None and seq.is_over:
             assert self.config.kv_load_failure_policy == "fail"
             assert seq.num_output_tokens
             self.ended[seq.request_id] += 1
@@ -239,7 +239,7 @@ class World:
         for request_id, found in self.connector.pool.items():
             self.connector.pool[request_id] = found or 0
         for seq in live:
-            if seq.status is SequenceStatus.RESERVED and not seq.load.is_activated:
+            if seq.phase is Phase.RESERVED and not seq.load.is_activated:
                 self.activate(seq.request_id, [])
         # Each preemption lets another sequence run, which then never waits for the preempted one.
         steps = sum(s.num_tokens + s.request.sampling.max_tokens for s in live)
@@ -290,8 +290,7 @@ class World:
             prompts = [
                 (s.num_computed_tokens, s.num_tokens)
                 for s in own
-                if s.status is SequenceStatus.WAITING
-                or (s.status is SequenceStatus.RUNNING and not s.is_decoding)
+                if s.phase in (Phase.WAITING, Phase.PREFILL)
             ]
             shared = [(s.num_computed_tokens, s.num_tokens) for s in unplaced]
             pairs, tokens = (

@@ -18,11 +18,11 @@ WRITERS = {
     "dp_group": {"groups"},
     "handle": {"requests"},
     "is_aborted": {"scheduler"},
-    "is_decoding": {"running"},
     "is_told": {"events"},
     "load": {"loads"},
     "look_at": {"scheduler"},
     "num_preemptions": {"scheduler"},
+    "phase": {"sequence"},
     "slot": {"groups"},
     "stop_ids": {"scheduler"},
     # Still written in more than one place.
@@ -33,7 +33,6 @@ WRITERS = {
     "num_indexed_tokens": {"groups", "prefixes"},
     "token_ids": {"loads", "scheduler"},
     "walks": {"groups", "prefixes"},
-    "status": {"departed", "loads", "scheduler", "waiting"},
 }
 OTHERS = {"self", "columns"}
 """Names of objects that are no sequences and have attributes of the same name."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kv_transfer.connector import TransferRequest
 from replicas.engine import core as core_module
 from replicas.engine.core import EngineCore
-from replicas.engine.sequence import SequenceStatus
+from replicas.engine.sequence import Phase
 from replicas.messages import (
     Abort,
     Activate,
@@ -312,7 +312,7 @@ def test_a_core_does_not_run_past_what_its_step_would_notice():
     seq, late = (make_sequence(name, [1] * 5, mode="decode") for name in ("d", "late"))
     assert scheduler.reserve(seq, 1.0) is None
     assert scheduler.reserve(late, 0.5) is None
-    assert seq.status is late.status is SequenceStatus.RESERVED
+    assert seq.phase is late.phase is Phase.RESERVED
     assert core.core.next_deadline_s() == 10.5
     assert num_passes(core, 10.4) > 1
     step = core.core.begin_step(10.5)

@@ -7,7 +7,7 @@ import pytest
 from kv_transfer.connector import Failure
 from kv_transfer.errors import FailureReason, TransferError
 from replicas.engine.scheduler import Scheduler
-from replicas.engine.sequence import SequenceStatus
+from replicas.engine.sequence import Phase
 from tests.kv_groups import one_kv_group
 from tests.replicas.engine.fakes import (
     EOS,
@@ -109,7 +109,7 @@ def test_last_running_sequence_is_preempted_and_resumes_with_its_tokens():
     assert step(scheduler) == {"a": 1, "b": 1}
     assert step(scheduler) == {"a": 1}
     second = scheduler.get("b")
-    assert (second.status, second.num_preemptions) == (SequenceStatus.WAITING, 1)
+    assert (second.phase, second.num_preemptions) == (Phase.WAITING, 1)
     assert second.num_new_tokens == 9
     scheduler.abort("a")
     assert step(scheduler) == {"b": 9}
@@ -424,14 +424,14 @@ def test_a_prompt_that_a_store_knows_is_loaded_and_not_computed():
     scheduler.add(make_sequence("a", [1] * 10), 0.0)
     assert step(scheduler) == {}
     seq = scheduler.get("a")
-    assert (seq.status, len(seq.block_ids[0]), seq.slot) == (SequenceStatus.LOADING, 3, 0)
+    assert (seq.phase, len(seq.block_ids[0]), seq.slot) == (Phase.LOADING, 3, 0)
     transfer = connector.transfers["a"]
     assert (transfer.start, transfer.block_ids) == (0, (tuple(seq.block_ids[0][:2]),))
     [group] = scheduler.group_snapshots()
     assert (group.num_running, group.num_reserved, group.num_free_blocks) == (0, 1, [5])
     assert step(scheduler) == {}
     arrive(scheduler, connector, "a")
-    assert (seq.status, seq.num_cached_tokens) == (SequenceStatus.RUNNING, 8)
+    assert (seq.phase, seq.num_cached_tokens) == (Phase.PREFILL, 8)
     assert [step(scheduler), step(scheduler)] == [{"a": 2}, {"a": 1}]
     [group] = scheduler.group_snapshots()
     assert (group.num_running, group.num_reserved) == (1, 0)
@@ -546,8 +546,8 @@ def test_a_loading_sequence_is_not_preempted_and_two_do_not_wait_for_each_other(
     assert step(scheduler) == {"a": 1}
     # a needs a third block: it gives up its own rather than those that KV is written to.
     assert step(scheduler) == {}
-    assert scheduler.get("a").status is SequenceStatus.WAITING
-    assert scheduler.get("b").status is SequenceStatus.LOADING
+    assert scheduler.get("a").phase is Phase.WAITING
+    assert scheduler.get("b").phase is Phase.LOADING
     arrive(scheduler, connector, "b")
     assert step(scheduler) == {"b": 3}
 
@@ -578,7 +578,7 @@ def test_a_preempted_sequence_asks_the_store_again():
     scheduler.reset_prefix_cache()
     scheduler.abort("a")
     assert step(scheduler) == {}
-    assert scheduler.get("b").status is SequenceStatus.LOADING
+    assert scheduler.get("b").phase is Phase.LOADING
     arrive(scheduler, connector, "b")
     assert scheduler.get("b").num_cached_tokens == 0
     assert step(scheduler) == {"b": 5}
@@ -629,7 +629,7 @@ def test_the_next_ticket_fetches_only_what_is_missing():
 def test_a_request_that_must_not_be_recomputed_ends_when_its_kv_fails():
     scheduler, connector = loading([5], policy="fail")
     seq = fail(scheduler, connector, "r", 8)
-    assert (seq.status, seq.load.failure) == (SequenceStatus.FINISHED, "store")
+    assert (seq.phase, seq.load.failure) == (Phase.ENDED, "store")
     assert scheduler.num_live == 0
     assert scheduler.group_counters()[0].requests_finished == {"error": 1}
     assert scheduler.num_recompute_tokens == 0
@@ -638,9 +638,9 @@ def test_a_request_that_must_not_be_recomputed_ends_when_its_kv_fails():
 def test_a_request_that_must_not_be_recomputed_ends_when_it_is_activated_without_its_kv():
     scheduler, connector = loading(policy="fail")
     seq = fail(scheduler, connector, "r", 0)
-    assert seq.status is SequenceStatus.RESERVED, "another ticket may come"
+    assert seq.phase is Phase.RESERVED, "another ticket may come"
     assert scheduler.activate("r", [5], 0.0) is seq
-    assert (seq.status, scheduler.num_live) == (SequenceStatus.FINISHED, 0)
+    assert (seq.phase, scheduler.num_live) == (Phase.ENDED, 0)
 
 
 def test_a_client_may_ask_for_the_prompt_to_be_computed_whatever_failed():
@@ -663,7 +663,7 @@ def activated_with_a_token_and_never_given_a_ticket(policy, cached=0):
 
 def test_a_request_that_must_not_be_recomputed_ends_without_a_ticket_too():
     scheduler, ended = activated_with_a_token_and_never_given_a_ticket("fail")
-    assert (ended.status, ended.load.failure) == (SequenceStatus.FINISHED, "no_ticket")
+    assert (ended.phase, ended.load.failure) == (Phase.ENDED, "no_ticket")
     assert (scheduler.num_live, scheduler.num_recompute_tokens) == (0, 0)
 
 
@@ -696,7 +696,7 @@ def test_a_refused_ticket_is_a_failure_too():
     with pytest.raises(TransferError):
         scheduler.load("r", make_ticket("r", 12, 1), 8, 0.0)
     ended = scheduler.activate("r", [5], 0.0)
-    assert (ended.status, ended.load.failure) == (SequenceStatus.FINISHED, "bad_ticket")
+    assert (ended.phase, ended.load.failure) == (Phase.ENDED, "bad_ticket")
 
 
 def test_a_reserved_sequence_waits_for_a_store_that_does_not_know_yet():

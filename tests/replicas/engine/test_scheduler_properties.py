@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from replicas.engine.sequence import SequenceStatus
+from replicas.engine.sequence import Phase
 from tests.kv_groups import one_kv_group
 from tests.replicas.engine.fakes import EOS, make_config, make_sequence, make_ticket
 from tests.replicas.engine.scheduler_world import World
@@ -84,8 +84,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.world.num_accepted += 1
         self.world.outputs[seq.request_id] = []
 
-    def _pick(self, data, status):
-        found = [s for s in self.scheduler._sequences.values() if s.status is status]
+    def _pick(self, data, *phases):
+        found = [s for s in self.scheduler._sequences.values() if s.phase in phases]
         return data.draw(st.sampled_from(found)) if found else None
 
     @rule(data=st.data(), remote=st.booleans(), count=st.integers(1, 4))
@@ -126,7 +126,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def load(self, data):
-        seq = self._pick(data, SequenceStatus.RESERVED)
+        seq = self._pick(data, Phase.RESERVED)
         if seq is not None:
             if data.draw(st.booleans(), label="a store is asked first"):
                 self.world.connector.pool.setdefault(seq.request_id, None)
@@ -139,7 +139,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def lend(self, data):
-        seq = self._pick(data, SequenceStatus.RUNNING)
+        seq = self._pick(data, Phase.PREFILL, Phase.DECODE)
         if seq is not None and seq.request_id not in self.world.connector.transfers:
             num_tokens = data.draw(st.integers(1, seq.num_tokens), label="tokens lent")
             ticket = make_ticket(seq.request_id, num_tokens, producer="here")
@@ -155,7 +155,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), with_tokens=st.booleans())
     def activate(self, data, with_tokens):
-        seq = self._pick(data, SequenceStatus.RESERVED)
+        seq = self._pick(data, Phase.RESERVED)
         if seq is None or seq.load.is_activated:
             return
         # A client activates with tokens only if the request continues after them.
