@@ -212,7 +212,7 @@ class EngineCore:
         """
         started = time.perf_counter()
         lapsed = self._scheduler.expire(now_s)
-        self.duty.settle(self.num_live)
+        self.duty.settle(self._scheduler.table.num_live)
         for seq in lapsed:
             self._events.fail(seq, LAPSED)
         (batch, meta), self._ahead = (self._ahead, None), None
@@ -318,20 +318,20 @@ class EngineCore:
     @property
     def clients(self) -> set[bytes]:
         """Return the clients with running, queued or reserved requests."""
-        return self._scheduler.clients
+        return self._scheduler.table.clients
 
     @property
     def num_live(self) -> int:
         """Return the number of requests that run, wait, or still have blocks lent."""
-        return self._scheduler.num_live
+        return self._scheduler.table.num_live
 
     def snapshot(self, seq: int) -> EngineSnapshot:
         """Return the role, the free slots and blocks, and the load, as of now."""
         return EngineSnapshot(
             seq,
             self.duty.is_draining,
-            self._scheduler.num_waiting,
-            self._scheduler.num_waiting_tokens,
+            len(self._scheduler.table.queue),
+            self._scheduler.table.queue.num_tokens,
             self._work.num_steps,
             self._scheduler.group_snapshots(),
             self.duty.role,
@@ -353,8 +353,8 @@ class EngineCore:
             self.duty.is_draining,
             self.duty.hands_over,
             self.duty.epoch,
-            self._scheduler.num_waiting,
-            self._scheduler.num_waiting_tokens,
+            len(self._scheduler.table.queue),
+            self._scheduler.table.queue.num_tokens,
             slots,
             self._notes.prompt,
         )
@@ -363,7 +363,7 @@ class EngineCore:
     def metrics(self, now_s: float) -> EngineMetrics:
         """Return every counter, taken between two steps."""
         return EngineMetrics(
-            num_waiting=self._scheduler.num_waiting,
+            num_waiting=len(self._scheduler.table.queue),
             num_steps=self._work.num_steps,
             scheduled_tokens=self._work.num_tokens,
             device_seconds=self._work.device_s,

@@ -18,7 +18,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from kv_transfer.errors import TransferError
-from replicas.engine.sequence import KVLoad, Phase, transition
+from replicas.engine.sequence import KVLoad, Phase
 
 if TYPE_CHECKING:
     from kv_transfer.connector import Failure, KVConnectorScheduler
@@ -57,7 +57,6 @@ class KVLoads:
         resumes_prefill: Whether a prompt can be computed from its middle on.
 
     Attributes:
-        num_in: Sequences of each DP group that hold slot and blocks and wait for KV.
         num_recompute_tokens: Prompt tokens that are computed here because their KV did not come.
     """
 
@@ -77,7 +76,6 @@ class KVLoads:
         # Queued or reserved sequences for which the connector has no answer yet.
         self._asking: dict[str, Sequence] = {}
         self._loading: dict[str, Sequence] = {}
-        self.num_in = [0] * len(groups)
         self.num_recompute_tokens = 0
 
     def __repr__(self) -> str:
@@ -90,7 +88,6 @@ class KVLoads:
         assert seq.phase is Phase.RESERVED, f"{seq.request_id} is {seq.phase}"
         seq.load = KVLoad(deadline_s=now_s + self._config.reservation_timeout_s)
         self._reserved[seq.request_id] = seq
-        self.num_in[seq.dp_group] += 1
 
     def load(self, request_id: str, ticket: bytes, epoch: int, now_s: float) -> None:
         """Start fetching a reserved sequence's KV, or cancel the transfer under way first.
@@ -177,15 +174,13 @@ class KVLoads:
         return num_external
 
     def start(self, seq: Sequence, num_external: int) -> None:
-        """Let the connector fill the first blocks of a sequence that has just been admitted."""
+        """Let the connector fill the first blocks of a sequence that has entered LOADING."""
         assert self._connector is not None
         end = seq.num_computed_tokens + num_external
         # A sequence that was handed over with tokens may load more than its prompt.
         assert end <= seq.num_tokens, f"{num_external=} of {seq.request_id}"
-        transition(seq, Phase.LOADING)
         seq.load = KVLoad(is_under_way=True, end=end)
         self._loading[seq.request_id] = seq
-        self.num_in[seq.dp_group] += 1
         self._connector.update_state_after_alloc(
             seq.request_id, seq.dp_group, seq.block_ids, num_external
         )
@@ -266,9 +261,8 @@ class KVLoads:
     def forget(self, seq: Sequence) -> None:
         """Forget a sequence."""
         self._asking.pop(seq.request_id, None)
-        for place in (self._reserved, self._loading):
-            if place.pop(seq.request_id, None) is not None:
-                self.num_in[seq.dp_group] -= 1
+        self._reserved.pop(seq.request_id, None)
+        self._loading.pop(seq.request_id, None)
 
     # --- views ---------------------------------------------------------------------------------
 
@@ -284,8 +278,6 @@ class KVLoads:
 
     def check_invariants(self) -> None:
         """Assert that every sequence here has the state of its place."""
-        for group, num_awaiting in enumerate(self.num_in):
-            assert num_awaiting == sum(s.dp_group == group for s in self.awaiting)
         for seq in self.awaiting:
             # Arriving KV must find its blocks, whatever else has been allocated meanwhile.
             assert seq.capacity >= seq.num_prompt_tokens

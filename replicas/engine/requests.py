@@ -72,10 +72,10 @@ class RequestHandler:
             case AddRequest():
                 self._add(client, message, now_s)
             case LoadKV() | LendKV():
-                if self._scheduler.is_of(client, message.request_id):
+                if self._scheduler.table.is_of(client, message.request_id):
                     self._transfer(client, message, now_s)
             case Activate():
-                if self._scheduler.is_of(client, message.request_id):
+                if self._scheduler.table.is_of(client, message.request_id):
                     self._activate(message, now_s)
             case Abort():
                 if not message.choices or 0 in message.choices:
@@ -88,7 +88,7 @@ class RequestHandler:
 
     def go_on(self, now_s: float) -> None:
         """Add the waiting requests whose id is free now."""
-        for request_id in [i for i in self._successors if not self._scheduler.is_ending(i)]:
+        for request_id in [i for i in self._successors if not self._scheduler.table.is_ending(i)]:
             self._add(*self._successors.pop(request_id), now_s)
 
     def _add(self, client: bytes, message: AddRequest, now_s: float) -> None:
@@ -105,7 +105,7 @@ class RequestHandler:
         if not self._duty.takes(message.mode):
             self._refuse(client, request.request_id, "draining")
             return
-        is_ending = self._scheduler.is_ending(request.request_id)
+        is_ending = self._scheduler.table.is_ending(request.request_id)
         if is_ending and request.request_id not in self._successors:
             self._successors[request.request_id] = client, message
             return
@@ -143,12 +143,12 @@ class RequestHandler:
         if request_id in self._successors and self._successors[request_id][0] == client:
             del self._successors[request_id]
             self._refuse(client, request_id, "duplicate")
-        if self._scheduler.is_of(client, request_id):
+        if self._scheduler.table.is_of(client, request_id):
             self._scheduler.abort(request_id, reason)
 
     def _activate(self, message: Activate, now_s: float) -> None:
         """Start a reserved request; fail it if its tokens cannot come from this model."""
-        seq = self._scheduler.get(message.request_id)
+        seq = self._scheduler.table.get(message.request_id)
         token_ids = message.token_ids[0] if message.token_ids else []
         if seq is not None:
             problem = self._checks.activation_problem(seq, message)

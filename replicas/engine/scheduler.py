@@ -10,7 +10,7 @@ ends or continues independently of other sequences, so no two can wait for each 
 There are no separate prefill and decode phases: a sequence has `num_computed_tokens`, and each step
 advances it towards `num_tokens` within a token budget. Chunked prefill, prefix hits, resumption
 after preemption, and KV from another engine or a store all follow this one rule. Decoding rows are
-planned together and examined only when something changes, see `RunningRows`: the cost of a step
+planned together and examined only when something changes, see `DecodeRows`: the cost of a step
 depends on its changes, with little per token.
 
 Source: vLLM v1/core/sched/scheduler.py (token accounting, running before waiting, preemption of the
@@ -27,15 +27,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from kv_transfer.connector import SaveProgress
-from replicas.engine.departed import Departed
 from replicas.engine.endings import End, EndRules
 from replicas.engine.groups import DPGroups
 from replicas.engine.loads import KVLoads, Verdict, is_loading
-from replicas.engine.running import Decodes, RunningRows
-from replicas.engine.sequence import Phase, Sequence, transition
+from replicas.engine.request_table import DecodeRows, RequestTable
+from replicas.engine.sequence import Phase, Sequence
 from replicas.engine.step import NewRow, ScheduledBatch, StepResult
 from replicas.engine.step_work import step_work
-from replicas.engine.waiting import WaitingQueue
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -93,7 +91,7 @@ class _Admission(Enum):
 class _StepPlan:
     """A step that is being planned: decoding rows, then others."""
 
-    def __init__(self, kind: StepKind, budget: int, decodes: Decodes) -> None:
+    def __init__(self, kind: StepKind, budget: int, decodes: DecodeRows) -> None:
         self.kind = kind
         self.budget = budget
         self.decodes = decodes
@@ -137,7 +135,7 @@ class _StepPlan:
         return step_work(decodes, prompts, num_groups, self.num_passes)
 
     def build(self, gone: list[int]) -> ScheduledBatch:
-        decodes = self.decodes.batch
+        decodes = self.decodes.plain
         if not self.sequences and not self.appended and not gone:
             self.batch = decodes
             return decodes
@@ -186,23 +184,17 @@ class Scheduler:
         self._connector = connector
         self._groups = DPGroups(config, kv_groups, prefix_cache_key)
         self._loads = KVLoads(config, self._groups, connector, resumes_prefill=resumes_prefill)
-        self._sequences: dict[str, Sequence] = {}
-        self._waiting = WaitingQueue(len(self._groups))
         decode_kind: StepKind = "mixed" if config.mixed_batches else "decode"
-        self._running = RunningRows(decode_kind, len(self._groups))
-        self._departed = Departed(self._groups)
+        self.table = RequestTable(len(self._groups), decode_kind)
         self._end_rules = EndRules(max_model_len, eos_token_ids)
         self._chunk_alignment = chunk_alignment
         self._prefill_streak = 0
-        self._no_decodes = Decodes("decode", [], len(self._groups))
+        self._no_decodes = DecodeRows("decode", [], len(self._groups))
         # Steps under way, oldest first.
         self._plans: deque[_StepPlan] = deque()
 
     def __repr__(self) -> str:
-        return (
-            f"Scheduler(waiting={len(self._waiting)}, running={len(self._running)}, "
-            f"{self._departed!r}, {self._loads!r}, {self._groups!r})"
-        )
+        return f"Scheduler({self.table!r}, {self._loads!r}, {self._groups!r})"
 
     # --- requests in ---------------------------------------------------------------------------
 
@@ -216,16 +208,14 @@ class Scheduler:
         Raises:
             TransferError: The connector cannot use its ticket; nothing was queued.
         """
-        refusal = self._refusal(seq)
-        if refusal is not None:
-            return refusal
+        if self.table.is_known(seq.request_id):
+            return "duplicate"
         limit = self._config.max_num_waiting
-        if limit is not None and len(self._waiting) >= limit + self._groups.num_empty_slots:
+        if limit is not None and len(self.table.queue) >= limit + self._groups.num_empty_slots:
             return "queue_full"
         if self._connector is not None and seq.transfer is not None:
             self._connector.on_new_request(seq.transfer, now_s)
-        self._sequences[seq.request_id] = seq
-        self._waiting.push(seq)
+        self.table.add(seq)
         return None
 
     def reserve(self, seq: Sequence, now_s: float) -> RefusalReason | None:
@@ -235,14 +225,13 @@ class Scheduler:
         never waits for memory. This includes output tokens that another engine has decoded already.
         Leading blocks that are cached here need not be sent.
         """
-        refusal = self._refusal(seq)
-        if refusal is not None:
-            return refusal
+        if self.table.is_known(seq.request_id):
+            return "duplicate"
         place = self._groups.place(seq, seq.num_tokens + 1)
         if place is None:
             return "no_blocks" if self._groups.has_slot(seq) else "no_slot"
         self._groups.admit(seq, place, seq.num_tokens + 1)
-        self._sequences[seq.request_id] = seq
+        self.table.add(seq)
         self._loads.reserve(seq, now_s)
         return None
 
@@ -277,7 +266,7 @@ class Scheduler:
         Raises:
             TransferError: The connector cannot use the ticket; the sequence continues.
         """
-        seq = self._sequences.get(request_id)
+        seq = self.table.get(request_id)
         if seq is None or seq.transfer is None or self._connector is None:
             return
         num_final = 0
@@ -344,25 +333,24 @@ class Scheduler:
 
     def release_held(self, request_id: str) -> None:
         """Free blocks that another engine has fetched, or will not fetch."""
-        self._departed.release(request_id)
+        seq = self.table.release_held(request_id)
+        if seq is not None:
+            self._groups.give_back_blocks(seq)
 
     # --- requests out --------------------------------------------------------------------------
 
     def abort(self, request_id: str, reason: AbortReason = "abort") -> None:
-        """Drop a sequence in any place, and count it as `reason`; unknown ids are ignored."""
-        seq = self._sequences.get(request_id)
-        if seq is not None:
-            seq.is_aborted = True
+        """Drop a request in any place, and count it as `reason`; unknown ids are ignored."""
+        live = self.table.give_up(request_id)
+        for seq in live:
             self._finish(seq, reason)
-        elif request_id in self._departed.held and self._connector is not None:
-            held = self._departed.held[request_id]
-            held.is_aborted = True
+        if not live and request_id in self.table.held and self._connector is not None:
             self._connector.cancel(request_id)
 
     def abort_client(self, client: bytes) -> int:
         """Drop every sequence of a client that is gone; return the number of live ones."""
-        live = [s.request_id for s in self._sequences.values() if s.client == client]
-        held = [s.request_id for s in self._departed.held.values() if s.client == client]
+        live = [s.request_id for s in self.table if s.client == client]
+        held = [s.request_id for s in self.table.held.values() if s.client == client]
         for request_id in (*live, *held):
             self.abort(request_id)
         return len(live)
@@ -386,7 +374,7 @@ class Scheduler:
         """
         assert not self._plans, "a step is under way"
         self._loads.ask_again()
-        if not self._running and not self._waiting:
+        if not self.table.rows and not self.table.queue:
             return None
         kinds = deque(self._kinds_to_try())
         while kinds:
@@ -416,14 +404,15 @@ class Scheduler:
             The step; None if the one under way must be updated first.
         """
         [before] = self._plans
-        if before.sequences or self._running.num_decoding < len(self._running):
+        if before.sequences or self.table.prefill_rows:
             return None
         looks = (before.decodes.sequences[row] for row in before.looks)
         ending = {seq for seq in looks if self._ends_by_length(seq)}
-        has_room = self._departed.has_overtaken or self._groups.num_empty_slots
-        if self._waiting and (ending or has_room):
-            return None
-        kind = before.decodes.batch.kind
+        if self.table.queue:
+            has_room = self.table.outlived or self._groups.num_empty_slots
+            if ending or has_room:
+                return None
+        kind = before.decodes.plain.kind
         plan = _StepPlan(kind, self._config.max_num_batched_tokens, self._no_decodes)
         return self._begin(plan) if self._advance_all(plan, ending) and plan else None
 
@@ -441,8 +430,11 @@ class Scheduler:
         decode_counts, other_counts = result.counts[:num_decodes], result.counts[num_decodes:]
         num_decoded = sum(decode_counts) if decode_counts else num_decodes
         outputs = self._take_decodes(plan, result.token_ids[:num_decoded], decode_counts)
-        if self._departed.has_overtaken:
-            self._departed.step_is_over(self._is_under_way)
+        if self.table.outlived:
+            for seq in self.table.steps_are_over(self._is_under_way):
+                self._groups.give_back_slot(seq)
+                if seq.phase is Phase.ENDED:
+                    self._groups.give_back_blocks(seq)
         if plan.sequences:
             counts = other_counts or [1] * len(plan.sequences)
             outputs = self._take_others(plan, outputs, result.token_ids[num_decoded:], counts)
@@ -480,11 +472,11 @@ class Scheduler:
         Returns:
             The step to submit in its place; `batch` itself if it makes one pass.
         """
-        plan, running = self._plans[-1], self._running
+        plan = self._plans[-1]
         assert plan.batch is batch, "another step is the latest"
         sequences = plan.decodes.sequences
         # Running rows outside the plan end with the step before it.
-        is_all = not plan.sequences and running.num_decoding == len(running) and not self._waiting
+        is_all = not (plan.sequences or self.table.prefill_rows or self.table.queue)
         if not is_all or not sequences or plan.appended or plan.looks or plan.decodes.stop_ids:
             return batch
         num_more = min(s.look_at - s.num_computed_tokens for s in sequences)
@@ -519,7 +511,7 @@ class Scheduler:
         for row in looks:
             seq = plan.decodes.sequences[row]
             if seq.is_running:
-                self._running.short.pop(seq.slot, None)
+                self.table.short.pop(seq, None)
                 self._decode_on(seq)
 
     def _plan_of(self, batch: ScheduledBatch) -> _StepPlan:
@@ -532,22 +524,22 @@ class Scheduler:
     def _kinds_to_try(self) -> tuple[StepKind, ...]:
         if self._config.mixed_batches:
             return ("mixed",)
-        running = self._running
-        decodes_wait = running.num_decoding or any(s.num_new_tokens == 1 for s in running.others)
+        table = self.table
+        decodes_wait = table.decode_rows or any(s.num_new_tokens == 1 for s in table.prefill_rows)
         if decodes_wait and self._prefill_streak >= self._config.prefill_steps_per_decode_step:
             return ("decode", "prefill")
         return ("prefill", "decode")
 
     def _advance_all(self, plan: _StepPlan, ending: Collection[Sequence] = ()) -> bool:
         """Schedule all running sequences but those `ending`; return False if they do not fit."""
-        running = self._running
-        decodes = self._no_decodes if plan.kind == "prefill" else running.decodes
-        short = [] if plan.kind == "prefill" else list(running.short.values())
+        table = self.table
+        decodes = self._no_decodes if plan.kind == "prefill" else table.decode_rows
+        short = [] if plan.kind == "prefill" else list(table.short)
         if ending:
             short = [s for s in short if s not in ending]
             left = [s for s in decodes.sequences if s not in ending]
-            decodes = Decodes(plan.kind, left, len(self._groups))
-        others = [s for s in running.others if plan.takes(s)]
+            decodes = DecodeRows(plan.kind, left, len(self._groups))
+        others = [s for s in table.prefill_rows if plan.takes(s)]
         budget = plan.budget - len(decodes)
         if sum(s.num_new_tokens for s in others) > budget:
             return False
@@ -563,14 +555,14 @@ class Scheduler:
     def _advance_in_order(self, plan: _StepPlan) -> bool:
         """Schedule running sequences in their order; return whether any was preempted."""
         preempted = False
-        for seq in list(self._running):
+        for seq in list(self.table.rows):
             if not seq.is_running or not plan.takes(seq):
                 continue
             count = self._clip(seq.num_computed_tokens, seq.num_tokens, plan.budget)
             if count == 0:
                 continue
             while not self._grow(plan, [(seq, seq.num_computed_tokens + count)]):
-                victim = self._running.last_in(seq.dp_group)
+                victim = self.table.victim(seq.dp_group)
                 self._preempt(victim)
                 preempted = True
                 if victim is seq:
@@ -586,34 +578,32 @@ class Scheduler:
             return False
         for (seq, _), block_ids in zip(wanted, appended, strict=True):
             if block_ids:
-                self._running.short.pop(seq.slot, None)
+                self.table.short.pop(seq, None)
                 plan.note_blocks(seq, block_ids)
         return True
 
     def _admit_waiting(self, plan: _StepPlan) -> None:
         """Admit queued sequences in order; a full DP group holds up only those that ask for it."""
-        skipped: list[Sequence] = []
+        queue, index = self.table.queue, 0
         full_groups = self._groups.without_slots()
-        while self._waiting and plan.budget > 0 and len(full_groups) < len(self._groups):
-            seq = self._waiting.pop()
+        while index < len(queue) and plan.budget > 0 and len(full_groups) < len(self._groups):
+            seq = queue[index]
             admission = self._try_admit(plan, seq, full_groups)
             if admission is _Admission.ADMITTED:
                 continue
-            skipped.append(seq)
+            index += 1
             if admission is _Admission.ASKING:
                 continue
             if seq.dp_group < 0:
                 break
             full_groups.add(seq.dp_group)
-        for seq in reversed(skipped):
-            self._waiting.push_front(seq)
 
     def _try_admit(self, plan: _StepPlan, seq: Sequence, full_groups: set[int]) -> _Admission:
         # Checked before the costly search for a place: many sequences may ask in every step.
         if self._loads.is_asking(seq) and self._loads.num_external(seq, 0) is None:
             return _Admission.ASKING
         # The whole prompt must fit, or two half-computed prompts could starve each other.
-        prompt_tokens = self._running.prompt_tokens() if seq.dp_group < 0 else []
+        prompt_tokens = self.table.prompt_tokens() if seq.dp_group < 0 else []
         place = self._groups.place(seq, seq.num_tokens, full_groups, prompt_tokens)
         if place is None:
             return _Admission.NO_ROOM
@@ -622,14 +612,14 @@ class Scheduler:
             return _Admission.ASKING
         if num_external:
             self._groups.admit(seq, place, seq.num_tokens)
+            self.table.move(seq, Phase.LOADING)
             self._loads.start(seq, num_external)
             return _Admission.ADMITTED
         count = self._clip(place.num_tokens, seq.num_tokens, plan.budget)
         if count == 0:
             return _Admission.NO_ROOM
         self._groups.admit(seq, place, seq.num_tokens)
-        transition(seq, Phase.PREFILL)
-        self._running.add(seq)
+        self.table.move(seq, Phase.PREFILL)
         plan.add(seq, count)
         return _Admission.ADMITTED
 
@@ -687,13 +677,13 @@ class Scheduler:
         is_even = not counts or counts.count(count) == len(counts)
         if not is_even or (count > 1 and (is_stopped or self._passes_an_end(plan))):
             return self._take_runs(plan, token_ids, counts)
-        if self._departed.has_overtaken:
+        if self.table.outlived:
             # Drop the tokens of sequences that have ended meanwhile.
             rows = [r for r, s in enumerate(sequences) if s.is_running]
             looks = [i for i, row in enumerate(rows) if row in plan.looks]
             sequences = [sequences[r] for r in rows]
             token_ids = [t for r in rows for t in token_ids[r * count : (r + 1) * count]]
-            decodes = Decodes(decodes.batch.kind, sequences, len(self._groups))
+            decodes = DecodeRows(decodes.plain.kind, sequences, len(self._groups))
         if count == 1:
             for seq, token_id in zip(sequences, token_ids, strict=True):
                 seq.token_ids.append(token_id)
@@ -728,7 +718,7 @@ class Scheduler:
             if count < num_passes:
                 assert not self._plans, "a step ahead was planned from progress that was not made"
                 seq.num_computed_tokens -= num_passes - count
-                self._running.short.pop(seq.slot, None)
+                self.table.short.pop(seq, None)
             self._take_run(outputs, seq, run)
         return outputs
 
@@ -782,29 +772,25 @@ class Scheduler:
         block_end = num_computed - num_computed % divisor + divisor
         seq.look_at = min(block_end, self._end_rules.longest(seq) - 1)
         if num_computed >= seq.capacity:
-            self._running.short[seq.slot] = seq
+            self.table.short[seq] = None
         if seq.phase is Phase.PREFILL:
             seq.stop_ids = self._end_rules.stop_ids(seq)
-            self._running.decode(seq)
+            self.table.move(seq, Phase.DECODE)
 
     def _ends_by_length(self, seq: Sequence) -> bool:
         """Return whether the steps under way bring a sequence to its longest length."""
         return seq.num_computed_tokens >= self._end_rules.longest(seq) - 1
 
-    def _count_tokens(self, decodes: Decodes, num_steps: int) -> None:
+    def _count_tokens(self, decodes: DecodeRows, num_steps: int) -> None:
         for stats, num_rows in zip(self._groups.stats, decodes.num_in, strict=True):
             stats.generation_tokens += num_steps * num_rows
 
     # --- from place to place --------------------------------------------------------------------
 
-    def _refusal(self, seq: Sequence) -> RefusalReason | None:
-        is_known = seq.request_id in self._sequences or seq.request_id in self._departed.held
-        return "duplicate" if is_known else None
-
     def _kv_ended(
         self, request_id: str, failure: Failure | None, now_s: float, *, is_converted: bool
     ) -> Sequence | None:
-        seq = self._sequences.get(request_id)
+        seq = self.table.get(request_id)
         if seq is None:
             self.release_held(request_id)
             return None
@@ -830,38 +816,27 @@ class Scheduler:
     def _run(self, seq: Sequence) -> None:
         # The last known token is always computed here, because its logits give the next one.
         seq.num_computed_tokens = min(seq.num_computed_tokens, seq.num_tokens - 1)
-        transition(seq, Phase.PREFILL)
-        self._running.add(seq)
+        self.table.move(seq, Phase.PREFILL)
 
     def _preempt(self, seq: Sequence) -> None:
         """Take slot and blocks from a sequence; it recomputes its tokens when there is room."""
-        self._running.remove(seq)
         if self._connector is not None:
             self._connector.request_preempted(seq.request_id)
         self._groups.give_back_slot(seq)
         self._groups.give_back_blocks(seq)
-        seq.num_preemptions += 1
         self._groups.stats[seq.dp_group].num_preemptions += 1
-        transition(seq, Phase.WAITING)
-        self._waiting.push_front(seq)
+        self.table.requeue(seq)
 
     def _hand_over(self, seq: Sequence) -> None:
         """After a prefill, free the slot and keep the blocks until the consumer has them."""
         assert self._connector is not None
-        self._running.remove(seq)
-        del self._sequences[seq.request_id]
         self._count_finished(seq, "handed_over")
         hold = self._connector.request_finished(seq.request_id, seq.block_ids)
         self._retire(seq, hold=hold)
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
         """End a sequence for good; every path out of the engine but `_hand_over` ends here."""
-        if seq.phase is Phase.WAITING:
-            self._waiting.remove(seq)
-        elif seq.is_running:
-            self._running.remove(seq)
         self._loads.forget(seq)
-        del self._sequences[seq.request_id]
         self._count_finished(seq, reason)
         hold = False
         if self._connector is not None:
@@ -872,7 +847,12 @@ class Scheduler:
         self._retire(seq, hold=hold)
 
     def _retire(self, seq: Sequence, *, hold: bool) -> None:
-        self._departed.retire(seq, hold=hold, is_under_way=self._is_under_way(seq))
+        is_under_way = self._is_under_way(seq)
+        self.table.retire(seq, is_held=hold, is_under_way=is_under_way)
+        if not is_under_way:
+            self._groups.give_back_slot(seq)
+            if not hold:
+                self._groups.give_back_blocks(seq)
 
     def _is_under_way(self, seq: Sequence) -> bool:
         """Return whether a step under way computes a sequence."""
@@ -884,62 +864,29 @@ class Scheduler:
 
     # --- views ---------------------------------------------------------------------------------
 
-    def get(self, request_id: str) -> Sequence | None:
-        """Return the live sequence of this id, if any."""
-        return self._sequences.get(request_id)
-
-    def is_of(self, client: bytes, request_id: str) -> bool:
-        """Return whether a sequence, live or with held blocks, belongs to this client."""
-        seq = self._sequences.get(request_id) or self._departed.held.get(request_id)
-        return seq is not None and seq.client == client
-
     def next_deadline_s(self) -> float | None:
         """Return when the next reservation lapses; None if there is none."""
         return self._loads.next_deadline_s()
 
-    def is_ending(self, request_id: str) -> bool:
-        """Return whether only the held blocks of an aborted sequence are left of this id."""
-        seq = self._departed.held.get(request_id)
-        return seq is not None and seq.is_aborted
-
-    @property
-    def clients(self) -> set[bytes]:
-        """Return the clients with unfinished sequences."""
-        return {seq.client for seq in self._sequences.values()}
-
-    @property
-    def num_live(self) -> int:
-        """Return the number of unfinished sequences and of finished ones with blocks in use."""
-        return len(self._sequences) + len(self._departed)
-
     @property
     def awaits_connector(self) -> bool:
         """Return whether a sequence or a held block needs news from the connector."""
-        return bool(self._departed.held) or self._loads.awaits_connector
+        return bool(self.table.held) or self._loads.awaits_connector
 
     @property
     def num_recompute_tokens(self) -> int:
         """Return the prompt tokens that are computed here because their KV did not come."""
         return self._loads.num_recompute_tokens
 
-    @property
-    def num_waiting(self) -> int:
-        """Return the number of queued sequences."""
-        return len(self._waiting)
-
-    @property
-    def num_waiting_tokens(self) -> int:
-        """Return the tokens that the queued sequences have to compute."""
-        return self._waiting.num_tokens
-
     def group_rooms(self) -> list[GroupSnapshot]:
         """Return the free slots and blocks of each DP group, without its load.
 
         The load would cost a look at every sequence.
         """
-        running, reserved = self._running.num_in, self._loads.num_in
+        running, reserved = self.table.num_running, self.table.num_reserved
+        asking = self.table.queue.num_asking_for
         return [
-            self._groups.snapshot(g, running[g], reserved[g], self._waiting.num_asking_for[g])
+            self._groups.snapshot(g, running[g], reserved[g], asking[g])
             for g in range(len(self._groups))
         ]
 
@@ -947,18 +894,18 @@ class Scheduler:
         """Return the free slots, free blocks and load of each DP group."""
         contexts: list[list[int]] = [[] for _ in range(len(self._groups))]
         prompts: list[list[Sequence]] = [[] for _ in contexts]
-        for seq in itertools.chain(self._running, self._loads.awaiting):
+        for seq in itertools.chain(self.table.rows, self._loads.awaiting):
             contexts[seq.dp_group].append(len(seq.token_ids))
-        for seq in self._running.others:
+        for seq in self.table.prefill_rows:
             prompts[seq.dp_group].append(seq)
         return [
-            _with_load(room, contexts[group], prompts[group], self._waiting.load_of(group))
+            _with_load(room, contexts[group], prompts[group], self.table.queue.load_of(group))
             for group, room in enumerate(self.group_rooms())
         ]
 
     def group_counters(self) -> list[GroupCounters]:
         """Return totals and gauges of each DP group."""
-        running, reserved = self._running.num_in, self._loads.num_in
+        running, reserved = self.table.num_running, self.table.num_reserved
         return [self._groups.counters(g, running[g], reserved[g]) for g in range(len(self._groups))]
 
     @property
@@ -972,18 +919,12 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Assert that every sequence is in one place, with the slot and blocks of that place."""
-        self._groups.check_invariants([*self._sequences.values(), *self._departed])
-        self._departed.check_invariants()
-        self._waiting.check_invariants()
+        self.table.check_invariants()
+        self._groups.check_invariants([*self.table, *self.table.leaving()])
         self._loads.check_invariants()
-        self._running.check_invariants()
-        places = [*self._waiting, *self._running, *self._loads.awaiting]
-        assert len(places) == len(self._sequences)
-        assert {id(s) for s in places} == {id(s) for s in self._sequences.values()}
-        for seq in places:
-            assert (seq.slot < 0) == (seq.phase is Phase.WAITING)
-            assert (not seq.block_ids) == (seq.phase is Phase.WAITING)
-        assert not any(is_loading(s) for s in (*self._waiting, *self._running))
+        awaiting = {s for s in self.table if s.phase in (Phase.LOADING, Phase.RESERVED)}
+        assert set(self._loads.awaiting) == awaiting
+        assert not any(is_loading(s) for s in self.table if s not in awaiting)
 
 
 def _new_row(seq: Sequence) -> NewRow:

@@ -58,7 +58,7 @@ A sequence begins in WAITING, or in RESERVED if its mode is decode.
 
 
 def transition(seq: Sequence, phase: Phase) -> None:
-    """Let a sequence enter a phase that may follow its present one."""
+    """Let a sequence enter a phase that may follow its present one; called by `RequestTable`."""
     assert phase in TRANSITIONS[seq.phase], f"{seq.request_id}: from {seq.phase} to {phase}"
     seq.phase = phase
 
@@ -116,6 +116,7 @@ class Sequence:
         is_converted: Whether some of its KV came in another dtype. Its blocks must not be shared,
             because this engine would have computed different KV.
         is_aborted: Whether the client has given it up. Its KV must not be used any more.
+        choice: Which of the request's choices it is.
         handle: Its number in columns of tokens; 0 before it is accepted.
         is_told: Whether its client has got its first tokens from here, so that column rows can
             follow.
@@ -146,6 +147,7 @@ class Sequence:
     load: KVLoad | None = None
     is_converted: bool = False
     is_aborted: bool = False
+    choice: int = 0
     handle: int = 0
     is_told: bool = False
     num_preemptions: int = 0

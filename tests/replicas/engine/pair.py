@@ -145,7 +145,7 @@ class Pair:
         self.outputs[request_id] = []
         self.decode.handle(AddRequest(request, "decode"))
         self._take_events()
-        assert self.decode.core._scheduler.get(request_id) is not None
+        assert self.decode.core._scheduler.table.get(request_id) is not None
 
     def start_prefill(self, request_id: str) -> None:
         """Queue the prompt on the prefill core."""

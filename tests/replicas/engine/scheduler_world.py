@@ -107,7 +107,7 @@ class World:
         assert not new_slots & self.known_slots, "a row is replaced before it has left"
         self.known_slots |= new_slots
         assert self.known_slots >= set(batch.slots), "a row that has left runs"
-        by_slot = {s.slot: s for s in self.scheduler._running}
+        by_slot = {s.slot: s for s in self.scheduler.table.rows}
         token_ids = []
         for slot, count in zip(batch.slots, batch.num_scheduled_tokens, strict=True):
             seq, start = by_slot[slot], int(self.batch.num_computed_tokens[slot])
@@ -150,7 +150,7 @@ class World:
             assert self.scheduler.schedule() is None, "a step that was possible was put off"
             if self._is_undisturbed():
                 stuck = "nothing runs, and nothing would change that"
-                assert self.scheduler.num_waiting == 0, stuck
+                assert len(self.scheduler.table.queue) == 0, stuck
                 assert not any(g.num_running for g in self.scheduler.group_snapshots()), stuck
             return False
         for seq, num_tokens in self.scheduler.progress(batch):
@@ -166,7 +166,9 @@ class World:
             end = outputs.ends.get(row)
             if end is not None or seq.mode == "prefill":
                 self.ended[seq.request_id] += 1
-            assert (self.scheduler.get(seq.request_id) is None) == (seq.request_id in self.ended)
+            assert (self.scheduler.table.get(seq.request_id) is None) == (
+                seq.request_id in self.ended
+            )
             limit = seq.request.sampling.max_tokens
             assert len(known) <= limit
             assert end is not None or len(known) < limit
@@ -192,7 +194,7 @@ class World:
                 self._spoil(transfer, num_verified)
                 self._fail(request_id, num_verified)
             return
-        held = self.scheduler._departed.held.get(request_id)
+        held = self.scheduler.table.held.get(request_id)
         if ok and held is not None and not cancelled and not transfer.lent:
             # The consumer was promised the prompt's KV: it must still have been there.
             prompt = tuple(held.request.prompt_token_ids)
@@ -209,7 +211,7 @@ class World:
 
     def activate(self, request_id: str, token_ids: list[int]) -> None:
         """Activate a request as the core does for a client, with some more tokens than before."""
-        seq = self.scheduler.get(request_id)
+        seq = self.scheduler.table.get(request_id)
         tokens = [*seq.token_ids[seq.num_prompt_tokens :], *token_ids]
         self.outputs[request_id].extend(tokens)
         self._count_ended(self.scheduler.activate(request_id, tokens, self.now_s))
@@ -229,13 +231,13 @@ class World:
 
     def abort(self, request_id: str) -> None:
         """Drop a request, wherever it is."""
-        if self.scheduler.get(request_id) is not None:
+        if self.scheduler.table.get(request_id) is not None:
             self.ended[request_id] += 1
         self.scheduler.abort(request_id)
 
     def finish_everything(self, sample: Callable[[], int]) -> None:
         """No new work: peers answer, clients activate, and a bounded number of steps ends it."""
-        live = list(self.scheduler._sequences.values())
+        live = list(self.scheduler.table)
         for request_id, found in self.connector.pool.items():
             self.connector.pool[request_id] = found or 0
         for seq in live:
@@ -249,14 +251,14 @@ class World:
             self.check()
             if not self.step(sample) and not self.connector.transfers:
                 break
-        assert self.scheduler.num_live == 0, f"not finished: {self.scheduler!r}"
+        assert self.scheduler.table.num_live == 0, f"not finished: {self.scheduler!r}"
         self.check()
         empty = self.config.slots_per_group
         free = [kv_group.num_usable_blocks for kv_group in self.kv_groups]
         for group in self.scheduler.group_snapshots():
             assert (group.num_empty_slots, group.num_free_blocks) == (empty, free)
             assert (group.num_running, group.num_reserved) == (0, 0)
-        assert (self.scheduler.num_waiting, self.scheduler.num_waiting_tokens) == (0, 0)
+        assert (len(self.scheduler.table.queue), self.scheduler.table.queue.num_tokens) == (0, 0)
         assert set(self.ended.values()) <= {1}
         assert len(self.ended) == self.num_accepted
         counted = sum(sum(g.requests_finished.values()) for g in self.scheduler.group_counters())
@@ -265,7 +267,7 @@ class World:
     def check(self) -> None:
         """The scheduler's own invariants, and reference counts against the holders."""
         self.scheduler.check_invariants()
-        holders = [*self.scheduler._sequences.values(), *self.scheduler._departed.held.values()]
+        holders = [*self.scheduler.table, *self.scheduler.table.held.values()]
         for group, pools in enumerate(self.scheduler._groups._pools):
             tables = [s.block_ids for s in holders if s.dp_group == group and s.block_ids]
             for i, (kv_group, pool) in enumerate(zip(self.kv_groups, pools, strict=True)):
@@ -279,7 +281,7 @@ class World:
 
     def _check_loads(self) -> None:
         """Check that each group's work in snapshots is what its sequences lack."""
-        live = list(self.scheduler._sequences.values())
+        live = list(self.scheduler.table)
         unplaced = [s for s in live if s.slot < 0 and s.dp_group < 0]
         groups = self.scheduler.group_snapshots()
         for group, told in enumerate(groups):
@@ -331,5 +333,5 @@ class World:
 
     @property
     def _prompts(self) -> dict[str, Prefix]:
-        live = [*self.scheduler._sequences.values(), *self.scheduler._departed.held.values()]
+        live = [*self.scheduler.table, *self.scheduler.table.held.values()]
         return {s.request_id: tuple(s.request.prompt_token_ids) for s in live}

@@ -72,7 +72,7 @@ class HandOver(Pair):
     def stream_ticket(self, request_id):
         core = self.lender.core
         [layout] = core.kv_layouts
-        num_known = self.heir.core._scheduler.get(request_id).num_tokens
+        num_known = self.heir.core._scheduler.table.get(request_id).num_tokens
         num_full = (num_known - 1) // layout.block_size * layout.block_size
         return seal_ticket(core, request_id, num_full, epoch=1)
 
@@ -190,7 +190,7 @@ def test_only_what_the_other_core_lacks_is_fetched(make, local):
     assert before == (len(PROMPTS[3]) + 20 - 1) // 32 * row_bytes(pair.heir)
     # The prompt and, but for a little, all of its output are in the prefix cache by now.
     pair.begin("again", PROMPTS[3], GREEDY[3], 58)
-    assert pair.heir.core._scheduler.get("again").num_computed_tokens == 224
+    assert pair.heir.core._scheduler.table.get("again").num_computed_tokens == 224
     pair.go_on("again")
     assert pair.end()[1] == pair.outputs["r"]
     assert received(pair.heir) == before
@@ -223,7 +223,7 @@ def is_aborted(pair):
 
 def is_preempted(pair):
     scheduler = pair.lender.core._scheduler
-    scheduler._preempt(scheduler.get("r"))
+    scheduler._preempt(scheduler.table.get("r"))
 
 
 def vanishes(pair):

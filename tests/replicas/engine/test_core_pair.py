@@ -175,7 +175,7 @@ def within_prefill(pair):
     pair.start("r", LONG, GREEDY)
     for node in (pair.decode, pair.prefill, pair.decode):
         node.step_if_due()
-    assert 0 < pair.prefill.core._scheduler.get("r").num_computed_tokens < len(LONG)
+    assert 0 < pair.prefill.core._scheduler.table.get("r").num_computed_tokens < len(LONG)
 
 
 def handed_over_and_not_fetched(pair):
@@ -203,7 +203,7 @@ def activated_before_its_kv_came(pair):
 def loaded_and_not_activated(pair):
     handed_over_and_not_fetched(pair)
     pair.start_load("r")
-    sequence = pair.decode.core._scheduler.get("r")
+    sequence = pair.decode.core._scheduler.table.get("r")
     pair.run_until(lambda: sequence.num_computed_tokens == len(LONG), "KV has come")
 
 
@@ -355,7 +355,7 @@ def two_rows_loaded(pair):
     """Prefill stands still after two chunks of 32 tokens, which the decode core has."""
     pair.activate_on_first_token = False
     pair.start("r", LONG, GREEDY)
-    sequence = pair.prefill.core._scheduler.get("r")
+    sequence = pair.prefill.core._scheduler.table.get("r")
     pair.run_until(lambda: sequence.num_computed_tokens >= 64, "two chunks computed")
     assert sequence.num_computed_tokens == 64
     pair.prefill.core._scheduler.schedule = lambda: None

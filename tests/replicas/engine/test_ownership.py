@@ -17,11 +17,11 @@ WRITERS = {
     "capacity": {"groups"},
     "dp_group": {"groups"},
     "handle": {"requests"},
-    "is_aborted": {"scheduler"},
+    "is_aborted": {"request_table"},
     "is_told": {"events"},
     "load": {"loads"},
     "look_at": {"scheduler"},
-    "num_preemptions": {"scheduler"},
+    "num_preemptions": {"request_table"},
     "phase": {"sequence"},
     "slot": {"groups"},
     "stop_ids": {"scheduler"},
@@ -64,6 +64,15 @@ def test_each_field_of_a_sequence_has_the_writers_that_are_named_here():
             if name in names:
                 found[name].add(path.stem)
     assert found == WRITERS
+
+
+def test_a_phase_changes_in_the_request_table_alone():
+    callers = set()
+    for path in Path(sequence.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("transition"):
+                callers.add(path.stem)
+    assert callers == {"request_table"}
 
 
 def test_every_way_of_writing_is_seen():

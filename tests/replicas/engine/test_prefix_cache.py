@@ -118,7 +118,7 @@ class Queue:
 
     def step(self):
         batch = self.scheduler.schedule()
-        by_slot = {seq.slot: seq for seq in self.scheduler._running}
+        by_slot = {seq.slot: seq for seq in self.scheduler.table.rows}
         tokens = [None if by_slot[slot].num_new_tokens else 5 for slot in batch.slots]
         self.scheduler.update(batch, result_of(tokens))
         self.scheduler.check_invariants()
@@ -136,7 +136,7 @@ def test_a_long_prompt_that_waits_looks_for_its_prefix_once(num_groups):
     # Other sequences fill blocks, which are indexed: no reason to restart the walk.
     for _ in range(20):
         assert queue.lookups_of_a_step() <= num_groups
-    assert queue.scheduler.num_waiting == 1
+    assert len(queue.scheduler.table.queue) == 1
 
 
 def test_what_a_waiting_prompt_found_is_looked_for_again_when_it_may_be_gone():
@@ -147,7 +147,7 @@ def test_what_a_waiting_prompt_found_is_looked_for_again_when_it_may_be_gone():
     assert queue.lookups_of_a_step() <= 1
     queue.scheduler.abort("running0")
     queue.step()
-    [waited] = [seq for seq in queue.scheduler._running if seq.request_id == "waiting"]
+    [waited] = [seq for seq in queue.scheduler.table.rows if seq.request_id == "waiting"]
     assert waited.num_cached_tokens == 0
 
 
@@ -157,6 +157,6 @@ def test_a_prompt_that_waited_gets_the_prefix_that_is_there_when_it_is_admitted(
         queue.step()
     queue.scheduler.abort("running0")
     queue.step()
-    [waited] = [seq for seq in queue.scheduler._running if seq.request_id == "waiting"]
+    [waited] = [seq for seq in queue.scheduler.table.rows if seq.request_id == "waiting"]
     assert waited.num_cached_tokens == 4 * NUM_PREFIX
     assert not waited.walks

@@ -302,7 +302,7 @@ def test_nobody_is_passed_over():
     core = running({}, config=make_config(max_num_batched_tokens=4, block_size=16))
     core.add([1] * 12, {"max_tokens": 5})
     core.step()
-    assert not core.scheduler._waiting
+    assert not core.scheduler.table.queue
     assert num_passes(core) == 1
 
 
@@ -335,7 +335,7 @@ def test_a_sequence_whose_kv_is_fetched_is_not_passed_over():
     core = running({})
     core.add([1] * 33, {"max_tokens": 5}, "prefill")
     assert core.step()
-    seq = next(s for s in core.scheduler._running if s.mode == "prefill")
+    seq = next(s for s in core.scheduler.table.rows if s.mode == "prefill")
     seq.num_computed_tokens = seq.num_tokens - 1
-    assert [s.num_new_tokens for s in core.scheduler._running] == [1, 1]
+    assert [s.num_new_tokens for s in core.scheduler.table.rows] == [1, 1]
     assert num_passes(core) == 1

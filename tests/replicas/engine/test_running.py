@@ -119,8 +119,8 @@ def test_rows_that_lack_blocks_are_served_in_their_order():
     batch, outputs = step(scheduler, 1)
     assert [slot for slot, _ in batch.appended_blocks] == [0]
     assert [seq.request_id for seq in outputs.sequences] == ["a"]
-    assert scheduler.get("b").num_preemptions == 1
-    assert scheduler.num_waiting == 1
+    assert scheduler.table.get("b").num_preemptions == 1
+    assert len(scheduler.table.queue) == 1
 
 
 def test_who_waits_costs_nothing_while_no_slot_is_free(monkeypatch):
@@ -131,7 +131,7 @@ def test_who_waits_costs_nothing_while_no_slot_is_free(monkeypatch):
     monkeypatch.setattr(scheduler._groups, "place", None)
     batch, _ = step(scheduler, 1, 1)
     assert batch.slots == [0, 1]
-    assert scheduler.num_waiting == 2
+    assert len(scheduler.table.queue) == 2
 
 
 def test_a_step_that_is_shortened_is_planned_on_from_the_passes_it_makes():
@@ -145,7 +145,7 @@ def test_a_step_that_is_shortened_is_planned_on_from_the_passes_it_makes():
     scheduler.shorten(longer, 4)
     ahead = scheduler.schedule_ahead()
     assert ahead == batch
-    seq = scheduler.get("a")
+    seq = scheduler.table.get("a")
     assert seq.num_computed_tokens == 3 + 4 + 1
     outputs = scheduler.update(longer, StepResult([1] * 4, [0.0] * 4, [4]))
     assert outputs.counts == [4]
@@ -176,7 +176,7 @@ def test_a_run_ends_with_its_first_stop():
     assert outputs.ends == {0: ("stop", 7)}
     scheduler.check_invariants()
     assert scheduler.group_snapshots() != [before], "it counts as running no more"
-    assert scheduler.get("a") is None
+    assert scheduler.table.get("a") is None
 
 
 @given(
@@ -202,7 +202,7 @@ def test_runs_give_what_single_tokens_give(limits, stops, passes):
         found[str(row)] = []
     steps = itertools.cycle(passes)
     while (batch := scheduler.schedule()) is not None:
-        rows = [int(seq.request_id) for seq in scheduler._running]
+        rows = [int(seq.request_id) for seq in scheduler.table.rows]
         planned, made = (1, 1) if batch.new else next(steps)
         made = min(planned, made)
         batch = with_passes(scheduler, batch, planned)

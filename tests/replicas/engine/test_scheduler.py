@@ -48,7 +48,7 @@ def step(scheduler, token=1):
     batch = scheduler.schedule()
     if batch is None:
         return {}
-    by_slot = {seq.slot: seq for seq in scheduler._running}
+    by_slot = {seq.slot: seq for seq in scheduler.table.rows}
     sequences = [by_slot[slot] for slot in batch.slots]
     counts = dict(zip((s.request_id for s in sequences), batch.num_scheduled_tokens, strict=True))
     tokens = [token if seq.num_new_tokens == 0 else None for seq in sequences]
@@ -96,7 +96,7 @@ def test_prompt_that_does_not_fit_the_pool_waits_whole():
     scheduler.add(make_sequence("a", [1] * 9, max_tokens=3), 0.0)
     scheduler.add(make_sequence("b", [2] * 9), 0.0)
     assert step(scheduler) == {"a": 9}
-    assert scheduler.num_waiting_tokens == 9
+    assert scheduler.table.queue.num_tokens == 9
     assert [step(scheduler), step(scheduler)] == [{"a": 1}, {"a": 1}]
     assert step(scheduler) == {"b": 9}
 
@@ -108,7 +108,7 @@ def test_last_running_sequence_is_preempted_and_resumes_with_its_tokens():
     assert step(scheduler) == {"a": 7, "b": 7}
     assert step(scheduler) == {"a": 1, "b": 1}
     assert step(scheduler) == {"a": 1}
-    second = scheduler.get("b")
+    second = scheduler.table.get("b")
     assert (second.phase, second.num_preemptions) == (Phase.WAITING, 1)
     assert second.num_new_tokens == 9
     scheduler.abort("a")
@@ -319,9 +319,9 @@ def test_handed_over_blocks_stay_until_they_are_sent():
     connector.transfers["p"].num_saved_tokens = 8
     assert step(scheduler) == {"p": 8}
     [group] = scheduler.group_snapshots()
-    assert (group.num_empty_slots, group.num_free_blocks, scheduler.num_live) == (4, [6], 1)
+    assert (group.num_empty_slots, group.num_free_blocks, scheduler.table.num_live) == (4, [6], 1)
     scheduler.release_held("p")
-    assert (scheduler.group_snapshots()[0].num_free_blocks, scheduler.num_live) == ([8], 0)
+    assert (scheduler.group_snapshots()[0].num_free_blocks, scheduler.table.num_live) == ([8], 0)
 
 
 def test_refused_ticket_queues_nothing():
@@ -330,7 +330,7 @@ def test_refused_ticket_queues_nothing():
     scheduler = make_scheduler(connector=connector)
     with pytest.raises(TransferError, match="not for this engine"):
         scheduler.add(make_sequence("p", [1], mode="prefill"), 0.0)
-    assert (scheduler.num_live, scheduler.num_waiting) == (0, 0)
+    assert (scheduler.table.num_live, len(scheduler.table.queue)) == (0, 0)
 
 
 def test_sequence_that_preempted_itself_runs_at_once_where_others_hold_its_prompt():
@@ -348,7 +348,7 @@ def test_sequence_that_preempted_itself_runs_at_once_where_others_hold_its_promp
     assert scheduler.reserve(make_sequence("r", [5] * 5, mode="decode"), now_s=0.0) is None
     # a needs a third block and none is left: it gives up its copy and shares the lent one.
     assert step(scheduler) == {"a": 1}
-    assert scheduler.get("a").num_preemptions == 1
+    assert scheduler.table.get("a").num_preemptions == 1
 
 
 def test_request_goes_to_the_group_that_has_blocks_even_if_another_has_more_slots():
@@ -359,7 +359,7 @@ def test_request_goes_to_the_group_that_has_blocks_even_if_another_has_more_slot
     step(scheduler)
     scheduler.add(make_sequence("new", [3] * 3), 0.0)
     assert "new" in step(scheduler)
-    assert scheduler.get("new").dp_group == 1
+    assert scheduler.table.get("new").dp_group == 1
 
 
 def test_a_prompt_goes_to_the_group_that_is_done_with_it_first():
@@ -372,12 +372,14 @@ def test_a_prompt_goes_to_the_group_that_is_done_with_it_first():
     step(scheduler)
     scheduler.add(make_sequence("other", [2] * 5), 0.0)
     step(scheduler)
-    assert scheduler.get("other").dp_group == 0, "it is the emptiest"
+    assert scheduler.table.get("other").dp_group == 0, "it is the emptiest"
     for name in ("same0", "same1"):
         scheduler.add(make_sequence(name, [*cached, 3]), 0.0)
     step(scheduler)
-    assert scheduler.get("same0").dp_group == 1
-    assert scheduler.get("same1").dp_group == 1, "what is missing of two is less than of one whole"
+    assert scheduler.table.get("same0").dp_group == 1
+    assert scheduler.table.get("same1").dp_group == 1, (
+        "what is missing of two is less than of one whole"
+    )
 
 
 def test_prompts_of_one_step_go_all_around():
@@ -385,7 +387,7 @@ def test_prompts_of_one_step_go_all_around():
     for i in range(4):
         scheduler.add(make_sequence(f"r{i}", [i + 1] * 4), 0.0)
     step(scheduler)
-    assert sorted(scheduler.get(f"r{i}").dp_group for i in range(4)) == [0, 0, 1, 1]
+    assert sorted(scheduler.table.get(f"r{i}").dp_group for i in range(4)) == [0, 0, 1, 1]
 
 
 # --- prompts that a store knows ----------------------------------------------------------------
@@ -423,7 +425,7 @@ def test_a_prompt_that_a_store_knows_is_loaded_and_not_computed():
     scheduler, connector = with_store({"a": 8})
     scheduler.add(make_sequence("a", [1] * 10), 0.0)
     assert step(scheduler) == {}
-    seq = scheduler.get("a")
+    seq = scheduler.table.get("a")
     assert (seq.phase, len(seq.block_ids[0]), seq.slot) == (Phase.LOADING, 3, 0)
     transfer = connector.transfers["a"]
     assert (transfer.start, transfer.block_ids) == (0, (tuple(seq.block_ids[0][:2]),))
@@ -474,7 +476,7 @@ def test_of_a_failed_load_whole_verified_blocks_are_kept(num_tokens, left):
     scheduler.add(make_sequence("a", [1] * 14), 0.0)
     step(scheduler)
     assert fail(scheduler, connector, "a", num_tokens) is None
-    assert scheduler.get("a").num_cached_tokens == 14 - left
+    assert scheduler.table.get("a").num_cached_tokens == 14 - left
     assert step(scheduler) == {"a": left}
     assert scheduler.num_recompute_tokens == left - 2
 
@@ -512,7 +514,7 @@ def test_a_lookup_under_way_holds_up_nobody_else():
     scheduler.add(make_sequence("a", [1] * 10), 0.0)
     scheduler.add(make_sequence("b", [2] * 3), 0.0)
     assert step(scheduler) == {"b": 3}
-    assert (scheduler.num_waiting, scheduler.awaits_connector) == (1, True)
+    assert (len(scheduler.table.queue), scheduler.awaits_connector) == (1, True)
     assert step(scheduler) == {"b": 1}
     connector.pool["a"] = 0
     assert step(scheduler) == {"b": 1, "a": 10}
@@ -525,7 +527,7 @@ def test_a_lookup_that_nobody_waits_for_any_more_is_forgotten():
     step(scheduler)
     scheduler.abort("a")
     scheduler.check_invariants()
-    assert (scheduler.num_live, scheduler.awaits_connector) == (0, False)
+    assert (scheduler.table.num_live, scheduler.awaits_connector) == (0, False)
 
 
 def test_a_load_waits_for_room_for_its_whole_prompt():
@@ -546,8 +548,8 @@ def test_a_loading_sequence_is_not_preempted_and_two_do_not_wait_for_each_other(
     assert step(scheduler) == {"a": 1}
     # a needs a third block: it gives up its own rather than those that KV is written to.
     assert step(scheduler) == {}
-    assert scheduler.get("a").phase is Phase.WAITING
-    assert scheduler.get("b").phase is Phase.LOADING
+    assert scheduler.table.get("a").phase is Phase.WAITING
+    assert scheduler.table.get("b").phase is Phase.LOADING
     arrive(scheduler, connector, "b")
     assert step(scheduler) == {"b": 3}
 
@@ -561,7 +563,7 @@ def test_an_aborted_load_holds_its_blocks_until_the_connector_has_let_go():
     assert (group.num_empty_slots, group.num_free_blocks, group.num_reserved) == (4, [5], 0)
     assert connector.cancelled == {"a"}
     fail(scheduler, connector, "a", 8, FailureReason.CANCELLED)
-    assert (scheduler.group_snapshots()[0].num_free_blocks, scheduler.num_live) == ([8], 0)
+    assert (scheduler.group_snapshots()[0].num_free_blocks, scheduler.table.num_live) == ([8], 0)
     # Blocks that were never known to be complete cannot be found.
     scheduler.add(make_sequence("b", [1] * 10), 0.0)
     assert step(scheduler) == {"b": 10}
@@ -578,9 +580,9 @@ def test_a_preempted_sequence_asks_the_store_again():
     scheduler.reset_prefix_cache()
     scheduler.abort("a")
     assert step(scheduler) == {}
-    assert scheduler.get("b").phase is Phase.LOADING
+    assert scheduler.table.get("b").phase is Phase.LOADING
     arrive(scheduler, connector, "b")
-    assert scheduler.get("b").num_cached_tokens == 0
+    assert scheduler.table.get("b").num_cached_tokens == 0
     assert step(scheduler) == {"b": 5}
 
 
@@ -630,7 +632,7 @@ def test_a_request_that_must_not_be_recomputed_ends_when_its_kv_fails():
     scheduler, connector = loading([5], policy="fail")
     seq = fail(scheduler, connector, "r", 8)
     assert (seq.phase, seq.load.failure) == (Phase.ENDED, "store")
-    assert scheduler.num_live == 0
+    assert scheduler.table.num_live == 0
     assert scheduler.group_counters()[0].requests_finished == {"error": 1}
     assert scheduler.num_recompute_tokens == 0
 
@@ -640,7 +642,7 @@ def test_a_request_that_must_not_be_recomputed_ends_when_it_is_activated_without
     seq = fail(scheduler, connector, "r", 0)
     assert seq.phase is Phase.RESERVED, "another ticket may come"
     assert scheduler.activate("r", [5], 0.0) is seq
-    assert (seq.phase, scheduler.num_live) == (Phase.ENDED, 0)
+    assert (seq.phase, scheduler.table.num_live) == (Phase.ENDED, 0)
 
 
 def test_a_client_may_ask_for_the_prompt_to_be_computed_whatever_failed():
@@ -664,7 +666,7 @@ def activated_with_a_token_and_never_given_a_ticket(policy, cached=0):
 def test_a_request_that_must_not_be_recomputed_ends_without_a_ticket_too():
     scheduler, ended = activated_with_a_token_and_never_given_a_ticket("fail")
     assert (ended.phase, ended.load.failure) == (Phase.ENDED, "no_ticket")
-    assert (scheduler.num_live, scheduler.num_recompute_tokens) == (0, 0)
+    assert (scheduler.table.num_live, scheduler.num_recompute_tokens) == (0, 0)
 
 
 @pytest.mark.parametrize(("cached", "left"), [(0, 13), (8, 5)])
@@ -723,7 +725,7 @@ def test_news_of_what_a_live_sequence_sends_concern_no_client():
     scheduler.add(make_sequence("p", [1] * 8, mode="prefill"), 0.0)
     assert fail(scheduler, connector, "p", 0, FailureReason.EXPIRED) is None
     assert step(scheduler) == {"p": 8}
-    assert scheduler.num_live == 0
+    assert scheduler.table.num_live == 0
 
 
 def test_what_a_finished_request_computed_may_still_be_kept():
@@ -736,7 +738,7 @@ def test_what_a_finished_request_computed_may_still_be_kept():
         scheduler.add(make_sequence(name, [1] * 4, max_tokens=1), 0.0)
     scheduler.abort("given up")
     step(scheduler)
-    assert (cancelled, scheduler.num_live) == (["given up"], 0)
+    assert (cancelled, scheduler.table.num_live) == (["given up"], 0)
 
 
 def test_cache_salts_keep_equal_prompts_apart():
@@ -768,7 +770,7 @@ def test_a_scheduler_finishes_what_it_loads():
     step(scheduler)
     arrive(scheduler, connector, "a")
     assert step(scheduler) == {"a": 2}
-    assert scheduler.num_live == 0
+    assert scheduler.table.num_live == 0
 
 
 # --- KV that is lent while its sequence runs on -------------------------------------------------
@@ -795,7 +797,7 @@ def test_of_a_running_sequence_only_full_blocks_are_lent(num_tokens, is_lent):
 
 def test_a_block_whose_last_token_is_not_computed_yet_is_not_lent():
     scheduler, connector = lending(12, num_output_tokens=4)
-    assert scheduler.get("r").num_tokens == 12
+    assert scheduler.table.get("r").num_tokens == 12
     assert connector.cancelled == {"r"}
 
 
@@ -804,12 +806,12 @@ def test_a_sequence_that_lends_goes_on_and_its_blocks_outlive_it():
     free = scheduler.group_snapshots()[0].num_free_blocks
     for _ in range(10):
         assert step(scheduler) == {"r": 1}
-    assert scheduler.get("r") is None
-    assert scheduler.num_live == 1
+    assert scheduler.table.get("r") is None
+    assert scheduler.table.num_live == 1
     assert scheduler.group_snapshots()[0].num_free_blocks == [free[0] - 2]
     del connector.transfers["r"]
     scheduler.release_held("r")
-    assert scheduler.num_live == 0
+    assert scheduler.table.num_live == 0
     assert scheduler.group_snapshots()[0].num_free_blocks == [8]
 
 
@@ -821,12 +823,12 @@ def test_a_sequence_that_is_preempted_lends_no_more_and_goes_on_by_itself():
         assert scheduler.add(sequence, 0.0) is None
         step(scheduler)
     scheduler.lend("r", make_ticket("r", 8, producer="here"), 0.0)
-    while not scheduler.get("r").num_preemptions:
+    while not scheduler.table.get("r").num_preemptions:
         assert not connector.cancelled
         step(scheduler)
     assert connector.cancelled == {"r"}
     assert fail(scheduler, connector, "r", 0, FailureReason.CANCELLED) is None, "no client's news"
-    while scheduler.num_live:
+    while scheduler.table.num_live:
         assert step(scheduler)
     assert scheduler.group_counters()[0].requests_finished == {"length": 2}
 

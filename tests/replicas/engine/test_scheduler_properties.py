@@ -85,7 +85,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.world.outputs[seq.request_id] = []
 
     def _pick(self, data, *phases):
-        found = [s for s in self.scheduler._sequences.values() if s.phase in phases]
+        found = [s for s in self.scheduler.table if s.phase in phases]
         return data.draw(st.sampled_from(found)) if found else None
 
     @rule(data=st.data(), remote=st.booleans(), count=st.integers(1, 4))
@@ -150,7 +150,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def lookup_ends(self, data):
         pool = self.world.connector.pool
         request_id = data.draw(st.sampled_from(sorted(r for r, n in pool.items() if n is None)))
-        seq = self.scheduler.get(request_id)
+        seq = self.scheduler.table.get(request_id)
         pool[request_id] = data.draw(st.integers(0, seq.num_prompt_tokens), label="tokens found")
 
     @rule(data=st.data(), with_tokens=st.booleans())
@@ -188,11 +188,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.count > 6)
     @rule(client=CLIENTS)
     def client_vanishes(self, client):
-        for seq in self.scheduler._sequences.values():
+        for seq in self.scheduler.table:
             self.world.ended[seq.request_id] += seq.client == client
         self.world.ended = +self.world.ended
         self.scheduler.abort_client(client)
-        assert all(s.client != client for s in self.scheduler._sequences.values())
+        assert all(s.client != client for s in self.scheduler.table)
 
     @rule(data=st.data(), count=st.integers(1, 12))
     def step(self, data, count):

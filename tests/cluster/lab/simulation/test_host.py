@@ -283,7 +283,7 @@ def test_invariants_of_engine_and_transport_are_checked():
     bench.run(0.1)
     bench.host.check_invariants()
     scheduler = bench.host.engine._core._scheduler
-    scheduler._waiting.num_tokens += 1
+    scheduler.table.queue.num_tokens += 1
     with pytest.raises(AssertionError):
         bench.host.check_invariants()
 

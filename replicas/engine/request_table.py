@@ -1,0 +1,373 @@
+"""All sequences of an engine, by request and by phase.
+
+Owner of the phase of every sequence, on the engine's core thread. A sequence is in exactly one
+place: queued, waiting for KV, running, or leaving. Running sequences are divided into those that
+compute their prompt and those that *decode*: from its first token here on all but the last token of
+a sequence is computed, and the worker knows it. Decoding rows repeat the same step, so a step only
+examines rows that have reached `Sequence.look_at` or got a token that may end them.
+
+A sequence that has ended is *leaving* while another engine reads or writes its blocks (it is held),
+or while a step under way still writes to them. Its slot is free once that step is over, its blocks
+once neither applies.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from replicas.engine.sequence import Phase, transition
+from replicas.engine.step import ScheduledBatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from replicas.engine.sequence import Sequence
+    from replicas.engine.step import StepKind
+
+
+class DecodeRows:
+    """All decoding rows of one moment; immutable, so that steps of the same rows share it.
+
+    Args:
+        kind: Kind of their steps.
+        sequences: The rows, in the order in which they run.
+        num_groups: DP groups of the engine.
+
+    Attributes:
+        sequences: As given.
+        plain: The step of these rows alone in which none gets a block.
+        num_in: Rows of each DP group.
+        stop_ids: Every token that may end one of them.
+    """
+
+    __slots__ = ("num_in", "plain", "sequences", "stop_ids")
+
+    def __init__(self, kind: StepKind, sequences: list[Sequence], num_groups: int) -> None:
+        self.sequences = sequences
+        self.plain = ScheduledBatch(kind, [s.slot for s in sequences], [1] * len(sequences), [], [])
+        self.num_in = [len(sequences)]
+        if num_groups > 1:
+            groups = [s.dp_group for s in sequences]
+            self.num_in = [groups.count(g) for g in range(num_groups)]
+        # Most rows share one set.
+        self.stop_ids = frozenset().union(*{s.stop_ids for s in sequences})
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+
+class WaitingQueue:
+    """Queued sequences, without slot or blocks, in the order of admission.
+
+    Args:
+        num_groups: DP groups of the engine.
+
+    Attributes:
+        num_tokens: Tokens that the queued sequences have to compute.
+        num_asking_for: Sequences that ask for each DP group; index -1 counts those without one.
+    """
+
+    def __init__(self, num_groups: int) -> None:
+        self._sequences: deque[Sequence] = deque()
+        # What the totals below contain of each sequence: group, tokens, pairs of tokens.
+        self._counted: dict[Sequence, tuple[int, int, int]] = {}
+        self.num_tokens = 0
+        self.num_asking_for = [0] * (num_groups + 1)
+        self._num_tokens_for = [0] * (num_groups + 1)
+        self._num_pairs_for = [0] * (num_groups + 1)
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)
+
+    def __getitem__(self, index: int) -> Sequence:
+        return self._sequences[index]
+
+    def push(self, seq: Sequence) -> None:
+        """Queue a sequence behind all others."""
+        self._sequences.append(seq)
+        self._count(seq)
+
+    def push_front(self, seq: Sequence) -> None:
+        """Queue a sequence before all others."""
+        self._sequences.appendleft(seq)
+        self._count(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """Remove a sequence from any place in the queue."""
+        self._sequences.remove(seq)
+        group, num_tokens, num_pairs = self._counted.pop(seq)
+        self.num_tokens -= num_tokens
+        self.num_asking_for[group] -= 1
+        self._num_tokens_for[group] -= num_tokens
+        self._num_pairs_for[group] -= num_pairs
+
+    def load_of(self, group: int) -> tuple[int, int, int]:
+        """Return the sequences that will run in a group, their tokens and pairs of tokens.
+
+        Sequences that ask for no group count with an equal share, rounded up.
+        """
+        num_groups = len(self.num_asking_for) - 1
+        own, tokens, pairs = (
+            counts[group] - (-counts[-1] // num_groups)
+            for counts in (self.num_asking_for, self._num_tokens_for, self._num_pairs_for)
+        )
+        return own, tokens, pairs
+
+    def check_invariants(self) -> None:
+        """Assert that all counts match the queue."""
+        assert self._counted.keys() == set(self._sequences)
+        assert all(s.phase is Phase.WAITING for s in self._sequences)
+        assert self.num_tokens == sum(s.num_new_tokens for s in self._sequences)
+        for group, num_asking in enumerate(self.num_asking_for[:-1]):
+            waiting = [s for s in self._sequences if s.dp_group == group]
+            assert num_asking == len(waiting)
+            assert self._num_tokens_for[group] == sum(s.num_new_tokens for s in waiting)
+            assert self._num_pairs_for[group] == sum(s.num_new_pairs for s in waiting)
+
+    def _count(self, seq: Sequence) -> None:
+        counted = group, num_tokens, num_pairs = seq.dp_group, seq.num_new_tokens, seq.num_new_pairs
+        self._counted[seq] = counted
+        self.num_tokens += num_tokens
+        self.num_asking_for[group] += 1
+        self._num_tokens_for[group] += num_tokens
+        self._num_pairs_for[group] += num_pairs
+
+
+class RequestTable:
+    """All sequences of an engine, and their phases.
+
+    Args:
+        num_groups: DP groups of the engine.
+        decode_kind: Kind of the decoding rows' steps.
+
+    Attributes:
+        queue: The queued sequences.
+        rows: The running sequences, in order of admission.
+        prefill_rows: Those of them that do not decode yet, in the same order.
+        short: Decoding sequences without a block for their next token, as keys in their order.
+        held: By request id: the ended sequence whose blocks another engine uses.
+        outlived: Ended sequences that a step under way computes.
+        num_running: Running sequences of each DP group.
+        num_reserved: Sequences of each DP group that hold slot and blocks and wait for KV.
+        num_live: Sequences that have not ended, or still have a slot or blocks.
+    """
+
+    def __init__(self, num_groups: int, decode_kind: StepKind) -> None:
+        self._decode_kind = decode_kind
+        # By request id, then by choice.
+        self._live: dict[str, dict[int, Sequence]] = {}
+        self._decode_rows: DecodeRows | None = None
+        self.queue = WaitingQueue(num_groups)
+        self.rows: list[Sequence] = []
+        self.prefill_rows: list[Sequence] = []
+        self.short: dict[Sequence, None] = {}
+        self.held: dict[str, Sequence] = {}
+        self.outlived: list[Sequence] = []
+        self.num_running = [0] * num_groups
+        self.num_reserved = [0] * num_groups
+        self.num_live = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"RequestTable(queued={len(self.queue)}, running={len(self.rows)}, "
+            f"reserved={sum(self.num_reserved)}, held={len(self.held)}, "
+            f"outlived={len(self.outlived)})"
+        )
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Iterate over the sequences that have not ended."""
+        for choices in self._live.values():
+            yield from choices.values()
+
+    # --- changes -------------------------------------------------------------------------------
+
+    def add(self, seq: Sequence) -> None:
+        """Add a new sequence, to the end of the queue or to those that have reserved a place."""
+        self._live.setdefault(seq.request_id, {})[seq.choice] = seq
+        self.num_live += 1
+        if seq.phase is Phase.WAITING:
+            self.queue.push(seq)
+        else:
+            assert seq.phase is Phase.RESERVED, f"a new sequence is {seq.phase}"
+            self.num_reserved[seq.dp_group] += 1
+
+    def move(self, seq: Sequence, phase: Phase) -> None:
+        """Let a sequence with slot and blocks load KV, run, or decode."""
+        if phase is Phase.DECODE:
+            transition(seq, phase)
+            self.prefill_rows.remove(seq)
+            self._decode_rows = None
+            return
+        self._take_out(seq)
+        transition(seq, phase)
+        if phase is Phase.LOADING:
+            self.num_reserved[seq.dp_group] += 1
+        else:
+            assert phase is Phase.PREFILL, f"nothing moves to {phase}"
+            self.rows.append(seq)
+            self.prefill_rows.append(seq)
+            self.num_running[seq.dp_group] += 1
+
+    def requeue(self, seq: Sequence) -> None:
+        """Queue a preempted sequence before all others; its slot and blocks are free already."""
+        self._take_out(seq)
+        transition(seq, Phase.WAITING)
+        seq.num_preemptions += 1
+        self.queue.push_front(seq)
+
+    def give_up(self, request_id: str) -> list[Sequence]:
+        """Note that a client has given up a request; return the sequences that are to end now."""
+        live = [*self._live.get(request_id, {}).values()]
+        for seq in live or [s for s in (self.held.get(request_id),) if s is not None]:
+            seq.is_aborted = True
+        return live
+
+    def retire(self, seq: Sequence, *, is_held: bool, is_under_way: bool) -> None:
+        """End a sequence, which leaves while its slot or blocks are in use.
+
+        Args:
+            seq: The sequence.
+            is_held: Whether another engine uses its blocks.
+            is_under_way: Whether a step under way computes it.
+        """
+        self._take_out(seq)
+        choices = self._live[seq.request_id]
+        del choices[seq.choice]
+        if not choices:
+            del self._live[seq.request_id]
+        if is_held:
+            self.held[seq.request_id] = seq
+        if is_under_way:
+            self.outlived.append(seq)
+        if is_held or is_under_way:
+            transition(seq, Phase.LEAVING)
+        else:
+            self._end(seq)
+
+    def steps_are_over(self, is_under_way: Callable[[Sequence], bool]) -> list[Sequence]:
+        """Return the leaving sequences that no step under way computes any more; end them.
+
+        Those that are held end only with `release_held`.
+        """
+        over = [s for s in self.outlived if not is_under_way(s)]
+        self.outlived = [s for s in self.outlived if s not in over]
+        for seq in over:
+            if self.held.get(seq.request_id) is not seq:
+                self._end(seq)
+        return over
+
+    def release_held(self, request_id: str) -> Sequence | None:
+        """Note that another engine has fetched the held blocks, or will not. Idempotent.
+
+        Returns:
+            The sequence if it ends with this: nothing uses its blocks any more.
+        """
+        seq = self.held.pop(request_id, None)
+        if seq is None or seq in self.outlived:
+            return None
+        self._end(seq)
+        return seq
+
+    def _take_out(self, seq: Sequence) -> None:
+        """Take a sequence out of the place of its phase."""
+        phase = seq.phase
+        if phase is Phase.WAITING:
+            self.queue.remove(seq)
+        elif seq.is_running:
+            self.rows.remove(seq)
+            self.num_running[seq.dp_group] -= 1
+            if phase is Phase.PREFILL:
+                self.prefill_rows.remove(seq)
+            else:
+                self.short.pop(seq, None)
+                self._decode_rows = None
+        else:
+            self.num_reserved[seq.dp_group] -= 1
+
+    def _end(self, seq: Sequence) -> None:
+        transition(seq, Phase.ENDED)
+        self.num_live -= 1
+
+    # --- views ---------------------------------------------------------------------------------
+
+    @property
+    def decode_rows(self) -> DecodeRows:
+        """Return the sequences that decode."""
+        if self._decode_rows is None:
+            decoding = [s for s in self.rows if s.phase is Phase.DECODE]
+            self._decode_rows = DecodeRows(self._decode_kind, decoding, len(self.num_running))
+        return self._decode_rows
+
+    def get(self, request_id: str, choice: int = 0) -> Sequence | None:
+        """Return a request's sequence that has not ended, if there is one."""
+        return self._live.get(request_id, {}).get(choice)
+
+    def is_known(self, request_id: str) -> bool:
+        """Return whether a request is live or has held blocks."""
+        return request_id in self._live or request_id in self.held
+
+    def is_of(self, client: bytes, request_id: str) -> bool:
+        """Return whether a request, live or with held blocks, belongs to this client."""
+        live = self._live.get(request_id)
+        seq = next(iter(live.values())) if live else self.held.get(request_id)
+        return seq is not None and seq.client == client
+
+    def is_ending(self, request_id: str) -> bool:
+        """Return whether only the held blocks of an aborted request are left of it."""
+        seq = self.held.get(request_id)
+        return seq is not None and seq.is_aborted
+
+    @property
+    def clients(self) -> set[bytes]:
+        """Return the clients with unfinished sequences."""
+        return {seq.client for seq in self}
+
+    def victim(self, dp_group: int) -> Sequence:
+        """Return the running sequence to preempt in a DP group, which must have one: the last."""
+        return next(s for s in reversed(self.rows) if s.dp_group == dp_group)
+
+    def prompt_tokens(self) -> list[int]:
+        """Return for each DP group the tokens to compute before all its sequences can decode."""
+        num_tokens = [0] * len(self.num_running)
+        for seq in self.prefill_rows:
+            num_tokens[seq.dp_group] += seq.num_new_tokens
+        return num_tokens
+
+    def leaving(self) -> list[Sequence]:
+        """Return the ended sequences that still have a slot or blocks."""
+        held = list(self.held.values())
+        return held + [s for s in self.outlived if s not in held]
+
+    def check_invariants(self) -> None:
+        """Assert that every sequence is in the place of its phase, and that all counts match."""
+        self.queue.check_invariants()
+        live, leaving = list(self), self.leaving()
+        assert self.num_live == len(live) + len(leaving)
+        assert all(s.phase is Phase.LEAVING for s in leaving)
+        assert all(s.slot < 0 or s in self.outlived for s in self.held.values())
+        awaiting = [s for s in live if s.phase in (Phase.LOADING, Phase.RESERVED)]
+        assert len(live) == len(self.queue) + len(awaiting) + len(self.rows)
+        assert {s for s in live if s.is_running} == set(self.rows)
+        for group, num_running in enumerate(self.num_running):
+            assert num_running == sum(s.dp_group == group for s in self.rows)
+            assert self.num_reserved[group] == sum(s.dp_group == group for s in awaiting)
+        for seq in live:
+            assert (seq.slot < 0) == (not seq.block_ids) == (seq.phase is Phase.WAITING)
+        self._check_rows()
+
+    def _check_rows(self) -> None:
+        decoding = [s for s in self.rows if s.phase is Phase.DECODE]
+        assert self.prefill_rows == [s for s in self.rows if s.phase is Phase.PREFILL]
+        if self._decode_rows is not None:
+            assert self._decode_rows.sequences == decoding
+            assert self._decode_rows.plain.slots == [s.slot for s in decoding]
+        for seq in decoding:
+            assert seq.is_known_to_runner
+            assert seq.num_new_tokens <= 1
+            assert seq.num_output_tokens > 0
+            assert seq.num_computed_tokens <= seq.look_at
+        assert self.short.keys() <= set(decoding)
