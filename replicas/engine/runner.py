@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
@@ -20,6 +21,7 @@ from replicas.engine.device_inputs import DeviceInputs
 from replicas.engine.device_sampling import DeviceDraws
 from replicas.engine.rows.processor import LogitRows, RowProcessors
 from replicas.engine.sampler import NO_DISTRIBUTION, SamplingColumns, sample
+from replicas.engine.speculation import accepted_runs
 from replicas.engine.step import StepResult
 from replicas.philox import uniform
 from replicas.sampling_params import GREEDY_EPS
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from replicas.config import EngineConfig
     from replicas.engine.device_sampling import CallRows
     from replicas.engine.rows.processor import RowProcessor
+    from replicas.engine.speculation import Drafter
     from replicas.engine.step import NewRow, ScheduledBatch
     from replicas.generators.protocol import (
         ForwardOutput,
@@ -57,6 +60,21 @@ class _StepRows(NamedTuple):
     counts: Int32Array
     num_logits: Int32Array
     calls: list[CallRows]
+
+
+class _Positions(NamedTuple):
+    """Rows of logits of a step with drafts: row of the step (S,), and drafts of it before (S,)."""
+
+    rows: IntArray
+    offsets: IntArray
+
+
+class _Drawn(NamedTuple):
+    """Tokens of a step, lengths of its rows' runs, failed rows; as in `StepResult`."""
+
+    token_ids: list[int]
+    counts: Sequence[int] = ()
+    failed: Sequence[int] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -87,6 +105,8 @@ class SubmittedStep:
         token_places: (R,) index in its sequence of each row's first sampled token.
         calls: Its calls of the generator, in order.
         device_s: Seconds inside the generator so far.
+        max_drafts: The most drafts to propose for each row once the tokens are known.
+        positions: Its rows of logits if it verifies drafts; otherwise each row has at most one.
         processed: Its rows of logits that row processors work on, if there are any.
         result: The result, once the tokens are known.
     """
@@ -96,6 +116,8 @@ class SubmittedStep:
     token_places: Int32Array
     calls: list[_Call]
     device_s: float
+    max_drafts: int
+    positions: _Positions | None = None
     processed: LogitRows | None = None
     result: StepResult | None = None
 
@@ -112,6 +134,7 @@ class ModelRunner:
         wait_for_event: Waits for an event of `read_decode_output`; not needed by generators without
             asynchronous decode.
         processors: Processors of rows, in the order in which they are applied.
+        drafter: Proposes drafts after steps that ask for them; a mixed pass can verify them.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of one device
@@ -124,6 +147,7 @@ class ModelRunner:
         wait_for_event: Callable[[object], None] | None = None,
         *,
         processors: Sequence[RowProcessor] = (),
+        drafter: Drafter | None = None,
     ) -> None:
         self._generator = generator
         self._kv_cache = kv_cache
@@ -131,6 +155,7 @@ class ModelRunner:
         self._batch = PersistentBatch(num_slots, max_model_len, (block_size,))
         self._columns = SamplingColumns(num_slots)
         self._processors = RowProcessors(processors, num_slots)
+        self._drafter = drafter
         self._wait_for_event = wait_for_event
         mesh = config.mesh
         capabilities = generator.model_capabilities
@@ -172,7 +197,12 @@ class ModelRunner:
         for row in scheduled.new:
             self._take_over(row)
         rows = self._divide(scheduled)
-        step = SubmittedStep(rows.slots, rows.num_logits, batch.num_tokens[rows.slots], [], 0.0)
+        token_places = batch.num_tokens[rows.slots]
+        step = SubmittedStep(
+            rows.slots, rows.num_logits, token_places, [], 0.0, scheduled.max_drafts
+        )
+        if self._drafter is not None and rows.num_logits.max() > 1:
+            step.positions = _positions(rows.num_logits)
         for call_rows in rows.calls:
             self._submit_call(step, scheduled, call_rows, rows.counts)
         if self._processors.num_touched:
@@ -211,19 +241,32 @@ class ModelRunner:
     def _take_over(self, row: NewRow) -> None:
         """Replace the parameters of a new row's slot; the batch has taken over the rest."""
         self._release(row.slot)
+        if self._drafter is not None:
+            self._drafter.take_slot(row.slot)
         self._columns.add(row)
         self._draws.add(row, is_touched=self._processors.add(row))
 
     def _processed_rows(self, step: SubmittedStep) -> LogitRows | None:
         """Return a step's rows of logits that processors work on, once these are prepared."""
         batch = self._batch
-        samples = step.num_logits > 0
-        slots, places = step.slots[samples], step.token_places[samples]
+        if step.positions is None:
+            entries = np.flatnonzero(step.num_logits)
+            slots = step.slots[entries]
+            places: IntArray = step.token_places[entries]
+        else:
+            slots, places = self._drawn_places(step, step.positions)
         is_touched = self._processors.touched[slots]
         if not is_touched.any():
             return None
         slots, places = slots[is_touched], places[is_touched]
-        rows = LogitRows(slots, places - batch.num_prompt_tokens[slots])
+        drafts: list[list[int]] = []
+        if step.positions is not None:
+            offsets = step.positions.offsets[is_touched]
+            drafts = [
+                batch.token_ids[slot, place - offset : place].tolist()
+                for slot, place, offset in zip(slots, places, offsets, strict=True)
+            ]
+        rows = LogitRows(slots, places - batch.num_prompt_tokens[slots], drafts)
         self._processors.prepare(rows)
         return rows
 
@@ -238,16 +281,28 @@ class ModelRunner:
         sampling = time.perf_counter()
         step.device_s += sampling - started
         slots, places = step.slots, step.token_places
-        if len(step.calls[0].rows.drawn) == len(slots):
-            token_ids: IntArray = _tokens(outputs[0])[step.calls[0].places]
+        if step.positions is not None:
+            drawn = self._verified(step, step.positions, outputs[0])
+        elif len(step.calls[0].rows.drawn) == len(slots):
+            token_ids = _tokens(outputs[0])[step.calls[0].places]
             self._batch.record(slots, places, token_ids)
+            drawn = _Drawn(token_ids.tolist())
         else:
             token_ids = self._drawn_and_sampled(step, outputs)
             found = step.num_logits > 0
             self._batch.record(slots[found], places[found], token_ids[found])
-            if step.processed is not None:
-                self._accept(slots, token_ids)
-        step.result = _result(token_ids, step.device_s, time.perf_counter() - sampling)
+            drawn = _runs_of_one(token_ids)
+        if step.processed is not None:
+            self._accept(slots, drawn)
+        num_drafts = self._propose(step) if step.max_drafts else []
+        step.result = StepResult(
+            drawn.token_ids,
+            [step.device_s],
+            list(drawn.counts),
+            list(drawn.failed),
+            time.perf_counter() - sampling,
+            num_drafts,
+        )
 
     def _drawn_and_sampled(self, step: SubmittedStep, outputs: list[ForwardOutput]) -> IntArray:
         """Return (R,) tokens, `NOT_DRAWN` where none is, of a step in which the host draws."""
@@ -261,8 +316,70 @@ class ModelRunner:
                 entries, places = rows.entries[rows.sampled], call.places[rows.sampled]
                 if len(rows.drawn):
                     logits, places = output[1], np.arange(len(entries))
-                token_ids[entries] = self._sample(step, entries, logits, places)
+                slots, token_places = step.slots[entries], step.token_places[entries]
+                token_ids[entries] = self._sample(step, slots, token_places, logits, places)
         return token_ids
+
+    # --- drafts ----------------------------------------------------------------------------------
+
+    def _drawn_places(
+        self, step: SubmittedStep, positions: _Positions
+    ) -> tuple[Int32Array, IntArray]:
+        """Return (S,) the slot of each drawn token, and its index in its sequence."""
+        rows, offsets = positions
+        return step.slots[rows], step.token_places[rows] + offsets
+
+    def _verified(self, step: SubmittedStep, positions: _Positions, logits: torch.Tensor) -> _Drawn:
+        """Draw a token at every position of a step, and keep those that follow right drafts.
+
+        A row whose right drafts are followed by logits of no distribution keeps these drafts. Its
+        next step then fails, as it would without drafts.
+        """
+        batch, num_logits = self._batch, step.num_logits
+        slots, places = self._drawn_places(step, positions)
+        token_ids = self._sample(step, slots, places, logits, np.arange(len(slots)))
+        # The token after a row's last draft may lie past the end of the table.
+        drafts = batch.token_ids[slots, np.minimum(places, batch.max_model_len - 1)]
+        counts = accepted_runs(token_ids, drafts, num_logits)
+        starts = num_logits.cumsum() - num_logits
+        has_run = np.flatnonzero(counts)
+        counts[has_run] -= token_ids[starts[has_run] + counts[has_run] - 1] == NO_DISTRIBUTION
+        failed = np.flatnonzero((counts == 0) & (num_logits > 0))
+        wrong = np.flatnonzero(counts < num_logits)
+        batch.give_back(step.slots[wrong], (num_logits - counts)[wrong])
+        # The other tokens of a run are in the table already, as drafts.
+        has_run = np.flatnonzero(counts)
+        last = counts[has_run] - 1
+        batch.record(
+            step.slots[has_run],
+            step.token_places[has_run] + last,
+            token_ids[starts[has_run] + last],
+        )
+        is_right = positions.offsets < counts[positions.rows]
+        return _Drawn(token_ids[is_right].tolist(), counts.tolist(), failed.tolist())
+
+    def _propose(self, step: SubmittedStep) -> list[int]:
+        """Write drafts behind the tokens of rows that have sampled; return the number of each row.
+
+        The list is empty if there are none.
+        """
+        assert self._drafter is not None, "a step asks for drafts, but there is no drafter"
+        batch = self._batch
+        sampled = np.flatnonzero(step.num_logits)
+        slots = step.slots[sampled]
+        num_tokens = batch.num_tokens[slots]
+        # A token after a draft must still fit.
+        limits = np.clip(batch.max_model_len - 1 - num_tokens, 0, step.max_drafts)
+        proposed = self._drafter.propose(batch.token_ids, slots, num_tokens, limits)
+        if not any(proposed):
+            return []
+        num_drafts = [0] * len(step.slots)
+        for row, slot, start, drafts in zip(
+            sampled.tolist(), slots.tolist(), num_tokens.tolist(), proposed, strict=True
+        ):
+            num_drafts[row] = len(drafts)
+            batch.token_ids[slot, start : start + len(drafts)] = drafts
+        return num_drafts
 
     def compile(self) -> None:
         """Run every shape once, so that it is compiled before the first request."""
@@ -389,13 +506,25 @@ class ModelRunner:
         )
 
     def _sample(
-        self, step: SubmittedStep, entries: IntArray, logits: torch.Tensor, places: IntArray
+        self,
+        step: SubmittedStep,
+        slots: Int32Array,
+        token_places: IntArray,
+        logits: torch.Tensor,
+        places: IntArray,
     ) -> Int64Array:
-        """Draw tokens for some of a step's rows, whose logits are at `places`."""
-        slots = step.slots[entries]
+        """Draw a token from each of some of a step's rows of logits.
+
+        Args:
+            step: The step.
+            slots: (n,) slot of each.
+            token_places: (n,) index in its sequence of the token that each gives.
+            logits: (N, V) or (N, 1, V).
+            places: (n,) index of each in `logits`.
+        """
         columns, uniforms = self._columns, _NO_NUMBERS
         if (columns.temperature[slots] >= GREEDY_EPS).any():
-            indices = step.token_places[entries] - self._batch.num_prompt_tokens[slots]
+            indices = token_places - self._batch.num_prompt_tokens[slots]
             uniforms = uniform(columns.seed[slots], indices.astype(np.int64))
         logits = logits if logits.ndim == 2 else logits[:, -1]
         if step.processed is None:
@@ -413,25 +542,32 @@ class ModelRunner:
             token_ids[which] = sample(values, columns, slots[which], numbers, where)
         return token_ids
 
-    def _accept(self, slots: Int32Array, token_ids: IntArray) -> None:
+    def _accept(self, slots: Int32Array, drawn: _Drawn) -> None:
         """Give processors the tokens of the rows that they touch."""
-        is_touched = self._processors.touched[slots] & (token_ids >= 0)
-        for row in np.flatnonzero(is_touched).tolist():
-            self._processors.accept(int(slots[row]), [int(token_ids[row])])
+        token_ids = iter(drawn.token_ids)
+        counts = drawn.counts or [1] * len(slots)
+        touched = self._processors.touched[slots].tolist()
+        for slot, count, is_touched in zip(slots.tolist(), counts, touched, strict=True):
+            run = list(islice(token_ids, count))
+            if run and is_touched:
+                self._processors.accept(slot, run)
 
 
-def _result(token_ids: IntArray, device_s: float, sample_s: float) -> StepResult:
-    """Return the result of a step of one pass from (R,) tokens, or what stands for one."""
+def _positions(num_logits: Int32Array) -> _Positions:
+    """Return the positions of (R,) numbers of logit rows."""
+    rows = np.repeat(np.arange(len(num_logits)), num_logits)
+    starts = num_logits.cumsum() - num_logits
+    return _Positions(rows, np.arange(len(rows)) - starts[rows])
+
+
+def _runs_of_one(token_ids: IntArray) -> _Drawn:
+    """Return the tokens among (R,) numbers, some of which stand for none."""
     has_token = token_ids >= 0
     if has_token.all():
-        return StepResult(token_ids.tolist(), [device_s], sample_s=sample_s)
-    return StepResult(
-        token_ids[has_token].tolist(),
-        [device_s],
-        has_token.astype(np.int64).tolist(),
-        np.flatnonzero(token_ids == NO_DISTRIBUTION).tolist(),
-        sample_s,
-    )
+        return _Drawn(token_ids.tolist())
+    failed = np.flatnonzero(token_ids == NO_DISTRIBUTION)
+    counts = has_token.astype(np.int64)
+    return _Drawn(token_ids[has_token].tolist(), counts.tolist(), failed.tolist())
 
 
 def _keeps_nothing(slot: int) -> None:

@@ -43,12 +43,13 @@ class ScheduledBatch(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         kind: Which call of the generator runs it.
         slots: Rows that run, in scheduling order.
-        num_scheduled_tokens: Tokens to compute for each of `slots`.
+        num_scheduled_tokens: Tokens to compute for each of `slots`: known ones, then drafts.
         new: Rows to take over first; all their slots are in `slots`.
         appended_blocks: For rows known already: (slot, for each KV group the block ids to append).
         num_passes: Forward passes of the step. In all but the first each row computes the token
             that the pass before has given it.
         gone: Slots whose rows have left since the last step. A row of `new` may follow in one.
+        max_drafts: The most drafts that the worker may propose for each row after the step.
     """
 
     kind: StepKind
@@ -58,6 +59,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True, array_like=True):
     appended_blocks: list[tuple[int, list[list[int]]]]
     num_passes: int = 1
     gone: list[int] = []
+    max_drafts: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -75,7 +77,9 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
             Empty: every row has one token.
         failed: Rows, as indices of the batch's slots, whose logits are no distribution: NaN, or
             infinite.
-        sample_s: Seconds of sampling from the generator's output.
+        sample_s: Seconds of sampling from the generator's output, and of proposing drafts.
+        num_drafts: For each of the batch's slots the drafts that the worker holds for the next
+            step, which may verify fewer or none. Empty: there are none.
     """
 
     token_ids: list[int]
@@ -83,6 +87,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     counts: list[int] = []
     failed: list[int] = []
     sample_s: float = 0.0
+    num_drafts: list[int] = []
 
     @property
     def device_s(self) -> float:
