@@ -19,23 +19,48 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from replicas.engine.rows.order import row_processors
+from replicas.engine.rows.processor import LogitRows, RowProcessors
 from replicas.engine.sampler import SamplingColumns, sample
+from replicas.engine.step import NewRow
+from replicas.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import numpy.typing as npt
+
+    IntArray = npt.NDArray[np.int64]
+
 NUM_ROWS = 32
+NUM_TOKENS = 512
 VOCABULARIES = (4096, 128_256)
 SPREAD = 3.0
 """Standard deviation of the logits."""
 
 
 class Asked(NamedTuple):
-    """Sampling parameters of every row."""
+    """Sampling parameters of every row.
+
+    With `penalties` a row has `NUM_TOKENS` tokens, half of them output, and all three penalties.
+    """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    penalties: bool = False
+
+    def sampling(self) -> SamplingParams:
+        """Return the parameters of a request."""
+        penalty = 0.5 if self.penalties else 0.0
+        return SamplingParams(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            repetition_penalty=1.0 + penalty,
+            presence_penalty=penalty,
+            frequency_penalty=penalty,
+        )
 
 
 CASES = {
@@ -45,11 +70,43 @@ CASES = {
     "top-p 0.9": Asked(temperature=0.7, top_p=0.9),
     "top-k 50, top-p 0.9": Asked(temperature=0.7, top_k=50, top_p=0.9),
     "default again (A/A)": Asked(),
+    "penalties": Asked(penalties=True),
+    "greedy, penalties": Asked(temperature=0.0, penalties=True),
 }
 
 
-def plain(logits: torch.Tensor, asked: Asked) -> list[int]:
-    """The peer."""
+class Plain:
+    """The peer; penalties need dense counts of each row's tokens.
+
+    Args:
+        asked: What every row asks for.
+        token_ids: (R, T) tokens of each row; the first half is its prompt.
+        vocab: Width of the logits.
+    """
+
+    def __init__(self, asked: Asked, token_ids: IntArray, vocab: int) -> None:
+        self._asked = asked
+        self._counts = torch.zeros(len(token_ids), vocab)
+        self._is_seen = torch.zeros(len(token_ids), vocab, dtype=torch.bool)
+        if asked.penalties:
+            tokens = torch.from_numpy(token_ids)
+            output = tokens[:, tokens.shape[1] // 2 :]
+            self._counts.scatter_add_(1, output, torch.ones(output.shape))
+            self._is_seen.scatter_(1, tokens, value=True)
+
+    def draw(self, logits: torch.Tensor) -> list[int]:
+        """Return a token for each row."""
+        asked = self._asked.sampling()
+        if self._asked.penalties:
+            factor, logits = asked.repetition_penalty, logits.float()
+            scaled = torch.where(logits > 0, logits / factor, logits * factor)
+            logits = torch.where(self._is_seen, scaled, logits)
+            logits -= asked.frequency_penalty * self._counts
+            logits -= asked.presence_penalty * (self._counts > 0)
+        return _draw(logits, self._asked)
+
+
+def _draw(logits: torch.Tensor, asked: Asked) -> list[int]:
     if asked.temperature == 0.0:
         return [int(token) for token in logits.argmax(dim=-1)]
     logits = logits.float() / asked.temperature
@@ -66,20 +123,42 @@ def plain(logits: torch.Tensor, asked: Asked) -> list[int]:
     return [int(token) for token in (probs / torch.empty_like(probs).exponential_()).argmax(dim=-1)]
 
 
-def ours(logits: torch.Tensor, asked: Asked) -> list[int]:
-    """The engine's sampler."""
-    rows = len(logits)
-    columns = SamplingColumns(rows)
-    columns.temperature[:], columns.top_k[:], columns.top_p[:] = asked
-    numbers = np.random.default_rng(0).random(rows)
-    tokens: list[int] = sample(logits, columns, np.arange(rows), numbers).tolist()
-    return tokens
+class Ours:
+    """The engine's sampler and row processors; arguments as of `Plain`."""
+
+    def __init__(self, asked: Asked, token_ids: IntArray) -> None:
+        num_rows, length = token_ids.shape
+        self._columns = SamplingColumns(num_rows)
+        self._processors = RowProcessors(row_processors(), num_rows)
+        self._slots = np.arange(num_rows)
+        self._numbers = np.random.default_rng(0).random((num_rows,))
+        self._rows = LogitRows(self._slots, np.full(num_rows, length // 2))
+        for slot, tokens in enumerate(token_ids.tolist()):
+            row = NewRow(slot, 0, tokens, length // 2, 0, [], asked.sampling())
+            self._columns.add(row)
+            self._processors.add(row)
+
+    def draw(self, logits: torch.Tensor) -> list[int]:
+        """Return a token for each row."""
+        if not self._processors.num_touched:
+            return self._sample(logits, slice(None))
+        self._processors.prepare(self._rows)
+        tokens: list[int] = []
+        for part, changed in self._processors.changed(logits, self._slots, self._rows):
+            end = part.first + len(part.slots)
+            tokens += self._sample(changed, slice(part.first, end))
+        return tokens
+
+    def _sample(self, logits: torch.Tensor, part: slice) -> list[int]:
+        slots, numbers = self._slots[part], self._numbers[part]
+        tokens: list[int] = sample(logits, self._columns, slots, numbers).tolist()
+        return tokens
 
 
-def seconds(draw: Callable[[torch.Tensor, Asked], list[int]], *case: torch.Tensor | Asked) -> float:
+def seconds(draw: Callable[[torch.Tensor], object], logits: torch.Tensor) -> float:
     """One call."""
     started = time.perf_counter()
-    draw(*case)  # type: ignore[arg-type]
+    draw(logits)
     return time.perf_counter() - started
 
 
@@ -94,9 +173,11 @@ def main() -> None:
     for vocab in VOCABULARIES:
         logits = torch.randn(NUM_ROWS, vocab, generator=torch.Generator().manual_seed(0)) * SPREAD
         logits = logits.bfloat16()
+        token_ids = np.random.default_rng(0).integers(vocab, size=(NUM_ROWS, NUM_TOKENS))
         for name, asked in CASES.items():
+            ours, plain = Ours(asked, token_ids), Plain(asked, token_ids, vocab)
             pairs = [
-                (seconds(ours, logits, asked), seconds(plain, logits, asked)) for _ in range(rounds)
+                (seconds(ours.draw, logits), seconds(plain.draw, logits)) for _ in range(rounds)
             ]
             mine, peer = (1e3 * statistics.median(side) for side in zip(*pairs, strict=True))
             results[f"{name} {vocab}"] = {"ms": round(mine, 2), "ratio": round(peer / mine, 1)}

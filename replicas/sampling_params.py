@@ -42,9 +42,6 @@ _INT64 = 2**63
 NOT_YET: dict[str, str] = {
     "n": "it makes one choice",
     "logprobs": "it reports no log probabilities",
-    "presence_penalty": "it applies no penalties",
-    "frequency_penalty": "it applies no penalties",
-    "repetition_penalty": "it applies no penalties",
     "min_p": "it does not restrict tokens by min_p",
     "min_tokens": "it does not hold back end tokens",
     "logit_bias": "it does not change logits",

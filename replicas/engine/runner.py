@@ -531,15 +531,14 @@ class ModelRunner:
             return sample(logits, columns, slots, uniforms, places)
         # A generator returns the logits of all touched rows in one call, as the host draws them.
         is_touched = self._processors.touched[slots]
-        processed = logits[torch.from_numpy(places[is_touched].astype(np.int64))].float()
-        self._processors.apply(processed, step.processed)
-        token_ids = np.empty(len(slots), dtype=np.int64)
-        for which, values, where in (
-            (~is_touched, logits, places[~is_touched]),
-            (is_touched, processed, None),
-        ):
+        token_ids, plain = np.empty(len(slots), dtype=np.int64), np.flatnonzero(~is_touched)
+        numbers = uniforms[plain] if len(uniforms) else uniforms
+        token_ids[plain] = sample(logits, columns, slots[plain], numbers, places[plain])
+        touched = np.flatnonzero(is_touched)
+        for part, changed in self._processors.changed(logits, places[touched], step.processed):
+            which = touched[part.first : part.first + len(part.slots)]
             numbers = uniforms[which] if len(uniforms) else uniforms
-            token_ids[which] = sample(values, columns, slots[which], numbers, where)
+            token_ids[which] = sample(changed, columns, part.slots, numbers)
         return token_ids
 
     def _accept(self, slots: Int32Array, drawn: _Drawn) -> None:

@@ -23,6 +23,7 @@ from kv_transfer.layout import KVLayout
 from kv_transfer.transports.process import keep_heap
 from replicas.engine.facts import connector_settings, model_facts
 from replicas.engine.fault_injection import engine_faults
+from replicas.engine.rows.order import row_processors
 from replicas.engine.runner import ModelRunner
 from replicas.errors import ConfigError, DeviceError
 from replicas.generators.fingerprint import model_fingerprint
@@ -211,7 +212,13 @@ class Worker:
         device = self._device
         wait = device.wait if isinstance(device, SimulatedMesh) else _wait
         self._runner = ModelRunner(
-            self._generator, kv_cache, config, group.block_size, max_model_len, wait
+            self._generator,
+            kv_cache,
+            config,
+            group.block_size,
+            max_model_len,
+            wait,
+            processors=row_processors(),
         )
         if config.kv_connector is None:
             return None

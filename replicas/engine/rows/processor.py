@@ -17,20 +17,24 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 
 from replicas.sampling_params import GREEDY_EPS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     import numpy.typing as npt
-    import torch
 
     from replicas.engine.step import NewRow
     from replicas.sampling_params import SamplingParams
 
     IntArray = npt.NDArray[np.integer[Any]]
     BoolArray = npt.NDArray[np.bool_]
+
+
+_ELEMENTS_AT_ONCE = 1 << 22
+"""Most logits that are copied at once: 16 MiB as float32, 32 rows of the largest vocabularies."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,11 +45,18 @@ class LogitRows:
         slots: (S,) slot of each; the rows of one slot are neighbours.
         steps: (S,) output index of the token that each gives.
         drafts: (S,) drafts of its slot before it within the step; empty if no row has any.
+        first: Index of the first of them among all such rows of the step.
     """
 
     slots: IntArray
     steps: IntArray
     drafts: Sequence[Sequence[int]] = ()
+    first: int = 0
+
+    def part(self, start: int, end: int) -> LogitRows:
+        """Return the rows from `start` to `end`, or as far as there are any."""
+        part = slice(start, end)
+        return LogitRows(self.slots[part], self.steps[part], self.drafts[part], start)
 
 
 class RowProcessor(Protocol):
@@ -61,14 +72,14 @@ class RowProcessor(Protocol):
         """Begin what needs no logits; the device may still compute them.
 
         Args:
-            rows: The rows that `apply` gets next: the same object.
+            rows: All rows of the step that `apply` gets next, in one or more parts.
         """
 
     def apply(self, logits: torch.Tensor, rows: LogitRows) -> None:
         """Change logits in place.
 
         Args:
-            logits: float32 (S, V), a copy.
+            logits: float32 (S, V), contiguous; a copy.
             rows: The rows; those of slots without state are other processors'.
         """
 
@@ -98,6 +109,8 @@ class RowProcessors:
         self._num_slots = dict.fromkeys(self._processors, 0)
         self.touched: BoolArray = np.zeros(max_batch_size, dtype=np.bool_)
         self.num_touched = 0
+        # Kept, because memory that is new to the process costs as much as the copy.
+        self._copies = torch.empty(0, 0)
 
     def add(self, row: NewRow) -> bool:
         """Take over a row, replacing the state of its slot; return whether it is touched."""
@@ -124,14 +137,35 @@ class RowProcessors:
                 processor.remove(slot)
 
     def prepare(self, rows: LogitRows) -> None:
-        """Begin what needs no logits; `apply` must follow with the same rows."""
+        """Begin what needs no logits; `changed` must follow with the same rows."""
         for processor in self._in_use():
             processor.prepare(rows)
 
-    def apply(self, logits: torch.Tensor, rows: LogitRows) -> None:
-        """Change float32 (S, V) in place; all slots are touched."""
-        for processor in self._in_use():
-            processor.apply(logits, rows)
+    def changed(
+        self, logits: torch.Tensor, places: IntArray, rows: LogitRows
+    ) -> Iterator[tuple[LogitRows, torch.Tensor]]:
+        """Yield parts of touched rows, with their logits as processors have changed them.
+
+        Args:
+            logits: float (N, V); not modified.
+            places: (S,) index in `logits` of each row.
+            rows: The rows that `prepare` got.
+
+        Yields:
+            Some rows, and their float32 (s, V), which are overwritten by the next part.
+        """
+        vocab = logits.shape[-1]
+        size = min(len(places), max(1, _ELEMENTS_AT_ONCE // vocab))
+        if len(self._copies) < size or self._copies.shape[1] != vocab:
+            self._copies = torch.empty(size, vocab)
+        for start in range(0, len(places), size):
+            part = rows.part(start, start + size)
+            copies = self._copies[: len(part.slots)]
+            for copy, place in zip(copies, places[start : start + size].tolist(), strict=True):
+                copy.copy_(logits[place])
+            for processor in self._in_use():
+                processor.apply(copies, part)
+            yield part, copies
 
     def accept(self, slot: int, token_ids: Sequence[int]) -> None:
         """Note the tokens that a touched row has got."""

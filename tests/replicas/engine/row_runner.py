@@ -47,6 +47,10 @@ class Rows:
         processors: See `ModelRunner`.
         seed: See `TableGenerator`.
         vocab: See `TableGenerator`.
+
+    Attributes:
+        token_ids: By slot: the tokens of its row.
+        failed: Slots of rows that got no token in the last step, and left.
     """
 
     def __init__(self, processors=(), seed: int = 0, vocab: int = VOCAB) -> None:
@@ -56,15 +60,23 @@ class Rows:
             self.generator, "cache", config, 4, MAX_LEN, processors=processors
         )
         self.token_ids: dict[int, list[int]] = {}
+        self.failed: set[int] = set()
         self._new: dict[int, NewRow] = {}
         self._gone: list[int] = []
 
-    def add(self, slot: int, prompt: list[int], output: list[int] | tuple = (), **sampling) -> None:
+    def add(
+        self,
+        slot: int,
+        prompt: list[int],
+        output: list[int] | tuple = (),
+        params: SamplingParams | None = None,
+        **sampling,
+    ) -> None:
         """Put a row into a slot; with `output` it has been decoded elsewhere."""
         token_ids = [*prompt, *output]
         self.token_ids[slot] = token_ids
         blocks = [slot * MAX_LEN // 4 + i + 1 for i in range(MAX_LEN // 4)]
-        params = SamplingParams(**{"seed": 7, **sampling})
+        params = params or SamplingParams(**{"seed": 7, **sampling})
         self._new[slot] = NewRow(slot, 0, [*token_ids], len(prompt), 0, [blocks], params)
 
     def remove(self, slot: int) -> None:
@@ -84,4 +96,7 @@ class Rows:
         for row, slot in enumerate(slots):
             count = result.counts[row] if result.counts else 1
             self.token_ids[slot] += [next(tokens) for _ in range(count)]
+        self.failed = {slots[row] for row in result.failed}
+        for slot in self.failed:
+            self.remove(slot)
         return result

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import sys
 
+import numpy as np
 import pytest
+import torch
 
 from replicas.engine import sampler
 from replicas.engine.rows import processor
-from tests.replicas.engine.row_runner import Rows
+from replicas.engine.rows.order import row_processors
+from replicas.engine.rows.processor import LogitRows, RowProcessors
+from replicas.engine.step import NewRow
+from replicas.sampling_params import SamplingParams
+from tests.replicas.engine.row_runner import VOCAB, Rows
 
 SEEDED = {"temperature": 0.8, "top_k": 12, "top_p": 0.95}
 
@@ -39,7 +45,7 @@ class Repeats:
         self.calls.append(("prepare", rows.slots.tolist(), rows.steps.tolist()))
 
     def apply(self, logits, rows):
-        assert rows is self.prepared
+        assert rows.slots.tolist() == self.prepared.slots.tolist()
         assert logits.shape[0] == len(rows.slots)
         for values, slot, step in zip(
             logits, rows.slots.tolist(), rows.steps.tolist(), strict=True
@@ -121,19 +127,37 @@ def test_a_step_without_touched_rows_calls_no_processor(processors):
     assert not {("call", processor.__file__), ("call", __file__)} & set(called)
 
 
-CASES = [({"temperature": 0.0, **TOUCHED}, Repeats), ({**SEEDED, **TOUCHED}, Repeats)]
+def test_rows_are_changed_in_parts_where_they_would_take_too_much_memory(monkeypatch):
+    def tokens():
+        rows = Rows(row_processors())
+        for slot in range(4):
+            rows.add(slot, [3, slot], repetition_penalty=1.5 if slot != 2 else 1.0, seed=slot)
+        for _ in range(6):
+            rows.step()
+        return rows.token_ids
+
+    whole = tokens()
+    monkeypatch.setattr(processor, "_ELEMENTS_AT_ONCE", 2 * VOCAB)
+    assert tokens() == whole
 
 
-@pytest.mark.parametrize(("sampling", "make"), CASES)
-def test_a_row_that_is_rebuilt_from_its_tokens_continues_as_if_it_had_stayed(sampling, make):
+STATE = [
+    {"presence_penalty": 1.5, "frequency_penalty": 0.5, "temperature": 0.0},
+    {"repetition_penalty": 2.5, **SEEDED},
+]
+"""Parameters whose effect depends on earlier tokens."""
+
+
+@pytest.mark.parametrize("sampling", STATE, ids=lambda sampling: next(iter(sampling)))
+def test_a_row_that_is_rebuilt_from_its_tokens_continues_as_if_it_had_stayed(sampling):
     """Preemption, migration, prefill elsewhere and resumption all send a row anew."""
-    stays = Rows([make()])
+    stays = Rows(row_processors())
     stays.add(0, [3, 4, 3], **sampling)
     for _ in range(12):
         stays.step()
     wanted = stays.token_ids[0]
     for num_output in (0, 1, 5, 11):
-        moved = Rows([make()])
+        moved = Rows(row_processors())
         moved.add(3, [3], **sampling)
         moved.step()
         moved.remove(3)
@@ -141,3 +165,23 @@ def test_a_row_that_is_rebuilt_from_its_tokens_continues_as_if_it_had_stayed(sam
         for _ in range(12 - num_output):
             moved.step()
         assert moved.token_ids[3] == wanted
+
+
+@pytest.mark.parametrize("sampling", STATE, ids=lambda sampling: next(iter(sampling)))
+def test_drafts_before_a_position_count_as_output(sampling):
+    output, drafts = [4, 9], [5, 5, 9]
+
+    def changed(output, drafts):
+        processors, count = RowProcessors(row_processors(), 1), len(drafts) + 1
+        row = NewRow(0, 0, [3, 5, *output], 2, 0, [[1]], SamplingParams(**sampling))
+        assert processors.add(row)
+        slots, steps = np.zeros(count, np.int32), len(output) + np.arange(count)
+        rows = LogitRows(slots, steps, [drafts[:i] for i in range(count)] if drafts else ())
+        processors.prepare(rows)
+        logits = torch.linspace(-1, 1, VOCAB).expand(count, -1)
+        [(_, found)] = processors.changed(logits, np.arange(count), rows)
+        return found.clone()
+
+    together = changed(output, drafts)
+    for count in range(4):
+        assert torch.equal(together[count], changed([*output, *drafts[:count]], [])[0])
