@@ -165,12 +165,13 @@ class ModelRunner:
         if mesh is not None or config.simulated_mesh is not None:
             asked = None if mesh is None else mesh.sample_on_device
             self._draws = DeviceDraws.as_asked(asked, capabilities, num_slots)
-        self._reads_later = capabilities.get("supports_async_decode", False)
+        runs_ahead = capabilities.get("supports_async_decode", False)
+        self._reads_later = runs_ahead or capabilities.get("reads_decode_later", False)
         self._device = DeviceInputs(
             self._batch,
             self._columns,
             self._draws,
-            runs_ahead=self._reads_later and self._traces_decode,
+            runs_ahead=runs_ahead and self._traces_decode,
         )
         self._release: Callable[[int], None] = getattr(generator, "release_request", _keeps_nothing)
         # Slots and rows of the last step if it was a single decode call: a next decode step of the

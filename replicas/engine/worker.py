@@ -404,7 +404,8 @@ def _check_capabilities(
         ConfigError: A setting does not fit; names setting and generator.
     """
     asked = mesh.sample_on_device not in (None, "none")
-    if asked and not can.get("supports_sample_on_device"):
+    may_sample = can.get("supports_sample_on_device") or can.get("samples_on_device_if_asked")
+    if asked and not may_sample:
         raise ConfigError(
             f"mesh.sample_on_device is {mesh.sample_on_device!r}, but generator {name} does not "
             "sample on the device; set it to none"

@@ -75,6 +75,11 @@ class ModelCapabilities(TypedDict, total=False):
             False.
         supports_sample_in_prefill: ``prefill_forward`` also honours ``sampling_params``. Ours;
             default False.
+        samples_on_device_if_asked: ``sampling_params`` is accepted by a class that is older than
+            `supports_sample_on_device`; passed only if the configuration asks for it. Ours; default
+            False.
+        reads_decode_later: ``decode_forward(read_from_device=False)`` returns before the output is
+            there. `supports_async_decode` implies it. Ours; default False.
         gives_logits_beside_tokens: ``decode_forward`` accepts ``logits_rows`` together with
             ``sampling_params``. Ours; default False.
         supports_mixed_batch: Has ``forward_mixed``. Ours; default False.
@@ -101,6 +106,8 @@ class ModelCapabilities(TypedDict, total=False):
     required_block_size: int | None
     device_draws_keep_no_state: bool
     supports_sample_in_prefill: bool
+    samples_on_device_if_asked: bool
+    reads_decode_later: bool
     gives_logits_beside_tokens: bool
     supports_mixed_batch: bool
     supports_hidden_states: bool

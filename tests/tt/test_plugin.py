@@ -101,8 +101,8 @@ class OnLegacy(OnMesh, Legacy):
     """The legacy contract."""
 
 
-class OnSeed(CacheOnMesh, Seed):
-    """The interface of 2025."""
+class OnSeed(OnMesh, Seed):
+    """The first interface."""
 
 
 class OnGalaxy(OnMesh, Galaxy):
@@ -152,7 +152,8 @@ def planes(cache):
     [
         ("OnContract1", 1, "all"), ("OnContract1", 2, "none"), ("OnContract1", 2, "all"),
         ("OnLegacy", 1, "none"), ("OnLegacy", 1, "all"), ("OnLegacy", 2, "all"),
-        ("OnSeed", 1, "none"), ("OnGalaxy", 2, "none"), ("OnGalaxy", 2, "all"),
+        ("OnSeed", 1, "none"), ("OnSeed", 2, "none"), ("OnSeed", 2, "all"),
+        ("OnGalaxy", 2, "none"), ("OnGalaxy", 2, "all"),
         ("OnRegistered", 1, "none"), ("OnRegistered", 1, "all"), ("OnRegistered", 2, "all"),
     ],
 )  # fmt: skip

@@ -7,14 +7,20 @@ from typing import TYPE_CHECKING, Any, cast
 from replicas.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from replicas.generators.plugin.signatures import ModelSignature
     from replicas.generators.protocol import ModelCapabilities
 
+_IF_ASKED = "samples_on_device_if_asked"
+_READS_LATER = "reads_decode_later"
 _OURS = (
     "supports_mixed_batch",
     "supports_hidden_states",
     "supports_layer_callbacks",
     "gives_logits_beside_tokens",
+    _IF_ASKED,
+    _READS_LATER,
 )
 """Capabilities defined by this project, which plug-in classes have no methods for."""
 _SILENT_DEFAULTS = ("supports_prefix_caching", "supports_chunked_prefill")
@@ -65,6 +71,8 @@ def adapted_capabilities(
             notes.append(f"{key} is off, though declared: {reason}")
         merged[key] = False
     merged[_IN_PREFILL] = signature is None or signature.prefill.takes("sampling_params")
+    if signature is not None:
+        merged |= _of_methods(signature, declared)
     return cast("ModelCapabilities", merged), tuple(notes)
 
 
@@ -98,14 +106,24 @@ def narrowed_capabilities(
     limits = [limit for limit in (narrowed.get(_TOP_K), own.get(_TOP_K)) if limit is not None]
     if limits:
         narrowed[_TOP_K] = min(limits)
+    narrowed |= {key: own[key] for key in (_IF_ASKED, _READS_LATER)}
     if own.get(_BLOCK_SIZE) is not None:
         narrowed[_BLOCK_SIZE] = own[_BLOCK_SIZE]
     notes = tuple(
         f"{key} is {value}: the loaded model declares it"
         for key, value in narrowed.items()
-        if (key, value) not in of_class.items()
+        if key not in _OURS and (key, value) not in of_class.items()
     )
     return cast("ModelCapabilities", narrowed), notes
+
+
+def _of_methods(signature: ModelSignature, declared: Mapping[str, object]) -> dict[str, bool]:
+    """Return the capabilities that no class declares, because its methods show them."""
+    may_sample = signature.is_original and signature.decode.takes("sampling_params")
+    return {
+        _IF_ASKED: may_sample and "supports_sample_on_device" not in declared,
+        _READS_LATER: signature.splits_read,
+    }
 
 
 def _impossible(signature: ModelSignature) -> list[tuple[str, str]]:

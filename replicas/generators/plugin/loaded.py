@@ -64,6 +64,7 @@ class PluginModel:
         self._vocab_size = int(text_config.vocab_size)
         self._num_chips_per_lane = num_chips // num_lanes
         self._max_batch_size = max_batch_size
+        self._block_size = 0
         self._kv_dtype = "bfloat8_b"
         self._has_bare_lane = False
         self._num_layer_tables = 0
@@ -91,7 +92,7 @@ class PluginModel:
             ConfigError: The class needs another block size, or cannot allocate differing layers;
                 gives both numbers.
         """
-        block_size = kv_cache_shape[2]
+        self._block_size = block_size = kv_cache_shape[2]
         required = self.model_capabilities.get("required_block_size") or block_size
         if required != block_size:
             raise ConfigError(

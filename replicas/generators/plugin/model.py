@@ -113,7 +113,7 @@ class AdaptedModel(PluginModel):
                     reload_sampling_params=params is not None,
                     reset_sampling_state=params is not None,
                 )
-                _wait_for(self.read_decode_output(handle)[0].events)
+                self._on_host(self.read_decode_output(handle)[0])
             return
         arguments = taken(parameters, {"max_batch_size": max_batch_size, "num_blocks": num_blocks})
         arguments |= warmup_arguments(
@@ -141,9 +141,9 @@ class AdaptedModel(PluginModel):
     ) -> ForwardOutput:
         """Prefill; see `Generator.prefill_forward`.
 
-        A class of the legacy contract gets one row per call: given several rows of one padded
-        length, some of them index their per-row state by slot in a list as long as the number of
-        rows.
+        A class of the legacy contract that takes ``start_pos`` gets one row per call: given
+        several rows of one padded length, some of them index their per-row state by slot in a list
+        as long as the number of rows.
 
         Raises:
             ConfigError: The class does not accept ``start_pos`` and one is not 0; or it does not
@@ -162,7 +162,8 @@ class AdaptedModel(PluginModel):
             "page_tables_per_layer": page_tables_per_layer,
             **kwargs,
         }
-        if self.signature.contract or len(tokens) == 1:
+        takes_rows = self.signature.contract or self.signature.is_original
+        if takes_rows or len(tokens) == 1:
             return self._prefill(**arguments)
         return joined([self._prefill(**prefill_row(arguments, row)) for row in range(len(tokens))])
 
@@ -183,6 +184,9 @@ class AdaptedModel(PluginModel):
         """Call the class once; arguments and errors as in `prefill_forward`."""
         name, parameters = self.signature.class_name, self.signature.prefill
         num_rows = len(tokens)
+        if self.signature.is_original:
+            # Its tables are as wide as the longest prompt of the call needs.
+            page_table = page_table[:, : -(-int(prompt_lens.max()) // self._block_size)]
         arguments: dict[str, Any] = {
             "tokens": tokens,
             "page_table": page_table,
@@ -344,17 +348,20 @@ class AdaptedModel(PluginModel):
             DeviceError: The result has an unknown form.
         """
         handle = cast("DecodeHandle", tt_out)
-        _wait_for(handle.events)
-        output = handle.output
-        if not is_on_host(output):
-            output = self._model.process_decode_output_host(output, is_tokens=handle.is_tokens)
         return host_output(
-            output,
+            self._on_host(handle),
             self._max_batch_size,
             self._vocab_size,
             is_tokens=handle.is_tokens,
             wants_log_probs=handle.wants_log_probs,
         )
+
+    def _on_host(self, handle: DecodeHandle) -> ForwardOutput:
+        """Wait for a copy under way and return the class's output, in whatever form."""
+        _wait_for(handle.events)
+        if is_on_host(handle.output):
+            return handle.output
+        return self._model.process_decode_output_host(handle.output, is_tokens=handle.is_tokens)
 
 
 def _check_commands(commands: Mapping[str, bool], model: AdaptedModel) -> None:

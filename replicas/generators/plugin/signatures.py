@@ -123,6 +123,15 @@ class ModelSignature:
     drafts: bool
     hooks: frozenset[str]
 
+    @property
+    def is_original(self) -> bool:
+        """Whether it is the interface as first documented, whose prefill takes no ``start_pos``.
+
+        Its ``empty_slots`` only name the lanes of the rows, so a prefill may have several rows. Its
+        classes could not declare `supports_sample_on_device` yet.
+        """
+        return not self.contract and not self.prefill.takes("start_pos")
+
 
 @dataclass(frozen=True, slots=True)
 class EntrySignature:

@@ -1,6 +1,6 @@
 """Models written to the plugin's interface that check every argument and compute real tokens.
 
-Three generations of the interface: contract 1, the legacy contract, and the one of 2025; and two
+Three generations of the interface: contract 1, the legacy contract, and the first one; and two
 families of classes: those of tt-transformers, where the named class only chooses the model, and
 those of a Galaxy, whose columns are lanes. Each takes exactly the keywords of its generation, by
 name, so that any other fails. The token after a context is a hash of the rows found through the
@@ -527,10 +527,14 @@ class Legacy(_LegacyText):
         return super().decode_forward_text(*args, **kwargs)
 
 
-class Seed(Double):
-    """The interface of 2025: whole prompts, sampling lists for warm-up, outputs on the host."""
+class Seed(ReadsLater):
+    """The interface as first documented, in 2025, of V0: whole prompts, several in a call."""
 
     model_capabilities: ClassVar = {"supports_prefix_caching": False}
+    warmup_model_decode = None  # type: ignore[assignment]
+    # Most prompts of one prefill, and the calls that drew tokens for a request.
+    most_prompts = 0
+    num_drawn = 0
 
     @classmethod
     def initialize_vllm_model(
@@ -550,6 +554,7 @@ class Seed(Double):
         self, kv_cache: Any, enable_trace: bool, sampling_params: list[Any]
     ) -> None:
         assert sampling_params[-1] is None
+        self.can_sample_on_device = len(sampling_params) > 1
         self.warm_prefill(enable_trace)
 
     def prefill_forward(
@@ -562,10 +567,47 @@ class Seed(Double):
         empty_slots: Any = None,
     ) -> Any:
         assert isinstance(prompt_lens, torch.Tensor)
-        assert len(tokens) == 1, "it looks its rows up by slot"
+        self.most_prompts = max(self.most_prompts, len(tokens))
+        assert page_table.shape[1] == -(-tokens.shape[1] // self.block_size)
+        page_table = torch.nn.functional.pad(page_table, (0, self.width - page_table.shape[1]))
         starts = np.zeros(len(tokens), np.int64)
         lens = prompt_lens.numpy()
-        return self.logits(self.prefill(tokens, page_table, kv_cache, lens, starts, empty_slots))
+        result = self.prefill(tokens, page_table, kv_cache, lens, starts, empty_slots)
+        if sampling_params is MISSING:
+            return self.logits(result)
+        self.check_params(sampling_params, len(tokens))
+        self.num_drawn += 1
+        return torch.from_numpy(result).to(torch.int32)
+
+    def decode_forward(
+        self,
+        tokens: Any,
+        start_pos: Any,
+        page_table: Any,
+        kv_cache: Any,
+        enable_trace: bool,
+        read_from_device: bool = True,
+        sampling_params: Any = MISSING,
+    ) -> Any:
+        assert read_from_device is False
+        self.check_decode(tokens, page_table, kv_cache, start_pos)
+        self.load(tokens, start_pos, page_table)
+        result = self.decode()
+        if sampling_params is MISSING:
+            return self.leave_on_device(self.logits(result), is_tokens=False)
+        # A batch of padding is the warm-up of decodes.
+        is_warm_up = bool((start_pos < 0).all())
+        self.can_sample_on_device |= is_warm_up
+        self.check_params(sampling_params, self.max_batch_size, torch.nonzero(start_pos < 0))
+        self.num_drawn += not is_warm_up
+        return self.leave_on_device(torch.from_numpy(result).to(torch.int32), is_tokens=True)
+
+
+class SeedV1(Seed):
+    """The same interface of V1, whose decode returns its output on the host."""
+
+    read_decode_output = None  # type: ignore[assignment]
+    process_decode_output_host = None  # type: ignore[assignment]
 
     def decode_forward(
         self,
@@ -578,9 +620,9 @@ class Seed(Double):
         sampling_params: Any = MISSING,
     ) -> Any:
         assert read_from_device is True
-        self.check_decode(tokens, page_table, kv_cache, start_pos)
-        self.load(tokens, start_pos, page_table)
-        return self.logits(self.decode())
+        given = (tokens, start_pos, page_table, kv_cache, enable_trace, False, sampling_params)
+        super().decode_forward(*given)
+        return self.pending.pop().values
 
 
 class Chosen(Contract1):
@@ -686,3 +728,4 @@ class Galaxy(Legacy):
 AdaptedContract1 = adapt(Contract1)
 AdaptedLegacy = adapt(Legacy)
 AdaptedSeed = adapt(Seed)
+AdaptedSeedV1 = adapt(SeedV1)

@@ -381,6 +381,29 @@ def test_a_legacy_class_is_given_one_row_a_call() -> None:
     assert [call["sampling_params"].temperature for call in calls] == [[0.7], [0.0], [0.7]]
 
 
+def test_a_class_without_start_pos_is_given_all_rows_in_one_call() -> None:
+    """Its page table has the blocks of the longest prompt."""
+
+    class Whole(Plain):
+        def prefill_forward(
+            self, tokens: Any, page_table: Any, kv_cache: Any, prompt_lens: Any, empty_slots: Any
+        ) -> Any:
+            self.calls.append(("prefill", (), {"table": page_table, "slots": empty_slots}))
+            return self.answer
+
+    generator = make(Whole, 8)
+    generator.allocate_kv_cache((9, 2, 2, 16), torch.bfloat16, 3)
+    prefill(
+        generator,
+        tokens=torch.tensor([[5, 6, 7], [8, 0, 0]], dtype=torch.int32),
+        page_table=torch.tensor([[1, 2, 0, 0], [3, 0, 0, 0]], dtype=torch.int32),
+        prompt_lens=torch.tensor([3, 1]),
+        empty_slots=[6, 1],
+    )
+    assert last_call(generator)["table"].tolist() == [[1, 2], [3, 0]]
+    assert last_call(generator)["slots"] == [6, 1]
+
+
 def test_log_probabilities_of_rows_that_came_one_by_one() -> None:
     class Both(Plain):
         def prefill_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -404,6 +427,7 @@ def test_start_pos_that_the_class_does_not_take() -> None:
             return self.answer
 
     generator = make(Whole)
+    generator.allocate_kv_cache((9, 2, 32, 16), torch.bfloat16, 3)
     assert prefill(generator).shape == (2, 1, VOCAB_SIZE)
     with pytest.raises(ConfigError, match="start_pos and cannot continue after 2 tokens"):
         prefill(generator, start_pos=torch.tensor([0, 2], dtype=torch.int32))
@@ -424,10 +448,12 @@ def test_images_that_the_class_requires() -> None:
             return self.answer
 
     generator = make(Vision)
+    generator.allocate_kv_cache((9, 2, 32, 16), torch.bfloat16, 3)
     prefill(generator)
     prefill(generator, images=["a", "b"])
-    given = [arguments["images"] for _, _, arguments in generator._model.calls[1:]]
-    assert given == [[None], [None], ["a"], ["b"]]
+    calls = generator._model.calls
+    given = [arguments["images"] for call, _, arguments in calls if call == "prefill"]
+    assert given == [[None, None], ["a", "b"]]
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])

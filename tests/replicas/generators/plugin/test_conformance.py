@@ -5,11 +5,13 @@ The doubles check each call against upstream's documents, and compute tokens fro
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from replicas.config import MeshConfig
+from replicas.messages import AddRequest, EngineRequest
+from replicas.sampling_params import SamplingParams
 from tests.engines import engine_core, generate, num_preemptions, num_prefix_hits
 from tests.replicas.generators.plugin.conformance import (
     engine_config,
@@ -21,14 +23,17 @@ from tests.replicas.generators.plugin.conformance import (
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from replicas.engine.core import EngineCore
+
 DOUBLES = "tests.replicas.generators.plugin.doubles"
 
 
 @pytest.mark.usefixtures("ttnn")
-@pytest.mark.parametrize("name", ["Contract1", "Legacy", "Seed"])
+@pytest.mark.parametrize("name", ["Contract1", "Legacy", "Seed", "SeedV1"])
 def test_through_an_engine(name: str, folder: Path) -> None:
     """Continuous batching with prefix hits, chunks and preemption gives every prompt its tokens."""
-    chunks = {"max_num_batched_tokens": 64} if name != "Seed" else {}
+    is_original = name.startswith("Seed")
+    chunks = {} if is_original else {"max_num_batched_tokens": 64}
     config = engine_config(folder, f"{DOUBLES}:Adapted{name}", None, dtype="bfloat16", **chunks)
     shared = make_prompt(0, 40)
     prompts = [shared, make_prompt(50, 30), [*shared, 7, 8], make_prompt(90, 70), make_prompt(3, 9)]
@@ -37,7 +42,8 @@ def test_through_an_engine(name: str, folder: Path) -> None:
         many = [make_prompt(i * 11, 55 + i) for i in range(5)] + [make_prompt(30, 60)]
         assert generate(core, many) == [expect(prompt, 12) for prompt in many]
         assert num_preemptions(core) > 0
-        assert (num_prefix_hits(core) > 0) == (name != "Seed")
+        assert (num_prefix_hits(core) > 0) == (not is_original)
+        assert not is_original or model_of(core).most_prompts > 1
 
 
 @pytest.mark.usefixtures("ttnn")
@@ -54,6 +60,49 @@ def test_through_an_engine_that_draws_on_the_device(
     with engine_core(config) as core:
         assert generate(core, prompts, stagger=3) == [expect(prompt, 12) for prompt in prompts]
         assert num_preemptions(core) > 0
-        model = core._executor._worker._generator._model
-        assert model.num_steady > 0
+        assert model_of(core).num_steady > 0
     assert [mesh.is_closed for _, mesh in opened] == [True]
+
+
+@pytest.mark.usefixtures("ttnn")
+@pytest.mark.parametrize("draws", [None, "decode_only", "all"])
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("name", ["Seed", "SeedV1"])
+def test_the_first_interface_on_a_mesh(
+    name: str, lanes: int, draws: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its class prefills the prompts of all lanes at once; it draws only if that is asked for."""
+    open_doubles(monkeypatch, 2)
+    config = engine_config(
+        folder, f"{DOUBLES}:{name}", MeshConfig(name="N300", sample_on_device=draws),
+        tt_data_parallel=lanes, max_num_batched_tokens=256, num_blocks=20,
+    )  # fmt: skip
+    prompts = [make_prompt(i * 11, 55 + i) for i in range(4)]
+    with engine_core(config) as core:
+        assert generate(core, prompts) == [expect(prompt, 12) for prompt in prompts]
+        model = model_of(core)
+        assert model.num_lanes == lanes
+        assert model.most_prompts == 4
+        assert model.can_sample_on_device == (draws is not None)
+        assert model.num_drawn == {None: 0, "decode_only": 11, "all": 12}[draws]
+
+
+@pytest.mark.usefixtures("ttnn")
+@pytest.mark.parametrize("name", ["Legacy", "Seed"])
+def test_a_decode_is_submitted_without_waiting_for_its_output(name: str, folder: Path) -> None:
+    """The class copies its output while the engine does other things, and waits at the end."""
+    with engine_core(engine_config(folder, f"{DOUBLES}:Adapted{name}", None)) as core:
+        request = EngineRequest("r", make_prompt(0, 9), SamplingParams(max_tokens=2, temperature=0))
+        core.handle(b"client", AddRequest(request), 0.0)
+        core.step(0.0)
+        step = core.begin_step(0.0)
+        [output] = model_of(core).pending
+        assert output.event is not None
+        assert not output.event.is_done
+        core.collect_step(step)
+        assert not model_of(core).pending
+
+
+def model_of(core: EngineCore) -> Any:
+    """Return the double behind an engine."""
+    return core._executor._worker._generator._model

@@ -9,7 +9,7 @@ import pytest
 from replicas.errors import ConfigError
 from replicas.generators.plugin.adapter import adapt
 from replicas.generators.plugin.signatures import read_entry, read_signature
-from tests.replicas.generators.plugin.doubles import Seed
+from tests.replicas.generators.plugin.doubles import Legacy, Seed, SeedV1
 
 
 class Minimal:
@@ -154,6 +154,8 @@ def test_declared_but_impossible() -> None:
         "supports_spec_decode": False,
         "supports_async_spec_decode": False,
         "supports_sample_in_prefill": True,
+        "samples_on_device_if_asked": True,
+        "reads_decode_later": True,
     }
     assert [note.partition(":")[0] for note in adapted.notes] == [
         "supports_prefix_caching is off, though declared",
@@ -161,6 +163,26 @@ def test_declared_but_impossible() -> None:
         "supports_async_decode is off, though declared",
         "supports_spec_decode is off, though declared",
     ]
+
+
+@pytest.mark.parametrize(
+    ("base", "declared", "expected"),
+    [
+        (Seed, {}, (True, True)),
+        (Seed, {"supports_sample_on_device": False}, (False, True)),
+        (Seed, {"supports_sample_on_device": True, "reads_decode_later": False}, (False, True)),
+        (SeedV1, {"reads_decode_later": True}, (True, False)),
+        (Legacy, {"samples_on_device_if_asked": True}, (False, True)),
+        # Later classes declare what they can.
+        (Legacy, {}, (False, True)),
+        (Minimal, {}, (False, False)),
+    ],
+)  # fmt: skip
+def test_what_only_the_methods_show(
+    base: type, declared: dict[str, Any], expected: tuple[bool, bool]
+) -> None:
+    can = adapt(type("Told", (base,), {"model_capabilities": declared})).model_capabilities
+    assert (can["samples_on_device_if_asked"], can["reads_decode_later"]) == expected
 
 
 def test_class_that_drafts_may_decode_speculatively() -> None:
