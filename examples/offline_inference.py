@@ -357,8 +357,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--lanes", type=at_least(1), default=1, help="data-parallel groups of the mesh")
     add("--max-batch-size", type=at_least(1), default=32, help="decode slots, over all lanes")
     add("--max-model-len", type=at_least(2), help="longest sequence; the model's, if not given")
-    add("--max-num-batched-tokens", type=at_least(1),
-        default=EngineConfig(model="").max_num_batched_tokens, help="of one step")  # fmt: skip
+    add("--max-num-batched-tokens", type=at_least(1), help="of one step")
     count = parser.add_mutually_exclusive_group()
     count.add_argument("--num-prompts", type=at_least(1), help="how many requests; prompts repeat")
     add(

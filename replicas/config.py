@@ -26,6 +26,9 @@ NATIVE_TT_GENERATOR = "replicas.generators.ttnn.generator:TTGenerator"
 MOST_NICE = 19
 """Largest niceness of Linux."""
 
+DEFAULT_STEP_TOKENS = 2048
+"""Most tokens of a step that is not configured, except for a longer prompt in one piece."""
+
 TILE_ROWS = 32
 """Rows of a hardware tile. KV is written in tiles; the decode batch of a lane fills one."""
 
@@ -236,7 +239,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         kv_cache_memory_bytes: Memory for the KV caches of all lanes together, on the CPU.
         num_blocks: Blocks per lane, null block included; None derives it from
             `kv_cache_memory_bytes`, or from a mesh's memory beside the weights.
-        max_num_batched_tokens: Most tokens computed in one step.
+        max_num_batched_tokens: Most tokens computed in one step. None is 2,048, or without chunked
+            prefill the longest sequence if that is longer.
         max_num_waiting: Most sequences queued for a slot in the engine; None sets no limit. A
             cluster sets 256 for prefill engines and 0 for others, whose requests queue in the
             router.
@@ -300,7 +304,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     block_size: int = 32
     kv_cache_memory_bytes: int = 256 * 2**20
     num_blocks: int | None = None
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int | None = None
     max_num_waiting: int | None = None
     enable_chunked_prefill: bool | None = None
     enable_prefix_caching: bool | None = None
@@ -335,9 +339,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"max_batch_size {self.max_batch_size} is not a multiple of "
                 f"tt_data_parallel {self.tt_data_parallel}; change one of them"
             )
-        if self.max_num_batched_tokens < self.max_batch_size:
+        budget = self.max_num_batched_tokens
+        if budget is not None and budget < self.max_batch_size:
             raise ConfigError(
-                f"max_num_batched_tokens {self.max_num_batched_tokens} is less than max_batch_size "
+                f"max_num_batched_tokens {budget} is less than max_batch_size "
                 f"{self.max_batch_size}: a full decode step would not fit"
             )
         if self.simulated_mesh is not None:
@@ -351,11 +356,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def _validate_ranges(self) -> None:
         for name in (
             "max_batch_size", "tt_data_parallel", "block_size", "kv_cache_memory_bytes",
-            "max_num_batched_tokens", "prefill_steps_per_decode_step",
+            "prefill_steps_per_decode_step",
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name, least in (("max_model_len", 2), ("num_threads", 1), ("max_num_waiting", 0)):
+        for name, least in (
+            ("max_model_len", 2), ("max_num_batched_tokens", 1), ("num_threads", 1),
+            ("max_num_waiting", 0),
+        ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name} must be at least {least}, got {value}")
@@ -429,9 +437,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"block_size {self.block_size} is not a multiple of {TILE_ROWS}, the rows of the "
                 "tiles that a mesh writes KV in; 64 is usual"
             )
-        if self.max_num_batched_tokens < self.block_size:
+        budget = self.max_num_batched_tokens
+        if budget is not None and budget < self.block_size:
             raise ConfigError(
-                f"max_num_batched_tokens {self.max_num_batched_tokens} is less than block_size "
+                f"max_num_batched_tokens {budget} is less than block_size "
                 f"{self.block_size}, but a mesh writes a prompt's KV in whole blocks; raise it"
             )
 
@@ -454,6 +463,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "mesh.optimizations 'balanced' is for ttserve's own generators; "
                 f"{self.generator} supports 'performance' and 'accuracy': set one of them"
             )
+
+    def token_budget(self, max_model_len: int) -> int:
+        """Return the most tokens of one step.
+
+        Args:
+            max_model_len: Longest sequence, a step's size if a prompt cannot be divided. Source:
+                vLLM config/scheduler.py (the default without chunked prefill).
+        """
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        whole_prompt = 0 if self.enable_chunked_prefill else max_model_len
+        return max(DEFAULT_STEP_TOKENS, whole_prompt, self.max_batch_size, self.block_size)
 
     @property
     def uses_native_generator(self) -> bool:

@@ -206,10 +206,11 @@ def derive_max_model_len(config: EngineConfig, model_limit: int, groups: Sequenc
         )
     for group in groups:
         _check_room(config, asked, group)
-    if config.enable_chunked_prefill is False and config.max_num_batched_tokens < asked:
+    budget = config.token_budget(asked)
+    if config.enable_chunked_prefill is False and budget < asked:
         raise ConfigError(
-            f"max_num_batched_tokens {config.max_num_batched_tokens} is less than max_model_len "
-            f"{asked} and chunked prefill is off: the longest prompt could never run"
+            f"max_num_batched_tokens {budget} is less than max_model_len {asked} and chunked "
+            "prefill is off: the longest prompt could never run; remove max_num_batched_tokens"
         )
     return asked
 

@@ -339,7 +339,8 @@ def start_engine(
     assert ready.ready is not None
     stop_s = stop_timeout_s(config)
     handle = EngineHandle(process, ready.ready, config.keys, stop_s, config.role)
-    handle.watch(reports, process_fd, dump_fd, step_timeout_s(config, ready.warm_up_s))
+    step_s = step_timeout_s(config, ready.warm_up_s, ready.ready.max_num_batched_tokens)
+    handle.watch(reports, process_fd, dump_fd, step_s)
     return handle
 
 
@@ -390,7 +391,7 @@ def _with_secret(config: EngineConfig, host: str) -> EngineConfig:
     return msgspec.structs.replace(config, keys=keys)
 
 
-def step_timeout_s(config: EngineConfig, warm_up_s: float) -> float:
+def step_timeout_s(config: EngineConfig, warm_up_s: float, max_num_tokens: int) -> float:
     """Return how long a step of an engine may take before the engine is killed.
 
     ttserve's own generators run every shape on a mesh during warm-up, including all compilation, so
@@ -402,12 +403,13 @@ def step_timeout_s(config: EngineConfig, warm_up_s: float) -> float:
     Args:
         config: The engine's configuration; its `step_timeout_s` takes precedence.
         warm_up_s: Duration of its warm-up.
+        max_num_tokens: Most tokens of one of its steps.
     """
     if config.step_timeout_s is not None:
         return config.step_timeout_s
     is_known = config.uses_native_generator or config.simulated_mesh is not None
     least_s = KNOWN_STEP_S if is_known else UNKNOWN_STEP_S
-    return max(least_s, warm_up_s, first_turn_s(config.max_num_batched_tokens))
+    return max(least_s, warm_up_s, first_turn_s(max_num_tokens))
 
 
 def stop_timeout_s(config: EngineConfig) -> float:

@@ -179,7 +179,8 @@ class Scheduler:
         resumes_prefill: bool = True,
         chunk_alignment: int = 1,
     ) -> None:
-        assert 1 <= chunk_alignment <= config.max_num_batched_tokens, f"{chunk_alignment=}"
+        self._token_budget = config.token_budget(max_model_len)
+        assert 1 <= chunk_alignment <= self._token_budget, f"{chunk_alignment=}"
         self._config = config
         self._connector = connector
         self._groups = DPGroups(config, kv_groups, prefix_cache_key)
@@ -379,7 +380,7 @@ class Scheduler:
         kinds = deque(self._kinds_to_try())
         while kinds:
             kind = kinds.popleft()
-            plan = _StepPlan(kind, self._config.max_num_batched_tokens, self._no_decodes)
+            plan = _StepPlan(kind, self._token_budget, self._no_decodes)
             preempted = not self._advance_all(plan) and self._advance_in_order(plan)
             # Blocks freed by preemption are for the sequences that needed them. Only if none of
             # these can run after all are queued sequences admitted.
@@ -413,7 +414,7 @@ class Scheduler:
             if ending or has_room:
                 return None
         kind = before.decodes.plain.kind
-        plan = _StepPlan(kind, self._config.max_num_batched_tokens, self._no_decodes)
+        plan = _StepPlan(kind, self._token_budget, self._no_decodes)
         return self._begin(plan) if self._advance_all(plan, ending) and plan else None
 
     def update(self, batch: ScheduledBatch, result: StepResult) -> StepOutputs:

@@ -216,6 +216,6 @@ def describe(
         eos_token_ids=core.facts.eos_token_ids,
         dp_groups=core.config.tt_data_parallel,
         slots_per_group=core.config.slots_per_group,
-        max_num_batched_tokens=core.config.max_num_batched_tokens,
+        max_num_batched_tokens=core.config.token_budget(core.max_model_len),
         pid=pid,
     )

@@ -94,14 +94,19 @@ def test_a_step_that_waits_for_other_engines_may_take_twice_as_long_and_rest_for
         ({"mesh": MeshConfig(name="T3K")}, 20.0, KNOWN_STEP_S),
         ({"mesh": MeshConfig(name="T3K")}, 500.0, 500.0),
         ({"mesh": MeshConfig(name="T3K"), "generator": "Slow"}, 20.0, UNKNOWN_STEP_S),
-        ({"mesh": MeshConfig(name="T3K"), "max_num_batched_tokens": 102_400}, 20.0, 400.0),
         ({"simulated_mesh": SimulatedMeshConfig(model="m", board="n150")}, 1.0, KNOWN_STEP_S),
     ],
 )
 def test_a_step_may_take_as_long_as_the_warm_up_and_longer_where_that_has_not_run_it(
     changes, warm_up_s, expected_s
 ):
-    assert step_timeout_s(config(**{"step_timeout_s": None, **changes}), warm_up_s) == expected_s
+    settings = config(**{"step_timeout_s": None, **changes})
+    assert step_timeout_s(settings, warm_up_s, 2048) == expected_s
+
+
+def test_a_large_step_may_take_until_it_counts_as_stalled():
+    settings = config(step_timeout_s=None, mesh=MeshConfig(name="T3K"))
+    assert step_timeout_s(settings, 20.0, 102_400) == 400.0
 
 
 # --- what an engine is started with ------------------------------------------------------------

@@ -39,7 +39,13 @@ class PoolSpec(NamedTuple):
     @property
     def step_timeout_s(self) -> float:
         """Seconds of a step after which a replica's parent ends it."""
-        return step_timeout_s(self.engine, self.timing.warm_up_s())
+        engine, facts = self.engine, self.facts
+        if engine.enable_chunked_prefill is None:
+            engine = msgspec.structs.replace(
+                engine, enable_chunked_prefill=facts.supports_chunked_prefill
+            )
+        budget = engine.token_budget(engine.max_model_len or facts.max_position_embeddings)
+        return step_timeout_s(engine, self.timing.warm_up_s(), budget)
 
 
 class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True):

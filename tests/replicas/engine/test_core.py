@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -294,6 +296,39 @@ def test_configuration_that_cannot_work_is_refused_with_its_numbers(folder, chan
         start(make_config(folder, **changes))
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "max_model_len", "expected"),
+    [
+        ({}, 1024, 2048),
+        ({}, 4096, 4096),
+        ({"enable_chunked_prefill": False}, 4096, 4096),
+        ({"enable_chunked_prefill": True}, 4096, 2048),
+        ({"max_num_batched_tokens": 300}, 4096, 300),
+        ({"max_batch_size": 4000}, 1024, 4000),
+        ({"block_size": 4096, "enable_chunked_prefill": True}, 4096, 4096),
+    ],
+)
+def test_a_step_has_room_for_a_whole_prompt_only_if_it_cannot_be_computed_in_chunks(
+    changes, max_model_len, expected
+):
+    config = make_config("none", **changes)
+    config.validate()
+    assert config.token_budget(max_model_len) == expected
+
+
+def test_the_longest_prompt_runs_in_one_step_of_a_generator_without_chunks(folder, tmp_path):
+    settings = json.loads((Path(folder) / "config.json").read_text())
+    settings["max_position_embeddings"] = 4096
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    config = make_config(
+        str(tmp_path), generator=NARROW, load_format="random", max_model_len=4096, num_blocks=130
+    )
+    with engine_core(config) as core:
+        [tokens] = generate(core, [[7] * 4000], msgspec.structs.replace(GREEDY, max_tokens=1))
+        assert len(tokens) == 1
+        assert core.metrics(0.0).num_steps == 1
 
 
 def test_missing_model_folder_is_named(tmp_path):
