@@ -12,7 +12,7 @@ import msgspec
 from replicas.async_client import AsyncMPClient
 from replicas.errors import EngineDeadError, RequestFailedError, RequestRefusedError
 from replicas.launch import start_engine
-from replicas.llm_engine import RequestOutput, to_token_ids
+from replicas.llm_engine import RequestOutput, to_engine_input
 from replicas.messages import AddRequest, Refused, TokenOutput, checked_request
 from replicas.output_processor import OutputProcessor
 from replicas.tokenizer import Tokenizer
@@ -65,8 +65,9 @@ class AsyncLLM:
             EngineDeadError: The engine died.
         """
         description = self._handle.description
-        sampling_params = sampling_params.checked(description.vocab_size)
-        token_ids = to_token_ids(prompt, self._tokenizer, description)
+        token_ids, sampling_params = to_engine_input(
+            prompt, sampling_params, self._tokenizer, description
+        )
         if sampling_params.seed is None:
             sampling_params = msgspec.structs.replace(sampling_params, seed=secrets.randbits(63))
         request = checked_request(f"request-{next(self._counter)}", token_ids, sampling_params)

@@ -56,6 +56,7 @@ class IncrementalDetokenizer:
         skip_special_tokens: bool = True,
         stop: tuple[str, ...] = (),
         include_stop_str_in_output: bool = False,
+        min_tokens: int = 0,
     ) -> None:
         """Start after a prompt.
 
@@ -66,10 +67,12 @@ class IncrementalDetokenizer:
             skip_special_tokens: Leave special tokens out of the text.
             stop: Non-empty strings; the text ends before the first one found.
             include_stop_str_in_output: The text ends behind it instead.
+            min_tokens: A stop string that ends in the text of so many tokens does not count.
         """
         make = _ByteDecoder if tokenizer.is_byte_level else _StreamDecoder
         self._decoder = make(tokenizer, prompt_ids, skip_special_tokens)
         self._matcher = _StopMatcher(stop, include_stop_str_in_output) if stop else None
+        self._num_unstoppable = min_tokens
 
     @property
     def stop_reason(self) -> str | None:
@@ -81,14 +84,20 @@ class IncrementalDetokenizer:
 
         The caller gives every output token in order, except an end token that must not appear in
         the text. The delta is "" while a character is unfinished or may belong to a stop string.
+        With stop strings and `min_tokens`, give the tokens one at a time.
         """
         text = self._decoder.append(token_ids)
-        return text if self._matcher is None else self._matcher.append(text)
+        if self._matcher is None:
+            return text
+        self._num_unstoppable -= len(token_ids)
+        return self._matcher.append(text, may_stop=self._num_unstoppable < 0)
 
     def finish(self) -> str:
         """Return the text that was held back; broken bytes at the end become U+FFFD."""
         text = self._decoder.finish()
-        return text if self._matcher is None else self._matcher.append(text, is_final=True)
+        if self._matcher is None:
+            return text
+        return self._matcher.append(text, may_stop=self._num_unstoppable < 0, is_final=True)
 
 
 class _ByteDecoder:
@@ -238,13 +247,19 @@ class _StopMatcher:
         self._num_sent = 0
         self.matched: str | None = None
 
-    def append(self, text: str, is_final: bool = False) -> str:
-        """Add text; return the part in which no stop string can begin, or all of it if final."""
+    def append(self, text: str, *, may_stop: bool = True, is_final: bool = False) -> str:
+        """Add text; return the part in which no stop string can begin, or all of it if final.
+
+        Args:
+            text: The text.
+            may_stop: Whether a stop string that ends in it counts.
+            is_final: Whether it is the last.
+        """
         if self.matched is not None or not (text or is_final):
             return ""
         searched = len(self._buffer)
         self._buffer += text
-        end = self._find(searched)
+        end = self._find(searched) if may_stop else None
         if end is None:
             held = 0 if is_final or self._include_stop else self._max_partial
             end = max(self._num_sent, len(self._buffer) - held)

@@ -10,7 +10,12 @@ from pathlib import Path
 import msgspec
 
 from replicas.errors import ConfigError, InvalidRequestError
-from replicas.sampling_params import GenerationConfigSource, SamplingDefaults
+from replicas.sampling_params import (
+    DEFAULTED_FIELDS,
+    NOT_YET,
+    GenerationConfigSource,
+    SamplingDefaults,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -25,9 +30,6 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
     min_p: float | None = None
     repetition_penalty: float | None = None
 
-
-_NOT_APPLIED = {"min_p": 0.0, "repetition_penalty": 1.0}
-"""Fields that no request can set here, with the values that change nothing."""
 
 _LARGEST = 2**31 - 1
 
@@ -46,15 +48,14 @@ def read_sampling_defaults(
     if source == "vllm" or not path.is_file():
         return SamplingDefaults()
     found = _read(path)
-    for name, neutral in _NOT_APPLIED.items():
-        value = getattr(found, name)
-        if value not in {None, neutral}:
-            logger.warning("%s: %s %s is not supported and not applied", path, name, value)
     given = {
         name: value
-        for name in ("temperature", "top_p", "top_k")
-        if (value := getattr(found, name)) is not None
+        for name in DEFAULTED_FIELDS
+        if (value := getattr(found, name)) not in {None, getattr(SamplingDefaults(), name)}
     }
+    for name in given.keys() & NOT_YET.keys():
+        value = given.pop(name)
+        logger.warning("%s: %s %s is not supported and not applied", path, name, value)
     defaults = SamplingDefaults(**given, max_tokens=found.max_new_tokens)
     _check(defaults, path)
     return defaults

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from replicas.bad_words import encode_bad_words
 from replicas.errors import InvalidRequestError, RequestRefusedError
 from replicas.messages import checked_request
 from replicas.output_processor import OutputProcessor
 from replicas.philox import mint_seed
+from replicas.truncation import most_prompt_tokens, truncated
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -98,14 +100,34 @@ class RequestOutput:
         self.num_cached_tokens = processor.num_cached_tokens
 
 
-def to_token_ids(prompt: Prompt, tokenizer: Tokenizer | None, facts: EngineFacts) -> list[int]:
-    """Return the prompt as token ids that this engine accepts.
+def to_engine_input(
+    prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None, facts: EngineFacts
+) -> tuple[list[int], SamplingParams]:
+    """Return a prompt and its parameters in the form that this engine takes.
 
     Raises:
-        InvalidRequestError: The prompt is empty, leaves no room for output, is text without a
-            tokenizer or with a lone surrogate, or contains an invalid token id.
+        InvalidRequestError: The prompt or a parameter can never work, or needs a tokenizer and
+            there is none.
     """
+    params = _encoded_params(params, tokenizer, facts)
     token_ids = _encoded(prompt, tokenizer) if isinstance(prompt, str) else _plain_ids(prompt)
+    if params.truncate_prompt_tokens is not None:
+        most = most_prompt_tokens(
+            params.truncate_prompt_tokens, params.max_tokens, facts.max_model_len
+        )
+        token_ids = truncated(token_ids, most, params.truncation_side)
+        params = msgspec.structs.replace(params, truncate_prompt_tokens=None)
+    _check_prompt(token_ids, facts)
+    return token_ids, params
+
+
+def _check_prompt(token_ids: list[int], facts: EngineFacts) -> None:
+    """Refuse a prompt that the engine cannot run.
+
+    Raises:
+        InvalidRequestError: The prompt is empty, leaves no room for output, or contains an invalid
+            token id.
+    """
     if not token_ids:
         raise InvalidRequestError("prompt", "the prompt is empty")
     if len(token_ids) >= facts.max_model_len:
@@ -120,7 +142,22 @@ def to_token_ids(prompt: Prompt, tokenizer: Tokenizer | None, facts: EngineFacts
             "prompt",
             f"prompt[{place}] is {bad}, outside the vocabulary of 0 to {facts.vocab_size - 1}",
         )
-    return token_ids
+
+
+def _encoded_params(
+    params: SamplingParams, tokenizer: Tokenizer | None, facts: EngineFacts
+) -> SamplingParams:
+    """Return checked parameters, with bad words as token sequences."""
+    params = params.checked(facts.vocab_size)
+    for name in ("stop", "bad_words"):
+        if tokenizer is None and getattr(params, name):
+            raise InvalidRequestError(name, f"{name} needs a tokenizer, and it was skipped")
+    if tokenizer is None or not params.bad_words:
+        return params
+    found = (*params.bad_words_token_ids, *encode_bad_words(params.bad_words, tokenizer))
+    params = msgspec.structs.replace(params, bad_words=(), bad_words_token_ids=found)
+    params.validate(facts.vocab_size)
+    return params
 
 
 def _encoded(text: str, tokenizer: Tokenizer | None) -> list[int]:
@@ -189,8 +226,9 @@ class LLMEngine:
             InvalidRequestError: The prompt or a parameter can never work.
         """
         facts = self._client.description
-        sampling_params = sampling_params.checked(facts.vocab_size)
-        token_ids = to_token_ids(prompt, self._tokenizer, facts)
+        token_ids, sampling_params = to_engine_input(
+            prompt, sampling_params, self._tokenizer, facts
+        )
         count = next(self._counter)
         request_id = f"request-{count}" if request_id is None else request_id
         if request_id in self._requests:

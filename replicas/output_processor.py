@@ -124,6 +124,7 @@ class _ChoiceText:
                 skip_special_tokens=sampling.skip_special_tokens,
                 stop=sampling.stop,
                 include_stop_str_in_output=sampling.include_stop_str_in_output,
+                min_tokens=sampling.min_tokens,
             )
             if tokenizer is not None
             else None

@@ -28,7 +28,8 @@ MAX_STOP_CHARS = 1024
 """In each stop string. With every token, that many characters of the answer are searched again."""
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_TOKENS = 256
-"""Most token sequences of `bad_words_token_ids`, and tokens in each of them."""
+"""Most words or token sequences, and tokens in each of them."""
+MAX_BAD_WORD_CHARS = 1024
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
 
@@ -46,12 +47,9 @@ NOT_YET: dict[str, str] = {
     "min_tokens": "it does not hold back end tokens",
     "logit_bias": "it does not change logits",
     "allowed_token_ids": "it does not change logits",
-    "bad_words": "it does not change logits",
     "bad_words_token_ids": "it does not change logits",
     "prompt_logprobs": "it reports no log probabilities",
     "logprob_token_ids": "it reports no log probabilities",
-    "truncate_prompt_tokens": "prompts are not truncated",
-    "truncation_side": "prompts are not truncated",
     "skip_reading_prefix_cache": "it always reads its prefix cache",
 }
 """Fields that are checked and sent, but refused unless they have their defaults; with the reason.
@@ -64,6 +62,11 @@ class _Rule(NamedTuple):
     name: str
     accepts: Callable[[Any], bool]
     text: str
+
+    def check(self, value: object) -> None:
+        """Refuse a value outside the range."""
+        if value is not None and not self.accepts(value):
+            raise _refusal(self.name, f"{self.text}, got {_shown(value)}")
 
 
 def _is_finite(biases: dict[int, float]) -> bool:
@@ -100,6 +103,17 @@ _RULES = (
     ),
     _Rule("logit_bias", _is_finite, "must have finite values"),
     _Rule("allowed_token_ids", bool, "must have at least one token id"),
+    _Rule("bad_words", all, "must not hold an empty string"),
+    _Rule(
+        "bad_words",
+        lambda v: len(v) <= MAX_BAD_WORDS,
+        f"must have at most {MAX_BAD_WORDS} words",
+    ),
+    _Rule(
+        "bad_words",
+        lambda v: max(map(len, v), default=0) <= MAX_BAD_WORD_CHARS,
+        f"must have at most {MAX_BAD_WORD_CHARS} characters in each word",
+    ),
     _Rule(
         "bad_words_token_ids",
         lambda v: len(v) <= MAX_BAD_WORDS,
@@ -255,9 +269,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
             InvalidRequestError: A value is outside its documented range; `param` names it.
         """
         for rule in _RULES:
-            value = getattr(self, rule.name)
-            if value is not None and not rule.accepts(value):
-                raise _refusal(rule.name, f"{rule.text}, got {_shown(value)}")
+            rule.check(getattr(self, rule.name))
         self._check_pairs()
         for name in ("logprobs", "prompt_logprobs"):
             _check_count(name, getattr(self, name), vocab_size, max_logprobs)
@@ -271,11 +283,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
         """Refuse values that the wire format carries but engines do not obey yet.
 
         Raises:
-            InvalidRequestError: A field of `NOT_YET` differs from its default; `param` names it.
+            InvalidRequestError: A field of `NOT_YET` differs from its default, or is one that front
+                ends apply; `param` names it.
         """
         for name, reason in NOT_YET.items():
             if getattr(self, name) != getattr(_DEFAULTS, name):
                 raise _refusal(name, f"is not supported by this engine yet: {reason}")
+        if self.bad_words:
+            raise _refusal("bad_words", "must come to an engine as bad_words_token_ids")
+        if self.truncate_prompt_tokens is not None:
+            raise _refusal("truncate_prompt_tokens", "must be applied before an engine is asked")
 
     def _check_pairs(self) -> None:
         if self.n > 1 and self.temperature < GREEDY_EPS:
@@ -304,19 +321,38 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
         top_p: Nucleus mass.
         top_k: Number of candidates.
         max_tokens: Most tokens of a request that states no limit; None is all the room left.
+        min_p: Least relative probability.
+        repetition_penalty: Repetition penalty.
     """
 
     temperature: float = SamplingParams().temperature
     top_p: float = SamplingParams().top_p
     top_k: int = SamplingParams().top_k
     max_tokens: int | None = None
+    min_p: float = SamplingParams().min_p
+    repetition_penalty: float = SamplingParams().repetition_penalty
 
     def params(self) -> SamplingParams:
         """Return the parameters of a request that states none."""
-        params = SamplingParams(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
+        params = SamplingParams(**{name: getattr(self, name) for name in DEFAULTED_FIELDS})
         if self.max_tokens is None:
             return params
         return msgspec.structs.replace(params, max_tokens=self.max_tokens)
+
+
+DEFAULTED_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Fields that a model's own defaults fill in; `max_tokens` depends on the interface."""
+
+
+def check_range(name: str, value: object) -> None:
+    """Check the range of one field apart from the others, before work that depends on it.
+
+    Raises:
+        InvalidRequestError: `SamplingParams.validate` would refuse the value.
+    """
+    for rule in _RULES:
+        if rule.name == name:
+            rule.check(value)
 
 
 def are_below(token_ids: Collection[int], limit: int) -> bool:

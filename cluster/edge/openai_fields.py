@@ -5,6 +5,8 @@
 - NOT_YET fields would alter the answer. They are accepted at their neutral value and refused at any
   other.
 
+Fields that `replicas.sampling_params.NOT_YET` names are refused when the request is built.
+
 A field in no table is refused by name. `null` means "not given" everywhere.
 Source: OpenAI API reference (openai-python 3.51 request types); vLLM 0.32 protocol classes.
 """
@@ -13,18 +15,22 @@ from __future__ import annotations
 
 import enum
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
 from cluster.errors import BadRequestError
+from replicas.errors import InvalidRequestError
+from replicas.sampling_params import check_range
 
 Check = Callable[[object, str], Any]
 """Takes a value and its path in the body; returns the value to use or raises BadRequestError."""
 
 MAX_SALT_CHARS = 256
 _MAX_SHOWN_CHARS = 64
+_TOKEN_ID = re.compile("-?[0-9]{1,18}")
 
 
 class Support(enum.Enum):
@@ -135,6 +141,16 @@ def token_ids(value: object, path: str) -> list[int]:
     return ids if set(map(type, ids)) <= {int} else array_of(integer)(ids, path)
 
 
+def logit_biases(value: object, path: str) -> dict[int, float]:
+    """Check for an object of numbers whose keys are token ids, which JSON spells as strings."""
+    biases: dict[int, float] = {}
+    for key, bias in object_(value, path).items():
+        if _TOKEN_ID.fullmatch(key) is None:
+            raise bad_field(path, f"has the key {shown(key)}, which is no token id")
+        biases[int(key)] = number(bias, f"{path}.{key}")
+    return biases
+
+
 def read_fields(
     body: Mapping[str, Any], table: Mapping[str, Field], path: str = ""
 ) -> dict[str, Any]:
@@ -169,6 +185,25 @@ def read_fields(
     return values
 
 
+def _in_range(name: str, check: Check) -> Check:
+    """Return a check of the type, and then of the range that a field of `SamplingParams` has."""
+
+    def check_both(value: object, path: str) -> object:
+        checked = check(value, path)
+        try:
+            check_range(name, checked)
+        except InvalidRequestError as error:
+            raise BadRequestError(str(error), param=path) from error
+        return checked
+
+    return check_both
+
+
+def _sampled(check: Check, *names: str) -> dict[str, Field]:
+    """Return rows of fields that are fields of `SamplingParams`, too."""
+    return {name: Field(_in_range(name, check), Support.SUPPORTED) for name in names}
+
+
 def _supported(check: Check, *names: str) -> dict[str, Field]:
     return {name: Field(check, Support.SUPPORTED) for name in names}
 
@@ -186,28 +221,29 @@ GENERATION_FIELDS: dict[str, Field] = {
     **_supported(boolean, "stream", "include_stop_str_in_output", "ignore_eos"),
     **_supported(boolean, "skip_special_tokens", "add_special_tokens", "return_token_ids"),
     **_supported(object_, "stream_options"),
-    **_supported(integer, "max_tokens", "top_k", "seed"),
-    **_supported(number, "temperature", "top_p"),
-    **_supported(stop_strings, "stop"),
-    **_supported(token_ids, "stop_token_ids"),
+    **_supported(integer, "max_tokens"),
+    **_sampled(integer, "min_tokens", "n", "top_k", "seed", "prompt_logprobs"),
+    **_sampled(integer, "truncate_prompt_tokens"),
+    **_sampled(number, "temperature", "top_p", "min_p"),
+    **_sampled(number, "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    **_sampled(stop_strings, "stop"),
+    **_sampled(token_ids, "stop_token_ids", "allowed_token_ids", "logprob_token_ids"),
+    **_sampled(array_of(string), "bad_words"),
+    **_sampled(logit_biases, "logit_bias"),
+    **_supported(one_of("left", "right"), "truncation_side"),
     **_supported(salt, "cache_salt"),
     **_supported(session_name, "session_id"),
     # For the client's own records; requests are named by the x-request-id header.
     **_no_effect(string, "user", "request_id"),
-    # Options of features that are refused below; the last one concerns slow tokenizers only.
+    # An option of beam search, which is refused below; and one of slow tokenizers only.
     **_no_effect(number, "length_penalty"),
-    **_no_effect(one_of("left", "right"), "truncation_side"),
     **_no_effect(boolean, "spaces_between_special_tokens"),
-    **_not_yet(integer, "n", "stream_interval", neutral=(1,)),
-    **_not_yet(integer, "min_tokens", "priority", "routed_experts_prompt_start", neutral=(0,)),
-    **_not_yet(integer, "truncate_prompt_tokens", "prompt_logprobs", "thinking_token_budget"),
-    **_not_yet(number, "presence_penalty", "frequency_penalty", "min_p", neutral=(0,)),
-    **_not_yet(number, "repetition_penalty", neutral=(1,)),
+    **_not_yet(integer, "stream_interval", neutral=(1,)),
+    **_not_yet(integer, "priority", "routed_experts_prompt_start", neutral=(0,)),
+    **_not_yet(integer, "thinking_token_budget"),
     **_not_yet(boolean, "echo", "use_beam_search", neutral=(False,)),
     **_not_yet(boolean, "return_tokens_as_token_ids", "return_token_offsets", neutral=(False,)),
-    **_not_yet(array, "bad_words", "logprob_token_ids", neutral=([],)),
-    **_not_yet(array, "allowed_token_ids"),
-    **_not_yet(object_, "logit_bias", "vllm_xargs", neutral=({},)),
+    **_not_yet(object_, "vllm_xargs", neutral=({},)),
     **_not_yet(object_, "response_format", neutral=({"type": "text"},)),
     **_not_yet(object_, "structured_outputs", "kv_transfer_params", "ec_transfer_params"),
     **_not_yet(object_, "repetition_detection"),
@@ -219,8 +255,8 @@ GENERATION_FIELDS: dict[str, Field] = {
 COMPLETION_FIELDS: dict[str, Field] = {
     **GENERATION_FIELDS,
     **_supported(anything, "prompt"),
+    **_supported(integer, "logprobs"),
     **_not_yet(integer, "best_of", neutral=(1,)),
-    **_not_yet(integer, "logprobs"),
     **_not_yet(string, "suffix"),
     **_not_yet(anything, "prompt_embeds"),
 }
@@ -228,8 +264,8 @@ COMPLETION_FIELDS: dict[str, Field] = {
 CHAT_FIELDS: dict[str, Field] = {
     **GENERATION_FIELDS,
     **_supported(array_of(object_), "messages"),
-    **_supported(integer, "max_completion_tokens"),
-    **_supported(boolean, "add_generation_prompt"),
+    **_supported(integer, "max_completion_tokens", "top_logprobs"),
+    **_supported(boolean, "add_generation_prompt", "logprobs"),
     **_supported(object_, "chat_template_kwargs"),
     **_no_effect(string, "service_tier", "safety_identifier"),
     **_supported(session_name, "prompt_cache_key"),
@@ -239,10 +275,7 @@ CHAT_FIELDS: dict[str, Field] = {
     **_no_effect(object_, "metadata", "prediction", "prompt_cache_options"),
     # There are no tool calls, and reasoning is not separated from content.
     **_no_effect(boolean, "store", "parallel_tool_calls", "include_reasoning"),
-    **_not_yet(
-        boolean, "logprobs", "continue_final_message", "return_prompt_text", neutral=(False,)
-    ),
-    **_not_yet(integer, "top_logprobs", neutral=(0,)),
+    **_not_yet(boolean, "continue_final_message", "return_prompt_text", neutral=(False,)),
     **_not_yet(array, "tools", "functions", "documents", neutral=([],)),
     **_not_yet(array, "modalities", neutral=(["text"],)),
     **_not_yet(anything, "tool_choice", "function_call", neutral=("none", "auto")),

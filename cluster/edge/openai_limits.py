@@ -32,6 +32,8 @@ MAX_MESSAGE_ENTRIES = 8 * MAX_MESSAGES
 """Values in all messages together: fields, content parts, and the fields of these parts."""
 MAX_FIELD_ENTRIES = 1024
 """Values in any other field, at any depth."""
+_VOCABULARY_FIELDS = ("stop_token_ids", "allowed_token_ids")
+"""Fields that may hold every token id once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +55,6 @@ class BodyLimits:
         """Return the limits of the model with the longest sequences; all share a tokenizer."""
         longest = max(card.max_model_len for card in cards)
         return cls(longest, tokenizer.vocab_size, tokenizer.max_token_chars)
-
-    @property
-    def max_stop_token_ids(self) -> int:
-        """Most stop token ids: the vocabulary's size, or `max_model_len` if that is less."""
-        return min(self.vocab_size, self.max_model_len)
 
 
 def check_structure(raw: bytes, limits: BodyLimits) -> None:
@@ -82,15 +79,17 @@ def check_sizes(body: Mapping[str, Any], limits: BodyLimits) -> None:
     Raises:
         BadRequestError: A field exceeds its limit; the message has the field and both numbers.
     """
+    # A text that will be truncated may be of any length: the tokenizer's threads bound its cost.
+    longest = None if body.get("truncate_prompt_tokens") is not None else limits
     for name, value in body.items():
         if name == "prompt":
-            _check_prompt(value, limits)
+            _check_prompt(value, longest)
         elif name == "messages":
-            _check_messages(value, limits)
+            _check_messages(value, longest)
         elif name == "tokens":
             _check_length(value, limits.max_model_len, name)
-        elif name == "stop_token_ids":
-            _check_length(value, limits.max_stop_token_ids, name)
+        elif name in _VOCABULARY_FIELDS:
+            _check_length(value, limits.vocab_size, name)
         else:
             _check_entries(value, MAX_FIELD_ENTRIES, name)
 
@@ -114,7 +113,9 @@ def prompt_too_long(
     )
 
 
-def _check_prompt(value: object, limits: BodyLimits) -> None:
+def _check_prompt(value: object, limits: BodyLimits | None) -> None:
+    if limits is None:
+        return
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if isinstance(value, str):
@@ -123,10 +124,10 @@ def _check_prompt(value: object, limits: BodyLimits) -> None:
         raise prompt_too_long(len(value), limits.max_model_len, "prompt")
 
 
-def _check_messages(value: object, limits: BodyLimits) -> None:
+def _check_messages(value: object, limits: BodyLimits | None) -> None:
     _check_length(value, MAX_MESSAGES, "messages")
     _check_entries(value, MAX_MESSAGE_ENTRIES, "messages")
-    if isinstance(value, list):
+    if limits is not None and isinstance(value, list):
         contents = [message.get("content") for message in value if isinstance(message, dict)]
         _check_text(sum(map(_num_chars, contents)), limits, "messages")
 

@@ -3,8 +3,8 @@
 Three stages, cheapest first, so that a bad request costs little:
 
 1. `parse_*` checks the fields.
-2. `encode_prompt` runs the chat template and the tokenizer. It is slow, so the routes move it to a
-   thread if `encoding_cost` is high.
+2. `encode_prompt` and `encode_bad_words` run the chat template and the tokenizer. They are slow, so
+   the routes move them to a thread if their cost is high.
 3. `build_request` checks the values that depend on the number of prompt tokens.
 
 `cluster.edge.openai_fields` has the fields, `cluster.edge.openai_limits` their size limits.
@@ -12,7 +12,7 @@ Three stages, cheapest first, so that a bad request costs little:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import orjson
@@ -36,9 +36,11 @@ from cluster.edge.openai_fields import (
 )
 from cluster.edge.openai_limits import check_sizes, check_structure, prompt_too_long
 from cluster.errors import BadRequestError, NotFoundError
+from replicas import bad_words
 from replicas.errors import InvalidRequestError
 from replicas.messages import EngineRequest
-from replicas.sampling_params import SamplingParams
+from replicas.sampling_params import DEFAULTED_FIELDS, SamplingParams
+from replicas.truncation import most_prompt_tokens, truncated
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -55,8 +57,10 @@ _ROLES = one_of("system", "developer", "user", "assistant")
 _ROLES_OF_TOOLS = ("tool", "function")
 _SAMPLING_FIELDS = (
     "temperature", "top_p", "top_k", "seed", "stop", "ignore_eos", "skip_special_tokens",
-    "include_stop_str_in_output", "n", "logprobs",
+    "include_stop_str_in_output", "n", "logprobs", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "min_p", "min_tokens", "logit_bias", "prompt_logprobs",
 )  # fmt: skip
+_SAMPLING_LISTS = ("allowed_token_ids", "logprob_token_ids")
 _RESPONSE_FIELDS = ("stream", "return_token_ids")
 
 
@@ -100,6 +104,7 @@ class ParsedRequest:
         max_tokens: The client's limit; None takes the model's default, or if it has none all the
             room that the prompt leaves.
         max_tokens_param: The field with `max_tokens`.
+        bad_words_token_ids: Its `bad_words`, once they are encoded.
     """
 
     prompt: Prompt
@@ -107,11 +112,17 @@ class ParsedRequest:
     stream_options: Mapping[str, Any]
     max_tokens: int | None
     max_tokens_param: str = "max_tokens"
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
 
     @property
     def prompt_param(self) -> str:
         """The field with the prompt."""
         return "prompt" if "prompt" in self.values else "messages"
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether the prompt may be longer than the model takes, because it will be truncated."""
+        return "truncate_prompt_tokens" in self.values
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +161,7 @@ def parse_completion(body: Mapping[str, Any]) -> ParsedRequest:
     values = read_fields(body, COMPLETION_FIELDS)
     if "prompt" not in values:
         raise bad_field("prompt", "is required")
+    _prefer_listed_logprobs(values)
     return ParsedRequest(
         prompt=_prompt(values["prompt"], values.get("add_special_tokens", True)),
         values=values,
@@ -166,6 +178,7 @@ def parse_chat_completion(body: Mapping[str, Any]) -> ParsedRequest:
     """
     values = read_fields(body, CHAT_FIELDS)
     _join_logprobs(values)
+    _prefer_listed_logprobs(values)
     param = "max_completion_tokens" if "max_completion_tokens" in values else "max_tokens"
     return ParsedRequest(
         prompt=_chat_prompt(values),
@@ -287,6 +300,42 @@ def encode_steps(
     yield from tokenizer.encode_steps(text, prompt.add_special_tokens, max_tokens)
 
 
+def truncate_prompt(
+    parsed: ParsedRequest, prompt_token_ids: list[int], max_model_len: int
+) -> list[int]:
+    """Return the part of an encoded prompt that its request keeps.
+
+    Raises:
+        BadRequestError: `truncate_prompt_tokens` is out of range, or leaves no room for output.
+    """
+    asked = parsed.values.get("truncate_prompt_tokens")
+    if asked is None:
+        return prompt_token_ids
+    try:
+        most = most_prompt_tokens(asked, parsed.max_tokens, max_model_len)
+    except InvalidRequestError as error:
+        raise BadRequestError(str(error), param=error.param) from error
+    return truncated(prompt_token_ids, most, parsed.values.get("truncation_side", "left"))
+
+
+def bad_words_cost(parsed: ParsedRequest) -> int:
+    """Return the approximate cost of `encode_bad_words`, in characters of plain text."""
+    return 2 * _cost(parsed.values.get("bad_words", []))
+
+
+def encode_bad_words(parsed: ParsedRequest, tokenizer: Tokenizer) -> ParsedRequest:
+    """Return a request with its bad words as token sequences.
+
+    Raises:
+        BadRequestError: There are too many, or one is empty, too long or has no tokens.
+    """
+    try:
+        found = bad_words.encode_bad_words(parsed.values.get("bad_words", ()), tokenizer)
+    except InvalidRequestError as error:
+        raise BadRequestError(str(error), param=error.param) from error
+    return replace(parsed, bad_words_token_ids=found)
+
+
 def check_vocabulary(ids: Collection[int], vocab_size: int, path: str) -> None:
     """Refuse token ids that the model has no embedding for.
 
@@ -367,29 +416,42 @@ def response_spec(
 
 
 def _sampling(
-    parsed: ParsedRequest, defaults: SamplingDefaults, max_tokens: int, vocab_size: int, seed: int
+    parsed: ParsedRequest,
+    defaults: SamplingDefaults,
+    max_tokens: int,
+    vocab_size: int,
+    seed: int,
 ) -> SamplingParams:
     values = parsed.values
     given = {
-        "temperature": defaults.temperature, "top_p": defaults.top_p, "top_k": defaults.top_k,
+        **{name: getattr(defaults, name) for name in DEFAULTED_FIELDS},
         **{name: values[name] for name in _SAMPLING_FIELDS if name in values},
-    }  # fmt: skip
+        **{name: tuple(values[name]) for name in _SAMPLING_LISTS if name in values},
+    }
     if given.get("seed", -1) == -1:  # vLLM's spelling of "no seed"
         given["seed"] = seed
     given["top_k"] = min(given["top_k"], vocab_size)
     sampling = SamplingParams(
         max_tokens=max_tokens,
         stop_token_ids=frozenset(values.get("stop_token_ids", ())),
+        bad_words_token_ids=parsed.bad_words_token_ids,
         **given,
     )
     try:
         sampling.validate(vocab_size)
+        sampling.check_supported()
     except InvalidRequestError as error:
-        param = parsed.max_tokens_param if error.param == "max_tokens" else error.param
-        if param == "logprobs" and "messages" in values:
-            param = "top_logprobs"
-        raise BadRequestError(str(error), param=param) from error
+        raise BadRequestError(str(error), param=_spelled_param(parsed, error.param)) from error
     return sampling
+
+
+def _spelled_param(parsed: ParsedRequest, name: str) -> str:
+    """Return the name in this body of a field of `SamplingParams`."""
+    if name == "max_tokens":
+        return parsed.max_tokens_param
+    if name == "logprobs" and "messages" in parsed.values:
+        return "top_logprobs"
+    return "bad_words" if name == "bad_words_token_ids" else name
 
 
 def _join_logprobs(values: dict[str, Any]) -> None:
@@ -399,6 +461,12 @@ def _join_logprobs(values: dict[str, Any]) -> None:
         values["logprobs"] = count
     elif count:
         raise bad_field("top_logprobs", "needs logprobs: true")
+
+
+def _prefer_listed_logprobs(values: dict[str, Any]) -> None:
+    """Drop the number of likeliest tokens where `logprob_token_ids` lists others."""
+    if values.get("logprob_token_ids") and values.pop("logprobs", None) is None:
+        raise bad_field("logprob_token_ids", "needs logprobs")
 
 
 def _stream_options(values: Mapping[str, Any]) -> dict[str, Any]:

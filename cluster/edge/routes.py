@@ -42,8 +42,10 @@ from cluster.edge.heavy_work import HeavyWork
 from cluster.edge.openai_limits import BodyLimits, prompt_too_long
 from cluster.edge.openai_requests import (
     ParsedRequest,
+    bad_words_cost,
     build_request,
     check_vocabulary,
+    encode_bad_words,
     encode_prompt,
     encode_steps,
     encoding_cost,
@@ -54,6 +56,7 @@ from cluster.edge.openai_requests import (
     parse_tokenize,
     resolve_model,
     response_spec,
+    truncate_prompt,
 )
 from cluster.edge.openai_responses import (
     ChatShape,
@@ -277,6 +280,7 @@ class _RouteHandlers:
         parsed = parse(await self._parse_body(http_request))
         card = resolve_model(parsed.values.get("model"), self._backend.models())
         request_id: str = http_request.scope["request_id"]
+        parsed = await self._encode_bad_words(parsed, http_request)
         request = build_request(
             parsed,
             await self._encode_within(card, parsed, http_request),
@@ -419,8 +423,9 @@ class _RouteHandlers:
     async def _encode_within(
         self, card: ModelCard, parsed: ParsedRequest, request: Request
     ) -> list[int]:
+        most = None if parsed.is_truncated else card.max_model_len
         try:
-            return await self._encode(parsed.prompt, card.max_model_len, Priority.PROMPT, request)
+            ids = await self._encode(parsed.prompt, most, Priority.PROMPT, request)
         except TooManyTokensError as error:
             raise prompt_too_long(
                 error.num_tokens,
@@ -430,15 +435,22 @@ class _RouteHandlers:
             ) from error
         except NoCutError as error:
             raise BadRequestError(str(error), param=parsed.prompt_param) from error
+        return truncate_prompt(parsed, ids, card.max_model_len)
 
     async def _encode(
-        self, prompt: Prompt, max_tokens: int, priority: Priority, request: Request
+        self, prompt: Prompt, max_tokens: int | None, priority: Priority, request: Request
     ) -> list[int]:
         cost = encoding_cost(prompt)
         if cost <= MAX_INLINE_COST:
             return encode_prompt(prompt, self._backend.tokenizer, max_tokens)
         steps = encode_steps(prompt, self._backend.tokenizer, max_tokens)
         return await self._heavy_work.run(self._text_job(priority, cost, request), steps)
+
+    async def _encode_bad_words(self, parsed: ParsedRequest, request: Request) -> ParsedRequest:
+        if "bad_words" not in parsed.values:
+            return parsed
+        encode = functools.partial(encode_bad_words, parsed, self._backend.tokenizer)
+        return await self._run_text_job(encode, bad_words_cost(parsed), request)
 
     async def _run_text_job(self, work: Callable[[], T], cost: int, request: Request) -> T:
         """Run short work on the event loop, and long work, which would block it, in a thread."""

@@ -239,3 +239,27 @@ def test_an_included_stop_string_is_not_held_back():
     detokenizer = IncrementalDetokenizer(BYTES, [], stop=("STOP",), include_stop_str_in_output=True)
     deltas = [detokenizer.append(byte_ids(part)) for part in (b"one ST", b"OP two")]
     assert deltas == ["one ST", "OP"]
+
+
+@either
+@pytest.mark.parametrize(
+    ("text", "min_tokens", "shown", "reason"),
+    [
+        ("a.b.c", 0, "a", "."),
+        ("a.b.c", 1, "a", "."),
+        ("a.b.c", 2, "a.b", "."),
+        ("a.b.c", 3, "a.b", "."),
+        ("a.b.c", 4, "a.b.c", None),
+        ("a.b.c", 5, "a.b.c", None),
+        ("a.b.c", 9, "a.b.c", None),
+        ("abSTOP", 5, "ab", "STOP"),
+        ("abSTOP", 6, "abSTOP", None),
+    ],
+)
+def test_a_stop_string_that_ends_within_the_least_tokens_does_not_count(
+    tokenizer, text, min_tokens, shown, reason
+):
+    chunks = [[token] for token in byte_ids(text.encode())]
+    stop = (".", "STOP")
+    deltas, found = run(tokenizer, [], chunks, stop=stop, min_tokens=min_tokens)
+    assert ("".join(deltas), found) == (shown, reason)

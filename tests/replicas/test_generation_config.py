@@ -9,7 +9,7 @@ import pytest
 from replicas import LLM, SamplingParams
 from replicas.errors import ConfigError
 from replicas.generation_config import read_sampling_defaults
-from replicas.sampling_params import SamplingDefaults
+from replicas.sampling_params import NOT_YET, SamplingDefaults
 from tests.models import chat_folder
 
 RECOMMENDED = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "eos_token_id": 1}
@@ -57,13 +57,18 @@ def test_absurd_value_is_refused_with_file_and_field(tmp_path, content, complain
     assert read_sampling_defaults(tmp_path, "vllm") == SamplingDefaults()
 
 
-def test_values_that_cannot_be_applied_are_logged_unless_they_change_nothing(tmp_path, caplog):
+def test_values_that_cannot_be_applied_are_logged_unless_they_change_nothing(
+    tmp_path, caplog, monkeypatch
+):
+    monkeypatch.setitem(NOT_YET, "repetition_penalty", "no penalties")
     caplog.set_level(logging.WARNING)
     read_sampling_defaults(write(tmp_path, {"min_p": 0, "repetition_penalty": 1}))
     assert not caplog.messages
     read_sampling_defaults(write(tmp_path, {"min_p": None, "repetition_penalty": 1.05}))
     [message] = caplog.messages
     assert message.endswith("repetition_penalty 1.05 is not supported and not applied")
+    monkeypatch.delitem(NOT_YET, "repetition_penalty")
+    assert read_sampling_defaults(tmp_path).params().repetition_penalty == 1.05
 
 
 def test_offline_requests_without_parameters_take_the_defaults(tmp_path):

@@ -192,6 +192,32 @@ def test_numbers_of_numpy_and_a_stop_string_alone_are_taken(llm, greedy):
     assert texts(generate(llm, [np.int32(5), np.int64(6)], params)) == texts(plain)
 
 
+@pytest.mark.parametrize(
+    ("most", "side", "kept"),
+    [(4, "left", [6, 7, 8, 9]), (4, "right", [5, 6, 7, 8]), (-1, "left", [7, 8, 9])],
+)
+def test_a_prompt_is_truncated_before_the_engine_gets_it(llm, most, side, kept):
+    max_tokens = 125  # of 128, so that -1 leaves three for the prompt
+    params = SamplingParams(
+        max_tokens=2 if most > 0 else max_tokens, temperature=0.0,
+        truncate_prompt_tokens=most, truncation_side=side,
+    )  # fmt: skip
+    [output] = generate(llm, [5, 6, 7, 8, 9], params)
+    assert output.prompt_token_ids == kept
+    plain = msgspec.structs.replace(params, truncate_prompt_tokens=None)
+    assert texts([output]) == texts(generate(llm, kept, plain))
+
+
+def test_a_truncated_prompt_may_be_longer_than_the_model_takes(llm):
+    params = SamplingParams(max_tokens=1, temperature=0.0, truncate_prompt_tokens=100)
+    [output] = generate(llm, [5] * 500, params)
+    assert output.prompt_token_ids == [5] * 100
+    too_long = msgspec.structs.replace(params, truncate_prompt_tokens=128)
+    with pytest.raises(InvalidRequestError, match="is 128 and max_model_len is 128") as caught:
+        generate(llm, [5] * 500, too_long)
+    assert caught.value.param == "truncate_prompt_tokens"
+
+
 def test_aborted_request_gives_nothing_more(llm):
     engine = llm.llm_engine
     kept, dropped = (engine.add_request(prompt, GREEDY) for prompt in ("x", "hello"))
@@ -232,6 +258,11 @@ def test_llm_without_a_tokenizer_works_on_token_ids(llm, greedy):
         assert (output.outputs[0].text, output.outputs[0].token_ids) == ("", greedy.token_ids)
         with pytest.raises(InvalidRequestError, match="tokenizer"):
             generate(plain, "text")
+        for name in ("stop", "bad_words"):
+            params = msgspec.structs.replace(GREEDY, **{name: ("word",)})
+            with pytest.raises(InvalidRequestError, match=f"{name} needs a tokenizer") as caught:
+                generate(plain, [5], params)
+            assert caught.value.param == name
         with pytest.raises(ModelLoadError, match="tokenizer"):
             plain.chat([{"role": "user", "content": "hello"}])
 

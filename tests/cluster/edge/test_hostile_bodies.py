@@ -16,6 +16,7 @@ from cluster.edge.openai_fields import CHAT_FIELDS, COMPLETION_FIELDS
 from replicas.output_processor import OutputDelta
 from replicas.tokenizer import Tokenizer
 from tests.cluster.edge.fake_backend import FakeBackend
+from tests.cluster.edge.test_openai_fields import turn_on
 from tests.cluster.edge.test_routes import PROMPTS, Client, call, make_app, poll
 
 MAX_BODY_BYTES = 8 * 2**20
@@ -149,19 +150,37 @@ def test_a_text_that_can_never_fit_is_not_even_encoded(monkeypatch):
         assert str(most) in error["message"]
 
 
-def test_stop_token_ids_are_a_set_of_no_more_than_the_model_has_tokens_or_length():
+@pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids"])
+def test_lists_of_token_ids_have_no_more_entries_than_the_vocabulary(name, monkeypatch):
+    turn_on(monkeypatch, "allowed_token_ids")
     service = DemoBackend(max_model_len=2**18)
     vocab_size = service.tokenizer.vocab_size
-    body = {"prompt": "hi", "stop_token_ids": [*range(vocab_size)]}
+    body = {"prompt": "hi", name: [*range(vocab_size)]}
     headers = [("x-request-id", "hostile")]
     assert call(service, "POST", "/v1/completions", body, headers=headers).status == 200
-    assert service.requests[-1].sampling.stop_token_ids == frozenset(range(vocab_size))
-    body["stop_token_ids"] += [7]
-    assert call(service, "POST", "/v1/completions", body).body["error"]["param"] == "stop_token_ids"
-    service.max_model_len = 64
-    body["stop_token_ids"] = [7] * 65
+    assert {*getattr(service.requests[-1].sampling, name)} == {*range(vocab_size)}
+    body[name] += [7]
     error = call(service, "POST", "/v1/completions", body).body["error"]
-    assert error["message"] == "stop_token_ids has 65 entries, but may have at most 64"
+    assert error["message"] == (
+        f"{name} has {vocab_size + 1} entries, but may have at most {vocab_size}"
+    )
+
+
+def test_many_bad_words_are_encoded_off_the_event_loop(monkeypatch):
+    turn_on(monkeypatch, "bad_words_token_ids")
+    service = FakeBackend()
+    threads = set()
+    encode = service.tokenizer.encode
+
+    def noted(text, add_special_tokens=True):
+        threads.add(threading.current_thread().name)
+        return encode(text, add_special_tokens)
+
+    monkeypatch.setattr(service.tokenizer, "encode", noted)
+    body = {"prompt": "hi", "bad_words": ["a" * 200] * 100}
+    assert call(service, "POST", "/v1/completions", body).status == 200
+    assert len(service.requests[-1].sampling.bad_words_token_ids) == 100
+    assert all(name.startswith("heavy-work") for name in threads)
 
 
 async def test_texts_beyond_the_limit_of_encodings_get_429(monkeypatch):
@@ -236,6 +255,12 @@ PLAUSIBLE = {
     "chat_template_kwargs": st.dictionaries(st.sampled_from(VARIABLES) | st.text(), JSON),
     "stop": st.lists(st.text(max_size=3)),
     "stop_token_ids": st.lists(st.integers(-2, 300)),
+    "allowed_token_ids": st.lists(st.integers(-2, 300)),
+    "logprob_token_ids": st.lists(st.integers(-2, 300)),
+    "logit_bias": st.dictionaries(st.integers(-2, 300).map(str) | st.text(), JSON),
+    "bad_words": st.lists(st.text(max_size=3)),
+    "n": st.integers(-1, 3),
+    "truncate_prompt_tokens": st.integers(-2, 300),
     "stream_options": st.dictionaries(st.sampled_from(["include_usage", "x"]), JSON),
 }  # fmt: skip
 FIELDS = sorted({*COMPLETION_FIELDS, *CHAT_FIELDS, "tokens", "return_token_strs", "nonsense"})

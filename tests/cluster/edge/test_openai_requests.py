@@ -1,6 +1,7 @@
 import contextlib
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from cluster.edge.openai_requests import (
     TokenPrompt,
     build_request,
     check_vocabulary,
+    encode_bad_words,
     encode_prompt,
     parse_body,
     parse_chat_completion,
@@ -22,15 +24,18 @@ from cluster.edge.openai_requests import (
     parse_tokenize,
     resolve_model,
     response_spec,
+    truncate_prompt,
 )
 from cluster.errors import BadRequestError, NotFoundError
-from replicas.sampling_params import SamplingDefaults, SamplingParams
+from replicas.sampling_params import NOT_YET, SamplingDefaults, SamplingParams
+from tests.bad_sampling import BAD
 from tests.cluster.edge.test_openai_fields import turn_on
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 LIMITS = BodyLimits(max_model_len=2**20, vocab_size=2**20, max_token_chars=8)
+TOKENIZER = SimpleNamespace(encode=lambda text, add_special_tokens: [*text.strip().encode()])
 SEED = 2**62
 """What the ingress mints in these tests."""
 
@@ -38,7 +43,7 @@ SEED = 2**62
 def build(body, num_prompt_tokens=4, max_model_len=64, parse=None, **defaults):
     parse = parse or (parse_chat_completion if "messages" in body else parse_completion)
     return build_request(
-        parse(body),
+        encode_bad_words(parse(body), TOKENIZER),
         [7] * num_prompt_tokens,
         ModelCard("demo", "demo-folder", max_model_len, 17, defaults=SamplingDefaults(**defaults)),
         vocab_size=100,
@@ -111,10 +116,13 @@ def test_a_request_without_options_has_the_documented_defaults():
     assert build(CHAT).sampling == SamplingParams(max_tokens=60, seed=SEED)
 
 
-def test_the_models_own_defaults_fill_in_what_a_request_leaves_out():
-    own = {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
+def test_the_models_own_defaults_fill_in_what_a_request_leaves_out(monkeypatch):
+    turn_on(monkeypatch, "min_p", "repetition_penalty")
+    own = {
+        "temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1,
+    }  # fmt: skip
     assert build(CHAT, **own).sampling == SamplingParams(max_tokens=60, seed=SEED, **own)
-    given = {"temperature": 0, "top_p": 1, "top_k": 0}
+    given = {"temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
     asked = build({**CHAT, **given}, **own).sampling
     assert asked == SamplingParams(max_tokens=60, seed=SEED, **given)
     assert build({**CHAT, "temperature": None}, **own).sampling.temperature == 0.6
@@ -128,19 +136,31 @@ def test_the_models_own_limit_is_for_chats_that_state_none():
     assert build({"prompt": "x"}, max_tokens=9).sampling.max_tokens == 16
 
 
-def test_every_supported_field_reaches_the_request():
+BOTH = pytest.mark.parametrize("base", [{"prompt": "x"}, CHAT], ids=["completions", "chat"])
+
+
+@BOTH
+def test_every_supported_field_reaches_the_request(monkeypatch, base):
     body = {
-        "prompt": "x", "stream": True, "max_tokens": 5, "temperature": 0, "top_p": 0.5, "top_k": 3,
+        "stream": True, "max_tokens": 5, "temperature": 0.5, "top_p": 0.5, "top_k": 3,
         "seed": 2**63 - 1, "stop": ["a", "b"], "stop_token_ids": [3], "ignore_eos": True,
         "skip_special_tokens": False, "include_stop_str_in_output": True, "return_token_ids": True,
-        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True}, "n": 2,
+        "presence_penalty": 1, "frequency_penalty": -1.5, "repetition_penalty": 1.25, "min_p": 0.1,
+        "min_tokens": 2, "logit_bias": {"5": 250, "6": -1}, "allowed_token_ids": [5, 6, 5],
+        "bad_words": ["ab"], "logprob_token_ids": [8, 9],
     }  # fmt: skip
-    assert build(body).sampling == SamplingParams(
-        max_tokens=5, temperature=0, top_p=0.5, top_k=3, seed=2**63 - 1, stop=("a", "b"),
+    logprobs = {"logprobs": 0} if "prompt" in base else {"logprobs": True}
+    turn_on(monkeypatch, *NOT_YET)
+    assert build({**base, **body, **logprobs}).sampling == SamplingParams(
+        max_tokens=5, temperature=0.5, top_p=0.5, top_k=3, seed=2**63 - 1, stop=("a", "b"),
         stop_token_ids=frozenset({3}), ignore_eos=True, skip_special_tokens=False,
-        include_stop_str_in_output=True,
+        include_stop_str_in_output=True, n=2, presence_penalty=1, frequency_penalty=-1.5,
+        repetition_penalty=1.25, min_p=0.1, min_tokens=2, logit_bias={5: 100, 6: -1},
+        allowed_token_ids=(5, 6, 5), bad_words_token_ids=((97, 98),), logprob_token_ids=(8, 9),
     )  # fmt: skip
-    spec = response_spec(parse_completion(body), "demo", request_id="r1", created=17)
+    parse = parse_chat_completion if "messages" in base else parse_completion
+    spec = response_spec(parse({**base, **body, **logprobs}), "demo", request_id="r1", created=17)
     flags = (spec.stream, spec.include_usage, spec.continuous_usage_stats)
     assert (*flags, spec.return_token_ids) == (True,) * 4
 
@@ -179,20 +199,71 @@ def test_every_supported_field_reaches_the_request():
             "stream_options.include_usage",
             "true or false",
         ),
-        ({"n": 2}, "n", "not supported yet"),
         ({"n": "2"}, "n", "must be an integer"),
-        ({"logit_bias": {"5": 1}}, "logit_bias", "not supported yet"),
+        ({"logit_bias": []}, "logit_bias", "must be an object"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", 'the key "x", which is no token id'),
+        ({"logit_bias": {"1.0": 1}}, "logit_bias", "no token id"),
+        ({"logit_bias": {"5": "1"}}, "logit_bias.5", "must be a number"),
+        ({"allowed_token_ids": [1.5]}, "allowed_token_ids[0]", "must be an integer"),
+        ({"bad_words": "word"}, "bad_words", "must be an array"),
+        ({"bad_words": ["a", 1]}, "bad_words[1]", "must be a string"),
+        ({"bad_words": [""]}, "bad_words", "must not hold an empty string"),
+        ({"bad_words": [" "]}, "bad_words", "bad_words[0] has no tokens"),
+        ({"min_p": True}, "min_p", "must be a number"),
+        ({"logprob_token_ids": [1]}, "logprob_token_ids", "needs logprobs"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
         ({"max_token": 5}, "max_token", "not a field"),
         ({"x" * 500: 5}, "x" * 64, "not a field"),
     ],
 )
-@pytest.mark.parametrize("base", [{"prompt": "x"}, CHAT], ids=["completions", "chat"])
+@BOTH
 def test_a_bad_field_is_refused_by_its_path(base, extra, param, words):
     error = refusal({**base, **extra})
     assert error.status == 400
     assert error.param == param
     assert words in error.message
+
+
+def as_json(fields):
+    """Fields of `SamplingParams` as a body has them."""
+    lists = {k: list(v) for k, v in fields.items() if isinstance(v, (tuple, frozenset))}
+    return {**json.loads(json.dumps({**fields, **lists}))}
+
+
+# The edge drops `logprobs` where `logprob_token_ids` are given.
+BAD_HERE = [row for row in BAD if not {"logprobs", "logprob_token_ids"} <= row[0].keys()]
+
+
+@BOTH
+@pytest.mark.parametrize(("fields", "param", "text"), BAD_HERE, ids=str)
+def test_a_bad_value_is_refused_in_the_words_of_the_engine(base, fields, param, text):
+    body = {**base, **as_json(fields)}
+    if "logprob_token_ids" in body:
+        body["logprobs"] = 1
+    if "logprobs" in body and "messages" in body:
+        body |= {"logprobs": True, "top_logprobs": body["logprobs"]}
+        param = "top_logprobs" if param == "logprobs" else param
+    error = refusal(body)
+    assert (error.status, error.param, error.message) == (400, param, text)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", 2), ("min_p", 0.5), ("presence_penalty", 1), ("frequency_penalty", 1),
+        ("repetition_penalty", 2), ("min_tokens", 1), ("logit_bias", {"5": 1}),
+        ("allowed_token_ids", [5]), ("bad_words", ["a"]),
+    ],
+)  # fmt: skip
+def test_a_field_that_engines_do_not_obey_yet_is_refused_by_its_name(base, name, value):
+    body = {**base, name: value}
+    row = "bad_words_token_ids" if name == "bad_words" else name
+    if row in NOT_YET:
+        assert refusal(body).param == name
+        assert NOT_YET[row] in refusal(body).message
+    else:
+        assert build(body) != build(base)
 
 
 @pytest.mark.parametrize("k", [-1, 0, 1, 100, 2**63])
@@ -265,6 +336,31 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers(base, num_tok
     error = refusal(base, num_prompt_tokens=num_tokens)
     assert error.param == next(iter(base))
     assert f"has {num_tokens} tokens and max_model_len is 64" in error.message
+
+
+@pytest.mark.parametrize(
+    ("extra", "kept"),
+    [
+        ({}, [*range(9)]),
+        ({"truncate_prompt_tokens": 3}, [6, 7, 8]),
+        ({"truncate_prompt_tokens": 3, "truncation_side": "left"}, [6, 7, 8]),
+        ({"truncate_prompt_tokens": 3, "truncation_side": "right"}, [0, 1, 2]),
+        ({"truncate_prompt_tokens": 9}, [*range(9)]),
+        ({"truncate_prompt_tokens": 15}, [*range(9)]),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 12}, [5, 6, 7, 8]),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 16}, [8]),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 1}, [*range(9)]),
+    ],
+)
+def test_a_prompt_is_truncated_to_its_last_tokens_or_its_first(extra, kept):
+    for base, parse in (({"prompt": "x"}, parse_completion), (CHAT, parse_chat_completion)):
+        assert truncate_prompt(parse({**base, **extra}), [*range(9)], 16) == kept
+
+
+def test_a_truncated_prompt_must_leave_room_for_output():
+    with pytest.raises(BadRequestError, match="is 16 and max_model_len is 16") as refused:
+        truncate_prompt(parse_completion({"prompt": "x", "truncate_prompt_tokens": 16}), [1], 16)
+    assert refused.value.param == "truncate_prompt_tokens"
 
 
 def test_a_prompt_that_encodes_to_nothing_is_refused():

@@ -205,6 +205,15 @@ async def test_a_full_ingress_refuses_requests_and_answers_its_probes():
 # --- the model's own defaults ---------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("prompt", ["x" * 500, [7] * 500], ids=["text", "token ids"])
+def test_a_prompt_that_is_truncated_may_be_longer_than_the_model_takes(prompt):
+    service = FakeBackend()
+    body = {"prompt": prompt, "max_tokens": 4, "truncate_prompt_tokens": 10}
+    response = call(service, "POST", "/v1/completions", body)
+    assert response.body["usage"]["prompt_tokens"] == 10
+    assert call(service, "POST", "/v1/completions", {"prompt": prompt}).status == 400
+
+
 @pytest.mark.parametrize("path", GENERATE)
 def test_request_takes_from_the_model_what_it_leaves_out(path):
     service = FakeBackend()
