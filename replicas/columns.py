@@ -57,14 +57,14 @@ class ColumnReader:
     def drop_request(self, request_id: str) -> None:
         """Drop the state of a request. Idempotent."""
         for handle in self._handles.pop(request_id, {}).values():
-            del self._rows[handle]
+            self._rows.pop(handle, None)
 
     def drop_choice(self, request_id: str, choice: int) -> None:
         """Drop the state of one choice; the request's others stay. Idempotent."""
         handles = self._handles.get(request_id, {})
         handle = handles.pop(choice, None)
         if handle is not None:
-            del self._rows[handle]
+            self._rows.pop(handle, None)
             if not handles:
                 del self._handles[request_id]
 
@@ -104,9 +104,9 @@ class ColumnReader:
         if output.finish_reason is not None:
             self.drop_choice(output.request_id, output.choice)
         else:
-            handle = self._handles.get(output.request_id, {}).get(output.choice)
-            if handle is not None:
-                row = self._rows[handle]
+            handle = self._handles.get(output.request_id, {}).get(output.choice, -1)
+            row = self._rows.get(handle)
+            if row is not None:
                 row.index = output.index + len(output.token_ids)
                 row.num_cached = output.num_cached_tokens
 
