@@ -316,8 +316,8 @@ class World:
         return not (reserved or self.scheduler.awaits_connector or self.connector.transfers)
 
     def _receive(self, transfer: FakeTransfer) -> None:
-        prompt = self._prompts[transfer.request_id][: transfer.num_tokens]
-        self.write(transfer.lane, transfer.block_ids, prompt, transfer.start)
+        tokens = self._known[transfer.request_id][: transfer.num_tokens]
+        self.write(transfer.lane, transfer.block_ids, tokens, transfer.start)
 
     def _spoil(self, transfer: FakeTransfer, num_verified: int) -> None:
         """Write the verified tokens of a failed load, and garbage after them."""
@@ -332,6 +332,7 @@ class World:
                 self.kv[i, transfer.lane, table[position // size], position % size] = ()
 
     @property
-    def _prompts(self) -> dict[str, Prefix]:
+    def _known(self) -> dict[str, Prefix]:
+        """Tokens of the sequences that the connector knows: a stream's KV is that of its output."""
         live = [*self.scheduler.table, *self.scheduler.table.held.values()]
-        return {s.request_id: tuple(s.request.prompt_token_ids) for s in live}
+        return {s.request_id: tuple(s.token_ids) for s in live if s.parent is None}

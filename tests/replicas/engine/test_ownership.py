@@ -34,7 +34,7 @@ WRITERS = {
     "token_ids": {"loads", "scheduler"},
     "walks": {"groups", "prefixes"},
 }
-OTHERS = {"self", "columns"}
+OTHERS = {"self", "columns", "batch"}
 """Names of objects that are no sequences and have attributes of the same name."""
 CHANGES = {"append", "extend", "insert", "pop", "remove", "clear", "update", "setdefault"}
 
