@@ -32,7 +32,7 @@ from replicas.config import EngineConfig
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
 from replicas.engine.scheduler import Scheduler
-from replicas.engine.sequence import Sequence
+from replicas.engine.sequence import KVPlace, Sequence
 from replicas.engine.step import StepResult
 from replicas.kv_groups import KVGroup
 from replicas.messages import AddRequest, EngineRequest
@@ -175,7 +175,7 @@ class Queue:
         self._num_requests += 1
         sampling = SamplingParams(max_tokens=max_tokens, seed=0, ignore_eos=True)
         request = EngineRequest(f"{self._num_requests}", prompt, sampling)
-        seq = Sequence(request, "local", b"", list(prompt), dp_group=group)
+        seq = Sequence(request, "local", b"", list(prompt), place=KVPlace(group))
         refusal = self._scheduler.add(seq, 0.0)
         assert refusal is None, refusal
 

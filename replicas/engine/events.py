@@ -115,5 +115,5 @@ class ClientEvents(defaultdict[bytes, "list[WireEvent]"]):
 def _event(seq: Sequence, run: list[int], end: End | None) -> TokenOutput:
     """Return the event of a sequence's last tokens and its end; call it before the next step."""
     reason, stop_reason = end or (None, None)
-    index, num_cached = seq.num_output_tokens - len(run), max(seq.num_cached_tokens, 0)
+    index, num_cached = seq.num_output_tokens - len(run), max(seq.place.num_cached_tokens, 0)
     return TokenOutput(seq.request_id, index, run, reason, stop_reason, num_cached)

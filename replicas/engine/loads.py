@@ -23,7 +23,7 @@ from replicas.engine.sequence import KVLoad, Phase
 if TYPE_CHECKING:
     from kv_transfer.connector import Failure, KVConnectorScheduler
     from replicas.config import EngineConfig
-    from replicas.engine.groups import DPGroups
+    from replicas.engine.kv_cache import KVCacheManager
     from replicas.engine.sequence import Sequence
 
 _NO_TICKET = "no_ticket"
@@ -52,7 +52,7 @@ class KVLoads:
 
     Args:
         config: The engine's configuration.
-        groups: DP groups, whose prefix caches index loaded blocks.
+        kv: The KV cache that is loaded into.
         connector: Scheduler side of the KV connector, if the engine has one.
         resumes_prefill: Whether a prompt can be computed from its middle on.
 
@@ -63,13 +63,13 @@ class KVLoads:
     def __init__(
         self,
         config: EngineConfig,
-        groups: DPGroups,
+        kv: KVCacheManager,
         connector: KVConnectorScheduler | None,
         *,
         resumes_prefill: bool,
     ) -> None:
         self._config = config
-        self._groups = groups
+        self._kv = kv
         self._connector = connector
         self._resumes_prefill = resumes_prefill
         self._reserved: dict[str, Sequence] = {}
@@ -112,12 +112,17 @@ class KVLoads:
         load.is_under_way = load.is_announced = True
         self._ask(self._connector, seq)
 
-    def activate(self, request_id: str, token_ids: list[int], now_s: float) -> Sequence | None:
+    def activate(self, request_id: str, now_s: float, *, has_tokens: bool) -> Sequence | None:
         """Note that a reserved sequence may start, and return it the first time.
 
         A sequence that was reserved with tokens has been decoded elsewhere meanwhile. If its KV is
         still under way, the transfer is cancelled, and the sequence continues with the KV that has
         arrived.
+
+        Args:
+            request_id: The sequence; it does not have the client's new tokens yet.
+            now_s: Monotonic clock.
+            has_tokens: Whether the client has output tokens.
         """
         seq = self._reserved.get(request_id)
         if seq is None:
@@ -127,9 +132,8 @@ class KVLoads:
             return None
         load.is_activated = True
         had_tokens = seq.num_output_tokens > 0
-        seq.token_ids.extend(token_ids[seq.num_output_tokens :])
         if self._connector is not None and seq.transfer is not None:
-            if load.is_under_way and (had_tokens or not token_ids):
+            if load.is_under_way and (had_tokens or not has_tokens):
                 self._connector.cancel(request_id)
             elif not load.is_announced:
                 # No KV comes, but the connector may store the KV that is computed here.
@@ -182,7 +186,7 @@ class KVLoads:
         seq.load = KVLoad(is_under_way=True, end=end)
         self._loading[seq.request_id] = seq
         self._connector.update_state_after_alloc(
-            seq.request_id, seq.dp_group, seq.block_ids, num_external
+            seq.request_id, seq.place.dp_group, seq.place.block_ids, num_external
         )
 
     # --- ends of loads --------------------------------------------------------------------------
@@ -194,17 +198,13 @@ class KVLoads:
                 if seq.phase is Phase.RESERVED:
                     self._ask(self._connector, seq)
 
-    def end_load(self, seq: Sequence, failure: Failure | None, *, is_converted: bool) -> None:
-        """Count loaded tokens as computed, and index their blocks for other sequences.
-
-        Converted KV is not indexed, and neither is a block with the last known token, because that
-        token may be computed again.
+    def end_load(self, seq: Sequence, failure: Failure | None) -> int:
+        """End a load, and return the tokens whose KV is new here: the caller counts them.
 
         Args:
             seq: A sequence with a load under way.
             failure: Why the load is incomplete, with the number of tokens that did arrive; None if
                 it is complete.
-            is_converted: Whether the KV came in another dtype and so must not be shared.
         """
         load = _load_of(seq)
         load.is_under_way = False
@@ -219,15 +219,8 @@ class KVLoads:
         if failure is not None or end < seq.num_tokens - 1:
             # After a partial load, computation must start at a block boundary, as after a prefix
             # hit.
-            end -= end % self._groups.block_multiple if self._resumes_prefill else end
-        num_new = max(0, end - seq.num_computed_tokens)
-        seq.num_computed_tokens += num_new
-        if seq.phase is Phase.LOADING and not seq.num_preemptions:
-            seq.num_cached_tokens += num_new
-        seq.is_converted |= is_converted and num_new > 0
-        self._groups.prefixes.cache_full_blocks(
-            seq, min(seq.num_computed_tokens, seq.num_tokens - 1)
-        )
+            end -= end % self._kv.block_multiple if self._resumes_prefill else end
+        return max(0, end - seq.num_computed_tokens)
 
     def verdict(self, seq: Sequence) -> Verdict:
         """Decide whether a sequence that waits for KV runs; if so, forget it here.
@@ -280,7 +273,7 @@ class KVLoads:
         """Assert that every sequence here has the state of its place."""
         for seq in self.awaiting:
             # Arriving KV must find its blocks, whatever else has been allocated meanwhile.
-            assert seq.capacity >= seq.num_prompt_tokens
+            assert seq.place.capacity >= seq.num_prompt_tokens
             expected = self._reserved if seq.phase is Phase.RESERVED else self._loading
             assert expected[seq.request_id] is seq
         for seq in self._loading.values():
@@ -312,7 +305,7 @@ class KVLoads:
             return
         load.end += num_external
         connector.update_state_after_alloc(
-            seq.request_id, seq.dp_group, seq.block_ids, num_external
+            seq.request_id, seq.place.dp_group, seq.place.block_ids, num_external
         )
 
 

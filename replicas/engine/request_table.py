@@ -45,10 +45,12 @@ class DecodeRows:
 
     def __init__(self, kind: StepKind, sequences: list[Sequence], num_groups: int) -> None:
         self.sequences = sequences
-        self.plain = ScheduledBatch(kind, [s.slot for s in sequences], [1] * len(sequences), [], [])
+        self.plain = ScheduledBatch(
+            kind, [s.place.slot for s in sequences], [1] * len(sequences), [], []
+        )
         self.num_in = [len(sequences)]
         if num_groups > 1:
-            groups = [s.dp_group for s in sequences]
+            groups = [s.place.dp_group for s in sequences]
             self.num_in = [groups.count(g) for g in range(num_groups)]
         # Most rows share one set.
         self.stop_ids = frozenset().union(*{s.stop_ids for s in sequences})
@@ -123,13 +125,17 @@ class WaitingQueue:
         assert all(s.phase is Phase.WAITING for s in self._sequences)
         assert self.num_tokens == sum(s.num_new_tokens for s in self._sequences)
         for group, num_asking in enumerate(self.num_asking_for[:-1]):
-            waiting = [s for s in self._sequences if s.dp_group == group]
+            waiting = [s for s in self._sequences if s.place.dp_group == group]
             assert num_asking == len(waiting)
             assert self._num_tokens_for[group] == sum(s.num_new_tokens for s in waiting)
             assert self._num_pairs_for[group] == sum(s.num_new_pairs for s in waiting)
 
     def _count(self, seq: Sequence) -> None:
-        counted = group, num_tokens, num_pairs = seq.dp_group, seq.num_new_tokens, seq.num_new_pairs
+        counted = group, num_tokens, num_pairs = (
+            seq.place.dp_group,
+            seq.num_new_tokens,
+            seq.num_new_pairs,
+        )
         self._counted[seq] = counted
         self.num_tokens += num_tokens
         self.num_asking_for[group] += 1
@@ -193,7 +199,7 @@ class RequestTable:
             self.queue.push(seq)
         else:
             assert seq.phase is Phase.RESERVED, f"a new sequence is {seq.phase}"
-            self.num_reserved[seq.dp_group] += 1
+            self.num_reserved[seq.place.dp_group] += 1
 
     def move(self, seq: Sequence, phase: Phase) -> None:
         """Let a sequence with slot and blocks load KV, run, or decode."""
@@ -205,12 +211,12 @@ class RequestTable:
         self._take_out(seq)
         transition(seq, phase)
         if phase is Phase.LOADING:
-            self.num_reserved[seq.dp_group] += 1
+            self.num_reserved[seq.place.dp_group] += 1
         else:
             assert phase is Phase.PREFILL, f"nothing moves to {phase}"
             self.rows.append(seq)
             self.prefill_rows.append(seq)
-            self.num_running[seq.dp_group] += 1
+            self.num_running[seq.place.dp_group] += 1
 
     def requeue(self, seq: Sequence) -> None:
         """Queue a preempted sequence before all others; its slot and blocks are free already."""
@@ -279,14 +285,14 @@ class RequestTable:
             self.queue.remove(seq)
         elif seq.is_running:
             self.rows.remove(seq)
-            self.num_running[seq.dp_group] -= 1
+            self.num_running[seq.place.dp_group] -= 1
             if phase is Phase.PREFILL:
                 self.prefill_rows.remove(seq)
             else:
                 self.short.pop(seq, None)
                 self._decode_rows = None
         else:
-            self.num_reserved[seq.dp_group] -= 1
+            self.num_reserved[seq.place.dp_group] -= 1
 
     def _end(self, seq: Sequence) -> None:
         transition(seq, Phase.ENDED)
@@ -328,13 +334,13 @@ class RequestTable:
 
     def victim(self, dp_group: int) -> Sequence:
         """Return the running sequence to preempt in a DP group, which must have one: the last."""
-        return next(s for s in reversed(self.rows) if s.dp_group == dp_group)
+        return next(s for s in reversed(self.rows) if s.place.dp_group == dp_group)
 
     def prompt_tokens(self) -> list[int]:
         """Return for each DP group the tokens to compute before all its sequences can decode."""
         num_tokens = [0] * len(self.num_running)
         for seq in self.prefill_rows:
-            num_tokens[seq.dp_group] += seq.num_new_tokens
+            num_tokens[seq.place.dp_group] += seq.num_new_tokens
         return num_tokens
 
     def leaving(self) -> list[Sequence]:
@@ -348,15 +354,15 @@ class RequestTable:
         live, leaving = list(self), self.leaving()
         assert self.num_live == len(live) + len(leaving)
         assert all(s.phase is Phase.LEAVING for s in leaving)
-        assert all(s.slot < 0 or s in self.outlived for s in self.held.values())
+        assert all(s.place.slot < 0 or s in self.outlived for s in self.held.values())
         awaiting = [s for s in live if s.phase in (Phase.LOADING, Phase.RESERVED)]
         assert len(live) == len(self.queue) + len(awaiting) + len(self.rows)
         assert {s for s in live if s.is_running} == set(self.rows)
         for group, num_running in enumerate(self.num_running):
-            assert num_running == sum(s.dp_group == group for s in self.rows)
-            assert self.num_reserved[group] == sum(s.dp_group == group for s in awaiting)
+            assert num_running == sum(s.place.dp_group == group for s in self.rows)
+            assert self.num_reserved[group] == sum(s.place.dp_group == group for s in awaiting)
         for seq in live:
-            assert (seq.slot < 0) == (not seq.block_ids) == (seq.phase is Phase.WAITING)
+            assert (seq.place.slot < 0) == (not seq.place.block_ids) == (seq.phase is Phase.WAITING)
         self._check_rows()
 
     def _check_rows(self) -> None:
@@ -364,7 +370,7 @@ class RequestTable:
         assert self.prefill_rows == [s for s in self.rows if s.phase is Phase.PREFILL]
         if self._decode_rows is not None:
             assert self._decode_rows.sequences == decoding
-            assert self._decode_rows.plain.slots == [s.slot for s in decoding]
+            assert self._decode_rows.plain.slots == [s.place.slot for s in decoding]
         for seq in decoding:
             assert seq.is_known_to_runner
             assert seq.num_new_tokens <= 1

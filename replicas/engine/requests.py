@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from kv_transfer.connector import TransferRequest
 from kv_transfer.errors import TransferError
 from replicas.engine.loads import failure_word
-from replicas.engine.sequence import Sequence
+from replicas.engine.sequence import KVPlace, Sequence
 from replicas.messages import (
     Abort,
     Accepted,
@@ -120,8 +120,10 @@ class RequestHandler:
             self._refuse(client, request.request_id, refusal)
             return
         seq.handle = next(self._handles)
-        num_cached = max(seq.num_cached_tokens, 0)
-        accepted = Accepted(request.request_id, seq.dp_group, seq.slot, num_cached, seq.handle)
+        num_cached = max(seq.place.num_cached_tokens, 0)
+        accepted = Accepted(
+            request.request_id, seq.place.dp_group, seq.place.slot, num_cached, seq.handle
+        )
         self._events[client].append(accepted)
 
     def _refuse(self, client: bytes, request_id: str, reason: RefusalReason) -> None:
@@ -173,6 +175,6 @@ def _new_sequence(client: bytes, message: AddRequest, *, transfers: bool) -> Seq
         message.mode,
         client,
         [*request.prompt_token_ids, *(message.token_ids[0] if message.token_ids else ())],
-        dp_group=message.dp_group,
+        place=KVPlace(dp_group=message.dp_group),
         transfer=transfer,
     )

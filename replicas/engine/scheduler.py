@@ -28,7 +28,7 @@ import msgspec
 
 from kv_transfer.connector import SaveProgress
 from replicas.engine.endings import End, EndRules
-from replicas.engine.groups import DPGroups
+from replicas.engine.kv_cache import KVCacheManager
 from replicas.engine.loads import KVLoads, Verdict, is_loading
 from replicas.engine.request_table import DecodeRows, RequestTable
 from replicas.engine.sequence import Phase, Sequence
@@ -122,7 +122,7 @@ class _StepPlan:
     def note_blocks(self, seq: Sequence, block_ids: list[list[int]]) -> None:
         """Note blocks appended to a sequence that the runner knows; new ones are sent whole."""
         if block_ids and seq.is_known_to_runner:
-            self.appended.append((seq.slot, block_ids))
+            self.appended.append((seq.place.slot, block_ids))
 
     def work(self, num_groups: int) -> StepWork:
         """Return the work of the step's first pass, once it has begun."""
@@ -146,7 +146,7 @@ class _StepPlan:
                 seq.is_known_to_runner = True
         slots, counts = decodes.slots, decodes.num_scheduled_tokens
         if self.sequences:
-            slots, counts = slots + [s.slot for s in self.sequences], counts + self.counts
+            slots, counts = slots + [s.place.slot for s in self.sequences], counts + self.counts
         self.batch = ScheduledBatch(self.kind, slots, counts, new, self.appended, gone=gone)
         return self.batch
 
@@ -156,8 +156,8 @@ class Scheduler:
 
     Args:
         config: The engine's configuration, with every None that depends on the generator decided.
-        kv_groups: See `DPGroups`.
-        prefix_cache_key: See `DPGroups`.
+        kv_groups: See `KVCacheManager`.
+        prefix_cache_key: See `KVCacheManager`.
         max_model_len: Longest sequence in tokens.
         eos_token_ids: The model's end tokens.
         connector: Scheduler side of the KV connector, if the engine has one.
@@ -183,19 +183,19 @@ class Scheduler:
         assert 1 <= chunk_alignment <= self._token_budget, f"{chunk_alignment=}"
         self._config = config
         self._connector = connector
-        self._groups = DPGroups(config, kv_groups, prefix_cache_key)
-        self._loads = KVLoads(config, self._groups, connector, resumes_prefill=resumes_prefill)
+        self._kv = KVCacheManager(config, kv_groups, prefix_cache_key)
+        self._loads = KVLoads(config, self._kv, connector, resumes_prefill=resumes_prefill)
         decode_kind: StepKind = "mixed" if config.mixed_batches else "decode"
-        self.table = RequestTable(len(self._groups), decode_kind)
+        self.table = RequestTable(len(self._kv), decode_kind)
         self._end_rules = EndRules(max_model_len, eos_token_ids)
         self._chunk_alignment = chunk_alignment
         self._prefill_streak = 0
-        self._no_decodes = DecodeRows("decode", [], len(self._groups))
+        self._no_decodes = DecodeRows("decode", [], len(self._kv))
         # Steps under way, oldest first.
         self._plans: deque[_StepPlan] = deque()
 
     def __repr__(self) -> str:
-        return f"Scheduler({self.table!r}, {self._loads!r}, {self._groups!r})"
+        return f"Scheduler({self.table!r}, {self._loads!r}, {self._kv!r})"
 
     # --- requests in ---------------------------------------------------------------------------
 
@@ -212,7 +212,7 @@ class Scheduler:
         if self.table.is_known(seq.request_id):
             return "duplicate"
         limit = self._config.max_num_waiting
-        if limit is not None and len(self.table.queue) >= limit + self._groups.num_empty_slots:
+        if limit is not None and len(self.table.queue) >= limit + self._kv.num_empty_slots:
             return "queue_full"
         if self._connector is not None and seq.transfer is not None:
             self._connector.on_new_request(seq.transfer, now_s)
@@ -228,10 +228,10 @@ class Scheduler:
         """
         if self.table.is_known(seq.request_id):
             return "duplicate"
-        place = self._groups.place(seq, seq.num_tokens + 1)
+        place = self._kv.find_place(seq, seq.num_tokens + 1)
         if place is None:
-            return "no_blocks" if self._groups.has_slot(seq) else "no_slot"
-        self._groups.admit(seq, place, seq.num_tokens + 1)
+            return "no_blocks" if self._kv.has_slot(seq) else "no_slot"
+        seq.num_computed_tokens = self._kv.admit(seq, place, seq.num_tokens + 1)
         self.table.add(seq)
         self._loads.reserve(seq, now_s)
         return None
@@ -271,14 +271,14 @@ class Scheduler:
         if seq is None or seq.transfer is None or self._connector is None:
             return
         num_final = 0
-        if seq.is_running and not seq.is_converted:
+        if seq.is_running and not seq.place.is_converted:
             # Only steps that are over count; the last token's step may be under way.
             num_final = min(seq.num_computed_tokens, seq.num_tokens - 1)
-        num_full = num_final - num_final % self._groups.block_multiple
-        block_ids = tuple(map(tuple, seq.block_ids))
+        num_full = num_final - num_final % self._kv.block_multiple
+        block_ids = tuple(map(tuple, seq.place.block_ids))
         self._connector.lend(
             seq.transfer_with(ticket),
-            SaveProgress(request_id, seq.dp_group, block_ids, num_full),
+            SaveProgress(request_id, seq.place.dp_group, block_ids, num_full),
             now_s,
         )
 
@@ -294,9 +294,10 @@ class Scheduler:
         Returns:
             The sequence if this ended it, because its KV did not come and must not be recomputed.
         """
-        seq = self._loads.activate(request_id, token_ids, now_s)
+        seq = self._loads.activate(request_id, now_s, has_tokens=bool(token_ids))
         if seq is None:
             return None
+        seq.token_ids.extend(token_ids[seq.num_output_tokens :])
         self._go_on(seq)
         return seq if seq.is_over else None
 
@@ -336,7 +337,7 @@ class Scheduler:
         """Free blocks that another engine has fetched, or will not fetch."""
         seq = self.table.release_held(request_id)
         if seq is not None:
-            self._groups.give_back_blocks(seq)
+            self._kv.free_blocks(seq)
 
     # --- requests out --------------------------------------------------------------------------
 
@@ -410,7 +411,7 @@ class Scheduler:
         looks = (before.decodes.sequences[row] for row in before.looks)
         ending = {seq for seq in looks if self._ends_by_length(seq)}
         if self.table.queue:
-            has_room = self.table.outlived or self._groups.num_empty_slots
+            has_room = self.table.outlived or self._kv.num_empty_slots
             if ending or has_room:
                 return None
         kind = before.decodes.plain.kind
@@ -433,9 +434,9 @@ class Scheduler:
         outputs = self._take_decodes(plan, result.token_ids[:num_decoded], decode_counts)
         if self.table.outlived:
             for seq in self.table.steps_are_over(self._is_under_way):
-                self._groups.give_back_slot(seq)
+                self._kv.free_slot(seq)
                 if seq.phase is Phase.ENDED:
-                    self._groups.give_back_blocks(seq)
+                    self._kv.free_blocks(seq)
         if plan.sequences:
             counts = other_counts or [1] * len(plan.sequences)
             outputs = self._take_others(plan, outputs, result.token_ids[num_decoded:], counts)
@@ -444,7 +445,7 @@ class Scheduler:
     def work(self, batch: ScheduledBatch) -> StepWork:
         """Return the work of the first pass of a step under way."""
         [plan] = [plan for plan in self._plans if plan.batch is batch]
-        return plan.work(len(self._groups))
+        return plan.work(len(self._kv))
 
     def progress(self, batch: ScheduledBatch) -> Iterable[tuple[Sequence, int]]:
         """Yield sequences whose prompt a step computes, with their computed tokens after it.
@@ -539,7 +540,7 @@ class Scheduler:
         if ending:
             short = [s for s in short if s not in ending]
             left = [s for s in decodes.sequences if s not in ending]
-            decodes = DecodeRows(plan.kind, left, len(self._groups))
+            decodes = DecodeRows(plan.kind, left, len(self._kv))
         others = [s for s in table.prefill_rows if plan.takes(s)]
         budget = plan.budget - len(decodes)
         if sum(s.num_new_tokens for s in others) > budget:
@@ -563,7 +564,7 @@ class Scheduler:
             if count == 0:
                 continue
             while not self._grow(plan, [(seq, seq.num_computed_tokens + count)]):
-                victim = self.table.victim(seq.dp_group)
+                victim = self.table.victim(seq.place.dp_group)
                 self._preempt(victim)
                 preempted = True
                 if victim is seq:
@@ -574,7 +575,7 @@ class Scheduler:
 
     def _grow(self, plan: _StepPlan, wanted: list[tuple[Sequence, int]]) -> bool:
         """Give running sequences the blocks that they lack; return False if there are too few."""
-        appended = self._groups.grow(wanted)
+        appended = self._kv.grow(wanted)
         if appended is None:
             return False
         for (seq, _), block_ids in zip(wanted, appended, strict=True):
@@ -586,8 +587,8 @@ class Scheduler:
     def _admit_waiting(self, plan: _StepPlan) -> None:
         """Admit queued sequences in order; a full DP group holds up only those that ask for it."""
         queue, index = self.table.queue, 0
-        full_groups = self._groups.without_slots()
-        while index < len(queue) and plan.budget > 0 and len(full_groups) < len(self._groups):
+        full_groups = self._kv.without_slots()
+        while index < len(queue) and plan.budget > 0 and len(full_groups) < len(self._kv):
             seq = queue[index]
             admission = self._try_admit(plan, seq, full_groups)
             if admission is _Admission.ADMITTED:
@@ -595,31 +596,31 @@ class Scheduler:
             index += 1
             if admission is _Admission.ASKING:
                 continue
-            if seq.dp_group < 0:
+            if seq.place.dp_group < 0:
                 break
-            full_groups.add(seq.dp_group)
+            full_groups.add(seq.place.dp_group)
 
     def _try_admit(self, plan: _StepPlan, seq: Sequence, full_groups: set[int]) -> _Admission:
         # Checked before the costly search for a place: many sequences may ask in every step.
         if self._loads.is_asking(seq) and self._loads.num_external(seq, 0) is None:
             return _Admission.ASKING
         # The whole prompt must fit, or two half-computed prompts could starve each other.
-        prompt_tokens = self.table.prompt_tokens() if seq.dp_group < 0 else []
-        place = self._groups.place(seq, seq.num_tokens, full_groups, prompt_tokens)
+        prompt_tokens = self.table.prompt_tokens() if seq.place.dp_group < 0 else []
+        place = self._kv.find_place(seq, seq.num_tokens, full_groups, prompt_tokens)
         if place is None:
             return _Admission.NO_ROOM
         num_external = self._loads.num_external(seq, place.num_tokens)
         if num_external is None:
             return _Admission.ASKING
         if num_external:
-            self._groups.admit(seq, place, seq.num_tokens)
+            seq.num_computed_tokens = self._kv.admit(seq, place, seq.num_tokens)
             self.table.move(seq, Phase.LOADING)
             self._loads.start(seq, num_external)
             return _Admission.ADMITTED
         count = self._clip(place.num_tokens, seq.num_tokens, plan.budget)
         if count == 0:
             return _Admission.NO_ROOM
-        self._groups.admit(seq, place, seq.num_tokens)
+        seq.num_computed_tokens = self._kv.admit(seq, place, seq.num_tokens)
         self.table.move(seq, Phase.PREFILL)
         plan.add(seq, count)
         return _Admission.ADMITTED
@@ -635,8 +636,8 @@ class Scheduler:
 
     def _begin(self, plan: _StepPlan) -> ScheduledBatch:
         """Begin a step: its tokens count as computed from now on."""
-        groups = self._groups
-        batch = plan.build(groups.take_left_slots() if groups.left_slots else [])
+        kv = self._kv
+        batch = plan.build(kv.take_left_slots() if kv.left_slots else [])
         plan.looks = self._advance(plan.decodes.sequences, 1)
         for seq, count in zip(plan.sequences, plan.counts, strict=True):
             seq.num_computed_tokens += count
@@ -664,7 +665,7 @@ class Scheduler:
         found = [sequences[row] for row in rows]
         failed = tuple(s for s in found if s.is_running)
         for seq in failed:
-            self._groups.forget_blocks(seq)
+            self._kv.forget_blocks(seq)
             self._finish(seq, "error")
         return failed
 
@@ -684,7 +685,7 @@ class Scheduler:
             looks = [i for i, row in enumerate(rows) if row in plan.looks]
             sequences = [sequences[r] for r in rows]
             token_ids = [t for r in rows for t in token_ids[r * count : (r + 1) * count]]
-            decodes = DecodeRows(decodes.plain.kind, sequences, len(self._groups))
+            decodes = DecodeRows(decodes.plain.kind, sequences, len(self._kv))
         if count == 1:
             for seq, token_id in zip(sequences, token_ids, strict=True):
                 seq.token_ids.append(token_id)
@@ -738,13 +739,13 @@ class Scheduler:
             if count:
                 self._take_run(outputs, seq, list(itertools.islice(tokens, count)))
             elif seq.is_running:
-                self._groups.prefixes.cache_full_blocks(seq, seq.num_computed_tokens)
+                self._kv.index_full_blocks(seq, seq.num_computed_tokens)
         return outputs if decoded.counts else outputs._replace(counts=[])
 
     def _take_run(self, outputs: StepOutputs, seq: Sequence, run: list[int]) -> None:
         """Give a sequence a run up to its first end, and add that to the outputs."""
         run, end = self._end_rules.cut(seq, run)
-        stats = self._groups.stats[seq.dp_group]
+        stats = self._kv.stats[seq.place.dp_group]
         stats.generation_tokens += len(run)
         if seq.num_output_tokens == 0:
             stats.prompt_tokens += seq.num_prompt_tokens
@@ -758,7 +759,7 @@ class Scheduler:
 
     def _settle(self, seq: Sequence, end: End | None) -> None:
         """Index a sequence's full blocks after new tokens, then end, hand over or decode it."""
-        self._groups.prefixes.cache_full_blocks(seq, seq.num_tokens - 1)
+        self._kv.index_full_blocks(seq, seq.num_tokens - 1)
         if end is not None:
             self._finish(seq, end.reason)
         elif seq.mode == "prefill":
@@ -769,10 +770,10 @@ class Scheduler:
     def _decode_on(self, seq: Sequence) -> None:
         """Let a sequence decode, and set when it must be examined next."""
         num_computed = seq.num_computed_tokens
-        divisor = self._groups.block_divisor
+        divisor = self._kv.block_divisor
         block_end = num_computed - num_computed % divisor + divisor
         seq.look_at = min(block_end, self._end_rules.longest(seq) - 1)
-        if num_computed >= seq.capacity:
+        if num_computed >= seq.place.capacity:
             self.table.short[seq] = None
         if seq.phase is Phase.PREFILL:
             seq.stop_ids = self._end_rules.stop_ids(seq)
@@ -783,7 +784,7 @@ class Scheduler:
         return seq.num_computed_tokens >= self._end_rules.longest(seq) - 1
 
     def _count_tokens(self, decodes: DecodeRows, num_steps: int) -> None:
-        for stats, num_rows in zip(self._groups.stats, decodes.num_in, strict=True):
+        for stats, num_rows in zip(self._kv.stats, decodes.num_in, strict=True):
             stats.generation_tokens += num_steps * num_rows
 
     # --- from place to place --------------------------------------------------------------------
@@ -798,7 +799,9 @@ class Scheduler:
         if not is_loading(seq):
             return None
         has_client = seq.phase is Phase.RESERVED
-        self._loads.end_load(seq, failure, is_converted=is_converted)
+        num_new = self._loads.end_load(seq, failure)
+        seq.num_computed_tokens += num_new
+        self._kv.note_loaded(seq, num_new, is_converted=is_converted)
         if failure is not None and has_client and self._loads.try_next_ticket(seq, now_s):
             return None
         self._go_on(seq)
@@ -823,16 +826,18 @@ class Scheduler:
         """Take slot and blocks from a sequence; it recomputes its tokens when there is room."""
         if self._connector is not None:
             self._connector.request_preempted(seq.request_id)
-        self._groups.give_back_slot(seq)
-        self._groups.give_back_blocks(seq)
-        self._groups.stats[seq.dp_group].num_preemptions += 1
+        self._kv.free_slot(seq)
+        self._kv.free_blocks(seq)
+        seq.num_computed_tokens = 0
+        seq.is_known_to_runner = False
+        self._kv.stats[seq.place.dp_group].num_preemptions += 1
         self.table.requeue(seq)
 
     def _hand_over(self, seq: Sequence) -> None:
         """After a prefill, free the slot and keep the blocks until the consumer has them."""
         assert self._connector is not None
         self._count_finished(seq, "handed_over")
-        hold = self._connector.request_finished(seq.request_id, seq.block_ids)
+        hold = self._connector.request_finished(seq.request_id, seq.place.block_ids)
         self._retire(seq, hold=hold)
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
@@ -844,23 +849,23 @@ class Scheduler:
             # No consumer fetches these blocks. A normal end may still save its KV to a store.
             if seq.is_aborted or reason == "error" or seq.mode == "prefill":
                 self._connector.cancel(seq.request_id)
-            hold = self._connector.request_finished(seq.request_id, seq.block_ids)
+            hold = self._connector.request_finished(seq.request_id, seq.place.block_ids)
         self._retire(seq, hold=hold)
 
     def _retire(self, seq: Sequence, *, hold: bool) -> None:
         is_under_way = self._is_under_way(seq)
         self.table.retire(seq, is_held=hold, is_under_way=is_under_way)
         if not is_under_way:
-            self._groups.give_back_slot(seq)
+            self._kv.free_slot(seq)
             if not hold:
-                self._groups.give_back_blocks(seq)
+                self._kv.free_blocks(seq)
 
     def _is_under_way(self, seq: Sequence) -> bool:
         """Return whether a step under way computes a sequence."""
         return any(seq in plan for plan in self._plans)
 
     def _count_finished(self, seq: Sequence, reason: str) -> None:
-        finished = self._groups.stats[max(seq.dp_group, 0)].requests_finished
+        finished = self._kv.stats[max(seq.place.dp_group, 0)].requests_finished
         finished[reason] = finished.get(reason, 0) + 1
 
     # --- views ---------------------------------------------------------------------------------
@@ -887,18 +892,17 @@ class Scheduler:
         running, reserved = self.table.num_running, self.table.num_reserved
         asking = self.table.queue.num_asking_for
         return [
-            self._groups.snapshot(g, running[g], reserved[g], asking[g])
-            for g in range(len(self._groups))
+            self._kv.snapshot(g, running[g], reserved[g], asking[g]) for g in range(len(self._kv))
         ]
 
     def group_snapshots(self) -> list[GroupSnapshot]:
         """Return the free slots, free blocks and load of each DP group."""
-        contexts: list[list[int]] = [[] for _ in range(len(self._groups))]
+        contexts: list[list[int]] = [[] for _ in range(len(self._kv))]
         prompts: list[list[Sequence]] = [[] for _ in contexts]
         for seq in itertools.chain(self.table.rows, self._loads.awaiting):
-            contexts[seq.dp_group].append(len(seq.token_ids))
+            contexts[seq.place.dp_group].append(len(seq.token_ids))
         for seq in self.table.prefill_rows:
-            prompts[seq.dp_group].append(seq)
+            prompts[seq.place.dp_group].append(seq)
         return [
             _with_load(room, contexts[group], prompts[group], self.table.queue.load_of(group))
             for group, room in enumerate(self.group_rooms())
@@ -907,21 +911,21 @@ class Scheduler:
     def group_counters(self) -> list[GroupCounters]:
         """Return totals and gauges of each DP group."""
         running, reserved = self.table.num_running, self.table.num_reserved
-        return [self._groups.counters(g, running[g], reserved[g]) for g in range(len(self._groups))]
+        return [self._kv.counters(g, running[g], reserved[g]) for g in range(len(self._kv))]
 
     @property
     def prefix_feed(self) -> PrefixFeed:
         """Return the events of the prefix caches."""
-        return self._groups.prefix_feed
+        return self._kv.prefix_feed
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached block; running sequences keep theirs."""
-        self._groups.prefixes.reset()
+        self._kv.reset_prefix_cache()
 
     def check_invariants(self) -> None:
         """Assert that every sequence is in one place, with the slot and blocks of that place."""
         self.table.check_invariants()
-        self._groups.check_invariants([*self.table, *self.table.leaving()])
+        self._kv.check_invariants([*self.table, *self.table.leaving()])
         self._loads.check_invariants()
         awaiting = {s for s in self.table if s.phase in (Phase.LOADING, Phase.RESERVED)}
         assert set(self._loads.awaiting) == awaiting
@@ -930,12 +934,12 @@ class Scheduler:
 
 def _new_row(seq: Sequence) -> NewRow:
     return NewRow(
-        slot=seq.slot,
-        dp_group=seq.dp_group,
+        slot=seq.place.slot,
+        dp_group=seq.place.dp_group,
         token_ids=list(seq.token_ids),
         num_prompt_tokens=seq.num_prompt_tokens,
         num_computed_tokens=seq.num_computed_tokens,
-        block_ids=[list(block_ids) for block_ids in seq.block_ids],
+        block_ids=[list(block_ids) for block_ids in seq.place.block_ids],
         sampling=seq.request.sampling,
     )
 

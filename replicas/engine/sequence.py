@@ -91,15 +91,10 @@ class KVLoad:
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
-    """One request inside the engine.
+class KVPlace:
+    """A sequence's slot and blocks. Owner: `KVCacheManager`.
 
     Attributes:
-        request: The client's request; never changes.
-        mode: Part of the request that runs here.
-        client: Opaque id of the client that gets its outputs.
-        token_ids: Prompt, then output.
-        num_computed_tokens: Tokens whose KV is in the cache once the steps under way are over.
         block_ids: For each KV group its block table, in which the block of token t is number
             `t // block_size` of that group; empty without blocks.
         capacity: Tokens for which it has blocks in every KV group.
@@ -111,10 +106,34 @@ class Sequence:
         slot: Its slot, or -1.
         num_cached_tokens: Prompt tokens found when it was first admitted, in the prefix cache or by
             the connector.
-        transfer: The request as the KV connector gets it; None in an engine without a connector.
-        load: Its load of KV; None if it never waited for KV.
         is_converted: Whether some of its KV came in another dtype. Its blocks must not be shared,
             because this engine would have computed different KV.
+    """
+
+    dp_group: int = -1
+    slot: int = -1
+    block_ids: list[list[int]] = field(default_factory=list)
+    capacity: int = 0
+    block_hashes: list[list[bytes]] = field(default_factory=list)
+    walks: dict[int, list[PrefixWalk]] = field(default_factory=dict)
+    num_indexed_tokens: int = 0
+    num_cached_tokens: int = -1
+    is_converted: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request inside the engine.
+
+    Attributes:
+        request: The client's request; never changes.
+        mode: Part of the request that runs here.
+        client: Opaque id of the client that gets its outputs.
+        token_ids: Prompt, then output.
+        num_computed_tokens: Tokens whose KV is in the cache once the steps under way are over.
+        place: Its slot and blocks.
+        transfer: The request as the KV connector gets it; None in an engine without a connector.
+        load: Its load of KV; None if it never waited for KV.
         is_aborted: Whether the client has given it up. Its KV must not be used any more.
         choice: Which of the request's choices it is.
         handle: Its number in columns of tokens; 0 before it is accepted.
@@ -134,18 +153,10 @@ class Sequence:
     mode: RequestMode
     client: bytes
     token_ids: list[int]
-    dp_group: int = -1
+    place: KVPlace = field(default_factory=KVPlace)
     num_computed_tokens: int = 0
-    block_ids: list[list[int]] = field(default_factory=list)
-    capacity: int = 0
-    block_hashes: list[list[bytes]] = field(default_factory=list)
-    walks: dict[int, list[PrefixWalk]] = field(default_factory=dict)
-    num_indexed_tokens: int = 0
-    slot: int = -1
-    num_cached_tokens: int = -1
     transfer: TransferRequest | None = None
     load: KVLoad | None = None
-    is_converted: bool = False
     is_aborted: bool = False
     choice: int = 0
     handle: int = 0

@@ -41,15 +41,17 @@ def step_work(
     """
     rows, contexts, longest = [0] * num_groups, [0] * num_groups, 0
     for seq in decodes:
-        rows[seq.dp_group] += 1
+        rows[seq.place.dp_group] += 1
         context = seq.num_computed_tokens - (num_passes - 1)
-        contexts[seq.dp_group] += context
+        contexts[seq.place.dp_group] += context
         longest = max(longest, context)
     chunks, tokens, pairs = [0] * num_groups, [0] * num_groups, [0] * num_groups
     for seq, count in prompts:
-        chunks[seq.dp_group] += 1
-        tokens[seq.dp_group] += count
-        pairs[seq.dp_group] += num_pairs(seq.num_computed_tokens - count, seq.num_computed_tokens)
+        chunks[seq.place.dp_group] += 1
+        tokens[seq.place.dp_group] += count
+        pairs[seq.place.dp_group] += num_pairs(
+            seq.num_computed_tokens - count, seq.num_computed_tokens
+        )
     return StepWork(max(rows), max(contexts), longest, max(chunks), max(tokens), max(pairs), 0.0)
 
 

@@ -63,7 +63,9 @@ class TransferCoordinator:
         progress = []
         if batch is not None:
             progress = [
-                SaveProgress(s.request_id, s.dp_group, tuple(map(tuple, s.block_ids)), num_tokens)
+                SaveProgress(
+                    s.request_id, s.place.dp_group, tuple(map(tuple, s.place.block_ids)), num_tokens
+                )
                 for s, num_tokens in self._scheduler.progress(batch)
             ]
         if not progress and not self.are_at_stake:

@@ -16,7 +16,7 @@ from kv_transfer.errors import TicketError
 from kv_transfer.keys import KeyRing
 from kv_transfer.ticket import Ticket
 from replicas.config import EngineConfig
-from replicas.engine.sequence import Sequence
+from replicas.engine.sequence import KVPlace, Sequence
 from replicas.engine.step import StepResult
 from replicas.messages import EngineRequest, RequestMode
 from replicas.sampling_params import SamplingParams
@@ -68,7 +68,7 @@ def make_sequence(
     ticket = make_ticket(request_id, len(prompt), producer="here") if mode == "prefill" else b""
     transfer = TransferRequest(request_id, list(prompt), ticket, cache_salt)
     token_ids = [*prompt, *output]
-    return Sequence(request, mode, client, token_ids, dp_group=dp_group, transfer=transfer)
+    return Sequence(request, mode, client, token_ids, place=KVPlace(dp_group), transfer=transfer)
 
 
 def make_ticket(

@@ -83,7 +83,7 @@ class World:
         """Write the KV of tokens `start` and later of a sequence."""
         for position, place in self.places(lane, tables, range(start, len(tokens))):
             kv_group, _, block, _ = place
-            pool = self.scheduler._groups._pools[lane][kv_group]
+            pool = self.scheduler._kv._pools[lane][kv_group]
             holders, is_indexed = pool._ref_counts[block], pool._hashes[block] is not None
             assert (holders, is_indexed) == (1, False), f"a write to block {block} of others"
             self.kv[place] = tokens[: position + 1]
@@ -107,7 +107,7 @@ class World:
         assert not new_slots & self.known_slots, "a row is replaced before it has left"
         self.known_slots |= new_slots
         assert self.known_slots >= set(batch.slots), "a row that has left runs"
-        by_slot = {s.slot: s for s in self.scheduler.table.rows}
+        by_slot = {s.place.slot: s for s in self.scheduler.table.rows}
         token_ids = []
         for slot, count in zip(batch.slots, batch.num_scheduled_tokens, strict=True):
             seq, start = by_slot[slot], int(self.batch.num_computed_tokens[slot])
@@ -118,13 +118,13 @@ class World:
             ]
             tokens = tuple(self.batch.token_ids[slot, :end].tolist())
             assert tokens == tuple(seq.token_ids[:end])
-            for table, block_ids in zip(tables, seq.block_ids, strict=True):
+            for table, block_ids in zip(tables, seq.place.block_ids, strict=True):
                 assert table == block_ids[: len(table)]
                 assert 0 not in table
             assert end == seq.num_computed_tokens
-            assert slot // self.config.slots_per_group == seq.dp_group
-            self.assert_holds(seq.dp_group, tables, tokens[:start])
-            self.write(seq.dp_group, tables, tokens, start)
+            assert slot // self.config.slots_per_group == seq.place.dp_group
+            self.assert_holds(seq.place.dp_group, tables, tokens[:start])
+            self.write(seq.place.dp_group, tables, tokens, start)
             samples = end == seq.num_tokens
             assert samples or end % self.chunk_alignment == 0, "a chunk ends inside a block"
             assert samples == self.batch.num_logits(np.array([slot]), np.array([count]))[0]
@@ -198,7 +198,7 @@ class World:
         if ok and held is not None and not cancelled and not transfer.lent:
             # The consumer was promised the prompt's KV: it must still have been there.
             prompt = tuple(held.request.prompt_token_ids)
-            self.assert_holds(held.dp_group, held.block_ids, prompt)
+            self.assert_holds(held.place.dp_group, held.place.block_ids, prompt)
         if ok:
             self.scheduler.release_held(request_id)
         else:
@@ -268,8 +268,12 @@ class World:
         """The scheduler's own invariants, and reference counts against the holders."""
         self.scheduler.check_invariants()
         holders = [*self.scheduler.table, *self.scheduler.table.held.values()]
-        for group, pools in enumerate(self.scheduler._groups._pools):
-            tables = [s.block_ids for s in holders if s.dp_group == group and s.block_ids]
+        for group, pools in enumerate(self.scheduler._kv._pools):
+            tables = [
+                s.place.block_ids
+                for s in holders
+                if s.place.dp_group == group and s.place.block_ids
+            ]
             for i, (kv_group, pool) in enumerate(zip(self.kv_groups, pools, strict=True)):
                 counts = Counter(b for block_ids in tables for b in block_ids[i])
                 assert pool._ref_counts == [counts[b] for b in range(kv_group.num_blocks)]
@@ -282,11 +286,11 @@ class World:
     def _check_loads(self) -> None:
         """Check that each group's work in snapshots is what its sequences lack."""
         live = list(self.scheduler.table)
-        unplaced = [s for s in live if s.slot < 0 and s.dp_group < 0]
+        unplaced = [s for s in live if s.place.slot < 0 and s.place.dp_group < 0]
         groups = self.scheduler.group_snapshots()
         for group, told in enumerate(groups):
-            own = [s for s in live if s.dp_group == group]
-            contexts = [len(s.token_ids) for s in own if s.slot >= 0]
+            own = [s for s in live if s.place.dp_group == group]
+            contexts = [len(s.token_ids) for s in own if s.place.slot >= 0]
             longest = max(contexts, default=0)
             assert (told.num_context_tokens, told.max_context_tokens) == (sum(contexts), longest)
             prompts = [

@@ -63,7 +63,7 @@ def test_a_sequence_has_the_blocks_of_its_tokens_in_every_kv_group():
     seq = add(scheduler, "a", [1, 2, 3, 4, 5], max_tokens=5)
     [new] = step(scheduler).new
     assert [len(block_ids) for block_ids in new.block_ids] == [3, 2]
-    assert new.block_ids == seq.block_ids
+    assert new.block_ids == seq.place.block_ids
     assert free(scheduler) == [9, 6]
     # Tokens 5 to 8: the sixth is in the third block of two; the ninth begins a block in each.
     appended = [step(scheduler).appended_blocks for _ in range(4)]
@@ -95,8 +95,8 @@ def test_a_sequence_that_cannot_grow_in_one_kv_group_takes_nothing_in_the_other(
     assert free(scheduler) == [16, 0]
     step(scheduler)
     # The first one's fifth token took the second one's blocks, of both kinds.
-    assert (second.num_preemptions, second.block_ids, second.slot) == (1, [], -1)
-    assert [len(block_ids) for block_ids in first.block_ids] == [3, 2]
+    assert (second.num_preemptions, second.place.block_ids, second.place.slot) == (1, [], -1)
+    assert [len(block_ids) for block_ids in first.place.block_ids] == [3, 2]
     assert free(scheduler) == [17, 0]
 
 
@@ -108,14 +108,14 @@ def test_a_prefix_is_as_long_as_every_kv_group_has_it():
     again = add(scheduler, "again", [*prompt[:7], 0, 0, 0], max_tokens=9)
     # Six tokens are there in blocks of two, four in blocks of four.
     assert step(scheduler).num_tokens == 10 - 4
-    assert again.num_cached_tokens == 4
-    assert [len(block_ids) for block_ids in again.block_ids] == [5, 3]
+    assert again.place.num_cached_tokens == 4
+    assert [len(block_ids) for block_ids in again.place.block_ids] == [5, 3]
     scheduler.abort("again")
     # One KV group has lost the prefix, the other one alone is of no use.
-    scheduler._groups._pools[0][1].reset_prefix_cache()
+    scheduler._kv._pools[0][1].reset_prefix_cache()
     lost = add(scheduler, "lost", prompt, max_tokens=9)
     assert step(scheduler).num_tokens == 10
-    assert lost.num_cached_tokens == 0
+    assert lost.place.num_cached_tokens == 0
 
 
 def test_the_smallest_kv_group_limits_the_longest_sequence():

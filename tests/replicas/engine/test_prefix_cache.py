@@ -30,7 +30,7 @@ def indexed(keys):
     """Hashes that an engine with these secrets has of a prompt's blocks, once it is answered."""
     with engine_core(config(keys=keys)) as core:
         generate(core, [PROMPT])
-        return set(core._scheduler._groups._pools[0][0]._block_by_hash)
+        return set(core._scheduler._kv._pools[0][0]._block_by_hash)
 
 
 def test_engines_of_one_deployment_agree_and_no_others_do():
@@ -108,7 +108,7 @@ class Queue:
             self.step()
         self.add("waiting", [*self.prompt, *[2] * 200])
         self.indexes = []
-        for [pool] in self.scheduler._groups._pools:
+        for [pool] in self.scheduler._kv._pools:
             index = CountingIndex(pool._block_by_hash)
             pool._block_by_hash = index
             self.indexes.append(index)
@@ -118,7 +118,7 @@ class Queue:
 
     def step(self):
         batch = self.scheduler.schedule()
-        by_slot = {seq.slot: seq for seq in self.scheduler.table.rows}
+        by_slot = {seq.place.slot: seq for seq in self.scheduler.table.rows}
         tokens = [None if by_slot[slot].num_new_tokens else 5 for slot in batch.slots]
         self.scheduler.update(batch, result_of(tokens))
         self.scheduler.check_invariants()
@@ -148,7 +148,7 @@ def test_what_a_waiting_prompt_found_is_looked_for_again_when_it_may_be_gone():
     queue.scheduler.abort("running0")
     queue.step()
     [waited] = [seq for seq in queue.scheduler.table.rows if seq.request_id == "waiting"]
-    assert waited.num_cached_tokens == 0
+    assert waited.place.num_cached_tokens == 0
 
 
 def test_a_prompt_that_waited_gets_the_prefix_that_is_there_when_it_is_admitted():
@@ -158,5 +158,5 @@ def test_a_prompt_that_waited_gets_the_prefix_that_is_there_when_it_is_admitted(
     queue.scheduler.abort("running0")
     queue.step()
     [waited] = [seq for seq in queue.scheduler.table.rows if seq.request_id == "waiting"]
-    assert waited.num_cached_tokens == 4 * NUM_PREFIX
-    assert not waited.walks
+    assert waited.place.num_cached_tokens == 4 * NUM_PREFIX
+    assert not waited.place.walks

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kv_transfer.block_hash import block_names
 from replicas.engine.block_pool import BlockPool
 from replicas.engine.core import EngineCore
-from replicas.engine.groups import DPGroups
+from replicas.engine.kv_cache import KVCacheManager
 from replicas.engine.prefix_feed import PrefixFeed, PrefixJournal
 from replicas.engine.server import SNAPSHOT_S, EngineServer
 from replicas.messages import (
@@ -96,7 +96,7 @@ def test_what_was_cleared_needs_no_more_words():
 
 
 def test_an_engine_of_several_kv_groups_tells_nothing():
-    feed = DPGroups(
+    feed = KVCacheManager(
         make_config(), one_kv_group(9, 4) + one_kv_group(9, 8), PREFIX_CACHE_KEY
     ).prefix_feed
     feed.follow(is_followed=True)

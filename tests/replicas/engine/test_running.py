@@ -128,7 +128,7 @@ def test_who_waits_costs_nothing_while_no_slot_is_free(monkeypatch):
     for name in "abcd":
         add(scheduler, name)
     step(scheduler, 1, 1)
-    monkeypatch.setattr(scheduler._groups, "place", None)
+    monkeypatch.setattr(scheduler._kv, "find_place", None)
     batch, _ = step(scheduler, 1, 1)
     assert batch.slots == [0, 1]
     assert len(scheduler.table.queue) == 2

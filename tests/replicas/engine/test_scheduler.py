@@ -48,7 +48,7 @@ def step(scheduler, token=1):
     batch = scheduler.schedule()
     if batch is None:
         return {}
-    by_slot = {seq.slot: seq for seq in scheduler.table.rows}
+    by_slot = {seq.place.slot: seq for seq in scheduler.table.rows}
     sequences = [by_slot[slot] for slot in batch.slots]
     counts = dict(zip((s.request_id for s in sequences), batch.num_scheduled_tokens, strict=True))
     tokens = [token if seq.num_new_tokens == 0 else None for seq in sequences]
@@ -359,7 +359,7 @@ def test_request_goes_to_the_group_that_has_blocks_even_if_another_has_more_slot
     step(scheduler)
     scheduler.add(make_sequence("new", [3] * 3), 0.0)
     assert "new" in step(scheduler)
-    assert scheduler.table.get("new").dp_group == 1
+    assert scheduler.table.get("new").place.dp_group == 1
 
 
 def test_a_prompt_goes_to_the_group_that_is_done_with_it_first():
@@ -372,12 +372,12 @@ def test_a_prompt_goes_to_the_group_that_is_done_with_it_first():
     step(scheduler)
     scheduler.add(make_sequence("other", [2] * 5), 0.0)
     step(scheduler)
-    assert scheduler.table.get("other").dp_group == 0, "it is the emptiest"
+    assert scheduler.table.get("other").place.dp_group == 0, "it is the emptiest"
     for name in ("same0", "same1"):
         scheduler.add(make_sequence(name, [*cached, 3]), 0.0)
     step(scheduler)
-    assert scheduler.table.get("same0").dp_group == 1
-    assert scheduler.table.get("same1").dp_group == 1, (
+    assert scheduler.table.get("same0").place.dp_group == 1
+    assert scheduler.table.get("same1").place.dp_group == 1, (
         "what is missing of two is less than of one whole"
     )
 
@@ -387,7 +387,7 @@ def test_prompts_of_one_step_go_all_around():
     for i in range(4):
         scheduler.add(make_sequence(f"r{i}", [i + 1] * 4), 0.0)
     step(scheduler)
-    assert sorted(scheduler.table.get(f"r{i}").dp_group for i in range(4)) == [0, 0, 1, 1]
+    assert sorted(scheduler.table.get(f"r{i}").place.dp_group for i in range(4)) == [0, 0, 1, 1]
 
 
 # --- prompts that a store knows ----------------------------------------------------------------
@@ -426,14 +426,14 @@ def test_a_prompt_that_a_store_knows_is_loaded_and_not_computed():
     scheduler.add(make_sequence("a", [1] * 10), 0.0)
     assert step(scheduler) == {}
     seq = scheduler.table.get("a")
-    assert (seq.phase, len(seq.block_ids[0]), seq.slot) == (Phase.LOADING, 3, 0)
+    assert (seq.phase, len(seq.place.block_ids[0]), seq.place.slot) == (Phase.LOADING, 3, 0)
     transfer = connector.transfers["a"]
-    assert (transfer.start, transfer.block_ids) == (0, (tuple(seq.block_ids[0][:2]),))
+    assert (transfer.start, transfer.block_ids) == (0, (tuple(seq.place.block_ids[0][:2]),))
     [group] = scheduler.group_snapshots()
     assert (group.num_running, group.num_reserved, group.num_free_blocks) == (0, 1, [5])
     assert step(scheduler) == {}
     arrive(scheduler, connector, "a")
-    assert (seq.phase, seq.num_cached_tokens) == (Phase.PREFILL, 8)
+    assert (seq.phase, seq.place.num_cached_tokens) == (Phase.PREFILL, 8)
     assert [step(scheduler), step(scheduler)] == [{"a": 2}, {"a": 1}]
     [group] = scheduler.group_snapshots()
     assert (group.num_running, group.num_reserved) == (1, 0)
@@ -476,7 +476,7 @@ def test_of_a_failed_load_whole_verified_blocks_are_kept(num_tokens, left):
     scheduler.add(make_sequence("a", [1] * 14), 0.0)
     step(scheduler)
     assert fail(scheduler, connector, "a", num_tokens) is None
-    assert scheduler.table.get("a").num_cached_tokens == 14 - left
+    assert scheduler.table.get("a").place.num_cached_tokens == 14 - left
     assert step(scheduler) == {"a": left}
     assert scheduler.num_recompute_tokens == left - 2
 
@@ -582,7 +582,7 @@ def test_a_preempted_sequence_asks_the_store_again():
     assert step(scheduler) == {}
     assert scheduler.table.get("b").phase is Phase.LOADING
     arrive(scheduler, connector, "b")
-    assert scheduler.table.get("b").num_cached_tokens == 0
+    assert scheduler.table.get("b").place.num_cached_tokens == 0
     assert step(scheduler) == {"b": 5}
 
 
@@ -748,7 +748,7 @@ def test_cache_salts_keep_equal_prompts_apart():
         seq = make_sequence(f"{i}", [1] * 9, max_tokens=1, cache_salt=salt)
         scheduler.add(seq, 0.0)
         step(scheduler)
-        cached[i] = seq.num_cached_tokens
+        cached[i] = seq.place.num_cached_tokens
     assert list(cached.values()) == [0, 0, 0, 8, 8]
 
 
@@ -849,7 +849,7 @@ def test_a_stream_is_reserved_for_with_its_tokens_and_finds_them_in_the_cache():
     step(scheduler)
     heir = make_sequence("r", PROMPT, mode="decode", output=[1] * 6)
     assert scheduler.reserve(heir, 0.0) is None
-    assert (heir.num_computed_tokens, heir.capacity) == (12, 16)
+    assert (heir.num_computed_tokens, heir.place.capacity) == (12, 16)
     scheduler.activate("r", [1] * 7, 0.0)
     assert heir.token_ids == [*PROMPT, *[1] * 7]
     assert step(scheduler) == {"r": 3}

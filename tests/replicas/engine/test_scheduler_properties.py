@@ -119,8 +119,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         refusal = self.scheduler.reserve(seq, self.world.now_s)
         if refusal is None:
             self._accept(seq)
-            assert seq.slot >= 0
-            assert seq.dp_group == seq.slot // self.world.config.slots_per_group
+            assert seq.place.slot >= 0
+            assert seq.place.dp_group == seq.place.slot // self.world.config.slots_per_group
         else:
             assert self.scheduler.group_snapshots() == before
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicas.engine.slots import SlotTable
+from replicas.engine.kv_cache import SlotTable
 
 
 def test_lowest_free_slot_of_the_group_is_taken_first():

@@ -12,7 +12,7 @@ from tests.replicas.engine.fakes import make_sequence
 
 def running(dp_group, num_computed):
     seq = make_sequence("r", [1] * max(num_computed, 1))
-    seq.dp_group, seq.num_computed_tokens = dp_group, num_computed
+    seq.place.dp_group, seq.num_computed_tokens = dp_group, num_computed
     return seq
 
 

@@ -124,14 +124,14 @@ def test_a_failure_is_shrunk_and_told_with_the_command_that_replays_it(leak, tmp
     text = "".join(said)
     seed = int(text.split("ttserve chaos --seed ")[1].split()[0])
     assert run_seed(seed).failure is not None
-    assert "DPGroups.check_invariants" in text
+    assert "KVCacheManager.check_invariants" in text
     path = tmp_path / f"seed-{seed}.json"
     assert f"ttserve chaos --replay {path}" in text
     shrunk = Scenario.from_json(path.read_bytes())
     assert len(shrunk.requests) < len(random_scenario(seed).requests)
     again = []
     assert not chaos.replay(path, again.append)
-    assert "DPGroups.check_invariants" in "".join(again)
+    assert "KVCacheManager.check_invariants" in "".join(again)
     assert "place" in "".join(again)
     assert len(again) <= chaos.NUM_TRACE_LINES + 1
 

@@ -36,10 +36,9 @@ from kv_transfer.p2p_loads import P2PLoads
 from kv_transfer.sessions import TransferSessions
 from replicas.engine.block_pool import BlockPool
 from replicas.engine.core import EngineCore
-from replicas.engine.groups import DPGroups
+from replicas.engine.kv_cache import KVCacheManager, SlotTable
 from replicas.engine.pulse import Pulse
 from replicas.engine.scheduler import Scheduler
-from replicas.engine.slots import SlotTable
 from replicas.launch import HangWatch
 from replicas.messages import Accepted, Activate, TokenOutput
 from replicas.streams import StreamTable
@@ -115,10 +114,11 @@ def wrong_checksum_is_accepted(_, *_chunk):
     return Anything()
 
 
-@plant(DPGroups, "admit")
+@plant(KVCacheManager, "admit")
 def block_is_indexed_before_it_is_computed(admit, self, seq, place, num_tokens):
-    admit(self, seq, place, num_tokens)
-    self.prefixes.cache_full_blocks(seq, seq.num_tokens)
+    num_computed = admit(self, seq, place, num_tokens)
+    self.index_full_blocks(seq, seq.num_tokens)
+    return num_computed
 
 
 @plant(Leg, "_send")

@@ -1,23 +1,25 @@
-"""DP groups: slots, KV blocks and prefix index of sequences, with totals.
+"""KV cache of an engine: slots, blocks and prefix index of sequences, with totals.
 
-Owner: the scheduler, on the engine's core thread. This module allocates and frees; the scheduler
-decides when. Slots are global. Each DP group has a pool of blocks for each KV group of the model,
-and block ids are local to a pool. A sequence gets and frees blocks in all KV groups at once, or in
-none.
+Owner of every sequence's `KVPlace`, on the engine's core thread. This module allocates and frees;
+the scheduler decides when, and counts what is computed. Slots are global: a slot is a row of the
+padded decode batch, and `dp_group = slot // slots_per_group`. Each DP group has a pool of blocks
+for each KV group of the model, and block ids are local to a pool. A sequence gets and frees blocks
+in all KV groups at once, or in none.
 """
 
 from __future__ import annotations
 
+import heapq
 from math import gcd, lcm
 from operator import mul
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 
-from replicas.engine.block_pool import BlockPool
+from kv_transfer.block_hash import extend_block_hashes, prefix_root
+from replicas.engine.block_pool import BlockPool, PrefixWalk
 from replicas.engine.prefix_feed import PrefixFeed, PrefixJournal
-from replicas.engine.prefixes import PrefixCache
-from replicas.engine.slots import SlotTable
+from replicas.engine.sequence import Phase
 from replicas.messages import GroupCounters, GroupSnapshot
 
 if TYPE_CHECKING:
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as SequenceOf
 
     from replicas.config import EngineConfig
-    from replicas.engine.block_pool import PrefixWalk
     from replicas.engine.sequence import Sequence
     from replicas.kv_groups import KVGroup
 
@@ -46,7 +47,53 @@ class Place(NamedTuple):
     num_tokens: int
 
 
-class DPGroups:
+class SlotTable:
+    """Free and taken slots, lowest free slot first.
+
+    Args:
+        dp_groups: Number of DP groups.
+        slots_per_group: Slots of each.
+    """
+
+    def __init__(self, dp_groups: int, slots_per_group: int) -> None:
+        assert dp_groups > 0, f"{dp_groups=}"
+        assert slots_per_group > 0, f"{slots_per_group=}"
+        self._slots_per_group = slots_per_group
+        self._empty = [
+            list(range(g * slots_per_group, (g + 1) * slots_per_group)) for g in range(dp_groups)
+        ]
+        self._taken: set[int] = set()
+
+    def __repr__(self) -> str:
+        return f"SlotTable(empty={[len(e) for e in self._empty]})"
+
+    def num_empty(self, dp_group: int) -> int:
+        """Return the number of free slots of a DP group."""
+        return len(self._empty[dp_group])
+
+    def take(self, dp_group: int) -> int:
+        """Take the lowest free slot of a group; the caller checks `num_empty` first."""
+        slot = heapq.heappop(self._empty[dp_group])
+        self._taken.add(slot)
+        return slot
+
+    def give_back(self, slot: int) -> None:
+        """Return a taken slot."""
+        assert slot in self._taken, f"slot {slot} is not taken"
+        self._taken.remove(slot)
+        heapq.heappush(self._empty[slot // self._slots_per_group], slot)
+
+    def check_invariants(self) -> None:
+        """Assert that every slot is either taken, or free once, in its own group."""
+        for group, empty in enumerate(self._empty):
+            assert len(set(empty)) == len(empty)
+            assert all(s // self._slots_per_group == group for s in empty)
+        free = {s for empty in self._empty for s in empty}
+        assert not free & self._taken
+        assert len(free) + len(self._taken) == len(self._empty) * self._slots_per_group
+
+
+class KVCacheManager:
     """Slots, blocks and prefix index of all DP groups.
 
     Args:
@@ -57,7 +104,6 @@ class DPGroups:
     Attributes:
         block_multiple: A multiple of this many tokens fills whole blocks in each KV group.
         block_divisor: Only a multiple of this many tokens can fill a block in any KV group.
-        prefixes: Prefix cache of all pools.
         stats: Totals of each group, counted by this class and the scheduler; gauges stay 0.
         left_slots: Slots given back since the last `take_left_slots`.
         prefix_feed: Events of the prefix caches.
@@ -85,8 +131,8 @@ class DPGroups:
             ]
             for journal in journals
         ]
-        key = prefix_cache_key if config.enable_prefix_caching else None
-        self.prefixes = PrefixCache(self._pools, self._block_sizes, key)
+        # Without a key nothing is cached.
+        self._key = prefix_cache_key if config.enable_prefix_caching else None
         self.prefix_feed = PrefixFeed(
             journals if len(kv_groups) == 1 else [],
             lambda group: self._pools[group][0].block_hashes,
@@ -99,7 +145,7 @@ class DPGroups:
         return len(self._pools)
 
     def __repr__(self) -> str:
-        return f"DPGroups({self._slots!r}, {self._pools!r})"
+        return f"KVCacheManager({self._slots!r}, {self._pools!r})"
 
     @property
     def num_empty_slots(self) -> int:
@@ -114,7 +160,7 @@ class DPGroups:
         """Return whether the sequence's group, or any if it has none, has a free slot."""
         return bool(self._with_slots(seq, ()))
 
-    def place(
+    def find_place(
         self,
         seq: Sequence,
         num_tokens: int,
@@ -136,10 +182,10 @@ class DPGroups:
         groups = self._with_slots(seq, full_groups)
         prefixes = {}
         if prompt_tokens and len(groups) > 1:
-            prefixes = {g: self.prefixes.find(seq, g) for g in groups}
+            prefixes = {g: self.find_prefix(seq, g) for g in groups}
             groups.sort(key=lambda g: prompt_tokens[g] - prefixes[g][1])
         for group in groups:
-            walks, num_hit = prefixes.get(group) or self.prefixes.find(seq, group)
+            walks, num_hit = prefixes.get(group) or self.find_prefix(seq, group)
             if self._fits(group, num_tokens, walks, num_hit):
                 found = zip(walks, self._block_sizes, strict=True)
                 return Place(group, [w.block_ids[: num_hit // s] for w, s in found], num_hit)
@@ -147,7 +193,7 @@ class DPGroups:
 
     def _with_slots(self, seq: Sequence, full_groups: Collection[int]) -> list[int]:
         """Return the sequence's group, or all if it has none, that have slots; emptiest first."""
-        asked = [seq.dp_group] if seq.dp_group >= 0 else range(len(self._pools))
+        asked = [seq.place.dp_group] if seq.place.dp_group >= 0 else range(len(self._pools))
         groups = [g for g in asked if g not in full_groups and self._slots.num_empty(g)]
         if len(groups) > 1:
             groups.sort(
@@ -155,23 +201,45 @@ class DPGroups:
             )
         return groups
 
-    def admit(self, seq: Sequence, place: Place, num_tokens: int) -> None:
-        """Give a sequence its slot, the blocks it hits, and new blocks up to `num_tokens`."""
-        group = place.dp_group
-        seq.walks.clear()
-        seq.block_ids = []
-        for kv_group, pool, hits in self._each_kv_group(group, place.hits):
+    def admit(self, seq: Sequence, found: Place, num_tokens: int) -> int:
+        """Give a sequence its slot, the blocks it hits, and new blocks up to `num_tokens`.
+
+        Returns:
+            The leading tokens whose KV is in the blocks that it hits.
+        """
+        place, group = seq.place, found.dp_group
+        place.walks.clear()
+        place.block_ids = []
+        for kv_group, pool, hits in self._each_kv_group(group, found.hits):
             pool.share(hits)
             num_new = kv_group.num_blocks_for(num_tokens) - len(hits)
-            seq.block_ids.append([*hits, *pool.allocate(num_new)])
-        seq.capacity = self._capacity(seq)
-        seq.num_indexed_tokens = seq.num_computed_tokens = place.num_tokens
-        seq.dp_group = group
-        seq.slot = self._slots.take(group)
-        if seq.num_cached_tokens < 0:
-            seq.num_cached_tokens = seq.num_computed_tokens
+            place.block_ids.append([*hits, *pool.allocate(num_new)])
+        place.capacity = self._capacity(seq)
+        place.num_indexed_tokens = found.num_tokens
+        place.dp_group = group
+        place.slot = self._slots.take(group)
+        if place.num_cached_tokens < 0:
+            place.num_cached_tokens = found.num_tokens
             self.stats[group].prefix_cache_queries += seq.num_prompt_tokens
-            self.stats[group].prefix_cache_hits += seq.num_computed_tokens
+            self.stats[group].prefix_cache_hits += found.num_tokens
+        return found.num_tokens
+
+    def note_loaded(self, seq: Sequence, num_new: int, *, is_converted: bool) -> None:
+        """Note that KV has been loaded into a sequence's blocks, and index the full ones.
+
+        Converted KV is not indexed, and neither is a block with the last known token, because that
+        token may be computed again.
+
+        Args:
+            seq: The sequence, whose progress contains the tokens.
+            num_new: Tokens whose KV was loaded.
+            is_converted: Whether their KV came in another dtype and so must not be shared.
+        """
+        place = seq.place
+        if seq.phase is Phase.LOADING and not seq.num_preemptions:
+            place.num_cached_tokens += num_new
+        place.is_converted |= is_converted and num_new > 0
+        self.index_full_blocks(seq, min(seq.num_computed_tokens, seq.num_tokens - 1))
 
     def grow(self, wanted: SequenceOf[tuple[Sequence, int]]) -> list[list[list[int]]] | None:
         """Append the blocks that sequences lack, each for its number of tokens.
@@ -184,26 +252,26 @@ class DPGroups:
         for index, kv_group in enumerate(self._kv_groups):
             nums, sums = [], [0] * len(self._pools)
             for seq, num_tokens in wanted:
-                num = max(kv_group.num_blocks_for(num_tokens) - len(seq.block_ids[index]), 0)
+                num = max(kv_group.num_blocks_for(num_tokens) - len(seq.place.block_ids[index]), 0)
                 nums.append(num)
-                sums[seq.dp_group] += num
+                sums[seq.place.dp_group] += num
             for group, num in enumerate(sums):
                 if num > self._pools[group][index].num_free_blocks:
                     return None
             missing.append(nums)
         rows = zip(wanted, *missing, strict=True)
         return [
-            self._append_blocks(seq, nums) if num_tokens > seq.capacity else []
+            self._append_blocks(seq, nums) if num_tokens > seq.place.capacity else []
             for (seq, num_tokens), *nums in rows
         ]
 
-    def give_back_slot(self, seq: Sequence) -> None:
+    def free_slot(self, seq: Sequence) -> None:
         """Free the slot of a sequence; it keeps its blocks. Idempotent."""
-        if seq.slot >= 0:
-            self._slots.give_back(seq.slot)
-            self.left_slots.append(seq.slot)
-            seq.slot = -1
-        seq.is_known_to_runner = False
+        place = seq.place
+        if place.slot >= 0:
+            self._slots.give_back(place.slot)
+            self.left_slots.append(place.slot)
+            place.slot = -1
 
     def take_left_slots(self) -> list[int]:
         """Remove and return the slots that were given back since the last call."""
@@ -212,18 +280,69 @@ class DPGroups:
 
     def forget_blocks(self, seq: Sequence) -> None:
         """Remove a sequence's blocks from the prefix index, because their KV is wrong."""
-        for pool, block_ids in zip(self._pools[seq.dp_group], seq.block_ids, strict=True):
+        for pool, block_ids in zip(
+            self._pools[seq.place.dp_group], seq.place.block_ids, strict=True
+        ):
             pool.forget(block_ids)
 
-    def give_back_blocks(self, seq: Sequence) -> None:
+    def free_blocks(self, seq: Sequence) -> None:
         """Free the blocks of a sequence; it keeps its tokens. Idempotent."""
-        for pool, block_ids in zip(self._pools[seq.dp_group], seq.block_ids, strict=False):
+        place = seq.place
+        for pool, block_ids in zip(self._pools[place.dp_group], place.block_ids, strict=False):
             pool.free(block_ids)
-        seq.block_ids = []
-        seq.capacity = 0
-        seq.num_computed_tokens = 0
-        seq.num_indexed_tokens = 0
-        seq.is_converted = False
+        place.block_ids = []
+        place.capacity = 0
+        place.num_indexed_tokens = 0
+        place.is_converted = False
+
+    # --- prefix index --------------------------------------------------------------------------
+
+    def find_prefix(self, seq: Sequence, group: int) -> tuple[list[PrefixWalk], int]:
+        """Return the cached leading blocks of each KV group, and the tokens that all groups have.
+
+        At least one token is left to compute, because its logits are needed.
+        """
+        walks = seq.place.walks.get(group)
+        if walks is None:
+            walks = seq.place.walks[group] = [PrefixWalk() for _ in self._block_sizes]
+        if self._key is None:
+            return walks, 0
+        self._extend_hashes(seq)
+        num_hit = last = len(seq.token_ids) - 1
+        for index, pool in enumerate(self._pools[group]):
+            walk, size = walks[index], self._block_sizes[index]
+            pool.bring_up_to_date(walk, seq.place.block_hashes[index], last // size)
+            num_hit = min(num_hit, len(walk.found) * size)
+        return walks, num_hit - num_hit % self.block_multiple
+
+    def index_full_blocks(self, seq: Sequence, num_final_tokens: int) -> None:
+        """Index the blocks that have just become full.
+
+        An indexed block may be shared, so it must not be written to again.
+
+        Args:
+            seq: The sequence.
+            num_final_tokens: Leading tokens whose KV is here and never computed or loaded again.
+        """
+        if seq.place.is_converted or self._key is None:
+            return
+        num_indexed, divisor = seq.place.num_indexed_tokens, self.block_divisor
+        if num_final_tokens // divisor <= num_indexed // divisor:
+            return
+        self._extend_hashes(seq)
+        for index, pool in enumerate(self._pools[seq.place.dp_group]):
+            size, hashes = self._block_sizes[index], seq.place.block_hashes[index]
+            for i in range(num_indexed // size, num_final_tokens // size):
+                pool.cache(seq.place.block_ids[index][i], hashes[i])
+        seq.place.num_indexed_tokens = num_final_tokens
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached block; held ones stay held."""
+        for pools in self._pools:
+            for pool in pools:
+                pool.reset_prefix_cache()
+
+    # --- views ---------------------------------------------------------------------------------
 
     def snapshot(self, group: int, running: int, reserved: int, waiting: int) -> GroupSnapshot:
         """Return the free slots and blocks of a group.
@@ -258,23 +377,40 @@ class DPGroups:
         """
         self._slots.check_invariants()
         sequences = list(holders)
-        slots = [s.slot for s in sequences if s.slot >= 0]
+        slots = [s.place.slot for s in sequences if s.place.slot >= 0]
         assert len(set(slots)) == len(slots)
         assert self.num_empty_slots + len(slots) == self._slots_per_group * len(self._pools)
         for group, pools in enumerate(self._pools):
-            tables = [s.block_ids for s in sequences if s.dp_group == group and s.block_ids]
+            tables = [
+                s.place.block_ids
+                for s in sequences
+                if s.place.dp_group == group and s.place.block_ids
+            ]
             for index, pool in enumerate(pools):
                 pool.check_invariants()
                 used = {b for block_ids in tables for b in block_ids[index]}
                 assert pool.num_free_blocks + len(used) == pool.num_blocks, f"{self!r}"
-        for seq in (s for s in sequences if s.block_ids):
-            assert seq.capacity == self._capacity(seq)
+        for seq in (s for s in sequences if s.place.block_ids):
+            assert seq.place.capacity == self._capacity(seq)
             if seq.is_over:
                 continue
-            for kv_group, pool, table in self._each_kv_group(seq.dp_group, seq.block_ids):
+            for kv_group, pool, table in self._each_kv_group(
+                seq.place.dp_group, seq.place.block_ids
+            ):
                 unwritten = table[seq.num_computed_tokens // kv_group.block_size :]
                 shared = [b for b in unwritten if not pool.is_private(b)]
                 assert not shared, f"{seq.request_id} writes to blocks {shared} others may read"
+
+    def _extend_hashes(self, seq: Sequence) -> None:
+        assert self._key is not None
+        if not seq.place.block_hashes:
+            seq.place.block_hashes = [[] for _ in self._block_sizes]
+        num_tokens = seq.num_tokens
+        for index, hashes in enumerate(seq.place.block_hashes):
+            size = self._block_sizes[index]
+            if len(hashes) < num_tokens // size:
+                root = prefix_root(self._key, seq.request.cache_salt)
+                extend_block_hashes(hashes, seq.token_ids, size, root)
 
     def _each_kv_group(
         self, group: int, values: Iterable[_T]
@@ -295,15 +431,15 @@ class DPGroups:
     def _append_blocks(self, seq: Sequence, nums: list[int]) -> list[list[int]]:
         """Append `nums` new blocks per KV group; the caller has checked that there are enough."""
         appended = []
-        for index, pool in enumerate(self._pools[seq.dp_group]):
+        for index, pool in enumerate(self._pools[seq.place.dp_group]):
             new = pool.allocate(nums[index])
-            seq.block_ids[index] += new
+            seq.place.block_ids[index] += new
             appended.append(new)
-        seq.capacity = self._capacity(seq)
+        seq.place.capacity = self._capacity(seq)
         return appended
 
     def _capacity(self, seq: Sequence) -> int:
-        capacity: int = min(map(mul, map(len, seq.block_ids), self._block_sizes))
+        capacity: int = min(map(mul, map(len, seq.place.block_ids), self._block_sizes))
         return capacity
 
     def _free_blocks(self, group: int) -> list[int]:
