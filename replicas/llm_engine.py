@@ -70,6 +70,8 @@ class RequestOutput:
         outputs: One for each choice.
         finished: Whether the output is complete.
         num_cached_tokens: Prompt tokens found in the prefix cache.
+        prompt_logprobs: If requested: for each token of the prompt itself first, then the
+            likeliest; none for the first token.
     """
 
     request_id: str
@@ -78,6 +80,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool = False
     num_cached_tokens: int = 0
+    prompt_logprobs: list[list[TokenLogprob]] | None = None
 
     @classmethod
     def of(
@@ -96,6 +99,8 @@ class RequestOutput:
         output.stop_reason = delta.stop_reason
         if delta.logprobs is not None:
             output.logprobs = [*(output.logprobs or []), *delta.logprobs]
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
         self.finished = processor.is_finished
         self.num_cached_tokens = processor.num_cached_tokens
 

@@ -318,6 +318,9 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, tag="tokens", gc
         error: Reason, with finish_reason "error"; the request's other choices end in the same way.
         choice: Index of the choice, from 0.
         logprobs: If requested: for each position the drawn token first, then the likeliest ones.
+        prompt_logprobs: If requested, with the first token: for each position of the prompt its
+            token first, then the likeliest ones. The first position, which nothing predicts, has
+            none.
     """
 
     request_id: str
@@ -329,6 +332,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, tag="tokens", gc
     error: str | None = None
     choice: int = 0
     logprobs: list[list[TokenLogprob]] | None = None
+    prompt_logprobs: list[list[TokenLogprob]] | None = None
 
 
 class TokenColumns(msgspec.Struct, frozen=True, array_like=True, tag="columns", gc=False):

@@ -29,6 +29,7 @@ class OutputDelta(msgspec.Struct, frozen=True, gc=False):
         stop_reason: The stop string or stop token id that ended it; None for the model's own end
             token and for every other reason.
         logprobs: If requested: for each token the drawn one first, then the likeliest.
+        prompt_logprobs: If requested, on the first delta: as in `TokenOutput`.
     """
 
     choice: int
@@ -37,6 +38,7 @@ class OutputDelta(msgspec.Struct, frozen=True, gc=False):
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     logprobs: list[list[TokenLogprob]] | None = None
+    prompt_logprobs: list[list[TokenLogprob]] | None = None
 
 
 class OutputProcessor:
@@ -142,15 +144,15 @@ class _ChoiceText:
         logprobs = output.logprobs
         if logprobs is not None:
             logprobs = logprobs[num_known : num_known + num_taken]
+        prompt_logprobs = output.prompt_logprobs if self.num_tokens == 0 else None
         self.num_tokens += num_taken
+        reason: FinishReason | None = output.finish_reason
+        stop_reason: str | int | None = output.stop_reason
         if stop_string is not None:
-            self.is_finished = True
-            return OutputDelta(
-                output.choice, text, token_ids[:num_taken], "stop", stop_string, logprobs
-            )
-        self.is_finished = output.finish_reason is not None
+            token_ids, reason, stop_reason = token_ids[:num_taken], "stop", stop_string
+        self.is_finished = reason is not None
         return OutputDelta(
-            output.choice, text, token_ids, output.finish_reason, output.stop_reason, logprobs
+            output.choice, text, token_ids, reason, stop_reason, logprobs, prompt_logprobs
         )
 
     def _text(self, output: TokenOutput, token_ids: list[int]) -> tuple[str, str | None, int]:

@@ -62,6 +62,10 @@ class ResponseSpec:
         continuous_usage_stats: Whether each chunk of a stream has token counts.
         return_token_ids: Whether the answer has the token ids of prompt and output.
         prompt_tokens_details: Whether token counts say how much of the prompt was cached.
+        prompt_logprobs: Whether the answer has the log probabilities of the prompt.
+        echo: Text that precedes each choice's own: the prompt, or the turn that a chat continues.
+        echoes_logprobs: Whether the log probabilities of the prompt precede each choice's own.
+        drops_output: Whether the answer is the echo alone.
     """
 
     request_id: str
@@ -72,3 +76,7 @@ class ResponseSpec:
     continuous_usage_stats: bool = False
     return_token_ids: bool = False
     prompt_tokens_details: bool = False
+    prompt_logprobs: bool = False
+    echo: str = ""
+    echoes_logprobs: bool = False
+    drops_output: bool = False

@@ -218,7 +218,7 @@ def _not_yet(check: Check, *names: str, neutral: tuple[object, ...] = ()) -> dic
 
 GENERATION_FIELDS: dict[str, Field] = {
     **_supported(string, "model"),
-    **_supported(boolean, "stream", "include_stop_str_in_output", "ignore_eos"),
+    **_supported(boolean, "stream", "include_stop_str_in_output", "ignore_eos", "echo"),
     **_supported(boolean, "skip_special_tokens", "add_special_tokens", "return_token_ids"),
     **_supported(object_, "stream_options"),
     **_supported(integer, "max_tokens"),
@@ -241,7 +241,7 @@ GENERATION_FIELDS: dict[str, Field] = {
     **_not_yet(integer, "stream_interval", neutral=(1,)),
     **_not_yet(integer, "priority", "routed_experts_prompt_start", neutral=(0,)),
     **_not_yet(integer, "thinking_token_budget"),
-    **_not_yet(boolean, "echo", "use_beam_search", neutral=(False,)),
+    **_not_yet(boolean, "use_beam_search", neutral=(False,)),
     **_not_yet(boolean, "return_tokens_as_token_ids", "return_token_offsets", neutral=(False,)),
     **_not_yet(object_, "vllm_xargs", neutral=({},)),
     **_not_yet(object_, "response_format", neutral=({"type": "text"},)),

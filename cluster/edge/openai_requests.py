@@ -100,7 +100,7 @@ class ParsedRequest:
     Attributes:
         prompt: The prompt.
         values: The checked fields, without nulls; `logprobs` is a number for both APIs.
-        stream_options: The checked fields of `stream_options`.
+        response_options: Options of the `ResponseSpec` that follow from the fields.
         max_tokens: The client's limit; None takes the model's default, or if it has none all the
             room that the prompt leaves.
         max_tokens_param: The field with `max_tokens`.
@@ -109,7 +109,7 @@ class ParsedRequest:
 
     prompt: Prompt
     values: Mapping[str, Any]
-    stream_options: Mapping[str, Any]
+    response_options: Mapping[str, Any]
     max_tokens: int | None
     max_tokens_param: str = "max_tokens"
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
@@ -161,12 +161,20 @@ def parse_completion(body: Mapping[str, Any]) -> ParsedRequest:
     values = read_fields(body, COMPLETION_FIELDS)
     if "prompt" not in values:
         raise bad_field("prompt", "is required")
+    max_tokens = values.get("max_tokens", _DEFAULT_COMPLETION_TOKENS)
+    options = _response_options(values)
+    if values.get("echo", False):
+        options["echoes_logprobs"] = "logprobs" in values
+        # As in vLLM an engine then gives one token, which the answer leaves out.
+        options["drops_output"] = max_tokens == 0 and not values.get("stream", False)
+        if "logprobs" in values:
+            values.setdefault("prompt_logprobs", values["logprobs"])
     _prefer_listed_logprobs(values)
     return ParsedRequest(
         prompt=_prompt(values["prompt"], values.get("add_special_tokens", True)),
         values=values,
-        stream_options=_stream_options(values),
-        max_tokens=values.get("max_tokens", _DEFAULT_COMPLETION_TOKENS),
+        response_options=options,
+        max_tokens=1 if options.get("drops_output") else max_tokens,
     )
 
 
@@ -183,7 +191,7 @@ def parse_chat_completion(body: Mapping[str, Any]) -> ParsedRequest:
     return ParsedRequest(
         prompt=_chat_prompt(values),
         values=values,
-        stream_options=_stream_options(values),
+        response_options=_response_options(values),
         max_tokens=values.get(param),
         max_tokens_param=param,
     )
@@ -318,6 +326,19 @@ def truncate_prompt(
     return truncated(prompt_token_ids, most, parsed.values.get("truncation_side", "left"))
 
 
+def echoed_text(parsed: ParsedRequest) -> str | None:
+    """Return the text that precedes an answer; None if it is that of the encoded prompt."""
+    if not parsed.values.get("echo", False):
+        return ""
+    if isinstance(parsed.prompt, ChatPrompt):
+        # Source: vLLM repeats the last message if the answer continues it, which has its role.
+        last = parsed.prompt.messages[-1]
+        return str(last.get("content") or "") if last.get("role") == "assistant" else ""
+    if isinstance(parsed.prompt, TextPrompt) and not parsed.is_truncated:
+        return parsed.prompt.text
+    return None
+
+
 def bad_words_cost(parsed: ParsedRequest) -> int:
     """Return the approximate cost of `encode_bad_words`, in characters of plain text."""
     return 2 * _cost(parsed.values.get("bad_words", []))
@@ -402,6 +423,7 @@ def response_spec(
     request_id: str,
     created: int,
     prompt_tokens_details: bool = False,
+    echo: str = "",
 ) -> ResponseSpec:
     """Return the options of the response; for the arguments see `ResponseSpec`."""
     flags = {name: parsed.values[name] for name in _RESPONSE_FIELDS if name in parsed.values}
@@ -410,8 +432,9 @@ def response_spec(
         created,
         model,
         prompt_tokens_details=prompt_tokens_details,
+        echo=echo,
         **flags,
-        **parsed.stream_options,
+        **parsed.response_options,
     )
 
 
@@ -451,6 +474,8 @@ def _spelled_param(parsed: ParsedRequest, name: str) -> str:
         return parsed.max_tokens_param
     if name == "logprobs" and "messages" in parsed.values:
         return "top_logprobs"
+    if name == "prompt_logprobs" and not parsed.response_options["prompt_logprobs"]:
+        return "echo"
     return "bad_words" if name == "bad_words_token_ids" else name
 
 
@@ -469,13 +494,17 @@ def _prefer_listed_logprobs(values: dict[str, Any]) -> None:
         raise bad_field("logprob_token_ids", "needs logprobs")
 
 
-def _stream_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    options = values.get("stream_options")
-    if options is None:
-        return {}
-    if not values.get("stream", False):
+def _response_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the response that both APIs have."""
+    is_streamed, options = values.get("stream", False), values.get("stream_options")
+    if options is not None and not is_streamed:
         raise bad_field("stream_options", "needs stream: true")
-    return read_fields(options, STREAM_OPTIONS_FIELDS, "stream_options.")
+    if "prompt_logprobs" in values and is_streamed:
+        raise bad_field("prompt_logprobs", "cannot be streamed; leave stream out")
+    return {
+        **read_fields(options or {}, STREAM_OPTIONS_FIELDS, "stream_options."),
+        "prompt_logprobs": "prompt_logprobs" in values,
+    }
 
 
 def _prompt(value: object, add_special_tokens: bool) -> TextPrompt | TokenPrompt:

@@ -7,18 +7,21 @@ probabilities also OpenAI's API reference.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import msgspec
 import orjson
 
 from cluster.edge.openai import Usage
 from cluster.errors import InternalError
+from replicas.messages import TokenLogprob
 
 if TYPE_CHECKING:
     from cluster.edge.openai import ModelCard, ResponseSpec
     from cluster.errors import ServingError
-    from replicas.messages import EngineRequest, TokenLogprob
+    from replicas.messages import EngineRequest
     from replicas.output_processor import OutputDelta
     from replicas.tokenizer import Tokenizer
 
@@ -30,16 +33,34 @@ _MIN_LOGPROB = -9999.0
 """OpenAI's number for "very unlikely"; JSON has no infinity."""
 
 
-class CompletionShape:
+class _Shape:
+    """What the formats of both APIs share."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def prompt_logprobs(self, positions: list[list[TokenLogprob]]) -> list[Body | None]:
+        """Return vLLM's log probabilities of a prompt: for each position an object by token id."""
+        return [self._by_token_id(entries) if entries else None for entries in positions]
+
+    def _by_token_id(self, entries: list[TokenLogprob]) -> Body:
+        return {
+            str(entry.token_id): {
+                "logprob": _finite(entry.logprob),
+                "rank": entry.rank,
+                "decoded_token": _shown(self._tokenizer.token_bytes(entry.token_id)),
+            }
+            for entry in entries
+        }
+
+
+class CompletionShape(_Shape):
     """Format of /v1/completions: text is a field of the choice."""
 
     id_prefix = "cmpl"
     whole_object = "text_completion"
     chunk_object = "text_completion"
     prompt_token_ids_in_choice = True
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
 
     def whole_choice(self, text: str) -> Body:
         """Return the field of a finished choice with its text."""
@@ -54,7 +75,8 @@ class CompletionShape:
         """Return the log probabilities of tokens, one list for each kind of value.
 
         Args:
-            positions: For each position the sampled token first, then the likeliest ones.
+            positions: For each position the sampled token first, then the likeliest ones. The
+                first token of a prompt, which nothing predicts, has NaN.
             offset: Offset of the first token in the choice's text, in characters.
 
         Returns:
@@ -65,24 +87,23 @@ class CompletionShape:
             spelled = [self._tokenizer.token_bytes(entry.token_id) for entry in entries]
             values = [_finite(entry.logprob) for entry in entries]
             tokens = [_shown(spelling) for spelling in spelled]
+            is_first = values[0] is None
             body["tokens"].append(tokens[0])
             body["token_logprobs"].append(values[0])
-            body["top_logprobs"].append(dict(zip(tokens, values, strict=True)))
+            likeliest = None if is_first else dict(zip(tokens, values, strict=True))
+            body["top_logprobs"].append(likeliest)
             body["text_offset"].append(offset)
             offset += sum(byte & 0xC0 != 0x80 for byte in spelled[0])  # a character's first byte
         return body, offset
 
 
-class ChatShape:
+class ChatShape(_Shape):
     """Format of /v1/chat/completions: text is the content of the assistant's message."""
 
     id_prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
     prompt_token_ids_in_choice = False
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
 
     def whole_choice(self, text: str) -> Body:
         """Return the field of a finished choice with its text."""
@@ -130,10 +151,18 @@ def whole_body(
     for index, own in enumerate(by_choice):
         if not own or own[-1].finish_reason is None:
             raise InternalError(_NO_END)
-        text = shape.whole_choice("".join(delta.text for delta in own))
-        choices.append({"index": index, **text, **_details(shape, spec, own, 0)[0]})
+        kept = [_without_output(own)] if spec.drops_output else own
+        text = shape.whole_choice(spec.echo + "".join(delta.text for delta in kept))
+        details, _ = _details(shape, request, spec, kept, len(spec.echo))
+        choices.append({"index": index, **text, **details})
     body = {**_head(spec, shape.id_prefix, shape.whole_object), "choices": choices}
+    if spec.drops_output:
+        usage = usage._replace(completion_tokens=0)
     body["usage"] = usage_body(usage, spec)
+    if spec.prompt_logprobs:
+        found = shape.prompt_logprobs(by_choice[0][0].prompt_logprobs or [])
+        for holder in choices if shape.prompt_token_ids_in_choice else [body]:
+            holder["prompt_logprobs"] = found
     if spec.return_token_ids:
         for holder in choices if shape.prompt_token_ids_in_choice else [body]:
             holder["prompt_token_ids"] = request.prompt_token_ids
@@ -155,19 +184,21 @@ class ChunkWriter:
 
     def __init__(self, shape: Shape, request: EngineRequest, spec: ResponseSpec) -> None:
         self._shape = shape
+        self._request = request
         self._prompt_token_ids = request.prompt_token_ids
         self._spec = spec
         head = orjson.dumps(_head(spec, shape.id_prefix, shape.chunk_object))
         self._head = b"data: " + head[:-1] + b',"choices":['
         self._choices = [
-            _StreamedChoice(self._head + b'{"index":%d,' % i) for i in range(request.sampling.n)
+            _StreamedChoice(self._head + b'{"index":%d,' % i, offset=len(spec.echo))
+            for i in range(request.sampling.n)
         ]
         self._num_open = request.sampling.n
         self._num_tokens = 0
         self._last = self._choices[0]
-        self._is_plain = request.sampling.logprobs is None and not (
-            spec.return_token_ids or spec.continuous_usage_stats
-        )
+        sampling = request.sampling
+        has_logprobs = sampling.logprobs is not None or bool(sampling.logprob_token_ids)
+        self._is_plain = not (has_logprobs or spec.return_token_ids or spec.continuous_usage_stats)
         counts = {"usage": None} if spec.include_usage else {}
         self._plain_end = _end({"logprobs": None, "finish_reason": None}, counts)
 
@@ -209,7 +240,9 @@ class ChunkWriter:
 
     def _chunk(self, choice: _StreamedChoice, usage: Usage) -> bytes:
         unsent, choice.unsent = choice.unsent, []
-        inner, choice.offset = _details(self._shape, self._spec, unsent, choice.offset)
+        inner, choice.offset = _details(
+            self._shape, self._request, self._spec, unsent, choice.offset
+        )
         outer: Body = {}
         if self._spec.return_token_ids and choice.is_first:
             holder = inner if self._shape.prompt_token_ids_in_choice else outer
@@ -221,6 +254,8 @@ class ChunkWriter:
         return self._beginning(choice, unsent[-1].text) + _end(inner, outer)
 
     def _beginning(self, choice: _StreamedChoice, text: str) -> bytes:
+        if choice.is_first:
+            text = self._spec.echo + text
         piece = self._shape.chunk_choice(text, is_first=choice.is_first)
         choice.is_first = False
         return choice.head + piece
@@ -236,14 +271,35 @@ class _StreamedChoice:
     offset: int = 0
 
 
+def _without_output(deltas: list[OutputDelta]) -> OutputDelta:
+    """Return the end of a choice, with the prompt's log probabilities and no output."""
+    return msgspec.structs.replace(
+        deltas[-1],
+        text="",
+        token_ids=[],
+        logprobs=None,
+        prompt_logprobs=deltas[0].prompt_logprobs,
+    )
+
+
 def _details(
-    shape: Shape, spec: ResponseSpec, deltas: list[OutputDelta], offset: int
+    shape: Shape,
+    request: EngineRequest,
+    spec: ResponseSpec,
+    deltas: list[OutputDelta],
+    offset: int,
 ) -> tuple[Body, int]:
     """Return a choice's fields other than its text, and the offset at which its text ends."""
     last = deltas[-1]
     fields: Body = {"logprobs": None, "finish_reason": last.finish_reason}
     if positions := [position for delta in deltas for position in delta.logprobs or ()]:
         fields["logprobs"], offset = shape.logprobs(positions, offset)
+    if spec.echoes_logprobs and deltas[0].prompt_logprobs:
+        [_, *others] = deltas[0].prompt_logprobs
+        first = [TokenLogprob(request.prompt_token_ids[0], math.nan, 0)]
+        echoed, _ = shape.logprobs([first, *others], 0)
+        own = fields["logprobs"] or {}
+        fields["logprobs"] = {name: [*echoed[name], *own.get(name, ())] for name in echoed}
     if last.finish_reason is not None:
         fields["stop_reason"] = last.stop_reason
     if spec.return_token_ids:
@@ -271,8 +327,8 @@ def _shown(spelling: bytes) -> str:
     return spelling.decode("utf-8", "backslashreplace")
 
 
-def _finite(logprob: float) -> float:
-    return max(logprob, _MIN_LOGPROB)
+def _finite(logprob: float) -> float | None:
+    return None if math.isnan(logprob) else max(logprob, _MIN_LOGPROB)
 
 
 def usage_body(usage: Usage, spec: ResponseSpec) -> Body:

@@ -45,6 +45,7 @@ from cluster.edge.openai_requests import (
     bad_words_cost,
     build_request,
     check_vocabulary,
+    echoed_text,
     encode_bad_words,
     encode_prompt,
     encode_steps,
@@ -281,9 +282,10 @@ class _RouteHandlers:
         card = resolve_model(parsed.values.get("model"), self._backend.models())
         request_id: str = http_request.scope["request_id"]
         parsed = await self._encode_bad_words(parsed, http_request)
+        prompt_ids = await self._encode_within(card, parsed, http_request)
         request = build_request(
             parsed,
-            await self._encode_within(card, parsed, http_request),
+            prompt_ids,
             card,
             vocab_size=self._backend.tokenizer.vocab_size,
             request_id=engine_request_id(request_id, uuid.uuid4().hex),
@@ -299,6 +301,7 @@ class _RouteHandlers:
             request_id=request_id,
             created=_unix_time_s(),
             prompt_tokens_details=self._prompt_tokens_details,
+            echo=await self._echoed_text(parsed, prompt_ids, http_request),
         )
         # Free the text, which may be as large as the body, while the request waits and runs.
         del parsed
@@ -445,6 +448,13 @@ class _RouteHandlers:
             return encode_prompt(prompt, self._backend.tokenizer, max_tokens)
         steps = encode_steps(prompt, self._backend.tokenizer, max_tokens)
         return await self._heavy_work.run(self._text_job(priority, cost, request), steps)
+
+    async def _echoed_text(self, parsed: ParsedRequest, ids: list[int], request: Request) -> str:
+        text = echoed_text(parsed)
+        if text is not None:
+            return text
+        decode = functools.partial(self._backend.tokenizer.decode, ids, skip_special_tokens=False)
+        return await self._run_text_job(decode, len(ids), request)
 
     async def _encode_bad_words(self, parsed: ParsedRequest, request: Request) -> ParsedRequest:
         if "bad_words" not in parsed.values:

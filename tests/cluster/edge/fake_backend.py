@@ -84,10 +84,15 @@ class FakeBackend:
         for i, token_id in enumerate(echo):
             reason = "length" if i + 1 == len(echo) else None
             logprobs = None if sampling.logprobs is None else [likely(token_id, sampling.logprobs)]
+            of_prompt = None
+            if i == 0 and sampling.prompt_logprobs is not None:
+                rest = request.prompt_token_ids[1:]
+                of_prompt = [[], *(likely(t, sampling.prompt_logprobs) for t in rest)]
             for choice in range(sampling.n):
                 output = TokenOutput(
-                    request.request_id, i, [token_id], reason, choice=choice, logprobs=logprobs
-                )
+                    request.request_id, i, [token_id], reason, choice=choice, logprobs=logprobs,
+                    prompt_logprobs=of_prompt,
+                )  # fmt: skip
                 if replay is not None:
                     replay.check_next(output)
                 delta = processor.take(output)

@@ -18,6 +18,7 @@ from replicas.errors import InvalidRequestError
 from replicas.output_processor import OutputDelta
 from replicas.sampling_params import SamplingDefaults
 from tests.cluster.edge.fake_backend import FakeBackend
+from tests.cluster.edge.test_openai_fields import turn_on
 
 GENERATE = ["/v1/completions", "/v1/chat/completions"]
 PROMPTS = {
@@ -203,6 +204,91 @@ async def test_a_full_ingress_refuses_requests_and_answers_its_probes():
 
 
 # --- the model's own defaults ---------------------------------------------------------------------
+
+
+def generated(path, body, **changes):
+    response = call(FakeBackend(), "POST", path, {**PROMPTS[path], **body}, **changes)
+    assert response.status == 200, response.body
+    return response.body
+
+
+def streamed(path, body):
+    response = call(FakeBackend(), "POST", path, {**PROMPTS[path], **body, "stream": True})
+    events = [e for e in b"".join(response.chunks).decode().split("\n\n") if e]
+    return [json.loads(event[6:]) for event in events if event != "data: [DONE]"]
+
+
+@pytest.mark.parametrize("prompt", ["hi", [104, 105]], ids=["text", "token ids"])
+def test_an_echo_precedes_every_choice_of_a_completion(monkeypatch, prompt):
+    turn_on(monkeypatch, "n")
+    tokenizer = FakeBackend().tokenizer
+    prompt = prompt if isinstance(prompt, str) else tokenizer.encode("hi")
+    body = {"prompt": prompt, "echo": True, "n": 2, "max_tokens": 2}
+    choices = generated("/v1/completions", body)["choices"]
+    assert [c["text"] for c in choices] == ["hihi"] * 2
+    texts = ["", ""]
+    for chunk in streamed("/v1/completions", body):
+        for choice in chunk["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == ["hihi"] * 2
+
+
+def test_an_echo_with_log_probabilities_has_those_of_the_prompt(monkeypatch):
+    turn_on(monkeypatch, "logprobs", "prompt_logprobs")
+    body = {"echo": True, "logprobs": 1, "max_tokens": 1}
+    [choice] = generated("/v1/completions", body)["choices"]
+    found = choice["logprobs"]
+    assert found["tokens"] == ["h", "i", "h"]
+    assert found["token_logprobs"] == [None, -0.5, -0.5]
+    assert found["top_logprobs"][0] is None
+    assert found["text_offset"] == [0, 1, 2]
+    assert "prompt_logprobs" not in choice
+    [chunk] = streamed("/v1/completions", body)
+    assert chunk["choices"][0]["logprobs"] == found
+
+
+def test_an_echo_alone_scores_the_prompt_and_generates_nothing(monkeypatch):
+    turn_on(monkeypatch, "logprobs", "prompt_logprobs")
+    body = {"echo": True, "logprobs": 0, "max_tokens": 0, "return_token_ids": True}
+    answer = generated("/v1/completions", body)
+    [choice] = answer["choices"]
+    assert (choice["text"], choice["token_ids"]) == ("hi", [])
+    assert choice["logprobs"]["token_logprobs"] == [None, -0.5]
+    assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 0, "total_tokens": 2}
+    refused = call(
+        FakeBackend(), "POST", "/v1/completions",
+        {"prompt": "hi", "echo": True, "max_tokens": 0, "stream": True},
+    )  # fmt: skip
+    assert refused.body["error"]["param"] == "max_tokens"
+
+
+def test_an_echo_of_a_chat_repeats_the_turn_that_it_continues():
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "so "}]
+    body = {"messages": turns, "echo": True, "max_tokens": 3}
+    message = generated("/v1/chat/completions", body)["choices"][0]["message"]
+    assert message["content"] == "so [us"
+    deltas = [c["choices"][0]["delta"] for c in streamed("/v1/chat/completions", body)]
+    assert "".join(d.get("content", "") for d in deltas) == "so [us"
+    assert generated("/v1/chat/completions", {"echo": True, "max_tokens": 3})["choices"][0][
+        "message"
+    ]["content"] == "[us"  # fmt: skip
+
+
+@pytest.mark.parametrize("path", GENERATE)
+def test_log_probabilities_of_the_prompt_have_the_form_of_vllm(monkeypatch, path):
+    turn_on(monkeypatch, "prompt_logprobs")
+    answer = generated(path, {"prompt_logprobs": 1, "max_tokens": 1})
+    holder = answer["choices"][0] if path == "/v1/completions" else answer
+    first, second, *_ = holder["prompt_logprobs"]
+    assert first is None
+    [(token_id, entry)] = second.items()
+    tokenizer = FakeBackend().tokenizer
+    assert entry == {
+        "logprob": -0.5, "rank": 1,
+        "decoded_token": tokenizer.decode([int(token_id)]),
+    }  # fmt: skip
+    body = {**PROMPTS[path], "prompt_logprobs": 1, "stream": True}
+    assert call(FakeBackend(), "POST", path, body).body["error"]["param"] == "prompt_logprobs"
 
 
 @pytest.mark.parametrize("prompt", ["x" * 500, [7] * 500], ids=["text", "token ids"])
