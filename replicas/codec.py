@@ -8,6 +8,7 @@ from replicas.sampling_params import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
     MAX_CHOICES,
+    MAX_GRAMMAR_BYTES,
     MAX_LOGIT_BIASES,
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
@@ -18,9 +19,6 @@ MAX_FRAME_BYTES = 64 * 2**20
 
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 1000, 5000
 """Interval and timeout of ZMQ's heartbeats on connections that carry frames."""
-
-MAX_GRAMMAR_BYTES = 256 * 2**10
-"""Largest grammar or JSON schema of a request, in UTF-8."""
 
 _MAX_TOKEN_BYTES = 5
 _MAX_NUMBER_BYTES = 9

@@ -4,6 +4,7 @@ Names and ranges are vLLM's. Source: vLLM vllm/sampling_params.py `SamplingParam
 """
 
 import functools
+import json
 import math
 import struct
 from collections.abc import Callable, Collection, Sized
@@ -32,6 +33,10 @@ MAX_BAD_WORD_TOKENS = 256
 MAX_BAD_WORD_CHARS = 1024
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
+MAX_GRAMMAR_BYTES = 256 * 2**10
+"""Largest grammar or JSON schema of a request, in UTF-8."""
+GRAMMAR_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+"""Fields of `StructuredOutputs`, of which a request gives one."""
 
 GenerationConfigSource: TypeAlias = Literal["auto", "vllm"]
 """auto: the defaults of the model folder's generation_config.json.
@@ -153,6 +158,86 @@ _EMPTY: dict[str, object] = {
 _OFF_IF_GREEDY = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 
 
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """A grammar that an output must follow: exactly one of the first six is given.
+
+    Two that are equal share a compiled grammar. Source: vLLM vllm/sampling_params.py
+    `StructuredOutputsParams`.
+
+    Attributes:
+        json: A JSON schema, as text or as an object, which becomes text.
+        regex: A regular expression for the whole output; no look-around.
+        choice: The texts to choose from.
+        grammar: A grammar in Lark's syntax, or EBNF in llama.cpp's.
+        json_object: Any JSON object.
+        structural_tag: Text with structures in it, as JSON with `triggers` and `structures`.
+        disable_any_whitespace: Let JSON have no more white space than one blank after separators.
+        disable_additional_properties: Let objects have the properties of their schema alone.
+        whitespace_pattern: A regular expression for the white space of JSON.
+    """
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    json_object: bool = False
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        """Replace objects by text, so that the parameters can be compared and hashed.
+
+        Raises:
+            ValueError: An object has no JSON form.
+        """
+        for name in ("json", "structural_tag"):
+            value: object = getattr(self, name)
+            if isinstance(value, dict):
+                try:
+                    text = json.dumps(value, allow_nan=False)
+                except (TypeError, ValueError, RecursionError) as error:
+                    raise ValueError(f"{name} is no JSON: {error}") from error
+                msgspec.structs.force_setattr(self, name, text)
+        choice: object = self.choice
+        if isinstance(choice, list):
+            msgspec.structs.force_setattr(self, "choice", tuple(choice))
+        is_asked: object = self.json_object
+        if is_asked is None:
+            msgspec.structs.force_setattr(self, "json_object", False)
+
+    @property
+    def kind(self) -> str:
+        """Return the name of the field that is given; `validate` must have passed."""
+        return self._given()[0]
+
+    def _given(self) -> list[str]:
+        values = ((name, getattr(self, name)) for name in GRAMMAR_KINDS)
+        return [name for name, value in values if value is not None and value is not False]
+
+    def validate(self) -> None:
+        """Check that exactly one grammar is given, and its size; `replicas.grammars` checks more.
+
+        Raises:
+            InvalidRequestError: The fields contradict each other, or one is too large.
+        """
+        given = self._given()
+        if len(given) != 1:
+            names = f"{', '.join(GRAMMAR_KINDS)}; got {' and '.join(given) or 'none'}"
+            text = f"needs exactly one of {names}"
+            raise _refusal("structured_outputs", text)
+        [kind] = given
+        value = getattr(self, kind)
+        if kind == "choice" and not value:
+            raise _refusal("structured_outputs.choice", "must have at least one text")
+        texts = [*(value if kind == "choice" else (value,)), self.whitespace_pattern]
+        num_bytes = sum(len(t.encode(errors="replace")) for t in texts if isinstance(t, str))
+        if num_bytes > MAX_GRAMMAR_BYTES:
+            text = f"has {num_bytes} bytes, but may have {MAX_GRAMMAR_BYTES}"
+            raise _refusal(f"structured_outputs.{kind}", text)
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """Parameters that control token choice and the end of generation.
 
@@ -188,6 +273,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
         truncation_side: The side of the prompt that is cut off.
         skip_reading_prefix_cache: Compute the whole prompt, even where its KV is cached. None does
             so for `prompt_logprobs`, which need every position.
+        structured_outputs: The grammar that the output follows; None is any text.
     """
 
     max_tokens: int = 16
@@ -216,6 +302,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] = "left"
     skip_reading_prefix_cache: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         """Replace other spellings of a value, and values that vLLM replaces, by one form.
@@ -271,6 +358,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
         for rule in _RULES:
             rule.check(getattr(self, rule.name))
         self._check_pairs()
+        if self.structured_outputs is not None:
+            self.structured_outputs.validate()
         for name in ("logprobs", "prompt_logprobs"):
             _check_count(name, getattr(self, name), vocab_size, max_logprobs)
         if vocab_size is not None:

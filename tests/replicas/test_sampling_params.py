@@ -25,6 +25,7 @@ from replicas.sampling_params import (
     MAX_STOP_STRINGS,
     NOT_YET,
     SamplingParams,
+    StructuredOutputs,
 )
 from tests.bad_sampling import BAD, BAD_NUMBERS, BAD_TOKENS, VOCAB_SIZE
 
@@ -35,7 +36,7 @@ ROUND = SamplingParams(
     repetition_penalty=1.5, min_p=0.1, min_tokens=2, logit_bias={5: -1.0}, prompt_logprobs=1,
     allowed_token_ids=(1, 2), bad_words=("x",), bad_words_token_ids=((1, 2), (3,)),
     logprob_token_ids=(6, 7), truncate_prompt_tokens=4, truncation_side="right",
-    skip_reading_prefix_cache=True,
+    skip_reading_prefix_cache=True, structured_outputs=StructuredOutputs(json={"type": "object"}),
 )  # fmt: skip
 
 
