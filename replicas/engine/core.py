@@ -215,6 +215,8 @@ class EngineCore:
         self.duty.settle(self._scheduler.table.num_live)
         for seq in lapsed:
             self._events.fail(seq, LAPSED)
+        if self._scheduler.preparations.is_active:
+            self._prepare_grammars(now_s)
         (batch, meta), self._ahead = (self._ahead, None), None
         is_begun = batch is not None
         if not is_begun:
@@ -231,6 +233,13 @@ class EngineCore:
         if self._probes.are_due and batch is None:
             self._take_probe_step(now_s, is_idle=meta is None and not self.num_live)
         return StepUnderWay(batch, meta, bool(lapsed))
+
+    def _prepare_grammars(self, now_s: float) -> None:
+        """Send orders for grammars to the worker, and apply what has ended."""
+        orders = self._scheduler.preparations.take_orders(now_s)
+        results = self._executor.collective_rpc("prepare", orders)[0]
+        for seq, error in self._scheduler.end_preparations(results, now_s):
+            self._events.fail(seq, error)
 
     def _extend(self, batch: ScheduledBatch) -> ScheduledBatch:
         """Return the step with as many passes as it may make before the next decision or event."""

@@ -30,10 +30,12 @@ from kv_transfer.connector import SaveProgress
 from replicas.engine.endings import End, EndRules
 from replicas.engine.kv_cache import KVCacheManager
 from replicas.engine.loads import KVLoads, Verdict, is_loading
+from replicas.engine.preparations import Preparations
 from replicas.engine.request_table import DecodeRows, RequestTable
 from replicas.engine.sequence import Phase, Sequence
 from replicas.engine.step import NewRow, ScheduledBatch, StepResult
 from replicas.engine.step_work import step_work
+from replicas.messages import KV_TRANSFER_FAILED
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
     from kv_transfer.connector import Failure, KVConnectorScheduler
     from replicas.config import EngineConfig
     from replicas.engine.prefix_feed import PrefixFeed
-    from replicas.engine.step import StepKind
+    from replicas.engine.step import Prepared, StepKind
     from replicas.kv_groups import KVGroup
     from replicas.messages import (
         AbortReason,
@@ -85,7 +87,7 @@ class _Admission(Enum):
     ADMITTED = "admitted"
     NO_ROOM = "no room"
     ASKING = "asking"
-    """The connector does not know yet whether it can load anything; room was not decided."""
+    """It waits for its grammar, or for the connector's answer; room was not decided."""
 
 
 class _StepPlan:
@@ -187,6 +189,7 @@ class Scheduler:
         self._loads = KVLoads(config, self._kv, connector, resumes_prefill=resumes_prefill)
         decode_kind: StepKind = "mixed" if config.mixed_batches else "decode"
         self.table = RequestTable(len(self._kv), decode_kind)
+        self.preparations = Preparations()
         self._end_rules = EndRules(max_model_len, eos_token_ids)
         self._chunk_alignment = chunk_alignment
         self._prefill_streak = 0
@@ -217,6 +220,7 @@ class Scheduler:
         if self._connector is not None and seq.transfer is not None:
             self._connector.on_new_request(seq.transfer, now_s)
         self.table.add(seq)
+        self.preparations.add(seq)
         return None
 
     def reserve(self, seq: Sequence, now_s: float) -> RefusalReason | None:
@@ -233,6 +237,7 @@ class Scheduler:
             return "no_blocks" if self._kv.has_slot(seq) else "no_slot"
         seq.num_computed_tokens = self._kv.admit(seq, place, seq.num_tokens + 1)
         self.table.add(seq)
+        self.preparations.add(seq)
         self._loads.reserve(seq, now_s)
         return None
 
@@ -363,6 +368,28 @@ class Scheduler:
         for seq in lapsed:
             self._finish(seq, "error")
         return lapsed
+
+    def end_preparations(
+        self, results: SequenceOf[Prepared], now_s: float
+    ) -> list[tuple[Sequence, str]]:
+        """Let sequences continue whose grammar is ready; end and return those whose is not.
+
+        Args:
+            results: Results of the worker.
+            now_s: Monotonic clock.
+
+        Returns:
+            The ended sequences, each with the reason.
+        """
+        ended = self.preparations.end(results, now_s)
+        for seq, _ in ended.failed:
+            self._finish(seq, "error")
+        for seq in ended.ready:
+            if seq.phase is Phase.RESERVED:
+                self._go_on(seq)
+                if seq.is_over and seq.load is not None:
+                    ended.failed.append((seq, f"{KV_TRANSFER_FAILED}: {seq.load.failure}"))
+        return ended.failed
 
     # --- one step ------------------------------------------------------------------------------
 
@@ -602,7 +629,9 @@ class Scheduler:
 
     def _try_admit(self, plan: _StepPlan, seq: Sequence, full_groups: set[int]) -> _Admission:
         # Checked before the costly search for a place: many sequences may ask in every step.
-        if self._loads.is_asking(seq) and self._loads.num_external(seq, 0) is None:
+        if seq in self.preparations.waiting or (
+            self._loads.is_asking(seq) and self._loads.num_external(seq, 0) is None
+        ):
             return _Admission.ASKING
         # The whole prompt must fit, or two half-computed prompts could starve each other.
         prompt_tokens = self.table.prompt_tokens() if seq.place.dp_group < 0 else []
@@ -809,6 +838,8 @@ class Scheduler:
 
     def _go_on(self, seq: Sequence) -> None:
         """Run or end a sequence that has waited for KV, if it need not wait longer."""
+        if seq in self.preparations.waiting:
+            return
         match self._loads.verdict(seq):
             case Verdict.RUN:
                 self._run(seq)
@@ -853,6 +884,7 @@ class Scheduler:
         self._retire(seq, hold=hold)
 
     def _retire(self, seq: Sequence, *, hold: bool) -> None:
+        self.preparations.remove(seq)
         is_under_way = self._is_under_way(seq)
         self.table.retire(seq, is_held=hold, is_under_way=is_under_way)
         if not is_under_way:
@@ -871,8 +903,9 @@ class Scheduler:
     # --- views ---------------------------------------------------------------------------------
 
     def next_deadline_s(self) -> float | None:
-        """Return when the next reservation lapses; None if there is none."""
-        return self._loads.next_deadline_s()
+        """Return when the next reservation lapses or grammar is late; None if there is none."""
+        deadlines = (self._loads.next_deadline_s(), self.preparations.next_deadline_s())
+        return min((d for d in deadlines if d is not None), default=None)
 
     @property
     def awaits_connector(self) -> bool:
@@ -927,6 +960,8 @@ class Scheduler:
         self.table.check_invariants()
         self._kv.check_invariants([*self.table, *self.table.leaving()])
         self._loads.check_invariants()
+        self.preparations.check_invariants()
+        assert all(s.phase in (Phase.WAITING, Phase.RESERVED) for s in self.preparations.waiting)
         awaiting = {s for s in self.table if s.phase in (Phase.LOADING, Phase.RESERVED)}
         assert set(self._loads.awaiting) == awaiting
         assert not any(is_loading(s) for s in self.table if s not in awaiting)

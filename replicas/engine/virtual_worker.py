@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from kv_transfer.p2p_worker import P2PConnectorWorker
-from replicas.engine.step import ModelFacts, StepResult
+from replicas.engine.step import ModelFacts, Prepared, StepResult
 from replicas.generators.simulated.device import DeviceTimeline
 from replicas.generators.simulated.kv_io import SimulatedKVIO, simulated_kv_layout
 from replicas.generators.simulated.tokens import NextToken, PagedKVCache
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     )
     from kv_transfer.layout import KVLayout
     from replicas.config import EngineConfig
-    from replicas.engine.step import NewRow, ScheduledBatch
+    from replicas.engine.step import NewRow, Preparation, ScheduledBatch
     from replicas.generators.simulated.device import Slowdown
     from replicas.generators.simulated.timing import StepTiming
     from replicas.kv_groups import KVGroup
@@ -202,6 +202,10 @@ class VirtualWorker:
             self._connector.close(deadline_s=0.0)
 
     # --- steps ---------------------------------------------------------------------------------
+
+    def prepare(self, orders: Sequence[Preparation]) -> list[Prepared]:
+        """Return the ordered grammars at once; virtual tokens follow none."""
+        return [Prepared(order.grammar) for order in orders if order.is_wanted]
 
     def submit_step(
         self, batch: ScheduledBatch | None, meta: ConnectorMeta | None, now_s: float

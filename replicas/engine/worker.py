@@ -13,6 +13,7 @@ import logging
 import sys
 import time
 from collections import deque
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import msgspec
@@ -23,9 +24,10 @@ from kv_transfer.layout import KVLayout
 from kv_transfer.transports.process import keep_heap
 from replicas.engine.facts import connector_settings, model_facts
 from replicas.engine.fault_injection import engine_faults
+from replicas.engine.rows.grammar import GrammarCache
 from replicas.engine.rows.order import row_processors
 from replicas.engine.runner import ModelRunner
-from replicas.errors import ConfigError, DeviceError
+from replicas.errors import ConfigError, DeviceError, InvalidRequestError
 from replicas.generators.fingerprint import model_fingerprint
 from replicas.generators.model_config import load_engine_model
 from replicas.generators.plugin.limits import foreign_token_budget, warn_of_name
@@ -37,6 +39,7 @@ from replicas.generators.simulated.device import DeviceTimeline, SimulatedMesh, 
 from replicas.generators.simulated.kv_io import SimulatedKVIO, simulated_kv_layout
 from replicas.generators.simulated.profiles import engine_timing
 from replicas.generators.torch.kv_io import TorchKVIO
+from replicas.grammars import GrammarCompiler
 from replicas.kv_groups import only_kv_group
 from replicas.kv_sizing import (
     derive_max_model_len,
@@ -59,7 +62,7 @@ if TYPE_CHECKING:
     )
     from replicas.config import EngineConfig, MeshConfig, SimulatedMeshConfig
     from replicas.engine.runner import SubmittedStep
-    from replicas.engine.step import ModelFacts, ScheduledBatch, StepResult
+    from replicas.engine.step import ModelFacts, Preparation, Prepared, ScheduledBatch, StepResult
     from replicas.generators.model_config import ModelConfig
     from replicas.generators.protocol import (
         Closes,
@@ -107,6 +110,7 @@ class Worker:
         self._notify = notify
         self._progress = progress
         self._generator: Generator | None = None
+        self._grammars = GrammarCache(self._grammar_compiler, notify)
         self._connector: KVConnectorWorker | None = None
         # The mesh, for as long as it is open.
         self._mesh: TTMesh | None = None
@@ -218,7 +222,7 @@ class Worker:
             group.block_size,
             max_model_len,
             wait,
-            processors=row_processors(),
+            processors=row_processors(self._grammars),
         )
         if config.kv_connector is None:
             return None
@@ -242,6 +246,10 @@ class Worker:
         self._progress("warm up", 0.5)
         self._runner.capture()
         self._progress("warm up", 1.0)
+
+    def prepare(self, orders: Sequence[Preparation]) -> list[Prepared]:
+        """Begin to compile grammars, and return those that have ended since the last call."""
+        return self._grammars.prepare(orders)
 
     def submit_step(
         self, batch: ScheduledBatch | None, meta: ConnectorMeta | None, now_s: float
@@ -289,6 +297,7 @@ class Worker:
         An error in one does not keep the others open: a mesh that is left open may be unusable
         until it is reset.
         """
+        self._grammars.close()
         with contextlib.ExitStack() as closing:
             if self._mesh is not None:
                 closing.callback(self._mesh.close)
@@ -297,6 +306,21 @@ class Worker:
                 closing.callback(cast("Closes", self._generator).close)
             if self._connector is not None:
                 closing.callback(self._connector.close, deadline_s=2.0)
+
+    def _grammar_compiler(self) -> GrammarCompiler:
+        """Read the model's vocabulary.
+
+        Raises:
+            InvalidRequestError: There is none, or of a kind that grammars cannot be used with.
+        """
+        hf, path = self._hf_config, Path(self._config.model, "tokenizer.json")
+        try:
+            text = path.read_text(encoding="utf-8")
+            return GrammarCompiler.for_model(text, hf.vocab_size, hf.eos_token_id)
+        except (OSError, ValueError) as error:
+            raise InvalidRequestError(
+                "structured_outputs", f"this model's tokenizer.json cannot be used: {error}"
+            ) from error
 
     def _tell_layers(self, *, on: bool) -> None:
         """Set or remove the connector's callbacks around each layer."""

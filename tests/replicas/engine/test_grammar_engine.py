@@ -1,0 +1,129 @@
+"""Requests with grammars through a whole engine: whatever happens to them, the same tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+
+import pytest
+
+from replicas.engine.preparations import BAD_GRAMMAR
+from replicas.messages import Activate, AddRequest, EngineRequest, TokenOutput
+from replicas.sampling_params import SamplingParams, StructuredOutputs
+from tests.engines import CLIENT, engine_core, generate, make_config, num_preemptions, take_events
+from tests.replicas.engine.fakes import KEYS
+from tests.replicas.engine.pair import Pair
+from tests.replicas.test_grammars import EOS, MODEL, TOKENIZER
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Paris", "Lima", "Kyiv"]},
+        "visits": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}},
+    },
+    "required": ["city", "visits"],
+}
+SPEC = StructuredOutputs(
+    json=SCHEMA, disable_any_whitespace=True, disable_additional_properties=True
+)
+
+
+def sampling(seed, **changes):
+    options = {"max_tokens": 40, "temperature": 1.0, "structured_outputs": SPEC}
+    return SamplingParams(**{**options, "seed": seed, **changes})
+
+
+PROMPTS = [[20 + i, 30, 40] for i in range(6)]
+PARAMS = [
+    sampling(0),
+    sampling(1, temperature=0.0),
+    sampling(2, structured_outputs=None),
+    sampling(3, repetition_penalty=1.3, top_k=20),
+    sampling(4, structured_outputs=StructuredOutputs(choice=("yes", "no"))),
+    sampling(5, presence_penalty=1.0, top_p=0.9),
+]
+
+
+@pytest.fixture(scope="module")
+def core():
+    with engine_core(make_config(str(MODEL), block_size=16)) as core:
+        yield core
+
+
+@pytest.fixture(scope="module")
+def wanted(core):
+    return generate(core, PROMPTS, PARAMS)
+
+
+def test_outputs_follow_their_grammars_beside_one_without(core, wanted):
+    for output, params in zip(wanted, PARAMS, strict=True):
+        text = TOKENIZER.decode(output)
+        if params.structured_outputs is None:
+            continue
+        if params.structured_outputs.choice:
+            assert text in {"yes", "no"}
+        elif output[-1] == EOS:
+            assert json.loads(text)["city"] in {"Paris", "Lima", "Kyiv"}
+        else:
+            assert text.startswith('{"city":"')
+    assert generate(core, [PROMPTS[2]], PARAMS[2]) == [wanted[2]]
+    assert sum(output[-1] == EOS for output in wanted) >= 2
+
+
+def test_preempted_rows_get_the_same_tokens(wanted):
+    with engine_core(make_config(str(MODEL), block_size=16, num_blocks=9)) as small:
+        assert generate(small, PROMPTS, PARAMS) == wanted
+        assert num_preemptions(small) > 0
+
+
+@pytest.mark.parametrize("row", [0, 3])
+def test_a_row_that_resumes_in_the_middle_of_its_grammar_gets_the_same_tokens(core, wanted, row):
+    """As after a migration, or after a prefill elsewhere that has drawn one token."""
+    for num_known in (1, len(wanted[row]) // 2):
+        known = wanted[row][:num_known]
+        request = EngineRequest("r", PROMPTS[row], PARAMS[row])
+        core.handle(CLIENT, AddRequest(request, "decode", token_ids=[known]), 0.0)
+        core.handle(CLIENT, Activate("r", [known]), 0.0)
+        output, is_over = [*known], False
+        while not is_over:
+            core.step(0.0)
+            for event in take_events(core).get(CLIENT, []):
+                if isinstance(event, TokenOutput):
+                    output += event.token_ids
+                    is_over = event.finish_reason is not None
+        assert output == wanted[row]
+
+
+def test_prefill_on_one_engine_and_decode_on_another_give_the_same_tokens(wanted):
+    config = make_config(str(MODEL), kv_connector="p2p", keys=KEYS)
+    with contextlib.closing(Pair(config, config)) as pair:
+        assert pair.generate(PROMPTS, PARAMS) == wanted
+
+
+def test_a_bad_grammar_ends_its_request_alone(core, wanted):
+    bad = sampling(0, structured_outputs=StructuredOutputs(regex="(?=a)"))
+    core.handle(CLIENT, AddRequest(EngineRequest("bad", [1, 2], bad)), 0.0)
+    core.handle(CLIENT, AddRequest(EngineRequest("good", PROMPTS[4], PARAMS[4])), 0.0)
+    found = {}
+    while len(found) < 2:
+        core.step(0.0)
+        for event in take_events(core).get(CLIENT, []):
+            if isinstance(event, TokenOutput) and event.finish_reason is not None:
+                found[event.request_id] = event
+    assert found["good"].finish_reason == "stop"
+    assert found["bad"].finish_reason == "error"
+    assert found["bad"].error.startswith(f"{BAD_GRAMMAR}: structured_outputs.regex")
+
+
+def test_an_engine_without_a_tokenizer_says_so(tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(MODEL / name)
+    with engine_core(make_config(str(tmp_path))) as core:
+        core.handle(CLIENT, AddRequest(EngineRequest("r", [1, 2], sampling(0))), 0.0)
+        ended = None
+        while ended is None:
+            core.step(0.0)
+            for event in take_events(core).get(CLIENT, []):
+                if isinstance(event, TokenOutput):
+                    ended = event.error
+        assert "tokenizer.json" in ended
