@@ -339,4 +339,4 @@ class World:
     def _known(self) -> dict[str, Prefix]:
         """Tokens of the sequences that the connector knows: a stream's KV is that of its output."""
         live = [*self.scheduler.table, *self.scheduler.table.held.values()]
-        return {s.request_id: tuple(s.token_ids) for s in live if s.parent is None}
+        return {s.request_id: tuple(s.token_ids) for s in live if not s.choice}
