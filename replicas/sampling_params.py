@@ -55,7 +55,6 @@ NOT_YET: dict[str, str] = {
     "bad_words_token_ids": "it does not change logits",
     "prompt_logprobs": "it reports no log probabilities",
     "logprob_token_ids": "it reports no log probabilities",
-    "skip_reading_prefix_cache": "it always reads its prefix cache",
 }
 """Fields that are checked and sent, but refused unless they have their defaults; with the reason.
 The commit that lets engines obey a field drops its row."""
@@ -367,6 +366,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
                 _check_vocabulary(name, getattr(self, name) or (), vocab_size)
             for token_ids in self.bad_words_token_ids:
                 _check_vocabulary("bad_words_token_ids", token_ids, vocab_size)
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Return whether KV that is cached or stored may stand for part of the prompt."""
+        skips = self.skip_reading_prefix_cache
+        return self.prompt_logprobs is None if skips is None else not skips
 
     def check_supported(self) -> None:
         """Refuse values that the wire format carries but engines do not obey yet.

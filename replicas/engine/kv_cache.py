@@ -220,7 +220,8 @@ class KVCacheManager:
         place.slot = self._slots.take(group)
         if place.num_cached_tokens < 0:
             place.num_cached_tokens = found.num_tokens
-            self.stats[group].prefix_cache_queries += seq.num_prompt_tokens
+            if seq.request.sampling.reads_prefix_cache:
+                self.stats[group].prefix_cache_queries += seq.num_prompt_tokens
             self.stats[group].prefix_cache_hits += found.num_tokens
         return found.num_tokens
 
@@ -300,12 +301,13 @@ class KVCacheManager:
     def find_prefix(self, seq: Sequence, group: int) -> tuple[list[PrefixWalk], int]:
         """Return the cached leading blocks of each KV group, and the tokens that all groups have.
 
-        At least one token is left to compute, because its logits are needed.
+        At least one token is left to compute, because its logits are needed. A request that does
+        not read the cache hits nothing, but its blocks are indexed.
         """
         walks = seq.place.walks.get(group)
         if walks is None:
             walks = seq.place.walks[group] = [PrefixWalk() for _ in self._block_sizes]
-        if self._key is None:
+        if self._key is None or not seq.request.sampling.reads_prefix_cache:
             return walks, 0
         self._extend_hashes(seq)
         num_hit = last = len(seq.token_ids) - 1

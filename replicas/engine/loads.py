@@ -170,6 +170,8 @@ class KVLoads:
         """Return the tokens that the connector can load after `num_local`; None: not known yet."""
         if self._connector is None or not self._resumes_prefill:
             return 0
+        if not seq.request.sampling.reads_prefix_cache:
+            return 0
         num_external, _ = self._connector.get_num_new_matched_tokens(seq.request_id, num_local)
         if num_external is None:
             self._asking[seq.request_id] = seq

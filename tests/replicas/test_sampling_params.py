@@ -127,6 +127,15 @@ def test_prompt_logprobs_need_the_prompt_computed():
 
 
 @pytest.mark.parametrize(
+    ("skips", "prompt_logprobs", "reads"),
+    [(None, None, True), (None, 0, False), (True, None, False), (False, None, True)],
+)
+def test_log_probabilities_of_a_prompt_imply_that_no_cache_is_read(skips, prompt_logprobs, reads):
+    params = SamplingParams(skip_reading_prefix_cache=skips, prompt_logprobs=prompt_logprobs)
+    assert params.reads_prefix_cache == reads
+
+
+@pytest.mark.parametrize(
     ("most", "count", "is_taken"),
     [(20, 20, True), (20, 21, False), (20, -1, False), (VOCAB_SIZE, -1, True), (-1, -1, True),
      (-1, 1000, True), (-1, -2, False), (0, 0, True), (0, 1, False)],

@@ -7,6 +7,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 
 from kv_transfer.store import StoreConfig
@@ -61,9 +62,9 @@ class Alone:
         self._ids = itertools.count()
         self.num_cached = {}
 
-    def start(self, prompt, salt=""):
+    def start(self, prompt, salt="", sampling=GREEDY):
         request_id = f"r{next(self._ids)}"
-        self.node.handle(AddRequest(EngineRequest(request_id, list(prompt), GREEDY, salt)))
+        self.node.handle(AddRequest(EngineRequest(request_id, list(prompt), sampling, salt)))
         return request_id
 
     def run_until(self, done, what):
@@ -74,9 +75,9 @@ class Alone:
             if not self.node.step_if_due():
                 self._bell.wait(0.5)
 
-    def generate(self, prompts, salt=""):
+    def generate(self, prompts, salt="", sampling=GREEDY):
         """Output tokens of every prompt, all in flight together; afterwards all is given back."""
-        outputs = {self.start(prompt, salt): [] for prompt in prompts}
+        outputs = {self.start(prompt, salt, sampling): [] for prompt in prompts}
         self.num_cached = dict.fromkeys(outputs, 0)
         num_open = len(outputs)
 
@@ -176,6 +177,17 @@ def test_of_a_prompt_that_is_here_in_part_only_the_rest_is_loaded(make_alone, pl
     hits = second.metrics.transfer.store.hits
     assert second.generate([LONG[:129]]) == [plain[tuple(LONG[:129])]]
     assert second.metrics.transfer.store.hits - hits == 1
+
+
+def test_a_request_that_does_not_read_the_cache_loads_nothing_from_the_store(make_alone, plain):
+    first, second = make_alone(), make_alone()
+    wanted = [plain[tuple(LONG[:129])]]
+    apart = msgspec.structs.replace(GREEDY, skip_reading_prefix_cache=True)
+    assert first.generate([LONG[:129]], sampling=apart) == wanted
+    assert first.metrics.transfer.store.puts > 0
+    assert second.generate([LONG[:129]], sampling=apart) == wanted
+    assert second.metrics.transfer.store.hits == 0
+    assert list(second.num_cached.values()) == [0]
 
 
 def test_tenants_do_not_find_each_others_kv(make_alone, plain):

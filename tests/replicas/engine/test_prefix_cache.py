@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import struct
 
+import msgspec
 import pytest
 import xxhash
 
 from kv_transfer.keys import KeyRing
 from replicas.engine.scheduler import Scheduler
+from replicas.sampling_params import NOT_YET, SamplingParams
 from tests.engines import engine_core, generate, make_config, num_prefix_hits
 from tests.kv_groups import one_kv_group
 from tests.models import model_folder
@@ -160,3 +162,19 @@ def test_a_prompt_that_waited_gets_the_prefix_that_is_there_when_it_is_admitted(
     [waited] = [seq for seq in queue.scheduler.table.rows if seq.request_id == "waiting"]
     assert waited.place.num_cached_tokens == 4 * NUM_PREFIX
     assert not waited.place.walks
+
+
+@pytest.mark.parametrize(
+    "params", [{"skip_reading_prefix_cache": True}, {"prompt_logprobs": 0}], ids=str
+)
+def test_a_request_that_does_not_read_the_cache_fills_it(params, monkeypatch):
+    monkeypatch.delitem(NOT_YET, "prompt_logprobs", raising=False)
+    plain = SamplingParams(max_tokens=4, temperature=0.0, seed=0)
+    apart = msgspec.structs.replace(plain, **params)
+    with engine_core(config()) as core:
+        wanted = generate(core, [PROMPT], apart)
+        assert generate(core, [PROMPT], apart) == wanted
+        assert num_prefix_hits(core) == 0
+        assert core.metrics(0.0).groups[0].prefix_cache_queries == 0
+        assert generate(core, [PROMPT], plain) == wanted
+        assert num_prefix_hits(core) == 64
