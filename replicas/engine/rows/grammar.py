@@ -170,11 +170,8 @@ class GrammarProcessor:
     def __init__(self, cache: GrammarCache) -> None:
         self._cache = cache
         self._matchers: dict[int, LLMatcher | None] = {}
-        # Of the step to come: masks (n, ceil(V / 32)), and the rows of logits that have one; and
-        # the rows that fail.
-        self._masks: Int32Array = np.zeros((0, 0), dtype=np.int32)
-        self._masked: list[int] = []
-        self._failed: list[int] = []
+        # Of the step to come, by row of logits: its mask (ceil(V / 32),), or None if it fails.
+        self._masks: dict[int, Int32Array | None] = {}
 
     def add(self, row: NewRow) -> bool:
         """Take over a row, whose output so far its matcher reads."""
@@ -192,9 +189,9 @@ class GrammarProcessor:
 
     def prepare(self, rows: LogitRows) -> None:
         """Compute the masks of the step's rows."""
-        self._masked, self._failed = [], []
+        self._masks = {}
         slots = rows.slots.tolist()
-        self._masks = np.empty((len(slots), -(-self._cache.width // 32)), dtype=np.int32)
+        masks = np.empty((len(slots), -(-self._cache.width // 32)), dtype=np.int32)
         matcher: LLMatcher | None = None
         for row, slot in enumerate(slots):
             if slot not in self._matchers:
@@ -211,19 +208,21 @@ class GrammarProcessor:
                     matcher = None
             if matcher is None:
                 if not drafts:
-                    self._failed.append(row)
+                    self._masks[row] = None
                 continue
-            fill_next_token_bitmask(matcher, self._masks, len(self._masked))
-            (self._failed if matcher.is_error() else self._masked).append(row)
+            fill_next_token_bitmask(matcher, masks, row)
+            self._masks[row] = None if matcher.is_error() else masks[row]
 
     def apply(self, logits: torch.Tensor, rows: LogitRows) -> None:
         """Set the logits of tokens that are not allowed to minus infinity."""
-        del rows
-        values = logits.numpy()
-        for mask, row in zip(self._masks, self._masked, strict=False):
-            apply_mask(values[row], mask)
-        if self._failed:
-            values[self._failed] = np.nan
+        for row, values in enumerate(logits.numpy(), start=rows.first):
+            if row not in self._masks:
+                continue
+            mask = self._masks[row]
+            if mask is None:
+                values.fill(np.nan)
+            else:
+                apply_mask(values, mask)
 
     def accept(self, slot: int, token_ids: Sequence[int]) -> None:
         """Let the matcher of a row read its new tokens."""

@@ -64,6 +64,8 @@ class Penalties:
             for at, slot in enumerate(rows.slots.tolist())
             if (penalised := self._rows.get(slot)) is not None
         ]
+        if not found:
+            return
         vocab = logits.shape[-1]
         lengths = [len(token_ids) for _, token_ids, _, _ in found]
         # All rows at once: (n,) of all their tokens.

@@ -80,7 +80,7 @@ class RowProcessor(Protocol):
 
         Args:
             logits: float32 (S, V), contiguous; a copy.
-            rows: The rows; those of slots without state are other processors'.
+            rows: The rows; those of slots without state, perhaps all, are other processors'.
         """
 
     def accept(self, slot: int, token_ids: Sequence[int]) -> None:

@@ -11,7 +11,7 @@ import tokenizers.models
 import tokenizers.pre_tokenizers
 import torch
 
-from replicas.engine.rows import grammar
+from replicas.engine.rows import grammar, processor
 from replicas.engine.rows.grammar import GrammarCache, apply_mask
 from replicas.engine.rows.order import row_processors
 from replicas.engine.rows.processor import LogitRows
@@ -166,6 +166,25 @@ def test_a_row_whose_output_its_grammar_does_not_allow_fails_alone(cache):
     rows.step()
     assert rows.failed == {0}
     assert text_of(rows.token_ids[1][1:]).startswith("{")
+
+
+def test_rows_that_are_changed_in_parts_get_their_own_masks(cache, monkeypatch):
+    def tokens():
+        rows = Rows(row_processors(cache), 0, VOCAB)
+        rows.add(0, [5], structured_outputs=STRICT)
+        rows.add(1, [5], presence_penalty=1.0)
+        rows.add(2, [5], structured_outputs=StructuredOutputs(regex="[ab]{3}"))
+        rows.add(3, [5], output=[11], structured_outputs=STRICT)
+        rows.step()
+        assert rows.failed == {3}
+        for _ in range(2):
+            rows.step()
+        return rows.token_ids
+
+    whole = tokens()
+    assert set(text_of(whole[2][1:])) <= set("ab")
+    monkeypatch.setattr(processor, "_ELEMENTS_AT_ONCE", VOCAB)
+    assert tokens() == whole
 
 
 def test_each_draft_has_the_mask_that_follows_it(cache):
