@@ -32,6 +32,12 @@ DEFAULT_STEP_TOKENS = 2048
 TILE_ROWS = 32
 """Rows of a hardware tile. KV is written in tiles; the decode batch of a lane fills one."""
 
+MAX_SPECULATIVE_TOKENS = 128
+"""Most drafts of a row in one pass."""
+
+_NGRAM_SIZE = 5
+"""Tokens of the n-grams that are searched by default."""
+
 
 class SimulatedMeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Device with the timing and memory of a TT mesh and no arithmetic; see docs/simulated-mesh.md.
@@ -218,6 +224,55 @@ class GangConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     hub: str
 
 
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Speculative decoding: drafts of the next tokens, verified together in one pass.
+
+    Source: vLLM config/speculative.py, with its names and rules.
+
+    Attributes:
+        method: "ngram" proposes the tokens that followed the row's last n-gram where it occurred
+            before in its own prompt and output.
+        num_speculative_tokens: The most drafts of a row in one pass, at most 128.
+        prompt_lookup_min: Tokens of the shortest n-gram that is searched; null takes
+            `prompt_lookup_max`.
+        prompt_lookup_max: Tokens of the longest n-gram; null takes `prompt_lookup_min`, and 5 if
+            both are null. The longest one that occurs wins.
+    """
+
+    method: Literal["ngram"]
+    num_speculative_tokens: int
+    prompt_lookup_min: int | None = None
+    prompt_lookup_max: int | None = None
+
+    @property
+    def ngram_sizes(self) -> tuple[int, int]:
+        """Tokens of the shortest and of the longest n-gram."""
+        shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
+        return shortest or longest or _NGRAM_SIZE, longest or shortest or _NGRAM_SIZE
+
+    def validate(self) -> None:
+        """Check the numbers.
+
+        Raises:
+            ConfigError: One is out of range; names it.
+        """
+        for name in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"speculative_config.{name} must be at least 1, got {value}")
+        if self.num_speculative_tokens > MAX_SPECULATIVE_TOKENS:
+            raise ConfigError(
+                f"speculative_config.num_speculative_tokens must be at most "
+                f"{MAX_SPECULATIVE_TOKENS}, got {self.num_speculative_tokens}"
+            )
+        shortest, longest = self.ngram_sizes
+        if shortest > longest:
+            raise ConfigError(
+                f"speculative_config.prompt_lookup_min {shortest} is more than "
+                f"speculative_config.prompt_lookup_max {longest}; change one of them"
+            )
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Complete configuration of one engine; values derived from it are passed as arguments.
 
@@ -253,6 +308,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             sequences wait to decode.
         steps_in_flight: 2 lets a decode step start before the tokens of the previous one have been
             read, if the generator supports it; 1 does not.
+        speculative_config: Drafts of the next tokens, verified in passes of several tokens a row.
+            The tokens are those of plain decoding. It needs a generator with mixed batches.
         num_threads: Compute threads of the generator; None is the library's default, or one on a
             simulated mesh.
         niceness: Niceness of the engine's process relative to its parent, 0 to 19. Against
@@ -311,6 +368,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     mixed_batches: bool | None = None
     prefill_steps_per_decode_step: int = 1
     steps_in_flight: Literal[1, 2] = 2
+    speculative_config: SpeculativeConfig | None = None
     num_threads: int | None = None
     niceness: int = 0
     simulated_mesh: SimulatedMeshConfig | None = None
@@ -350,6 +408,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.mesh is not None:
             self._validate_mesh(self.mesh)
         self._validate_store()
+        if self.speculative_config is not None:
+            self.speculative_config.validate()
+            if self.mixed_batches is False:
+                raise ConfigError(
+                    "speculative_config and mixed_batches: false exclude each other: drafts are "
+                    "verified in mixed passes; remove one of them"
+                )
         if self.gang is not None and (self.mesh is not None or self.simulated_mesh is not None):
             raise ConfigError("gangs are for engines on the CPU: remove gang_size, or the mesh")
 

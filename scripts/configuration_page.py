@@ -26,7 +26,7 @@ from cluster.config.schema import (
 )
 from cluster.config.serve_file import ApplicationFile, HttpOptions, PolicyArguments, ServeFile
 from kv_transfer.store import StoreConfig
-from replicas.config import EngineConfig, MeshConfig, SimulatedMeshConfig
+from replicas.config import EngineConfig, MeshConfig, SimulatedMeshConfig, SpeculativeConfig
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs/configuration.md"
 
@@ -100,6 +100,7 @@ SECTIONS = (
         "Each engine, instead of a device.",
         frozenset({"faults", "fault_epoch_unix_s"}),
     ),
+    Section("engine.speculative_config", SpeculativeConfig, "Each engine on the CPU."),
     Section("args.kv_store", StoreConfig, "Each engine with the connector `pooled` or `multi`."),
 )
 

@@ -158,6 +158,10 @@ class PersistentBatch:
             slots, places, token_ids = slots[fits], places[fits], token_ids[fits]
         self.token_ids[slots, places] = token_ids
 
+    def put_drafts(self, slot: int, start: int, drafts: list[int]) -> None:
+        """Write drafts behind a row's tokens, of which there are `start`."""
+        self.token_ids[slot, start : start + len(drafts)] = drafts
+
     def num_logits(
         self, slots: npt.NDArray[np.int32], counts: npt.NDArray[np.int32]
     ) -> npt.NDArray[np.int32]:

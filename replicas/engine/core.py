@@ -253,7 +253,9 @@ class EngineCore:
         """Submit a step unless it is empty, and return the seconds that this took."""
         started = time.perf_counter()
         if batch is not None and self._notes.is_new(batch):
-            self._notes.begin(batch, self._scheduler.work(batch))
+            work = self._scheduler.work(batch)
+            if work is not None:
+                self._notes.begin(batch, work)
         if batch is not None or meta is not None:
             self._executor.collective_rpc("submit_step", batch, meta, now_s)
         return time.perf_counter() - started

@@ -44,6 +44,7 @@ def model_facts(
         supports_mixed_batch=capabilities.get("supports_mixed_batch", False),
         supports_chunked_prefill=capabilities.get("supports_chunked_prefill", False),
         supports_prefix_caching=capabilities.get("supports_prefix_caching", False),
+        supports_drafts=capabilities.get("supports_mixed_batch", False),
         supports_async_decode=capabilities.get("supports_async_decode", False),
         chunk_alignment=1 if config.mesh is None else config.block_size,
     )

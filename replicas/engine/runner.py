@@ -379,7 +379,7 @@ class ModelRunner:
             sampled.tolist(), slots.tolist(), num_tokens.tolist(), proposed, strict=True
         ):
             num_drafts[row] = len(drafts)
-            batch.token_ids[slot, start : start + len(drafts)] = drafts
+            batch.put_drafts(slot, start, drafts)
         return num_drafts
 
     def compile(self) -> None:

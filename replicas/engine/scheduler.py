@@ -105,6 +105,10 @@ class _StepPlan:
         self.num_passes = 1
         # Indices of decoding rows that with this step fill a block or reach their longest length.
         self.looks: list[int] = []
+        # Progress of each decoding row if some verify drafts; otherwise each makes `num_passes`.
+        self.progress: list[int] = []
+        # The most drafts that the worker may propose for each row after the step.
+        self.max_drafts = 0
 
     def __bool__(self) -> bool:
         return bool(self.sequences) or len(self.decodes) > 0
@@ -138,7 +142,7 @@ class _StepPlan:
 
     def build(self, gone: list[int]) -> ScheduledBatch:
         decodes = self.decodes.plain
-        if not self.sequences and not self.appended and not gone:
+        if not self.sequences and not self.appended and not gone and not self.max_drafts:
             self.batch = decodes
             return decodes
         new = []
@@ -146,10 +150,12 @@ class _StepPlan:
             if not seq.is_known_to_runner:
                 new.append(_new_row(seq))
                 seq.is_known_to_runner = True
-        slots, counts = decodes.slots, decodes.num_scheduled_tokens
+        slots, counts = decodes.slots, self.progress or decodes.num_scheduled_tokens
         if self.sequences:
             slots, counts = slots + [s.place.slot for s in self.sequences], counts + self.counts
-        self.batch = ScheduledBatch(self.kind, slots, counts, new, self.appended, gone=gone)
+        self.batch = ScheduledBatch(
+            self.kind, slots, counts, new, self.appended, gone=gone, max_drafts=self.max_drafts
+        )
         return self.batch
 
 
@@ -194,6 +200,9 @@ class Scheduler:
         self._chunk_alignment = chunk_alignment
         self._prefill_streak = 0
         self._no_decodes = DecodeRows("decode", [], len(self._kv))
+        self._speculation = config.speculative_config
+        # Drafts that the worker holds for the next step.
+        self._drafts: dict[Sequence, int] = {}
         # Steps under way, oldest first.
         self._plans: deque[_StepPlan] = deque()
 
@@ -425,7 +434,8 @@ class Scheduler:
     def schedule_ahead(self) -> ScheduledBatch | None:
         """Plan the step after the one under way, if that does not depend on its tokens.
 
-        This requires that all rows decode and no queued sequence could be admitted. Rows that end
+        This requires that all rows decode and no queued sequence could be admitted. A step with
+        drafts has unknown progress, and one that proposes drafts is followed by such. Rows that end
         by length with the step under way are left out. A row that ends by a stop token is computed
         once more without effect; it keeps its slot and blocks meanwhile.
 
@@ -433,7 +443,7 @@ class Scheduler:
             The step; None if the one under way must be updated first.
         """
         [before] = self._plans
-        if before.sequences or self.table.prefill_rows:
+        if before.sequences or before.max_drafts or before.progress or self.table.prefill_rows:
             return None
         looks = (before.decodes.sequences[row] for row in before.looks)
         ending = {seq for seq in looks if self._ends_by_length(seq)}
@@ -467,12 +477,19 @@ class Scheduler:
         if plan.sequences:
             counts = other_counts or [1] * len(plan.sequences)
             outputs = self._take_others(plan, outputs, result.token_ids[num_decoded:], counts)
+        if result.num_drafts:
+            rows = zip([*plan.decodes.sequences, *plan.sequences], result.num_drafts, strict=True)
+            self._drafts = {seq: count for seq, count in rows if count}
         return outputs._replace(failed=failed) if failed else outputs
 
-    def work(self, batch: ScheduledBatch) -> StepWork:
-        """Return the work of the first pass of a step under way."""
+    def work(self, batch: ScheduledBatch) -> StepWork | None:
+        """Return the work of the first pass of a step under way.
+
+        None if it verifies drafts: the time of such a step says nothing of plain decoding, nor of
+        prompts.
+        """
         [plan] = [plan for plan in self._plans if plan.batch is batch]
-        return plan.work(len(self._kv))
+        return None if plan.progress else plan.work(len(self._kv))
 
     def progress(self, batch: ScheduledBatch) -> Iterable[tuple[Sequence, int]]:
         """Yield sequences whose prompt a step computes, with their computed tokens after it.
@@ -507,6 +524,8 @@ class Scheduler:
         # Running rows outside the plan end with the step before it.
         is_all = not (plan.sequences or self.table.prefill_rows or self.table.queue)
         if not is_all or not sequences or plan.appended or plan.looks or plan.decodes.stop_ids:
+            return batch
+        if plan.progress or plan.max_drafts:
             return batch
         num_more = min(s.look_at - s.num_computed_tokens for s in sequences)
         num_more = min(num_more, max_passes - 1)
@@ -666,12 +685,41 @@ class Scheduler:
     def _begin(self, plan: _StepPlan) -> ScheduledBatch:
         """Begin a step: its tokens count as computed from now on."""
         kv = self._kv
+        if self._speculation is not None:
+            self._speculate(plan, self._speculation.num_speculative_tokens)
         batch = plan.build(kv.take_left_slots() if kv.left_slots else [])
-        plan.looks = self._advance(plan.decodes.sequences, 1)
+        if plan.progress:
+            # `update` examines every row, once it is known which drafts were right.
+            for seq, count in zip(plan.decodes.sequences, plan.progress, strict=True):
+                seq.num_computed_tokens += count
+        else:
+            plan.looks = self._advance(plan.decodes.sequences, 1)
         for seq, count in zip(plan.sequences, plan.counts, strict=True):
             seq.num_computed_tokens += count
         self._plans.append(plan)
         return batch
+
+    def _speculate(self, plan: _StepPlan, max_drafts: int) -> None:
+        """Add the worker's drafts to a step of decodes alone, and let it propose new ones.
+
+        Drafts take what a planned step leaves: tokens of its budget, and free blocks. No sequence
+        is preempted for them, and a step with prompts verifies none.
+        """
+        drafts, self._drafts = self._drafts, {}
+        if len(plan.decodes) or any(seq.mode != "prefill" for seq in plan.sequences):
+            plan.max_drafts = max_drafts
+        if plan.sequences or drafts.keys().isdisjoint(plan.decodes.sequences):
+            return
+        for seq in plan.decodes.sequences:
+            count = min(drafts.get(seq, 0), plan.budget)
+            if count:
+                room = self._end_rules.longest(seq) - seq.num_tokens - 1
+                count = min(count, room)
+                end = seq.num_computed_tokens + 1 + count
+                if end > seq.place.capacity and not self._grow(plan, [(seq, end)]):
+                    count = seq.place.capacity - seq.num_computed_tokens - 1
+                plan.budget -= count
+            plan.progress.append(1 + count)
 
     def _advance(self, sequences: list[Sequence], count: int) -> list[int]:
         """Count tokens of decoding rows, and return the indices of those to examine."""
@@ -706,7 +754,11 @@ class Scheduler:
         count, stop_ids = plan.num_passes, decodes.stop_ids
         is_stopped = not stop_ids.isdisjoint(token_ids)
         is_even = not counts or counts.count(count) == len(counts)
-        if not is_even or (count > 1 and (is_stopped or self._passes_an_end(plan))):
+        if (
+            plan.progress
+            or not is_even
+            or (count > 1 and (is_stopped or self._passes_an_end(plan)))
+        ):
             return self._take_runs(plan, token_ids, counts)
         if self.table.outlived:
             # Drop the tokens of sequences that have ended meanwhile.
@@ -741,14 +793,17 @@ class Scheduler:
 
     def _take_runs(self, plan: _StepPlan, token_ids: list[int], counts: list[int]) -> StepOutputs:
         """Give each decoding row its run up to its first end, and undo progress not made."""
-        outputs, num_passes, tokens = StepOutputs([], [], {}, []), plan.num_passes, iter(token_ids)
-        for seq, count in zip(plan.decodes.sequences, counts, strict=True):
+        outputs, tokens = StepOutputs([], [], {}, []), iter(token_ids)
+        sequences = plan.decodes.sequences
+        planned = plan.progress or [plan.num_passes] * len(sequences)
+        counts = counts or [1] * len(sequences)
+        for seq, wanted, count in zip(sequences, planned, counts, strict=True):
             run = list(itertools.islice(tokens, count))
             if not seq.is_running:
                 continue
-            if count < num_passes:
+            if count < wanted:
                 assert not self._plans, "a step ahead was planned from progress that was not made"
-                seq.num_computed_tokens -= num_passes - count
+                seq.num_computed_tokens -= wanted - count
                 self.table.short.pop(seq, None)
             self._take_run(outputs, seq, run)
         return outputs

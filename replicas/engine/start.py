@@ -150,6 +150,11 @@ def _resolve_capabilities(config: EngineConfig, facts: ModelFacts) -> EngineConf
     for name, supported in can.items():
         if getattr(config, name) and not supported:
             raise ConfigError(f"{name} is on but the generator does not support it; remove it")
+    if config.speculative_config is not None and not facts.supports_drafts:
+        raise ConfigError(
+            "speculative_config is set but the generator has no forward_mixed, which verifies "
+            "drafts; remove it"
+        )
     decided = {
         n: supported if getattr(config, n) is None else getattr(config, n)
         for n, supported in can.items()

@@ -129,6 +129,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
         supports_mixed_batch: Prefill chunks and decodes may share a pass.
         supports_chunked_prefill: A prompt may be computed over several calls.
         supports_prefix_caching: A prefill may start after cached tokens.
+        supports_drafts: A pass can verify drafts: it gives the logits of several tokens of a row.
         supports_async_decode: A decode step may be submitted before the previous one is over.
         chunk_alignment: A chunk that does not complete its prompt should end on a multiple of this
             many tokens: a mesh writes KV in whole blocks, and would recompute a partial one.
@@ -141,5 +142,6 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     supports_mixed_batch: bool
     supports_chunked_prefill: bool
     supports_prefix_caching: bool
+    supports_drafts: bool = False
     supports_async_decode: bool = False
     chunk_alignment: int = 1

@@ -27,6 +27,7 @@ from replicas.engine.fault_injection import engine_faults
 from replicas.engine.rows.grammar import GrammarCache
 from replicas.engine.rows.order import row_processors
 from replicas.engine.runner import ModelRunner
+from replicas.engine.speculation import NgramDrafter
 from replicas.errors import ConfigError, DeviceError, InvalidRequestError
 from replicas.generators.fingerprint import model_fingerprint
 from replicas.generators.model_config import load_engine_model
@@ -60,8 +61,14 @@ if TYPE_CHECKING:
         TransferResults,
         TransferStats,
     )
-    from replicas.config import EngineConfig, MeshConfig, SimulatedMeshConfig
+    from replicas.config import (
+        EngineConfig,
+        MeshConfig,
+        SimulatedMeshConfig,
+        SpeculativeConfig,
+    )
     from replicas.engine.runner import SubmittedStep
+    from replicas.engine.speculation import Drafter
     from replicas.engine.step import ModelFacts, Preparation, Prepared, ScheduledBatch, StepResult
     from replicas.generators.model_config import ModelConfig
     from replicas.generators.protocol import (
@@ -223,6 +230,7 @@ class Worker:
             max_model_len,
             wait,
             processors=row_processors(self._grammars),
+            drafter=_drafter(config.speculative_config),
         )
         if config.kv_connector is None:
             return None
@@ -414,6 +422,10 @@ def _routed(config: EngineConfig) -> EngineConfig:
     if config.mesh is None:
         return config
     return msgspec.structs.replace(config, mesh=route_mesh(config.generator, config.mesh))
+
+
+def _drafter(config: SpeculativeConfig | None) -> Drafter | None:
+    return None if config is None else NgramDrafter(*config.ngram_sizes)
 
 
 def _check_capabilities(

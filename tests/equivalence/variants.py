@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kv_transfer.store import StoreConfig
+from replicas.config import SpeculativeConfig
 from tests.engines import engine_core, generate, make_config, num_preemptions, num_prefix_hits
 from tests.replicas.engine.shelf_connector import SHELVES
 
@@ -56,6 +57,11 @@ _CHUNKED = {"max_num_batched_tokens": 16}
 _WHOLE = {"enable_chunked_prefill": False, "max_num_batched_tokens": 256}
 _APART = {"mixed_batches": False}
 _FOUR_LANES = {"tt_data_parallel": 4}
+_DRAFTS = {
+    "speculative_config": SpeculativeConfig(
+        method="ngram", num_speculative_tokens=4, prompt_lookup_min=1, prompt_lookup_max=3
+    )
+}
 _POOLED = {
     "kv_connector": "pooled",
     "kv_store": StoreConfig(
@@ -86,6 +92,16 @@ VARIANTS = {
     ),
     "apart, whole, preempted, prefix hit": Variant(
         {**_WHOLE, **_APART, "block_size": 16, "num_blocks": 9},
+        repeat=2,
+        must_preempt=True,
+        must_hit=True,
+    ),
+    "mixed, chunked, drafts": Variant({**_MISS, **_CHUNKED, **_DRAFTS}),
+    "mixed, whole, four lanes, drafts, arrivals apart": Variant(
+        {**_MISS, **_WHOLE, **_FOUR_LANES, **_DRAFTS}, stagger=3
+    ),
+    "mixed, chunked, preempted, prefix hit, drafts": Variant(
+        {**_CHUNKED, **_DRAFTS, "block_size": 16, "num_blocks": 9},
         repeat=2,
         must_preempt=True,
         must_hit=True,

@@ -134,6 +134,7 @@ def test_a_good_file_is_read(good, tmp_path, model):
     assert decode.max_num_waiting == 0, "the queue is the router's"
 
 
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3}
 FILE_MISTAKES = [
     # a wrong key at every level
     ("htp_options", {}, "htp_options"),
@@ -208,6 +209,16 @@ FILE_MISTAKES = [
     ("args.pools.decode.engine.tt_data_parallel", 3, "32 .*multiple.* 3"),
     ("args.pools.decode.engine.max_num_batched_tokens", 8, "8 is less than .* 32"),
     ("args.pools.decode.engine.dtype", "bfloat16", "dtype is float32 .* bfloat16"),
+    ("args.engine.speculative_config", {"method": "eagle", "num_speculative_tokens": 1},
+     r"speculative_config.*method.*: Invalid enum value 'eagle'"),
+    ("args.engine.speculative_config", DRAFTS | {"num_speculative_tokens": 129},
+     "num_speculative_tokens must be at most 128, got 129"),
+    ("args.engine.speculative_config", DRAFTS | {"prompt_lookup_min": 0},
+     "prompt_lookup_min must be at least 1, got 0"),
+    ("args.engine.speculative_config", DRAFTS | {"prompt_lookup_min": 4, "prompt_lookup_max": 3},
+     "prompt_lookup_min 4 is more than speculative_config.prompt_lookup_max 3"),
+    ("args.engine", {"speculative_config": DRAFTS, "mixed_batches": False},
+     "speculative_config and mixed_batches: false exclude each other"),
     ("args.engine.block_size", 48, "block_size 48 .* is not a multiple of 32"),
     ("args.router.order", "decode", "args.router.order: Invalid enum value"),
     # KV transfer

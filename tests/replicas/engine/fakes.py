@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from kv_transfer.connector import (
@@ -238,8 +239,15 @@ class FakeConnector:
         return bool(self.cancelled)
 
 
-def result_of(token_ids: SequenceOf[int | None]) -> StepResult:
-    """A step's result with a token for each row, None where a prompt is not complete."""
-    counts = [int(token_id is not None) for token_id in token_ids]
-    tokens = [token_id for token_id in token_ids if token_id is not None]
-    return StepResult(tokens, [0.0], counts=[] if all(counts) else counts)
+def result_of(
+    runs: SequenceOf[SequenceOf[int] | int | None], num_drafts: SequenceOf[int] = ()
+) -> StepResult:
+    """A step's result with a run or a token for each row, None where a prompt is not complete."""
+    lists = [[] if run is None else [run] if isinstance(run, int) else list(run) for run in runs]
+    counts = [len(run) for run in lists]
+    return StepResult(
+        list(chain.from_iterable(lists)),
+        [0.0],
+        counts=[] if set(counts) == {1} else counts,
+        num_drafts=list(num_drafts),
+    )

@@ -6,6 +6,7 @@ so that a step which attends to anything but its own sequence's prefix fails at 
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -22,9 +23,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from collections.abc import Sequence as SequenceOf
 
+    import numpy.typing as npt
+
     from replicas.config import EngineConfig
     from replicas.engine.sequence import Sequence
-    from replicas.engine.step import ScheduledBatch
+    from replicas.engine.step import ScheduledBatch, StepResult
     from replicas.kv_groups import KVGroup
     from tests.replicas.engine.fakes import FakeTransfer
 
@@ -63,6 +66,9 @@ class World:
         self.kv: dict[tuple[int, int, int, int], Prefix] = {}
         # Slots whose rows the device knows.
         self.known_slots: set[int] = set()
+        # By slot: drafts that the device holds.
+        self.num_drafts: dict[int, int] = {}
+        self.dice = random.Random(0)
         self.now_s = 0.0
         self.num_accepted = 0
         self.ended: Counter[str] = Counter()
@@ -93,7 +99,7 @@ class World:
         for position, place in self.places(lane, tables, range(len(tokens))):
             assert self.kv.get(place) == tokens[: position + 1], f"wrong KV at {place}"
 
-    def run(self, batch: ScheduledBatch, sample: Callable[[], int]) -> list[int]:
+    def run(self, batch: ScheduledBatch, sample: Callable[[], int]) -> StepResult:
         """Run a step as the model runner does, with the recorded KV."""
         assert batch.num_tokens <= self.config.max_num_batched_tokens
         assert len(set(batch.slots)) == len(batch.slots) > 0
@@ -108,7 +114,7 @@ class World:
         self.known_slots |= new_slots
         assert self.known_slots >= set(batch.slots), "a row that has left runs"
         by_slot = {s.place.slot: s for s in self.scheduler.table.rows}
-        token_ids = []
+        runs = []
         for slot, count in zip(batch.slots, batch.num_scheduled_tokens, strict=True):
             seq, start = by_slot[slot], int(self.batch.num_computed_tokens[slot])
             end = start + count
@@ -117,7 +123,13 @@ class World:
                 for i, kv_group in enumerate(self.kv_groups)
             ]
             tokens = tuple(self.batch.token_ids[slot, :end].tolist())
-            assert tokens == tuple(seq.token_ids[:end])
+            drafts = list(tokens[seq.num_tokens :])
+            assert tokens == (*seq.token_ids[:end], *drafts)
+            if drafts:
+                assert seq in self.scheduler.table.decode_rows.sequences
+                assert len(drafts) <= self.num_drafts.get(slot, 0)
+                assert end < self.scheduler._end_rules.longest(seq)
+                assert not batch.new
             for table, block_ids in zip(tables, seq.place.block_ids, strict=True):
                 assert table == block_ids[: len(table)]
                 assert 0 not in table
@@ -125,17 +137,44 @@ class World:
             assert slot // self.config.slots_per_group == seq.place.dp_group
             self.assert_holds(seq.place.dp_group, tables, tokens[:start])
             self.write(seq.place.dp_group, tables, tokens, start)
-            samples = end == seq.num_tokens
+            samples = end >= seq.num_tokens
             assert samples or end % self.chunk_alignment == 0, "a chunk ends inside a block"
-            assert samples == self.batch.num_logits(np.array([slot]), np.array([count]))[0]
-            token_ids.append(sample() if samples else None)
-        slots, counts = np.asarray(batch.slots), np.asarray(batch.num_scheduled_tokens)
+            num_logits = self.batch.num_logits(np.array([slot]), np.array([count]))[0]
+            assert num_logits == (len(drafts) + 1 if samples else 0)
+            runs.append(list(self._draw(drafts, sample)) if samples else [])
+        self._record(np.array(batch.slots), np.array(batch.num_scheduled_tokens), runs)
+        return result_of(runs, self._propose(batch, runs))
+
+    def _draw(self, drafts: list[int], sample: Callable[[], int]) -> Iterator[int]:
+        """Yield a token for each right draft, and one."""
+        for draft in [*drafts, None]:
+            token_id = sample()
+            yield token_id
+            if token_id != draft:
+                break
+
+    def _record(self, slots: npt.NDArray, counts: npt.NDArray, runs: list[list[int]]) -> None:
         places = self.batch.num_tokens[slots]
-        sampled = np.array([token_id is not None for token_id in token_ids])
-        self.batch.advance(slots, counts, sampled)
-        tokens = np.array([token_id for token_id in token_ids if token_id is not None], np.int64)
-        self.batch.record(slots[sampled], places[sampled], tokens)
-        return token_ids
+        num_logits = self.batch.num_logits(slots, counts)
+        self.batch.advance(slots, counts, num_logits)
+        lengths = np.array([len(run) for run in runs])
+        wrong = lengths < num_logits
+        self.batch.give_back(slots[wrong], (num_logits - lengths)[wrong])
+        has_run = lengths > 0
+        last = np.array([run[-1] for run in runs if run], np.int64)
+        self.batch.record(slots[has_run], (places + lengths - 1)[has_run], last)
+
+    def _propose(self, batch: ScheduledBatch, runs: list[list[int]]) -> list[int]:
+        """Return how many drafts the device holds for each row."""
+        self.num_drafts = {}
+        for slot, run in zip(batch.slots, runs, strict=True):
+            start = int(self.batch.num_tokens[slot])
+            most = min(batch.max_drafts, self.batch.max_model_len - 1 - start)
+            drafts = self.dice.choices([1, 2, 3], [4, 2, 1], k=self.dice.randint(0, max(most, 0)))
+            if run and drafts:
+                self.num_drafts[slot] = len(drafts)
+                self.batch.put_drafts(slot, start, drafts)
+        return [self.num_drafts.get(slot, 0) for slot in batch.slots] if self.num_drafts else []
 
     # --- the engine core -----------------------------------------------------------------------
 
@@ -157,7 +196,7 @@ class World:
             transfer = self.connector.transfers.get(seq.request_id)
             if transfer is not None and not transfer.lent:
                 transfer.num_saved_tokens = num_tokens
-        outputs = self.scheduler.update(batch, result_of(self.run(batch, sample)))
+        outputs = self.scheduler.update(batch, self.run(batch, sample))
         for row, (seq, run) in enumerate(zip(outputs.sequences, outputs.runs(), strict=True)):
             known = self.outputs[seq.request_id]
             assert seq.request_id not in self.ended

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 import pytest
 
+from replicas.config import SpeculativeConfig
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
 from replicas.errors import ConfigError
@@ -289,6 +290,13 @@ def test_eos_of_the_model_ends_generation_unless_ignored(folder):
         ({"generator": NARROW, "enable_prefix_caching": True}, ["enable_prefix_caching"]),
         ({"generator": NARROW, "enable_chunked_prefill": True}, ["enable_chunked_prefill"]),
         ({"generator": NARROW, "mixed_batches": True}, ["mixed_batches"]),
+        (
+            {
+                "generator": NARROW,
+                "speculative_config": SpeculativeConfig(method="ngram", num_speculative_tokens=2),
+            },
+            ["speculative_config", "forward_mixed"],
+        ),
     ],
 )
 def test_configuration_that_cannot_work_is_refused_with_its_numbers(folder, changes, words):

@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from replicas.config import SpeculativeConfig
 from replicas.engine.sequence import Phase
 from tests.kv_groups import one_kv_group
 from tests.replicas.engine.fakes import EOS, make_config, make_sequence, make_ticket
@@ -13,6 +14,7 @@ from tests.replicas.engine.scheduler_world import World
 
 TOKENS = st.integers(0, 3)
 OUTPUTS = st.sampled_from([EOS, 1, 1, 1, 2, 2, 3, 3])
+_DRAFTS = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
 CLIENTS = st.sampled_from([b"one", b"two", b"three"])
 
 
@@ -38,6 +40,7 @@ def worlds(draw, num_kv_groups=1):
     chunked = draw(st.booleans())
     chunk_alignment = draw(st.sampled_from([1, block_size]))
     least = max(groups * slots, chunk_alignment if chunked else max_model_len)
+    mixed_batches = draw(st.booleans())
     config = make_config(
         max_batch_size=groups * slots,
         tt_data_parallel=groups,
@@ -46,7 +49,8 @@ def worlds(draw, num_kv_groups=1):
         max_num_waiting=draw(st.sampled_from([None, 0, 2])),
         enable_chunked_prefill=chunked,
         enable_prefix_caching=draw(st.booleans()),
-        mixed_batches=draw(st.booleans()),
+        mixed_batches=mixed_batches,
+        speculative_config=draw(st.sampled_from([None, _DRAFTS])) if mixed_batches else None,
         prefill_steps_per_decode_step=draw(st.integers(1, 3)),
         kv_load_failure_policy=draw(st.sampled_from(["recompute", "fail"])),
     )
