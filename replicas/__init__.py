@@ -8,9 +8,9 @@ if TYPE_CHECKING:
     from replicas.async_llm import AsyncLLM
     from replicas.llm import LLM
     from replicas.llm_engine import LLMEngine, RequestOutput
-    from replicas.sampling_params import SamplingParams
+    from replicas.sampling_params import SamplingParams, StructuredOutputs
 
-__all__ = ["LLM", "AsyncLLM", "LLMEngine", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "AsyncLLM", "LLMEngine", "RequestOutput", "SamplingParams", "StructuredOutputs"]
 
 _HOMES = {
     "LLM": "replicas.llm",
@@ -18,6 +18,7 @@ _HOMES = {
     "LLMEngine": "replicas.llm_engine",
     "RequestOutput": "replicas.llm_engine",
     "SamplingParams": "replicas.sampling_params",
+    "StructuredOutputs": "replicas.sampling_params",
 }
 
 

@@ -12,7 +12,7 @@ import msgspec
 from replicas.async_client import AsyncMPClient
 from replicas.errors import EngineDeadError, RequestFailedError, RequestRefusedError
 from replicas.launch import start_engine
-from replicas.llm_engine import RequestOutput, to_engine_input
+from replicas.llm_engine import RequestOutput, grammar_checker, to_engine_input
 from replicas.messages import AddRequest, Refused, TokenOutput, checked_request
 from replicas.output_processor import OutputProcessor
 from replicas.tokenizer import Tokenizer
@@ -34,6 +34,7 @@ class AsyncLLM:
         self._client = client
         self._tokenizer = tokenizer
         self._counter = itertools.count()
+        self._grammar_checker = grammar_checker(tokenizer)
 
     @classmethod
     async def start(cls, config: EngineConfig) -> AsyncLLM:
@@ -68,6 +69,9 @@ class AsyncLLM:
         token_ids, sampling_params = to_engine_input(
             prompt, sampling_params, self._tokenizer, description
         )
+        spec = sampling_params.structured_outputs
+        if spec is not None and not self._grammar_checker.knows(spec):
+            await asyncio.to_thread(self._grammar_checker.check, spec)
         if sampling_params.seed is None:
             sampling_params = msgspec.structs.replace(sampling_params, seed=secrets.randbits(63))
         request = checked_request(f"request-{next(self._counter)}", token_ids, sampling_params)
@@ -98,5 +102,6 @@ class AsyncLLM:
 
     async def shutdown(self) -> None:
         """Close the connection and end the engine."""
+        self._grammar_checker.close()
         await self._client.close()
         await asyncio.to_thread(self._handle.stop)

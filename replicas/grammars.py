@@ -19,14 +19,13 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag, Tokeni
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from replicas.errors import InvalidRequestError
+from replicas.sampling_params import MAX_SCHEMA_VALUES
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from replicas.sampling_params import StructuredOutputs
 
-MAX_SCHEMA_VALUES = 10_000
-"""Values in a JSON schema, or alternatives of a choice."""
 MAX_SCHEMA_DEPTH = 64
 MAX_PROPERTIES = 1_000
 """Properties of one object of a schema: the time to compile them grows with their square."""

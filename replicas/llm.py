@@ -162,6 +162,7 @@ class LLM:
 
     def shutdown(self) -> None:
         """End the engine. Idempotent."""
+        self.llm_engine.close()
         self._client.shutdown()
 
     def _run(self, request_ids: list[str], *, show: bool) -> list[RequestOutput]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from replicas.bad_words import encode_bad_words
 from replicas.errors import InvalidRequestError, RequestRefusedError
+from replicas.grammar_checks import GrammarChecker
 from replicas.messages import checked_request
 from replicas.output_processor import OutputProcessor
 from replicas.philox import mint_seed
@@ -126,6 +127,11 @@ def to_engine_input(
     return token_ids, params
 
 
+def grammar_checker(tokenizer: Tokenizer | None) -> GrammarChecker:
+    """Return a new checker of grammars for a front end with this tokenizer."""
+    return GrammarChecker(() if tokenizer is None else tokenizer.special_token_texts)
+
+
 def _check_prompt(token_ids: list[int], facts: EngineFacts) -> None:
     """Refuse a prompt that the engine cannot run.
 
@@ -208,6 +214,7 @@ class LLMEngine:
         self._counter = itertools.count()
         self._eos_token_ids = tokenizer.eos_token_ids if tokenizer is not None else frozenset()
         self._requests: dict[str, tuple[RequestOutput, OutputProcessor]] = {}
+        self._grammar_checker = grammar_checker(tokenizer)
 
     @property
     def max_model_len(self) -> int:
@@ -234,6 +241,8 @@ class LLMEngine:
         token_ids, sampling_params = to_engine_input(
             prompt, sampling_params, self._tokenizer, facts
         )
+        if sampling_params.structured_outputs is not None:
+            self._grammar_checker.check(sampling_params.structured_outputs)
         count = next(self._counter)
         request_id = f"request-{count}" if request_id is None else request_id
         if request_id in self._requests:
@@ -252,6 +261,10 @@ class LLMEngine:
             del self._requests[request_id]
             raise
         return request_id
+
+    def close(self) -> None:
+        """End the process that checks grammars, if there is one."""
+        self._grammar_checker.close()
 
     def step(self) -> list[RequestOutput]:
         """Wait for the outputs of at least one engine step.

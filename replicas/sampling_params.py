@@ -35,6 +35,8 @@ MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_GRAMMAR_BYTES = 256 * 2**10
 """Largest grammar or JSON schema of a request, in UTF-8."""
+MAX_SCHEMA_VALUES = 10_000
+"""Values in a JSON schema, or alternatives of a choice."""
 GRAMMAR_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 """Fields of `StructuredOutputs`, of which a request gives one."""
 

@@ -132,6 +132,12 @@ class Tokenizer:
         )
 
     @property
+    def special_token_texts(self) -> list[str]:
+        """Return the texts of all special tokens."""
+        added = self.backend.get_added_tokens_decoder()
+        return [added[token_id].content for token_id in sorted(self._special_ids)]
+
+    @property
     def has_chat_template(self) -> bool:
         """Return whether the folder has a chat template."""
         return self._chat_template is not None

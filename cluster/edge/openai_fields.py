@@ -84,6 +84,9 @@ object_ = _of_type(dict, "an object")
 array = _of_type(list, "an array")
 
 
+text_or_object = _of_type((str, dict), "a string or an object")
+
+
 def anything(value: object, path: str) -> object:
     """Accept any value: of fields refused at all values but null, or checked elsewhere."""
     del path
@@ -244,8 +247,8 @@ GENERATION_FIELDS: dict[str, Field] = {
     **_not_yet(boolean, "use_beam_search", neutral=(False,)),
     **_not_yet(boolean, "return_tokens_as_token_ids", "return_token_offsets", neutral=(False,)),
     **_not_yet(object_, "vllm_xargs", neutral=({},)),
-    **_not_yet(object_, "response_format", neutral=({"type": "text"},)),
-    **_not_yet(object_, "structured_outputs", "kv_transfer_params", "ec_transfer_params"),
+    **_supported(object_, "response_format", "structured_outputs"),
+    **_not_yet(object_, "kv_transfer_params", "ec_transfer_params"),
     **_not_yet(object_, "repetition_detection"),
     **_not_yet(anything, "watermarking", neutral=(False,)),
     **_not_yet(anything, "mm_payload"),
@@ -284,6 +287,30 @@ CHAT_FIELDS: dict[str, Field] = {
     **_not_yet(string, "chat_template"),
     **_not_yet(object_, "audio", "moderation", "web_search_options"),
     **_not_yet(object_, "media_io_kwargs", "mm_processor_kwargs", neutral=({},)),
+}
+
+RESPONSE_FORMAT_FIELDS: dict[str, Field] = {
+    **_supported(one_of("text", "json_object", "json_schema", "structural_tag"), "type"),
+    **_supported(object_, "json_schema"),
+    **_supported(array_of(string), "triggers"),
+    **_supported(array_of(object_), "structures"),
+    # Structural tags in xgrammar's form.
+    **_not_yet(anything, "format"),
+}
+
+JSON_SCHEMA_FIELDS: dict[str, Field] = {
+    **_supported(object_, "schema"),
+    # Every schema is followed strictly.
+    **_no_effect(string, "name", "description"),
+    **_no_effect(boolean, "strict"),
+}
+
+STRUCTURED_OUTPUTS_FIELDS: dict[str, Field] = {
+    **_supported(text_or_object, "json", "structural_tag"),
+    **_supported(string, "regex", "grammar", "whitespace_pattern"),
+    **_supported(array_of(string), "choice"),
+    **_supported(boolean, "json_object", "disable_any_whitespace"),
+    **_supported(boolean, "disable_additional_properties"),
 }
 
 STREAM_OPTIONS_FIELDS: dict[str, Field] = {

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.edge.openai_fields import bad_field
 from cluster.errors import BadRequestError
+from replicas.sampling_params import MAX_SCHEMA_VALUES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,8 +31,11 @@ MAX_MESSAGES = 2048
 """OpenAI's limit; a chat template takes about 12 microseconds per message."""
 MAX_MESSAGE_ENTRIES = 8 * MAX_MESSAGES
 """Values in all messages together: fields, content parts, and the fields of these parts."""
+MAX_GRAMMAR_ENTRIES = MAX_SCHEMA_VALUES + 64
+"""Values in a field with a grammar, at any depth: those of a schema, and some around it."""
 MAX_FIELD_ENTRIES = 1024
 """Values in any other field, at any depth."""
+_GRAMMAR_FIELDS = ("response_format", "structured_outputs")
 _VOCABULARY_FIELDS = ("stop_token_ids", "allowed_token_ids")
 """Fields that may hold every token id once."""
 
@@ -88,6 +92,8 @@ def check_sizes(body: Mapping[str, Any], limits: BodyLimits) -> None:
             _check_messages(value, longest)
         elif name == "tokens":
             _check_length(value, limits.max_model_len, name)
+        elif name in _GRAMMAR_FIELDS:
+            _check_entries(value, MAX_GRAMMAR_ENTRIES, name)
         elif name in _VOCABULARY_FIELDS:
             _check_length(value, limits.vocab_size, name)
         else:

@@ -35,6 +35,7 @@ from cluster.edge.openai_fields import (
     token_ids,
 )
 from cluster.edge.openai_limits import check_sizes, check_structure, prompt_too_long
+from cluster.edge.structured_outputs import read_grammar
 from cluster.errors import BadRequestError, NotFoundError
 from replicas import bad_words
 from replicas.errors import InvalidRequestError
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 
     from cluster.edge.openai import ModelCard
     from cluster.edge.openai_limits import BodyLimits
+    from cluster.edge.structured_outputs import Grammar
+    from replicas.grammar_checks import GrammarChecker
     from replicas.sampling_params import SamplingDefaults
     from replicas.tokenizer import Tokenizer
 
@@ -105,6 +108,7 @@ class ParsedRequest:
             room that the prompt leaves.
         max_tokens_param: The field with `max_tokens`.
         bad_words_token_ids: Its `bad_words`, once they are encoded.
+        grammar: The grammar that the output follows, if there is one; not compiled yet.
     """
 
     prompt: Prompt
@@ -113,6 +117,7 @@ class ParsedRequest:
     max_tokens: int | None
     max_tokens_param: str = "max_tokens"
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    grammar: Grammar | None = None
 
     @property
     def prompt_param(self) -> str:
@@ -175,6 +180,7 @@ def parse_completion(body: Mapping[str, Any]) -> ParsedRequest:
         values=values,
         response_options=options,
         max_tokens=1 if options.get("drops_output") else max_tokens,
+        grammar=read_grammar(values),
     )
 
 
@@ -194,6 +200,7 @@ def parse_chat_completion(body: Mapping[str, Any]) -> ParsedRequest:
         response_options=_response_options(values),
         max_tokens=values.get(param),
         max_tokens_param=param,
+        grammar=read_grammar(values),
     )
 
 
@@ -458,6 +465,7 @@ def _sampling(
         max_tokens=max_tokens,
         stop_token_ids=frozenset(values.get("stop_token_ids", ())),
         bad_words_token_ids=parsed.bad_words_token_ids,
+        structured_outputs=None if parsed.grammar is None else parsed.grammar.spec,
         **given,
     )
     try:
@@ -466,6 +474,19 @@ def _sampling(
     except InvalidRequestError as error:
         raise BadRequestError(str(error), param=_spelled_param(parsed, error.param)) from error
     return sampling
+
+
+def check_grammar(grammar: Grammar, checker: GrammarChecker) -> Grammar:
+    """Return a grammar that compiles; may take a second.
+
+    Raises:
+        BadRequestError: It does not, or takes too long; `param` is its path.
+    """
+    try:
+        checker.check(grammar.spec)
+    except InvalidRequestError as error:
+        raise grammar.bad_request(error) from error
+    return grammar
 
 
 def _spelled_param(parsed: ParsedRequest, name: str) -> str:

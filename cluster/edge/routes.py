@@ -44,6 +44,7 @@ from cluster.edge.openai_requests import (
     ParsedRequest,
     bad_words_cost,
     build_request,
+    check_grammar,
     check_vocabulary,
     echoed_text,
     encode_bad_words,
@@ -77,6 +78,7 @@ from cluster.errors import (
     ServingError,
 )
 from replicas.errors import InvalidRequestError
+from replicas.grammar_checks import GrammarChecker
 from replicas.text_pieces import NoCutError
 from replicas.tokenizer import TooManyTokensError
 
@@ -92,6 +94,7 @@ if TYPE_CHECKING:
     from cluster.edge.resume import StreamPosition
     from cluster.edge.route_table import RouteSpec
     from cluster.edge.slots import SlotsView
+    from cluster.edge.structured_outputs import Grammar
     from cluster.edge.transfers import TransfersView
     from replicas.messages import EngineRequest
     from replicas.output_processor import OutputDelta
@@ -263,6 +266,9 @@ class _RouteHandlers:
         self._prompt_tokens_details = ingress.prompt_tokens_details
         self._has_route_header = ingress.route_header
         self._heavy_work = HeavyWork(_NUM_THREADS)
+        # A thread of its own, because it waits for the checker's child.
+        self._grammar_work = HeavyWork(1)
+        self._grammar_checker = GrammarChecker(backend.tokenizer.special_token_texts)
         self._completion_shape = CompletionShape(backend.tokenizer)
         self._chat_shape = ChatShape(backend.tokenizer)
 
@@ -281,6 +287,7 @@ class _RouteHandlers:
         parsed = parse(await self._parse_body(http_request))
         card = resolve_model(parsed.values.get("model"), self._backend.models())
         request_id: str = http_request.scope["request_id"]
+        await self._check_grammar(parsed.grammar, http_request)
         parsed = await self._encode_bad_words(parsed, http_request)
         prompt_ids = await self._encode_within(card, parsed, http_request)
         request = build_request(
@@ -455,6 +462,15 @@ class _RouteHandlers:
             return text
         decode = functools.partial(self._backend.tokenizer.decode, ids, skip_special_tokens=False)
         return await self._run_text_job(decode, len(ids), request)
+
+    async def _check_grammar(self, grammar: Grammar | None, request: Request) -> None:
+        """Refuse a request whose grammar does not compile, before any work for it."""
+        if grammar is None or self._grammar_checker.knows(grammar.spec):
+            return
+        once = (check_grammar(grammar, self._grammar_checker) for _ in range(1))
+        cost = grammar.num_chars
+        job = self._text_job(Priority.OTHER, cost, request, slice_chars=max(cost, 1))
+        await self._grammar_work.run(job, once)
 
     async def _encode_bad_words(self, parsed: ParsedRequest, request: Request) -> ParsedRequest:
         if "bad_words" not in parsed.values:

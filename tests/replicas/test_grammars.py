@@ -12,10 +12,14 @@ from replicas.grammars import (
     MAX_EBNF_WORK,
     MAX_PROPERTIES,
     MAX_SCHEMA_DEPTH,
-    MAX_SCHEMA_VALUES,
     GrammarCompiler,
 )
-from replicas.sampling_params import MAX_GRAMMAR_BYTES, SamplingParams, StructuredOutputs
+from replicas.sampling_params import (
+    MAX_GRAMMAR_BYTES,
+    MAX_SCHEMA_VALUES,
+    SamplingParams,
+    StructuredOutputs,
+)
 
 MODEL = Path(__file__).parents[2] / "configs/demo-model"
 TEXT = (MODEL / "tokenizer.json").read_text()

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from replicas import LLM, AsyncLLM, SamplingParams
+from replicas import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from replicas.config import EngineConfig, MeshConfig
 from replicas.errors import (
     ConfigError,
@@ -284,6 +284,25 @@ def test_a_stop_string_ends_the_request_in_the_engine_process(llm, llm_process, 
     generate(llm_process, "x", msgspec.structs.replace(GREEDY, max_tokens=1))
     [group] = llm_process.get_metrics().groups
     assert (group.num_empty_slots, group.num_free_blocks) == (4, [39])
+
+
+CHOICE = msgspec.structs.replace(
+    GREEDY, structured_outputs=StructuredOutputs(choice=("red", "green")), ignore_eos=False
+)
+
+
+@pytest.mark.process
+def test_an_output_follows_its_grammar_and_a_bad_grammar_is_refused_before_it_runs(
+    llm, llm_process
+):
+    [output] = generate(llm, PROMPTS[0], CHOICE)
+    assert output.outputs[0].text in {"red", "green"}
+    assert output.outputs[0].finish_reason == "stop"
+    assert texts(generate(llm_process, PROMPTS[0], CHOICE)) == texts([output])
+    bad = SamplingParams(structured_outputs=StructuredOutputs(json="{bad"))
+    with pytest.raises(InvalidRequestError, match="structured_outputs") as caught:
+        generate(llm, PROMPTS, [GREEDY, bad, GREEDY, GREEDY])
+    assert caught.value.param == "structured_outputs.json"
 
 
 @pytest.mark.process

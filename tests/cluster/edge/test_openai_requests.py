@@ -27,7 +27,12 @@ from cluster.edge.openai_requests import (
     truncate_prompt,
 )
 from cluster.errors import BadRequestError, NotFoundError
-from replicas.sampling_params import NOT_YET, SamplingDefaults, SamplingParams
+from replicas.sampling_params import (
+    NOT_YET,
+    SamplingDefaults,
+    SamplingParams,
+    StructuredOutputs,
+)
 from tests.bad_sampling import BAD
 from tests.cluster.edge.test_openai_fields import turn_on
 
@@ -211,7 +216,43 @@ def test_every_supported_field_reaches_the_request(monkeypatch, base):
         ({"bad_words": [" "]}, "bad_words", "bad_words[0] has no tokens"),
         ({"min_p": True}, "min_p", "must be a number"),
         ({"logprob_token_ids": [1]}, "logprob_token_ids", "needs logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
+        ({"response_format": "json"}, "response_format", "must be an object"),
+        ({"response_format": {}}, "response_format.type", "is required"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "must be one of text"),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "response_format.json_schema",
+            "is required",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+            "is required",
+        ),
+        (
+            {"response_format": {"type": "structural_tag", "format": {}}},
+            "response_format.format",
+            "not supported yet",
+        ),
+        ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
+        ({"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs", "one"),
+        ({"structured_outputs": {"regex": 1}}, "structured_outputs.regex", "must be a string"),
+        ({"structured_outputs": {"json": []}}, "structured_outputs.json", "a string or an object"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least one"),
+        ({"structured_outputs": {"xml": 1}}, "structured_outputs.xml", "not a field"),
+        (
+            {"structured_outputs": {"regex": "a" * 2**18 + "a"}},
+            "structured_outputs.regex",
+            "262145 bytes",
+        ),
+        (
+            {
+                "structured_outputs": {"regex": "a"},
+                "response_format": {"type": "json_object"},
+            },
+            "structured_outputs",
+            "together with response_format",
+        ),
         ({"max_token": 5}, "max_token", "not a field"),
         ({"x" * 500: 5}, "x" * 64, "not a field"),
     ],
@@ -222,6 +263,39 @@ def test_a_bad_field_is_refused_by_its_path(base, extra, param, words):
     assert error.status == 400
     assert error.param == param
     assert words in error.message
+
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "integer"}}}
+TAG = {"triggers": ["<f"], "structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}]}
+
+
+@pytest.mark.parametrize(
+    ("extra", "wanted"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "strict": True, "schema": SCHEMA},
+                }
+            },
+            {"json": SCHEMA},
+        ),
+        ({"response_format": {"type": "structural_tag", **TAG}}, {"structural_tag": TAG}),
+        (
+            {"structured_outputs": {"json": json.dumps(SCHEMA), "disable_any_whitespace": True}},
+            {"json": SCHEMA, "disable_any_whitespace": True},
+        ),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, {"choice": ("a", "b")}),
+    ],
+)
+@BOTH
+def test_a_grammar_reaches_the_engine(base, extra, wanted):
+    spec = None if wanted is None else StructuredOutputs(**wanted)
+    assert build({**base, **extra}).sampling.structured_outputs == spec
 
 
 def as_json(fields):

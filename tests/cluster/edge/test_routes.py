@@ -300,6 +300,63 @@ def test_a_prompt_that_is_truncated_may_be_longer_than_the_model_takes(prompt):
     assert call(service, "POST", "/v1/completions", {"prompt": prompt}).status == 400
 
 
+SLOW_SCHEMA = {
+    "type": "string", "allOf": [{"pattern": f".*a.{{{i + 5}}}b.*"} for i in range(300)],
+}  # fmt: skip
+"""Would take minutes to compile."""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs.regex", "look-around"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
+            "response_format.json_schema.schema",
+            "response_format.json_schema.schema is no grammar",
+        ),
+        ({"structured_outputs": {"json": SLOW_SCHEMA}}, "structured_outputs.json", "too long"),
+    ],
+    ids=["regex", "schema", "slow"],
+)
+def test_a_grammar_that_does_not_compile_is_refused_before_any_work(fields, param, words):
+    """The slow one is checked beside a request that it does not hold up."""
+    backend = FakeBackend()
+
+    async def run():
+        app = make_app(backend)
+        body = {"prompt": "hi"}
+        bad = asyncio.create_task(
+            Client(app).request("POST", "/v1/completions", {**body, **fields})
+        )
+        await asyncio.sleep(0)
+        good = await Client(app).request("POST", "/v1/completions", body)
+        assert not bad.done()
+        return good, await bad
+
+    good, bad = asyncio.run(run())
+    assert good.status == 200
+    assert bad.status == 400
+    assert bad.body["error"]["param"] == param
+    assert words in bad.body["error"]["message"]
+    assert len(backend.requests) == 1
+
+
+@pytest.mark.process
+def test_a_grammar_that_compiles_is_checked_once(monkeypatch):
+    backend = FakeBackend()
+    app = make_app(backend)
+    fields = {"prompt": "hi", "structured_outputs": {"choice": ["a", "b"]}}
+    checked, check = [], routes.check_grammar
+    monkeypatch.setattr(routes, "check_grammar", lambda *args: (checked.append(args), check(*args)))
+    for _ in range(2):
+        answer = asyncio.run(Client(app).request("POST", "/v1/completions", fields))
+        assert answer.status == 200
+    assert len(checked) == 1
+    assert backend.requests[1].sampling.structured_outputs.choice == ("a", "b")
+
+
 @pytest.mark.parametrize("path", GENERATE)
 def test_request_takes_from_the_model_what_it_leaves_out(path):
     service = FakeBackend()

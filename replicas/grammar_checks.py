@@ -1,0 +1,202 @@
+"""Checks of grammars for front ends, in a child process that may be ended at any time.
+
+Some small grammars take very long to compile, and no limit of llguidance stops that. A thread that
+compiles one would be lost, so a child process compiles: the kernel ends it after `MAX_CPU_S` of
+processor time, or if it needs too much memory. A grammar that ends the child is refused.
+
+    client ─ check(spec) ─→ GrammarChecker ─ frames on pipes ─→ `python -m replicas.grammar_checks`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import resource
+import select
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import weakref
+from collections import OrderedDict
+from typing import IO, TYPE_CHECKING
+
+import msgspec
+
+from replicas.errors import InvalidRequestError
+from replicas.sampling_params import StructuredOutputs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+MAX_CPU_S = 0.5
+"""Processor time that a grammar may take to compile."""
+MAX_WALL_S = 10.0
+"""The same in time that passes, for a host that has no processor to spare."""
+MAX_MEMORY_BYTES = 2 * 2**30
+"""Address space of the child."""
+_START_S = 60.0
+_NUM_REMEMBERED = 4096
+_NICENESS = 5
+_HEAD = struct.Struct("<I")
+
+
+class _Verdict(msgspec.Struct, array_like=True):
+    """Answer of the child: the wrong field and why, or nothing."""
+
+    param: str = ""
+    text: str = ""
+
+
+class _ChildEndedError(Exception):
+    """The child has ended, or does not answer."""
+
+
+class GrammarChecker:
+    """Checks whether grammars compile. May be shared by threads, which wait for each other.
+
+    Args:
+        special_tokens: Text of the special tokens that structural tags may begin with.
+    """
+
+    def __init__(self, special_tokens: Iterable[str] = ()) -> None:
+        self._special_tokens = sorted(special_tokens)
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._end: weakref.finalize[..., GrammarChecker] | None = None
+        # Hashes of grammars that have passed, the least recently used first.
+        self._passed: OrderedDict[bytes, None] = OrderedDict()
+
+    def knows(self, spec: StructuredOutputs) -> bool:
+        """Return whether `check` would pass without any work."""
+        return _hash(spec) in self._passed
+
+    def check(self, spec: StructuredOutputs) -> None:
+        """Check a grammar; the first call starts the child, which takes about 0.2 s.
+
+        Raises:
+            InvalidRequestError: The grammar cannot be used; `param` names its field.
+        """
+        key = _hash(spec)
+        with self._lock:
+            if key not in self._passed:
+                self._ask(spec)
+            self._passed[key] = None
+            self._passed.move_to_end(key)
+            if len(self._passed) > _NUM_REMEMBERED:
+                self._passed.popitem(last=False)
+
+    def close(self) -> None:
+        """End the child, if there is one. A later check starts another."""
+        with self._lock:
+            self._drop()
+
+    def _ask(self, spec: StructuredOutputs) -> None:
+        try:
+            child = self._child or self._start()
+            assert child.stdin is not None
+            assert child.stdout is not None
+            _write(child.stdin, msgspec.msgpack.encode(spec))
+            answer = _read_within(child.stdout, MAX_WALL_S)
+        except (_ChildEndedError, OSError) as error:
+            self._drop()
+            param = f"structured_outputs.{spec.kind}"
+            raise InvalidRequestError(
+                param, f"{param} takes too long or too much memory to compile; simplify it"
+            ) from error
+        verdict = msgspec.msgpack.decode(answer, type=_Verdict)
+        if verdict.param:
+            raise InvalidRequestError(verdict.param, verdict.text)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        child = self._child = subprocess.Popen(
+            [sys.executable, "-m", "replicas.grammar_checks"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        self._end = weakref.finalize(self, _end_child, child)
+        assert child.stdin is not None
+        assert child.stdout is not None
+        _write(child.stdin, msgspec.msgpack.encode(self._special_tokens))
+        _read_within(child.stdout, _START_S)
+        return child
+
+    def _drop(self) -> None:
+        if self._end is not None:
+            self._end()
+        self._child = self._end = None
+
+
+def _end_child(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    child.wait()
+    for pipe in (child.stdin, child.stdout):
+        if pipe is not None:
+            # What was not flushed is lost with the child.
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+
+def _hash(spec: StructuredOutputs) -> bytes:
+    return hashlib.blake2b(msgspec.msgpack.encode(spec), digest_size=16).digest()
+
+
+def _write(pipe: IO[bytes], message: bytes) -> None:
+    pipe.write(_HEAD.pack(len(message)) + message)
+    pipe.flush()
+
+
+def _read_within(pipe: IO[bytes], timeout_s: float) -> bytes:
+    """Return the child's next message, of which it writes the whole at once.
+
+    Raises:
+        _ChildEndedError: There is none in time.
+    """
+    ready, _, _ = select.select([pipe], [], [], timeout_s)
+    message = _read(pipe) if ready else None
+    if message is None:
+        raise _ChildEndedError
+    return message
+
+
+def _read(pipe: IO[bytes]) -> bytes | None:
+    head = pipe.read(_HEAD.size)
+    if len(head) < _HEAD.size:
+        return None
+    (size,) = _HEAD.unpack(head)
+    message = pipe.read(size)
+    return message if len(message) == size else None
+
+
+def main() -> None:
+    """Check grammars from stdin until it is closed, and answer each on stdout."""
+    os.nice(_NICENESS)
+    # Ctrl-C reaches the whole process group, but the parent decides when this process ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A crash on purpose leaves no file.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    # Imported here, so that front ends do not load it.
+    from replicas.grammars import GrammarCompiler
+
+    first = _read(sys.stdin.buffer)
+    if first is None:
+        return
+    compiler = GrammarCompiler.for_checks(msgspec.msgpack.decode(first, type=list[str]))
+    _write(sys.stdout.buffer, b"")
+    while (message := _read(sys.stdin.buffer)) is not None:
+        verdict = _Verdict()
+        # The default action of SIGPROF ends the process.
+        signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
+        try:
+            compiler.compile(msgspec.msgpack.decode(message, type=StructuredOutputs))
+        except InvalidRequestError as error:
+            verdict = _Verdict(error.param, str(error))
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        _write(sys.stdout.buffer, msgspec.msgpack.encode(verdict))
+
+
+if __name__ == "__main__":
+    main()

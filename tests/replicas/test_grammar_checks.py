@@ -1,0 +1,59 @@
+"""Front ends check grammars in a child that may be lost, and refuse what it is lost to."""
+
+import pytest
+
+from replicas.errors import InvalidRequestError
+from replicas.grammar_checks import GrammarChecker
+from replicas.sampling_params import StructuredOutputs
+
+GOOD = StructuredOutputs(regex="[ab]+")
+ENDLESS = StructuredOutputs(
+    json={"type": "string", "allOf": [{"pattern": f".*a.{{{i + 5}}}b.*"} for i in range(300)]}
+)
+"""Takes minutes, and no limit of llguidance stops it."""
+HUGE_NUMBERS = StructuredOutputs(
+    json={
+        "allOf": [
+            {"type": "integer", "minimum": -(10**17), "maximum": 10**17 + 7},
+            {"multipleOf": 12345},
+            {"multipleOf": 777},
+        ]
+    }
+)
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture
+def checker():
+    made = GrammarChecker(["<|tool|>"])
+    yield made
+    made.close()
+
+
+def test_grammars_are_checked_and_good_ones_remembered(checker):
+    assert not checker.knows(GOOD)
+    checker.check(GOOD)
+    assert checker.knows(GOOD)
+    bad = StructuredOutputs(regex="(?=a)")
+    with pytest.raises(InvalidRequestError, match="look-around") as caught:
+        checker.check(bad)
+    assert caught.value.param == "structured_outputs.regex"
+    assert not checker.knows(bad)
+    checker.check(StructuredOutputs(grammar='start: <|tool|> "a"'))
+    with pytest.raises(InvalidRequestError, match="special token"):
+        checker.check(StructuredOutputs(grammar='start: <|other|> "a"'))
+
+
+@pytest.mark.parametrize("spec", [ENDLESS, HUGE_NUMBERS], ids=["patterns", "multiples"])
+def test_a_grammar_that_does_not_end_is_refused_and_others_work_afterwards(checker, spec):
+    with pytest.raises(InvalidRequestError, match="too long") as caught:
+        checker.check(spec)
+    assert caught.value.param == "structured_outputs.json"
+    checker.check(GOOD)
+
+
+def test_a_child_that_is_gone_is_replaced(checker):
+    checker.check(GOOD)
+    checker.close()
+    checker.check(StructuredOutputs(regex="c"))
