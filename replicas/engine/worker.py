@@ -143,6 +143,14 @@ class Worker:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         self._hf_config = load_engine_model(config)
+        if not self._hf_config.states_max_positions and config.max_model_len is None:
+            logger.warning(
+                "%s/config.json states no longest sequence; using the default of %s models, %d "
+                "tokens; set max_model_len if the model was trained for another length",
+                config.model,
+                self._hf_config.family,
+                self._hf_config.max_position_embeddings,
+            )
         self._faults = engine_faults(config)
         if config.mesh is not None:
             self._init_mesh(config.mesh)

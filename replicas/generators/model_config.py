@@ -8,6 +8,7 @@ Imports no torch, so that any module may inspect a model folder.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,15 +45,20 @@ _DEFAULT_THETA = {"mixtral": 1e6}
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding settings; the last four are used only for type "llama3".
+    """Rotary embedding settings.
 
     Attributes:
-        rope_type: "default" or "llama3".
+        rope_type: "default", "linear", "dynamic", "yarn" or "llama3".
         theta: Base of the frequencies.
-        factor: Divisor of the long wavelengths.
-        low_freq_factor: Wavelengths over original length / this are divided by ``factor``.
-        high_freq_factor: Wavelengths under original length / this are unchanged.
+        factor: Divisor of the frequencies: of all for "linear", of the low ones for "llama3" and
+            "yarn". For "dynamic" how much longer the context is than the original one.
+        low_freq_factor: For "llama3": wavelengths over original length / this are divided.
+        high_freq_factor: For "llama3": wavelengths under original length / this are unchanged.
         original_max_position_embeddings: Context length before scaling, in tokens.
+        attention_factor: Factor of all cosines and sines; 1 except for "yarn".
+        beta_fast: For "yarn": pairs that turn more often in the original length are unchanged.
+        beta_slow: For "yarn": pairs that turn less often in the original length are divided.
+        is_truncated: For "yarn": the range between these two is widened to whole pairs.
     """
 
     rope_type: str
@@ -61,6 +67,10 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 0
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    is_truncated: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +120,7 @@ class ModelConfig:
             generation_config.json.
         dtype: Dtype that the weights were saved in, for example "bfloat16"; "" if not stated.
         experts: Experts that replace each layer's MLP; None for an MLP.
+        states_max_positions: Its longest context is stated, not the default of its family.
     """
 
     name_or_path: str
@@ -134,6 +145,7 @@ class ModelConfig:
     eos_token_id: tuple[int, ...]
     dtype: str
     experts: ExpertsConfig | None = None
+    states_max_positions: bool = True
 
 
 def load_hf_config(folder: str | Path) -> ModelConfig:
@@ -322,7 +334,12 @@ def _parse(raw: Mapping[str, Any], name_or_path: str, generation: Mapping[str, A
     head_dim = int(raw.get("head_dim") or (128 if family == "qwen3" else hidden_size // heads))
     if head_dim % 2:
         raise ConfigError(f"{head_dim=} is odd; rotary embeddings need pairs")
-    max_positions = _max_positions(raw, family)
+    stated_positions = [int(raw[key]) for key in _POSITION_KEYS if raw.get(key)]
+    # Source: vLLM's `_get_and_verify_max_len`.
+    max_positions = min(stated_positions, default=_DEFAULT_MAX_POSITIONS[family])
+    rope = _rope(raw, max_positions, _DEFAULT_THETA.get(family, 10000.0))
+    if rope.rope_type == "dynamic" and head_dim == 2:
+        raise ConfigError(f"{head_dim=} is too small for dynamic rope scaling")
     attention_bias = family in ("llama", "qwen3", "qwen3_moe") and bool(
         raw.get("attention_bias", False)
     )
@@ -337,7 +354,7 @@ def _parse(raw: Mapping[str, Any], name_or_path: str, generation: Mapping[str, A
         hidden_size=hidden_size,
         intermediate_size=int(raw["intermediate_size"]),
         vocab_size=int(raw["vocab_size"]),
-        max_position_embeddings=max_positions,
+        max_position_embeddings=_scaled_positions(rope, max_positions),
         rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=attention_bias or family == "qwen2",
@@ -345,10 +362,11 @@ def _parse(raw: Mapping[str, Any], name_or_path: str, generation: Mapping[str, A
         mlp_bias=family == "llama" and bool(raw.get("mlp_bias", False)),
         qk_norm=family in ("qwen3", "qwen3_moe"),
         sliding_window=_sliding_window(raw, family),
-        rope=_rope(raw, max_positions, _DEFAULT_THETA.get(family, 10000.0)),
+        rope=rope,
         eos_token_id=_eos_token_ids(raw, generation),
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "").removeprefix("torch."),
         experts=_experts(raw, family),
+        states_max_positions=bool(stated_positions),
     )
 
 
@@ -395,10 +413,18 @@ def _refuse_unsupported(raw: Mapping[str, Any], name: str) -> None:
         raise ConfigError(f"{name}: layer_types {sorted(layer_types)} are not supported")
 
 
-def _max_positions(raw: Mapping[str, Any], family: str) -> int:
-    """Return the longest sequence in tokens: the smallest of the stated limits, as in vLLM."""
-    stated = [int(raw[key]) for key in _POSITION_KEYS if raw.get(key)]
-    return min(stated, default=_DEFAULT_MAX_POSITIONS[family])
+def _scaled_positions(rope: RopeConfig, max_positions: int) -> int:
+    """Return the longest sequence with rope scaling.
+
+    A "llama3" model states its scaled length. Source: vLLM's `_get_and_verify_max_len`.
+    """
+    match rope.rope_type:
+        case "linear" | "dynamic":
+            return int(max_positions * rope.factor)
+        case "yarn":
+            return int(rope.original_max_position_embeddings * rope.factor)
+        case _:
+            return max_positions
 
 
 def _sliding_window(raw: Mapping[str, Any], family: str) -> int | None:
@@ -451,20 +477,72 @@ def _rope(raw: Mapping[str, Any], max_positions: int, default_theta: float) -> R
     partial = settings.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
         raise ConfigError(f"partial_rotary_factor {partial} is not supported, only 1")
-    if rope_type == "default":
-        return RopeConfig("default", theta)
-    if rope_type != "llama3":
-        raise ConfigError(f"rope type {rope_type!r} is not supported, only 'default' and 'llama3'")
-    return RopeConfig(
-        "llama3",
-        theta,
-        factor=float(settings["factor"]),
-        low_freq_factor=float(settings["low_freq_factor"]),
-        high_freq_factor=float(settings["high_freq_factor"]),
-        original_max_position_embeddings=int(
-            settings.get("original_max_position_embeddings") or max_positions
-        ),
+    # transformers prefers the key outside of the settings, too.
+    original = int(
+        raw.get("original_max_position_embeddings")
+        or settings.get("original_max_position_embeddings")
+        or max_positions
     )
+    match rope_type:
+        case "default":
+            return RopeConfig("default", theta)
+        case "linear" | "dynamic":
+            factor = _rope_factor(settings["factor"])
+            return RopeConfig(
+                rope_type, theta, factor, original_max_position_embeddings=max_positions
+            )
+        case "yarn":
+            return _yarn(settings, theta, original, max_positions)
+        case "llama3":
+            return RopeConfig(
+                "llama3",
+                theta,
+                factor=float(settings["factor"]),
+                low_freq_factor=float(settings["low_freq_factor"]),
+                high_freq_factor=float(settings["high_freq_factor"]),
+                original_max_position_embeddings=original,
+            )
+        case _:
+            known = "'default', 'linear', 'dynamic', 'yarn' and 'llama3'"
+            raise ConfigError(f"rope type {rope_type!r} is not supported, only {known}")
+
+
+def _yarn(
+    settings: Mapping[str, Any], theta: float, original: int, max_positions: int
+) -> RopeConfig:
+    """Read the settings of type "yarn".
+
+    Source: transformers ``modeling_rope_utils.py``, `_compute_yarn_parameters`.
+    """
+    stated = settings["factor"]
+    factor = _rope_factor(max_positions / original if stated is None else stated)
+    attention_factor = settings.get("attention_factor")
+    if attention_factor is None:
+        mscale, mscale_all_dim = settings.get("mscale"), settings.get("mscale_all_dim")
+        attention_factor = _yarn_mscale(factor, 1.0)
+        if mscale and mscale_all_dim:
+            attention_factor = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, mscale_all_dim)
+    return RopeConfig(
+        "yarn",
+        theta,
+        factor,
+        original_max_position_embeddings=original,
+        attention_factor=float(attention_factor),
+        beta_fast=float(settings.get("beta_fast") or 32.0),
+        beta_slow=float(settings.get("beta_slow") or 1.0),
+        is_truncated=bool(settings.get("truncate", True)),
+    )
+
+
+def _yarn_mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _rope_factor(value: object) -> float:
+    factor = float(value)  # type: ignore[arg-type]
+    if not 1.0 <= factor < math.inf:
+        raise ConfigError(f"rope factor {factor} is not a finite number of at least 1")
+    return factor
 
 
 def _eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:

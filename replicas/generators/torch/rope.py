@@ -18,12 +18,65 @@ if TYPE_CHECKING:
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     """Return the angle per position of each pair of channels, float32 (head_dim / 2,).
 
-    Source: transformers ``modeling_rope_utils.py``, types "default" and "llama3".
+    Frequencies do not depend on the sequence, so that its KV can be kept and shared. Those of type
+    "dynamic" are what transformers uses at the model's longest sequence, as in vLLM.
+
+    Source: transformers ``modeling_rope_utils.py``.
     """
+    match rope.rope_type:
+        case "linear":
+            return _default_frequencies(rope.theta, head_dim) / rope.factor
+        case "dynamic":
+            return _default_frequencies(_dynamic_theta(rope, head_dim), head_dim)
+        case "yarn":
+            return _yarn_frequencies(rope, head_dim)
+        case "llama3":
+            return _llama3_frequencies(rope, _default_frequencies(rope.theta, head_dim))
+        case _:
+            return _default_frequencies(rope.theta, head_dim)
+
+
+def _powers(theta: float, head_dim: int) -> torch.Tensor:
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
-    inv_freq = 1.0 / (rope.theta**exponents)
-    if rope.rope_type == "default":
-        return inv_freq
+    return theta**exponents
+
+
+def _default_frequencies(theta: float, head_dim: int) -> torch.Tensor:
+    return 1.0 / _powers(theta, head_dim)
+
+
+def _dynamic_theta(rope: RopeConfig, head_dim: int) -> float:
+    """Return the base for the longest sequence, `factor` times the original one."""
+    original = rope.original_max_position_embeddings
+    longest = int(original * rope.factor)
+    grown: float = (rope.factor * longest / original) - (rope.factor - 1)
+    scale: float = grown ** (head_dim / (head_dim - 2))
+    return rope.theta * scale
+
+
+def _yarn_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
+    """Return frequencies that fade from the unchanged to the divided ones, from fast to slow."""
+    low = _pair_that_turns(rope.beta_fast, rope, head_dim)
+    high = _pair_that_turns(rope.beta_slow, rope, head_dim)
+    if rope.is_truncated:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    powers = _powers(rope.theta, head_dim)
+    # As in the source, so that every rounding is the same: `share` is one minus a difference.
+    share = 1 - ramp
+    return 1.0 / (rope.factor * powers) * (1 - share) + 1.0 / powers * share
+
+
+def _pair_that_turns(num_turns: float, rope: RopeConfig, head_dim: int) -> float:
+    """Return the index of the pair, with fraction, that turns so often in the original length."""
+    original = rope.original_max_position_embeddings
+    return (head_dim * math.log(original / (num_turns * 2 * math.pi))) / (2 * math.log(rope.theta))
+
+
+def _llama3_frequencies(rope: RopeConfig, inv_freq: torch.Tensor) -> torch.Tensor:
     original = rope.original_max_position_embeddings
     wavelengths = 2 * math.pi / inv_freq
     is_long = wavelengths > original / rope.low_freq_factor
@@ -43,7 +96,8 @@ def cos_and_sin(
     wide = torch.promote_types(dtype, torch.float32)
     positions = torch.arange(max_seq_len, dtype=wide)
     angles = positions[:, None] * inverse_frequencies(rope, head_dim).to(wide)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    scale = rope.attention_factor
+    return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
 
 def rope_table(

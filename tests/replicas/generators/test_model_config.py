@@ -28,6 +28,13 @@ RAW = {
 }
 MISTRAL = {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 2}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 2}
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 2}
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"],
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 LLAMA3 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -59,6 +66,54 @@ def test_a_minimal_configuration_gets_the_defaults_of_its_family():
 )
 def test_longest_sequence_is_read_from_every_key_that_configurations_use(stated, longest):
     assert parse(**stated).max_position_embeddings == longest
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "longest"),
+    [
+        ("Llama-2-7b", {"max_position_embeddings": 4096}, 4096),
+        ("Meta-Llama-3-8B", {"max_position_embeddings": 8192, "rope_theta": 5e5}, 8192),
+        ("Llama-3.1-8B", {"max_position_embeddings": 131_072, "rope_scaling": {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192}}, 131_072),
+        ("Llama-3.2-1B", {"max_position_embeddings": 131_072, "rope_scaling": {
+            "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}}, 131_072),
+        ("vicuna-7b-v1.5-16k", {"max_position_embeddings": 4096, "max_sequence_length": 16_384,
+            "rope_scaling": {"type": "linear", "factor": 4.0}}, 16_384),
+        ("deepseek-coder-6.7b", {"max_position_embeddings": 16_384, "rope_theta": 1e5,
+            "rope_scaling": {"type": "linear", "factor": 4.0}}, 65_536),
+        ("LLaMA-2-7B-32K", {"max_position_embeddings": 32_768,
+            "rope_scaling": {"type": "linear", "factor": 8.0}}, 262_144),
+        ("a Llama with dynamic scaling", {"max_position_embeddings": 4096,
+            "rope_scaling": {"type": "dynamic", "factor": 2.0}}, 8192),
+        ("Yarn-Llama-2-7b-128k", {"max_position_embeddings": 131_072, "rope_scaling": {
+            "type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096,
+            "finetuned": True}}, 131_072),
+        ("Qwen2.5-7B-Instruct", {**QWEN2, "max_position_embeddings": 32_768}, 32_768),
+        ("Qwen2.5-7B-Instruct, extended", {**QWEN2, "max_position_embeddings": 32_768,
+            "rope_scaling": {"type": "yarn", "factor": 4.0,
+            "original_max_position_embeddings": 32_768}}, 131_072),
+        ("Qwen3-8B", {**QWEN3, "max_position_embeddings": 40_960}, 40_960),
+        ("Qwen3-8B, extended", {**QWEN3, "max_position_embeddings": 40_960, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0,
+            "original_max_position_embeddings": 32_768}}, 131_072),
+        ("a yarn of a ratio", {"max_position_embeddings": 8192, "rope_scaling": {
+            "rope_type": "yarn", "factor": None, "original_max_position_embeddings": 2048}}, 8192),
+        ("Mistral-7B-v0.1", {**MISTRAL, "max_position_embeddings": 32_768,
+            "sliding_window": 4096}, 32_768),
+        ("Mixtral-8x7B", {**MIXTRAL, "max_position_embeddings": 32_768}, 32_768),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_longest_sequence_includes_rope_scaling_as_in_vllm(name, settings, longest):
+    assert parse(**settings).max_position_embeddings == longest, name
+
+
+def test_a_folder_without_a_longest_sequence_takes_its_familys():
+    assert parse().max_position_embeddings == 2048
+    assert not parse().states_max_positions
+    assert parse(seq_length=100).states_max_positions
 
 
 def test_reading_a_folder_agrees_with_transformers(model):
@@ -133,8 +188,12 @@ def test_a_window_counts_where_the_family_uses_it(changes, window):
         ),
         ({"architectures": []}, "architecture None"),
         ({"architectures": "Phi3ForCausalLM"}, "list of names, got 'Phi3ForCausalLM'"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear'"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn'"),
+        ({"rope_scaling": {"type": "su", "factor": 2.0}}, "rope type 'su'"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope'"),
+        ({"rope_scaling": {"type": "linear"}}, "no 'factor'"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope factor 0.5 .* at least 1"),
+        ({"rope_scaling": {"type": "yarn", "factor": float("nan")}}, "rope factor nan"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "head_dim": 2}, "head_dim=2"),
         ({"rope_parameters": {"full_attention": {}}}, "per layer type"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "no 'factor'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),

@@ -8,11 +8,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from replicas.generators.torch.kernels import kernels_for
-from replicas.generators.torch.rope import inverse_frequencies
+from replicas.generators.torch.rope import cos_and_sin, inverse_frequencies
+from tests.models import reference_model
 from tests.replicas.generators.conftest import PROMPTS, make_generator
 from tests.replicas.generators.paged_loop import PagedLoop
+from tests.replicas.generators.tiny_models import SCALED_ROPES
 
 
 def paged_loop(model, lanes, slots_per_lane, block_size, dtype=torch.float32, **device):
@@ -77,6 +80,28 @@ def test_bfloat16_logits_are_near_the_oracle_and_not_widened(model):
 def test_rotary_frequencies_equal_those_of_transformers_bit_for_bit(model):
     found = inverse_frequencies(model.config.rope, model.config.head_dim)
     assert torch.equal(found, model.inv_freq)
+
+
+@pytest.mark.parametrize("case", SCALED_ROPES)
+def test_scaled_rotary_tables_equal_those_of_transformers_bit_for_bit(tiny, case):
+    """The base of dynamic ones, for the longest sequence, is float32 in transformers."""
+    config = tiny(case).config
+    num_positions = config.max_position_embeddings
+    rotary = LlamaRotaryEmbedding(tiny(case).hf_config)
+    wanted = rotary(torch.zeros(1), torch.arange(num_positions)[None])
+    found = cos_and_sin(config.rope, config.head_dim, num_positions, torch.float32)
+    for ours, theirs in zip(found, wanted, strict=True):
+        difference = (ours - theirs[0, :, : config.head_dim // 2]).abs().max()
+        assert difference <= (1e-4 if case == "dynamic" else 0.0)
+
+
+@pytest.mark.parametrize("case", ["linear", "yarn"])
+def test_logits_with_scaled_rotations_are_those_of_transformers(tiny, case):
+    model = tiny(case)
+    reference = reference_model(str(model.folder), torch.float32)
+    for sequence in paged_loop(model, 1, 8, 16).generate(PROMPTS, 3):
+        wanted = reference(torch.tensor([sequence.token_ids[:-1]])).logits[0, -3:]
+        assert (torch.stack(sequence.logits) - wanted).abs().max() < 1e-3
 
 
 def test_two_decodes_in_one_group_do_not_mix_when_one_has_nan(tiny):

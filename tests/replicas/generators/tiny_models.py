@@ -62,10 +62,27 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 """Case name -> (transformers class prefix, settings besides the common ones)."""
 
+SCALED_ROPES: Mapping[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 2.5},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn-of-a-ratio": {
+        "rope_type": "yarn", "factor": None, "original_max_position_embeddings": 32,
+        "beta_fast": 16, "beta_slow": 2, "truncate": False,
+    },
+    "yarn-of-mscales": {"rope_type": "yarn", "factor": 8.0, "mscale": 0.7, "mscale_all_dim": 1.1},
+    "yarn-of-a-factor": {"rope_type": "yarn", "factor": 1.0, "attention_factor": 1.3},
+}  # fmt: skip
+"""Rope settings of "llama-gqa" that few tests need."""
+_SCALED_CASES = {
+    name: ("Llama", {"num_key_value_heads": 2, "rope_parameters": {"rope_theta": 1e4, **rope}})
+    for name, rope in SCALED_ROPES.items()
+}
+
 
 def make_model(case: str) -> Any:
     """Build a model in float32 whose norms and biases are not the usual ones and zeros."""
-    prefix, settings = CASES[case]
+    prefix, settings = {**CASES, **_SCALED_CASES}[case]
     config = getattr(transformers, f"{prefix}Config")(**_COMMON, **settings)
     torch.manual_seed(sum(case.encode()))
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
