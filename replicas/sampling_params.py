@@ -50,7 +50,6 @@ _INT64 = 2**63
 NOT_YET: dict[str, str] = {
     "n": "it makes one choice",
     "logprobs": "it reports no log probabilities",
-    "min_p": "it does not restrict tokens by min_p",
     "min_tokens": "it does not hold back end tokens",
     "logit_bias": "it does not change logits",
     "allowed_token_ids": "it does not change logits",

@@ -4,7 +4,7 @@ The random number of a token depends on (seed, output index) alone, so that a re
 numbers if it is chunked, preempted, moved to another engine, or batched with others. The draw
 inverts the cumulative distribution in vocabulary order: a change of the last bits of the logits
 moves no boundary by more than that, while sorted order could swap whole intervals. Order of
-operations: temperature, top-k, top-p, as in vLLM v1/sample/sampler.py.
+operations: temperature, min-p, top-k, top-p, as in vLLM v1/sample/sampler.py.
 
 The cost of a row depends on its parameters. The vocabulary is divided into blocks: the greatest
 value of each bounds the k best from below, so that few blocks are searched for candidates; the sum
@@ -16,7 +16,7 @@ Dimensions: B slots; R rows; V vocabulary; n rows that are processed together.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -60,6 +60,7 @@ class SamplingColumns:
         temperature: (B,); below 1e-5 takes the most likely token.
         top_k: (B,); 0 or less, or V and more, is off.
         top_p: (B,); 1 is off.
+        min_p: (B,); 0 is off.
         seed: (B,) int64, key of each slot's random numbers.
     """
 
@@ -67,6 +68,7 @@ class SamplingColumns:
         self.temperature = np.zeros(max_batch_size, dtype=np.float32)
         self.top_k = np.zeros(max_batch_size, dtype=np.int32)
         self.top_p = np.ones(max_batch_size, dtype=np.float32)
+        self.min_p = np.zeros(max_batch_size, dtype=np.float32)
         self.seed = np.zeros(max_batch_size, dtype=np.int64)
 
     def add(self, row: NewRow) -> None:
@@ -75,6 +77,7 @@ class SamplingColumns:
         self.temperature[slot] = sampling.temperature
         self.top_k[slot] = min(sampling.top_k, np.iinfo(np.int32).max)
         self.top_p[slot] = sampling.top_p
+        self.min_p[slot] = sampling.min_p
         self.seed[slot] = sampling.seed or 0
 
 
@@ -99,7 +102,6 @@ def sample(
     """
     vocab = logits.shape[-1]
     temperature = columns.temperature[slots]
-    top_k, top_p = columns.top_k[slots], columns.top_p[slots]
     places = np.arange(len(logits)) if places is None else places
     is_greedy = temperature < GREEDY_EPS
     token_ids = np.empty(len(places), dtype=np.int64)
@@ -107,16 +109,21 @@ def sample(
         token_ids[rows] = _most_likely(_rows_of(logits, places[rows]).float())
     if is_greedy.all():
         return token_ids
-    is_whole = ((top_k <= 0) | (top_k >= vocab)) & (top_p >= 1.0)
+    top_k, top_p, min_p = columns.top_k[slots], columns.top_p[slots], columns.min_p[slots]
+    is_whole = ((top_k <= 0) | (top_k >= vocab)) & (top_p >= 1.0) & (min_p <= 0.0)
     whole = np.flatnonzero(~is_greedy & is_whole)
     if len(whole):
         token_ids[whole] = _draw_from_whole(
             logits, places[whole], temperature[whole], uniforms[whole]
         )
     for row in np.flatnonzero(~is_greedy & ~is_whole).tolist():
-        limit = int(top_k[row]) if 0 < top_k[row] < vocab else vocab
+        limits = _Limits(
+            int(top_k[row]) if 0 < top_k[row] < vocab else vocab,
+            float(top_p[row]),
+            float(min_p[row]),
+        )
         scaled = logits[int(places[row])].float() / float(temperature[row])
-        token_ids[row] = _draw_restricted(scaled, limit, float(top_p[row]), uniforms[row])
+        token_ids[row] = _draw_restricted(scaled, limits, uniforms[row])
     return token_ids
 
 
@@ -218,8 +225,17 @@ def _index_of(cumulative: Float64Array, target: float) -> int:
     return found if found < len(cumulative) else int(cumulative.searchsorted(cumulative[-1]))
 
 
-def _draw_restricted(logits: torch.Tensor, top_k: int, top_p: float, number: float) -> int:
-    """Draw a token from float32 (V,), scaled by temperature, among the k best or in the nucleus."""
+class _Limits(NamedTuple):
+    """Restrictions of one draw; V, 1 and 0 are off."""
+
+    top_k: int
+    top_p: float
+    min_p: float
+
+
+def _draw_restricted(logits: torch.Tensor, limits: _Limits, number: float) -> int:
+    """Draw a token from float32 (V,), scaled by temperature, among those within all limits."""
+    top_k, top_p, min_p = limits
     maxima = _by_block(logits[None], "amax").numpy()[0]
     if not np.isfinite(maxima.max()):
         return NO_DISTRIBUTION
@@ -228,8 +244,16 @@ def _draw_restricted(logits: torch.Tensor, top_k: int, top_p: float, number: flo
         token_ids = _best(values, maxima, top_k)[:top_k]
         weights = np.exp(values[token_ids].astype(np.float64) - maxima.max())
         total = weights.sum()
+    elif min_p > 0.0:
+        token_ids = _near_best(values, maxima, min_p)
+        weights = np.exp(values[token_ids].astype(np.float64) - maxima.max())
     else:
         token_ids, weights, total = _cover(values, maxima, top_p)
+    if min_p > 0.0:
+        # The greatest weight is 1. All others are known, so that the total is that of the rest.
+        size = int((weights >= min_p).sum())
+        token_ids, weights = token_ids[:size], weights[:size]
+        total = weights.sum()
     if top_p < 1.0:
         # A token is outside if the mass before it reaches top_p. The first is always inside.
         before = weights.cumsum() - weights
@@ -253,6 +277,17 @@ def _cover(
         if weights.sum() >= top_p * total or len(token_ids) == len(logits):
             return token_ids, weights, total
         count *= 8
+
+
+def _near_best(logits: Float32Array, maxima: Float32Array, min_p: float) -> Int64Array:
+    """Return at least the tokens of (V,) with `min_p` times the greatest weight, best first."""
+    # Rounding of float32 must not drop a token that float64 would keep.
+    bound = maxima.max() + np.float32(np.log(min_p)) * np.float32(1.0001) - np.float32(1e-4)
+    blocks = np.flatnonzero(maxima >= bound)
+    places = (blocks[:, None] * _BLOCK + np.arange(_BLOCK)).reshape(-1)
+    places = places[places < len(logits)]
+    candidates = places[logits[places] >= bound]
+    return candidates[np.argsort(-logits[candidates], kind="stable")]
 
 
 def _best(logits: Float32Array, maxima: Float32Array, count: int) -> Int64Array:

@@ -39,3 +39,8 @@ def test_a_high_repetition_penalty_leaves_each_token_once(llm):
 def test_a_negative_presence_penalty_keeps_the_first_token(llm):
     first = tokens(llm, GREEDY)[0]
     assert tokens(llm, GREEDY, presence_penalty=-2.0, frequency_penalty=-2.0) == [first] * 12
+
+
+def test_min_p_of_one_leaves_the_likeliest_token(llm):
+    assert tokens(llm, SEEDED, min_p=1.0) == tokens(llm, GREEDY)
+    assert tokens(llm, SEEDED) != tokens(llm, GREEDY)

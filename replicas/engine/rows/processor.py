@@ -198,6 +198,8 @@ def drawn_on_host(sampling: SamplingParams, can: DeviceAbilities, *, is_touched:
     """
     if is_touched:
         return True
-    if sampling.temperature < GREEDY_EPS or can.max_top_k is None:
+    if sampling.temperature < GREEDY_EPS:
         return False
-    return not 0 < sampling.top_k <= can.max_top_k
+    if sampling.min_p > 0.0:
+        return True
+    return can.max_top_k is not None and not 0 < sampling.top_k <= can.max_top_k

@@ -99,7 +99,7 @@ def make_runner(device: Device, **mesh: object) -> ModelRunner:
     return ModelRunner(device, "cache", config, config.block_size, 128, device.wait)
 
 
-def new(slot, num_tokens=3, *, temperature=0.0, top_k=0, top_p=1.0, computed=0, prompt=None):
+def new(slot, num_tokens=3, *, temperature=0.0, computed=0, prompt=None, **sampling):
     return NewRow(
         slot=slot,
         dp_group=0,
@@ -107,7 +107,7 @@ def new(slot, num_tokens=3, *, temperature=0.0, top_k=0, top_p=1.0, computed=0, 
         num_prompt_tokens=prompt or num_tokens,
         num_computed_tokens=computed,
         block_ids=[[slot + 1]],
-        sampling=SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=100 + slot),
+        sampling=SamplingParams(temperature=temperature, seed=100 + slot, **sampling),
     )
 
 
@@ -371,7 +371,8 @@ ON_DEVICE = [
     {}, {"temperature": 1e-6}, {"temperature": 1.0, "top_k": 1}, SMALL,
     {"temperature": 0.5, "top_k": 32, "top_p": 0.5},
 ]  # fmt: skip
-ON_HOST = [WIDE, *({"temperature": 1.0, "top_k": top_k} for top_k in (0, -1))]
+MIN_P = {**SMALL, "min_p": 0.1}
+ON_HOST = [WIDE, MIN_P, *({"temperature": 1.0, "top_k": top_k} for top_k in (0, -1))]
 
 
 @given(
@@ -401,7 +402,8 @@ def test_who_draws_a_token_depends_on_its_request_alone(
     sampled = {int(call.entries[i]) for call in calls for i in call.sampled}
     assert sorted([*drawn, *sampled]) == np.flatnonzero(samples).tolist()
     for entry, (sampling, is_touched, _) in enumerate(company):
-        is_hosts = is_touched or (max_top_k is not None and sampling in ON_HOST)
+        is_hosts = sampling in ON_HOST and (max_top_k is not None or sampling is MIN_P)
+        is_hosts = is_hosts or is_touched
         assert entry not in (drawn if is_hosts else sampled)
     for call in calls:
         if len(call.drawn) and keeps_state:

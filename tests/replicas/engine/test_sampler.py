@@ -12,36 +12,31 @@ from replicas.engine.sampler import NO_DISTRIBUTION, SamplingColumns, sample
 from replicas.engine.step import NewRow
 from replicas.philox import uniform
 from replicas.sampling_params import SamplingParams
+from tests.replicas.engine.reference_sampler import weights_of
 
 VOCAB = 12
 
 
-def draw(logits, uniforms, temperature=1.0, top_k=0, top_p=1.0):
+def draw(logits, uniforms, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     """One token per row, all rows with the same parameters."""
     slots = np.zeros(len(logits), dtype=np.intp)
     numbers = np.asarray(uniforms, dtype=np.float64)
-    return sample(logits, columns([temperature], [top_k], [top_p]), slots, numbers).tolist()
+    params = columns([temperature], [top_k], [top_p], min_p)
+    return sample(logits, params, slots, numbers).tolist()
 
 
-def columns(temperature, top_k, top_p):
+def columns(temperature, top_k, top_p, min_p=0.0):
     """Columns of one slot for each value."""
     found = SamplingColumns(len(temperature))
     found.temperature[:], found.top_k[:], found.top_p[:] = temperature, top_k, top_p
+    found.min_p[:] = min_p
     return found
 
 
-def distribution(logits, temperature, top_k, top_p):
-    """The definition in float64: keep the k best, of these the least set of mass top_p."""
-    scaled = np.asarray(logits, dtype=np.float64) / np.float64(np.float32(temperature))
-    order = np.argsort(-scaled, kind="stable")
-    weights = np.exp(scaled - scaled.max())
-    if 0 < top_k < len(scaled):
-        weights[order[top_k:]] = 0.0
-    if top_p < 1.0:
-        before = weights[order].cumsum() - weights[order]
-        outside = before >= np.float64(np.float32(top_p)) * weights.sum()
-        outside[0] = False
-        weights[order[outside]] = 0.0
+def distribution(logits, temperature, top_k, top_p, min_p=0.0):
+    """The definition in float64."""
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    weights, _ = weights_of(np.asarray(logits, dtype=np.float64), params)
     return weights / weights.sum()
 
 
@@ -49,7 +44,10 @@ def test_a_row_that_comes_brings_its_parameters():
     def row(**sampling):
         return NewRow(2, 0, [5], 1, 0, [[1]], SamplingParams(**sampling))
 
-    found, chosen = SamplingColumns(4), {"temperature": 0.5, "top_k": 3, "top_p": 0.75, "seed": -7}
+    found, chosen = (
+        SamplingColumns(4),
+        {"temperature": 0.5, "top_k": 3, "top_p": 0.75, "min_p": 0.5, "seed": -7},
+    )
     found.add(row(**chosen))
     assert {name: getattr(found, name)[2].item() for name in chosen} == chosen
     found.add(row(top_k=2**40))
@@ -64,12 +62,15 @@ def test_a_row_that_comes_brings_its_parameters():
     temperature=st.sampled_from([0.25, 0.5, 1.0, 2.0]),
     top_k=st.integers(-1, VOCAB + 2),
     top_p=st.sampled_from([0.05, 0.3, 0.613, 0.9, 1.0]),
+    min_p=st.sampled_from([0.0, 0.0, 0.07, 0.4, 1.0]),
 )
-def test_shares_of_an_even_grid_are_the_defined_probabilities(logits, temperature, top_k, top_p):
+def test_shares_of_an_even_grid_are_the_defined_probabilities(
+    logits, temperature, top_k, top_p, min_p
+):
     grid = (np.arange(2000) + 0.5) / 2000
     rows = torch.tensor([logits]).expand(2000, -1)
-    counts = np.bincount(draw(rows, grid, temperature, top_k, top_p), minlength=VOCAB)
-    wanted = distribution(logits, temperature, top_k, top_p)
+    counts = np.bincount(draw(rows, grid, temperature, top_k, top_p, min_p), minlength=VOCAB)
+    wanted = distribution(logits, temperature, top_k, top_p, min_p)
     assert np.abs(counts / 2000 - wanted).max() <= 1 / 1000 + 1e-9
 
 
@@ -136,9 +137,9 @@ def test_extreme_numbers_never_draw_what_is_masked_or_impossible(number):
     assert draw(logits, [number], top_p=1e-6) == [1]
 
 
-def reference(logits, temperature, top_k, top_p, number):
+def reference(logits, temperature, top_k, top_p, min_p, number):
     """Return the draw, and how far the number is from another token's, as a share of all."""
-    cumulative = distribution(logits, temperature, top_k, top_p).cumsum()
+    cumulative = distribution(logits, temperature, top_k, top_p, min_p).cumsum()
     target = number * cumulative[-1]
     found = int(cumulative.searchsorted(target, side="right"))
     margin = min(abs(target - c) for c in cumulative[max(0, found - 1) : found + 1])
@@ -148,14 +149,18 @@ def reference(logits, temperature, top_k, top_p, number):
 @pytest.mark.parametrize("vocab", [255, 256, 257, 1000, 128_256])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 4.0, 30.0])
 @pytest.mark.parametrize(
-    ("top_k", "top_p"), [(0, 1.0), (50, 1.0), (900, 1.0), (0, 0.9), (0, 0.9999), (40, 0.5)]
-)
-def test_tokens_are_those_of_a_sort_in_float64(vocab, spread, top_k, top_p):
+    ("top_k", "top_p", "min_p"),
+    [
+        (0, 1.0, 0.0), (50, 1.0, 0.0), (900, 1.0, 0.0), (0, 0.9, 0.0), (0, 0.9999, 0.0),
+        (40, 0.5, 0.0), (0, 1.0, 0.1), (0, 1.0, 1e-6), (0, 0.9, 0.02), (20, 0.9, 0.02),
+    ],
+)  # fmt: skip
+def test_tokens_are_those_of_a_sort_in_float64(vocab, spread, top_k, top_p, min_p):
     logits = torch.randn(8, vocab, generator=torch.Generator().manual_seed(vocab)) * spread
     numbers = uniform(np.full(8, 3), np.arange(8))
-    tokens = draw(logits, numbers, 0.7, top_k, top_p)
+    tokens = draw(logits, numbers, 0.7, top_k, top_p, min_p)
     for row, token, number in zip(logits, tokens, numbers, strict=True):
-        wanted, margin = reference(row, 0.7, top_k, top_p, number)
+        wanted, margin = reference(row, 0.7, top_k, top_p, min_p, number)
         assert token == wanted or margin < 1e-5
 
 
