@@ -129,7 +129,7 @@ class Ours:
     def __init__(self, asked: Asked, token_ids: IntArray) -> None:
         num_rows, length = token_ids.shape
         self._columns = SamplingColumns(num_rows)
-        self._processors = RowProcessors(row_processors(), num_rows)
+        self._processors = RowProcessors(row_processors(()), num_rows)
         self._slots = np.arange(num_rows)
         self._numbers = np.random.default_rng(0).random((num_rows,))
         self._rows = LogitRows(self._slots, np.full(num_rows, length // 2))

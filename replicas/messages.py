@@ -45,6 +45,11 @@ recomputed. Followed by ": " and the connector's reason."""
 NO_LOGITS = "the model's logits are no distribution: NaN or infinite"
 """Error of the `TokenOutput` that ends a request for which no token could be drawn."""
 
+NO_ALLOWED_TOKEN = (
+    "no token is allowed: allowed_token_ids and bad_words together forbid the whole vocabulary"
+)
+"""Error of the `TokenOutput` that ends a request whose parameters forbid every token."""
+
 RefusalReason = Literal["no_slot", "no_blocks", "queue_full", "draining", "duplicate", "invalid"]
 
 

@@ -50,10 +50,6 @@ _INT64 = 2**63
 NOT_YET: dict[str, str] = {
     "n": "it makes one choice",
     "logprobs": "it reports no log probabilities",
-    "min_tokens": "it does not hold back end tokens",
-    "logit_bias": "it does not change logits",
-    "allowed_token_ids": "it does not change logits",
-    "bad_words_token_ids": "it does not change logits",
     "prompt_logprobs": "it reports no log probabilities",
     "logprob_token_ids": "it reports no log probabilities",
 }

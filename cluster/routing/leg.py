@@ -22,6 +22,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
 from cluster.errors import (
+    BadRequestError,
     InternalError,
     KVTransferFailedError,
     QueueTimeoutError,
@@ -38,6 +39,7 @@ from replicas.errors import (
 from replicas.messages import (
     KV_TRANSFER_FAILED,
     LAPSED,
+    NO_ALLOWED_TOKEN,
     Accepted,
     Activate,
     LendKV,
@@ -530,7 +532,8 @@ class Legs:
 
 def _is_own_fault(error: str) -> bool:
     """Return whether an engine that gave a request up is itself the cause."""
-    return error != LAPSED and not error.startswith(KV_TRANSFER_FAILED)
+    is_clients = error in {LAPSED, NO_ALLOWED_TOKEN}
+    return not is_clients and not error.startswith(KV_TRANSFER_FAILED)
 
 
 def _error(text: str, *, is_waiting: bool) -> ServingError:
@@ -545,6 +548,8 @@ def _error(text: str, *, is_waiting: bool) -> ServingError:
         return QueueTimeoutError(
             f"decoding did not start in time: {text}; retry later", retry_after_s=RETRY_AFTER_S
         )
+    if text == NO_ALLOWED_TOKEN:
+        return BadRequestError(text)
     if text.startswith(KV_TRANSFER_FAILED):
         return KVTransferFailedError(f"{text}; retry", retry_after_s=RETRY_AFTER_S)
     return InternalError(text)

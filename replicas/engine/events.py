@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from replicas.messages import KV_TRANSFER_FAILED, NO_LOGITS, TokenColumns, TokenOutput
+from replicas.messages import KV_TRANSFER_FAILED, TokenColumns, TokenOutput
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -54,8 +54,8 @@ class ClientEvents(defaultdict[bytes, "list[WireEvent]"]):
                     self.add_tokens(seq.client, seq.handle, runs[row])
         else:
             self._add_columns(token_ids, apart)
-        for seq in outputs.failed:
-            self.fail(seq, NO_LOGITS)
+        for seq, error in outputs.failed:
+            self.fail(seq, error)
 
     def fail(self, seq: Sequence, error: str) -> None:
         """Add the end of a failed sequence, with the reason."""

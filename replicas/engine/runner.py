@@ -20,9 +20,14 @@ from replicas.engine.batch import PersistentBatch
 from replicas.engine.device_inputs import DeviceInputs
 from replicas.engine.device_sampling import DeviceDraws
 from replicas.engine.rows.processor import LogitRows, RowProcessors
-from replicas.engine.sampler import NO_DISTRIBUTION, SamplingColumns, sample
+from replicas.engine.sampler import (
+    NO_ALLOWED_TOKEN,
+    NO_DISTRIBUTION,
+    SamplingColumns,
+    sample,
+)
 from replicas.engine.speculation import accepted_runs
-from replicas.engine.step import StepResult
+from replicas.engine.step import RowFailure, StepResult
 from replicas.philox import uniform
 from replicas.sampling_params import GREEDY_EPS
 
@@ -74,7 +79,7 @@ class _Drawn(NamedTuple):
 
     token_ids: list[int]
     counts: Sequence[int] = ()
-    failed: Sequence[int] = ()
+    failed: Sequence[RowFailure] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -344,8 +349,9 @@ class ModelRunner:
         counts = accepted_runs(token_ids, drafts, num_logits)
         starts = num_logits.cumsum() - num_logits
         has_run = np.flatnonzero(counts)
-        counts[has_run] -= token_ids[starts[has_run] + counts[has_run] - 1] == NO_DISTRIBUTION
+        counts[has_run] -= token_ids[starts[has_run] + counts[has_run] - 1] <= NO_DISTRIBUTION
         failed = np.flatnonzero((counts == 0) & (num_logits > 0))
+        failures = [_failure(row, token_ids[starts[row]]) for row in failed.tolist()]
         wrong = np.flatnonzero(counts < num_logits)
         batch.give_back(step.slots[wrong], (num_logits - counts)[wrong])
         # The other tokens of a run are in the table already, as drafts.
@@ -357,7 +363,7 @@ class ModelRunner:
             token_ids[starts[has_run] + last],
         )
         is_right = positions.offsets < counts[positions.rows]
-        return _Drawn(token_ids[is_right].tolist(), counts.tolist(), failed.tolist())
+        return _Drawn(token_ids[is_right].tolist(), counts.tolist(), failures)
 
     def _propose(self, step: SubmittedStep) -> list[int]:
         """Write drafts behind the tokens of rows that have sampled; return the number of each row.
@@ -539,7 +545,10 @@ class ModelRunner:
         for part, changed in self._processors.changed(logits, places[touched], step.processed):
             which = touched[part.first : part.first + len(part.slots)]
             numbers = uniforms[which] if len(uniforms) else uniforms
-            token_ids[which] = sample(changed, columns, part.slots, numbers)
+            token_ids[which] = drawn = sample(changed, columns, part.slots, numbers)
+            for row in np.flatnonzero(drawn == NO_DISTRIBUTION).tolist():
+                if changed[row].max() == -torch.inf:
+                    token_ids[which[row]] = NO_ALLOWED_TOKEN
         return token_ids
 
     def _accept(self, slots: Int32Array, drawn: _Drawn) -> None:
@@ -565,9 +574,15 @@ def _runs_of_one(token_ids: IntArray) -> _Drawn:
     has_token = token_ids >= 0
     if has_token.all():
         return _Drawn(token_ids.tolist())
-    failed = np.flatnonzero(token_ids == NO_DISTRIBUTION)
+    failed = np.flatnonzero(token_ids <= NO_DISTRIBUTION)
+    failures = [_failure(row, token_ids[row]) for row in failed.tolist()]
     counts = has_token.astype(np.int64)
-    return _Drawn(token_ids[has_token].tolist(), counts.tolist(), failed.tolist())
+    return _Drawn(token_ids[has_token].tolist(), counts.tolist(), failures)
+
+
+def _failure(row: int, token_id: int) -> RowFailure:
+    is_allowed = token_id != NO_ALLOWED_TOKEN
+    return RowFailure(row, "no_distribution" if is_allowed else "no_allowed_token")
 
 
 def _keeps_nothing(slot: int) -> None:

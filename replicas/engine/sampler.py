@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 NO_DISTRIBUTION = -2
 """Stands for the token of a row whose logits are no distribution: NaN, or infinite."""
 
+NO_ALLOWED_TOKEN = -3
+"""Stands for the token of a row whose parameters forbid every token."""
+
 _LOG2_E = 1.4426950408889634
 
 _BLOCK = 256
@@ -240,20 +243,18 @@ def _draw_restricted(logits: torch.Tensor, limits: _Limits, number: float) -> in
     if not np.isfinite(maxima.max()):
         return NO_DISTRIBUTION
     values = logits.numpy()
-    if top_k < len(values):
-        token_ids = _best(values, maxima, top_k)[:top_k]
+    if top_k < len(values) or min_p > 0.0:
+        if top_k < len(values):
+            token_ids = _best(values, maxima, top_k)[:top_k]
+        else:
+            token_ids = _near_best(values, maxima, min_p)
         weights = np.exp(values[token_ids].astype(np.float64) - maxima.max())
-        total = weights.sum()
-    elif min_p > 0.0:
-        token_ids = _near_best(values, maxima, min_p)
-        weights = np.exp(values[token_ids].astype(np.float64) - maxima.max())
-    else:
-        token_ids, weights, total = _cover(values, maxima, top_p)
-    if min_p > 0.0:
-        # The greatest weight is 1. All others are known, so that the total is that of the rest.
+        # The greatest weight is 1.
         size = int((weights >= min_p).sum())
         token_ids, weights = token_ids[:size], weights[:size]
         total = weights.sum()
+    else:
+        token_ids, weights, total = _cover(values, maxima, top_p)
     if top_p < 1.0:
         # A token is outside if the mass before it reaches top_p. The first is always inside.
         before = weights.cumsum() - weights
@@ -286,7 +287,7 @@ def _near_best(logits: Float32Array, maxima: Float32Array, min_p: float) -> Int6
     blocks = np.flatnonzero(maxima >= bound)
     places = (blocks[:, None] * _BLOCK + np.arange(_BLOCK)).reshape(-1)
     places = places[places < len(logits)]
-    candidates = places[logits[places] >= bound]
+    candidates: Int64Array = places[logits[places] >= bound]
     return candidates[np.argsort(-logits[candidates], kind="stable")]
 
 

@@ -35,7 +35,7 @@ from replicas.engine.request_table import DecodeRows, RequestTable
 from replicas.engine.sequence import Phase, Sequence
 from replicas.engine.step import NewRow, ScheduledBatch, StepResult
 from replicas.engine.step_work import step_work
-from replicas.messages import KV_TRANSFER_FAILED
+from replicas.messages import KV_TRANSFER_FAILED, NO_ALLOWED_TOKEN, NO_LOGITS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from kv_transfer.connector import Failure, KVConnectorScheduler
     from replicas.config import EngineConfig
     from replicas.engine.prefix_feed import PrefixFeed
-    from replicas.engine.step import Prepared, StepKind
+    from replicas.engine.step import Prepared, RowFailure, StepKind
     from replicas.kv_groups import KVGroup
     from replicas.messages import (
         AbortReason,
@@ -65,14 +65,14 @@ class StepOutputs(NamedTuple):
         ends: By row, in the order of rows: how it ended. A sequence of mode prefill leaves after
             its first token without an end.
         counts: Length of each run; empty: every row has one token.
-        failed: Sequences that have ended without a token, because their logits are no distribution.
+        failed: Sequences that have ended without a token, and why.
     """
 
     sequences: list[Sequence]
     token_ids: list[int]
     ends: dict[int, End]
     counts: list[int]
-    failed: tuple[Sequence, ...] = ()
+    failed: tuple[tuple[Sequence, str], ...] = ()
 
     def runs(self) -> Iterator[list[int]]:
         """Yield each row's tokens."""
@@ -734,17 +734,24 @@ class Scheduler:
 
     # --- results and endings -------------------------------------------------------------------
 
-    def _fail_rows(self, plan: _StepPlan, rows: list[int]) -> tuple[Sequence, ...]:
-        """End the rows of a step whose logits are no distribution, before the step is over."""
-        if not rows:
+    def _fail_rows(
+        self, plan: _StepPlan, failures: list[RowFailure]
+    ) -> tuple[tuple[Sequence, str], ...]:
+        """End the rows of a step that failed, before the step is over; return them with reasons."""
+        if not failures:
             return ()
-        sequences = [*plan.decodes.sequences, *plan.sequences]
-        found = [sequences[row] for row in rows]
-        failed = tuple(s for s in found if s.is_running)
-        for seq in failed:
-            self._kv.forget_blocks(seq)
+        sequences, failed = [*plan.decodes.sequences, *plan.sequences], []
+        for failure in failures:
+            seq = sequences[failure.row]
+            if not seq.is_running:
+                continue
+            if failure.reason == "no_distribution":
+                self._kv.forget_blocks(seq)
+                failed.append((seq, NO_LOGITS))
+            else:
+                failed.append((seq, NO_ALLOWED_TOKEN))
             self._finish(seq, "error")
-        return failed
+        return tuple(failed)
 
     def _take_decodes(
         self, plan: _StepPlan, token_ids: list[int], counts: list[int]

@@ -67,6 +67,19 @@ class ScheduledBatch(msgspec.Struct, frozen=True, array_like=True):
         return sum(self.num_scheduled_tokens)
 
 
+class RowFailure(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A row that ends because no token could be drawn for it.
+
+    Attributes:
+        row: Its index among the batch's slots.
+        reason: "no_distribution": its logits have NaN, or are infinite. "no_allowed_token": its
+            parameters forbid every token.
+    """
+
+    row: int
+    reason: Literal["no_distribution", "no_allowed_token"]
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """Result of one step.
 
@@ -75,8 +88,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
         passes_s: Seconds inside the generator, of each forward pass.
         counts: Length of each run: 0 where the prompt is not complete yet, or the row has failed.
             Empty: every row has one token.
-        failed: Rows, as indices of the batch's slots, whose logits are no distribution: NaN, or
-            infinite.
+        failed: Rows that end without a token.
         sample_s: Seconds of sampling from the generator's output, and of proposing drafts.
         num_drafts: For each of the batch's slots the drafts that the worker holds for the next
             step, which may verify fewer or none. Empty: there are none.
@@ -85,7 +97,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     token_ids: list[int]
     passes_s: list[float]
     counts: list[int] = []
-    failed: list[int] = []
+    failed: list[RowFailure] = []
     sample_s: float = 0.0
     num_drafts: list[int] = []
 

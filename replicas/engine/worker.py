@@ -237,7 +237,7 @@ class Worker:
             group.block_size,
             max_model_len,
             wait,
-            processors=row_processors(self._grammars),
+            processors=row_processors(hf.eos_token_id, self._grammars),
             drafter=_drafter(config.speculative_config),
         )
         if config.kv_connector is None:

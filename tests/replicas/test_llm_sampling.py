@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import msgspec
 import pytest
 
@@ -44,3 +46,42 @@ def test_a_negative_presence_penalty_keeps_the_first_token(llm):
 def test_min_p_of_one_leaves_the_likeliest_token(llm):
     assert tokens(llm, SEEDED, min_p=1.0) == tokens(llm, GREEDY)
     assert tokens(llm, SEEDED) != tokens(llm, GREEDY)
+
+
+def test_only_allowed_tokens_are_drawn(llm):
+    assert {*tokens(llm, SEEDED, allowed_token_ids=(70, 71, 300))} <= {70, 71, 300}
+
+
+def test_a_bias_favours_its_token(llm):
+    assert tokens(llm, GREEDY, logit_bias={65: 100.0}) == [65] * 12
+    first = tokens(llm, GREEDY)[0]
+    assert first not in tokens(llm, GREEDY, logit_bias={first: -100.0})
+
+
+def test_a_bad_word_is_not_completed(llm):
+    first, second = tokens(llm, GREEDY)[:2]
+    found = tokens(llm, GREEDY, bad_words_token_ids=((first, second),))
+    assert found[0] == first
+    assert (first, second) not in pairwise(found)
+
+
+def test_a_row_ends_only_once_it_is_long_enough(llm):
+    end = tokens(llm, GREEDY)[0]
+    ends = {"stop_token_ids": frozenset({end})}
+    assert tokens(llm, GREEDY, **ends) == [end]
+    [choice] = generate(llm, msgspec.structs.replace(GREEDY, **ends, min_tokens=5))
+    assert len(choice.token_ids) >= 6
+    assert end not in choice.token_ids[:5]
+    assert (choice.finish_reason, choice.stop_reason) in {("stop", end), ("length", None)}
+
+
+def test_a_row_whose_parameters_forbid_every_token_fails_alone(llm):
+    [word, _] = words = (65,), (66,)
+    forbids = {"allowed_token_ids": (65, 66), "bad_words_token_ids": words}
+    one_left = {**forbids, "bad_words_token_ids": (word,)}
+    bad, good, left = generate(
+        llm, *(msgspec.structs.replace(GREEDY, **how) for how in (forbids, {}, one_left))
+    )
+    assert (bad.finish_reason, bad.token_ids) == ("error", [])
+    assert good.token_ids == tokens(llm, GREEDY)
+    assert left.token_ids == [66] * 12

@@ -10,17 +10,30 @@ from typing import TYPE_CHECKING
 
 from replicas.engine.rows.grammar import GrammarProcessor
 from replicas.engine.rows.penalties import Penalties
+from replicas.engine.rows.token_masks import AllowedTokens, BadWords, LogitBias, MinTokens
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from replicas.engine.rows.grammar import GrammarCache
     from replicas.engine.rows.processor import RowProcessor
 
 
-def row_processors(grammars: GrammarCache | None = None) -> list[RowProcessor]:
+def row_processors(
+    eos_token_ids: Collection[int], grammars: GrammarCache | None = None
+) -> list[RowProcessor]:
     """Return new processors, without state.
 
     Args:
+        eos_token_ids: The model's end tokens.
         grammars: The worker's grammars; None: no row has one.
     """
     first: list[RowProcessor] = [] if grammars is None else [GrammarProcessor(grammars)]
-    return [*first, Penalties()]
+    return [
+        *first,
+        AllowedTokens(),
+        BadWords(),
+        MinTokens(eos_token_ids),
+        LogitBias(),
+        Penalties(),
+    ]

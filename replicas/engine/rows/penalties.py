@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from replicas.engine.rows.processor import SlotProcessor
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -22,19 +24,15 @@ if TYPE_CHECKING:
     Float32Array = npt.NDArray[np.float32]
 
 
-class Penalties:
+class Penalties(SlotProcessor["_Penalised"]):
     """Processor of `repetition_penalty`, `frequency_penalty` and `presence_penalty`, in this order.
 
     Repetition concerns the tokens of prompt and output, the others those of the output. Only the
     logits of these tokens are read and written.
     """
 
-    def __init__(self) -> None:
-        self._rows: dict[int, _Penalised] = {}
-
-    def add(self, row: NewRow) -> bool:
-        """Take over a row, replacing the state of its slot; return whether it is touched."""
-        self._rows.pop(row.slot, None)
+    def state_of(self, row: NewRow) -> _Penalised | None:
+        """Return the state of a row; None if it has no penalty."""
         sampling = row.sampling
         factors = (
             sampling.repetition_penalty,
@@ -42,27 +40,19 @@ class Penalties:
             sampling.presence_penalty,
         )
         if factors == (1.0, 0.0, 0.0):
-            return False
+            return None
         prompt = (
             row.token_ids[: row.num_prompt_tokens] if sampling.repetition_penalty != 1.0 else []
         )
-        self._rows[row.slot] = penalised = _Penalised(factors, prompt)
-        penalised.count(row.token_ids[row.num_prompt_tokens :])
-        return True
-
-    def remove(self, slot: int) -> None:
-        """Drop the state of a slot, if there is any."""
-        self._rows.pop(slot, None)
-
-    def prepare(self, rows: LogitRows) -> None:
-        """Do nothing: the state follows from accepted tokens."""
+        state = _Penalised(factors, prompt)
+        state.count(row.token_ids[row.num_prompt_tokens :])
+        return state
 
     def apply(self, logits: torch.Tensor, rows: LogitRows) -> None:
         """Penalise the tokens that each row has already, in float32 (S, V)."""
         found = [
-            (at, *penalised.tokens(rows.drafts[at] if rows.drafts else ()), penalised.factors)
-            for at, slot in enumerate(rows.slots.tolist())
-            if (penalised := self._rows.get(slot)) is not None
+            (at, *state.tokens(rows.drafts[at] if rows.drafts else ()), state.factors)
+            for at, state in self._touched(rows)
         ]
         if not found:
             return
@@ -80,7 +70,7 @@ class Penalties:
 
     def accept(self, slot: int, token_ids: Sequence[int]) -> None:
         """Count the tokens that a row has got."""
-        self._rows[slot].count(token_ids)
+        self._states[slot].count(token_ids)
 
 
 class _Penalised:

@@ -13,8 +13,9 @@ Dimensions: B slots; S rows of logits, of which a row with k drafts has k + 1; V
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     IntArray = npt.NDArray[np.integer[Any]]
     BoolArray = npt.NDArray[np.bool_]
 
+
+State = TypeVar("State")
 
 _ELEMENTS_AT_ONCE = 1 << 22
 """Most logits that are copied at once: 16 MiB as float32, 32 rows of the largest vocabularies."""
@@ -88,6 +91,47 @@ class RowProcessor(Protocol):
 
         A row may have ended within them. Its state is then not used again.
         """
+
+
+class SlotProcessor(ABC, Generic[State]):
+    """A processor with one value of state for each slot that it touches."""
+
+    def __init__(self) -> None:
+        self._states: dict[int, State] = {}
+
+    @abstractmethod
+    def state_of(self, row: NewRow) -> State | None:
+        """Return the state of a row from its parameters and tokens; None if it is not touched."""
+
+    @abstractmethod
+    def apply(self, logits: torch.Tensor, rows: LogitRows) -> None:
+        """Change float32 (S, V) in place; see `RowProcessor`."""
+
+    def add(self, row: NewRow) -> bool:
+        """Take over a row, replacing the state of its slot; return whether it is touched."""
+        state = self.state_of(row)
+        if state is None:
+            self.remove(row.slot)
+            return False
+        self._states[row.slot] = state
+        return True
+
+    def remove(self, slot: int) -> None:
+        """Drop the state of a slot, if there is any."""
+        self._states.pop(slot, None)
+
+    def prepare(self, rows: LogitRows) -> None:
+        """Do nothing: `apply` needs no preparation."""
+
+    def accept(self, slot: int, token_ids: Sequence[int]) -> None:
+        """Do nothing: the state does not depend on tokens."""
+
+    def _touched(self, rows: LogitRows) -> Iterator[tuple[int, State]]:
+        """Yield the index of each row that this processor touches, with its slot's state."""
+        for index, slot in enumerate(rows.slots.tolist()):
+            state = self._states.get(slot)
+            if state is not None:
+                yield index, state
 
 
 class RowProcessors:

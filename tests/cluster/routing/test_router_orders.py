@@ -9,6 +9,7 @@ import pytest
 
 from cluster.config.schema import OrderName
 from cluster.errors import (
+    BadRequestError,
     KVTransferFailedError,
     NotReadyError,
     QueueTimeoutError,
@@ -17,6 +18,7 @@ from cluster.errors import (
 )
 from replicas.messages import (
     KV_TRANSFER_FAILED,
+    NO_ALLOWED_TOKEN,
     Abort,
     Activate,
     AddRequest,
@@ -325,6 +327,18 @@ async def test_failed_transfer_releases_prefill_and_the_request_continues():
         assert await tokens(start(made)) == [FIRST, 6, 7]
         await told(p, Abort)
         assert made.count("ttserve_router_retries_total", reason="kv_expired") == 1
+
+
+async def test_a_request_that_forbids_every_token_is_its_clients_fault():
+    def forbids(message):
+        if isinstance(message, Activate):
+            return [TokenOutput(message.request_id, 1, [], "error", error=NO_ALLOWED_TOKEN)]
+        return accepts(message)
+
+    async with cluster(("prefill", "p", prefills), ("decode", "d", forbids)) as (made, _, _):
+        for _ in range(5):
+            with pytest.raises(BadRequestError, match="allowed_token_ids"):
+                await tokens(start(made))
 
 
 async def test_engine_that_must_not_recompute_ends_the_request_with_its_error():

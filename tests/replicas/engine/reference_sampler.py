@@ -66,7 +66,10 @@ def processed(
             found[last] = -np.inf
     if len(output) < sampling.min_tokens:
         ends = set() if sampling.ignore_eos else set(eos_token_ids)
-        found[list(ends | sampling.stop_token_ids)] = -np.inf
+        without = found.copy()
+        without[list(ends | sampling.stop_token_ids)] = -np.inf
+        # End tokens stay possible where no other token is.
+        found = without if without.max() > -np.inf else found
     for token_id, bias in sampling.logit_bias.items():
         found[token_id] += bias
     counts = Counter(output)
@@ -89,7 +92,9 @@ def weights_of(logits: Float64Array, sampling: SamplingParams) -> tuple[Float64A
         margins += (np.abs(weights - limit) / limit).tolist()
         weights[weights < limit] = 0.0
     if 0 < sampling.top_k < len(weights):
-        margins.append(scaled[order[sampling.top_k - 1]] - scaled[order[sampling.top_k]])
+        last, first_out = scaled[order[sampling.top_k - 1 : sampling.top_k + 1]]
+        # Two tokens that are impossible are equal: no rounding can tell them apart.
+        margins.append(last - first_out if last > -np.inf else 1.0)
         weights[order[sampling.top_k :]] = 0.0
     if sampling.top_p < 1.0:
         limit = np.float64(np.float32(sampling.top_p)) * weights.sum()
@@ -98,8 +103,7 @@ def weights_of(logits: Float64Array, sampling: SamplingParams) -> tuple[Float64A
         outside = before >= limit
         outside[0] = False
         weights[order[outside]] = 0.0
-    # Two tokens that are impossible are equal: no rounding can tell them apart.
-    return weights, float(np.nanmin(margins))
+    return weights, float(min(margins))
 
 
 def draw(logits: Float64Array, sampling: SamplingParams, number: float) -> Draw:

@@ -50,7 +50,7 @@ class Rows:
 
     Attributes:
         token_ids: By slot: the tokens of its row.
-        failed: Slots of rows that got no token in the last step, and left.
+        failed: By slot: why its row got no token in the last step, and left.
     """
 
     def __init__(self, processors=(), seed: int = 0, vocab: int = VOCAB) -> None:
@@ -60,7 +60,7 @@ class Rows:
             self.generator, "cache", config, 4, MAX_LEN, processors=processors
         )
         self.token_ids: dict[int, list[int]] = {}
-        self.failed: set[int] = set()
+        self.failed: dict[int, str] = {}
         self._new: dict[int, NewRow] = {}
         self._gone: list[int] = []
 
@@ -96,7 +96,7 @@ class Rows:
         for row, slot in enumerate(slots):
             count = result.counts[row] if result.counts else 1
             self.token_ids[slot] += [next(tokens) for _ in range(count)]
-        self.failed = {slots[row] for row in result.failed}
+        self.failed = {slots[failure.row]: failure.reason for failure in result.failed}
         for slot in self.failed:
             self.remove(slot)
         return result

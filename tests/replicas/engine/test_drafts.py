@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from replicas.config import EngineConfig
 from replicas.engine.runner import ModelRunner
-from replicas.engine.step import NewRow, ScheduledBatch
+from replicas.engine.step import NewRow, RowFailure, ScheduledBatch
 from replicas.generators.model_config import load_hf_config
 from replicas.generators.protocol import CpuDevice
 from replicas.generators.torch.generator import TorchGenerator
@@ -197,7 +197,11 @@ def test_a_row_keeps_its_right_drafts_before_logits_that_are_none():
     second = runner.run(ScheduledBatch("mixed", [0], [4], [], []))
     assert (second.token_ids, second.counts, second.failed) == ([5, 6], [2], [])
     third = runner.run(ScheduledBatch("mixed", [0], [1], [], []))
-    assert (third.token_ids, third.counts, third.failed) == ([], [0], [0])
+    assert (third.token_ids, third.counts, third.failed) == (
+        [],
+        [0],
+        [RowFailure(0, "no_distribution")],
+    )
 
 
 def test_tokens_after_drafts_have_the_distribution_of_the_model():

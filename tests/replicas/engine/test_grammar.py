@@ -106,7 +106,7 @@ def run(rows, slot, prompt, limit=40):
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_an_output_follows_its_schema_and_ends(cache, temperature):
     for seed in range(5):
-        rows = Rows(row_processors(cache), seed, VOCAB)
+        rows = Rows(row_processors([], cache), seed, VOCAB)
         rows.add(0, [5, 6], structured_outputs=STRICT, temperature=temperature, seed=seed)
         output = run(rows, 0, [5, 6])
         assert output[-1] == EOS
@@ -117,7 +117,7 @@ def test_an_output_follows_its_schema_and_ends(cache, temperature):
 
 
 def test_a_row_beside_rows_with_grammars_draws_as_if_it_were_alone(cache):
-    alone, beside = Rows([], 3, VOCAB), Rows(row_processors(cache), 3, VOCAB)
+    alone, beside = Rows([], 3, VOCAB), Rows(row_processors([], cache), 3, VOCAB)
     beside.add(2, [9], structured_outputs=STRICT, temperature=1.0)
     for rows in (alone, beside):
         rows.add(1, [5, 6], temperature=1.0)
@@ -135,11 +135,11 @@ def test_a_row_beside_rows_with_grammars_draws_as_if_it_were_alone(cache):
 def test_a_row_that_is_rebuilt_in_the_middle_of_its_grammar_continues_alike(cache, sampling):
     """Preemption, migration, prefill elsewhere and resumption all send a row anew."""
     sampling = {"temperature": 1.0, "structured_outputs": STRICT, **sampling}
-    stays = Rows(row_processors(cache), 1, VOCAB)
+    stays = Rows(row_processors([], cache), 1, VOCAB)
     stays.add(0, [5], **sampling)
     wanted = run(stays, 0, [5])
     for num_output in (0, 1, len(wanted) // 2, len(wanted) - 1):
-        moved = Rows(row_processors(cache), 1, VOCAB)
+        moved = Rows(row_processors([], cache), 1, VOCAB)
         moved.add(3, [7, 7], structured_outputs=STRICT)
         moved.step()
         moved.remove(3)
@@ -148,7 +148,7 @@ def test_a_row_that_is_rebuilt_in_the_middle_of_its_grammar_continues_alike(cach
 
 
 def test_only_end_tokens_follow_the_end_even_if_they_are_ignored(cache):
-    rows = Rows(row_processors(cache), 0, VOCAB)
+    rows = Rows(row_processors([], cache), 0, VOCAB)
     spec = StructuredOutputs(regex="[ab]{3}")
     rows.add(0, [5], structured_outputs=spec, temperature=1.0, ignore_eos=True)
     for _ in range(8):
@@ -159,24 +159,36 @@ def test_only_end_tokens_follow_the_end_even_if_they_are_ignored(cache):
     assert len(text_of(output[:end])) == 3
 
 
+def test_an_output_may_end_with_its_grammar_before_it_has_min_tokens():
+    specs = StructuredOutputs(regex="[ab]+"), StructuredOutputs(regex="[ab]{3}")
+    cache = prepared(new_cache(), *specs)
+    rows = Rows(row_processors([EOS], cache), 0, VOCAB)
+    for slot, spec in enumerate(specs):
+        rows.add(slot, [5], structured_outputs=spec, min_tokens=7)
+    for _ in range(4):
+        rows.step()
+    assert EOS not in rows.token_ids[0]
+    assert rows.token_ids[1].index(EOS) == 4
+
+
 def test_a_row_whose_output_its_grammar_does_not_allow_fails_alone(cache):
-    rows = Rows(row_processors(cache), 0, VOCAB)
+    rows = Rows(row_processors([], cache), 0, VOCAB)
     rows.add(0, [5], output=[11, 12, 13], structured_outputs=STRICT)
     rows.add(1, [5], structured_outputs=STRICT)
     rows.step()
-    assert rows.failed == {0}
+    assert rows.failed == {0: "no_distribution"}
     assert text_of(rows.token_ids[1][1:]).startswith("{")
 
 
 def test_rows_that_are_changed_in_parts_get_their_own_masks(cache, monkeypatch):
     def tokens():
-        rows = Rows(row_processors(cache), 0, VOCAB)
+        rows = Rows(row_processors([], cache), 0, VOCAB)
         rows.add(0, [5], structured_outputs=STRICT)
         rows.add(1, [5], presence_penalty=1.0)
         rows.add(2, [5], structured_outputs=StructuredOutputs(regex="[ab]{3}"))
         rows.add(3, [5], output=[11], structured_outputs=STRICT)
         rows.step()
-        assert rows.failed == {3}
+        assert rows.failed == {3: "no_distribution"}
         for _ in range(2):
             rows.step()
         return rows.token_ids
@@ -192,7 +204,7 @@ def test_each_draft_has_the_mask_that_follows_it(cache):
     right = TOKENIZER.encode('{"name":"Bo', add_special_tokens=False).ids
     drafts = [*right, 11, 12]
     sampling = SamplingParams(structured_outputs=STRICT)
-    [processor] = row_processors(cache)[:1]
+    [processor] = row_processors([], cache)[:1]
     assert processor.add(NewRow(1, 0, [5], 1, 0, [[1]], sampling))
     count = len(drafts) + 1
     rows = LogitRows(np.full(count, 1), np.arange(count), [drafts[:i] for i in range(count)])

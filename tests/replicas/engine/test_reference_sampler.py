@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
+import torch
 from hypothesis import event, given
 from hypothesis import strategies as st
 
@@ -59,18 +61,42 @@ def wanted(rows, slot, num_prompt, sampling):
     seed=st.integers(0, 5),
 )
 def test_tokens_are_those_of_the_reference(samplings, prompt, output, vocab, seed):
-    rows = Rows(row_processors(), seed, vocab)
+    rows = Rows(row_processors([EOS]), seed, vocab)
     params = [SamplingParams(**{"seed": 7, **sampling}) for sampling in samplings]
     for slot, sampling in enumerate(params):
         rows.add(slot, prompt, output, sampling)
     for _ in range(5):
-        draws = [wanted(rows, slot, len(prompt), params[slot]) for slot in rows.token_ids]
+        draws = {slot: wanted(rows, slot, len(prompt), params[slot]) for slot in rows.token_ids}
         rows.step()
-        for slot, draw in zip(list(rows.token_ids), draws, strict=True):
-            token_ids = rows.token_ids[slot]
+        for slot, draw in draws.items():
             if draw.margin < MARGIN:
                 event("another result is within rounding")
             elif draw.token_id is None:
-                assert slot in rows.failed
+                assert rows.failed[slot] == "no_allowed_token"
             else:
-                assert token_ids[-1] == draw.token_id
+                assert rows.token_ids[slot][-1] == draw.token_id
+
+
+@pytest.mark.parametrize(
+    ("sampling", "logits", "wanted"),
+    [
+        # A bias makes a logit negative before it is multiplied: 1 - 3 = -2 becomes -4, not -2.5.
+        ({"logit_bias": {0: -3.0}, "repetition_penalty": 2.0, "min_p": 0.99}, [1, -3], {1}),
+        # An end token stays possible where nothing else is allowed, not where it was forbidden.
+        ({"allowed_token_ids": (EOS,), "min_tokens": 9}, [1, 2, 3, 0], {EOS}),
+        # A temperature of 2 raises the smaller share from 0.37 to 0.61.
+        ({"temperature": 2.0, "min_p": 0.5}, [0, -1], {0, 1}),
+        # Of the two best the first has 0.53, and of all three only 0.4.
+        ({"top_k": 2, "top_p": 0.5}, np.log([0.4, 0.35, 0.25]), {0}),
+        # Of the two that reach a half of the best, the first has 0.53.
+        ({"min_p": 0.7, "top_p": 0.5}, np.log([0.4, 0.35, 0.25]), {0}),
+    ],
+)
+def test_the_order_of_two_restrictions_is_vllms(sampling, logits, wanted):
+    rows, seen = Rows(row_processors([EOS]), vocab=len(logits)), set()
+    rows.generator.table[:] = torch.tensor(np.asarray(logits, dtype=np.float32))
+    for seed in range(24):
+        rows.add(0, [0], seed=seed, **sampling)
+        rows.step()
+        seen.add(rows.token_ids[0][-1])
+    assert seen == wanted

@@ -16,6 +16,7 @@ from replicas.engine.step import NewRow
 from replicas.sampling_params import SamplingParams
 from tests.replicas.engine.row_runner import VOCAB, Rows
 
+EOS = 3
 SEEDED = {"temperature": 0.8, "top_k": 12, "top_p": 0.95}
 
 
@@ -129,7 +130,7 @@ def test_a_step_without_touched_rows_calls_no_processor(processors):
 
 def test_rows_are_changed_in_parts_where_they_would_take_too_much_memory(monkeypatch):
     def tokens():
-        rows = Rows(row_processors())
+        rows = Rows(row_processors([EOS]))
         for slot in range(4):
             rows.add(slot, [3, slot], repetition_penalty=1.5 if slot != 2 else 1.0, seed=slot)
         for _ in range(6):
@@ -142,6 +143,9 @@ def test_rows_are_changed_in_parts_where_they_would_take_too_much_memory(monkeyp
 
 
 STATE = [
+    {"bad_words_token_ids": ((5, 9), (9, 5, 5), (4, 9), (2,)), "temperature": 0.0},
+    {"bad_words_token_ids": tuple((i, i) for i in range(VOCAB)), **SEEDED},
+    {"min_tokens": 6, "stop_token_ids": frozenset(range(4, 20)), **SEEDED},
     {"presence_penalty": 1.5, "frequency_penalty": 0.5, "temperature": 0.0},
     {"repetition_penalty": 2.5, **SEEDED},
 ]
@@ -151,13 +155,13 @@ STATE = [
 @pytest.mark.parametrize("sampling", STATE, ids=lambda sampling: next(iter(sampling)))
 def test_a_row_that_is_rebuilt_from_its_tokens_continues_as_if_it_had_stayed(sampling):
     """Preemption, migration, prefill elsewhere and resumption all send a row anew."""
-    stays = Rows(row_processors())
+    stays = Rows(row_processors([EOS]))
     stays.add(0, [3, 4, 3], **sampling)
     for _ in range(12):
         stays.step()
     wanted = stays.token_ids[0]
     for num_output in (0, 1, 5, 11):
-        moved = Rows(row_processors())
+        moved = Rows(row_processors([EOS]))
         moved.add(3, [3], **sampling)
         moved.step()
         moved.remove(3)
@@ -172,7 +176,7 @@ def test_drafts_before_a_position_count_as_output(sampling):
     output, drafts = [4, 9], [5, 5, 9]
 
     def changed(output, drafts):
-        processors, count = RowProcessors(row_processors(), 1), len(drafts) + 1
+        processors, count = RowProcessors(row_processors([EOS]), 1), len(drafts) + 1
         row = NewRow(0, 0, [3, 5, *output], 2, 0, [[1]], SamplingParams(**sampling))
         assert processors.add(row)
         slots, steps = np.zeros(count, np.int32), len(output) + np.arange(count)
