@@ -35,6 +35,7 @@ from replicas.messages import (
     EngineMetrics,
     KVTransfers,
     Utility,
+    WorkerDescription,
 )
 from replicas.streams import StreamTable
 
@@ -184,6 +185,24 @@ class AsyncMPClient:
         """
         return msgspec.convert(await self._call(incarnation, "kv_transfers"), KVTransfers)
 
+    async def reset_prefix_cache(self, incarnation: str) -> None:
+        """Drop all cached blocks of an engine; running requests keep theirs.
+
+        Raises:
+            EngineDeadError: The engine is not connected.
+        """
+        await self._call(incarnation, "reset_prefix_cache")
+
+    async def collective_rpc(self, incarnation: str, method: str) -> list[WorkerDescription]:
+        """Call a method of every worker; see `replicas.engine.core.WORKER_METHODS`.
+
+        Raises:
+            EngineError: It is not one of those that may be called.
+            EngineDeadError: The engine is not connected.
+        """
+        answer = await self._call(incarnation, "collective_rpc", method)
+        return msgspec.convert(answer, list[WorkerDescription])
+
     async def disconnect(self, incarnation: str) -> None:
         """Close the connection to an engine; open streams end with `EngineDeadError`."""
         link = self._links.pop(incarnation, None)
@@ -204,8 +223,9 @@ class AsyncMPClient:
             raise EngineDeadError(f"engine {incarnation} is not connected")
         return link
 
-    async def _call(self, incarnation: str, method: str) -> object:
-        result = await self._link(incarnation).call(Utility(next(self._call_ids), method))
+    async def _call(self, incarnation: str, method: str, *args: object) -> object:
+        message = Utility(next(self._call_ids), method, [*args])
+        result = await self._link(incarnation).call(message)
         if result.error is not None:
             raise EngineError(result.error)
         return result.result

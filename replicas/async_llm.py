@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from replicas.async_client import AsyncMPClient
-from replicas.errors import EngineDeadError, RequestFailedError, RequestRefusedError
+from replicas.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    RequestFailedError,
+    RequestRefusedError,
+)
 from replicas.launch import start_engine
 from replicas.llm_engine import RequestOutput, grammar_checker, to_engine_input
 from replicas.messages import AddRequest, Refused, TokenOutput, checked_request
@@ -18,12 +23,18 @@ from replicas.output_processor import OutputProcessor
 from replicas.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterable
 
     from replicas.config import EngineConfig
     from replicas.launch import EngineHandle
     from replicas.llm_engine import Prompt
+    from replicas.messages import EngineMetrics, WorkerDescription
     from replicas.sampling_params import SamplingParams
+    from replicas.streams import EngineStream
+
+
+_ABORTED = TokenOutput("", 0, [], "abort")
+"""Last event of a stream that `AsyncLLM.abort` has closed."""
 
 
 class AsyncLLM:
@@ -35,6 +46,7 @@ class AsyncLLM:
         self._tokenizer = tokenizer
         self._counter = itertools.count()
         self._grammar_checker = grammar_checker(tokenizer)
+        self._streams: dict[str, EngineStream] = {}
 
     @classmethod
     async def start(cls, config: EngineConfig) -> AsyncLLM:
@@ -54,11 +66,16 @@ class AsyncLLM:
         return cls(handle, client, tokenizer)
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams
+        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str | None = None
     ) -> AsyncIterator[RequestOutput]:
         """Continue a prompt; yield the same growing output after every step that extends it.
 
         Leaving the iteration early drops the request in the engine.
+
+        Args:
+            prompt: Text or token ids.
+            sampling_params: Sampling parameters.
+            request_id: Name for `abort`, unique among live requests; None makes one up.
 
         Raises:
             InvalidRequestError: The prompt or a parameter can never work.
@@ -74,16 +91,24 @@ class AsyncLLM:
             await asyncio.to_thread(self._grammar_checker.check, spec)
         if sampling_params.seed is None:
             sampling_params = msgspec.structs.replace(sampling_params, seed=secrets.randbits(63))
-        request = checked_request(f"request-{next(self._counter)}", token_ids, sampling_params)
+        request_id = f"request-{next(self._counter)}" if request_id is None else request_id
+        if request_id in self._streams:
+            raise InvalidRequestError("request_id", f"request {request_id!r} is running already")
+        request = checked_request(request_id, token_ids, sampling_params)
         eos_token_ids = frozenset(description.eos_token_ids)
         processor = OutputProcessor(self._tokenizer, request, eos_token_ids, is_streamed=False)
         output = RequestOutput.of(request, prompt, processor)
         stream = self._client.open_stream(
             description.incarnation, request.request_id, AddRequest(request)
         )
+        self._streams[request_id] = stream
         try:
             while not output.finished:
                 event = await stream.get()
+                if event is _ABORTED:
+                    output.abort()
+                    yield output
+                    return
                 if isinstance(event, Refused):
                     raise RequestRefusedError(event.reason, event.message, event.request_id)
                 if not isinstance(event, TokenOutput):
@@ -98,7 +123,48 @@ class AsyncLLM:
             # The connection error says only that it broke; the handle knows why the engine ended.
             raise self._handle.failure or error from None
         finally:
+            del self._streams[request_id]
             stream.close(abort=True, reason="stop" if output.finished else "abort")
+
+    def abort(self, request_ids: str | Iterable[str]) -> None:
+        """Drop requests: each ends with what it has, for the reason "abort".
+
+        Unknown ids, as those of requests that have ended, are ignored.
+        """
+        for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
+            stream = self._streams.get(request_id)
+            if stream is not None:
+                stream.close(abort=True)
+                stream.put(_ABORTED)
+
+    async def get_metrics(self) -> EngineMetrics:
+        """Return every counter of the engine.
+
+        Raises:
+            EngineDeadError: The engine is gone.
+        """
+        return await self._client.metrics(self._handle.description.incarnation)
+
+    async def reset_prefix_cache(self) -> None:
+        """Drop all cached blocks; running requests keep theirs.
+
+        Raises:
+            EngineDeadError: The engine is gone.
+        """
+        await self._client.reset_prefix_cache(self._handle.description.incarnation)
+
+    async def collective_rpc(self, method: str) -> list[WorkerDescription]:
+        """Call a method of every worker.
+
+        Args:
+            method: One of `replicas.engine.core.WORKER_METHODS`.
+
+        Raises:
+            EngineError: It is not one of these.
+            EngineDeadError: The engine is gone.
+        """
+        incarnation = self._handle.description.incarnation
+        return await self._client.collective_rpc(incarnation, method)
 
     async def shutdown(self) -> None:
         """Close the connection and end the engine."""

@@ -47,6 +47,7 @@ from replicas.messages import (
     TokenOutput,
     Utility,
     UtilityResult,
+    WorkerDescription,
 )
 
 if TYPE_CHECKING:
@@ -60,6 +61,11 @@ _MAX_IDS_PER_ABORT = 128
 """Keeps each abort message below the size limit of an engine's input socket."""
 _LOOK_MS = 250
 """How often a blocked client checks whether the engine process is alive."""
+
+
+def to_rpc_results(answer: object) -> list[WorkerDescription]:
+    """Return the results of `collective_rpc` in the type that the workers gave."""
+    return msgspec.convert(answer, list[WorkerDescription])
 
 
 class SyncEngineClient(Protocol):
@@ -94,6 +100,13 @@ class SyncEngineClient(Protocol):
 
     def reset_prefix_cache(self) -> None:
         """Drop all cached blocks."""
+
+    def collective_rpc(self, method: str) -> list[WorkerDescription]:
+        """Call a method of every worker; see `replicas.engine.core.WORKER_METHODS`.
+
+        Raises:
+            EngineError: It is not one of those that may be called.
+        """
 
     def shutdown(self) -> None:
         """End the engine. Idempotent."""
@@ -187,12 +200,28 @@ class InprocClient:
 
     def reset_prefix_cache(self) -> None:
         """Drop all cached blocks."""
-        self.core.handle(b"", Utility(0, "reset_prefix_cache"), time.monotonic())
-        self.core.take_events()
+        self._call("reset_prefix_cache")
+
+    def collective_rpc(self, method: str) -> list[WorkerDescription]:
+        """Call a method of every worker; see `SyncEngineClient.collective_rpc`."""
+        return to_rpc_results(self._call("collective_rpc", method))
 
     def shutdown(self) -> None:
         """End the engine. Idempotent."""
         self.core.shutdown()
+
+    def _call(self, method: str, *args: object) -> object:
+        self.core.handle(b"", Utility(0, method, [*args]), time.monotonic())
+        results: list[UtilityResult] = []
+        for event in self._columns.read(self.core.take_events().get(b"", [])):
+            if isinstance(event, UtilityResult):
+                results.append(event)
+            elif isinstance(event, TokenOutput):
+                self._kept.append(event)
+        [result] = results
+        if result.error is not None:
+            raise EngineError(result.error)
+        return result.result
 
     def _keep_outputs(self) -> None:
         """Collect the core's events; keep every token output even when a refusal is raised."""
@@ -303,6 +332,10 @@ class SyncMPClient:
         """Drop all cached blocks."""
         self._call("reset_prefix_cache")
 
+    def collective_rpc(self, method: str) -> list[WorkerDescription]:
+        """Call a method of every worker; see `SyncEngineClient.collective_rpc`."""
+        return to_rpc_results(self._call("collective_rpc", method))
+
     def shutdown(self) -> None:
         """End the engine. Idempotent."""
         if self._context.closed:
@@ -329,9 +362,9 @@ class SyncMPClient:
                     f"{CONNECT_S:g} s; see its log"
                 )
 
-    def _call(self, method: str) -> object:
+    def _call(self, method: str, *args: object) -> object:
         call_id = next(self._call_ids)
-        self._send(encode(Utility(call_id, method)))
+        self._send(encode(Utility(call_id, method, [*args])))
         result: UtilityResult | None = None
         while result is None:
             for event in self._next_events():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import msgspec
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -17,13 +18,16 @@ from replicas.sampling_params import SamplingParams
 from replicas.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
     from types import TracebackType
 
     from replicas.client import SyncEngineClient
     from replicas.llm_engine import Prompt, RequestOutput
-    from replicas.messages import EngineMetrics
+    from replicas.messages import EngineMetrics, WorkerDescription
     from replicas.sampling_params import GenerationConfigSource
+
+Conversation: TypeAlias = "Sequence[Mapping[str, Any]]"
+"""Turns with `role` and `content`."""
 
 _KV_BYTES_OFFLINE = 512 * 2**20
 """Default KV memory offline, where one engine has the host to itself."""
@@ -126,23 +130,45 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        sampling_params: SamplingParams | None = None,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one conversation through the model's chat template.
+        """Answer conversations through the model's chat template.
 
         Args:
-            messages: Turns with `role` and `content`.
-            sampling_params: How to generate; None takes `get_default_sampling_params`.
+            messages: One conversation or several, each a list of turns with `role` and `content`.
+            sampling_params: For all of them, or one for each; None takes
+                `get_default_sampling_params`.
+            add_generation_prompt: Open the assistant's turn at the end of each.
+            chat_template_kwargs: Further variables of the template.
             use_tqdm: Show a progress bar.
+
+        Returns:
+            The answers, in the order of the conversations.
+
+        Raises:
+            ModelLoadError: The tokenizer was skipped.
+            InvalidRequestError: A conversation has no turn, the template refuses it, or see
+                `generate`; no conversation is answered then.
         """
         if self._tokenizer is None:
             raise ModelLoadError("chat needs a tokenizer; remove skip_tokenizer_init=True")
-        text = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
-        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
-        return self.generate(token_ids, sampling_params, use_tqdm=use_tqdm)
+        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations = cast("Sequence[Conversation]", [messages] if is_one else messages)
+        prompts: list[Prompt] = []
+        for number, conversation in enumerate(conversations, start=1):
+            with _named(f"conversation {number} of {len(conversations)}"):
+                if not conversation:
+                    raise InvalidRequestError("messages", "it has no turn")
+                text = self._tokenizer.apply_chat_template(
+                    list(conversation), add_generation_prompt, chat_template_kwargs
+                )
+                prompts.append(self._tokenizer.encode(text, add_special_tokens=False))
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def get_tokenizer(self) -> Tokenizer | None:
         """Return the model's tokenizer; None if it was skipped."""
@@ -159,6 +185,17 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Drop all cached blocks."""
         self._client.reset_prefix_cache()
+
+    def collective_rpc(self, method: str) -> list[WorkerDescription]:
+        """Call a method of every worker; must not run during `generate`.
+
+        Args:
+            method: One of `replicas.engine.core.WORKER_METHODS`.
+
+        Raises:
+            EngineError: It is not one of these.
+        """
+        return self._client.collective_rpc(method)
 
     def shutdown(self) -> None:
         """End the engine. Idempotent."""

@@ -105,6 +105,12 @@ class RequestOutput:
         self.finished = processor.is_finished
         self.num_cached_tokens = processor.num_cached_tokens
 
+    def abort(self) -> None:
+        """End every choice that runs, for the reason "abort"."""
+        for output in self.outputs:
+            output.finish_reason = output.finish_reason or "abort"
+        self.finished = True
+
 
 def to_engine_input(
     prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None, facts: EngineFacts

@@ -240,10 +240,12 @@ class Utility(msgspec.Struct, frozen=True, array_like=True, tag="utility"):
     Attributes:
         call_id: Chosen by the client.
         method: One of the core's utility methods.
+        args: Its arguments, for a method that has some.
     """
 
     call_id: int
     method: str
+    args: list[object] = []
 
 
 ClientMessage = Hello | AddRequest | LoadKV | LendKV | Activate | Abort | Utility
@@ -634,6 +636,24 @@ class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True):
     transfer: TransferStats = msgspec.field(default_factory=TransferStats)
     kv_recompute_tokens: int = 0
     num_stalls: int = 0
+
+
+class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """What one worker of an engine runs.
+
+    Attributes:
+        pid: Its process.
+        generator: Module and name of its generator class.
+        dtype: Dtype of the configuration.
+        num_threads: Threads that compute on the host.
+        peak_resident_bytes: Most memory of the process so far.
+    """
+
+    pid: int
+    generator: str
+    dtype: str
+    num_threads: int
+    peak_resident_bytes: int
 
 
 class KVTransfers(msgspec.Struct, frozen=True, kw_only=True):

@@ -62,6 +62,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+WORKER_METHODS = ("describe",)
+"""Methods of a worker that clients may call: they take no arguments and change nothing."""
+
 CoreMessage = AddRequest | LoadKV | LendKV | Activate | Abort | Utility
 
 
@@ -398,6 +401,10 @@ class EngineCore:
         """Forget every cached block; running sequences keep theirs."""
         self._scheduler.reset_prefix_cache()
 
+    def call_workers(self, method: str) -> list[object]:
+        """Return the results of one of `WORKER_METHODS`, of every worker in the order of ranks."""
+        return self._executor.collective_rpc(method)
+
     def check_invariants(self) -> None:
         """Assert the scheduler's invariants."""
         self._scheduler.check_invariants()
@@ -405,6 +412,15 @@ class EngineCore:
     def shutdown(self) -> None:
         """Close the device and the connector."""
         self._executor.collective_rpc("shutdown")
+
+
+def _call_workers(core: EngineCore, message: Utility) -> UtilityResult:
+    method = message.args[0] if message.args else None
+    if method not in WORKER_METHODS:
+        allowed = ", ".join(WORKER_METHODS)
+        error = f"no method {str(method)[:64]!r} of workers may be called, only {allowed}"
+        return UtilityResult(message.call_id, error=error)
+    return UtilityResult(message.call_id, core.call_workers(str(method)))
 
 
 def _call_utility(core: EngineCore, message: Utility, now_s: float) -> UtilityResult:
@@ -416,5 +432,7 @@ def _call_utility(core: EngineCore, message: Utility, now_s: float) -> UtilityRe
         case "reset_prefix_cache":
             core.reset_prefix_cache()
             return UtilityResult(message.call_id, True)
+        case "collective_rpc":
+            return _call_workers(core, message)
         case unknown:
             return UtilityResult(message.call_id, error=f"no utility method {unknown[:64]!r}")

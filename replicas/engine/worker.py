@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import resource
 import sys
 import time
 from collections import deque
@@ -48,6 +50,7 @@ from replicas.kv_sizing import (
     longest_sequence,
     resolve_dtype,
 )
+from replicas.messages import WorkerDescription
 from replicas.trace_regions import trace_region_bytes
 
 if TYPE_CHECKING:
@@ -306,6 +309,16 @@ class Worker:
     def transfer_stats(self, now_s: float) -> TransferStats | None:
         """Return totals of the KV connector; None without one."""
         return self._connector.stats(now_s) if self._connector is not None else None
+
+    def describe(self) -> WorkerDescription:
+        """Return what runs here; see `WORKER_METHODS`."""
+        return WorkerDescription(
+            pid=os.getpid(),
+            generator=f"{self._generator_class.__module__}:{self._generator_class.__qualname__}",
+            dtype=self._config.dtype,
+            num_threads=torch.get_num_threads(),
+            peak_resident_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        )
 
     def shutdown(self) -> None:
         """Close the connector, the generator and the device, as far as they are open.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 import msgspec
 import numpy as np
@@ -12,6 +13,7 @@ from replicas import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from replicas.config import EngineConfig, MeshConfig
 from replicas.errors import (
     ConfigError,
+    EngineError,
     InvalidRequestError,
     ModelLoadError,
     RequestRefusedError,
@@ -123,6 +125,44 @@ def test_chat_answers_through_the_template(llm):
     token_ids = llm.get_tokenizer().encode("<|user|>user: hello<|user|>", add_special_tokens=False)
     assert output.prompt_token_ids == token_ids
     assert texts([output]) == texts(generate(llm, token_ids))
+
+
+def test_chat_answers_many_conversations_in_their_order(llm):
+    turns = [[{"role": "user", "content": text}] for text in PROMPTS]
+    params = [msgspec.structs.replace(GREEDY, max_tokens=n) for n in (3, 5, 2, 4)]
+    alone = [llm.chat(t, p, use_tqdm=False)[0] for t, p in zip(turns, params, strict=True)]
+    together = llm.chat(turns, params, use_tqdm=False)
+    assert texts(together) == texts(alone)
+    assert [o.prompt_token_ids for o in together] == [o.prompt_token_ids for o in alone]
+    assert llm.chat([], use_tqdm=False) == []
+
+
+def test_chat_passes_options_to_the_template(llm):
+    turn = [{"role": "user", "content": "hello"}]
+    opened, plain = (
+        llm.chat(turn, GREEDY, add_generation_prompt=is_open, use_tqdm=False)[0].prompt_token_ids
+        for is_open in (True, False)
+    )
+    assert opened[: len(plain)] == plain
+    assert len(opened) > len(plain)
+    with pytest.raises(InvalidRequestError, match="messages"):
+        llm.chat(turn, GREEDY, chat_template_kwargs={"messages": 1}, use_tqdm=False)
+
+
+def test_a_bad_conversation_among_good_ones_is_named(llm):
+    with pytest.raises(InvalidRequestError, match="conversation 2 of 2: it has no turn"):
+        llm.chat([[{"role": "user", "content": "hello"}], []], GREEDY, use_tqdm=False)
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_workers_describe_themselves_and_do_nothing_else_when_called(llm):
+    [worker] = llm.collective_rpc("describe")
+    assert worker.generator.endswith(":TorchGenerator")
+    assert (worker.dtype, worker.num_threads) == ("float32", 1)
+    assert worker.peak_resident_bytes > 2**20
+    for method in ("shutdown", "__init__", "", "_init_mesh"):
+        with pytest.raises(EngineError, match="only describe"):
+            llm.collective_rpc(method)
 
 
 def test_second_prompt_of_a_kind_comes_from_the_cache_until_it_is_forgotten(llm):
@@ -335,6 +375,49 @@ def test_asynchronous_front_end_gives_the_same_outputs(llm, greedy):
     stop = msgspec.structs.replace(GREEDY, stop=(greedy.text[6:9],))
     wanted = [texts(generate(llm, PROMPTS, params)) for params in (GREEDY, SEEDED)]
     assert asyncio.run(run()) == [*wanted, texts(generate(llm, PROMPTS[0], stop))]
+
+
+@pytest.mark.process
+def test_the_asynchronous_front_end_aborts_measures_and_resets(llm):
+    endless = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
+
+    async def run():
+        engine = await AsyncLLM.start(EngineConfig(model=chat_folder(), **SETTINGS))
+        try:
+            dropped = engine.generate("hello world", endless, "mine")
+            output = await anext(dropped)
+            engine.abort(["mine", "unknown"])
+            rest = [(o.finished, o.outputs[0].finish_reason) async for o in dropped]
+            assert rest[-1] == (True, "abort")
+            assert output.outputs[0].token_ids
+            engine.abort("mine")  # it is over
+            kept = [o async for o in engine.generate("hello world", GREEDY, "mine")][-1]
+            twice = engine.generate("x", endless, "mine")
+            await anext(twice)
+            with pytest.raises(InvalidRequestError, match="'mine' is running already"):
+                await anext(engine.generate("x", endless, "mine"))
+            await twice.aclose()
+            prompt = [*range(5, 75)]
+            hits = []
+            for _ in range(2):
+                last = [o async for o in engine.generate(prompt, GREEDY)][-1]
+                hits.append(last.num_cached_tokens)
+            await engine.reset_prefix_cache()
+            last = [o async for o in engine.generate(prompt, GREEDY)][-1]
+            hits.append(last.num_cached_tokens)
+            metrics = await engine.get_metrics()
+            [worker] = await engine.collective_rpc("describe")
+            with pytest.raises(EngineError, match="only describe"):
+                await engine.collective_rpc("shutdown")
+            return kept, hits, metrics, worker
+        finally:
+            await engine.shutdown()
+
+    kept, hits, metrics, worker = asyncio.run(run())
+    assert texts([kept]) == texts(generate(llm, "hello world"))
+    assert hits == [0, 64, 0]
+    assert metrics.groups[0].requests_finished["abort"] == 2
+    assert worker.pid != os.getpid()
 
 
 @pytest.mark.parametrize(
