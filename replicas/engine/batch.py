@@ -131,7 +131,8 @@ class PersistentBatch:
     ) -> None:
         """Undo the progress that `advance` has counted for rejected drafts.
 
-        Their KV stays behind the row's end until the next pass overwrites it.
+        Their KV stays behind the row's end until the next pass overwrites it. Fewer than none were
+        rejected of a row that got more tokens than `advance` has counted.
 
         Args:
             slots: (n,) rows, all different.

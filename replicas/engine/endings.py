@@ -27,10 +27,12 @@ class EndRules(NamedTuple):
     Attributes:
         max_model_len: Longest sequence in tokens.
         eos_token_ids: The model's end tokens.
+        tokens_per_pass: The most tokens that a pass gives a sequence; all of them must fit.
     """
 
     max_model_len: int
     eos_token_ids: frozenset[int]
+    tokens_per_pass: int = 1
 
     def longest(self, seq: Sequence) -> int:
         """Return the number of tokens at which a sequence ends by its length."""
@@ -65,4 +67,6 @@ class EndRules(NamedTuple):
             end = self.reason(seq, token_id, seq.num_tokens + count)
             if end is not None:
                 return run[:count], end
+        if seq.num_tokens + len(run) + self.tokens_per_pass > self.max_model_len:
+            return run, End("length", None)
         return run, None

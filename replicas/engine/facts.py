@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kv_transfer.connector import ConnectorSettings
 from replicas.engine.step import ModelFacts
+from replicas.errors import ConfigError
 from replicas.kv_sizing import kv_groups, position_limit
 
 if TYPE_CHECKING:
@@ -36,6 +37,13 @@ def model_facts(
     Raises:
         ConfigError: No KV block fits, or there is no such mesh; gives the numbers.
     """
+    tokens_per_pass = capabilities.get("output_tokens_per_step", 1)
+    if tokens_per_pass > 1 and config.mesh is None:
+        raise ConfigError(
+            f"generator {config.generator!r} gives {tokens_per_pass} tokens a step, which only a "
+            "device can draw; set engine.mesh"
+        )
+    extent = capabilities.get("tt_block_kv_extent_tokens", 0)
     return ModelFacts(
         max_position_embeddings=position_limit(config, model),
         vocab_size=model.vocab_size,
@@ -46,6 +54,9 @@ def model_facts(
         supports_prefix_caching=capabilities.get("supports_prefix_caching", False),
         supports_drafts=capabilities.get("supports_mixed_batch", False),
         supports_async_decode=capabilities.get("supports_async_decode", False),
+        tokens_per_pass=tokens_per_pass,
+        # Source: vllm-tt-plugin's `TTScheduler`, `num_lookahead_tokens`.
+        kv_tokens_per_pass=1 if tokens_per_pass == 1 else max(extent, 2 * tokens_per_pass),
         chunk_alignment=1 if config.mesh is None else config.block_size,
     )
 

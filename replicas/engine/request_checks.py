@@ -6,11 +6,23 @@ from typing import TYPE_CHECKING
 
 from replicas.errors import InvalidRequestError
 from replicas.messages import MAX_REQUEST_ID_CHARS
-from replicas.sampling_params import are_below
+from replicas.sampling_params import SamplingParams, are_below
 
 if TYPE_CHECKING:
     from replicas.engine.sequence import Sequence
     from replicas.messages import Activate, AddRequest, EngineRequest
+
+
+_DEFAULTS = SamplingParams()
+_WITHOUT_LOGITS = {
+    "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "ignore_eos",
+    "skip_special_tokens", "include_stop_str_in_output", "n", "truncate_prompt_tokens",
+    "truncation_side", "skip_reading_prefix_cache",
+}  # fmt: skip
+_FIELDS_WITH_LOGITS = [
+    name for name in SamplingParams.__struct_fields__ if name not in _WITHOUT_LOGITS
+]
+"""Parameters for which the host changes or reports the logits of each token."""
 
 
 class RequestChecks:
@@ -21,15 +33,23 @@ class RequestChecks:
         max_model_len: Longest sequence in tokens.
         vocab_size: Token ids are below this.
         has_connector: Whether the engine can send and receive KV; kept as an attribute.
+        tokens_per_pass: The most tokens that a pass gives a request; all of them must fit.
     """
 
     def __init__(
-        self, *, num_groups: int, max_model_len: int, vocab_size: int, has_connector: bool
+        self,
+        *,
+        num_groups: int,
+        max_model_len: int,
+        vocab_size: int,
+        has_connector: bool,
+        tokens_per_pass: int = 1,
     ) -> None:
         self._num_groups = num_groups
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self.has_connector = has_connector
+        self._tokens_per_pass = tokens_per_pass
 
     def problem(self, message: AddRequest) -> str | None:
         """Return why a request can never run here, or None."""
@@ -44,7 +64,19 @@ class RequestChecks:
             request.check_supported()
         except InvalidRequestError as error:
             return str(error)
-        return self._mode_problem(message) or self._output_problem(request, message.token_ids)
+        problem = self._block_problem(request.sampling) or self._mode_problem(message)
+        return problem or self._output_problem(request, message.token_ids)
+
+    def _block_problem(self, sampling: SamplingParams) -> str | None:
+        """Return which parameter a model cannot obey that gives several tokens at once, if any."""
+        if self._tokens_per_pass > 1:
+            for name in _FIELDS_WITH_LOGITS:
+                if getattr(sampling, name) != getattr(_DEFAULTS, name):
+                    return (
+                        f"{name} needs the logits of every token, but this model gives up to "
+                        f"{self._tokens_per_pass} tokens at once, and no logits"
+                    )
+        return None
 
     def _prompt_problem(self, request: EngineRequest) -> str | None:
         num_prompt = len(request.prompt_token_ids)
@@ -52,7 +84,7 @@ class RequestChecks:
             return f"its id has more than {MAX_REQUEST_ID_CHARS} characters"
         if num_prompt == 0:
             return "the prompt is empty"
-        if num_prompt >= self._max_model_len:
+        if num_prompt + self._tokens_per_pass > self._max_model_len:
             return (
                 f"the prompt has {num_prompt} tokens and max_model_len is {self._max_model_len}: "
                 "there is no room for output"
@@ -85,7 +117,7 @@ class RequestChecks:
             return "it has one choice, and was given tokens of several"
         num_prompt = len(request.prompt_token_ids)
         for token_ids in tokens:
-            if num_prompt + len(token_ids) >= self._max_model_len:
+            if num_prompt + len(token_ids) + self._tokens_per_pass > self._max_model_len:
                 return (
                     f"a prompt of {num_prompt} tokens with {len(token_ids)} of output "
                     f"leaves no room below max_model_len {self._max_model_len}"

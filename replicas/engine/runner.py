@@ -28,6 +28,7 @@ from replicas.engine.sampler import (
 )
 from replicas.engine.speculation import accepted_runs
 from replicas.engine.step import RowFailure, StepResult
+from replicas.errors import DeviceError
 from replicas.philox import uniform
 from replicas.sampling_params import GREEDY_EPS
 
@@ -170,6 +171,7 @@ class ModelRunner:
         if mesh is not None or config.simulated_mesh is not None:
             asked = None if mesh is None else mesh.sample_on_device
             self._draws = DeviceDraws.as_asked(asked, capabilities, num_slots)
+        self._tokens_per_pass = capabilities.get("output_tokens_per_step", 1)
         runs_ahead = capabilities.get("supports_async_decode", False)
         self._reads_later = runs_ahead or capabilities.get("reads_decode_later", False)
         self._device = DeviceInputs(
@@ -289,6 +291,8 @@ class ModelRunner:
         slots, places = step.slots, step.token_places
         if step.positions is not None:
             drawn = self._verified(step, step.positions, outputs[0])
+        elif self._tokens_per_pass > 1 and len(step.calls[0].rows.drawn) == len(slots):
+            drawn = self._drawn_runs(step, outputs[0])
         elif len(step.calls[0].rows.drawn) == len(slots):
             token_ids = _tokens(outputs[0])[step.calls[0].places]
             self._batch.record(slots, places, token_ids)
@@ -325,6 +329,24 @@ class ModelRunner:
                 slots, token_places = step.slots[entries], step.token_places[entries]
                 token_ids[entries] = self._sample(step, slots, token_places, logits, places)
         return token_ids
+
+    def _drawn_runs(self, step: SubmittedStep, output: ForwardOutput) -> _Drawn:
+        """Take the tokens of a step in which the device has given each row one or several.
+
+        Raises:
+            DeviceError: It has given a row none.
+        """
+        tensor: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        tokens: IntArray = tensor.numpy()[step.calls[0].places]
+        # A run is padded with -1 behind its last token.
+        is_token = np.logical_and.accumulate(tokens >= 0, axis=1)
+        counts: IntArray = is_token.sum(axis=1)
+        if not counts.all():
+            raise DeviceError("a decode on the device has given a row no token")
+        rows, offsets = np.nonzero(is_token)
+        self._batch.give_back(step.slots, 1 - counts)
+        self._batch.record(step.slots[rows], step.token_places[rows] + offsets, tokens[is_token])
+        return _Drawn(tokens[is_token].tolist(), counts.tolist())
 
     # --- drafts ----------------------------------------------------------------------------------
 

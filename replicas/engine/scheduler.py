@@ -105,7 +105,8 @@ class _StepPlan:
         self.num_passes = 1
         # Indices of decoding rows that with this step fill a block or reach their longest length.
         self.looks: list[int] = []
-        # Progress of each decoding row if some verify drafts; otherwise each makes `num_passes`.
+        # Most progress of each decoding row if some verify drafts, or a pass gives several tokens;
+        # otherwise each makes `num_passes`.
         self.progress: list[int] = []
         # The most drafts that the worker may propose for each row after the step.
         self.max_drafts = 0
@@ -173,6 +174,8 @@ class Scheduler:
             part of a prompt's KV is useless.
         chunk_alignment: A chunk that does not complete its prompt ends on a multiple of this many
             tokens. At most the token budget of a step, so that a whole budget always fits a chunk.
+        tokens_per_pass: The most tokens that a pass gives a row.
+        kv_tokens_per_pass: Tokens behind its computed ones for which a row needs blocks in a pass.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only: what the configuration alone cannot tell
@@ -186,6 +189,8 @@ class Scheduler:
         connector: KVConnectorScheduler | None = None,
         resumes_prefill: bool = True,
         chunk_alignment: int = 1,
+        tokens_per_pass: int = 1,
+        kv_tokens_per_pass: int = 1,
     ) -> None:
         self._token_budget = config.token_budget(max_model_len)
         assert 1 <= chunk_alignment <= self._token_budget, f"{chunk_alignment=}"
@@ -196,7 +201,9 @@ class Scheduler:
         decode_kind: StepKind = "mixed" if config.mixed_batches else "decode"
         self.table = RequestTable(len(self._kv), decode_kind)
         self.preparations = Preparations()
-        self._end_rules = EndRules(max_model_len, eos_token_ids)
+        self._end_rules = EndRules(max_model_len, eos_token_ids, tokens_per_pass)
+        self._tokens_per_pass = tokens_per_pass
+        self._kv_tokens_per_pass = kv_tokens_per_pass
         self._chunk_alignment = chunk_alignment
         self._prefill_streak = 0
         self._no_decodes = DecodeRows("decode", [], len(self._kv))
@@ -241,10 +248,11 @@ class Scheduler:
         """
         if self.table.is_known(seq.request_id):
             return "duplicate"
-        place = self._kv.find_place(seq, seq.num_tokens + 1)
+        num_needed = self._num_needed(seq.num_tokens)
+        place = self._kv.find_place(seq, num_needed)
         if place is None:
             return "no_blocks" if self._kv.has_slot(seq) else "no_slot"
-        seq.num_computed_tokens = self._kv.admit(seq, place, seq.num_tokens + 1)
+        seq.num_computed_tokens = self._kv.admit(seq, place, num_needed)
         self.table.add(seq)
         self.preparations.add(seq)
         self._loads.reserve(seq, now_s)
@@ -489,7 +497,7 @@ class Scheduler:
         prompts.
         """
         [plan] = [plan for plan in self._plans if plan.batch is batch]
-        return None if plan.progress else plan.work(len(self._kv))
+        return None if plan.progress and self._speculation is not None else plan.work(len(self._kv))
 
     def progress(self, batch: ScheduledBatch) -> Iterable[tuple[Sequence, int]]:
         """Yield sequences whose prompt a step computes, with their computed tokens after it.
@@ -591,8 +599,8 @@ class Scheduler:
         budget = plan.budget - len(decodes)
         if sum(s.num_new_tokens for s in others) > budget:
             return False
-        growing = [(s, s.num_computed_tokens + 1) for s in short]
-        growing += [(s, s.num_tokens) for s in others]
+        growing = [(s, self._num_needed(s.num_computed_tokens)) for s in short]
+        growing += [(s, self._num_needed(s.num_tokens - 1)) for s in others]
         if growing and not self._grow(plan, growing):
             return False
         plan.decodes, plan.budget = decodes, budget
@@ -609,7 +617,8 @@ class Scheduler:
             count = self._clip(seq.num_computed_tokens, seq.num_tokens, plan.budget)
             if count == 0:
                 continue
-            while not self._grow(plan, [(seq, seq.num_computed_tokens + count)]):
+            needed = self._num_needed(seq.num_computed_tokens + count - 1)
+            while not self._grow(plan, [(seq, needed)]):
                 victim = self.table.victim(seq.place.dp_group)
                 self._preempt(victim)
                 preempted = True
@@ -654,21 +663,22 @@ class Scheduler:
             return _Admission.ASKING
         # The whole prompt must fit, or two half-computed prompts could starve each other.
         prompt_tokens = self.table.prompt_tokens() if seq.place.dp_group < 0 else []
-        place = self._kv.find_place(seq, seq.num_tokens, full_groups, prompt_tokens)
+        num_needed = self._num_needed(seq.num_tokens - 1)
+        place = self._kv.find_place(seq, num_needed, full_groups, prompt_tokens)
         if place is None:
             return _Admission.NO_ROOM
         num_external = self._loads.num_external(seq, place.num_tokens)
         if num_external is None:
             return _Admission.ASKING
         if num_external:
-            seq.num_computed_tokens = self._kv.admit(seq, place, seq.num_tokens)
+            seq.num_computed_tokens = self._kv.admit(seq, place, num_needed)
             self.table.move(seq, Phase.LOADING)
             self._loads.start(seq, num_external)
             return _Admission.ADMITTED
         count = self._clip(place.num_tokens, seq.num_tokens, plan.budget)
         if count == 0:
             return _Admission.NO_ROOM
-        seq.num_computed_tokens = self._kv.admit(seq, place, seq.num_tokens)
+        seq.num_computed_tokens = self._kv.admit(seq, place, num_needed)
         self.table.move(seq, Phase.PREFILL)
         plan.add(seq, count)
         return _Admission.ADMITTED
@@ -688,8 +698,10 @@ class Scheduler:
         if self._speculation is not None:
             self._speculate(plan, self._speculation.num_speculative_tokens)
         batch = plan.build(kv.take_left_slots() if kv.left_slots else [])
+        if self._tokens_per_pass > 1:
+            plan.progress = [self._tokens_per_pass] * len(plan.decodes)
         if plan.progress:
-            # `update` examines every row, once it is known which drafts were right.
+            # `update` examines every row, once it is known how many tokens each got.
             for seq, count in zip(plan.decodes.sequences, plan.progress, strict=True):
                 seq.num_computed_tokens += count
         else:
@@ -828,10 +840,13 @@ class Scheduler:
         tokens = iter(token_ids)
         for seq, count in zip(plan.sequences, counts, strict=True):
             if count:
+                # The progress of the first token was planned.
+                seq.num_computed_tokens += count - 1
                 self._take_run(outputs, seq, list(itertools.islice(tokens, count)))
             elif seq.is_running:
                 self._kv.index_full_blocks(seq, seq.num_computed_tokens)
-        return outputs if decoded.counts else outputs._replace(counts=[])
+        has_runs = decoded.counts or max(counts) > 1
+        return outputs if has_runs else outputs._replace(counts=[])
 
     def _take_run(self, outputs: StepOutputs, seq: Sequence, run: list[int]) -> None:
         """Give a sequence a run up to its first end, and add that to the outputs."""
@@ -864,11 +879,20 @@ class Scheduler:
         divisor = self._kv.block_divisor
         block_end = num_computed - num_computed % divisor + divisor
         seq.look_at = min(block_end, self._end_rules.longest(seq) - 1)
-        if num_computed >= seq.place.capacity:
+        if self._num_needed(num_computed) > seq.place.capacity:
             self.table.short[seq] = None
         if seq.phase is Phase.PREFILL:
             seq.stop_ids = self._end_rules.stop_ids(seq)
             self.table.move(seq, Phase.DECODE)
+
+    def _num_needed(self, num_computed: int) -> int:
+        """Return the tokens for which a row needs blocks before its next pass.
+
+        Args:
+            num_computed: Its computed tokens before the token that gives the next ones.
+        """
+        longest = max(num_computed + 1, self._end_rules.max_model_len)
+        return min(num_computed + self._kv_tokens_per_pass, longest)
 
     def _ends_by_length(self, seq: Sequence) -> bool:
         """Return whether the steps under way bring a sequence to its longest length."""

@@ -117,6 +117,8 @@ def make_scheduler(started: Started, connector: KVConnectorScheduler | None) -> 
         connector=connector,
         resumes_prefill=facts.supports_prefix_caching or facts.supports_chunked_prefill,
         chunk_alignment=facts.chunk_alignment,
+        tokens_per_pass=facts.tokens_per_pass,
+        kv_tokens_per_pass=facts.kv_tokens_per_pass,
     )
 
 
@@ -127,6 +129,7 @@ def make_checks(started: Started, connector: KVConnectorScheduler | None) -> Req
         max_model_len=started.max_model_len,
         vocab_size=started.facts.vocab_size,
         has_connector=connector is not None,
+        tokens_per_pass=started.facts.tokens_per_pass,
     )
 
 

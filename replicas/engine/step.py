@@ -143,6 +143,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
         supports_prefix_caching: A prefill may start after cached tokens.
         supports_drafts: A pass can verify drafts: it gives the logits of several tokens of a row.
         supports_async_decode: A decode step may be submitted before the previous one is over.
+        tokens_per_pass: The most tokens that a decode pass gives a row.
+        kv_tokens_per_pass: Tokens behind a row's computed ones whose KV a pass may write.
         chunk_alignment: A chunk that does not complete its prompt should end on a multiple of this
             many tokens: a mesh writes KV in whole blocks, and would recompute a partial one.
     """
@@ -156,4 +158,6 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     supports_prefix_caching: bool
     supports_drafts: bool = False
     supports_async_decode: bool = False
+    tokens_per_pass: int = 1
+    kv_tokens_per_pass: int = 1
     chunk_alignment: int = 1

@@ -33,7 +33,7 @@ from replicas.engine.speculation import NgramDrafter
 from replicas.errors import ConfigError, DeviceError, InvalidRequestError
 from replicas.generators.fingerprint import model_fingerprint
 from replicas.generators.model_config import load_engine_model
-from replicas.generators.plugin.limits import foreign_token_budget, warn_of_name
+from replicas.generators.plugin.limits import check_block_output, foreign_token_budget, warn_of_name
 from replicas.generators.plugin.routes import route_mesh
 from replicas.generators.plugin.sizes import check_class_sizes
 from replicas.generators.protocol import CpuDevice
@@ -461,6 +461,7 @@ def _check_capabilities(
         ConfigError: A setting does not fit; names setting and generator.
     """
     asked = mesh.sample_on_device not in (None, "none")
+    check_block_output(config, mesh, can)
     may_sample = can.get("supports_sample_on_device") or can.get("samples_on_device_if_asked")
     if asked and not may_sample:
         raise ConfigError(

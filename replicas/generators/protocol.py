@@ -39,7 +39,8 @@ KVCache: TypeAlias = Any
 ForwardOutput: TypeAlias = Any
 """Host logits ``torch.Tensor`` float (rows, 1, V); or, with ``sampling_params``, sampled tokens
 int (rows,) or (rows, 1), or a pair (tokens, log-probabilities) when those were asked for; or device
-handles for ``read_decode_output`` when ``read_from_device`` is False."""
+handles for ``read_decode_output`` when ``read_from_device`` is False. A class with
+`output_tokens_per_step` W may yield tokens (rows, n), n <= W, each row padded with -1."""
 
 LayerCallback: TypeAlias = Callable[[int], None]
 """Called with the index of a layer, 0-based, during a forward pass."""
@@ -59,15 +60,17 @@ class ModelCapabilities(TypedDict, total=False):
         supports_device_penalties: Device sampling applies penalties. Default True.
         supports_device_grammar: Device sampling applies grammar masks. Default False.
         max_device_top_k: Largest top-k of device sampling; None for no limit of its own.
-        output_tokens_per_step: Tokens a decode call yields per row. Default 1.
+        output_tokens_per_step: Most tokens that a decode call yields per row. Default 1.
         supports_spec_decode: Accepts draft tokens for verification. Default False.
         supports_async_spec_decode: Does so while running ahead. Default False.
         spec_requirements: Requirements of the model for a speculative plan.
         spec_hidden_handoff: Hidden states are handed to the drafter on device. Default False.
         fabric_config: Keyword arguments for the device fabric's set-up.
-        tt_adaptive_block_output: Adapts the number of output tokens per step. Default False.
+        tt_adaptive_block_output: Decodes several rows, which may get fewer tokens; otherwise the
+            class serves one row, whose prefill yields several tokens, too. Default False.
         tt_adaptive_block_max_prompt_tokens: Longest prompt for which it does.
-        tt_block_kv_extent_tokens: KV tokens that one block-output step may touch.
+        tt_block_kv_extent_tokens: KV positions from a row's `start_pos` on that a step with several
+            tokens may touch; 0 is twice `output_tokens_per_step`.
         required_block_size: The only KV block size that the model supports; missing or None for
         any.
         device_draws_keep_no_state: Device draws depend only on logits, seed and position, so rows

@@ -14,6 +14,18 @@ if TYPE_CHECKING:
 
 _IF_ASKED = "samples_on_device_if_asked"
 _READS_LATER = "reads_decode_later"
+_WIDTH = "output_tokens_per_step"
+_EXTENT = "tt_block_kv_extent_tokens"
+_BLOCKS = (_WIDTH, _EXTENT, "tt_adaptive_block_output")
+_NOT_WITH_BLOCKS = (
+    "supports_prefix_caching",
+    "supports_chunked_prefill",
+    "supports_async_decode",
+    "supports_spec_decode",
+    "supports_async_spec_decode",
+)
+"""Capabilities that a class cannot have if it gives several tokens a step.
+Running ahead would need the number of its tokens."""
 _OURS = (
     "supports_mixed_batch",
     "supports_hidden_states",
@@ -49,7 +61,7 @@ def adapted_capabilities(
         The capabilities, and a sentence on each that is off.
 
     Raises:
-        ConfigError: The declaration is not a dict, or the class produces several tokens a step.
+        ConfigError: The declaration is not a dict, or contradicts itself.
     """
     declared: Any = getattr(cls, "model_capabilities", None) or {}
     if not isinstance(declared, dict):
@@ -57,16 +69,14 @@ def adapted_capabilities(
             f"generator {class_name}: model_capabilities is a "
             f"{type(declared).__name__}, not a dictionary"
         )
-    width = declared.get("output_tokens_per_step", 1)
-    if width != 1:
-        raise ConfigError(
-            f"generator {class_name} has output_tokens_per_step {width}, and this engine supports "
-            "only 1"
-        )
+    gives_blocks = _check_blocks(class_name, declared)
     merged: dict[str, Any] = {key: value for key, value in declared.items() if key not in _OURS}
     notes = [f"{key} is off: the class does not declare it" for key in _SILENT_DEFAULTS
              if key not in declared]  # fmt: skip
-    for key, reason in () if signature is None else _impossible(signature):
+    impossible = [] if signature is None else _impossible(signature)
+    if gives_blocks:
+        impossible += [(key, "the class gives several tokens a step") for key in _NOT_WITH_BLOCKS]
+    for key, reason in impossible:
         if merged.get(key):
             notes.append(f"{key} is off, though declared: {reason}")
         merged[key] = False
@@ -106,7 +116,7 @@ def narrowed_capabilities(
     limits = [limit for limit in (narrowed.get(_TOP_K), own.get(_TOP_K)) if limit is not None]
     if limits:
         narrowed[_TOP_K] = min(limits)
-    narrowed |= {key: own[key] for key in (_IF_ASKED, _READS_LATER)}
+    narrowed |= {key: own[key] for key in (_IF_ASKED, _READS_LATER, *_BLOCKS) if key in own}
     if own.get(_BLOCK_SIZE) is not None:
         narrowed[_BLOCK_SIZE] = own[_BLOCK_SIZE]
     notes = tuple(
@@ -115,6 +125,36 @@ def narrowed_capabilities(
         if key not in _OURS and (key, value) not in of_class.items()
     )
     return cast("ModelCapabilities", narrowed), notes
+
+
+def _check_blocks(class_name: str, declared: Mapping[str, Any]) -> bool:
+    """Return whether a class gives several tokens a step.
+
+    Raises:
+        ConfigError: Its declarations of them contradict each other. The rules are those of
+            vllm-tt-plugin's docs/MODEL_CAPABILITIES.md.
+    """
+    width, extent = declared.get(_WIDTH, 1), declared.get(_EXTENT, 0)
+    for key, value, least in ((_WIDTH, width, 1), (_EXTENT, extent, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(f"generator {class_name}: {key} is {value!r}, not a number of tokens")
+    if width == 1:
+        return False
+    if 0 < extent < width:
+        raise ConfigError(
+            f"generator {class_name} writes KV of {_EXTENT} {extent} a step, which is less than "
+            f"its {_WIDTH} {width}"
+        )
+    if not declared.get("supports_sample_on_device"):
+        raise ConfigError(
+            f"generator {class_name} has {_WIDTH} {width}, but does not draw on the device"
+        )
+    if declared.get(_TOP_K) is not None:
+        raise ConfigError(
+            f"generator {class_name} has {_WIDTH} {width}, so the device must draw for every "
+            f"request, but its {_TOP_K} is {declared[_TOP_K]}"
+        )
+    return True
 
 
 def _of_methods(signature: ModelSignature, declared: Mapping[str, object]) -> dict[str, bool]:

@@ -20,6 +20,7 @@ from replicas.model_name import model_name
 if TYPE_CHECKING:
     from replicas.config import EngineConfig, MeshConfig
     from replicas.generators.model_config import ModelConfig
+    from replicas.generators.protocol import ModelCapabilities
 
 _LOG = logging.getLogger(__name__)
 
@@ -48,6 +49,36 @@ def warn_of_name(config: EngineConfig, generator: type) -> None:
             "none of their limits and settings apply to it; give the folder the model's name on "
             "Hugging Face, such as Llama-3.1-8B-Instruct", name,
         )  # fmt: skip
+
+
+def check_block_output(config: EngineConfig, mesh: MeshConfig, can: ModelCapabilities) -> None:
+    """Refuse settings under which a class that gives several tokens a step cannot run.
+
+    Source: vllm-tt-plugin docs/MODEL_CAPABILITIES.md, "Scheduling and output capabilities".
+
+    Raises:
+        ConfigError: A setting does not fit; names it.
+    """
+    width = can.get("output_tokens_per_step", 1)
+    if width == 1:
+        return
+    what = f"generator {config.generator!r} gives {width} tokens a step"
+    if mesh.sample_on_device == "none":
+        raise ConfigError(f"{what}, which only the device can draw; remove mesh.sample_on_device")
+    if can.get("tt_adaptive_block_output"):
+        return
+    if config.max_batch_size != 1:
+        raise ConfigError(
+            f"{what} for one request at a time, but max_batch_size is {config.max_batch_size}; set "
+            "it to 1"
+        )
+    if mesh.sample_on_device == "decode_only" or not can.get("supports_sample_in_prefill"):
+        raise ConfigError(f"{what}, also in prefill; mesh.sample_on_device must be all")
+    if config.kv_connector is not None:
+        raise ConfigError(
+            f"{what} from a state of its own, so KV cannot move; remove kv_connector "
+            f"{config.kv_connector!r}"
+        )
 
 
 def foreign_token_budget(

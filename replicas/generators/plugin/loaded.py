@@ -65,6 +65,7 @@ class PluginModel:
         self._num_chips_per_lane = num_chips // num_lanes
         self._max_batch_size = max_batch_size
         self._block_size = 0
+        self._tokens_per_pass = self.model_capabilities.get("output_tokens_per_step", 1)
         self._kv_dtype = "bfloat8_b"
         self._has_bare_lane = False
         self._num_layer_tables = 0

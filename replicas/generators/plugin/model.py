@@ -223,6 +223,7 @@ class AdaptedModel(PluginModel):
             self._vocab_size,
             is_tokens=params is not None,
             wants_log_probs=params is not None and params.wants_log_probs,
+            most_tokens=self._tokens_per_pass,
         )
 
     def decode_forward(
@@ -354,6 +355,7 @@ class AdaptedModel(PluginModel):
             self._vocab_size,
             is_tokens=handle.is_tokens,
             wants_log_probs=handle.wants_log_probs,
+            most_tokens=self._tokens_per_pass,
         )
 
     def _on_host(self, handle: DecodeHandle) -> ForwardOutput:

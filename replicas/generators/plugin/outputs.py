@@ -27,20 +27,22 @@ def host_output(
     *,
     is_tokens: bool,
     wants_log_probs: bool,
+    most_tokens: int = 1,
 ) -> ForwardOutput:
     """Convert a result on the host to the protocol's shape.
 
     Args:
-        output: Logits (rows, V) or (rows, 1, V); tokens (rows,), (rows, 1) or (rows, 1, 1); or a
+        output: Logits (rows, V) or (rows, 1, V); tokens (rows,), (rows, n) or (rows, 1, n); or a
             pair of either and log-probabilities or None. There may be extra rows, and V may be
             padded.
         num_rows: Rows of the call.
         vocab_size: Real size of the vocabulary.
         is_tokens: Whether the output is tokens sampled on the device.
         wants_log_probs: Whether log-probabilities were requested.
+        most_tokens: Most tokens of a row, the largest n.
 
     Returns:
-        Logits (rows, 1, V), or int tokens (rows, 1), or with `wants_log_probs` a pair (tokens,
+        Logits (rows, 1, V), or int tokens (rows, n), or with `wants_log_probs` a pair (tokens,
         log-probabilities).
 
     Raises:
@@ -54,7 +56,7 @@ def host_output(
     if not isinstance(output, torch.Tensor):
         raise DeviceError(f"the generator returned {type(output).__name__}, not a host tensor")
     if is_tokens:
-        tokens = _tokens(output, num_rows)
+        tokens = _tokens(output, num_rows, most_tokens)
         return (tokens, rest) if wants_log_probs else tokens
     return _logits(output, num_rows, vocab_size)
 
@@ -71,14 +73,17 @@ def joined(outputs: Sequence[ForwardOutput]) -> ForwardOutput:
     return torch.cat(tokens), torch.cat(log_probs)
 
 
-def _tokens(output: torch.Tensor, num_rows: int) -> torch.Tensor:
-    is_one_per_row = output.ndim >= 1 and output.numel() == len(output)
-    if output.is_floating_point() or not is_one_per_row or len(output) < num_rows:
+def _tokens(output: torch.Tensor, num_rows: int, most_tokens: int) -> torch.Tensor:
+    width = output.shape[-1] if output.ndim > 1 else 1
+    has_rows = output.ndim >= 1 and output.numel() == len(output) * width
+    is_wide = not 1 <= width <= most_tokens
+    if output.is_floating_point() or not has_rows or is_wide or len(output) < num_rows:
+        wanted = "a token" if most_tokens == 1 else f"1 to {most_tokens} tokens"
         raise DeviceError(
-            f"sampling on the device gave {output.dtype} {tuple(output.shape)}, not a token for "
+            f"sampling on the device gave {output.dtype} {tuple(output.shape)}, not {wanted} for "
             f"each of {num_rows} rows"
         )
-    return output.reshape(-1, 1)[:num_rows]
+    return output.reshape(-1, width)[:num_rows]
 
 
 def _logits(output: torch.Tensor, num_rows: int, vocab_size: int) -> torch.Tensor:

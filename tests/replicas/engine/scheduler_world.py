@@ -46,8 +46,14 @@ class World:
         kv_groups: tuple[KVGroup, ...],
         max_model_len: int,
         chunk_alignment: int = 1,
+        tokens_per_pass: int = 1,
+        kv_tokens_per_pass: int = 1,
     ) -> None:
         self.config = config
+        self.tokens_per_pass = tokens_per_pass
+        self.kv_tokens_per_pass = kv_tokens_per_pass
+        # A sequence of this length still gets tokens.
+        self.longest = max_model_len - tokens_per_pass
         self.chunk_alignment = chunk_alignment
         self.kv_groups = kv_groups
         block_sizes = [kv_group.block_size for kv_group in kv_groups]
@@ -60,6 +66,8 @@ class World:
             eos_token_ids=frozenset({EOS}),
             connector=self.connector,
             chunk_alignment=chunk_alignment,
+            tokens_per_pass=tokens_per_pass,
+            kv_tokens_per_pass=kv_tokens_per_pass,
         )
         self.batch = PersistentBatch(config.max_batch_size, max_model_len, block_sizes)
         # By KV group, lane, block and position in it.
@@ -118,8 +126,11 @@ class World:
         for slot, count in zip(batch.slots, batch.num_scheduled_tokens, strict=True):
             seq, start = by_slot[slot], int(self.batch.num_computed_tokens[slot])
             end = start + count
+            # The device may write this far, whatever it gives.
+            most = end - 1 + self.kv_tokens_per_pass
+            most = max(end, min(most, self.longest + self.tokens_per_pass))
             tables = [
-                self.batch.block_table[i, slot, : kv_group.num_blocks_for(end)].tolist()
+                self.batch.block_table[i, slot, : kv_group.num_blocks_for(most)].tolist()
                 for i, kv_group in enumerate(self.kv_groups)
             ]
             tokens = tuple(self.batch.token_ids[slot, :end].tolist())
@@ -133,7 +144,8 @@ class World:
             for table, block_ids in zip(tables, seq.place.block_ids, strict=True):
                 assert table == block_ids[: len(table)]
                 assert 0 not in table
-            assert end == seq.num_computed_tokens
+            # Decoding rows that are planned together may get so many tokens more.
+            assert seq.num_computed_tokens - end in {0, self.tokens_per_pass - 1}
             assert slot // self.config.slots_per_group == seq.place.dp_group
             self.assert_holds(seq.place.dp_group, tables, tokens[:start])
             self.write(seq.place.dp_group, tables, tokens, start)
@@ -141,28 +153,33 @@ class World:
             assert samples or end % self.chunk_alignment == 0, "a chunk ends inside a block"
             num_logits = self.batch.num_logits(np.array([slot]), np.array([count]))[0]
             assert num_logits == (len(drafts) + 1 if samples else 0)
-            runs.append(list(self._draw(drafts, sample)) if samples else [])
+            run = list(self._draw(drafts, sample)) if samples else []
+            self.write(seq.place.dp_group, tables, (*tokens, *run[len(drafts) : -1]), end)
+            assert end + len(run) - len(drafts) <= self.longest + self.tokens_per_pass
+            runs.append(run)
         self._record(np.array(batch.slots), np.array(batch.num_scheduled_tokens), runs)
         return result_of(runs, self._propose(batch, runs))
 
     def _draw(self, drafts: list[int], sample: Callable[[], int]) -> Iterator[int]:
-        """Yield a token for each right draft, and one."""
+        """Yield a token for each right draft, and one or as many as a pass may give."""
         for draft in [*drafts, None]:
             token_id = sample()
             yield token_id
             if token_id != draft:
                 break
+        for _ in range(self.dice.randint(0, self.tokens_per_pass - 1)):
+            yield sample()
 
     def _record(self, slots: npt.NDArray, counts: npt.NDArray, runs: list[list[int]]) -> None:
         places = self.batch.num_tokens[slots]
         num_logits = self.batch.num_logits(slots, counts)
         self.batch.advance(slots, counts, num_logits)
         lengths = np.array([len(run) for run in runs])
-        wrong = lengths < num_logits
-        self.batch.give_back(slots[wrong], (num_logits - lengths)[wrong])
-        has_run = lengths > 0
-        last = np.array([run[-1] for run in runs if run], np.int64)
-        self.batch.record(slots[has_run], (places + lengths - 1)[has_run], last)
+        other = lengths != num_logits
+        self.batch.give_back(slots[other], (num_logits - lengths)[other])
+        for place, slot, run in zip(places, slots, runs, strict=True):
+            at = np.arange(place, place + len(run))
+            self.batch.record(np.full(len(run), slot), at, np.array(run, np.int64))
 
     def _propose(self, batch: ScheduledBatch, runs: list[list[int]]) -> list[int]:
         """Return how many drafts the device holds for each row."""

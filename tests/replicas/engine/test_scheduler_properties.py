@@ -26,7 +26,7 @@ def prompts(draw, longest):
 
 
 @st.composite
-def worlds(draw, num_kv_groups=1):
+def worlds(draw, num_kv_groups=1, most_tokens=1):
     groups, slots, block_size = (draw(st.integers(1, n)) for n in (2, 3, 4))
     kv_groups = one_kv_group(draw(st.integers(4, 8)), block_size)
     room = kv_groups[0].num_usable_blocks * block_size
@@ -36,11 +36,14 @@ def worlds(draw, num_kv_groups=1):
         other_blocks = max(2, room // other_size + draw(st.integers(-2, 3)))
         kv_groups += one_kv_group(1 + other_blocks, other_size)
     room = min(g.num_usable_blocks * g.block_size for g in kv_groups)
-    max_model_len = draw(st.integers(room // 2 + 1, room))
+    tokens_per_pass = min(draw(st.integers(min(most_tokens, 2), most_tokens)), room - 1)
+    extent = draw(st.integers(tokens_per_pass, 2 * tokens_per_pass)) if most_tokens > 1 else 1
+    max_model_len = draw(st.integers(max(room // 2, tokens_per_pass) + 1, room))
     chunked = draw(st.booleans())
     chunk_alignment = draw(st.sampled_from([1, block_size]))
     least = max(groups * slots, chunk_alignment if chunked else max_model_len)
     mixed_batches = draw(st.booleans())
+    can_draft = mixed_batches and tokens_per_pass == 1
     config = make_config(
         max_batch_size=groups * slots,
         tt_data_parallel=groups,
@@ -50,11 +53,11 @@ def worlds(draw, num_kv_groups=1):
         enable_chunked_prefill=chunked,
         enable_prefix_caching=draw(st.booleans()),
         mixed_batches=mixed_batches,
-        speculative_config=draw(st.sampled_from([None, _DRAFTS])) if mixed_batches else None,
+        speculative_config=draw(st.sampled_from([None, _DRAFTS])) if can_draft else None,
         prefill_steps_per_decode_step=draw(st.integers(1, 3)),
         kv_load_failure_policy=draw(st.sampled_from(["recompute", "fail"])),
     )
-    return World(config, kv_groups, max_model_len, chunk_alignment)
+    return World(config, kv_groups, max_model_len, chunk_alignment, tokens_per_pass, extent)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -70,8 +73,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _new(self, data, mode):
         self.count += 1
         world = self.world
-        longest = world.scheduler._end_rules.max_model_len - 1
-        prompt = data.draw(prompts(longest), label="prompt")
+        prompt = data.draw(prompts(world.longest), label="prompt")
         if data.draw(st.booleans(), label="whole blocks"):
             prompt = prompt[: -(len(prompt) % world.config.block_size) or None] or prompt
         return make_sequence(
@@ -117,7 +119,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         seq = self._new(data, "decode")
         if is_stream:
             # Another engine has begun to decode it.
-            room = self.scheduler._end_rules.longest(seq) - seq.num_tokens - 1
+            longest = self.scheduler._end_rules.longest(seq) - 1
+            room = min(longest, self.world.longest) - seq.num_tokens
             seq.token_ids += data.draw(st.lists(st.integers(EOS + 1, 3), max_size=max(room, 0)))
         before = self.scheduler.group_snapshots()
         refusal = self.scheduler.reserve(seq, self.world.now_s)
@@ -163,11 +166,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         if seq is None or seq.load.is_activated:
             return
         # A client activates with tokens only if the request continues after them.
-        longest = self.scheduler._end_rules.max_model_len
-        most = seq.request.sampling.max_tokens - seq.num_output_tokens
-        room = min(longest - seq.num_tokens, most)
+        most = seq.request.sampling.max_tokens - seq.num_output_tokens - 1
+        room = min(self.world.longest - seq.num_tokens, most)
         tokens = data.draw(st.lists(st.integers(EOS + 1, 3), min_size=1, max_size=3))
-        tokens = tokens[: max(room - 1, 0)] if with_tokens else []
+        tokens = tokens[: max(room, 0)] if with_tokens else []
         self.world.activate(seq.request_id, tokens)
 
     @precondition(lambda self: self.world.connector.transfers)
@@ -233,6 +235,14 @@ class TwoKVGroupsMachine(SchedulerMachine):
         super().start(world)
 
 
+class BlocksMachine(SchedulerMachine):
+    """The same for a device that gives a row one or several tokens a pass, as it likes."""
+
+    @initialize(world=worlds(most_tokens=4))
+    def start(self, world):
+        super().start(world)
+
+
 SETTINGS = settings(
     stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow], deadline=None
 )
@@ -240,3 +250,5 @@ TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = SETTINGS
 TestTwoKVGroups = TwoKVGroupsMachine.TestCase
 TestTwoKVGroups.settings = SETTINGS
+TestBlocks = BlocksMachine.TestCase
+TestBlocks.settings = SETTINGS

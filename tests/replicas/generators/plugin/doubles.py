@@ -426,6 +426,61 @@ class Contract1(ReadsLater):
         return self.leave_on_device(torch.from_numpy(result).to(torch.int32), is_tokens=True)
 
 
+class Blocks(Contract1):
+    """A class of contract 1 whose decode gives each row one to four tokens, padded with -1."""
+
+    WIDTH, EXTENT = 4, 9
+    model_capabilities: ClassVar = {
+        "supports_prefix_caching": True,
+        "supports_async_decode": True,
+        "supports_sample_on_device": True,
+        "output_tokens_per_step": WIDTH,
+        "tt_adaptive_block_output": True,
+        "tt_block_kv_extent_tokens": EXTENT,
+    }
+    # Lengths of the runs given so far.
+    lengths: frozenset[int] = frozenset()
+
+    def decode(self) -> np.ndarray:
+        """Return (B, 4): as many tokens for each row as its position says."""
+        start, table = self.positions.copy(), self.tables
+        for row in np.nonzero(start >= 0)[0]:
+            assert start[row] + 1 + self.WIDTH <= self.max_seq_len, "a block would not fit"
+            self.check_table(table[row], min(int(start[row]) + self.EXTENT, self.max_seq_len))
+        lengths = np.where(start >= 0, 1 + start % self.WIDTH, 0)
+        self.lengths = self.lengths.union(lengths[lengths > 0].tolist())
+        runs = np.full((self.max_batch_size, self.WIDTH), -1)
+        for step in range(self.WIDTH):
+            gets = step < lengths
+            self.positions = np.where(gets, start + step, -1)
+            runs[gets, step] = super().decode()[gets]
+        return runs
+
+
+class Canvases(Contract1):
+    """A class of contract 1 that gives its only row four tokens with every call."""
+
+    WIDTH = 4
+    model_capabilities: ClassVar = {
+        "supports_sample_on_device": True,
+        "output_tokens_per_step": WIDTH,
+    }
+
+    def prefill(self, *args: Any) -> np.ndarray:
+        first = super().prefill(*args)
+        [end] = args[3]
+        self.tokens, self.positions = first.astype(np.int64), np.array([end])
+        self.tables = args[1].numpy().astype(np.int64)
+        return np.concatenate([first[:, None], self.rest(1)], axis=1)
+
+    def decode(self) -> np.ndarray:
+        return self.rest(self.WIDTH) if (self.positions >= 0).any() else super().decode()[:, None]
+
+    def rest(self, count: int) -> np.ndarray:
+        """Return (1, n): the tokens of the canvas from here on."""
+        return np.stack([Contract1.decode(self) for _ in range(count)], axis=1)
+
+
 class _LegacyText(ReadsLater):
     """The base of `Legacy`, as tt_transformers' ``Generator`` is."""
 

@@ -14,6 +14,7 @@ from replicas.messages import AddRequest, EngineRequest
 from replicas.sampling_params import SamplingParams
 from tests.engines import engine_core, generate, num_preemptions, num_prefix_hits
 from tests.replicas.generators.plugin.conformance import (
+    MAX_SEQ_LEN,
     engine_config,
     expect,
     make_prompt,
@@ -101,6 +102,75 @@ def test_a_decode_is_submitted_without_waiting_for_its_output(name: str, folder:
         assert not output.event.is_done
         core.collect_step(step)
         assert not model_of(core).pending
+
+
+@pytest.mark.usefixtures("ttnn")
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("draws", [None, "decode_only"])
+def test_several_tokens_a_step(
+    draws: str | None, lanes: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs of one to four tokens end at stop tokens, and where the next would not fit."""
+    open_doubles(monkeypatch, 2)
+    mesh = MeshConfig(name="N300", sample_on_device=draws)
+    config = engine_config(folder, f"{DOUBLES}:Blocks", mesh, tt_data_parallel=lanes)
+    prompts = [make_prompt(i * 11, 55 + i) for i in range(5)]
+    with engine_core(config) as core:
+        longer = SamplingParams(max_tokens=30, temperature=0)
+        assert generate(core, prompts, longer) == [expect(prompt, 30) for prompt in prompts]
+        assert (num_preemptions(core) > 0) == (lanes == 1)
+        assert model_of(core).lengths == {1, 2, 3, 4}
+        assert not core.runs_ahead
+        whole = expect(prompts[0], 12)
+        for token_id in whole[1:]:
+            stop = SamplingParams(
+                max_tokens=12, temperature=0, stop_token_ids=frozenset({token_id})
+            )
+            length = whole.index(token_id) + 1
+            assert generate(core, prompts[:1], stop) == [whole[:length]]
+        endless = SamplingParams(max_tokens=99, temperature=0)
+        [tokens] = generate(core, [make_prompt(3, 100)], endless)
+        assert tokens == expect(make_prompt(3, 100), len(tokens))
+        assert MAX_SEQ_LEN - 4 < 100 + len(tokens) <= MAX_SEQ_LEN
+
+
+@pytest.mark.usefixtures("ttnn")
+def test_several_tokens_from_prefill_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class that serves one request gives a whole run with every call."""
+    open_doubles(monkeypatch, 1)
+    mesh = MeshConfig(name="N150", sample_on_device="all")
+    config = engine_config(folder, f"{DOUBLES}:Canvases", mesh, max_batch_size=1)
+    prompts = [make_prompt(0, 40), make_prompt(50, 30), make_prompt(3, 9)]
+    with engine_core(config) as core:
+        assert generate(core, prompts) == [expect(prompt, 12) for prompt in prompts]
+        sampling = SamplingParams(max_tokens=5, temperature=0)
+        assert generate(core, prompts, sampling) == [expect(prompt, 5) for prompt in prompts]
+
+
+@pytest.mark.usefixtures("ttnn")
+@pytest.mark.parametrize(
+    ("length", "changes", "problem"),
+    [
+        (9, {"repetition_penalty": 1.5}, "repetition_penalty needs the logits of every token"),
+        (9, {"logprobs": 1}, "logprobs"),
+        (MAX_SEQ_LEN - 3, {}, "there is no room for output"),
+    ],
+)
+def test_what_needs_logits_is_refused_by_name(
+    length: int,
+    changes: dict[str, Any],
+    problem: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    open_doubles(monkeypatch, 1)
+    config = engine_config(folder, f"{DOUBLES}:Blocks", MeshConfig(name="N150"))
+    with engine_core(config) as core:
+        sampling = SamplingParams(max_tokens=2, temperature=0, seed=0, **changes)
+        request = EngineRequest("r", make_prompt(0, length), sampling)
+        core.handle(b"client", AddRequest(request), 0.0)
+        [event] = core.take_events()[b"client"]
+        assert problem in str(event)
 
 
 def model_of(core: EngineCore) -> Any:

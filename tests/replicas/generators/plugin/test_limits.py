@@ -1,10 +1,14 @@
 """Sizes that foreign classes require: checked against the chips, and reported before loading."""
 
+import msgspec
 import pytest
 
 from replicas.config import EngineConfig, MeshConfig
+from replicas.engine.facts import model_facts
+from replicas.errors import ConfigError
 from replicas.generators.model_config import parse_hf_config
 from replicas.generators.plugin.limits import (
+    check_block_output,
     comes_from,
     foreign_token_budget,
     warn_of_name,
@@ -110,3 +114,40 @@ def test_a_name_that_hugging_face_does_not_have_is_warned_of(folder, is_known, c
 def test_no_other_class_is_warned_of_names(caplog):
     warn_of_name(config("/models/mine"), Named)
     assert not caplog.records
+
+
+SOLO = {"output_tokens_per_step": 4, "supports_sample_in_prefill": True}
+ADAPTIVE = {"output_tokens_per_step": 4, "tt_adaptive_block_output": True}
+
+
+@pytest.mark.parametrize(
+    ("can", "settings", "problem"),
+    [
+        ({}, {"rows": 32, "sample_on_device": "none"}, None),
+        (ADAPTIVE, {"rows": 32}, None),
+        (ADAPTIVE, {"rows": 32, "sample_on_device": "decode_only"}, None),
+        (ADAPTIVE, {"rows": 1, "sample_on_device": "none"}, "remove mesh.sample_on_device"),
+        (SOLO, {"rows": 1}, None),
+        (SOLO, {"rows": 2}, "max_batch_size is 2; set it to 1"),
+        (SOLO, {"rows": 1, "sample_on_device": "decode_only"}, "sample_on_device must be all"),
+    ],
+)
+def test_settings_for_several_tokens_a_step(can, settings, problem):
+    engine = config(**settings)
+    if problem is None:
+        check_block_output(engine, engine.mesh, can)
+    else:
+        with pytest.raises(ConfigError, match=problem):
+            check_block_output(engine, engine.mesh, can)
+
+
+def test_kv_of_a_state_of_its_own_does_not_move():
+    engine = msgspec.structs.replace(config(rows=1), kv_connector="p2p")
+    with pytest.raises(ConfigError, match="remove kv_connector 'p2p'"):
+        check_block_output(engine, engine.mesh, SOLO)
+
+
+def test_several_tokens_a_step_need_a_mesh():
+    engine = EngineConfig(model="m", generator="module:Class")
+    with pytest.raises(ConfigError, match=r"gives 4 tokens a step, .*; set engine\.mesh"):
+        model_facts(engine, parse_hf_config(LLAMA_8B, "model"), ADAPTIVE)

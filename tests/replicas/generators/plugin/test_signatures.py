@@ -11,6 +11,8 @@ from replicas.generators.plugin.adapter import adapt
 from replicas.generators.plugin.signatures import read_entry, read_signature
 from tests.replicas.generators.plugin.doubles import Legacy, Seed, SeedV1
 
+DRAWS_8 = {"output_tokens_per_step": 8, "supports_sample_on_device": True}
+
 
 class Minimal:
     """A class with only the methods that every class has; takes all arguments."""
@@ -185,6 +187,16 @@ def test_what_only_the_methods_show(
     assert (can["samples_on_device_if_asked"], can["reads_decode_later"]) == expected
 
 
+def test_several_tokens_a_step_exclude_what_counts_on_one() -> None:
+    declared = {**DRAWS_8, "supports_prefix_caching": True, "supports_async_decode": True}
+    adapted = adapt(type("Wide", (Minimal,), {"model_capabilities": declared}))
+    assert adapted.model_capabilities["output_tokens_per_step"] == 8
+    assert not adapted.model_capabilities["supports_prefix_caching"]
+    assert not adapted.model_capabilities["supports_async_decode"]
+    reason = "the class gives several tokens a step"
+    assert f"supports_prefix_caching is off, though declared: {reason}" in adapted.notes
+
+
 def test_class_that_drafts_may_decode_speculatively() -> None:
     class Drafting(Minimal):
         model_capabilities = {"supports_spec_decode": True}  # noqa: RUF012
@@ -210,7 +222,12 @@ def test_asynchronous_without_a_split_read() -> None:
 @pytest.mark.parametrize(
     ("declared", "reason"),
     [
-        ({"output_tokens_per_step": 8}, "has output_tokens_per_step 8"),
+        ({"output_tokens_per_step": 0}, "output_tokens_per_step is 0, not a number of tokens"),
+        ({"output_tokens_per_step": True}, "output_tokens_per_step is True, not a number"),
+        ({"tt_block_kv_extent_tokens": -1}, "tt_block_kv_extent_tokens is -1, not a number"),
+        ({"output_tokens_per_step": 8}, "has output_tokens_per_step 8, but does not draw on the"),
+        ({**DRAWS_8, "tt_block_kv_extent_tokens": 7}, "tokens 7 a step, which is less than its"),
+        ({**DRAWS_8, "max_device_top_k": 32}, "every request, but its max_device_top_k is 32"),
         (["supports_prefix_caching"], "model_capabilities is a list, not a dictionary"),
     ],
 )
