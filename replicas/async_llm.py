@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from replicas.config import EngineConfig
     from replicas.launch import EngineHandle
     from replicas.llm_engine import Prompt
-    from replicas.messages import EngineMetrics, WorkerDescription
+    from replicas.messages import EngineMetrics, EngineRequest, WorkerDescription
     from replicas.sampling_params import SamplingParams
     from replicas.streams import EngineStream
 
@@ -82,19 +82,8 @@ class AsyncLLM:
             RequestRefusedError: The engine refused the request.
             EngineDeadError: The engine died.
         """
-        description = self._handle.description
-        token_ids, sampling_params = to_engine_input(
-            prompt, sampling_params, self._tokenizer, description
-        )
-        spec = sampling_params.structured_outputs
-        if spec is not None and not self._grammar_checker.knows(spec):
-            await asyncio.to_thread(self._grammar_checker.check, spec)
-        if sampling_params.seed is None:
-            sampling_params = msgspec.structs.replace(sampling_params, seed=secrets.randbits(63))
-        request_id = f"request-{next(self._counter)}" if request_id is None else request_id
-        if request_id in self._streams:
-            raise InvalidRequestError("request_id", f"request {request_id!r} is running already")
-        request = checked_request(request_id, token_ids, sampling_params)
+        request = await self._checked_request(prompt, sampling_params, request_id)
+        description, request_id = self._handle.description, request.request_id
         eos_token_ids = frozenset(description.eos_token_ids)
         processor = OutputProcessor(self._tokenizer, request, eos_token_ids, is_streamed=False)
         output = RequestOutput.of(request, prompt, processor)
@@ -125,6 +114,23 @@ class AsyncLLM:
         finally:
             del self._streams[request_id]
             stream.close(abort=True, reason="stop" if output.finished else "abort")
+
+    async def _checked_request(
+        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str | None
+    ) -> EngineRequest:
+        description = self._handle.description
+        token_ids, sampling_params = to_engine_input(
+            prompt, sampling_params, self._tokenizer, description
+        )
+        spec = sampling_params.structured_outputs
+        if spec is not None and not self._grammar_checker.knows(spec):
+            await asyncio.to_thread(self._grammar_checker.check, spec)
+        if sampling_params.seed is None:
+            sampling_params = msgspec.structs.replace(sampling_params, seed=secrets.randbits(63))
+        request_id = f"request-{next(self._counter)}" if request_id is None else request_id
+        if request_id in self._streams:
+            raise InvalidRequestError("request_id", f"request {request_id!r} is running already")
+        return checked_request(request_id, token_ids, sampling_params)
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
         """Drop requests: each ends with what it has, for the reason "abort".
