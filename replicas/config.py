@@ -11,7 +11,7 @@ from kv_transfer.keys import KeyRing
 from kv_transfer.store import StoreConfig
 from replicas.errors import ConfigError
 from replicas.faults import Fault
-from replicas.meshes import Arch, MeshSpec, lane_shape, mesh_spec
+from replicas.tt.meshes import Arch, MeshSpec, lane_shape, mesh_spec
 from replicas.user_cache import user_cache
 
 Role = Literal["prefill", "decode", "both"]
@@ -95,7 +95,8 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Tenstorrent mesh that an engine runs on.
 
     Attributes:
-        name: A known mesh such as "N150" or "T3K", or a shape like "(2,4)"; see `replicas.meshes`.
+        name: A known mesh such as "N150" or "T3K", or a shape like "(2,4)"; see
+            `replicas.tt.meshes`.
         arch: Architecture of the chips, where `name` is a shape; None is "wormhole".
         optimizations: "performance" keeps weights and KV in bfloat8_b, most of the MLP's weights in
             bfloat4_b; "balanced" all in bfloat8_b; "accuracy" in bfloat16.
@@ -105,7 +106,7 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             different tokens. Requests that the device cannot draw for, such as those with a larger
             top_k, are drawn by the host even in a step that otherwise draws on the device.
         trace_region_size: Bytes of each chip's DRAM reserved for traces; None takes the usual size
-            for the mesh and the model, see `replicas.trace_regions`.
+            for the mesh and the model, see `replicas.tt.trace_regions`.
         worker_l1_size: Bytes of L1 per worker core; 0 leaves ttnn's default.
         l1_small_size: Bytes of L1 reserved for small buffers.
         fabric: Member of `ttnn.FabricConfig` that replaces the mesh's default.

@@ -12,7 +12,7 @@ from replicas.generators.ttnn.buckets import check_cache, check_lane, decode_tab
 from replicas.generators.ttnn.budget import lane_memory, native_token_budget, num_blocks
 from replicas.generators.ttnn.profiles import TILE_BYTES, profile
 from replicas.kv_groups import KVGroup
-from replicas.meshes import lane_shape
+from replicas.tt.meshes import lane_shape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

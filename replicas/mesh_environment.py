@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from replicas.boards import METAL_HOME, VISIBLE_DEVICES
 from replicas.errors import ConfigError
 from replicas.generators.fingerprint import conversion_source
 from replicas.generators.model_config import read_architecture
@@ -26,7 +25,8 @@ from replicas.generators.plugin.routes import ROUTES, route_environment
 from replicas.generators.plugin.sources import PluginPaths, check_source, find_source
 from replicas.generators.targets import with_registered_generator
 from replicas.model_name import model_name
-from replicas.ttnn_package import find_ttnn
+from replicas.tt.boards import METAL_HOME, VISIBLE_DEVICES
+from replicas.tt.ttnn_package import find_ttnn
 from replicas.user_cache import NO_HOME, user_cache
 
 if TYPE_CHECKING:

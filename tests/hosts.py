@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from replicas.boards import HUGEPAGES_FILE, HostReport, read_host
+from replicas.tt.boards import HUGEPAGES_FILE, HostReport, read_host
 
 
 def take_home(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,9 @@ from cluster.edge.engine_metrics import render_engine_metrics
 from cluster.routing import metrics
 from cluster.routing.metrics import RouterMetrics
 from kv_transfer.connector import PathCounters, StageHistogram, TransferStats
-from replicas.meshes import MESHES, mesh_spec
 from replicas.messages import EngineMetrics, GroupCounters, HostSeconds
 from replicas.text_pieces import MAX_WHOLE_CHARS
+from replicas.tt.meshes import MESHES, mesh_spec
 from scripts import values_table
 from tests.cluster.engines import make_member
 

@@ -39,10 +39,10 @@ from cluster.lifecycle.secret import deployment_keys
 from cluster.routing.fleet import DESCRIBE_TIMEOUT_S
 from cluster.routing.pools import Member
 from cluster.scaling.flip import RoleStatus
-from replicas.boards import RESOURCE
 from replicas.launch import start_engine, stop_timeout_s
 from replicas.life import Life, LifeState
 from replicas.messages import EngineDescription
+from replicas.tt.boards import RESOURCE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping

@@ -16,7 +16,11 @@ from cluster.lifecycle import haproxy
 from cluster.lifecycle.findings import Finding, can_run_mesh, devices_word, findings
 from cluster.lifecycle.listeners import Listener, judge_ray, ray_environments, read_listeners
 from cluster.lifecycle.ray_token import judge_tokens
-from replicas.boards import (
+from replicas.errors import ConfigError
+from replicas.generators.model_config import load_engine_model
+from replicas.generators.plugin.routes import route_mesh
+from replicas.mesh_environment import check_generator
+from replicas.tt.boards import (
     RESOURCE,
     HostReport,
     MeshChoice,
@@ -27,11 +31,7 @@ from replicas.boards import (
     read_host,
     visible_number,
 )
-from replicas.errors import ConfigError
-from replicas.generators.model_config import load_engine_model
-from replicas.generators.plugin.routes import route_mesh
-from replicas.mesh_environment import check_generator
-from replicas.trace_regions import trace_region_bytes
+from replicas.tt.trace_regions import trace_region_bytes
 from replicas.user_cache import NO_HOME
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from cluster.config.resolve import ClusterConfig
     from cluster.config.schema import PoolConfig
     from replicas.config import EngineConfig, MeshConfig
-    from replicas.meshes import MeshSpec
+    from replicas.tt.meshes import MeshSpec
 
 
 @dataclass(frozen=True, slots=True)

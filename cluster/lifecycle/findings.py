@@ -1,6 +1,6 @@
 """Findings on a host with Tenstorrent boards: present, missing and outdated parts.
 
-Evaluates a report of `replicas.boards`; opens no device.
+Evaluates a report of `replicas.tt.boards`; opens no device.
 
 Sources: hugepages are from Tenstorrent's system setup; that each device needs at least one is from
 tt-umd. Uncertain: how many more help (Tenstorrent's setup has four), and whether drivers since 1.29
@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from replicas.boards import (
+from replicas.tt.boards import (
     HUGEPAGES_FILE,
     METAL_HOME,
     MOCK_DESCRIPTOR,
@@ -24,12 +24,12 @@ from replicas.boards import (
     named,
     visible_number,
 )
-from replicas.ttnn_package import OLDEST_FIRMWARE, PACKAGE, firmware_number, version_number
+from replicas.tt.ttnn_package import OLDEST_FIRMWARE, PACKAGE, firmware_number, version_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from replicas.boards import Device
+    from replicas.tt.boards import Device
 
 HUGEPAGES_PER_DEVICE = 4
 WHEEL_PYTHONS = ((3, 10), (3, 12))

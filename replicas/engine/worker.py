@@ -51,7 +51,7 @@ from replicas.kv_sizing import (
     resolve_dtype,
 )
 from replicas.messages import WorkerDescription
-from replicas.trace_regions import trace_region_bytes
+from replicas.tt.trace_regions import trace_region_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

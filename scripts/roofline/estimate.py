@@ -10,7 +10,7 @@ from scripts.roofline.facts import ASSUMPTIONS, CORES, Key, Topology, collective
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from replicas.meshes import MeshSpec
+    from replicas.tt.meshes import MeshSpec
     from scripts.roofline.ops import Op
 
 STATED: dict[Key, float] = {key: stated.value for key, stated in ASSUMPTIONS.items()}

@@ -19,7 +19,7 @@ from replicas.generators.ttnn.programs import Grid
 
 if TYPE_CHECKING:
     from replicas.generators.ttnn.profiles import Fidelity
-    from replicas.meshes import Arch
+    from replicas.tt.meshes import Arch
 
 _DATA = Path(__file__).parent
 
@@ -68,7 +68,7 @@ MODELS = {
 """By name, from their config.json."""
 
 MESHES = ("N150", "N300", "T3K", "P150")
-"""Names in `replicas.meshes`, one lane each."""
+"""Names in `replicas.tt.meshes`, one lane each."""
 
 
 @dataclass(frozen=True, slots=True)

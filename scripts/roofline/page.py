@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from replicas.generators.simulated.calibration import CONTEXT
 from replicas.generators.ttnn.profiles import PRODUCTS, PROFILES
 from replicas.generators.ttnn.programs import ChipCores, bank_readers
-from replicas.meshes import mesh_spec
+from replicas.tt.meshes import mesh_spec
 from scripts.roofline.chunk import chunk_ops
 from scripts.roofline.decode import decode_ops
 from scripts.roofline.estimate import STATED, limit_s, timed, total_s
@@ -140,7 +140,7 @@ def _chips() -> str:
 
 For each chip: the peak of its DRAM, and TFLOP/s of its matrix engines by fidelity, for all cores
 and for those beside the banks. Only the latter compute a product whose weights lie in stripes.
-Sources: gemm, dram, dram-blackhole, `replicas/meshes.py`.
+Sources: gemm, dram, dram-blackhole, `replicas/tt/meshes.py`.
 
 {_table(header, rows)}"""
 

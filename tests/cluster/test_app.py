@@ -14,7 +14,7 @@ from cluster.errors import ClusterConfigError
 from kv_transfer.keys import KeyRing
 from replicas.errors import EngineDeadError
 from replicas.launch import child_environment
-from replicas.meshes import mesh_spec
+from replicas.tt.meshes import mesh_spec
 from tests.cluster.config.test_config import MODEL, changed
 
 with warnings.catch_warnings():

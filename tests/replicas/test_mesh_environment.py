@@ -15,7 +15,7 @@ from replicas.mesh_environment import (
     mesh_environment,
     with_places,
 )
-from replicas.ttnn_package import TtnnPackage
+from replicas.tt.ttnn_package import TtnnPackage
 from tests.hosts import take_home
 
 CACHE = "TT_CACHE_PATH"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from replicas.generators.simulated.meshes import MODELS as SIMULATED
 from replicas.generators.ttnn import budget
 from replicas.generators.ttnn.profiles import PROFILES
-from replicas.meshes import mesh_spec
+from replicas.tt.meshes import mesh_spec
 from scripts import roofline_page
 from scripts.roofline import page
 from scripts.roofline.decode import decode_ops

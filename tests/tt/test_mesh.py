@@ -13,13 +13,13 @@ import pytest
 import torch
 import ttnn
 
-from replicas.boards import read_devices
 from replicas.config import EngineConfig, MeshConfig
 from replicas.errors import ConfigError, DeviceError
 from replicas.generators.ttnn import mesh as mesh_module
 from replicas.generators.ttnn.board_locks import BoardLocks
 from replicas.generators.ttnn.mesh import TTMesh, names_to_open, open_mesh, ttnn_message
 from replicas.launch import child_environment
+from replicas.tt.boards import read_devices
 from tests.hosts import FakeHost
 from tests.tt.mock.boards import environment
 

@@ -35,7 +35,7 @@ from replicas.generators.simulated.meshes import (
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from replicas.meshes import Chip
+    from replicas.tt.meshes import Chip
 
 CONTEXT = 160
 """Tokens that a row reads in the first decode step after the prompt, in blocks of 32."""

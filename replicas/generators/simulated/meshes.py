@@ -6,14 +6,14 @@ is `profiles`.
 
 Sources: rates from tt-metal models/README.md at 02068156 (2025-11-03); shapes of models from their
 config.json; longest contexts from tt-inference-server's model specifications, where it has the
-model. Chips are those of `replicas.meshes`.
+model. Chips are those of `replicas.tt.meshes`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from replicas.meshes import Chip, mesh_spec
+from replicas.tt.meshes import Chip, mesh_spec
 
 PROMPT_LEN = 128
 """Prompt tokens of every measured row."""

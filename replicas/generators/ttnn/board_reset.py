@@ -11,15 +11,15 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from replicas.boards import VISIBLE_DEVICES, holders_text, named
 from replicas.errors import DeviceError
-from replicas.tt_smi import find_tt_smi
+from replicas.tt.boards import VISIBLE_DEVICES, holders_text, named
+from replicas.tt.tt_smi import find_tt_smi
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from replicas.boards import Device
     from replicas.generators.ttnn.board_locks import BoardLocks
+    from replicas.tt.boards import Device
 
 _LOG = logging.getLogger(__name__)
 

@@ -22,14 +22,14 @@ from replicas.generators.ttnn.buckets import (
 )
 from replicas.generators.ttnn.profiles import TILE_BYTES, profile
 from replicas.generators.ttnn.programs import bank_columns, product_sizes
-from replicas.meshes import lane_shape
-from replicas.trace_regions import trace_region_bytes
+from replicas.tt.meshes import lane_shape
+from replicas.tt.trace_regions import trace_region_bytes
 
 if TYPE_CHECKING:
     from replicas.config import MeshConfig
     from replicas.generators.model_config import ModelConfig
     from replicas.generators.ttnn.profiles import Dtype, Profile
-    from replicas.meshes import MeshSpec
+    from replicas.tt.meshes import MeshSpec
 
 RESERVED_SHARE = 0.03
 """Share of each chip's DRAM for uses that `LaneMemory` does not list. Assumed; ttnn's allocator

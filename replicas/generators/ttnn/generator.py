@@ -26,7 +26,7 @@ from replicas.generators.ttnn.lane_batch import LaneBatch
 from replicas.generators.ttnn.loaded import load_model
 from replicas.generators.ttnn.mesh import refusals
 from replicas.generators.ttnn.sampling import MAX_TOP_K, parse_sampling
-from replicas.meshes import mesh_spec
+from replicas.tt.meshes import mesh_spec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -21,17 +21,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import ttnn
 
-from replicas.boards import MOCK_DESCRIPTOR, VISIBLE_DEVICES, read_devices, visible_names
 from replicas.errors import ConfigError, DeviceError
 from replicas.generators.ttnn.board_locks import BoardLocks
 from replicas.generators.ttnn.board_reset import lock_names, reset_left_open
-from replicas.meshes import MeshSpec, lane_shape
+from replicas.tt.boards import MOCK_DESCRIPTOR, VISIBLE_DEVICES, read_devices, visible_names
+from replicas.tt.meshes import MeshSpec, lane_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from replicas.boards import Device
     from replicas.config import MeshConfig
+    from replicas.tt.boards import Device
 
 _LOG = logging.getLogger(__name__)
 _GALAXY = (8, 4)

@@ -11,8 +11,8 @@ from cluster.config.resolve import resolve
 from cluster.lifecycle import doctor, haproxy
 from cluster.lifecycle.doctor import check_pools
 from cluster.lifecycle.findings import can_run_mesh, findings
-from replicas.boards import HUGEPAGES_FILE
-from replicas.meshes import mesh_spec
+from replicas.tt.boards import HUGEPAGES_FILE
+from replicas.tt.meshes import mesh_spec
 from tests.hosts import FakeHost, take_home
 
 

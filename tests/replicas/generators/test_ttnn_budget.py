@@ -22,8 +22,8 @@ from replicas.generators.ttnn.profiles import (
     PRODUCTS,
     profile,
 )
-from replicas.meshes import mesh_spec
-from replicas.trace_regions import trace_region_bytes
+from replicas.tt.meshes import mesh_spec
+from replicas.tt.trace_regions import trace_region_bytes
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],

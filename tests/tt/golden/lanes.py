@@ -25,7 +25,7 @@ from replicas.generators.ttnn.mesh import TTMesh
 from replicas.generators.ttnn.model import TTTransformer
 from replicas.generators.ttnn.profiles import profile
 from replicas.generators.ttnn.weights import load_lane_weights
-from replicas.meshes import mesh_spec
+from replicas.tt.meshes import mesh_spec
 from tests.replicas.generators.paged_loop import PagedLoop
 from tests.tt.golden.library import GoldenLibrary, installed
 from tests.tt.golden.tensors import GoldenDevice

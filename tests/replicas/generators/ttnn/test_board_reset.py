@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from replicas.boards import read_devices
 from replicas.errors import DeviceError
 from replicas.generators.ttnn.board_locks import BoardLocks
 from replicas.generators.ttnn.board_reset import lock_names, reset_left_open
+from replicas.tt.boards import read_devices
 from tests.hosts import FakeHost
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from replicas.boards import MeshChoice, mesh_choices, mesh_problem, num_devices, read_host
-from replicas.meshes import mesh_spec
+from replicas.tt.boards import MeshChoice, mesh_choices, mesh_problem, num_devices, read_host
+from replicas.tt.meshes import mesh_spec
 from tests.hosts import FakeHost
 
 CABLED = "its boards are cabled to each other"

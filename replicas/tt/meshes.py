@@ -65,7 +65,7 @@ class MeshSpec:
         chip: Type of its chips, which are all alike.
         shape: (rows, columns) as opened.
         physical_shape: (rows, columns) as wired.
-        board: Kind of its cards, as named in `replicas.boards`; None if unknown.
+        board: Kind of its cards, as named in `replicas.tt.boards`; None if unknown.
         num_pcie_devices: Device nodes under /dev/tenstorrent on all hosts together, which Ray
             counts as `TTNPU`. An n300 is one device for two chips, a p300 two for two. Only an
             assumption if `board` is None.

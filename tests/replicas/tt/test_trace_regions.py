@@ -4,8 +4,8 @@ import pytest
 
 from replicas.config import MeshConfig
 from replicas.errors import ConfigError
-from replicas.meshes import MESHES, mesh_spec
-from replicas.trace_regions import trace_region_bytes, usual_trace_region_bytes
+from replicas.tt.meshes import MESHES, mesh_spec
+from replicas.tt.trace_regions import trace_region_bytes, usual_trace_region_bytes
 
 MB = 10**6
 

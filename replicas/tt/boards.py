@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from replicas.meshes import MESHES, Arch, MeshSpec
-from replicas.tt_smi import TTSmi, find_tt_smi, snapshot
-from replicas.ttnn_package import (
+from replicas.tt.meshes import MESHES, Arch, MeshSpec
+from replicas.tt.tt_smi import TTSmi, find_tt_smi, snapshot
+from replicas.tt.ttnn_package import (
     WantedVersions,
     find_sfpi,
     find_ttnn,
@@ -137,7 +137,7 @@ class HostReport:
 
     @property
     def visible_names(self) -> tuple[str, ...]:
-        """Names in `visible_devices`; see `replicas.boards.visible_names`."""
+        """Names in `visible_devices`; see `replicas.tt.boards.visible_names`."""
         return visible_names(self.visible_devices)
 
     def is_visible(self, device: Device) -> bool:

@@ -3,7 +3,7 @@
 import pytest
 
 from replicas.errors import ConfigError
-from replicas.meshes import MESHES, lane_shape, mesh_spec
+from replicas.tt.meshes import MESHES, lane_shape, mesh_spec
 
 SHAPES = {
     "N150": (1, 1), "N150x4": (1, 4), "N300": (1, 2), "T3K": (1, 8), "TG": (8, 4),

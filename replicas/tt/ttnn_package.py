@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from replicas.meshes import Arch
+    from replicas.tt.meshes import Arch
 
 PACKAGE = "ttnn"
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from replicas.meshes import lane_shape
+from replicas.tt.meshes import lane_shape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from replicas.config import MeshConfig
-    from replicas.meshes import MeshSpec
+    from replicas.tt.meshes import MeshSpec
 
 _PUBLISHED_LAYERS = 32
 _PUBLISHED: Mapping[str, Mapping[int, int]] = {

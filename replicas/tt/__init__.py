@@ -1,0 +1,1 @@
+"""Tenstorrent hardware as a host knows it without ttnn: boards, meshes, tt-smi, ttnn's package."""
