@@ -612,6 +612,22 @@ class HostSeconds(msgspec.Struct):
     encode: float = 0.0
 
 
+class DraftCounters(msgspec.Struct):
+    """Totals of speculative decoding.
+
+    Attributes:
+        num_drafts: Rows of steps that verified drafts.
+        num_draft_tokens: Drafts that were verified.
+        num_accepted_tokens: Those that were right.
+        num_accepted_tokens_per_pos: Right ones by their position among a row's drafts.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = []
+
+
 class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """All counters of one engine, read between two steps.
 
@@ -625,6 +641,7 @@ class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True):
         transfer: Counters of the KV connector; all zero without one.
         kv_recompute_tokens: Prompt tokens computed here because their KV did not arrive.
         num_stalls: Turns of the core thread that exceeded the stall limit.
+        drafts: Counters of speculative decoding; all zero without it.
     """
 
     num_waiting: int
@@ -636,6 +653,7 @@ class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True):
     transfer: TransferStats = msgspec.field(default_factory=TransferStats)
     kv_recompute_tokens: int = 0
     num_stalls: int = 0
+    drafts: DraftCounters = msgspec.field(default_factory=DraftCounters)
 
 
 class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):

@@ -138,6 +138,11 @@ def _host_parts(engine: _EngineSample) -> _Samples:
         yield (part,), seconds
 
 
+def _accepted_drafts(engine: _EngineSample) -> _Samples:
+    for position, count in enumerate(engine.metrics.drafts.num_accepted_tokens_per_pos):
+        yield (str(position),), count
+
+
 def _transfers(engine: _EngineSample) -> _Samples:
     stats = engine.metrics.transfer
     for path, counts in stats.paths.items():
@@ -240,6 +245,18 @@ FAMILIES = (
         ("ttserve_step_device_seconds", "Time of engine steps inside the model", "device_seconds"),
         ("ttserve_stalls", "Engine steps that exceeded the stall limit and then ended",
          "num_stalls"),
+    ),
+    *_of_engines(
+        CounterMetricFamily, "metrics.drafts",
+        ("vllm:spec_decode_num_drafts", "Verifications of drafts: one for each sequence and step",
+         "num_drafts"),
+        ("vllm:spec_decode_num_draft_tokens", "Drafts that were verified", "num_draft_tokens"),
+        ("vllm:spec_decode_num_accepted_tokens", "Drafts that were right", "num_accepted_tokens"),
+    ),
+    Family(
+        CounterMetricFamily, "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "Drafts that were right, by their position behind the last token",
+        _accepted_drafts, ("position",),
     ),
     Family(
         CounterMetricFamily, "ttserve_step_host_seconds",

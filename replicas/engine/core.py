@@ -386,6 +386,7 @@ class EngineCore:
             transfer=self._transfers.stats(now_s),
             kv_recompute_tokens=self._scheduler.num_recompute_tokens,
             num_stalls=self.pulse.num_stalls,
+            drafts=self._scheduler.draft_counters,
         )
 
     def kv_transfers(self, now_s: float) -> KVTransfers:

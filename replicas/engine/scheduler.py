@@ -19,6 +19,7 @@ last running sequence by recompute).
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import deque
 from enum import Enum
@@ -33,9 +34,10 @@ from replicas.engine.loads import KVLoads, Verdict, is_loading
 from replicas.engine.preparations import Preparations
 from replicas.engine.request_table import DecodeRows, RequestTable
 from replicas.engine.sequence import Phase, Sequence
+from replicas.engine.speculation import DraftController
 from replicas.engine.step import NewRow, ScheduledBatch, StepResult
 from replicas.engine.step_work import step_work
-from replicas.messages import KV_TRANSFER_FAILED, NO_ALLOWED_TOKEN, NO_LOGITS
+from replicas.messages import KV_TRANSFER_FAILED, NO_ALLOWED_TOKEN, NO_LOGITS, DraftCounters
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -207,7 +209,10 @@ class Scheduler:
         self._chunk_alignment = chunk_alignment
         self._prefill_streak = 0
         self._no_decodes = DecodeRows("decode", [], len(self._kv))
-        self._speculation = config.speculative_config
+        speculation = config.speculative_config
+        self._draft_control = (
+            None if speculation is None else DraftController(speculation.num_speculative_tokens)
+        )
         # Drafts that the worker holds for the next step.
         self._drafts: dict[Sequence, int] = {}
         # Steps under way, oldest first.
@@ -485,6 +490,9 @@ class Scheduler:
         if plan.sequences:
             counts = other_counts or [1] * len(plan.sequences)
             outputs = self._take_others(plan, outputs, result.token_ids[num_decoded:], counts)
+        if self._draft_control is not None and not plan.sequences and not failed:
+            seconds = result.device_s + result.sample_s
+            self._draft_control.learn(num_decodes, plan.progress, decode_counts, seconds)
         if result.num_drafts:
             rows = zip([*plan.decodes.sequences, *plan.sequences], result.num_drafts, strict=True)
             self._drafts = {seq: count for seq, count in rows if count}
@@ -695,8 +703,8 @@ class Scheduler:
     def _begin(self, plan: _StepPlan) -> ScheduledBatch:
         """Begin a step: its tokens count as computed from now on."""
         kv = self._kv
-        if self._speculation is not None:
-            self._speculate(plan, self._speculation.num_speculative_tokens)
+        if self._draft_control is not None:
+            self._speculate(plan, self._draft_control.limit(len(plan.decodes)))
         batch = plan.build(kv.take_left_slots() if kv.left_slots else [])
         if self._tokens_per_pass > 1:
             plan.progress = [self._tokens_per_pass] * len(plan.decodes)
@@ -712,7 +720,7 @@ class Scheduler:
         return batch
 
     def _speculate(self, plan: _StepPlan, max_drafts: int) -> None:
-        """Add the worker's drafts to a step of decodes alone, and let it propose new ones.
+        """Add at most so many of the worker's drafts to each row, and let it propose as many.
 
         Drafts take what a planned step leaves: tokens of its budget, and free blocks. No sequence
         is preempted for them, and a step with prompts verifies none.
@@ -720,10 +728,11 @@ class Scheduler:
         drafts, self._drafts = self._drafts, {}
         if len(plan.decodes) or any(seq.mode != "prefill" for seq in plan.sequences):
             plan.max_drafts = max_drafts
-        if plan.sequences or drafts.keys().isdisjoint(plan.decodes.sequences):
+        is_held = max_drafts and not drafts.keys().isdisjoint(plan.decodes.sequences)
+        if plan.sequences or not is_held:
             return
         for seq in plan.decodes.sequences:
-            count = min(drafts.get(seq, 0), plan.budget)
+            count = min(drafts.get(seq, 0), max_drafts, plan.budget)
             if count:
                 room = self._end_rules.longest(seq) - seq.num_tokens - 1
                 count = min(count, room)
@@ -1031,6 +1040,12 @@ class Scheduler:
         """Return totals and gauges of each DP group."""
         running, reserved = self.table.num_running, self.table.num_reserved
         return [self._kv.counters(g, running[g], reserved[g]) for g in range(len(self._kv))]
+
+    @property
+    def draft_counters(self) -> DraftCounters:
+        """Return the totals of speculative decoding."""
+        control = self._draft_control
+        return DraftCounters() if control is None else copy.deepcopy(control.counters)
 
     @property
     def prefix_feed(self) -> PrefixFeed:

@@ -15,7 +15,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from replicas.messages import DraftCounters
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy.typing as npt
 
     IntArray = npt.NDArray[np.integer[Any]]
@@ -137,3 +141,172 @@ class _NgramIndex:
             if found is not None:
                 return found
         return None
+
+
+class DraftController:
+    """The limit of drafts in a step, by the number of its rows, from what drafts cost and bring.
+
+    A draft pays if the share of right drafts at its position, times the seconds of a token without
+    drafts, is more than the seconds that one more draft costs. That differs with the number of
+    rows, so each power of two of rows has figures of its own. They are learned from steps of
+    decoding rows alone. Where drafts do not pay they are tried again after `RETRY_STEPS` steps.
+
+    Pure: it is fed with durations and has no clock.
+
+    Args:
+        max_drafts: The most drafts of a row in one step.
+
+    Attributes:
+        counters: Totals of all steps.
+    """
+
+    def __init__(self, max_drafts: int) -> None:
+        self._max_drafts = max_drafts
+        self._figures: dict[int, _DraftFigures] = {}
+        self.counters = DraftCounters(num_accepted_tokens_per_pos=[0] * max_drafts)
+
+    def limit(self, num_rows: int) -> int:
+        """Return the most drafts for each row of the next step, of which `num_rows` decode."""
+        return self._of_rows(num_rows).limit
+
+    def learn(
+        self, num_rows: int, planned: Sequence[int], counts: Sequence[int], seconds: float
+    ) -> None:
+        """Take note of a step of decoding rows.
+
+        Args:
+            num_rows: Its rows.
+            planned: For each row one more than its drafts; empty if there were none.
+            counts: New tokens of each row; empty: one each.
+            seconds: Duration of the step.
+        """
+        figures = self._of_rows(num_rows)
+        if not planned:
+            figures.add_plain(num_rows, seconds)
+            return
+        counts = counts or [1] * num_rows
+        figures.add_drafts(planned, counts, seconds)
+        for num_tokens, count in zip(planned, counts, strict=True):
+            if num_tokens > 1:
+                self.counters.num_drafts += 1
+                self.counters.num_draft_tokens += num_tokens - 1
+                self.counters.num_accepted_tokens += count - 1
+                for position in range(count - 1):
+                    self.counters.num_accepted_tokens_per_pos[position] += 1
+
+    def _of_rows(self, num_rows: int) -> _DraftFigures:
+        bucket = max(num_rows - 1, 0).bit_length()
+        figures = self._figures.get(bucket)
+        if figures is None:
+            figures = self._figures[bucket] = _DraftFigures(self._max_drafts)
+        return figures
+
+
+RETRY_STEPS = 256
+"""Steps until drafts that did not pay are tried again, or plain steps are measured again."""
+_PLAIN_STEPS = 4
+"""Steps without drafts of which the mean is taken before drafts are used."""
+_TRIED_ROWS = 4
+"""Rows with drafts after which a trial ends."""
+_REMEMBERED_ROWS = 32
+"""Rows with drafts after which older ones count half."""
+_MARGIN = 1.1
+"""What a draft must bring, in units of its cost, for drafts to be used after a trial."""
+
+
+class _DraftFigures:
+    """Figures of steps with about the same number of rows."""
+
+    def __init__(self, max_drafts: int) -> None:
+        self._max_drafts = max_drafts
+        # Seconds of a step without drafts, of each of its tokens, and of a draft beside them.
+        self._plain_s, self._token_s, self._draft_s = _Mean(), _Mean(), _Mean()
+        self._steps_since_plain = 0
+        self._paying: int | None
+        self._drafted: list[float]
+        self._right: list[float]
+        self._start_trial()
+
+    @property
+    def limit(self) -> int:
+        """Return the most drafts for each row of the next step."""
+        if self._plain_s.count < _PLAIN_STEPS:
+            return 0
+        return self._max_drafts if self._paying is None else self._paying
+
+    def add_plain(self, num_rows: int, seconds: float) -> None:
+        """Take note of a step without drafts."""
+        self._plain_s.add(seconds)
+        self._token_s.add(seconds / num_rows)
+        self._steps_since_plain = 0
+        self._decide()
+
+    def add_drafts(self, planned: Sequence[int], counts: Sequence[int], seconds: float) -> None:
+        """Take note of a step with drafts; see `DraftController.learn`."""
+        self._steps_since_plain += 1
+        if self._steps_since_plain >= RETRY_STEPS:
+            # Contexts have changed: measure steps without drafts again.
+            self._plain_s, self._token_s = _Mean(), _Mean()
+            self._steps_since_plain = 0
+            return
+        num_drafts = sum(planned) - len(planned)
+        if num_drafts:
+            plain_s = self._plain_s.value
+            self._draft_s.add(max(seconds - plain_s, 0.0) / num_drafts)
+        if sum(self._drafted) > _REMEMBERED_ROWS:
+            self._drafted = [count / 2 for count in self._drafted]
+            self._right = [count / 2 for count in self._right]
+        for num_tokens, count in zip(planned, counts, strict=True):
+            if num_tokens > 1:
+                self._drafted[num_tokens - 1] += 1
+                self._right[count - 1] += 1
+        self._decide()
+
+    def _start_trial(self) -> None:
+        self._draft_s = _Mean()
+        # By number: rows with so many drafts, and rows with so many right ones.
+        self._drafted = [0.0] * (self._max_drafts + 1)
+        self._right = [0.0] * (self._max_drafts + 1)
+        # Drafts that pay; None during a trial.
+        self._paying = None
+        self._steps_to_trial = 0
+
+    def _decide(self) -> None:
+        if self._steps_to_trial:
+            self._steps_to_trial -= 1
+            if not self._steps_to_trial:
+                self._start_trial()
+        # A limit of 0 stands until the next trial, as nothing more is learned.
+        if sum(self._drafted) < _TRIED_ROWS or self._paying == 0:
+            return
+        self._paying = self._num_paying(_MARGIN if self._paying is None else 1.0)
+        if self._paying < self._max_drafts and not self._steps_to_trial:
+            self._steps_to_trial = RETRY_STEPS
+
+    def _num_paying(self, margin: float) -> int:
+        """Return how many drafts of a row bring more than `margin` times what each costs."""
+        share = 0.0
+        for position in range(self._max_drafts):
+            num_drafted = sum(self._drafted[position + 1 :])
+            if num_drafted:
+                share = sum(self._right[position + 1 :]) / num_drafted
+            if share * self._token_s.value <= margin * self._draft_s.value:
+                return position
+        return self._max_drafts
+
+
+class _Mean:
+    """Running mean of the latest values; the first ones have equal weights."""
+
+    __slots__ = ("count", "value")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.value = 0.0
+
+    def add(self, value: float) -> None:
+        """Add a value, at most four times the mean: a process may have lost its core meanwhile."""
+        if self.count >= _PLAIN_STEPS and self.value > 0.0:
+            value = min(value, 4.0 * self.value)
+        self.count += 1
+        self.value += (value - self.value) / min(self.count, 8)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+from unittest import mock
 
 from kv_transfer.store import StoreConfig
 from replicas.config import SpeculativeConfig
+from replicas.engine.speculation import DraftController
 from tests.engines import engine_core, generate, make_config, num_preemptions, num_prefix_hits
 from tests.replicas.engine.shelf_connector import SHELVES
 
@@ -42,6 +45,8 @@ class Variant:
         must_preempt: The engine must have taken blocks away.
         must_hit: The engine must have found prompts in its prefix cache.
         must_load: The engine must have got KV from a store.
+        must_draft: Drafts must have been verified, which happens wherever there are some,
+            whatever they cost.
     """
 
     settings: dict[str, object] = field(default_factory=dict)
@@ -50,6 +55,7 @@ class Variant:
     must_preempt: bool = False
     must_hit: bool = False
     must_load: bool = False
+    must_draft: bool = False
 
 
 _MISS = {"enable_prefix_caching": False}
@@ -57,9 +63,13 @@ _CHUNKED = {"max_num_batched_tokens": 16}
 _WHOLE = {"enable_chunked_prefill": False, "max_num_batched_tokens": 256}
 _APART = {"mixed_batches": False}
 _FOUR_LANES = {"tt_data_parallel": 4}
+_MOST_DRAFTS = 4
 _DRAFTS = {
     "speculative_config": SpeculativeConfig(
-        method="ngram", num_speculative_tokens=4, prompt_lookup_min=1, prompt_lookup_max=3
+        method="ngram",
+        num_speculative_tokens=_MOST_DRAFTS,
+        prompt_lookup_min=1,
+        prompt_lookup_max=3,
     )
 }
 _POOLED = {
@@ -96,13 +106,14 @@ VARIANTS = {
         must_preempt=True,
         must_hit=True,
     ),
-    "mixed, chunked, drafts": Variant({**_MISS, **_CHUNKED, **_DRAFTS}),
+    "mixed, chunked, drafts": Variant({**_MISS, **_CHUNKED, **_DRAFTS}, must_draft=True),
     "mixed, whole, four lanes, drafts, arrivals apart": Variant(
-        {**_MISS, **_WHOLE, **_FOUR_LANES, **_DRAFTS}, stagger=3
+        {**_MISS, **_WHOLE, **_FOUR_LANES, **_DRAFTS}, stagger=3, must_draft=True
     ),
     "mixed, chunked, preempted, prefix hit, drafts": Variant(
         {**_CHUNKED, **_DRAFTS, "block_size": 16, "num_blocks": 9},
         repeat=2,
+        must_draft=True,
         must_preempt=True,
         must_hit=True,
     ),
@@ -121,10 +132,16 @@ def run(
     **changes: object,
 ) -> list[list[int]]:
     """Output tokens of each prompt."""
-    with engine_core(make_config(folder, **{**variant.settings, **changes})) as core:
+    with contextlib.ExitStack() as stack:
+        if variant.must_draft:
+            patch = mock.patch.object(DraftController, "limit", return_value=_MOST_DRAFTS)
+            stack.enter_context(patch)
+        config = make_config(folder, **{**variant.settings, **changes})
+        core = stack.enter_context(engine_core(config))
         for _ in range(variant.repeat):
             outputs = generate(core, prompts, sampling, stagger=variant.stagger)
         assert not variant.must_preempt or num_preemptions(core)
         assert not variant.must_hit or num_prefix_hits(core)
+        assert not variant.must_draft or core.metrics(0.0).drafts.num_draft_tokens
         assert not variant.must_load or core.metrics(0.0).transfer.store.hits
     return outputs

@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cluster.edge.engine_metrics import render_engine_metrics
 from kv_transfer.connector import PathCounters, StageHistogram, TransferStats
 from kv_transfer.store import StoreCounters
-from replicas.messages import EngineMetrics, GroupCounters, HostSeconds
+from replicas.messages import DraftCounters, EngineMetrics, GroupCounters, HostSeconds
 from tests.cluster.engines import make_member
 from tests.kv_groups import one_kv_group
 
@@ -42,6 +42,7 @@ def engine(groups, transfer, num_recomputed=0):
         groups=groups,
         transfer=transfer,
         kv_recompute_tokens=num_recomputed,
+        drafts=DraftCounters(5, 12, 7, [4, 3]),
     )
 
 
@@ -257,3 +258,14 @@ def test_without_engines_every_family_is_still_named():
     page = render_engine_metrics([], "tiny").decode()
     names = {family.name for family in text_string_to_metric_families(page)}
     assert {"vllm:num_requests_running", "ttserve_kv_transfer_bytes"} <= names
+
+
+def test_drafts_have_the_names_of_vllm(samples):
+    name = "vllm:spec_decode_num"
+    for what, count in (("drafts", 5), ("draft_tokens", 12), ("accepted_tokens", 7)):
+        assert of(samples, f"{name}_{what}_total", model_name="tiny", pool="decode") == {
+            ("decode-d",): count
+        }
+    by_position = of(samples, f"{name}_accepted_tokens_per_pos_total", model_name="tiny")
+    assert by_position["decode", "0", "decode-d"] == 4
+    assert by_position["decode", "1", "decode-d"] == 3

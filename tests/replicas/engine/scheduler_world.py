@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import numpy as np
 
@@ -69,6 +70,10 @@ class World:
             tokens_per_pass=tokens_per_pass,
             kv_tokens_per_pass=kv_tokens_per_pass,
         )
+        if config.speculative_config is not None:
+            # Whatever drafts cost, steps with all numbers of them are planned.
+            limits = mock.patch.object(self.scheduler._draft_control, "limit", self._draft_limit)
+            limits.start()
         self.batch = PersistentBatch(config.max_batch_size, max_model_len, block_sizes)
         # By KV group, lane, block and position in it.
         self.kv: dict[tuple[int, int, int, int], Prefix] = {}
@@ -159,6 +164,9 @@ class World:
             runs.append(run)
         self._record(np.array(batch.slots), np.array(batch.num_scheduled_tokens), runs)
         return result_of(runs, self._propose(batch, runs))
+
+    def _draft_limit(self, num_rows: int) -> int:
+        return self.dice.choice([0, 1, 4, 4])
 
     def _draw(self, drafts: list[int], sample: Callable[[], int]) -> Iterator[int]:
         """Yield a token for each right draft, and one or as many as a pass may give."""

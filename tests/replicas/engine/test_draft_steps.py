@@ -24,7 +24,13 @@ def make_scheduler(num_blocks=20, max_model_len=32, **changes):
 
 
 def begin(scheduler, *prompt_lengths, num_drafts=3, **sampling):
-    """Let sequences of these lengths compute their prompts; the worker holds drafts for each."""
+    """Let sequences of these lengths compute their prompts; the worker holds drafts for each.
+
+    What steps without drafts cost is known.
+    """
+    for num_rows in (1, 2):
+        for _ in range(4):
+            scheduler._draft_control.learn(num_rows, [], [], 1.0)
     for number, length in enumerate(prompt_lengths):
         seq = make_sequence(f"r{number}", [1] * length, **{"max_tokens": 99, **sampling})
         scheduler.add(seq, 0.0)
@@ -108,6 +114,16 @@ def test_what_a_step_with_drafts_leaves_undecided():
     assert scheduler.schedule_ahead() is None, "it proposes drafts"
     assert scheduler.extend(batch, 8) is batch
     assert scheduler.work(batch).num_rows == 1
+
+
+def test_drafts_are_not_verified_where_they_stopped_paying():
+    scheduler = make_scheduler()
+    begin(scheduler, 2, num_drafts=0)
+    for _ in range(4):
+        scheduler._draft_control.learn(1, [4], [1], 4.0)
+    counts = [run(scheduler, [7], num_drafts=[3])[0] for _ in range(2)]
+    assert counts == [[1], [1]]
+    assert scheduler.draft_counters.num_draft_tokens == 12
 
 
 def test_a_prefill_engine_asks_for_no_drafts():

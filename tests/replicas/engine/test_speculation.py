@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicas.engine.speculation import NgramDrafter, accepted_runs
+from replicas.engine.speculation import DraftController, NgramDrafter, accepted_runs
+from replicas.messages import DraftCounters
 
 
 @pytest.mark.parametrize(
@@ -62,3 +63,87 @@ def test_drafts_follow_the_longest_then_earliest_ngram(data, shortest, more):
             reference(rows[slot], shortest, longest, limit)
             for slot, limit in zip(slots, limits, strict=True)
         ]
+
+
+class Steps:
+    """Steps with a controller, whose drafts are right with the given shares, by position."""
+
+    def __init__(self, max_drafts=3):
+        self.controller = DraftController(max_drafts)
+        self.seconds = self.num_tokens = 0.0
+        self._sums = [0.0] * max_drafts
+
+    def run(self, num_steps, num_rows, *, plain_s=1.0, draft_s, right):
+        """Return the limits of so many steps; a draft of a row costs `draft_s`."""
+        limits = []
+        for _ in range(num_steps):
+            limit = self.controller.limit(num_rows)
+            counts = [1 + self._num_right(limit, right) for _ in range(num_rows)]
+            seconds = plain_s + draft_s * limit * num_rows
+            self.controller.learn(num_rows, [1 + limit] * num_rows * (limit > 0), counts, seconds)
+            self.seconds += seconds
+            self.num_tokens += sum(counts)
+            limits.append(limit)
+        return limits
+
+    def _num_right(self, limit, right):
+        """Errors of rounding are carried on, so that the shares hold over all rows."""
+        count = 0
+        for position in range(limit):
+            self._sums[position] += right[position]
+            if self._sums[position] >= 1.0:
+                self._sums[position] -= 1.0
+                count = position + 1
+        return count
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "draft_s", "right", "limit"),
+    [
+        (1, 0.3, [1.0, 1.0, 1.0], 3),
+        (1, 0.3, [0.5, 0.5, 0.0], 2),
+        (1, 0.3, [0.2, 0.2, 0.2], 0),
+        (1, 0.0, [0.5, 0.5, 0.3], 3),
+        # A token of a full batch costs little, so a draft must cost less.
+        (32, 0.02, [1.0, 1.0, 0.0], 2),
+        (32, 0.04, [1.0, 1.0, 1.0], 0),
+        # After a trial a draft must bring a tenth more than it costs.
+        (1, 0.95, [1.0, 1.0, 1.0], 0),
+    ],
+)
+def test_the_drafts_that_pay_are_used(num_rows, draft_s, right, limit):
+    limits = Steps().run(60, num_rows, draft_s=draft_s, right=right)
+    assert limits[:4] == [0] * 4, "what a plain step costs is learned first"
+    assert limits[4] == 3
+    assert set(limits[-20:]) == {limit}
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 8, 32])
+def test_drafts_that_are_never_right_cost_three_percent_at_most(num_rows):
+    steps = Steps()
+    steps.run(3000, num_rows, draft_s=0.5 / num_rows, right=[0.0] * 3)
+    assert steps.num_tokens / steps.seconds > 0.97 * num_rows
+
+
+def test_the_limit_follows_the_load_and_the_text():
+    steps = Steps()
+    good, bad = [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]
+    assert steps.run(40, 1, draft_s=0.1, right=good)[-1] == 3
+    assert steps.run(90, 1, draft_s=0.1, right=bad)[-1] == 0
+    again = steps.run(300, 1, draft_s=0.1, right=good)
+    assert (again[0], again[-1]) == (0, 3)
+    assert steps.run(40, 16, draft_s=0.1, right=good)[-1] == 0, "of its own"
+    assert steps.run(1, 1, draft_s=0.1, right=good) == [3]
+    limits = steps.run(600, 1, draft_s=0.1, right=good)
+    assert 4 <= limits.count(0) <= 12, "plain steps are measured now and then"
+    # Without drafts a token has become quicker than a draft.
+    assert steps.run(600, 1, plain_s=0.1, draft_s=0.15, right=good)[-1] == 0
+
+
+def test_verified_drafts_are_counted():
+    controller = DraftController(3)
+    controller.learn(2, [], [], 1.0)
+    controller.learn(2, [3, 1], [2, 1], 1.0)
+    controller.learn(2, [4, 2], [], 1.0)
+    controller.learn(2, [4, 2], [4, 2], 1.0)
+    assert controller.counters == DraftCounters(5, 10, 5, [3, 1, 1])
