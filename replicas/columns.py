@@ -101,7 +101,9 @@ class ColumnReader:
 
     def _note(self, output: TokenOutput) -> None:
         """Record the index at which the next row of this output's choice begins."""
-        if output.finish_reason is not None:
+        if output.finish_reason == "error":
+            self.drop_request(output.request_id)
+        elif output.finish_reason is not None:
             self.drop_choice(output.request_id, output.choice)
         else:
             handle = self._handles.get(output.request_id, {}).get(output.choice, -1)

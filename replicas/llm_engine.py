@@ -98,6 +98,9 @@ class RequestOutput:
         output.token_ids.extend(delta.token_ids)
         output.finish_reason = delta.finish_reason
         output.stop_reason = delta.stop_reason
+        if delta.finish_reason == "error":
+            for other in self.outputs:
+                other.finish_reason = other.finish_reason or "error"
         if delta.logprobs is not None:
             output.logprobs = [*(output.logprobs or []), *delta.logprobs]
         if delta.prompt_logprobs is not None:

@@ -322,7 +322,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, tag="tokens", gc
         finish_reason: Set on the last output of a choice.
         stop_reason: The stop token id that ended it, if one did.
         num_cached_tokens: Prompt tokens found in the prefix cache or in a store.
-        error: Reason, with finish_reason "error"; the request's other choices end in the same way.
+        error: Reason, with finish_reason "error", which ends all choices.
         choice: Index of the choice, from 0.
         logprobs: If requested: for each position the drawn token first, then the likeliest ones.
         prompt_logprobs: If requested, with the first token: for each position of the prompt its

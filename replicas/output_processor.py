@@ -82,6 +82,10 @@ class OutputProcessor:
         """Return whether every choice has ended."""
         return all(choice.is_finished for choice in self._choices)
 
+    def has_ended(self, choice: int) -> bool:
+        """Return whether a choice has ended, by its engine or by a stop string."""
+        return self._choices[choice].is_finished
+
     def text(self, choice: int) -> str:
         """Return a choice's whole text so far, if it is not streamed."""
         return self._choices[choice].text()
@@ -95,8 +99,12 @@ class OutputProcessor:
         choice = self._choices[output.choice]
         if choice.is_finished:
             return None
-        if output.index == 0:
+        if output.index == 0 and not output.choice:
+            # Other choices find in the cache what choice 0 has computed.
             self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        if output.finish_reason == "error":
+            for other in self._choices:
+                other.is_finished = True
         return choice.take(output)
 
 

@@ -48,7 +48,6 @@ _INT64 = 2**63
 
 
 NOT_YET: dict[str, str] = {
-    "n": "it makes one choice",
     "logprobs": "it reports no log probabilities",
     "prompt_logprobs": "it reports no log probabilities",
     "logprob_token_ids": "it reports no log probabilities",

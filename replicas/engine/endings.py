@@ -36,12 +36,12 @@ class EndRules(NamedTuple):
 
     def longest(self, seq: Sequence) -> int:
         """Return the number of tokens at which a sequence ends by its length."""
-        wanted = seq.num_prompt_tokens + seq.request.sampling.max_tokens
+        wanted = seq.num_prompt_tokens + seq.sampling.max_tokens
         return min(wanted, self.max_model_len)
 
     def stop_ids(self, seq: Sequence) -> frozenset[int]:
         """Return every token id that ends a sequence."""
-        sampling = seq.request.sampling
+        sampling = seq.sampling
         if sampling.ignore_eos:
             return sampling.stop_token_ids
         return sampling.stop_token_ids | self.eos_token_ids
@@ -54,7 +54,7 @@ class EndRules(NamedTuple):
             token_id: The token.
             num_tokens: Length of the sequence with it.
         """
-        sampling = seq.request.sampling
+        sampling = seq.sampling
         if token_id in self.eos_token_ids and not sampling.ignore_eos:
             return End("stop", None)
         if token_id in sampling.stop_token_ids:

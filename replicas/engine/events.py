@@ -32,7 +32,7 @@ class ClientEvents(defaultdict[bytes, "list[WireEvent]"]):
     def add_step(self, outputs: StepOutputs) -> None:
         """Add a step's outputs: an event for the first and last of a request, else column rows."""
         sequences, token_ids = outputs.sequences, outputs.token_ids
-        # Rows with an event of their own: requests without one so far, then those that end.
+        # Rows with an event of their own: choices without one so far, then those that end.
         apart: dict[int, None] = {}
         if sequences is not self._sequences:
             self._sequences, self._rows = sequences, {}
@@ -59,7 +59,9 @@ class ClientEvents(defaultdict[bytes, "list[WireEvent]"]):
 
     def fail(self, seq: Sequence, error: str) -> None:
         """Add the end of a failed sequence, with the reason."""
-        output = TokenOutput(seq.request_id, seq.num_output_tokens, [], "error", error=error)
+        output = TokenOutput(
+            seq.request_id, seq.num_output_tokens, [], "error", error=error, choice=seq.choice
+        )
         self[seq.client].append(output)
 
     def fail_transfer(self, seq: Sequence) -> None:
@@ -116,4 +118,6 @@ def _event(seq: Sequence, run: list[int], end: End | None) -> TokenOutput:
     """Return the event of a sequence's last tokens and its end; call it before the next step."""
     reason, stop_reason = end or (None, None)
     index, num_cached = seq.num_output_tokens - len(run), max(seq.place.num_cached_tokens, 0)
-    return TokenOutput(seq.request_id, index, run, reason, stop_reason, num_cached)
+    return TokenOutput(
+        seq.request_id, index, run, reason, stop_reason, num_cached, choice=seq.choice
+    )

@@ -40,11 +40,13 @@ class Place(NamedTuple):
         dp_group: The DP group.
         hits: For each KV group the cached blocks that the sequence hits there.
         num_tokens: Tokens that these hold; the same number in each KV group.
+        is_converted: Whether some of their KV came in another dtype.
     """
 
     dp_group: int
     hits: list[list[int]]
     num_tokens: int
+    is_converted: bool = False
 
 
 class SlotTable:
@@ -191,6 +193,32 @@ class KVCacheManager:
                 return Place(group, [w.block_ids[: num_hit // s] for w, s in found], num_hit)
         return None
 
+    def fork(
+        self, seq: Sequence, parent: Sequence, num_tokens: int, full_groups: Collection[int] = ()
+    ) -> Place | None:
+        """Return room for a sequence beside another with the same prompt, or None.
+
+        It shares the full blocks of the prompt, which needs no prefix cache.
+
+        Args:
+            seq: The sequence to place.
+            parent: A sequence that has computed the prompt, and has its blocks.
+            num_tokens: Tokens that it needs blocks for.
+            full_groups: Groups that must not be chosen.
+        """
+        group = parent.place.dp_group
+        if group in full_groups or not self._slots.num_empty(group):
+            return None
+        # At least one token is left to compute, because its logits are needed.
+        num_shared = min(seq.num_prompt_tokens, seq.num_tokens - 1)
+        num_shared -= num_shared % self.block_multiple
+        hits = []
+        for kv_group, pool, table in self._each_kv_group(group, parent.place.block_ids):
+            hits.append(table[: num_shared // kv_group.block_size])
+            if kv_group.num_blocks_for(num_tokens) - len(hits[-1]) > pool.num_free_blocks:
+                return None
+        return Place(group, hits, num_shared, parent.place.is_converted)
+
     def _with_slots(self, seq: Sequence, full_groups: Collection[int]) -> list[int]:
         """Return the sequence's group, or all if it has none, that have slots; emptiest first."""
         asked = [seq.place.dp_group] if seq.place.dp_group >= 0 else range(len(self._pools))
@@ -216,13 +244,15 @@ class KVCacheManager:
             place.block_ids.append([*hits, *pool.allocate(num_new)])
         place.capacity = self._capacity(seq)
         place.num_indexed_tokens = found.num_tokens
+        place.is_converted = found.is_converted
         place.dp_group = group
         place.slot = self._slots.take(group)
         if place.num_cached_tokens < 0:
             place.num_cached_tokens = found.num_tokens
-            if seq.request.sampling.reads_prefix_cache:
+            # Other choices find what choice 0 has computed.
+            if seq.parent is None and seq.request.sampling.reads_prefix_cache:
                 self.stats[group].prefix_cache_queries += seq.num_prompt_tokens
-            self.stats[group].prefix_cache_hits += found.num_tokens
+                self.stats[group].prefix_cache_hits += found.num_tokens
         return found.num_tokens
 
     def note_loaded(self, seq: Sequence, num_new: int, *, is_converted: bool) -> None:

@@ -164,11 +164,11 @@ class KVLoads:
 
     def is_asking(self, seq: Sequence) -> bool:
         """Return whether the connector had no answer yet when last asked about a sequence."""
-        return seq.request_id in self._asking
+        return self._asking.get(seq.request_id) is seq
 
     def num_external(self, seq: Sequence, num_local: int) -> int | None:
         """Return the tokens that the connector can load after `num_local`; None: not known yet."""
-        if self._connector is None or not self._resumes_prefill:
+        if self._connector is None or seq.transfer is None or not self._resumes_prefill:
             return 0
         if not seq.request.sampling.reads_prefix_cache:
             return 0
@@ -254,7 +254,9 @@ class KVLoads:
         return Verdict.RUN
 
     def forget(self, seq: Sequence) -> None:
-        """Forget a sequence."""
+        """Forget a sequence. Choices other than 0 are not known here."""
+        if seq.parent is not None:
+            return
         self._asking.pop(seq.request_id, None)
         self._reserved.pop(seq.request_id, None)
         self._loading.pop(seq.request_id, None)

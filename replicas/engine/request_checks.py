@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from replicas.engine.sequence import Phase
 from replicas.errors import InvalidRequestError
 from replicas.messages import MAX_REQUEST_ID_CHARS
 from replicas.sampling_params import SamplingParams, are_below
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from collections.abc import Sequence as SequenceOf
+
     from replicas.engine.sequence import Sequence
     from replicas.messages import Activate, AddRequest, EngineRequest
+
+_INACTIVE = (Phase.RESERVED, Phase.WAITING)
+"""Phases of a reserved request's choices before it is activated."""
 
 
 _DEFAULTS = SamplingParams()
@@ -65,7 +72,9 @@ class RequestChecks:
         except InvalidRequestError as error:
             return str(error)
         problem = self._block_problem(request.sampling) or self._mode_problem(message)
-        return problem or self._output_problem(request, message.token_ids)
+        if problem is not None:
+            return problem
+        return self._outputs_problem(request, message.token_ids, range(request.sampling.n))
 
     def _block_problem(self, sampling: SamplingParams) -> str | None:
         """Return which parameter a model cannot obey that gives several tokens at once, if any."""
@@ -96,27 +105,43 @@ class RequestChecks:
     def _mode_problem(self, message: AddRequest) -> str | None:
         if (message.mode == "prefill") != (message.ticket is not None):
             return "mode prefill needs a ticket, and only that mode takes one"
+        if message.mode != "decode" and message.token_ids:
+            return "only mode decode continues after output tokens"
         # Mode decode needs no connector: it can compute the prompt here.
         if message.mode == "prefill" and not self.has_connector:
             return "this engine has no KV connector; set kv_connector"
-        if message.mode != "decode" and message.token_ids:
-            return "only mode decode continues after output tokens"
         return None
 
-    def activation_problem(self, seq: Sequence, message: Activate) -> str | None:
-        """Return why no engine of this model can have drawn an activation's tokens, or None."""
-        problem = self._output_problem(seq.request, message.token_ids)
-        known = seq.token_ids[seq.num_prompt_tokens :]
-        if problem is None and known and [known] != [t[: len(known)] for t in message.token_ids]:
-            problem = "it was reserved with other tokens than it was activated with"
-        return problem
+    def activation_problem(self, choices: SequenceOf[Sequence], message: Activate) -> str | None:
+        """Return why no engine of this model can have drawn an activation's tokens, or None.
 
-    def _output_problem(self, request: EngineRequest, tokens: list[list[int]]) -> str | None:
+        Args:
+            choices: The live choices of the request; tokens of others are not looked at.
+            message: The activation.
+        """
+        if not choices:
+            return None
+        live = [seq.choice for seq in choices]
+        problem = self._outputs_problem(choices[0].request, message.token_ids, live)
+        if problem is not None:
+            return problem
+        for seq in choices:
+            known = seq.token_ids[seq.num_prompt_tokens :]
+            given = message.token_ids[seq.choice] if message.token_ids else []
+            if seq.phase in _INACTIVE and known != given[: len(known)]:
+                return "it was reserved with other tokens than it was activated with"
+        return None
+
+    def _outputs_problem(
+        self, request: EngineRequest, tokens: list[list[int]], choices: Iterable[int]
+    ) -> str | None:
         """Return why no engine of this model can have drawn a client's output tokens, or None."""
-        if len(tokens) > 1:
-            return "it has one choice, and was given tokens of several"
+        if not tokens:
+            return None
+        if len(tokens) != request.sampling.n:
+            return f"it has {request.sampling.n} choices, and was given tokens of {len(tokens)}"
         num_prompt = len(request.prompt_token_ids)
-        for token_ids in tokens:
+        for token_ids in (tokens[choice] for choice in choices):
             if num_prompt + len(token_ids) + self._tokens_per_pass > self._max_model_len:
                 return (
                     f"a prompt of {num_prompt} tokens with {len(token_ids)} of output "

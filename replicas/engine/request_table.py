@@ -225,11 +225,18 @@ class RequestTable:
         seq.num_preemptions += 1
         self.queue.push_front(seq)
 
-    def give_up(self, request_id: str) -> list[Sequence]:
-        """Note that a client has given up a request; return the sequences that are to end now."""
-        live = [*self._live.get(request_id, {}).values()]
-        for seq in live or [s for s in (self.held.get(request_id),) if s is not None]:
+    def give_up(self, request_id: str, choice: int | None = None) -> list[Sequence]:
+        """Note that a client has given up a request; return the sequences that are to end now.
+
+        Args:
+            request_id: The request.
+            choice: The only choice that is given up; None is all of them, and held blocks.
+        """
+        live = [s for s in self.choices(request_id) if choice in (None, s.choice)]
+        for seq in live:
             seq.is_aborted = True
+        if choice is None and request_id in self.held:
+            self.held[request_id].is_aborted = True
         return live
 
     def retire(self, seq: Sequence, *, is_held: bool, is_under_way: bool) -> None:
@@ -311,6 +318,10 @@ class RequestTable:
     def get(self, request_id: str, choice: int = 0) -> Sequence | None:
         """Return a request's sequence that has not ended, if there is one."""
         return self._live.get(request_id, {}).get(choice)
+
+    def choices(self, request_id: str) -> list[Sequence]:
+        """Return a request's sequences that have not ended, in order."""
+        return [*self._live.get(request_id, {}).values()]
 
     def is_known(self, request_id: str) -> bool:
         """Return whether a request is live or has held blocks."""

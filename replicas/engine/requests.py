@@ -6,7 +6,6 @@ one.
 
 from __future__ import annotations
 
-import itertools
 import logging
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from replicas.engine.events import ClientEvents
     from replicas.engine.request_checks import RequestChecks
     from replicas.engine.scheduler import Scheduler
-    from replicas.messages import AbortReason, RefusalReason
+    from replicas.messages import RefusalReason
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +61,7 @@ class RequestHandler:
         self._checks = checks
         self._events = events
         self._duty = duty
-        self._handles = itertools.count(1)
+        self._next_handle = 1
         # Requests whose id an aborted one still uses, because the connector holds its blocks.
         self._successors: dict[str, tuple[bytes, AddRequest]] = {}
 
@@ -78,9 +77,8 @@ class RequestHandler:
                 if self._scheduler.table.is_of(client, message.request_id):
                     self._activate(message, now_s)
             case Abort():
-                if not message.choices or 0 in message.choices:
-                    for request_id in message.request_ids:
-                        self._abort(client, request_id, message.reason)
+                for request_id in message.request_ids:
+                    self._abort(client, request_id, message)
 
     def client_gone(self, client: bytes) -> None:
         """Drop the requests of a client that wait for their id."""
@@ -109,20 +107,27 @@ class RequestHandler:
         if is_ending and request.request_id not in self._successors:
             self._successors[request.request_id] = client, message
             return
-        seq = _new_sequence(client, message, transfers=self._checks.has_connector)
+        sequences = _new_sequences(client, message, transfers=self._checks.has_connector)
+        seq = sequences[0]
         enter = self._scheduler.reserve if message.mode == "decode" else self._scheduler.add
         try:
-            refusal = enter(seq, now_s)
+            refusal = enter(seq, now_s, sequences[1:])
         except TransferError as error:
             self._events[client].append(Refused(request.request_id, "invalid", str(error)))
             return
         if refusal is not None:
             self._refuse(client, request.request_id, refusal)
             return
-        seq.handle = next(self._handles)
-        num_cached = max(seq.place.num_cached_tokens, 0)
+        for each in sequences:
+            each.handle = self._next_handle
+            self._next_handle += 1
         accepted = Accepted(
-            request.request_id, seq.place.dp_group, seq.place.slot, num_cached, seq.handle
+            request.request_id,
+            seq.place.dp_group,
+            seq.place.slot,
+            max(seq.place.num_cached_tokens, 0),
+            seq.handle,
+            len(sequences),
         )
         self._events[client].append(accepted)
 
@@ -141,40 +146,53 @@ class RequestHandler:
             failed = KVLoaded(message.request_id, message.epoch, failure_word(error))
             self._events[client].append(failed)
 
-    def _abort(self, client: bytes, request_id: str, reason: AbortReason) -> None:
+    def _abort(self, client: bytes, request_id: str, message: Abort) -> None:
+        """Drop a request, or the choices that are named; the last one may be all that is left."""
+        if message.choices:
+            if self._scheduler.table.is_of(client, request_id):
+                for choice in message.choices:
+                    self._scheduler.abort_choice(request_id, choice, message.reason)
+            return
         if request_id in self._successors and self._successors[request_id][0] == client:
             del self._successors[request_id]
             self._refuse(client, request_id, "duplicate")
         if self._scheduler.table.is_of(client, request_id):
-            self._scheduler.abort(request_id, reason)
+            self._scheduler.abort(request_id, message.reason)
 
     def _activate(self, message: Activate, now_s: float) -> None:
         """Start a reserved request; fail it if its tokens cannot come from this model."""
-        seq = self._scheduler.table.get(message.request_id)
-        token_ids = message.token_ids[0] if message.token_ids else []
-        if seq is not None:
-            problem = self._checks.activation_problem(seq, message)
-            if problem is not None:
-                self._scheduler.abort(message.request_id)
-                self._events.fail(seq, problem)
-                return
-        ended = self._scheduler.activate(message.request_id, token_ids, now_s)
+        choices = self._scheduler.table.choices(message.request_id)
+        problem = self._checks.activation_problem(choices, message)
+        if problem is not None:
+            seq = choices[0]
+            self._scheduler.abort(message.request_id)
+            self._events.fail(seq, problem)
+            return
+        ended = self._scheduler.activate(message.request_id, message.token_ids, now_s)
         if ended is not None:
             self._events.fail_transfer(ended)
 
 
-def _new_sequence(client: bytes, message: AddRequest, *, transfers: bool) -> Sequence:
+def _new_sequences(client: bytes, message: AddRequest, *, transfers: bool) -> list[Sequence]:
+    """Return the choices of a request, in order."""
     request, transfer = message.request, None
     if transfers:
         ticket = message.ticket or b""
         transfer = TransferRequest(
             request.request_id, request.prompt_token_ids, ticket, request.cache_salt
         )
-    return Sequence(
-        request,
-        message.mode,
-        client,
-        [*request.prompt_token_ids, *(message.token_ids[0] if message.token_ids else ())],
-        place=KVPlace(dp_group=message.dp_group),
-        transfer=transfer,
-    )
+    outputs = message.token_ids or [[]] * request.sampling.n
+    sequences: list[Sequence] = []
+    for choice, output in enumerate(outputs):
+        seq = Sequence(
+            request,
+            message.mode,
+            client,
+            [*request.prompt_token_ids, *output],
+            place=KVPlace(dp_group=message.dp_group),
+            transfer=None if choice else transfer,
+            choice=choice,
+            parent=sequences[0] if choice else None,
+        )
+        sequences.append(seq)
+    return sequences

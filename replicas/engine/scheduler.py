@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from kv_transfer.connector import Failure, KVConnectorScheduler
     from replicas.config import EngineConfig
+    from replicas.engine.kv_cache import Place
     from replicas.engine.prefix_feed import PrefixFeed
     from replicas.engine.step import Prepared, RowFailure, StepKind
     from replicas.kv_groups import KVGroup
@@ -88,8 +89,9 @@ class _Admission(Enum):
 
     ADMITTED = "admitted"
     NO_ROOM = "no room"
-    ASKING = "asking"
-    """It waits for its grammar, or for the connector's answer; room was not decided."""
+    NOT_YET = "not yet"
+    """It waits for its grammar, for the connector's answer, or for the prompt's KV that choice 0 of
+    its request computes; room was not decided."""
 
 
 class _StepPlan:
@@ -200,6 +202,7 @@ class Scheduler:
         self._connector = connector
         self._kv = KVCacheManager(config, kv_groups, prefix_cache_key)
         self._loads = KVLoads(config, self._kv, connector, resumes_prefill=resumes_prefill)
+        self._resumes_prefill = resumes_prefill
         decode_kind: StepKind = "mixed" if config.mixed_batches else "decode"
         self.table = RequestTable(len(self._kv), decode_kind)
         self.preparations = Preparations()
@@ -223,12 +226,17 @@ class Scheduler:
 
     # --- requests in ---------------------------------------------------------------------------
 
-    def add(self, seq: Sequence, now_s: float) -> RefusalReason | None:
-        """Queue a sequence of mode local or prefill, or return why it is refused.
+    def add(
+        self, seq: Sequence, now_s: float, siblings: SequenceOf[Sequence] = ()
+    ) -> RefusalReason | None:
+        """Queue the sequences of a request of mode local or prefill, or return why not.
+
+        Choices other than 0 are admitted once that one has computed the prompt.
 
         Args:
-            seq: A new sequence; `dp_group` is the asked group or -1.
+            seq: A new sequence, choice 0; `dp_group` is the asked group or -1.
             now_s: Monotonic clock.
+            siblings: The other choices, in order.
 
         Raises:
             TransferError: The connector cannot use its ticket; nothing was queued.
@@ -240,12 +248,15 @@ class Scheduler:
             return "queue_full"
         if self._connector is not None and seq.transfer is not None:
             self._connector.on_new_request(seq.transfer, now_s)
-        self.table.add(seq)
-        self.preparations.add(seq)
+        self._enter(seq, *siblings)
         return None
 
-    def reserve(self, seq: Sequence, now_s: float) -> RefusalReason | None:
+    def reserve(
+        self, seq: Sequence, now_s: float, siblings: SequenceOf[Sequence] = ()
+    ) -> RefusalReason | None:
         """Reserve a place for a sequence whose prompt is computed elsewhere, or return why not.
+
+        The place is that of choice 0. The other choices are queued until it has the prompt's KV.
 
         Blocks for all its tokens and the first decode step are taken at once, so that a transfer
         never waits for memory. This includes output tokens that another engine has decoded already.
@@ -258,10 +269,14 @@ class Scheduler:
         if place is None:
             return "no_blocks" if self._kv.has_slot(seq) else "no_slot"
         seq.num_computed_tokens = self._kv.admit(seq, place, num_needed)
-        self.table.add(seq)
-        self.preparations.add(seq)
+        self._enter(seq, *siblings)
         self._loads.reserve(seq, now_s)
         return None
+
+    def _enter(self, *sequences: Sequence) -> None:
+        for seq in sequences:
+            self.table.add(seq)
+            self.preparations.add(seq)
 
     def load(self, request_id: str, ticket: bytes, epoch: int, now_s: float) -> None:
         """Start fetching a reserved sequence's KV, after the end of a transfer under way.
@@ -309,22 +324,32 @@ class Scheduler:
             now_s,
         )
 
-    def activate(self, request_id: str, token_ids: list[int], now_s: float) -> Sequence | None:
-        """Let a reserved sequence run once its KV is here, or compute its prompt here.
+    def activate(
+        self, request_id: str, token_ids: SequenceOf[list[int]], now_s: float
+    ) -> Sequence | None:
+        """Let a reserved request run once its KV is here, or compute its prompt here.
 
         Args:
-            request_id: The reserved sequence; unknown ids are ignored.
-            token_ids: All output tokens that the client has, including those of the reservation.
-                If empty, the prompt is computed here.
+            request_id: The reserved request; unknown ids are ignored.
+            token_ids: For each choice all output tokens that the client has, including those of
+                the reservation. If empty, the prompt is computed here.
             now_s: Monotonic clock.
 
         Returns:
-            The sequence if this ended it, because its KV did not come and must not be recomputed.
+            Choice 0 if this ended the request, because its KV did not come and must not be
+            recomputed.
         """
-        seq = self._loads.activate(request_id, now_s, has_tokens=bool(token_ids))
+        for sibling in self.table.choices(request_id) if token_ids else ():
+            if sibling.mode == "decode" and sibling.phase is Phase.WAITING:
+                # Out of the queue meanwhile, which counts its tokens.
+                self.table.queue.remove(sibling)
+                sibling.token_ids += token_ids[sibling.choice][sibling.num_output_tokens :]
+                self.table.queue.push(sibling)
+        first = token_ids[0] if token_ids else []
+        seq = self._loads.activate(request_id, now_s, has_tokens=bool(first))
         if seq is None:
             return None
-        seq.token_ids.extend(token_ids[seq.num_output_tokens :])
+        seq.token_ids.extend(first[seq.num_output_tokens :])
         self._go_on(seq)
         return seq if seq.is_over else None
 
@@ -370,17 +395,22 @@ class Scheduler:
 
     def abort(self, request_id: str, reason: AbortReason = "abort") -> None:
         """Drop a request in any place, and count it as `reason`; unknown ids are ignored."""
-        live = self.table.give_up(request_id)
-        for seq in live:
+        is_held = request_id in self.table.held
+        for seq in self.table.give_up(request_id):
             self._finish(seq, reason)
-        if not live and request_id in self.table.held and self._connector is not None:
+        if is_held and self._connector is not None:
             self._connector.cancel(request_id)
+
+    def abort_choice(self, request_id: str, choice: int, reason: AbortReason) -> None:
+        """Drop one choice of a request; the others continue. Unknown ones are ignored."""
+        for seq in self.table.give_up(request_id, choice):
+            self._finish(seq, reason)
 
     def abort_client(self, client: bytes) -> int:
         """Drop every sequence of a client that is gone; return the number of live ones."""
         live = [s.request_id for s in self.table if s.client == client]
         held = [s.request_id for s in self.table.held.values() if s.client == client]
-        for request_id in (*live, *held):
+        for request_id in dict.fromkeys((*live, *held)):
             self.abort(request_id)
         return len(live)
 
@@ -404,14 +434,17 @@ class Scheduler:
             The ended sequences, each with the reason.
         """
         ended = self.preparations.end(results, now_s)
-        for seq, _ in ended.failed:
-            self._finish(seq, "error")
+        failed = []
+        for seq, error in ended.failed:
+            if not seq.is_over:  # Another choice of its request may have failed before.
+                self._finish(seq, "error")
+                failed.append((seq, error))
         for seq in ended.ready:
             if seq.phase is Phase.RESERVED:
                 self._go_on(seq)
                 if seq.is_over and seq.load is not None:
-                    ended.failed.append((seq, f"{KV_TRANSFER_FAILED}: {seq.load.failure}"))
-        return ended.failed
+                    failed.append((seq, f"{KV_TRANSFER_FAILED}: {seq.load.failure}"))
+        return failed
 
     # --- one step ------------------------------------------------------------------------------
 
@@ -510,12 +543,14 @@ class Scheduler:
     def progress(self, batch: ScheduledBatch) -> Iterable[tuple[Sequence, int]]:
         """Yield sequences whose prompt a step computes, with their computed tokens after it.
 
+        Choices other than 0 are left out: the connector has one prompt of a request.
+
         Args:
             batch: The oldest step under way.
         """
         plan = self._plan_of(batch)
         for seq, count in zip(plan.sequences, plan.counts, strict=True):
-            if seq.num_computed_tokens - count < seq.num_prompt_tokens:
+            if seq.parent is None and seq.num_computed_tokens - count < seq.num_prompt_tokens:
                 yield seq, seq.num_computed_tokens
 
     # --- several passes in one step ------------------------------------------------------------
@@ -657,7 +692,7 @@ class Scheduler:
             if admission is _Admission.ADMITTED:
                 continue
             index += 1
-            if admission is _Admission.ASKING:
+            if admission is _Admission.NOT_YET:
                 continue
             if seq.place.dp_group < 0:
                 break
@@ -665,19 +700,15 @@ class Scheduler:
 
     def _try_admit(self, plan: _StepPlan, seq: Sequence, full_groups: set[int]) -> _Admission:
         # Checked before the costly search for a place: many sequences may ask in every step.
-        if seq in self.preparations.waiting or (
-            self._loads.is_asking(seq) and self._loads.num_external(seq, 0) is None
-        ):
-            return _Admission.ASKING
-        # The whole prompt must fit, or two half-computed prompts could starve each other.
-        prompt_tokens = self.table.prompt_tokens() if seq.place.dp_group < 0 else []
+        if self._is_undecided(seq):
+            return _Admission.NOT_YET
         num_needed = self._num_needed(seq.num_tokens - 1)
-        place = self._kv.find_place(seq, num_needed, full_groups, prompt_tokens)
+        place = self._find_place(seq, num_needed, full_groups)
         if place is None:
             return _Admission.NO_ROOM
         num_external = self._loads.num_external(seq, place.num_tokens)
         if num_external is None:
-            return _Admission.ASKING
+            return _Admission.NOT_YET
         if num_external:
             seq.num_computed_tokens = self._kv.admit(seq, place, num_needed)
             self.table.move(seq, Phase.LOADING)
@@ -690,6 +721,37 @@ class Scheduler:
         self.table.move(seq, Phase.PREFILL)
         plan.add(seq, count)
         return _Admission.ADMITTED
+
+    def _is_undecided(self, seq: Sequence) -> bool:
+        """Return whether a queued sequence waits for its grammar, the connector or choice 0."""
+        if seq in self.preparations.waiting:
+            return True
+        parent = seq.parent
+        if parent is None:
+            return self._loads.is_asking(seq) and self._loads.num_external(seq, 0) is None
+        if not self._resumes_prefill:
+            return parent.phase is Phase.RESERVED
+        return not (parent.phase is Phase.DECODE or parent.is_over)
+
+    def _find_place(self, seq: Sequence, num_needed: int, full_groups: set[int]) -> Place | None:
+        """Return room for a queued sequence, where it finds most of its KV."""
+        # The whole prompt must fit, or two half-computed prompts could starve each other.
+        prompt_tokens = self.table.prompt_tokens() if seq.place.dp_group < 0 else []
+        place = self._kv.find_place(seq, num_needed, full_groups, prompt_tokens)
+        parent = seq.parent
+        if parent is not None and self._resumes_prefill and self._has_prompt(parent):
+            fork = self._kv.fork(seq, parent, num_needed, full_groups)
+            if fork is not None and (place is None or place.num_tokens < fork.num_tokens):
+                return fork
+        return place
+
+    def _has_prompt(self, parent: Sequence) -> bool:
+        """Return whether another choice can share the blocks of choice 0, its parent.
+
+        After its end, too, while a step under way or another engine uses its blocks.
+        """
+        has_left = parent.phase is Phase.LEAVING and not parent.is_aborted
+        return (parent.phase is Phase.DECODE or has_left) and bool(parent.place.block_ids)
 
     def _clip(self, start: int, end: int, budget: int) -> int:
         """Return how many tokens from `start` to `end` this step may compute; 0 if none."""
@@ -862,7 +924,7 @@ class Scheduler:
         run, end = self._end_rules.cut(seq, run)
         stats = self._kv.stats[seq.place.dp_group]
         stats.generation_tokens += len(run)
-        if seq.num_output_tokens == 0:
+        if seq.num_output_tokens == 0 and seq.parent is None:
             stats.prompt_tokens += seq.num_prompt_tokens
         seq.token_ids += run
         if end is not None:
@@ -950,7 +1012,7 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         """Take slot and blocks from a sequence; it recomputes its tokens when there is room."""
-        if self._connector is not None:
+        if self._connector is not None and seq.parent is None:
             self._connector.request_preempted(seq.request_id)
         self._kv.free_slot(seq)
         self._kv.free_blocks(seq)
@@ -963,7 +1025,9 @@ class Scheduler:
         """After a prefill, free the slot and keep the blocks until the consumer has them."""
         assert self._connector is not None
         self._count_finished(seq, "handed_over")
-        hold = self._connector.request_finished(seq.request_id, seq.place.block_ids)
+        hold = False
+        if seq.parent is None:
+            hold = self._connector.request_finished(seq.request_id, seq.place.block_ids)
         self._retire(seq, hold=hold)
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
@@ -971,12 +1035,16 @@ class Scheduler:
         self._loads.forget(seq)
         self._count_finished(seq, reason)
         hold = False
-        if self._connector is not None:
+        if self._connector is not None and seq.parent is None:
             # No consumer fetches these blocks. A normal end may still save its KV to a store.
             if seq.is_aborted or reason == "error" or seq.mode == "prefill":
                 self._connector.cancel(seq.request_id)
             hold = self._connector.request_finished(seq.request_id, seq.place.block_ids)
         self._retire(seq, hold=hold)
+        others = self.table.choices(seq.request_id)
+        if others and reason == "error":
+            # An error ends all choices, see `TokenOutput`.
+            self._finish(others[0], reason)
 
     def _retire(self, seq: Sequence, *, hold: bool) -> None:
         self.preparations.remove(seq)
@@ -1076,7 +1144,7 @@ def _new_row(seq: Sequence) -> NewRow:
         num_prompt_tokens=seq.num_prompt_tokens,
         num_computed_tokens=seq.num_computed_tokens,
         block_ids=[list(block_ids) for block_ids in seq.place.block_ids],
-        sampling=seq.request.sampling,
+        sampling=seq.sampling,
     )
 
 

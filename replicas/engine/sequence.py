@@ -1,4 +1,4 @@
-"""Mutable record of one request in the engine, and the phases of its life.
+"""Mutable record of one choice of a request in the engine, and the phases of its life.
 
 Owner: the scheduler, on the engine's core thread; only its parts write to it.
 """
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from kv_transfer.connector import TransferRequest
     from replicas.engine.block_pool import PrefixWalk
     from replicas.messages import EngineRequest, RequestMode
+    from replicas.sampling_params import SamplingParams
+
+_INT64 = 2**63
 
 
 class Phase(Enum):
@@ -53,7 +56,7 @@ TRANSITIONS: Mapping[Phase, frozenset[Phase]] = {
 }
 """The phases that may follow each phase.
 
-A sequence begins in WAITING, or in RESERVED if its mode is decode.
+A sequence begins in WAITING, or in RESERVED if it is choice 0 of a request of mode decode.
 """
 
 
@@ -90,6 +93,21 @@ class KVLoad:
     next: tuple[bytes, int] | None = None
 
 
+def choice_params(sampling: SamplingParams, choice: int) -> SamplingParams:
+    """Return the parameters of one choice, as if it were a request of its own.
+
+    Choice i draws with the request's seed plus i. Source: vLLM v1/engine/parallel_sampling.py
+    `ParentRequest`. Only choice 0 reports log probabilities of the prompt, which all choices share.
+    """
+    if sampling.n == 1:
+        return sampling
+    seed = sampling.seed
+    if seed is not None:
+        seed = (seed + choice + _INT64) % (2 * _INT64) - _INT64
+    wanted = None if choice else sampling.prompt_logprobs
+    return msgspec.structs.replace(sampling, n=1, seed=seed, prompt_logprobs=wanted)
+
+
 @dataclass(slots=True, eq=False)
 class KVPlace:
     """A sequence's slot and blocks. Owner: `KVCacheManager`.
@@ -123,7 +141,10 @@ class KVPlace:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request inside the engine.
+    """One choice of a request inside the engine.
+
+    Only choice 0 loads KV, or is fetched by other engines: the connector knows requests, and all
+    choices have one prompt.
 
     Attributes:
         request: The client's request; never changes.
@@ -132,10 +153,11 @@ class Sequence:
         token_ids: Prompt, then output.
         num_computed_tokens: Tokens whose KV is in the cache once the steps under way are over.
         place: Its slot and blocks.
-        transfer: The request as the KV connector gets it; None in an engine without a connector.
+        transfer: The request as the KV connector gets it; None in an engine without a connector,
+            and for choices other than 0.
         load: Its load of KV; None if it never waited for KV.
         is_aborted: Whether the client has given it up. Its KV must not be used any more.
-        choice: Which of the request's choices it is.
+        choice: Index of the choice, from 0.
         handle: Its number in columns of tokens; 0 before it is accepted.
         is_told: Whether its client has got its first tokens from here, so that column rows can
             follow.
@@ -144,7 +166,9 @@ class Sequence:
             whole.
         look_at: While it decodes: computed tokens at which it fills a block or ends.
         stop_ids: While it decodes: tokens that end it.
+        parent: Choice 0, whose prompt blocks it may share; None for choice 0 itself.
         phase: Its phase; only `transition` changes it.
+        sampling: The request's parameters with the seed of this choice.
         request_id: The request's id.
         num_prompt_tokens: Tokens of the prompt.
     """
@@ -165,12 +189,16 @@ class Sequence:
     is_known_to_runner: bool = False
     look_at: int = 0
     stop_ids: frozenset[int] = frozenset()
+    parent: Sequence | None = None
     phase: Phase = field(init=False)
+    sampling: SamplingParams = field(init=False)
     request_id: str = field(init=False)
     num_prompt_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.phase = Phase.RESERVED if self.mode == "decode" else Phase.WAITING
+        is_reserved = self.mode == "decode" and self.parent is None
+        self.phase = Phase.RESERVED if is_reserved else Phase.WAITING
+        self.sampling = choice_params(self.request.sampling, self.choice)
         self.request_id = self.request.request_id
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
 

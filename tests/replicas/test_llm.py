@@ -99,6 +99,24 @@ def test_engine_stops_at_a_stop_string(llm, greedy):
     assert after.num_empty_slots == 4
 
 
+def test_choices_are_requests_with_the_derived_seeds_and_stop_by_themselves(llm):
+    one = [SamplingParams(max_tokens=12, temperature=1.5, seed=5 + i) for i in range(3)]
+    alone = [o.outputs[0] for o in generate(llm, [PROMPTS[0]] * 3, one)]
+    params = msgspec.structs.replace(one[0], n=3)
+    [output] = generate(llm, PROMPTS[0], params)
+    assert [(c.index, c.token_ids, c.text) for c in output.outputs] == [
+        (i, c.token_ids, c.text) for i, c in enumerate(alone)
+    ]
+    stop = alone[1].text[3:6]
+    [output] = generate(llm, PROMPTS[0], msgspec.structs.replace(params, stop=(stop,)))
+    for choice, whole in zip(output.outputs, alone, strict=True):
+        is_cut = stop in whole.text
+        assert choice.text == whole.text.partition(stop)[0]
+        assert choice.stop_reason == (stop if is_cut else whole.stop_reason)
+    assert output.outputs[1].finish_reason == "stop"
+    assert llm.get_metrics().groups[0].num_empty_slots == 4
+
+
 def test_stop_token_ends_the_text_before_it(llm, greedy):
     token_id = greedy.token_ids[4]
     params = msgspec.structs.replace(GREEDY, stop_token_ids=frozenset({token_id}))

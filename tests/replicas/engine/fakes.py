@@ -72,6 +72,22 @@ def make_sequence(
     return Sequence(request, mode, client, token_ids, place=KVPlace(dp_group), transfer=transfer)
 
 
+def make_siblings(seq: Sequence) -> list[Sequence]:
+    """The other choices of a request, with the same output so far."""
+    return [
+        Sequence(
+            seq.request,
+            seq.mode,
+            seq.client,
+            [*seq.token_ids],
+            place=KVPlace(dp_group=seq.place.dp_group),
+            choice=choice,
+            parent=seq,
+        )
+        for choice in range(1, seq.request.sampling.n)
+    ]
+
+
 def make_ticket(
     request_id: str, num_tokens: int, epoch: int = 0, *, producer: str = "there"
 ) -> bytes:

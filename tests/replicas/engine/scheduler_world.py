@@ -38,6 +38,11 @@ if TYPE_CHECKING:
 Prefix = tuple[int, ...]
 
 
+def key_of(seq: Sequence) -> tuple[str, int]:
+    """Return the name of a sequence: its request and choice."""
+    return seq.request_id, seq.choice
+
+
 class World:
     """One scheduler with its fake device and connector; accounts for every request."""
 
@@ -84,8 +89,8 @@ class World:
         self.dice = random.Random(0)
         self.now_s = 0.0
         self.num_accepted = 0
-        self.ended: Counter[str] = Counter()
-        self.outputs: dict[str, list[int]] = {}
+        self.ended: Counter[tuple[str, int]] = Counter()
+        self.outputs: dict[tuple[str, int], list[int]] = {}
 
     # --- the device ----------------------------------------------------------------------------
 
@@ -223,16 +228,14 @@ class World:
                 transfer.num_saved_tokens = num_tokens
         outputs = self.scheduler.update(batch, self.run(batch, sample))
         for row, (seq, run) in enumerate(zip(outputs.sequences, outputs.runs(), strict=True)):
-            known = self.outputs[seq.request_id]
-            assert seq.request_id not in self.ended
+            known = self.outputs[key_of(seq)]
+            assert key_of(seq) not in self.ended
             assert seq.num_output_tokens - len(run) == len(known)
             known.extend(run)
             end = outputs.ends.get(row)
             if end is not None or seq.mode == "prefill":
-                self.ended[seq.request_id] += 1
-            assert (self.scheduler.table.get(seq.request_id) is None) == (
-                seq.request_id in self.ended
-            )
+                self.ended[key_of(seq)] += 1
+            assert (self.scheduler.table.get(*key_of(seq)) is None) == (key_of(seq) in self.ended)
             limit = seq.request.sampling.max_tokens
             assert len(known) <= limit
             assert end is not None or len(known) < limit
@@ -253,7 +256,7 @@ class World:
             # A load from the store has no blocks until the store has answered.
             if ok and transfer.block_ids:
                 self._receive(transfer)
-                self.scheduler.kv_received(request_id)
+                self._count_ended(self.scheduler.kv_received(request_id))
             else:
                 self._spoil(transfer, num_verified)
                 self._fail(request_id, num_verified)
@@ -277,27 +280,51 @@ class World:
         """Activate a request as the core does for a client, with some more tokens than before."""
         seq = self.scheduler.table.get(request_id)
         tokens = [*seq.token_ids[seq.num_prompt_tokens :], *token_ids]
-        self.outputs[request_id].extend(tokens)
-        self._count_ended(self.scheduler.activate(request_id, tokens, self.now_s))
+        self.outputs[key_of(seq)].extend(tokens)
+        lists = [[] for _ in range(seq.request.sampling.n)]
+        lists[0] = tokens
+        for sibling in self.scheduler.table.choices(request_id)[1:]:
+            lists[sibling.choice] = [*sibling.token_ids[sibling.num_prompt_tokens :], *token_ids]
+            self.outputs[key_of(sibling)].extend(lists[sibling.choice])
+        self._count_ended(self.scheduler.activate(request_id, lists, self.now_s))
 
     def _count_ended(self, seq: Sequence | None) -> None:
-        """Take note of a sequence that a failure ended, if it did."""
+        """Take note of a request that a failure ended, if it did."""
         if seq is not None and seq.is_over:
             assert self.config.kv_load_failure_policy == "fail"
             assert seq.num_output_tokens
-            self.ended[seq.request_id] += 1
+            self._end_all(seq.request_id)
+
+    def accept(self, seq: Sequence, siblings: SequenceOf[Sequence]) -> None:
+        """Take note of a new request."""
+        for each in (seq, *siblings):
+            self.num_accepted += 1
+            self.outputs[key_of(each)] = []
+
+    def _end_all(self, request_id: str) -> None:
+        """Take note of a request all of whose choices have ended."""
+        assert not self.scheduler.table.choices(request_id)
+        for key in self.outputs:
+            if key[0] == request_id:
+                self.ended[key] = 1
 
     def expire(self, now_s: float) -> None:
         """Let time pass."""
         self.now_s = now_s
         for seq in self.scheduler.expire(now_s):
-            self.ended[seq.request_id] += 1
+            self._end_all(seq.request_id)
 
     def abort(self, request_id: str) -> None:
         """Drop a request, wherever it is."""
-        if self.scheduler.table.get(request_id) is not None:
-            self.ended[request_id] += 1
+        for seq in self.scheduler.table.choices(request_id):
+            self.ended[key_of(seq)] += 1
         self.scheduler.abort(request_id)
+
+    def abort_choice(self, key: tuple[str, int]) -> None:
+        """Drop one choice of a request, wherever it is."""
+        self.ended[key] += self.scheduler.table.get(*key) is not None
+        self.ended = +self.ended
+        self.scheduler.abort_choice(*key, "stop")
 
     def finish_everything(self, sample: Callable[[], int]) -> None:
         """No new work: peers answer, clients activate, and a bounded number of steps ends it."""
@@ -323,7 +350,7 @@ class World:
             assert (group.num_empty_slots, group.num_free_blocks) == (empty, free)
             assert (group.num_running, group.num_reserved) == (0, 0)
         assert (len(self.scheduler.table.queue), self.scheduler.table.queue.num_tokens) == (0, 0)
-        assert set(self.ended.values()) <= {1}
+        assert set(self.ended.values()) <= {1}, self.ended
         assert len(self.ended) == self.num_accepted
         counted = sum(sum(g.requests_finished.values()) for g in self.scheduler.group_counters())
         assert counted == self.num_accepted

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from replicas.messages import (
     KV_TRANSFER_FAILED,
     Abort,
     Accepted,
+    Activate,
     AddRequest,
     EngineRequest,
     KVLoaded,
@@ -103,6 +105,59 @@ def test_tokens_equal_those_of_a_single_core(make_pair, local, prefill, decode, 
     assert pair.generate(PROMPTS, sampling) == local(PROMPTS, sampling)
     assert pair.failures == {}
     assert num_sent(pair.prefill) == num_received(pair.decode) == (len(PROMPTS), 0)
+
+
+THREE = SamplingParams(max_tokens=8, temperature=1.5, seed=5, n=3, ignore_eos=True)
+
+
+class Choices(Pair):
+    """A pair whose client asks for three choices of each request."""
+
+    def __init__(self, *configs):
+        super().__init__(*configs)
+        self.tokens = [[], [], []]
+        self.is_activated = False
+        self.activate_on_first_token = False
+
+    def _take_tokens(self, node, event):
+        known = self.tokens[event.choice]
+        known += event.token_ids[len(known) - event.index :]
+        self.finished[f"{event.request_id}.{event.choice}"] = event.finish_reason
+        if all(self.tokens) and not self.is_activated:
+            self.is_activated = True
+            self.decode.handle(Activate(event.request_id, self.tokens))
+
+    def run(self):
+        wanted = {f"r.{i}": "length" for i in range(3)}
+        self.run_until(lambda: self.finished == wanted, "all choices finished")
+        self.prefill.handle(Abort(["r"]))
+        self.run_until(self.is_idle, "everything given back")
+        return self.tokens
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("ending", ["loaded", "recomputed", "lost"])
+def test_choices_go_on_from_the_first_tokens_of_prefill(caching, ending, local):
+    alone = [
+        msgspec.structs.replace(THREE, n=1, seed=THREE.seed + choice) for choice in range(THREE.n)
+    ]
+    changes = {"enable_prefix_caching": caching}
+    pair = Choices(config(**changes), config(**changes))
+    try:
+        pair.reserve("r", LONG, THREE)
+        pair.start_prefill("r")
+        if ending != "recomputed":
+            pair.start_load("r")
+        if ending == "lost":
+            pair.run_until(lambda: all(pair.tokens), "the first tokens")
+            pair.prefill.handle(Abort(["r"]))
+        assert pair.run() == local([LONG] * 3, alone)
+        if ending == "loaded":
+            # The prompt is fetched once, for choice 0; the others share its blocks.
+            assert num_received(pair.decode) == (1, 0)
+            assert pair.decode.core.metrics(0.0).kv_recompute_tokens == 0
+    finally:
+        pair.close()
 
 
 def test_transferred_bytes_are_blocks_times_bytes_per_block(make_pair):

@@ -127,3 +127,24 @@ def test_an_engine_without_a_tokenizer_says_so(tmp_path):
                 if isinstance(event, TokenOutput):
                     ended = event.error
         assert "tokenizer.json" in ended
+
+
+def test_each_choice_follows_the_grammar_as_a_request_of_its_own(core):
+    three = sampling(7, n=3)
+    alone = [sampling(seed) for seed in (7, 8, 9)]
+    wanted = generate(core, [PROMPTS[0]] * 3, alone)
+    bad = sampling(0, n=3, structured_outputs=StructuredOutputs(regex="(?=a)"))
+    core.handle(CLIENT, AddRequest(EngineRequest("good", PROMPTS[0], three)), 0.0)
+    core.handle(CLIENT, AddRequest(EngineRequest("bad", PROMPTS[0], bad)), 0.0)
+    outputs, errors = [[], [], []], []
+    while core.num_live:
+        core.step(0.0)
+        core.check_invariants()
+        for event in take_events(core).get(CLIENT, []):
+            if isinstance(event, TokenOutput) and event.request_id == "good":
+                outputs[event.choice] += event.token_ids
+            elif isinstance(event, TokenOutput):
+                errors.append(event.error)
+    assert outputs == wanted
+    assert len(errors) == 1
+    assert errors[0].startswith(BAD_GRAMMAR)

@@ -213,7 +213,7 @@ def test_reservation_that_nobody_activates_lapses():
 
 def test_loaded_prompt_goes_on_with_one_token():
     scheduler, connector = being_loaded()
-    scheduler.activate("r", [5], 0.0)
+    scheduler.activate("r", [[5]], 0.0)
     assert step(scheduler) == {}
     del connector.transfers["r"]
     scheduler.kv_received("r")
@@ -222,7 +222,7 @@ def test_loaded_prompt_goes_on_with_one_token():
 
 def test_tokens_that_the_client_has_already_are_computed_after_a_load():
     scheduler, connector = being_loaded()
-    scheduler.activate("r", [5, 6, 7], 0.0)
+    scheduler.activate("r", [[5, 6, 7]], 0.0)
     del connector.transfers["r"]
     scheduler.kv_received("r")
     assert step(scheduler) == {"r": 3}
@@ -230,7 +230,7 @@ def test_tokens_that_the_client_has_already_are_computed_after_a_load():
 
 def test_failed_load_of_an_activated_prompt_is_computed_here():
     scheduler, connector = being_loaded()
-    scheduler.activate("r", [5], 0.0)
+    scheduler.activate("r", [[5]], 0.0)
     del connector.transfers["r"]
     scheduler.kv_failed("r", Failure(FailureReason.PEER_DEAD), 0.0)
     assert step(scheduler) == {"r": 9}
@@ -241,7 +241,7 @@ def test_only_the_tokens_of_a_ticket_count_as_computed():
     scheduler = make_scheduler(connector=connector)
     scheduler.reserve(make_sequence("r", [1] * 8, mode="decode"), 0.0)
     scheduler.load("r", make_ticket("r", 4), 0, 0.0)
-    scheduler.activate("r", [5], 0.0)
+    scheduler.activate("r", [[5]], 0.0)
     del connector.transfers["r"]
     scheduler.kv_received("r")
     assert step(scheduler) == {"r": 5}
@@ -279,7 +279,7 @@ def test_converted_kv_is_found_by_nobody_until_it_is_computed_here():
     scheduler, connector = being_loaded(num_blocks=16)
     del connector.transfers["r"]
     scheduler.kv_received("r", is_converted=True)
-    scheduler.activate("r", [9], 0.0)
+    scheduler.activate("r", [[9]], 0.0)
     for _ in range(8):
         assert step(scheduler) == {"r": 1}
     # Nor KV that was computed from it.
@@ -504,7 +504,7 @@ def test_a_generator_that_computes_whole_prompts_only_is_given_no_parts():
     assert step(scheduler) == {"a": 10}
     scheduler.reserve(make_sequence("r", [2] * 8, mode="decode"), 0.0)
     scheduler.load("r", make_ticket("r", 8), 0, 0.0)
-    scheduler.activate("r", [5], 0.0)
+    scheduler.activate("r", [[5]], 0.0)
     fail(scheduler, connector, "r", 4)
     assert step(scheduler) == {"a": 1, "r": 9}
 
@@ -596,7 +596,7 @@ def loading(tokens=(), policy="recompute"):
     scheduler.reserve(make_sequence("r", [1] * 12, mode="decode"), 0.0)
     scheduler.load("r", make_ticket("r", 12), 7, 0.0)
     if tokens:
-        scheduler.activate("r", list(tokens), 0.0)
+        scheduler.activate("r", [list(tokens)], 0.0)
     return scheduler, connector
 
 
@@ -623,7 +623,7 @@ def test_the_next_ticket_fetches_only_what_is_missing():
     assert connector.transfers["r"].start == 8
     del connector.transfers["r"]
     scheduler.kv_received("r")
-    scheduler.activate("r", [5], 0.0)
+    scheduler.activate("r", [[5]], 0.0)
     assert step(scheduler) == {"r": 1}
     assert scheduler.num_recompute_tokens == 0
 
@@ -641,7 +641,7 @@ def test_a_request_that_must_not_be_recomputed_ends_when_it_is_activated_without
     scheduler, connector = loading(policy="fail")
     seq = fail(scheduler, connector, "r", 0)
     assert seq.phase is Phase.RESERVED, "another ticket may come"
-    assert scheduler.activate("r", [5], 0.0) is seq
+    assert scheduler.activate("r", [[5]], 0.0) is seq
     assert (seq.phase, scheduler.table.num_live) == (Phase.ENDED, 0)
 
 
@@ -660,7 +660,7 @@ def activated_with_a_token_and_never_given_a_ticket(policy, cached=0):
         scheduler.add(make_sequence("before", [1] * cached, max_tokens=1), 0.0)
         step(scheduler)
     scheduler.reserve(make_sequence("r", [1] * 12, mode="decode"), 0.0)
-    return scheduler, scheduler.activate("r", [5], 0.0)
+    return scheduler, scheduler.activate("r", [[5]], 0.0)
 
 
 def test_a_request_that_must_not_be_recomputed_ends_without_a_ticket_too():
@@ -697,7 +697,7 @@ def test_a_refused_ticket_is_a_failure_too():
     connector.refuse = "forged"
     with pytest.raises(TransferError):
         scheduler.load("r", make_ticket("r", 12, 1), 8, 0.0)
-    ended = scheduler.activate("r", [5], 0.0)
+    ended = scheduler.activate("r", [[5]], 0.0)
     assert (ended.phase, ended.load.failure) == (Phase.ENDED, "bad_ticket")
 
 
@@ -707,7 +707,7 @@ def test_a_reserved_sequence_waits_for_a_store_that_does_not_know_yet():
     connector.pool["r"] = None
     scheduler.reserve(make_sequence("r", [1] * 8, mode="decode"), 0.0)
     scheduler.load("r", make_ticket("r", 8), 0, 0.0)
-    scheduler.activate("r", [5], 0.0)
+    scheduler.activate("r", [[5]], 0.0)
     assert step(scheduler) == {}
     scheduler.check_invariants()
     assert connector.transfers["r"].block_ids == ()
@@ -835,7 +835,7 @@ def test_a_sequence_that_is_preempted_lends_no_more_and_goes_on_by_itself():
 
 def test_nothing_is_lent_of_what_came_in_another_dtype_or_has_no_blocks():
     scheduler, connector = being_loaded()
-    scheduler.activate("r", [5], 0.0)
+    scheduler.activate("r", [[5]], 0.0)
     del connector.transfers["r"]
     scheduler.kv_received("r", is_converted=True)
     assert step(scheduler) == {"r": 1}
@@ -850,7 +850,7 @@ def test_a_stream_is_reserved_for_with_its_tokens_and_finds_them_in_the_cache():
     heir = make_sequence("r", PROMPT, mode="decode", output=[1] * 6)
     assert scheduler.reserve(heir, 0.0) is None
     assert (heir.num_computed_tokens, heir.place.capacity) == (12, 16)
-    scheduler.activate("r", [1] * 7, 0.0)
+    scheduler.activate("r", [[1] * 7], 0.0)
     assert heir.token_ids == [*PROMPT, *[1] * 7]
     assert step(scheduler) == {"r": 3}
 
@@ -870,14 +870,14 @@ def test_a_stream_goes_on_with_lent_kv_and_computes_what_came_meanwhile(num_toke
     scheduler, connector = heir(num_tokens, kv_load_failure_policy=policy)
     del connector.transfers["r"]
     assert scheduler.kv_received("r").request_id == "r"
-    assert scheduler.activate("r", [1] * 9, 0.0) is None
+    assert scheduler.activate("r", [[1] * 9], 0.0) is None
     assert step(scheduler) == {"r": left}
     assert scheduler.num_recompute_tokens == 0
 
 
 def test_a_stream_that_starts_before_its_kv_came_does_not_wait_for_the_rest():
     scheduler, connector = heir(12)
-    scheduler.activate("r", [1] * 7, 0.0)
+    scheduler.activate("r", [[1] * 7], 0.0)
     assert connector.cancelled == {"r"}
     assert step(scheduler) == {}, "its blocks may still be written to"
     fail(scheduler, connector, "r", 8, FailureReason.CANCELLED)

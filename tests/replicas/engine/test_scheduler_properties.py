@@ -9,8 +9,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from replicas.config import SpeculativeConfig
 from replicas.engine.sequence import Phase
 from tests.kv_groups import one_kv_group
-from tests.replicas.engine.fakes import EOS, make_config, make_sequence, make_ticket
-from tests.replicas.engine.scheduler_world import World
+from tests.replicas.engine.fakes import (
+    EOS,
+    make_config,
+    make_sequence,
+    make_siblings,
+    make_ticket,
+)
+from tests.replicas.engine.scheduler_world import World, key_of
 
 TOKENS = st.integers(0, 3)
 OUTPUTS = st.sampled_from([EOS, 1, 1, 1, 2, 2, 3, 3])
@@ -84,11 +90,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             client=data.draw(CLIENTS, label="client"),
             max_tokens=data.draw(st.integers(1, 20), label="max_tokens"),
             ignore_eos=data.draw(st.booleans(), label="ignore_eos"),
+            n=1 if mode == "prefill" else data.draw(st.sampled_from([1, 1, 1, 2, 3]), label="n"),
         )
-
-    def _accept(self, seq):
-        self.world.num_accepted += 1
-        self.world.outputs[seq.request_id] = []
 
     def _pick(self, data, *phases):
         found = [s for s in self.scheduler.table if s.phase in phases]
@@ -106,9 +109,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             whole = seq.num_prompt_tokens
             known = st.none() | st.just(whole) | st.integers(0, whole)
             pool[seq.request_id] = data.draw(known, label="tokens in the store")
-        refusal = self.scheduler.add(seq, self.world.now_s)
+        siblings = make_siblings(seq)
+        refusal = self.scheduler.add(seq, self.world.now_s, siblings)
         if refusal is None:
-            self._accept(seq)
+            self.world.accept(seq, siblings)
         else:
             pool.pop(seq.request_id, None)
             assert refusal == "queue_full"
@@ -123,9 +127,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             room = min(longest, self.world.longest) - seq.num_tokens
             seq.token_ids += data.draw(st.lists(st.integers(EOS + 1, 3), max_size=max(room, 0)))
         before = self.scheduler.group_snapshots()
-        refusal = self.scheduler.reserve(seq, self.world.now_s)
+        siblings = make_siblings(seq)
+        refusal = self.scheduler.reserve(seq, self.world.now_s, siblings)
         if refusal is None:
-            self._accept(seq)
+            self.world.accept(seq, siblings)
             assert seq.place.slot >= 0
             assert seq.place.dp_group == seq.place.slot // self.world.config.slots_per_group
         else:
@@ -189,13 +194,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data):
         if self.world.outputs:
-            self.world.abort(data.draw(st.sampled_from(sorted(self.world.outputs))))
+            key = data.draw(st.sampled_from(sorted(self.world.outputs)))
+            if data.draw(st.booleans(), label="one choice"):
+                self.world.abort_choice(key)
+            else:
+                self.world.abort(key[0])
 
     @precondition(lambda self: self.count > 6)
     @rule(client=CLIENTS)
     def client_vanishes(self, client):
         for seq in self.scheduler.table:
-            self.world.ended[seq.request_id] += seq.client == client
+            self.world.ended[key_of(seq)] += seq.client == client
         self.world.ended = +self.world.ended
         self.scheduler.abort_client(client)
         assert all(s.client != client for s in self.scheduler.table)
