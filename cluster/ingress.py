@@ -139,7 +139,7 @@ class Ingress:
                     if part.index >= num_known or delta.finish_reason is not None:
                         request_metrics.record_delta(delta)
                     await emit(delta)
-                return not processor.is_finished
+                return not processor.has_ended(output.choice)
 
             await self.router.run(request, deliver)
             request_metrics.is_finished = True

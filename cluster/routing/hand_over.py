@@ -129,7 +129,7 @@ class HandOver:
             if stream.quiet is None:
                 self._give_up()
             else:
-                heir.activate(self._progress.tokens)
+                heir.activate(self._progress.tokens, self._progress.ended)
                 self._context.capacity_changed()
             return
         if isinstance(event, KVLoaded):
@@ -219,9 +219,11 @@ class HandOver:
                 self._context.capacity_changed()
                 return
             request = self._lending.request
-            # Send the tokens that the demand, and so the hold, already includes.
+            # Send the tokens that the demand, and so the hold, already includes. Those of several
+            # choices follow with the activation.
             known = self._legs.demand.prompt_token_ids[len(request.prompt_token_ids) :]
-            message = AddRequest(request, "decode", placement.dp_group, token_ids=[[*known]])
+            tokens = [[*known]] if request.sampling.n == 1 else []
+            message = AddRequest(request, "decode", placement.dp_group, token_ids=tokens)
             with contextlib.suppress(EngineDeadError):
                 self._legs.ask_heir(placement, message)
                 self._placement = placement

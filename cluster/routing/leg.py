@@ -49,7 +49,7 @@ from replicas.messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from cluster.errors import ServingError
     from cluster.routing.demand import Demand
@@ -213,10 +213,16 @@ class Leg:
         assert self.has_tokens, f"{self!r} has nothing to lend"
         self._send(LendKV(self._request_id, ticket, epoch))
 
-    def activate(self, token_ids: list[list[int]]) -> None:
-        """Start a reservation; see `Activate`."""
+    def activate(self, token_ids: list[list[int]], ended: Iterable[int] = ()) -> None:
+        """Start a reservation without the choices that have ended; see `Activate`."""
+        for choice in ended:
+            self.stream.stop_choice(choice)
         self._go(LegState.ACTIVATED)
         self._send(Activate(self._request_id, token_ids))
+
+    def stop_choice(self, choice: int) -> None:
+        """Let the engine drop one choice, which a stop string has ended."""
+        self.stream.stop_choice(choice)
 
     def close(self, *, abort: bool, reason: AbortReason = "abort") -> None:
         """Release everything; with `abort`, the engine drops the request too. Idempotent."""

@@ -60,6 +60,8 @@ class Lending:
     def begin(self, lender: Leg, heir: Leg, accepted: Accepted, num_tokens: int) -> bool:
         """Start the transfer; return False if there is nothing that the successor could fetch.
 
+        The KV of several choices is computed again.
+
         Args:
             lender: The leg that has the stream.
             heir: The leg that takes it over, and has accepted.
@@ -69,7 +71,7 @@ class Lending:
         self.stop()
         to = self._pools.member(heir.incarnation)
         member = self._pools.member(lender.incarnation)
-        if to is None or member is None or not lender.has_tokens:
+        if to is None or member is None or not lender.has_tokens or self.request.sampling.n > 1:
             return False
         num_full = _num_in_full_blocks(num_tokens, member.description)
         if accepted.num_cached_tokens >= num_full:

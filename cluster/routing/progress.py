@@ -57,6 +57,11 @@ class Progress:
         return not self._unfinished
 
     @property
+    def ended(self) -> list[int]:
+        """The choices that have ended."""
+        return [choice for choice in range(len(self.tokens)) if choice not in self._unfinished]
+
+    @property
     def longest(self) -> list[int]:
         """Tokens of the longest choice."""
         return max(self.tokens, key=len)
@@ -70,6 +75,13 @@ class Progress:
         seam, self.seam = self.seam, None
         self._heard_s = now_s
         return seam
+
+    def end(self, choice: int) -> bool:
+        """Record that the client wants no more of a choice; return False if it had ended."""
+        if choice not in self._unfinished:
+            return False
+        self._unfinished.discard(choice)
+        return True
 
     def note(self, output: TokenOutput) -> None:
         """Add the new tokens and endings of an output."""

@@ -27,7 +27,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, NamedTuple
 
-from cluster.errors import ReplicaLostError, ServingError
+from cluster.errors import BadRequestError, ReplicaLostError, ServingError
 from cluster.routing.admission import Admission
 from cluster.routing.admission_waits import AdmissionWaits
 from cluster.routing.conditional_prefill import ConditionalPrefill
@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     from replicas.messages import EngineRequest, RequestMode
 
     Emit = Callable[[TokenOutput], Awaitable[bool]]
-    """Receives an output. Returns whether more is wanted: False once stop strings have ended all
-    choices."""
+    """Receives an output. Returns whether more of its choice is wanted: False once that has ended,
+    by its engine or by a stop string."""
 
 
 class Part(NamedTuple):
@@ -141,8 +141,9 @@ class Router:
     async def run(self, request: EngineRequest, emit: Emit) -> None:
         """Run a request and pass its outputs to `emit` in order.
 
-        The last output of each choice has its finish reason. If the call ends early, cancelled or
-        because no more output is wanted, the request is aborted on its engines.
+        The last output of each choice has its finish reason. A choice of which no more is wanted is
+        dropped by its engine. If the call ends early, cancelled or because no more of any choice is
+        wanted, the request is aborted on its engines.
 
         Raises:
             ServingError: The request cannot run, or failed midway.
@@ -264,12 +265,26 @@ class Run:
         """Wait for admission, where it is configured.
 
         Raises:
-            ServingError: See `AdmissionWaits.enter`.
+            ServingError: See `AdmissionWaits.enter`; or it has more choices than any engine's DP
+                group has decode slots.
         """
+        self._check_choices()
         if self._router.admission is not None:
             let_in = await self._router.admission.enter(self._legs.demand)
             self._legs.on_prompt = let_in.asked
             self._side.let_in = let_in
+
+    def _check_choices(self) -> None:
+        num_choices = self._request.sampling.n
+        engines = self._pools.decode_views().engines if num_choices > 1 else ()
+        members = filter(None, map(self._pools.member, engines))
+        most = max((m.description.slots_per_group for m in members), default=num_choices)
+        if num_choices > most:
+            raise BadRequestError(
+                f"n is {num_choices}, and no replica runs more than {most} choices of a request; "
+                f"ask for at most {most} at once",
+                param="n",
+            )
 
     def check_open(self) -> None:
         """Raise, before any work is done, if the slot queue would refuse the request.
@@ -327,7 +342,8 @@ class Run:
         if offer is not None:
             ticket = self._router.tickets.seal(offer, decode.incarnation)
             decode.load(ticket, offer.epoch)
-        decode.activate(self.progress.tokens if self.has_tokens else [])
+        tokens = self.progress.tokens if self.has_tokens else []
+        decode.activate(tokens, self.progress.ended)
 
     async def start(self, decode: Leg, first: Sequence[TokenOutput]) -> None:
         """Pass on the first tokens and `activate`, without waiting for a client that is slow."""
@@ -342,8 +358,17 @@ class Run:
     async def deliver(self, outputs: Sequence[TokenOutput]) -> None:
         """Pass the first tokens on to the client."""
         for output in outputs:
-            if not await self._emit(output):
-                self.is_over = True
+            await self._pass_on(output)
+
+    async def _pass_on(self, output: TokenOutput) -> None:
+        """Pass an output on to the client; end its choice if no more of it is wanted."""
+        if await self._emit(output) or not self.progress.end(output.choice):
+            return
+        self.is_over = self.progress.is_finished
+        decode = self._legs.decode
+        # A reservation is told when it is activated.
+        if not self.is_over and decode is not None and decode.has_tokens:
+            decode.stop_choice(output.choice)
 
     async def follow(self, decode: Leg) -> None:
         """Pass on the decode engine's outputs to the end.
@@ -364,8 +389,7 @@ class Run:
                     # A successor may never fetch the KV that this engine keeps for it: abort to
                     # release it.
                     self._legs.drop_decode(abort=self._lending.is_under_way)
-                if not await self._emit(event):
-                    self.is_over = True
+                await self._pass_on(event)
             elif isinstance(event, KVLoaded):
                 self._hand_over.hear_of_kv(event)
                 if event.epoch != self._prompt.epoch:

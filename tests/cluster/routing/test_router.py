@@ -64,9 +64,9 @@ def pool():
 
 @pytest.fixture(scope="module")
 def spares():
-    """Engines to kill or drain: a prefill engine with short steps, three decode engines."""
+    """Engines to kill or drain: a prefill engine with short steps, four decode engines."""
     slow = engine_config("prefill", max_num_batched_tokens=16)
-    with running(("prefill", slow), *[("decode", engine_config("decode"))] * 3) as engines:
+    with running(("prefill", slow), *[("decode", engine_config("decode"))] * 4) as engines:
         yield {"prefill": engines[:1], "decode": engines[1:]}
 
 
@@ -586,3 +586,52 @@ async def test_failed_transfer_of_an_earlier_ticket_does_not_abort_the_present_o
         assert second.received(Abort) == [], "its transfer is under way"
         await decode.send(TokenOutput(new.request_id, 2, [7], "length"))
         assert await rest_of(outputs) == [7]
+
+
+CHOICES = local.SamplingParams(max_tokens=10, temperature=1.5, seed=3, n=2, ignore_eos=True)
+
+
+def alone(params):
+    """Return the parameters of as many requests of one choice."""
+    seeds = range(params.seed, params.seed + params.n)
+    return [msgspec.structs.replace(params, n=1, seed=seed) for seed in seeds]
+
+
+async def choices_of(outputs, num_choices):
+    """Read a request to its end; return the tokens of its choices."""
+    tokens = [[] for _ in range(num_choices)]
+    async for output in outputs:
+        known = tokens[output.choice]
+        known += output.token_ids[len(known) - output.index :]
+    return tokens
+
+
+async def test_choices_decode_behind_a_prefill_whose_kv_is_fetched_once(pool):
+    prompt = [7 * i % 150 + 3 for i in range(100)]
+    wanted = reference(*((prompt, params) for params in alone(CHOICES)))
+    async with rig(pool[0], pool[2]) as made:
+        before = await transfers(made, pool[2])
+        outputs = made.generate(made.request(prompt, CHOICES))
+        assert await choices_of(outputs, CHOICES.n) == wanted
+        assert (await transfers(made, pool[2]))[0] == before[0] + 1
+        await until_idle(made, pool[0], pool[2])
+
+
+async def test_choices_continue_on_another_engine_when_theirs_is_lost(pool, victim):
+    prompt = [11 * i % 150 + 3 for i in range(60)]
+    params = msgspec.structs.replace(CHOICES, max_tokens=60)
+    wanted = reference(*((prompt, one) for one in alone(params)))
+    prefill, other, lost = pool[0], pool[2], victim("decode")
+    async with rig(prefill, lost) as made:
+        outputs = made.generate(made.request(prompt, params))
+        tokens = [[], []]
+        while min(map(len, tokens)) < 5:
+            output = await anext(outputs)
+            tokens[output.choice] += output.token_ids
+        await made.connect(other.member)
+        lost.kill()
+        async for output in outputs:
+            known = tokens[output.choice]
+            known += output.token_ids[len(known) - output.index :]
+        assert tokens == wanted
+        await until_idle(made, prefill, other)

@@ -417,6 +417,8 @@ async def test_choices_of_unequal_length_each_continue_and_end_once():
         rest = [(o.choice, o.index, o.token_ids) async for o in outputs]
         [activate] = d.received(Activate)
         assert activate.token_ids == [[0, 3], [1, 4]]
+        drop = Abort([request_id], "stop", [0])
+        assert d.messages.index(drop) < d.messages.index(activate)
         assert rest[-1] == (1, 3, [9]), "it ends with the choice that had not ended"
         assert rest[-2] == (1, 0, [1, 4, 8])
 
