@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from kv_transfer.errors import SharedMemoryError
 
@@ -74,21 +75,40 @@ def available_bytes(
         proc: Mount point of procfs.
         cgroups: Mount point of the control groups.
     """
-    left = [(_host_bytes(proc), "on this host")]
-    left += [(num_bytes, f"in control group {name}") for name, num_bytes in _groups(proc, cgroups)]
+    left = [(_host_bytes(proc, "MemAvailable"), "on this host")]
+    left += [(group.left, f"in control group {group.name}") for group in _groups(proc, cgroups)]
     return min(left)
 
 
-def _host_bytes(proc: Path) -> int:
+def total_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the memory of this host, or the limit of a control group around this process.
+
+    Args:
+        proc: Mount point of procfs.
+        cgroups: Mount point of the control groups.
+    """
+    limits = [group.limit for group in _groups(proc, cgroups)]
+    return min([_host_bytes(proc, "MemTotal"), *limits])
+
+
+class _Group(NamedTuple):
+    """A control group: its folder, its limit, and the bytes that may still be allocated."""
+
+    name: str
+    limit: int
+    left: int
+
+
+def _host_bytes(proc: Path, wanted: str) -> int:
     for line in (proc / "meminfo").read_text().splitlines():
         name, value = line.split(":")
-        if name == "MemAvailable":
+        if name == wanted:
             return int(value.removesuffix("kB")) << 10
-    raise OSError(errno.ENODATA, f"no MemAvailable in {proc / 'meminfo'}")
+    raise OSError(errno.ENODATA, f"no {wanted} in {proc / 'meminfo'}")
 
 
-def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[str, int]]:
-    """Yield name and remaining bytes of each limited control group around this process."""
+def _groups(proc: Path, cgroups: Path) -> Iterator[_Group]:
+    """Yield each limited control group around this process."""
     for line in (proc / "self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers not in {"", "memory"}:
@@ -97,19 +117,21 @@ def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[str, int]]:
         # A container may see its own group as the root, whatever its path on the host is.
         group = root / path.lstrip("/")
         for folder in (group, *group.parents):
-            left = _left_bytes(folder)
-            if left < sys.maxsize:
-                yield str(folder), left
+            found = _read_group(folder)
+            if found is not None:
+                yield found
             if folder == root:
                 break
 
 
-def _left_bytes(folder: Path) -> int:
+def _read_group(folder: Path) -> _Group | None:
     for limit_name, used_name, stat_name, droppable_name in _CGROUP_FILES:
         try:
             limit, used = (int((folder / x).read_text()) for x in (limit_name, used_name))
             stat = dict(x.split() for x in (folder / stat_name).read_text().splitlines())
         except (OSError, ValueError):  # No such file, or "max".
             continue
-        return max(0, limit - used + int(stat.get(droppable_name, 0)))
-    return sys.maxsize
+        left = max(0, limit - used + int(stat.get(droppable_name, 0)))
+        # Version 1 writes a number near 2^63 for no limit.
+        return _Group(str(folder), limit, left) if left < sys.maxsize else None
+    return None

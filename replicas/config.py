@@ -26,6 +26,9 @@ NATIVE_TT_GENERATOR = "replicas.generators.ttnn.generator:TTGenerator"
 MOST_NICE = 19
 """Largest niceness of Linux."""
 
+DEFAULT_KV_BYTES = 256 * 2**20
+"""Memory of an engine's KV caches on the CPU, if nothing is configured."""
+
 DEFAULT_STEP_TOKENS = 2048
 """Most tokens of a step that is not configured, except for a longer prompt in one piece."""
 
@@ -292,7 +295,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         max_batch_size: Decode slots of the engine, in all lanes together.
         tt_data_parallel: Lanes (DP groups) that the engine drives in lockstep.
         block_size: Tokens per KV block; on a mesh a multiple of 32, usually 64.
-        kv_cache_memory_bytes: Memory for the KV caches of all lanes together, on the CPU.
+        kv_cache_memory_bytes: Memory for the KV caches of all lanes together, on the CPU; None is
+            256 MiB.
+        gpu_memory_utilization: Instead of `kv_cache_memory_bytes`, on the CPU: the share of the
+            host's memory (or of the control group's limit) for this engine, from 0 to 1. The start
+            measures what weights and a full step take, and KV gets the rest. Each engine of a host
+            takes its own share: two with 0.4 take 0.8 of it.
         num_blocks: Blocks per lane, null block included; None derives it from
             `kv_cache_memory_bytes`, or from a mesh's memory beside the weights.
         max_num_batched_tokens: Most tokens computed in one step. None is 2,048, or without chunked
@@ -360,7 +368,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_batch_size: int = 32
     tt_data_parallel: int = 1
     block_size: int = 32
-    kv_cache_memory_bytes: int = 256 * 2**20
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float | None = None
     num_blocks: int | None = None
     max_num_batched_tokens: int | None = None
     max_num_waiting: int | None = None
@@ -408,6 +417,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             self._validate_simulated(self.simulated_mesh)
         if self.mesh is not None:
             self._validate_mesh(self.mesh)
+        self._validate_memory()
         self._validate_store()
         if self.speculative_config is not None:
             self.speculative_config.validate()
@@ -421,14 +431,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def _validate_ranges(self) -> None:
         for name in (
-            "max_batch_size", "tt_data_parallel", "block_size", "kv_cache_memory_bytes",
-            "prefill_steps_per_decode_step",
+            "max_batch_size", "tt_data_parallel", "block_size", "prefill_steps_per_decode_step",
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name, least in (
-            ("max_model_len", 2), ("max_num_batched_tokens", 1), ("num_threads", 1),
-            ("max_num_waiting", 0),
+            ("max_model_len", 2), ("kv_cache_memory_bytes", 1), ("max_num_batched_tokens", 1),
+            ("num_threads", 1), ("max_num_waiting", 0),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < least:
@@ -443,6 +452,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(
                 f"num_blocks must be at least 2 (one is the null block), got {self.num_blocks}"
             )
+
+    def _validate_memory(self) -> None:
+        share = self.gpu_memory_utilization
+        if share is None:
+            return
+        if not 0 < share <= 1:
+            raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, got {share}")
+        for name in ("kv_cache_memory_bytes", "num_blocks", "mesh", "simulated_mesh"):
+            if getattr(self, name) is not None:
+                raise ConfigError(
+                    f"gpu_memory_utilization {share} and {name} exclude each other: it is for "
+                    "engines on the CPU, whose KV gets what weights and a step leave of that "
+                    "share; remove one of them"
+                )
 
     def _validate_store(self) -> None:
         store = self.kv_store

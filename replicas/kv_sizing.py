@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from replicas.config import DEFAULT_KV_BYTES
 from replicas.errors import ConfigError
 from replicas.generators.protocol import DEFAULT_TOKEN_BUDGET
 from replicas.generators.simulated.profiles import engine_profile
@@ -106,10 +107,11 @@ def num_blocks_per_lane(
     if config.num_blocks is not None:
         return config.num_blocks
     size = bytes_per_block(config, model)
-    count = config.kv_cache_memory_bytes // config.tt_data_parallel // size
+    kv_bytes = config.kv_cache_memory_bytes or DEFAULT_KV_BYTES
+    count = kv_bytes // config.tt_data_parallel // size
     if count < 2:
         raise ConfigError(
-            f"kv_cache_memory_bytes {config.kv_cache_memory_bytes} is too small for 2 KV blocks in "
+            f"kv_cache_memory_bytes {kv_bytes} is too small for 2 KV blocks in "
             f"each of {config.tt_data_parallel} lanes: a block takes {size} bytes"
         )
     return count
@@ -167,17 +169,18 @@ def position_limit(config: EngineConfig, model: ModelConfig) -> int:
 def longest_sequence(config: EngineConfig, model: ModelConfig) -> int:
     """Return the longest sequence of an engine, from its and its model's configuration alone.
 
-    A plug-in class declares the capacity of a lane only once it is loaded; until then the requested
-    length is assumed to fit.
+    A plug-in class declares the capacity of a lane only once it is loaded, and an engine with
+    `gpu_memory_utilization` measures it; until then the requested length is assumed to fit.
 
     Raises:
         ConfigError: As in `derive_max_model_len` and `num_blocks_per_lane`; or one of ttserve's
             models on a mesh has fewer blocks than a page table has entries, which may be a few more
             than the sequence needs.
     """
-    is_unknown = (
+    is_declared_later = (
         config.mesh is not None and not config.uses_native_generator and not config.num_blocks
     )
+    is_unknown = is_declared_later or config.gpu_memory_utilization is not None
     groups = () if is_unknown else kv_groups(config, model)
     longest = derive_max_model_len(config, position_limit(config, model), groups)
     if config.mesh is not None and config.uses_native_generator:
@@ -231,7 +234,8 @@ def _more_memory(config: EngineConfig) -> str:
     if config.simulated_mesh is not None:
         return f"give a lane more of {config.simulated_mesh.board}'s chips"
     if config.mesh is None:
-        return "raise kv_cache_memory_bytes"
+        share = config.gpu_memory_utilization
+        return f"raise {'kv_cache_memory_bytes' if share is None else 'gpu_memory_utilization'}"
     ways = []
     if config.num_blocks is not None:
         ways.append("raise num_blocks or leave it out")

@@ -61,7 +61,8 @@ class LLM:
         generation_config: GenerationConfigSource = "auto",
         **engine_options: Any,  # noqa: ANN401 - fields of EngineConfig, checked by it
     ) -> None:
-        engine_options.setdefault("kv_cache_memory_bytes", _KV_BYTES_OFFLINE)
+        if "gpu_memory_utilization" not in engine_options:
+            engine_options.setdefault("kv_cache_memory_bytes", _KV_BYTES_OFFLINE)
         try:
             config = msgspec.convert({"model": str(model), **engine_options}, EngineConfig)
         except msgspec.ValidationError as error:

@@ -50,6 +50,13 @@ from replicas.kv_sizing import (
     longest_sequence,
     resolve_dtype,
 )
+from replicas.memory_profile import (
+    MemoryProfile,
+    kv_bytes,
+    memory_table,
+    peak_bytes_of,
+    resident_bytes,
+)
 from replicas.messages import WorkerDescription
 from replicas.tt.trace_regions import trace_region_bytes
 
@@ -122,6 +129,8 @@ class Worker:
         self._generator: Generator | None = None
         self._grammars = GrammarCache(self._grammar_compiler, notify)
         self._connector: KVConnectorWorker | None = None
+        # None on a mesh, and before the model is loaded.
+        self._memory: MemoryProfile | None = None
         # The mesh, for as long as it is open.
         self._mesh: TTMesh | None = None
         # Compiles KV transfers, which must happen before traces are captured.
@@ -182,14 +191,21 @@ class Worker:
         """Load the weights and measure how many KV blocks fit."""
         config, hf = self._config, self._hf_config
         if config.mesh is None:
+            resident = resident_bytes()
+            max_seq_len = config.max_model_len or hf.max_position_embeddings
             self._generator = self._generator_class.initialize_vllm_model(
                 hf,
                 self._device,
                 config.max_batch_size,
-                max_seq_len=config.max_model_len or hf.max_position_embeddings,
+                max_seq_len=max_seq_len,
                 tt_data_parallel=config.tt_data_parallel,
             )
-            return model_facts(config, hf, self._generator_class.model_capabilities)
+            capabilities = self._generator_class.model_capabilities
+            if config.simulated_mesh is None:
+                self._memory = MemoryProfile(resident_bytes() - resident)
+            if config.gpu_memory_utilization is not None:
+                config = self._with_measured_memory(config.gpu_memory_utilization, max_seq_len)
+            return model_facts(config, hf, capabilities)
         max_seq_len = longest_sequence(config, hf)
         budget = None
         if not config.uses_native_generator:
@@ -210,6 +226,43 @@ class Worker:
         _check_capabilities(config, config.mesh, hf, name, capabilities)
         return model_facts(config, hf, capabilities, budget)
 
+    def _with_measured_memory(self, utilization: float, max_seq_len: int) -> EngineConfig:
+        """Run a step of the largest size, and return the configuration with the memory for KV.
+
+        Every row computes a prompt in the null block of a cache of two blocks.
+        """
+        config, generator = self._config, self._generator
+        assert generator is not None
+        assert self._memory is not None
+        if config.enable_chunked_prefill is None:
+            chunked = generator.model_capabilities.get("supports_chunked_prefill", False)
+            config = msgspec.structs.replace(config, enable_chunked_prefill=chunked)
+        budget = config.token_budget(max_seq_len)
+        num_rows = min(config.max_batch_size, budget)
+        length = min(budget // num_rows, max_seq_len)
+        num_blocks = -(-length // config.block_size)
+        hf = self._hf_config
+        shape = (2, hf.num_key_value_heads, config.block_size, hf.head_dim)
+        kv_cache = generator.allocate_kv_cache(shape, self._dtype, hf.num_hidden_layers)
+        resident = resident_bytes()
+        peak = peak_bytes_of(
+            lambda: generator.prefill_forward(
+                tokens=torch.zeros((num_rows, length), dtype=torch.int32),
+                page_table=torch.zeros((num_rows, num_blocks), dtype=torch.int32),
+                kv_cache=kv_cache,
+                enable_trace=False,
+                prompt_lens=torch.full((num_rows,), length, dtype=torch.int32),
+                start_pos=torch.zeros(num_rows, dtype=torch.int32),
+                empty_slots=range(num_rows),
+            )
+        )
+        self._memory = self._memory._replace(activation=peak - resident, peak=peak)
+        return msgspec.structs.replace(
+            self._config,
+            kv_cache_memory_bytes=kv_bytes(utilization, self._memory),
+            gpu_memory_utilization=None,
+        )
+
     def initialize_kv_cache(
         self, kv_groups: Sequence[KVGroup], max_model_len: int
     ) -> tuple[tuple[str, ...], tuple[KVLayout, ...]] | None:
@@ -229,6 +282,7 @@ class Worker:
         hf, config = self._hf_config, self._config
         group = only_kv_group(kv_groups, f"generator {self._generator_class.__qualname__}")
         shape = (group.num_blocks, hf.num_key_value_heads, group.block_size, hf.head_dim)
+        logger.info("%s", memory_table(self._memory, group, max_model_len, config.tt_data_parallel))
         assert self._generator is not None
         kv_cache = self._generator.allocate_kv_cache(shape, self._dtype, len(group.layers))
         device = self._device

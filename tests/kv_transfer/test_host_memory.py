@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kv_transfer.errors import SharedMemoryError
-from kv_transfer.host_memory import available_bytes, reserve
+from kv_transfer.host_memory import available_bytes, reserve, total_bytes
 from kv_transfer.store import StoreConfig, make_store
 from tests.kv_transfer.stores.shm_servers import connect, end_started, new_address, server_pid
 
@@ -35,6 +35,7 @@ def test_without_limits_the_memory_of_the_host_counts(tmp_path: Path) -> None:
         1000 << 10,
         "on this host",
     )
+    assert total_bytes(*fake_kernel(tmp_path, "0::/a\n", files)) == 2000 << 10
 
 
 @pytest.mark.parametrize(
@@ -64,6 +65,7 @@ def test_the_limit_of_any_control_group_around_this_process_counts(
     available, where = available_bytes(proc, cgroups)
     assert available == 9000 - 8000 + 500
     assert where == f"in control group {cgroups / folder}"
+    assert total_bytes(proc, cgroups) == 9000
 
 
 def test_a_refusal_by_the_kernel_names_the_number_of_bytes() -> None:

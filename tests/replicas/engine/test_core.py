@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 import pytest
 
+from replicas import memory_profile
 from replicas.config import SpeculativeConfig
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
@@ -286,6 +287,13 @@ def test_eos_of_the_model_ends_generation_unless_ignored(folder):
         ({"max_num_batched_tokens": 4}, ["4", "8"]),
         ({"enable_chunked_prefill": False, "max_num_batched_tokens": 100}, ["100", "128"]),
         ({"num_blocks": 1}, ["num_blocks", "1"]),
+        ({"gpu_memory_utilization": 0.5}, ["gpu_memory_utilization 0.5", "num_blocks"]),
+        (
+            {"gpu_memory_utilization": 0.5, "num_blocks": None, "kv_cache_memory_bytes": 2**20},
+            ["gpu_memory_utilization 0.5", "kv_cache_memory_bytes"],
+        ),
+        ({"gpu_memory_utilization": 1.5, "num_blocks": None}, ["gpu_memory_utilization", "1.5"]),
+        ({"gpu_memory_utilization": 1e-5, "num_blocks": None}, ["no memory for KV", "raise it"]),
         ({"block_size": 0}, ["block_size", "0"]),
         ({"generator": NARROW, "enable_prefix_caching": True}, ["enable_prefix_caching"]),
         ({"generator": NARROW, "enable_chunked_prefill": True}, ["enable_chunked_prefill"]),
@@ -337,6 +345,21 @@ def test_the_longest_prompt_runs_in_one_step_of_a_generator_without_chunks(folde
         [tokens] = generate(core, [[7] * 4000], msgspec.structs.replace(GREEDY, max_tokens=1))
         assert len(tokens) == 1
         assert core.metrics(0.0).num_steps == 1
+
+
+def test_kv_takes_the_rest_of_a_share_of_memory(folder, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    total = memory_profile.resident_bytes() + 256 * memory_profile.MIB
+    monkeypatch.setattr(memory_profile, "total_bytes", lambda: total)
+    config = make_config(folder, num_blocks=None, gpu_memory_utilization=1.0)
+    with engine_core(config) as core:
+        [group] = core.facts.kv_groups
+        kv_bytes = group.num_blocks * group.bytes_per_block
+        assert 0 < kv_bytes < 256 * memory_profile.MIB
+        assert len(generate(core, [[5, 9, 3]])[0]) == 12
+    table = {line[2:22].strip(): line[22:].strip() for line in caplog.text.splitlines()}
+    assert table["blocks"] == f"{group.num_usable_blocks:,}"
+    assert table["peak activation"].endswith("MiB")
 
 
 def test_missing_model_folder_is_named(tmp_path):
