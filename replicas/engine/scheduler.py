@@ -538,7 +538,7 @@ class Scheduler:
         prompts.
         """
         [plan] = [plan for plan in self._plans if plan.batch is batch]
-        return None if plan.progress and self._speculation is not None else plan.work(len(self._kv))
+        return None if plan.progress and self._draft_control is not None else plan.work(len(self._kv))
 
     def progress(self, batch: ScheduledBatch) -> Iterable[tuple[Sequence, int]]:
         """Yield sequences whose prompt a step computes, with their computed tokens after it.
