@@ -15,6 +15,7 @@ from replicas.tt.meshes import Arch, MeshSpec, lane_shape, mesh_spec
 from replicas.user_cache import user_cache
 
 Role = Literal["prefill", "decode", "both"]
+LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
 """Work that an engine accepts: prompts to hand over, decoding (and short prompts), or both."""
 
 STORE_CONNECTORS = ("pooled", "multi")
@@ -317,6 +318,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             sequences wait to decode.
         steps_in_flight: 2 lets a decode step start before the tokens of the previous one have been
             read, if the generator supports it; 1 does not.
+        logprobs_mode: The values that requests with `logprobs` get: log probabilities or logits,
+            raw, or processed as for the draw, by penalties, biases, temperature and top-p.
+        max_logprobs: Most tokens whose log probabilities a request may ask for at each position; -1
+            sets no limit.
         speculative_config: Drafts of the next tokens, verified in passes of several tokens a row.
             The tokens are those of plain decoding. It needs a generator with mixed batches.
         num_threads: Compute threads of the generator; None is the library's default, or one on a
@@ -378,6 +383,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     mixed_batches: bool | None = None
     prefill_steps_per_decode_step: int = 1
     steps_in_flight: Literal[1, 2] = 2
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+    max_logprobs: int = 20
     speculative_config: SpeculativeConfig | None = None
     num_threads: int | None = None
     niceness: int = 0
@@ -438,6 +445,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for name, least in (
             ("max_model_len", 2), ("kv_cache_memory_bytes", 1), ("max_num_batched_tokens", 1),
             ("num_threads", 1), ("max_num_waiting", 0),
+            ("max_logprobs", -1),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < least:

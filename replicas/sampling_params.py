@@ -48,9 +48,7 @@ _INT64 = 2**63
 
 
 NOT_YET: dict[str, str] = {
-    "logprobs": "it reports no log probabilities",
     "prompt_logprobs": "it reports no log probabilities",
-    "logprob_token_ids": "it reports no log probabilities",
 }
 """Fields that are checked and sent, but refused unless they have their defaults; with the reason.
 The commit that lets engines obey a field drops its row."""

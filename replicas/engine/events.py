@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from replicas.engine.endings import End
     from replicas.engine.scheduler import StepOutputs
     from replicas.engine.sequence import Sequence
-    from replicas.messages import WireEvent
+    from replicas.messages import TokenLogprob, WireEvent
 
 
 class ClientEvents(defaultdict[bytes, "list[WireEvent]"]):
@@ -43,11 +43,15 @@ class ClientEvents(defaultdict[bytes, "list[WireEvent]"]):
                 if not seq.is_told:
                     apart[row] = None
         apart.update(dict.fromkeys(outputs.ends))
+        if outputs.logprobs:
+            with_logprobs = (r for r, seq in enumerate(sequences) if seq in outputs.logprobs)
+            apart.update(dict.fromkeys(with_logprobs))
         runs = list(outputs.runs()) if outputs.counts else []
         for row in apart:
             seq, run = sequences[row], runs[row] if runs else [token_ids[row]]
             seq.is_told = True
-            self[seq.client].append(_event(seq, run, outputs.ends.get(row)))
+            logprobs = outputs.logprobs.get(seq)
+            self[seq.client].append(_event(seq, run, outputs.ends.get(row), logprobs))
         if runs:
             for row, seq in enumerate(sequences):
                 if row not in apart:
@@ -114,10 +118,25 @@ class ClientEvents(defaultdict[bytes, "list[WireEvent]"]):
         return taken
 
 
-def _event(seq: Sequence, run: list[int], end: End | None) -> TokenOutput:
+def _event(
+    seq: Sequence,
+    run: list[int],
+    end: End | None,
+    logprobs: list[list[TokenLogprob]] | None,
+) -> TokenOutput:
     """Return the event of a sequence's last tokens and its end; call it before the next step."""
     reason, stop_reason = end or (None, None)
     index, num_cached = seq.num_output_tokens - len(run), max(seq.place.num_cached_tokens, 0)
+    if logprobs is not None:
+        # The run may have been cut at its end.
+        logprobs = logprobs[: len(run)]
     return TokenOutput(
-        seq.request_id, index, run, reason, stop_reason, num_cached, choice=seq.choice
+        seq.request_id,
+        index,
+        run,
+        reason,
+        stop_reason,
+        num_cached,
+        choice=seq.choice,
+        logprobs=logprobs,
     )

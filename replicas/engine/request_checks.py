@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from replicas.engine.sequence import Phase
 from replicas.errors import InvalidRequestError
 from replicas.messages import MAX_REQUEST_ID_CHARS
-from replicas.sampling_params import SamplingParams, are_below
+from replicas.sampling_params import MAX_LOGPROBS, SamplingParams, are_below
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -41,6 +41,7 @@ class RequestChecks:
         vocab_size: Token ids are below this.
         has_connector: Whether the engine can send and receive KV; kept as an attribute.
         tokens_per_pass: The most tokens that a pass gives a request; all of them must fit.
+        max_logprobs: See `EngineConfig`.
     """
 
     def __init__(
@@ -51,10 +52,12 @@ class RequestChecks:
         vocab_size: int,
         has_connector: bool,
         tokens_per_pass: int = 1,
+        max_logprobs: int = MAX_LOGPROBS,
     ) -> None:
         self._num_groups = num_groups
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
+        self._max_logprobs = max_logprobs
         self.has_connector = has_connector
         self._tokens_per_pass = tokens_per_pass
 
@@ -67,7 +70,7 @@ class RequestChecks:
         if not -1 <= message.dp_group < self._num_groups:
             return f"no dp_group {message.dp_group}: there are {self._num_groups}"
         try:
-            request.sampling.validate(self._vocab_size)
+            request.sampling.validate(self._vocab_size, self._max_logprobs)
             request.check_supported()
         except InvalidRequestError as error:
             return str(error)

@@ -27,7 +27,7 @@ from replicas.engine.sampler import (
     sample,
 )
 from replicas.engine.speculation import accepted_runs
-from replicas.engine.step import RowFailure, StepResult
+from replicas.engine.step import RowFailure, RowLogprobs, StepResult
 from replicas.errors import DeviceError
 from replicas.philox import uniform
 from replicas.sampling_params import GREEDY_EPS
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from replicas.config import EngineConfig
     from replicas.engine.device_sampling import CallRows
+    from replicas.engine.rows.logprobs import Logprobs
     from replicas.engine.rows.processor import RowProcessor
     from replicas.engine.speculation import Drafter
     from replicas.engine.step import NewRow, ScheduledBatch
@@ -140,6 +141,7 @@ class ModelRunner:
         wait_for_event: Waits for an event of `read_decode_output`; not needed by generators without
             asynchronous decode.
         processors: Processors of rows, in the order in which they are applied.
+        logprobs: The one of them that reads log probabilities.
         drafter: Proposes drafts after steps that ask for them; a mixed pass can verify them.
     """
 
@@ -153,6 +155,7 @@ class ModelRunner:
         wait_for_event: Callable[[object], None] | None = None,
         *,
         processors: Sequence[RowProcessor] = (),
+        logprobs: Logprobs | None = None,
         drafter: Drafter | None = None,
     ) -> None:
         self._generator = generator
@@ -161,6 +164,7 @@ class ModelRunner:
         self._batch = PersistentBatch(num_slots, max_model_len, (block_size,))
         self._columns = SamplingColumns(num_slots)
         self._processors = RowProcessors(processors, num_slots)
+        self._logprobs = logprobs
         self._drafter = drafter
         self._wait_for_event = wait_for_event
         mesh = config.mesh
@@ -312,6 +316,7 @@ class ModelRunner:
             list(drawn.failed),
             time.perf_counter() - sampling,
             num_drafts,
+            self._logprobs_of(slots) if step.processed is not None else [],
         )
 
     def _drawn_and_sampled(self, step: SubmittedStep, outputs: list[ForwardOutput]) -> IntArray:
@@ -572,6 +577,15 @@ class ModelRunner:
                 if changed[row].max() == -torch.inf:
                     token_ids[which[row]] = NO_ALLOWED_TOKEN
         return token_ids
+
+    def _logprobs_of(self, slots: Int32Array) -> list[RowLogprobs]:
+        """Return the log probabilities of the step's tokens, of the rows that ask for them."""
+        found = {} if self._logprobs is None else self._logprobs.take()
+        return [
+            RowLogprobs(row, found[slot])
+            for row, slot in enumerate(slots.tolist())
+            if slot in found
+        ]
 
     def _accept(self, slots: Int32Array, drawn: _Drawn) -> None:
         """Give processors the tokens of the rows that they touch."""

@@ -120,7 +120,7 @@ def sample(
             logits, places[whole], temperature[whole], uniforms[whole]
         )
     for row in np.flatnonzero(~is_greedy & ~is_whole).tolist():
-        limits = _Limits(
+        limits = Limits(
             int(top_k[row]) if 0 < top_k[row] < vocab else vocab,
             float(top_p[row]),
             float(min_p[row]),
@@ -153,6 +153,11 @@ def _by_block(values: torch.Tensor, reduce: Literal["amax", "sum"]) -> torch.Ten
     if num_whole * _BLOCK < values.shape[-1]:
         parts.append(getattr(values[:, num_whole * _BLOCK :], reduce)(-1, keepdim=True))
     return torch.cat(parts, dim=-1)
+
+
+def block_maxima(values: torch.Tensor) -> torch.Tensor:
+    """Return the greatest value of each block of (n, V), for `best_tokens`."""
+    return _by_block(values, "amax")
 
 
 def _most_likely(logits: torch.Tensor) -> Int64Array:
@@ -228,7 +233,7 @@ def _index_of(cumulative: Float64Array, target: float) -> int:
     return found if found < len(cumulative) else int(cumulative.searchsorted(cumulative[-1]))
 
 
-class _Limits(NamedTuple):
+class Limits(NamedTuple):
     """Restrictions of one draw; V, 1 and 0 are off."""
 
     top_k: int
@@ -236,18 +241,34 @@ class _Limits(NamedTuple):
     min_p: float
 
 
-def _draw_restricted(logits: torch.Tensor, limits: _Limits, number: float) -> int:
+def _draw_restricted(logits: torch.Tensor, limits: Limits, number: float) -> int:
     """Draw a token from float32 (V,), scaled by temperature, among those within all limits."""
-    top_k, top_p, min_p = limits
-    maxima = _by_block(logits[None], "amax").numpy()[0]
+    maxima = block_maxima(logits[None]).numpy()[0]
     if not np.isfinite(maxima.max()):
         return NO_DISTRIBUTION
-    values = logits.numpy()
+    token_ids, weights = _within_limits(logits.numpy(), maxima, limits)
+    in_order = token_ids.argsort()
+    cumulative = weights[in_order].cumsum()
+    return int(token_ids[in_order][_index_of(cumulative, number * cumulative[-1])])
+
+
+def within_limits(logits: torch.Tensor, limits: Limits) -> Int64Array:
+    """Return the tokens of finite float32 (V,), scaled by temperature, that may be drawn."""
+    maxima = block_maxima(logits[None]).numpy()[0]
+    token_ids, _ = _within_limits(logits.numpy(), maxima, limits)
+    return token_ids
+
+
+def _within_limits(
+    values: Float32Array, maxima: Float32Array, limits: Limits
+) -> tuple[Int64Array, Float64Array]:
+    """Return (n,) the tokens of (V,) within all limits, best first, and their weights."""
+    top_k, top_p, min_p = limits
     if top_k < len(values) or min_p > 0.0:
         if top_k < len(values):
-            token_ids = _best(values, maxima, top_k)[:top_k]
+            token_ids = best_tokens(values, maxima, top_k)[:top_k]
         else:
-            token_ids = _near_best(values, maxima, min_p)
+            token_ids = _nearbest_tokens(values, maxima, min_p)
         weights = np.exp(values[token_ids].astype(np.float64) - maxima.max())
         # The greatest weight is 1.
         size = int((weights >= min_p).sum())
@@ -260,9 +281,7 @@ def _draw_restricted(logits: torch.Tensor, limits: _Limits, number: float) -> in
         before = weights.cumsum() - weights
         size = max(1, int(before.searchsorted(np.float64(np.float32(top_p)) * total)))
         token_ids, weights = token_ids[:size], weights[:size]
-    in_order = token_ids.argsort()
-    cumulative = weights[in_order].cumsum()
-    return int(token_ids[in_order][_index_of(cumulative, number * cumulative[-1])])
+    return token_ids, weights
 
 
 def _cover(
@@ -273,14 +292,14 @@ def _cover(
     total = float(np.exp(logits - greatest).sum(dtype=np.float64))
     count = _FIRST_CANDIDATES
     while True:
-        token_ids = _best(logits, maxima, count)
+        token_ids = best_tokens(logits, maxima, count)
         weights = np.exp(logits[token_ids].astype(np.float64) - greatest)
         if weights.sum() >= top_p * total or len(token_ids) == len(logits):
             return token_ids, weights, total
         count *= 8
 
 
-def _near_best(logits: Float32Array, maxima: Float32Array, min_p: float) -> Int64Array:
+def _nearbest_tokens(logits: Float32Array, maxima: Float32Array, min_p: float) -> Int64Array:
     """Return at least the tokens of (V,) with `min_p` times the greatest weight, best first."""
     # Rounding of float32 must not drop a token that float64 would keep.
     bound = maxima.max() + np.float32(np.log(min_p)) * np.float32(1.0001) - np.float32(1e-4)
@@ -291,7 +310,7 @@ def _near_best(logits: Float32Array, maxima: Float32Array, min_p: float) -> Int6
     return candidates[np.argsort(-logits[candidates], kind="stable")]
 
 
-def _best(logits: Float32Array, maxima: Float32Array, count: int) -> Int64Array:
+def best_tokens(logits: Float32Array, maxima: Float32Array, count: int) -> Int64Array:
     """Return at least the `count` best tokens of (V,), best first, the lower id first if equal.
 
     The `count`-th greatest block maximum is a lower bound: `count` blocks have a token that reaches

@@ -23,6 +23,7 @@ import copy
 import itertools
 from collections import deque
 from enum import Enum
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -40,7 +41,7 @@ from replicas.engine.step_work import step_work
 from replicas.messages import KV_TRANSFER_FAILED, NO_ALLOWED_TOKEN, NO_LOGITS, DraftCounters
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator, Mapping
     from collections.abc import Sequence as SequenceOf
 
     from kv_transfer.connector import Failure, KVConnectorScheduler
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
         GroupSnapshot,
         RefusalReason,
         StepWork,
+        TokenLogprob,
     )
 
 
@@ -69,6 +71,7 @@ class StepOutputs(NamedTuple):
             its first token without an end.
         counts: Length of each run; empty: every row has one token.
         failed: Sequences that have ended without a token, and why.
+        logprobs: Log probabilities of runs, by sequence; of a run that was cut those of all tokens.
     """
 
     sequences: list[Sequence]
@@ -76,6 +79,7 @@ class StepOutputs(NamedTuple):
     ends: dict[int, End]
     counts: list[int]
     failed: tuple[tuple[Sequence, str], ...] = ()
+    logprobs: Mapping[Sequence, list[list[TokenLogprob]]] = MappingProxyType({})
 
     def runs(self) -> Iterator[list[int]]:
         """Yield each row's tokens."""
@@ -529,6 +533,10 @@ class Scheduler:
         if result.num_drafts:
             rows = zip([*plan.decodes.sequences, *plan.sequences], result.num_drafts, strict=True)
             self._drafts = {seq: count for seq, count in rows if count}
+        if result.logprobs:
+            planned = [*plan.decodes.sequences, *plan.sequences]
+            logprobs = {planned[found.row]: found.positions for found in result.logprobs}
+            outputs = outputs._replace(logprobs=logprobs)
         return outputs._replace(failed=failed) if failed else outputs
 
     def work(self, batch: ScheduledBatch) -> StepWork | None:
@@ -538,7 +546,9 @@ class Scheduler:
         prompts.
         """
         [plan] = [plan for plan in self._plans if plan.batch is batch]
-        return None if plan.progress and self._draft_control is not None else plan.work(len(self._kv))
+        return (
+            None if plan.progress and self._draft_control is not None else plan.work(len(self._kv))
+        )
 
     def progress(self, batch: ScheduledBatch) -> Iterable[tuple[Sequence, int]]:
         """Yield sequences whose prompt a step computes, with their computed tokens after it.

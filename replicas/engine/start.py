@@ -130,6 +130,7 @@ def make_checks(started: Started, connector: KVConnectorScheduler | None) -> Req
         vocab_size=started.facts.vocab_size,
         has_connector=connector is not None,
         tokens_per_pass=started.facts.tokens_per_pass,
+        max_logprobs=started.config.max_logprobs,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from replicas.kv_groups import KVGroup
+from replicas.messages import TokenLogprob
 from replicas.sampling_params import SamplingParams, StructuredOutputs
 
 StepKind = Literal["mixed", "prefill", "decode"]
@@ -80,6 +81,18 @@ class RowFailure(msgspec.Struct, frozen=True, array_like=True, gc=False):
     reason: Literal["no_distribution", "no_allowed_token"]
 
 
+class RowLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Log probabilities of a row's run.
+
+    Attributes:
+        row: Its index among the batch's slots.
+        positions: For each token of the run as in `TokenOutput.logprobs`.
+    """
+
+    row: int
+    positions: list[list[TokenLogprob]]
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """Result of one step.
 
@@ -92,6 +105,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
         sample_s: Seconds of sampling from the generator's output, and of proposing drafts.
         num_drafts: For each of the batch's slots the drafts that the worker holds for the next
             step, which may verify fewer or none. Empty: there are none.
+        logprobs: Log probabilities of the runs of those rows that ask for them.
     """
 
     token_ids: list[int]
@@ -100,6 +114,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     failed: list[RowFailure] = []
     sample_s: float = 0.0
     num_drafts: list[int] = []
+    logprobs: list[RowLogprobs] = []
 
     @property
     def device_s(self) -> float:

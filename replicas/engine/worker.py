@@ -27,6 +27,7 @@ from kv_transfer.transports.process import keep_heap
 from replicas.engine.facts import connector_settings, model_facts
 from replicas.engine.fault_injection import engine_faults
 from replicas.engine.rows.grammar import GrammarCache
+from replicas.engine.rows.logprobs import Logprobs
 from replicas.engine.rows.order import row_processors
 from replicas.engine.runner import ModelRunner
 from replicas.engine.speculation import NgramDrafter
@@ -287,6 +288,7 @@ class Worker:
         kv_cache = self._generator.allocate_kv_cache(shape, self._dtype, len(group.layers))
         device = self._device
         wait = device.wait if isinstance(device, SimulatedMesh) else _wait
+        logprobs = Logprobs(config.logprobs_mode)
         self._runner = ModelRunner(
             self._generator,
             kv_cache,
@@ -294,7 +296,8 @@ class Worker:
             group.block_size,
             max_model_len,
             wait,
-            processors=row_processors(hf.eos_token_id, self._grammars),
+            processors=row_processors(hf.eos_token_id, self._grammars, logprobs),
+            logprobs=logprobs,
             drafter=_drafter(config.speculative_config),
         )
         if config.kv_connector is None:

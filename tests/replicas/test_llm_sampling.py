@@ -85,3 +85,21 @@ def test_a_row_whose_parameters_forbid_every_token_fails_alone(llm):
     assert (bad.finish_reason, bad.token_ids) == ("error", [])
     assert good.token_ids == tokens(llm, GREEDY)
     assert left.token_ids == [66] * 12
+
+
+def test_each_token_has_its_log_probability_and_the_likeliest(llm):
+    params = msgspec.structs.replace(SEEDED, logprobs=3)
+    with_them, plain = generate(llm, params, SEEDED)
+    assert with_them.token_ids == plain.token_ids
+    assert plain.logprobs is None
+    assert [position[0].token_id for position in with_them.logprobs] == with_them.token_ids
+    assert all(len(position) == 4 for position in with_them.logprobs)
+    assert all(p[1].logprob >= p[2].logprob >= p[3].logprob for p in with_them.logprobs)
+
+
+def test_a_stop_string_cuts_the_log_probabilities_with_the_tokens(llm):
+    [whole] = generate(llm, GREEDY)
+    params = msgspec.structs.replace(GREEDY, logprobs=0, stop=(whole.text[4:6],))
+    [cut] = generate(llm, params)
+    assert cut.finish_reason == "stop"
+    assert [position[0].token_id for position in cut.logprobs] == cut.token_ids

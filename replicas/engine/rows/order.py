@@ -16,19 +16,27 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from replicas.engine.rows.grammar import GrammarCache
+    from replicas.engine.rows.logprobs import Logprobs
     from replicas.engine.rows.processor import RowProcessor
 
 
 def row_processors(
-    eos_token_ids: Collection[int], grammars: GrammarCache | None = None
+    eos_token_ids: Collection[int],
+    grammars: GrammarCache | None = None,
+    logprobs: Logprobs | None = None,
 ) -> list[RowProcessor]:
     """Return new processors, without state.
 
     Args:
         eos_token_ids: The model's end tokens.
         grammars: The worker's grammars; None: no row has one.
+        logprobs: Reader of log probabilities, which the caller asks for them.
     """
     first: list[RowProcessor] = [] if grammars is None else [GrammarProcessor(grammars)]
+    last: list[RowProcessor] = []
+    if logprobs is not None:
+        # Raw values are those that a grammar has masked: it changes what the model may say.
+        (first if logprobs.mode.startswith("raw") else last).append(logprobs)
     return [
         *first,
         AllowedTokens(),
@@ -36,4 +44,5 @@ def row_processors(
         MinTokens(eos_token_ids),
         LogitBias(),
         Penalties(),
+        *last,
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -10,6 +10,9 @@ from replicas.config import EngineConfig
 from replicas.engine.runner import ModelRunner
 from replicas.engine.step import NewRow, ScheduledBatch, StepResult
 from replicas.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from replicas.engine.rows.logprobs import Logprobs
 
 VOCAB = 24
 NUM_SLOTS = 4
@@ -47,17 +50,20 @@ class Rows:
         processors: See `ModelRunner`.
         seed: See `TableGenerator`.
         vocab: See `TableGenerator`.
+        logprobs: See `ModelRunner`.
 
     Attributes:
         token_ids: By slot: the tokens of its row.
         failed: By slot: why its row got no token in the last step, and left.
     """
 
-    def __init__(self, processors=(), seed: int = 0, vocab: int = VOCAB) -> None:
+    def __init__(
+        self, processors=(), seed: int = 0, vocab: int = VOCAB, logprobs: Logprobs | None = None
+    ) -> None:
         config = EngineConfig(model="/none", max_batch_size=NUM_SLOTS, block_size=4)
         self.generator = TableGenerator(seed, vocab)
         self.runner = ModelRunner(
-            self.generator, "cache", config, 4, MAX_LEN, processors=processors
+            self.generator, "cache", config, 4, MAX_LEN, processors=processors, logprobs=logprobs
         )
         self.token_ids: dict[int, list[int]] = {}
         self.failed: dict[int, str] = {}

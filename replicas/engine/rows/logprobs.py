@@ -1,0 +1,146 @@
+"""Log probabilities of drawn tokens, and of the likeliest or given tokens beside them.
+
+Logits are kept before or after the other processors, as the engine's `logprobs_mode` says, and read
+once the tokens are drawn. Source: vLLM v1/sample/sampler.py `gather_logprobs`.
+
+Dimensions: n kept rows of logits; V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from replicas.engine.rows.processor import SlotProcessor
+from replicas.engine.sampler import Limits, best_tokens, block_maxima, within_limits
+from replicas.messages import TokenLogprob
+from replicas.sampling_params import GREEDY_EPS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from replicas.config import LogprobsMode
+    from replicas.engine.rows.processor import LogitRows
+    from replicas.engine.step import NewRow
+    from replicas.sampling_params import SamplingParams
+
+    Float32Array = npt.NDArray[np.float32]
+
+
+class _Asked(NamedTuple):
+    """A request's parameters, the number of likeliest tokens (-1: all), and given tokens."""
+
+    sampling: SamplingParams
+    num_likeliest: int
+    token_ids: tuple[int, ...]
+
+
+class Logprobs(SlotProcessor[_Asked]):
+    """Processor of `logprobs` and `logprob_token_ids`; changes no logits.
+
+    Args:
+        mode: Which values are reported; see `EngineConfig.logprobs_mode`.
+
+    Attributes:
+        mode: As given.
+    """
+
+    def __init__(self, mode: LogprobsMode) -> None:
+        super().__init__()
+        self.mode = mode
+        # Of the step to come: by slot the first of its rows in `_kept`; its tokens, once drawn.
+        self._first: dict[int, int] = {}
+        self._tokens: dict[int, list[int]] = {}
+        self._num_kept = 0
+        # float32 (rows, V), kept between steps: new memory costs as much as the copies.
+        self._kept = torch.empty(0, 0)
+
+    def state_of(self, row: NewRow) -> _Asked | None:
+        """Return what a row asks for; None if nothing."""
+        sampling = row.sampling
+        if sampling.logprobs is None and not sampling.logprob_token_ids:
+            return None
+        return _Asked(sampling, sampling.logprobs or 0, sampling.logprob_token_ids)
+
+    def prepare(self, rows: LogitRows) -> None:
+        """Begin a step."""
+        self._first, self._tokens, self._num_kept = {}, {}, 0
+        num_rows = sum(slot in self._states for slot in rows.slots.tolist())
+        if len(self._kept) < num_rows:
+            self._kept = torch.empty(num_rows, self._kept.shape[1])
+
+    def apply(self, logits: torch.Tensor, rows: LogitRows) -> None:
+        """Keep the logits of the rows that ask for log probabilities."""
+        vocab = logits.shape[-1]
+        if self._kept.shape[1] != vocab:
+            self._kept = torch.empty(len(self._kept), vocab)
+        for index, asked in self._touched(rows):
+            kept = self._kept[self._num_kept]
+            kept.copy_(logits[index])
+            if self.mode.startswith("processed"):
+                _restrict(kept, asked.sampling)
+            self._first.setdefault(int(rows.slots[index]), self._num_kept)
+            self._num_kept += 1
+
+    def accept(self, slot: int, token_ids: Sequence[int]) -> None:
+        """Note the tokens that a row has got."""
+        self._tokens[slot] = list(token_ids)
+
+    def take(self) -> dict[int, list[list[TokenLogprob]]]:
+        """Return the log probabilities of the step's tokens, by slot: a list for each token."""
+        if not self._tokens:
+            return {}
+        kept = self._kept[: self._num_kept]
+        maxima = block_maxima(kept).numpy()
+        sums = np.zeros(len(kept), dtype=np.float32)
+        if self.mode.endswith("logprobs"):
+            sums = torch.logsumexp(kept, dim=-1).numpy()
+        found = {}
+        for slot, token_ids in self._tokens.items():
+            first, asked = self._first[slot], self._states[slot]
+            found[slot] = [
+                _position(asked, token_id, kept[row].numpy(), maxima[row], float(sums[row]))
+                for row, token_id in enumerate(token_ids, start=first)
+            ]
+        self._tokens = {}
+        return found
+
+
+def _position(
+    asked: _Asked, drawn: int, values: Float32Array, maxima: Float32Array, log_sum: float
+) -> list[TokenLogprob]:
+    """Return the drawn token of a row (V,), then the likeliest, or the tokens asked for."""
+    others = [(token_id, _rank(values, token_id)) for token_id in asked.token_ids]
+    if not asked.token_ids and asked.num_likeliest:
+        count = len(values) if asked.num_likeliest == -1 else asked.num_likeliest
+        likeliest = best_tokens(values, maxima, count)[:count].tolist()
+        others = [(token_id, rank) for rank, token_id in enumerate(likeliest, 1)]
+    return [
+        TokenLogprob(token_id, float(values[token_id]) - log_sum, rank)
+        for token_id, rank in [(drawn, _rank(values, drawn)), *others]
+    ]
+
+
+def _rank(values: Float32Array, token_id: int) -> int:
+    """Return how many tokens are at least as likely as one, itself included."""
+    return int(np.count_nonzero(values >= values[token_id]))
+
+
+def _restrict(logits: torch.Tensor, sampling: SamplingParams) -> None:
+    """Divide float32 (V,) by the temperature, and forbid the tokens that cannot be drawn."""
+    if sampling.temperature < GREEDY_EPS:
+        return
+    logits /= sampling.temperature
+    vocab = len(logits)
+    top_k = sampling.top_k if 0 < sampling.top_k < vocab else vocab
+    limits = Limits(top_k, sampling.top_p, sampling.min_p)
+    if limits == (vocab, 1.0, 0.0):
+        return
+    token_ids = torch.from_numpy(within_limits(logits, limits))
+    kept = logits[token_ids]
+    logits.fill_(-torch.inf)
+    logits[token_ids] = kept

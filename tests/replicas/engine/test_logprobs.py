@@ -1,0 +1,99 @@
+"""Log probabilities of drawn tokens: values, ranks, the order of entries, runs that are cut."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from replicas.engine.rows.logprobs import Logprobs
+from replicas.engine.rows.order import row_processors
+from replicas.sampling_params import SamplingParams
+from tests.replicas.engine import reference_sampler
+from tests.replicas.engine.row_runner import VOCAB, Rows
+
+MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
+
+
+def make_rows(mode, **options):
+    logprobs = Logprobs(mode)
+    return Rows(row_processors([], logprobs=logprobs), logprobs=logprobs, **options)
+
+
+def values_of(mode, logits, params, prompt, output):
+    """The reference's values of all tokens at a position, and the margin of their limits."""
+    margin = 1.0
+    if mode.startswith("processed"):
+        logits = reference_sampler.processed(logits, params, prompt, output)
+        if params.temperature >= 1e-5:
+            weights, margin = reference_sampler.weights_of(logits, params)
+            logits = np.where(weights > 0, logits / np.float32(params.temperature), -np.inf)
+    if mode.endswith("logits"):
+        return logits, margin
+    return logits - (logits.max() + np.log(np.exp(logits - logits.max()).sum())), margin
+
+
+@given(
+    mode=st.sampled_from(MODES),
+    sampling=st.fixed_dictionaries(
+        {"logprobs": st.sampled_from([0, 1, 3, -1])},
+        optional={
+            "temperature": st.sampled_from([0.0, 0.7]),
+            "repetition_penalty": st.just(1.5),
+            "logit_bias": st.just({4: 3.0}),
+            "top_k": st.just(5),
+            "top_p": st.just(0.8),
+            "min_p": st.just(0.1),
+        },
+    ),
+    seed=st.integers(0, 9),
+)
+def test_values_and_ranks_are_those_of_the_reference(mode, sampling, seed):
+    rows, prompt = make_rows(mode, seed=seed), [3, 5]
+    params = SamplingParams(seed=1, **sampling)
+    rows.add(0, prompt)
+    rows.add(1, prompt, params=params)
+    for step in range(3):
+        output = rows.token_ids[1][2:]
+        logits = rows.generator.logits(rows.token_ids[1]).double().numpy()
+        wanted, margin = values_of(mode, logits, params, prompt, output)
+        assume(margin > 1e-4)
+        [found] = rows.step().logprobs
+        [entries] = found.positions
+        assert found.row == 1
+        drawn, *likeliest = entries
+        assert drawn.token_id == rows.token_ids[1][-1]
+        assert len(likeliest) == (VOCAB if params.logprobs == -1 else params.logprobs)
+        assert [entry.rank for entry in likeliest] == [*range(1, len(likeliest) + 1)]
+        assert [entry.logprob for entry in likeliest] == sorted(
+            (entry.logprob for entry in likeliest), reverse=True
+        )
+        for entry in entries:
+            assert entry.logprob == pytest.approx(wanted[entry.token_id], abs=1e-5)
+        assert drawn.rank == np.sum(wanted >= wanted[drawn.token_id] - 1e-9)
+        assert step == len(output)
+
+
+def test_tokens_that_are_named_come_in_their_order_with_their_own_ranks():
+    rows = make_rows("raw_logits")
+    rows.generator.table[:] = torch.arange(VOCAB, dtype=torch.float32) // 2
+    rows.add(0, [0], temperature=0.0, logprob_token_ids=(3, 21, 0))
+    [[entries]] = [found.positions for found in rows.step().logprobs]
+    # Two tokens have each value: a tie counts both.
+    assert [(e.token_id, e.logprob, e.rank) for e in entries] == [
+        (22, 11.0, 2), (3, 1.0, 22), (21, 10.0, 4), (0, 0.0, 24)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"top_p": 0.5}])
+def test_a_row_draws_the_same_tokens_with_and_without_log_probabilities(sampling):
+    without, with_them = make_rows("raw_logprobs"), make_rows("raw_logprobs")
+    for slot in range(3):
+        without.add(slot, [slot], **sampling)
+        with_them.add(slot, [slot], logprobs=2 if slot else None, **sampling)
+    for _ in range(6):
+        without.step()
+        with_them.step()
+    assert with_them.token_ids == without.token_ids
