@@ -45,8 +45,16 @@ recomputed. Followed by ": " and the connector's reason."""
 NO_LOGITS = "the model's logits are no distribution: NaN or infinite"
 """Error of the `TokenOutput` that ends a request for which no token could be drawn."""
 
+BAD_GRAMMAR = "bad grammar"
+"""Begins the error of the `TokenOutput` that ends a request whose grammar cannot be used. Followed
+by ": " and the reason."""
+
+GRAMMARS_BUSY = "grammars that take too long keep all threads that compile; try again later"
+"""Error of the `TokenOutput` that ends a request whose grammar could not be compiled yet."""
+
 NO_ALLOWED_TOKEN = (
-    "no token is allowed: allowed_token_ids and bad_words together forbid the whole vocabulary"
+    "no token is allowed: structured_outputs, allowed_token_ids and bad_words together forbid the "
+    "whole vocabulary, or the grammar has reached a limit"
 )
 """Error of the `TokenOutput` that ends a request whose parameters forbid every token."""
 

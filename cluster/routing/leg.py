@@ -27,6 +27,7 @@ from cluster.errors import (
     KVTransferFailedError,
     QueueTimeoutError,
     ReplicaLostError,
+    SaturatedError,
 )
 from cluster.routing.slot_queue import RETRY_AFTER_S
 from replicas.errors import (
@@ -37,6 +38,8 @@ from replicas.errors import (
     EngineStalledError,
 )
 from replicas.messages import (
+    BAD_GRAMMAR,
+    GRAMMARS_BUSY,
     KV_TRANSFER_FAILED,
     LAPSED,
     NO_ALLOWED_TOKEN,
@@ -538,8 +541,8 @@ class Legs:
 
 def _is_own_fault(error: str) -> bool:
     """Return whether an engine that gave a request up is itself the cause."""
-    is_clients = error in {LAPSED, NO_ALLOWED_TOKEN}
-    return not is_clients and not error.startswith(KV_TRANSFER_FAILED)
+    is_of_request = error in {GRAMMARS_BUSY, LAPSED, NO_ALLOWED_TOKEN}
+    return not is_of_request and not error.startswith((BAD_GRAMMAR, KV_TRANSFER_FAILED))
 
 
 def _error(text: str, *, is_waiting: bool) -> ServingError:
@@ -549,13 +552,17 @@ def _error(text: str, *, is_waiting: bool) -> ServingError:
         text: The engine's error.
         is_waiting: Whether the leg is a reservation that had not been activated.
     """
+    if text == NO_ALLOWED_TOKEN:
+        return BadRequestError(text)
+    if text.startswith(BAD_GRAMMAR):
+        return BadRequestError(text, param="structured_outputs")
+    if text == GRAMMARS_BUSY:
+        return SaturatedError(text, retry_after_s=RETRY_AFTER_S)
     # The error of a lapsed reservation may arrive after its activation was sent.
     if is_waiting or text == LAPSED:
         return QueueTimeoutError(
             f"decoding did not start in time: {text}; retry later", retry_after_s=RETRY_AFTER_S
         )
-    if text == NO_ALLOWED_TOKEN:
-        return BadRequestError(text)
     if text.startswith(KV_TRANSFER_FAILED):
         return KVTransferFailedError(f"{text}; retry", retry_after_s=RETRY_AFTER_S)
     return InternalError(text)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from replicas.engine.step import NUM_GRAMMAR_THREADS, Preparation
+from replicas.messages import BAD_GRAMMAR, GRAMMARS_BUSY
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as SequenceOf
@@ -27,10 +28,7 @@ GRAMMAR_TIMEOUT_S = 1.0
 """Seconds that a grammar may take to compile."""
 FIRST_GRAMMAR_TIMEOUT_S = 30.0
 """The same for the first ones: the worker also reads the model's vocabulary then."""
-BAD_GRAMMAR = "bad grammar"
-"""Begins the error of a sequence whose grammar cannot be used."""
 LATE = f"{BAD_GRAMMAR}: it takes too long to compile"
-BUSY = "grammars that take too long keep all threads that compile; try again later"
 
 
 class Ended(NamedTuple):
@@ -122,7 +120,7 @@ class Preparations:
         if sum(grammar.is_late for grammar in self._grammars.values()) >= NUM_GRAMMAR_THREADS:
             for grammar in self._grammars.values():
                 if not grammar.is_ready:
-                    self._fail(grammar, BUSY, ended)
+                    self._fail(grammar, GRAMMARS_BUSY, ended)
         for spec in [s for s, g in self._grammars.items() if not g.users and g.deadline_s is None]:
             del self._grammars[spec]
         is_compiling = any(g.deadline_s is not None for g in self._grammars.values())

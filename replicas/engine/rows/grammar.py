@@ -161,7 +161,7 @@ class GrammarProcessor:
     """Row processor that lets a row draw only tokens with which its output follows its grammar.
 
     Rows that cannot continue, because a limit of the grammar was exceeded or the row came with
-    tokens that the grammar does not allow, get logits that are no distribution.
+    tokens that the grammar does not allow, may draw no token.
 
     Args:
         cache: The compiled grammars.
@@ -220,7 +220,7 @@ class GrammarProcessor:
                 continue
             mask = self._masks[row]
             if mask is None:
-                values.fill(np.nan)
+                values.fill(-np.inf)
             else:
                 apply_mask(values, mask)
 

@@ -4,10 +4,17 @@ import asyncio
 
 import pytest
 
-from cluster.errors import InternalError
+from cluster.errors import BadRequestError, InternalError, SaturatedError
 from cluster.routing import breaker
 from cluster.routing.breaker import MAX_OPEN_S, THRESHOLD
-from replicas.messages import LAPSED, Accepted, AddRequest, TokenOutput
+from replicas.messages import (
+    BAD_GRAMMAR,
+    GRAMMARS_BUSY,
+    LAPSED,
+    Accepted,
+    AddRequest,
+    TokenOutput,
+)
 from replicas.sampling_params import SamplingParams
 from tests.cluster.engines import (
     scripted,
@@ -77,6 +84,22 @@ async def test_a_lapsed_reservation_is_no_failure_of_an_engine():
         for _ in range(2 * THRESHOLD):
             with pytest.raises(Exception, match="lapsed"):
                 await made.tokens([1])
+        assert made.pools.breakers.state("e") == "closed"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (f"{BAD_GRAMMAR}: structured_outputs.regex is wrong", BadRequestError),
+        (GRAMMARS_BUSY, SaturatedError),
+    ],
+)
+async def test_a_grammar_that_cannot_be_used_is_no_failure_of_an_engine(error, kind):
+    async with scripted(("both", "e", answering([error]))) as (made, _engine):
+        for _ in range(2 * THRESHOLD):
+            with pytest.raises(kind) as caught:
+                await made.tokens([1])
+        assert caught.value.param == ("structured_outputs" if kind is BadRequestError else None)
         assert made.pools.breakers.state("e") == "closed"
 
 

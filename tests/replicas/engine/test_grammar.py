@@ -176,7 +176,7 @@ def test_a_row_whose_output_its_grammar_does_not_allow_fails_alone(cache):
     rows.add(0, [5], output=[11, 12, 13], structured_outputs=STRICT)
     rows.add(1, [5], structured_outputs=STRICT)
     rows.step()
-    assert rows.failed == {0: "no_distribution"}
+    assert rows.failed == {0: "no_allowed_token"}
     assert text_of(rows.token_ids[1][1:]).startswith("{")
 
 
@@ -188,7 +188,7 @@ def test_rows_that_are_changed_in_parts_get_their_own_masks(cache, monkeypatch):
         rows.add(2, [5], structured_outputs=StructuredOutputs(regex="[ab]{3}"))
         rows.add(3, [5], output=[11], structured_outputs=STRICT)
         rows.step()
-        assert rows.failed == {3: "no_distribution"}
+        assert rows.failed == {3: "no_allowed_token"}
         for _ in range(2):
             rows.step()
         return rows.token_ids

@@ -7,8 +7,15 @@ import json
 
 import pytest
 
-from replicas.engine.preparations import BAD_GRAMMAR
-from replicas.messages import Activate, AddRequest, EngineRequest, TokenOutput
+from replicas.config import SpeculativeConfig
+from replicas.messages import (
+    BAD_GRAMMAR,
+    NO_ALLOWED_TOKEN,
+    Activate,
+    AddRequest,
+    EngineRequest,
+    TokenOutput,
+)
 from replicas.sampling_params import SamplingParams, StructuredOutputs
 from tests.engines import CLIENT, engine_core, generate, make_config, num_preemptions, take_events
 from tests.replicas.engine.fakes import KEYS
@@ -100,6 +107,30 @@ def test_prefill_on_one_engine_and_decode_on_another_give_the_same_tokens(wanted
         assert pair.generate(PROMPTS, PARAMS) == wanted
 
 
+def test_drafts_change_no_token(wanted):
+    drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=4, prompt_lookup_min=1)
+    config = make_config(str(MODEL), block_size=16, speculative_config=drafts)
+    with engine_core(config) as drafting:
+        assert generate(drafting, PROMPTS, PARAMS) == wanted
+
+
+def test_tokens_that_the_grammar_does_not_allow_end_a_request_with_both_names(core):
+    request = EngineRequest("r", [1, 2], sampling(0))
+    core.handle(CLIENT, AddRequest(request, "decode", token_ids=[[50, 51]]), 0.0)
+    core.handle(CLIENT, Activate("r", [[50, 51]]), 0.0)
+    assert end_of(core, "r").error == NO_ALLOWED_TOKEN
+
+
+def end_of(core, request_id):
+    """The last output of a request."""
+    while True:
+        core.step(0.0)
+        for event in take_events(core).get(CLIENT, []):
+            if isinstance(event, TokenOutput) and event.finish_reason is not None:
+                assert event.request_id == request_id
+                return event
+
+
 def test_a_bad_grammar_ends_its_request_alone(core, wanted):
     bad = sampling(0, structured_outputs=StructuredOutputs(regex="(?=a)"))
     core.handle(CLIENT, AddRequest(EngineRequest("bad", [1, 2], bad)), 0.0)
@@ -120,13 +151,7 @@ def test_an_engine_without_a_tokenizer_says_so(tmp_path):
         (tmp_path / name).symlink_to(MODEL / name)
     with engine_core(make_config(str(tmp_path))) as core:
         core.handle(CLIENT, AddRequest(EngineRequest("r", [1, 2], sampling(0))), 0.0)
-        ended = None
-        while ended is None:
-            core.step(0.0)
-            for event in take_events(core).get(CLIENT, []):
-                if isinstance(event, TokenOutput):
-                    ended = event.error
-        assert "tokenizer.json" in ended
+        assert "tokenizer.json" in end_of(core, "r").error
 
 
 def test_each_choice_follows_the_grammar_as_a_request_of_its_own(core):

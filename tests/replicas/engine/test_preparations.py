@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 
 from replicas.engine.preparations import (
-    BAD_GRAMMAR,
-    BUSY,
     FIRST_GRAMMAR_TIMEOUT_S,
     GRAMMAR_TIMEOUT_S,
     LATE,
@@ -15,6 +13,8 @@ from replicas.engine.preparations import (
 from replicas.engine.sequence import Phase
 from replicas.engine.step import Preparation, Prepared
 from replicas.messages import (
+    BAD_GRAMMAR,
+    GRAMMARS_BUSY,
     KV_TRANSFER_FAILED,
     Abort,
     AddRequest,
@@ -120,10 +120,10 @@ def test_while_late_grammars_keep_all_threads_further_ones_fail_at_once(preparat
         preparations.add(sequence(name, spec))
     preparations.take_orders(0.0)
     failed = {s.request_id: error for s, error in preparations.end([], 1.0).failed}
-    assert failed == {"a": LATE, "b": LATE, "c": BUSY}
+    assert failed == {"a": LATE, "b": LATE, "c": GRAMMARS_BUSY}
     preparations.add(four := sequence("four", C))
     assert preparations.take_orders(1.1) == []
-    assert preparations.end([], 1.1).failed == [(four, BUSY)]
+    assert preparations.end([], 1.1).failed == [(four, GRAMMARS_BUSY)]
     preparations.end([Prepared(A)], 3.0)
     preparations.add(sequence("five", C))
     assert Preparation(C) in preparations.take_orders(3.0)
