@@ -225,7 +225,10 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, array_like=Tr
         if kind == "choice" and not value:
             raise _refusal("structured_outputs.choice", "must have at least one text")
         texts = [*(value if kind == "choice" else (value,)), self.whitespace_pattern]
-        num_bytes = sum(len(t.encode(errors="replace")) for t in texts if isinstance(t, str))
+        try:
+            num_bytes = sum(len(text.encode()) for text in texts if isinstance(text, str))
+        except UnicodeEncodeError as error:
+            raise _refusal(f"structured_outputs.{kind}", "has a lone surrogate") from error
         if num_bytes > MAX_GRAMMAR_BYTES:
             text = f"has {num_bytes} bytes, but may have {MAX_GRAMMAR_BYTES}"
             raise _refusal(f"structured_outputs.{kind}", text)
@@ -514,9 +517,11 @@ def _typed(name: str, value: object, kind: Any) -> Any:  # noqa: ANN401 - a fiel
 
 
 def _plain(value: object) -> object:
-    """Return a value with numpy's scalars replaced by Python's."""
+    """Return a value of plain types: numpy's scalars and a grammar's struct are replaced."""
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(item) for item in value]
     if isinstance(value, dict):
         return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, StructuredOutputs):
+        return [_plain(getattr(value, name)) for name in value.__struct_fields__]
     return value.item() if isinstance(value, np.generic) else value

@@ -114,6 +114,25 @@ def test_a_bad_grammar_is_refused_by_the_name_of_its_field(checks, given, param,
     assert len(str(caught.value)) < 600
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"regex": 3},
+        {"choice": "ab"},
+        {"choice": [1]},
+        {"json": {1, 2}},
+        {"json_object": "yes"},
+        {"json_object": True, "whitespace_pattern": 3},
+        {"regex": "\ud800"},
+    ],
+    ids=str,
+)
+def test_a_value_of_a_wrong_type_is_refused_by_its_field(given):
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(structured_outputs=StructuredOutputs(**given)).checked(VOCAB)
+    assert caught.value.param.startswith("structured_outputs")
+
+
 def exponential(keyword):
     ref = {f"d{i}": {keyword: [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)}
     return {"$ref": "#/$defs/d0", "$defs": {**ref, "d40": {"type": "string"}}}
