@@ -193,7 +193,7 @@ def test_a_reserved_sequence_waits_for_its_kv_and_its_grammar(is_last):
     scheduler = make_scheduler(connector=connector)
     scheduler.reserve(seq := sequence("g", A, mode="decode"), 0.0)
     scheduler.load("g", make_ticket("g", 8), 0, 0.0)
-    scheduler.activate("g", [7], 0.0)
+    scheduler.activate("g", [[7]], 0.0)
     scheduler.preparations.take_orders(0.0)
     if is_last == "grammar":
         scheduler.kv_received("g")
@@ -211,7 +211,7 @@ def test_a_sequence_whose_kv_failed_meanwhile_ends_with_that_reason():
     _, connector = being_loaded()
     scheduler = make_scheduler(connector=connector, kv_load_failure_policy="fail")
     scheduler.reserve(seq := sequence("g", A, mode="decode"), 0.0)
-    scheduler.activate("g", [7], 0.0)
+    scheduler.activate("g", [[7]], 0.0)
     scheduler.preparations.take_orders(0.0)
     [(failed, error)] = scheduler.end_preparations([Prepared(A)], 0.0)
     assert failed is seq
