@@ -1,10 +1,9 @@
 """Reader of the sampling defaults that a model folder recommends in generation_config.json.
 
-Applies the fields that vLLM applies, as far as `SamplingParams` has them. Like vLLM it ignores
-`do_sample`. Source: vLLM's `ModelConfig.get_diff_sampling_param`.
+Applies the fields that vLLM applies. Like vLLM it ignores `do_sample`.
+Source: vLLM's `ModelConfig.get_diff_sampling_param`.
 """
 
-import logging
 from pathlib import Path
 
 import msgspec
@@ -12,12 +11,9 @@ import msgspec
 from replicas.errors import ConfigError, InvalidRequestError
 from replicas.sampling_params import (
     DEFAULTED_FIELDS,
-    NOT_YET,
     GenerationConfigSource,
     SamplingDefaults,
 )
-
-logger = logging.getLogger(__name__)
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,8 +35,6 @@ def read_sampling_defaults(
 ) -> SamplingDefaults:
     """Return the sampling defaults of a model folder; neutral ones if it recommends none.
 
-    Logs a warning for each recommended value that cannot be applied.
-
     Raises:
         ConfigError: The file cannot be read, or a value is out of range; names file and field.
     """
@@ -49,13 +43,8 @@ def read_sampling_defaults(
         return SamplingDefaults()
     found = _read(path)
     given = {
-        name: value
-        for name in DEFAULTED_FIELDS
-        if (value := getattr(found, name)) not in {None, getattr(SamplingDefaults(), name)}
+        name: value for name in DEFAULTED_FIELDS if (value := getattr(found, name)) is not None
     }
-    for name in given.keys() & NOT_YET.keys():
-        value = given.pop(name)
-        logger.warning("%s: %s %s is not supported and not applied", path, name, value)
     defaults = SamplingDefaults(**given, max_tokens=found.max_new_tokens)
     _check(defaults, path)
     return defaults

@@ -212,8 +212,9 @@ class ClusterArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         model_name: Model name in requests. None takes the folder's name, or the repository's name
             for a snapshot in the Hugging Face cache.
         generation_config: Source of the sampling values of requests that leave them out. "auto" is
-            the model folder's generation_config.json: temperature, top_p, top_k, and max_new_tokens
-            as the limit of chats that state none. "vllm" is neutral: temperature 1, all tokens.
+            the model folder's generation_config.json: temperature, top_p, top_k, min_p,
+            repetition_penalty, and max_new_tokens as the limit of chats that state none. "vllm" is
+            neutral: temperature 1, all tokens.
         data_host: IP address on which engines listen for ingresses and for each other; wildcards
             are refused. A cluster of several hosts needs "node": each host's address in Ray.
         kv_connector: How KV moves: "p2p" from prefill to decode replicas, "pooled" through a store,

@@ -1,7 +1,6 @@
 """Sampling defaults come from the model folder as vLLM takes them."""
 
 import json
-import logging
 import shutil
 
 import pytest
@@ -9,7 +8,7 @@ import pytest
 from replicas import LLM, SamplingParams
 from replicas.errors import ConfigError
 from replicas.generation_config import read_sampling_defaults
-from replicas.sampling_params import NOT_YET, SamplingDefaults
+from replicas.sampling_params import SamplingDefaults
 from tests.models import chat_folder
 
 RECOMMENDED = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "eos_token_id": 1}
@@ -22,8 +21,9 @@ def write(folder, content):
 
 
 def test_values_of_the_file_are_the_defaults(tmp_path):
-    write(tmp_path, {**RECOMMENDED, "max_new_tokens": 2048})
-    expected = SamplingDefaults(temperature=0.7, top_p=0.8, top_k=20, max_tokens=2048)
+    more = {"min_p": 0.1, "repetition_penalty": 1.05}
+    write(tmp_path, {**RECOMMENDED, **more, "max_new_tokens": 2048})
+    expected = SamplingDefaults(temperature=0.7, top_p=0.8, top_k=20, max_tokens=2048, **more)
     assert read_sampling_defaults(tmp_path) == expected
     assert read_sampling_defaults(tmp_path, "vllm") == SamplingDefaults()
 
@@ -55,20 +55,6 @@ def test_absurd_value_is_refused_with_file_and_field(tmp_path, content, complain
     with pytest.raises(ConfigError, match=f"generation_config.json: .*{complaint}"):
         read_sampling_defaults(tmp_path)
     assert read_sampling_defaults(tmp_path, "vllm") == SamplingDefaults()
-
-
-def test_values_that_cannot_be_applied_are_logged_unless_they_change_nothing(
-    tmp_path, caplog, monkeypatch
-):
-    monkeypatch.setitem(NOT_YET, "repetition_penalty", "no penalties")
-    caplog.set_level(logging.WARNING)
-    read_sampling_defaults(write(tmp_path, {"min_p": 0, "repetition_penalty": 1}))
-    assert not caplog.messages
-    read_sampling_defaults(write(tmp_path, {"min_p": None, "repetition_penalty": 1.05}))
-    [message] = caplog.messages
-    assert message.endswith("repetition_penalty 1.05 is not supported and not applied")
-    monkeypatch.delitem(NOT_YET, "repetition_penalty")
-    assert read_sampling_defaults(tmp_path).params().repetition_penalty == 1.05
 
 
 def test_offline_requests_without_parameters_take_the_defaults(tmp_path):
