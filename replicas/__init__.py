@@ -6,15 +6,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from replicas.async_llm import AsyncLLM
+    from replicas.beam_search import BeamSearchParams
     from replicas.llm import LLM
     from replicas.llm_engine import LLMEngine, RequestOutput
     from replicas.sampling_params import SamplingParams, StructuredOutputs
 
-__all__ = ["LLM", "AsyncLLM", "LLMEngine", "RequestOutput", "SamplingParams", "StructuredOutputs"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "BeamSearchParams",
+    "LLMEngine",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputs",
+]
 
 _HOMES = {
     "LLM": "replicas.llm",
     "AsyncLLM": "replicas.async_llm",
+    "BeamSearchParams": "replicas.beam_search",
     "LLMEngine": "replicas.llm_engine",
     "RequestOutput": "replicas.llm_engine",
     "SamplingParams": "replicas.sampling_params",

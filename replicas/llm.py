@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import msgspec
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from replicas.beam_search import BeamSearch, BeamSearchOutput
 from replicas.client import InprocClient, SyncMPClient
 from replicas.config import EngineConfig
 from replicas.errors import ConfigError, InvalidRequestError, ModelLoadError
 from replicas.generation_config import read_sampling_defaults
-from replicas.llm_engine import LLMEngine
+from replicas.llm_engine import LLMEngine, to_engine_input
 from replicas.sampling_params import SamplingParams
 from replicas.tokenizer import Tokenizer
 
@@ -21,9 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from types import TracebackType
 
+    from replicas.beam_search import BeamSearchParams
     from replicas.client import SyncEngineClient
     from replicas.llm_engine import Prompt, RequestOutput
-    from replicas.messages import EngineMetrics, WorkerDescription
+    from replicas.messages import EngineMetrics, TokenLogprob, WorkerDescription
     from replicas.sampling_params import GenerationConfigSource
 
 Conversation: TypeAlias = "Sequence[Mapping[str, Any]]"
@@ -171,6 +173,53 @@ class LLM:
                 prompts.append(self._tokenizer.encode(text, add_special_tokens=False))
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[BeamSearchOutput]:
+        """Search for the likeliest continuations of prompts.
+
+        Every step asks the engine for the next token of every sequence, whose KV the prefix cache
+        has.
+
+        Args:
+            prompts: One prompt or several, each text or a list of token ids.
+            params: Width, length and length penalty.
+            use_tqdm: Show a progress bar for each step.
+
+        Returns:
+            The best sequences of each prompt, in the order of the prompts.
+
+        Raises:
+            InvalidRequestError: See `generate`, or a parameter is out of range.
+        """
+        params.validate()
+        tokenizer, facts = self._tokenizer, self._client.description
+        sampling = params.one_token()
+        batch = _as_list(prompts)
+        searches, starts = [], []
+        for number, prompt in enumerate(batch, start=1):
+            with _named(f"prompt {number} of {len(batch)}"):
+                token_ids, _ = to_engine_input(prompt, sampling, tokenizer, facts)
+            starts.append(len(token_ids))
+            eos = self.llm_engine.eos_token_ids
+            searches.append(BeamSearch(token_ids, params, eos, facts.max_model_len))
+        while live := [(search, beam) for search in searches for beam in search.live]:
+            asked: list[Prompt] = [beam.tokens for _, beam in live]
+            answers = iter(self.generate(asked, sampling, use_tqdm=use_tqdm))
+            for search in searches:
+                if search.live:
+                    search.take([_likeliest(next(answers)) for _ in search.live])
+        found = [search.best() for search in searches]
+        if tokenizer is not None:
+            for start, beams in zip(starts, found, strict=True):
+                for beam in beams:
+                    beam.text = tokenizer.decode(beam.tokens[start:])
+        return [BeamSearchOutput(beams) for beams in found]
+
     def get_tokenizer(self) -> Tokenizer | None:
         """Return the model's tokenizer; None if it was skipped."""
         return self._tokenizer
@@ -224,6 +273,14 @@ def _progress_bar(*, disable: bool = False) -> Progress:
         disable=disable,
         transient=True,
     )
+
+
+def _likeliest(output: RequestOutput) -> list[TokenLogprob]:
+    """Return the likeliest tokens at the one position of an output."""
+    [choice] = output.outputs
+    assert choice.logprobs is not None, "requested, and the engine obeys"
+    [[_drawn, *likeliest]] = choice.logprobs
+    return likeliest
 
 
 @contextmanager

@@ -212,6 +212,9 @@ class LLMEngine:
         client: Client of the engine.
         tokenizer: The model's tokenizer; None works on token ids only.
         seed: Base seed for requests without a seed.
+
+    Attributes:
+        eos_token_ids: The model's end tokens; none are known without a tokenizer.
     """
 
     def __init__(
@@ -221,7 +224,7 @@ class LLMEngine:
         self._tokenizer = tokenizer
         self._seed = seed
         self._counter = itertools.count()
-        self._eos_token_ids = tokenizer.eos_token_ids if tokenizer is not None else frozenset()
+        self.eos_token_ids = tokenizer.eos_token_ids if tokenizer is not None else frozenset()
         self._requests: dict[str, tuple[RequestOutput, OutputProcessor]] = {}
         self._grammar_checker = grammar_checker(tokenizer)
 
@@ -260,9 +263,7 @@ class LLMEngine:
             seed = mint_seed(self._seed, count)
             sampling_params = msgspec.structs.replace(sampling_params, seed=seed)
         request = checked_request(request_id, token_ids, sampling_params)
-        processor = OutputProcessor(
-            self._tokenizer, request, self._eos_token_ids, is_streamed=False
-        )
+        processor = OutputProcessor(self._tokenizer, request, self.eos_token_ids, is_streamed=False)
         self._requests[request_id] = RequestOutput.of(request, prompt, processor), processor
         try:
             self._client.add_request(request)
