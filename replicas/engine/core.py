@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from replicas.engine.duty import Duty
 from replicas.engine.events import ClientEvents
+from replicas.engine.kv_loads import Transfers
 from replicas.engine.probes import Probes, probe_batch
 from replicas.engine.pulse import Pulse
 from replicas.engine.requests import RequestHandler
@@ -34,7 +35,6 @@ from replicas.engine.start import (
     start_executor,
 )
 from replicas.engine.step_work import StepNotes, StepTotals
-from replicas.engine.transfers import TransferCoordinator
 from replicas.messages import (
     LAPSED,
     Abort,
@@ -139,7 +139,7 @@ class EngineCore:
             self.kv_endpoints, self.kv_layouts = started.kv_endpoints, started.kv_layouts
             connector = make_connector(started, incarnation, unix_now_s)
             self._scheduler = make_scheduler(started, connector)
-        self._transfers = TransferCoordinator(connector, executor, self._scheduler, self._events)
+        self._transfers = Transfers(connector, executor, self._scheduler, self._events)
         self.duty = Duty(self.config.role)
         checks = make_checks(started, connector)
         self._requests = RequestHandler(self._scheduler, checks, self._events, self.duty)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from kv_transfer.connector import TransferRequest
 from kv_transfer.errors import TransferError
-from replicas.engine.loads import failure_word
+from replicas.engine.kv_loads import failure_word
 from replicas.engine.sequence import KVPlace, Sequence
 from replicas.messages import (
     Abort,

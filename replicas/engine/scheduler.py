@@ -31,7 +31,7 @@ import msgspec
 from kv_transfer.connector import SaveProgress
 from replicas.engine.endings import End, EndRules
 from replicas.engine.kv_cache import KVCacheManager
-from replicas.engine.loads import KVLoads, Verdict, is_loading
+from replicas.engine.kv_loads import KVLoads, Verdict, is_loading
 from replicas.engine.preparations import Preparations
 from replicas.engine.request_table import DecodeRows, RequestTable
 from replicas.engine.sequence import Phase, Sequence

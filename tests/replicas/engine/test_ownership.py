@@ -16,7 +16,7 @@ WRITERS = {
     "is_aborted": "request_table",
     "is_known_to_runner": "scheduler",
     "is_told": "events",
-    "load": "loads",
+    "load": "kv_loads",
     "look_at": "scheduler",
     "num_computed_tokens": "scheduler",
     "num_preemptions": "request_table",
