@@ -214,8 +214,9 @@ class EngineCore:
         of the forward pass there, and servers send the tokens of `collect_step` before `end_step`.
         """
         started = time.perf_counter()
-        lapsed = self._scheduler.expire(now_s)
-        self.duty.settle(self._scheduler.table.num_live)
+        lapsed = self._scheduler.expire(now_s) if self._scheduler.loads.reserved else []
+        if self.duty.next_role is not None:
+            self.duty.settle(self.num_live)
         for seq in lapsed:
             self._events.fail(seq, LAPSED)
         if self._scheduler.preparations.is_active:
@@ -224,7 +225,7 @@ class EngineCore:
         is_begun = batch is not None
         if not is_begun:
             batch = self._scheduler.schedule()
-            meta = self._transfers.meta(batch)
+            meta = None if self._transfers.connector is None else self._transfers.meta(batch)
             if meta is None and batch is not None and self._max_passes > 1:
                 batch = self._extend(batch)
         self.pulse.compute(0 if batch is None else batch.num_tokens)
@@ -300,7 +301,8 @@ class EngineCore:
         self._notes.end(batch, result.passes_s[0])
         outputs = self._scheduler.update(batch, result)
         self._events.add_step(outputs)
-        self._probes.answer(self._events)
+        if self._probes.are_due:
+            self._probes.answer(self._events)
         self.host.update += time.perf_counter() - updating
 
     def _submit_ahead(self) -> None:

@@ -29,6 +29,7 @@ class Duty:
 
     Attributes:
         role: The role, or while the engine drains the one that it still has.
+        next_role: The role to enter once no request of the present one is left; None if unchanged.
         epoch: Number of reopenings.
         hands_over: Whether clients should move decoding requests elsewhere, where there is room.
     """
@@ -37,17 +38,17 @@ class Duty:
         self.role = role
         self.epoch = 0
         self.hands_over = False
-        self._next: Role | None = None
+        self.next_role: Role | None = None
         self._ends = False
 
     def __repr__(self) -> str:
-        state = "ending" if self._ends else f"to be {self._next}" if self._next else "open"
+        state = "ending" if self._ends else f"to be {self.next_role}" if self.next_role else "open"
         return f"Duty({self.role}, epoch {self.epoch}, {state})"
 
     @property
     def is_draining(self) -> bool:
         """Return whether the engine refuses new requests, for now or for good."""
-        return self._ends or self._next is not None
+        return self._ends or self.next_role is not None
 
     def takes(self, mode: RequestMode) -> bool:
         """Return whether the engine accepts a request of this mode.
@@ -58,7 +59,7 @@ class Duty:
 
     def end(self) -> None:
         """Refuse new requests for good, and cancel a change of role that is under way."""
-        self._ends, self._next = True, None
+        self._ends, self.next_role = True, None
 
     def hand_over(self) -> None:
         """Ask clients to move decoding requests elsewhere; they continue until they are moved."""
@@ -72,16 +73,16 @@ class Duty:
         if self._ends:
             return
         if role != self.role:
-            self._next, self.hands_over = role, True
-        elif self._next is not None:
+            self.next_role, self.hands_over = role, True
+        elif self.next_role is not None:
             self._open()
 
     def settle(self, num_live: int) -> None:
         """Enter the new role if no request of the old one is left."""
-        if self._next is not None and not num_live:
-            self.role = self._next
+        if self.next_role is not None and not num_live:
+            self.role = self.next_role
             self._open()
 
     def _open(self) -> None:
-        self._next, self.hands_over = None, False
+        self.next_role, self.hands_over = None, False
         self.epoch += 1

@@ -71,6 +71,9 @@ class KVLoads:
         resumes_prefill: Whether a prompt can be computed from its middle on.
 
     Attributes:
+        reserved: By request id: the sequences that have reserved a place.
+        asking: By request id: the queued or reserved sequences for which the connector has no
+            answer yet.
         num_recompute_tokens: Prompt tokens that are computed here because their KV did not come.
     """
 
@@ -86,14 +89,13 @@ class KVLoads:
         self._kv = kv
         self._connector = connector
         self._resumes_prefill = resumes_prefill
-        self._reserved: dict[str, Sequence] = {}
-        # Queued or reserved sequences for which the connector has no answer yet.
-        self._asking: dict[str, Sequence] = {}
+        self.reserved: dict[str, Sequence] = {}
+        self.asking: dict[str, Sequence] = {}
         self._loading: dict[str, Sequence] = {}
         self.num_recompute_tokens = 0
 
     def __repr__(self) -> str:
-        return f"KVLoads(loading={len(self._loading)}, reserved={len(self._reserved)})"
+        return f"KVLoads(loading={len(self._loading)}, reserved={len(self.reserved)})"
 
     # --- reservations --------------------------------------------------------------------------
 
@@ -101,14 +103,14 @@ class KVLoads:
         """Add a sequence with slot and blocks whose prompt is computed elsewhere."""
         assert seq.phase is Phase.RESERVED, f"{seq.request_id} is {seq.phase}"
         seq.load = KVLoad(deadline_s=now_s + self._config.reservation_timeout_s)
-        self._reserved[seq.request_id] = seq
+        self.reserved[seq.request_id] = seq
 
     def load(self, request_id: str, ticket: bytes, epoch: int, now_s: float) -> None:
         """Start fetching a reserved sequence's KV, or cancel the transfer under way first.
 
         For arguments and errors see `Scheduler.load`.
         """
-        seq = self._reserved.get(request_id)
+        seq = self.reserved.get(request_id)
         if seq is None or seq.transfer is None or self._connector is None:
             return
         load = _load_of(seq)
@@ -138,7 +140,7 @@ class KVLoads:
             now_s: Monotonic clock.
             has_tokens: Whether the client has output tokens.
         """
-        seq = self._reserved.get(request_id)
+        seq = self.reserved.get(request_id)
         if seq is None:
             return None
         load = _load_of(seq)
@@ -178,7 +180,7 @@ class KVLoads:
 
     def is_asking(self, seq: Sequence) -> bool:
         """Return whether the connector had no answer yet when last asked about a sequence."""
-        return self._asking.get(seq.request_id) is seq
+        return self.asking.get(seq.request_id) is seq
 
     def num_external(self, seq: Sequence, num_local: int) -> int | None:
         """Return the tokens that the connector can load after `num_local`; None: not known yet."""
@@ -188,9 +190,9 @@ class KVLoads:
             return 0
         num_external, _ = self._connector.get_num_new_matched_tokens(seq.request_id, num_local)
         if num_external is None:
-            self._asking[seq.request_id] = seq
+            self.asking[seq.request_id] = seq
         else:
-            self._asking.pop(seq.request_id, None)
+            self.asking.pop(seq.request_id, None)
         return num_external
 
     def start(self, seq: Sequence, num_external: int) -> None:
@@ -209,8 +211,8 @@ class KVLoads:
 
     def ask_again(self) -> None:
         """Ask the connector again about reserved sequences for which it had no answer."""
-        if self._connector is not None and self._asking:
-            for seq in list(self._asking.values()):
+        if self._connector is not None:
+            for seq in list(self.asking.values()):
                 if seq.phase is Phase.RESERVED:
                     self._ask(self._connector, seq)
 
@@ -224,7 +226,7 @@ class KVLoads:
         """
         load = _load_of(seq)
         load.is_under_way = False
-        self._asking.pop(seq.request_id, None)
+        self.asking.pop(seq.request_id, None)
         end = load.end
         if failure is None:
             load.next = None
@@ -271,8 +273,8 @@ class KVLoads:
         """Forget a sequence. Choices other than 0 are not known here."""
         if seq.parent is not None:
             return
-        self._asking.pop(seq.request_id, None)
-        self._reserved.pop(seq.request_id, None)
+        self.asking.pop(seq.request_id, None)
+        self.reserved.pop(seq.request_id, None)
         self._loading.pop(seq.request_id, None)
 
     # --- views ---------------------------------------------------------------------------------
@@ -280,30 +282,30 @@ class KVLoads:
     @property
     def awaiting(self) -> list[Sequence]:
         """Return the sequences that hold slot and blocks and wait for KV."""
-        return [*self._reserved.values(), *self._loading.values()]
+        return [*self.reserved.values(), *self._loading.values()]
 
     @property
     def awaits_connector(self) -> bool:
         """Return whether a sequence needs news from the connector to continue."""
-        return bool(self._loading or self._asking)
+        return bool(self._loading or self.asking)
 
     def check_invariants(self) -> None:
         """Assert that every sequence here has the state of its place."""
         for seq in self.awaiting:
             # Arriving KV must find its blocks, whatever else has been allocated meanwhile.
             assert seq.place.capacity >= seq.num_prompt_tokens
-            expected = self._reserved if seq.phase is Phase.RESERVED else self._loading
+            expected = self.reserved if seq.phase is Phase.RESERVED else self._loading
             assert expected[seq.request_id] is seq
         for seq in self._loading.values():
             assert seq.phase is Phase.LOADING
             assert is_loading(seq)
             assert seq.num_computed_tokens < _load_of(seq).end <= seq.num_tokens
-        for seq in self._asking.values():
+        for seq in self.asking.values():
             assert is_loading(seq) == (seq.phase is Phase.RESERVED)
             assert is_loading(seq) or seq.phase is Phase.WAITING
 
     def _not_activated(self) -> list[tuple[Sequence, KVLoad]]:
-        reserved = ((s, _load_of(s)) for s in self._reserved.values())
+        reserved = ((s, _load_of(s)) for s in self.reserved.values())
         return [(seq, load) for seq, load in reserved if not load.is_activated]
 
     def _ask(self, connector: KVConnectorScheduler, seq: Sequence) -> None:
@@ -312,9 +314,9 @@ class KVLoads:
             seq.request_id, seq.num_computed_tokens
         )
         if num_external is None:
-            self._asking[seq.request_id] = seq
+            self.asking[seq.request_id] = seq
             return
-        self._asking.pop(seq.request_id, None)
+        self.asking.pop(seq.request_id, None)
         load = _load_of(seq)
         load.end = seq.num_computed_tokens
         if load.end + num_external > seq.num_tokens:

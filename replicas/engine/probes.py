@@ -19,25 +19,24 @@ if TYPE_CHECKING:
 
 
 class Probes:
-    """Unanswered probes. Owner: the engine core."""
+    """Unanswered probes. Owner: the engine core.
+
+    Attributes:
+        are_due: Whether a probe waits for the end of a step.
+    """
 
     def __init__(self) -> None:
         self._asked: list[tuple[bytes, int]] = []
-        self._is_due = False
-
-    @property
-    def are_due(self) -> bool:
-        """Return whether a probe waits for the end of a step."""
-        return self._is_due
+        self.are_due = False
 
     def ask(self, client: bytes, call_id: int) -> None:
         """Add a client's probe."""
         self._asked.append((client, call_id))
-        self._is_due = True
+        self.are_due = True
 
     def ask_silently(self) -> None:
         """Add a probe that needs no answer, because the caller watches the engine's progress."""
-        self._is_due = True
+        self.are_due = True
 
     def client_gone(self, client: bytes) -> None:
         """Drop a client's probes."""
@@ -45,7 +44,7 @@ class Probes:
 
     def answer(self, events: ClientEvents) -> None:
         """Answer all probes after the end of a step."""
-        asked, self._asked, self._is_due = self._asked, [], False
+        asked, self._asked, self.are_due = self._asked, [], False
         for client, call_id in asked:
             events[client].append(UtilityResult(call_id, result=True))
 

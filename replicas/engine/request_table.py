@@ -66,12 +66,13 @@ class WaitingQueue:
         num_groups: DP groups of the engine.
 
     Attributes:
+        sequences: The queue; only this class changes it.
         num_tokens: Tokens that the queued sequences have to compute.
         num_asking_for: Sequences that ask for each DP group; index -1 counts those without one.
     """
 
     def __init__(self, num_groups: int) -> None:
-        self._sequences: deque[Sequence] = deque()
+        self.sequences: deque[Sequence] = deque()
         # What the totals below contain of each sequence: group, tokens, pairs of tokens.
         self._counted: dict[Sequence, tuple[int, int, int]] = {}
         self.num_tokens = 0
@@ -80,27 +81,27 @@ class WaitingQueue:
         self._num_pairs_for = [0] * (num_groups + 1)
 
     def __len__(self) -> int:
-        return len(self._sequences)
+        return len(self.sequences)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._sequences)
+        return iter(self.sequences)
 
     def __getitem__(self, index: int) -> Sequence:
-        return self._sequences[index]
+        return self.sequences[index]
 
     def push(self, seq: Sequence) -> None:
         """Queue a sequence behind all others."""
-        self._sequences.append(seq)
+        self.sequences.append(seq)
         self._count(seq)
 
     def push_front(self, seq: Sequence) -> None:
         """Queue a sequence before all others."""
-        self._sequences.appendleft(seq)
+        self.sequences.appendleft(seq)
         self._count(seq)
 
     def remove(self, seq: Sequence) -> None:
         """Remove a sequence from any place in the queue."""
-        self._sequences.remove(seq)
+        self.sequences.remove(seq)
         group, num_tokens, num_pairs = self._counted.pop(seq)
         self.num_tokens -= num_tokens
         self.num_asking_for[group] -= 1
@@ -121,11 +122,11 @@ class WaitingQueue:
 
     def check_invariants(self) -> None:
         """Assert that all counts match the queue."""
-        assert self._counted.keys() == set(self._sequences)
-        assert all(s.phase is Phase.WAITING for s in self._sequences)
-        assert self.num_tokens == sum(s.num_new_tokens for s in self._sequences)
+        assert self._counted.keys() == set(self.sequences)
+        assert all(s.phase is Phase.WAITING for s in self.sequences)
+        assert self.num_tokens == sum(s.num_new_tokens for s in self.sequences)
         for group, num_asking in enumerate(self.num_asking_for[:-1]):
-            waiting = [s for s in self._sequences if s.place.dp_group == group]
+            waiting = [s for s in self.sequences if s.place.dp_group == group]
             assert num_asking == len(waiting)
             assert self._num_tokens_for[group] == sum(s.num_new_tokens for s in waiting)
             assert self._num_pairs_for[group] == sum(s.num_new_pairs for s in waiting)

@@ -151,9 +151,6 @@ class _StepPlan:
 
     def build(self, gone: list[int]) -> ScheduledBatch:
         decodes = self.decodes.plain
-        if not self.sequences and not self.appended and not gone and not self.max_drafts:
-            self.batch = decodes
-            return decodes
         new = []
         for seq in self.sequences:
             if not seq.is_known_to_runner:
@@ -205,7 +202,7 @@ class Scheduler:
         self._config = config
         self._connector = connector
         self._kv = KVCacheManager(config, kv_groups, prefix_cache_key)
-        self._loads = KVLoads(config, self._kv, connector, resumes_prefill=resumes_prefill)
+        self.loads = KVLoads(config, self._kv, connector, resumes_prefill=resumes_prefill)
         self._resumes_prefill = resumes_prefill
         decode_kind: StepKind = "mixed" if config.mixed_batches else "decode"
         self.table = RequestTable(len(self._kv), decode_kind)
@@ -226,7 +223,7 @@ class Scheduler:
         self._plans: deque[_StepPlan] = deque()
 
     def __repr__(self) -> str:
-        return f"Scheduler({self.table!r}, {self._loads!r}, {self._kv!r})"
+        return f"Scheduler({self.table!r}, {self.loads!r}, {self._kv!r})"
 
     # --- requests in ---------------------------------------------------------------------------
 
@@ -274,7 +271,7 @@ class Scheduler:
             return "no_blocks" if self._kv.has_slot(seq) else "no_slot"
         seq.num_computed_tokens = self._kv.admit(seq, place, num_needed)
         self._enter(seq, *siblings)
-        self._loads.reserve(seq, now_s)
+        self.loads.reserve(seq, now_s)
         return None
 
     def _enter(self, *sequences: Sequence) -> None:
@@ -296,7 +293,7 @@ class Scheduler:
         Raises:
             TransferError: The connector cannot use the ticket; the reservation stands.
         """
-        self._loads.load(request_id, ticket, epoch, now_s)
+        self.loads.load(request_id, ticket, epoch, now_s)
 
     def lend(self, request_id: str, ticket: bytes, now_s: float) -> None:
         """Let another engine fetch the KV of a sequence while it continues to run here.
@@ -350,7 +347,7 @@ class Scheduler:
                 sibling.token_ids += token_ids[sibling.choice][sibling.num_output_tokens :]
                 self.table.queue.push(sibling)
         first = token_ids[0] if token_ids else []
-        seq = self._loads.activate(request_id, now_s, has_tokens=bool(first))
+        seq = self.loads.activate(request_id, now_s, has_tokens=bool(first))
         if seq is None:
             return None
         seq.token_ids.extend(first[seq.num_output_tokens :])
@@ -420,7 +417,7 @@ class Scheduler:
 
     def expire(self, now_s: float) -> list[Sequence]:
         """End the reservations that were not activated in time, and return them."""
-        lapsed = self._loads.lapsed(now_s)
+        lapsed = self.loads.lapsed(now_s)
         for seq in lapsed:
             self._finish(seq, "error")
         return lapsed
@@ -461,9 +458,18 @@ class Scheduler:
             The step, or None if nothing can run now.
         """
         assert not self._plans, "a step is under way"
-        self._loads.ask_again()
-        if not self.table.rows and not self.table.queue:
-            return None
+        if self.loads.asking:
+            self.loads.ask_again()
+        table = self.table
+        if not (table.prefill_rows or table.short or table.queue.sequences):
+            # Nothing but decoding rows, all of which have a block for their next token.
+            if not table.rows:
+                return None
+            rows = table.decode_rows
+            budget = self._token_budget - len(rows.sequences)
+            if budget >= 0:
+                self._prefill_streak = 0
+                return self._begin(_StepPlan(rows.plain.kind, budget, rows))
         kinds = deque(self._kinds_to_try())
         while kinds:
             kind = kinds.popleft()
@@ -493,15 +499,21 @@ class Scheduler:
             The step; None if the one under way must be updated first.
         """
         [before] = self._plans
-        if before.sequences or before.max_drafts or before.progress or self.table.prefill_rows:
+        table = self.table
+        if before.sequences or before.max_drafts or before.progress or table.prefill_rows:
             return None
         looks = (before.decodes.sequences[row] for row in before.looks)
         ending = {seq for seq in looks if self._ends_by_length(seq)}
-        if self.table.queue:
-            has_room = self.table.outlived or self._kv.num_empty_slots
+        if table.queue.sequences:
+            has_room = table.outlived or self._kv.num_empty_slots
             if ending or has_room:
                 return None
         kind = before.decodes.plain.kind
+        if not (ending or table.short):
+            rows = table.decode_rows
+            budget = self._token_budget - len(rows.sequences)
+            if rows.sequences and budget >= 0:
+                return self._begin(_StepPlan(kind, budget, rows))
         plan = _StepPlan(kind, self._token_budget, self._no_decodes)
         return self._begin(plan) if self._advance_all(plan, ending) and plan else None
 
@@ -512,24 +524,27 @@ class Scheduler:
             batch: The oldest step under way.
             result: The worker's result.
         """
-        plan = self._plan_of(batch)
-        failed = self._fail_rows(plan, result.failed)
+        plan, table = self._plans[0], self.table
+        assert plan.batch is batch, "another step is the oldest"
+        failed = self._fail_rows(plan, result.failed) if result.failed else ()
         self._plans.popleft()
-        num_decodes = len(plan.decodes)
-        decode_counts, other_counts = result.counts[:num_decodes], result.counts[num_decodes:]
-        num_decoded = sum(decode_counts) if decode_counts else num_decodes
-        outputs = self._take_decodes(plan, result.token_ids[:num_decoded], decode_counts)
-        if self.table.outlived:
-            for seq in self.table.steps_are_over(self._is_under_way):
-                self._kv.free_slot(seq)
-                if seq.phase is Phase.ENDED:
-                    self._kv.free_blocks(seq)
-        if plan.sequences:
-            counts = other_counts or [1] * len(plan.sequences)
-            outputs = self._take_others(plan, outputs, result.token_ids[num_decoded:], counts)
-        if self._draft_control is not None and not plan.sequences and not failed:
-            seconds = result.device_s + result.sample_s
-            self._draft_control.learn(num_decodes, plan.progress, decode_counts, seconds)
+        token_ids, counts = result.token_ids, result.counts
+        if not plan.sequences:
+            outputs = self._take_decodes(plan, token_ids, counts)
+            if table.outlived:
+                self._free_outlived()
+            if self._draft_control is not None and not failed:
+                seconds = result.device_s + result.sample_s
+                num_rows = len(plan.decodes.sequences)
+                self._draft_control.learn(num_rows, plan.progress, counts, seconds)
+        else:
+            num_decodes = len(plan.decodes.sequences)
+            num_decoded = sum(counts[:num_decodes]) if counts else num_decodes
+            decoded = self._take_decodes(plan, token_ids[:num_decoded], counts[:num_decodes])
+            if table.outlived:
+                self._free_outlived()
+            counts = counts[num_decodes:] or [1] * len(plan.sequences)
+            outputs = self._take_others(plan, decoded, token_ids[num_decoded:], counts)
         if result.num_drafts:
             rows = zip([*plan.decodes.sequences, *plan.sequences], result.num_drafts, strict=True)
             self._drafts = {seq: count for seq, count in rows if count}
@@ -538,6 +553,13 @@ class Scheduler:
             logprobs = {planned[found.row]: found.positions for found in result.logprobs}
             outputs = outputs._replace(logprobs=logprobs)
         return outputs._replace(failed=failed) if failed else outputs
+
+    def _free_outlived(self) -> None:
+        """Free what ended sequences have, if no step under way computes them any more."""
+        for seq in self.table.steps_are_over(self._is_under_way):
+            self._kv.free_slot(seq)
+            if seq.phase is Phase.ENDED:
+                self._kv.free_blocks(seq)
 
     def work(self, batch: ScheduledBatch) -> StepWork | None:
         """Return the work of the first pass of a step under way.
@@ -583,7 +605,7 @@ class Scheduler:
         assert plan.batch is batch, "another step is the latest"
         sequences = plan.decodes.sequences
         # Running rows outside the plan end with the step before it.
-        is_all = not (plan.sequences or self.table.prefill_rows or self.table.queue)
+        is_all = not (plan.sequences or self.table.prefill_rows or self.table.queue.sequences)
         if not is_all or not sequences or plan.appended or plan.looks or plan.decodes.stop_ids:
             return batch
         if plan.progress or plan.max_drafts:
@@ -716,13 +738,13 @@ class Scheduler:
         place = self._find_place(seq, num_needed, full_groups)
         if place is None:
             return _Admission.NO_ROOM
-        num_external = self._loads.num_external(seq, place.num_tokens)
+        num_external = self.loads.num_external(seq, place.num_tokens)
         if num_external is None:
             return _Admission.NOT_YET
         if num_external:
             seq.num_computed_tokens = self._kv.admit(seq, place, num_needed)
             self.table.move(seq, Phase.LOADING)
-            self._loads.start(seq, num_external)
+            self.loads.start(seq, num_external)
             return _Admission.ADMITTED
         count = self._clip(place.num_tokens, seq.num_tokens, plan.budget)
         if count == 0:
@@ -738,7 +760,7 @@ class Scheduler:
             return True
         parent = seq.parent
         if parent is None:
-            return self._loads.is_asking(seq) and self._loads.num_external(seq, 0) is None
+            return self.loads.is_asking(seq) and self.loads.num_external(seq, 0) is None
         if not self._resumes_prefill:
             return parent.phase is Phase.RESERVED
         return not (parent.phase is Phase.DECODE or parent.is_over)
@@ -777,7 +799,10 @@ class Scheduler:
         kv = self._kv
         if self._draft_control is not None:
             self._speculate(plan, self._draft_control.limit(len(plan.decodes)))
-        batch = plan.build(kv.take_left_slots() if kv.left_slots else [])
+        if plan.sequences or plan.appended or plan.progress or plan.max_drafts or kv.left_slots:
+            batch = plan.build(kv.take_left_slots())
+        else:
+            batch = plan.batch = plan.decodes.plain
         if self._tokens_per_pass > 1:
             plan.progress = [self._tokens_per_pass] * len(plan.decodes)
         if plan.progress:
@@ -875,7 +900,8 @@ class Scheduler:
                 seq.token_ids += token_ids[row * count : (row + 1) * count]
         if is_stopped:
             looks = sorted({*looks, *(r for r, t in enumerate(token_ids) if t in stop_ids)})
-        self._count_tokens(decodes, count)
+        for stats, num_rows in zip(self._kv.stats, decodes.num_in, strict=True):
+            stats.generation_tokens += count * num_rows
         ends: dict[int, End] = {}
         for row in looks:
             seq = sequences[row]
@@ -979,10 +1005,6 @@ class Scheduler:
         """Return whether the steps under way bring a sequence to its longest length."""
         return seq.num_computed_tokens >= self._end_rules.longest(seq) - 1
 
-    def _count_tokens(self, decodes: DecodeRows, num_steps: int) -> None:
-        for stats, num_rows in zip(self._kv.stats, decodes.num_in, strict=True):
-            stats.generation_tokens += num_steps * num_rows
-
     # --- from place to place --------------------------------------------------------------------
 
     def _kv_ended(
@@ -995,10 +1017,10 @@ class Scheduler:
         if not is_loading(seq):
             return None
         has_client = seq.phase is Phase.RESERVED
-        num_new = self._loads.end_load(seq, failure)
+        num_new = self.loads.end_load(seq, failure)
         seq.num_computed_tokens += num_new
         self._kv.note_loaded(seq, num_new, is_converted=is_converted)
-        if failure is not None and has_client and self._loads.try_next_ticket(seq, now_s):
+        if failure is not None and has_client and self.loads.try_next_ticket(seq, now_s):
             return None
         self._go_on(seq)
         return seq if has_client else None
@@ -1007,7 +1029,7 @@ class Scheduler:
         """Run or end a sequence that has waited for KV, if it need not wait longer."""
         if seq in self.preparations.waiting:
             return
-        match self._loads.verdict(seq):
+        match self.loads.verdict(seq):
             case Verdict.RUN:
                 self._run(seq)
             case Verdict.FAIL:
@@ -1042,7 +1064,7 @@ class Scheduler:
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
         """End a sequence for good; every path out of the engine but `_hand_over` ends here."""
-        self._loads.forget(seq)
+        self.loads.forget(seq)
         self._count_finished(seq, reason)
         hold = False
         if self._connector is not None and seq.parent is None:
@@ -1077,18 +1099,18 @@ class Scheduler:
 
     def next_deadline_s(self) -> float | None:
         """Return when the next reservation lapses or grammar is late; None if there is none."""
-        deadlines = (self._loads.next_deadline_s(), self.preparations.next_deadline_s())
+        deadlines = (self.loads.next_deadline_s(), self.preparations.next_deadline_s())
         return min((d for d in deadlines if d is not None), default=None)
 
     @property
     def awaits_connector(self) -> bool:
         """Return whether a sequence or a held block needs news from the connector."""
-        return bool(self.table.held) or self._loads.awaits_connector
+        return bool(self.table.held) or self.loads.awaits_connector
 
     @property
     def num_recompute_tokens(self) -> int:
         """Return the prompt tokens that are computed here because their KV did not come."""
-        return self._loads.num_recompute_tokens
+        return self.loads.num_recompute_tokens
 
     def group_rooms(self) -> list[GroupSnapshot]:
         """Return the free slots and blocks of each DP group, without its load.
@@ -1105,7 +1127,7 @@ class Scheduler:
         """Return the free slots, free blocks and load of each DP group."""
         contexts: list[list[int]] = [[] for _ in range(len(self._kv))]
         prompts: list[list[Sequence]] = [[] for _ in contexts]
-        for seq in itertools.chain(self.table.rows, self._loads.awaiting):
+        for seq in itertools.chain(self.table.rows, self.loads.awaiting):
             contexts[seq.place.dp_group].append(len(seq.token_ids))
         for seq in self.table.prefill_rows:
             prompts[seq.place.dp_group].append(seq)
@@ -1138,11 +1160,11 @@ class Scheduler:
         """Assert that every sequence is in one place, with the slot and blocks of that place."""
         self.table.check_invariants()
         self._kv.check_invariants([*self.table, *self.table.leaving()])
-        self._loads.check_invariants()
+        self.loads.check_invariants()
         self.preparations.check_invariants()
         assert all(s.phase in (Phase.WAITING, Phase.RESERVED) for s in self.preparations.waiting)
         awaiting = {s for s in self.table if s.phase in (Phase.LOADING, Phase.RESERVED)}
-        assert set(self._loads.awaiting) == awaiting
+        assert set(self.loads.awaiting) == awaiting
         assert not any(is_loading(s) for s in self.table if s not in awaiting)
 
 

@@ -123,6 +123,24 @@ def test_rows_that_lack_blocks_are_served_in_their_order():
     assert len(scheduler.table.queue) == 1
 
 
+def test_steps_in_which_all_rows_decode_plan_nothing(monkeypatch):
+    """Without a queue, a prompt, or a row that lacks a block, the step is known already."""
+    scheduler = make_scheduler(block_size=16)
+    add(scheduler, "a")
+    add(scheduler, "b")
+    step(scheduler, 1, 1)
+    for name in ("_advance_all", "_advance_in_order", "_admit_waiting"):
+        monkeypatch.setattr(scheduler, name, None)
+    first, _ = step(scheduler, 1, 1)
+    before = scheduler.schedule()
+    ahead = scheduler.schedule_ahead()
+    assert before is ahead is first
+    for batch in (before, ahead):
+        scheduler.update(batch, result_of([1, 1]))
+    assert [s.num_computed_tokens for s in scheduler.table] == [6, 6]
+    scheduler.check_invariants()
+
+
 def test_who_waits_costs_nothing_while_no_slot_is_free(monkeypatch):
     scheduler = make_scheduler(max_batch_size=2)
     for name in "abcd":
