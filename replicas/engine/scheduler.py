@@ -919,19 +919,31 @@ class Scheduler:
 
     def _take_runs(self, plan: _StepPlan, token_ids: list[int], counts: list[int]) -> StepOutputs:
         """Give each decoding row its run up to its first end, and undo progress not made."""
-        outputs, tokens = StepOutputs([], [], {}, []), iter(token_ids)
-        sequences = plan.decodes.sequences
+        outputs, start = StepOutputs([], [], {}, []), 0
+        sequences, looks, stats = plan.decodes.sequences, set(plan.looks), self._kv.stats
+        # Where a pass touches several positions, a row lacks blocks before it has filled one.
+        examines_all = self._kv_tokens_per_pass > 1
         planned = plan.progress or [plan.num_passes] * len(sequences)
         counts = counts or [1] * len(sequences)
-        for seq, wanted, count in zip(sequences, planned, counts, strict=True):
-            run = list(itertools.islice(tokens, count))
+        for row, (seq, wanted, count) in enumerate(zip(sequences, planned, counts, strict=True)):
+            run = token_ids[start : start + count]
+            start += count
             if not seq.is_running:
                 continue
             if count < wanted:
                 assert not self._plans, "a step ahead was planned from progress that was not made"
                 seq.num_computed_tokens -= wanted - count
                 self.table.short.pop(seq, None)
-            self._take_run(outputs, seq, run)
+            is_due = row in looks or seq.num_computed_tokens >= seq.look_at
+            if is_due or examines_all or not seq.stop_ids.isdisjoint(run):
+                self._take_run(outputs, seq, run)
+                continue
+            # The row neither ends nor fills a block.
+            seq.token_ids += run
+            outputs.sequences.append(seq)
+            outputs.token_ids.extend(run)
+            outputs.counts.append(count)
+            stats[seq.place.dp_group].generation_tokens += count
         return outputs
 
     def _take_others(
