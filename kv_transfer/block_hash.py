@@ -12,6 +12,9 @@ place of a serialised tuple.
 import hashlib
 import struct
 from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+import msgspec
 
 HASH_BYTES = 32
 NAME_BYTES = 8
@@ -20,15 +23,29 @@ PREFIX_CACHE = "prefix cache"
 """Purpose of the key of prefix caches, which is the first key that ``KeyRing.derive`` gives."""
 
 
-def prefix_root(key: bytes, cache_salt: str) -> bytes:
+Image: TypeAlias = tuple[str, int, int, bytes]
+"""Data for placeholders of a prompt: modality, index of the first one, their number, hash of the
+data. As in `replicas.messages.MultimodalInput`."""
+
+
+def prefix_root(
+    key: bytes, cache_salt: str, adapter: str = "", images: Sequence[Image] = ()
+) -> bytes:
     """Return the root of a request's chain in prefix caches, which also keys its hashes.
 
     Args:
         key: Secret shared by all engines whose hashes must agree; 16 to 64 bytes.
         cache_salt: Salt of the request; equal tokens under two salts never share a block.
+        adapter: LoRA adapter of the request; "" is none.
+        images: Its images, in the order of their placeholders. All of them key all blocks, also
+            those before them.
     """
+    scope = cache_salt.encode()
+    if adapter or images:
+        # No text has the byte 0xff, so no salt alone gives this root.
+        scope = b"\xff" + msgspec.msgpack.encode((cache_salt, adapter, images))
     return hashlib.blake2b(
-        cache_salt.encode(), digest_size=HASH_BYTES, key=key, person=b"ttserve prefix"
+        scope, digest_size=HASH_BYTES, key=key, person=b"ttserve prefix"
     ).digest()
 
 

@@ -50,6 +50,7 @@ import numpy as np
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
+from kv_transfer.block_hash import Image
 from kv_transfer.config import KVNetwork, TransferConfig
 from kv_transfer.errors import FailureReason, TransferError
 from kv_transfer.host_blocks import HostBlocks
@@ -183,12 +184,16 @@ class TransferRequest(Struct, frozen=True, array_like=True):
         prompt_token_ids: Its prompt; for a stream that moves, also its output so far.
         ticket: Sealed ticket of its transfer; empty without one.
         cache_salt: Tenant: KV in a pool is found under the same salt only.
+        adapter: LoRA adapter; KV is found under the same one only.
+        images: Images of the prompt; KV is found with the same ones only.
     """
 
     request_id: str
     prompt_token_ids: Sequence[int]
     ticket: bytes = b""
     cache_salt: str = ""
+    adapter: str = ""
+    images: tuple[Image, ...] = ()
 
 
 class SaveProgress(Struct, frozen=True, array_like=True):

@@ -35,25 +35,25 @@ _UNIT_VERSION = 2
 """Rises when the bytes of a value, or the inputs of its key, change."""
 
 
-def unit_keys(
-    content_hash: str, cache_salt: str, token_ids: Sequence[int], unit_tokens: int
-) -> tuple[bytes, ...]:
+def unit_keys(content_hash: str, request: TransferRequest, unit_tokens: int) -> tuple[bytes, ...]:
     """Return the keys of a prompt's whole units: equal keys mean equal KV, at any block size.
 
     Args:
         content_hash: ``KVLayout.content_hash()``, which covers model, dtype and byte order.
-        cache_salt: Tenant; equal prompts of two tenants share no key.
-        token_ids: The prompt.
+        request: The request; equal prompts share no key under two salts, adapters or images.
         unit_tokens: Tokens per unit.
 
     Returns:
         One 32-byte key per whole unit, each a hash of everything up to the end of its unit.
     """
-    covered = msgspec.msgpack.encode((_UNIT_VERSION, unit_tokens, content_hash, cache_salt))
+    scope: tuple[object, ...] = (request.cache_salt,)
+    if request.adapter or request.images:
+        scope += (request.adapter, request.images)
+    covered = msgspec.msgpack.encode((_UNIT_VERSION, unit_tokens, content_hash, *scope))
     # Not keyed with a secret: engines that share a pool need not share one. No collision is known.
     root = hashlib.blake2b(covered, digest_size=HASH_BYTES, person=b"ttserve kv root").digest()
     keys: list[bytes] = []
-    extend_block_hashes(keys, token_ids, unit_tokens, root)
+    extend_block_hashes(keys, request.prompt_token_ids, unit_tokens, root)
     return tuple(keys)
 
 
@@ -157,7 +157,7 @@ class PooledConnectorScheduler:
         self.check_unused(request_id)
         self.drop_request(request_id)
         prompt, unit_tokens = request.prompt_token_ids, self._store.unit_tokens
-        keys = unit_keys(self._layout.content_hash(), request.cache_salt, prompt, unit_tokens)
+        keys = unit_keys(self._layout.content_hash(), request, unit_tokens)
         if keys:
             timeout_s = self._store.timeout_s if lookup_timeout_s is None else lookup_timeout_s
             new = _PooledRequest(len(prompt), keys, timeout_s)

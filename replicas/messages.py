@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from kv_transfer.block_hash import Image
 from kv_transfer.connector import TransferInfo, TransferStats
 from kv_transfer.store import StoreCounters
 from replicas.config import Role
@@ -110,6 +111,11 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     session: str = ""
     ttft_s: float | None = None
     tpot_s: float | None = None
+
+    @property
+    def images(self) -> tuple[Image, ...]:
+        """Return the part of `multimodal` that two requests with common KV must have in common."""
+        return tuple((m.modality, m.offset, m.length, m.content_hash) for m in self.multimodal)
 
     def check_supported(self) -> None:
         """Refuse features that the wire format carries but engines do not support yet.

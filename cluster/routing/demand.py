@@ -10,6 +10,7 @@ from kv_transfer.block_hash import block_names, extend_block_hashes, prefix_root
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kv_transfer.block_hash import Image
     from replicas.kv_groups import KVGroup
     from replicas.messages import EngineRequest
 
@@ -32,6 +33,7 @@ class Demand:
         session: Requests of one session are placed together where possible; "" is none.
         ttft_s: Its own objective for the time to first token; None means the configuration's.
         tpot_s: Its own objective for the time per output token; None means the configuration's.
+        images: Images of the prompt. Requests share cached KV only with equal ones.
     """
 
     request_id: str
@@ -46,6 +48,7 @@ class Demand:
     session: str = ""
     ttft_s: float | None = None
     tpot_s: float | None = None
+    images: tuple[Image, ...] = ()
     _hashes: dict[tuple[int, bytes], list[bytes]] = field(
         default_factory=dict, init=False, repr=False
     )
@@ -67,6 +70,7 @@ class Demand:
             request.session,
             request.ttft_s,
             request.tpot_s,
+            request.images,
         )
 
     def with_output(self, request: EngineRequest, token_ids: Sequence[int]) -> Demand:
@@ -94,8 +98,7 @@ class Demand:
     def block_hashes(self, block_size: int, key: bytes) -> Sequence[bytes]:
         """Return the chain hashes of the prompt's full blocks, as engines index them.
 
-        Computed at the first call for each block size. They cover text under the base model only:
-        adapters and images, which engines refuse as yet, have to key the chain too.
+        Computed at the first call for each block size.
 
         Args:
             block_size: Tokens per block.
@@ -104,7 +107,7 @@ class Demand:
         hashes = self._hashes.get((block_size, key))
         if hashes is None:
             hashes = self._hashes[block_size, key] = []
-            root = prefix_root(key, self.cache_salt)
+            root = prefix_root(key, self.cache_salt, self.adapter, self.images)
             extend_block_hashes(hashes, self.prompt_token_ids, block_size, root)
         return hashes
 

@@ -441,7 +441,8 @@ class KVCacheManager:
         for index, hashes in enumerate(seq.place.block_hashes):
             size = self._block_sizes[index]
             if len(hashes) < num_tokens // size:
-                root = prefix_root(self._key, seq.request.cache_salt)
+                request = seq.request
+                root = prefix_root(self._key, request.cache_salt, request.adapter, request.images)
                 extend_block_hashes(hashes, seq.token_ids, size, root)
 
     def _each_kv_group(

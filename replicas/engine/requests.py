@@ -179,7 +179,12 @@ def _new_sequences(client: bytes, message: AddRequest, *, transfers: bool) -> li
     if transfers:
         ticket = message.ticket or b""
         transfer = TransferRequest(
-            request.request_id, request.prompt_token_ids, ticket, request.cache_salt
+            request.request_id,
+            request.prompt_token_ids,
+            ticket,
+            request.cache_salt,
+            request.adapter,
+            request.images,
         )
     outputs = message.token_ids or [[]] * request.sampling.n
     sequences: list[Sequence] = []

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kv_transfer.config import TransferConfig
+from kv_transfer.connector import TransferRequest
 from kv_transfer.layout import ROW_TOKENS
 from kv_transfer.pooled import unit_keys
 from kv_transfer.store import StoreConfig
@@ -98,7 +99,8 @@ class StoreWorld:
         assert self.shelf.open_leases == 0
 
     def keys(self, token_ids: list[int], salt: str = "") -> tuple[bytes, ...]:
-        return unit_keys(LAYOUT.content_hash(), salt, token_ids, UNIT)
+        request = TransferRequest("r", token_ids, cache_salt=salt)
+        return unit_keys(LAYOUT.content_hash(), request, UNIT)
 
     def check_values(self, prompts: list[list[int]]) -> None:
         """Compare every value of these prompts on the shelf with what a model would compute."""

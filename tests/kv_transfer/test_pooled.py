@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -95,20 +96,38 @@ def loading(world: World, prompt: list[int], request_id: str = "again") -> Job:
 
 def test_keys_differ_between_models_tenants_and_unit_sizes() -> None:
     prompt = tokens(2 * UNIT, 1)
+
+    def keys(
+        content_hash: str = "hash", unit_tokens: int = UNIT, **scope: Any
+    ) -> tuple[bytes, ...]:
+        return unit_keys(content_hash, TransferRequest("r", prompt, **scope), unit_tokens)
+
+    image = ("image", 2, 3, b"one")
     variants = [
-        unit_keys("hash", "", prompt, UNIT),
-        unit_keys("hash2", "", prompt, UNIT),
-        unit_keys("hash", "tenant", prompt, UNIT),
-        unit_keys("hash", "", prompt, UNIT // 2),
+        keys(),
+        keys("hash2"),
+        keys(unit_tokens=UNIT // 2),
+        keys(cache_salt="tenant"),
+        keys(adapter="tenant"),
+        keys(images=(image,)),
+        keys(images=(image, image)),
+        keys(images=(("image", 2, 3, b"two"),)),
     ]
-    every = [key for keys in variants for key in keys]
+    every = [key for found in variants for key in found]
     assert len(set(every)) == len(every)
     # No field can run into the next one.
-    assert unit_keys("ab", "c", prompt, UNIT) != unit_keys("a", "bc", prompt, UNIT)
+    assert keys("ab", cache_salt="c") != keys("a", cache_salt="bc")
+
+
+def test_keys_of_text_under_the_base_model_are_those_of_earlier_versions() -> None:
+    """A pool outlives the engines that fill it."""
+    request = TransferRequest("r", list(range(UNIT)), cache_salt="pepper")
+    [key] = unit_keys("layout", request, UNIT)
+    assert key.hex() == "a42af0248bbe6139780011c5ba545b2ac4d71addb6f3ae15d4df9aab5cfe4362"
 
 
 def test_a_prompt_shorter_than_a_unit_has_no_keys() -> None:
-    assert unit_keys("hash", "", tokens(UNIT - 1, 1), UNIT) == ()
+    assert unit_keys("hash", TransferRequest("r", tokens(UNIT - 1, 1)), UNIT) == ()
 
 
 @pytest.mark.parametrize("position", [0, CHECKSUM_BYTES - 1, CHECKSUM_BYTES, -1])

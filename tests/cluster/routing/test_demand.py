@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from cluster.routing.demand import Demand
 from kv_transfer.block_hash import extend_block_hashes, prefix_root
-from replicas.messages import EngineRequest
+from replicas.messages import EngineRequest, MultimodalInput
 from replicas.sampling_params import SamplingParams
 from tests.kv_groups import one_kv_group
 
@@ -25,6 +25,17 @@ def test_hashes_equal_the_engines_for_each_block_size(prompt, block_size, salt):
     assert demand.block_hashes(block_size, KEY) == hashes
     first = demand.block_hashes(block_size, KEY)
     assert first is demand.block_hashes(block_size, KEY), "computed once"
+
+
+def test_hashes_of_another_adapter_or_image_differ():
+    image = MultimodalInput("image", 2, 3, b"hash", b"data")
+    requests = [
+        EngineRequest("r", [7] * 64, SamplingParams()),
+        EngineRequest("r", [7] * 64, SamplingParams(), adapter="english"),
+        EngineRequest("r", [7] * 64, SamplingParams(), multimodal=[image]),
+    ]
+    hashes = [Demand.of(request, 0.0).block_hashes(32, KEY) for request in requests]
+    assert len({h for found in hashes for h in found}) == 6
 
 
 @pytest.mark.parametrize(
