@@ -107,6 +107,8 @@ class AsyncLLM:
                 delta = processor.take(event)
                 if delta is not None:
                     output.apply(delta, processor)
+                    if delta.finish_reason != event.finish_reason and not output.finished:
+                        stream.stop_choice(event.choice)
                     yield output
         except EngineDeadError as error:
             # The connection error says only that it broke; the handle knows why the engine ended.

@@ -71,6 +71,8 @@ class OutputProcessor:
             for _ in range(request.sampling.n)
         ]
         self.num_cached_tokens = 0
+        # Engines send them with choice 0; every choice has the same prompt.
+        self._prompt_logprobs: list[list[TokenLogprob]] | None = None
 
     @property
     def num_output_tokens(self) -> int:
@@ -105,7 +107,8 @@ class OutputProcessor:
         if output.finish_reason == "error":
             for other in self._choices:
                 other.is_finished = True
-        return choice.take(output)
+        self._prompt_logprobs = output.prompt_logprobs or self._prompt_logprobs
+        return choice.take(output, self._prompt_logprobs)
 
 
 class _ChoiceText:
@@ -142,7 +145,9 @@ class _ChoiceText:
         self.num_tokens = 0
         self.is_finished = False
 
-    def take(self, output: TokenOutput) -> OutputDelta | None:
+    def take(
+        self, output: TokenOutput, prompt_logprobs: list[list[TokenLogprob]] | None
+    ) -> OutputDelta | None:
         assert output.index <= self.num_tokens, f"tokens before index {output.index} are missing"
         num_known = self.num_tokens - output.index
         token_ids = output.token_ids[num_known:] if num_known else output.token_ids
@@ -152,7 +157,7 @@ class _ChoiceText:
         logprobs = output.logprobs
         if logprobs is not None:
             logprobs = logprobs[num_known : num_known + num_taken]
-        prompt_logprobs = output.prompt_logprobs if self.num_tokens == 0 else None
+        prompt_logprobs = prompt_logprobs if self.num_tokens == 0 else None
         self.num_tokens += num_taken
         reason: FinishReason | None = output.finish_reason
         stop_reason: str | int | None = output.stop_reason

@@ -384,6 +384,10 @@ def test_asynchronous_front_end_gives_the_same_outputs(llm, greedy):
             await stream.aclose()
             stop = msgspec.structs.replace(GREEDY, stop=(greedy.text[6:9],))
             found.append(texts([await last(engine, PROMPTS[0], stop)]))
+            three = msgspec.structs.replace(SEEDED, n=3)
+            whole = (await last(engine, PROMPTS[0], three)).outputs
+            cut = msgspec.structs.replace(three, stop=(whole[1].text[:2],))
+            found.append([c.text for c in (await last(engine, PROMPTS[0], cut)).outputs])
             with pytest.raises(InvalidRequestError):
                 await last(engine, [], GREEDY)
             return found
@@ -392,7 +396,11 @@ def test_asynchronous_front_end_gives_the_same_outputs(llm, greedy):
 
     stop = msgspec.structs.replace(GREEDY, stop=(greedy.text[6:9],))
     wanted = [texts(generate(llm, PROMPTS, params)) for params in (GREEDY, SEEDED)]
-    assert asyncio.run(run()) == [*wanted, texts(generate(llm, PROMPTS[0], stop))]
+    three = msgspec.structs.replace(SEEDED, n=3)
+    [whole] = generate(llm, PROMPTS[0], three)
+    first = whole.outputs[1].text[:2]
+    choices = [choice.text.partition(first)[0] for choice in whole.outputs]
+    assert asyncio.run(run()) == [*wanted, texts(generate(llm, PROMPTS[0], stop)), choices]
 
 
 @pytest.mark.process

@@ -1,0 +1,34 @@
+"""What the choices of one request share, and what ends them."""
+
+from __future__ import annotations
+
+from replicas.messages import EngineRequest, TokenLogprob, TokenOutput
+from replicas.output_processor import OutputProcessor
+from replicas.sampling_params import SamplingParams
+
+PROMPT_LOGPROBS = [[], [TokenLogprob(5, -1.0, 1)]]
+
+
+def processor_of(num_choices):
+    sampling = SamplingParams(n=num_choices, prompt_logprobs=0)
+    return OutputProcessor(None, EngineRequest("r", [4, 5], sampling), frozenset())
+
+
+def test_the_prompt_is_described_by_choice_0_for_all():
+    processor = processor_of(2)
+    first = TokenOutput("r", 0, [7], num_cached_tokens=1, prompt_logprobs=PROMPT_LOGPROBS)
+    assert processor.take(first).prompt_logprobs == PROMPT_LOGPROBS
+    other = TokenOutput("r", 0, [8], num_cached_tokens=2, choice=1)
+    assert processor.take(other).prompt_logprobs == PROMPT_LOGPROBS
+    assert processor.take(TokenOutput("r", 1, [9], choice=1)).prompt_logprobs is None
+    assert (processor.num_cached_tokens, processor.num_output_tokens) == (1, 3)
+
+
+def test_a_choice_ends_by_itself_and_an_error_ends_all():
+    processor = processor_of(3)
+    processor.take(TokenOutput("r", 0, [7], "length", choice=1))
+    assert [processor.has_ended(choice) for choice in range(3)] == [False, True, False]
+    assert not processor.is_finished
+    delta = processor.take(TokenOutput("r", 0, [], "error", error="no", choice=2))
+    assert (delta.choice, delta.finish_reason) == (2, "error")
+    assert processor.is_finished
