@@ -31,6 +31,7 @@ from replicas.engine.step import RowFailure, RowLogprobs, StepResult
 from replicas.errors import DeviceError
 from replicas.philox import uniform
 from replicas.sampling_params import GREEDY_EPS
+from replicas.warm_up import timed_pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -428,20 +429,22 @@ class ModelRunner:
             self._warm_up_decode(enable_trace=True)
 
     def _warm_up_prefill(self, *, enable_trace: bool) -> None:
-        self._generator.warmup_model_prefill(
-            kv_cache=self._kv_cache,
-            enable_trace=enable_trace,
-            can_sample_on_device="prefill" in self._draws.kinds,
-        )
+        with timed_pass("capture prefill" if enable_trace else "compile prefill"):
+            self._generator.warmup_model_prefill(
+                kv_cache=self._kv_cache,
+                enable_trace=enable_trace,
+                can_sample_on_device="prefill" in self._draws.kinds,
+            )
 
     def _warm_up_decode(self, *, enable_trace: bool) -> None:
-        self._generator.warmup_model_decode(
-            kv_cache=self._kv_cache,
-            enable_trace=enable_trace,
-            max_batch_size=len(self._batch.num_tokens),
-            num_blocks=self._batch.table_width,
-            can_sample_on_device="decode" in self._draws.kinds,
-        )
+        with timed_pass("capture decode" if enable_trace else "compile decode"):
+            self._generator.warmup_model_decode(
+                kv_cache=self._kv_cache,
+                enable_trace=enable_trace,
+                max_batch_size=len(self._batch.num_tokens),
+                num_blocks=self._batch.table_width,
+                can_sample_on_device="decode" in self._draws.kinds,
+            )
 
     # --- a step's calls ------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import msgspec
+import numpy as np
 import torch
 
 from kv_transfer.connector import load_connector
@@ -30,6 +31,7 @@ from replicas.engine.rows.grammar import GrammarCache
 from replicas.engine.rows.logprobs import Logprobs
 from replicas.engine.rows.order import row_processors
 from replicas.engine.runner import ModelRunner
+from replicas.engine.sampler import SamplingColumns, sample
 from replicas.engine.speculation import NgramDrafter
 from replicas.errors import ConfigError, DeviceError, InvalidRequestError
 from replicas.generators.fingerprint import model_fingerprint
@@ -60,6 +62,7 @@ from replicas.memory_profile import (
 )
 from replicas.messages import WorkerDescription
 from replicas.tt.trace_regions import trace_region_bytes
+from replicas.warm_up import timed_pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -317,10 +320,14 @@ class Worker:
     def warm_up(self) -> None:
         """Run every shape once, so that the first request finds it compiled."""
         self._progress("warm up", 0.0)
-        self._runner.compile()
-        self._compile_kv_io()
-        self._progress("warm up", 0.5)
-        self._runner.capture()
+        with timed_pass("all passes"):
+            self._runner.compile()
+            with timed_pass("compile KV transfers"):
+                self._compile_kv_io()
+            with timed_pass("sample on the host"):
+                _draw_once(self._hf_config.vocab_size)
+            self._progress("warm up", 0.5)
+            self._runner.capture()
         self._progress("warm up", 1.0)
 
     def prepare(self, orders: Sequence[Preparation]) -> list[Prepared]:
@@ -563,3 +570,10 @@ def _wait(event: object) -> None:
     from replicas.generators.ttnn.events import wait_for_event
 
     wait_for_event(event)
+
+
+def _draw_once(vocab_size: int) -> None:
+    """Draw a token, so that the first request finds the sampler's code loaded."""
+    columns = SamplingColumns(1)
+    columns.temperature[:] = 1.0
+    sample(torch.zeros(1, vocab_size), columns, np.zeros(1, dtype=np.int32), np.full(1, 0.5))

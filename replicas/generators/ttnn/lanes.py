@@ -37,6 +37,7 @@ from replicas.generators.ttnn.sampling import (
     host_sampling_inputs,
     host_seeds,
 )
+from replicas.warm_up import timed_pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -163,17 +164,19 @@ class TTLane:
                     continue
                 done.add(shape)
                 zeros = np.zeros(start + num_tokens, dtype=np.int64)
-                logits = self._chunk(zeros, start, len(zeros), zeros, traced=False)
-                self._first_row(logits)
-                if sample:
-                    self._sample_chunk(logits, greedy_rows(1), position=0)
+                with timed_pass(f"compile prefill of {bucket} tokens from {start}"):
+                    logits = self._chunk(zeros, start, len(zeros), zeros, traced=False)
+                    self._first_row(logits)
+                    if sample:
+                        self._sample_chunk(logits, greedy_rows(1), position=0)
 
     def capture_prefill(self) -> None:
         """Capture the calls that ``compile_prefill`` has run, for the traced buckets."""
         traced = traced_buckets(self._sizes.max_seq_len)
         for (bucket, *_), (_, call) in self._chunks.items():
             if bucket in traced:
-                call.capture(self._prefill_tracer, self.device)
+                with timed_pass(f"capture prefill of {bucket} tokens"):
+                    call.capture(self._prefill_tracer, self.device)
 
     def compile_decode(self, *, sample: bool) -> None:
         """Run a full decode batch in the null block."""
