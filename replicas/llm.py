@@ -17,6 +17,7 @@ from replicas.generation_config import read_sampling_defaults
 from replicas.llm_engine import LLMEngine, to_engine_input
 from replicas.sampling_params import SamplingParams
 from replicas.tokenizer import Tokenizer
+from replicas.vllm_options import engine_options as translated_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -61,12 +62,13 @@ class LLM:
         skip_tokenizer_init: bool = False,
         seed: int = 0,
         generation_config: GenerationConfigSource = "auto",
-        **engine_options: Any,  # noqa: ANN401 - fields of EngineConfig, checked by it
+        **engine_options: Any,  # noqa: ANN401 - of EngineConfig or vLLM, checked by these
     ) -> None:
-        if "gpu_memory_utilization" not in engine_options:
-            engine_options.setdefault("kv_cache_memory_bytes", _KV_BYTES_OFFLINE)
+        options = translated_options(engine_options)
+        if "gpu_memory_utilization" not in options:
+            options.setdefault("kv_cache_memory_bytes", _KV_BYTES_OFFLINE)
         try:
-            config = msgspec.convert({"model": str(model), **engine_options}, EngineConfig)
+            config = msgspec.convert({"model": str(model), **options}, EngineConfig)
         except msgspec.ValidationError as error:
             raise ConfigError(f"engine options: {error}") from error
         config.validate()

@@ -43,6 +43,7 @@ from replicas.kv_sizing import longest_sequence
 from replicas.mesh_environment import check_generator
 from replicas.model_name import model_name
 from replicas.sampling_params import SamplingDefaults
+from replicas.vllm_options import engine_options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +190,7 @@ def _check_generator(role: Role, engine: EngineConfig, environment: Mapping[str,
 
 def _engine_configs(args: ClusterArgs, folder: Path) -> dict[Role, EngineConfig]:
     # Checked alone first, so that a mistake in args.engine is reported under that key.
-    convert({**args.engine, "model": ""}, EngineConfig, "args.engine")
+    convert({**_translated(args.engine, "args.engine"), "model": ""}, EngineConfig, "args.engine")
     # "p2p" moves KV from prefill to decode pools only; a single pool has no use for it.
     is_useless = args.kv_connector == "p2p" and not args.is_disaggregated
     connector = None if is_useless else args.kv_connector
@@ -203,9 +204,19 @@ def _engine_configs(args: ClusterArgs, folder: Path) -> dict[Role, EngineConfig]
     for role, pool in args.pools.items():
         # Requests queue in the router, not in decode engines, so that it can choose late.
         waiting = {"max_num_waiting": 256 if role == "prefill" else 0}
-        fields = {**waiting, **args.engine, **pool.engine, **own, "role": role}
-        engines[role] = convert(fields, EngineConfig, f"args.pools.{role}.engine")
+        where = f"args.pools.{role}.engine"
+        options = _translated({**args.engine, **pool.engine}, where)
+        fields = {**waiting, **options, **own, "role": role}
+        engines[role] = convert(fields, EngineConfig, where)
     return engines
+
+
+def _translated(options: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return engine options with those of vLLM in our terms; names the key in errors."""
+    try:
+        return engine_options(options)
+    except ConfigError as error:
+        raise ClusterConfigError(f"{where}.{error}") from error
 
 
 def _load_models(engines: Mapping[Role, EngineConfig]) -> tuple[dict[Role, ModelConfig], int]:

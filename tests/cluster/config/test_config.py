@@ -244,7 +244,17 @@ FILE_MISTAKES = [
     ("args.engine.kv_cache_memory_bytes", 1000, "1000 is too small .* 16384 b"),
     ("args.engine.kv_cache_memory_bytes", 65536, "256 does not fit .* tokens"),
     ("args.engine.max_model_len", 257, "max_model_len 257 exceeds .* 256"),
+    ("args.engine.swap_space", 4, "args.engine.swap_space of vLLM is refused: preempted"),
+    ("args.pools.decode.engine.enforce_eager", 1, "decode.engine.enforce_eager must be true or"),
 ]  # fmt: skip
+
+
+def test_options_of_vllm_reach_the_engines_of_every_pool():
+    pools = {"prefill": {"engine": {"enforce_eager": True}}, "decode": {}}
+    engine = {"load_format": "dummy", "dtype": "float16", "compilation_config": "{}"}
+    engines = resolve({"pools": pools, "engine": engine}).engines
+    assert {e.load_format for e in engines.values()} == {"random"}
+    assert {e.dtype for e in engines.values()} == {"float32"}
 
 
 @pytest.mark.parametrize(
