@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from replicas.engine.rows.logprobs import Logprobs
 from replicas.engine.rows.order import row_processors
 from replicas.engine.rows.processor import LogitRows, RowProcessors
 from replicas.engine.sampler import SamplingColumns, sample
@@ -49,6 +50,7 @@ class Asked(NamedTuple):
     top_k: int = 0
     top_p: float = 1.0
     penalties: bool = False
+    logprobs: int | None = None
 
     def sampling(self) -> SamplingParams:
         """Return the parameters of a request."""
@@ -60,6 +62,7 @@ class Asked(NamedTuple):
             repetition_penalty=1.0 + penalty,
             presence_penalty=penalty,
             frequency_penalty=penalty,
+            logprobs=self.logprobs,
         )
 
 
@@ -72,6 +75,7 @@ CASES = {
     "default again (A/A)": Asked(),
     "penalties": Asked(penalties=True),
     "greedy, penalties": Asked(temperature=0.0, penalties=True),
+    "logprobs 5": Asked(logprobs=5),
 }
 
 
@@ -103,7 +107,14 @@ class Plain:
             logits = torch.where(self._is_seen, scaled, logits)
             logits -= asked.frequency_penalty * self._counts
             logits -= asked.presence_penalty * (self._counts > 0)
-        return _draw(logits, self._asked)
+        tokens = _draw(logits, self._asked)
+        if asked.logprobs is not None:
+            values = logits.float().log_softmax(dim=-1)
+            drawn = values.gather(1, torch.tensor(tokens)[:, None])
+            ranks = (values >= drawn).sum(dim=-1)
+            likeliest = values.topk(asked.logprobs, dim=-1)
+            [found.tolist() for found in (drawn, ranks, *likeliest)]
+        return tokens
 
 
 def _draw(logits: torch.Tensor, asked: Asked) -> list[int]:
@@ -129,7 +140,9 @@ class Ours:
     def __init__(self, asked: Asked, token_ids: IntArray) -> None:
         num_rows, length = token_ids.shape
         self._columns = SamplingColumns(num_rows)
-        self._processors = RowProcessors(row_processors(()), num_rows)
+        self._logprobs = Logprobs("raw_logprobs")
+        processors = row_processors((), logprobs=self._logprobs)
+        self._processors = RowProcessors(processors, num_rows)
         self._slots = np.arange(num_rows)
         self._numbers = np.random.default_rng(0).random((num_rows,))
         self._rows = LogitRows(self._slots, np.full(num_rows, length // 2))
@@ -147,6 +160,9 @@ class Ours:
         for part, changed in self._processors.changed(logits, self._slots, self._rows):
             end = part.first + len(part.slots)
             tokens += self._sample(changed, slice(part.first, end))
+        for slot, token_id in zip(self._slots.tolist(), tokens, strict=True):
+            self._processors.accept(slot, [token_id])
+        self._logprobs.take()
         return tokens
 
     def _sample(self, logits: torch.Tensor, part: slice) -> list[int]:

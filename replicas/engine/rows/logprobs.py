@@ -55,9 +55,12 @@ class Logprobs(SlotProcessor[_Asked]):
         # Of the step to come: by slot the first of its rows in `_kept`; its tokens, once drawn.
         self._first: dict[int, int] = {}
         self._tokens: dict[int, list[int]] = {}
-        self._num_kept = 0
-        # float32 (rows, V), kept between steps: new memory costs as much as the copies.
+        # float32 (rows, V) and (V,), reused by every step: new memory costs as much as the copies.
         self._kept = torch.empty(0, 0)
+        self._scratch = torch.empty(0)
+        # Of each kept row: the greatest value of each block, and the logarithm of its sum.
+        self._maxima: list[Float32Array] = []
+        self._log_sums: list[float] = []
 
     def state_of(self, row: NewRow) -> _Asked | None:
         """Return what a row asks for; None if nothing."""
@@ -68,7 +71,8 @@ class Logprobs(SlotProcessor[_Asked]):
 
     def prepare(self, rows: LogitRows) -> None:
         """Begin a step."""
-        self._first, self._tokens, self._num_kept = {}, {}, 0
+        self._first, self._tokens = {}, {}
+        self._maxima, self._log_sums = [], []
         num_rows = sum(slot in self._states for slot in rows.slots.tolist())
         if len(self._kept) < num_rows:
             self._kept = torch.empty(num_rows, self._kept.shape[1])
@@ -77,14 +81,18 @@ class Logprobs(SlotProcessor[_Asked]):
         """Keep the logits of the rows that ask for log probabilities."""
         vocab = logits.shape[-1]
         if self._kept.shape[1] != vocab:
-            self._kept = torch.empty(len(self._kept), vocab)
+            self._kept, self._scratch = torch.empty(len(self._kept), vocab), torch.empty(vocab)
         for index, asked in self._touched(rows):
-            kept = self._kept[self._num_kept]
+            row = len(self._maxima)
+            kept = self._kept[row]
             kept.copy_(logits[index])
             if self.mode.startswith("processed"):
                 _restrict(kept, asked.sampling)
-            self._first.setdefault(int(rows.slots[index]), self._num_kept)
-            self._num_kept += 1
+            self._first.setdefault(int(rows.slots[index]), row)
+            # Now, because the row is in the core's cache.
+            maxima = block_maxima(kept[None]).numpy()[0]
+            self._maxima.append(maxima)
+            self._log_sums.append(self._log_sum(kept, float(maxima.max())))
 
     def accept(self, slot: int, token_ids: Sequence[int]) -> None:
         """Note the tokens that a row has got."""
@@ -94,20 +102,28 @@ class Logprobs(SlotProcessor[_Asked]):
         """Return the log probabilities of the step's tokens, by slot: a list for each token."""
         if not self._tokens:
             return {}
-        kept = self._kept[: self._num_kept]
-        maxima = block_maxima(kept).numpy()
-        sums = np.zeros(len(kept), dtype=np.float32)
-        if self.mode.endswith("logprobs"):
-            sums = torch.logsumexp(kept, dim=-1).numpy()
         found = {}
         for slot, token_ids in self._tokens.items():
             first, asked = self._first[slot], self._states[slot]
             found[slot] = [
-                _position(asked, token_id, kept[row].numpy(), maxima[row], float(sums[row]))
+                _position(
+                    asked,
+                    token_id,
+                    self._kept[row].numpy(),
+                    self._maxima[row],
+                    self._log_sums[row],
+                )
                 for row, token_id in enumerate(token_ids, start=first)
             ]
         self._tokens = {}
         return found
+
+    def _log_sum(self, kept: torch.Tensor, greatest: float) -> float:
+        """Return what to subtract from a row (V,) for log probabilities; 0 for logits."""
+        if self.mode.endswith("logits"):
+            return 0.0
+        weights = torch.sub(kept, greatest, out=self._scratch).exp_()
+        return greatest + float(weights.sum().log())
 
 
 def _position(
