@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 import pytest
 
+from replicas.engine.core import EngineCore
+from replicas.engine.executor import UniProcExecutor
+from replicas.engine.kv_cache import KVCacheManager
 from replicas.generators.torch.generator import TorchGenerator
 from replicas.messages import (
     LAPSED,
@@ -304,3 +307,22 @@ def test_a_reservation_that_lapses_drops_every_choice(folder):
         core.step(1e9)
         request.read()
         assert (request.errors, core.num_live) == ([LAPSED], 0)
+
+
+def test_sharing_a_block_that_is_still_written_is_found(folder, monkeypatch):
+    fork = KVCacheManager.fork
+
+    def fork_too_much(self, seq, parent, *args):
+        place = fork(self, seq, parent, *args)
+        if place is not None:
+            place.hits[0].append(parent.place.block_ids[0][len(place.hits[0])])
+        return place
+
+    monkeypatch.setattr(KVCacheManager, "fork", fork_too_much)
+    config = make_config(folder, enable_prefix_caching=False)
+    core = EngineCore(config, UniProcExecutor(config))
+    try:
+        with pytest.raises(AssertionError, match="writes to blocks"):
+            Request(core).run()
+    finally:
+        core.shutdown()
