@@ -117,6 +117,7 @@ class Ingress:
                 self._config.max_model_len,
                 self._created_s,
                 defaults=self._config.sampling_defaults,
+                max_logprobs=self._config.max_logprobs,
             )
         ]
 

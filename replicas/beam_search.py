@@ -13,16 +13,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from replicas.errors import InvalidRequestError
-from replicas.sampling_params import MAX_LOGPROBS, SamplingParams
+from replicas.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
     from typing import Literal
 
     from replicas.messages import TokenLogprob
-
-MAX_BEAM_WIDTH = MAX_LOGPROBS // 2
-"""A beam is extended by twice as many tokens, whose log probabilities one request must report."""
 
 
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,15 +39,22 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
 
-    def validate(self) -> None:
+    def validate(self, max_logprobs: int) -> None:
         """Check every range.
+
+        Args:
+            max_logprobs: Most log probabilities that the engine reports for a token; -1 is no
+                limit. A sequence is extended by twice as many tokens as the width.
 
         Raises:
             InvalidRequestError: A value is outside its range; `param` names it.
         """
-        if not 1 <= self.beam_width <= MAX_BEAM_WIDTH:
-            text = f"beam_width must be 1 to {MAX_BEAM_WIDTH}, got {self.beam_width}"
+        if self.beam_width < 1:
+            text = f"beam_width must be at least 1, got {self.beam_width}"
             raise InvalidRequestError("beam_width", text)
+        if -1 < max_logprobs < 2 * self.beam_width:
+            text = f"beam_width must be at most {max_logprobs // 2}, got {self.beam_width}"
+            raise InvalidRequestError("beam_width", f"{text}; see the engine's max_logprobs")
         if self.max_tokens < 1:
             text = f"max_tokens must be at least 1, got {self.max_tokens}"
             raise InvalidRequestError("max_tokens", text)

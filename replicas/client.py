@@ -127,11 +127,16 @@ class EngineFacts(Protocol):
     def vocab_size(self) -> int:
         """Token ids are below this."""
 
+    @property
+    def max_logprobs(self) -> int:
+        """Most log probabilities for a token; -1 is no limit."""
+
 
 class _InprocFacts(msgspec.Struct, frozen=True):
     model: str
     max_model_len: int
     vocab_size: int
+    max_logprobs: int
 
 
 class InprocClient:
@@ -168,7 +173,10 @@ class InprocClient:
         # Outputs that were read but not yet returned by `get_outputs`.
         self._kept: list[TokenOutput] = []
         self.description: EngineFacts = _InprocFacts(
-            config.model, self.core.max_model_len, self.core.facts.vocab_size
+            config.model,
+            self.core.max_model_len,
+            self.core.facts.vocab_size,
+            self.core.config.max_logprobs,
         )
 
     def add_request(self, request: EngineRequest) -> None:

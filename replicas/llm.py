@@ -198,7 +198,7 @@ class LLM:
         Raises:
             InvalidRequestError: See `generate`, or a parameter is out of range.
         """
-        params.validate()
+        params.validate(self._client.description.max_logprobs)
         tokenizer, facts = self._tokenizer, self._client.description
         sampling = params.one_token()
         batch = _as_list(prompts)

@@ -168,7 +168,7 @@ def _encoded_params(
     params: SamplingParams, tokenizer: Tokenizer | None, facts: EngineFacts
 ) -> SamplingParams:
     """Return checked parameters, with bad words as token sequences."""
-    params = params.checked(facts.vocab_size)
+    params = params.checked(facts.vocab_size, facts.max_logprobs)
     for name in ("stop", "bad_words"):
         if tokenizer is None and getattr(params, name):
             raise InvalidRequestError(name, f"{name} needs a tokenizer, and it was skipped")
@@ -176,7 +176,7 @@ def _encoded_params(
         return params
     found = (*params.bad_words_token_ids, *encode_bad_words(params.bad_words, tokenizer))
     params = msgspec.structs.replace(params, bad_words=(), bad_words_token_ids=found)
-    params.validate(facts.vocab_size)
+    params.validate(facts.vocab_size, facts.max_logprobs)
     return params
 
 

@@ -15,7 +15,7 @@ from kv_transfer.store import StoreCounters
 from replicas.config import Role
 from replicas.errors import InvalidRequestError
 from replicas.kv_groups import KVGroup
-from replicas.sampling_params import SamplingParams
+from replicas.sampling_params import MAX_LOGPROBS, SamplingParams
 
 PROTOCOL_VERSION = 8
 
@@ -568,6 +568,7 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
         slots_per_group: Decode slots of each DP group.
         max_num_batched_tokens: Token budget of a step.
         pid: Process id on its host.
+        max_logprobs: Most tokens whose log probabilities it reports at a position; -1 is no limit.
     """
 
     incarnation: str
@@ -585,6 +586,7 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
     slots_per_group: int
     max_num_batched_tokens: int
     pid: int
+    max_logprobs: int = MAX_LOGPROBS
 
 
 class GroupCounters(msgspec.Struct, kw_only=True):

@@ -325,8 +325,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
                 if _is_in_range(name, getattr(self, name)):
                     put(name, _OFF_IF_GREEDY[name])
 
-    def checked(self, vocab_size: int) -> Self:
+    def checked(self, vocab_size: int, max_logprobs: int = MAX_LOGPROBS) -> Self:
         """Return the same parameters with checked types, which a frozen struct does not check.
+
+        Args:
+            vocab_size: See `validate`.
+            max_logprobs: See `validate`.
 
         Raises:
             InvalidRequestError: A value has a wrong type or is refused by `validate`; `param`
@@ -338,7 +342,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
             if (value := getattr(self, name)) is not getattr(_DEFAULTS, name)
         }
         checked = type(self)(**given)
-        checked.validate(vocab_size)
+        checked.validate(vocab_size, max_logprobs)
         return checked
 
     def validate(self, vocab_size: int | None = None, max_logprobs: int = MAX_LOGPROBS) -> None:

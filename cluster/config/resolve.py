@@ -84,6 +84,12 @@ class ClusterConfig:
         return "both" not in self.pools
 
     @property
+    def max_logprobs(self) -> int:
+        """Most log probabilities for a token that every pool reports; -1 is no limit."""
+        limits = [engine.max_logprobs for engine in self.engines.values()]
+        return min((limit for limit in limits if limit != -1), default=-1)
+
+    @property
     def is_scaled(self) -> bool:
         """Whether any pool is autoscaled."""
         return any(pool.max_replicas is not None for pool in self.pools.values())

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from replicas.sampling_params import SamplingDefaults
+from replicas.sampling_params import MAX_LOGPROBS, SamplingDefaults
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -39,6 +39,7 @@ class ModelCard:
         created: Unix time in s at which this deployment started.
         parent: The base model of an adapter, or None.
         defaults: Sampling values of requests that leave them out; not shown.
+        max_logprobs: Most log probabilities for a token; -1 is no limit. Not shown.
     """
 
     id: str
@@ -47,6 +48,7 @@ class ModelCard:
     created: int
     parent: str | None = None
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    max_logprobs: int = MAX_LOGPROBS
 
 
 @dataclass(frozen=True, slots=True)

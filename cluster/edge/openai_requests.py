@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from cluster.edge.openai_limits import BodyLimits
     from cluster.edge.structured_outputs import Grammar
     from replicas.grammar_checks import GrammarChecker
-    from replicas.sampling_params import SamplingDefaults
     from replicas.tokenizer import Tokenizer
 
 _DEFAULT_COMPLETION_TOKENS = 16
@@ -415,7 +414,7 @@ def build_request(
     return EngineRequest(
         request_id,
         prompt_token_ids,
-        _sampling(parsed, card.defaults, min(max_tokens, room), vocab_size, seed),
+        _sampling(parsed, card, min(max_tokens, room), vocab_size, seed),
         cache_salt=values.get("cache_salt", ""),
         adapter="" if card.parent is None else card.id,
         priority=values.get("priority", 0),
@@ -447,14 +446,14 @@ def response_spec(
 
 def _sampling(
     parsed: ParsedRequest,
-    defaults: SamplingDefaults,
+    card: ModelCard,
     max_tokens: int,
     vocab_size: int,
     seed: int,
 ) -> SamplingParams:
     values = parsed.values
     given = {
-        **{name: getattr(defaults, name) for name in DEFAULTED_FIELDS},
+        **{name: getattr(card.defaults, name) for name in DEFAULTED_FIELDS},
         **{name: values[name] for name in _SAMPLING_FIELDS if name in values},
         **{name: tuple(values[name]) for name in _SAMPLING_LISTS if name in values},
     }
@@ -469,7 +468,7 @@ def _sampling(
         **given,
     )
     try:
-        sampling.validate(vocab_size)
+        sampling.validate(vocab_size, card.max_logprobs)
         sampling.check_supported()
     except InvalidRequestError as error:
         raise BadRequestError(str(error), param=_spelled_param(parsed, error.param)) from error

@@ -218,4 +218,5 @@ def describe(
         slots_per_group=core.config.slots_per_group,
         max_num_batched_tokens=core.config.token_budget(core.max_model_len),
         pid=pid,
+        max_logprobs=core.config.max_logprobs,
     )

@@ -25,7 +25,9 @@ class TableLLM(LLM):
         self.logprobs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
         self._tokenizer = None
         self._client = SimpleNamespace(
-            description=SimpleNamespace(max_model_len=max_model_len, vocab_size=vocab_size)
+            description=SimpleNamespace(
+                max_model_len=max_model_len, vocab_size=vocab_size, max_logprobs=20
+            )
         )
         self.llm_engine = SimpleNamespace(eos_token_ids=frozenset({EOS}))
         self.num_asked = []
@@ -135,8 +137,8 @@ def test_prompts_are_searched_together_and_end_at_the_longest_sequence():
 @pytest.mark.parametrize(
     ("changes", "param", "text"),
     [
-        ({"beam_width": 0}, "beam_width", "beam_width must be 1 to 10, got 0"),
-        ({"beam_width": 11}, "beam_width", "beam_width must be 1 to 10, got 11"),
+        ({"beam_width": 0}, "beam_width", "beam_width must be at least 1, got 0"),
+        ({"beam_width": 11}, "beam_width", "beam_width must be at most 10, got 11"),
         ({"max_tokens": 0}, "max_tokens", "max_tokens must be at least 1, got 0"),
         ({"length_penalty": float("nan")}, "length_penalty", "length_penalty must be finite"),
     ],

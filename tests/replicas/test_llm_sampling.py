@@ -7,7 +7,8 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from replicas import LLM, SamplingParams
+from replicas import LLM, BeamSearchParams, SamplingParams
+from replicas.errors import InvalidRequestError
 from tests.models import chat_folder
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -20,6 +21,36 @@ def llm():
     settings = {"dtype": "float32", "max_model_len": 64, "max_batch_size": 4, "num_blocks": 40}
     with LLM(chat_folder(), multiprocess=False, num_threads=1, **settings) as llm:
         yield llm
+
+
+def test_a_beam_search_of_one_is_greedy_and_a_wider_one_finds_no_less_likely_text(llm):
+    [greedy] = llm.generate(
+        PROMPT, msgspec.structs.replace(GREEDY, max_tokens=6, logprobs=0), use_tqdm=False
+    )
+    choice = greedy.outputs[0]
+    logprob = sum(drawn.logprob for drawn, *_ in choice.logprobs)
+    found = {}
+    for width in (1, 4):
+        params = BeamSearchParams(beam_width=width, max_tokens=6, ignore_eos=True)
+        [output] = llm.beam_search([PROMPT], params)
+        assert len(output.sequences) == width
+        found[width] = output.sequences
+    [one] = found[1]
+    assert one.tokens == [*PROMPT, *choice.token_ids]
+    assert one.text == choice.text
+    assert one.cum_logprob == pytest.approx(logprob, abs=1e-4)
+    assert found[4][0].cum_logprob >= one.cum_logprob - 1e-4
+
+
+def test_an_engine_s_own_limit_of_log_probabilities_is_that_of_its_front_end():
+    settings = {"dtype": "float32", "max_model_len": 64, "max_batch_size": 4, "num_blocks": 40}
+    with LLM(chat_folder(), multiprocess=False, max_logprobs=25, **settings) as llm:
+        [output] = llm.generate(
+            PROMPT, msgspec.structs.replace(GREEDY, logprobs=25), use_tqdm=False
+        )
+        assert {len(entries) for entries in output.outputs[0].logprobs} == {26}
+        with pytest.raises(InvalidRequestError, match="logprobs must be 0 to 25, got 26"):
+            llm.generate(PROMPT, msgspec.structs.replace(GREEDY, logprobs=26), use_tqdm=False)
 
 
 def generate(llm, *params):

@@ -340,6 +340,16 @@ def test_a_field_that_engines_do_not_obey_yet_is_refused_by_its_name(base, name,
         assert build(body) != build(base)
 
 
+def test_the_model_limits_the_number_of_log_probabilities():
+    card = ModelCard("demo", "demo-folder", 64, 17, max_logprobs=2)
+    options = {"vocab_size": 100, "request_id": "r", "seed": SEED}
+    for count in (2, 3):
+        parsed = parse_completion({"prompt": "x", "logprobs": count})
+        refused = pytest.raises(BadRequestError, match="logprobs must be 0 to 2, got 3")
+        with refused if count == 3 else contextlib.nullcontext():
+            assert build_request(parsed, [1], card, **options).sampling.logprobs == 2
+
+
 @pytest.mark.parametrize("k", [-1, 0, 1, 100, 2**63])
 def test_any_top_k_from_minus_one_up_is_taken(k):
     assert build({"prompt": "x", "top_k": k}).sampling.top_k == min(k, 100)
