@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 import pytest
 
+from replicas.config import SpeculativeConfig
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
 from replicas.engine.kv_cache import KVCacheManager
@@ -133,8 +134,9 @@ class Request:
         {"enable_chunked_prefill": True, "max_num_batched_tokens": 24},
         {"tt_data_parallel": 2, "max_batch_size": 4},
         {"generator": f"{__name__}:WholePrompts"},
+        {"speculative_config": SpeculativeConfig(method="ngram", num_speculative_tokens=3)},
     ],
-    ids=["plain", "no prefix cache", "two slots", "chunks", "two lanes", "whole prompts"],
+    ids=["plain", "no prefix cache", "two slots", "chunks", "two lanes", "whole prompts", "drafts"],
 )
 def test_choices_are_requests_with_the_derived_seeds(folder, expected, changes):
     with engine_core(make_config(folder, **changes)) as core:
