@@ -21,11 +21,12 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
+from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 import msgspec
 
-from replicas.errors import InvalidRequestError
+from replicas.errors import EngineStartError, InvalidRequestError
 from replicas.sampling_params import StructuredOutputs
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ MAX_CPU_S = 0.5
 MAX_WALL_S = 10.0
 """The same in time that passes, for a host that has no processor to spare."""
 MAX_MEMORY_BYTES = 2 * 2**30
-"""Address space of the child."""
+"""Address space that the child may take after its start."""
 _START_S = 60.0
 _NUM_REMEMBERED = 4096
 _NICENESS = 5
@@ -78,6 +79,7 @@ class GrammarChecker:
 
         Raises:
             InvalidRequestError: The grammar cannot be used; `param` names its field.
+            EngineStartError: The child does not start.
         """
         key = _hash(spec)
         with self._lock:
@@ -94,8 +96,8 @@ class GrammarChecker:
             self._drop()
 
     def _ask(self, spec: StructuredOutputs) -> None:
+        child = self._child or self._start()
         try:
-            child = self._child or self._start()
             assert child.stdin is not None
             assert child.stdout is not None
             _write(child.stdin, msgspec.msgpack.encode(spec))
@@ -119,8 +121,12 @@ class GrammarChecker:
         self._end = weakref.finalize(self, _end_child, child)
         assert child.stdin is not None
         assert child.stdout is not None
-        _write(child.stdin, msgspec.msgpack.encode(self._special_tokens))
-        _read_within(child.stdout, _START_S)
+        try:
+            _write(child.stdin, msgspec.msgpack.encode(self._special_tokens))
+            _read_within(child.stdout, _START_S)
+        except (_ChildEndedError, OSError) as error:
+            self._drop()
+            raise EngineStartError("the process that checks grammars does not start") from error
         return child
 
     def _drop(self) -> None:
@@ -177,9 +183,13 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A crash on purpose leaves no file.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     # Imported here, so that front ends do not load it.
     from replicas.grammars import GrammarCompiler
+
+    # NumPy reserves address space for each core, so the present amount depends on the host.
+    num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    limit = num_pages * resource.getpagesize() + MAX_MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
     first = _read(sys.stdin.buffer)
     if first is None:

@@ -1,8 +1,10 @@
 """Front ends check grammars in a child that may be lost, and refuse what it is lost to."""
 
+import sys
+
 import pytest
 
-from replicas.errors import InvalidRequestError
+from replicas.errors import EngineStartError, InvalidRequestError
 from replicas.grammar_checks import GrammarChecker
 from replicas.sampling_params import StructuredOutputs
 
@@ -50,6 +52,14 @@ def test_a_grammar_that_does_not_end_is_refused_and_others_work_afterwards(check
     with pytest.raises(InvalidRequestError, match="too long") as caught:
         checker.check(spec)
     assert caught.value.param == "structured_outputs.json"
+    checker.check(GOOD)
+
+
+def test_a_child_that_does_not_start_is_no_fault_of_the_grammar(checker, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(EngineStartError):
+        checker.check(GOOD)
+    monkeypatch.undo()
     checker.check(GOOD)
 
 
