@@ -18,6 +18,7 @@ from kv_transfer.errors import FailureReason
 from replicas.engine.batch import PersistentBatch
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.sequence import Phase
+from replicas.engine.step import Prepared
 from tests.replicas.engine.fakes import EOS, PREFIX_CACHE_KEY, FakeConnector, result_of
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from replicas.engine.sequence import Sequence
     from replicas.engine.step import ScheduledBatch, StepResult
     from replicas.kv_groups import KVGroup
+    from replicas.sampling_params import StructuredOutputs
     from tests.replicas.engine.fakes import FakeTransfer
 
     Tables = SequenceOf[SequenceOf[int]]
@@ -88,6 +90,8 @@ class World:
         self.num_drafts: dict[int, int] = {}
         self.dice = random.Random(0)
         self.now_s = 0.0
+        # Grammars that the worker compiles.
+        self.compiling: dict[StructuredOutputs, None] = {}
         self.num_accepted = 0
         self.ended: Counter[tuple[str, int]] = Counter()
         self.outputs: dict[tuple[str, int], list[int]] = {}
@@ -314,6 +318,17 @@ class World:
         for seq in self.scheduler.expire(now_s):
             self._end_all(seq.request_id)
 
+    def prepare(self, results: Iterable[Prepared] = ()) -> None:
+        """Order grammars and apply the worker's results, as the core does before a step."""
+        for order in self.scheduler.preparations.take_orders(self.now_s):
+            if order.is_wanted:
+                self.compiling[order.grammar] = None
+        results = list(results)
+        for result in results:
+            del self.compiling[result.grammar]
+        for seq, _ in self.scheduler.end_preparations(results, self.now_s):
+            self._end_all(seq.request_id)
+
     def abort(self, request_id: str) -> None:
         """Drop a request, wherever it is."""
         for seq in self.scheduler.table.choices(request_id):
@@ -339,8 +354,10 @@ class World:
         for _ in range(10 + steps * (len(live) + 1)):
             for request_id in list(self.connector.transfers):
                 self.end_transfer(request_id, ok=request_id not in self.connector.cancelled)
+            self.prepare()
+            self.prepare([Prepared(grammar) for grammar in self.compiling])
             self.check()
-            if not self.step(sample) and not self.connector.transfers:
+            if not self.step(sample) and not (self.connector.transfers or self.compiling):
                 break
         assert self.scheduler.table.num_live == 0, f"not finished: {self.scheduler!r}"
         self.check()
@@ -408,7 +425,8 @@ class World:
     def _is_undisturbed(self) -> bool:
         """Whether only waiting and running sequences hold anything, and the store has answered."""
         reserved = any(g.num_reserved for g in self.scheduler.group_snapshots())
-        return not (reserved or self.scheduler.awaits_connector or self.connector.transfers)
+        awaits = self.scheduler.awaits_connector or self.scheduler.preparations.waiting
+        return not (reserved or awaits or self.connector.transfers)
 
     def _receive(self, transfer: FakeTransfer) -> None:
         tokens = self._known[transfer.request_id][: transfer.num_tokens]

@@ -8,6 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from replicas.config import SpeculativeConfig
 from replicas.engine.sequence import Phase
+from replicas.engine.step import Prepared
+from replicas.sampling_params import StructuredOutputs
 from tests.kv_groups import one_kv_group
 from tests.replicas.engine.fakes import (
     EOS,
@@ -21,6 +23,7 @@ from tests.replicas.engine.scheduler_world import World, key_of
 TOKENS = st.integers(0, 3)
 OUTPUTS = st.sampled_from([EOS, 1, 1, 1, 2, 2, 3, 3])
 _DRAFTS = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
+GRAMMARS = [StructuredOutputs(regex=letter) for letter in "abc"]
 CLIENTS = st.sampled_from([b"one", b"two", b"three"])
 
 
@@ -90,6 +93,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             client=data.draw(CLIENTS, label="client"),
             max_tokens=data.draw(st.integers(1, 20), label="max_tokens"),
             ignore_eos=data.draw(st.booleans(), label="ignore_eos"),
+            structured_outputs=data.draw(st.sampled_from([None] * 5 + GRAMMARS), label="grammar"),
             n=1 if mode == "prefill" else data.draw(st.sampled_from([1, 1, 1, 2, 3]), label="n"),
         )
 
@@ -165,6 +169,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         seq = self.scheduler.table.get(request_id)
         pool[request_id] = data.draw(st.integers(0, seq.num_prompt_tokens), label="tokens found")
 
+    @rule(data=st.data(), error=st.sampled_from([None, None, "bad"]))
+    def grammar_ends(self, data, error):
+        self.world.prepare()
+        if self.world.compiling:
+            found = data.draw(st.sampled_from(list(self.world.compiling)), label="compiled")
+            self.world.prepare([Prepared(found, error)])
+
     @rule(data=st.data(), with_tokens=st.booleans())
     def activate(self, data, with_tokens):
         seq = self._pick(data, Phase.RESERVED)
@@ -219,6 +230,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1.0, 6.0]))
     def time_passes(self, seconds):
         self.world.expire(self.world.now_s + seconds)
+        self.world.prepare()
         deadline_s = self.scheduler.next_deadline_s()
         assert deadline_s is None or deadline_s > self.world.now_s
 
