@@ -189,6 +189,8 @@ class ModelRunner:
         # Slots and rows of the last step if it was a single decode call: a next decode step of the
         # same sequences reuses them.
         self._steady: tuple[list[int], _StepRows] | None = None
+        # The last step and its rows if each row computes one token: the same step may follow.
+        self._repeated: tuple[ScheduledBatch, _StepRows] | None = None
         # Submitted and not collected, oldest first.
         self._submitted: deque[SubmittedStep] = deque()
 
@@ -454,6 +456,8 @@ class ModelRunner:
             slots_before, rows = self._steady
             if scheduled.slots == slots_before:
                 return rows
+        if self._repeated is not None and self._repeated[0] is scheduled:
+            return self._repeated[1]
         slots = np.asarray(scheduled.slots, dtype=np.int32)
         counts = np.asarray(scheduled.num_scheduled_tokens, dtype=np.int32)
         num_logits = self._batch.num_logits(slots, counts)
@@ -462,6 +466,9 @@ class ModelRunner:
         rows = _StepRows(slots, counts, num_logits, calls)
         is_steady = scheduled.kind == "decode" and len(calls) == 1 and bool(samples.all())
         self._steady = (list(scheduled.slots), rows) if is_steady else None
+        # Steps of the same decoding rows are one object.
+        is_plain = not scheduled.new and bool((num_logits == 1).all() and (counts == 1).all())
+        self._repeated = (scheduled, rows) if is_plain else None
         return rows
 
     def _submit_call(
