@@ -14,7 +14,7 @@ most; R scheduled requests; T their tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -61,6 +61,27 @@ class DecodeInputs:
     tokens: npt.NDArray[np.int32]
     start_pos: npt.NDArray[np.int32]
     page_tables: npt.NDArray[np.int32]
+
+
+class TokenPlaces(NamedTuple):
+    """Where the T tokens of a step are: in the token table, the block table and the KV cache.
+
+    Attributes:
+        request_indices: int32 (T,), each token's row of the step.
+        positions: int64 (T,), its position in its sequence.
+        token_indices: int64 (T,), its index in the flattened token table: slot * M + position.
+        block_table_indices: int64 (T,), index of its block in the flattened block table: slot * K +
+            position // block size.
+        block_numbers: int64 (T,), lane-local id of that block.
+        block_offsets: int64 (T,), its place in the block.
+    """
+
+    request_indices: npt.NDArray[np.int32]
+    positions: npt.NDArray[np.int64]
+    token_indices: npt.NDArray[np.int64]
+    block_table_indices: npt.NDArray[np.int64]
+    block_numbers: npt.NDArray[np.int64]
+    block_offsets: npt.NDArray[np.int64]
 
 
 class PersistentBatch:
@@ -188,28 +209,50 @@ class PersistentBatch:
             counts: (R,) tokens to compute for each.
             num_logits: (R,) trailing tokens of each whose logits are wanted.
         """
-        computed = self.num_computed_tokens[slots]
-        seq_lens = computed + counts
+        places = self.places_of_tokens(slots, counts)
+        seq_lens = self.num_computed_tokens[slots] + counts
         query_start_loc = np.zeros(len(slots) + 1, dtype=np.int32)
         ends = np.cumsum(counts, out=query_start_loc[1:])
-        request_indices = np.repeat(np.arange(len(slots), dtype=np.int32), counts)
-        # For each token: its position minus its index in the flat batch.
-        shifts = np.repeat(computed - query_start_loc[:-1], counts)
-        positions = np.arange(len(shifts), dtype=np.int64) + shifts
-        rows = slots[request_indices]
-        [block_size], [block_table] = self.block_sizes, self.block_table
-        columns, offsets = np.divmod(positions, block_size)
-        block_numbers = block_table[rows, columns].astype(np.int64)
+        [block_size] = self.block_sizes
         return FlatBatch(
-            request_indices=request_indices,
-            input_ids=self.token_ids[rows, positions],
-            positions=positions,
-            slot_mapping=block_numbers * block_size + offsets,
+            request_indices=places.request_indices,
+            input_ids=self.token_ids.reshape(-1).take(places.token_indices),
+            positions=places.positions,
+            slot_mapping=places.block_numbers * block_size + places.block_offsets,
             query_start_loc=query_start_loc,
             seq_lens=seq_lens,
-            block_table=block_table[slots, : -(-int(seq_lens.max()) // block_size)],
+            block_table=self.block_table[0, slots, : -(-int(seq_lens.max()) // block_size)],
             dp_groups=self.dp_groups[slots],
             logits_indices=last_indices(ends, num_logits),
+        )
+
+    def places_of_tokens(
+        self, slots: npt.NDArray[np.int32], counts: npt.NDArray[np.int32]
+    ) -> TokenPlaces:
+        """Return where the tokens of a step are, for a model with one KV group.
+
+        Source: vLLM v1/worker/gpu_model_runner.py `_prepare_inputs`, and block_table.py
+        `compute_slot_mapping`.
+
+        Args:
+            slots: (R,) rows that run, in order.
+            counts: (R,) tokens to compute for each.
+        """
+        request_indices = np.repeat(np.arange(len(slots), dtype=np.int32), counts)
+        # For each token: its position minus its index in the flat batch.
+        shifts = self.num_computed_tokens[slots] - (np.cumsum(counts) - counts)
+        positions = np.arange(len(request_indices), dtype=np.int64) + np.repeat(shifts, counts)
+        rows = slots[request_indices].astype(np.int64)
+        [block_size], [block_table] = self.block_sizes, self.block_table
+        columns, block_offsets = np.divmod(positions, block_size)
+        block_table_indices = rows * self.table_width + columns
+        return TokenPlaces(
+            request_indices=request_indices,
+            positions=positions,
+            token_indices=rows * self.max_model_len + positions,
+            block_table_indices=block_table_indices,
+            block_numbers=block_table.reshape(-1).take(block_table_indices).astype(np.int64),
+            block_offsets=block_offsets,
         )
 
     def prefill_inputs(

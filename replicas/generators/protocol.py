@@ -260,6 +260,26 @@ class FlatBatch:
     dp_groups: Int32Array
     logits_indices: Int64Array
 
+    @property
+    def num_reqs(self) -> int:
+        """Number of requests, R."""
+        return len(self.seq_lens)
+
+    @property
+    def query_lens(self) -> Int32Array:
+        """int32 (R,), tokens of each request in this batch."""
+        return self.query_start_loc[1:] - self.query_start_loc[:-1]
+
+    @property
+    def max_query_len(self) -> int:
+        """Most tokens of a request in this batch."""
+        return int(self.query_lens.max())
+
+    @property
+    def num_computed_tokens(self) -> Int32Array:
+        """int32 (R,), tokens of each request before this batch."""
+        return self.seq_lens - self.query_lens
+
 
 GeneratorT = TypeVar("GeneratorT", bound="GeneratorBase")
 
