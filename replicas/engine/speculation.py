@@ -208,6 +208,8 @@ _PLAIN_STEPS = 4
 """Steps without drafts of which the mean is taken before drafts are used."""
 _TRIED_ROWS = 4
 """Rows with drafts after which a trial ends."""
+_DOUBT = 2
+"""Wrong drafts that are added to the counted ones: few right drafts may be luck."""
 _REMEMBERED_ROWS = 32
 """Rows with drafts after which older ones count half."""
 _MARGIN = 1.1
@@ -289,7 +291,7 @@ class _DraftFigures:
         for position in range(self._max_drafts):
             num_drafted = sum(self._drafted[position + 1 :])
             if num_drafted:
-                share = sum(self._right[position + 1 :]) / num_drafted
+                share = sum(self._right[position + 1 :]) / (num_drafted + _DOUBT)
             if share * self._token_s.value <= margin * self._draft_s.value:
                 return position
         return self._max_drafts

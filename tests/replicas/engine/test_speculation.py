@@ -101,7 +101,7 @@ class Steps:
     ("num_rows", "draft_s", "right", "limit"),
     [
         (1, 0.3, [1.0, 1.0, 1.0], 3),
-        (1, 0.3, [0.5, 0.5, 0.0], 2),
+        (1, 0.2, [0.5, 0.5, 0.0], 2),
         (1, 0.3, [0.2, 0.2, 0.2], 0),
         (1, 0.0, [0.5, 0.5, 0.3], 3),
         # A token of a full batch costs little, so a draft must cost less.
