@@ -15,7 +15,7 @@ from cluster.edge.engine_metrics import render_engine_metrics
 from cluster.routing import metrics
 from cluster.routing.metrics import RouterMetrics
 from kv_transfer.connector import PathCounters, StageHistogram, TransferStats
-from replicas.messages import EngineMetrics, GroupCounters, HostSeconds
+from replicas.messages import DraftCounters, EngineMetrics, GroupCounters, HostSeconds
 from replicas.text_pieces import MAX_WHOLE_CHARS
 from replicas.tt.meshes import MESHES, mesh_spec
 from scripts import values_table
@@ -54,7 +54,13 @@ def exported():
     given = {"num_blocks": [1], "num_free_blocks": [1], "requests_finished": {"stop": 1}}
     groups = [of_ones(GroupCounters, **given)]
     host = of_ones(HostSeconds)
-    engine = of_ones(EngineMetrics, groups=groups, transfer=transfer, host_seconds=host)
+    engine = of_ones(
+        EngineMetrics,
+        groups=groups,
+        transfer=transfer,
+        host_seconds=host,
+        drafts=of_ones(DraftCounters, num_accepted_tokens_per_pos=[1]),
+    )
     engines = render_engine_metrics([(make_member("decode", "d"), engine)], "tiny")
     page = router.render() + engines
     return {

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from replicas.engine.duty import Duty
 from replicas.engine.events import ClientEvents
-from replicas.engine.kv_loads import Transfers
 from replicas.engine.probes import Probes, probe_batch
 from replicas.engine.pulse import Pulse
 from replicas.engine.requests import RequestHandler
@@ -35,6 +34,7 @@ from replicas.engine.start import (
     start_executor,
 )
 from replicas.engine.step_work import StepNotes, StepTotals
+from replicas.engine.transfers import Transfers
 from replicas.messages import (
     LAPSED,
     Abort,

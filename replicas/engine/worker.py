@@ -347,7 +347,8 @@ class Worker:
         if self._connector is not None and meta is not None:
             self._connector.start_load_kv(meta, now_s)
         if batch is not None:
-            self._tell_layers(on=meta is not None)
+            if self._layers is not None:
+                self._tell_layers(self._layers, on=meta is not None)
             self._steps.append(self._runner.submit(batch))
 
     def collect_step(self) -> StepResult:
@@ -415,17 +416,17 @@ class Worker:
                 "structured_outputs", f"this model's tokenizer.json cannot be used: {error}"
             ) from error
 
-    def _tell_layers(self, *, on: bool) -> None:
+    def _tell_layers(self, layers: SupportsLayerCallbacks, *, on: bool) -> None:
         """Set or remove the connector's callbacks around each layer."""
-        if self._layers is None or on == self._tells_layers:
+        if on == self._tells_layers:
             return
         assert self._connector is not None
         if on:
-            self._layers.set_layer_callbacks(
+            layers.set_layer_callbacks(
                 self._connector.wait_for_layer_load, self._connector.save_kv_layer
             )
         else:
-            self._layers.set_layer_callbacks(None, None)
+            layers.set_layer_callbacks(None, None)
         self._tells_layers = on
 
     # --- the device ----------------------------------------------------------------------------
