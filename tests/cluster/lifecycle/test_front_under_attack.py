@@ -3,7 +3,6 @@
 The whole server under attack is `tests.e2e.test_attacks_under_load`.
 """
 
-import asyncio
 import contextlib
 import os
 import subprocess
@@ -44,26 +43,30 @@ PROBES = [
 
 
 class IngressApp:
-    """The application of an ingress, which is made on the loop of its server."""
+    """The application of an ingress, which lives on the loop of its server."""
 
     def __init__(self, members):
         self._members = members
-        self._making = None
 
     async def __call__(self, scope, receive, send):
-        if scope["type"] == "http":
-            self._making = self._making or asyncio.create_task(self._make())
-            app = await asyncio.shield(self._making)
-            await app(scope, receive, send)
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+        elif scope["type"] == "http":
+            await self._app(scope, receive, send)
 
-    async def _make(self):
+    async def _live(self, receive, send):
         pools = {"prefill": {}, "decode": {}}
         args = {"model": str(long_model_folder()), "model_name": "tiny", "pools": pools}
         config = resolve({**args, "router": {"min_remote_prefill_tokens": 0}})
+        await receive()
         ingress = Ingress(config, KEYS)
         for member in self._members:
             await ingress.fleet.connect(member)
-        return create_app(ingress, config.ingress, version="0")
+        self._app = create_app(ingress, config.ingress, version="0")
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await ingress.close()
+        await send({"type": "lifespan.shutdown.complete"})
 
 
 @pytest.fixture(scope="module")
