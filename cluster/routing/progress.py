@@ -84,7 +84,13 @@ class Progress:
         return True
 
     def note(self, output: TokenOutput) -> None:
-        """Add the new tokens and endings of an output."""
+        """Add the new tokens and endings of an output; ignore a choice that has ended.
+
+        An engine may have ended a choice before it reads that the client wants no more of it. The
+        tokens before that end are not delivered.
+        """
+        if output.choice not in self._unfinished:
+            return
         tokens = self.tokens[output.choice]
         assert output.index <= len(tokens), f"tokens before index {output.index} are missing"
         tokens += output.token_ids[len(tokens) - output.index :]

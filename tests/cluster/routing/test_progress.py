@@ -61,3 +61,13 @@ def test_a_seam_lasts_from_the_last_old_token_to_the_first_new_one():
     assert progress.heard(7.0) == ("lost", "its connection broke", 2.0, "recomputed")
     assert progress.seam is None
     assert progress.heard(8.0) is None
+
+
+def test_an_end_that_crosses_the_end_of_its_choice_changes_nothing():
+    """The tokens between both are not delivered: the client wants no more of them."""
+    progress = Progress(2)
+    progress.note(TokenOutput("r", 0, [5, 6]))
+    assert progress.end(0)
+    progress.note(TokenOutput("r", 4, [9], "length"))
+    assert progress.tokens == [[5, 6], []]
+    assert not progress.is_finished
