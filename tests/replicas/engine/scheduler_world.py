@@ -357,7 +357,9 @@ class World:
             self.prepare()
             self.prepare([Prepared(grammar) for grammar in self.compiling])
             self.check()
-            if not self.step(sample) and not (self.connector.transfers or self.compiling):
+            has_run = self.step(sample)
+            # A worker compiles a few grammars at once; the others are ordered after them.
+            if not (has_run or self.connector.transfers or self.scheduler.preparations.waiting):
                 break
         assert self.scheduler.table.num_live == 0, f"not finished: {self.scheduler!r}"
         self.check()
