@@ -63,6 +63,8 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     board = children.board_of(item)
     if board is None or board == _HERE:
         return None
+    # The child runs all tests of a file, each with a limit of its own.
+    item.ihook.pytest_timeout_cancel_timer(item=item)
     is_done = children.run(item, board)
     # Tear down the fixtures of earlier tests of this process that the next test does not need.
     item.session._setupstate.teardown_exact(nextitem)
