@@ -143,14 +143,6 @@ class KVLoads:
                 self._connector.on_new_request(seq.transfer, now_s)
         return seq
 
-    def note_activated(self, seq: Sequence) -> None:
-        """Note that a request was activated of which the reserved sequence has ended before."""
-        _load_of(seq).is_activated = True
-
-    def is_activated(self, seq: Sequence) -> bool:
-        """Return whether the request of a sequence that was reserved has been activated."""
-        return _load_of(seq).is_activated
-
     def try_next_ticket(self, seq: Sequence, now_s: float) -> bool:
         """Load with the ticket that replaces a failed one; return False if that is not possible."""
         load = _load_of(seq)

@@ -340,17 +340,12 @@ class Scheduler:
             Choice 0 if this ended the request, because its KV did not come and must not be
             recomputed.
         """
-        for sibling in self.table.choices(request_id):
-            parent = sibling.parent
-            if parent is None or sibling.mode != "decode":
-                continue
-            if token_ids and sibling.phase is Phase.WAITING:
+        for sibling in self.table.choices(request_id) if token_ids else ():
+            if sibling.mode == "decode" and sibling.phase is Phase.WAITING:
                 # Out of the queue meanwhile, which counts its tokens.
                 self.table.queue.remove(sibling)
                 sibling.token_ids += token_ids[sibling.choice][sibling.num_output_tokens :]
                 self.table.queue.push(sibling)
-            if parent.is_over:
-                self.loads.note_activated(parent)
         first = token_ids[0] if token_ids else []
         seq = self.loads.activate(request_id, now_s, has_tokens=bool(first))
         if seq is None:
@@ -766,9 +761,6 @@ class Scheduler:
         parent = seq.parent
         if parent is None:
             return self.loads.is_asking(seq) and self.loads.num_external(seq, 0) is None
-        if seq.mode == "decode" and not self.loads.is_activated(parent):
-            # Its tokens so far come with the activation. Choice 0 may have ended before.
-            return True
         if not self._resumes_prefill:
             return parent.phase is Phase.RESERVED
         return not (parent.phase is Phase.DECODE or parent.is_over)

@@ -357,9 +357,7 @@ class World:
             self.prepare()
             self.prepare([Prepared(grammar) for grammar in self.compiling])
             self.check()
-            has_run = self.step(sample)
-            # A worker compiles a few grammars at once; the others are ordered after them.
-            if not (has_run or self.connector.transfers or self.scheduler.preparations.waiting):
+            if not self.step(sample) and not (self.connector.transfers or self.compiling):
                 break
         assert self.scheduler.table.num_live == 0, f"not finished: {self.scheduler!r}"
         self.check()

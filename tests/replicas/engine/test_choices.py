@@ -270,11 +270,9 @@ def test_a_reservation_is_that_of_choice_0_and_all_choices_follow(
 
 
 @pytest.mark.parametrize("choice", [0, 1])
-@pytest.mark.parametrize("num_steps", [0, 2])
 def test_a_choice_that_had_ended_elsewhere_is_dropped_before_the_others_start(
-    folder, expected, choice, num_steps
+    folder, expected, choice
 ):
-    """Even if the engine steps before it reads the activation, with the tokens of the others."""
     with engine_core(make_config(folder)) as core:
         request = Request(core, mode="decode")
         known = [tokens[:2] for tokens in expected]
@@ -282,7 +280,6 @@ def test_a_choice_that_had_ended_elsewhere_is_dropped_before_the_others_start(
         known[choice] = [1] * 100
         request.tokens.update(enumerate([*tokens] for tokens in known))
         request.abort(choice)
-        assert not any(request.step() for _ in range(num_steps))
         core.handle(CLIENT, Activate("r", known), 0.0)
         request.run()
         others = [i for i in range(4) if i != choice]
