@@ -71,6 +71,15 @@ def _is_finite(biases: dict[int, float]) -> bool:
     return all(math.isfinite(bias) for bias in biases.values())
 
 
+def _has_at_most(name: str, most: int, what: str) -> _Rule:
+    return _Rule(name, lambda v: len(v) <= most, f"must have at most {most} {what}")
+
+
+def _each_has_at_most(name: str, most: int, what: str) -> _Rule:
+    text = f"must have at most {most} {what}"
+    return _Rule(name, lambda v: max(map(len, v), default=0) <= most, text)
+
+
 _RULES = (
     _Rule("max_tokens", lambda v: v >= 1, "must be at least 1"),
     _Rule("temperature", lambda v: 0.0 <= v <= 2.0, "must be in [0, 2]"),
@@ -84,50 +93,18 @@ _RULES = (
     _Rule("repetition_penalty", lambda v: 0.0 < v < math.inf, "must be above 0 and finite"),
     _Rule("min_tokens", lambda v: v >= 0, "must be at least 0"),
     _Rule("stop", all, "must not hold an empty string"),
-    _Rule(
-        "stop",
-        lambda v: len(v) <= MAX_STOP_STRINGS,
-        f"must have at most {MAX_STOP_STRINGS} strings",
-    ),
-    _Rule(
-        "stop",
-        lambda v: max(map(len, v), default=0) <= MAX_STOP_CHARS,
-        f"must have at most {MAX_STOP_CHARS} characters in each string",
-    ),
-    _Rule(
-        "logit_bias",
-        lambda v: len(v) <= MAX_LOGIT_BIASES,
-        f"must have at most {MAX_LOGIT_BIASES} entries",
-    ),
+    _has_at_most("stop", MAX_STOP_STRINGS, "strings"),
+    _each_has_at_most("stop", MAX_STOP_CHARS, "characters in each string"),
+    _has_at_most("logit_bias", MAX_LOGIT_BIASES, "entries"),
     _Rule("logit_bias", _is_finite, "must have finite values"),
     _Rule("allowed_token_ids", bool, "must have at least one token id"),
     _Rule("bad_words", all, "must not hold an empty string"),
-    _Rule(
-        "bad_words",
-        lambda v: len(v) <= MAX_BAD_WORDS,
-        f"must have at most {MAX_BAD_WORDS} words",
-    ),
-    _Rule(
-        "bad_words",
-        lambda v: max(map(len, v), default=0) <= MAX_BAD_WORD_CHARS,
-        f"must have at most {MAX_BAD_WORD_CHARS} characters in each word",
-    ),
-    _Rule(
-        "bad_words_token_ids",
-        lambda v: len(v) <= MAX_BAD_WORDS,
-        f"must have at most {MAX_BAD_WORDS} sequences",
-    ),
+    _has_at_most("bad_words", MAX_BAD_WORDS, "words"),
+    _each_has_at_most("bad_words", MAX_BAD_WORD_CHARS, "characters in each word"),
+    _has_at_most("bad_words_token_ids", MAX_BAD_WORDS, "sequences"),
     _Rule("bad_words_token_ids", all, "must not hold an empty sequence"),
-    _Rule(
-        "bad_words_token_ids",
-        lambda v: max(map(len, v), default=0) <= MAX_BAD_WORD_TOKENS,
-        f"must have at most {MAX_BAD_WORD_TOKENS} tokens in each sequence",
-    ),
-    _Rule(
-        "logprob_token_ids",
-        lambda v: len(v) <= MAX_LOGPROB_TOKEN_IDS,
-        f"must have at most {MAX_LOGPROB_TOKEN_IDS} token ids",
-    ),
+    _each_has_at_most("bad_words_token_ids", MAX_BAD_WORD_TOKENS, "tokens in each sequence"),
+    _has_at_most("logprob_token_ids", MAX_LOGPROB_TOKEN_IDS, "token ids"),
     _Rule("truncate_prompt_tokens", lambda v: v == -1 or v >= 1, "must be -1 or at least 1"),
 )
 """The range of every field, for the engine, the HTTP edge and `LLM`; None is always accepted.
