@@ -366,7 +366,7 @@ class Run:
             return
         self.is_over = self.progress.is_finished
         decode = self._legs.decode
-        # A reservation is told when it is activated.
+        # A reserved engine learns it from its activation.
         if not self.is_over and decode is not None and decode.has_tokens:
             decode.stop_choice(output.choice)
 

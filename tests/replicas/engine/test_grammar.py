@@ -133,7 +133,7 @@ def test_a_row_beside_rows_with_grammars_draws_as_if_it_were_alone(cache):
     ids=str,
 )
 def test_a_row_that_is_rebuilt_in_the_middle_of_its_grammar_continues_alike(cache, sampling):
-    """Preemption, migration, prefill elsewhere and resumption all send a row anew."""
+    """Preemption, migration, prefill elsewhere and resumption all send a row whole again."""
     sampling = {"temperature": 1.0, "structured_outputs": STRICT, **sampling}
     stays = Rows(row_processors([], cache), 1, VOCAB)
     stays.add(0, [5], **sampling)

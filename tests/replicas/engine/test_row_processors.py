@@ -154,7 +154,7 @@ STATE = [
 
 @pytest.mark.parametrize("sampling", STATE, ids=lambda sampling: next(iter(sampling)))
 def test_a_row_that_is_rebuilt_from_its_tokens_continues_as_if_it_had_stayed(sampling):
-    """Preemption, migration, prefill elsewhere and resumption all send a row anew."""
+    """Preemption, migration, prefill elsewhere and resumption all send a row whole again."""
     stays = Rows(row_processors([EOS]))
     stays.add(0, [3, 4, 3], **sampling)
     for _ in range(12):

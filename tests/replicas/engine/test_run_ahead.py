@@ -317,7 +317,7 @@ def test_a_core_does_not_run_past_what_its_step_would_notice():
     assert core.core.next_deadline_s() == 10.5
     assert num_passes(core, 10.4) > 1
     step = core.core.begin_step(10.5)
-    assert not step.brings_tokens_alone, "a reservation has lapsed, which is to be told"
+    assert not step.brings_tokens_alone, "a reservation has lapsed, of which clients must hear"
     core.core.collect_step(step, 1)
     assert num_passes(core, 10.5) > 1
 
