@@ -118,6 +118,8 @@ class Ingress:
                 self._created_s,
                 defaults=self._config.sampling_defaults,
                 max_logprobs=self._config.max_logprobs,
+                tool_call_parser=self._config.tool_call_parser,
+                reasoning_parser=self._config.reasoning_parser,
             )
         ]
 

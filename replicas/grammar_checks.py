@@ -44,6 +44,11 @@ _NICENESS = 5
 _HEAD = struct.Struct("<I")
 
 
+def special_ids_for_checks(special_tokens: Iterable[str]) -> dict[str, int]:
+    """Return the ids that special tokens have in grammars that are only checked."""
+    return {text: 256 + i for i, text in enumerate(sorted(special_tokens))}
+
+
 class _Verdict(msgspec.Struct, array_like=True):
     """Answer of the child: the wrong field and why, or nothing."""
 

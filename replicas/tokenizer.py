@@ -138,6 +138,12 @@ class Tokenizer:
         return [added[token_id].content for token_id in sorted(self._special_ids)]
 
     @property
+    def special_token_ids(self) -> dict[str, int]:
+        """Return the ids of all special tokens by their texts."""
+        added = self.backend.get_added_tokens_decoder()
+        return {added[token_id].content: token_id for token_id in sorted(self._special_ids)}
+
+    @property
     def has_chat_template(self) -> bool:
         """Return whether the folder has a chat template."""
         return self._chat_template is not None
@@ -233,6 +239,7 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         variables: Mapping[str, object] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Render a conversation as the prompt text that the model was trained on.
 
@@ -240,6 +247,7 @@ class Tokenizer:
             messages: Role and content of each turn; keys whose value is None are left out.
             add_generation_prompt: End with the header of the assistant's next turn.
             variables: Further variables of the template, such as `enable_thinking`.
+            tools: Tools that the model may call, as OpenAI's API has them.
 
         Raises:
             ChatTemplateError: The folder has no template, there are no messages, a variable has a
@@ -257,7 +265,7 @@ class Tokenizer:
         _check_variables(self._chat_template, given)
         turns = [{k: v for k, v in message.items() if v is not None} for message in messages]
         told: dict[str, object] = {
-            "tools": None,
+            "tools": tools or None,
             "documents": None,
             **self.special_tokens,
             "messages": turns,

@@ -26,7 +26,9 @@ from cluster.config.schema import (
     ClusterArgs,
     IngressConfig,
     PoolConfig,
+    ReasoningParserName,
     RouterConfig,
+    ToolParserName,
     convert,
 )
 from cluster.errors import ClusterConfigError
@@ -55,6 +57,8 @@ class ClusterConfig:
         served_model_name: Model name in requests.
         max_model_len: Longest sequence that every pool can hold, in tokens.
         sampling_defaults: Sampling values of requests that leave them out.
+        tool_call_parser: Format of the model's tool calls; None if it has none.
+        reasoning_parser: Format of the model's reasoning; None if it stays in the content.
         data_host: Address on which engines listen, or "node", see `ClusterArgs`.
         key_file: File of the secrets, see `ClusterArgs`; None if a secret is made.
         pools: Number and Ray resources of each pool's replicas.
@@ -69,6 +73,8 @@ class ClusterConfig:
     served_model_name: str
     max_model_len: int
     sampling_defaults: SamplingDefaults
+    tool_call_parser: ToolParserName | None
+    reasoning_parser: ReasoningParserName | None
     data_host: str
     key_file: str | None
     pools: Mapping[Role, PoolConfig]
@@ -118,6 +124,8 @@ def resolve(raw: Any) -> ClusterConfig:  # noqa: ANN401 - any YAML value
         served_model_name=args.model_name or (DEMO_MODEL if is_demo else model_name(args.model)),
         max_model_len=max_model_len,
         sampling_defaults=_sampling_defaults(args, folder),
+        tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
         data_host=args.data_host,
         key_file=args.key_file,
         pools=MappingProxyType({role: _frozen_pool(pool) for role, pool in args.pools.items()}),

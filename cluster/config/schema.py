@@ -44,6 +44,12 @@ a late first token.
 prefill_first: the prompt is computed first. Its KV keeps its blocks on the prefill replica until a
 slot is free; after `TransferConfig.rendezvous_s` it is dropped and computed again."""
 
+ToolParserName = Literal["hermes"]
+"""Formats of tool calls, see docs/tools.md."""
+
+ReasoningParserName = Literal["qwen3", "deepseek_r1"]
+"""Formats of reasoning, see docs/tools.md."""
+
 LEAST_ONGOING_REQUESTS = 1024
 """Smallest limit of open requests that an ingress derives when none is configured."""
 
@@ -215,6 +221,10 @@ class ClusterArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             the model folder's generation_config.json: temperature, top_p, top_k, min_p,
             repetition_penalty, and max_new_tokens as the limit of chats that state none. "vllm" is
             neutral: temperature 1, all tokens.
+        tool_call_parser: Format of the model's tool calls, see docs/tools.md; None refuses requests
+            with tools. The names are those of vLLM's `--tool-call-parser`.
+        reasoning_parser: Format of the model's reasoning, which then comes apart from the content;
+            None leaves it in the content. The names are those of vLLM's `--reasoning-parser`.
         data_host: IP address on which engines listen for ingresses and for each other; wildcards
             are refused. A cluster of several hosts needs "node": each host's address in Ray.
         kv_connector: How KV moves: "p2p" from prefill to decode replicas, "pooled" through a store,
@@ -241,6 +251,8 @@ class ClusterArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     model: str = DEMO_MODEL
     model_name: str | None = None
     generation_config: GenerationConfigSource = "auto"
+    tool_call_parser: ToolParserName | None = None
+    reasoning_parser: ReasoningParserName | None = None
     data_host: str = "127.0.0.1"
     kv_connector: str = "p2p"
     kv_store: StoreConfig | None = None

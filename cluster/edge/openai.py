@@ -14,6 +14,8 @@ from replicas.sampling_params import MAX_LOGPROBS, SamplingDefaults
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from cluster.config.schema import ReasoningParserName, ToolParserName
+    from cluster.edge.families.parser import OutputParser
     from replicas.output_processor import OutputDelta
 
 Emit: TypeAlias = "Callable[[OutputDelta], Awaitable[None]]"
@@ -40,6 +42,8 @@ class ModelCard:
         parent: The base model of an adapter, or None.
         defaults: Sampling values of requests that leave them out; not shown.
         max_logprobs: Most log probabilities for a token; -1 is no limit. Not shown.
+        tool_call_parser: Name of the format of its tool calls, if it has any. Not shown.
+        reasoning_parser: Name of the format of its reasoning, if it is separated. Not shown.
     """
 
     id: str
@@ -49,6 +53,8 @@ class ModelCard:
     parent: str | None = None
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     max_logprobs: int = MAX_LOGPROBS
+    tool_call_parser: ToolParserName | None = None
+    reasoning_parser: ReasoningParserName | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,8 @@ class ResponseSpec:
         echo: Text that precedes each choice's own: the prompt, or the turn that a chat continues.
         echoes_logprobs: Whether the log probabilities of the prompt precede each choice's own.
         drops_output: Whether the answer is the echo alone.
+        new_parser: Makes the parser of a choice's text; None if all text is content.
+        include_reasoning: Whether the answer has the reasoning that the parser finds.
     """
 
     request_id: str
@@ -82,3 +90,5 @@ class ResponseSpec:
     echo: str = ""
     echoes_logprobs: bool = False
     drops_output: bool = False
+    new_parser: Callable[[], OutputParser] | None = None
+    include_reasoning: bool = True

@@ -28,6 +28,7 @@ from replicas.sampling_params import check_range
 Check = Callable[[object, str], Any]
 """Takes a value and its path in the body; returns the value to use or raises BadRequestError."""
 
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 MAX_SALT_CHARS = 256
 _MAX_SHOWN_CHARS = 64
 _TOKEN_ID = re.compile("-?[0-9]{1,18}")
@@ -276,13 +277,15 @@ CHAT_FIELDS: dict[str, Field] = {
     **_no_effect(string, "prompt_cache_retention"),
     # A prediction is a guess at the answer that only affects speed.
     **_no_effect(object_, "metadata", "prediction", "prompt_cache_options"),
-    # There are no tool calls, and reasoning is not separated from content.
-    **_no_effect(boolean, "store", "parallel_tool_calls", "include_reasoning"),
+    **_no_effect(boolean, "store"),
+    **_supported(array_of(object_), "tools"),
+    **_supported(text_or_object, "tool_choice"),
+    **_supported(boolean, "parallel_tool_calls", "include_reasoning"),
+    **_supported(one_of(*REASONING_EFFORTS), "reasoning_effort"),
     **_not_yet(boolean, "continue_final_message", "return_prompt_text", neutral=(False,)),
-    **_not_yet(array, "tools", "functions", "documents", neutral=([],)),
+    **_not_yet(array, "functions", "documents", neutral=([],)),
     **_not_yet(array, "modalities", neutral=(["text"],)),
-    **_not_yet(anything, "tool_choice", "function_call", neutral=("none", "auto")),
-    **_not_yet(string, "reasoning_effort", neutral=("none",)),
+    **_not_yet(anything, "function_call", neutral=("none", "auto")),
     **_not_yet(string, "verbosity", neutral=("medium",)),
     **_not_yet(string, "chat_template"),
     **_not_yet(object_, "audio", "moderation", "web_search_options"),
@@ -325,11 +328,34 @@ MESSAGE_FIELDS: dict[str, Field] = {
     **_no_effect(string, "refusal"),
     **_no_effect(array, "annotations"),
     **_not_yet(object_, "audio", "function_call"),
-    **_not_yet(array, "tool_calls", neutral=([],)),
-    **_not_yet(string, "tool_call_id"),
+    **_supported(array_of(object_), "tool_calls"),
+    **_supported(string, "tool_call_id"),
 }
 
 CONTENT_PART_FIELDS: dict[str, Field] = _supported(string, "type", "text")
+
+TOOL_FIELDS: dict[str, Field] = {
+    **_supported(one_of("function"), "type"),
+    **_supported(object_, "function"),
+}
+"""Fields of a tool, and of `tool_choice` where it names one."""
+
+FUNCTION_FIELDS: dict[str, Field] = {
+    **_supported(string, "name", "description"),
+    **_supported(object_, "parameters"),
+    **_supported(boolean, "strict"),
+}
+
+TOOL_CALL_FIELDS: dict[str, Field] = {
+    **_supported(string, "id"),
+    **_supported(one_of("function"), "type"),
+    **_supported(object_, "function"),
+    # Streamed calls have it, and some clients send it back.
+    **_no_effect(integer, "index"),
+}
+"""Fields of a call in an earlier message of the assistant."""
+
+CALLED_FUNCTION_FIELDS: dict[str, Field] = _supported(string, "name", "arguments")
 
 _TOKENIZE_AS_CHAT = (
     "messages", "add_generation_prompt", "chat_template_kwargs", "continue_final_message",

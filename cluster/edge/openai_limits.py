@@ -32,10 +32,10 @@ MAX_MESSAGES = 2048
 MAX_MESSAGE_ENTRIES = 8 * MAX_MESSAGES
 """Values in all messages together: fields, content parts, and the fields of these parts."""
 MAX_GRAMMAR_ENTRIES = MAX_SCHEMA_VALUES + 64
-"""Values in a field with a grammar, at any depth: those of a schema, and some around it."""
+"""Values in a field with schemas, at any depth: those of a schema, and some around it."""
 MAX_FIELD_ENTRIES = 1024
 """Values in any other field, at any depth."""
-_GRAMMAR_FIELDS = ("response_format", "structured_outputs")
+_GRAMMAR_FIELDS = ("response_format", "structured_outputs", "tools")
 _VOCABULARY_FIELDS = ("stop_token_ids", "allowed_token_ids")
 """Fields that may hold every token id once."""
 

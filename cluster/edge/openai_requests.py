@@ -36,6 +36,7 @@ from cluster.edge.openai_fields import (
 )
 from cluster.edge.openai_limits import check_sizes, check_structure, prompt_too_long
 from cluster.edge.structured_outputs import read_grammar
+from cluster.edge.tool_requests import NO_TOOLS, ToolUse, read_calls, read_tool_use, template_tools
 from cluster.errors import BadRequestError, NotFoundError
 from replicas import bad_words
 from replicas.errors import InvalidRequestError
@@ -55,15 +56,16 @@ if TYPE_CHECKING:
 _DEFAULT_COMPLETION_TOKENS = 16
 _CHARS_PER_ENTRY = 16
 """Least cost of a value in a message for the chat template, in characters to encode."""
-_ROLES = one_of("system", "developer", "user", "assistant")
-_ROLES_OF_TOOLS = ("tool", "function")
+_ROLES = one_of("system", "developer", "user", "assistant", "tool")
+_NO_THINKING = {"enable_thinking": False, "thinking": False}
+"""Variables by which chat templates turn reasoning off."""
 _SAMPLING_FIELDS = (
     "temperature", "top_p", "top_k", "seed", "stop", "ignore_eos", "skip_special_tokens",
     "include_stop_str_in_output", "n", "logprobs", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "min_p", "min_tokens", "logit_bias", "prompt_logprobs",
 )  # fmt: skip
 _SAMPLING_LISTS = ("allowed_token_ids", "logprob_token_ids")
-_RESPONSE_FIELDS = ("stream", "return_token_ids")
+_RESPONSE_FIELDS = ("stream", "return_token_ids", "include_reasoning")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,7 @@ class ChatPrompt:
     add_generation_prompt: bool = True
     template_kwargs: Mapping[str, Any] | None = None
     add_special_tokens: bool = False
+    tools: list[dict[str, Any]] | None = None
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
@@ -108,6 +111,8 @@ class ParsedRequest:
         max_tokens_param: The field with `max_tokens`.
         bad_words_token_ids: Its `bad_words`, once they are encoded.
         grammar: The grammar that the output follows, if there is one; not compiled yet.
+        tool_use: Its tools.
+        is_parsed: Whether a parser reads the output, which then needs its special tokens.
     """
 
     prompt: Prompt
@@ -117,6 +122,8 @@ class ParsedRequest:
     max_tokens_param: str = "max_tokens"
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     grammar: Grammar | None = None
+    tool_use: ToolUse = NO_TOOLS
+    is_parsed: bool = False
 
     @property
     def prompt_param(self) -> str:
@@ -192,6 +199,7 @@ def parse_chat_completion(body: Mapping[str, Any]) -> ParsedRequest:
     values = read_fields(body, CHAT_FIELDS)
     _join_logprobs(values)
     _prefer_listed_logprobs(values)
+    tool_use = read_tool_use(values)
     param = "max_completion_tokens" if "max_completion_tokens" in values else "max_tokens"
     return ParsedRequest(
         prompt=_chat_prompt(values),
@@ -200,6 +208,7 @@ def parse_chat_completion(body: Mapping[str, Any]) -> ParsedRequest:
         max_tokens=values.get(param),
         max_tokens_param=param,
         grammar=read_grammar(values),
+        tool_use=tool_use,
     )
 
 
@@ -253,7 +262,7 @@ def encoding_cost(prompt: Prompt) -> int:
         return 0
     if isinstance(prompt, TextPrompt):
         return len(prompt.text)
-    return _cost(prompt.messages) + _cost(prompt.template_kwargs)
+    return _cost(prompt.messages) + _cost(prompt.template_kwargs) + _cost(prompt.tools)
 
 
 def _cost(value: object) -> int:
@@ -306,7 +315,7 @@ def encode_steps(
     else:
         try:
             text = tokenizer.apply_chat_template(
-                prompt.messages, prompt.add_generation_prompt, prompt.template_kwargs
+                prompt.messages, prompt.add_generation_prompt, prompt.template_kwargs, prompt.tools
             )
         except InvalidRequestError as error:
             raise BadRequestError(str(error), param=error.param) from error
@@ -457,6 +466,8 @@ def _sampling(
         **{name: values[name] for name in _SAMPLING_FIELDS if name in values},
         **{name: tuple(values[name]) for name in _SAMPLING_LISTS if name in values},
     }
+    if parsed.is_parsed:
+        given["skip_special_tokens"] = False
     if given.get("seed", -1) == -1:  # vLLM's spelling of "no seed"
         given["seed"] = seed
     given["top_k"] = min(given["top_k"], vocab_size)
@@ -550,18 +561,36 @@ def _chat_prompt(values: Mapping[str, Any]) -> ChatPrompt:
     return ChatPrompt(
         messages=[_message(m, f"messages[{i}]") for i, m in enumerate(values["messages"])],
         add_generation_prompt=values.get("add_generation_prompt", True),
-        template_kwargs=values.get("chat_template_kwargs"),
+        template_kwargs=_template_variables(values),
         add_special_tokens=values.get("add_special_tokens", False),
+        tools=template_tools(values),
     )
+
+
+def _template_variables(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the variables of the chat template that a body sets."""
+    given: Mapping[str, Any] | None = values.get("chat_template_kwargs")
+    effort = values.get("reasoning_effort")
+    if effort is None:
+        return given
+    # Source: vLLM passes the effort on; templates without levels only turn reasoning off.
+    off = _NO_THINKING if effort == "none" else {}
+    return {"reasoning_effort": effort, **off, **(given or {})}
 
 
 def _message(body: Mapping[str, Any], path: str) -> dict[str, Any]:
     """Check one message and join its content parts into one text."""
     role = body.get("role")
-    if role in _ROLES_OF_TOOLS:
-        raise bad_field(f"{path}.role", f"{role!r} is not supported yet")
     message = read_fields(body, MESSAGE_FIELDS, f"{path}.")
     _ROLES(role, f"{path}.role")
+    if calls := message.pop("tool_calls", None):
+        if role != "assistant":
+            raise bad_field(f"{path}.tool_calls", "needs the role assistant")
+        message["tool_calls"] = read_calls(calls, f"{path}.tool_calls")
+        message.setdefault("content", "")
+    if "reasoning" in message:
+        # Templates know either of the two names.
+        message.setdefault("reasoning_content", message["reasoning"])
     if "content" in message:
         message["content"] = _content(message["content"], f"{path}.content")
     elif role != "assistant":

@@ -8,17 +8,21 @@ probabilities also OpenAI's API reference.
 from __future__ import annotations
 
 import math
+import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 import orjson
 
+from cluster.edge.families.message import MessageDelta
 from cluster.edge.openai import Usage
 from cluster.errors import InternalError
 from replicas.messages import TokenLogprob
 
 if TYPE_CHECKING:
+    from cluster.edge.families.message import ToolCall
+    from cluster.edge.families.parser import OutputParser
     from cluster.edge.openai import ModelCard, ResponseSpec
     from cluster.errors import ServingError
     from replicas.messages import EngineRequest
@@ -115,6 +119,35 @@ class ChatShape(_Shape):
             return b'"delta":{"role":"assistant","content":' + orjson.dumps(text) + b"}"
         return b'"delta":{"content":' + orjson.dumps(text) + b"}" if text else b'"delta":{}'
 
+    def whole_message(self, message: MessageDelta, echo: str, *, has_reasoning: bool) -> Body:
+        """Return the field of a finished choice that a parser has read."""
+        body: Body = {"role": "assistant", "content": echo + message.content, "refusal": None}
+        if has_reasoning:
+            body["reasoning"] = message.reasoning or None
+        if not body["content"] and (message.calls or message.reasoning):
+            body["content"] = None
+        if message.calls:
+            body["tool_calls"] = [_call_body(call) for call in message.calls]
+        return {"message": body}
+
+    def chunk_message(self, message: MessageDelta, first_call: int, *, is_first: bool) -> bytes:
+        """Return the field of a streamed choice with a part of a message; the first has the role.
+
+        Args:
+            message: The part.
+            first_call: Index of its first call among those of the choice.
+            is_first: Whether it is the first of its choice.
+        """
+        delta: Body = {"role": "assistant", "content": ""} if is_first else {}
+        if message.content:
+            delta["content"] = message.content
+        if message.reasoning:
+            delta["reasoning"] = message.reasoning
+        if message.calls:
+            calls = enumerate(message.calls, start=first_call)
+            delta["tool_calls"] = [{"index": i, **_call_body(call)} for i, call in calls]
+        return b'"delta":' + orjson.dumps(delta)
+
     def logprobs(self, positions: list[list[TokenLogprob]], offset: int) -> tuple[Body, int]:
         """Return the log probabilities, one object per token; see `CompletionShape.logprobs`."""
         content = [
@@ -152,8 +185,15 @@ def whole_body(
         if not own or own[-1].finish_reason is None:
             raise InternalError(_NO_END)
         kept = [_without_output(own)] if spec.drops_output else own
-        text = shape.whole_choice(spec.echo + "".join(delta.text for delta in kept))
-        details, _ = _details(shape, request, spec, kept, len(spec.echo))
+        all_text = "".join(delta.text for delta in kept)
+        has_calls = False
+        if isinstance(shape, ChatShape) and spec.new_parser is not None:
+            message = spec.new_parser().read(all_text)
+            has_calls = bool(message.calls)
+            text = shape.whole_message(message, spec.echo, has_reasoning=spec.include_reasoning)
+        else:
+            text = shape.whole_choice(spec.echo + all_text)
+        details, _ = _details(shape, request, spec, kept, len(spec.echo), has_calls=has_calls)
         choices.append({"index": index, **text, **details})
     body = {**_head(spec, shape.id_prefix, shape.whole_object), "choices": choices}
     if spec.drops_output:
@@ -199,6 +239,10 @@ class ChunkWriter:
         sampling = request.sampling
         has_logprobs = sampling.logprobs is not None or bool(sampling.logprob_token_ids)
         self._is_plain = not (has_logprobs or spec.return_token_ids or spec.continuous_usage_stats)
+        if isinstance(shape, ChatShape) and spec.new_parser is not None:
+            self._is_plain = False
+            for choice in self._choices:
+                choice.message = _StreamedMessage(shape, spec.new_parser(), spec.include_reasoning)
         counts = {"usage": None} if spec.include_usage else {}
         self._plain_end = _end({"logprobs": None, "finish_reason": None}, counts)
 
@@ -206,6 +250,9 @@ class ChunkWriter:
         """Count a delta that the client already has, without an event; for a single choice."""
         self._num_tokens += len(delta.token_ids)
         self._last.is_first = False
+        if self._last.message is not None:
+            self._last.message.add(delta)
+            self._last.message.take()
         if delta.logprobs:
             _, self._last.offset = self._shape.logprobs(delta.logprobs, self._last.offset)
 
@@ -214,6 +261,8 @@ class ChunkWriter:
         choice = self._choices[delta.choice]
         self._num_tokens += len(delta.token_ids)
         has_chunk = choice.is_first or delta.text != ""
+        if choice.message is not None:
+            has_chunk = choice.message.add(delta) or choice.is_first
         if delta.finish_reason is None and self._is_plain:
             return self._beginning(choice, delta.text) + self._plain_end if has_chunk else b""
         choice.unsent.append(delta)
@@ -240,8 +289,10 @@ class ChunkWriter:
 
     def _chunk(self, choice: _StreamedChoice, usage: Usage) -> bytes:
         unsent, choice.unsent = choice.unsent, []
+        message = choice.message
+        has_calls = message is not None and message.parser.has_calls
         inner, choice.offset = _details(
-            self._shape, self._request, self._spec, unsent, choice.offset
+            self._shape, self._request, self._spec, unsent, choice.offset, has_calls=has_calls
         )
         outer: Body = {}
         if self._spec.return_token_ids and choice.is_first:
@@ -251,7 +302,19 @@ class ChunkWriter:
             outer["usage"] = usage_body(usage, self._spec)
         elif self._spec.include_usage:
             outer["usage"] = None
-        return self._beginning(choice, unsent[-1].text) + _end(inner, outer)
+        beginning = (
+            self._beginning(choice, unsent[-1].text)
+            if message is None
+            else self._message_beginning(choice, message)
+        )
+        return beginning + _end(inner, outer)
+
+    def _message_beginning(self, choice: _StreamedChoice, message: _StreamedMessage) -> bytes:
+        if choice.is_first:
+            message.part.content = self._spec.echo + message.part.content
+        piece = message.chunk(is_first=choice.is_first)
+        choice.is_first = False
+        return choice.head + piece
 
     def _beginning(self, choice: _StreamedChoice, text: str) -> bytes:
         if choice.is_first:
@@ -263,12 +326,47 @@ class ChunkWriter:
 
 @dataclass(slots=True)
 class _StreamedChoice:
-    """State of a choice: its events' common head, unsent deltas, and length of the sent text."""
+    """State of a choice: its events' common head, unsent deltas, and length of the sent text.
+
+    `message` is there if a parser reads the choice.
+    """
 
     head: bytes
     is_first: bool = True
     unsent: list[OutputDelta] = field(default_factory=list)
     offset: int = 0
+    message: _StreamedMessage | None = None
+
+
+class _StreamedMessage:
+    """The message of a choice: its parser, and the part that was not sent yet."""
+
+    def __init__(self, shape: ChatShape, parser: OutputParser, has_reasoning: bool) -> None:
+        self._shape = shape
+        self._has_reasoning = has_reasoning
+        self._num_calls = 0
+        self.parser = parser
+        self.part = MessageDelta()
+
+    def add(self, delta: OutputDelta) -> bool:
+        """Read a delta; return whether there is a part to send."""
+        self.part.extend(self.parser.feed(delta.text))
+        if delta.finish_reason is not None:
+            self.part.extend(self.parser.finish())
+        if not self._has_reasoning:
+            self.part.reasoning = ""
+        return self.part != MessageDelta()
+
+    def take(self) -> MessageDelta:
+        """Return the part that was not sent."""
+        part, self.part = self.part, MessageDelta()
+        self._num_calls += len(part.calls)
+        return part
+
+    def chunk(self, *, is_first: bool) -> bytes:
+        """Return the field of an event with the part that was not sent."""
+        first_call = self._num_calls
+        return self._shape.chunk_message(self.take(), first_call, is_first=is_first)
 
 
 def _without_output(deltas: list[OutputDelta]) -> OutputDelta:
@@ -288,10 +386,13 @@ def _details(
     spec: ResponseSpec,
     deltas: list[OutputDelta],
     offset: int,
+    *,
+    has_calls: bool,
 ) -> tuple[Body, int]:
     """Return a choice's fields other than its text, and the offset at which its text ends."""
     last = deltas[-1]
-    fields: Body = {"logprobs": None, "finish_reason": last.finish_reason}
+    reason = "tool_calls" if has_calls and last.finish_reason == "stop" else last.finish_reason
+    fields: Body = {"logprobs": None, "finish_reason": reason}
     if positions := [position for delta in deltas for position in delta.logprobs or ()]:
         fields["logprobs"], offset = shape.logprobs(positions, offset)
     if spec.echoes_logprobs and deltas[0].prompt_logprobs:
@@ -305,6 +406,12 @@ def _details(
     if spec.return_token_ids:
         fields["token_ids"] = [token_id for delta in deltas for token_id in delta.token_ids]
     return fields, offset
+
+
+def _call_body(call: ToolCall) -> Body:
+    call_id = call.call_id or f"call_{uuid.uuid4().hex[:24]}"
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call_id, "type": "function", "function": function}
 
 
 def _head(spec: ResponseSpec, id_prefix: str, kind: str) -> Body:

@@ -11,6 +11,7 @@ An error before the first byte is a JSON body with its status. An error after it
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import re
@@ -39,8 +40,10 @@ from cluster.edge.headers import (
     require_json,
 )
 from cluster.edge.heavy_work import HeavyWork
+from cluster.edge.message_output import PROMPT_END_TOKENS, message_output
 from cluster.edge.openai_limits import BodyLimits, prompt_too_long
 from cluster.edge.openai_requests import (
+    ChatPrompt,
     ParsedRequest,
     bad_words_cost,
     build_request,
@@ -78,7 +81,7 @@ from cluster.errors import (
     ServingError,
 )
 from replicas.errors import InvalidRequestError
-from replicas.grammar_checks import GrammarChecker
+from replicas.grammar_checks import GrammarChecker, special_ids_for_checks
 from replicas.text_pieces import NoCutError
 from replicas.tokenizer import TooManyTokensError
 
@@ -88,6 +91,8 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from cluster.config.schema import AdmissionConfig, IngressConfig
+    from cluster.edge.families.parser import OutputParser
+    from cluster.edge.message_output import MessageOutput
     from cluster.edge.openai import Emit, ModelCard, Usage
     from cluster.edge.openai_requests import Prompt
     from cluster.edge.openai_responses import Shape
@@ -268,7 +273,9 @@ class _RouteHandlers:
         self._heavy_work = HeavyWork(_NUM_THREADS)
         # A thread of its own, because it waits for the checker's child.
         self._grammar_work = HeavyWork(1)
-        self._grammar_checker = GrammarChecker(backend.tokenizer.special_token_texts)
+        special_tokens = backend.tokenizer.special_token_texts
+        self._grammar_checker = GrammarChecker(special_tokens)
+        self._special_ids_for_checks = special_ids_for_checks(special_tokens)
         self._completion_shape = CompletionShape(backend.tokenizer)
         self._chat_shape = ChatShape(backend.tokenizer)
 
@@ -287,9 +294,16 @@ class _RouteHandlers:
         parsed = parse(await self._parse_body(http_request))
         card = resolve_model(parsed.values.get("model"), self._backend.models())
         request_id: str = http_request.scope["request_id"]
-        await self._check_grammar(parsed.grammar, http_request)
+        output = self._message_output(parsed, card)
+        grammar = parsed.grammar
+        if output is not None and grammar is None:
+            grammar = output.grammar(self._special_ids_for_checks)
+        await self._check_grammar(grammar, http_request)
         parsed = await self._encode_bad_words(parsed, http_request)
         prompt_ids = await self._encode_within(card, parsed, http_request)
+        new_parser = None
+        if output is not None:
+            parsed, new_parser = self._prepare_output(output, parsed, prompt_ids)
         request = build_request(
             parsed,
             prompt_ids,
@@ -310,6 +324,7 @@ class _RouteHandlers:
             prompt_tokens_details=self._prompt_tokens_details,
             echo=await self._echoed_text(parsed, prompt_ids, http_request),
         )
+        spec = dataclasses.replace(spec, new_parser=new_parser)
         # Free the text, which may be as large as the body, while the request waits and runs.
         del parsed
         is_explained = self._has_route_header and is_enabled(http_request.headers, ROUTE_HEADER)
@@ -345,6 +360,24 @@ class _RouteHandlers:
         response = json_response(whole_body(shape, request, spec, deltas, usage))
         response.raw_headers += more_headers()
         return response
+
+    def _message_output(self, parsed: ParsedRequest, card: ModelCard) -> MessageOutput | None:
+        """Return the formats of a chat's output; None if all of it is content."""
+        if not isinstance(parsed.prompt, ChatPrompt):
+            return None
+        return message_output(parsed.tool_use, card, has_grammar=parsed.grammar is not None)
+
+    def _prepare_output(
+        self, output: MessageOutput, parsed: ParsedRequest, prompt_ids: list[int]
+    ) -> tuple[ParsedRequest, Callable[[], OutputParser]]:
+        """Return a request with the grammar of its output, and what makes parsers of that."""
+        tokenizer = self._backend.tokenizer
+        special_ids = tokenizer.special_token_ids
+        prompt_end = tokenizer.decode(prompt_ids[-PROMPT_END_TOKENS:], skip_special_tokens=False)
+        grammar = parsed.grammar or output.grammar(special_ids, prompt_end)
+        hidden = special_ids if parsed.values.get("skip_special_tokens", True) else {}
+        parser = output.parser(hidden, prompt_end)
+        return dataclasses.replace(parsed, grammar=grammar, is_parsed=True), parser
 
     async def models(self, request: Request) -> Response:
         del request

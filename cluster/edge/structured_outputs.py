@@ -40,6 +40,17 @@ class Grammar(NamedTuple):
             return BadRequestError(str(error), param=error.param)
         return BadRequestError(str(error).replace(error.param, self.path, 1), param=self.path)
 
+    def check(self) -> None:
+        """Check the size of the grammar.
+
+        Raises:
+            BadRequestError: It is too large; `param` is its path.
+        """
+        try:
+            self.spec.validate()
+        except InvalidRequestError as error:
+            raise self.bad_request(error) from error
+
     @property
     def num_chars(self) -> int:
         """Return the size of the grammar, in characters."""
@@ -91,8 +102,5 @@ def _grammar(fields: Mapping[str, Any], path: str) -> Grammar:
         grammar = Grammar(StructuredOutputs(**fields), path)
     except ValueError as error:
         raise bad_field(path, f"cannot be used: {error}") from error
-    try:
-        grammar.spec.validate()
-    except InvalidRequestError as error:
-        raise grammar.bad_request(error) from error
+    grammar.check()
     return grammar

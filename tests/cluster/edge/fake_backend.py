@@ -52,6 +52,7 @@ class FakeBackend:
 
     max_model_len = 64
     defaults = SamplingDefaults()
+    tool_call_parser = reasoning_parser = None
 
     def __init__(self, script=None, adapters=()):
         self.tokenizer = make_tokenizer()
@@ -63,7 +64,15 @@ class FakeBackend:
 
     def models(self):
         adapters = [ModelCard(a, a, self.max_model_len, 17, parent="demo") for a in self.adapters]
-        demo = ModelCard("demo", "demo-folder", self.max_model_len, 17, defaults=self.defaults)
+        demo = ModelCard(
+            "demo",
+            "demo-folder",
+            self.max_model_len,
+            17,
+            defaults=self.defaults,
+            tool_call_parser=self.tool_call_parser,
+            reasoning_parser=self.reasoning_parser,
+        )
         return [demo, *adapters]
 
     async def generate(self, request, emit, known=None):

@@ -237,7 +237,12 @@ JSON = st.recursive(
     max_leaves=12,
 )  # fmt: skip
 VARIABLES = ["messages", "self", "add_generation_prompt", "variables", "template", "m", "loop"]
+FUNCTION = st.fixed_dictionaries(
+    {}, optional={"name": st.just("f") | JSON, "arguments": st.text(), "parameters": JSON}
+)
 PLAUSIBLE = {
+    "tools": st.lists(st.fixed_dictionaries({"type": st.just("function"), "function": FUNCTION})),
+    "tool_choice": st.sampled_from(["auto", "none", "required"]) | JSON,
     "messages": st.lists(
         st.fixed_dictionaries(
             {"role": st.sampled_from(["user", "assistant", "system", "tool"])},
@@ -246,6 +251,7 @@ PLAUSIBLE = {
                                                                       optional={"text": JSON})),
                 "name": JSON,
                 "reasoning": st.text(),
+                "tool_calls": st.lists(st.fixed_dictionaries({"function": FUNCTION}) | JSON),
             },
         ),
         max_size=4,

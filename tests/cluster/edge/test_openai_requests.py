@@ -482,7 +482,8 @@ def test_an_answer_can_be_sent_back_unchanged():
         ([{"content": "x"}], "messages[0].role", "must be one of"),
         ([{"role": "robot", "content": "x"}], "messages[0].role", "must be one of"),
         ([{"role": [], "content": "x"}], "messages[0].role", "must be a string"),
-        ([{"role": "tool", "content": "x"}], "messages[0].role", "not supported yet"),
+        ([{"role": "function", "content": "x"}], "messages[0].role", "must be one of"),
+        ([{"role": "tool"}], "messages[0].content", "required"),
         ([{"role": "user"}], "messages[0].content", "required"),
         ([{"role": "user", "content": 5}], "messages[0].content", "must be an array"),
         ([{"role": "user", "content": ["a"]}], "messages[0].content[0]", "must be an object"),
@@ -495,8 +496,23 @@ def test_an_answer_can_be_sent_back_unchanged():
         ([{"role": "user", "content": "a", "mood": 1}], "messages[0].mood", "not a field"),
         (
             [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [{}]}],
-            "messages[1].tool_calls",
-            "not supported yet",
+            "messages[1].tool_calls[0].function",
+            "required",
+        ),
+        (
+            [{"role": "user", "content": "a", "tool_calls": [{"function": {"name": "f"}}]}],
+            "messages[0].tool_calls",
+            "needs the role assistant",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}],
+            "messages[0].tool_calls[0].function.arguments",
+            "must be a JSON object",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "a b"}}]}],
+            "messages[0].tool_calls[0].function.name",
+            "must have 1 to 128",
         ),
     ],
 )

@@ -1,0 +1,217 @@
+"""What a format of tool calls or reasoning has to define, and how both read one output.
+
+Source of the formats: the chat templates of the model families, and vLLM 0.32's parsers of the same
+names (vllm/tool_parsers, vllm/reasoning).
+"""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from cluster.edge.families.reader import CutError, Markers, NotACallError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from cluster.edge.families.lark import Lark
+    from cluster.edge.families.message import MessageSink, Tool
+    from cluster.edge.families.reader import Steps, TextReader
+
+
+@dataclass(frozen=True, slots=True)
+class OutputContext:
+    """What a parser knows about the request.
+
+    Attributes:
+        tools: The offered tools by name; empty if calls must not be read.
+        prompt_end: The last characters of the prompt, with its special tokens.
+        hidden: Texts of special tokens that are left out of the message.
+    """
+
+    tools: Mapping[str, Tool] = field(default_factory=dict)
+    prompt_end: str = ""
+    hidden: Sequence[str] = ()
+
+    def parameters(self, name: str) -> Mapping[str, Any]:
+        """Return the schema of a tool's arguments; empty for an unknown tool."""
+        tool = self.tools.get(name)
+        return {} if tool is None else tool.parameters
+
+
+class ToolFormat(abc.ABC):
+    """Format of the tool calls of a model family.
+
+    Attributes:
+        starts: Texts with which a call, or a section of calls, begins.
+        leading: The same, only where no text precedes them.
+        separator: Text between two calls that are not in one section.
+        is_section: Whether several calls stand behind one start.
+        keeps_space: See `MessageSink`.
+        passes_cut: Whether a call that the output's end cuts is passed on as content.
+    """
+
+    starts: ClassVar[tuple[str, ...]] = ()
+    leading: ClassVar[tuple[str, ...]] = ()
+    separator: ClassVar[str] = ""
+    is_section: ClassVar[bool] = False
+    keeps_space: ClassVar[bool] = False
+    passes_cut: ClassVar[bool] = False
+
+    @abc.abstractmethod
+    def read_calls(
+        self, start: str, reader: TextReader, sink: MessageSink, context: OutputContext
+    ) -> Steps[None]:
+        """Read the calls behind `start`, which has been read, and give them to the sink.
+
+        Raises:
+            NotACallError: The text is no call.
+            CutError: The text ends within a call.
+        """
+
+    @abc.abstractmethod
+    def calls(self, lark: Lark, tools: Sequence[Tool], *, is_parallel: bool) -> str:
+        """Return an expression for what follows a start: a call of one of the tools.
+
+        In a section several calls, if `is_parallel`. Text that matches it is what `read_calls`
+        reads.
+        """
+
+    def rendered_message(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message of the history as the family's chat template takes it.
+
+        Args:
+            message: Its `tool_calls` have arguments as objects.
+        """
+        return message
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """Reasoning between two texts, before the message's content.
+
+    Attributes:
+        start: Text that begins it, in the output or at the end of the prompt.
+        end: Text that ends it.
+        is_default: Whether output begins with it if neither text is at the end of the prompt.
+        calls_end_it: Whether a call in it ends it, too.
+        alternative: Further pair of texts.
+    """
+
+    start: str
+    end: str
+    is_default: bool = False
+    calls_end_it: bool = False
+    alternative: tuple[str, str] | None = None
+
+    def opened_by(self, prompt_end: str) -> bool | None:
+        """Return whether the prompt has begun it; None if the output may begin it."""
+        begin, end = prompt_end.rfind(self.start.strip()), prompt_end.rfind(self.end)
+        behind = prompt_end[begin + len(self.start.strip()) :]
+        if begin > end and (not behind.strip()):
+            return True
+        if end > begin and not prompt_end[end + len(self.end) :].strip():
+            return False
+        return True if self.is_default else None
+
+
+def read_message(
+    tools: ToolFormat | None,
+    reasoning: ReasoningFormat | None,
+    reader: TextReader,
+    sink: MessageSink,
+    context: OutputContext,
+) -> Steps[None]:
+    """Read a message: reasoning, if there is any, then content with calls."""
+    if not context.tools:
+        tools = None
+    hidden = context.hidden
+    if reasoning is not None:
+        end = yield from _reasoning_end(reasoning, reader, context.prompt_end)
+        if end is not None:
+            has_more = yield from _read_reasoning(reasoning, end, tools, reader, sink, context)
+            if not has_more:
+                return
+            hidden = (*hidden, end) if reasoning.calls_end_it else hidden
+    starts = () if tools is None else tools.starts
+    markers = Markers((*starts, *(text for text in hidden if text not in starts)))
+    if tools is not None and tools.leading:
+        begin = reader.pos
+        yield from reader.skip_space()
+        start = yield from reader.starts_any(tools.leading)
+        if start is None:
+            reader.pos = begin
+        else:
+            yield from _try_calls(tools, start, reader, sink, context)
+    while (start := (yield from reader.copy_until(markers, sink.content))) is not None:
+        if tools is not None and start in starts:
+            yield from _try_calls(tools, start, reader, sink, context)
+
+
+def _reasoning_end(
+    reasoning: ReasoningFormat, reader: TextReader, prompt_end: str
+) -> Steps[str | None]:
+    """Return the text that ends the reasoning with which the output begins; None without one."""
+    is_open = reasoning.opened_by(prompt_end)
+    if is_open is False:
+        return None
+    begin = reader.pos
+    pairs = [(reasoning.start, reasoning.end)]
+    if reasoning.alternative is not None:
+        pairs.append(reasoning.alternative)
+    yield from reader.skip_space()
+    for start, end in pairs:
+        if (yield from reader.starts(start)):
+            return end
+    reader.pos = begin
+    return reasoning.end if is_open else None
+
+
+def _read_reasoning(
+    reasoning: ReasoningFormat,
+    end: str,
+    tools: ToolFormat | None,
+    reader: TextReader,
+    sink: MessageSink,
+    context: OutputContext,
+) -> Steps[bool]:
+    """Read reasoning up to its end or a call; return whether the message goes on."""
+    starts = tools.starts if tools is not None and reasoning.calls_end_it else ()
+    hidden = (text for text in context.hidden if text != end and text not in starts)
+    markers = Markers((end, *starts, *hidden))
+    while (found := (yield from reader.copy_until(markers, sink.reasoning))) is not None:
+        if found == end:
+            sink.end_reasoning()
+            return True
+        if tools is not None and found in starts:
+            num_calls, begin = sink.num_calls, reader.pos
+            try:
+                yield from tools.read_calls(found, reader, sink, context)
+            except NotACallError:
+                if sink.num_calls == num_calls:
+                    sink.reasoning(found)
+                    reader.pos = begin
+                    continue
+            except CutError:
+                return False
+            sink.end_reasoning()
+            return True
+    return False
+
+
+def _try_calls(
+    tools: ToolFormat, start: str, reader: TextReader, sink: MessageSink, context: OutputContext
+) -> Steps[None]:
+    """Read calls; text that is none becomes content."""
+    begin, num_calls = reader.pos, sink.num_calls
+    try:
+        yield from tools.read_calls(start, reader, sink, context)
+    except NotACallError:
+        if sink.num_calls == num_calls:
+            sink.content(start)
+            reader.pos = begin
+    except CutError:
+        if tools.passes_cut and sink.num_calls == num_calls:
+            sink.content(start + reader.text[begin:])
+        reader.pos = len(reader.text)

@@ -1,0 +1,65 @@
+"""The parser of one choice's output: text in, parts of a message out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cluster.edge.families.formats import OutputContext, read_message
+from cluster.edge.families.message import MAX_CALLS, MessageDelta, MessageSink
+from cluster.edge.families.reader import TextReader
+
+if TYPE_CHECKING:
+    from cluster.edge.families.formats import ReasoningFormat, ToolFormat
+
+
+class OutputParser:
+    """Incremental parser: any division of a text gives the same message.
+
+    A call is given once it is complete, so a client never sees a part of one that is cut.
+
+    Args:
+        tools: Format of tool calls; None reads none.
+        reasoning: Format of reasoning; None reads none.
+        context: What is known about the request.
+        max_calls: Most calls; further ones are dropped.
+    """
+
+    def __init__(
+        self,
+        tools: ToolFormat | None,
+        reasoning: ReasoningFormat | None,
+        context: OutputContext,
+        max_calls: int = MAX_CALLS,
+    ) -> None:
+        self._reader = TextReader()
+        keeps_space = tools is not None and tools.keeps_space
+        self._sink = MessageSink(keeps_space=keeps_space, max_calls=max_calls)
+        self._steps = read_message(tools, reasoning, self._reader, self._sink, context)
+        self._is_done = False
+
+    @property
+    def has_calls(self) -> bool:
+        """Return whether the message has calls."""
+        return self._sink.num_calls > 0
+
+    def feed(self, text: str) -> MessageDelta:
+        """Add output; return what it completes."""
+        self._reader.text += text
+        self._resume()
+        return self._sink.take()
+
+    def finish(self) -> MessageDelta:
+        """End the output; return the rest of the message."""
+        self._reader.is_ended = True
+        self._resume()
+        return self._sink.take(is_last=True)
+
+    def read(self, text: str) -> MessageDelta:
+        """Return the message of a whole output."""
+        message = self.feed(text)
+        message.extend(self.finish())
+        return message
+
+    def _resume(self) -> None:
+        if not self._is_done:
+            self._is_done = next(self._steps, "done") == "done"

@@ -1,0 +1,207 @@
+"""Incremental reading of a model's output for parsers that are written as generators.
+
+A parser asks a `TextReader` for what it needs, and yields where it needs more text. It decides only
+on text that it has seen whole, so that its result cannot depend on how the text was divided.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, NoReturn, TypeAlias, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable
+
+T = TypeVar("T")
+Steps: TypeAlias = "Generator[None, None, T]"
+"""A reading step: it yields whenever it needs more text, and returns its result."""
+
+_IN_STRING = re.compile(r'["\\]')
+_OUTSIDE = re.compile(r'["{}\[\]]')
+
+
+class CutError(Exception):
+    """The text has ended inside a tool call."""
+
+
+class NotACallError(Exception):
+    """The text looked like a tool call, but is none."""
+
+
+class Markers:
+    """Texts to search for; none may be the beginning of another.
+
+    Args:
+        texts: The texts, each at least one character long.
+    """
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self.texts = tuple(dict.fromkeys(texts))
+        self._pattern = re.compile("|".join(map(re.escape, self.texts)) or r"(?!)")
+        self._beginnings = {text[:n] for text in self.texts for n in range(1, len(text))}
+        self._longest = max(map(len, self.texts), default=1)
+
+    def search(self, text: str, begin: int) -> re.Match[str] | None:
+        """Return the first marker in a text from `begin` on."""
+        return self._pattern.search(text, begin)
+
+    def num_pending(self, text: str, begin: int) -> int:
+        """Return the characters at the end of a text that may be the beginning of a marker."""
+        least = max(begin, len(text) - self._longest + 1)
+        for at in range(least, len(text)):
+            if text[at:] in self._beginnings:
+                return len(text) - at
+        return 0
+
+
+class TextReader:
+    """The text of an output so far, and how much of it has been read.
+
+    Owner: one parser of one choice.
+
+    Attributes:
+        text: The text that is still needed.
+        pos: Position in `text` up to which it has been read.
+        is_ended: Whether no more text comes.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.pos = 0
+        self.is_ended = False
+
+    def wait(self) -> Steps[bool]:
+        """Wait for more text; return False if there is none."""
+        num_chars = len(self.text)
+        while len(self.text) == num_chars:
+            if self.is_ended:
+                return False
+            yield
+        return True
+
+    def more(self) -> Steps[None]:
+        """Wait for more text.
+
+        Raises:
+            CutError: There is none.
+        """
+        if not (yield from self.wait()):
+            raise CutError
+
+    def copy_until(self, markers: Markers, emit: Callable[[str], None]) -> Steps[str | None]:
+        """Emit the text up to the first marker and read the marker; return None without one."""
+        self.text, self.pos = self.text[self.pos :], 0
+        while True:
+            found = markers.search(self.text, self.pos)
+            if found is not None:
+                emit(self.text[self.pos : found.start()])
+                self.pos = found.end()
+                return found[0]
+            end = len(self.text) - markers.num_pending(self.text, self.pos)
+            emit(self.text[self.pos : end])
+            self.text, self.pos = self.text[end:], 0
+            if not (yield from self.wait()):
+                emit(self.text)
+                self.pos = len(self.text)
+                return None
+
+    def skip_space(self) -> Steps[None]:
+        """Read white space; waits for the character behind it."""
+        while True:
+            while self.pos < len(self.text) and self.text[self.pos].isspace():
+                self.pos += 1
+            if self.pos < len(self.text) or not (yield from self.wait()):
+                return
+
+    def starts(self, literal: str) -> Steps[bool]:
+        """Read a literal if the text continues with it; return whether it does."""
+        while len(self.text) - self.pos < len(literal):
+            if not literal.startswith(self.text[self.pos :]) or not (yield from self.wait()):
+                return False
+        if not self.text.startswith(literal, self.pos):
+            return False
+        self.pos += len(literal)
+        return True
+
+    def starts_any(self, literals: Iterable[str]) -> Steps[str | None]:
+        """Read the literal that the text continues with; return it, or None."""
+        for literal in literals:
+            if (yield from self.starts(literal)):
+                return literal
+        return None
+
+    def expect(self, literal: str) -> Steps[None]:
+        """Read a literal.
+
+        Raises:
+            NotACallError: The text continues otherwise.
+            CutError: The text has ended.
+        """
+        if not (yield from self.starts(literal)):
+            self.refuse()
+
+    def refuse(self) -> NoReturn:
+        """Give up on a call: it is cut if the whole text has been read, else it is none."""
+        raise CutError if self.is_ended and self.pos == len(self.text) else NotACallError
+
+    def peek(self) -> Steps[str]:
+        """Return the next character without reading it.
+
+        Raises:
+            CutError: There is none.
+        """
+        while self.pos == len(self.text):
+            yield from self.more()
+        return self.text[self.pos]
+
+    def until(self, pattern: re.Pattern[str] | str, longest: int = 1) -> Steps[str]:
+        """Read up to a pattern, and the pattern; return the text before it.
+
+        Args:
+            pattern: A literal, or an expression whose matches no further text can change.
+            longest: Characters that a match of an expression may begin before new text.
+
+        Raises:
+            CutError: The text ends without it.
+        """
+        if isinstance(pattern, str):
+            longest = len(pattern)
+            pattern = re.compile(re.escape(pattern))
+        begin = at = self.pos
+        while True:
+            found = pattern.search(self.text, at)
+            if found is not None:
+                self.pos = found.end()
+                return self.text[begin : found.start()]
+            at = max(begin, len(self.text) - longest)
+            yield from self.more()
+
+    def json_value(self) -> Steps[str]:
+        """Read a JSON object or array and return its text, of which only brackets are checked.
+
+        Raises:
+            NotACallError: The text continues with something else.
+            CutError: The text ends before the value does.
+        """
+        if (yield from self.peek()) not in "{[":
+            raise NotACallError
+        begin = at = self.pos
+        depth, in_string = 0, False
+        while True:
+            found = (_IN_STRING if in_string else _OUTSIDE).search(self.text, at)
+            if found is None:
+                at = len(self.text)
+                yield from self.more()
+                continue
+            at = found.end()
+            if found[0] == "\\":
+                while at == len(self.text):
+                    yield from self.more()
+                at += 1
+            elif found[0] == '"':
+                in_string = not in_string
+            else:
+                depth += 1 if found[0] in "{[" else -1
+                if depth == 0:
+                    self.pos = at
+                    return self.text[begin:at]

@@ -1,0 +1,107 @@
+"""How the output of a chat becomes a message: its grammar and its parser. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from cluster.edge.families.formats import OutputContext
+from cluster.edge.families.grammar import CallRules, message_grammar
+from cluster.edge.families.message import MAX_CALLS
+from cluster.edge.families.parser import OutputParser
+from cluster.edge.families.table import REASONING_FORMATS, TOOL_FORMATS
+from cluster.edge.openai_fields import bad_field
+from cluster.edge.structured_outputs import Grammar
+from replicas.sampling_params import StructuredOutputs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+    from cluster.edge.families.formats import ReasoningFormat, ToolFormat
+    from cluster.edge.openai import ModelCard
+    from cluster.edge.tool_requests import ToolUse
+
+PROMPT_END_TOKENS = 32
+"""Tokens at the end of a prompt that show whether it has begun the reasoning."""
+
+
+@dataclass(frozen=True, slots=True)
+class MessageOutput:
+    """Formats of a chat's output.
+
+    Attributes:
+        tools: Format of the calls; None if there can be none.
+        reasoning: Format of the reasoning; None if it stays in the content.
+        use: The request's tools.
+    """
+
+    tools: ToolFormat | None
+    reasoning: ReasoningFormat | None
+    use: ToolUse
+
+    def grammar(self, special_ids: Mapping[str, int], prompt_end: str = "") -> Grammar | None:
+        """Return the grammar that required and strict calls need; None if the output is free.
+
+        Args:
+            special_ids: Token ids of the special tokens by text.
+            prompt_end: Text of the prompt's last tokens.
+
+        Raises:
+            BadRequestError: The tools are too large for a grammar.
+        """
+        if self.tools is None or not self.use.is_constrained:
+            return None
+        text = message_grammar(
+            self.tools,
+            self.reasoning,
+            CallRules(self.use.tools, self.use.choice == "required", self.use.is_parallel),
+            special_ids,
+            prompt_end,
+        )
+        grammar = Grammar(StructuredOutputs(grammar=text), "tools")
+        grammar.check()
+        return grammar
+
+    def parser(
+        self, special_tokens: Collection[str], prompt_end: str
+    ) -> Callable[[], OutputParser]:
+        """Return what makes the parser of one choice.
+
+        Args:
+            special_tokens: Special tokens that content must not show.
+            prompt_end: Text of the prompt's last tokens.
+        """
+        tools = {tool.name: tool for tool in self.use.tools} if self.tools is not None else {}
+        context = OutputContext(tools, prompt_end, tuple(special_tokens))
+        max_calls = MAX_CALLS if self.use.is_parallel else 1
+        return partial(OutputParser, self.tools, self.reasoning, context, max_calls)
+
+
+def message_output(use: ToolUse, card: ModelCard, *, has_grammar: bool) -> MessageOutput | None:
+    """Return the formats of a chat's output; None if all of it is content.
+
+    Args:
+        use: The request's tools.
+        card: The served model.
+        has_grammar: Whether the request brings a grammar of its own.
+
+    Raises:
+        BadRequestError: The model has no format of calls, or a grammar cannot be followed together
+            with that of the calls.
+    """
+    tools = None
+    if use.can_call:
+        if card.tool_call_parser is None:
+            text = "cannot be called by this model: its configuration has no args.tool_call_parser"
+            raise bad_field("tools", f"{text}; set tool_choice to none, or leave tools out")
+        tools = TOOL_FORMATS[card.tool_call_parser]
+        if has_grammar and use.is_constrained:
+            text = "cannot be used with tools that are required or strict"
+            raise bad_field("response_format", text)
+    reasoning = None
+    if card.reasoning_parser is not None:
+        reasoning = REASONING_FORMATS[card.reasoning_parser]
+    if tools is None and reasoning is None:
+        return None
+    return MessageOutput(tools, reasoning, use)

@@ -1,0 +1,232 @@
+"""Formats of model families: parsers, grammars, and that both agree."""
+
+import json
+import random
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.config.schema import ReasoningParserName, ToolParserName
+from cluster.edge.families.formats import OutputContext
+from cluster.edge.families.grammar import CallRules, message_grammar
+from cluster.edge.families.message import MessageDelta, Tool, ToolCall
+from cluster.edge.families.parser import OutputParser
+from cluster.edge.families.table import REASONING_FORMATS, TOOL_FORMATS
+from replicas.grammar_checks import special_ids_for_checks
+from replicas.grammars import GrammarCompiler
+from replicas.sampling_params import StructuredOutputs
+
+WEATHER = Tool(
+    "get_weather",
+    {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 8},
+            "days": {"type": "integer", "minimum": 0, "maximum": 9},
+            "unit": {"enum": ["c", "f"]},
+            "flags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+        },
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+)
+TIME = Tool("get_time", {"type": "object", "properties": {}, "additionalProperties": False})
+TOOLS = {tool.name: tool for tool in (WEATHER, TIME)}
+PARIS = ToolCall("get_weather", '{"city": "Paris"}')
+NOW = ToolCall("get_time", "{}")
+
+
+def parser(tools, reasoning=None, prompt_end="", *, hidden=(), offered=TOOLS, max_calls=64):
+    return OutputParser(
+        TOOL_FORMATS[tools] if tools else None,
+        REASONING_FORMATS[reasoning] if reasoning else None,
+        OutputContext(offered, prompt_end, hidden),
+        max_calls,
+    )
+
+
+def read_in_pieces(own, text, cuts):
+    message = MessageDelta()
+    for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        message.extend(own.feed(text[begin:end]))
+    message.extend(own.finish())
+    return message
+
+
+def test_every_format_that_a_configuration_may_name_is_there():
+    assert set(get_args(ToolParserName)) == set(TOOL_FORMATS)
+    assert set(get_args(ReasoningParserName)) == set(REASONING_FORMATS)
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_no_start_of_a_call_is_the_beginning_of_another(name):
+    starts = TOOL_FORMATS[name].starts
+    assert not any(a != b and b.startswith(a) for a in starts for b in starts)
+
+
+HERMES_CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+MESSAGES = [
+    ("hermes", None, "", "Hello <b>", MessageDelta("Hello <b>")),
+    ("hermes", None, "", HERMES_CALL, MessageDelta(calls=[PARIS])),
+    ("hermes", None, "", f"Look:\n{HERMES_CALL}\n", MessageDelta("Look:", calls=[PARIS])),
+    ("hermes", None, "", f"{HERMES_CALL}\n{HERMES_CALL}", MessageDelta(calls=[PARIS, PARIS])),
+    # A call that the end cuts is dropped; one that is none is content.
+    ("hermes", None, "", f"{HERMES_CALL}\n{HERMES_CALL[:30]}", MessageDelta(calls=[PARIS])),
+    ("hermes", None, "", "<tool_call>no</tool_call>", MessageDelta("<tool_call>no</tool_call>")),
+    ("hermes", None, "", '<tool_call>{"name": 5}', MessageDelta('<tool_call>{"name": 5}')),
+    ("hermes", None, "", '<tool_call>{"name":"f","arguments":{"x":1e999}}',
+     MessageDelta('<tool_call>{"name":"f","arguments":{"x":1e999}}')),
+    ("hermes", None, "", '<tool_call>{"name":"f","arguments":{"x":"\\ud800"}}',
+     MessageDelta(calls=[ToolCall("f", '{"x": "\\ud800"}')])),
+    ("hermes", "qwen3", "<think>\n", f"Hm.\n</think>\n\nSo.\n{HERMES_CALL}",
+     MessageDelta("So.", "Hm.", [PARIS])),
+    ("hermes", "qwen3", "<think>\n\n</think>\n\n", "So.", MessageDelta("So.")),
+    ("hermes", "qwen3", "", "<think>\nHm.\n</think>\n\nSo.", MessageDelta("So.", "Hm.")),
+    ("hermes", "qwen3", "", "I say <think>.", MessageDelta("I say <think>.")),
+    ("hermes", "qwen3", "<think>\n", f"Hm.\n{HERMES_CALL}", MessageDelta("", "Hm.", [PARIS])),
+    ("hermes", "qwen3", "<think>\n", "A <tool_call> is", MessageDelta("", "A <tool_call> is")),
+    ("hermes", "qwen3", "<think>\n", "Never ends", MessageDelta("", "Never ends")),
+    (None, "deepseek_r1", "", "Hm.</think>So.", MessageDelta("So.", "Hm.")),
+    (None, "deepseek_r1", "", "<think>Hm.</think>So.", MessageDelta("So.", "Hm.")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tools", "reasoning", "prompt_end", "text", "message"), MESSAGES)
+def test_an_output_becomes_a_message(tools, reasoning, prompt_end, text, message):
+    assert parser(tools, reasoning, prompt_end).read(text) == message
+
+
+PIECES = ["<tool_call>", "</tool_call>", "<think>", "</think>", "\n", " ", '{"name": "f"', "}", "é",
+          ', "arguments": {"x": [1, "a\\"b"]}', HERMES_CALL, "[", '"', "\\", "text"]  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    tools=st.sampled_from([None, *TOOL_FORMATS]),
+    reasoning=st.sampled_from([None, *REASONING_FORMATS]),
+    prompt_end=st.sampled_from(["", "<think>\n", "<think>\n\n</think>\n\n"]),
+    pieces=st.lists(st.sampled_from(PIECES), max_size=12),
+    data=st.data(),
+)
+def test_any_division_of_an_output_gives_the_same_message(
+    tools, reasoning, prompt_end, pieces, data
+):
+    text = "".join(pieces)
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8).map(sorted))
+    whole = parser(tools, reasoning, prompt_end).read(text)
+    assert read_in_pieces(parser(tools, reasoning, prompt_end), text, cuts) == whole
+    every = range(1, len(text))
+    assert read_in_pieces(parser(tools, reasoning, prompt_end), text, every) == whole
+
+
+def test_content_comes_at_once_unless_it_may_begin_a_call():
+    own = parser("hermes")
+    assert [own.feed(piece).content for piece in ("Hi", " <b", " you<tool", "_x")] == [
+        "Hi", " <b", " you", "<tool_x",
+    ]  # fmt: skip
+
+
+def test_a_call_is_given_when_it_is_complete():
+    own = parser("hermes")
+    assert own.feed(HERMES_CALL[:-20]) == MessageDelta()
+    assert own.has_calls is False
+    assert own.feed(HERMES_CALL[-20:]).calls == [PARIS]
+    assert own.has_calls is True
+
+
+def test_special_tokens_are_left_out_and_further_calls_are_dropped():
+    own = parser("hermes", hidden=["<|end|>"], max_calls=1)
+    assert own.read(f"a<|end|>b{HERMES_CALL}{HERMES_CALL}") == MessageDelta("ab", calls=[PARIS])
+
+
+def test_text_that_is_no_call_is_read_in_linear_time():
+    own = parser("hermes", "qwen3", "<think>\n")
+    for _ in range(20_000):
+        own.feed("<tool_call>")
+    own.finish()
+
+
+def random_text(compiler, grammar, seed):
+    """A text of a grammar over bytes, drawn at random."""
+    matcher = compiler.compile(StructuredOutputs(grammar=grammar))
+    rng, text = random.Random(seed), bytearray()
+    while not matcher.is_stopped() and not (matcher.is_accepting() and rng.random() < 0.5):
+        mask = matcher.compute_bitmask()
+        allowed = [i for i in range(256) if mask[i // 8] >> (i % 8) & 1]
+        plain = [i for i in allowed if 32 <= i < 127 or i == 10] or allowed
+        if not plain:
+            break
+        byte = rng.choice(plain)
+        matcher.consume_token(byte)
+        text.append(byte)
+    assert matcher.is_accepting()
+    return text.decode()
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+@pytest.mark.parametrize("is_parallel", [False, True])
+def test_what_the_grammar_makes_the_parser_reads(name, is_parallel):
+    compiler = GrammarCompiler.for_checks([])
+    rules = CallRules([WEATHER, TIME], is_required=True, is_parallel=is_parallel)
+    grammar = message_grammar(TOOL_FORMATS[name], None, rules, {})
+    num_calls = set()
+    for seed in range(30):
+        text = random_text(compiler, grammar, seed)
+        message = parser(name).read(text)
+        assert not message.content, text
+        assert message.calls, text
+        num_calls.add(len(message.calls))
+        for call in message.calls:
+            arguments = json.loads(call.arguments)
+            assert call.name in TOOLS
+            assert arguments.keys() <= TOOLS[call.name].parameters["properties"].keys()
+            assert call.name == "get_time" or len(arguments["city"]) <= 8
+            assert arguments.get("unit", "c") in ("c", "f")
+            assert arguments.get("days", 0) in range(10)
+    assert (num_calls == {1}) is not is_parallel
+
+
+def accepted(grammar, text, special=()):
+    """Whether a grammar accepts a text, whole."""
+    matcher = GrammarCompiler.for_checks(special).compile(StructuredOutputs(grammar=grammar))
+    ids, rest = special_ids_for_checks(special), text
+    while rest:
+        token = next((t for t in ids if rest.startswith(t)), None)
+        parts = [ids[token]] if token else list(rest[0].encode())
+        if not all(matcher.consume_token(part) for part in parts):
+            return False
+        rest = rest[len(token or rest[0]) :]
+    return matcher.is_accepting()
+
+
+@pytest.mark.parametrize("special", [(), ("<tool_call>", "</tool_call>", "<think>", "</think>")])
+def test_a_strict_tool_is_followed_only_where_it_is_called(special):
+    rules = CallRules([WEATHER], is_required=False)
+    ids = special_ids_for_checks(special)
+    grammar = message_grammar(TOOL_FORMATS["hermes"], REASONING_FORMATS["qwen3"], rules, ids)
+    assert accepted(grammar, "Hello.", special)
+    assert accepted(grammar, f"Look: {HERMES_CALL}", special)
+    assert accepted(
+        grammar, f"<think>\nHm.\n</think>\n\nLook: {HERMES_CALL}{HERMES_CALL}.", special
+    )
+    assert not accepted(grammar, HERMES_CALL.replace("city", "town"), special)
+    assert not accepted(grammar, "<tool_call>no", special)
+
+
+def test_a_required_call_may_follow_reasoning_alone():
+    rules = CallRules([WEATHER], is_required=True)
+    grammars = {
+        prompt_end: message_grammar(
+            TOOL_FORMATS["hermes"], REASONING_FORMATS["qwen3"], rules, {}, prompt_end
+        )
+        for prompt_end in ("", "<think>\n", "<think>\n\n</think>\n\n")
+    }
+    text = f"Hm.\n</think>\n\n{HERMES_CALL}"
+    assert {end: accepted(grammar, HERMES_CALL) for end, grammar in grammars.items()} == {
+        "": True, "<think>\n": False, "<think>\n\n</think>\n\n": True,
+    }  # fmt: skip
+    assert accepted(grammars["<think>\n"], text)
+    assert accepted(grammars[""], f"<think>{text}")
+    assert not any(accepted(grammar, "Hello.") for grammar in grammars.values())

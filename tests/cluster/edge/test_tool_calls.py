@@ -1,0 +1,312 @@
+"""Tools and reasoning over HTTP: fields, answers, streams, and resumed streams."""
+
+import json
+
+import pytest
+
+from cluster.edge.openai import Usage
+from cluster.edge.openai_limits import BodyLimits
+from cluster.edge.openai_requests import encoding_cost, parse_body, parse_chat_completion
+from cluster.edge.routes import MAX_INLINE_COST
+from cluster.errors import BadRequestError
+from replicas.output_processor import OutputDelta
+from tests.cluster.edge.fake_backend import FakeBackend
+from tests.cluster.edge.test_resume import stream
+from tests.cluster.edge.test_routes import call
+
+PATH = "/v1/chat/completions"
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
+USER = {"role": "user", "content": "hi"}
+BODY = {"messages": [USER], "tools": [TOOL]}
+NAMED = {"type": "function", "function": {"name": "weather"}}
+FUNCTION = {"name": "weather", "arguments": '{"city": "Bern"}'}
+
+
+class ToolBackend(FakeBackend):
+    """A model with Hermes' calls and Qwen's reasoning that says a text, a few tokens at a time."""
+
+    max_model_len = 4096
+    tool_call_parser, reasoning_parser = "hermes", "qwen3"
+
+    def __init__(self, text="", reason="stop", size=7):
+        super().__init__(self.say)
+        self.text, self.reason, self.size = text, reason, size
+
+    async def say(self, request, emit):
+        pieces = [self.text[i : i + self.size] for i in range(0, len(self.text), self.size)]
+        for choice in range(request.sampling.n):
+            for piece in pieces:
+                await emit(OutputDelta(choice, piece, [7] * len(piece)))
+            await emit(OutputDelta(choice, "", [], self.reason))
+        return Usage(len(request.prompt_token_ids), len(self.text))
+
+
+class EchoBackend(FakeBackend):
+    """A model with Hermes' calls that repeats its prompt."""
+
+    max_model_len = 4096
+    tool_call_parser = "hermes"
+
+
+def answer(text, reason="stop", **fields):
+    client = call(ToolBackend(text, reason), "POST", PATH, {**BODY, **fields})
+    assert client.status == 200, client.body
+    choice = client.body["choices"][0]
+    for each in choice["message"].get("tool_calls", ()):
+        assert each.pop("id").startswith("call_")
+        assert each.pop("type") == "function"
+    return choice["message"], choice["finish_reason"]
+
+
+def joined(events):
+    """The message of a stream, and its finish reason."""
+    message, reason = {"role": None, "content": "", "reasoning": "", "tool_calls": []}, None
+    for event in events:
+        for choice in event["choices"]:
+            delta = choice["delta"]
+            message["role"] = delta.get("role", message["role"])
+            message["content"] += delta.get("content", "")
+            message["reasoning"] += delta.get("reasoning", "")
+            for each in delta.get("tool_calls", ()):
+                assert each["index"] == len(message["tool_calls"])
+                message["tool_calls"].append(each["function"])
+            reason = choice["finish_reason"] or reason
+    return message, reason
+
+
+def request_of(**fields):
+    backend = ToolBackend()
+    client = call(backend, "POST", PATH, {**BODY, **fields})
+    assert client.status == 200, client.body
+    return backend.requests[0]
+
+
+def refusal(**fields):
+    client = call(ToolBackend(), "POST", PATH, {**BODY, **fields})
+    assert client.status == 400
+    return client.body["error"]
+
+
+def test_an_answer_with_a_call_ends_for_it():
+    message, reason = answer(f"<think>\nHm.\n</think>\n\nLook:\n{CALL}")
+    assert reason == "tool_calls"
+    assert message == {
+        "role": "assistant",
+        "content": "Look:",
+        "refusal": None,
+        "reasoning": "Hm.",
+        "tool_calls": [{"function": FUNCTION}],
+    }
+
+
+def test_an_answer_without_text_has_null_for_content():
+    assert answer(CALL)[0]["content"] is None
+    assert answer("<think>\nHm.")[0]["content"] is None
+    assert answer("")[0]["content"] == ""
+
+
+def test_a_cut_answer_keeps_its_complete_calls_and_its_reason():
+    message, reason = answer(f"{CALL}\n{CALL[:30]}", "length")
+    assert (len(message["tool_calls"]), reason) == (1, "length")
+
+
+def test_an_answer_may_have_several_calls_unless_the_request_forbids_it():
+    assert len(answer(f"{CALL}\n{CALL}")[0]["tool_calls"]) == 2
+    assert len(answer(f"{CALL}\n{CALL}", parallel_tool_calls=False)[0]["tool_calls"]) == 1
+
+
+def test_without_tools_that_can_be_called_a_call_is_text():
+    assert answer(CALL, tool_choice="none")[0]["content"] == CALL
+    assert answer(CALL, tools=None)[0]["content"] == CALL
+
+
+def test_reasoning_is_left_out_on_request():
+    text = "<think>\nHm.\n</think>\n\nSo."
+    assert "reasoning" not in answer(text, include_reasoning=False)[0]
+    events = call(
+        ToolBackend(text), "POST", PATH, {**BODY, "stream": True, "include_reasoning": False}
+    ).events
+    message, _ = joined(events[:-1])
+    assert (message["content"], message["reasoning"]) == ("So.", "")
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_stream_has_the_parts_of_the_whole_answer(size, n):
+    backend = ToolBackend(f"<think>\nHm.\n</think>\n\nLook:\n{CALL}\n{CALL}", size=size)
+    client = call(backend, "POST", PATH, {**BODY, "stream": True, "n": n})
+    *events, done = client.events
+    assert done == "[DONE]"
+    for index in range(n):
+        own = [e for e in events if e["choices"][0]["index"] == index]
+        assert own[0]["choices"][0]["delta"]["role"] == "assistant"
+        assert joined(own) == (
+            {
+                "role": "assistant",
+                "content": "Look:",
+                "reasoning": "Hm.",
+                "tool_calls": [FUNCTION, FUNCTION],
+            },
+            "tool_calls",
+        )
+
+
+def test_a_resumed_stream_goes_on_after_any_event_even_within_a_call():
+    text = f"Look: {CALL} and {CALL} so"
+    body = {**BODY, "messages": [{"role": "user", "content": text}], "stream": True}
+    whole = stream(PATH, body, "0", EchoBackend())
+    message, _ = joined([json.loads(data) for _, data in whole[:-1]])
+    assert len(message["tool_calls"]) == 2
+    for place, (event_id, _) in enumerate(whole[:-2]):
+        rest = stream(PATH, body, event_id, EchoBackend())
+        assert len(rest) == len(whole) - place - 1
+        for (_, mine), (_, theirs) in zip(rest[:-1], whole[place + 1 : -1], strict=True):
+            ours, original = json.loads(mine), json.loads(theirs)
+            for each in (ours, original):
+                for made in each["choices"][0]["delta"].get("tool_calls", ()):
+                    del made["id"]
+            assert ours["choices"] == original["choices"]
+
+
+def test_log_probabilities_of_a_call_come_with_its_event():
+    body = {**BODY, "stream": True, "return_token_ids": True}
+    events = call(ToolBackend(CALL), "POST", PATH, body).events[:-1]
+    assert sum(len(e["choices"][0]["token_ids"]) for e in events) == len(CALL)
+
+
+# --- what reaches the engine ----------------------------------------------------------------------
+
+
+def test_special_tokens_reach_the_parser():
+    assert request_of().sampling.skip_special_tokens is False
+    plain = call(backend := FakeBackend(), "POST", PATH, {"messages": [USER]})
+    assert plain.status == 200
+    assert backend.requests[0].sampling.skip_special_tokens is True
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_required_call_has_a_grammar(choice):
+    grammar = request_of(tool_choice=choice).sampling.structured_outputs.grammar
+    assert '\\"name\\": \\"weather\\"' in grammar
+    assert '"additionalProperties": false' in grammar
+
+
+def test_other_calls_have_one_only_if_a_tool_is_strict():
+    strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}
+    assert request_of().sampling.structured_outputs is None
+    assert request_of(tools=[strict]).sampling.structured_outputs is not None
+    free = request_of(tools=[strict], tool_choice="none")
+    assert free.sampling.structured_outputs is None
+
+
+def test_a_grammar_of_the_request_stays_if_no_call_needs_one():
+    form = {"type": "json_object"}
+    assert request_of(response_format=form).sampling.structured_outputs.json_object
+    error = refusal(response_format=form, tool_choice="required")
+    assert error["param"] == "response_format"
+
+
+# --- fields ---------------------------------------------------------------------------------------
+
+BAD_TOOLS = [
+    ([{}], "tools[0].type"),
+    ([{"type": "function"}], "tools[0].function"),
+    ([{"type": "retrieval"}], "tools[0].type"),
+    ([{"type": "function", "function": {}}], "tools[0].function.name"),
+    ([{"type": "function", "function": {"name": "a b"}}], "tools[0].function.name"),
+    ([{"type": "function", "function": {"name": "a", "parameters": 1}}],
+     "tools[0].function.parameters"),
+    ([TOOL, TOOL], "tools[1].function.name"),
+    ([{**TOOL, "mood": 1}], "tools[0].mood"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tools", "param"), BAD_TOOLS)
+@pytest.mark.parametrize("path", [PATH, "/tokenize"])
+def test_a_bad_tool_is_refused_by_its_path(tools, param, path):
+    client = call(ToolBackend(), "POST", path, {"messages": [USER], "tools": tools})
+    assert (client.status, client.body["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "maybe"}, "tool_choice"),
+        ({"tool_choice": "required", "tools": []}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
+        ({"tool_choice": {"function": {"name": "other"}}}, "tool_choice.function.name"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort"),
+    ],
+)
+def test_a_bad_choice_is_refused_by_its_path(fields, param):
+    assert refusal(**fields)["param"] == param
+
+
+def test_a_schema_that_cannot_be_followed_is_refused_where_it_has_to_be():
+    odd = {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}
+    assert refusal(tools=[odd], tool_choice="required")["param"] == "tools"
+    assert request_of(tools=[odd]).sampling.structured_outputs is None
+
+
+def test_a_model_without_a_format_of_calls_refuses_tools_it_may_call():
+    client = call(FakeBackend(), "POST", PATH, BODY)
+    assert (client.status, client.body["error"]["param"]) == (400, "tools")
+    assert "args.tool_call_parser" in client.body["error"]["message"]
+    assert call(FakeBackend(), "POST", PATH, {**BODY, "tool_choice": "none"}).status == 200
+
+
+def test_templates_get_tools_calls_and_effort_in_their_own_form():
+    asked = {"id": "1", "type": "function", "function": FUNCTION, "index": 0}
+    tool = {"type": "function", "function": {**TOOL["function"], "strict": True}}
+    messages = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [asked], "reasoning": "Hm."},
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "sunny"}]},
+    ]
+    body = {"messages": messages, "tools": [tool], "reasoning_effort": "none"}
+    prompt = parse_chat_completion(body).prompt
+    function = {"name": "weather", "arguments": {"city": "Bern"}}
+    assert prompt.messages[1:] == [
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "1", "type": "function", "function": function}],
+            "reasoning": "Hm.",
+            "reasoning_content": "Hm.",
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "sunny"},
+    ]
+    assert prompt.tools == [TOOL]
+    assert prompt.template_kwargs == {
+        "reasoning_effort": "none", "enable_thinking": False, "thinking": False,
+    }  # fmt: skip
+
+
+def test_sixty_tools_of_ten_parameters_are_held_and_count_as_work():
+    parameters = {
+        f"parameter_{i}": {"type": "string", "description": "What it is for.", "enum": ["a", "b"]}
+        for i in range(10)
+    }
+    schema = {"type": "object", "properties": parameters, "required": [*parameters]}
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": f"t{i}", "description": "Does it.", "parameters": schema},
+        }
+        for i in range(60)
+    ]
+    body = {**BODY, "tools": tools, "tool_choice": "required"}
+    limits = BodyLimits(max_model_len=4096, vocab_size=256, max_token_chars=8)
+    parsed = parse_chat_completion(parse_body(json.dumps(body).encode(), limits))
+    assert encoding_cost(parsed.prompt) > 10 * MAX_INLINE_COST
+    assert request_of(tools=tools, tool_choice="required").sampling.structured_outputs is not None
+    with pytest.raises(BadRequestError, match="tools holds more than"):
+        parse_body(json.dumps({**BODY, "tools": tools * 4}).encode(), limits)
