@@ -55,6 +55,8 @@ _LOOK_DRAINED_S = 0.1
 HAND_OVER_SHARE = 0.75
 """Share of the drain timeout after which the remaining requests are handed to other engines."""
 _ENGINE = "replicas.engine.process"
+_FAULTY_ENGINE = "replicas.engine.faulty_process"
+"""Program of an engine for which faults are planned."""
 KNOWN_STEP_S = 60.0
 """Least step timeout of an engine whose warm-up has run every shape that it will ever run."""
 UNKNOWN_STEP_S = 300.0
@@ -313,7 +315,9 @@ def start_engine(
         make_folders(config, environment)
     except ConfigError as error:
         raise EngineStartError(str(error)) from error
-    process, reports, ready_fd, dump_fd = _spawn(environment)
+    mesh = config.simulated_mesh
+    program = _FAULTY_ENGINE if mesh is not None and mesh.faults else _ENGINE
+    process, reports, ready_fd, dump_fd = _spawn(program, environment)
     # Open the pidfd before the process can be reaped and its id reused.
     process_fd = os.pidfd_open(process.pid)
     arguments = EngineArguments(
@@ -344,7 +348,9 @@ def start_engine(
     return handle
 
 
-def _spawn(environment: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], _Reports, int, int]:
+def _spawn(
+    program: str, environment: Mapping[str, str]
+) -> tuple[subprocess.Popen[bytes], _Reports, int, int]:
     """Start an engine process, which then waits for its arguments.
 
     Returns:
@@ -354,7 +360,7 @@ def _spawn(environment: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], _Re
     read_fd, write_fd = os.pipe()
     dump_fd = new_dump_file()
     try:
-        process = start_process({**KERNEL_SETTINGS, **environment}, (write_fd, dump_fd))
+        process = start_process(program, {**KERNEL_SETTINGS, **environment}, (write_fd, dump_fd))
     except BaseException:
         os.close(read_fd)
         os.close(dump_fd)
@@ -364,15 +370,18 @@ def _spawn(environment: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], _Re
     return process, _Reports(read_fd), write_fd, dump_fd
 
 
-def start_process(environment: Mapping[str, str], fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
+def start_process(
+    program: str, environment: Mapping[str, str], fds: tuple[int, ...]
+) -> subprocess.Popen[bytes]:
     """Start the program of an engine with a pipe to its stdin.
 
     Args:
+        program: Its main module.
         environment: Its whole environment.
         fds: Descriptors that it inherits, under the same numbers.
     """
     return subprocess.Popen(
-        [sys.executable, "-m", _ENGINE], stdin=subprocess.PIPE, pass_fds=fds, env=environment
+        [sys.executable, "-m", program], stdin=subprocess.PIPE, pass_fds=fds, env=environment
     )
 
 

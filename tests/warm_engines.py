@@ -15,6 +15,7 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import importlib
 import json
 import os
 import socket
@@ -69,15 +70,15 @@ class WarmInterpreter:
         self._libc = ctypes.CDLL(None)
 
     def start_process(
-        self, environment: Mapping[str, str], fds: tuple[int, ...]
+        self, program: str, environment: Mapping[str, str], fds: tuple[int, ...]
     ) -> subprocess.Popen[bytes]:
         """Start an engine process as `launch.start_process` does."""
         with self._lock:
             if self._connection is None:
                 self._start(environment)
             if _read_at_start(environment) != self._environment:
-                return self._start_cold(environment, fds)
-            return self._fork(environment, fds)
+                return self._start_cold(program, environment, fds)
+            return self._fork(program, environment, fds)
 
     def _start(self, environment: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -98,10 +99,17 @@ class WarmInterpreter:
 
         atexit.register(end)
 
-    def _fork(self, environment: Mapping[str, str], fds: tuple[int, ...]) -> ForkedEngine:
+    def _fork(
+        self, program: str, environment: Mapping[str, str], fds: tuple[int, ...]
+    ) -> ForkedEngine:
         assert self._connection is not None
         read_fd, write_fd = os.pipe()
-        request = {"environment": dict(environment), "cwd": os.getcwd(), "fds": [0, 1, 2, *fds]}
+        request = {
+            "program": program,
+            "environment": dict(environment),
+            "cwd": os.getcwd(),
+            "fds": [0, 1, 2, *fds],
+        }
         # The engine's parent ends at once; orphans go to this process while it is a "subreaper".
         self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
         try:
@@ -117,12 +125,12 @@ def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if not name.startswith(_UNREAD)}
 
 
-def fork_on_request(connection: socket.socket) -> bool:
-    """Fork an engine for each request; return True in an engine, False once the tests are over."""
+def fork_on_request(connection: socket.socket) -> str | None:
+    """Fork an engine for each request; return its program in it, None once the tests are over."""
     while True:
         message, given, _, _ = socket.recv_fds(connection, _MAX_BYTES, 16)
         if not message:
-            return False
+            return None
         told, tell = os.pipe()
         between = os.fork()
         if between == 0:
@@ -130,8 +138,10 @@ def fork_on_request(connection: socket.socket) -> bool:
             if pid == 0:
                 for fd in (told, tell, connection.detach()):
                     os.close(fd)
-                _become(given, **json.loads(message))
-                return True
+                request = json.loads(message)
+                program: str = request.pop("program")
+                _become(given, **request)
+                return program
             os.write(tell, str(pid).encode())
             os._exit(0)
         os.close(tell)
@@ -161,13 +171,14 @@ def _become(given: list[int], *, environment: dict[str, str], cwd: str, fds: lis
 
 def main() -> None:
     """Import what engines import, then fork them."""
-    from replicas.engine import process
+    from replicas.engine import faulty_process  # noqa: F401 - it imports the usual one
     from replicas.generators.torch import generator  # noqa: F401
 
     gc.collect()
     gc.freeze()
-    if fork_on_request(socket.socket(fileno=int(sys.argv[1]))):
-        process.main()
+    program = fork_on_request(socket.socket(fileno=int(sys.argv[1])))
+    if program is not None:
+        importlib.import_module(program).main()
 
 
 if __name__ == "__main__":

@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from cluster.lifecycle.processes import Process
 
 _ENGINE = "replicas.engine.process"
+_FAULTY_ENGINE = "replicas.engine.faulty_process"
 _OURS = (
     (_ENGINE, "engine"),
+    (_FAULTY_ENGINE, "engine"),
     ("cluster.lifecycle.driver", "driver"),
     ("kv_transfer.stores", "kv pool"),
     ("haproxy", "haproxy"),

@@ -52,9 +52,9 @@ class EngineFaults:
         self.clock = clock or PlanClock()
 
     @property
-    def make_transport(self) -> TransportFactory | None:
-        """Return a factory of KV transports with these faults; None if there are none."""
-        return partial(FaultyTransport, self) if self.faults else None
+    def make_transport(self) -> TransportFactory:
+        """Return a factory of KV transports with these faults."""
+        return partial(FaultyTransport, self)
 
     def is_cut(self, now_s: float) -> bool:
         """Return whether the engine can neither send nor receive."""
@@ -183,9 +183,7 @@ class SpeakingSocket(_FaultySocket):
 def client_sockets(
     faults: EngineFaults, hears: zmq.Socket[bytes], speaks: zmq.Socket[bytes]
 ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """Return an engine's input and output socket, with its faults if any are planned."""
-    if not faults.faults:
-        return hears, speaks
+    """Return an engine's input and output socket with its faults."""
     links = ClientLinks(faults)
     faulty = HearingSocket(hears, links), SpeakingSocket(speaks, links)
     return cast("tuple[zmq.Socket[bytes], zmq.Socket[bytes]]", faulty)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from replicas.config import EngineConfig
+    from replicas.engine.executor import EngineHooks
     from replicas.engine.pulse import Pulse
     from replicas.engine.reports import EngineArguments
     from replicas.gang.wire import Down, Up
@@ -201,6 +202,7 @@ class GangWorker(Worker):
         incarnation: Id of this start of the engine.
         notify: As for `Worker`.
         progress: As for `Worker`.
+        hooks: As for `Worker`.
         gang: Connection to the gang.
     """
 
@@ -210,9 +212,10 @@ class GangWorker(Worker):
         incarnation: str,
         notify: Callable[[], None],
         progress: Callable[[str, float], None],
+        hooks: EngineHooks,
         gang: GangRank,
     ) -> None:
-        super().__init__(config, incarnation, notify, progress)
+        super().__init__(config, incarnation, notify, progress, hooks)
         self._gang = gang
 
     def serve(self) -> None:

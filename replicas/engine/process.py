@@ -34,13 +34,7 @@ from kv_transfer.errors import KVTransferError
 from kv_transfer.transports.process import raise_descriptor_limit
 from replicas.codec import max_client_message_bytes
 from replicas.engine.core import EngineCore
-from replicas.engine.executor import UniProcExecutor
-from replicas.engine.fault_injection import (
-    EngineFaults,
-    SignalSender,
-    client_sockets,
-    engine_faults,
-)
+from replicas.engine.executor import NO_HOOKS, UniProcExecutor
 from replicas.engine.inbox import (
     DRAIN,
     HAND_OVER,
@@ -79,7 +73,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import IO
 
-    from replicas.config import Role
+    from replicas.config import EngineConfig, Role
+    from replicas.engine.executor import EngineHooks
     from replicas.engine.gang import GangExecutor
     from replicas.engine.inbox import Said
 
@@ -218,8 +213,12 @@ class EngineProcess:
                 self._server.take(client, message, time.monotonic())
 
 
-def main() -> None:
-    """Run an engine until the parent closes stdin or sends SIGTERM."""
+def main(make_hooks: Callable[[EngineConfig], EngineHooks] = lambda _config: NO_HOOKS) -> None:
+    """Run an engine until the parent closes stdin or sends SIGTERM.
+
+    Args:
+        make_hooks: Returns what a simulation replaces.
+    """
     log_to_standard_error()
     # Every connection takes a descriptor, even before it is authenticated.
     raise_descriptor_limit()
@@ -230,12 +229,12 @@ def main() -> None:
     inbox = Inbox()
     # Ctrl-C reaches the whole process group, but the parent decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    faults = engine_faults(arguments.config)
+    hooks = make_hooks(arguments.config)
 
-    signal.signal(signal.SIGTERM, lambda _signal, _frame: _ask_to_stop(inbox, faults))
+    signal.signal(signal.SIGTERM, lambda _signal, _frame: _ask_to_stop(inbox, hooks))
     threading.Thread(
         target=_obey,
-        args=(inbox, faults, arguments.stop_timeout_s),
+        args=(inbox, hooks, arguments.stop_timeout_s),
         name="parent-watch",
         daemon=True,
     ).start()
@@ -251,15 +250,15 @@ def main() -> None:
     threading.Thread(
         target=_beat, args=(tell, pulse, doing), name="engine-beat", daemon=True
     ).start()
-    with contextlib.closing(SignalSender(faults)):
+    with hooks.beside():
         try:
             door = Door(arguments)
-            executor, gang = _make_executor(arguments, inbox, pulse, tell, tell_of_start)
+            executor, gang = _make_executor(arguments, hooks, inbox, pulse, tell, tell_of_start)
             core = EngineCore(
-                arguments.config, executor, arguments.incarnation, faults.unix_now_s, pulse
+                arguments.config, executor, arguments.incarnation, hooks.unix_now_s, pulse
             )
-            hears, speaks = client_sockets(
-                faults, door.open_input(_max_message_bytes(core)), door.open_output()
+            hears, speaks = hooks.client_sockets(
+                door.open_input(_max_message_bytes(core)), door.open_output()
             )
             receiver = Receiver(hears, inbox)
             sender = Sender(speaks, door.incarnation, inbox, core.pulse)
@@ -292,6 +291,7 @@ def _max_message_bytes(core: EngineCore) -> int:
 
 def _make_executor(
     arguments: EngineArguments,
+    hooks: EngineHooks,
     inbox: Inbox,
     pulse: Pulse,
     tell: Callable[[EngineReport], None],
@@ -307,7 +307,7 @@ def _make_executor(
 
     config = arguments.config
     if config.gang is None:
-        return UniProcExecutor(config, arguments.incarnation, notify, progress), None
+        return UniProcExecutor(config, arguments.incarnation, notify, progress, hooks), None
     # Imported here because only gangs need it.
     from replicas.engine.gang import GangExecutor, GangRank, GangWorker
 
@@ -317,7 +317,7 @@ def _make_executor(
         on_loss=lambda reason: _die_with_gang(reason, tell),
         on_drained=_tell_drained(tell),
     )  # fmt: skip
-    worker = GangWorker(config, arguments.incarnation, notify, progress, rank)
+    worker = GangWorker(config, arguments.incarnation, notify, progress, hooks, rank)
     gang = GangExecutor(worker, rank, pulse)
     return gang, gang
 
@@ -400,13 +400,13 @@ def _doing(stalled_s: float, pulse: Pulse, core: EngineCore) -> str:
     return doing.encode()[:_MAX_DOING_BYTES].decode(errors="ignore")
 
 
-def _ask_to_stop(inbox: Inbox, faults: EngineFaults) -> None:
-    """Order the core thread to end, unless a planned fault makes the engine ignore that."""
-    if not faults.ignores_sigterm():
+def _ask_to_stop(inbox: Inbox, hooks: EngineHooks) -> None:
+    """Order the core thread to end, unless a simulation makes the engine ignore that."""
+    if not hooks.ignores_sigterm():
         inbox.put((b"", STOP))
 
 
-def _obey(inbox: Inbox, faults: EngineFaults, timeout_s: float) -> None:
+def _obey(inbox: Inbox, hooks: EngineHooks, timeout_s: float) -> None:
     """Follow the parent's orders; when it closes stdin, end the core, then force the exit."""
     # Unbuffered: the interpreter aborts at exit if this thread still holds the lock of stdin's
     # buffer. The buffer is empty, because the parent sends no order before the engine is ready.
@@ -422,10 +422,10 @@ def _obey(inbox: Inbox, faults: EngineFaults, timeout_s: float) -> None:
             inbox.put((b"", HAND_OVER))
         if PROBE_LINE in lines:
             inbox.put((b"", PROBE))
-    _ask_to_stop(inbox, faults)
+    _ask_to_stop(inbox, hooks)
     # An engine that ignores orders does so for longer than its parent waits, but not for ever, so
     # that no process is left behind if the parent is gone.
-    time.sleep(3 * timeout_s if faults.ignores_sigterm() else timeout_s)
+    time.sleep(3 * timeout_s if hooks.ignores_sigterm() else timeout_s)
     os._exit(1)
 
 

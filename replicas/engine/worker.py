@@ -26,7 +26,6 @@ from kv_transfer.connector import load_connector
 from kv_transfer.layout import KVLayout
 from kv_transfer.transports.process import keep_heap
 from replicas.engine.facts import connector_settings, model_facts
-from replicas.engine.fault_injection import engine_faults
 from replicas.engine.rows.grammar import GrammarCache
 from replicas.engine.rows.logprobs import Logprobs
 from replicas.engine.rows.order import row_processors
@@ -81,6 +80,7 @@ if TYPE_CHECKING:
         SimulatedMeshConfig,
         SpeculativeConfig,
     )
+    from replicas.engine.executor import EngineHooks
     from replicas.engine.runner import SubmittedStep
     from replicas.engine.speculation import Drafter
     from replicas.engine.step import ModelFacts, Preparation, Prepared, ScheduledBatch, StepResult
@@ -112,6 +112,7 @@ class Worker:
         incarnation: Id of this start of the engine, named by tickets.
         notify: Wakes the engine's core thread; may be called from any thread.
         progress: Called with (stage, fraction done) during start.
+        hooks: What a simulation replaces.
     """
 
     _generator_class: type[Generator]
@@ -125,8 +126,10 @@ class Worker:
         incarnation: str,
         notify: Callable[[], None],
         progress: Callable[[str, float], None],
+        hooks: EngineHooks,
     ) -> None:
         self._config = _routed(config)
+        self._hooks = hooks
         self._incarnation = incarnation
         self._notify = notify
         self._progress = progress
@@ -167,7 +170,6 @@ class Worker:
                 self._hf_config.family,
                 self._hf_config.max_position_embeddings,
             )
-        self._faults = engine_faults(config)
         if config.mesh is not None:
             self._init_mesh(config.mesh)
             return
@@ -307,8 +309,8 @@ class Worker:
             return None
         step_now_s = device.clock.now_s if isinstance(device, SimulatedMesh) else time.monotonic
         settings = msgspec.structs.replace(
-            connector_settings(config, self._incarnation, self._faults.unix_now_s, step_now_s),
-            make_transport=self._faults.make_transport,
+            connector_settings(config, self._incarnation, self._hooks.unix_now_s, step_now_s),
+            make_transport=self._hooks.make_transport,
         )
         self._connector = load_connector(config.kv_connector).create_worker(settings, self._notify)
         io = self._kv_io(kv_cache)
@@ -466,11 +468,13 @@ class Worker:
         )
 
     def _simulated_mesh(self, mesh: SimulatedMeshConfig) -> SimulatedMesh:
-        faults = self._faults
+        hooks = self._hooks
         return SimulatedMesh(
             engine_timing(self._config, mesh, mesh.compile_s),
             WallClock(),
-            DeviceTimeline(faults.faults, faults.clock, mesh.jitter, seed=self._incarnation),
+            DeviceTimeline(
+                hooks.device_faults, hooks.plan_clock, mesh.jitter, seed=self._incarnation
+            ),
         )
 
     def _kv_io(self, kv_cache: KVCache) -> KVDeviceIO:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from kv_transfer.ticket import Ticket
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
+from replicas.engine.faulty_process import fault_hooks
 from replicas.messages import (
     Abort,
     Accepted,
@@ -68,7 +69,8 @@ class Node:
         self.is_frozen = False
         self.is_slow = False
         self.is_gone = False
-        self.core = EngineCore(config, UniProcExecutor(config, name, self._notify), name)
+        executor = UniProcExecutor(config, name, self._notify, hooks=fault_hooks(config))
+        self.core = EngineCore(config, executor, name)
         self.before = self.core.snapshot(0).groups
 
     def handle(self, message: CoreMessage) -> None:

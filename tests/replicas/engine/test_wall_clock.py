@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from replicas.engine.core import EngineCore
-from replicas.engine.executor import UniProcExecutor
+from replicas.engine.executor import EngineHooks, UniProcExecutor
 from replicas.sampling_params import SamplingParams
 from tests.kv_transfer.virtual_wire import Net
 from tests.replicas.engine import pair as pair_module
@@ -34,7 +34,8 @@ def test_tickets_minted_after_the_clock_was_set_are_good(
     for name in ("prefill", "decode"):
         config = simulated_config(num_blocks=60)
         config = msgspec.structs.replace(config, kv_connector=LOOP, keys=KEYS)
-        core = EngineCore(config, UniProcExecutor(config, name), name, wall)
+        executor = UniProcExecutor(config, name, hooks=EngineHooks(unix_now_s=wall))
+        core = EngineCore(config, executor, name, wall)
         sides.append(Side(core, CountingClock()))
     pair = LoopPair(sides[0], sides[1], net)
     for jump_s in (0.0, *jumps_s):

@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from replicas.config import EngineConfig
+from replicas.engine.executor import NO_HOOKS
 from replicas.engine.worker import Worker
 from tests.models import model_folder
 
@@ -23,7 +24,7 @@ def test_weights_that_lose_precision_are_reported(tmp_path, caplog, saved, asked
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**raw, "dtype": saved}))
     Worker(
-        EngineConfig(model=str(folder), dtype=asked), "e.1", lambda: None, lambda *_: None
+        EngineConfig(model=str(folder), dtype=asked), "e.1", lambda: None, lambda *_: None, NO_HOOKS
     ).init_device()
     assert ("float16 weights" in caplog.text) == is_reported
 
@@ -35,5 +36,5 @@ def test_a_model_that_states_no_longest_sequence_is_reported(tmp_path, caplog, a
     del raw["max_position_embeddings"]
     (folder / "config.json").write_text(json.dumps(raw))
     config = EngineConfig(model=str(folder), max_model_len=asked)
-    Worker(config, "e.1", lambda: None, lambda *_: None).init_device()
+    Worker(config, "e.1", lambda: None, lambda *_: None, NO_HOOKS).init_device()
     assert ("default of llama models, 2048 tokens" in caplog.text) == is_reported
