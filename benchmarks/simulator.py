@@ -39,7 +39,7 @@ from cluster.lab.simulation.summary import Slo, summarise
 from cluster.lab.workloads.load import load_workload
 from replicas.config import EngineConfig
 from replicas.kv_groups import KVGroup
-from replicas.virtual_engine import ModelFacts
+from replicas.simulation.virtual_engine import ModelFacts
 
 if TYPE_CHECKING:
     from cluster.config.schema import PolicyName

@@ -1,6 +1,6 @@
 """Fault plans: which fault hits which replica, and when.
 
-Values and pure queries. Real simulated-mesh engines (`replicas.engine.fault_injection`, the
+Values and pure queries. Real simulated-mesh engines (`replicas.simulation.fault_injection`, the
 simulated device and the KV transport) and the simulator query the same `ReplicaFaults` with seconds
 of the plan. An engine process converts its own clock through `PlanClock`; the simulator counts from
 its start.

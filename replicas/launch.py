@@ -55,7 +55,7 @@ _LOOK_DRAINED_S = 0.1
 HAND_OVER_SHARE = 0.75
 """Share of the drain timeout after which the remaining requests are handed to other engines."""
 _ENGINE = "replicas.engine.process"
-_FAULTY_ENGINE = "replicas.engine.faulty_process"
+_FAULTY_ENGINE = "replicas.simulation.faulty_process"
 """Program of an engine for which faults are planned."""
 KNOWN_STEP_S = 60.0
 """Least step timeout of an engine whose warm-up has run every shape that it will ever run."""

@@ -171,8 +171,8 @@ def _become(given: list[int], *, environment: dict[str, str], cwd: str, fds: lis
 
 def main() -> None:
     """Import what engines import, then fork them."""
-    from replicas.engine import faulty_process  # noqa: F401 - it imports the usual one
     from replicas.generators.torch import generator  # noqa: F401
+    from replicas.simulation import faulty_process  # noqa: F401 - it imports the usual one
 
     gc.collect()
     gc.freeze()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from cluster.lifecycle.processes import Process
 
 _ENGINE = "replicas.engine.process"
-_FAULTY_ENGINE = "replicas.engine.faulty_process"
+_FAULTY_ENGINE = "replicas.simulation.faulty_process"
 _OURS = (
     (_ENGINE, "engine"),
     (_FAULTY_ENGINE, "engine"),

@@ -29,7 +29,7 @@ from cluster.lab.simulation.summary import Slo, summarise, to_json
 from cluster.lab.workloads.errors import WorkloadError
 from cluster.lab.workloads.load import load_workload
 from replicas.generators.simulated.profiles import engine_timing
-from replicas.virtual_engine import simulated_facts
+from replicas.simulation.virtual_engine import simulated_facts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 from typing import TYPE_CHECKING, Protocol
 
-from replicas.virtual_engine import VirtualTurn
+from replicas.simulation.virtual_engine import VirtualTurn
 
 if TYPE_CHECKING:
     import asyncio
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cluster.lab.simulation.inbox import VirtualInbox
     from cluster.lab.simulation.loop import VirtualLoop
     from replicas.engine.server import Frames
-    from replicas.virtual_engine import VirtualEngine
+    from replicas.simulation.virtual_engine import VirtualEngine
 
 HEARTBEAT_S = 0.25
 """`replicas.engine.sockets.HEARTBEAT_S`. The simulator sends only heartbeats with news."""

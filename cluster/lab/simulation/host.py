@@ -14,7 +14,7 @@ from cluster.lab.simulation.loop import UNIX_S
 from kv_transfer.layout import ROW_TOKENS
 from kv_transfer.messages import Data
 from kv_transfer.transports.virtual import VirtualTransport
-from replicas.virtual_engine import VirtualEngine
+from replicas.simulation.virtual_engine import VirtualEngine
 
 if TYPE_CHECKING:
     import asyncio
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from replicas.engine.server import Frames
     from replicas.faults import ReplicaFaults
     from replicas.messages import ClientMessage, EngineFrame
-    from replicas.virtual_engine import VirtualDevice
+    from replicas.simulation.virtual_engine import VirtualDevice
 
 
 class VirtualHost:

@@ -15,7 +15,7 @@ from replicas.launch import step_timeout_s
 if TYPE_CHECKING:
     from replicas.config import EngineConfig, Role
     from replicas.generators.simulated.timing import StepTiming
-    from replicas.virtual_engine import ModelFacts
+    from replicas.simulation.virtual_engine import ModelFacts
 
 
 class PoolSpec(NamedTuple):

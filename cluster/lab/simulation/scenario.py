@@ -25,7 +25,7 @@ from replicas.config import EngineConfig
 from replicas.faults import Fault, FaultPlan
 from replicas.generators.simulated.timing import LinkTiming
 from replicas.kv_groups import KVGroup
-from replicas.virtual_engine import ModelFacts
+from replicas.simulation.virtual_engine import ModelFacts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

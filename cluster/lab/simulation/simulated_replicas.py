@@ -23,7 +23,7 @@ from cluster.scaling.flip import FlipError, check_flip, other_role
 from kv_transfer.keys import KeyRing
 from replicas.dealer import QUIET_S, SILENCE_S
 from replicas.life import LifeState
-from replicas.virtual_engine import VirtualDevice
+from replicas.simulation.virtual_engine import VirtualDevice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from kv_transfer.ticket import Ticket
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
-from replicas.engine.faulty_process import fault_hooks
 from replicas.messages import (
     Abort,
     Accepted,
@@ -22,6 +21,7 @@ from replicas.messages import (
     Refused,
     TokenOutput,
 )
+from replicas.simulation.faulty_process import fault_hooks
 from tests.engines import take_events
 from tests.replicas.engine.fakes import FOREVER_MS, KEYS
 

@@ -18,14 +18,14 @@ from tests.replicas.engine.fakes import (
     make_sequence,
     result_of,
 )
-from tests.replicas.engine.test_virtual_worker import (
+from tests.replicas.engine.virtual import virtual_worker
+from tests.replicas.simulation.test_virtual_worker import (
     FACTS,
     CountingClock,
     OddTiming,
     OneWorker,
     plain_config,
 )
-from tests.replicas.engine.virtual import virtual_worker
 
 
 def make_scheduler(small, large, **changes):

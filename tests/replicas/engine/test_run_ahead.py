@@ -33,8 +33,8 @@ from tests.replicas.engine.fakes import (
     make_ticket,
 )
 from tests.replicas.engine.pictures import picture
-from tests.replicas.engine.test_virtual_worker import FACTS, OddTiming
 from tests.replicas.engine.virtual import CountingClock, OneWorker, virtual_worker
+from tests.replicas.simulation.test_virtual_worker import FACTS, OddTiming
 
 VOCAB_SIZE = 27
 FIRST_TOKEN = 16

@@ -12,7 +12,6 @@ from replicas.engine import worker as worker_module
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
 from replicas.engine.facts import connector_settings
-from replicas.engine.virtual_worker import VirtualWorker
 from replicas.faults import NO_FAULTS
 from replicas.generators.simulated.profiles import engine_timing
 from replicas.messages import (
@@ -25,7 +24,8 @@ from replicas.messages import (
     LoadKV,
     TokenOutput,
 )
-from replicas.virtual_engine import simulated_facts
+from replicas.simulation.virtual_engine import simulated_facts
+from replicas.simulation.virtual_worker import VirtualWorker
 from tests.engines import take_events
 from tests.kv_transfer.virtual_wire import Net, Wire
 from tests.replicas.engine.fakes import KEYS

@@ -15,7 +15,7 @@ from cluster.lab.workloads.request import TraceRequest, Workload
 from replicas.config import EngineConfig
 from replicas.faults import FaultPlan
 from replicas.generators.simulated.timing import LinkTiming
-from replicas.virtual_engine import ModelFacts
+from replicas.simulation.virtual_engine import ModelFacts
 from tests.kv_groups import one_kv_group
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from cluster.lab.simulation.shrink import Shrinker
 from replicas.engine.block_pool import BlockPool
 from replicas.engine.server import EngineServer
 from replicas.faults import KINDS, Fault
-from replicas.virtual_engine import VirtualEngine
+from replicas.simulation.virtual_engine import VirtualEngine
 
 
 @pytest.fixture

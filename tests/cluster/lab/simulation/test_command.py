@@ -18,7 +18,7 @@ from cluster.lab.simulation.command import (
 from replicas.config import EngineConfig, SimulatedMeshConfig
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
-from replicas.virtual_engine import simulated_facts
+from replicas.simulation.virtual_engine import simulated_facts
 
 MESH = "simulated_mesh: {model: Llama-3.1-8B, board: n150}"
 COLOCATED = """\

@@ -25,7 +25,7 @@ from replicas.messages import (
     TokenOutput,
 )
 from replicas.sampling_params import SamplingParams
-from replicas.virtual_engine import VirtualDevice
+from replicas.simulation.virtual_engine import VirtualDevice
 from tests.cluster.lab.simulation.clusters import (
     LATENCY_S,
     decode_turn_s,

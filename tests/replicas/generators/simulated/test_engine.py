@@ -1,8 +1,8 @@
 """Whole engines on a simulated mesh give the expected tokens for every split and placement.
 
 A token depends on every KV row of its context, so that these tests fail for any mistake in paging,
-prefix caching, preemption, lanes or transfer. `tests/replicas/engine/test_virtual_worker.py` runs
-such engines in all shapes, beside the simulator's.
+prefix caching, preemption, lanes or transfer. `tests/replicas/simulation/test_virtual_worker.py`
+runs such engines in all shapes, beside the simulator's.
 """
 
 import pytest

@@ -1,6 +1,6 @@
 """Engine process with planned faults; `replicas.launch` starts it in place of the usual one.
 
-python -m replicas.engine.faulty_process      (then as `python -m replicas.engine.process`)
+python -m replicas.simulation.faulty_process      (then as `python -m replicas.engine.process`)
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from replicas.engine import process
 from replicas.engine.executor import NO_HOOKS, EngineHooks
-from replicas.engine.fault_injection import SignalSender, client_sockets, engine_faults
+from replicas.simulation.fault_injection import SignalSender, client_sockets, engine_faults
 
 if TYPE_CHECKING:
     from replicas.config import EngineConfig

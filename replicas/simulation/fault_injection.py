@@ -25,8 +25,8 @@ import zmq
 
 from kv_transfer.transports.connections import break_accepted
 from kv_transfer.transports.faulty import FaultyTransport
-from replicas.engine import fault_signals
 from replicas.faults import NO_FAULTS, PlanClock, ReplicaFaults
+from replicas.simulation import fault_signals
 
 if TYPE_CHECKING:
     from kv_transfer.connector import TransportFactory

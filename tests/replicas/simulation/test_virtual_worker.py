@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from replicas.config import EngineConfig
 from replicas.engine.core import EngineCore
 from replicas.engine.step import ModelFacts, NewRow, ScheduledBatch
-from replicas.engine.virtual_worker import StepClock
 from replicas.faults import Fault, ReplicaFaults
 from replicas.generators.simulated.profiles import engine_timing
 from replicas.generators.simulated.timing import LinkTiming
 from replicas.messages import HostSeconds
 from replicas.sampling_params import SamplingParams
+from replicas.simulation.virtual_worker import StepClock
 from tests.engines import generate, num_preemptions, num_prefix_hits
 from tests.kv_groups import one_kv_group
 from tests.kv_transfer.virtual_wire import Net

@@ -5,7 +5,7 @@ its path on a bare interpreter, hence it uses the standard library only. It ends
 the engine's parent is gone it continues a stopped engine, so that the engine ends, too, and no
 process is left behind.
 
-Owner: the engine, see `replicas.engine.fault_injection`.
+Owner: the engine, see `replicas.simulation.fault_injection`.
 """
 
 from __future__ import annotations

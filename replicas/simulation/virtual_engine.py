@@ -21,10 +21,10 @@ from replicas.engine.facts import connector_settings, model_facts
 from replicas.engine.inbox import gather_s
 from replicas.engine.server import EngineServer, describe
 from replicas.engine.step import ModelFacts as ModelFacts  # noqa: TC001 - part of the surface
-from replicas.engine.virtual_worker import MIN_TURN_S, StepClock, VirtualWorker
 from replicas.generators.model_config import load_hf_config
 from replicas.generators.simulated.profiles import CAPABILITIES
 from replicas.messages import EngineFrame
+from replicas.simulation.virtual_worker import MIN_TURN_S, StepClock, VirtualWorker
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,7 +18,7 @@ from replicas.messages import (
     TokenOutput,
 )
 from replicas.sampling_params import SamplingParams
-from replicas.virtual_engine import VirtualDevice, VirtualEngine, simulated_facts
+from replicas.simulation.virtual_engine import VirtualDevice, VirtualEngine, simulated_facts
 from tests.kv_transfer.virtual_wire import Net, Wire
 from tests.replicas.engine.fakes import FOREVER_MS, KEYS
 from tests.replicas.generators.simulated.engines import FOUR_CHIPS, simulated_config

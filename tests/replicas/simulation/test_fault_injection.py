@@ -18,14 +18,6 @@ import zmq
 
 from replicas.codec import decode_engine_frame, encode
 from replicas.config import EngineConfig, SimulatedMeshConfig
-from replicas.engine.fault_injection import (
-    ClientLinks,
-    EngineFaults,
-    HearingSocket,
-    SpeakingSocket,
-    engine_faults,
-    schedule_signals,
-)
 from replicas.engine.inbox import Inbox
 from replicas.engine.pulse import Pulse
 from replicas.engine.sockets import Receiver, Sender
@@ -40,6 +32,14 @@ from replicas.messages import (
     EngineFrame,
 )
 from replicas.sampling_params import SamplingParams
+from replicas.simulation.fault_injection import (
+    ClientLinks,
+    EngineFaults,
+    HearingSocket,
+    SpeakingSocket,
+    engine_faults,
+    schedule_signals,
+)
 from tests.models import model_folder
 from tests.replicas.engine import engine_client
 from tests.replicas.engine.engine_client import (

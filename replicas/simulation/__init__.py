@@ -1,0 +1,1 @@
+"""Engines for simulators and fault plans: virtual time, modelled devices, injected faults."""
