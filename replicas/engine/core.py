@@ -22,7 +22,7 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from replicas.engine.duty import Duty
-from replicas.engine.events import ClientEvents
+from replicas.engine.outputs import ClientEvents
 from replicas.engine.probes import Probes, probe_batch
 from replicas.engine.pulse import Pulse
 from replicas.engine.requests import RequestHandler

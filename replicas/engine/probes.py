@@ -15,7 +15,7 @@ from replicas.messages import UtilityResult
 from replicas.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from replicas.engine.events import ClientEvents
+    from replicas.engine.outputs import ClientEvents
 
 
 class Probes:

@@ -26,7 +26,7 @@ from replicas.messages import (
 
 if TYPE_CHECKING:
     from replicas.engine.duty import Duty
-    from replicas.engine.events import ClientEvents
+    from replicas.engine.outputs import ClientEvents
     from replicas.engine.request_checks import RequestChecks
     from replicas.engine.scheduler import Scheduler
     from replicas.messages import RefusalReason

@@ -23,15 +23,14 @@ import copy
 import itertools
 from collections import deque
 from enum import Enum
-from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from kv_transfer.connector import SaveProgress
-from replicas.engine.endings import End, EndRules
 from replicas.engine.kv_cache import KVCacheManager
 from replicas.engine.kv_loads import KVLoads, Verdict, is_loading
+from replicas.engine.outputs import End, EndRules, StepOutputs
 from replicas.engine.preparations import Preparations
 from replicas.engine.request_table import DecodeRows, RequestTable
 from replicas.engine.sequence import Phase, Sequence
@@ -41,7 +40,7 @@ from replicas.engine.step_work import step_work
 from replicas.messages import KV_TRANSFER_FAILED, NO_ALLOWED_TOKEN, NO_LOGITS, DraftCounters
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable
     from collections.abc import Sequence as SequenceOf
 
     from kv_transfer.connector import Failure, KVConnectorScheduler
@@ -57,35 +56,7 @@ if TYPE_CHECKING:
         GroupSnapshot,
         RefusalReason,
         StepWork,
-        TokenLogprob,
     )
-
-
-class StepOutputs(NamedTuple):
-    """Outputs of a step in columns: one row for each sequence that got tokens.
-
-    Attributes:
-        sequences: The sequences. Steps of the same rows share this list, so it must not be changed.
-        token_ids: Their runs of tokens, one row's after the other's.
-        ends: By row, in the order of rows: how it ended. A sequence of mode prefill leaves after
-            its first token without an end.
-        counts: Length of each run; empty: every row has one token.
-        failed: Sequences that have ended without a token, and why.
-        logprobs: Log probabilities of runs, by sequence; of a run that was cut those of all tokens.
-    """
-
-    sequences: list[Sequence]
-    token_ids: list[int]
-    ends: dict[int, End]
-    counts: list[int]
-    failed: tuple[tuple[Sequence, str], ...] = ()
-    logprobs: Mapping[Sequence, list[list[TokenLogprob]]] = MappingProxyType({})
-
-    def runs(self) -> Iterator[list[int]]:
-        """Yield each row's tokens."""
-        token_ids = iter(self.token_ids)
-        for count in self.counts or (1 for _ in self.sequences):
-            yield list(itertools.islice(token_ids, count))
 
 
 class _Admission(Enum):

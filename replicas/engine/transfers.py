@@ -18,8 +18,8 @@ if TYPE_CHECKING:
         TransferInfo,
         TransferResults,
     )
-    from replicas.engine.events import ClientEvents
     from replicas.engine.executor import Executor
+    from replicas.engine.outputs import ClientEvents
     from replicas.engine.scheduler import Scheduler
     from replicas.engine.sequence import Sequence
     from replicas.engine.step import ScheduledBatch

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from replicas.codec import decode_engine_frame, encode
 from replicas.columns import ColumnReader
-from replicas.engine.events import ClientEvents
+from replicas.engine.outputs import ClientEvents
 from replicas.engine.sequence import Sequence
 from replicas.messages import (
     Accepted,

@@ -15,7 +15,7 @@ WRITERS = {
     "handle": "requests",
     "is_aborted": "request_table",
     "is_known_to_runner": "scheduler",
-    "is_told": "events",
+    "is_told": "outputs",
     "load": "kv_loads",
     "look_at": "scheduler",
     "num_computed_tokens": "scheduler",

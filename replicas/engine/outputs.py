@@ -1,4 +1,4 @@
-"""Unsent events and token columns of an engine core for its clients.
+"""Outputs of steps: where a sequence ends, and the unsent events of each client. Pure.
 
 A token of a request is a row of two numbers if the client knows the request's handle and there is
 nothing to add; `replicas.columns` reads the rows.
@@ -6,18 +6,108 @@ nothing to add; `replicas.columns` reads the rows.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
 from replicas.messages import KV_TRANSFER_FAILED, TokenColumns, TokenOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterator, Mapping
 
-    from replicas.engine.endings import End
-    from replicas.engine.scheduler import StepOutputs
     from replicas.engine.sequence import Sequence
-    from replicas.messages import TokenLogprob, WireEvent
+    from replicas.messages import FinishReason, TokenLogprob, WireEvent
+
+
+class End(NamedTuple):
+    """The end of a sequence.
+
+    Attributes:
+        reason: Why it ended.
+        stop_reason: The stop token id that ended it, if one did.
+    """
+
+    reason: FinishReason
+    stop_reason: int | None
+
+
+class EndRules(NamedTuple):
+    """Conditions that end a model's sequences.
+
+    Attributes:
+        max_model_len: Longest sequence in tokens.
+        eos_token_ids: The model's end tokens.
+        tokens_per_pass: The most tokens that a pass gives a sequence; all of them must fit.
+    """
+
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    tokens_per_pass: int = 1
+
+    def longest(self, seq: Sequence) -> int:
+        """Return the number of tokens at which a sequence ends by its length."""
+        wanted = seq.num_prompt_tokens + seq.sampling.max_tokens
+        return min(wanted, self.max_model_len)
+
+    def stop_ids(self, seq: Sequence) -> frozenset[int]:
+        """Return every token id that ends a sequence."""
+        sampling = seq.sampling
+        if sampling.ignore_eos:
+            return sampling.stop_token_ids
+        return sampling.stop_token_ids | self.eos_token_ids
+
+    def reason(self, seq: Sequence, token_id: int, num_tokens: int) -> End | None:
+        """Return why a sequence ends with a token; None if it continues.
+
+        Args:
+            seq: The sequence.
+            token_id: The token.
+            num_tokens: Length of the sequence with it.
+        """
+        sampling = seq.sampling
+        if token_id in self.eos_token_ids and not sampling.ignore_eos:
+            return End("stop", None)
+        if token_id in sampling.stop_token_ids:
+            return End("stop", token_id)
+        return End("length", None) if num_tokens >= self.longest(seq) else None
+
+    def cut(self, seq: Sequence, run: list[int]) -> tuple[list[int], End | None]:
+        """Return the next tokens of a sequence up to the first that ends it, and that end."""
+        for count, token_id in enumerate(run, 1):
+            end = self.reason(seq, token_id, seq.num_tokens + count)
+            if end is not None:
+                return run[:count], end
+        if seq.num_tokens + len(run) + self.tokens_per_pass > self.max_model_len:
+            return run, End("length", None)
+        return run, None
+
+
+class StepOutputs(NamedTuple):
+    """Outputs of a step in columns: one row for each sequence that got tokens.
+
+    Attributes:
+        sequences: The sequences. Steps of the same rows share this list, so it must not be changed.
+        token_ids: Their runs of tokens, one row's after the other's.
+        ends: By row, in the order of rows: how it ended. A sequence of mode prefill leaves after
+            its first token without an end.
+        counts: Length of each run; empty: every row has one token.
+        failed: Sequences that have ended without a token, and why.
+        logprobs: Log probabilities of runs, by sequence; of a run that was cut those of all tokens.
+    """
+
+    sequences: list[Sequence]
+    token_ids: list[int]
+    ends: dict[int, End]
+    counts: list[int]
+    failed: tuple[tuple[Sequence, str], ...] = ()
+    logprobs: Mapping[Sequence, list[list[TokenLogprob]]] = MappingProxyType({})
+
+    def runs(self) -> Iterator[list[int]]:
+        """Yield each row's tokens."""
+        token_ids = iter(self.token_ids)
+        for count in self.counts or (1 for _ in self.sequences):
+            yield list(itertools.islice(token_ids, count))
 
 
 class ClientEvents(defaultdict[bytes, "list[WireEvent]"]):
