@@ -6,7 +6,7 @@
 - DEAD: its process is gone. Any state may be followed by DEAD; a successor is a new replica.
 
 A replica that changes its role stays READY. Ingresses see it as draining until its engine accepts
-requests again (`replicas.engine.duty`).
+requests again (`replicas.engine.requests`).
 """
 
 from __future__ import annotations

@@ -21,11 +21,9 @@ import logging
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from replicas.engine.duty import Duty
 from replicas.engine.outputs import ClientEvents
-from replicas.engine.probes import Probes, probe_batch
 from replicas.engine.pulse import Pulse
-from replicas.engine.requests import RequestHandler
+from replicas.engine.requests import Duty, Probes, RequestHandler, probe_batch
 from replicas.engine.start import (
     closing_if_it_fails,
     make_checks,

@@ -1,6 +1,6 @@
-"""Handling of clients' messages about requests: add, load, lend, activate, abort.
+"""Clients' messages about requests: their handling, checks, the engine's role, and probes.
 
-Owner: the engine core, its only caller. Also keeps requests whose id is still used by an aborted
+Owner: the engine core. `RequestHandler` also keeps requests whose id is still used by an aborted
 one.
 """
 
@@ -11,9 +11,13 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from kv_transfer.connector import TransferRequest
 from kv_transfer.errors import TransferError
+from replicas.engine.block_pool import NULL_BLOCK
 from replicas.engine.kv_loads import failure_word
-from replicas.engine.sequence import KVPlace, Sequence
+from replicas.engine.sequence import KVPlace, Phase, Sequence
+from replicas.engine.step import NewRow, ScheduledBatch, StepKind
+from replicas.errors import InvalidRequestError
 from replicas.messages import (
+    MAX_REQUEST_ID_CHARS,
     Abort,
     Accepted,
     Activate,
@@ -22,14 +26,19 @@ from replicas.messages import (
     LendKV,
     LoadKV,
     Refused,
+    UtilityResult,
 )
+from replicas.sampling_params import MAX_LOGPROBS, SamplingParams, are_below
 
 if TYPE_CHECKING:
-    from replicas.engine.duty import Duty
+    from collections.abc import Iterable
+    from collections.abc import Sequence as SequenceOf
+
+    from replicas.config import Role
     from replicas.engine.outputs import ClientEvents
-    from replicas.engine.request_checks import RequestChecks
     from replicas.engine.scheduler import Scheduler
-    from replicas.messages import RefusalReason
+    from replicas.messages import EngineRequest, RefusalReason, RequestMode
+
 
 logger = logging.getLogger(__name__)
 
@@ -201,3 +210,271 @@ def _new_sequences(client: bytes, message: AddRequest, *, transfers: bool) -> li
         )
         sequences.append(seq)
     return sequences
+
+
+_INACTIVE = (Phase.RESERVED, Phase.WAITING)
+"""Phases of a reserved request's choices before it is activated."""
+
+
+_DEFAULTS = SamplingParams()
+_WITHOUT_LOGITS = {
+    "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "ignore_eos",
+    "skip_special_tokens", "include_stop_str_in_output", "n", "truncate_prompt_tokens",
+    "truncation_side", "skip_reading_prefix_cache",
+}  # fmt: skip
+_FIELDS_WITH_LOGITS = [
+    name for name in SamplingParams.__struct_fields__ if name not in _WITHOUT_LOGITS
+]
+"""Parameters for which the host changes or reports the logits of each token."""
+
+
+class RequestChecks:
+    """Checks that find requests which one engine can never run.
+
+    Args:
+        num_groups: DP groups of the engine.
+        max_model_len: Longest sequence in tokens.
+        vocab_size: Token ids are below this.
+        has_connector: Whether the engine can send and receive KV; kept as an attribute.
+        tokens_per_pass: The most tokens that a pass gives a request; all of them must fit.
+        max_logprobs: See `EngineConfig`.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_groups: int,
+        max_model_len: int,
+        vocab_size: int,
+        has_connector: bool,
+        tokens_per_pass: int = 1,
+        max_logprobs: int = MAX_LOGPROBS,
+    ) -> None:
+        self._num_groups = num_groups
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+        self._max_logprobs = max_logprobs
+        self.has_connector = has_connector
+        self._tokens_per_pass = tokens_per_pass
+
+    def problem(self, message: AddRequest) -> str | None:
+        """Return why a request can never run here, or None."""
+        request = message.request
+        problem = self._prompt_problem(request)
+        if problem is not None:
+            return problem
+        if not -1 <= message.dp_group < self._num_groups:
+            return f"no dp_group {message.dp_group}: there are {self._num_groups}"
+        try:
+            request.sampling.validate(self._vocab_size, self._max_logprobs)
+            request.check_supported()
+        except InvalidRequestError as error:
+            return str(error)
+        problem = self._block_problem(request.sampling) or self._mode_problem(message)
+        if problem is not None:
+            return problem
+        return self._outputs_problem(request, message.token_ids, range(request.sampling.n))
+
+    def _block_problem(self, sampling: SamplingParams) -> str | None:
+        """Return which parameter a model cannot obey that gives several tokens at once, if any."""
+        if self._tokens_per_pass > 1:
+            for name in _FIELDS_WITH_LOGITS:
+                if getattr(sampling, name) != getattr(_DEFAULTS, name):
+                    return (
+                        f"{name} needs the logits of every token, but this model gives up to "
+                        f"{self._tokens_per_pass} tokens at once, and no logits"
+                    )
+        return None
+
+    def _prompt_problem(self, request: EngineRequest) -> str | None:
+        num_prompt = len(request.prompt_token_ids)
+        if len(request.request_id) > MAX_REQUEST_ID_CHARS:
+            return f"its id has more than {MAX_REQUEST_ID_CHARS} characters"
+        if num_prompt == 0:
+            return "the prompt is empty"
+        if num_prompt + self._tokens_per_pass > self._max_model_len:
+            return (
+                f"the prompt has {num_prompt} tokens and max_model_len is {self._max_model_len}: "
+                "there is no room for output"
+            )
+        if not are_below(request.prompt_token_ids, self._vocab_size):
+            return f"a prompt token id is outside the vocabulary of {self._vocab_size}"
+        return None
+
+    def _mode_problem(self, message: AddRequest) -> str | None:
+        if (message.mode == "prefill") != (message.ticket is not None):
+            return "mode prefill needs a ticket, and only that mode takes one"
+        if message.mode != "decode" and message.token_ids:
+            return "only mode decode continues after output tokens"
+        # Mode decode needs no connector: it can compute the prompt here.
+        if message.mode == "prefill" and not self.has_connector:
+            return "this engine has no KV connector; set kv_connector"
+        return None
+
+    def activation_problem(self, choices: SequenceOf[Sequence], message: Activate) -> str | None:
+        """Return why no engine of this model can have drawn an activation's tokens, or None.
+
+        Args:
+            choices: The live choices of the request; tokens of others are not looked at.
+            message: The activation.
+        """
+        if not choices:
+            return None
+        live = [seq.choice for seq in choices]
+        problem = self._outputs_problem(choices[0].request, message.token_ids, live)
+        if problem is not None:
+            return problem
+        for seq in choices:
+            known = seq.token_ids[seq.num_prompt_tokens :]
+            given = message.token_ids[seq.choice] if message.token_ids else []
+            if seq.phase in _INACTIVE and known != given[: len(known)]:
+                return "it was reserved with other tokens than it was activated with"
+        return None
+
+    def _outputs_problem(
+        self, request: EngineRequest, tokens: list[list[int]], choices: Iterable[int]
+    ) -> str | None:
+        """Return why no engine of this model can have drawn a client's output tokens, or None."""
+        if not tokens:
+            return None
+        if len(tokens) != request.sampling.n:
+            return f"it has {request.sampling.n} choices, and was given tokens of {len(tokens)}"
+        num_prompt = len(request.prompt_token_ids)
+        for token_ids in (tokens[choice] for choice in choices):
+            if num_prompt + len(token_ids) + self._tokens_per_pass > self._max_model_len:
+                return (
+                    f"a prompt of {num_prompt} tokens with {len(token_ids)} of output "
+                    f"leaves no room below max_model_len {self._max_model_len}"
+                )
+            if not are_below(token_ids, self._vocab_size):
+                return f"a token id is outside the vocabulary of {self._vocab_size}"
+        return None
+
+
+_MODES: dict[Role, frozenset[RequestMode]] = {
+    "prefill": frozenset({"prefill"}),
+    "decode": frozenset({"decode", "local"}),
+    "both": frozenset({"local", "prefill", "decode"}),
+}
+
+
+class Duty:
+    """An engine's role, and the state of a change to another one. Pure.
+
+    During a change the engine refuses new requests, asks clients to move its decoding requests
+    elsewhere, finishes or hands over the rest, and enters the new role once no request of the old
+    one is left. Weights, KV and connections are kept. Each reopening starts another *epoch*, which
+    invalidates what clients know of earlier ones.
+
+    Args:
+        role: The first role.
+
+    Attributes:
+        role: The role, or while the engine drains the one that it still has.
+        next_role: The role to enter once no request of the present one is left; None if unchanged.
+        epoch: Number of reopenings.
+        hands_over: Whether clients should move decoding requests elsewhere, where there is room.
+    """
+
+    def __init__(self, role: Role) -> None:
+        self.role = role
+        self.epoch = 0
+        self.hands_over = False
+        self.next_role: Role | None = None
+        self._ends = False
+
+    def __repr__(self) -> str:
+        state = "ending" if self._ends else f"to be {self.next_role}" if self.next_role else "open"
+        return f"Duty({self.role}, epoch {self.epoch}, {state})"
+
+    @property
+    def is_draining(self) -> bool:
+        """Return whether the engine refuses new requests, for now or for good."""
+        return self._ends or self.next_role is not None
+
+    def takes(self, mode: RequestMode) -> bool:
+        """Return whether the engine accepts a request of this mode.
+
+        A client may still assume an earlier role.
+        """
+        return not self.is_draining and mode in _MODES[self.role]
+
+    def end(self) -> None:
+        """Refuse new requests for good, and cancel a change of role that is under way."""
+        self._ends, self.next_role = True, None
+
+    def hand_over(self) -> None:
+        """Ask clients to move decoding requests elsewhere; they continue until they are moved."""
+        self.hands_over = True
+
+    def change(self, role: Role) -> None:
+        """Start a change to another role, or cancel it if `role` is the present one.
+
+        Has no effect after `end`.
+        """
+        if self._ends:
+            return
+        if role != self.role:
+            self.next_role, self.hands_over = role, True
+        elif self.next_role is not None:
+            self._open()
+
+    def settle(self, num_live: int) -> None:
+        """Enter the new role if no request of the old one is left."""
+        if self.next_role is not None and not num_live:
+            self.role = self.next_role
+            self._open()
+
+    def _open(self) -> None:
+        self.next_role, self.hands_over = None, False
+        self.epoch += 1
+
+
+class Probes:
+    """Unanswered probes of whether an engine still computes, by one real step. Pure.
+
+    A probe is answered when the next step ends. An idle engine runs a step for it: one token of no
+    request, whose KV goes to the null block, by the same calls as any other. It uses no scheduler,
+    slot or block, and is not counted; a request that arrives meanwhile waits for the time of one
+    token.
+
+    Attributes:
+        are_due: Whether a probe waits for the end of a step.
+    """
+
+    def __init__(self) -> None:
+        self._asked: list[tuple[bytes, int]] = []
+        self.are_due = False
+
+    def ask(self, client: bytes, call_id: int) -> None:
+        """Add a client's probe."""
+        self._asked.append((client, call_id))
+        self.are_due = True
+
+    def ask_silently(self) -> None:
+        """Add a probe that needs no answer, because the caller watches the engine's progress."""
+        self.are_due = True
+
+    def client_gone(self, client: bytes) -> None:
+        """Drop a client's probes."""
+        self._asked = [asked for asked in self._asked if asked[0] != client]
+
+    def answer(self, events: ClientEvents) -> None:
+        """Answer all probes after the end of a step."""
+        asked, self._asked, self.are_due = self._asked, [], False
+        for client, call_id in asked:
+            events[client].append(UtilityResult(call_id, result=True))
+
+
+def probe_batch(kind: StepKind, num_kv_groups: int) -> ScheduledBatch:
+    """Return a step of one token, for an engine whose rows are all free."""
+    row = NewRow(
+        slot=0,
+        dp_group=0,
+        token_ids=[0],
+        num_prompt_tokens=1,
+        num_computed_tokens=0,
+        block_ids=[[NULL_BLOCK]] * num_kv_groups,
+        sampling=SamplingParams(temperature=0.0),
+    )
+    return ScheduledBatch(kind, [0], [1], [row], [])

@@ -14,7 +14,7 @@ from kv_transfer.block_hash import PREFIX_CACHE
 from kv_transfer.connector import load_connector
 from kv_transfer.keys import NEW_KEY_BYTES
 from replicas.engine.facts import connector_settings
-from replicas.engine.request_checks import RequestChecks
+from replicas.engine.requests import RequestChecks
 from replicas.engine.scheduler import Scheduler
 from replicas.errors import ConfigError, EngineError
 from replicas.kv_sizing import derive_max_model_len

@@ -14,7 +14,7 @@ from replicas.codec import (
     encode,
     max_client_message_bytes,
 )
-from replicas.engine.request_checks import RequestChecks
+from replicas.engine.requests import RequestChecks
 from replicas.errors import InvalidRequestError
 from replicas.messages import MAX_REQUEST_ID_CHARS, AddRequest, EngineRequest
 from replicas.sampling_params import (

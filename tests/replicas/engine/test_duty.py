@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicas.engine.duty import Duty
+from replicas.engine.requests import Duty
 
 MODES = ("local", "prefill", "decode")
 

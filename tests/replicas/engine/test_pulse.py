@@ -3,10 +3,10 @@
 import queue
 from types import SimpleNamespace
 
-from replicas.engine.duty import Duty
 from replicas.engine.inbox import STOP, WAKE
 from replicas.engine.process import EngineProcess
 from replicas.engine.pulse import FACTOR, STALL_S, Pulse
+from replicas.engine.requests import Duty
 from replicas.messages import HostSeconds
 from tests.engines import make_config
 
