@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from replicas.config import EngineConfig
-    from replicas.engine.inbox import Inbox, InboxItem
+    from replicas.engine.parent import Inbox, InboxItem
     from replicas.engine.server import EngineServer
     from replicas.engine.sockets import Sender
     from replicas.engine.step import ScheduledBatch
@@ -131,7 +131,6 @@ class _CoreInbox:
 
     def __init__(self, inbox: Inbox) -> None:
         self._inbox = inbox
-        self.get_nowait = inbox.get_nowait
 
     def get(self, *, block: bool, timeout: float | None) -> InboxItem:
         _recorder.end_turn()

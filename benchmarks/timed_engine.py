@@ -22,7 +22,7 @@ from replicas.messages import Accepted, AddRequest, TokenColumns, TokenOutput
 if TYPE_CHECKING:
     import zmq
 
-    from replicas.engine.inbox import Inbox, InboxItem
+    from replicas.engine.parent import Inbox, InboxItem
     from replicas.messages import EngineFrame
 
 STEP_S = 0.01

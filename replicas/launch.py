@@ -28,15 +28,16 @@ import msgspec
 from kv_transfer.addresses import check_listen_host
 from kv_transfer.errors import AddressError
 from kv_transfer.keys import NEW_KEY_BYTES, KeyRing
-from replicas.engine.pulse import STALL_S, first_turn_s
-from replicas.engine.reports import (
-    DRAIN_LINE,
-    HAND_OVER_LINE,
-    PROBE_LINE,
+from replicas.engine.parent import (
     STOP_S,
+    ChangeRole,
+    Drain,
     EngineArguments,
     EngineReport,
+    HandOver,
+    Probe,
 )
+from replicas.engine.pulse import STALL_S, first_turn_s
 from replicas.errors import ConfigError, EngineDeadError, EngineStartError
 from replicas.generators.targets import with_registered_generator
 from replicas.kernel_settings import KERNEL_SETTINGS
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from replicas.config import EngineConfig, Role
+    from replicas.engine.parent import Order
     from replicas.messages import EngineDescription
 
 LOOK_S = 0.5
@@ -188,8 +190,8 @@ class EngineHandle:
             Whether the engine is idle; False if the time ran out or the engine is gone.
         """
         began_s = time.monotonic()
-        for line, share in ((DRAIN_LINE, HAND_OVER_SHARE), (HAND_OVER_LINE, 1.0)):
-            if not self._say(line):
+        for order, share in ((Drain(), HAND_OVER_SHARE), (HandOver(), 1.0)):
+            if not self._say(order):
                 return False
             until_s = began_s + share * timeout_s
             while self.is_alive and time.monotonic() < until_s:
@@ -210,18 +212,18 @@ class EngineHandle:
             Whether the order was sent; False if the engine is gone.
         """
         self.next_role = role
-        return self._say(b"role " + role.encode())
+        return self._say(ChangeRole(role))
 
     def probe(self) -> None:
         """Make an idle engine run a step, so that a hung device is noticed; return at once."""
-        self._say(PROBE_LINE)
+        self._say(Probe())
 
-    def _say(self, line: bytes) -> bool:
+    def _say(self, order: Order) -> bool:
         """Send the engine an order; return False if it has ended or was stopped."""
         assert self._process.stdin is not None
         try:
             # Bypass the buffered writer: it would keep unread bytes and raise again when it closes.
-            os.write(self._process.stdin.fileno(), line + b"\n")
+            os.write(self._process.stdin.fileno(), msgspec.json.encode(order) + b"\n")
         except (OSError, ValueError):
             return False
         return True

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
     from replicas.config import EngineConfig
     from replicas.engine.executor import EngineHooks
+    from replicas.engine.parent import EngineArguments
     from replicas.engine.pulse import Pulse
-    from replicas.engine.reports import EngineArguments
     from replicas.gang.wire import Down, Up
     from replicas.generators.protocol import CpuDevice, SupportsGang
 

@@ -35,36 +35,27 @@ from kv_transfer.transports.process import raise_descriptor_limit
 from replicas.codec import max_client_message_bytes
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import NO_HOOKS, UniProcExecutor
-from replicas.engine.inbox import (
-    DRAIN,
-    HAND_OVER,
-    PROBE,
+from replicas.engine.logs import log_to_standard_error
+from replicas.engine.parent import (
     STOP,
     TURN_DUE,
     WAKE,
     ChangeRole,
     ClientGone,
     Drain,
-    HandOverOrder,
+    EngineArguments,
+    EngineReport,
+    HandOver,
     Inbox,
+    Order,
     Probe,
     Stop,
     TurnDue,
     Unreadable,
     Wake,
-    gather_s,
 )
-from replicas.engine.logs import log_to_standard_error
 from replicas.engine.pulse import Pulse
-from replicas.engine.reports import (
-    DRAIN_LINE,
-    HAND_OVER_LINE,
-    PROBE_LINE,
-    ROLE_LINES,
-    EngineArguments,
-    EngineReport,
-)
-from replicas.engine.server import EngineServer, describe
+from replicas.engine.server import EngineServer, describe, gather_s
 from replicas.engine.sockets import Door, Receiver, Sender
 from replicas.errors import EngineError
 from replicas.stall_watch import DUMP_SIGNAL
@@ -76,7 +67,7 @@ if TYPE_CHECKING:
     from replicas.config import EngineConfig, Role
     from replicas.engine.executor import EngineHooks
     from replicas.engine.gang import GangExecutor
-    from replicas.engine.inbox import Said
+    from replicas.engine.parent import Said
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +194,7 @@ class EngineProcess:
                 self._is_draining = True
             case ChangeRole(role):
                 self._server.change_role(role)
-            case HandOverOrder():
+            case HandOver():
                 self._server.hand_over()
             case Probe():
                 self._server.core.probe()
@@ -413,15 +404,8 @@ def _obey(inbox: Inbox, hooks: EngineHooks, timeout_s: float) -> None:
     rest = b""
     while said := os.read(sys.stdin.fileno(), 4096):
         *lines, rest = (rest + said).split(b"\n")
-        if DRAIN_LINE in lines:
-            inbox.put((b"", DRAIN))
         for line in lines:
-            if line in ROLE_LINES:
-                inbox.put((b"", ChangeRole(ROLE_LINES[line])))
-        if HAND_OVER_LINE in lines:
-            inbox.put((b"", HAND_OVER))
-        if PROBE_LINE in lines:
-            inbox.put((b"", PROBE))
+            inbox.put((b"", msgspec.json.decode(line, type=Order)))
     _ask_to_stop(inbox, hooks)
     # An engine that ignores orders does so for longer than its parent waits, but not for ever, so
     # that no process is left behind if the parent is gone.

@@ -13,6 +13,7 @@ from kv_transfer.connector import only_kv_group
 from kv_transfer.curve import server_public_key
 from replicas.messages import (
     PROTOCOL_VERSION,
+    AddRequest,
     EngineDescription,
     EngineFrame,
     Hello,
@@ -21,8 +22,9 @@ from replicas.messages import (
 )
 
 if TYPE_CHECKING:
-    from replicas.config import Role
+    from replicas.config import EngineConfig, Role
     from replicas.engine.core import EngineCore
+    from replicas.engine.parent import Said
     from replicas.messages import ClientMessage, KVEventBatch, WireEvent
 
 logger = logging.getLogger(__name__)
@@ -30,6 +32,9 @@ logger = logging.getLogger(__name__)
 SNAPSHOT_S = 0.01
 """Seconds after which clients get a changed snapshot at the latest. Clients with outputs in a step
 get it at once, unless only the number of free blocks has changed."""
+
+GATHER_S = 0.002
+"""Seconds for which an idle engine with lanes waits for more prompts."""
 
 Frames = list[tuple[bytes, EngineFrame]]
 """Frames to send, each with its client, in order."""
@@ -192,6 +197,17 @@ class EngineServer:
             return False
         self._snapshot, self._state = self.core.snapshot(self._snapshot.seq + 1), state
         return True
+
+
+def gather_s(config: EngineConfig, said: Said) -> float:
+    """Return how long an idle engine waits for more prompts before it begins a step.
+
+    Lanes compute several prompts of one step in the time of one, but prompts that were sent
+    together arrive one by one.
+    """
+    has_lanes = config.tt_data_parallel > 1 and not config.mixed_batches
+    is_prompt = isinstance(said, AddRequest) and said.mode != "decode"
+    return GATHER_S if has_lanes and is_prompt else 0.0
 
 
 def describe(

@@ -24,14 +24,13 @@ from replicas.codec import (
     decode_client_message,
     encode,
 )
-from replicas.engine.inbox import GONE, Inbox, Unreadable
+from replicas.engine.parent import GONE, Inbox, Unreadable
 from replicas.errors import UnreadableMessageError
 from replicas.messages import EngineFrame, NotGreeted
 
 if TYPE_CHECKING:
-    from replicas.engine.inbox import InboxItem
+    from replicas.engine.parent import EngineArguments, InboxItem
     from replicas.engine.pulse import Pulse
-    from replicas.engine.reports import EngineArguments
 
 logger = logging.getLogger(__name__)
 

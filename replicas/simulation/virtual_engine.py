@@ -18,8 +18,7 @@ import msgspec
 from kv_transfer.config import TransferConfig
 from replicas.engine.core import EngineCore
 from replicas.engine.facts import connector_settings, model_facts
-from replicas.engine.inbox import gather_s
-from replicas.engine.server import EngineServer, describe
+from replicas.engine.server import EngineServer, describe, gather_s
 from replicas.engine.step import ModelFacts as ModelFacts  # noqa: TC001 - part of the surface
 from replicas.generators.model_config import load_hf_config
 from replicas.generators.simulated.profiles import CAPABILITIES

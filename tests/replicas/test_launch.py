@@ -21,7 +21,7 @@ from replicas import launch
 from replicas.async_llm import AsyncLLM
 from replicas.client import SyncMPClient
 from replicas.config import MOST_NICE, MeshConfig, SimulatedMeshConfig
-from replicas.engine.reports import EngineArguments
+from replicas.engine.parent import EngineArguments
 from replicas.errors import EngineDeadError, EngineStartError
 from replicas.launch import (
     KNOWN_STEP_S,

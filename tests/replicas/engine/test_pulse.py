@@ -3,7 +3,7 @@
 import queue
 from types import SimpleNamespace
 
-from replicas.engine.inbox import STOP, WAKE
+from replicas.engine.parent import STOP, WAKE
 from replicas.engine.process import EngineProcess
 from replicas.engine.pulse import FACTOR, STALL_S, Pulse
 from replicas.engine.requests import Duty

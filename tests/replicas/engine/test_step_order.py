@@ -8,7 +8,7 @@ import pytest
 from replicas.columns import ColumnReader
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
-from replicas.engine.inbox import STOP, Inbox
+from replicas.engine.parent import STOP, Inbox
 from replicas.engine.process import EngineProcess
 from replicas.engine.server import EngineServer
 from replicas.messages import (

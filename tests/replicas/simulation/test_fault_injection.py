@@ -18,7 +18,7 @@ import zmq
 
 from replicas.codec import decode_engine_frame, encode
 from replicas.config import EngineConfig, SimulatedMeshConfig
-from replicas.engine.inbox import Inbox
+from replicas.engine.parent import Inbox
 from replicas.engine.pulse import Pulse
 from replicas.engine.sockets import Receiver, Sender
 from replicas.errors import EngineDeadError

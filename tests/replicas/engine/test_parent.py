@@ -6,7 +6,7 @@ import threading
 import pytest
 import zmq
 
-from replicas.engine.inbox import GONE, WAKE, Inbox
+from replicas.engine.parent import GONE, WAKE, Inbox
 from replicas.engine.pulse import Pulse
 from replicas.engine.sockets import Sender
 from replicas.messages import Abort, EngineFrame, NotGreeted
@@ -34,7 +34,7 @@ def test_a_full_inbox_makes_the_reader_wait_and_nobody_else(bounds):
     assert [inbox.get(timeout=20.0)[1] for _ in range(6)].count(WAKE) == 1
     reader.join(20.0)
     with pytest.raises(queue.Empty):
-        inbox.get_nowait()
+        inbox.get(block=False)
 
 
 def test_a_message_larger_than_all_that_may_wait_waits_alone():
@@ -94,7 +94,7 @@ def test_a_client_that_missed_a_frame_gets_nothing_until_the_core_has_forgotten_
     assert len(socket.sent) == 2
     socket.is_cut = True
     sender.send(A, EngineFrame("e"))
-    assert inbox.get_nowait() == (A, GONE)
+    assert inbox.get(block=False) == (A, GONE)
     socket.is_cut = False
     sender.send(A, EngineFrame("e"))
     sender._send_heartbeats()
