@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from replicas.config import EngineConfig
     from replicas.engine.parent import Inbox, InboxItem
-    from replicas.engine.server import EngineServer
+    from replicas.engine.process import EngineServer
     from replicas.engine.sockets import Sender
     from replicas.engine.step import ScheduledBatch
 

@@ -24,7 +24,7 @@ from replicas.codec import encode
 from replicas.config import EngineConfig, SimulatedMeshConfig
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
-from replicas.engine.server import EngineServer
+from replicas.engine.process import EngineServer
 from replicas.generators.simulated.device import SimulatedMesh
 from replicas.sampling_params import SamplingParams
 

@@ -35,7 +35,7 @@ from replicas.config import EngineConfig, MeshConfig
 from replicas.engine import worker
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
-from replicas.engine.server import EngineServer
+from replicas.engine.process import EngineServer
 from replicas.messages import PROTOCOL_VERSION, AddRequest, EngineRequest, Hello
 from replicas.sampling_params import SamplingParams
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from replicas.engine.outputs import ClientEvents
 from replicas.engine.pulse import Pulse
-from replicas.engine.requests import Duty, Probes, RequestHandler, probe_batch
+from replicas.engine.requests import Probes, RequestHandler, RoleState, probe_batch
 from replicas.engine.start import (
     closing_if_it_fails,
     make_checks,
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kv_transfer.connector import ConnectorMeta
-    from replicas.config import EngineConfig, Role
+    from replicas.config import EngineConfig
     from replicas.engine.executor import Executor
     from replicas.engine.prefix_feed import PrefixFeed
     from replicas.engine.step import ScheduledBatch, StepKind, StepResult
@@ -99,7 +99,8 @@ class EngineCore:
 
     Attributes:
         pulse: As given. The caller records turns in it, the core the tokens that each computes.
-        duty: The role, and changes of it.
+        role_state: The role, and changes of it.
+        probes: Unanswered probes.
         host: Host time of all steps; the caller adds the time for frames.
         warm_up_s: Seconds of the warm-up.
         runs_ahead: Whether the next step may be submitted before the one under way is read.
@@ -129,7 +130,7 @@ class EngineCore:
         # Seconds spent on submitting the step that is collected next, the model's part included.
         self._prepare_s = 0.0
         self._notes = StepNotes()
-        self._probes = Probes()
+        self.probes = Probes()
         with closing_if_it_fails(executor):
             started = start_executor(executor, config)
             self.config, self.facts = started.config, started.facts
@@ -138,9 +139,9 @@ class EngineCore:
             connector = make_connector(started, incarnation, unix_now_s)
             self._scheduler = make_scheduler(started, connector)
         self._transfers = Transfers(connector, executor, self._scheduler, self._events)
-        self.duty = Duty(self.config.role)
+        self.role_state = RoleState(self.config.role)
         checks = make_checks(started, connector)
-        self._requests = RequestHandler(self._scheduler, checks, self._events, self.duty)
+        self._requests = RequestHandler(self._scheduler, checks, self._events, self.role_state)
         self.runs_ahead = self.facts.supports_async_decode and self.config.steps_in_flight > 1
 
     def __repr__(self) -> str:
@@ -155,33 +156,17 @@ class EngineCore:
         is ignored.
         """
         if isinstance(message, Utility) and message.method == "probe":
-            self._probes.ask(client, message.call_id)
+            self.probes.ask(client, message.call_id)
         elif isinstance(message, Utility):
             self._events[client].append(_call_utility(self, message, now_s))
         else:
             self._requests.handle(client, message, now_s)
 
-    def drain(self) -> None:
-        """Refuse every new request from now on; running ones continue."""
-        self.duty.end()
-
-    def change_role(self, role: Role) -> None:
-        """Change to another role once no request of this one is left; see `Duty`."""
-        self.duty.change(role)
-
-    def probe(self) -> None:
-        """Run a step soon, even without a request; the pulse shows whether it ends."""
-        self._probes.ask_silently()
-
-    def hand_over(self) -> None:
-        """Ask clients to move running requests elsewhere where there is room; the others stay."""
-        self.duty.hand_over()
-
     def client_gone(self, client: bytes) -> int:
         """Drop all requests of a client and return their number."""
         num_dropped = self._scheduler.abort_client(client)
         self._requests.client_gone(client)
-        self._probes.client_gone(client)
+        self.probes.client_gone(client)
         self._events.pop(client, None)
         return num_dropped
 
@@ -213,8 +198,8 @@ class EngineCore:
         """
         started = time.perf_counter()
         lapsed = self._scheduler.expire(now_s) if self._scheduler.loads.reserved else []
-        if self.duty.next_role is not None:
-            self.duty.settle(self.num_live)
+        if self.role_state.next_role is not None:
+            self.role_state.settle(self.num_live)
         for seq in lapsed:
             self._events.fail(seq, LAPSED)
         if self._scheduler.preparations.is_active:
@@ -232,7 +217,7 @@ class EngineCore:
             self._prepare_s = self._submit(batch, meta, now_s)
         if batch is None:
             self.host.prepare += self._prepare_s
-        if self._probes.are_due and batch is None:
+        if self.probes.are_due and batch is None:
             self._take_probe_step(now_s, is_idle=meta is None and not self.num_live)
         return StepUnderWay(batch, meta, bool(lapsed))
 
@@ -265,13 +250,13 @@ class EngineCore:
     def _take_probe_step(self, now_s: float, *, is_idle: bool) -> None:
         # A drained engine computes no more, because ranks of its gang may be gone. With reserved or
         # lent sequences the probe's row might be in use.
-        if is_idle and not self.duty.is_draining:
+        if is_idle and not self.role_state.is_draining:
             kind: StepKind = "mixed" if self.config.mixed_batches else "prefill"
             batch = probe_batch(kind, len(self.facts.kv_groups))
             self.pulse.compute(batch.num_tokens)
             self._executor.collective_rpc("submit_step", batch, None, now_s)
             self._executor.collective_rpc("collect_step")
-        self._probes.answer(self._events)
+        self.probes.answer(self._events)
 
     def collect_step(self, step: StepUnderWay, num_passes: int | None = None) -> None:
         """Wait for the forward passes; their tokens are among the next `take_events`.
@@ -299,8 +284,8 @@ class EngineCore:
         self._notes.end(batch, result.passes_s[0])
         outputs = self._scheduler.update(batch, result)
         self._events.add_step(outputs)
-        if self._probes.are_due:
-            self._probes.answer(self._events)
+        if self.probes.are_due:
+            self.probes.answer(self._events)
         self.host.update += time.perf_counter() - updating
 
     def _submit_ahead(self) -> None:
@@ -343,17 +328,17 @@ class EngineCore:
         """Return the role, the free slots and blocks, and the load, as of now."""
         return EngineSnapshot(
             seq,
-            self.duty.is_draining,
+            self.role_state.is_draining,
             len(self._scheduler.table.queue),
             self._scheduler.table.queue.num_tokens,
             self._work.num_steps,
             self._scheduler.group_snapshots(),
-            self.duty.role,
+            self.role_state.role,
             self._work.step_s,
             self._notes.decode,
             self._notes.prompt,
-            self.duty.hands_over,
-            self.duty.epoch,
+            self.role_state.hands_over,
+            self.role_state.epoch,
         )
 
     def state(self) -> tuple[tuple[object, ...], list[list[int]]]:
@@ -364,9 +349,9 @@ class EngineCore:
         rooms = self._scheduler.group_rooms()
         slots = [(r.num_empty_slots, r.num_running, r.num_reserved, r.num_waiting) for r in rooms]
         at_once = (
-            self.duty.is_draining,
-            self.duty.hands_over,
-            self.duty.epoch,
+            self.role_state.is_draining,
+            self.role_state.hands_over,
+            self.role_state.epoch,
             len(self._scheduler.table.queue),
             self._scheduler.table.queue.num_tokens,
             slots,

@@ -60,16 +60,16 @@ class RequestHandler:
         scheduler: Scheduler that runs the requests.
         checks: Checks of new requests.
         events: Receives the answers.
-        duty: The engine's role.
+        role: The engine's role.
     """
 
     def __init__(
-        self, scheduler: Scheduler, checks: RequestChecks, events: ClientEvents, duty: Duty
+        self, scheduler: Scheduler, checks: RequestChecks, events: ClientEvents, role: RoleState
     ) -> None:
         self._scheduler = scheduler
         self._checks = checks
         self._events = events
-        self._duty = duty
+        self._role = role
         self._next_handle = 1
         # Requests whose id an aborted one still uses, because the connector holds its blocks.
         self._successors: dict[str, tuple[bytes, AddRequest]] = {}
@@ -109,7 +109,7 @@ class RequestHandler:
         if problem is not None:
             self._events[client].append(Refused(request.request_id, "invalid", problem))
             return
-        if not self._duty.takes(message.mode):
+        if not self._role.takes(message.mode):
             self._refuse(client, request.request_id, "draining")
             return
         is_ending = self._scheduler.table.is_ending(request.request_id)
@@ -358,7 +358,7 @@ _MODES: dict[Role, frozenset[RequestMode]] = {
 }
 
 
-class Duty:
+class RoleState:
     """An engine's role, and the state of a change to another one. Pure.
 
     During a change the engine refuses new requests, asks clients to move its decoding requests
@@ -385,7 +385,7 @@ class Duty:
 
     def __repr__(self) -> str:
         state = "ending" if self._ends else f"to be {self.next_role}" if self.next_role else "open"
-        return f"Duty({self.role}, epoch {self.epoch}, {state})"
+        return f"RoleState({self.role}, epoch {self.epoch}, {state})"
 
     @property
     def is_draining(self) -> bool:

@@ -18,7 +18,7 @@ import msgspec
 from kv_transfer.config import TransferConfig
 from replicas.engine.core import EngineCore
 from replicas.engine.facts import connector_settings, model_facts
-from replicas.engine.server import EngineServer, describe, gather_s
+from replicas.engine.process import EngineServer, describe, gather_s
 from replicas.engine.step import ModelFacts as ModelFacts  # noqa: TC001 - part of the surface
 from replicas.generators.model_config import load_hf_config
 from replicas.generators.simulated.profiles import CAPABILITIES
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kv_transfer.connector import TransportFactory
     from replicas.config import EngineConfig, Role
     from replicas.engine.core import StepUnderWay
-    from replicas.engine.server import Frames
+    from replicas.engine.process import Frames
     from replicas.generators.simulated.device import Slowdown
     from replicas.generators.simulated.timing import StepTiming
     from replicas.messages import ClientMessage, EngineMetrics, EngineSnapshot, KVEventBatch
@@ -160,17 +160,17 @@ class VirtualEngine:
     def drain(self) -> None:
         """Refuse new requests from now on."""
         self._has_changed = True
-        self._server.drain()
+        self._core.role_state.end()
 
     def change_role(self, role: Role) -> None:
         """Change the role once the present requests are done."""
         self._has_changed = True
-        self._server.change_role(role)
+        self._core.role_state.change(role)
 
     def hand_over(self) -> None:
         """Ask clients to move their requests to other engines."""
         self._has_changed = True
-        self._server.hand_over()
+        self._core.role_state.hand_over()
 
     def gather_s(self, message: ClientMessage) -> float:
         """Return how long an idle engine waits for more messages after this one."""
@@ -261,7 +261,7 @@ class VirtualEngine:
     @property
     def role(self) -> Role:
         """Its role; during a change still the old one."""
-        return self._core.duty.role
+        return self._core.role_state.role
 
     @property
     def num_live(self) -> int:

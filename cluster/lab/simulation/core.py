@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from cluster.lab.simulation.inbox import VirtualInbox
     from cluster.lab.simulation.loop import VirtualLoop
-    from replicas.engine.server import Frames
+    from replicas.engine.process import Frames
     from replicas.simulation.virtual_engine import VirtualEngine
 
 HEARTBEAT_S = 0.25

@@ -230,7 +230,7 @@ def test_unknown_utility_is_answered_with_an_error(core):
 def test_draining_core_refuses_new_requests_and_finishes_old_ones(folder):
     with engine_core(make_config(folder)) as core:
         add(core, [1, 2], request_id="old")
-        core.drain()
+        core.role_state.end()
         [refused] = add(core, [3], request_id="new")
         assert (refused.reason, core.snapshot(0).draining) == ("draining", True)
         tokens = [t for e in run(core) if isinstance(e, TokenOutput) for t in e.token_ids]
@@ -242,7 +242,7 @@ def test_a_core_changes_its_role_once_nothing_is_left_and_refuses_whoever_believ
 ):
     with engine_core(make_config(folder, role="decode")) as core:
         add(core, [1, 2], request_id="old")
-        core.change_role("prefill")
+        core.role_state.change("prefill")
         [refused] = add(core, [3], request_id="new")
         assert refused.reason == "draining"
         core.step(0.0)

@@ -89,7 +89,7 @@ def test_an_engine_with_reserved_places_alone_answers_without_a_step():
 def test_an_engine_that_drains_and_has_nothing_left_answers_without_a_step():
     with engine_core(make_config(model_folder("llama-gqa"))) as core:
         passes = forwards(core)
-        core.drain()
+        core.role_state.end()
         core.handle(b"c", Utility(1, "probe"), 0.0)
         core.step(0.0)
         assert answers(core) == [UtilityResult(1, result=True)]

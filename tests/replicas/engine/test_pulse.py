@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from replicas.engine.parent import STOP, WAKE
 from replicas.engine.process import EngineProcess
 from replicas.engine.pulse import FACTOR, STALL_S, Pulse
-from replicas.engine.requests import Duty
+from replicas.engine.requests import RoleState
 from replicas.messages import HostSeconds
 from tests.engines import make_config
 
@@ -39,7 +39,7 @@ class Turns:
             end_step=lambda _step, _now: False,
             pulse=self.pulse,
             host=HostSeconds(),
-            duty=Duty("both"),
+            role_state=RoleState("both"),
             config=make_config("nowhere"),
         )
 

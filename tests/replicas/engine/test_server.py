@@ -13,7 +13,7 @@ from kv_transfer.curve import server_public_key
 from kv_transfer.keys import KeyRing
 from replicas.columns import ColumnReader
 from replicas.engine.core import EngineCore
-from replicas.engine.server import SNAPSHOT_S, EngineServer, describe
+from replicas.engine.process import SNAPSHOT_S, EngineServer, describe
 from replicas.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -69,9 +69,6 @@ class Core:
 
     def handle(self, client, message, now_s):
         self.handled.append((client, message, now_s))
-
-    def drain(self):
-        self.is_draining = True
 
     def client_gone(self, client):
         self.gone.append(client)
@@ -283,7 +280,7 @@ def test_drained_means_told_to_drain_with_nothing_left_and_nothing_lent():
     core, server = served(A)
     assert not server.is_drained
     core.num_live = 1
-    server.drain()
+    core.is_draining = True
     server.frames(1.0)
     assert not server.is_drained
     core.num_live = 0

@@ -9,8 +9,7 @@ from replicas.columns import ColumnReader
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
 from replicas.engine.parent import STOP, Inbox
-from replicas.engine.process import EngineProcess
-from replicas.engine.server import EngineServer
+from replicas.engine.process import EngineProcess, EngineServer
 from replicas.messages import (
     PROTOCOL_VERSION,
     AddRequest,
