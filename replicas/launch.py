@@ -6,8 +6,9 @@ stdin closes, so it never outlives its parent, however the parent ends.
 A hung device blocks the engine's core thread and possibly the whole interpreter, so the parent
 watches: the engine sends beats with the state of its core thread, and an engine that stays in one
 step, or sends no beat, for `step_timeout_s` is killed. Routers have long stopped sending it
-requests by then (`replicas.engine.pulse`); the kill ends its remaining requests and frees its mesh.
-Its stacks are logged when it begins to stall (`replicas.stall_watch`), because a kill leaves none.
+requests by then (`replicas.engine.watchdog`); the kill ends its remaining requests and frees its
+mesh. Its stacks are logged when it begins to stall (`replicas.stall_watch`), because a kill leaves
+none.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from replicas.engine.parent import (
     HandOver,
     Probe,
 )
-from replicas.engine.pulse import STALL_S, first_turn_s
+from replicas.engine.watchdog import STALL_S, first_turn_s
 from replicas.errors import ConfigError, EngineDeadError, EngineStartError
 from replicas.generators.targets import with_registered_generator
 from replicas.kernel_settings import KERNEL_SETTINGS
@@ -91,7 +92,7 @@ class HangWatch:
         """Process the beats since the last check, `LOOK_S` ago; return the kind of hang, or None.
 
         Args:
-            beats: Values of `Pulse.count`, in order.
+            beats: Values of `Watchdog.count`, in order.
             stalls: Whether the engine reported a stall with the last of them.
         """
         self._num_looks_without_beat = 0 if beats else self._num_looks_without_beat + 1

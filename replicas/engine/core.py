@@ -22,7 +22,6 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from replicas.engine.outputs import ClientEvents
-from replicas.engine.pulse import Pulse
 from replicas.engine.requests import Probes, RequestHandler, RoleState, probe_batch
 from replicas.engine.start import (
     closing_if_it_fails,
@@ -33,6 +32,7 @@ from replicas.engine.start import (
 )
 from replicas.engine.step_work import StepNotes, StepTotals
 from replicas.engine.transfers import Transfers
+from replicas.engine.watchdog import Watchdog
 from replicas.messages import (
     LAPSED,
     Abort,
@@ -93,12 +93,12 @@ class EngineCore:
         executor: Access to the workers, which are set up here.
         incarnation: Random id of this start.
         unix_now_s: Wall clock, by which tickets expire.
-        pulse: Record of the core's progress; None makes one.
+        watchdog: Record of the core's progress; None makes one.
         max_passes: The most forward passes of one step. The passes of a step are those of as many
             steps of one pass between which nothing has to be decided.
 
     Attributes:
-        pulse: As given. The caller records turns in it, the core the tokens that each computes.
+        watchdog: As given. The caller records turns in it, the core the tokens that each computes.
         role_state: The role, and changes of it.
         probes: Unanswered probes.
         host: Host time of all steps; the caller adds the time for frames.
@@ -115,11 +115,11 @@ class EngineCore:
         executor: Executor,
         incarnation: str = "local",
         unix_now_s: Callable[[], float] = time.time,
-        pulse: Pulse | None = None,
+        watchdog: Watchdog | None = None,
         max_passes: int = 1,
     ) -> None:
         config.validate()
-        self.pulse = Pulse() if pulse is None else pulse
+        self.watchdog = Watchdog() if watchdog is None else watchdog
         self.host = HostSeconds()
         self._max_passes = max_passes
         self._executor = executor
@@ -211,7 +211,7 @@ class EngineCore:
             meta = None if self._transfers.connector is None else self._transfers.meta(batch)
             if meta is None and batch is not None and self._max_passes > 1:
                 batch = self._extend(batch)
-        self.pulse.compute(0 if batch is None else batch.num_tokens)
+        self.watchdog.compute(0 if batch is None else batch.num_tokens)
         self.host.schedule += time.perf_counter() - started
         if not is_begun:
             self._prepare_s = self._submit(batch, meta, now_s)
@@ -253,7 +253,7 @@ class EngineCore:
         if is_idle and not self.role_state.is_draining:
             kind: StepKind = "mixed" if self.config.mixed_batches else "prefill"
             batch = probe_batch(kind, len(self.facts.kv_groups))
-            self.pulse.compute(batch.num_tokens)
+            self.watchdog.compute(batch.num_tokens)
             self._executor.collective_rpc("submit_step", batch, None, now_s)
             self._executor.collective_rpc("collect_step")
         self.probes.answer(self._events)
@@ -370,7 +370,7 @@ class EngineCore:
             groups=self._scheduler.group_counters(),
             transfer=self._transfers.stats(now_s),
             kv_recompute_tokens=self._scheduler.num_recompute_tokens,
-            num_stalls=self.pulse.num_stalls,
+            num_stalls=self.watchdog.num_stalls,
             drafts=self._scheduler.draft_counters,
         )
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from replicas.config import EngineConfig
     from replicas.engine.executor import EngineHooks
     from replicas.engine.parent import EngineArguments
-    from replicas.engine.pulse import Pulse
+    from replicas.engine.watchdog import Watchdog
     from replicas.gang.wire import Down, Up
     from replicas.generators.protocol import CpuDevice, SupportsGang
 
@@ -54,7 +54,7 @@ class GangRank:
 
     Args:
         arguments: Arguments of the engine's start; its configuration has a place in a gang.
-        pulse: Progress of the core thread; tells the hub which rank hangs.
+        watchdog: Progress of the core thread; tells the hub which rank hangs.
         wake: Called from another thread when a turn of other ranks starts.
         on_loss: Called once, from another thread, with the reason why the gang has ended.
         on_drained: Called from another thread once no rank has a request left. From then on the
@@ -64,7 +64,7 @@ class GangRank:
     def __init__(
         self,
         arguments: EngineArguments,
-        pulse: Pulse,
+        watchdog: Watchdog,
         *,
         wake: Callable[[], None],
         on_loss: Callable[[str], None],
@@ -74,7 +74,7 @@ class GangRank:
         self._config = arguments.config.gang
         self._keys = arguments.config.keys
         self._host = arguments.host
-        self._pulse = pulse
+        self._watchdog = watchdog
         self._wake = wake
         self._on_loss = on_loss
         self._on_drained = on_drained
@@ -103,7 +103,7 @@ class GangRank:
         store = store or reach_store(complete.store)
         return GlooExchange(
             store, self._config.rank, self._config.size, self._host, self._explain,
-            self._pulse.waiting,
+            self._watchdog.waiting,
         )  # fmt: skip
 
     def idle(self) -> None:
@@ -133,7 +133,7 @@ class GangRank:
         self._send(Drained())
 
     def _next_turn(self) -> Turn:
-        with self._pulse.waiting():
+        with self._watchdog.waiting():
             return self._turns.get()
 
     def _declare(self, num_tokens: int) -> None:
@@ -175,8 +175,8 @@ class GangRank:
         while not self._is_lost.wait(BEAT_S):
             if self._watch.look():
                 self._end(f"its hub was silent for {BEAT_S * SILENT_LOOKS:g} s")
-            is_own = self._pulse.count % 2 == 1
-            stalled_s = self._pulse.stalled_s(time.monotonic()) if is_own else 0.0
+            is_own = self._watchdog.count % 2 == 1
+            stalled_s = self._watchdog.stalled_s(time.monotonic()) if is_own else 0.0
             try:
                 with self._sending:
                     send(self._connection, Beat(stalled_s))
@@ -236,19 +236,19 @@ class GangExecutor:
     Args:
         worker: The worker.
         gang: Connection to the gang.
-        pulse: Records each turn's largest batch, which decides how long the turn takes.
+        watchdog: Records each turn's largest batch, which decides how long the turn takes.
     """
 
-    def __init__(self, worker: GangWorker, gang: GangRank, pulse: Pulse) -> None:
+    def __init__(self, worker: GangWorker, gang: GangRank, watchdog: Watchdog) -> None:
         self._worker = worker
         self._gang = gang
-        self._pulse = pulse
+        self._watchdog = watchdog
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:  # noqa: ANN401 - as they come
         """Call a method of the worker; a step with a batch first waits for its turn."""
         if method == "submit_step" and args[0] is not None:
             # Waiting for a turn must not count as the duration of one.
-            self._pulse.compute(0)
+            self._watchdog.compute(0)
             self._begin(self._gang.compute(args[0].num_tokens, self._serve))
         return [getattr(self._worker, method)(*args)]
 
@@ -267,8 +267,8 @@ class GangExecutor:
     def _serve(self, turn: Turn) -> None:
         self._begin(turn)
         self._worker.serve()
-        self._pulse.work(time.monotonic())
+        self._watchdog.work(time.monotonic())
 
     def _begin(self, turn: Turn) -> None:
-        self._pulse.work(time.monotonic())
-        self._pulse.compute(turn.largest)
+        self._watchdog.work(time.monotonic())
+        self._watchdog.compute(turn.largest)

@@ -55,7 +55,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         failed: Why the engine has failed, as text.
         is_drained: The engine drains, has no request left and no block lent.
         role: The engine accepts requests in this role, after an order to change.
-        beat: Progress of the core thread, see `Pulse.count`.
+        beat: Progress of the core thread, see `Watchdog.count`.
         doing: With a beat of a stalled core: its present turn and remaining work, as text.
     """
 

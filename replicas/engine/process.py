@@ -59,8 +59,8 @@ from replicas.engine.parent import (
     Unreadable,
     Wake,
 )
-from replicas.engine.pulse import Pulse
 from replicas.engine.sockets import Door, Receiver, Sender
+from replicas.engine.watchdog import Watchdog
 from replicas.errors import EngineError
 from replicas.messages import (
     PROTOCOL_VERSION,
@@ -322,7 +322,7 @@ class EngineProcess:
         self._server = server
         self._inbox = inbox
         self._sender = sender
-        self._pulse = server.core.pulse
+        self._watchdog = server.core.watchdog
         self._config = server.core.config
         self._on_drained = on_drained
         self._on_role = on_role
@@ -337,7 +337,7 @@ class EngineProcess:
         if self._gang is not None:
             self._gang.idle()
         while not self._stopped:
-            self._pulse.work(time.monotonic())
+            self._watchdog.work(time.monotonic())
             # After a step that ran nothing, wait for a message or a deadline instead of spinning.
             self._drain_inbox(wait=not ran)
             step = core.begin_step(time.monotonic())
@@ -369,9 +369,9 @@ class EngineProcess:
         """Handle the queued messages; with `wait`, first block until one arrives or a deadline."""
         try:
             if wait:
-                self._pulse.rest(time.monotonic())
+                self._watchdog.rest(time.monotonic())
             item = self._inbox.get(block=wait, timeout=self._wait_s())
-            self._pulse.work(time.monotonic())
+            self._watchdog.work(time.monotonic())
             begins_s = time.monotonic() + (gather_s(self._config, item[1]) if wait else 0.0)
             # Bounded, so that a flood of messages cannot stop the core from stepping.
             for _ in range(MAX_MESSAGES_PER_STEP):
@@ -382,7 +382,7 @@ class EngineProcess:
         except queue.Empty:
             return
         finally:
-            self._pulse.work(time.monotonic())
+            self._watchdog.work(time.monotonic())
 
     def _wait_s(self) -> float | None:
         deadline_s = self._server.next_deadline_s()
@@ -445,25 +445,25 @@ def main(make_hooks: Callable[[EngineConfig], EngineHooks] = lambda _config: NO_
     tell_of_start = partial(_tell_of_start, tell)
 
     def doing(stalled_s: float) -> str:
-        return _doing(stalled_s, pulse, core)
+        return _doing(stalled_s, watchdog, core)
 
-    pulse = Pulse()
+    watchdog = Watchdog()
     threading.excepthook = _die_with_thread
     threading.Thread(
-        target=_beat, args=(tell, pulse, doing), name="engine-beat", daemon=True
+        target=_beat, args=(tell, watchdog, doing), name="engine-beat", daemon=True
     ).start()
     with hooks.beside():
         try:
             door = Door(arguments)
-            executor, gang = _make_executor(arguments, hooks, inbox, pulse, tell, tell_of_start)
+            executor, gang = _make_executor(arguments, hooks, inbox, watchdog, tell, tell_of_start)
             core = EngineCore(
-                arguments.config, executor, arguments.incarnation, hooks.unix_now_s, pulse
+                arguments.config, executor, arguments.incarnation, hooks.unix_now_s, watchdog
             )
             hears, speaks = hooks.client_sockets(
                 door.open_input(_max_message_bytes(core)), door.open_output()
             )
             receiver = Receiver(hears, inbox)
-            sender = Sender(speaks, door.incarnation, inbox, core.pulse)
+            sender = Sender(speaks, door.incarnation, inbox, core.watchdog)
         except _START_ERRORS as error:
             tell_of_start(EngineReport(failed=f"{type(error).__name__}: {error}"))
             sys.exit(1)
@@ -495,7 +495,7 @@ def _make_executor(
     arguments: EngineArguments,
     hooks: EngineHooks,
     inbox: Inbox,
-    pulse: Pulse,
+    watchdog: Watchdog,
     tell: Callable[[EngineReport], None],
     tell_of_start: Callable[[EngineReport], None],
 ) -> tuple[UniProcExecutor | GangExecutor, GangExecutor | None]:
@@ -514,13 +514,13 @@ def _make_executor(
     from replicas.engine.gang import GangExecutor, GangRank, GangWorker
 
     rank = GangRank(
-        arguments, pulse,
+        arguments, watchdog,
         wake=lambda: inbox.put((b"", TURN_DUE)),
         on_loss=lambda reason: _die_with_gang(reason, tell),
         on_drained=_tell_drained(tell),
     )  # fmt: skip
     worker = GangWorker(config, arguments.incarnation, notify, progress, hooks, rank)
-    gang = GangExecutor(worker, rank, pulse)
+    gang = GangExecutor(worker, rank, watchdog)
     return gang, gang
 
 
@@ -582,23 +582,23 @@ def _die_with_thread(args: threading.ExceptHookArgs) -> None:
 
 
 def _beat(
-    tell: Callable[[EngineReport], None], pulse: Pulse, doing: Callable[[float], str]
+    tell: Callable[[EngineReport], None], watchdog: Watchdog, doing: Callable[[float], str]
 ) -> None:
     """Report beats, with the core's progress, until the parent no longer reads them."""
     with contextlib.suppress(OSError):
         while True:
-            stalled_s = pulse.stalled_s(time.monotonic())
-            tell(EngineReport(beat=pulse.count, doing=doing(stalled_s) if stalled_s else ""))
+            stalled_s = watchdog.stalled_s(time.monotonic())
+            tell(EngineReport(beat=watchdog.count, doing=doing(stalled_s) if stalled_s else ""))
             time.sleep(BEAT_S)
 
 
-def _doing(stalled_s: float, pulse: Pulse, core: EngineCore) -> str:
+def _doing(stalled_s: float, watchdog: Watchdog, core: EngineCore) -> str:
     """Describe a stalled core: its present turn and its remaining work."""
     try:
         state = repr(core)
     except RuntimeError:  # the core has moved on and changed a collection during `repr`
         state = "its state changes"
-    doing = f"{stalled_s:.1f} s in a turn of {pulse.num_tokens} tokens, {state}"
+    doing = f"{stalled_s:.1f} s in a turn of {watchdog.num_tokens} tokens, {state}"
     return doing.encode()[:_MAX_DOING_BYTES].decode(errors="ignore")
 
 

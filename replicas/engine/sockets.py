@@ -30,7 +30,7 @@ from replicas.messages import EngineFrame, NotGreeted
 
 if TYPE_CHECKING:
     from replicas.engine.parent import EngineArguments, InboxItem
-    from replicas.engine.pulse import Pulse
+    from replicas.engine.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ class Sender(threading.Thread):
         socket: The output socket.
         incarnation: The engine's incarnation.
         inbox: Receives a `ClientGone` for each client that cannot be reached.
-        pulse: Progress of the core, which heartbeats report.
+        watchdog: Progress of the core, which heartbeats report.
     """
 
     def __init__(
@@ -173,13 +173,13 @@ class Sender(threading.Thread):
         socket: zmq.Socket[bytes],
         incarnation: str,
         inbox: Inbox,
-        pulse: Pulse,
+        watchdog: Watchdog,
     ) -> None:
         super().__init__(name="engine-sender", daemon=True)
         self._inbox = inbox
         self._lock = threading.Lock()
         self._stopped = threading.Event()
-        self._pulse = pulse
+        self._watchdog = watchdog
         self._heartbeat = EngineFrame(incarnation)
         # Clients that have said Hello; and unreachable ones that the core has not dropped yet.
         self._last_sent_s: dict[bytes, float] = {}
@@ -256,7 +256,7 @@ class Sender(threading.Thread):
         if not due:
             return
         # This thread lives on when the core thread hangs in a device call.
-        stalled_s = self._pulse.stalled_s(now_s)
+        stalled_s = self._watchdog.stalled_s(now_s)
         raw = encode(msgspec.structs.replace(self._heartbeat, stalled_s=stalled_s))
         for client in due:
             self._send(client, raw)

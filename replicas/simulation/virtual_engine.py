@@ -184,7 +184,7 @@ class VirtualEngine:
     def begin_turn(self, now_s: float) -> VirtualTurn:
         """Begin a turn; until its `end_turn`, only calls that change nothing are allowed."""
         self._clock.start(now_s)
-        self._core.pulse.work(now_s)
+        self._core.watchdog.work(now_s)
         step = self._core.begin_step(now_s)
         has_changed, self._has_changed = self._has_changed, False
         batch, spent_s = step.batch, self._clock.spent_s
@@ -222,7 +222,7 @@ class VirtualEngine:
         """End a turn after `num_passes` of its passes; return the frames to send now."""
         if turn.step is not None:
             self._collect(turn, num_passes)
-        self._core.pulse.rest(now_s)
+        self._core.watchdog.rest(now_s)
         return self._server.frames(now_s)
 
     def present_s(self) -> float:
@@ -234,12 +234,12 @@ class VirtualEngine:
         return self._server.next_deadline_s()
 
     def stalls_at_s(self) -> float | None:
-        """Return when the current turn will count as stalled, or None; see `Pulse`."""
-        return self._core.pulse.stalls_at_s()
+        """Return when the current turn will count as stalled, or None; see `Watchdog`."""
+        return self._core.watchdog.stalls_at_s()
 
     def heartbeat(self, now_s: float) -> EngineFrame:
         """Return the heartbeat that an engine process would send now, even during a step."""
-        return EngineFrame(self._incarnation, stalled_s=self._core.pulse.stalled_s(now_s))
+        return EngineFrame(self._incarnation, stalled_s=self._core.watchdog.stalled_s(now_s))
 
     def snapshot(self) -> EngineSnapshot:
         """Return a snapshot of the engine's free capacity."""

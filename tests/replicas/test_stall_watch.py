@@ -15,7 +15,7 @@ from replicas import client, launch
 from replicas.client import SyncMPClient
 from replicas.engine import process
 from replicas.engine.parent import EngineReport
-from replicas.engine.pulse import Pulse
+from replicas.engine.watchdog import Watchdog
 from replicas.messages import EngineRequest, TokenOutput
 from replicas.sampling_params import SamplingParams
 from replicas.stall_watch import DUMP_SIGNAL, StallReports, StallWatch, kernel_state
@@ -73,7 +73,7 @@ def test_a_stall_is_logged_once_with_the_engines_activity(caplog):
 
 
 def test_what_is_said_of_a_stall_fits_into_the_pipe_whatever_it_is_written_in():
-    said = process._doing(9.0, Pulse(), "ß" * 4000)
+    said = process._doing(9.0, Watchdog(), "ß" * 4000)
     assert said.startswith("9.0 s in a turn")
     assert len(said.encode()) <= 2000
 

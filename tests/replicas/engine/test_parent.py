@@ -7,8 +7,8 @@ import pytest
 import zmq
 
 from replicas.engine.parent import GONE, WAKE, Inbox
-from replicas.engine.pulse import Pulse
 from replicas.engine.sockets import Sender
+from replicas.engine.watchdog import Watchdog
 from replicas.messages import Abort, EngineFrame, NotGreeted
 
 A = b"a"
@@ -84,7 +84,7 @@ class Socket:
 def sender(monkeypatch):
     """A sender whose heartbeats are always due."""
     monkeypatch.setattr("replicas.engine.sockets.HEARTBEAT_S", 0.0)
-    return Sender(Socket(), "e", Inbox(), Pulse())
+    return Sender(Socket(), "e", Inbox(), Watchdog())
 
 
 def test_a_client_that_missed_a_frame_gets_nothing_until_the_core_has_forgotten_it(sender):

@@ -235,9 +235,9 @@ def test_a_turn_is_judged_by_the_step_that_it_waits_for():
     side, sizes = engine(2), []
     side.add([1, 2, 3], sampling(9))
     while side.core.num_live:
-        side.core.pulse.work(0.0)
+        side.core.watchdog.work(0.0)
         side.step(1)
-        sizes.append(side.core.pulse.num_tokens)
+        sizes.append(side.core.watchdog.num_tokens)
     assert sizes == [3] + 8 * [1]
 
 

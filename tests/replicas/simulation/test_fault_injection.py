@@ -19,8 +19,8 @@ import zmq
 from replicas.codec import decode_engine_frame, encode
 from replicas.config import EngineConfig, SimulatedMeshConfig
 from replicas.engine.parent import Inbox
-from replicas.engine.pulse import Pulse
 from replicas.engine.sockets import Receiver, Sender
+from replicas.engine.watchdog import Watchdog
 from replicas.errors import EngineDeadError
 from replicas.faults import Fault, PlanClock, ReplicaFaults
 from replicas.generators.simulated.profiles import engine_timing
@@ -276,7 +276,7 @@ def test_messages_of_a_partition_never_arrive():
 def test_frames_of_a_partition_never_arrive():
     context = zmq.Context()
     socket = SpeakingSocket(plain_router(context), ScriptedLinks(True, False, True))
-    sender = Sender(socket, "first", Inbox(), Pulse())
+    sender = Sender(socket, "first", Inbox(), Watchdog())
     monitor = sender._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
     with plain_dealer(context, sender.endpoint) as dealer:
         assert monitor.poll(1000 * DEADLINE_S), "the client is connected"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kv_transfer.ticket import Ticket
-from replicas.engine.pulse import STALL_S
+from replicas.engine.watchdog import STALL_S
 from replicas.faults import NO_FAULTS
 from replicas.generators.simulated.profiles import engine_timing
 from replicas.messages import (

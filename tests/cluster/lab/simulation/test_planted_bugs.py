@@ -37,8 +37,8 @@ from kv_transfer.sessions import TransferSessions
 from replicas.engine.block_pool import BlockPool
 from replicas.engine.core import EngineCore
 from replicas.engine.kv_cache import KVCacheManager, SlotTable
-from replicas.engine.pulse import Pulse
 from replicas.engine.scheduler import Scheduler
+from replicas.engine.watchdog import Watchdog
 from replicas.launch import HangWatch
 from replicas.messages import Accepted, Activate, TokenOutput
 from replicas.streams import StreamTable
@@ -246,7 +246,7 @@ def request_stays_on_a_stalled_engine(check, self, leg, wanted):
 
 
 DOES_NOTHING = {
-    "stall_is_not_reported": (Pulse, "stalled_s", 0.0, 5),
+    "stall_is_not_reported": (Watchdog, "stalled_s", 0.0, 5),
     "stalled_engine_is_given_requests": (PoolState, "set_moves", None, 5),
     "hang_is_not_ended": (HangWatch, "look", None, 7),
     "requests_of_a_dead_ingress_continue": (EngineCore, "client_gone", 0, 11),

@@ -31,7 +31,7 @@ def first_turn_s(num_tokens: int) -> float:
     return max(STALL_S, FACTOR * FIRST_S * max(1.0, num_tokens / FIRST_TOKENS))
 
 
-class Pulse:
+class Watchdog:
     """The progress of one core thread, and the one judge of whether it stalls.
 
     Written by the core thread alone; read by the threads that send and beat. All times are readings
