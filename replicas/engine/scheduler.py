@@ -35,8 +35,7 @@ from replicas.engine.preparations import Preparations
 from replicas.engine.request_table import DecodeRows, RequestTable
 from replicas.engine.sequence import Phase, Sequence
 from replicas.engine.speculation import DraftController
-from replicas.engine.step import NewRow, ScheduledBatch, StepResult
-from replicas.engine.step_work import step_work
+from replicas.engine.step_plan import StepPlan
 from replicas.messages import KV_TRANSFER_FAILED, NO_ALLOWED_TOKEN, NO_LOGITS, DraftCounters
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
     from replicas.config import EngineConfig
     from replicas.engine.kv_cache import Place
     from replicas.engine.prefix_feed import PrefixFeed
-    from replicas.engine.step import Prepared, RowFailure, StepKind
+    from replicas.engine.step import Prepared, RowFailure, ScheduledBatch, StepKind, StepResult
     from replicas.kv_groups import KVGroup
     from replicas.messages import (
         AbortReason,
@@ -67,73 +66,6 @@ class _Admission(Enum):
     NOT_YET = "not yet"
     """It waits for its grammar, for the connector's answer, or for the prompt's KV that choice 0 of
     its request computes; room was not decided."""
-
-
-class _StepPlan:
-    """A step that is being planned: decoding rows, then others."""
-
-    def __init__(self, kind: StepKind, budget: int, decodes: DecodeRows) -> None:
-        self.kind = kind
-        self.budget = budget
-        self.decodes = decodes
-        self.sequences: list[Sequence] = []
-        self.counts: list[int] = []
-        self.appended: list[tuple[int, list[list[int]]]] = []
-        self.batch: ScheduledBatch | None = None
-        # Forward passes, each of which gives every decoding row a token.
-        self.num_passes = 1
-        # Indices of decoding rows that with this step fill a block or reach their longest length.
-        self.looks: list[int] = []
-        # Most progress of each decoding row if some verify drafts, or a pass gives several tokens;
-        # otherwise each makes `num_passes`.
-        self.progress: list[int] = []
-        # The most drafts that the worker may propose for each row after the step.
-        self.max_drafts = 0
-
-    def __bool__(self) -> bool:
-        return bool(self.sequences) or len(self.decodes) > 0
-
-    def __contains__(self, seq: Sequence) -> bool:
-        return seq in self.decodes.sequences or seq in self.sequences
-
-    def takes(self, seq: Sequence) -> bool:
-        """Return whether a sequence's remaining tokens fit this kind of step."""
-        return self.kind == "mixed" or (seq.num_new_tokens == 1) == (self.kind == "decode")
-
-    def add(self, seq: Sequence, count: int) -> None:
-        self.sequences.append(seq)
-        self.counts.append(count)
-        self.budget -= count
-
-    def note_blocks(self, seq: Sequence, block_ids: list[list[int]]) -> None:
-        """Note blocks appended to a sequence that the runner knows; new ones are sent whole."""
-        if block_ids and seq.is_known_to_runner:
-            self.appended.append((seq.place.slot, block_ids))
-
-    def work(self, num_groups: int) -> StepWork:
-        """Return the work of the step's first pass, once it has begun."""
-        decodes, prompts = [*self.decodes.sequences], []
-        for seq, count in zip(self.sequences, self.counts, strict=True):
-            if self.kind != "prefill" and count == 1:
-                decodes.append(seq)
-            else:
-                prompts.append((seq, count))
-        return step_work(decodes, prompts, num_groups, self.num_passes)
-
-    def build(self, gone: list[int]) -> ScheduledBatch:
-        decodes = self.decodes.plain
-        new = []
-        for seq in self.sequences:
-            if not seq.is_known_to_runner:
-                new.append(_new_row(seq))
-                seq.is_known_to_runner = True
-        slots, counts = decodes.slots, self.progress or decodes.num_scheduled_tokens
-        if self.sequences:
-            slots, counts = slots + [s.place.slot for s in self.sequences], counts + self.counts
-        self.batch = ScheduledBatch(
-            self.kind, slots, counts, new, self.appended, gone=gone, max_drafts=self.max_drafts
-        )
-        return self.batch
 
 
 class Scheduler:
@@ -191,7 +123,7 @@ class Scheduler:
         # Drafts that the worker holds for the next step.
         self._drafts: dict[Sequence, int] = {}
         # Steps under way, oldest first.
-        self._plans: deque[_StepPlan] = deque()
+        self._plans: deque[StepPlan] = deque()
 
     def __repr__(self) -> str:
         return f"Scheduler({self.table!r}, {self.loads!r}, {self._kv!r})"
@@ -440,11 +372,11 @@ class Scheduler:
             budget = self._token_budget - len(rows.sequences)
             if budget >= 0:
                 self._prefill_streak = 0
-                return self._begin(_StepPlan(rows.plain.kind, budget, rows))
+                return self._begin(StepPlan(rows.plain.kind, budget, rows))
         kinds = deque(self._kinds_to_try())
         while kinds:
             kind = kinds.popleft()
-            plan = _StepPlan(kind, self._token_budget, self._no_decodes)
+            plan = StepPlan(kind, self._token_budget, self._no_decodes)
             preempted = not self._advance_all(plan) and self._advance_in_order(plan)
             # Blocks freed by preemption are for the sequences that needed them. Only if none of
             # these can run after all are queued sequences admitted.
@@ -484,8 +416,8 @@ class Scheduler:
             rows = table.decode_rows
             budget = self._token_budget - len(rows.sequences)
             if rows.sequences and budget >= 0:
-                return self._begin(_StepPlan(kind, budget, rows))
-        plan = _StepPlan(kind, self._token_budget, self._no_decodes)
+                return self._begin(StepPlan(kind, budget, rows))
+        plan = StepPlan(kind, self._token_budget, self._no_decodes)
         return self._begin(plan) if self._advance_all(plan, ending) and plan else None
 
     def update(self, batch: ScheduledBatch, result: StepResult) -> StepOutputs:
@@ -585,7 +517,7 @@ class Scheduler:
         num_more = min(num_more, max_passes - 1)
         return self._add_passes(plan, num_more) if num_more > 0 else batch
 
-    def _add_passes(self, plan: _StepPlan, num_more: int) -> ScheduledBatch:
+    def _add_passes(self, plan: StepPlan, num_more: int) -> ScheduledBatch:
         """Count the progress of further passes, and return the step that makes them."""
         plan.num_passes += num_more
         plan.looks = self._advance(plan.decodes.sequences, num_more)
@@ -616,7 +548,7 @@ class Scheduler:
                 self.table.short.pop(seq, None)
                 self._decode_on(seq)
 
-    def _plan_of(self, batch: ScheduledBatch) -> _StepPlan:
+    def _plan_of(self, batch: ScheduledBatch) -> StepPlan:
         assert self._plans, "no step is under way"
         assert self._plans[0].batch is batch, "another step is under way"
         return self._plans[0]
@@ -632,7 +564,7 @@ class Scheduler:
             return ("decode", "prefill")
         return ("prefill", "decode")
 
-    def _advance_all(self, plan: _StepPlan, ending: Collection[Sequence] = ()) -> bool:
+    def _advance_all(self, plan: StepPlan, ending: Collection[Sequence] = ()) -> bool:
         """Schedule all running sequences but those `ending`; return False if they do not fit."""
         table = self.table
         decodes = self._no_decodes if plan.kind == "prefill" else table.decode_rows
@@ -654,7 +586,7 @@ class Scheduler:
             plan.add(seq, seq.num_new_tokens)
         return True
 
-    def _advance_in_order(self, plan: _StepPlan) -> bool:
+    def _advance_in_order(self, plan: StepPlan) -> bool:
         """Schedule running sequences in their order; return whether any was preempted."""
         preempted = False
         for seq in list(self.table.rows):
@@ -674,7 +606,7 @@ class Scheduler:
                 plan.add(seq, count)
         return preempted
 
-    def _grow(self, plan: _StepPlan, wanted: list[tuple[Sequence, int]]) -> bool:
+    def _grow(self, plan: StepPlan, wanted: list[tuple[Sequence, int]]) -> bool:
         """Give running sequences the blocks that they lack; return False if there are too few."""
         appended = self._kv.grow(wanted)
         if appended is None:
@@ -685,7 +617,7 @@ class Scheduler:
                 plan.note_blocks(seq, block_ids)
         return True
 
-    def _admit_waiting(self, plan: _StepPlan) -> None:
+    def _admit_waiting(self, plan: StepPlan) -> None:
         """Admit queued sequences in order; a full DP group holds up only those that ask for it."""
         queue, index = self.table.queue, 0
         full_groups = self._kv.without_slots()
@@ -701,7 +633,7 @@ class Scheduler:
                 break
             full_groups.add(seq.place.dp_group)
 
-    def _try_admit(self, plan: _StepPlan, seq: Sequence, full_groups: set[int]) -> _Admission:
+    def _try_admit(self, plan: StepPlan, seq: Sequence, full_groups: set[int]) -> _Admission:
         # Checked before the costly search for a place: many sequences may ask in every step.
         if self._is_undecided(seq):
             return _Admission.NOT_YET
@@ -765,13 +697,15 @@ class Scheduler:
         stop = start + budget
         return max(stop - stop % self._chunk_alignment - start, 0)
 
-    def _begin(self, plan: _StepPlan) -> ScheduledBatch:
+    def _begin(self, plan: StepPlan) -> ScheduledBatch:
         """Begin a step: its tokens count as computed from now on."""
         kv = self._kv
         if self._draft_control is not None:
             self._speculate(plan, self._draft_control.limit(len(plan.decodes)))
         if plan.sequences or plan.appended or plan.progress or plan.max_drafts or kv.left_slots:
             batch = plan.build(kv.take_left_slots())
+            for seq in plan.sequences:
+                seq.is_known_to_runner = True
         else:
             batch = plan.batch = plan.decodes.plain
         if self._tokens_per_pass > 1:
@@ -787,7 +721,7 @@ class Scheduler:
         self._plans.append(plan)
         return batch
 
-    def _speculate(self, plan: _StepPlan, max_drafts: int) -> None:
+    def _speculate(self, plan: StepPlan, max_drafts: int) -> None:
         """Add at most so many of the worker's drafts to each row, and let it propose as many.
 
         Drafts take what a planned step leaves: tokens of its budget, and free blocks. No sequence
@@ -824,7 +758,7 @@ class Scheduler:
     # --- results and endings -------------------------------------------------------------------
 
     def _fail_rows(
-        self, plan: _StepPlan, failures: list[RowFailure]
+        self, plan: StepPlan, failures: list[RowFailure]
     ) -> tuple[tuple[Sequence, str], ...]:
         """End the rows of a step that failed, before the step is over; return them with reasons."""
         if not failures:
@@ -842,9 +776,7 @@ class Scheduler:
             self._finish(seq, "error")
         return tuple(failed)
 
-    def _take_decodes(
-        self, plan: _StepPlan, token_ids: list[int], counts: list[int]
-    ) -> StepOutputs:
+    def _take_decodes(self, plan: StepPlan, token_ids: list[int], counts: list[int]) -> StepOutputs:
         """Give decoding rows their tokens, and examine the rows that may end or fill a block."""
         decodes, sequences, looks = plan.decodes, plan.decodes.sequences, plan.looks
         count, stop_ids = plan.num_passes, decodes.stop_ids
@@ -883,12 +815,12 @@ class Scheduler:
         counts = [] if count == 1 else [count] * len(sequences)
         return StepOutputs(sequences, token_ids, ends, counts)
 
-    def _passes_an_end(self, plan: _StepPlan) -> bool:
+    def _passes_an_end(self, plan: StepPlan) -> bool:
         """Return whether a step makes more passes than a row has tokens left."""
         looks = (plan.decodes.sequences[row] for row in plan.looks)
         return any(s.num_computed_tokens >= self._end_rules.longest(s) for s in looks)
 
-    def _take_runs(self, plan: _StepPlan, token_ids: list[int], counts: list[int]) -> StepOutputs:
+    def _take_runs(self, plan: StepPlan, token_ids: list[int], counts: list[int]) -> StepOutputs:
         """Give each decoding row its run up to its first end, and undo progress not made."""
         outputs, start = StepOutputs([], [], {}, []), 0
         sequences, looks, stats = plan.decodes.sequences, set(plan.looks), self._kv.stats
@@ -918,7 +850,7 @@ class Scheduler:
         return outputs
 
     def _take_others(
-        self, plan: _StepPlan, decoded: StepOutputs, token_ids: list[int], counts: list[int]
+        self, plan: StepPlan, decoded: StepOutputs, token_ids: list[int], counts: list[int]
     ) -> StepOutputs:
         """Give rows that did not decode their tokens, behind those of the rows that did."""
         ones = [1] * len(decoded.sequences)
@@ -1149,18 +1081,6 @@ class Scheduler:
         awaiting = {s for s in self.table if s.phase in (Phase.LOADING, Phase.RESERVED)}
         assert set(self.loads.awaiting) == awaiting
         assert not any(is_loading(s) for s in self.table if s not in awaiting)
-
-
-def _new_row(seq: Sequence) -> NewRow:
-    return NewRow(
-        slot=seq.place.slot,
-        dp_group=seq.place.dp_group,
-        token_ids=list(seq.token_ids),
-        num_prompt_tokens=seq.num_prompt_tokens,
-        num_computed_tokens=seq.num_computed_tokens,
-        block_ids=[list(block_ids) for block_ids in seq.place.block_ids],
-        sampling=seq.sampling,
-    )
 
 
 def _with_load(

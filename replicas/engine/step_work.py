@@ -12,47 +12,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from replicas.messages import StepWork, num_pairs
-
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from replicas.engine.sequence import Sequence
     from replicas.engine.step import ScheduledBatch
+    from replicas.messages import StepWork
 
 
 ROWS_PER_BLOCK = 8
 """A step is recorded once its rows are at most this many times the blocks added since the last."""
-
-
-def step_work(
-    decodes: Iterable[Sequence],
-    prompts: Iterable[tuple[Sequence, int]],
-    num_groups: int,
-    num_passes: int = 1,
-) -> StepWork:
-    """Return the work of a begun step's first pass: each number of the DP group with the most.
-
-    Args:
-        decodes: Its rows that compute one token of their output.
-        prompts: Its other rows, with the tokens that each computes.
-        num_groups: DP groups of the engine.
-        num_passes: Passes of the step, all of which its rows have counted as progress.
-    """
-    rows, contexts, longest = [0] * num_groups, [0] * num_groups, 0
-    for seq in decodes:
-        rows[seq.place.dp_group] += 1
-        context = seq.num_computed_tokens - (num_passes - 1)
-        contexts[seq.place.dp_group] += context
-        longest = max(longest, context)
-    chunks, tokens, pairs = [0] * num_groups, [0] * num_groups, [0] * num_groups
-    for seq, count in prompts:
-        chunks[seq.place.dp_group] += 1
-        tokens[seq.place.dp_group] += count
-        pairs[seq.place.dp_group] += num_pairs(
-            seq.num_computed_tokens - count, seq.num_computed_tokens
-        )
-    return StepWork(max(rows), max(contexts), longest, max(chunks), max(tokens), max(pairs), 0.0)
 
 
 class StepNotes:
