@@ -30,7 +30,7 @@ from replicas.engine.start import (
     make_scheduler,
     start_executor,
 )
-from replicas.engine.step_work import StepNotes, StepTotals
+from replicas.engine.step_timer import StepNotes, StepTotals
 from replicas.engine.transfers import Transfers
 from replicas.engine.watchdog import Watchdog
 from replicas.messages import (

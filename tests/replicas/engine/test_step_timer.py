@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from replicas.engine.step import ScheduledBatch
 from replicas.engine.step_plan import step_work
-from replicas.engine.step_work import ROWS_PER_BLOCK, StepNotes
+from replicas.engine.step_timer import ROWS_PER_BLOCK, StepNotes
 from replicas.messages import StepWork, num_pairs
 from tests.replicas.engine.fakes import make_sequence
 
