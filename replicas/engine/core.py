@@ -16,7 +16,6 @@ connector has released them.
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from typing import TYPE_CHECKING, NamedTuple
@@ -30,7 +29,7 @@ from replicas.engine.start import (
     make_scheduler,
     start_executor,
 )
-from replicas.engine.step_timer import StepNotes, StepTotals
+from replicas.engine.step_timer import StepTimer
 from replicas.engine.transfers import Transfers
 from replicas.engine.watchdog import Watchdog
 from replicas.messages import (
@@ -40,7 +39,6 @@ from replicas.messages import (
     AddRequest,
     EngineMetrics,
     EngineSnapshot,
-    HostSeconds,
     KVTransfers,
     LendKV,
     LoadKV,
@@ -101,7 +99,7 @@ class EngineCore:
         watchdog: As given. The caller records turns in it, the core the tokens that each computes.
         role_state: The role, and changes of it.
         probes: Unanswered probes.
-        host: Host time of all steps; the caller adds the time for frames.
+        timer: Time and counters of all steps; the caller times its frames with it.
         warm_up_s: Seconds of the warm-up.
         runs_ahead: Whether the next step may be submitted before the one under way is read.
 
@@ -120,16 +118,12 @@ class EngineCore:
     ) -> None:
         config.validate()
         self.watchdog = Watchdog() if watchdog is None else watchdog
-        self.host = HostSeconds()
+        self.timer = StepTimer()
         self._max_passes = max_passes
         self._executor = executor
         self._events = ClientEvents()
         # The step submitted ahead, to be collected next.
         self._ahead: ScheduledBatch | None = None
-        self._work = StepTotals()
-        # Seconds spent on submitting the step that is collected next, the model's part included.
-        self._prepare_s = 0.0
-        self._notes = StepNotes()
         self.probes = Probes()
         with closing_if_it_fails(executor):
             started = start_executor(executor, config)
@@ -196,29 +190,31 @@ class EngineCore:
         Between the three only `take_events` and views may be called. The simulator passes the time
         of the forward pass there, and servers send the tokens of `collect_step` before `end_step`.
         """
-        started = time.perf_counter()
-        lapsed = self._scheduler.expire(now_s) if self._scheduler.loads.reserved else []
-        if self.role_state.next_role is not None:
-            self.role_state.settle(self.num_live)
-        for seq in lapsed:
-            self._events.fail(seq, LAPSED)
-        if self._scheduler.preparations.is_active:
-            self._prepare_grammars(now_s)
-        (batch, meta), self._ahead = (self._ahead, None), None
-        is_begun = batch is not None
-        if not is_begun:
-            batch = self._scheduler.schedule()
-            meta = None if self._transfers.connector is None else self._transfers.meta(batch)
-            if meta is None and batch is not None and self._max_passes > 1:
-                batch = self._extend(batch)
-        self.watchdog.compute(0 if batch is None else batch.num_tokens)
-        self.host.schedule += time.perf_counter() - started
-        if not is_begun:
-            self._prepare_s = self._submit(batch, meta, now_s)
+        with self.timer.schedule:
+            lapsed = self._scheduler.expire(now_s) if self._scheduler.loads.reserved else []
+            if self.role_state.next_role is not None:
+                self.role_state.settle(self.num_live)
+            for seq in lapsed:
+                self._events.fail(seq, LAPSED)
+            if self._scheduler.preparations.is_active:
+                self._prepare_grammars(now_s)
+            (batch, meta), self._ahead = (self._ahead, None), None
+            is_begun = batch is not None
+            if not is_begun:
+                batch = self._scheduler.schedule()
+                meta = None if self._transfers.connector is None else self._transfers.meta(batch)
+                if meta is None and batch is not None and self._max_passes > 1:
+                    batch = self._extend(batch)
+        self.watchdog.compute(0 if batch is None else sum(batch.num_scheduled_tokens))
         if batch is None:
-            self.host.prepare += self._prepare_s
-        if self.probes.are_due and batch is None:
-            self._take_probe_step(now_s, is_idle=meta is None and not self.num_live)
+            if meta is not None:
+                with self.timer.transfer:
+                    self._executor.collective_rpc("submit_step", None, meta, now_s)
+            if self.probes.are_due:
+                self._take_probe_step(now_s, is_idle=meta is None and not self.num_live)
+        elif not is_begun:
+            self.timer.begin(batch, self._scheduler.work)
+            self._executor.collective_rpc("submit_step", batch, meta, now_s)
         return StepUnderWay(batch, meta, bool(lapsed))
 
     def _prepare_grammars(self, now_s: float) -> None:
@@ -234,26 +230,13 @@ class EngineCore:
             return batch
         return self._scheduler.extend(batch, self._max_passes)
 
-    def _submit(
-        self, batch: ScheduledBatch | None, meta: ConnectorMeta | None, now_s: float
-    ) -> float:
-        """Submit a step unless it is empty, and return the seconds that this took."""
-        started = time.perf_counter()
-        if batch is not None and self._notes.is_new(batch):
-            work = self._scheduler.work(batch)
-            if work is not None:
-                self._notes.begin(batch, work)
-        if batch is not None or meta is not None:
-            self._executor.collective_rpc("submit_step", batch, meta, now_s)
-        return time.perf_counter() - started
-
     def _take_probe_step(self, now_s: float, *, is_idle: bool) -> None:
         # A drained engine computes no more, because ranks of its gang may be gone. With reserved or
         # lent sequences the probe's row might be in use.
         if is_idle and not self.role_state.is_draining:
             kind: StepKind = "mixed" if self.config.mixed_batches else "prefill"
             batch = probe_batch(kind, len(self.facts.kv_groups))
-            self.watchdog.compute(batch.num_tokens)
+            self.watchdog.compute(sum(batch.num_scheduled_tokens))
             self._executor.collective_rpc("submit_step", batch, None, now_s)
             self._executor.collective_rpc("collect_step")
         self.probes.answer(self._events)
@@ -270,42 +253,33 @@ class EngineCore:
             return
         if num_passes is not None:
             self._scheduler.shorten(batch, num_passes)
-        prepare_s = self._prepare_s
         if self.runs_ahead and not self._transfers.are_at_stake:
             self._submit_ahead()
-        started = time.perf_counter()
         result: StepResult = self._executor.collective_rpc("collect_step")[0]
-        updating = time.perf_counter()
-        # The part of both calls that was neither the generator's time nor the sampler's.
-        prepare_s += updating - started - result.device_s - result.sample_s
-        self.host.prepare += max(prepare_s, 0.0)
-        self.host.sample += result.sample_s
-        self._work.count(batch, result.passes_s)
-        self._notes.end(batch, result.passes_s[0])
-        outputs = self._scheduler.update(batch, result)
-        self._events.add_step(outputs)
-        if self.probes.are_due:
-            self.probes.answer(self._events)
-        self.host.update += time.perf_counter() - updating
+        with self.timer.update:
+            self.timer.end(batch, result)
+            self._events.add_step(self._scheduler.update(batch, result))
+            if self.probes.are_due:
+                self.probes.answer(self._events)
 
     def _submit_ahead(self) -> None:
         """Submit the next step before the one under way is read, if it can be planned now."""
-        started = time.perf_counter()
-        ahead = self._scheduler.schedule_ahead()
-        if ahead is not None and self._max_passes > 1:
-            ahead = self._scheduler.extend(ahead, self._max_passes)
+        with self.timer.schedule:
+            ahead = self._scheduler.schedule_ahead()
+            if ahead is not None and self._max_passes > 1:
+                ahead = self._scheduler.extend(ahead, self._max_passes)
         self._ahead = ahead
-        self.host.schedule += time.perf_counter() - started
-        self._prepare_s = self._submit(self._ahead, None, 0.0)
+        if ahead is not None:
+            self.timer.begin(ahead, self._scheduler.work)
+            self._executor.collective_rpc("submit_step", ahead, None, 0.0)
 
     def end_step(self, step: StepUnderWay, now_s: float) -> bool:
         """Serve transfers and apply those that ended; return the same as `step`."""
         if step.meta is None:
             return step.batch is not None or step.has_lapsed
-        started = time.perf_counter()
-        has_news = self._transfers.end_step(step.meta, now_s)
-        self._requests.go_on(now_s)
-        self.host.transfer += time.perf_counter() - started
+        with self.timer.transfer:
+            has_news = self._transfers.end_step(step.meta, now_s)
+            self._requests.go_on(now_s)
         return step.batch is not None or has_news
 
     def next_deadline_s(self) -> float | None:
@@ -331,12 +305,12 @@ class EngineCore:
             self.role_state.is_draining,
             len(self._scheduler.table.queue),
             self._scheduler.table.queue.num_tokens,
-            self._work.num_steps,
+            self.timer.num_steps,
             self._scheduler.group_snapshots(),
             self.role_state.role,
-            self._work.step_s,
-            self._notes.decode,
-            self._notes.prompt,
+            self.timer.step_s,
+            self.timer.last_decode,
+            self.timer.last_prompt,
             self.role_state.hands_over,
             self.role_state.epoch,
         )
@@ -355,7 +329,7 @@ class EngineCore:
             len(self._scheduler.table.queue),
             self._scheduler.table.queue.num_tokens,
             slots,
-            self._notes.prompt,
+            self.timer.last_prompt,
         )
         return at_once, [room.num_free_blocks for room in rooms]
 
@@ -363,10 +337,10 @@ class EngineCore:
         """Return every counter, taken between two steps."""
         return EngineMetrics(
             num_waiting=len(self._scheduler.table.queue),
-            num_steps=self._work.num_steps,
-            scheduled_tokens=self._work.num_tokens,
-            device_seconds=self._work.device_s,
-            host_seconds=copy.copy(self.host),
+            num_steps=self.timer.num_steps,
+            scheduled_tokens=self.timer.num_tokens,
+            device_seconds=self.timer.device_s,
+            host_seconds=self.timer.host_seconds(),
             groups=self._scheduler.group_counters(),
             transfer=self._transfers.stats(now_s),
             kv_recompute_tokens=self._scheduler.num_recompute_tokens,

@@ -249,7 +249,7 @@ class GangExecutor:
         if method == "submit_step" and args[0] is not None:
             # Waiting for a turn must not count as the duration of one.
             self._watchdog.compute(0)
-            self._begin(self._gang.compute(args[0].num_tokens, self._serve))
+            self._begin(self._gang.compute(sum(args[0].num_scheduled_tokens), self._serve))
         return [getattr(self._worker, method)(*args)]
 
     def drained(self) -> None:

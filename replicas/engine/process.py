@@ -357,13 +357,12 @@ class EngineProcess:
                 self._on_drained()
 
     def _send_frames(self) -> None:
-        host, started = self._server.core.host, time.perf_counter()
-        frames = self._server.frames(time.monotonic())
-        encoding = time.perf_counter()
-        for client, frame in frames:
-            self._sender.send(client, frame)
-        host.frames += encoding - started
-        host.encode += time.perf_counter() - encoding
+        timer = self._server.core.timer
+        with timer.frames:
+            frames = self._server.frames(time.monotonic())
+        with timer.encode:
+            for client, frame in frames:
+                self._sender.send(client, frame)
 
     def _drain_inbox(self, *, wait: bool) -> None:
         """Handle the queued messages; with `wait`, first block until one arrives or a deadline."""

@@ -117,6 +117,7 @@ class SubmittedStep:
         positions: Its rows of logits if it verifies drafts; otherwise each row has at most one.
         processed: Its rows of logits that row processors work on, if there are any.
         result: The result, once the tokens are known.
+        prepare_s: Seconds of the submission outside the generator.
     """
 
     slots: Int32Array
@@ -128,6 +129,7 @@ class SubmittedStep:
     positions: _Positions | None = None
     processed: LogitRows | None = None
     result: StepResult | None = None
+    prepare_s: float = 0.0
 
 
 class ModelRunner:
@@ -206,6 +208,7 @@ class ModelRunner:
         batch = self._batch
         if self._submitted and not self._goes_on(scheduled):
             self._finish_all()
+        started = time.perf_counter()
         batch.apply(scheduled)
         if scheduled.gone:
             self._processors.remove(scheduled.gone)
@@ -227,6 +230,7 @@ class ModelRunner:
         else:
             batch.advance(rows.slots, rows.counts, rows.num_logits)
         self._submitted.append(step)
+        step.prepare_s = time.perf_counter() - started - step.device_s
         return step
 
     def collect(self, step: SubmittedStep) -> StepResult:
@@ -320,6 +324,7 @@ class ModelRunner:
             time.perf_counter() - sampling,
             num_drafts,
             self._logprobs_of(slots) if step.processed is not None else [],
+            step.prepare_s,
         )
 
     def _drawn_and_sampled(self, step: SubmittedStep, outputs: list[ForwardOutput]) -> IntArray:

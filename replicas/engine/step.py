@@ -62,11 +62,6 @@ class ScheduledBatch(msgspec.Struct, frozen=True, array_like=True):
     gone: list[int] = []
     max_drafts: int = 0
 
-    @property
-    def num_tokens(self) -> int:
-        """Return the number of tokens that the first pass computes."""
-        return sum(self.num_scheduled_tokens)
-
 
 class RowFailure(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A row that ends because no token could be drawn for it.
@@ -106,6 +101,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
         num_drafts: For each of the batch's slots the drafts that the worker holds for the next
             step, which may verify fewer or none. Empty: there are none.
         logprobs: Log probabilities of the runs of those rows that ask for them.
+        prepare_s: Seconds of building inputs and calling the generator, without the time inside it.
     """
 
     token_ids: list[int]
@@ -115,6 +111,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     sample_s: float = 0.0
     num_drafts: list[int] = []
     logprobs: list[RowLogprobs] = []
+    prepare_s: float = 0.0
 
     @property
     def device_s(self) -> float:

@@ -123,7 +123,7 @@ class World:
 
     def run(self, batch: ScheduledBatch, sample: Callable[[], int]) -> StepResult:
         """Run a step as the model runner does, with the recorded KV."""
-        assert batch.num_tokens <= self.config.max_num_batched_tokens
+        assert sum(batch.num_scheduled_tokens) <= self.config.max_num_batched_tokens
         assert len(set(batch.slots)) == len(batch.slots) > 0
         assert all(count > 0 for count in batch.num_scheduled_tokens)
         assert {s.slot for s in batch.new} <= set(batch.slots)

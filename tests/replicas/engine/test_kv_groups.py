@@ -83,8 +83,8 @@ def test_one_kv_group_without_room_is_enough_to_wait(small, large):
     scheduler = make_scheduler(small, large)
     add(scheduler, "a", [1, 2, 3, 4], max_tokens=1)
     add(scheduler, "b", [5, 6, 7, 8], max_tokens=1)
-    assert step(scheduler).num_tokens == 4
-    assert step(scheduler).num_tokens == 4
+    assert sum(step(scheduler).num_scheduled_tokens) == 4
+    assert sum(step(scheduler).num_scheduled_tokens) == 4
     assert free(scheduler) == [small, large]
 
 
@@ -107,14 +107,14 @@ def test_a_prefix_is_as_long_as_every_kv_group_has_it():
     step(scheduler)
     again = add(scheduler, "again", [*prompt[:7], 0, 0, 0], max_tokens=9)
     # Six tokens are there in blocks of two, four in blocks of four.
-    assert step(scheduler).num_tokens == 10 - 4
+    assert sum(step(scheduler).num_scheduled_tokens) == 10 - 4
     assert again.place.num_cached_tokens == 4
     assert [len(block_ids) for block_ids in again.place.block_ids] == [5, 3]
     scheduler.abort("again")
     # One KV group has lost the prefix, the other one alone is of no use.
     scheduler._kv._pools[0][1].reset_prefix_cache()
     lost = add(scheduler, "lost", prompt, max_tokens=9)
-    assert step(scheduler).num_tokens == 10
+    assert sum(step(scheduler).num_scheduled_tokens) == 10
     assert lost.place.num_cached_tokens == 0
 
 

@@ -4,10 +4,10 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicas.engine.step import ScheduledBatch
+from replicas.engine.step import ScheduledBatch, StepResult
 from replicas.engine.step_plan import step_work
-from replicas.engine.step_timer import ROWS_PER_BLOCK, StepNotes
-from replicas.messages import StepWork, num_pairs
+from replicas.engine.step_timer import ROWS_PER_BLOCK, StepTimer
+from replicas.messages import HostSeconds, StepWork, num_pairs
 from tests.replicas.engine.fakes import make_sequence
 
 
@@ -43,57 +43,71 @@ ROWS = StepWork(1, 5, 5, 0, 0, 0, 0.0)
 PROMPT = StepWork(0, 0, 0, 1, 9, 40, 0.0)
 
 
-def step(notes, batch, work, device_s):
+def end(timer, batch, device_s):
+    timer.end(batch, StepResult([], [device_s]))
+
+
+def step(timer, batch, work, device_s):
     """One step from its begin to its end."""
-    if notes.is_new(batch):
-        notes.begin(batch, work)
-    notes.end(batch, device_s)
+    timer.begin(batch, lambda _: work)
+    end(timer, batch, device_s)
 
 
-def test_the_latest_of_each_kind_is_kept_and_steps_that_are_alike_are_noted_once():
-    notes = StepNotes()
-    assert (notes.decode, notes.prompt) == (None, None)
-    step(notes, ScheduledBatch("prefill", [0], [9], [], []), PROMPT, 2.0)
+def test_the_latest_of_each_kind_is_kept_and_steps_that_are_alike_are_recorded_once():
+    timer = StepTimer()
+    assert (timer.last_decode, timer.last_prompt) == (None, None)
+    step(timer, ScheduledBatch("prefill", [0], [9], [], []), PROMPT, 2.0)
     decode = ScheduledBatch("decode", [0], [1], [], [])
-    step(notes, decode, ROWS, 0.5)
-    step(notes, decode, ROWS, 0.7)
-    step(notes, ScheduledBatch("decode", [0], [1], [], []), ROWS, 0.8)
-    assert notes.prompt == msgspec.structs.replace(PROMPT, device_s=2.0)
-    assert notes.decode == msgspec.structs.replace(ROWS, device_s=0.5)
+    step(timer, decode, ROWS, 0.5)
+    step(timer, decode, ROWS, 0.7)
+    step(timer, ScheduledBatch("decode", [0], [1], [], []), ROWS, 0.8)
+    assert timer.last_prompt == msgspec.structs.replace(PROMPT, device_s=2.0)
+    assert timer.last_decode == msgspec.structs.replace(ROWS, device_s=0.5)
     for unlike in (
         ScheduledBatch("decode", [0], [1], [], [(0, [[3]])]),
         ScheduledBatch("decode", [0, 1], [1, 1], [], []),
     ):
-        step(notes, unlike, ROWS, 0.9)
-        assert notes.decode.device_s == 0.9
-        step(notes, decode, ROWS, 0.4)
+        step(timer, unlike, ROWS, 0.9)
+        assert timer.last_decode.device_s == 0.9
+        step(timer, decode, ROWS, 0.4)
 
 
 def test_a_look_at_every_row_is_spread_over_as_many_new_blocks():
-    notes, slots = StepNotes(), [*range(64)]
-    num_new = sum(
-        notes.is_new(ScheduledBatch("decode", slots, [1] * 64, [], [(step % 64, [[step]])]))
-        for step in range(1 + 10 * 64 // ROWS_PER_BLOCK)
-    )
-    assert num_new == 1 + 10
-    assert notes.is_new(ScheduledBatch("decode", slots[:-1], [1] * 63, [], []))
+    timer, slots, asked = StepTimer(), [*range(64)], []
+    for row in range(1 + 10 * 64 // ROWS_PER_BLOCK):
+        batch = ScheduledBatch("decode", slots, [1] * 64, [], [(row % 64, [[row]])])
+        timer.begin(batch, asked.append)
+    assert len(asked) == 1 + 10
+    timer.begin(ScheduledBatch("decode", slots[:-1], [1] * 63, [], []), asked.append)
+    assert len(asked) == 1 + 10 + 1
 
 
 def test_chunks_of_one_size_are_each_a_step():
-    notes = StepNotes()
+    timer = StepTimer()
     for device_s in (1.0, 2.0):
-        step(notes, ScheduledBatch("prefill", [0], [9], [], []), PROMPT, device_s)
-    assert notes.prompt.device_s == 2.0
+        step(timer, ScheduledBatch("prefill", [0], [9], [], []), PROMPT, device_s)
+    assert timer.last_prompt.device_s == 2.0
 
 
-def test_a_step_that_begins_ahead_is_noted_with_its_own_time():
-    notes = StepNotes()
+def test_a_step_that_begins_ahead_is_recorded_with_its_own_time():
+    timer = StepTimer()
     first = ScheduledBatch("decode", [0], [1], [], [])
     second = ScheduledBatch("decode", [0, 1], [1, 1], [], [])
     for batch in (first, second):
-        assert notes.is_new(batch)
-        notes.begin(batch, ROWS)
-    notes.end(first, 0.1)
-    assert notes.decode.device_s == 0.1
-    notes.end(second, 0.2)
-    assert notes.decode.device_s == 0.2
+        timer.begin(batch, lambda _: ROWS)
+    end(timer, first, 0.1)
+    assert timer.last_decode.device_s == 0.1
+    end(timer, second, 0.2)
+    assert timer.last_decode.device_s == 0.2
+
+
+def test_passes_count_as_steps_and_only_those_with_decodes_give_the_time_of_a_step():
+    timer = StepTimer()
+    timer.end(ScheduledBatch("decode", [0, 1], [1, 1], [], []), StepResult([], [0.5, 0.25]))
+    timer.end(
+        ScheduledBatch("prefill", [0], [9], [], []),
+        StepResult([], [2.0], sample_s=0.125, prepare_s=0.5),
+    )
+    assert (timer.num_steps, timer.num_tokens, timer.device_s) == (3, 2 * 2 + 9, 2.75)
+    assert timer.step_s == 0.25
+    assert timer.host_seconds() == HostSeconds(prepare=0.5, sample=0.125)

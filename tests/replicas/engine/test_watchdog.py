@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from replicas.engine.parent import STOP, WAKE
 from replicas.engine.process import EngineProcess
 from replicas.engine.requests import RoleState
+from replicas.engine.step_timer import StepTimer
 from replicas.engine.watchdog import FACTOR, STALL_S, Watchdog
-from replicas.messages import HostSeconds
 from tests.engines import make_config
 
 
@@ -39,7 +39,7 @@ class Turns:
             collect_step=lambda _: None,
             end_step=lambda _step, _now: False,
             watchdog=self.watchdog,
-            host=HostSeconds(),
+            timer=StepTimer(),
             role_state=RoleState("both"),
             config=make_config("nowhere"),
         )
