@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from replicas.engine.prefix_feed import PrefixJournal
+    from replicas.engine.kv_events import PrefixJournal
 
 NULL_BLOCK = 0
 """Target of all padding in a page table; never handed out."""

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from kv_transfer.connector import ConnectorMeta
     from replicas.config import EngineConfig
     from replicas.engine.executor import Executor
-    from replicas.engine.prefix_feed import PrefixFeed
+    from replicas.engine.kv_events import PrefixFeed
     from replicas.engine.step import ScheduledBatch, StepKind, StepResult
     from replicas.messages import WireEvent
 

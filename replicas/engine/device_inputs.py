@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from replicas.engine.batch import PersistentBatch
     from replicas.engine.device_sampling import CallRows, DecodeReload, DeviceDraws
+    from replicas.engine.input_batch import PersistentBatch
     from replicas.engine.sampler import SamplingColumns
     from replicas.engine.step import ScheduledBatch
     from replicas.generators.protocol import DeviceSamplingParams

@@ -1,7 +1,7 @@
 """Division of token sampling between device and host, and the reload commands of decode calls.
 
 Owner: the model runner holds the only `DeviceDraws` and `DecodeCommands`. Pure numpy; rows are
-slots of the persistent batch, `replicas.engine.batch`.
+slots of the persistent batch, `replicas.engine.input_batch`.
 
 Device and host draw different tokens for the same seed, so the request alone decides which of them
 draws, never the other requests of a step. The device draws where it supports the parameters (for
@@ -27,7 +27,7 @@ from replicas.sampling_params import GREEDY_EPS
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from replicas.engine.batch import PersistentBatch
+    from replicas.engine.input_batch import PersistentBatch
     from replicas.engine.sampler import SamplingColumns
     from replicas.engine.step import NewRow, StepKind
     from replicas.generators.protocol import ModelCapabilities

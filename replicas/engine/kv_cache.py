@@ -18,7 +18,7 @@ import msgspec
 
 from kv_transfer.block_hash import extend_block_hashes, prefix_root
 from replicas.engine.block_pool import BlockPool, PrefixWalk
-from replicas.engine.prefix_feed import PrefixFeed, PrefixJournal
+from replicas.engine.kv_events import PrefixFeed, PrefixJournal
 from replicas.engine.sequence import Phase
 from replicas.messages import GroupCounters, GroupSnapshot
 

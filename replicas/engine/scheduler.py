@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from kv_transfer.connector import Failure, KVConnectorScheduler
     from replicas.config import EngineConfig
     from replicas.engine.kv_cache import Place
-    from replicas.engine.prefix_feed import PrefixFeed
+    from replicas.engine.kv_events import PrefixFeed
     from replicas.engine.step import Prepared, RowFailure, ScheduledBatch, StepKind, StepResult
     from replicas.kv_groups import KVGroup
     from replicas.messages import (

@@ -26,10 +26,10 @@ from kv_transfer.connector import load_connector
 from kv_transfer.layout import KVLayout
 from kv_transfer.transports.process import keep_heap
 from replicas.engine.facts import connector_settings, model_facts
+from replicas.engine.model_runner import ModelRunner
 from replicas.engine.rows.grammar import GrammarCache
 from replicas.engine.rows.logprobs import Logprobs
 from replicas.engine.rows.order import row_processors
-from replicas.engine.runner import ModelRunner
 from replicas.engine.sampler import SamplingColumns, sample
 from replicas.engine.speculation import NgramDrafter
 from replicas.errors import ConfigError, DeviceError, InvalidRequestError
@@ -81,7 +81,7 @@ if TYPE_CHECKING:
         SpeculativeConfig,
     )
     from replicas.engine.executor import EngineHooks
-    from replicas.engine.runner import SubmittedStep
+    from replicas.engine.model_runner import SubmittedStep
     from replicas.engine.speculation import Drafter
     from replicas.engine.step import ModelFacts, Preparation, Prepared, ScheduledBatch, StepResult
     from replicas.generators.model_config import ModelConfig

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from replicas.config import EngineConfig
-from replicas.engine.runner import ModelRunner
+from replicas.engine.model_runner import ModelRunner
 from replicas.engine.step import NewRow, ScheduledBatch, StepResult
 from replicas.sampling_params import SamplingParams
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from kv_transfer.connector import Failure
 from kv_transfer.errors import FailureReason
-from replicas.engine.batch import PersistentBatch
+from replicas.engine.input_batch import PersistentBatch
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.sequence import Phase
 from replicas.engine.step import Prepared

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from replicas.config import EngineConfig, MeshConfig
 from replicas.engine.device_sampling import DeviceDraws
+from replicas.engine.model_runner import ModelRunner
 from replicas.engine.rows.processor import DeviceAbilities
-from replicas.engine.runner import ModelRunner
 from replicas.engine.step import NewRow, ScheduledBatch
 from replicas.philox import mint_seed
 from replicas.sampling_params import SamplingParams

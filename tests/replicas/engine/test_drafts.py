@@ -12,7 +12,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from replicas.config import EngineConfig
-from replicas.engine.runner import ModelRunner
+from replicas.engine.model_runner import ModelRunner
 from replicas.engine.step import NewRow, RowFailure, ScheduledBatch
 from replicas.generators.model_config import load_hf_config
 from replicas.generators.protocol import CpuDevice

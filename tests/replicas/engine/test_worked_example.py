@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from replicas.engine.batch import PersistentBatch
+from replicas.engine.input_batch import PersistentBatch
 from replicas.engine.scheduler import Scheduler
 from tests.kv_groups import one_kv_group
 from tests.replicas.engine.fakes import EOS, PREFIX_CACHE_KEY, make_config, make_sequence, result_of

@@ -8,9 +8,9 @@ runs such engines in all shapes, beside the simulator's.
 import pytest
 
 from replicas.engine import worker
-from replicas.engine.batch import PersistentBatch
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
+from replicas.engine.input_batch import PersistentBatch
 from replicas.errors import ConfigError
 from replicas.messages import Abort, AddRequest, EngineRequest, TokenOutput
 from replicas.sampling_params import SamplingParams

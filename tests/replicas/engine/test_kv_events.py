@@ -10,7 +10,7 @@ from kv_transfer.block_hash import block_names
 from replicas.engine.block_pool import BlockPool
 from replicas.engine.core import EngineCore
 from replicas.engine.kv_cache import KVCacheManager
-from replicas.engine.prefix_feed import PrefixFeed, PrefixJournal
+from replicas.engine.kv_events import PrefixFeed, PrefixJournal
 from replicas.engine.process import SNAPSHOT_S, EngineServer
 from replicas.messages import (
     PROTOCOL_VERSION,

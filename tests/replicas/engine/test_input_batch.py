@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from replicas.engine.batch import PersistentBatch
+from replicas.engine.input_batch import PersistentBatch
 from replicas.engine.step import NewRow, ScheduledBatch
 from replicas.sampling_params import SamplingParams
 

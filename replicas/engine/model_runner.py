@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from replicas.engine.batch import PersistentBatch
 from replicas.engine.device_inputs import DeviceInputs
 from replicas.engine.device_sampling import DeviceDraws
+from replicas.engine.input_batch import PersistentBatch
 from replicas.engine.rows.processor import LogitRows, RowProcessors
 from replicas.engine.sampler import (
     NO_ALLOWED_TOKEN,
