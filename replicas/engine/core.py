@@ -343,7 +343,7 @@ class EngineCore:
             host_seconds=self.timer.host_seconds(),
             groups=self._scheduler.group_counters(),
             transfer=self._transfers.stats(now_s),
-            kv_recompute_tokens=self._scheduler.num_recompute_tokens,
+            kv_recompute_tokens=self._scheduler.loads.num_recompute_tokens,
             num_stalls=self.watchdog.num_stalls,
             drafts=self._scheduler.draft_counters,
         )

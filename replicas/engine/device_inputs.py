@@ -34,6 +34,9 @@ class DeviceInputs:
         columns: Its rows' sampling parameters.
         draws: Division of rows between device and host.
         runs_ahead: Whether the device can continue from its own tokens, without the host.
+
+    Attributes:
+        commands: Which inputs a decode call must reload.
     """
 
     def __init__(
@@ -47,18 +50,10 @@ class DeviceInputs:
         self._batch = batch
         self._columns = columns
         self._draws = draws
-        self._commands = DecodeCommands(runs_ahead=runs_ahead)
+        self.commands = DecodeCommands(runs_ahead=runs_ahead)
         self._params: DeviceSamplingParams | None = None
         # Tokens, page table and positions of the last decode that reloaded them.
         self._inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-
-    def continues(self, slots: Int32Array) -> bool:
-        """Return whether a decode of these rows needs no host input, see `DecodeCommands`."""
-        return self._commands.continues(slots)
-
-    def forget(self) -> None:
-        """Note that a call other than a decode follows, after which all inputs must be reloaded."""
-        self._commands.forget()
 
     def decode_inputs(
         self, rows: CallRows, slots: Int32Array, scheduled: ScheduledBatch, *, is_ahead: bool
@@ -77,7 +72,7 @@ class DeviceInputs:
         if reload.inputs or self._inputs is None:
             inputs = self._batch.decode_inputs(slots)
             last = int(inputs.start_pos.max())
-            self._commands.num_steps_left = self._batch.max_model_len - 1 - last
+            self.commands.num_steps_left = self._batch.max_model_len - 1 - last
             self._inputs = (
                 torch.from_numpy(inputs.tokens),
                 torch.from_numpy(inputs.page_tables[0]),
@@ -124,9 +119,9 @@ class DeviceInputs:
     ) -> DecodeReload:
         """Return the reload commands of a decode call, and renew the sampling parameters if due."""
         if not len(rows.drawn):
-            self._commands.forget()
+            self.commands.forget()
             return HOST_SAMPLED
-        reload = self._commands.next_call(
+        reload = self.commands.next_call(
             slots,
             has_new=bool(scheduled.new),
             has_new_blocks=bool(scheduled.appended_blocks),

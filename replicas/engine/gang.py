@@ -235,13 +235,16 @@ class GangExecutor:
 
     Args:
         worker: The worker.
-        gang: Connection to the gang.
+        rank: Connection to the gang.
         watchdog: Records each turn's largest batch, which decides how long the turn takes.
+
+    Attributes:
+        rank: As given.
     """
 
-    def __init__(self, worker: GangWorker, gang: GangRank, watchdog: Watchdog) -> None:
+    def __init__(self, worker: GangWorker, rank: GangRank, watchdog: Watchdog) -> None:
         self._worker = worker
-        self._gang = gang
+        self.rank = rank
         self._watchdog = watchdog
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:  # noqa: ANN401 - as they come
@@ -249,20 +252,12 @@ class GangExecutor:
         if method == "submit_step" and args[0] is not None:
             # Waiting for a turn must not count as the duration of one.
             self._watchdog.compute(0)
-            self._begin(self._gang.compute(sum(args[0].num_scheduled_tokens), self._serve))
+            self._begin(self.rank.compute(sum(args[0].num_scheduled_tokens), self._serve))
         return [getattr(self._worker, method)(*args)]
-
-    def drained(self) -> None:
-        """Tell the gang that no request is left here."""
-        self._gang.drained()
-
-    def idle(self) -> None:
-        """Tell the gang that there is no batch now."""
-        self._gang.idle()
 
     def follow(self) -> None:
         """Take part in a turn of other ranks, if one has started."""
-        self._gang.follow(self._serve)
+        self.rank.follow(self._serve)
 
     def _serve(self, turn: Turn) -> None:
         self._begin(turn)

@@ -95,7 +95,16 @@ class KVLoads:
     def load(self, request_id: str, ticket: bytes, epoch: int, now_s: float) -> None:
         """Start fetching a reserved sequence's KV, or cancel the transfer under way first.
 
-        For arguments and errors see `Scheduler.load`.
+        Unknown ids, and sequences that no longer wait for KV, are ignored.
+
+        Args:
+            request_id: The reserved sequence.
+            ticket: A sealed ticket.
+            epoch: The client's number for it.
+            now_s: Monotonic clock.
+
+        Raises:
+            TransferError: The connector cannot use the ticket; the reservation stands.
         """
         seq = self.reserved.get(request_id)
         if seq is None or seq.transfer is None or self._connector is None:

@@ -253,9 +253,9 @@ class ModelRunner:
         if len(rows.calls[0].drawn) < len(rows.slots):
             return False
         if scheduled.slots == slots_before:
-            return self._device.continues(rows.slots)
+            return self._device.commands.continues(rows.slots)
         slots = np.asarray(scheduled.slots, dtype=np.int32)
-        return not self._draws.keeps_state and self._device.continues(slots)
+        return not self._draws.keeps_state and self._device.commands.continues(slots)
 
     def _take_over(self, row: NewRow) -> None:
         """Replace the parameters of a new row's slot; the batch has taken over the rest."""
@@ -504,7 +504,7 @@ class ModelRunner:
     def _call_prefill(
         self, step: SubmittedStep, rows: CallRows, slots: Int32Array, counts: Int32Array
     ) -> _Call:
-        self._device.forget()
+        self._device.commands.forget()
         places = np.arange(len(slots))
         inputs = self._batch.prefill_inputs(slots, counts)
         params = None

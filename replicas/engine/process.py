@@ -335,14 +335,14 @@ class EngineProcess:
         core, ran = self._server.core, False
         epoch = core.role_state.epoch
         if self._gang is not None:
-            self._gang.idle()
+            self._gang.rank.idle()
         while not self._stopped:
             self._watchdog.work(time.monotonic())
             # After a step that ran nothing, wait for a message or a deadline instead of spinning.
             self._drain_inbox(wait=not ran)
             step = core.begin_step(time.monotonic())
             if self._gang is not None and step.batch is None:
-                self._gang.idle()
+                self._gang.rank.idle()
             # Send tokens before `end_step` copies KV, so that no client waits for the copy.
             core.collect_step(step)
             self._send_frames()
@@ -475,7 +475,7 @@ def main(make_hooks: Callable[[EngineConfig], EngineHooks] = lambda _config: NO_
         tell_of_start(EngineReport(ready=described, warm_up_s=core.warm_up_s))
         EngineProcess(
             EngineServer(core, arguments.incarnation), inbox, sender,
-            on_drained=_tell_drained(tell) if gang is None else gang.drained,
+            on_drained=_tell_drained(tell) if gang is None else gang.rank.drained,
             on_role=lambda role: tell(EngineReport(role=role)), gang=gang,
         ).run()  # fmt: skip
         inbox.close()

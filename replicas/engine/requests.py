@@ -147,7 +147,7 @@ class RequestHandler:
         request_id, ticket = message.request_id, message.ticket
         try:
             if isinstance(message, LoadKV):
-                self._scheduler.load(request_id, ticket, message.epoch, now_s)
+                self._scheduler.loads.load(request_id, ticket, message.epoch, now_s)
             else:
                 self._scheduler.lend(request_id, ticket, now_s)
         except TransferError as error:

@@ -182,22 +182,6 @@ class Scheduler:
             self.table.add(seq)
             self.preparations.add(seq)
 
-    def load(self, request_id: str, ticket: bytes, epoch: int, now_s: float) -> None:
-        """Start fetching a reserved sequence's KV, after the end of a transfer under way.
-
-        Unknown ids, and sequences that no longer wait for KV, are ignored.
-
-        Args:
-            request_id: The reserved sequence.
-            ticket: A sealed ticket.
-            epoch: The client's number for it.
-            now_s: Monotonic clock.
-
-        Raises:
-            TransferError: The connector cannot use the ticket; the reservation stands.
-        """
-        self.loads.load(request_id, ticket, epoch, now_s)
-
     def lend(self, request_id: str, ticket: bytes, now_s: float) -> None:
         """Let another engine fetch the KV of a sequence while it continues to run here.
 
@@ -257,37 +241,38 @@ class Scheduler:
         self._go_on(seq)
         return seq if seq.is_over else None
 
-    def kv_received(self, request_id: str, *, is_converted: bool = False) -> Sequence | None:
-        """Note that the requested KV is in the sequence's blocks, which can now be indexed.
+    def kv_ended(
+        self, request_id: str, failure: Failure | None, now_s: float, *, is_converted: bool = False
+    ) -> Sequence | None:
+        """Note that a load has ended and writes nothing more; keep and index what arrived.
+
+        After a failure a sequence from the queue continues from the verified part at once. So does
+        an activated one, unless `kv_load_failure_policy` is "fail", which ends it. Another reserved
+        sequence continues with its next ticket, or waits for one.
 
         Args:
             request_id: The sequence.
+            failure: Why it failed, and the number of tokens whose KV did arrive; None: all came.
+            now_s: Monotonic clock.
             is_converted: Whether the KV came in another dtype and so must not be shared.
 
         Returns:
             The live sequence whose client must be notified, if any.
         """
-        return self._kv_ended(request_id, None, 0.0, is_converted=is_converted)
-
-    def kv_failed(
-        self, request_id: str, failure: Failure, now_s: float, *, is_converted: bool = False
-    ) -> Sequence | None:
-        """Note that a load has failed and writes nothing more; keep the verified part.
-
-        A sequence from the queue continues from there at once. So does an activated one, unless
-        `kv_load_failure_policy` is "fail", which ends it. Another reserved sequence continues with
-        its next ticket, or waits for one.
-
-        Args:
-            request_id: The sequence.
-            failure: The reason, and the number of tokens whose KV did arrive.
-            now_s: Monotonic clock.
-            is_converted: Whether that part came in another dtype and so must not be shared.
-
-        Returns:
-            The sequence whose client must be notified, if any.
-        """
-        return self._kv_ended(request_id, failure, now_s, is_converted=is_converted)
+        seq = self.table.get(request_id)
+        if seq is None:
+            self.release_held(request_id)
+            return None
+        if not is_loading(seq):
+            return None
+        has_client = seq.phase is Phase.RESERVED
+        num_new = self.loads.end_load(seq, failure)
+        seq.num_computed_tokens += num_new
+        self._kv.note_loaded(seq, num_new, is_converted=is_converted)
+        if failure is not None and has_client and self.loads.try_next_ticket(seq, now_s):
+            return None
+        self._go_on(seq)
+        return seq if has_client else None
 
     def release_held(self, request_id: str) -> None:
         """Free blocks that another engine has fetched, or will not fetch."""
@@ -922,24 +907,6 @@ class Scheduler:
 
     # --- from place to place --------------------------------------------------------------------
 
-    def _kv_ended(
-        self, request_id: str, failure: Failure | None, now_s: float, *, is_converted: bool
-    ) -> Sequence | None:
-        seq = self.table.get(request_id)
-        if seq is None:
-            self.release_held(request_id)
-            return None
-        if not is_loading(seq):
-            return None
-        has_client = seq.phase is Phase.RESERVED
-        num_new = self.loads.end_load(seq, failure)
-        seq.num_computed_tokens += num_new
-        self._kv.note_loaded(seq, num_new, is_converted=is_converted)
-        if failure is not None and has_client and self.loads.try_next_ticket(seq, now_s):
-            return None
-        self._go_on(seq)
-        return seq if has_client else None
-
     def _go_on(self, seq: Sequence) -> None:
         """Run or end a sequence that has waited for KV, if it need not wait longer."""
         if seq in self.preparations.waiting:
@@ -1021,11 +988,6 @@ class Scheduler:
     def awaits_connector(self) -> bool:
         """Return whether a sequence or a held block needs news from the connector."""
         return bool(self.table.held) or self.loads.awaits_connector
-
-    @property
-    def num_recompute_tokens(self) -> int:
-        """Return the prompt tokens that are computed here because their KV did not come."""
-        return self.loads.num_recompute_tokens
 
     def group_rooms(self) -> list[GroupSnapshot]:
         """Return the free slots and blocks of each DP group, without its load.

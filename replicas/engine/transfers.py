@@ -14,6 +14,7 @@ from replicas.messages import KVLoaded, KVTransfers
 if TYPE_CHECKING:
     from kv_transfer.connector import (
         ConnectorMeta,
+        Failure,
         KVConnectorScheduler,
         TransferInfo,
         TransferResults,
@@ -84,13 +85,11 @@ class Transfers:
         # Sorted, so that the order of effects does not depend on a set.
         for request_id in sorted(transfers.sent):
             self._scheduler.release_held(request_id)
-        for request_id in sorted(transfers.received):
-            is_converted = request_id in transfers.converted
-            self._tell_loaded(self._scheduler.kv_received(request_id, is_converted=is_converted))
-        for request_id, failure in transfers.failed.items():
+        ended: dict[str, Failure | None] = dict.fromkeys(sorted(transfers.received))
+        for request_id, failure in (*ended.items(), *transfers.failed.items()):
             is_converted = request_id in transfers.converted
             self._tell_loaded(
-                self._scheduler.kv_failed(request_id, failure, now_s, is_converted=is_converted)
+                self._scheduler.kv_ended(request_id, failure, now_s, is_converted=is_converted)
             )
         return bool(results) or self.connector.has_pending_work()
 

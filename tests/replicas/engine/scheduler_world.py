@@ -260,7 +260,7 @@ class World:
             # A load from the store has no blocks until the store has answered.
             if ok and transfer.block_ids:
                 self._receive(transfer)
-                self._count_ended(self.scheduler.kv_received(request_id))
+                self._count_ended(self.scheduler.kv_ended(request_id, None, 0.0))
             else:
                 self._spoil(transfer, num_verified)
                 self._fail(request_id, num_verified)
@@ -278,7 +278,7 @@ class World:
     def _fail(self, request_id: str, num_tokens: int) -> None:
         self.connector.pool.pop(request_id, None)
         failure = Failure(FailureReason.STALLED, num_tokens)
-        self._count_ended(self.scheduler.kv_failed(request_id, failure, self.now_s))
+        self._count_ended(self.scheduler.kv_ended(request_id, failure, self.now_s))
 
     def activate(self, request_id: str, token_ids: list[int]) -> None:
         """Activate a request as the core does for a client, with some more tokens than before."""

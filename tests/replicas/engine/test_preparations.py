@@ -192,17 +192,17 @@ def test_a_reserved_sequence_waits_for_its_kv_and_its_grammar(is_last):
     _, connector = being_loaded()
     scheduler = make_scheduler(connector=connector)
     scheduler.reserve(seq := sequence("g", A, mode="decode"), 0.0)
-    scheduler.load("g", make_ticket("g", 8), 0, 0.0)
+    scheduler.loads.load("g", make_ticket("g", 8), 0, 0.0)
     scheduler.activate("g", [[7]], 0.0)
     scheduler.preparations.take_orders(0.0)
     if is_last == "grammar":
-        scheduler.kv_received("g")
+        scheduler.kv_ended("g", None, 0.0)
         assert step(scheduler) == {}
         scheduler.end_preparations([Prepared(A)], 0.0)
     else:
         scheduler.end_preparations([Prepared(A)], 0.0)
         assert step(scheduler) == {}
-        scheduler.kv_received("g")
+        scheduler.kv_ended("g", None, 0.0)
     assert seq.phase is Phase.PREFILL
     assert step(scheduler) == {"g": 1}
 

@@ -39,7 +39,7 @@ def being_loaded(**changes):
     connector = FakeConnector(4)
     scheduler = make_scheduler(connector=connector, **changes)
     scheduler.reserve(make_sequence("r", PROMPT, mode="decode"), 0.0)
-    scheduler.load("r", make_ticket("r", 8), 0, 0.0)
+    scheduler.loads.load("r", make_ticket("r", 8), 0, 0.0)
     return scheduler, connector
 
 
@@ -216,7 +216,7 @@ def test_loaded_prompt_goes_on_with_one_token():
     scheduler.activate("r", [[5]], 0.0)
     assert step(scheduler) == {}
     del connector.transfers["r"]
-    scheduler.kv_received("r")
+    scheduler.kv_ended("r", None, 0.0)
     assert step(scheduler) == {"r": 1}
 
 
@@ -224,7 +224,7 @@ def test_tokens_that_the_client_has_already_are_computed_after_a_load():
     scheduler, connector = being_loaded()
     scheduler.activate("r", [[5, 6, 7]], 0.0)
     del connector.transfers["r"]
-    scheduler.kv_received("r")
+    scheduler.kv_ended("r", None, 0.0)
     assert step(scheduler) == {"r": 3}
 
 
@@ -232,7 +232,7 @@ def test_failed_load_of_an_activated_prompt_is_computed_here():
     scheduler, connector = being_loaded()
     scheduler.activate("r", [[5]], 0.0)
     del connector.transfers["r"]
-    scheduler.kv_failed("r", Failure(FailureReason.PEER_DEAD), 0.0)
+    scheduler.kv_ended("r", Failure(FailureReason.PEER_DEAD), 0.0)
     assert step(scheduler) == {"r": 9}
 
 
@@ -240,10 +240,10 @@ def test_only_the_tokens_of_a_ticket_count_as_computed():
     connector = FakeConnector(4)
     scheduler = make_scheduler(connector=connector)
     scheduler.reserve(make_sequence("r", [1] * 8, mode="decode"), 0.0)
-    scheduler.load("r", make_ticket("r", 4), 0, 0.0)
+    scheduler.loads.load("r", make_ticket("r", 4), 0, 0.0)
     scheduler.activate("r", [[5]], 0.0)
     del connector.transfers["r"]
-    scheduler.kv_received("r")
+    scheduler.kv_ended("r", None, 0.0)
     assert step(scheduler) == {"r": 5}
 
 
@@ -251,7 +251,7 @@ def test_a_ticket_for_more_than_the_prompt_loads_nothing():
     connector = FakeConnector(4)
     scheduler = make_scheduler(connector=connector)
     scheduler.reserve(make_sequence("r", [1] * 8, mode="decode"), 0.0)
-    scheduler.load("r", make_ticket("r", 9), 0, 0.0)
+    scheduler.loads.load("r", make_ticket("r", 9), 0, 0.0)
     assert connector.cancelled == {"r"}
     assert connector.transfers["r"].block_ids == ()
 
@@ -261,10 +261,10 @@ def test_a_block_that_may_be_computed_again_is_nobody_elses(is_delivered):
     scheduler, connector = being_loaded(num_blocks=16)
     del connector.transfers["r"]
     if is_delivered:
-        scheduler.kv_received("r")
+        scheduler.kv_ended("r", None, 0.0)
     else:
         # Given up after the last row was verified.
-        scheduler.kv_failed("r", Failure(FailureReason.PEER_DEAD, 8), 0.0)
+        scheduler.kv_ended("r", Failure(FailureReason.PEER_DEAD, 8), 0.0)
     scheduler.add(make_sequence("early", [*PROMPT, 9]), 0.0)
     assert step(scheduler) == {"early": 5}, "the last block of r is not to be found yet"
     # Its first token was lost with the engine that drew it: the logits are computed again here.
@@ -278,7 +278,7 @@ def test_a_block_that_may_be_computed_again_is_nobody_elses(is_delivered):
 def test_converted_kv_is_found_by_nobody_until_it_is_computed_here():
     scheduler, connector = being_loaded(num_blocks=16)
     del connector.transfers["r"]
-    scheduler.kv_received("r", is_converted=True)
+    scheduler.kv_ended("r", None, 0.0, is_converted=True)
     scheduler.activate("r", [[9]], 0.0)
     for _ in range(8):
         assert step(scheduler) == {"r": 1}
@@ -294,7 +294,7 @@ def test_of_a_failed_load_what_counts_decides_whether_blocks_are_found(num_verif
     scheduler, connector = being_loaded(num_blocks=16)
     del connector.transfers["r"]
     failure = Failure(FailureReason.PEER_DEAD, num_verified)
-    scheduler.kv_failed("r", failure, 0.0, is_converted=True)
+    scheduler.kv_ended("r", failure, 0.0, is_converted=True)
     scheduler.activate("r", [], 0.0)
     assert step(scheduler) == {"r": 8 - num_verified}
     scheduler.add(make_sequence("other", [*PROMPT, 9]), 0.0)
@@ -308,7 +308,7 @@ def test_blocks_of_an_aborted_load_stay_taken_until_nothing_can_be_written():
     assert (group.num_empty_slots, group.num_free_blocks) == (4, [5])
     assert scheduler.add(make_sequence("r", [1]), 0.0) == "duplicate"
     del connector.transfers["r"]
-    scheduler.kv_failed("r", Failure(FailureReason.PEER_DEAD), 0.0)
+    scheduler.kv_ended("r", Failure(FailureReason.PEER_DEAD), 0.0)
     assert scheduler.group_snapshots()[0].num_free_blocks == [8]
 
 
@@ -402,12 +402,12 @@ def with_store(found, **changes):
 
 def arrive(scheduler, connector, request_id):
     del connector.transfers[request_id]
-    assert scheduler.kv_received(request_id) is None
+    assert scheduler.kv_ended(request_id, None, 0.0) is None
 
 
 def fail(scheduler, connector, request_id, num_tokens, reason=FailureReason.STORE):
     del connector.transfers[request_id]
-    return scheduler.kv_failed(request_id, Failure(reason, num_tokens), 0.0)
+    return scheduler.kv_ended(request_id, Failure(reason, num_tokens), 0.0)
 
 
 def test_every_request_is_announced_with_its_prompt_and_salt():
@@ -478,7 +478,7 @@ def test_of_a_failed_load_whole_verified_blocks_are_kept(num_tokens, left):
     assert fail(scheduler, connector, "a", num_tokens) is None
     assert scheduler.table.get("a").place.num_cached_tokens == 14 - left
     assert step(scheduler) == {"a": left}
-    assert scheduler.num_recompute_tokens == left - 2
+    assert scheduler.loads.num_recompute_tokens == left - 2
 
 
 def test_a_failed_load_keeps_what_was_cached_here():
@@ -489,7 +489,7 @@ def test_a_failed_load_keeps_what_was_cached_here():
     step(scheduler)
     fail(scheduler, connector, "b", 0)
     assert step(scheduler) == {"b": 6}
-    assert scheduler.num_recompute_tokens == 4
+    assert scheduler.loads.num_recompute_tokens == 4
 
 
 def test_a_generator_that_computes_whole_prompts_only_is_given_no_parts():
@@ -503,7 +503,7 @@ def test_a_generator_that_computes_whole_prompts_only_is_given_no_parts():
     scheduler.add(make_sequence("a", [1] * 10), 0.0)
     assert step(scheduler) == {"a": 10}
     scheduler.reserve(make_sequence("r", [2] * 8, mode="decode"), 0.0)
-    scheduler.load("r", make_ticket("r", 8), 0, 0.0)
+    scheduler.loads.load("r", make_ticket("r", 8), 0, 0.0)
     scheduler.activate("r", [[5]], 0.0)
     fail(scheduler, connector, "r", 4)
     assert step(scheduler) == {"a": 1, "r": 9}
@@ -594,7 +594,7 @@ def loading(tokens=(), policy="recompute"):
     connector = FakeConnector(4)
     scheduler = make_scheduler(connector=connector, kv_load_failure_policy=policy)
     scheduler.reserve(make_sequence("r", [1] * 12, mode="decode"), 0.0)
-    scheduler.load("r", make_ticket("r", 12), 7, 0.0)
+    scheduler.loads.load("r", make_ticket("r", 12), 7, 0.0)
     if tokens:
         scheduler.activate("r", [list(tokens)], 0.0)
     return scheduler, connector
@@ -606,7 +606,7 @@ def test_of_a_failed_transfer_whole_verified_blocks_are_kept(num_tokens, left):
     seq = fail(scheduler, connector, "r", num_tokens, FailureReason.PEER_DEAD)
     assert (seq.load.failure, seq.load.epoch) == ("peer_dead", 7)
     assert step(scheduler) == {"r": left}
-    assert scheduler.num_recompute_tokens == left - 1
+    assert scheduler.loads.num_recompute_tokens == left - 1
 
 
 def test_a_reservation_that_nobody_needs_any_more_fetches_nothing_and_counts_as_its_client_says():
@@ -619,13 +619,13 @@ def test_a_reservation_that_nobody_needs_any_more_fetches_nothing_and_counts_as_
 def test_the_next_ticket_fetches_only_what_is_missing():
     scheduler, connector = loading()
     fail(scheduler, connector, "r", 8)
-    scheduler.load("r", make_ticket("r", 12, 1), 1, 0.0)
+    scheduler.loads.load("r", make_ticket("r", 12, 1), 1, 0.0)
     assert connector.transfers["r"].start == 8
     del connector.transfers["r"]
-    scheduler.kv_received("r")
+    scheduler.kv_ended("r", None, 0.0)
     scheduler.activate("r", [[5]], 0.0)
     assert step(scheduler) == {"r": 1}
-    assert scheduler.num_recompute_tokens == 0
+    assert scheduler.loads.num_recompute_tokens == 0
 
 
 def test_a_request_that_must_not_be_recomputed_ends_when_its_kv_fails():
@@ -634,7 +634,7 @@ def test_a_request_that_must_not_be_recomputed_ends_when_its_kv_fails():
     assert (seq.phase, seq.load.failure) == (Phase.ENDED, "store")
     assert scheduler.table.num_live == 0
     assert scheduler.group_counters()[0].requests_finished == {"error": 1}
-    assert scheduler.num_recompute_tokens == 0
+    assert scheduler.loads.num_recompute_tokens == 0
 
 
 def test_a_request_that_must_not_be_recomputed_ends_when_it_is_activated_without_its_kv():
@@ -666,7 +666,7 @@ def activated_with_a_token_and_never_given_a_ticket(policy, cached=0):
 def test_a_request_that_must_not_be_recomputed_ends_without_a_ticket_too():
     scheduler, ended = activated_with_a_token_and_never_given_a_ticket("fail")
     assert (ended.phase, ended.load.failure) == (Phase.ENDED, "no_ticket")
-    assert (scheduler.table.num_live, scheduler.num_recompute_tokens) == (0, 0)
+    assert (scheduler.table.num_live, scheduler.loads.num_recompute_tokens) == (0, 0)
 
 
 @pytest.mark.parametrize(("cached", "left"), [(0, 13), (8, 5)])
@@ -674,7 +674,7 @@ def test_what_is_recomputed_without_a_ticket_is_counted_as_such(cached, left):
     scheduler, ended = activated_with_a_token_and_never_given_a_ticket("recompute", cached)
     assert ended is None
     assert step(scheduler) == {"r": left}
-    assert scheduler.num_recompute_tokens == left - 1
+    assert scheduler.loads.num_recompute_tokens == left - 1
 
 
 def test_a_prompt_that_the_client_wants_computed_here_is_no_recomputation():
@@ -682,7 +682,7 @@ def test_a_prompt_that_the_client_wants_computed_here_is_no_recomputation():
     scheduler.reserve(make_sequence("r", [1] * 12, mode="decode"), 0.0)
     assert scheduler.activate("r", [], 0.0) is None
     assert step(scheduler) == {"r": 12}
-    assert scheduler.num_recompute_tokens == 0
+    assert scheduler.loads.num_recompute_tokens == 0
 
 
 def test_kv_that_is_here_in_spite_of_a_failure_is_used():
@@ -696,7 +696,7 @@ def test_a_refused_ticket_is_a_failure_too():
     fail(scheduler, connector, "r", 0)
     connector.refuse = "forged"
     with pytest.raises(TransferError):
-        scheduler.load("r", make_ticket("r", 12, 1), 8, 0.0)
+        scheduler.loads.load("r", make_ticket("r", 12, 1), 8, 0.0)
     ended = scheduler.activate("r", [[5]], 0.0)
     assert (ended.phase, ended.load.failure) == (Phase.ENDED, "bad_ticket")
 
@@ -706,7 +706,7 @@ def test_a_reserved_sequence_waits_for_a_store_that_does_not_know_yet():
     scheduler = make_scheduler(connector=connector)
     connector.pool["r"] = None
     scheduler.reserve(make_sequence("r", [1] * 8, mode="decode"), 0.0)
-    scheduler.load("r", make_ticket("r", 8), 0, 0.0)
+    scheduler.loads.load("r", make_ticket("r", 8), 0, 0.0)
     scheduler.activate("r", [[5]], 0.0)
     assert step(scheduler) == {}
     scheduler.check_invariants()
@@ -715,7 +715,7 @@ def test_a_reserved_sequence_waits_for_a_store_that_does_not_know_yet():
     assert step(scheduler) == {}
     assert len(connector.transfers["r"].block_ids[0]) == 2
     del connector.transfers["r"]
-    assert scheduler.kv_received("r").request_id == "r"
+    assert scheduler.kv_ended("r", None, 0.0).request_id == "r"
     assert step(scheduler) == {"r": 1}
 
 
@@ -757,7 +757,7 @@ def test_a_reserved_prompt_that_is_computed_here_may_be_kept():
     scheduler = make_scheduler(connector=connector)
     for name in ("here", "there"):
         scheduler.reserve(make_sequence(name, [1] * 8, mode="decode"), 0.0)
-    scheduler.load("there", make_ticket("there", 8), 0, 0.0)
+    scheduler.loads.load("there", make_ticket("there", 8), 0, 0.0)
     for name in ("here", "there"):
         scheduler.activate(name, [], 0.0)
     assert connector.announced == ["here"]
@@ -837,7 +837,7 @@ def test_nothing_is_lent_of_what_came_in_another_dtype_or_has_no_blocks():
     scheduler, connector = being_loaded()
     scheduler.activate("r", [[5]], 0.0)
     del connector.transfers["r"]
-    scheduler.kv_received("r", is_converted=True)
+    scheduler.kv_ended("r", None, 0.0, is_converted=True)
     assert step(scheduler) == {"r": 1}
     scheduler.lend("r", make_ticket("r", 4, producer="here"), 0.0)
     assert connector.cancelled == {"r"}
@@ -860,7 +860,7 @@ def heir(num_tokens, **changes):
     connector = FakeConnector(4)
     scheduler = make_scheduler(connector=connector, **changes)
     scheduler.reserve(make_sequence("r", PROMPT, mode="decode", output=[1] * 6), 0.0)
-    scheduler.load("r", make_ticket("r", num_tokens), 3, 0.0)
+    scheduler.loads.load("r", make_ticket("r", num_tokens), 3, 0.0)
     return scheduler, connector
 
 
@@ -869,10 +869,10 @@ def heir(num_tokens, **changes):
 def test_a_stream_goes_on_with_lent_kv_and_computes_what_came_meanwhile(num_tokens, left, policy):
     scheduler, connector = heir(num_tokens, kv_load_failure_policy=policy)
     del connector.transfers["r"]
-    assert scheduler.kv_received("r").request_id == "r"
+    assert scheduler.kv_ended("r", None, 0.0).request_id == "r"
     assert scheduler.activate("r", [[1] * 9], 0.0) is None
     assert step(scheduler) == {"r": left}
-    assert scheduler.num_recompute_tokens == 0
+    assert scheduler.loads.num_recompute_tokens == 0
 
 
 def test_a_stream_that_starts_before_its_kv_came_does_not_wait_for_the_rest():

@@ -151,7 +151,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if seq.num_output_tokens and not seq.load.is_activated:
                 num_tokens = data.draw(st.integers(1, seq.num_tokens), label="tokens lent")
             ticket = make_ticket(seq.request_id, num_tokens, self.epoch)
-            self.scheduler.load(seq.request_id, ticket, self.epoch, self.world.now_s)
+            self.scheduler.loads.load(seq.request_id, ticket, self.epoch, self.world.now_s)
 
     @rule(data=st.data())
     def lend(self, data):
