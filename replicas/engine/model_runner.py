@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from replicas.engine.device_inputs import DeviceInputs
-from replicas.engine.device_sampling import DeviceDraws
+from replicas.engine.device_batch import DeviceDraws, DeviceInputs
 from replicas.engine.input_batch import PersistentBatch
 from replicas.engine.rows.processor import LogitRows, RowProcessors
 from replicas.engine.sampler import (
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from replicas.config import EngineConfig
-    from replicas.engine.device_sampling import CallRows
+    from replicas.engine.device_batch import CallRows
     from replicas.engine.rows.logprobs import Logprobs
     from replicas.engine.rows.processor import RowProcessor
     from replicas.engine.speculation import Drafter

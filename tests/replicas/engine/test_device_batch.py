@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replicas.config import EngineConfig, MeshConfig
-from replicas.engine.device_sampling import DeviceDraws
+from replicas.engine.device_batch import DeviceDraws
 from replicas.engine.model_runner import ModelRunner
 from replicas.engine.rows.processor import DeviceAbilities
 from replicas.engine.step import NewRow, ScheduledBatch
