@@ -2,7 +2,7 @@
 
 from benchmarks.step_path import Call, count, decode_step
 
-MAX_FUNCTIONS, MAX_CLASSES, MAX_MODULES = 46, 12, 12
+MAX_FUNCTIONS, MAX_CLASSES, MAX_MODULES = 45, 12, 12
 
 
 def test_a_plain_decode_step_calls_no_more_of_the_engine():
