@@ -319,7 +319,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         steps_in_flight: 2 lets a decode step start before the tokens of the previous one have been
             read, if the generator supports it; 1 does not.
         logprobs_mode: The values that requests with `logprobs` get: log probabilities or logits,
-            raw, or processed as for the draw, by penalties, biases, temperature and top-p.
+            raw, or processed as for the draw, by penalties, biases, temperature and top-p. Those of
+            prompts are always raw.
         max_logprobs: Most tokens whose log probabilities a request may ask for at each position; -1
             sets no limit.
         speculative_config: Drafts of the next tokens, verified in passes of several tokens a row.

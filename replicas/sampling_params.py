@@ -47,13 +47,6 @@ vllm: neutral defaults, whatever the folder recommends."""
 _INT64 = 2**63
 
 
-NOT_YET: dict[str, str] = {
-    "prompt_logprobs": "it reports no log probabilities",
-}
-"""Fields that are checked and sent, but refused unless they have their defaults; with the reason.
-The commit that lets engines obey a field drops its row."""
-
-
 class _Rule(NamedTuple):
     """Range of one field: `text` follows its name in the error."""
 
@@ -352,15 +345,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
         return self.prompt_logprobs is None if skips is None else not skips
 
     def check_supported(self) -> None:
-        """Refuse values that the wire format carries but engines do not obey yet.
+        """Refuse fields that front ends must apply before an engine gets them.
 
         Raises:
-            InvalidRequestError: A field of `NOT_YET` differs from its default, or is one that front
-                ends apply; `param` names it.
+            InvalidRequestError: Such a field is set; `param` names it.
         """
-        for name, reason in NOT_YET.items():
-            if getattr(self, name) != getattr(_DEFAULTS, name):
-                raise _refusal(name, f"is not supported by this engine yet: {reason}")
         if self.bad_words:
             raise _refusal("bad_words", "must come to an engine as bad_words_token_ids")
         if self.truncate_prompt_tokens is not None:

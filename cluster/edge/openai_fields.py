@@ -5,8 +5,6 @@
 - NOT_YET fields would alter the answer. They are accepted at their neutral value and refused at any
   other.
 
-Fields that `replicas.sampling_params.NOT_YET` names are refused when the request is built.
-
 A field in no table is refused by name. `null` means "not given" everywhere.
 Source: OpenAI API reference (openai-python 3.51 request types); vLLM 0.32 protocol classes.
 """

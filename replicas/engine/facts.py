@@ -53,6 +53,8 @@ def model_facts(
         supports_chunked_prefill=capabilities.get("supports_chunked_prefill", False),
         supports_prefix_caching=capabilities.get("supports_prefix_caching", False),
         supports_drafts=capabilities.get("supports_mixed_batch", False),
+        supports_prompt_logprobs=capabilities.get("supports_mixed_batch", False)
+        and capabilities.get("supports_hidden_states", False),
         supports_async_decode=capabilities.get("supports_async_decode", False),
         tokens_per_pass=tokens_per_pass,
         # Source: vllm-tt-plugin's `TTScheduler`, `num_lookahead_tokens`.

@@ -259,7 +259,7 @@ class KVCacheManager:
         """Note that KV has been loaded into a sequence's blocks, and index the full ones.
 
         Converted KV is not indexed, and neither is a block with the last known token, because that
-        token may be computed again.
+        token may be computed again. So may the whole prompt, for its log probabilities.
 
         Args:
             seq: The sequence, whose progress contains the tokens.
@@ -270,6 +270,8 @@ class KVCacheManager:
         if seq.phase is Phase.LOADING and not seq.num_preemptions:
             place.num_cached_tokens += num_new
         place.is_converted |= is_converted and num_new > 0
+        if seq.needs_prompt_logprobs:
+            return
         self.index_full_blocks(seq, min(seq.num_computed_tokens, seq.num_tokens - 1))
 
     def grow(self, wanted: SequenceOf[tuple[Sequence, int]]) -> list[list[list[int]]] | None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from replicas.engine.device_batch import DeviceDraws, DeviceInputs
-from replicas.engine.input_batch import PersistentBatch
+from replicas.engine.input_batch import PersistentBatch, last_indices
 from replicas.engine.rows.processor import LogitRows, RowProcessors
 from replicas.engine.sampler import (
     NO_ALLOWED_TOKEN,
@@ -47,8 +47,10 @@ if TYPE_CHECKING:
         ForwardOutput,
         Generator,
         KVCache,
+        SupportsHiddenStates,
         SupportsMixedBatch,
     )
+    from replicas.messages import TokenLogprob
 
     IntArray = npt.NDArray[np.integer[Any]]
     Int32Array = npt.NDArray[np.int32]
@@ -84,6 +86,24 @@ class _Drawn(NamedTuple):
     failed: Sequence[RowFailure] = ()
 
 
+class _PromptPart(NamedTuple):
+    """A part of a prompt that a step computes, and whose log probabilities are asked for.
+
+    Attributes:
+        row: Its row of the step.
+        num_likeliest: As the parameter `prompt_logprobs`.
+        is_first: Whether it begins the prompt.
+        token_ids: (n,) the prompt's tokens behind each of its positions.
+        hidden: (n, N) their hidden states.
+    """
+
+    row: int
+    num_likeliest: int
+    is_first: bool
+    token_ids: list[int]
+    hidden: torch.Tensor
+
+
 @dataclass(slots=True, eq=False)
 class _Call:
     """A call of the generator that has been made.
@@ -115,6 +135,7 @@ class SubmittedStep:
         max_drafts: The most drafts to propose for each row once the tokens are known.
         positions: Its rows of logits if it verifies drafts; otherwise each row has at most one.
         processed: Its rows of logits that row processors work on, if there are any.
+        prompts: Parts of prompts whose log probabilities are asked for.
         result: The result, once the tokens are known.
         prepare_s: Seconds of the submission outside the generator.
     """
@@ -127,6 +148,7 @@ class SubmittedStep:
     max_drafts: int
     positions: _Positions | None = None
     processed: LogitRows | None = None
+    prompts: Sequence[_PromptPart] = ()
     result: StepResult | None = None
     prepare_s: float = 0.0
 
@@ -143,7 +165,7 @@ class ModelRunner:
         wait_for_event: Waits for an event of `read_decode_output`; not needed by generators without
             asynchronous decode.
         processors: Processors of rows, in the order in which they are applied.
-        logprobs: The one of them that reads log probabilities.
+        logprobs: The one of them that reads log probabilities; also reads those of prompts.
         drafter: Proposes drafts after steps that ask for them; a mixed pass can verify them.
     """
 
@@ -167,6 +189,8 @@ class ModelRunner:
         self._columns = SamplingColumns(num_slots)
         self._processors = RowProcessors(processors, num_slots)
         self._logprobs = logprobs
+        # By slot: log probabilities wanted for the tokens of a prompt that is not computed yet.
+        self._prompt_logprobs: dict[int, int] = {}
         self._drafter = drafter
         self._wait_for_event = wait_for_event
         mesh = config.mesh
@@ -211,6 +235,8 @@ class ModelRunner:
         batch.apply(scheduled)
         if scheduled.gone:
             self._processors.remove(scheduled.gone)
+            for slot in scheduled.gone:
+                self._prompt_logprobs.pop(slot, None)
         for row in scheduled.new:
             self._take_over(row)
         rows = self._divide(scheduled)
@@ -263,6 +289,9 @@ class ModelRunner:
             self._drafter.take_slot(row.slot)
         self._columns.add(row)
         self._draws.add(row, is_touched=self._processors.add(row))
+        self._prompt_logprobs.pop(row.slot, None)
+        if row.sampling.prompt_logprobs is not None:
+            self._prompt_logprobs[row.slot] = row.sampling.prompt_logprobs
 
     def _processed_rows(self, step: SubmittedStep) -> LogitRows | None:
         """Return a step's rows of logits that processors work on, once these are prepared."""
@@ -324,6 +353,7 @@ class ModelRunner:
             num_drafts,
             self._logprobs_of(slots) if step.processed is not None else [],
             step.prepare_s,
+            self._logprobs_of_prompts(step.prompts) if step.prompts else [],
         )
 
     def _drawn_and_sampled(self, step: SubmittedStep, outputs: list[ForwardOutput]) -> IntArray:
@@ -492,12 +522,55 @@ class ModelRunner:
     def _call_mixed(
         self, step: SubmittedStep, rows: CallRows, slots: Int32Array, counts: Int32Array
     ) -> _Call:
+        if self._prompt_logprobs:
+            is_asked = np.isin(slots, list(self._prompt_logprobs))
+            if is_asked.any():
+                return self._call_hidden(step, rows, counts, is_asked)
         inputs = self._batch.flat_inputs(slots, counts, step.num_logits)
         mixed = cast("SupportsMixedBatch", self._generator)
         started = time.perf_counter()
         logits = mixed.forward_mixed(inputs, self._kv_cache)
         step.device_s += time.perf_counter() - started
         # The last logits of each row that samples.
+        return _Call(rows, np.cumsum(step.num_logits) - 1, logits)
+
+    def _call_hidden(
+        self,
+        step: SubmittedStep,
+        rows: CallRows,
+        counts: Int32Array,
+        is_asked: npt.NDArray[np.bool_],
+    ) -> _Call:
+        """Make a mixed pass that also keeps the hidden states of prompts' parts.
+
+        Args:
+            step: The step, with one call.
+            rows: Its rows.
+            counts: (R,) tokens to compute of each.
+            is_asked: (R,) whether log probabilities are wanted for the row's prompt.
+        """
+        batch, slots = self._batch, step.slots
+        wanted = np.where(is_asked, counts, step.num_logits)
+        ends = wanted.cumsum()
+        inputs = batch.flat_inputs(slots, counts, wanted)
+        model = cast("SupportsHiddenStates", self._generator)
+        started = time.perf_counter()
+        hidden = model.forward_hidden(inputs, self._kv_cache)
+        sampled = torch.from_numpy(last_indices(ends, step.num_logits))
+        logits = model.compute_logits(hidden[sampled])
+        step.device_s += time.perf_counter() - started
+        parts = []
+        for row in np.flatnonzero(is_asked).tolist():
+            slot, count = int(slots[row]), int(counts[row])
+            start, num_prompt = int(batch.num_computed_tokens[slot]), batch.num_prompt_tokens[slot]
+            token_ids = batch.token_ids[slot, start + 1 : num_prompt][:count].tolist()
+            first = int(ends[row]) - count
+            part = hidden[first : first + len(token_ids)]
+            num_likeliest = self._prompt_logprobs[slot]
+            parts.append(_PromptPart(row, num_likeliest, start == 0, token_ids, part))
+            if start + count >= num_prompt:
+                del self._prompt_logprobs[slot]
+        step.prompts = parts
         return _Call(rows, np.cumsum(step.num_logits) - 1, logits)
 
     def _call_prefill(
@@ -600,6 +673,19 @@ class ModelRunner:
             for row, slot in enumerate(slots.tolist())
             if slot in found
         ]
+
+    def _logprobs_of_prompts(self, parts: Sequence[_PromptPart]) -> list[RowLogprobs]:
+        """Return the log probabilities of parts of prompts."""
+        assert self._logprobs is not None, "nothing here reads log probabilities"
+        compute_logits = cast("SupportsHiddenStates", self._generator).compute_logits
+        found = []
+        for part in parts:
+            positions: list[list[TokenLogprob]] = [[]] if part.is_first else []
+            positions += self._logprobs.of_prompt(
+                part.hidden, part.token_ids, part.num_likeliest, compute_logits
+            )
+            found.append(RowLogprobs(part.row, positions))
+        return found
 
     def _accept(self, slots: Int32Array, drawn: _Drawn) -> None:
         """Give processors the tokens of the rows that they touch."""

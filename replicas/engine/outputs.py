@@ -94,6 +94,7 @@ class StepOutputs(NamedTuple):
         counts: Length of each run; empty: every row has one token.
         failed: Sequences that have ended without a token, and why.
         logprobs: Log probabilities of runs, by sequence; of a run that was cut those of all tokens.
+        prompt_logprobs: Those of whole prompts, by sequence that got its first token.
     """
 
     sequences: list[Sequence]
@@ -102,6 +103,7 @@ class StepOutputs(NamedTuple):
     counts: list[int]
     failed: tuple[tuple[Sequence, str], ...] = ()
     logprobs: Mapping[Sequence, list[list[TokenLogprob]]] = MappingProxyType({})
+    prompt_logprobs: Mapping[Sequence, list[list[TokenLogprob]]] = MappingProxyType({})
 
     def runs(self) -> Iterator[list[int]]:
         """Yield each row's tokens."""
@@ -140,8 +142,7 @@ class ClientEvents(defaultdict[bytes, "list[WireEvent]"]):
         for row in apart:
             seq, run = sequences[row], runs[row] if runs else [token_ids[row]]
             seq.is_told = True
-            logprobs = outputs.logprobs.get(seq)
-            self[seq.client].append(_event(seq, run, outputs.ends.get(row), logprobs))
+            self[seq.client].append(_event(seq, run, outputs.ends.get(row), outputs))
         if runs:
             for row, seq in enumerate(sequences):
                 if row not in apart:
@@ -208,15 +209,11 @@ class ClientEvents(defaultdict[bytes, "list[WireEvent]"]):
         return taken
 
 
-def _event(
-    seq: Sequence,
-    run: list[int],
-    end: End | None,
-    logprobs: list[list[TokenLogprob]] | None,
-) -> TokenOutput:
+def _event(seq: Sequence, run: list[int], end: End | None, outputs: StepOutputs) -> TokenOutput:
     """Return the event of a sequence's last tokens and its end; call it before the next step."""
     reason, stop_reason = end or (None, None)
     index, num_cached = seq.num_output_tokens - len(run), max(seq.place.num_cached_tokens, 0)
+    logprobs = outputs.logprobs.get(seq)
     if logprobs is not None:
         # The run may have been cut at its end.
         logprobs = logprobs[: len(run)]
@@ -229,4 +226,5 @@ def _event(
         num_cached,
         choice=seq.choice,
         logprobs=logprobs,
+        prompt_logprobs=outputs.prompt_logprobs.get(seq),
     )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from kv_transfer.connector import TransferRequest
 from kv_transfer.errors import TransferError
+from replicas.codec import MAX_FRAME_BYTES
 from replicas.engine.block_pool import NULL_BLOCK
 from replicas.engine.kv_loads import failure_word
 from replicas.engine.sequence import KVPlace, Phase, Sequence
@@ -216,6 +217,8 @@ _INACTIVE = (Phase.RESERVED, Phase.WAITING)
 """Phases of a reserved request's choices before it is activated."""
 
 
+_MAX_PROMPT_LOGPROBS = MAX_FRAME_BYTES // 22
+"""Most log probabilities of one prompt: they come in one frame, and take up to 20 bytes each."""
 _DEFAULTS = SamplingParams()
 _WITHOUT_LOGITS = {
     "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "ignore_eos",
@@ -238,9 +241,10 @@ class RequestChecks:
         has_connector: Whether the engine can send and receive KV; kept as an attribute.
         tokens_per_pass: The most tokens that a pass gives a request; all of them must fit.
         max_logprobs: See `EngineConfig`.
+        supports_prompt_logprobs: Whether steps can compute the logits of whole prompts.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keyword-only: facts of the engine
         self,
         *,
         num_groups: int,
@@ -249,6 +253,7 @@ class RequestChecks:
         has_connector: bool,
         tokens_per_pass: int = 1,
         max_logprobs: int = MAX_LOGPROBS,
+        supports_prompt_logprobs: bool = True,
     ) -> None:
         self._num_groups = num_groups
         self._max_model_len = max_model_len
@@ -256,6 +261,7 @@ class RequestChecks:
         self._max_logprobs = max_logprobs
         self.has_connector = has_connector
         self._tokens_per_pass = tokens_per_pass
+        self._supports_prompt_logprobs = supports_prompt_logprobs
 
     def problem(self, message: AddRequest) -> str | None:
         """Return why a request can never run here, or None."""
@@ -270,7 +276,11 @@ class RequestChecks:
             request.check_supported()
         except InvalidRequestError as error:
             return str(error)
-        problem = self._block_problem(request.sampling) or self._mode_problem(message)
+        problem = (
+            self._block_problem(request.sampling)
+            or self._prompt_logprobs_problem(request)
+            or self._mode_problem(message)
+        )
         if problem is not None:
             return problem
         return self._outputs_problem(request, message.token_ids, range(request.sampling.n))
@@ -284,6 +294,27 @@ class RequestChecks:
                         f"{name} needs the logits of every token, but this model gives up to "
                         f"{self._tokens_per_pass} tokens at once, and no logits"
                     )
+        return None
+
+    def _prompt_logprobs_problem(self, request: EngineRequest) -> str | None:
+        """Return why a prompt's log probabilities cannot be computed or sent, or None."""
+        count = request.sampling.prompt_logprobs
+        if count is None:
+            return None
+        if not self._supports_prompt_logprobs:
+            return (
+                "prompt_logprobs, and echo with logprobs, need mixed_batches and a generator with "
+                "supports_mixed_batch and supports_hidden_states, which this engine lacks; leave "
+                "them out"
+            )
+        num_prompt = len(request.prompt_token_ids)
+        num_logprobs = num_prompt * (1 + (self._vocab_size if count == -1 else count))
+        if num_logprobs > _MAX_PROMPT_LOGPROBS:
+            return (
+                f"prompt_logprobs of {count} for a prompt of {num_prompt} tokens are "
+                f"{num_logprobs} log probabilities, but one answer has at most "
+                f"{_MAX_PROMPT_LOGPROBS}; ask for fewer"
+            )
         return None
 
     def _prompt_problem(self, request: EngineRequest) -> str | None:

@@ -46,7 +46,14 @@ if TYPE_CHECKING:
     from replicas.config import EngineConfig
     from replicas.engine.kv_cache import Place
     from replicas.engine.kv_events import PrefixFeed
-    from replicas.engine.step import Prepared, RowFailure, ScheduledBatch, StepKind, StepResult
+    from replicas.engine.step import (
+        Prepared,
+        RowFailure,
+        RowLogprobs,
+        ScheduledBatch,
+        StepKind,
+        StepResult,
+    )
     from replicas.kv_groups import KVGroup
     from replicas.messages import (
         AbortReason,
@@ -55,6 +62,7 @@ if TYPE_CHECKING:
         GroupSnapshot,
         RefusalReason,
         StepWork,
+        TokenLogprob,
     )
 
 
@@ -440,7 +448,24 @@ class Scheduler:
             planned = [*plan.decodes.sequences, *plan.sequences]
             logprobs = {planned[found.row]: found.positions for found in result.logprobs}
             outputs = outputs._replace(logprobs=logprobs)
+        if result.prompt_logprobs:
+            found = self._take_prompt_logprobs(plan, result.prompt_logprobs)
+            outputs = outputs._replace(prompt_logprobs=found)
         return outputs._replace(failed=failed) if failed else outputs
+
+    def _take_prompt_logprobs(
+        self, plan: StepPlan, found: list[RowLogprobs]
+    ) -> dict[Sequence, list[list[TokenLogprob]]]:
+        """Keep log probabilities of prompts' parts; return those of prompts with a first token."""
+        first, complete = len(plan.decodes.sequences), {}
+        for part in found:
+            seq = plan.sequences[part.row - first]
+            if seq.prompt_logprobs is None:
+                seq.prompt_logprobs = []
+            seq.prompt_logprobs.extend(part.positions)
+            if seq.num_output_tokens:
+                complete[seq], seq.prompt_logprobs = seq.prompt_logprobs, None
+        return complete
 
     def _free_outlived(self) -> None:
         """Free what ended sequences have, if no step under way computes them any more."""
@@ -921,7 +946,8 @@ class Scheduler:
 
     def _run(self, seq: Sequence) -> None:
         # The last known token is always computed here, because its logits give the next one.
-        seq.num_computed_tokens = min(seq.num_computed_tokens, seq.num_tokens - 1)
+        most = 0 if seq.needs_prompt_logprobs else seq.num_tokens - 1
+        seq.num_computed_tokens = min(seq.num_computed_tokens, most)
         self.table.move(seq, Phase.PREFILL)
 
     def _preempt(self, seq: Sequence) -> None:
@@ -931,6 +957,7 @@ class Scheduler:
         self._kv.free_slot(seq)
         self._kv.free_blocks(seq)
         seq.num_computed_tokens = 0
+        seq.prompt_logprobs = None
         seq.is_known_to_runner = False
         self._kv.stats[seq.place.dp_group].num_preemptions += 1
         self.table.requeue(seq)

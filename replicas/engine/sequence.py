@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from kv_transfer.connector import TransferRequest
     from replicas.engine.block_pool import PrefixWalk
-    from replicas.messages import EngineRequest, RequestMode
+    from replicas.messages import EngineRequest, RequestMode, TokenLogprob
     from replicas.sampling_params import SamplingParams
 
 _INT64 = 2**63
@@ -166,6 +166,8 @@ class Sequence:
             whole.
         look_at: While it decodes: computed tokens at which it fills a block or ends.
         stop_ids: While it decodes: tokens that end it.
+        prompt_logprobs: Log probabilities of the part of the prompt that is computed, as in
+            `TokenOutput`, until the first token takes them along; None if there are none.
         parent: Choice 0, whose prompt blocks it may share; None for choice 0 itself.
         phase: Its phase; only `transition` changes it.
         sampling: The request's parameters with the seed of this choice.
@@ -189,6 +191,7 @@ class Sequence:
     is_known_to_runner: bool = False
     look_at: int = 0
     stop_ids: frozenset[int] = frozenset()
+    prompt_logprobs: list[list[TokenLogprob]] | None = None
     parent: Sequence | None = None
     phase: Phase = field(init=False)
     sampling: SamplingParams = field(init=False)
@@ -228,6 +231,14 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """Return the number of tokens sampled so far, here or on another engine."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        """Return whether its whole prompt must be computed here, for its log probabilities.
+
+        The engine that draws the first token reports them.
+        """
+        return self.sampling.prompt_logprobs is not None and self.num_output_tokens == 0
 
     @property
     def num_new_tokens(self) -> int:

@@ -131,6 +131,8 @@ def make_checks(started: Started, connector: KVConnectorScheduler | None) -> Req
         has_connector=connector is not None,
         tokens_per_pass=started.facts.tokens_per_pass,
         max_logprobs=started.config.max_logprobs,
+        supports_prompt_logprobs=started.facts.supports_prompt_logprobs
+        and bool(started.config.mixed_batches),
     )
 
 

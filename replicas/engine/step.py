@@ -77,11 +77,12 @@ class RowFailure(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RowLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Log probabilities of a row's run.
+    """Log probabilities of a row's run, or of a part of its prompt.
 
     Attributes:
         row: Its index among the batch's slots.
-        positions: For each token of the run as in `TokenOutput.logprobs`.
+        positions: For each token of the run as in `TokenOutput.logprobs`; for each token of the
+            part as in `TokenOutput.prompt_logprobs`.
     """
 
     row: int
@@ -102,6 +103,9 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
             step, which may verify fewer or none. Empty: there are none.
         logprobs: Log probabilities of the runs of those rows that ask for them.
         prepare_s: Seconds of building inputs and calling the generator, without the time inside it.
+        prompt_logprobs: Those of prompt tokens, of the rows that ask for them and compute a part of
+            their prompt: for each computed token those of the next one, if that is in the prompt.
+            The first part begins with the prompt's first token, which has none.
     """
 
     token_ids: list[int]
@@ -112,6 +116,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     num_drafts: list[int] = []
     logprobs: list[RowLogprobs] = []
     prepare_s: float = 0.0
+    prompt_logprobs: list[RowLogprobs] = []
 
     @property
     def device_s(self) -> float:
@@ -154,6 +159,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
         supports_chunked_prefill: A prompt may be computed over several calls.
         supports_prefix_caching: A prefill may start after cached tokens.
         supports_drafts: A pass can verify drafts: it gives the logits of several tokens of a row.
+        supports_prompt_logprobs: A mixed pass can give the logits of a prompt in portions.
         supports_async_decode: A decode step may be submitted before the previous one is over.
         tokens_per_pass: The most tokens that a decode pass gives a row.
         kv_tokens_per_pass: Tokens behind a row's computed ones whose KV a pass may write.
@@ -169,6 +175,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     supports_chunked_prefill: bool
     supports_prefix_caching: bool
     supports_drafts: bool = False
+    supports_prompt_logprobs: bool = False
     supports_async_decode: bool = False
     tokens_per_pass: int = 1
     kv_tokens_per_pass: int = 1

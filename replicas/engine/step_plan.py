@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from replicas.engine.step import NewRow, ScheduledBatch
 from replicas.messages import StepWork, num_pairs
 
@@ -93,6 +95,10 @@ class StepPlan:
 
 
 def _new_row(seq: Sequence) -> NewRow:
+    sampling = seq.sampling
+    if sampling.prompt_logprobs is not None and not seq.needs_prompt_logprobs:
+        # They were reported with the first token, here or by another engine.
+        sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
     return NewRow(
         slot=seq.place.slot,
         dp_group=seq.place.dp_group,
@@ -100,7 +106,7 @@ def _new_row(seq: Sequence) -> NewRow:
         num_prompt_tokens=seq.num_prompt_tokens,
         num_computed_tokens=seq.num_computed_tokens,
         block_ids=[list(block_ids) for block_ids in seq.place.block_ids],
-        sampling=seq.sampling,
+        sampling=sampling,
     )
 
 

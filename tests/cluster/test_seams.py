@@ -34,7 +34,6 @@ from replicas.messages import (
     TokenOutput,
 )
 from replicas.sampling_params import SamplingParams
-from tests.cluster.edge.test_openai_fields import turn_on
 from tests.cluster.edge.test_routes import Client, make_app
 from tests.cluster.engines import KEYS, ScriptedEngine, model_folder, until
 
@@ -186,10 +185,7 @@ def decodes(message):
 
 @pytest.mark.parametrize("order", get_args(OrderName))
 @pytest.mark.parametrize("stream", [False, True])
-async def test_three_choices_with_log_probabilities_come_through(monkeypatch, order, stream):
-    for name in ("n", "logprobs"):
-        turn_on(monkeypatch, name)
-
+async def test_three_choices_with_log_probabilities_come_through(order, stream):
     async with (
         ScriptedEngine("prefill", "p", prefills) as prefill,
         ScriptedEngine("decode", "d", decodes) as decode,

@@ -134,3 +134,18 @@ def test_a_stop_string_cuts_the_log_probabilities_with_the_tokens(llm):
     [cut] = generate(llm, params)
     assert cut.finish_reason == "stop"
     assert [position[0].token_id for position in cut.logprobs] == cut.token_ids
+
+
+def test_each_token_of_the_prompt_but_the_first_has_its_log_probability(llm):
+    params = msgspec.structs.replace(SEEDED, n=2, max_tokens=2, prompt_logprobs=1)
+    prompts = [PROMPT, [*PROMPT, 33]]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert llm.generate(prompts, SEEDED, use_tqdm=False)[0].prompt_logprobs is None
+    for prompt, output in zip(prompts, outputs, strict=True):
+        first, *rest = output.prompt_logprobs
+        assert first == []
+        assert [entries[0].token_id for entries in rest] == prompt[1:]
+        assert all(len(entries) == 2 for entries in rest)
+    # What follows alters nothing.
+    for one, other in zip(*(output.prompt_logprobs for output in outputs), strict=False):
+        assert [e.logprob for e in one] == pytest.approx([e.logprob for e in other], abs=1e-5)

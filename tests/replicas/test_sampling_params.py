@@ -23,7 +23,6 @@ from replicas.sampling_params import (
     MAX_LOGIT_BIASES,
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
-    NOT_YET,
     SamplingParams,
     StructuredOutputs,
 )
@@ -148,16 +147,6 @@ def test_an_engine_limits_the_number_of_log_probabilities(most, count, is_taken)
         else:
             with pytest.raises(InvalidRequestError, match=f"^{name} must be"):
                 params.validate(VOCAB_SIZE, most)
-
-
-@pytest.mark.parametrize("name", NOT_YET)
-def test_what_engines_do_not_obey_yet_is_refused_by_name_unless_it_is_the_default(name):
-    asked = msgspec.structs.replace(SamplingParams(), **{name: getattr(ROUND, name)})
-    with pytest.raises(InvalidRequestError, match=f"^{name} is not supported") as caught:
-        asked.check_supported()
-    assert caught.value.param == name
-    assert problem(**{name: getattr(ROUND, name)}) == str(caught.value)
-    SamplingParams().check_supported()
 
 
 def test_every_field_survives_the_wire():

@@ -1,7 +1,10 @@
-"""Log probabilities of drawn tokens, and of the likeliest or given tokens beside them.
+"""Log probabilities of drawn tokens, and of the likeliest or given tokens beside them; of prompts.
 
 Logits are kept before or after the other processors, as the engine's `logprobs_mode` says, and read
 once the tokens are drawn. Source: vLLM v1/sample/sampler.py `gather_logprobs`.
+
+Those of a prompt are read from its hidden states, in portions, because all its logits at once could
+take gigabytes. Source: vLLM v1/worker/gpu_model_runner.py `_get_prompt_logprobs_dict`.
 
 Dimensions: n kept rows of logits; V vocabulary.
 """
@@ -19,7 +22,7 @@ from replicas.messages import TokenLogprob
 from replicas.sampling_params import GREEDY_EPS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
 
@@ -29,6 +32,10 @@ if TYPE_CHECKING:
     from replicas.sampling_params import SamplingParams
 
     Float32Array = npt.NDArray[np.float32]
+
+
+PORTION = 64
+"""Positions of a prompt whose logits exist at once."""
 
 
 class _Asked(NamedTuple):
@@ -107,15 +114,56 @@ class Logprobs(SlotProcessor[_Asked]):
             first, asked = self._first[slot], self._states[slot]
             found[slot] = [
                 _position(
-                    asked,
+                    asked.num_likeliest,
                     token_id,
                     self._kept[row].numpy(),
                     self._maxima[row],
                     self._log_sums[row],
+                    asked.token_ids,
                 )
                 for row, token_id in enumerate(token_ids, start=first)
             ]
         self._tokens = {}
+        return found
+
+    def of_prompt(
+        self,
+        hidden: torch.Tensor,
+        token_ids: Sequence[int],
+        num_likeliest: int,
+        compute_logits: Callable[[torch.Tensor], torch.Tensor],
+    ) -> list[list[TokenLogprob]]:
+        """Return for positions of a prompt its next token, then the likeliest ones.
+
+        Of the logits as they are, because nothing is drawn there.
+
+        Args:
+            hidden: (n, N) hidden states of the positions.
+            token_ids: (n,) the token behind each.
+            num_likeliest: Number of likeliest tokens; -1 is the whole vocabulary.
+            compute_logits: See `SupportsHiddenStates`.
+        """
+        found = []
+        for start in range(0, len(token_ids), PORTION):
+            part = slice(start, start + PORTION)
+            # In a call of its own, which drops the logits before the next ones are computed.
+            found += self._portion(
+                compute_logits(hidden[part]).float(), token_ids[part], num_likeliest
+            )
+        return found
+
+    def _portion(
+        self, logits: torch.Tensor, token_ids: Sequence[int], num_likeliest: int
+    ) -> list[list[TokenLogprob]]:
+        """Return `of_prompt` of float32 logits (n, V)."""
+        if self._scratch.shape != logits.shape[1:]:
+            self._scratch = torch.empty(logits.shape[1])
+        found = []
+        for row, token_id in zip(logits, token_ids, strict=True):
+            maxima = block_maxima(row[None]).numpy()[0]
+            log_sum = self._log_sum(row, float(maxima.max()))
+            values = row.numpy()
+            found.append(_position(num_likeliest, token_id, values, maxima, log_sum))
         return found
 
     def _log_sum(self, kept: torch.Tensor, greatest: float) -> float:
@@ -127,17 +175,22 @@ class Logprobs(SlotProcessor[_Asked]):
 
 
 def _position(
-    asked: _Asked, drawn: int, values: Float32Array, maxima: Float32Array, log_sum: float
+    num_likeliest: int,
+    token_id: int,
+    values: Float32Array,
+    maxima: Float32Array,
+    log_sum: float,
+    given: Sequence[int] = (),
 ) -> list[TokenLogprob]:
-    """Return the drawn token of a row (V,), then the likeliest, or the tokens asked for."""
-    others = [(token_id, _rank(values, token_id)) for token_id in asked.token_ids]
-    if not asked.token_ids and asked.num_likeliest:
-        count = len(values) if asked.num_likeliest == -1 else asked.num_likeliest
+    """Return a token of a row (V,), then the likeliest, or instead the given ones."""
+    others = [(other, _rank(values, other)) for other in given]
+    if not given and num_likeliest:
+        count = len(values) if num_likeliest == -1 else num_likeliest
         likeliest = best_tokens(values, maxima, count)[:count].tolist()
-        others = [(token_id, rank) for rank, token_id in enumerate(likeliest, 1)]
+        others = [(other, rank) for rank, other in enumerate(likeliest, 1)]
     return [
-        TokenLogprob(token_id, float(values[token_id]) - log_sum, rank)
-        for token_id, rank in [(drawn, _rank(values, drawn)), *others]
+        TokenLogprob(found, float(values[found]) - log_sum, rank)
+        for found, rank in [(token_id, _rank(values, token_id)), *others]
     ]
 
 

@@ -16,7 +16,6 @@ from cluster.edge.openai_fields import CHAT_FIELDS, COMPLETION_FIELDS
 from replicas.output_processor import OutputDelta
 from replicas.tokenizer import Tokenizer
 from tests.cluster.edge.fake_backend import FakeBackend
-from tests.cluster.edge.test_openai_fields import turn_on
 from tests.cluster.edge.test_routes import PROMPTS, Client, call, make_app, poll
 
 MAX_BODY_BYTES = 8 * 2**20
@@ -151,8 +150,7 @@ def test_a_text_that_can_never_fit_is_not_even_encoded(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids"])
-def test_lists_of_token_ids_have_no_more_entries_than_the_vocabulary(name, monkeypatch):
-    turn_on(monkeypatch, "allowed_token_ids")
+def test_lists_of_token_ids_have_no_more_entries_than_the_vocabulary(name):
     service = DemoBackend(max_model_len=2**18)
     vocab_size = service.tokenizer.vocab_size
     body = {"prompt": "hi", name: [*range(vocab_size)]}
@@ -167,7 +165,6 @@ def test_lists_of_token_ids_have_no_more_entries_than_the_vocabulary(name, monke
 
 
 def test_many_bad_words_are_encoded_off_the_event_loop(monkeypatch):
-    turn_on(monkeypatch, "bad_words_token_ids")
     service = FakeBackend()
     threads = set()
     encode = service.tokenizer.encode

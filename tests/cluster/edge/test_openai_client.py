@@ -16,7 +16,6 @@ from cluster.edge.routes import create_app
 from cluster.errors import ReplicaLostError
 from replicas.output_processor import OutputDelta
 from tests.cluster.edge.fake_backend import FakeBackend
-from tests.cluster.edge.test_openai_fields import turn_on
 
 MESSAGES = [{"role": "user", "content": "hello 你好"}]
 
@@ -108,11 +107,6 @@ def test_the_client_reads_events_with_and_without_ids_alike(client):
     assert [(c.choices, c.usage) for c in with_ids] == [(c.choices, c.usage) for c in plain]
 
 
-@pytest.fixture
-def all_on(monkeypatch):
-    turn_on(monkeypatch, "n", "logprobs", "top_logprobs")
-
-
 def checked(answer):
     """An answer, once it has the very types that OpenAI documents."""
     return type(answer).model_validate(answer.to_dict(), strict=True)
@@ -126,7 +120,6 @@ def of_each_choice(stream):
     return by_index, [chunk.usage for chunk in stream if chunk.usage is not None]
 
 
-@pytest.mark.usefixtures("all_on")
 def test_three_completions_with_log_probabilities(client):
     options = {"model": "demo", "prompt": "hé", "n": 3, "logprobs": 2}
     whole = checked(client.completions.create(**options))
@@ -151,7 +144,6 @@ def test_three_completions_with_log_probabilities(client):
         assert [t for part in parts for t in part.top_logprobs] == expected.top_logprobs
 
 
-@pytest.mark.usefixtures("all_on")
 def test_three_chat_answers_with_log_probabilities(client):
     options = {"model": "demo", "messages": MESSAGES, "n": 3, "logprobs": True, "top_logprobs": 2}
     whole = checked(client.chat.completions.create(**options))

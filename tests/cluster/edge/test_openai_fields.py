@@ -11,7 +11,6 @@ from cluster.edge.openai_fields import (
     read_fields,
 )
 from cluster.errors import BadRequestError
-from replicas.sampling_params import NOT_YET
 
 
 def names(text):
@@ -55,8 +54,6 @@ SAMPLES = [True, False, 1, -1, 0.5, "text", "low", [], [1], ["a"], {}, {"type": 
 
 def turn_on(monkeypatch, *names):
     """Let fields act that are not supported yet, where a table has them."""
-    for name in NOT_YET.keys() & set(names):
-        monkeypatch.delitem(NOT_YET, name)
     for table in (COMPLETION_FIELDS, CHAT_FIELDS):
         for name in table.keys() & set(names):
             acting = dataclasses.replace(table[name], support=Support.SUPPORTED)

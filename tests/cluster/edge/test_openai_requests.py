@@ -28,7 +28,6 @@ from cluster.edge.openai_requests import (
 )
 from cluster.errors import BadRequestError, NotFoundError
 from replicas.sampling_params import (
-    NOT_YET,
     SamplingDefaults,
     SamplingParams,
     StructuredOutputs,
@@ -121,8 +120,7 @@ def test_a_request_without_options_has_the_documented_defaults():
     assert build(CHAT).sampling == SamplingParams(max_tokens=60, seed=SEED)
 
 
-def test_the_models_own_defaults_fill_in_what_a_request_leaves_out(monkeypatch):
-    turn_on(monkeypatch, "min_p", "repetition_penalty")
+def test_the_models_own_defaults_fill_in_what_a_request_leaves_out():
     own = {
         "temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1,
     }  # fmt: skip
@@ -145,7 +143,7 @@ BOTH = pytest.mark.parametrize("base", [{"prompt": "x"}, CHAT], ids=["completion
 
 
 @BOTH
-def test_every_supported_field_reaches_the_request(monkeypatch, base):
+def test_every_supported_field_reaches_the_request(base):
     body = {
         "stream": True, "max_tokens": 5, "temperature": 0.5, "top_p": 0.5, "top_k": 3,
         "seed": 2**63 - 1, "stop": ["a", "b"], "stop_token_ids": [3], "ignore_eos": True,
@@ -156,7 +154,6 @@ def test_every_supported_field_reaches_the_request(monkeypatch, base):
         "bad_words": ["ab"], "logprob_token_ids": [8, 9],
     }  # fmt: skip
     logprobs = {"logprobs": 0} if "prompt" in base else {"logprobs": True}
-    turn_on(monkeypatch, *NOT_YET)
     assert build({**base, **body, **logprobs}).sampling == SamplingParams(
         max_tokens=5, temperature=0.5, top_p=0.5, top_k=3, seed=2**63 - 1, stop=("a", "b"),
         stop_token_ids=frozenset({3}), ignore_eos=True, skip_special_tokens=False,
@@ -330,14 +327,9 @@ def test_a_bad_value_is_refused_in_the_words_of_the_engine(base, fields, param, 
         ("allowed_token_ids", [5]), ("bad_words", ["a"]),
     ],
 )  # fmt: skip
-def test_a_field_that_engines_do_not_obey_yet_is_refused_by_its_name(base, name, value):
+def test_each_sampling_field_reaches_the_engine(base, name, value):
     body = {**base, name: value}
-    row = "bad_words_token_ids" if name == "bad_words" else name
-    if row in NOT_YET:
-        assert refusal(body).param == name
-        assert NOT_YET[row] in refusal(body).message
-    else:
-        assert build(body) != build(base)
+    assert build(body) != build(base)
 
 
 def test_the_model_limits_the_number_of_log_probabilities():
@@ -577,8 +569,7 @@ def test_choices_and_priority_act_as_soon_as_the_table_lets_them(monkeypatch):
         ({**CHAT, "logprobs": True, "top_logprobs": 20}, 20),
     ],
 )
-def test_log_probabilities_act_as_soon_as_the_table_lets_them(monkeypatch, body, count):
-    turn_on(monkeypatch, "logprobs", "top_logprobs")
+def test_log_probabilities_act_as_soon_as_the_table_lets_them(body, count):
     assert build(body).sampling.logprobs == count
 
 
@@ -592,6 +583,5 @@ def test_log_probabilities_act_as_soon_as_the_table_lets_them(monkeypatch, body,
         ({**CHAT, "logprobs": False, "top_logprobs": 2}, "top_logprobs"),
     ],
 )
-def test_a_bad_number_of_log_probabilities_is_refused_by_its_path(monkeypatch, body, param):
-    turn_on(monkeypatch, "logprobs", "top_logprobs")
+def test_a_bad_number_of_log_probabilities_is_refused_by_its_path(body, param):
     assert refusal(body).param == param

@@ -6,7 +6,6 @@ import re
 import pytest
 
 from tests.cluster.edge.fake_backend import FakeBackend
-from tests.cluster.edge.test_openai_requests import turn_on
 from tests.cluster.edge.test_routes import call
 
 PROMPT = "héllo 你好, wörld"
@@ -51,11 +50,8 @@ def test_events_have_ids_only_on_request():
 )
 @pytest.mark.parametrize("usage", [False, True])
 @pytest.mark.parametrize("logprobs", [False, True])
-def test_a_stream_resumes_after_any_event_without_gaps_or_repeats(
-    path, body, usage, logprobs, monkeypatch
-):
+def test_a_stream_resumes_after_any_event_without_gaps_or_repeats(path, body, usage, logprobs):
     if logprobs:
-        turn_on(monkeypatch, "logprobs", "top_logprobs")
         own = {"logprobs": 2} if path == "/v1/completions" else {"logprobs": True}
         body = {**body, **own}
     if usage:

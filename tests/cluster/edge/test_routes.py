@@ -18,7 +18,6 @@ from replicas.errors import InvalidRequestError
 from replicas.output_processor import OutputDelta
 from replicas.sampling_params import SamplingDefaults
 from tests.cluster.edge.fake_backend import FakeBackend
-from tests.cluster.edge.test_openai_fields import turn_on
 
 GENERATE = ["/v1/completions", "/v1/chat/completions"]
 PROMPTS = {
@@ -219,8 +218,7 @@ def streamed(path, body):
 
 
 @pytest.mark.parametrize("prompt", ["hi", [104, 105]], ids=["text", "token ids"])
-def test_an_echo_precedes_every_choice_of_a_completion(monkeypatch, prompt):
-    turn_on(monkeypatch, "n")
+def test_an_echo_precedes_every_choice_of_a_completion(prompt):
     tokenizer = FakeBackend().tokenizer
     prompt = prompt if isinstance(prompt, str) else tokenizer.encode("hi")
     body = {"prompt": prompt, "echo": True, "n": 2, "max_tokens": 2}
@@ -233,8 +231,7 @@ def test_an_echo_precedes_every_choice_of_a_completion(monkeypatch, prompt):
     assert texts == ["hihi"] * 2
 
 
-def test_an_echo_with_log_probabilities_has_those_of_the_prompt(monkeypatch):
-    turn_on(monkeypatch, "logprobs", "prompt_logprobs")
+def test_an_echo_with_log_probabilities_has_those_of_the_prompt():
     body = {"echo": True, "logprobs": 1, "max_tokens": 1}
     [choice] = generated("/v1/completions", body)["choices"]
     found = choice["logprobs"]
@@ -247,8 +244,7 @@ def test_an_echo_with_log_probabilities_has_those_of_the_prompt(monkeypatch):
     assert chunk["choices"][0]["logprobs"] == found
 
 
-def test_an_echo_alone_scores_the_prompt_and_generates_nothing(monkeypatch):
-    turn_on(monkeypatch, "logprobs", "prompt_logprobs")
+def test_an_echo_alone_scores_the_prompt_and_generates_nothing():
     body = {"echo": True, "logprobs": 0, "max_tokens": 0, "return_token_ids": True}
     answer = generated("/v1/completions", body)
     [choice] = answer["choices"]
@@ -275,8 +271,7 @@ def test_an_echo_of_a_chat_repeats_the_turn_that_it_continues():
 
 
 @pytest.mark.parametrize("path", GENERATE)
-def test_log_probabilities_of_the_prompt_have_the_form_of_vllm(monkeypatch, path):
-    turn_on(monkeypatch, "prompt_logprobs")
+def test_log_probabilities_of_the_prompt_have_the_form_of_vllm(path):
     answer = generated(path, {"prompt_logprobs": 1, "max_tokens": 1})
     holder = answer["choices"][0] if path == "/v1/completions" else answer
     first, second, *_ = holder["prompt_logprobs"]

@@ -11,6 +11,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 from unittest import mock
 
+import msgspec
 import numpy as np
 
 from kv_transfer.connector import Failure
@@ -18,7 +19,8 @@ from kv_transfer.errors import FailureReason
 from replicas.engine.input_batch import PersistentBatch
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.sequence import Phase
-from replicas.engine.step import Prepared
+from replicas.engine.step import Prepared, RowLogprobs
+from replicas.messages import TokenLogprob
 from tests.replicas.engine.fakes import EOS, PREFIX_CACHE_KEY, FakeConnector, result_of
 
 if TYPE_CHECKING:
@@ -43,6 +45,11 @@ Prefix = tuple[int, ...]
 def key_of(seq: Sequence) -> tuple[str, int]:
     """Return the name of a sequence: its request and choice."""
     return seq.request_id, seq.choice
+
+
+def prompt_logprobs(prompt: SequenceOf[int]) -> list[list[TokenLogprob]]:
+    """Return what the device reports of a prompt."""
+    return [[], *([TokenLogprob(token_id, -1.0, 1)] for token_id in prompt[1:])]
 
 
 class World:
@@ -86,6 +93,8 @@ class World:
         self.kv: dict[tuple[int, int, int, int], Prefix] = {}
         # Slots whose rows the device knows.
         self.known_slots: set[int] = set()
+        # Of them: those whose prompt's log probabilities are reported.
+        self.asked_slots: set[int] = set()
         # By slot: drafts that the device holds.
         self.num_drafts: dict[int, int] = {}
         self.dice = random.Random(0)
@@ -134,10 +143,14 @@ class World:
         new_slots = {row.slot for row in batch.new}
         assert not new_slots & self.known_slots, "a row is replaced before it has left"
         self.known_slots |= new_slots
+        asked = {row.slot for row in batch.new if row.sampling.prompt_logprobs is not None}
+        self.asked_slots = (self.asked_slots - new_slots) | asked
         assert self.known_slots >= set(batch.slots), "a row that has left runs"
         by_slot = {s.place.slot: s for s in self.scheduler.table.rows}
-        runs = []
-        for slot, count in zip(batch.slots, batch.num_scheduled_tokens, strict=True):
+        runs, of_prompts = [], []
+        for row, (slot, count) in enumerate(
+            zip(batch.slots, batch.num_scheduled_tokens, strict=True)
+        ):
             seq, start = by_slot[slot], int(self.batch.num_computed_tokens[slot])
             end = start + count
             # The device may write this far, whatever it gives.
@@ -171,8 +184,12 @@ class World:
             self.write(seq.place.dp_group, tables, (*tokens, *run[len(drafts) : -1]), end)
             assert end + len(run) - len(drafts) <= self.longest + self.tokens_per_pass
             runs.append(run)
+            if slot in self.asked_slots and start < seq.num_prompt_tokens:
+                found = prompt_logprobs(seq.request.prompt_token_ids)
+                of_prompts.append(RowLogprobs(row, found[start + (start > 0) : end + 1]))
         self._record(np.array(batch.slots), np.array(batch.num_scheduled_tokens), runs)
-        return result_of(runs, self._propose(batch, runs))
+        result = result_of(runs, self._propose(batch, runs))
+        return msgspec.structs.replace(result, prompt_logprobs=of_prompts)
 
     def _draft_limit(self, num_rows: int) -> int:
         return self.dice.choice([0, 1, 4, 4])
@@ -236,6 +253,11 @@ class World:
             assert key_of(seq) not in self.ended
             assert seq.num_output_tokens - len(run) == len(known)
             known.extend(run)
+            is_asked = seq.sampling.prompt_logprobs is not None and seq.num_output_tokens == len(
+                run
+            )
+            wanted = prompt_logprobs(seq.request.prompt_token_ids) if is_asked else None
+            assert outputs.prompt_logprobs.get(seq) == wanted
             end = outputs.ends.get(row)
             if end is not None or seq.mode == "prefill":
                 self.ended[key_of(seq)] += 1

@@ -160,6 +160,43 @@ def test_choices_go_on_from_the_first_tokens_of_prefill(caching, ending, local):
         pair.close()
 
 
+class Scored(Choices):
+    """Such a pair that keeps the log probabilities of prompts, by the core that reported them."""
+
+    def __init__(self, *configs):
+        super().__init__(*configs)
+        self.found = {"prefill": [], "decode": []}
+
+    def _take_tokens(self, node, event):
+        if event.prompt_logprobs is not None:
+            assert (event.index, event.choice) == (0, 0)
+            self.found[node.name].append(event.prompt_logprobs)
+        super()._take_tokens(node, event)
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+def test_the_core_that_draws_the_first_token_reports_the_prompt_s_log_probabilities(has_tokens):
+    """Without tokens the prompt is computed again, although its KV has come."""
+    params = msgspec.structs.replace(THREE, prompt_logprobs=1)
+    pair = Scored(config(max_num_batched_tokens=32), config(max_num_batched_tokens=32))
+    try:
+        pair.reserve("r", LONG, params)
+        pair.start_prefill("r")
+        pair.start_load("r")
+        if not has_tokens:
+            sequence = pair.decode.core._scheduler.table.get("r")
+            pair.is_activated = True
+            pair.run_until(lambda: sequence.num_computed_tokens == len(LONG), "KV has come")
+            pair.decode.handle(Activate("r", []))
+        pair.run()
+        [scored] = pair.found["prefill"]
+        assert scored[0] == []
+        assert [entries[0].token_id for entries in scored[1:]] == LONG[1:]
+        assert pair.found["decode"] == ([] if has_tokens else [scored])
+    finally:
+        pair.close()
+
+
 def test_transferred_bytes_are_blocks_times_bytes_per_block(make_pair):
     pair = make_pair(decode={"enable_prefix_caching": False})
     pair.generate(PROMPTS, [GREEDY] * len(PROMPTS))

@@ -21,6 +21,7 @@ WRITERS = {
     "num_computed_tokens": "scheduler",
     "num_preemptions": "request_table",
     "phase": "sequence",
+    "prompt_logprobs": "scheduler",
     "stop_ids": "scheduler",
     "token_ids": "scheduler",
     **dict.fromkeys((field.name for field in fields(KVPlace)), "kv_cache"),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from replicas.engine.rows.order import row_processors
 from replicas.philox import uniform
-from replicas.sampling_params import NOT_YET, SamplingParams
+from replicas.sampling_params import SamplingParams
 from tests.replicas.engine import reference_sampler
 from tests.replicas.engine.row_runner import Rows
 
@@ -38,9 +38,7 @@ FIELDS = {
     "ignore_eos": st.booleans(),
     "seed": st.sampled_from([1, -(2**40)]),
 }
-SAMPLING = st.fixed_dictionaries(
-    {}, optional={name: kind for name, kind in FIELDS.items() if name not in NOT_YET}
-)
+SAMPLING = st.fixed_dictionaries({}, optional=FIELDS)
 
 
 def wanted(rows, slot, num_prompt, sampling):

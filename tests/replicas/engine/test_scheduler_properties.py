@@ -83,6 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.count += 1
         world = self.world
         prompt = data.draw(prompts(world.longest), label="prompt")
+        can_score = world.config.mixed_batches and world.tokens_per_pass == 1
         if data.draw(st.booleans(), label="whole blocks"):
             prompt = prompt[: -(len(prompt) % world.config.block_size) or None] or prompt
         return make_sequence(
@@ -94,6 +95,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_tokens=data.draw(st.integers(1, 20), label="max_tokens"),
             ignore_eos=data.draw(st.booleans(), label="ignore_eos"),
             structured_outputs=data.draw(st.sampled_from([None] * 5 + GRAMMARS), label="grammar"),
+            prompt_logprobs=data.draw(
+                st.sampled_from([None, None, 0] if can_score else [None]), label="prompt_logprobs"
+            ),
             n=1 if mode == "prefill" else data.draw(st.sampled_from([1, 1, 1, 2, 3]), label="n"),
         )
 
