@@ -1070,6 +1070,11 @@ class Scheduler:
         awaiting = {s for s in self.table if s.phase in (Phase.LOADING, Phase.RESERVED)}
         assert set(self.loads.awaiting) == awaiting
         assert not any(is_loading(s) for s in self.table if s not in awaiting)
+        # The progress of steps of runs is that of their longest runs, until they are over.
+        in_runs = {s for p in self._plans if p.progress for s in p.decodes.sequences}
+        for seq in (s for s in self.table.rows if s.phase is Phase.DECODE):
+            assert seq in in_runs or seq.num_computed_tokens <= seq.look_at
+            assert self._plans or seq.num_new_tokens == 1
 
 
 def _with_load(

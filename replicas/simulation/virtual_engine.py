@@ -24,6 +24,7 @@ from replicas.generators.model_config import load_hf_config
 from replicas.generators.simulated.profiles import CAPABILITIES
 from replicas.messages import EngineFrame
 from replicas.simulation.virtual_worker import MIN_TURN_S, StepClock, VirtualWorker
+from replicas.simulation.virtual_worker import Chances as Chances  # part of the surface
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,7 +71,8 @@ class VirtualDevice:
         run_ahead: Whether decode steps without a decision between them form one turn: the same
             results in less time. Not for a device whose faults change.
         transfer: Deadlines and sizes of KV transfers.
-        seed: Seed of the jitter.
+        seed: Seed of the jitter, and of what has `chances`.
+        chances: See `VirtualWorker`.
     """
 
     timing: StepTiming
@@ -80,6 +82,7 @@ class VirtualDevice:
     run_ahead: bool
     transfer: TransferConfig = field(default_factory=TransferConfig)
     seed: int = 0
+    chances: Chances = field(default_factory=Chances)
 
 
 def simulated_facts(config: EngineConfig) -> ModelFacts:
@@ -132,6 +135,7 @@ class VirtualEngine:
             faults=device.faults,
             models_kv=device.models_kv,
             seed=device.seed,
+            chances=device.chances,
             settings=settings,
             make_transport=make_transport,
             notify=notify,
@@ -230,8 +234,12 @@ class VirtualEngine:
         return self._clock.now_s()
 
     def next_deadline_s(self) -> float | None:
-        """Return the time of the next turn that is due without a message, or None."""
-        return self._server.next_deadline_s()
+        """Return the time of the next turn that is due without a message, or None.
+
+        A worker process that has compiled a grammar wakes its engine.
+        """
+        moments_s = (self._server.next_deadline_s(), self._worker.next_prepared_s)
+        return min((at_s for at_s in moments_s if at_s is not None), default=None)
 
     def stalls_at_s(self) -> float | None:
         """Return when the current turn will count as stalled, or None; see `Watchdog`."""

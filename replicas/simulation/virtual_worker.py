@@ -2,25 +2,38 @@
 
 Owner of its device's timeline and of the rows that stand for its KV. It accepts the calls of
 `replicas.engine.worker.Worker` and gives the same step times as that worker on a simulated mesh,
-and the same token ids if it models KV. It needs no tensors, and optionally no KV, so that thousands
-of replicas fit one simulation. A decode step may have many passes, of which the first one is made
-when the step is submitted, and the others when it is known how many there are (`stop_after`).
+and the same token ids for greedy rows if it models KV. It needs no tensors, and optionally no KV,
+so that thousands of replicas fit one simulation. A decode step may have many passes, of which the
+first one is made when the step is submitted, and the others when it is known how many there are
+(`stop_after`).
+
+There is neither a drafter nor a compiler of grammars: which drafts are right, and how long a
+grammar takes, is drawn at random from a seed, with the probabilities of `Chances`.
 """
 
 from __future__ import annotations
 
 import itertools
+import random
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from kv_transfer.p2p_worker import P2PConnectorWorker
+from replicas.engine.speculation import accepted_runs
 from replicas.engine.step import ModelFacts, Prepared, StepResult
 from replicas.generators.simulated.device import DeviceTimeline
 from replicas.generators.simulated.kv_io import SimulatedKVIO, simulated_kv_layout
-from replicas.generators.simulated.tokens import NextToken, PagedKVCache
+from replicas.generators.simulated.tokens import (
+    GREEDY,
+    NextToken,
+    PagedKVCache,
+    draw_salt,
+    expected_tokens,
+)
 from replicas.kv_groups import only_kv_group
+from replicas.sampling_params import GREEDY_EPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,11 +52,31 @@ if TYPE_CHECKING:
     from replicas.generators.simulated.device import Slowdown
     from replicas.generators.simulated.timing import StepTiming
     from replicas.kv_groups import KVGroup
+    from replicas.sampling_params import StructuredOutputs
 
 MIN_TURN_S = 1e-6
 """Least seconds of a turn that did something, so that virtual time always advances."""
 _FIRST_TOKEN = 16
 """Smaller token ids are never drawn, as end tokens and other special tokens are among them."""
+_SLOW_COMPILE_S = (0.02, 0.3, 0.3, 3.0, 40.0)
+"""Within, and beyond, the timeouts of `replicas.engine.preparations`."""
+
+
+class Chances(NamedTuple):
+    """Probabilities of what the simulated worker does not compute.
+
+    Attributes:
+        right_draft: That a draft is the token that the model gives.
+        slow_grammar: That a grammar is not compiled at once.
+        bad_grammar: That a grammar cannot be compiled.
+    """
+
+    right_draft: float = 0.5
+    slow_grammar: float = 0.0
+    bad_grammar: float = 0.0
+
+
+DEFAULT_CHANCES = Chances()
 
 
 class StepClock:
@@ -72,12 +105,16 @@ class StepClock:
 
 
 class _Begun(NamedTuple):
-    """A submitted step: its rows' runs of tokens, when it is over, and waits for earlier passes."""
+    """A submitted step: its rows' runs of tokens, when it is over, and waits for earlier passes.
+
+    `num_drafts` is as in `StepResult`.
+    """
 
     batch: ScheduledBatch
     runs: list[list[int]]
     end_s: float
     earlier_s: Sequence[float] = ()
+    num_drafts: Sequence[int] = ()
 
 
 class _Planned(NamedTuple):
@@ -92,7 +129,10 @@ class _Planned(NamedTuple):
 class _Row:
     """The worker's record of one sequence."""
 
-    __slots__ = ("block_ids", "lane", "num_computed", "num_prompt", "num_tokens", "seed", "tokens")
+    __slots__ = (
+        "block_ids", "drafts", "lane", "num_computed", "num_prompt", "num_tokens", "salt", "seed",
+        "tokens",
+    )  # fmt: skip
 
     def __init__(self, row: NewRow, *, keeps_tokens: bool) -> None:
         self.lane = row.dp_group
@@ -100,6 +140,9 @@ class _Row:
         self.num_prompt = row.num_prompt_tokens
         self.num_computed = row.num_computed_tokens
         self.seed = row.sampling.seed or 0
+        # A greedy row draws without its seed.
+        self.salt = GREEDY if row.sampling.temperature < GREEDY_EPS else draw_salt(self.seed)
+        self.drafts: list[int] = []
         self.block_ids = [list(block_ids) for block_ids in row.block_ids] if keeps_tokens else []
         self.tokens = list(row.token_ids) if keeps_tokens else []
 
@@ -115,7 +158,8 @@ class VirtualWorker:
         faults: Slow and hung periods of the device.
         models_kv: Whether KV rows are kept, written, moved and read, so that a token depends on
             every row of its context. Otherwise tokens depend on the request alone.
-        seed: Seed of the jitter.
+        seed: Seed of the jitter, and of what has `chances`.
+        chances: See there.
         settings: Settings of the KV connector.
         make_transport: Makes the KV transport.
         notify: Wakes the engine.
@@ -131,6 +175,7 @@ class VirtualWorker:
         faults: Slowdown,
         models_kv: bool,
         seed: int = 0,
+        chances: Chances = DEFAULT_CHANCES,
         settings: ConnectorSettings,
         make_transport: TransportFactory,
         notify: Callable[[], None],
@@ -157,6 +202,12 @@ class VirtualWorker:
         self._connector: P2PConnectorWorker | None = None
         self._cache: PagedKVCache | None = None
         self._next_token: NextToken | None = None
+        self._max_model_len = 0
+        self._chances = chances
+        self._dice = random.Random(f"{seed}/{settings.incarnation}/chances")
+        # Grammars that are compiled, and when each will be; those that rows may use.
+        self._compiling: list[tuple[float, Prepared]] = []
+        self._grammars: set[StructuredOutputs] = set()
 
     # --- life cycle ----------------------------------------------------------------------------
 
@@ -172,6 +223,7 @@ class VirtualWorker:
     ) -> tuple[tuple[str, ...], tuple[KVLayout, ...]] | None:
         """Make the KV rows, if modelled, and the connector; return as `Worker` does."""
         config, group = self._config, only_kv_group(kv_groups, "a simulated mesh")
+        self._max_model_len = max_model_len
         if self._models_kv:
             self._cache = PagedKVCache(config.tt_data_parallel, group.num_blocks, group.block_size)
             self._next_token = NextToken(self._facts.vocab_size, self._facts.eos_token_ids)
@@ -204,8 +256,31 @@ class VirtualWorker:
     # --- steps ---------------------------------------------------------------------------------
 
     def prepare(self, orders: Sequence[Preparation]) -> list[Prepared]:
-        """Return the ordered grammars at once; virtual tokens follow none."""
-        return [Prepared(order.grammar) for order in orders if order.is_wanted]
+        """Begin to compile grammars; return those that are done. Virtual tokens follow none."""
+        now_s = self._clock.now_s()
+        for order in orders:
+            if order.is_wanted:
+                self._compiling.append(self._compile(order.grammar, now_s))
+            else:
+                self._grammars.discard(order.grammar)
+        done = [prepared for ready_s, prepared in self._compiling if ready_s <= now_s]
+        self._compiling = [each for each in self._compiling if each[0] > now_s]
+        self._grammars.update(prepared.grammar for prepared in done if prepared.error is None)
+        return done
+
+    def _compile(self, grammar: StructuredOutputs, now_s: float) -> tuple[float, Prepared]:
+        """Return when a grammar is compiled, and with what result."""
+        chances, error = self._chances, None
+        if chances.slow_grammar and self._dice.random() < chances.slow_grammar:
+            now_s += self._dice.choice(_SLOW_COMPILE_S)
+        if chances.bad_grammar and self._dice.random() < chances.bad_grammar:
+            error = "it matches nothing"
+        return now_s, Prepared(grammar, error)
+
+    @property
+    def next_prepared_s(self) -> float | None:
+        """When the next grammar will be compiled; None if none is under way."""
+        return min((ready_s for ready_s, _ in self._compiling), default=None)
 
     def submit_step(
         self, batch: ScheduledBatch | None, meta: ConnectorMeta | None, now_s: float
@@ -216,7 +291,9 @@ class VirtualWorker:
         if batch is not None:
             self._apply(batch)
             end_s = self._timeline.submit(self._clock.now_s(), self._step_s(batch))
-            self._begun.append(_Begun(batch, self._advance(batch), end_s))
+            runs = self._advance(batch)
+            num_drafts = self._propose(batch, runs) if batch.max_drafts else ()
+            self._begun.append(_Begun(batch, runs, end_s, num_drafts=num_drafts))
 
     def collect_step(self) -> StepResult:
         """Return the result of the oldest step, and add the wait for it to the clock."""
@@ -227,7 +304,10 @@ class VirtualWorker:
         if counts.count(1) == len(counts):
             counts = []
         return StepResult(
-            list(itertools.chain.from_iterable(begun.runs)), [*begun.earlier_s, wait_s], counts
+            list(itertools.chain.from_iterable(begun.runs)),
+            [*begun.earlier_s, wait_s],
+            counts,
+            num_drafts=[*begun.num_drafts],
         )
 
     def end_step(self, meta: ConnectorMeta, now_s: float) -> TransferResults:
@@ -296,6 +376,8 @@ class VirtualWorker:
 
     def _apply(self, batch: ScheduledBatch) -> None:
         for row in batch.new:
+            grammar = row.sampling.structured_outputs
+            assert grammar is None or grammar in self._grammars, f"{grammar} is not compiled"
             self._rows[row.slot] = _Row(row, keeps_tokens=self._models_kv)
         if self._models_kv:
             for slot, appended in batch.appended_blocks:
@@ -309,7 +391,7 @@ class VirtualWorker:
             row = self._row(slot)
             end = row.num_computed + count
             # A row with one token left decodes, as in the two calls of a generator. In a mixed pass
-            # the last token of a prompt costs the same as a decode.
+            # the last token of a prompt costs the same as a decode. Drafts cost as prompt tokens.
             if batch.kind != "prefill" and count == 1:
                 decodes.append((row.lane, end))
             else:
@@ -319,12 +401,15 @@ class VirtualWorker:
         return self._timing.prefill_s(chunks) if chunks else self._timing.decode_s(decodes)
 
     def _advance(self, batch: ScheduledBatch) -> list[list[int]]:
-        """Compute one step; return each row's token, none where the prompt is not complete."""
+        """Compute one pass; return each row's tokens, none where the prompt is not complete."""
         sampling: list[_Row] = []
         runs: list[list[int]] = []
         drawn: list[list[int]] = []
         for slot, count in zip(batch.slots, batch.num_scheduled_tokens, strict=True):
             row = self._row(slot)
+            if row.num_computed + count > row.num_tokens:
+                runs.append(self._verify(row, row.num_computed + count - row.num_tokens))
+                continue
             if self._cache is not None:
                 start = row.num_computed
                 [block_ids] = row.block_ids
@@ -341,11 +426,52 @@ class VirtualWorker:
                 run.append(token_id)
         return runs
 
+    def _verify(self, row: _Row, num_drafts: int) -> list[int]:
+        """Compute a decoding row's last token and its first drafts; return its new tokens."""
+        drafts = row.drafts[:num_drafts]
+        assert len(drafts) == num_drafts, f"{num_drafts} drafts to verify, of {len(row.drafts)}"
+        if self._cache is None:
+            drawn = self._tokens_of_request(row, 1 + num_drafts)
+        else:
+            start = row.num_computed
+            [block_ids] = row.block_ids
+            token_ids = [*row.tokens[start:], *drafts]
+            self._cache.write_tokens(row.lane, block_ids, token_ids, start)
+            ends = [row.num_tokens + i for i in range(1 + num_drafts)]
+            drawn = self._tokens_of_context(self._cache, [row] * len(ends), ends)
+        positions = np.array([len(drawn)])
+        [count] = accepted_runs(np.array(drawn), np.array([*drafts, -1]), positions)
+        run = drawn[:count]
+        row.num_tokens += len(run)
+        row.num_computed = row.num_tokens - 1
+        if self._cache is not None:
+            row.tokens += run
+        return run
+
+    def _propose(self, batch: ScheduledBatch, runs: list[list[int]]) -> list[int]:
+        """Give each row that has a new token drafts, some of them wrong; return their numbers."""
+        for slot, run in zip(batch.slots, runs, strict=True):
+            row = self._row(slot)
+            most = min(batch.max_drafts, self._max_model_len - 1 - row.num_tokens)
+            row.drafts = self._drafts(row, self._dice.randint(0, max(most, 0))) if run else []
+        return [len(self._row(slot).drafts) for slot in batch.slots]
+
+    def _drafts(self, row: _Row, count: int) -> list[int]:
+        facts = self._facts
+        if self._cache is None:
+            right = self._tokens_of_request(row, count)
+        else:
+            right = expected_tokens(
+                row.tokens, count, facts.vocab_size, facts.eos_token_ids, row.salt
+            )
+        share = self._chances.right_draft
+        return [t if self._dice.random() < share else (t + 1) % facts.vocab_size for t in right]
+
     def _sample(self, rows: Sequence[_Row]) -> list[int]:
         tokens = (
             [self._tokens_of_request(row, 1)[0] for row in rows]
             if self._cache is None
-            else self._tokens_of_context(self._cache, rows)
+            else self._tokens_of_context(self._cache, rows, [row.num_tokens for row in rows])
         )
         for row, token_id in zip(rows, tokens, strict=True):
             row.num_tokens += 1
@@ -359,7 +485,10 @@ class VirtualWorker:
         first = row.seed + (row.num_tokens - row.num_prompt)
         return [_FIRST_TOKEN + (i * 0x9E3779B1 >> 7) % span for i in range(first, first + count)]
 
-    def _tokens_of_context(self, cache: PagedKVCache, rows: Sequence[_Row]) -> list[int]:
+    def _tokens_of_context(
+        self, cache: PagedKVCache, rows: Sequence[_Row], num_tokens: Sequence[int]
+    ) -> list[int]:
+        """Return the token after so many tokens of each row."""
         width = max(len(row.block_ids[0]) for row in rows)
         tables = np.zeros((len(rows), width), dtype=np.int64)
         for i, row in enumerate(rows):
@@ -368,8 +497,9 @@ class VirtualWorker:
         sums = cache.context_sums(
             np.array([row.lane for row in rows]),
             tables,
-            np.array([row.num_tokens for row in rows]),
+            np.array(num_tokens),
         )
+        sums += np.array([row.salt for row in rows])
         assert self._next_token is not None
         tokens: list[int] = self._next_token(sums).tolist()
         return tokens

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from cluster.lab.simulation.sampled_features import with_features
 from cluster.lab.simulation.sampled_scenarios import sample_scenario
 from replicas.faults import Fault
 from replicas.launch import HAND_OVER_SHARE
@@ -43,7 +44,9 @@ def random_scenario(seed: int) -> Scenario:
     """Return the scenario of a seed: the same in every process and on every machine."""
     rng = np.random.Generator(np.random.Philox(seed))
     scenario = sample_scenario(seed, rng)
-    return make_adversarial(scenario, rng) if rng.random() < _ADVERSARIAL_SHARE else scenario
+    if rng.random() < _ADVERSARIAL_SHARE:
+        scenario = make_adversarial(scenario, rng)
+    return with_features(scenario, rng)
 
 
 def make_adversarial(scenario: Scenario, rng: np.random.Generator) -> Scenario:

@@ -118,7 +118,7 @@ class VirtualLink:
         for event in events:
             self._client.observer.arrived(self.host, event)
             if step_times_s and isinstance(event, TokenOutput):
-                self._client.token_times_s[event.request_id] = step_times_s
+                self._client.token_times_s[event.request_id, event.choice] = step_times_s
         snapshot = frame.snapshot
         if snapshot is not None and (self.newest is None or snapshot.seq >= self.newest.seq):
             self.newest = snapshot
@@ -141,8 +141,8 @@ class VirtualClient:
         on_kv_events: See `StreamTable`.
 
     Attributes:
-        token_times_s: For requests whose last output has several tokens, the end times of the
-            steps that produced them.
+        token_times_s: For choices of requests whose last output is of several steps, the end times
+            of the steps that produced its tokens.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only: one callback for each kind of event
@@ -161,7 +161,7 @@ class VirtualClient:
         self.take_snapshot = on_snapshot
         self.take_moves = on_moves
         self.take_kv_events = on_kv_events
-        self.token_times_s: dict[str, list[float]] = {}
+        self.token_times_s: dict[tuple[str, int], list[float]] = {}
         self._name = name
         self._network = network
         self._hosts = hosts

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from cluster.lab.simulation.monitors import ProtocolMonitor
+from cluster.lab.simulation.options import PLAIN
 from cluster.lab.simulation.records import ABORTED, INGRESS_LOST, NO_INGRESS, OK
 from cluster.lab.simulation.waits import WaitMonitor
 from cluster.routing.leg import LegState
@@ -21,7 +22,7 @@ from cluster.routing.placement import Placement
 from cluster.routing.pools import DECODING, PREFILLING
 from replicas.dealer import SILENCE_S
 from replicas.faults import INGRESS
-from replicas.generators.simulated.tokens import expected_tokens
+from replicas.generators.simulated.tokens import GREEDY, draw_salt, expected_tokens
 from replicas.launch import HAND_OVER_SHARE
 from replicas.life import LifeState
 from replicas.messages import BlockStored
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from cluster.lab.simulation.loop import VirtualLoop
     from cluster.lab.simulation.monitors import LeaseMonitor
     from cluster.lab.simulation.network import Network
-    from cluster.lab.simulation.options import PoolSpec, SimulationOptions
+    from cluster.lab.simulation.options import PoolSpec, RequestVariant, SimulationOptions
     from cluster.lab.simulation.recorder import Recorder
     from cluster.lab.simulation.records import RequestRecord
     from cluster.lab.simulation.waits import WaitLimits
@@ -387,6 +388,11 @@ class Expectations:
         reservation_timeout_s = min(spec.engine.reservation_timeout_s for spec in pools)
         self._patience_s = min(options.router.queue_timeout_s, reservation_timeout_s)
         self._aborts = options.aborts
+        self._variants = options.variants
+        self._most_choices = min(spec.engine.slots_per_group for spec in pools)
+        chances = [spec.chances for spec in pools]
+        self._has_late_grammars = any(c.slow_grammar for c in chances)
+        self._has_bad_grammars = self._has_late_grammars or any(c.bad_grammar for c in chances)
         faults = options.faults
         engines = [
             (faults.entries_for(f"{spec.role}/{rank}"), spec)
@@ -435,21 +441,28 @@ class Expectations:
         is_stranded = all(closed) or has_waited or num_troubles >= self._max_attempts
         # An ingress that has just started knows no engine yet.
         has_new_ingress = self._first_ingress_s <= record.finished_s
+        variant = self._variants.get(number, PLAIN)
+        has_grammar = variant.grammar is not None
+        # After its first tokens the next engine may not be able to compile its grammar.
+        has_bad_grammar = has_grammar and self._has_bad_grammars
         may = {
             OK: True,
             ABORTED: number in self._aborts,
             INGRESS_LOST: has_new_ingress,
             NO_INGRESS: has_new_ingress,
-            "BadRequestError": not has_room,
+            "BadRequestError": not has_room
+            or variant.num_choices > self._most_choices
+            or has_bad_grammar,
             "QueueTimeoutError": has_waited,
             "SaturatedError": any(closed)
             or self._bounds_tokens
+            or (has_grammar and self._has_late_grammars)
             or self._num_beside(record, records) > self._most_queued,
             "OverloadedError": self._has_objective,
             "QuotaError": self._has_quotas,
             "NotReadyError": all(closed) or has_new_ingress,
             # With another engine available it would have migrated.
-            "ReplicaLostError": lost and is_stranded,
+            "ReplicaLostError": lost and (is_stranded or has_bad_grammar),
         }
         assert may.get(record.outcome, False), (
             f"{record.request_id} ended with {record.outcome} after "
@@ -495,34 +508,51 @@ def _length_s(fault: Fault) -> float:
     return fault.window.end_s - fault.window.start_s
 
 
-def check_tokens(
+def check_tokens(  # noqa: PLR0913, PLR0917 - what the tokens depend on
     record: RequestRecord,
-    output: Sequence[int],
+    outputs: Sequence[Sequence[int]],
     prompt: Sequence[int],
     room: int,
     vocabulary: tuple[int, Sequence[int]],
+    variant: RequestVariant,
+    seed: int,
 ) -> None:
     """Check that every token follows from its whole context, and that the number is right.
 
-    The prompt leaves room for `room` tokens; `vocabulary` is its size and its end token ids.
+    Args:
+        record: The request.
+        outputs: Tokens of each choice.
+        prompt: Its prompt.
+        room: Tokens for which the prompt leaves room.
+        vocabulary: Its size, and its end token ids.
+        variant: What the request asks for.
+        seed: Its seed; a choice draws with the seed plus its number.
 
     Raises:
         AssertionError: A token is wrong, missing, or superfluous.
     """
     asked = min(record.num_output_tokens_asked, max(room, 0))
-    assert len(output) == len(record.token_times_s), record
-    assert len(output) <= asked, f"{record.request_id}: {len(output)} tokens, asked for {asked}"
-    if record.outcome == OK:
-        assert len(output) == asked, f"{record.request_id}: {len(output)} tokens of {asked}"
+    assert sum(map(len, outputs)) == len(record.token_times_s), record
     size, eos_token_ids = vocabulary
-    right = expected_tokens(prompt, len(output), size, eos_token_ids)
-    wrong = next((i for i, (a, b) in enumerate(zip(output, right, strict=True)) if a != b), None)
-    assert wrong is None, (
-        f"{record.request_id}: output token {wrong} is {output[wrong or 0]} and should be "
-        f"{right[wrong or 0]}: it was computed from a wrong context "
-        f"({len(prompt)} prompt tokens, {record.num_cached_tokens} cached, "
-        f"prefill {record.prefill_replica}, decode {record.replica})"
-    )
+    for choice, output in enumerate(outputs):
+        name = f"{record.request_id}, choice {choice}"
+        salt = draw_salt(seed + choice) if len(outputs) > 1 else GREEDY
+        most = asked if variant.stop_token_ids else min(asked, len(output))
+        right = expected_tokens(prompt, most, size, eos_token_ids, salt)
+        stops = (i for i, t in enumerate(right, 1) if t in variant.stop_token_ids)
+        end = next(stops, asked)
+        assert len(output) <= end, f"{name}: {len(output)} tokens, asked for {end}"
+        if record.outcome == OK:
+            is_last = choice == len(outputs) - 1
+            least = min(end, variant.stop_at or end) if is_last else end
+            assert len(output) >= least, f"{name}: {len(output)} tokens of {least}"
+        wrong = next((i for i, t in enumerate(output) if t != right[i]), None)
+        assert wrong is None, (
+            f"{name}: output token {wrong} is {output[wrong or 0]} and should be "
+            f"{right[wrong or 0]}: it was computed from a wrong context "
+            f"({len(prompt)} prompt tokens, {record.num_cached_tokens} cached, "
+            f"prefill {record.prefill_replica}, decode {record.replica})"
+        )
     times_s = record.token_times_s
     assert all(times_s[1:] >= times_s[:-1]), f"{record.request_id}: tokens out of order"
     assert not len(times_s) or times_s[0] >= record.arrival_s, f"{record.request_id}: too early"

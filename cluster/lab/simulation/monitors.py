@@ -52,10 +52,14 @@ _ALWAYS_VALID_S = float("-inf")
 
 @dataclass(slots=True)
 class _SentRequest:
-    """A request that was sent to an engine and has not ended there."""
+    """A request that was sent to an engine and has not ended there.
+
+    `choices` are those that the engine has neither ended nor been asked to drop.
+    """
 
     host: VirtualHost
     mode: RequestMode
+    choices: set[int]
     is_answered: bool = False
     epoch: int = -1
     is_activated: bool = False
@@ -72,7 +76,8 @@ class ProtocolMonitor:
 
     - A request is on an engine at most once, and is not sent to an engine that hangs.
     - The epochs of its tickets rise, and it is activated once on an engine.
-    - When it ends at the ingress, every engine has finished it or was sent an abort.
+    - When it ends at the ingress, every engine has finished all of its choices or was sent an
+      abort.
     - A new ticket is not refused as expired, unless clocks are wrong.
     - A second engine is asked to decode it only while the first hands over, or after the first was
       silent. While the first hands over, the second may fetch its KV, and starts after the first
@@ -96,6 +101,8 @@ class ProtocolMonitor:
         # By engine and request, the number of aborted attempts that it has not answered yet. It
         # answers in order.
         self._unanswered: Counter[tuple[str, str]] = Counter()
+        # When engines last ended requests with an error. The router may be about to read that.
+        self._failed_s: dict[tuple[str, str], float] = {}
         # Engines that hand over, according to the snapshots of this ingress.
         self._leaving: set[str] = set()
         # For each request whose KV is lent, the epoch of that transfer.
@@ -122,20 +129,11 @@ class ProtocolMonitor:
         """See `Recorder.sent`."""
         self._recorder.sent(host, message, is_stalled=is_stalled)
         self._waits.sent(host, message)
+        if isinstance(message, LendKV | LoadKV | Activate) and self._has_just_failed(host, message):
+            return
         match message:
             case AddRequest():
-                asked = self._asked.setdefault(message.request.request_id, {})
-                assert host.incarnation not in asked, (
-                    f"{message.request.request_id} was sent to {host.incarnation} twice"
-                )
-                assert host.core.stuck_s <= _STALL_NOTICE_S, (
-                    f"{message.request.request_id} was sent to {host!r}, which hangs"
-                )
-                self._check_successor(message, asked)
-                self.failures.sent(host.incarnation, message.mode)
-                asked[host.incarnation] = _SentRequest(host, message.mode)
-                first_asked_s = self._first_asked_s.setdefault(message.request.request_id, {})
-                first_asked_s.setdefault(host.incarnation, self._loop.time())
+                self._sent_request(host, message)
             case LendKV():
                 decoding = self._asked.get(message.request_id, {}).get(host.incarnation)
                 assert decoding is not None, f"{host!r} does not have the request: {message}"
@@ -154,16 +152,39 @@ class ProtocolMonitor:
                 reserved.is_activated = True
                 others = self._heard_decoding(message.request_id) - {host.incarnation}
                 assert not others, f"{message.request_id} continues on {host!r} and on {others}"
-            case Abort(choices=[]):
+            case Abort():
                 for request_id in message.request_ids:
-                    asked_here = self._asked.get(request_id, {}).get(host.incarnation)
-                    if asked_here is not None and asked_here.decodes and is_stalled:
-                        self.num_left[request_id] += 1
-                    if asked_here is not None and not asked_here.is_answered:
-                        self._unanswered[host.incarnation, request_id] += 1
-                    self._end(host, request_id)
+                    self._sent_abort(host, request_id, message, is_stalled=is_stalled)
             case _:
                 pass
+
+    def _sent_request(self, host: VirtualHost, message: AddRequest) -> None:
+        request_id = message.request.request_id
+        asked = self._asked.setdefault(request_id, {})
+        assert host.incarnation not in asked, f"{request_id} was sent to {host.incarnation} twice"
+        assert host.core.stuck_s <= _STALL_NOTICE_S, (
+            f"{request_id} was sent to {host!r}, which hangs"
+        )
+        self._check_successor(message, asked)
+        self.failures.sent(host.incarnation, message.mode)
+        choices = set(range(message.request.sampling.n))
+        asked[host.incarnation] = _SentRequest(host, message.mode, choices)
+        first_asked_s = self._first_asked_s.setdefault(request_id, {})
+        first_asked_s.setdefault(host.incarnation, self._loop.time())
+
+    def _sent_abort(
+        self, host: VirtualHost, request_id: str, message: Abort, *, is_stalled: bool
+    ) -> None:
+        for choice in message.choices:
+            self._end_choice(host, request_id, choice)
+        if message.choices:
+            return
+        asked = self._asked.get(request_id, {}).get(host.incarnation)
+        if asked is not None and asked.decodes and is_stalled:
+            self.num_left[request_id] += 1
+        if asked is not None and not asked.is_answered:
+            self._unanswered[host.incarnation, request_id] += 1
+        self._end(host, request_id)
 
     def arrived(self, host: VirtualHost, event: EngineEvent) -> None:
         """Check an event that has arrived at the ingress."""
@@ -175,15 +196,25 @@ class ProtocolMonitor:
             del self._lent[event.request_id]
         if isinstance(event, Refused) and _EXPIRED in event.message:
             self._check_age(host, event)
-        if isinstance(event, TokenOutput) and event.token_ids and self._is_asked(host, event):
-            self.failures.succeeded(host.incarnation)
-        if isinstance(event, Refused) or (isinstance(event, TokenOutput) and event.finish_reason):
+        if isinstance(event, TokenOutput):
+            self._output_arrived(host, event)
+        elif isinstance(event, Refused):
             self._end(host, event.request_id)
         elif isinstance(event, KVLoaded) and event.failure is None:
             # The consumer has the KV: the prefill engine releases its own without a message.
             asked = self._asked.get(event.request_id, {})
             for incarnation in [i for i, a in asked.items() if a.mode == "prefill"]:
                 del asked[incarnation]
+
+    def _output_arrived(self, host: VirtualHost, output: TokenOutput) -> None:
+        if output.token_ids and self._is_asked(host, output):
+            self.failures.succeeded(host.incarnation)
+        if output.finish_reason == "error":
+            # An error ends all choices.
+            self._failed_s[host.incarnation, output.request_id] = self._loop.time()
+            self._end(host, output.request_id)
+        elif output.finish_reason is not None:
+            self._end_choice(host, output.request_id, output.choice)
 
     def snapshot_received(self, host: VirtualHost, snapshot: EngineSnapshot) -> None:
         """Record a snapshot that is newer than all before it."""
@@ -290,6 +321,19 @@ class ProtocolMonitor:
         assert asked is not None, f"{host.incarnation} has no {request_id}"
         assert asked.mode == "decode", f"{request_id} on {host.incarnation}: {asked.mode}"
         return asked
+
+    def _has_just_failed(self, host: VirtualHost, message: LendKV | LoadKV | Activate) -> bool:
+        """Return whether an engine's error for the request arrived at this instant."""
+        failed_s = self._failed_s.get((host.incarnation, message.request_id))
+        return failed_s == self._loop.time()
+
+    def _end_choice(self, host: VirtualHost, request_id: str, choice: int) -> None:
+        """Record that an engine has ended a choice, or was asked to drop it; it may be the last."""
+        asked = self._asked.get(request_id, {}).get(host.incarnation)
+        if asked is not None:
+            asked.choices.discard(choice)
+            if not asked.choices:
+                self._end(host, request_id)
 
     def _end(self, host: VirtualHost, request_id: str) -> None:
         self._lent.pop(request_id, None)

@@ -11,6 +11,7 @@ from cluster.lab.simulation.network import NetworkConfig
 from kv_transfer.config import TransferConfig
 from replicas.faults import FaultPlan
 from replicas.launch import step_timeout_s
+from replicas.simulation.virtual_engine import Chances
 
 if TYPE_CHECKING:
     from replicas.config import EngineConfig, Role
@@ -26,6 +27,7 @@ class PoolSpec(NamedTuple):
         facts: Properties of the modelled device and the served model.
         transfer: Deadlines and sizes of its KV transfers.
         drain_timeout_s: How long the requests of a draining replica may take.
+        chances: Probabilities of right drafts and of grammars that are late or fail.
     """
 
     role: Role
@@ -35,6 +37,7 @@ class PoolSpec(NamedTuple):
     facts: ModelFacts
     transfer: TransferConfig = TransferConfig()
     drain_timeout_s: float = 600.0
+    chances: Chances = Chances()
 
     @property
     def step_timeout_s(self) -> float:
@@ -46,6 +49,26 @@ class PoolSpec(NamedTuple):
             )
         budget = engine.token_budget(engine.max_model_len or facts.max_position_embeddings)
         return step_timeout_s(engine, self.timing.warm_up_s(), budget)
+
+
+class RequestVariant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a request asks for besides its tokens.
+
+    Attributes:
+        num_choices: Answers to generate.
+        grammar: Number of the grammar that they follow; None is any text.
+        stop_at: Tokens of the last choice after which a stop string ends it; None is never.
+        stop_token_ids: Tokens that end a choice.
+    """
+
+    num_choices: int = 1
+    grammar: int | None = None
+    stop_at: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+
+
+PLAIN = RequestVariant()
+"""A request for one answer of any text."""
 
 
 class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +87,7 @@ class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True):
         deadline_s: With checks, a request that lasts longer than this fails the run.
         keeps_events: Whether the result has an event log.
         aborts: Seconds after which clients leave, by number of the request.
+        variants: By number of the request; those that are left out are `PLAIN`.
     """
 
     seed: int = 0
@@ -78,3 +102,4 @@ class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float = 600.0
     keeps_events: bool = False
     aborts: dict[int, float] = {}
+    variants: dict[int, RequestVariant] = {}

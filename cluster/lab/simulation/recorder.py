@@ -26,8 +26,18 @@ from replicas.messages import (
 if TYPE_CHECKING:
     from cluster.lab.simulation.host import VirtualHost
     from cluster.lab.simulation.loop import VirtualLoop
+    from cluster.lab.simulation.options import RequestVariant
     from cluster.lab.workloads.request import TraceRequest
     from replicas.messages import ClientMessage, EngineEvent, EngineSnapshot
+
+
+@dataclass(slots=True, eq=False)
+class ActiveChoice:
+    """One choice of a request under way: its tokens, when each came, and whether it has ended."""
+
+    times_s: list[float] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    is_over: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -37,8 +47,8 @@ class ActiveRequest:
     request_id: str
     arrival_s: float
     asked: TraceRequest
-    times_s: list[float] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
+    variant: RequestVariant
+    choices: list[ActiveChoice]
     cached: int = 0
     replica: str | None = None
     prefill: str | None = None
@@ -46,17 +56,24 @@ class ActiveRequest:
     transfer_s: float | None = None
     num_sent: int = 0
 
+    @property
+    def times_s(self) -> list[float]:
+        """When the tokens of all choices came, in order."""
+        if len(self.choices) == 1:
+            return self.choices[0].times_s
+        return sorted(at_s for choice in self.choices for at_s in choice.times_s)
+
 
 class Recorder:
     """The recorder of one run; an observer of the messages between ingresses and engines.
 
     Attributes:
-        outputs: Token ids of every request that ended, by request id.
+        outputs: Token ids of every request that ended: by request id those of each choice.
     """
 
     def __init__(self, loop: VirtualLoop, *, keeps_events: bool) -> None:
         self.events: list[EventRecord] = []
-        self.outputs: dict[str, list[int]] = {}
+        self.outputs: dict[str, list[list[int]]] = {}
         self._loop = loop
         self._keeps_events = keeps_events
         self._entries: dict[str, ActiveRequest] = {}
@@ -69,9 +86,10 @@ class Recorder:
 
     # --- requests ------------------------------------------------------------------------------
 
-    def arrive(self, number: int, asked: TraceRequest) -> ActiveRequest:
+    def arrive(self, number: int, asked: TraceRequest, variant: RequestVariant) -> ActiveRequest:
         """Record the arrival of a request."""
-        entry = ActiveRequest(f"r{number}", self._loop.time(), asked)
+        choices = [ActiveChoice() for _ in range(variant.num_choices)]
+        entry = ActiveRequest(f"r{number}", self._loop.time(), asked, variant, choices)
         self._entries[entry.request_id] = entry
         self._order.append(entry.request_id)
         self.event("arrive", entry.request_id, asked.num_prompt_tokens, asked.num_output_tokens)
@@ -83,21 +101,37 @@ class Recorder:
         output: TokenOutput,
         step_times_s: list[float] | None,
         latency_s: float,
-    ) -> None:
-        """Record tokens that the client gets; of several steps, each at the time of its step."""
-        assert output.index == len(entry.times_s), f"{entry.request_id}: {output}"
+    ) -> bool:
+        """Record tokens that the client gets; of several steps, each at the time of its step.
+
+        Returns:
+            Whether the client wants more of the choice, see `Router.run`.
+        """
+        choice = entry.choices[output.choice]
+        if choice.is_over:
+            # An engine may give tokens of a choice before it learns that it was ended elsewhere.
+            return False
+        assert output.index == len(choice.times_s), f"{entry.request_id}: {output}"
         if step_times_s is None:
-            entry.times_s.extend([self._loop.time()] * len(output.token_ids))
+            choice.times_s.extend([self._loop.time()] * len(output.token_ids))
         else:
-            entry.times_s.extend([at_s + latency_s for at_s in step_times_s])
-        entry.token_ids.extend(output.token_ids)
-        if output.index == 0:
+            choice.times_s.extend([at_s + latency_s for at_s in step_times_s])
+        choice.token_ids.extend(output.token_ids)
+        if output.index == 0 and output.choice == 0:
             entry.cached = output.num_cached_tokens
+        choice.is_over = output.finish_reason is not None
+        stop_at = entry.variant.stop_at if choice is entry.choices[-1] else None
+        if choice.is_over or stop_at is None or len(choice.token_ids) < stop_at:
+            return True
+        choice.is_over = True
+        self.event("stop", entry.request_id, output.choice)
+        return False
 
     def end(self, entry: ActiveRequest, outcome: str) -> None:
         """Record the end of a request, which happens once."""
         del self._entries[entry.request_id]
-        self.outputs[entry.request_id] = entry.token_ids
+        self.outputs[entry.request_id] = [choice.token_ids for choice in entry.choices]
+        times_s = entry.times_s
         self._records[entry.request_id] = RequestRecord(
             request_id=entry.request_id,
             arrival_s=entry.arrival_s,
@@ -106,14 +140,14 @@ class Recorder:
             outcome=outcome,
             finished_s=self._loop.time(),
             num_cached_tokens=entry.cached,
-            token_times_s=np.array(entry.times_s) if entry.times_s else NO_TIMES,
+            token_times_s=np.array(times_s) if times_s else NO_TIMES,
             replica=entry.replica,
             prefill_replica=entry.prefill,
             queued_s=entry.queued_s,
             transfer_s=entry.transfer_s,
             num_retries=max(entry.num_sent - 1, 0),
         )
-        self.event("end", entry.request_id, outcome, len(entry.times_s))
+        self.event("end", entry.request_id, outcome, len(times_s))
 
     def records(self) -> list[RequestRecord]:
         """Return the record of each request, in order of arrival."""
@@ -145,7 +179,7 @@ class Recorder:
             self.event("activate", message.request_id, host.name, sum(map(len, message.token_ids)))
         elif isinstance(message, Abort):
             for request_id in message.request_ids:
-                self.event("abort", request_id, host.name)
+                self.event("abort", request_id, host.name, *message.choices)
 
     def arrived(self, host: VirtualHost, event: EngineEvent) -> None:
         """Record an event that arrived at an ingress."""
@@ -153,7 +187,7 @@ class Recorder:
             entry = self._entries.get(event.request_id)
             is_first = entry is not None and entry.transfer_s is None
             if entry is not None and is_first and event.failure is None:
-                first_s = entry.times_s[0] if entry.times_s else self._loop.time()
+                first_s = min(entry.times_s, default=self._loop.time())
                 entry.transfer_s = self._loop.time() - first_s
             self.event("kv_loaded", event.request_id, host.name, event.failure or "ok")
         elif not self._keeps_events:
@@ -165,7 +199,7 @@ class Recorder:
         elif isinstance(event, TokenOutput):
             self.event(
                 "tokens", event.request_id, host.name, event.index, len(event.token_ids),
-                event.finish_reason or "",
+                event.finish_reason or "", *([event.choice] if event.choice else ()),
             )  # fmt: skip
 
     def snapshot_received(self, host: VirtualHost, snapshot: EngineSnapshot) -> None:

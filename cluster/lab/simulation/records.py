@@ -33,9 +33,10 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=Fals
 
     Attributes:
         arrival_s: Scheduled time of arrival, independent of when the router handled it.
+        num_output_tokens_asked: Output tokens of each choice.
         num_cached_tokens: Prompt tokens from the prefix cache, which prefill did not compute.
-        token_times_s: When the client got each output token; shape [tokens], float64, ascending.
-            Empty if there was none.
+        token_times_s: When the client got each output token, of all choices; shape [tokens],
+            float64, ascending. Empty if there was none.
         outcome: `OK`, `ABORTED`, or the class name of the error that ended it.
         finished_s: When it ended; for `OK`, when its client got the last token.
         replica: The replica that decoded it last; None if it reached none.

@@ -17,15 +17,20 @@ import msgspec
 
 from cluster.config.schema import RouterConfig
 from cluster.lab.simulation.network import NetworkConfig
-from cluster.lab.simulation.options import PoolSpec, SimulationOptions
+from cluster.lab.simulation.options import (
+    PLAIN,
+    PoolSpec,
+    RequestVariant,
+    SimulationOptions,
+)
 from cluster.lab.simulation.simulator import Simulation
 from cluster.lab.workloads.request import TraceRequest, Workload
 from kv_transfer.config import TransferConfig
-from replicas.config import EngineConfig
+from replicas.config import EngineConfig, SpeculativeConfig
 from replicas.faults import Fault, FaultPlan
 from replicas.generators.simulated.timing import LinkTiming
 from replicas.kv_groups import KVGroup
-from replicas.simulation.virtual_engine import ModelFacts
+from replicas.simulation.virtual_engine import Chances, ModelFacts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,6 +56,10 @@ class ScenarioPool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         step_timeout_s: Seconds of a step after which the replica's parent ends it.
         drain_timeout_s: How long the requests of a draining replica may take.
         steps_in_flight: Only has an effect if decodes are steps of their own, as on a mesh.
+        max_drafts: Most drafts of a row in a step; 0 is no speculation. Needs `mixed`.
+        right_drafts: Share of drafts that are right.
+        slow_grammars: Share of grammars that are not compiled at once, or too late.
+        bad_grammars: Share of grammars that cannot be compiled.
     """
 
     role: Literal["prefill", "decode", "both"]
@@ -68,6 +77,10 @@ class ScenarioPool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     step_timeout_s: float = 300.0
     drain_timeout_s: float = 600.0
     steps_in_flight: Literal[1, 2] = 2
+    max_drafts: int = 0
+    right_drafts: float = 0.5
+    slow_grammars: float = 0.0
+    bad_grammars: float = 0.0
 
 
 class ScenarioRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -77,6 +90,7 @@ class ScenarioRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         block_ids: All blocks of the prompt, see `TraceRequest`; complete, so that removing other
             requests does not change the prompt.
         abort_s: Seconds after its arrival at which the client leaves.
+        variant: What it asks for besides its tokens.
     """
 
     arrival_s: float
@@ -84,6 +98,7 @@ class ScenarioRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     num_output_tokens: int
     block_ids: tuple[int, ...]
     abort_s: float | None = None
+    variant: RequestVariant = PLAIN
 
 
 class ScenarioTiming(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -238,6 +253,7 @@ def build(scenario: Scenario) -> Simulation:
         deadline_s=scenario.deadline_s,
         keeps_events=True,
         aborts={i: r.abort_s for i, r in enumerate(scenario.requests) if r.abort_s is not None},
+        variants={i: r.variant for i, r in enumerate(scenario.requests) if r.variant != PLAIN},
     )
     requests = tuple(
         TraceRequest(
@@ -250,6 +266,9 @@ def build(scenario: Scenario) -> Simulation:
 
 
 def _pool_spec(pool: ScenarioPool, scenario: Scenario) -> PoolSpec:
+    drafts = None
+    if pool.max_drafts:
+        drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=pool.max_drafts)
     engine = EngineConfig(
         model="virtual",
         max_batch_size=pool.lanes * pool.slots_per_lane,
@@ -267,6 +286,7 @@ def _pool_spec(pool: ScenarioPool, scenario: Scenario) -> PoolSpec:
         reservation_timeout_s=pool.reservation_timeout_s,
         step_timeout_s=pool.step_timeout_s,
         steps_in_flight=pool.steps_in_flight,
+        speculative_config=drafts,
     )
     group = KVGroup(
         layers=(0,),
@@ -282,6 +302,7 @@ def _pool_spec(pool: ScenarioPool, scenario: Scenario) -> PoolSpec:
         supports_mixed_batch=True,
         supports_chunked_prefill=True,
         supports_prefix_caching=True,
+        supports_drafts=pool.max_drafts > 0,
         supports_async_decode=not pool.mixed,
     )
     return PoolSpec(
@@ -292,6 +313,7 @@ def _pool_spec(pool: ScenarioPool, scenario: Scenario) -> PoolSpec:
         facts,
         scenario.transfer,
         pool.drain_timeout_s,
+        Chances(pool.right_drafts, pool.slow_grammars, pool.bad_grammars),
     )
 
 

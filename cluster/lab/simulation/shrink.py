@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from cluster.lab.simulation.network import NetworkConfig
+from cluster.lab.simulation.options import PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -111,7 +112,7 @@ def _smaller_pools(scenario: Scenario) -> Iterator[Scenario]:
             targets = {f"{pool.role}/{count - 1}"} if field == "replicas" else set()
             if count > 1 and not targets & {fault.target for fault in scenario.faults}:
                 yield _with(scenario, "pools", i, **{field: count - 1})
-        simpler = {"mixed": False, "max_num_waiting": None, "prefill_streak": 1}
+        simpler = {"mixed": False, "max_num_waiting": None, "prefill_streak": 1, "max_drafts": 0}
         yield _with(scenario, "pools", i, **simpler)
     if scenario.ingresses > 1:
         yield msgspec.structs.replace(scenario, ingresses=1)
@@ -130,6 +131,10 @@ def _simpler_settings(scenario: Scenario) -> Iterator[Scenario]:
 
 def _smaller_requests(scenario: Scenario) -> Iterator[Scenario]:
     for i, request in enumerate(scenario.requests):
+        if request.variant != PLAIN:
+            yield _with(scenario, "requests", i, variant=PLAIN)
+            fewer = msgspec.structs.replace(request.variant, num_choices=2)
+            yield _with(scenario, "requests", i, variant=fewer)
         for field in ("num_output_tokens", "num_prompt_tokens"):
             count: int = getattr(request, field)
             for less in (1, count // 2):

@@ -385,6 +385,7 @@ def _new_host(
             run_ahead=run_ahead,
             transfer=spec.transfer,
             seed=options.seed,
+            chances=spec.chances,
         ),
         faults=faults,
         network=network,

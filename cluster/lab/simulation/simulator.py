@@ -22,6 +22,7 @@ from cluster.lab.simulation.invariants import Expectations, Invariants, check_to
 from cluster.lab.simulation.loop import VirtualLoop
 from cluster.lab.simulation.monitors import LeaseMonitor
 from cluster.lab.simulation.network import Network
+from cluster.lab.simulation.options import PLAIN
 from cluster.lab.simulation.recorder import Recorder
 from cluster.lab.simulation.records import ABORTED, INGRESS_LOST, NO_INGRESS, OK, SimulationResult
 from cluster.lab.simulation.scaling import ScalingLoop
@@ -30,7 +31,7 @@ from cluster.lab.simulation.waits import wait_limits
 from replicas.dealer import SILENCE_S
 from replicas.faults import INGRESS
 from replicas.messages import EngineRequest, TokenOutput
-from replicas.sampling_params import SamplingParams
+from replicas.sampling_params import SamplingParams, StructuredOutputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -228,6 +229,7 @@ class Simulation:
         assert len(records) == len(self._workload.requests)
         facts = self._pools[0].facts
         for i, record in enumerate(records):
+            variant = options.variants.get(i, PLAIN)
             room = self._max_model_len - record.num_prompt_tokens
             expectations.check(i, record, records, has_room=room > 0)
             if options.models_kv:
@@ -237,13 +239,16 @@ class Simulation:
                     self._workload.prompt(i, self._vocab_size),
                     room,
                     (facts.vocab_size, facts.eos_token_ids),
+                    variant,
+                    _seed(i),
                 )
 
     # --- requests ------------------------------------------------------------------------------
 
     async def _request(self, i: int) -> None:
         """Run one request from its arrival to its end."""
-        entry = self.recorder.arrive(i, self._workload.requests[i])
+        variant = self._options.variants.get(i, PLAIN)
+        entry = self.recorder.arrive(i, self._workload.requests[i], variant)
         ingress = self.ingresses.take(i)
         if ingress is None:
             self.recorder.end(entry, NO_INGRESS)
@@ -258,10 +263,10 @@ class Simulation:
             request = self._engine_request(i, entry.request_id)
 
             async def emit(output: TokenOutput) -> bool:
-                times_s = ingress.fleet.client.token_times_s.pop(entry.request_id, None)
+                choice = entry.request_id, output.choice
+                times_s = ingress.fleet.client.token_times_s.pop(choice, None)
                 latency_s = self._options.network.latency_s
-                self.recorder.tokens(entry, output, times_s, latency_s)
-                return True
+                return self.recorder.tokens(entry, output, times_s, latency_s)
 
             await ingress.router.run(request, emit)
         except ServingError as error:
@@ -272,7 +277,8 @@ class Simulation:
         else:
             self.recorder.end(entry, OK)
         finally:
-            ingress.fleet.client.token_times_s.pop(entry.request_id, None)
+            for number in range(variant.num_choices):
+                ingress.fleet.client.token_times_s.pop((entry.request_id, number), None)
             if self._invariants is not None:
                 self._invariants.monitor(ingress.name).ended(entry.request_id)
             self._num_done += 1
@@ -286,10 +292,21 @@ class Simulation:
             raise BadRequestError(
                 f"{len(prompt)} tokens leave no room in {self._max_model_len}", param="prompt"
             )
+        variant, grammar = self._options.variants.get(i, PLAIN), None
+        if variant.grammar is not None:
+            grammar = StructuredOutputs(regex=f"[a-z]{{{variant.grammar}}}")
         sampling = SamplingParams(
             max_tokens=min(self._workload.requests[i].num_output_tokens, room),
-            temperature=0.0,
-            seed=(i * 0x9E3779B97F4A7C15) & (2**62 - 1),
+            temperature=0.0 if variant.num_choices == 1 else 1.0,
+            seed=_seed(i),
             ignore_eos=True,
+            stop_token_ids=frozenset(variant.stop_token_ids),
+            n=variant.num_choices,
+            structured_outputs=grammar,
         )
         return EngineRequest(request_id, prompt, sampling, tenant=self._workload.requests[i].tenant)
+
+
+def _seed(number: int) -> int:
+    """Return the seed of the request of a number."""
+    return (number * 0x9E3779B97F4A7C15) & (2**62 - 1)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from cluster.lab.simulation.host import VirtualHost
     from cluster.lab.simulation.loop import VirtualLoop
     from cluster.lab.simulation.options import PoolSpec
-    from replicas.messages import ClientMessage, EngineEvent, RequestMode
+    from replicas.messages import ClientMessage, EngineEvent, KVLoaded, RequestMode
 
 _SLACK_S = 0.1
 """Allowance for the network's delay and for engines checking their deadlines."""
@@ -106,6 +106,8 @@ class WaitMonitor:
         self._quiet: dict[str, str] = {}
         # For each request, the mode in which each engine was last asked for it.
         self._modes: dict[str, dict[str, RequestMode]] = {}
+        # For each request, the choices of which each prefill engine still owes the first token.
+        self._owed: dict[str, dict[str, set[int]]] = {}
 
     def began(self, request_id: str) -> None:
         """Record that a request arrived or starts again: it waits for a slot."""
@@ -118,6 +120,8 @@ class WaitMonitor:
             request_id = message.request.request_id
             self._stop(request_id, None)
             self._modes.setdefault(request_id, {})[host.incarnation] = message.mode
+            choices = set(range(message.request.sampling.n))
+            self._owed.setdefault(request_id, {})[host.incarnation] = choices
             if message.mode != "prefill" and request_id in self._accepted:
                 self._successors[request_id] = host.incarnation
             self._wait(request_id, "an answer", self._longest.answer_s, host)
@@ -132,7 +136,7 @@ class WaitMonitor:
             self._accepted[message.request_id] = host.incarnation
             if any(message.token_ids):
                 self._wait(message.request_id, "its KV", self._longest.hand_over_s, host)
-        elif isinstance(message, Abort):
+        elif isinstance(message, Abort) and not message.choices:
             for request_id in message.request_ids:
                 self._give_up(request_id, host.incarnation)
                 self._forget(request_id, host.incarnation)
@@ -149,13 +153,7 @@ class WaitMonitor:
         if host.incarnation not in self._waits.get(request_id, ()):
             return
         if mode == "prefill":
-            if isinstance(event, Accepted):
-                self._wait(request_id, "a first token", self._longest.request_s, host)
-            elif isinstance(event, Refused | TokenOutput):
-                # The next engine is asked at once, or the request waits for a slot.
-                self._give_up(request_id, host.incarnation)
-            else:
-                self._stop(request_id, host.incarnation)
+            self._prefill_answered(host, event)
         elif isinstance(event, Refused) and is_successor:
             self._stop(request_id, host.incarnation)
             self._forget(request_id, host.incarnation)
@@ -163,6 +161,23 @@ class WaitMonitor:
             self.began(request_id)
         else:
             # From now on the request waits for computation, which has no limit of its own.
+            self._stop(request_id, host.incarnation)
+
+    def _prefill_answered(
+        self, host: VirtualHost, event: Accepted | Refused | KVLoaded | TokenOutput
+    ) -> None:
+        request_id = event.request_id
+        if isinstance(event, Accepted):
+            self._wait(request_id, "first tokens", self._longest.request_s, host)
+        elif isinstance(event, TokenOutput):
+            owed = self._owed[request_id][host.incarnation]
+            owed.discard(event.choice)
+            if not owed or event.finish_reason == "error":
+                self._give_up(request_id, host.incarnation)
+        elif isinstance(event, Refused):
+            # The next engine is asked at once, or the request waits for a slot.
+            self._give_up(request_id, host.incarnation)
+        else:
             self._stop(request_id, host.incarnation)
 
     def lost(self, incarnation: str) -> None:
@@ -176,6 +191,7 @@ class WaitMonitor:
         """Record that a request has ended."""
         self._clear(request_id)
         self._modes.pop(request_id, None)
+        self._owed.pop(request_id, None)
 
     def _clear(self, request_id: str) -> None:
         for engines in (self._accepted, self._successors, self._quiet):

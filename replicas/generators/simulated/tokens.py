@@ -177,14 +177,31 @@ class PagedKVCache:
         self._sums[lanes, block_ids] = rows.sum(axis=(1, 2), dtype=np.uint64)
 
 
+def draw_salt(seed: int) -> np.uint64:
+    """Return what a seed adds to the sum of a context for a row that is not greedy."""
+    salt: np.uint64 = _mix64(np.array([seed], np.int64).view(np.uint64))[0]
+    return salt
+
+
+GREEDY = np.uint64(0)
+"""The salt of a greedy row."""
+
+
 def expected_tokens(
-    prompt: Sequence[int], num_tokens: int, vocab_size: int, eos_token_ids: Collection[int]
+    prompt: Sequence[int],
+    num_tokens: int,
+    vocab_size: int,
+    eos_token_ids: Collection[int],
+    salt: np.uint64 = GREEDY,
 ) -> list[int]:
-    """Return the `num_tokens` tokens after a prompt, computed without pages or an engine."""
+    """Return the `num_tokens` tokens after a prompt, computed without pages or an engine.
+
+    `salt` is that of the row's seed, see `draw_salt`.
+    """
     next_token = NextToken(vocab_size, eos_token_ids)
     rows = kv_rows(prompt, np.arange(len(prompt)))
     # An array of one: numpy warns of overflow in scalars.
-    total: UInt64Array = np.array([rows.sum(dtype=np.uint64)])
+    total: UInt64Array = np.array([rows.sum(dtype=np.uint64)]) + salt
     output: list[int] = []
     for position in range(len(prompt), len(prompt) + num_tokens):
         output.append(int(next_token(total)[0]))

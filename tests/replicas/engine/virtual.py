@@ -25,7 +25,7 @@ from replicas.messages import (
     TokenOutput,
 )
 from replicas.simulation.virtual_engine import simulated_facts
-from replicas.simulation.virtual_worker import VirtualWorker
+from replicas.simulation.virtual_worker import DEFAULT_CHANCES, Chances, VirtualWorker
 from tests.engines import take_events
 from tests.kv_transfer.virtual_wire import Net, Wire
 from tests.replicas.engine.fakes import KEYS
@@ -96,6 +96,7 @@ def virtual_worker(
     faults: ReplicaFaults = NO_FAULTS,
     net: Net | None = None,
     name: str = "engine",
+    chances: Chances = DEFAULT_CHANCES,
 ) -> VirtualWorker:
     """A virtual worker; of the mesh that `config` asks for unless told otherwise."""
     mesh = config.simulated_mesh
@@ -109,6 +110,7 @@ def virtual_worker(
         clock=clock,
         faults=faults,
         models_kv=models_kv,
+        chances=chances,
         settings=connector_settings(config, name, lambda: 0.0, clock.now_s),
         make_transport=Wire(net or Net(), name).make,
         notify=lambda: None,

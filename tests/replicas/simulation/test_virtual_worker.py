@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from replicas.config import EngineConfig
 from replicas.engine.core import EngineCore
-from replicas.engine.step import ModelFacts, NewRow, ScheduledBatch
+from replicas.engine.step import ModelFacts, NewRow, Preparation, Prepared, ScheduledBatch
 from replicas.faults import Fault, ReplicaFaults
 from replicas.generators.simulated.profiles import engine_timing
 from replicas.generators.simulated.timing import LinkTiming
 from replicas.messages import HostSeconds
-from replicas.sampling_params import SamplingParams
-from replicas.simulation.virtual_worker import StepClock
+from replicas.sampling_params import SamplingParams, StructuredOutputs
+from replicas.simulation.virtual_worker import Chances, StepClock
 from tests.engines import generate, num_preemptions, num_prefix_hits
 from tests.kv_groups import one_kv_group
 from tests.kv_transfer.virtual_wire import Net
@@ -322,6 +322,87 @@ def test_passes_give_the_tokens_and_seconds_of_as_many_steps(models_kv):
     # Fewer passes were made than planned: the next step continues from there.
     assert turns(ahead, again, 1) == ends_s[3:]
     assert ahead.collect_step() == results[3]
+
+
+@pytest.mark.parametrize("models_kv", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_give_the_tokens_of_plain_steps(models_kv, temperature):
+    """Right and wrong ones, over the edge of a block."""
+    sequence = new(0, 6, num_prompt=4)
+    sampling = SamplingParams(temperature=temperature, seed=9)
+    sequence = msgspec.structs.replace(sequence, sampling=sampling, block_ids=[list(range(1, 7))])
+    plain = plain_worker(models_kv=models_kv)
+    expected = run(plain, "mixed", [0], [6], [sequence]).token_ids
+    while len(expected) < 40:
+        expected += run(plain, "mixed", [0], [1]).token_ids
+    worker = plain_worker(models_kv=models_kv, chances=Chances(right_draft=0.7))
+    batch = ScheduledBatch("mixed", [0], [6], [sequence], [], max_drafts=3)
+    tokens, runs, num_drafts = [], set(), 0
+    while len(tokens) < 36:
+        result = execute(worker, batch)
+        tokens += result.token_ids
+        runs.add((num_drafts, len(result.token_ids) - 1))
+        [num_drafts] = result.num_drafts
+        batch = msgspec.structs.replace(batch, num_scheduled_tokens=[1 + num_drafts], new=[])
+    assert tokens == expected[: len(tokens)]
+    assert {0, 1, 2, 3} == {num_drafts for num_drafts, _ in runs}
+    assert any(num_right > 0 for _, num_right in runs)
+    assert any(num_right < num_drafts for num_drafts, num_right in runs)
+
+
+def test_no_more_drafts_are_proposed_than_the_longest_sequence_has_room_for():
+    worker = plain_worker()
+    row = new(0, 98, num_computed=97, num_prompt=4)
+    batch = ScheduledBatch("mixed", [0], [1], [row], [], max_drafts=3)
+    assert execute(worker, batch).num_drafts == [0]
+
+
+def test_rows_that_are_not_greedy_draw_with_their_seed():
+    tokens = []
+    for temperature, seed in ((0.0, 1), (0.0, 2), (1.0, 1), (1.0, 2), (1.0, 2)):
+        sampling = SamplingParams(temperature=temperature, seed=seed)
+        row = msgspec.structs.replace(new(0, 9), sampling=sampling)
+        tokens += run(plain_worker(models_kv=True), "prefill", [0], [9], [row]).token_ids
+    assert tokens[0] == tokens[1]
+    assert tokens[3] == tokens[4]
+    assert len(set(tokens[1:4])) == 3
+
+
+def grammars(count):
+    return [StructuredOutputs(regex=f"[a-z]{{{i}}}") for i in range(1, count + 1)]
+
+
+def test_a_grammar_is_compiled_at_once_if_nothing_is_late():
+    orders = [Preparation(grammar) for grammar in grammars(3)]
+    worker = plain_worker()
+    assert worker.prepare(orders) == [Prepared(grammar) for grammar in grammars(3)]
+    assert worker.next_prepared_s is None
+
+
+def test_grammars_are_late_and_bad():
+    clock = StepClock()
+    worker = plain_worker(clock, chances=Chances(slow_grammar=1.0, bad_grammar=0.5))
+    assert worker.prepare([Preparation(grammar) for grammar in grammars(20)]) == []
+    moments_s, results = [], []
+    while worker.next_prepared_s is not None:
+        moments_s.append(worker.next_prepared_s)
+        clock.start(worker.next_prepared_s)
+        results += worker.prepare([])
+    assert moments_s == sorted(set(moments_s))
+    assert {result.grammar for result in results} == set(grammars(20))
+    assert len({result.error for result in results}) == 2
+
+
+def test_a_row_needs_its_grammar():
+    worker = plain_worker()
+    [grammar] = grammars(1)
+    sampling = SamplingParams(temperature=0.0, structured_outputs=grammar)
+    row = msgspec.structs.replace(new(0, 5), sampling=sampling)
+    worker.prepare([Preparation(grammar)])
+    run(worker, "prefill", [0], [5], [row])
+    worker.prepare([Preparation(grammar, is_wanted=False)])
+    with pytest.raises(AssertionError, match="is not compiled"):
+        run(worker, "prefill", [0], [5], [row])
 
 
 def test_kv_without_rows_moves_as_many_bytes_and_none_of_them():

@@ -1,14 +1,23 @@
-"""Watchers of messages: a producer that sends KV to the wrong one, or too late, is caught."""
+"""Watchers of messages: KV that goes to the wrong one or too late, choices that are forgotten."""
 
 from types import SimpleNamespace
 
 import pytest
 
-from cluster.lab.simulation.monitors import LeaseMonitor
+from cluster.lab.simulation.monitors import LeaseMonitor, ProtocolMonitor
 from kv_transfer.keys import KeyRing
 from kv_transfer.lease import LeaseState
 from kv_transfer.messages import PROTOCOL_VERSION, Data, Fetch, LeaseInfo, Renew
 from kv_transfer.ticket import Ticket
+from replicas.messages import (
+    Abort,
+    Accepted,
+    Activate,
+    AddRequest,
+    EngineRequest,
+    TokenOutput,
+)
+from replicas.sampling_params import SamplingParams
 
 KEYS = KeyRing((bytes(16),))
 TRANSFER = bytes(range(16))
@@ -93,3 +102,67 @@ def test_renewal_of_another_consumer_does_not_lengthen_the_lease(monitor, clock)
     clock.now_s = 5.0
     with pytest.raises(AssertionError, match="the lease ended"):
         monitor.kv_sent(HOST, b"d", DATA)
+
+
+# --- choices of a request -------------------------------------------------------------------------
+
+
+ENGINE = SimpleNamespace(incarnation="d", core=SimpleNamespace(stuck_s=0.0))
+
+
+class Nothing:
+    """Something that does nothing with any message."""
+
+    def __getattr__(self, _):
+        return lambda *_args, **_kwargs: None
+
+
+@pytest.fixture
+def protocol(clock):
+    monitor = ProtocolMonitor(clock, Nothing(), Nothing(), Nothing())
+    request = EngineRequest("r", [1, 2, 3], SamplingParams(n=3))
+    send(monitor, AddRequest(request, "decode"))
+    monitor.arrived(ENGINE, Accepted("r", 0, 0, 0, 1, 3))
+    return monitor
+
+
+def send(monitor, message):
+    monitor.sent(ENGINE, message, is_stalled=False)
+
+
+def end(choice, reason="length"):
+    return TokenOutput("r", 0, [], reason, choice=choice)
+
+
+def test_a_request_has_ended_once_all_of_its_choices_have(protocol):
+    for choice in range(3):
+        protocol.arrived(ENGINE, end(choice))
+    protocol.ended("r")
+
+
+def test_a_choice_that_is_left_is_caught(protocol):
+    protocol.arrived(ENGINE, end(0))
+    protocol.arrived(ENGINE, end(2))
+    with pytest.raises(AssertionError, match=r"not aborted: \{'d': 'decode'\}"):
+        protocol.ended("r")
+
+
+def test_a_choice_that_the_client_has_dropped_need_not_end(protocol):
+    send(protocol, Abort(["r"], "stop", [1]))
+    protocol.arrived(ENGINE, end(0))
+    assert protocol.describe_wait("r") != "no engine"
+    protocol.arrived(ENGINE, end(2))
+    protocol.ended("r")
+
+
+def test_an_error_of_one_choice_ends_all(protocol):
+    protocol.arrived(ENGINE, end(1, "error"))
+    protocol.ended("r")
+
+
+def test_only_an_activation_that_crosses_an_error_is_allowed(protocol, clock):
+    protocol.arrived(ENGINE, end(0, "error"))
+    send(protocol, Activate("r", []))
+    clock.now_s = 1.0
+    with pytest.raises(AssertionError, match="d has no r"):
+        send(protocol, Activate("r", []))

@@ -1,0 +1,104 @@
+"""Switches features of the engine on in a scenario, at random.
+
+Drawn after everything else, so that the rest of a seed's scenario is the same without them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from cluster.lab.simulation.scenario import Scenario, ScenarioRequest
+
+_CHOICES_SHARE = 0.25
+_DRAFTS_SHARE = 0.25
+_GRAMMARS_SHARE = 0.25
+_NUM_CHOICES = (2, 2, 3, 4)
+_MANY_CHOICES = 5
+"""More than any replica has slots in a lane."""
+_MANY_CHOICES_SHARE = 0.02
+_NUM_GRAMMARS = 4
+_STOP_AT = (1, 2, 10)
+_STOP_STRING_SHARE = 0.3
+_STOPS_SHARE = 0.3
+_STOP_TOKEN_IDS = tuple(range(100, 116))
+"""One in thirty of the vocabulary."""
+
+
+def with_features(scenario: Scenario, rng: np.random.Generator) -> Scenario:
+    """Return the scenario with several choices, drafts and grammars, each with some chance."""
+    for share, change in (
+        (_CHOICES_SHARE, _with_choices),
+        (_DRAFTS_SHARE, _with_drafts),
+        (_GRAMMARS_SHARE, _with_grammars),
+    ):
+        if rng.random() < share:
+            scenario = change(scenario, rng)
+    return scenario
+
+
+def _with_choices(scenario: Scenario, rng: np.random.Generator) -> Scenario:
+    """Ask for several answers at once; a stop string ends the last one of some requests."""
+    share = float(rng.choice([0.3, 1.0]))
+    most = int(rng.choice([2, 4]))
+    pools = tuple(
+        msgspec.structs.replace(pool, slots_per_lane=max(pool.slots_per_lane, most))
+        for pool in scenario.pools
+    )
+    requests = []
+    for request in scenario.requests:
+        num_choices = min(int(rng.choice(_NUM_CHOICES)), most)
+        if rng.random() < _MANY_CHOICES_SHARE:
+            num_choices = _MANY_CHOICES
+        if rng.random() >= share:
+            num_choices = 1
+        stop_at = int(rng.choice(_STOP_AT)) if rng.random() < _STOP_STRING_SHARE else None
+        requests.append(_with(request, num_choices=num_choices, stop_at=stop_at))
+    return msgspec.structs.replace(scenario, pools=pools, requests=tuple(requests))
+
+
+def _with_drafts(scenario: Scenario, rng: np.random.Generator) -> Scenario:
+    """Let engines decode with drafts, more or fewer of which are right.
+
+    Stop tokens end some requests, most often in the middle of a run.
+    """
+    pools = tuple(
+        msgspec.structs.replace(
+            pool,
+            mixed=True,
+            max_drafts=int(rng.choice([1, 3, 8])),
+            right_drafts=float(rng.choice([0.3, 0.8, 0.95])),
+        )
+        for pool in scenario.pools
+    )
+    requests = tuple(
+        _with(request, stop_token_ids=_STOP_TOKEN_IDS) if rng.random() < _STOPS_SHARE else request
+        for request in scenario.requests
+    )
+    return msgspec.structs.replace(scenario, pools=pools, requests=requests)
+
+
+def _with_grammars(scenario: Scenario, rng: np.random.Generator) -> Scenario:
+    """Let answers follow few grammars; in some scenarios these are late, or cannot be compiled."""
+    share = float(rng.choice([0.2, 1.0]))
+    slow, bad = (float(rng.choice([0.0, 0.0, 0.3])) for _ in range(2))
+    pools = tuple(
+        msgspec.structs.replace(pool, slow_grammars=slow, bad_grammars=bad)
+        for pool in scenario.pools
+    )
+    requests = tuple(
+        _with(request, grammar=int(rng.integers(_NUM_GRAMMARS)) + 1)
+        if rng.random() < share
+        else request
+        for request in scenario.requests
+    )
+    return msgspec.structs.replace(scenario, pools=pools, requests=requests)
+
+
+def _with(request: ScenarioRequest, **changes: int | tuple[int, ...] | None) -> ScenarioRequest:
+    variant = msgspec.structs.replace(request.variant, **changes)
+    return msgspec.structs.replace(request, variant=variant)

@@ -1,0 +1,153 @@
+"""Scenarios with several choices, drafts and grammars: that these happen, and are checked."""
+
+import numpy as np
+import pytest
+
+from cluster.lab.simulation.adversarial_scenarios import random_scenario
+from cluster.lab.simulation.invariants import check_tokens
+from cluster.lab.simulation.options import PLAIN, RequestVariant
+from cluster.lab.simulation.records import OK, RequestRecord
+from cluster.lab.simulation.scenario import (
+    Scenario,
+    ScenarioPool,
+    ScenarioRequest,
+    build,
+)
+from replicas.generators.simulated.tokens import draw_salt, expected_tokens
+
+PROMPT = list(range(20, 60))
+SIZE, EOS = 512, (0, 2)
+THREE = RequestVariant(num_choices=3)
+
+
+def scenario(*variants, split=False, num_output=40, **pool):
+    """Requests that arrive one after the other, on an engine or on two."""
+    roles = ("prefill", "decode") if split else ("both",)
+    requests = tuple(
+        ScenarioRequest(
+            arrival_s=0.1 * i,
+            num_prompt_tokens=40,
+            num_output_tokens=num_output,
+            block_ids=(1, 10 + i),
+            variant=variant,
+        )
+        for i, variant in enumerate(variants)
+    )
+    pools = tuple(ScenarioPool(role=role, **pool) for role in roles)
+    return Scenario(seed=0, max_model_len=500, pools=pools, requests=requests)
+
+
+def run(*variants, **given):
+    """Outcomes, tokens of each choice, and totals of the drafts of all engines."""
+    simulation = build(scenario(*variants, **given))
+    result = simulation.run()
+    metrics = [host.engine.metrics(0.0) for host in simulation.replicas.hosts]
+    outputs = [simulation.recorder.outputs[record.request_id] for record in result.records]
+    return [r.outcome for r in result.records], outputs, [m.drafts for m in metrics]
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_choices_differ_and_a_stop_string_ends_one(split):
+    stopped = RequestVariant(num_choices=3, stop_at=5)
+    outcomes, outputs, _ = run(THREE, stopped, split=split)
+    assert outcomes == ["ok", "ok"]
+    assert len({tuple(tokens) for tokens in outputs[0]}) == 3
+    assert [len(tokens) for tokens in outputs[0]] == [40, 40, 40]
+    # A run of passes may have more tokens than the client wants.
+    assert [len(tokens) for tokens in outputs[1][:2]] == [40, 40]
+    assert 5 <= len(outputs[1][2]) < 40
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_drafts_change_no_token(split):
+    stops = RequestVariant(stop_token_ids=tuple(range(100, 116)))
+    variants = (THREE, PLAIN, stops)
+    given = {"split": split, "mixed": True}
+    _, drafted, counters = run(*variants, max_drafts=4, right_drafts=0.8, **given)
+    _, plain, _ = run(*variants, **given)
+    assert drafted == plain
+    num_drafts = sum(c.num_draft_tokens for c in counters)
+    num_right = sum(c.num_accepted_tokens for c in counters)
+    assert 0 < num_right < num_drafts
+
+
+@pytest.mark.parametrize(
+    ("chances", "outcomes"),
+    [
+        ({}, {"ok"}),
+        ({"bad_grammars": 1.0}, {"BadRequestError"}),
+        ({"slow_grammars": 1.0}, {"ok", "BadRequestError", "SaturatedError"}),
+    ],
+    ids=["ready", "bad", "late"],
+)
+def test_grammars_are_ready_or_bad_or_late(chances, outcomes):
+    variants = [RequestVariant(grammar=i) for i in range(1, 25)]
+    found, _, _ = run(*variants, num_output=3, **chances)
+    assert set(found) == outcomes
+
+
+def test_seeds_have_every_feature():
+    scenarios = [random_scenario(seed) for seed in range(60)]
+    requests = [request.variant for s in scenarios for request in s.requests]
+    pools = [pool for s in scenarios for pool in s.pools]
+    assert {1, 2, 3, 4} <= {variant.num_choices for variant in requests}
+    assert any(variant.stop_at for variant in requests)
+    assert any(variant.stop_token_ids for variant in requests)
+    assert any(variant.grammar for variant in requests)
+    assert {bool(pool.max_drafts) for pool in pools} == {False, True}
+    assert {bool(pool.slow_grammars) for pool in pools} == {False, True}
+    assert {bool(pool.bad_grammars) for pool in pools} == {False, True}
+
+
+# --- what is checked ----------------------------------------------------------------------------
+
+
+GREEDY = expected_tokens(PROMPT, 6, SIZE, EOS)
+FIRST, SECOND = (expected_tokens(PROMPT, 6, SIZE, EOS, draw_salt(7 + i)) for i in range(2))
+TWO = RequestVariant(num_choices=2)
+TWO_STOPPED = RequestVariant(num_choices=2, stop_at=3)
+STOPS = RequestVariant(stop_token_ids=(GREEDY[3],))
+
+
+def check(outputs, variant):
+    num_tokens = sum(map(len, outputs))
+    record = RequestRecord(
+        request_id="r",
+        arrival_s=0.0,
+        num_prompt_tokens=len(PROMPT),
+        num_output_tokens_asked=6,
+        outcome=OK,
+        finished_s=1.0,
+        token_times_s=np.full(num_tokens, 0.5),
+    )
+    check_tokens(record, outputs, PROMPT, 100, (SIZE, EOS), variant, 7)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "variant"),
+    [
+        ([GREEDY], PLAIN),
+        ([FIRST, SECOND], TWO),
+        ([FIRST, SECOND[:3]], TWO_STOPPED),
+        ([FIRST, SECOND], TWO_STOPPED),
+        ([GREEDY[:4]], STOPS),
+    ],
+)
+def test_right_tokens_pass(outputs, variant):
+    check(outputs, variant)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "variant", "reason"),
+    [
+        ([GREEDY[:5]], PLAIN, "5 tokens of 6"),
+        ([FIRST, FIRST], TWO, "choice 1: output token 0"),
+        ([FIRST[:3], SECOND], TWO_STOPPED, "choice 0: 3 tokens of 6"),
+        ([FIRST, SECOND[:2]], TWO_STOPPED, "choice 1: 2 tokens of 3"),
+        ([GREEDY], STOPS, "6 tokens, asked for 4"),
+        ([GREEDY[:3]], STOPS, "3 tokens of 4"),
+    ],
+)
+def test_other_tokens_do_not(outputs, variant, reason):
+    with pytest.raises(AssertionError, match=reason):
+        check(outputs, variant)
