@@ -543,8 +543,8 @@ def check_tokens(  # noqa: PLR0913, PLR0917 - what the tokens depend on
         end = next(stops, asked)
         assert len(output) <= end, f"{name}: {len(output)} tokens, asked for {end}"
         if record.outcome == OK:
-            is_last = choice == len(outputs) - 1
-            least = min(end, variant.stop_at or end) if is_last else end
+            is_stopped = choice == variant.stopped_choice
+            least = min(end, variant.stop_at or end) if is_stopped else end
             assert len(output) >= least, f"{name}: {len(output)} tokens of {least}"
         wrong = next((i for i, t in enumerate(output) if t != right[i]), None)
         assert wrong is None, (

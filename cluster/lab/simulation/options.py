@@ -57,13 +57,15 @@ class RequestVariant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     Attributes:
         num_choices: Answers to generate.
         grammar: Number of the grammar that they follow; None is any text.
-        stop_at: Tokens of the last choice after which a stop string ends it; None is never.
+        stop_at: Tokens of one choice after which a stop string ends it; None is never.
+        stopped_choice: That choice.
         stop_token_ids: Tokens that end a choice.
     """
 
     num_choices: int = 1
     grammar: int | None = None
     stop_at: int | None = None
+    stopped_choice: int = 0
     stop_token_ids: tuple[int, ...] = ()
 
 

@@ -120,7 +120,8 @@ class Recorder:
         if output.index == 0 and output.choice == 0:
             entry.cached = output.num_cached_tokens
         choice.is_over = output.finish_reason is not None
-        stop_at = entry.variant.stop_at if choice is entry.choices[-1] else None
+        variant = entry.variant
+        stop_at = variant.stop_at if output.choice == variant.stopped_choice else None
         if choice.is_over or stop_at is None or len(choice.token_ids) < stop_at:
             return True
         choice.is_over = True

@@ -42,7 +42,7 @@ def with_features(scenario: Scenario, rng: np.random.Generator) -> Scenario:
 
 
 def _with_choices(scenario: Scenario, rng: np.random.Generator) -> Scenario:
-    """Ask for several answers at once; a stop string ends the last one of some requests."""
+    """Ask for several answers at once; a stop string ends one of them in some requests."""
     share = float(rng.choice([0.3, 1.0]))
     most = int(rng.choice([2, 4]))
     pools = tuple(
@@ -57,7 +57,9 @@ def _with_choices(scenario: Scenario, rng: np.random.Generator) -> Scenario:
         if rng.random() >= share:
             num_choices = 1
         stop_at = int(rng.choice(_STOP_AT)) if rng.random() < _STOP_STRING_SHARE else None
-        requests.append(_with(request, num_choices=num_choices, stop_at=stop_at))
+        stopped = int(rng.integers(num_choices))
+        changes = {"num_choices": num_choices, "stop_at": stop_at, "stopped_choice": stopped}
+        requests.append(_with(request, **changes))
     return msgspec.structs.replace(scenario, pools=pools, requests=tuple(requests))
 
 

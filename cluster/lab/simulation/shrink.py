@@ -133,8 +133,9 @@ def _smaller_requests(scenario: Scenario) -> Iterator[Scenario]:
     for i, request in enumerate(scenario.requests):
         if request.variant != PLAIN:
             yield _with(scenario, "requests", i, variant=PLAIN)
-            fewer = msgspec.structs.replace(request.variant, num_choices=2)
-            yield _with(scenario, "requests", i, variant=fewer)
+            fewer = {"num_choices": 2, "stopped_choice": min(request.variant.stopped_choice, 1)}
+            simpler = msgspec.structs.replace(request.variant, **fewer)
+            yield _with(scenario, "requests", i, variant=simpler)
         for field in ("num_output_tokens", "num_prompt_tokens"):
             count: int = getattr(request, field)
             for less in (1, count // 2):

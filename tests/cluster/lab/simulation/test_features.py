@@ -1,17 +1,21 @@
 """Scenarios with several choices, drafts and grammars: that these happen, and are checked."""
 
+import msgspec
 import numpy as np
 import pytest
 
 from cluster.lab.simulation.adversarial_scenarios import random_scenario
 from cluster.lab.simulation.invariants import check_tokens
+from cluster.lab.simulation.network import NetworkConfig
 from cluster.lab.simulation.options import PLAIN, RequestVariant
 from cluster.lab.simulation.records import OK, RequestRecord
 from cluster.lab.simulation.scenario import (
     Scenario,
     ScenarioPool,
     ScenarioRequest,
+    ScenarioTiming,
     build,
+    run_scenario,
 )
 from replicas.generators.simulated.tokens import draw_salt, expected_tokens
 
@@ -48,7 +52,7 @@ def run(*variants, **given):
 
 @pytest.mark.parametrize("split", [False, True])
 def test_choices_differ_and_a_stop_string_ends_one(split):
-    stopped = RequestVariant(num_choices=3, stop_at=5)
+    stopped = RequestVariant(num_choices=3, stop_at=5, stopped_choice=2)
     outcomes, outputs, _ = run(THREE, stopped, split=split)
     assert outcomes == ["ok", "ok"]
     assert len({tuple(tokens) for tokens in outputs[0]}) == 3
@@ -56,6 +60,20 @@ def test_choices_differ_and_a_stop_string_ends_one(split):
     # A run of passes may have more tokens than the client wants.
     assert [len(tokens) for tokens in outputs[1][:2]] == [40, 40]
     assert 5 <= len(outputs[1][2]) < 40
+
+
+@pytest.mark.parametrize("stop_at", [1, 8, 19])
+def test_an_engine_may_end_a_choice_before_it_reads_that_the_client_has(stop_at):
+    stopped = RequestVariant(num_choices=2, stop_at=stop_at)
+    far = msgspec.structs.replace(
+        scenario(stopped, num_output=20),
+        network=NetworkConfig(latency_s=0.02),
+        timing=ScenarioTiming(decode_base_s=2e-3),
+        run_ahead=False,
+    )
+    outcome = run_scenario(far)
+    assert outcome.failure is None
+    assert outcome.outcomes == {"ok": 1}
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -105,7 +123,7 @@ def test_seeds_have_every_feature():
 GREEDY = expected_tokens(PROMPT, 6, SIZE, EOS)
 FIRST, SECOND = (expected_tokens(PROMPT, 6, SIZE, EOS, draw_salt(7 + i)) for i in range(2))
 TWO = RequestVariant(num_choices=2)
-TWO_STOPPED = RequestVariant(num_choices=2, stop_at=3)
+TWO_STOPPED = RequestVariant(num_choices=2, stop_at=3, stopped_choice=1)
 STOPS = RequestVariant(stop_token_ids=(GREEDY[3],))
 
 
