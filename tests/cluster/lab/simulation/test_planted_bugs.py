@@ -12,6 +12,8 @@ import itertools
 import pytest
 
 import kv_transfer.consumer
+import replicas.engine.sequence
+import replicas.simulation.virtual_worker
 from cluster.errors import SaturatedError
 from cluster.lab.simulation.adversarial_scenarios import random_scenario
 from cluster.lab.simulation.chaos import investigate
@@ -34,9 +36,12 @@ from kv_transfer.errors import FailureReason
 from kv_transfer.lease import LeaseTable
 from kv_transfer.p2p_loads import P2PLoads
 from kv_transfer.sessions import TransferSessions
+from replicas.columns import ColumnReader
 from replicas.engine.block_pool import BlockPool
 from replicas.engine.core import EngineCore
 from replicas.engine.kv_cache import KVCacheManager, SlotTable
+from replicas.engine.outputs import EndRules
+from replicas.engine.preparations import Preparations
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.watchdog import Watchdog
 from replicas.launch import HangWatch
@@ -243,6 +248,67 @@ def accepted_successor_is_not_used(hear, self, event):
 def request_stays_on_a_stalled_engine(check, self, leg, wanted):
     if leg is not self.decode or leg.stream.leaving is not None:
         check(self, leg, wanted)
+
+
+@plant(KVCacheManager, "fork")
+def sibling_shares_a_block_that_is_still_written(fork, self, seq, parent, *args):
+    place = fork(self, seq, parent, *args)
+    if place is None or len(parent.place.block_ids[0]) == len(place.hits[0]):
+        return place
+    return place._replace(hits=[parent.place.block_ids[0][: len(place.hits[0]) + 1]])
+
+
+@plant(ColumnReader, "drop_choice")
+def end_of_a_choice_drops_all_handles(_, self, request_id, _choice):
+    self.drop_request(request_id)
+
+
+@plant(replicas.engine.sequence, "choice_params")
+def choices_draw_with_one_seed(params, sampling, _choice):
+    return params(sampling, 0)
+
+
+@plant(Scheduler, "abort_choice")
+def stopped_choice_goes_on(_, _self, _request_id, _choice, _reason):
+    pass
+
+
+@plant(Scheduler, "_take_runs")
+def progress_of_rejected_drafts_is_not_given_back(take, self, plan, token_ids, counts):
+    outputs = take(self, plan, token_ids, counts)
+    if plan.progress and counts:
+        rows = zip(plan.decodes.sequences, plan.progress, counts, strict=True)
+        for seq, wanted, count in rows:
+            seq.num_computed_tokens += (wanted - count) * seq.is_running
+    return outputs
+
+
+@plant(replicas.simulation.virtual_worker, "accepted_runs")
+def rejected_draft_is_kept(_, _drawn, _drafts, counts):
+    return counts
+
+
+@plant(EndRules, "cut")
+def run_is_not_cut_at_its_end(cut, self, seq, run):
+    return run, cut(self, seq, run)[1]
+
+
+@plant(Preparations, "take_orders")
+def preparation_is_lost(take, self, now_s):
+    return take(self, now_s)[1:]
+
+
+@plant(Preparations, "remove")
+def grammar_is_dropped_while_it_is_used(remove, self, seq):
+    remove(self, seq)
+    grammar = seq.request.sampling.structured_outputs
+    if grammar in self._grammars and self._grammars[grammar].is_ready:
+        self._drop(grammar)
+
+
+@plant(Preparations, "end")
+def late_grammar_is_waited_for(end, self, results, _now_s):
+    return end(self, results, float("-inf"))
 
 
 DOES_NOTHING = {
