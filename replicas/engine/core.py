@@ -293,6 +293,11 @@ class EngineCore:
         """Return the clients with running, queued or reserved requests."""
         return self._scheduler.table.clients
 
+    def choices(self, client: bytes, request_id: str) -> list[int]:
+        """Return the choices of a client's request that have not ended."""
+        sequences = self._scheduler.table.choices(request_id)
+        return [seq.choice for seq in sequences if seq.client == client]
+
     @property
     def num_live(self) -> int:
         """Return the number of requests that run, wait, or still have blocks lent."""

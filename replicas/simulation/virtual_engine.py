@@ -276,6 +276,10 @@ class VirtualEngine:
         """Number of requests that run, wait, or still have blocks lent to another engine."""
         return self._core.num_live
 
+    def choices(self, client: bytes, request_id: str) -> list[int]:
+        """Return the choices of a client's request that have not ended."""
+        return self._core.choices(client, request_id)
+
     def check_invariants(self) -> None:
         """Check the core's invariants; see `EngineCore.check_invariants`."""
         self._core.check_invariants()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 from typing import TYPE_CHECKING, Protocol
 
+from replicas.messages import Abort
 from replicas.simulation.virtual_engine import VirtualTurn
 
 if TYPE_CHECKING:
@@ -145,6 +146,8 @@ class VirtualCore:
                 self._engine.client_gone(client)
             else:
                 self._engine.handle_message(client, message, now_s)
+            if isinstance(message, Abort):
+                self._check_dropped(client, message)
         self.is_stepping, self._is_woken = True, False
         turn = self._engine.begin_turn(now_s)
         self.is_stepping = False
@@ -163,6 +166,13 @@ class VirtualCore:
         deadline_s = self._engine.next_deadline_s() if self._num_steps > 1 else None
         if deadline_s is not None:
             self._shorten_turn(bisect.bisect_left(turn.end_times_s, deadline_s) + 1)
+
+    def _check_dropped(self, client: bytes, message: Abort) -> None:
+        """Check that the engine has dropped what a client has given up."""
+        for request_id in message.request_ids:
+            left = self._engine.choices(client, request_id)
+            kept = [choice for choice in left if choice in (message.choices or left)]
+            assert not kept, f"{self._engine!r} continues choices {kept} of {request_id}"
 
     def _continue_turn(self) -> None:
         """Send the tokens of the forward pass, then start the transfers of the step."""

@@ -87,7 +87,7 @@ def _with_drafts(scenario: Scenario, rng: np.random.Generator) -> Scenario:
 def _with_grammars(scenario: Scenario, rng: np.random.Generator) -> Scenario:
     """Let answers follow few grammars; in some scenarios these are late, or cannot be compiled."""
     share = float(rng.choice([0.2, 1.0]))
-    slow, bad = (float(rng.choice([0.0, 0.0, 0.3])) for _ in range(2))
+    slow, bad = float(rng.choice([0.0, 0.3])), float(rng.choice([0.0, 0.0, 0.3]))
     pools = tuple(
         msgspec.structs.replace(pool, slow_grammars=slow, bad_grammars=bad)
         for pool in scenario.pools
