@@ -42,11 +42,21 @@ _HANG_S = 45.0
 
 def random_scenario(seed: int) -> Scenario:
     """Return the scenario of a seed: the same in every process and on every machine."""
+    return with_features(*_sample(seed))
+
+
+def plain_scenario(seed: int) -> Scenario:
+    """Return the scenario of a seed without the features of `with_features`."""
+    scenario, _ = _sample(seed)
+    return scenario
+
+
+def _sample(seed: int) -> tuple[Scenario, np.random.Generator]:
     rng = np.random.Generator(np.random.Philox(seed))
     scenario = sample_scenario(seed, rng)
     if rng.random() < _ADVERSARIAL_SHARE:
         scenario = make_adversarial(scenario, rng)
-    return with_features(scenario, rng)
+    return scenario, rng
 
 
 def make_adversarial(scenario: Scenario, rng: np.random.Generator) -> Scenario:

@@ -15,7 +15,7 @@ import kv_transfer.consumer
 import replicas.engine.sequence
 import replicas.simulation.virtual_worker
 from cluster.errors import SaturatedError
-from cluster.lab.simulation.adversarial_scenarios import random_scenario
+from cluster.lab.simulation.adversarial_scenarios import plain_scenario, random_scenario
 from cluster.lab.simulation.chaos import investigate
 from cluster.lab.simulation.host import VirtualHost
 from cluster.lab.simulation.inbox import VirtualInbox
@@ -140,8 +140,8 @@ def departed_client_is_not_reported(_, self):
 
 
 @plant(Leg, "close")
-def prefill_that_waits_for_a_slot_is_not_aborted(close, self, abort):
-    close(self, abort=abort and not self.offer)
+def prefill_that_waits_for_a_slot_is_not_aborted(close, self, *, abort, reason="abort"):
+    close(self, abort=abort and not self.offer, reason=reason)
 
 
 @plant(Run, "deliver")
@@ -273,7 +273,7 @@ def stopped_choice_goes_on(_, _self, _request_id, _choice, _reason):
     pass
 
 
-@plant(Scheduler, "_take_runs")
+@plant(Scheduler, "_take_runs", seed=1)
 def progress_of_rejected_drafts_is_not_given_back(take, self, plan, token_ids, counts):
     outputs = take(self, plan, token_ids, counts)
     if plan.progress and counts:
@@ -283,17 +283,17 @@ def progress_of_rejected_drafts_is_not_given_back(take, self, plan, token_ids, c
     return outputs
 
 
-@plant(replicas.simulation.virtual_worker, "accepted_runs")
+@plant(replicas.simulation.virtual_worker, "accepted_runs", seed=1)
 def rejected_draft_is_kept(_, _drawn, _drafts, counts):
     return counts
 
 
-@plant(EndRules, "cut")
+@plant(EndRules, "cut", seed=1)
 def run_is_not_cut_at_its_end(cut, self, seq, run):
     return run, cut(self, seq, run)[1]
 
 
-@plant(Preparations, "take_orders")
+@plant(Preparations, "take_orders", seed=7)
 def preparation_is_lost(take, self, now_s):
     return take(self, now_s)[1:]
 
@@ -338,8 +338,9 @@ def planted(name):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, attribute, lambda *args, **named: bug(function, *args, **named))
         num_events = 0
-        for seed in itertools.count(first_seed):
-            scenario = random_scenario(seed)
+        # Some are rare, and were first found by this scenario without choices, drafts and grammars.
+        others = map(random_scenario, itertools.count(first_seed))
+        for scenario in itertools.chain([plain_scenario(first_seed)], others):
             outcome = run_scenario(scenario)
             if outcome.failure is not None:
                 assert not outcome.failure.startswith("TypeError"), "the bug does not fit its place"
