@@ -139,7 +139,7 @@ def departed_client_is_not_reported(_, self):
     self._legs.drop_prefill(abort=False)
 
 
-@plant(Leg, "close")
+@plant(Leg, "close", seed=8)
 def prefill_that_waits_for_a_slot_is_not_aborted(close, self, *, abort, reason="abort"):
     close(self, abort=abort and not self.offer, reason=reason)
 
