@@ -191,7 +191,7 @@ class EngineCore:
         of the forward pass there, and servers send the tokens of `collect_step` before `end_step`.
         """
         with self.timer.schedule:
-            lapsed = self._scheduler.expire(now_s) if self._scheduler.loads.reserved else []
+            lapsed = self._scheduler.expire(now_s) if self._scheduler.loads.not_activated else []
             if self.role_state.next_role is not None:
                 self.role_state.settle(self.num_live)
             for seq in lapsed:

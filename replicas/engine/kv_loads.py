@@ -8,9 +8,13 @@ counts progress, and changes phases.
 A sequence gets here in one of two ways:
 
 - RESERVED: a client has reserved a place, names tickets of the engine that computes the prompt, and
-activates the sequence. It starts once it is activated and no transfer is under way.
+activates the request. The sequence starts once that is done and no transfer is under way.
 - LOADING: it came from the queue, and the connector can load KV for it. It starts when that
 transfer has ended, successfully or not.
+
+Choice 0 of a request has the reserved place, but the activation is that of the request: it brings
+the client's tokens of every choice. Until then no choice may run, even if choice 0 is dropped. A
+request that is not activated in time lapses with all of its choices.
 """
 
 from __future__ import annotations
@@ -61,6 +65,8 @@ class KVLoads:
         reserved: By request id: the sequences that have reserved a place.
         asking: By request id: the queued or reserved sequences for which the connector has no
             answer yet.
+        not_activated: By request id: when a reserved request lapses that is neither activated nor
+            over. None of its choices may run.
         num_recompute_tokens: Prompt tokens that are computed here because their KV did not come.
     """
 
@@ -79,6 +85,7 @@ class KVLoads:
         self.reserved: dict[str, Sequence] = {}
         self.asking: dict[str, Sequence] = {}
         self._loading: dict[str, Sequence] = {}
+        self.not_activated: dict[str, float] = {}
         self.num_recompute_tokens = 0
 
     def __repr__(self) -> str:
@@ -89,8 +96,9 @@ class KVLoads:
     def reserve(self, seq: Sequence, now_s: float) -> None:
         """Add a sequence with slot and blocks whose prompt is computed elsewhere."""
         assert seq.phase is Phase.RESERVED, f"{seq.request_id} is {seq.phase}"
-        seq.load = KVLoad(deadline_s=now_s + self._config.reservation_timeout_s)
+        seq.load = KVLoad()
         self.reserved[seq.request_id] = seq
+        self.not_activated[seq.request_id] = now_s + self._config.reservation_timeout_s
 
     def load(self, request_id: str, ticket: bytes, epoch: int, now_s: float) -> None:
         """Start fetching a reserved sequence's KV, or cancel the transfer under way first.
@@ -125,24 +133,23 @@ class KVLoads:
         self._ask(self._connector, seq)
 
     def activate(self, request_id: str, now_s: float, *, has_tokens: bool) -> Sequence | None:
-        """Note that a reserved sequence may start, and return it the first time.
+        """Let the choices of a request start, and return choice 0 unless it was dropped.
 
         A sequence that was reserved with tokens has been decoded elsewhere meanwhile. If its KV is
         still under way, the transfer is cancelled, and the sequence continues with the KV that has
         arrived.
 
         Args:
-            request_id: The sequence; it does not have the client's new tokens yet.
+            request_id: A request that awaits its activation; its choices do not have the client's
+                new tokens yet.
             now_s: Monotonic clock.
-            has_tokens: Whether the client has output tokens.
+            has_tokens: Whether the client has output tokens of choice 0.
         """
+        del self.not_activated[request_id]
         seq = self.reserved.get(request_id)
         if seq is None:
             return None
         load = _load_of(seq)
-        if load.is_activated:
-            return None
-        load.is_activated = True
         had_tokens = seq.num_output_tokens > 0
         if self._connector is not None and seq.transfer is not None:
             if load.is_under_way and (had_tokens or not has_tokens):
@@ -156,7 +163,7 @@ class KVLoads:
         """Load with the ticket that replaces a failed one; return False if that is not possible."""
         load = _load_of(seq)
         next_load, load.next = load.next, None
-        if next_load is None or load.is_activated:
+        if next_load is None or seq.request_id not in self.not_activated:
             return False
         try:
             self.load(seq.request_id, *next_load, now_s)
@@ -164,13 +171,13 @@ class KVLoads:
             return False
         return True
 
-    def lapsed(self, now_s: float) -> list[Sequence]:
-        """Return the reservations that were not activated in time."""
-        return [s for s, load in self._not_activated() if now_s >= load.deadline_s]
+    def lapsed(self, now_s: float) -> list[str]:
+        """Return the ids of the requests that were not activated in time."""
+        return [i for i, lapses_s in self.not_activated.items() if now_s >= lapses_s]
 
     def next_deadline_s(self) -> float | None:
         """Return when the next reservation lapses; None if there is none."""
-        return min((load.deadline_s for _, load in self._not_activated()), default=None)
+        return min(self.not_activated.values(), default=None)
 
     # --- sequences from the queue ---------------------------------------------------------------
 
@@ -251,7 +258,7 @@ class KVLoads:
             self.num_recompute_tokens += load.end - seq.num_computed_tokens
             self.forget(seq)
             return Verdict.RUN
-        if not load.is_activated:
+        if seq.request_id in self.not_activated:
             return Verdict.WAIT
         # After a successful load the tokens behind its end were never expected.
         is_whole = load.failure is None and load.end > 0
@@ -272,6 +279,10 @@ class KVLoads:
         self.asking.pop(seq.request_id, None)
         self.reserved.pop(seq.request_id, None)
         self._loading.pop(seq.request_id, None)
+
+    def end_request(self, request_id: str) -> None:
+        """Forget a request of which no choice is left."""
+        self.not_activated.pop(request_id, None)
 
     # --- views ---------------------------------------------------------------------------------
 
@@ -299,10 +310,6 @@ class KVLoads:
         for seq in self.asking.values():
             assert is_loading(seq) == (seq.phase is Phase.RESERVED)
             assert is_loading(seq) or seq.phase is Phase.WAITING
-
-    def _not_activated(self) -> list[tuple[Sequence, KVLoad]]:
-        reserved = ((s, _load_of(s)) for s in self.reserved.values())
-        return [(seq, load) for seq, load in reserved if not load.is_activated]
 
     def _ask(self, connector: KVConnectorScheduler, seq: Sequence) -> None:
         """Let the connector load for a reserved sequence; ask again later if it has no answer."""

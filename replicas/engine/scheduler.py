@@ -72,8 +72,8 @@ class _Admission(Enum):
     ADMITTED = "admitted"
     NO_ROOM = "no room"
     NOT_YET = "not yet"
-    """It waits for its grammar, for the connector's answer, or for the prompt's KV that choice 0 of
-    its request computes; room was not decided."""
+    """It waits for its grammar, for the connector's answer, for the activation of its request, or
+    for the prompt's KV that choice 0 computes; room was not decided."""
 
 
 class Scheduler:
@@ -226,7 +226,7 @@ class Scheduler:
         """Let a reserved request run once its KV is here, or compute its prompt here.
 
         Args:
-            request_id: The reserved request; unknown ids are ignored.
+            request_id: The reserved request. Ignored if unknown or activated before.
             token_ids: For each choice all output tokens that the client has, including those of
                 the reservation. If empty, the prompt is computed here.
             now_s: Monotonic clock.
@@ -235,19 +235,21 @@ class Scheduler:
             Choice 0 if this ended the request, because its KV did not come and must not be
             recomputed.
         """
-        for sibling in self.table.choices(request_id) if token_ids else ():
-            if sibling.mode == "decode" and sibling.phase is Phase.WAITING:
-                # Out of the queue meanwhile, which counts its tokens.
-                self.table.queue.remove(sibling)
-                sibling.token_ids += token_ids[sibling.choice][sibling.num_output_tokens :]
-                self.table.queue.push(sibling)
-        first = token_ids[0] if token_ids else []
-        seq = self.loads.activate(request_id, now_s, has_tokens=bool(first))
-        if seq is None:
+        if request_id not in self.loads.not_activated:
             return None
-        seq.token_ids.extend(first[seq.num_output_tokens :])
-        self._go_on(seq)
-        return seq if seq.is_over else None
+        for seq in self.table.choices(request_id) if token_ids else ():
+            if seq.phase is Phase.WAITING:
+                # Out of the queue meanwhile, which counts its tokens.
+                self.table.queue.remove(seq)
+                seq.token_ids += token_ids[seq.choice][seq.num_output_tokens :]
+                self.table.queue.push(seq)
+        first = token_ids[0] if token_ids else []
+        reserved = self.loads.activate(request_id, now_s, has_tokens=bool(first))
+        if reserved is None:
+            return None
+        reserved.token_ids.extend(first[reserved.num_output_tokens :])
+        self._go_on(reserved)
+        return reserved if reserved.is_over else None
 
     def kv_ended(
         self, request_id: str, failure: Failure | None, now_s: float, *, is_converted: bool = False
@@ -312,8 +314,8 @@ class Scheduler:
         return len(live)
 
     def expire(self, now_s: float) -> list[Sequence]:
-        """End the reservations that were not activated in time, and return them."""
-        lapsed = self.loads.lapsed(now_s)
+        """End the requests that were not activated in time; return the first choice of each."""
+        lapsed = [self.table.choices(request_id)[0] for request_id in self.loads.lapsed(now_s)]
         for seq in lapsed:
             self._finish(seq, "error")
         return lapsed
@@ -668,12 +670,15 @@ class Scheduler:
         return _Admission.ADMITTED
 
     def _is_undecided(self, seq: Sequence) -> bool:
-        """Return whether a queued sequence waits for its grammar, the connector or choice 0."""
+        """Return whether a queued sequence waits for its grammar, the connector or its request."""
         if seq in self.preparations.waiting:
             return True
         parent = seq.parent
         if parent is None:
             return self.loads.is_asking(seq) and self.loads.num_external(seq, 0) is None
+        if seq.request_id in self.loads.not_activated:
+            # Choice 0 may have been dropped before.
+            return True
         if not self._resumes_prefill:
             return parent.phase is Phase.RESERVED
         return not (parent.phase is Phase.DECODE or parent.is_over)
@@ -983,7 +988,9 @@ class Scheduler:
             hold = self._connector.request_finished(seq.request_id, seq.place.block_ids)
         self._retire(seq, hold=hold)
         others = self.table.choices(seq.request_id)
-        if others and reason == "error":
+        if not others:
+            self.loads.end_request(seq.request_id)
+        elif reason == "error":
             # An error ends all choices, see `TokenOutput`.
             self._finish(others[0], reason)
 
@@ -1069,6 +1076,10 @@ class Scheduler:
         assert all(s.phase in (Phase.WAITING, Phase.RESERVED) for s in self.preparations.waiting)
         awaiting = {s for s in self.table if s.phase in (Phase.LOADING, Phase.RESERVED)}
         assert set(self.loads.awaiting) == awaiting
+        for request_id in self.loads.not_activated:
+            choices = self.table.choices(request_id)
+            assert choices, f"the reservation of {request_id} is left behind"
+            assert all(s.phase in (Phase.WAITING, Phase.RESERVED) for s in choices)
         assert not any(is_loading(s) for s in self.table if s not in awaiting)
         # The progress of steps of runs is that of their longest runs, until they are over.
         in_runs = {s for p in self._plans if p.progress for s in p.decodes.sequences}

@@ -70,14 +70,12 @@ def transition(seq: Sequence, phase: Phase) -> None:
 class KVLoad:
     """State of a sequence's load of KV, under way or ended. Owner: `KVLoads`.
 
-    The last five attributes are used only for reservations.
+    The last three attributes are used only for reservations.
 
     Attributes:
         is_under_way: Whether requested KV may still come.
         end: Tokens whose KV is here if the load under way succeeds.
         failure: Why the KV of the latest load did not come; None if it came or may still come.
-        deadline_s: When the reservation lapses.
-        is_activated: Whether the client has activated the sequence.
         is_announced: Whether the connector knows the request.
         epoch: The client's number of the ticket in use.
         next: Ticket and epoch that replace the transfer under way once it has ended.
@@ -86,8 +84,6 @@ class KVLoad:
     is_under_way: bool = False
     end: int = 0
     failure: str | None = None
-    deadline_s: float = 0.0
-    is_activated: bool = False
     is_announced: bool = False
     epoch: int = 0
     next: tuple[bytes, int] | None = None

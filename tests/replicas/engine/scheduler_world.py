@@ -304,14 +304,11 @@ class World:
 
     def activate(self, request_id: str, token_ids: list[int]) -> None:
         """Activate a request as the core does for a client, with some more tokens than before."""
-        seq = self.scheduler.table.get(request_id)
-        tokens = [*seq.token_ids[seq.num_prompt_tokens :], *token_ids]
-        self.outputs[key_of(seq)].extend(tokens)
-        lists = [[] for _ in range(seq.request.sampling.n)]
-        lists[0] = tokens
-        for sibling in self.scheduler.table.choices(request_id)[1:]:
-            lists[sibling.choice] = [*sibling.token_ids[sibling.num_prompt_tokens :], *token_ids]
-            self.outputs[key_of(sibling)].extend(lists[sibling.choice])
+        choices = self.scheduler.table.choices(request_id)
+        lists = [[] for _ in range(choices[0].request.sampling.n)]
+        for seq in choices:
+            lists[seq.choice] = [*seq.token_ids[seq.num_prompt_tokens :], *token_ids]
+            self.outputs[key_of(seq)].extend(lists[seq.choice])
         self._count_ended(self.scheduler.activate(request_id, lists, self.now_s))
 
     def _count_ended(self, seq: Sequence | None) -> None:
@@ -368,9 +365,8 @@ class World:
         live = list(self.scheduler.table)
         for request_id, found in self.connector.pool.items():
             self.connector.pool[request_id] = found or 0
-        for seq in live:
-            if seq.phase is Phase.RESERVED and not seq.load.is_activated:
-                self.activate(seq.request_id, [])
+        for request_id in list(self.scheduler.loads.not_activated):
+            self.activate(request_id, [])
         # Each preemption lets another sequence run, which then never waits for the preempted one.
         steps = sum(s.num_tokens + s.request.sampling.max_tokens for s in live)
         for _ in range(10 + steps * (len(live) + 1)):
@@ -447,6 +443,7 @@ class World:
     def _is_undisturbed(self) -> bool:
         """Whether only waiting and running sequences hold anything, and the store has answered."""
         reserved = any(g.num_reserved for g in self.scheduler.group_snapshots())
+        reserved |= bool(self.scheduler.loads.not_activated)
         awaits = self.scheduler.awaits_connector or self.scheduler.preparations.waiting
         return not (reserved or awaits or self.connector.transfers)
 

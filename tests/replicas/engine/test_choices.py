@@ -270,9 +270,11 @@ def test_a_reservation_is_that_of_choice_0_and_all_choices_follow(
 
 
 @pytest.mark.parametrize("choice", [0, 1])
+@pytest.mark.parametrize("num_steps", [0, 2])
 def test_a_choice_that_had_ended_elsewhere_is_dropped_before_the_others_start(
-    folder, expected, choice
+    folder, expected, choice, num_steps
 ):
+    """Even if the engine steps before it reads the activation, with the tokens of the others."""
     with engine_core(make_config(folder)) as core:
         request = Request(core, mode="decode")
         known = [tokens[:2] for tokens in expected]
@@ -280,6 +282,7 @@ def test_a_choice_that_had_ended_elsewhere_is_dropped_before_the_others_start(
         known[choice] = [1] * 100
         request.tokens.update(enumerate([*tokens] for tokens in known))
         request.abort(choice)
+        assert not any(request.step() for _ in range(num_steps))
         core.handle(CLIENT, Activate("r", known), 0.0)
         request.run()
         others = [i for i in range(4) if i != choice]
@@ -303,12 +306,33 @@ def test_an_activation_of_other_choices_fails_the_request(folder, lists, error):
         assert core.num_live == 0
 
 
-def test_a_reservation_that_lapses_drops_every_choice(folder):
+@pytest.mark.parametrize("dropped", [[], [0], [0, 2]])
+def test_a_reservation_that_lapses_drops_every_choice(folder, dropped):
     with engine_core(make_config(folder)) as core:
         request = Request(core, mode="decode")
-        core.step(1e9)
+        for choice in dropped:
+            request.abort(choice)
+        assert not request.step()
+        core.step(core.next_deadline_s())
+        core.check_invariants()
         request.read()
         assert (request.errors, core.num_live) == ([LAPSED], 0)
+        assert core.next_deadline_s() is None
+
+
+@pytest.mark.parametrize("choices", [[], [0, 1, 2, 3], [3, 2, 1, 0]])
+def test_a_reservation_whose_choices_are_all_dropped_leaves_nothing(folder, choices):
+    with engine_core(make_config(folder)) as core:
+        request = Request(core, mode="decode")
+        request.abort(0)
+        for choice in choices:
+            request.abort(choice)
+        if not choices:
+            request.abort(reason="abort")
+        assert (core.num_live, core.next_deadline_s()) == (0, None)
+        again = Request(core, mode="decode")
+        assert again.accepted is not None
+        again.abort(reason="abort")
 
 
 def test_sharing_a_block_that_is_still_written_is_found(folder, monkeypatch):

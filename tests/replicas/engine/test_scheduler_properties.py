@@ -152,7 +152,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.world.connector.pool.setdefault(seq.request_id, None)
             self.epoch += 1
             num_tokens = seq.num_prompt_tokens
-            if seq.num_output_tokens and not seq.load.is_activated:
+            if seq.num_output_tokens and seq.request_id in self.scheduler.loads.not_activated:
                 num_tokens = data.draw(st.integers(1, seq.num_tokens), label="tokens lent")
             ticket = make_ticket(seq.request_id, num_tokens, self.epoch)
             self.scheduler.loads.load(seq.request_id, ticket, self.epoch, self.world.now_s)
@@ -180,17 +180,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             found = data.draw(st.sampled_from(list(self.world.compiling)), label="compiled")
             self.world.prepare([Prepared(found, error)])
 
+    @precondition(lambda self: self.scheduler.loads.not_activated)
     @rule(data=st.data(), with_tokens=st.booleans())
     def activate(self, data, with_tokens):
-        seq = self._pick(data, Phase.RESERVED)
-        if seq is None or seq.load.is_activated:
-            return
+        request_id = data.draw(st.sampled_from(sorted(self.scheduler.loads.not_activated)))
+        # Choice 0 may have been dropped.
+        seq = self.scheduler.table.choices(request_id)[0]
         # A client activates with tokens only if the request continues after them.
         most = seq.request.sampling.max_tokens - seq.num_output_tokens - 1
         room = min(self.world.longest - seq.num_tokens, most)
         tokens = data.draw(st.lists(st.integers(EOS + 1, 3), min_size=1, max_size=3))
         tokens = tokens[: max(room, 0)] if with_tokens else []
-        self.world.activate(seq.request_id, tokens)
+        self.world.activate(request_id, tokens)
 
     @precondition(lambda self: self.world.connector.transfers)
     @rule(data=st.data(), ok=st.booleans())
@@ -214,6 +215,12 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.world.abort_choice(key)
             else:
                 self.world.abort(key[0])
+
+    @precondition(lambda self: self.scheduler.loads.not_activated)
+    @rule(data=st.data())
+    def choice_had_ended_elsewhere(self, data):
+        request_id = data.draw(st.sampled_from(sorted(self.scheduler.loads.not_activated)))
+        self.world.abort_choice(key_of(self.scheduler.table.choices(request_id)[0]))
 
     @precondition(lambda self: self.count > 6)
     @rule(client=CLIENTS)
