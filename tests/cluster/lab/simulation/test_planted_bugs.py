@@ -273,6 +273,14 @@ def stopped_choice_goes_on(_, _self, _request_id, _choice, _reason):
     pass
 
 
+@plant(Scheduler, "_is_undecided", seed=54)
+def choice_runs_before_its_activation(is_undecided, self, seq):
+    not_activated, self.loads.not_activated = self.loads.not_activated, {}
+    result = is_undecided(self, seq)
+    self.loads.not_activated = not_activated
+    return result
+
+
 @plant(Scheduler, "_take_runs", seed=1)
 def progress_of_rejected_drafts_is_not_given_back(take, self, plan, token_ids, counts):
     outputs = take(self, plan, token_ids, counts)
