@@ -198,15 +198,14 @@ class LLM:
         Raises:
             InvalidRequestError: See `generate`, or a parameter is out of range.
         """
-        params.validate(self._client.description.max_logprobs)
         tokenizer, facts = self._tokenizer, self._client.description
+        params.validate(facts.max_logprobs)
         sampling = params.one_token()
         batch = _as_list(prompts)
-        searches, starts = [], []
+        searches = []
         for number, prompt in enumerate(batch, start=1):
             with _named(f"prompt {number} of {len(batch)}"):
                 token_ids, _ = to_engine_input(prompt, sampling, tokenizer, facts)
-            starts.append(len(token_ids))
             eos = self.llm_engine.eos_token_ids
             searches.append(BeamSearch(token_ids, params, eos, facts.max_model_len))
         while live := [(search, beam) for search in searches for beam in search.live]:
@@ -214,13 +213,8 @@ class LLM:
             answers = iter(self.generate(asked, sampling, use_tqdm=use_tqdm))
             for search in searches:
                 if search.live:
-                    search.take([_likeliest(next(answers)) for _ in search.live])
-        found = [search.best() for search in searches]
-        if tokenizer is not None:
-            for start, beams in zip(starts, found, strict=True):
-                for beam in beams:
-                    beam.text = tokenizer.decode(beam.tokens[start:])
-        return [BeamSearchOutput(beams) for beams in found]
+                    search.extend([_likeliest(next(answers)) for _ in search.live])
+        return [BeamSearchOutput(search.best(tokenizer)) for search in searches]
 
     def get_tokenizer(self) -> Tokenizer | None:
         """Return the model's tokenizer; None if it was skipped."""

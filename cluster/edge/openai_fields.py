@@ -222,10 +222,12 @@ GENERATION_FIELDS: dict[str, Field] = {
     **_supported(string, "model"),
     **_supported(boolean, "stream", "include_stop_str_in_output", "ignore_eos", "echo"),
     **_supported(boolean, "skip_special_tokens", "add_special_tokens", "return_token_ids"),
+    **_supported(boolean, "use_beam_search"),
     **_supported(object_, "stream_options"),
     **_supported(integer, "max_tokens"),
     **_sampled(integer, "min_tokens", "n", "top_k", "seed", "prompt_logprobs"),
     **_sampled(integer, "truncate_prompt_tokens"),
+    **_supported(number, "length_penalty"),
     **_sampled(number, "temperature", "top_p", "min_p"),
     **_sampled(number, "presence_penalty", "frequency_penalty", "repetition_penalty"),
     **_sampled(stop_strings, "stop"),
@@ -237,13 +239,11 @@ GENERATION_FIELDS: dict[str, Field] = {
     **_supported(session_name, "session_id"),
     # For the client's own records; requests are named by the x-request-id header.
     **_no_effect(string, "user", "request_id"),
-    # An option of beam search, which is refused below; and one of slow tokenizers only.
-    **_no_effect(number, "length_penalty"),
+    # An option of slow tokenizers only.
     **_no_effect(boolean, "spaces_between_special_tokens"),
     **_not_yet(integer, "stream_interval", neutral=(1,)),
     **_not_yet(integer, "priority", "routed_experts_prompt_start", neutral=(0,)),
     **_not_yet(integer, "thinking_token_budget"),
-    **_not_yet(boolean, "use_beam_search", neutral=(False,)),
     **_not_yet(boolean, "return_tokens_as_token_ids", "return_token_offsets", neutral=(False,)),
     **_not_yet(object_, "vllm_xargs", neutral=({},)),
     **_supported(object_, "response_format", "structured_outputs"),

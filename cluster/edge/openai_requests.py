@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import orjson
 
+from cluster.edge.beam_search_fields import MAX_EXTENSIONS, read_length_penalty
 from cluster.edge.openai import ResponseSpec
 from cluster.edge.openai_fields import (
     CHAT_FIELDS,
@@ -39,9 +40,10 @@ from cluster.edge.structured_outputs import read_grammar
 from cluster.edge.tool_requests import NO_TOOLS, ToolUse, read_calls, read_tool_use, template_tools
 from cluster.errors import BadRequestError, NotFoundError
 from replicas import bad_words
+from replicas.beam_search import BeamSearchParams
 from replicas.errors import InvalidRequestError
 from replicas.messages import EngineRequest
-from replicas.sampling_params import DEFAULTED_FIELDS, SamplingParams
+from replicas.sampling_params import DEFAULTED_FIELDS, SamplingDefaults, SamplingParams
 from replicas.truncation import most_prompt_tokens, truncated
 
 if TYPE_CHECKING:
@@ -113,6 +115,7 @@ class ParsedRequest:
         grammar: The grammar that the output follows, if there is one; not compiled yet.
         tool_use: Its tools.
         is_parsed: Whether a parser reads the output, which then needs its special tokens.
+        length_penalty: That of the beam search that is asked for; None: tokens are drawn.
     """
 
     prompt: Prompt
@@ -124,6 +127,7 @@ class ParsedRequest:
     grammar: Grammar | None = None
     tool_use: ToolUse = NO_TOOLS
     is_parsed: bool = False
+    length_penalty: float | None = None
 
     @property
     def prompt_param(self) -> str:
@@ -172,6 +176,7 @@ def parse_completion(body: Mapping[str, Any]) -> ParsedRequest:
     values = read_fields(body, COMPLETION_FIELDS)
     if "prompt" not in values:
         raise bad_field("prompt", "is required")
+    length_penalty = read_length_penalty(values)
     max_tokens = values.get("max_tokens", _DEFAULT_COMPLETION_TOKENS)
     options = _response_options(values)
     if values.get("echo", False):
@@ -187,6 +192,7 @@ def parse_completion(body: Mapping[str, Any]) -> ParsedRequest:
         response_options=options,
         max_tokens=1 if options.get("drops_output") else max_tokens,
         grammar=read_grammar(values),
+        length_penalty=length_penalty,
     )
 
 
@@ -198,8 +204,11 @@ def parse_chat_completion(body: Mapping[str, Any]) -> ParsedRequest:
     """
     values = read_fields(body, CHAT_FIELDS)
     _join_logprobs(values)
+    length_penalty = read_length_penalty(values)
     _prefer_listed_logprobs(values)
     tool_use = read_tool_use(values)
+    if length_penalty is not None and tool_use.is_constrained:
+        raise bad_field("tools", "that are required or strict cannot be used with use_beam_search")
     param = "max_completion_tokens" if "max_completion_tokens" in values else "max_tokens"
     return ParsedRequest(
         prompt=_chat_prompt(values),
@@ -209,6 +218,7 @@ def parse_chat_completion(body: Mapping[str, Any]) -> ParsedRequest:
         max_tokens_param=param,
         grammar=read_grammar(values),
         tool_use=tool_use,
+        length_penalty=length_penalty,
     )
 
 
@@ -431,6 +441,47 @@ def build_request(
     )
 
 
+def beam_search_params(
+    parsed: ParsedRequest, sampling: SamplingParams, card: ModelCard, vocab_size: int
+) -> BeamSearchParams | None:
+    """Return the parameters of the beam search that a body asks for; None without one.
+
+    Args:
+        parsed: The body's checked fields.
+        sampling: The parameters of `build_request`.
+        card: The model that the body names.
+        vocab_size: Size of the tokenizer's vocabulary.
+
+    Raises:
+        BadRequestError: A value is out of range, or the search would need too many requests.
+    """
+    if parsed.length_penalty is None:
+        return None
+    params = BeamSearchParams(
+        beam_width=sampling.n,
+        max_tokens=sampling.max_tokens,
+        ignore_eos=sampling.ignore_eos,
+        length_penalty=parsed.length_penalty,
+        include_stop_str_in_output=sampling.include_stop_str_in_output,
+        skip_special_tokens=sampling.skip_special_tokens,
+    )
+    # A search that can keep as many sequences as its width has as many choices at its end.
+    most = vocab_size if card.max_logprobs == -1 else min(card.max_logprobs, vocab_size)
+    try:
+        params.validate(most)
+    except InvalidRequestError as error:
+        param = "n" if error.param == "beam_width" else error.param
+        text = str(error).replace(error.param, param, 1)
+        raise BadRequestError(f"{text}, with use_beam_search", param=param) from error
+    num_extensions = params.beam_width * params.max_tokens
+    if num_extensions > MAX_EXTENSIONS:
+        text = (
+            f"times n is {num_extensions}, but may be at most {MAX_EXTENSIONS} with use_beam_search"
+        )
+        raise bad_field(parsed.max_tokens_param, text)
+    return params
+
+
 def response_spec(
     parsed: ParsedRequest,
     model: str,
@@ -461,8 +512,9 @@ def _sampling(
     seed: int,
 ) -> SamplingParams:
     values = parsed.values
+    defaults = card.defaults if parsed.length_penalty is None else SamplingDefaults()
     given = {
-        **{name: getattr(card.defaults, name) for name in DEFAULTED_FIELDS},
+        **{name: getattr(defaults, name) for name in DEFAULTED_FIELDS},
         **{name: values[name] for name in _SAMPLING_FIELDS if name in values},
         **{name: tuple(values[name]) for name in _SAMPLING_LISTS if name in values},
     }

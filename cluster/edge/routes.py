@@ -29,6 +29,7 @@ from starlette.routing import Route
 
 from cluster.config.schema import LEAST_ONGOING_REQUESTS
 from cluster.edge.answers import error_response, json_response
+from cluster.edge.beam_search import run_beam_search
 from cluster.edge.explain import ROUTE_HEADER, engine_request_id
 from cluster.edge.fair_scheduler import SLICE_CHARS, Job, Priority
 from cluster.edge.gate import RequestGate
@@ -46,6 +47,7 @@ from cluster.edge.openai_requests import (
     ChatPrompt,
     ParsedRequest,
     bad_words_cost,
+    beam_search_params,
     build_request,
     check_grammar,
     check_vocabulary,
@@ -101,6 +103,7 @@ if TYPE_CHECKING:
     from cluster.edge.slots import SlotsView
     from cluster.edge.structured_outputs import Grammar
     from cluster.edge.transfers import TransfersView
+    from replicas.beam_search import BeamSearchParams
     from replicas.messages import EngineRequest
     from replicas.output_processor import OutputDelta
     from replicas.tokenizer import Tokenizer
@@ -312,6 +315,9 @@ class _RouteHandlers:
             request_id=engine_request_id(request_id, uuid.uuid4().hex),
             seed=secrets.randbits(63),
         )
+        beams = beam_search_params(
+            parsed, request.sampling, card, self._backend.tokenizer.vocab_size
+        )
         claimed = admission_fields(http_request.headers, self._admission)
         request = msgspec.structs.replace(request, timeout_s=self._request_timeout_s, **claimed)
         salt = cache_salt(request.tenant, request.cache_salt, self._admission)
@@ -355,7 +361,11 @@ class _RouteHandlers:
         async def emit(delta: OutputDelta) -> None:
             deltas.append(delta)
 
-        generating = self._backend.generate(request, emit)
+        generating = (
+            self._backend.generate(request, emit)
+            if beams is None
+            else self._search(request, beams, card, emit)
+        )
         usage = await run_until_disconnect(http_request.receive, generating, request.timeout_s)
         response = json_response(whole_body(shape, request, spec, deltas, usage))
         response.raw_headers += more_headers()
@@ -378,6 +388,12 @@ class _RouteHandlers:
         hidden = special_ids if parsed.values.get("skip_special_tokens", True) else {}
         parser = output.parser(hidden, prompt_end)
         return dataclasses.replace(parsed, grammar=grammar, is_parsed=True), parser
+
+    async def _search(
+        self, request: EngineRequest, params: BeamSearchParams, card: ModelCard, emit: Emit
+    ) -> Usage:
+        generate, tokenizer = self._backend.generate, self._backend.tokenizer
+        return await run_beam_search(generate, request, params, tokenizer, card.max_model_len, emit)
 
     async def models(self, request: Request) -> Response:
         del request

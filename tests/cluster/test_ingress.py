@@ -16,7 +16,7 @@ from cluster.errors import ClusterConfigError, InternalError, NotReadyError, Rep
 from cluster.ingress import Ingress
 from kv_transfer.connector import TransferInfo
 from kv_transfer.curve import server_public_key
-from replicas import async_client
+from replicas import LLM, BeamSearchParams, async_client
 from replicas.async_client import AsyncMPClient
 from replicas.codec import encode
 from replicas.messages import (
@@ -34,6 +34,7 @@ from replicas.sampling_params import SamplingDefaults
 from tests import engines as local
 from tests.cluster.edge.test_routes import OPERATOR, Client, make_app
 from tests.cluster.engines import (
+    BLOCK_SIZE,
     KEYS,
     ScriptedEngine,
     engine_config,
@@ -185,6 +186,29 @@ def test_defaults_of_the_model_folder_reach_the_edge(tmp_path):
     file.write_text('{"temperature": 60}')
     with pytest.raises(ClusterConfigError, match=r"generation_config.json: temperature .* got 60"):
         resolve(args)
+
+
+async def test_a_beam_search_over_http_equals_the_offline_search(pool):
+    prompt = "the quick brown fox jumps over the lazy dog"
+    params = {"length_penalty": 0.7, "ignore_eos": True}
+    fields = {"use_beam_search": True, "n": 3, "max_tokens": 5, "return_token_ids": True, **params}
+    async with serving(*(e.member for e in pool)) as service:
+        app = make_app(service, prompt_tokens_details=True)
+        for _ in range(2):  # the second search finds the prompt's first block cached
+            body = {"prompt": prompt, **fields}
+            answer = await Client(app).request("POST", "/v1/completions", body)
+    with LLM(str(model_folder()), multiprocess=False, dtype="float32", num_blocks=300) as llm:
+        beams = BeamSearchParams(beam_width=3, max_tokens=5, **params)
+        [expected] = llm.beam_search([prompt], beams)
+    choices, usage = answer.body["choices"], answer.body["usage"]
+    num_prompt_tokens = len(prompt)
+    assert [c["token_ids"] for c in choices] == [
+        s.tokens[num_prompt_tokens:] for s in expected.sequences
+    ]
+    assert [c["text"] for c in choices] == [s.text for s in expected.sequences]
+    assert {c["finish_reason"] for c in choices} == {"length"}
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (num_prompt_tokens, 15)
+    assert usage["prompt_tokens_details"]["cached_tokens"] == BLOCK_SIZE
 
 
 async def test_text_and_tokens_equal_those_of_a_local_engine(pool):

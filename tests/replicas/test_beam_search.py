@@ -9,11 +9,16 @@ import numpy as np
 import pytest
 
 from replicas import LLM, BeamSearchParams
+from replicas.beam_search import BeamSearch
 from replicas.errors import InvalidRequestError
 from replicas.llm_engine import CompletionOutput, RequestOutput
 from replicas.messages import TokenLogprob
+from replicas.tokenizer import Tokenizer
+from tests.models import chat_folder
 
 EOS = 0
+SPECIAL = 1
+"""The special token "</s>" of `chat_folder`."""
 PROMPT = [3, 2]
 
 
@@ -35,10 +40,10 @@ class TableLLM(LLM):
     def generate(self, prompts, sampling_params=None, *, use_tqdm=True):
         assert (sampling_params.max_tokens, sampling_params.temperature) == (1, 0.0)
         self.num_asked.append(len(prompts))
-        return [self._answer(prompt, sampling_params.logprobs) for prompt in prompts]
+        return [self.answer(prompt, sampling_params.logprobs) for prompt in prompts]
 
-    def _answer(self, prompt, count):
-        row = self.logprobs[len(prompt), prompt[-1]]
+    def answer(self, prompt, count):
+        row = self.logprobs[len(prompt) % 16, prompt[-1]]
         order = np.argsort(-row, kind="stable")[:count].tolist()
         entries = [TokenLogprob(i, float(row[i]), 1 + rank) for rank, i in enumerate(order)]
         choice = CompletionOutput(0, [order[0]], "length", logprobs=[[entries[0], *entries]])
@@ -98,6 +103,41 @@ def test_end_tokens_may_be_ignored_or_kept(seed):
     assert all((s.tokens[-1] == EOS) == (s.finish_reason == "stop") for s in output.sequences)
 
 
+@pytest.mark.parametrize("keeps_end", [False, True])
+def test_every_token_has_its_log_probability_and_the_likeliest(keeps_end):
+    llm = TableLLM(10, 3)
+    params = BeamSearchParams(
+        beam_width=4, max_tokens=3, include_stop_str_in_output=keeps_end, length_penalty=0.0
+    )
+    [output] = llm.beam_search(PROMPT, params)
+    assert {s.finish_reason for s in output.sequences} == {"stop", "length"}
+    for found in output.sequences:
+        tokens = found.tokens[len(PROMPT) :]
+        assert [drawn.token_id for drawn, *_ in found.logprobs] == tokens
+        assert all(len(likeliest) == 8 for _, *likeliest in found.logprobs)
+        if keeps_end or found.finish_reason == "length":
+            total = sum(drawn.logprob for drawn, *_ in found.logprobs)
+            assert found.cum_logprob == pytest.approx(total)
+
+
+@pytest.mark.parametrize("keeps_end", [False, True])
+@pytest.mark.parametrize(("skips", "text"), [(True, "☃"), (False, "☃</s>")])
+def test_a_text_never_has_its_end_token_and_has_special_ones_if_asked(skips, text, keeps_end):
+    tokenizer = Tokenizer.from_folder(chat_folder())
+    *first, last, end = tokenizer.encode("☃x", add_special_tokens=False)
+    params = BeamSearchParams(
+        beam_width=1, max_tokens=4, length_penalty=0.0, skip_special_tokens=skips,
+        include_stop_str_in_output=keeps_end,
+    )  # fmt: skip
+    search = BeamSearch([end, *first], params, {end}, 64)  # the prompt ends within a character
+    for token_id in (last, SPECIAL, end, SPECIAL):
+        likeliest = [TokenLogprob(token_id, -0.1, 1), TokenLogprob(SPECIAL, -9.0, 2)]
+        search.extend([likeliest])
+    [found] = search.best(tokenizer)
+    assert (found.text, found.finish_reason) == (text, "stop")
+    assert found.tokens == [end, *first, last, SPECIAL, *[end] * keeps_end]
+
+
 def test_a_width_of_one_follows_the_likeliest_token():
     llm = TableLLM(20, 5)
     llm.logprobs[..., EOS] = -100.0
@@ -140,7 +180,9 @@ def test_prompts_are_searched_together_and_end_at_the_longest_sequence():
         ({"beam_width": 0}, "beam_width", "beam_width must be at least 1, got 0"),
         ({"beam_width": 11}, "beam_width", "beam_width must be at most 10, got 11"),
         ({"max_tokens": 0}, "max_tokens", "max_tokens must be at least 1, got 0"),
-        ({"length_penalty": float("nan")}, "length_penalty", "length_penalty must be finite"),
+        ({"length_penalty": float("nan")}, "length_penalty", "length_penalty must be -10 to 10"),
+        ({"length_penalty": 1e300}, "length_penalty", "length_penalty must be -10 to 10, got 1e"),
+        ({"length_penalty": -1e300}, "length_penalty", "length_penalty must be -10 to 10, got -1"),
     ],
 )
 def test_a_search_that_cannot_work_is_refused_by_its_field(changes, param, text):

@@ -166,6 +166,20 @@ def test_three_chat_answers_with_log_probabilities(client):
         assert [t for choice in own for t in choice.logprobs.content] == expected
 
 
+def test_a_beam_search_gives_its_sequences_as_choices(client):
+    extra = {"use_beam_search": True, "length_penalty": 0.5, "return_token_ids": True}
+    options = {"model": "demo", "n": 2, "max_tokens": 3, "logprobs": 1}
+    whole = checked(client.completions.create(**options, prompt="ab", extra_body=extra))
+    assert [(c.index, c.finish_reason) for c in whole.choices] == [(0, "length"), (1, "length")]
+    # The backend's likeliest token is the first of the prompt, at every position.
+    assert whole.choices[0].text == "aaa"
+    assert whole.choices[0].logprobs.token_logprobs == [-0.5] * 3
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (2, 6)
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(**options, prompt="ab", stream=True, extra_body=extra)
+    assert refused.value.param == "stream"
+
+
 def test_extension_fields_travel_in_the_extra_body(client):
     extra = {"return_token_ids": True, "ignore_eos": True, "top_k": 5}
     whole = client.completions.create(model="demo", prompt="ab", extra_body=extra)

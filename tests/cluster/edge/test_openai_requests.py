@@ -102,6 +102,7 @@ JSON = st.recursive(
 NAMES = [
     "temperature", "top_k", "stop", "max_tokens", "n", "stream", "stream_options", "seed",
     "logit_bias", "stop_token_ids", "response_format", "user", "tools", "nonsense",
+    "use_beam_search", "length_penalty",
 ]  # fmt: skip
 
 
