@@ -32,7 +32,10 @@ RETRY_AFTER_S = 1
 
 def not_ready() -> NotReadyError:
     """Return the error for a request while no replica decodes and none is looked for."""
-    return NotReadyError("no replica is ready to decode; retry soon", retry_after_s=RETRY_AFTER_S)
+    return NotReadyError(
+        "no replica is ready to decode; try again in some seconds (/health says what is missing)",
+        retry_after_s=RETRY_AFTER_S,
+    )
 
 
 @dataclass(slots=True, eq=False)
