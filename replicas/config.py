@@ -36,6 +36,9 @@ DEFAULT_STEP_TOKENS = 2048
 TILE_ROWS = 32
 """Rows of a hardware tile. KV is written in tiles; the decode batch of a lane fills one."""
 
+MAX_SCHEDULER_STEPS = 32
+"""Most decode passes of one step."""
+
 MAX_SPECULATIVE_TOKENS = 128
 """Most drafts of a row in one pass."""
 
@@ -318,6 +321,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             sequences wait to decode.
         steps_in_flight: 2 lets a decode step start before the tokens of the previous one have been
             read, if the generator supports it; 1 does not.
+        num_scheduler_steps: Most decode passes of one step, 1 to 32: after each but the last, rows
+            continue without the scheduler. A row that ends within a step is computed to the end of
+            the step, and the further tokens are dropped. A new request waits for that end, too. A
+            step has one pass while a queued request might be admitted, while KV is transferred,
+            with grammars, log probabilities or drafts, and where blocks are short. Two steps are
+            then never in flight, but two passes of a step may be. Not for gangs.
         logprobs_mode: The values that requests with `logprobs` get: log probabilities or logits,
             raw, or processed as for the draw, by penalties, biases, temperature and top-p. Those of
             prompts are always raw.
@@ -384,6 +393,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     mixed_batches: bool | None = None
     prefill_steps_per_decode_step: int = 1
     steps_in_flight: Literal[1, 2] = 2
+    num_scheduler_steps: int = 1
     logprobs_mode: LogprobsMode = "raw_logprobs"
     max_logprobs: int = 20
     speculative_config: SpeculativeConfig | None = None
@@ -436,6 +446,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 )
         if self.gang is not None and (self.mesh is not None or self.simulated_mesh is not None):
             raise ConfigError("gangs are for engines on the CPU: remove gang_size, or the mesh")
+        if self.gang is not None and self.num_scheduler_steps > 1:
+            raise ConfigError(
+                f"num_scheduler_steps {self.num_scheduler_steps} and a gang exclude each other: "
+                "the members of a gang coordinate every pass; remove one of them"
+            )
 
     def _validate_ranges(self) -> None:
         for name in (
@@ -455,6 +470,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             seconds = getattr(self, name)
             if seconds is not None and not (math.isfinite(seconds) and seconds > 0):
                 raise ConfigError(f"{name} must be positive, got {seconds}")
+        if not 1 <= self.num_scheduler_steps <= MAX_SCHEDULER_STEPS:
+            raise ConfigError(
+                f"num_scheduler_steps must be from 1 to {MAX_SCHEDULER_STEPS}, got "
+                f"{self.num_scheduler_steps}"
+            )
         if not 0 <= self.niceness <= MOST_NICE:
             raise ConfigError(f"niceness must be from 0 to {MOST_NICE}, got {self.niceness}")
         if self.num_blocks is not None and self.num_blocks < 2:

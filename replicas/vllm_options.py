@@ -97,6 +97,9 @@ def _enforce_eager(options: dict[str, Any], value: object) -> None:
 OPTIONS: tuple[VllmOption, ...] = (
     VllmOption("max_model_len", "same", "Longest sequence, prompt and output together."),
     VllmOption("max_num_batched_tokens", "same", "Most tokens of one step."),
+    VllmOption(
+        "num_scheduler_steps", "same", "Most decode passes of one step; 1 to 32, 1 by default."
+    ),
     VllmOption("enable_chunked_prefill", "same", "Prompts may be computed over several steps."),
     VllmOption("enable_prefix_caching", "same", "Prompts reuse cached KV of equal prefixes."),
     VllmOption("block_size", "same", "Tokens of a KV block; any number on the CPU."),

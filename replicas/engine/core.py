@@ -93,7 +93,8 @@ class EngineCore:
         unix_now_s: Wall clock, by which tickets expire.
         watchdog: Record of the core's progress; None makes one.
         max_passes: The most forward passes of one step. The passes of a step are those of as many
-            steps of one pass between which nothing has to be decided.
+            steps of one pass between which nothing has to be decided. With
+            `config.num_scheduler_steps` above 1, that many instead.
 
     Attributes:
         watchdog: As given. The caller records turns in it, the core the tokens that each computes.
@@ -119,7 +120,6 @@ class EngineCore:
         config.validate()
         self.watchdog = Watchdog() if watchdog is None else watchdog
         self.timer = StepTimer()
-        self._max_passes = max_passes
         self._executor = executor
         self._events = ClientEvents()
         # The step submitted ahead, to be collected next.
@@ -136,7 +136,14 @@ class EngineCore:
         self.role_state = RoleState(self.config.role)
         checks = make_checks(started, connector)
         self._requests = RequestHandler(self._scheduler, checks, self._events, self.role_state)
-        self.runs_ahead = self.facts.supports_async_decode and self.config.steps_in_flight > 1
+        self._has_long_steps = self.config.num_scheduler_steps > 1
+        self._max_passes = self.config.num_scheduler_steps if self._has_long_steps else max_passes
+        # Steps of several passes do not follow each other unread: two passes of one step do.
+        self.runs_ahead = (
+            self.facts.supports_async_decode
+            and self.config.steps_in_flight > 1
+            and not self._has_long_steps
+        )
 
     def __repr__(self) -> str:
         return f"EngineCore({self._scheduler!r}, {self._transfers.connector!r})"
@@ -205,7 +212,9 @@ class EngineCore:
                 meta = None if self._transfers.connector is None else self._transfers.meta(batch)
                 if meta is None and batch is not None and self._max_passes > 1:
                     batch = self._extend(batch)
-        self.watchdog.compute(0 if batch is None else sum(batch.num_scheduled_tokens))
+        # A turn of the simulator may end after any pass, so that it is judged by one.
+        num_passes = batch.num_passes if batch is not None and self._has_long_steps else 1
+        self.watchdog.compute(0 if batch is None else num_passes * sum(batch.num_scheduled_tokens))
         if batch is None:
             if meta is not None:
                 with self.timer.transfer:
@@ -228,7 +237,7 @@ class EngineCore:
         """Return the step with as many passes as it may make before the next decision or event."""
         if self._transfers.are_at_stake:
             return batch
-        return self._scheduler.extend(batch, self._max_passes)
+        return self._scheduler.extend(batch, self._max_passes, with_blocks=self._has_long_steps)
 
     def _take_probe_step(self, now_s: float, *, is_idle: bool) -> None:
         # A drained engine computes no more, because ranks of its gang may be gone. With reserved or

@@ -2,7 +2,8 @@
 
 Owner of the persistent batch, of the KV cache handle and of `DeviceInputs`; runs on the worker's
 thread only. A step is submitted, which counts its progress, and then collected, which waits for the
-device.
+device. A step of several passes is collected pass by pass, as each computes the tokens of the one
+before; a device that continues from its own tokens has two of them in flight.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
@@ -26,7 +27,7 @@ from replicas.engine.sampler import (
     sample,
 )
 from replicas.engine.speculation import accepted_runs
-from replicas.engine.step import RowFailure, RowLogprobs, StepResult
+from replicas.engine.step import RowFailure, RowLogprobs, ScheduledBatch, StepResult
 from replicas.errors import DeviceError
 from replicas.philox import uniform
 from replicas.sampling_params import GREEDY_EPS
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from replicas.engine.rows.logprobs import Logprobs
     from replicas.engine.rows.processor import RowProcessor
     from replicas.engine.speculation import Drafter
-    from replicas.engine.step import NewRow, ScheduledBatch
+    from replicas.engine.step import NewRow, StepKind
     from replicas.generators.protocol import (
         ForwardOutput,
         Generator,
@@ -133,6 +134,8 @@ class SubmittedStep:
         calls: Its calls of the generator, in order.
         device_s: Seconds inside the generator so far.
         max_drafts: The most drafts to propose for each row once the tokens are known.
+        kind: Of its calls.
+        num_passes: Passes to make; `calls` are those of the first.
         positions: Its rows of logits if it verifies drafts; otherwise each row has at most one.
         processed: Its rows of logits that row processors work on, if there are any.
         prompts: Parts of prompts whose log probabilities are asked for.
@@ -146,6 +149,8 @@ class SubmittedStep:
     calls: list[_Call]
     device_s: float
     max_drafts: int
+    kind: StepKind
+    num_passes: int
     positions: _Positions | None = None
     processed: LogitRows | None = None
     prompts: Sequence[_PromptPart] = ()
@@ -204,6 +209,7 @@ class ModelRunner:
         self._tokens_per_pass = capabilities.get("output_tokens_per_step", 1)
         runs_ahead = capabilities.get("supports_async_decode", False)
         self._reads_later = runs_ahead or capabilities.get("reads_decode_later", False)
+        self._may_overlap = config.steps_in_flight > 1
         self._device = DeviceInputs(
             self._batch,
             self._columns,
@@ -242,7 +248,14 @@ class ModelRunner:
         rows = self._divide(scheduled)
         token_places = batch.num_tokens[rows.slots]
         step = SubmittedStep(
-            rows.slots, rows.num_logits, token_places, [], 0.0, scheduled.max_drafts
+            rows.slots,
+            rows.num_logits,
+            token_places,
+            [],
+            0.0,
+            scheduled.max_drafts,
+            scheduled.kind,
+            scheduled.num_passes,
         )
         if self._drafter is not None and rows.num_logits.max() > 1:
             step.positions = _positions(rows.num_logits)
@@ -262,9 +275,51 @@ class ModelRunner:
         """Return the result of the oldest step that is not collected."""
         if step.result is None:
             assert self._submitted[0] is step, "an earlier step comes first"
+            if step.num_passes > 1:
+                return self._make_passes(step)
             self._finish(self._submitted.popleft())
         assert step.result is not None
         return step.result
+
+    def _make_passes(self, step: SubmittedStep) -> StepResult:
+        """Collect a step's first pass, and make its further ones, each of which is a step here."""
+        num_left, step.num_passes = step.num_passes - 1, 1
+        passes, slots = [step], step.slots.tolist()
+        again = ScheduledBatch(step.kind, slots, [1] * len(slots), [], [])
+        while num_left and again.slots:
+            if self._may_overlap and self._goes_on(again):
+                latest = self.submit(again)
+                self.collect(passes[-1])
+            else:
+                self.collect(passes[-1])
+                again = self._without_ended(again, passes[-1])
+                if not again.slots:
+                    break
+                latest = self.submit(again)
+            passes.append(latest)
+            num_left -= 1
+        self.collect(passes[-1])
+        step.result = _joined(passes)
+        return step.result
+
+    def _without_ended(self, again: ScheduledBatch, step: SubmittedStep) -> ScheduledBatch:
+        """Return the next pass of a collected one: without rows that failed, or have no room.
+
+        A row that fails after its first pass keeps the tokens before. Its next step then fails, as
+        it would had it been the only one.
+        """
+        assert step.result is not None
+        batch, counts = self._batch, step.result.counts
+        if counts and not all(counts):
+            failed = step.slots[np.equal(counts, 0)]
+            batch.give_back(failed, np.ones(len(failed), dtype=np.int32))
+        else:
+            failed = step.slots[:0]
+        has_room = batch.num_tokens[step.slots] < batch.max_model_len
+        if not len(failed) and has_room.all():
+            return again
+        slots = step.slots[has_room & ~np.isin(step.slots, failed)].tolist()
+        return ScheduledBatch(step.kind, slots, [1] * len(slots), [], [])
 
     def _goes_on(self, scheduled: ScheduledBatch) -> bool:
         """Return whether the device can run a step from its own tokens of the last one.
@@ -319,7 +374,7 @@ class ModelRunner:
 
     def _finish_all(self) -> None:
         while self._submitted:
-            self._finish(self._submitted.popleft())
+            self.collect(self._submitted[0])
 
     def _finish(self, step: SubmittedStep) -> None:
         """Read a step's outputs, and draw the host's part of the tokens."""
@@ -696,6 +751,24 @@ class ModelRunner:
             run = list(islice(token_ids, count))
             if run and is_touched:
                 self._processors.accept(slot, run)
+
+
+def _joined(passes: list[SubmittedStep]) -> StepResult:
+    """Return the result of a step whose rows get a token in each pass that they take part in."""
+    runs: dict[int, list[int]] = {slot: [] for slot in passes[0].slots.tolist()}
+    results = [step.result for step in passes if step.result is not None]
+    for step, result in zip(passes, results, strict=True):
+        token_ids = iter(result.token_ids)
+        for slot, count in zip(step.slots.tolist(), result.counts or repeat(1), strict=False):
+            runs[slot] += islice(token_ids, count)
+    return StepResult(
+        [token_id for run in runs.values() for token_id in run],
+        [result.device_s for result in results],
+        [len(run) for run in runs.values()],
+        results[0].failed,
+        sum(result.sample_s for result in results),
+        prepare_s=sum(result.prepare_s for result in results),
+    )
 
 
 def _positions(num_logits: Int32Array) -> _Positions:

@@ -432,7 +432,7 @@ class Scheduler:
             if table.outlived:
                 self._free_outlived()
             if self._draft_control is not None and not failed:
-                seconds = result.device_s + result.sample_s
+                seconds = (result.device_s + result.sample_s) / plan.num_passes
                 num_rows = len(plan.decodes.sequences)
                 self._draft_control.learn(num_rows, plan.progress, counts, seconds)
         else:
@@ -502,16 +502,20 @@ class Scheduler:
 
     # --- several passes in one step ------------------------------------------------------------
 
-    def extend(self, batch: ScheduledBatch, max_passes: int) -> ScheduledBatch:
-        """Let a step make further passes, as long as none of them could need a decision.
+    def extend(
+        self, batch: ScheduledBatch, max_passes: int, *, with_blocks: bool = False
+    ) -> ScheduledBatch:
+        """Let a step make further passes: all running sequences decode, and none has drafts.
 
-        That requires that all running sequences decode, none is queued, none has a stop token, and
+        By default no pass may need a decision: no sequence is queued, none has a stop token, and
         none ends or fills a block before the last pass. A step that tells the worker about new rows
         or blocks makes one pass.
 
         Args:
             batch: The latest step under way; the worker does not have it yet.
             max_passes: The most passes that it may make.
+            with_blocks: Allocate the blocks of all passes now, and let `update` cut the runs of
+                rows that end within them. Queued sequences do not matter while no slot is free.
 
         Returns:
             The step to submit in its place; `batch` itself if it makes one pass.
@@ -520,21 +524,46 @@ class Scheduler:
         assert plan.batch is batch, "another step is the latest"
         sequences = plan.decodes.sequences
         # Running rows outside the plan end with the step before it.
-        is_all = not (plan.sequences or self.table.prefill_rows or self.table.queue.sequences)
-        if not is_all or not sequences or plan.appended or plan.looks or plan.decodes.stop_ids:
+        if not sequences or plan.sequences or self.table.prefill_rows:
             return batch
         if plan.progress or plan.max_drafts:
             return batch
-        num_more = min(s.look_at - s.num_computed_tokens for s in sequences)
-        num_more = min(num_more, max_passes - 1)
+        if with_blocks:
+            num_more = self._allocate_passes(plan, max_passes - 1)
+        elif self.table.queue.sequences or plan.appended or plan.looks or plan.decodes.stop_ids:
+            return batch
+        else:
+            num_more = min(s.look_at - s.num_computed_tokens for s in sequences)
+            num_more = min(num_more, max_passes - 1)
         return self._add_passes(plan, num_more) if num_more > 0 else batch
+
+    def _allocate_passes(self, plan: StepPlan, most: int) -> int:
+        """Allocate blocks for further passes of a step; return how many it can make.
+
+        As many as a row can use, or none if that would delay a queued sequence or take more blocks
+        than are free. A row gets no block for what it computes behind its end: the KV of that goes
+        to the null block, which pads its table.
+        """
+        sequences = plan.decodes.sequences
+        if self.table.queue.sequences and self._kv.num_empty_slots:
+            return 0
+        if any(_needs_single_passes(seq) for seq in sequences):
+            return 0
+        ends = [self._end_rules.longest(seq) - 1 for seq in sequences]
+        rows = list(zip(sequences, ends, strict=True))
+        num_more = min(most, max(end - seq.num_computed_tokens for seq, end in rows))
+        wanted = ((seq, min(seq.num_computed_tokens + num_more, end)) for seq, end in rows)
+        growing = [(seq, needed) for seq, needed in wanted if needed > seq.place.capacity]
+        return num_more if not growing or self._grow(plan, growing) else 0
 
     def _add_passes(self, plan: StepPlan, num_more: int) -> ScheduledBatch:
         """Count the progress of further passes, and return the step that makes them."""
         plan.num_passes += num_more
         plan.looks = self._advance(plan.decodes.sequences, num_more)
         assert plan.batch is not None
-        plan.batch = msgspec.structs.replace(plan.batch, num_passes=plan.num_passes)
+        plan.batch = msgspec.structs.replace(
+            plan.batch, num_passes=plan.num_passes, appended_blocks=plan.appended
+        )
         return plan.batch
 
     def shorten(self, batch: ScheduledBatch, num_passes: int) -> None:
@@ -1082,10 +1111,25 @@ class Scheduler:
             assert all(s.phase in (Phase.WAITING, Phase.RESERVED) for s in choices)
         assert not any(is_loading(s) for s in self.table if s not in awaiting)
         # The progress of steps of runs is that of their longest runs, until they are over.
-        in_runs = {s for p in self._plans if p.progress for s in p.decodes.sequences}
+        runs = (p for p in self._plans if p.progress or p.num_passes > 1)
+        in_runs = {s for p in runs for s in p.decodes.sequences}
         for seq in (s for s in self.table.rows if s.phase is Phase.DECODE):
             assert seq in in_runs or seq.num_computed_tokens <= seq.look_at
             assert self._plans or seq.num_new_tokens == 1
+
+
+def _needs_single_passes(seq: Sequence) -> bool:
+    """Return whether a row may be in no step of several passes.
+
+    After its end a grammar allows no token, so that the row would fail. Log probabilities are
+    returned once per step.
+    """
+    sampling = seq.sampling
+    return (
+        sampling.structured_outputs is not None
+        or sampling.logprobs is not None
+        or bool(sampling.logprob_token_ids)
+    )
 
 
 def _with_load(

@@ -20,6 +20,7 @@ from replicas.engine.core import EngineCore
 from replicas.engine.facts import connector_settings, model_facts
 from replicas.engine.process import EngineServer, describe, gather_s
 from replicas.engine.step import ModelFacts as ModelFacts  # noqa: TC001 - part of the surface
+from replicas.errors import ConfigError
 from replicas.generators.model_config import load_hf_config
 from replicas.generators.simulated.profiles import CAPABILITIES
 from replicas.messages import EngineFrame
@@ -107,7 +108,7 @@ class VirtualEngine:
         unix_now_s: Wall clock for the expiry of tickets.
 
     Raises:
-        ConfigError: The configuration and the device do not fit.
+        ConfigError: The configuration and the device do not fit, or an option is not simulated.
     """
 
     def __init__(
@@ -119,6 +120,10 @@ class VirtualEngine:
         notify: Callable[[], None],
         unix_now_s: Callable[[], float],
     ) -> None:
+        if config.num_scheduler_steps > 1:
+            raise ConfigError(
+                f"num_scheduler_steps {config.num_scheduler_steps} is not simulated; remove it"
+            )
         clock = self._clock = StepClock()
         settings = msgspec.structs.replace(
             connector_settings(config, incarnation, unix_now_s, clock.now_s), config=device.transfer

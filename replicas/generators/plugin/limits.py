@@ -65,6 +65,11 @@ def check_block_output(config: EngineConfig, mesh: MeshConfig, can: ModelCapabil
     what = f"generator {config.generator!r} gives {width} tokens a step"
     if mesh.sample_on_device == "none":
         raise ConfigError(f"{what}, which only the device can draw; remove mesh.sample_on_device")
+    if config.num_scheduler_steps > 1:
+        raise ConfigError(
+            f"{what}, and num_scheduler_steps {config.num_scheduler_steps} is for generators of "
+            "one; remove it"
+        )
     if can.get("tt_adaptive_block_output"):
         return
     if config.max_batch_size != 1:

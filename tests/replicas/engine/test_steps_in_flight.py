@@ -187,6 +187,34 @@ def test_two_steps_in_flight_give_the_tokens_of_one(small_model, make_device, wo
         assert_same_tokens(two, one, actions)
 
 
+def with_penalty(name, *arguments):
+    """The action, with a parameter that makes the host draw a new request's tokens."""
+    if name != "add":
+        return name, *arguments
+    prompt, params, *client = arguments
+    return name, prompt, msgspec.structs.replace(params, presence_penalty=0.5), *client
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=40)
+@given(configs(), ACTIONS, st.integers(2, 9), st.booleans(), st.sampled_from([1, 2]))
+def test_several_passes_give_the_tokens_of_one(
+    small_model, world, actions, num_passes, on_host, in_flight
+):
+    """Also where the host draws, and where passes of a device do not overlap."""
+    config, num_blocks = world
+    config = msgspec.structs.replace(
+        config, model=small_model, simulated_mesh=FOUR_CHIPS, mixed_batches=None,
+        num_blocks=num_blocks,
+    )  # fmt: skip
+    long = msgspec.structs.replace(config, num_scheduler_steps=num_passes)
+    if on_host:
+        actions = [with_penalty(*action) for action in actions]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker_module, "WallClock", FakeClock)
+        several = Engine(in_flight, long, num_blocks, mesh)
+        assert_same_tokens(several, Engine(1, config, num_blocks, mesh), actions)
+
+
 def assert_same_tokens(two, one, actions):
     """Check equal tokens; of an aborted request one engine may have sent more."""
     given_up = set()

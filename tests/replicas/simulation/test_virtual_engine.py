@@ -6,6 +6,7 @@ import pytest
 
 from kv_transfer.ticket import Ticket
 from replicas.engine.watchdog import STALL_S
+from replicas.errors import ConfigError
 from replicas.faults import NO_FAULTS
 from replicas.generators.simulated.profiles import engine_timing
 from replicas.messages import (
@@ -28,8 +29,8 @@ PROMPT = list(range(20, 90))
 SAMPLING = SamplingParams(max_tokens=4, temperature=0.0, seed=0, ignore_eos=True)
 
 
-def make_engine(net, name):
-    config = simulated_config(kv_connector="p2p", keys=KEYS)
+def make_engine(net, name, **changes):
+    config = simulated_config(kv_connector="p2p", keys=KEYS, **changes)
     device = VirtualDevice(
         timing=engine_timing(config, FOUR_CHIPS, 0.0),
         facts=simulated_facts(config),
@@ -41,6 +42,11 @@ def make_engine(net, name):
     engine.handle_message(CLIENT, Hello(PROTOCOL_VERSION), 0.0)
     engine.end_turn(engine.begin_turn(0.0), 0, 0.0)
     return engine, device.timing
+
+
+def test_steps_of_several_passes_are_not_simulated():
+    with pytest.raises(ConfigError, match="num_scheduler_steps 2 is not simulated"):
+        make_engine(Net(), "e", num_scheduler_steps=2)
 
 
 def ticket(prefill):

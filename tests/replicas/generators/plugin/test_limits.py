@@ -147,6 +147,13 @@ def test_kv_of_a_state_of_its_own_does_not_move():
         check_block_output(engine, engine.mesh, SOLO)
 
 
+def test_several_tokens_a_step_and_several_passes_exclude_each_other():
+    engine = msgspec.structs.replace(config(rows=32), num_scheduler_steps=2)
+    check_block_output(engine, engine.mesh, {})
+    with pytest.raises(ConfigError, match="num_scheduler_steps 2 is for generators of one"):
+        check_block_output(engine, engine.mesh, ADAPTIVE)
+
+
 def test_several_tokens_a_step_need_a_mesh():
     engine = EngineConfig(model="m", generator="module:Class")
     with pytest.raises(ConfigError, match=r"gives 4 tokens a step, .*; set engine\.mesh"):
