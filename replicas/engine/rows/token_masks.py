@@ -130,9 +130,8 @@ class MinTokens(SlotProcessor[_LeastLength]):
     def state_of(self, row: NewRow) -> _LeastLength | None:
         """Return the least length of a row, even of one that has it; None if it has none."""
         sampling = row.sampling
-        ends = sampling.stop_token_ids
-        if not sampling.ignore_eos:
-            ends |= self._eos_token_ids
+        # With ignore_eos, too, as in vLLM.
+        ends = sampling.stop_token_ids | self._eos_token_ids
         if not sampling.min_tokens or not ends:
             return None
         return _LeastLength(sampling.min_tokens, _token_ids(ends))

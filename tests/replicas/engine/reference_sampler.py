@@ -65,9 +65,8 @@ def processed(
         if output[len(output) - len(before) :] == before and len(output) >= len(before):
             found[last] = -np.inf
     if len(output) < sampling.min_tokens:
-        ends = set() if sampling.ignore_eos else set(eos_token_ids)
         without = found.copy()
-        without[list(ends | sampling.stop_token_ids)] = -np.inf
+        without[list(sampling.stop_token_ids.union(eos_token_ids))] = -np.inf
         # End tokens stay possible where no other token is.
         found = without if without.max() > -np.inf else found
     for token_id, bias in sampling.logit_bias.items():

@@ -82,6 +82,8 @@ def test_tokens_are_those_of_the_reference(samplings, prompt, output, vocab, see
         ({"logit_bias": {0: -3.0}, "repetition_penalty": 2.0, "min_p": 0.99}, [1, -3], {1}),
         # An end token stays possible where nothing else is allowed, not where it was forbidden.
         ({"allowed_token_ids": (EOS,), "min_tokens": 9}, [1, 2, 3, 0], {EOS}),
+        # Nor may an output that ignores its end be of end tokens too early.
+        ({"ignore_eos": True, "min_tokens": 9}, [1, 2, 3, 9], {0, 1, 2}),
         # A temperature of 2 raises the smaller share from 0.37 to 0.61.
         ({"temperature": 2.0, "min_p": 0.5}, [0, -1], {0, 1}),
         # Of the two best the first has 0.53, and of all three only 0.4.
