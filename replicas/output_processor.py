@@ -26,8 +26,8 @@ class OutputDelta(msgspec.Struct, frozen=True, gc=False):
         text: Text that may be shown now; "" while a character or a stop string may be unfinished.
         token_ids: New output tokens.
         finish_reason: Set on the last delta of the choice.
-        stop_reason: The stop string or stop token id that ended it; None for the model's own end
-            token and for every other reason.
+        stop_reason: The stop string or stop token id that ended it, or an end token of the model
+            that is not the tokenizer's; None for that and for every other reason.
         logprobs: If requested: for each token the drawn one first, then the likeliest.
         prompt_logprobs: If requested, on the first delta: as in `TokenOutput`.
     """
@@ -130,6 +130,10 @@ class _ChoiceText:
         self._unread: list[int] = []
         self._shows_stop = sampling.include_stop_str_in_output
         self._eos_token_ids = eos_token_ids
+        # End tokens of the model that are stop reasons: all but the tokenizer's own, as in vLLM.
+        self._named_ends = (
+            frozenset() if tokenizer is None else eos_token_ids - {tokenizer.eos_token_id}
+        )
         self._detokenizer = (
             IncrementalDetokenizer(
                 tokenizer,
@@ -163,6 +167,8 @@ class _ChoiceText:
         stop_reason: str | int | None = output.stop_reason
         if stop_string is not None:
             token_ids, reason, stop_reason = token_ids[:num_taken], "stop", stop_string
+        elif reason == "stop" and token_ids and token_ids[-1] in self._named_ends:
+            stop_reason = token_ids[-1]
         self.is_finished = reason is not None
         return OutputDelta(
             output.choice, text, token_ids, reason, stop_reason, logprobs, prompt_logprobs

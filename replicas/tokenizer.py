@@ -72,6 +72,7 @@ class Tokenizer:
             number, because an id beyond it has no embedding row.
         eos_token_ids: Ids that end generation, from generation_config.json (else config.json) and
             the tokenizer's own end token. May be empty.
+        eos_token_id: The tokenizer's own end token, if it has one.
         is_byte_level: Whether a text is the bytes of its tokens, one after the other (`bytes_of`).
         max_token_chars: Length of the vocabulary's longest token; no token stands for more
             characters of a text.
@@ -98,6 +99,8 @@ class Tokenizer:
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self.max_token_chars = max(map(len, backend.get_vocab()), default=1)
         self.special_tokens = dict(special_tokens)
+        eos_token = special_tokens.get("eos_token")
+        self.eos_token_id = None if eos_token is None else backend.token_to_id(eos_token)
         self._chat_template = None if chat_template is None else _compile(chat_template)
 
     @classmethod

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from replicas.messages import EngineRequest, TokenLogprob, TokenOutput
 from replicas.output_processor import OutputProcessor
 from replicas.sampling_params import SamplingParams
+from replicas.tokenizer import Tokenizer
 
+MODEL = Path(__file__).parents[2] / "configs/demo-model"
 PROMPT_LOGPROBS = [[], [TokenLogprob(5, -1.0, 1)]]
 
 
@@ -32,3 +38,14 @@ def test_a_choice_ends_by_itself_and_an_error_ends_all():
     delta = processor.take(TokenOutput("r", 0, [], "error", error="no", choice=2))
     assert (delta.choice, delta.finish_reason) == (2, "error")
     assert processor.is_finished
+
+
+@pytest.mark.parametrize(("ends_with", "reason"), [(1, None), (6, 6), (9, 9)])
+def test_only_the_tokenizers_own_end_token_is_no_stop_reason(ends_with, reason):
+    tokenizer = Tokenizer.from_folder(MODEL)
+    assert (tokenizer.eos_token_id, tokenizer.eos_token_ids) == (1, {1, 6})
+    request = EngineRequest("r", [4, 5], SamplingParams(stop_token_ids=frozenset({9})))
+    processor = OutputProcessor(tokenizer, request, tokenizer.eos_token_ids)
+    stop_id = 9 if ends_with == 9 else None
+    delta = processor.take(TokenOutput("r", 0, [30, ends_with], "stop", stop_id))
+    assert (delta.finish_reason, delta.stop_reason) == ("stop", reason)
