@@ -1,10 +1,14 @@
-"""Utilization of a mesh with one step at a time, or two, in flight.
+"""Utilization of a mesh with one step at a time, two in flight, or several passes in a step.
 
 An engine of this process on a simulated mesh and the wall clock decodes full batches, with frames
 made and encoded. Its device keeps a timeline: it runs submitted steps one after another, and is
-idle from the end of the last until the next is submitted. The busy share is taken from the
-timeline. Steps are those of the smallest measured model, where the host matters most. Either all
-rows run to the end, or one row ends with every step. The A/A row is two steps again.
+idle from the end of the last until the next is submitted. The useful share is the busy share of the
+timeline, less what was computed of rows behind their ends. Steps are those of the smallest measured
+model, where the host matters most. Either all rows run to the end, or one row ends with every step.
+The A/A column is two steps again.
+
+The second table is of the demo model on the CPU, where steps do not overlap: tokens a second with
+one pass a step, with eight, and with one again.
 
     python -m benchmarks.steps_in_flight [--quick]
 """
@@ -16,7 +20,7 @@ import json
 import statistics
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from benchmarks.tt_host_time import SLOTS_PER_LANE, ask_for_full_batch
 from cluster.config.resolve import demo_model_folder
@@ -26,6 +30,7 @@ from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
 from replicas.engine.process import EngineServer
 from replicas.generators.simulated.device import SimulatedMesh
+from replicas.messages import TokenColumns, TokenOutput
 from replicas.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -36,6 +41,8 @@ MODEL = "Llama-3.2-1B"
 BOARDS = {32: "n150", 256: "T3K"}
 """Batch size -> a board with a chip for each 32 slots."""
 BLOCK_SIZE = 64
+WARM_UP_PASSES = 8
+CPU_ROWS = (1, 8)
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,19 @@ class Case:
 CASES = (Case("32", 32), Case("256", 256), Case("256_ending", 256, is_ending=True))
 
 
-def engine_config(batch_size: int, steps_in_flight: Literal[1, 2]) -> EngineConfig:
+class Mode(NamedTuple):
+    """How steps follow each other."""
+
+    steps_in_flight: Literal[1, 2] = 1
+    num_scheduler_steps: int = 1
+
+
+ONE, TWO = Mode(), Mode(2)
+MODES = {"one": ONE, "two": TWO, "8": Mode(1, 8), "8_two": Mode(2, 8), "two_again": TWO}
+"""Columns of the first table. The passes of a step are one or two in flight as steps are."""
+
+
+def engine_config(batch_size: int, mode: Mode) -> EngineConfig:
     """An engine on a simulated mesh of as many lanes as it takes."""
     return EngineConfig(
         model=str(demo_model_folder()),
@@ -67,72 +86,134 @@ def engine_config(batch_size: int, steps_in_flight: Literal[1, 2]) -> EngineConf
         max_model_len=4096,
         num_blocks=1 + SLOTS_PER_LANE * 32,
         max_num_batched_tokens=batch_size * 128,
-        steps_in_flight=steps_in_flight,
+        **mode._asdict(),
     )
 
 
-def busy_share(case: Case, steps_in_flight: Literal[1, 2], steps: int) -> float:
-    """Share of the time in which the device works, while a full batch decodes."""
-    config = engine_config(case.batch_size, steps_in_flight)
-    executor = UniProcExecutor(config)
-    core = EngineCore(config, executor)
-    server = EngineServer(core, "local")
-    timeline = timeline_of(executor)
+class Decoding:
+    """An engine that decodes a full batch.
+
+    Args:
+        config: Its configuration.
+        samplings: Sampling parameters of each row.
+    """
+
+    def __init__(self, config: EngineConfig, samplings: list[SamplingParams]) -> None:
+        self._executor = UniProcExecutor(config)
+        self.core = EngineCore(config, self._executor)
+        self._server = EngineServer(self.core, "local")
+        ask_for_full_batch(self._server, samplings)
+        while self.core.timer.num_steps < WARM_UP_PASSES or self.core.snapshot(0).num_waiting:
+            self._step()
+
+    def run(self, num_passes: int) -> int:
+        """Make as many passes or a few more; return the number of tokens that were sent."""
+        last = self.core.timer.num_steps + num_passes
+        num_tokens = 0
+        while self.core.timer.num_steps < last:
+            num_tokens += self._step()
+        return num_tokens
+
+    def _step(self) -> int:
+        """One step; its frames are encoded. Return the number of their tokens."""
+        under_way = self.core.begin_step(time.monotonic())
+        self.core.collect_step(under_way)
+        num_tokens = 0
+        for _, frame in self._server.frames(time.monotonic()):
+            encode(frame)
+            num_tokens += sum(
+                len(event.token_ids)
+                for event in frame.events
+                if isinstance(event, TokenColumns | TokenOutput)
+            )
+        self.core.end_step(under_way, time.monotonic())
+        return num_tokens
+
+    @property
+    def timeline(self) -> DeviceTimeline:
+        """The timeline of the worker's simulated mesh."""
+        device = self._executor._worker._device  # noqa: SLF001
+        assert isinstance(device, SimulatedMesh)
+        return device.timeline
+
+
+def useful_share(case: Case, mode: Mode, passes: int) -> float:
+    """Share of the time in which the device computes tokens that are sent."""
+    engine = Decoding(engine_config(case.batch_size, mode), lengths(case, passes))
     try:
-        ask_for_full_batch(server, lengths(case, steps))
-        while core.metrics(0.0).num_steps < 8 or core.snapshot(0).num_waiting:
-            step(server)
-        free_s, busy_s = timeline.free_s, timeline.busy_s
-        for _ in range(steps):
-            step(server)
-        return (timeline.busy_s - busy_s) / (timeline.free_s - free_s)
+        timeline, timer = engine.timeline, engine.core.timer
+        free_s, busy_s, computed = timeline.free_s, timeline.busy_s, timer.num_tokens
+        sent = engine.run(passes)
+        busy = (timeline.busy_s - busy_s) / (timeline.free_s - free_s)
+        return busy * sent / (timer.num_tokens - computed)
     finally:
-        core.shutdown()
+        engine.core.shutdown()
 
 
-def lengths(case: Case, steps: int) -> list[SamplingParams]:
+def lengths(case: Case, passes: int) -> list[SamplingParams]:
     """Return the sampling parameters of each row."""
-    wanted = [16 + i if case.is_ending else steps + 64 for i in range(case.batch_size)]
+    wanted = [16 + i if case.is_ending else passes + 64 for i in range(case.batch_size)]
     return [SamplingParams(max_tokens=n, seed=0, ignore_eos=True) for n in wanted]
 
 
-def timeline_of(executor: UniProcExecutor) -> DeviceTimeline:
-    """Return the timeline of the simulated mesh of an executor's worker."""
-    device = executor._worker._device  # noqa: SLF001
-    assert isinstance(device, SimulatedMesh)
-    return device.timeline
+def cpu_tokens_per_s(batch_size: int, num_scheduler_steps: int, passes: int) -> float:
+    """Tokens a second of the demo model on the CPU, in a full batch that goes on."""
+    config = EngineConfig(
+        model=str(demo_model_folder()),
+        max_batch_size=batch_size,
+        max_model_len=1024,
+        num_threads=1,
+        num_scheduler_steps=num_scheduler_steps,
+    )
+    engine = Decoding(config, lengths(Case("", batch_size), passes))
+    try:
+        started = time.perf_counter()
+        return engine.run(passes) / (time.perf_counter() - started)
+    finally:
+        engine.core.shutdown()
 
 
-def step(server: EngineServer) -> None:
-    """One step; its frames are encoded."""
-    under_way = server.core.begin_step(time.monotonic())
-    server.core.collect_step(under_way)
-    for _, frame in server.frames(time.monotonic()):
-        encode(frame)
-    server.core.end_step(under_way, time.monotonic())
+def compare_on_a_mesh(passes: int, rounds: int) -> dict[str, float]:
+    """Print the first table, and return its figures."""
+    print("Share of the time in which a simulated mesh computes tokens that are sent, medians.")
+    print(f"{'rows':>14}" + "".join(f"{name:>12}" for name in MODES))
+    result: dict[str, float] = {}
+    for case in CASES:
+        # By turns, so that load on the machine affects all columns.
+        turns = [
+            [useful_share(case, mode, passes) for mode in MODES.values()] for _ in range(rounds)
+        ]
+        medians = dict(zip(MODES, map(statistics.median, zip(*turns, strict=True)), strict=True))
+        print(f"{case.name:>14}" + "".join(f"{share:12.3f}" for share in medians.values()))
+        result |= {f"useful_{case.name}_{name}": round(n, 4) for name, n in medians.items()}
+        result[f"aa_ratio_{case.name}"] = round(medians["two_again"] / medians["two"], 4)
+    return result
+
+
+def compare_on_the_cpu(passes: int, rounds: int) -> dict[str, float]:
+    """Print the second table, and return its ratios."""
+    print("Tokens a second of the demo model on the CPU, and ratios to one pass a step, medians.")
+    print(f"{'rows':>14}{'1':>12}{'8':>12}{'1 again':>12}{'8 / 1':>12}{'A/A':>12}")
+    result: dict[str, float] = {}
+    for num_rows in CPU_ROWS:
+        turns = [[cpu_tokens_per_s(num_rows, n, passes) for n in (1, 8, 1)] for _ in range(rounds)]
+        one, eight, again = map(statistics.median, zip(*turns, strict=True))
+        ratio = statistics.median(turn[1] / turn[0] for turn in turns)
+        same = statistics.median(turn[2] / turn[0] for turn in turns)
+        print(f"{num_rows:14}{one:12.0f}{eight:12.0f}{again:12.0f}{ratio:12.3f}{same:12.3f}")
+        result[f"cpu_{num_rows}_ratio"] = round(ratio, 4)
+        result[f"cpu_{num_rows}_aa_ratio"] = round(same, 4)
+    return result
 
 
 def main() -> None:
     """Parse arguments, run, print one JSON object as the last line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer steps; under a minute")
+    parser.add_argument("--quick", action="store_true", help="fewer steps; about a minute")
     arguments = parser.parse_args()
-    steps, rounds = (50, 3) if arguments.quick else (200, 5)
-    result: dict[str, float] = {}
-    print("Share of the time in which a simulated mesh works, by its own timeline, medians.")
-    print(f"{'rows':>14}{'one step':>10}{'two steps':>11}{'two (A/A)':>11}")
-    kinds: tuple[Literal[1, 2], ...] = (1, 2, 2)
-    for case in CASES:
-        # By turns, so that load on the machine affects all cases.
-        rows = [[busy_share(case, n, steps) for n in kinds] for _ in range(rounds)]
-        one, two, again = (statistics.median(row) for row in zip(*rows, strict=True))
-        print(f"{case.name:>14}{one:10.3f}{two:11.3f}{again:11.3f}")
-        result |= {
-            f"busy_{case.name}_one": round(one, 4),
-            f"busy_{case.name}_two": round(two, 4),
-            f"aa_ratio_{case.name}": round(again / two, 4),
-        }
-    print(json.dumps(result))
+    passes, rounds = (48, 3) if arguments.quick else (200, 5)
+    on_mesh = compare_on_a_mesh(passes, rounds)
+    print(json.dumps(on_mesh | compare_on_the_cpu(4 * passes, rounds)))
 
 
 if __name__ == "__main__":
