@@ -44,10 +44,17 @@ a late first token.
 prefill_first: the prompt is computed first. Its KV keeps its blocks on the prefill replica until a
 slot is free; after `TransferConfig.rendezvous_s` it is dropped and computed again."""
 
-ToolParserName = Literal["hermes"]
+ToolParserName = Literal[
+    "hermes", "llama3_json", "qwen3_coder", "deepseek_v3", "deepseek_v31", "deepseek_v32",
+    "deepseek_v4", "deepseek_v41", "openai", "gemma4", "mistral", "pythonic", "llama4_pythonic",
+    "glm45", "glm47", "kimi_k2", "kimi_k3",
+]  # fmt: skip
 """Formats of tool calls, see docs/tools.md."""
 
-ReasoningParserName = Literal["qwen3", "deepseek_r1"]
+ReasoningParserName = Literal[
+    "qwen3", "deepseek_r1", "deepseek_v3", "deepseek_v4", "deepseek_v41", "openai_gptoss", "gemma4",
+    "mistral", "glm45", "glm47", "kimi_k2", "kimi_k3",
+]  # fmt: skip
 """Formats of reasoning, see docs/tools.md."""
 
 LEAST_ONGOING_REQUESTS = 1024

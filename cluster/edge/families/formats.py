@@ -7,8 +7,9 @@ names (vllm/tool_parsers, vllm/reasoning).
 from __future__ import annotations
 
 import abc
+import contextlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from cluster.edge.families.reader import CutError, Markers, NotACallError
 
@@ -45,6 +46,7 @@ class ToolFormat(abc.ABC):
 
     Attributes:
         starts: Texts with which a call, or a section of calls, begins.
+        start: The one with which a constrained call begins; None is the first of `starts`.
         leading: The same, only where no text precedes them.
         separator: Text between two calls that are not in one section.
         is_section: Whether several calls stand behind one start.
@@ -52,12 +54,13 @@ class ToolFormat(abc.ABC):
         passes_cut: Whether a call that the output's end cuts is passed on as content.
     """
 
-    starts: ClassVar[tuple[str, ...]] = ()
-    leading: ClassVar[tuple[str, ...]] = ()
-    separator: ClassVar[str] = ""
-    is_section: ClassVar[bool] = False
-    keeps_space: ClassVar[bool] = False
-    passes_cut: ClassVar[bool] = False
+    starts: tuple[str, ...] = ()
+    start: str | None = None
+    leading: tuple[str, ...] = ()
+    separator: str = ""
+    is_section: bool = False
+    keeps_space: bool = False
+    passes_cut: bool = False
 
     @abc.abstractmethod
     def read_calls(
@@ -87,6 +90,29 @@ class ToolFormat(abc.ABC):
         return message
 
 
+class WholeFormat(ToolFormat):
+    """Format of a whole message, with calls and reasoning as parts of one structure."""
+
+    @abc.abstractmethod
+    def read(self, reader: TextReader, sink: MessageSink, context: OutputContext) -> Steps[None]:
+        """Read the message.
+
+        Raises:
+            CutError: The text ends within a part, of which nothing is given.
+        """
+
+    @abc.abstractmethod
+    def message(self, lark: Lark, calls: str, prompt_end: str, *, is_required: bool) -> str:
+        """Return an expression for a message whose calls match `calls`."""
+
+    def read_calls(
+        self, start: str, reader: TextReader, sink: MessageSink, context: OutputContext
+    ) -> Steps[None]:
+        """Read nothing: calls are parts of the message."""
+        del start, reader, sink, context
+        yield from ()
+
+
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
     """Reasoning between two texts, before the message's content.
@@ -97,6 +123,7 @@ class ReasoningFormat:
         is_default: Whether output begins with it if neither text is at the end of the prompt.
         calls_end_it: Whether a call in it ends it, too.
         alternative: Further pair of texts.
+        whole: Format of the whole message, if reasoning is a part of one structure.
     """
 
     start: str
@@ -104,6 +131,7 @@ class ReasoningFormat:
     is_default: bool = False
     calls_end_it: bool = False
     alternative: tuple[str, str] | None = None
+    whole: WholeFormat | None = None
 
     def opened_by(self, prompt_end: str) -> bool | None:
         """Return whether the prompt has begun it; None if the output may begin it."""
@@ -124,6 +152,13 @@ def read_message(
     context: OutputContext,
 ) -> Steps[None]:
     """Read a message: reasoning, if there is any, then content with calls."""
+    whole = None if reasoning is None else reasoning.whole
+    if isinstance(tools, WholeFormat):
+        whole = tools
+    if whole is not None:
+        with contextlib.suppress(CutError):
+            yield from whole.read(reader, sink, context)
+        return
     if not context.tools:
         tools = None
     hidden = context.hidden

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cluster.edge.families.formats import WholeFormat
 from cluster.edge.families.lark import Lark
 
 if TYPE_CHECKING:
@@ -48,11 +49,14 @@ def message_grammar(
     """
     lark = Lark(special_ids)
     calls = lark.rule(format_.calls(lark, rules.tools, is_parallel=rules.is_parallel))
-    start = format_.starts[0] if format_.starts else ""
+    if isinstance(format_, WholeFormat):
+        whole = format_.message(lark, calls, prompt_end, is_required=rules.is_required)
+        return lark.grammar(lark.rule(whole))
+    start = format_.starts[0] if format_.start is None else format_.start
     if rules.is_required:
         more = f" ({lark.text(format_.separator + start)} {calls})*"
         has_more = rules.is_parallel and not format_.is_section
-        body = f"{lark.text(start)} {calls}{more if has_more else ''}"
+        body = lark.sequence(lark.text(start), calls) + (more if has_more else "")
     elif start:
         before, behind = lark.until(start), lark.free_without(format_.starts)
         body = f"({before} {calls}){'*' if rules.is_parallel else '?'} {behind}"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING
 
 from cluster.edge.families.formats import ToolFormat
-from cluster.edge.families.message import arguments_text, loads
-from cluster.edge.families.reader import NotACallError
+from cluster.edge.families.message import give_call, loads
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,22 +18,10 @@ if TYPE_CHECKING:
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 
 
-def give_call(sink: MessageSink, call: Any) -> None:  # noqa: ANN401 - any JSON value
-    """Give a call in the form of an object to a sink.
-
-    Raises:
-        NotACallError: The object has no name, or its arguments are none.
-    """
-    if not isinstance(call, dict) or "name" not in call:
-        raise NotACallError
-    arguments = call.get("arguments", call.get("parameters", {}))
-    sink.call(call["name"], arguments_text(arguments))
-
-
 class Hermes(ToolFormat):
     """One JSON object in each `<tool_call>` element."""
 
-    starts: ClassVar[tuple[str, ...]] = (_BEGIN,)
+    starts: tuple[str, ...] = (_BEGIN,)
     separator = "\n"
 
     def read_calls(

@@ -79,6 +79,48 @@ class Lark:
         """Return an expression for any text that does not begin with one of some characters."""
         return self.terminal(f"/([^{''.join(map(_regex, beginnings))}](?s:.*))?/")
 
+    def list_of(self, parts: Sequence[tuple[str, bool]], separator: str) -> str:
+        """Return an expression for parts in their order; one that is not required may be missing.
+
+        Args:
+            parts: The expression of each part, and whether it is required.
+            separator: Text between two parts.
+        """
+        between = f"{self.text(separator)} " if separator else ""
+        options: list[str] = []
+        rest, is_optional = "", True
+        for part, is_required in reversed(parts):
+            options = [] if is_required else options
+            options.append(self.sequence(part, rest))
+            is_optional = is_optional and not is_required
+            more = self.rule(f"{between}{part}")
+            rest = self.rule(self.sequence(more if is_required else f"{more}?", rest))
+        if not options:
+            return ""
+        return f"{self.any_of(options)}{'?' if is_optional else ''}"
+
+    def text_value(self, schema: Mapping[str, Any], end: str) -> str:
+        """Return an expression for a string of a schema without quotes, and the text behind it."""
+        if "const" in schema or "enum" in schema:
+            values = schema.get("enum", [schema.get("const")])
+            texts = [self.text(value + end) for value in values if isinstance(value, str)]
+            return self.any_of(texts)
+        rules = []
+        if "minLength" in schema or "maxLength" in schema:
+            rules.append(f"/(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})/")
+        if isinstance(schema.get("pattern"), str):
+            pattern = schema["pattern"].replace("/", "\\/")
+            begin = "" if pattern.startswith("^") else "(?s:.*)"
+            behind = "" if pattern.endswith("$") else "(?s:.*)"
+            rules.append(f"/{begin}({pattern.removeprefix('^').removesuffix('$')}){behind}/")
+        if not rules:
+            return self.until(end)
+        if end in self._special_ids:
+            return self.sequence(self.terminal(" & ".join(rules)), self.text(end))
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}[suffix={_literal(end)}]: {' & '.join(rules)}")
+        return name
+
     def rule(self, expression: str) -> str:
         """Return the name of a rule for an expression."""
         name = f"r{len(self._rules)}"

@@ -148,6 +148,18 @@ class MessageSink:
         return delta
 
 
+def give_call(sink: MessageSink, call: Any) -> None:  # noqa: ANN401 - any JSON value
+    """Give a call in the form of an object to a sink.
+
+    Raises:
+        NotACallError: The object has no name, or its arguments are none.
+    """
+    if not isinstance(call, dict) or "name" not in call:
+        raise NotACallError
+    arguments = call.get("arguments", call.get("parameters", {}))
+    sink.call(call["name"], arguments_text(arguments))
+
+
 def arguments_text(arguments: object) -> str:
     """Return arguments as JSON.
 

@@ -1,0 +1,237 @@
+"""Gemma 4: `<|tool_call>call:name{key:value}<tool_call|>`, with a special token as quotes."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from cluster.edge.families.formats import ToolFormat
+from cluster.edge.families.message import arguments_text, loads
+from cluster.edge.families.parameters import property_schema
+from cluster.edge.families.reader import NotACallError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from cluster.edge.families.formats import OutputContext
+    from cluster.edge.families.lark import Lark
+    from cluster.edge.families.message import MessageSink, Tool
+    from cluster.edge.families.reader import Steps, TextReader
+
+_CALL, _CALL_END = "<|tool_call>", "<tool_call|>"
+_QUOTE = '<|"|>'
+_MARK = re.compile(r'<\|"\|>|[{}\[\]]')
+_END_OF_NAME = re.compile(r"(?=\{)|(?=<tool_call\|>)")
+_END_OF_VALUE = re.compile(r"[,}\]]")
+_MAX_DEPTH = 64
+
+
+class Gemma4(ToolFormat):
+    """Objects with keys without quotes."""
+
+    starts: tuple[str, ...] = (_CALL,)
+    keeps_space = True
+
+    def read_calls(
+        self, start: str, reader: TextReader, sink: MessageSink, context: OutputContext
+    ) -> Steps[None]:
+        """Read one call."""
+        del start, context
+        yield from reader.expect("call:")
+        name = yield from reader.until(_END_OF_NAME, len(_CALL_END))
+        text = yield from _brackets(reader)
+        yield from reader.skip_space()
+        yield from reader.expect(_CALL_END)
+        value, end = _value(text, 0, 0)
+        if end != len(text):
+            raise NotACallError
+        sink.call(name.strip(), arguments_text(value))
+
+    def calls(self, lark: Lark, tools: Sequence[Tool], *, is_parallel: bool) -> str:
+        """Return the function's name, its arguments and the call's end."""
+        del is_parallel
+        return lark.any_of(
+            [
+                lark.sequence(
+                    lark.text(f"call:{tool.name}"),
+                    _expression(lark, {**tool.parameters, "type": "object"}, 0),
+                    lark.text(_CALL_END),
+                )
+                for tool in tools
+            ]
+        )
+
+
+def _brackets(reader: TextReader) -> Steps[str]:
+    """Read an object as text; only its brackets outside strings are checked.
+
+    Raises:
+        NotACallError: The text continues otherwise.
+        CutError: The text ends before the object does.
+    """
+    if (yield from reader.peek()) != "{":
+        raise NotACallError
+    begin = at = reader.pos
+    depth = 0
+    while True:
+        found = _MARK.search(reader.text, at)
+        if found is None:
+            at = max(at, len(reader.text) - len(_QUOTE))
+            yield from reader.more()
+            continue
+        at = found.end()
+        if found[0] == _QUOTE:
+            while (end := reader.text.find(_QUOTE, at)) < 0:
+                at = max(at, len(reader.text) - len(_QUOTE))
+                yield from reader.more()
+            at = end + len(_QUOTE)
+        else:
+            depth += 1 if found[0] in "{[" else -1
+            if depth == 0:
+                reader.pos = at
+                return reader.text[begin:at]
+
+
+def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
+    """Return the value that begins at a position, and where it ends.
+
+    Raises:
+        NotACallError: There is none, or it is nested too deep.
+    """
+    at = _skip_space(text, at)
+    if depth > _MAX_DEPTH or at >= len(text):
+        raise NotACallError
+    if text.startswith(_QUOTE, at):
+        return _string(text, at)
+    if text[at] == "{":
+        return _object(text, at, depth)
+    if text[at] == "[":
+        return _array(text, at, depth)
+    found = _END_OF_VALUE.search(text, at)
+    if found is None:
+        raise NotACallError
+    bare = text[at : found.start()].strip()
+    try:
+        return loads(bare), found.start()
+    except NotACallError:
+        return bare, found.start()
+
+
+def _string(text: str, at: int) -> tuple[str, int]:
+    begin = at + len(_QUOTE)
+    end = text.find(_QUOTE, begin)
+    if end < 0:
+        raise NotACallError
+    return text[begin:end], end + len(_QUOTE)
+
+
+def _object(text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
+    found: dict[str, Any] = {}
+    at = _skip_space(text, at + 1)
+    while not text.startswith("}", at):
+        if text.startswith(_QUOTE, at):
+            key, at = _string(text, at)
+            at = text.find(":", at)
+        else:
+            end = text.find(":", at)
+            key, at = text[at:end].strip(), end
+        if at < 0 or not key:
+            raise NotACallError
+        found[key], at = _value(text, at + 1, depth + 1)
+        at = _behind_separator(text, at, "}")
+    return found, at + 1
+
+
+def _array(text: str, at: int, depth: int) -> tuple[list[Any], int]:
+    found = []
+    at = _skip_space(text, at + 1)
+    while not text.startswith("]", at):
+        value, at = _value(text, at, depth + 1)
+        found.append(value)
+        at = _behind_separator(text, at, "]")
+    return found, at + 1
+
+
+def _behind_separator(text: str, at: int, end: str) -> int:
+    """Return the position of the next entry, or of the closing bracket."""
+    at = _skip_space(text, at)
+    if text.startswith(",", at):
+        return _skip_space(text, at + 1)
+    if not text.startswith(end, at):
+        raise NotACallError
+    return at
+
+
+def _skip_space(text: str, at: int) -> int:
+    while at < len(text) and text[at].isspace():
+        at += 1
+    return at
+
+
+def _expression(lark: Lark, schema: Mapping[str, Any], depth: int) -> str:
+    """Return an expression for a value of a schema in this notation."""
+    kind = schema.get("type")
+    if depth > _MAX_DEPTH:
+        expression = _any_value(lark)
+    elif "enum" in schema or "const" in schema:
+        values = schema.get("enum", [schema.get("const")])
+        expression = lark.any_of([lark.text(_written(value)) for value in values])
+    elif kind == "string":
+        expression = lark.sequence(lark.text(_QUOTE), lark.text_value(schema, _QUOTE))
+    elif kind in ("integer", "number", "boolean", "null"):
+        expression = lark.json(schema)
+    elif kind == "array":
+        items = schema.get("items")
+        item = _expression(lark, items if isinstance(items, dict) else {}, depth + 1)
+        several = _items(lark, lark.rule(item), schema)
+        expression = lark.sequence(lark.text("["), several, lark.text("]"))
+    elif kind == "object" and isinstance(schema.get("properties"), dict):
+        expression = lark.sequence(lark.text("{"), _members(lark, schema, depth), lark.text("}"))
+    elif isinstance(schema.get("anyOf"), list):
+        expression = lark.any_of([_expression(lark, each, depth + 1) for each in schema["anyOf"]])
+    else:
+        expression = _any_value(lark)
+    return expression
+
+
+def _members(lark: Lark, schema: Mapping[str, Any], depth: int) -> str:
+    """Return an expression for the members of an object, sorted as the chat template does."""
+    required = schema.get("required", ())
+    parts = []
+    for name in sorted(schema["properties"], key=str.lower):
+        value = _expression(lark, property_schema(schema, name), depth + 1)
+        parts.append((lark.rule(lark.sequence(lark.text(f"{name}:"), value)), name in required))
+    return lark.list_of(parts, ",")
+
+
+def _items(lark: Lark, item: str, schema: Mapping[str, Any]) -> str:
+    """Return an expression for the items of an array."""
+    least, most = schema.get("minItems", 0), schema.get("maxItems")
+    if most == 0:
+        return ""
+    limit = "" if most is None else most - 1
+    more = f"({lark.text(',')} {item}){{{max(least - 1, 0)},{limit}}}"
+    return f"({item} {more}){'' if least else '?'}"
+
+
+def _any_value(lark: Lark) -> str:
+    """Return an expression for any value."""
+    text = lark.sequence(lark.text(_QUOTE), lark.until(_QUOTE))
+    scalar = lark.json({"type": ["number", "boolean", "null"]})
+    name = lark.terminal(r"/[A-Za-z_][A-Za-z0-9_ ]{0,63}/")
+    value = lark.rule(f"{text} | {scalar}")
+    for _ in range(2):  # Nested values without a schema may be three levels deep.
+        members = f"{name} {lark.text(':')} {value}"
+        several = lark.rule(f"({members} ({lark.text(',')} {members})*)?")
+        listed = lark.rule(f"({value} ({lark.text(',')} {value})*)?")
+        braces = f"{lark.text('{')} {several} {lark.text('}')}"
+        value = lark.rule(f"{value} | {braces} | {lark.text('[')} {listed} {lark.text(']')}")
+    return value
+
+
+def _written(value: object) -> str:
+    if isinstance(value, str):
+        return f"{_QUOTE}{value}{_QUOTE}"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)

@@ -1,0 +1,63 @@
+"""Mistral: `[TOOL_CALLS]` before a list of JSON objects, or before each name and its arguments."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from cluster.edge.families.formats import ToolFormat
+from cluster.edge.families.message import arguments_text, give_call, loads
+from cluster.edge.families.reader import NotACallError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cluster.edge.families.formats import OutputContext
+    from cluster.edge.families.lark import Lark
+    from cluster.edge.families.message import MessageSink, Tool
+    from cluster.edge.families.reader import Steps, TextReader
+
+_START, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+_END_OF_NAME = re.compile(r"(?=\[ARGS\]|\[CALL_ID\]|[{\s])")
+
+
+class Mistral(ToolFormat):
+    """Both formats; a constrained call has the newer one, of tokenizers since version 11."""
+
+    starts: tuple[str, ...] = (_START,)
+    keeps_space = True
+
+    def read_calls(
+        self, start: str, reader: TextReader, sink: MessageSink, context: OutputContext
+    ) -> Steps[None]:
+        """Read a list, or one call."""
+        del start, context
+        yield from reader.skip_space()
+        if (yield from reader.peek()) == "[":
+            calls = loads((yield from reader.json_value()))
+            for call in calls:
+                give_call(sink, call)
+            return
+        name = yield from reader.until(_END_OF_NAME, len(_ID))
+        call_id = ""
+        if (yield from reader.starts(_ID)):
+            call_id = yield from reader.until(re.compile(r"(?=\[ARGS\])"), len(_ARGUMENTS))
+        if not (yield from reader.starts(_ARGUMENTS)):
+            yield from reader.skip_space()
+            if (yield from reader.peek()) != "{":
+                raise NotACallError
+        yield from reader.skip_space()
+        arguments = loads((yield from reader.json_value()))
+        sink.call(name, arguments_text(arguments), call_id)
+
+    def calls(self, lark: Lark, tools: Sequence[Tool], *, is_parallel: bool) -> str:
+        """Return a name and its arguments."""
+        del is_parallel
+        return lark.any_of(
+            [
+                lark.sequence(
+                    lark.text(f"{tool.name}{_ARGUMENTS}"), lark.arguments(tool.parameters)
+                )
+                for tool in tools
+            ]
+        )

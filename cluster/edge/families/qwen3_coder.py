@@ -1,0 +1,88 @@
+"""Qwen 3 Coder and Qwen 3.5: elements for the function and each of its parameters."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from cluster.edge.families.formats import ToolFormat
+from cluster.edge.families.message import arguments_text
+from cluster.edge.families.parameters import parameter_list, property_schema, value_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cluster.edge.families.formats import OutputContext
+    from cluster.edge.families.lark import Lark
+    from cluster.edge.families.message import MessageSink, Tool
+    from cluster.edge.families.reader import Steps, TextReader
+
+_CALL, _CALL_END = "<tool_call>", "</tool_call>"
+_FUNCTION, _FUNCTION_END = "<function=", "</function>"
+_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+_SPACES = r"\s{0,16}"
+_ENDS = (
+    rf"\n?{_PARAMETER_END}(?={_SPACES}(?:{_PARAMETER}|{_FUNCTION_END}))"
+    rf"|\n(?={_FUNCTION_END}{_SPACES}{_CALL_END})"
+)
+_LONGEST = 256
+
+
+class Qwen3Coder(ToolFormat):
+    """`<function=…>` with a `<parameter=…>` for each argument, mostly in a `<tool_call>`."""
+
+    starts: tuple[str, ...] = (_CALL, _FUNCTION)
+    separator = "\n"
+
+    def read_calls(
+        self, start: str, reader: TextReader, sink: MessageSink, context: OutputContext
+    ) -> Steps[None]:
+        """Read one function; the elements around it and the ends of parameters may be missing."""
+        if start == _CALL:
+            yield from reader.skip_space()
+            yield from reader.expect(_FUNCTION)
+        name = (yield from reader.until(">")).strip()
+        parameters = context.parameters(name)
+        arguments: dict[str, object] = {}
+        while True:
+            yield from reader.skip_space()
+            if (yield from reader.starts(_FUNCTION_END)):
+                break
+            yield from reader.expect(_PARAMETER)
+            key = (yield from reader.until(">")).strip()
+            yield from reader.starts("\n")
+            end = _end_of_value(parameters.get("properties"), {*arguments, key})
+            text = yield from reader.until(end, _LONGEST)
+            arguments[key] = value_of(text, property_schema(parameters, key))
+        sink.call(name, arguments_text(arguments))
+        end_of_call = reader.pos
+        yield from reader.skip_space()
+        if not (yield from reader.starts(_CALL_END)):
+            reader.pos = end_of_call
+
+    def calls(self, lark: Lark, tools: Sequence[Tool], *, is_parallel: bool) -> str:
+        """Return the function and the call's end."""
+        del is_parallel
+        return lark.any_of(
+            [
+                lark.sequence(
+                    lark.text(f"\n{_FUNCTION}{tool.name}>\n"),
+                    parameter_list(
+                        lark,
+                        tool,
+                        lambda name, value: f"{lark.text(f'{_PARAMETER}{name}>')} {value}",
+                        f"\n{_PARAMETER_END}\n",
+                    ),
+                    lark.text(f"{_FUNCTION_END}\n{_CALL_END}"),
+                )
+                for tool in tools
+            ]
+        )
+
+
+def _end_of_value(properties: object, used: set[str]) -> re.Pattern[str]:
+    """Return what ends a value: its element's end, or an element that cannot be in it."""
+    names = [n for n in properties if n not in used] if isinstance(properties, dict) else []
+    names = [re.escape(name) for name in names if len(name) < _LONGEST // 2]
+    other = rf"|\n(?={_PARAMETER}(?:{'|'.join(names)})>)" if names else ""
+    return re.compile(_ENDS + other)
