@@ -153,21 +153,16 @@ class Ours:
 
     def draw(self, logits: torch.Tensor) -> list[int]:
         """Return a token for each row."""
-        if not self._processors.num_touched:
-            return self._sample(logits, slice(None))
-        self._processors.prepare(self._rows)
-        tokens: list[int] = []
-        for part, changed in self._processors.changed(logits, self._slots, self._rows):
-            end = part.first + len(part.slots)
-            tokens += self._sample(changed, slice(part.first, end))
-        for slot, token_id in zip(self._slots.tolist(), tokens, strict=True):
-            self._processors.accept(slot, [token_id])
-        self._logprobs.take()
-        return tokens
-
-    def _sample(self, logits: torch.Tensor, part: slice) -> list[int]:
-        slots, numbers = self._slots[part], self._numbers[part]
-        tokens: list[int] = sample(logits, self._columns, slots, numbers).tolist()
+        changes = None
+        if self._processors.num_touched:
+            changes = self._processors.prepare(self._rows)
+        tokens: list[int] = sample(
+            logits, self._columns, self._slots, self._numbers, None, changes
+        ).tolist()
+        if changes is not None:
+            for slot, token_id in zip(self._slots.tolist(), tokens, strict=True):
+                self._processors.accept(slot, [token_id])
+            self._logprobs.take()
         return tokens
 
 

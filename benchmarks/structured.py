@@ -33,7 +33,7 @@ import torch
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from replicas.engine.rows.grammar import GrammarCache, GrammarProcessor
-from replicas.engine.rows.processor import LogitRows
+from replicas.engine.rows.processor import LogitRows, RowProcessors
 from replicas.engine.sampler import SamplingColumns, sample
 from replicas.engine.step import NewRow, Preparation
 from replicas.errors import InvalidRequestError
@@ -123,7 +123,7 @@ def random_output(
         logits = torch.randn(1, len(bias), generator=generator) + bias
         rows = LogitRows(np.array([0]), np.array([step]))
         processor.prepare(rows)
-        processor.apply(logits, rows)
+        processor.apply(logits, rows, np.array([0]))
         token_id = int(logits[0].argmax())
         if token_id == eos:
             return output
@@ -212,13 +212,13 @@ def show_cost(cache: GrammarCache, spec: StructuredOutputs) -> None:
     torch.set_num_threads(1)
     logits = torch.randn(NUM_ROWS, VOCAB, generator=torch.Generator().manual_seed(0)) * 3
     columns, slots = SamplingColumns(NUM_ROWS), np.arange(NUM_ROWS)
-    processor = GrammarProcessor(cache)
+    processors = RowProcessors([GrammarProcessor(cache)], NUM_ROWS)
     for slot in range(NUM_ROWS):
         given = spec if slot < NUM_WITH_GRAMMAR else None
         params = SamplingParams(structured_outputs=given, temperature=0.8)
         row = NewRow(slot, 0, [0], 1, 0, [[1]], params)
         columns.add(row)
-        processor.add(row)
+        processors.add(row)
     uniforms = np.random.default_rng(0).random(NUM_ROWS)
     few = slots[:NUM_WITH_GRAMMAR]
     rows = LogitRows(few, np.zeros(NUM_WITH_GRAMMAR, dtype=np.int64))
@@ -228,11 +228,9 @@ def show_cost(cache: GrammarCache, spec: StructuredOutputs) -> None:
         sample(logits, columns, slots, uniforms)
 
     def with_grammars() -> None:
-        processor.prepare(rows)
-        copied = logits[torch.from_numpy(few)].float()
-        processor.apply(copied, rows)
+        changes = processors.prepare(rows)
         sample(logits, columns, others, uniforms[others], others)
-        sample(copied, columns, few, uniforms[few])
+        sample(logits, columns, few, uniforms[few], few, changes)
 
     weight = torch.randn(VOCAB, HIDDEN).to(torch.bfloat16)
     hidden = torch.randn(NUM_ROWS, HIDDEN).to(torch.bfloat16)
@@ -240,7 +238,7 @@ def show_cost(cache: GrammarCache, spec: StructuredOutputs) -> None:
         ("sampling 32 rows", plain),
         ("sampling 32 rows, 4 with grammars", with_grammars),
         ("sampling 32 rows (A/A)", plain),
-        ("masks of 4 rows alone", lambda: processor.prepare(rows)),
+        ("masks of 4 rows alone", lambda: processors.prepare(rows)),
         (f"product of the last layer, {HIDDEN} wide, one thread", lambda: hidden @ weight.T),
     ]
     for name, work in costs:

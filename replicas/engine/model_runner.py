@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from replicas.config import EngineConfig
     from replicas.engine.device_batch import CallRows
     from replicas.engine.rows.logprobs import Logprobs
-    from replicas.engine.rows.processor import RowProcessor
+    from replicas.engine.rows.processor import RowChanges, RowProcessor
     from replicas.engine.speculation import Drafter
     from replicas.engine.step import NewRow, StepKind
     from replicas.generators.protocol import (
@@ -137,7 +137,7 @@ class SubmittedStep:
         kind: Of its calls.
         num_passes: Passes to make; `calls` are those of the first.
         positions: Its rows of logits if it verifies drafts; otherwise each row has at most one.
-        processed: Its rows of logits that row processors work on, if there are any.
+        changes: Changes of its rows of logits that row processors touch, if there are any.
         prompts: Parts of prompts whose log probabilities are asked for.
         result: The result, once the tokens are known.
         prepare_s: Seconds of the submission outside the generator.
@@ -152,7 +152,7 @@ class SubmittedStep:
     kind: StepKind
     num_passes: int
     positions: _Positions | None = None
-    processed: LogitRows | None = None
+    changes: RowChanges | None = None
     prompts: Sequence[_PromptPart] = ()
     result: StepResult | None = None
     prepare_s: float = 0.0
@@ -262,7 +262,7 @@ class ModelRunner:
         for call_rows in rows.calls:
             self._submit_call(step, scheduled, call_rows, rows.counts)
         if self._processors.num_touched:
-            step.processed = self._processed_rows(step)
+            step.changes = self._changes_of(step)
         if self._steady is not None:
             batch.advance_decodes()
         else:
@@ -348,8 +348,8 @@ class ModelRunner:
         if row.sampling.prompt_logprobs is not None:
             self._prompt_logprobs[row.slot] = row.sampling.prompt_logprobs
 
-    def _processed_rows(self, step: SubmittedStep) -> LogitRows | None:
-        """Return a step's rows of logits that processors work on, once these are prepared."""
+    def _changes_of(self, step: SubmittedStep) -> RowChanges | None:
+        """Return changes of the rows of logits that processors touch, once these are prepared."""
         batch = self._batch
         if step.positions is None:
             entries = np.flatnonzero(step.num_logits)
@@ -369,8 +369,7 @@ class ModelRunner:
                 for slot, place, offset in zip(slots, places, offsets, strict=True)
             ]
         rows = LogitRows(slots, places - batch.num_prompt_tokens[slots], drafts)
-        self._processors.prepare(rows)
-        return rows
+        return self._processors.prepare(rows)
 
     def _finish_all(self) -> None:
         while self._submitted:
@@ -396,7 +395,7 @@ class ModelRunner:
             found = step.num_logits > 0
             self._batch.record(slots[found], places[found], token_ids[found])
             drawn = _runs_of_one(token_ids)
-        if step.processed is not None:
+        if step.changes is not None:
             self._accept(slots, drawn)
         num_drafts = self._propose(step) if step.max_drafts else []
         step.result = StepResult(
@@ -406,7 +405,7 @@ class ModelRunner:
             list(drawn.failed),
             time.perf_counter() - sampling,
             num_drafts,
-            self._logprobs_of(slots) if step.processed is not None else [],
+            self._logprobs_of(slots) if step.changes is not None else [],
             step.prepare_s,
             self._logprobs_of_prompts(step.prompts) if step.prompts else [],
         )
@@ -703,21 +702,17 @@ class ModelRunner:
             indices = token_places - self._batch.num_prompt_tokens[slots]
             uniforms = uniform(columns.seed[slots], indices.astype(np.int64))
         logits = logits if logits.ndim == 2 else logits[:, -1]
-        if step.processed is None:
+        if step.changes is None:
             return sample(logits, columns, slots, uniforms, places)
         # A generator returns the logits of all touched rows in one call, as the host draws them.
         is_touched = self._processors.touched[slots]
-        token_ids, plain = np.empty(len(slots), dtype=np.int64), np.flatnonzero(~is_touched)
-        numbers = uniforms[plain] if len(uniforms) else uniforms
-        token_ids[plain] = sample(logits, columns, slots[plain], numbers, places[plain])
-        touched = np.flatnonzero(is_touched)
-        for part, changed in self._processors.changed(logits, places[touched], step.processed):
-            which = touched[part.first : part.first + len(part.slots)]
-            numbers = uniforms[which] if len(uniforms) else uniforms
-            token_ids[which] = drawn = sample(changed, columns, part.slots, numbers)
-            for row in np.flatnonzero(drawn == NO_DISTRIBUTION).tolist():
-                if changed[row].max() == -torch.inf:
-                    token_ids[which[row]] = NO_ALLOWED_TOKEN
+        token_ids = np.empty(len(slots), dtype=np.int64)
+        for rows, changes in (
+            (np.flatnonzero(~is_touched), None),
+            (np.flatnonzero(is_touched), step.changes),
+        ):
+            numbers = uniforms[rows] if len(uniforms) else uniforms
+            token_ids[rows] = sample(logits, columns, slots[rows], numbers, places[rows], changes)
         return token_ids
 
     def _logprobs_of(self, slots: Int32Array) -> list[RowLogprobs]:

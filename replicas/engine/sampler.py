@@ -16,7 +16,7 @@ Dimensions: B slots; R rows; V vocabulary; n rows that are processed together.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -46,8 +46,8 @@ _LOG2_E = 1.4426950408889634
 _BLOCK = 256
 """Tokens of a block; the vocabularies in use have at most a few hundred blocks."""
 
-_ELEMENTS_AT_ONCE = 1 << 19
-"""Logits that are processed together: 2 MiB as float32, about the size of a core's cache."""
+_ELEMENTS_AT_ONCE = 1 << 18
+"""Logits that are processed together: 1 MiB as float32, which a core's cache holds with room."""
 
 _FIRST_CANDIDATES = 64
 """Candidates among which the nucleus is searched first; it is seldom larger."""
@@ -84,12 +84,23 @@ class SamplingColumns:
         self.seed[slot] = sampling.seed or 0
 
 
+class LogitChanges(Protocol):
+    """What changes rows of logits before tokens are drawn from them, and is given these tokens."""
+
+    def apply(self, logits: torch.Tensor, indices: Int64Array) -> None:
+        """Change float32 logits (n, V) in place; `indices` (n,) says which of the rows they are."""
+
+    def note(self, token_ids: Int64Array) -> None:
+        """Take the tokens (n,) drawn from the rows of the last `apply`; negative: there is none."""
+
+
 def sample(
     logits: torch.Tensor,
     columns: SamplingColumns,
     slots: IntArray,
     uniforms: Float64Array,
     places: IntArray | None = None,
+    changes: LogitChanges | None = None,
 ) -> Int64Array:
     """Draw one token per row.
 
@@ -99,9 +110,11 @@ def sample(
         slots: (R,) slot of each row.
         uniforms: (R,) in [0, 1), one per row; may be empty where every row is greedy.
         places: (R,) indices of these rows in `logits`; None for all rows. Other rows are not read.
+        changes: Changes a copy of each row before its draw, a few rows at a time.
 
     Returns:
-        (R,) token ids; `NO_DISTRIBUTION` for a row with NaN, or whose greatest logit is infinite.
+        (R,) token ids; `NO_DISTRIBUTION` for a row with NaN, or whose greatest logit is infinite;
+        `NO_ALLOWED_TOKEN` for one in which the changes have left minus infinity alone.
     """
     vocab = logits.shape[-1]
     temperature = columns.temperature[slots]
@@ -109,25 +122,37 @@ def sample(
     is_greedy = temperature < GREEDY_EPS
     token_ids = np.empty(len(places), dtype=np.int64)
     for rows in _portions(np.flatnonzero(is_greedy), vocab):
-        token_ids[rows] = _most_likely(_rows_of(logits, places[rows]).float())
-    if is_greedy.all():
-        return token_ids
-    top_k, top_p, min_p = columns.top_k[slots], columns.top_p[slots], columns.min_p[slots]
-    is_whole = ((top_k <= 0) | (top_k >= vocab)) & (top_p >= 1.0) & (min_p <= 0.0)
-    whole = np.flatnonzero(~is_greedy & is_whole)
-    if len(whole):
-        token_ids[whole] = _draw_from_whole(
-            logits, places[whole], temperature[whole], uniforms[whole]
-        )
-    for row in np.flatnonzero(~is_greedy & ~is_whole).tolist():
-        limits = Limits(
-            int(top_k[row]) if 0 < top_k[row] < vocab else vocab,
-            float(top_p[row]),
-            float(min_p[row]),
-        )
-        scaled = logits[int(places[row])].float() / float(temperature[row])
-        token_ids[row] = _draw_restricted(scaled, limits, uniforms[row])
-    return token_ids
+        values = _rows_of(logits, places[rows])
+        if changes is None:
+            token_ids[rows] = _most_likely(values.float())
+        else:
+            values = values.to(torch.float32, copy=True)
+            changes.apply(values, rows)
+            token_ids[rows] = _most_likely(values)
+            changes.note(token_ids[rows])
+    if not is_greedy.all():
+        top_k, top_p, min_p = columns.top_k[slots], columns.top_p[slots], columns.min_p[slots]
+        is_whole = ((top_k <= 0) | (top_k >= vocab)) & (top_p >= 1.0) & (min_p <= 0.0)
+        whole = np.flatnonzero(~is_greedy & is_whole)
+        if len(whole):
+            found = _draw_from_whole(logits, places, whole, temperature, uniforms, changes)
+            token_ids[whole] = found
+        for rows in np.flatnonzero(~is_greedy & ~is_whole)[:, None]:
+            row = int(rows[0])
+            limits = Limits(
+                int(top_k[row]) if 0 < top_k[row] < vocab else vocab,
+                float(top_p[row]),
+                float(min_p[row]),
+            )
+            values = logits[int(places[row])][None].to(torch.float32, copy=True)
+            if changes is not None:
+                changes.apply(values, rows)
+            scaled = values[0].div_(float(temperature[row]))
+            token_ids[row] = _draw_restricted(scaled, limits, uniforms[row])
+            if changes is not None:
+                changes.note(token_ids[rows])
+    # Without changes it is the model that gives no token a chance.
+    return np.maximum(token_ids, NO_DISTRIBUTION) if changes is None else token_ids
 
 
 def _portions(rows: Int64Array, vocab: int) -> Iterator[Int64Array]:
@@ -171,38 +196,69 @@ def _most_likely(logits: torch.Tensor) -> Int64Array:
 
 
 def _or_none(token_ids: Int64Array, greatest: Float32Array) -> Int64Array:
-    """Return the tokens, with `NO_DISTRIBUTION` where a row's maximum is NaN or infinite.
+    """Return the tokens, or what stands for none where a row's maximum is NaN or infinite.
 
     A row with any NaN has NaN as its maximum, in NumPy and PyTorch.
     """
-    return np.where(np.isfinite(greatest), token_ids, NO_DISTRIBUTION)
+    is_finite = np.isfinite(greatest)
+    if is_finite.all():
+        return token_ids
+    none = np.where(greatest == -np.inf, NO_ALLOWED_TOKEN, NO_DISTRIBUTION)
+    return np.where(is_finite, token_ids, none)
 
 
 def _draw_from_whole(
     logits: torch.Tensor,
-    places: npt.NDArray[np.integer[Any]],
+    places: IntArray,
+    rows: Int64Array,
     temperature: Float32Array,
     uniforms: Float64Array,
+    changes: LogitChanges | None,
 ) -> Int64Array:
     """Draw a token for each of n rows: first the block by the blocks' sums, then the token in it.
 
-    The weights of the whole vocabulary are computed in one reused buffer, and only the blocks' sums
-    are kept. The weights of the n drawn blocks are computed a second time, by the same arithmetic.
-    Weights are powers of two, which take a third of the time of powers of e.
+    The weights of the whole vocabulary are computed in one reused buffer. Without changes only the
+    blocks' sums are kept, and the weights of all n drawn blocks are computed a second time, by the
+    same arithmetic. Changed rows are drawn one by one while the buffer holds them. Weights are
+    powers of two, which take a third of the time of powers of e.
+
+    Args:
+        logits: As `sample`; so are the other arguments.
+        places: (R,).
+        rows: (n,) which of the R rows.
+        temperature: (R,).
+        uniforms: (R,).
+        changes: As `sample`.
     """
-    count, vocab = len(places), logits.shape[-1]
-    scale = torch.from_numpy(np.float32(_LOG2_E) / temperature)[:, None]
+    count, vocab = len(rows), logits.shape[-1]
+    places, uniforms = places[rows], uniforms[rows]
+    scale = torch.from_numpy(np.float32(_LOG2_E) / temperature[rows])[:, None]
     greatest = torch.empty(count, 1)
     sums = torch.empty(count, -(-vocab // _BLOCK))
+    token_ids = np.empty(count, dtype=np.int64)
     scratch = torch.empty(min(count, max(1, _ELEMENTS_AT_ONCE // vocab)), vocab)
-    for rows in _portions(np.arange(count), vocab):
-        portion = slice(int(rows[0]), int(rows[-1]) + 1)
-        weights = scratch[: len(rows)]
-        weights.copy_(_rows_of(logits, places[rows])).mul_(scale[portion])
+    for at in _portions(np.arange(count), vocab):
+        portion = slice(int(at[0]), int(at[-1]) + 1)
+        weights = scratch[: len(at)]
+        weights.copy_(_rows_of(logits, places[at]))
+        if changes is not None:
+            changes.apply(weights, rows[portion])
+        weights.mul_(scale[portion])
         torch.amax(weights, dim=-1, keepdim=True, out=greatest[portion])
         weights.sub_(greatest[portion]).exp2_()
         sums[portion] = _by_block(weights, "sum")
-    cumulative = sums.double().cumsum(dim=-1).numpy()
+        if changes is not None:
+            drawn = [
+                _draw_from_weights(*each)
+                for each in zip(
+                    weights.numpy(), sums[portion].numpy(), uniforms[portion], strict=True
+                )
+            ]
+            token_ids[portion] = _or_none(np.array(drawn), greatest[portion, 0].numpy())
+            changes.note(token_ids[portion])
+    if changes is not None:
+        return token_ids
+    cumulative = sums.numpy().cumsum(axis=-1, dtype=np.float64)
     targets = uniforms * cumulative[:, -1]
     blocks = _indices_of(cumulative, targets)
     before = np.where(blocks > 0, cumulative[np.arange(count), blocks - 1], 0.0)
@@ -212,8 +268,19 @@ def _draw_from_whole(
                     torch.from_numpy(np.where(inside, columns, 0))]  # fmt: skip
     weights = chosen.float().mul(scale).sub_(greatest).exp2_()
     within = np.where(inside, weights.numpy(), 0.0).cumsum(axis=-1, dtype=np.float64)
-    token_ids: Int64Array = blocks * _BLOCK + _indices_of(within, targets - before)
+    token_ids = blocks * _BLOCK + _indices_of(within, targets - before)
     return _or_none(token_ids, greatest[:, 0].numpy())
+
+
+def _draw_from_weights(weights: Float32Array, sums: Float32Array, number: float) -> int:
+    """Draw a token from (V,) weights with the sums of their blocks."""
+    cumulative = sums.cumsum(dtype=np.float64)
+    target = number * cumulative[-1]
+    block = _index_of(cumulative, target)
+    if block:
+        target -= cumulative[block - 1]
+    within = weights[block * _BLOCK : (block + 1) * _BLOCK].cumsum(dtype=np.float64)
+    return block * _BLOCK + _index_of(within, target)
 
 
 def _indices_of(cumulative: Float64Array, targets: Float64Array) -> Int64Array:
@@ -244,8 +311,9 @@ class Limits(NamedTuple):
 def _draw_restricted(logits: torch.Tensor, limits: Limits, number: float) -> int:
     """Draw a token from float32 (V,), scaled by temperature, among those within all limits."""
     maxima = block_maxima(logits[None]).numpy()[0]
-    if not np.isfinite(maxima.max()):
-        return NO_DISTRIBUTION
+    greatest = maxima.max()
+    if not np.isfinite(greatest):
+        return NO_ALLOWED_TOKEN if greatest == -np.inf else NO_DISTRIBUTION
     token_ids, weights = _within_limits(logits.numpy(), maxima, limits)
     in_order = token_ids.argsort()
     cumulative = weights[in_order].cumsum()

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     Float32Array = npt.NDArray[np.float32]
     Int32Array = npt.NDArray[np.int32]
+    Int64Array = npt.NDArray[np.int64]
 
 MAX_CACHE_BYTES = 256 * 2**20
 """Estimated memory of all compiled grammars."""
@@ -213,9 +214,9 @@ class GrammarProcessor:
             fill_next_token_bitmask(matcher, masks, row)
             self._masks[row] = None if matcher.is_error() else masks[row]
 
-    def apply(self, logits: torch.Tensor, rows: LogitRows) -> None:
-        """Set the logits of tokens that are not allowed to minus infinity."""
-        for row, values in enumerate(logits.numpy(), start=rows.first):
+    def apply(self, logits: torch.Tensor, rows: LogitRows, indices: Int64Array) -> None:
+        """Set the logits of tokens that are not allowed to minus infinity, in float32 (n, V)."""
+        for row, values in zip(indices.tolist(), logits.numpy(), strict=True):
             if row not in self._masks:
                 continue
             mask = self._masks[row]
@@ -223,6 +224,9 @@ class GrammarProcessor:
                 values.fill(-np.inf)
             else:
                 apply_mask(values, mask)
+
+    def note_drawn(self, token_ids: Sequence[int]) -> None:
+        """Do nothing: a matcher reads accepted tokens."""
 
     def accept(self, slot: int, token_ids: Sequence[int]) -> None:
         """Let the matcher of a row read its new tokens."""

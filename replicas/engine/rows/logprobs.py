@@ -1,12 +1,13 @@
 """Log probabilities of drawn tokens, and of the likeliest or given tokens beside them; of prompts.
 
 Logits are kept before or after the other processors, as the engine's `logprobs_mode` says, and read
-once the tokens are drawn. Source: vLLM v1/sample/sampler.py `gather_logprobs`.
+as soon as the row's token is drawn, while they are in the core's cache. Source: vLLM
+v1/sample/sampler.py `gather_logprobs`.
 
 Those of a prompt are read from its hidden states, in portions, because all its logits at once could
 take gigabytes. Source: vLLM v1/worker/gpu_model_runner.py `_get_prompt_logprobs_dict`.
 
-Dimensions: n kept rows of logits; V vocabulary.
+Dimensions: n rows of logits that are changed together; V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from replicas.engine.rows.processor import SlotProcessor
 from replicas.engine.sampler import Limits, best_tokens, block_maxima, within_limits
 from replicas.messages import TokenLogprob
-from replicas.sampling_params import GREEDY_EPS
+from replicas.sampling_params import GREEDY_EPS, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,13 +30,17 @@ if TYPE_CHECKING:
     from replicas.config import LogprobsMode
     from replicas.engine.rows.processor import LogitRows
     from replicas.engine.step import NewRow
-    from replicas.sampling_params import SamplingParams
 
     Float32Array = npt.NDArray[np.float32]
+    Int64Array = npt.NDArray[np.int64]
 
 
 PORTION = 64
 """Positions of a prompt whose logits exist at once."""
+_SMALL = 60.0
+"""Powers of e of smaller numbers do not overflow in float32, and their sum does not vanish: nothing
+needs to be subtracted from such logits first."""
+_DEFAULTS = SamplingParams()
 
 
 class _Asked(NamedTuple):
@@ -59,15 +64,13 @@ class Logprobs(SlotProcessor[_Asked]):
     def __init__(self, mode: LogprobsMode) -> None:
         super().__init__()
         self.mode = mode
-        # Of the step to come: by slot the first of its rows in `_kept`; its tokens, once drawn.
-        self._first: dict[int, int] = {}
-        self._tokens: dict[int, list[int]] = {}
-        # float32 (rows, V) and (V,), reused by every step: new memory costs as much as the copies.
+        # float32 (n, V), reused: new memory costs as much as the copies.
         self._kept = torch.empty(0, 0)
-        self._scratch = torch.empty(0)
-        # Of each kept row: the greatest value of each block, and the logarithm of its sum.
-        self._maxima: list[Float32Array] = []
-        self._log_sums: list[float] = []
+        # Of the rows of the last `apply` that ask: place among them, slot, and what it asks for.
+        self._rows: list[tuple[int, int, _Asked]] = []
+        # Of the step by slot: the log probabilities of each drawn token, and of the output.
+        self._drawn: dict[int, list[list[TokenLogprob]]] = {}
+        self._accepted: dict[int, list[list[TokenLogprob]]] = {}
 
     def state_of(self, row: NewRow) -> _Asked | None:
         """Return what a row asks for; None if nothing."""
@@ -78,52 +81,37 @@ class Logprobs(SlotProcessor[_Asked]):
 
     def prepare(self, rows: LogitRows) -> None:
         """Begin a step."""
-        self._first, self._tokens = {}, {}
-        self._maxima, self._log_sums = [], []
-        num_rows = sum(slot in self._states for slot in rows.slots.tolist())
-        if len(self._kept) < num_rows:
-            self._kept = torch.empty(num_rows, self._kept.shape[1])
+        self._drawn, self._accepted = {}, {}
 
-    def apply(self, logits: torch.Tensor, rows: LogitRows) -> None:
-        """Keep the logits of the rows that ask for log probabilities."""
-        vocab = logits.shape[-1]
-        if self._kept.shape[1] != vocab:
-            self._kept, self._scratch = torch.empty(len(self._kept), vocab), torch.empty(vocab)
-        for index, asked in self._touched(rows):
-            row = len(self._maxima)
-            kept = self._kept[row]
-            kept.copy_(logits[index])
+    def apply(self, logits: torch.Tensor, rows: LogitRows, indices: Int64Array) -> None:
+        """Keep the logits of the rows that ask for log probabilities until these are drawn."""
+        self._rows = []
+        for place, index, asked in self._touched(rows, indices):
+            self._rows.append((place, int(rows.slots[index]), asked))
+        if len(self._kept) < len(self._rows) or self._kept.shape[1:] != logits.shape[1:]:
+            self._kept = torch.empty_like(logits)
+        for kept, (place, _, asked) in zip(self._kept, self._rows, strict=False):
+            kept.copy_(logits[place])
             if self.mode.startswith("processed"):
                 _restrict(kept, asked.sampling)
-            self._first.setdefault(int(rows.slots[index]), row)
-            # Now, because the row is in the core's cache.
-            maxima = block_maxima(kept[None]).numpy()[0]
-            self._maxima.append(maxima)
-            self._log_sums.append(self._log_sum(kept, float(maxima.max())))
+
+    def note_drawn(self, token_ids: Sequence[int]) -> None:
+        """Read the log probabilities of the tokens (n,) of the rows of the last `apply`."""
+        if not self._rows:
+            return
+        places, slots, asked = zip(*self._rows, strict=True)
+        tokens = [token_ids[place] for place in places]
+        found = self._read(self._kept[: len(tokens)], tokens, asked)
+        for slot, position in zip(slots, found, strict=True):
+            self._drawn.setdefault(slot, []).append(position)
 
     def accept(self, slot: int, token_ids: Sequence[int]) -> None:
         """Note the tokens that a row has got."""
-        self._tokens[slot] = list(token_ids)
+        self._accepted[slot] = self._drawn[slot][: len(token_ids)]
 
     def take(self) -> dict[int, list[list[TokenLogprob]]]:
         """Return the log probabilities of the step's tokens, by slot: a list for each token."""
-        if not self._tokens:
-            return {}
-        found = {}
-        for slot, token_ids in self._tokens.items():
-            first, asked = self._first[slot], self._states[slot]
-            found[slot] = [
-                _position(
-                    asked.num_likeliest,
-                    token_id,
-                    self._kept[row].numpy(),
-                    self._maxima[row],
-                    self._log_sums[row],
-                    asked.token_ids,
-                )
-                for row, token_id in enumerate(token_ids, start=first)
-            ]
-        self._tokens = {}
+        found, self._drawn, self._accepted = self._accepted, {}, {}
         return found
 
     def of_prompt(
@@ -143,53 +131,68 @@ class Logprobs(SlotProcessor[_Asked]):
             num_likeliest: Number of likeliest tokens; -1 is the whole vocabulary.
             compute_logits: See `SupportsHiddenStates`.
         """
+        asked = _Asked(_DEFAULTS, num_likeliest, ())
         found = []
         for start in range(0, len(token_ids), PORTION):
             part = slice(start, start + PORTION)
             # In a call of its own, which drops the logits before the next ones are computed.
-            found += self._portion(
-                compute_logits(hidden[part]).float(), token_ids[part], num_likeliest
-            )
+            found += self._portion(compute_logits(hidden[part]).float(), token_ids[part], asked)
         return found
 
     def _portion(
-        self, logits: torch.Tensor, token_ids: Sequence[int], num_likeliest: int
+        self, logits: torch.Tensor, token_ids: Sequence[int], asked: _Asked
     ) -> list[list[TokenLogprob]]:
-        """Return `of_prompt` of float32 logits (n, V)."""
-        if self._scratch.shape != logits.shape[1:]:
-            self._scratch = torch.empty(logits.shape[1])
-        found = []
-        for row, token_id in zip(logits, token_ids, strict=True):
-            maxima = block_maxima(row[None]).numpy()[0]
-            log_sum = self._log_sum(row, float(maxima.max()))
-            values = row.numpy()
-            found.append(_position(num_likeliest, token_id, values, maxima, log_sum))
-        return found
+        """Return `of_prompt` of float32 logits (n, V), which are overwritten."""
+        return [
+            self._read(logits[row : row + 1], [token_id], [asked])[0]
+            for row, token_id in enumerate(token_ids)
+        ]
 
-    def _log_sum(self, kept: torch.Tensor, greatest: float) -> float:
-        """Return what to subtract from a row (V,) for log probabilities; 0 for logits."""
+    def _read(
+        self, logits: torch.Tensor, token_ids: Sequence[int], asked: Sequence[_Asked]
+    ) -> list[list[TokenLogprob]]:
+        """Return for each row its token, then the likeliest, or instead the given ones.
+
+        Args:
+            logits: float32 (n, V), overwritten.
+            token_ids: (n,) its token; negative: there is none, and nothing is returned for it.
+            asked: (n,) what is asked of each row.
+        """
+        maxima = block_maxima(logits).numpy()
+        rows = [
+            [] if token_id < 0 else _entries(values, of_blocks, wanted, token_id)
+            for values, of_blocks, wanted, token_id in zip(
+                logits.numpy(), maxima, asked, token_ids, strict=True
+            )
+        ]
+        log_sums = self._log_sums(logits, maxima.max(axis=1))
+        return [
+            [TokenLogprob(token_id, value - log_sum, rank) for token_id, value, rank in entries]
+            for entries, log_sum in zip(rows, log_sums, strict=True)
+        ]
+
+    def _log_sums(self, logits: torch.Tensor, greatest: Float32Array) -> list[float]:
+        """Return what to subtract for log probabilities, of rows (n, V); 0 for logits."""
         if self.mode.endswith("logits"):
-            return 0.0
-        weights = torch.sub(kept, greatest, out=self._scratch).exp_()
-        return greatest + float(weights.sum().log())
+            return [0.0] * len(logits)
+        subtracted = torch.from_numpy(np.where(np.abs(greatest) < _SMALL, 0.0, greatest))
+        if subtracted.any():
+            logits.sub_(subtracted[:, None])
+        log_sums: list[float] = logits.exp_().sum(dim=-1).double().log().add(subtracted).tolist()
+        return log_sums
 
 
-def _position(
-    num_likeliest: int,
-    token_id: int,
-    values: Float32Array,
-    maxima: Float32Array,
-    log_sum: float,
-    given: Sequence[int] = (),
-) -> list[TokenLogprob]:
-    """Return a token of a row (V,), then the likeliest, or instead the given ones."""
-    others = [(other, _rank(values, other)) for other in given]
-    if not given and num_likeliest:
-        count = len(values) if num_likeliest == -1 else num_likeliest
+def _entries(
+    values: Float32Array, maxima: Float32Array, asked: _Asked, token_id: int
+) -> list[tuple[int, float, int]]:
+    """Return token, logit and rank of the entries of a row (V,)."""
+    others = [(other, _rank(values, other)) for other in asked.token_ids]
+    if not others and asked.num_likeliest:
+        count = len(values) if asked.num_likeliest == -1 else asked.num_likeliest
         likeliest = best_tokens(values, maxima, count)[:count].tolist()
         others = [(other, rank) for rank, other in enumerate(likeliest, 1)]
     return [
-        TokenLogprob(found, float(values[found]) - log_sum, rank)
+        (found, float(values[found]), rank)
         for found, rank in [(token_id, _rank(values, token_id)), *others]
     ]
 

@@ -5,6 +5,7 @@ Source: vLLM v1/sample/ops/penalties.py and model_executor/layers/utils.py `appl
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from replicas.engine.rows.processor import LogitRows
     from replicas.engine.step import NewRow
+    from replicas.sampling_params import SamplingParams
 
     Int64Array = npt.NDArray[np.int64]
     Float32Array = npt.NDArray[np.float32]
@@ -34,39 +36,23 @@ class Penalties(SlotProcessor["_Penalised"]):
     def state_of(self, row: NewRow) -> _Penalised | None:
         """Return the state of a row; None if it has no penalty."""
         sampling = row.sampling
-        factors = (
-            sampling.repetition_penalty,
-            sampling.frequency_penalty,
-            sampling.presence_penalty,
-        )
-        if factors == (1.0, 0.0, 0.0):
+        repetition, without = sampling.repetition_penalty, (1.0, 0.0, 0.0)
+        if (repetition, sampling.frequency_penalty, sampling.presence_penalty) == without:
             return None
-        prompt = (
-            row.token_ids[: row.num_prompt_tokens] if sampling.repetition_penalty != 1.0 else []
-        )
-        state = _Penalised(factors, prompt)
+        prompt = row.token_ids[: row.num_prompt_tokens] if repetition != 1.0 else []
+        state = _Penalised(sampling, prompt)
         state.count(row.token_ids[row.num_prompt_tokens :])
         return state
 
-    def apply(self, logits: torch.Tensor, rows: LogitRows) -> None:
-        """Penalise the tokens that each row has already, in float32 (S, V)."""
-        found = [
-            (at, *state.tokens(rows.drafts[at] if rows.drafts else ()), state.factors)
-            for at, state in self._touched(rows)
-        ]
-        if not found:
-            return
-        vocab = logits.shape[-1]
-        lengths = [len(token_ids) for _, token_ids, _, _ in found]
-        # All rows at once: (n,) of all their tokens.
-        places = np.concatenate([at * vocab + token_ids for at, token_ids, _, _ in found])
-        counts = np.concatenate([counts for _, _, counts, _ in found])
-        factors = np.array([factors for *_, factors in found], dtype=np.float32)
-        repetition, frequency, presence = np.repeat(factors, lengths, axis=0).T
-        values = logits.numpy().reshape(-1)
-        old = values[places]
-        new = np.where(old > 0, old / repetition, old * repetition)
-        values[places] = new - frequency * counts - presence * (counts > 0)
+    def apply(self, logits: torch.Tensor, rows: LogitRows, indices: Int64Array) -> None:
+        """Penalise the tokens that each row has already, in float32 (n, V)."""
+        for place, index, state in self._touched(rows, indices):
+            values = logits[place].numpy()
+            token_ids, penalties = state.tokens(rows.drafts[index] if rows.drafts else ())
+            found, factor = values[token_ids], state.repetition
+            if factor != 1.0:
+                found = np.where(found > 0, found / factor, found * factor)
+            values[token_ids] = found - penalties
 
     def accept(self, slot: int, token_ids: Sequence[int]) -> None:
         """Count the tokens that a row has got."""
@@ -74,24 +60,27 @@ class Penalties(SlotProcessor["_Penalised"]):
 
 
 class _Penalised:
-    """The tokens of a row that penalties concern, and how often each is in its output.
+    """The tokens of a row that penalties concern, and what their number in its output costs each.
 
     Args:
-        factors: Repetition, frequency and presence penalty.
+        sampling: The row's parameters.
         prompt: Tokens that are penalised without being output.
 
     Attributes:
-        factors: As given.
+        repetition: The repetition penalty.
     """
 
-    def __init__(self, factors: tuple[float, float, float], prompt: Sequence[int]) -> None:
-        self.factors = factors
+    def __init__(self, sampling: SamplingParams, prompt: Sequence[int]) -> None:
+        self.repetition = np.float32(sampling.repetition_penalty)
+        self._frequency = np.float32(sampling.frequency_penalty)
+        self._presence = np.float32(sampling.presence_penalty)
         seen = np.unique(np.array(prompt, dtype=np.int64))
-        # Both arrays have room behind the tokens, so that most tokens cost no allocation.
+        # The arrays have room behind the tokens, so that most tokens cost no allocation.
         self._token_ids = np.concatenate([seen, np.zeros(64, dtype=np.int64)])
-        self._counts = np.zeros(len(self._token_ids), dtype=np.float32)
-        # By token id: its index in both arrays.
+        self._penalties = np.zeros(len(self._token_ids), dtype=np.float32)
+        # By token id: its index in both arrays, and how often it is in the output.
         self._places = {token_id: place for place, token_id in enumerate(seen.tolist())}
+        self._counts: Counter[int] = Counter()
 
     def count(self, token_ids: Iterable[int]) -> None:
         """Count tokens of the output."""
@@ -99,20 +88,32 @@ class _Penalised:
             place = self._places.setdefault(token_id, len(self._places))
             if place == len(self._token_ids):
                 self._token_ids = np.concatenate([self._token_ids, self._token_ids])
-                self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+                self._penalties = np.concatenate([self._penalties, self._penalties])
+            self._counts[token_id] += 1
             self._token_ids[place] = token_id
-            self._counts[place] += 1.0
+            self._penalties[place] = self._penalty(self._counts[token_id])
 
     def tokens(self, drafts: Sequence[int]) -> tuple[Int64Array, Float32Array]:
-        """Return (n,) tokens, each once, and how often each is in the output and the drafts."""
+        """Return (n,) tokens, each once, and the penalties for their number, drafts included."""
         num_tokens = len(self._places)
-        token_ids, counts = self._token_ids[:num_tokens], self._counts[:num_tokens]
+        token_ids, penalties = self._token_ids[:num_tokens], self._penalties[:num_tokens]
         if not drafts:
-            return token_ids, counts
-        new = list(dict.fromkeys(t for t in drafts if t not in self._places))
-        token_ids = np.concatenate([token_ids, np.array(new, dtype=np.int64)])
-        counts = np.concatenate([counts, np.zeros(len(new), dtype=np.float32)])
-        for token_id in drafts:
+            return token_ids, penalties
+        penalties = penalties.copy()
+        new: list[int] = []
+        of_new: list[np.float32] = []
+        for token_id, count in Counter(drafts).items():
+            penalty = self._penalty(self._counts[token_id] + count)
             place = self._places.get(token_id)
-            counts[num_tokens + new.index(token_id) if place is None else place] += 1.0
-        return token_ids, counts
+            if place is None:
+                new.append(token_id)
+                of_new.append(penalty)
+            else:
+                penalties[place] = penalty
+        return (
+            np.concatenate([token_ids, np.array(new, dtype=np.int64)]),
+            np.concatenate([penalties, np.array(of_new, dtype=np.float32)]),
+        )
+
+    def _penalty(self, count: int) -> np.float32:
+        return self._frequency * np.float32(count) + self._presence

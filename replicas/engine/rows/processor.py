@@ -5,10 +5,11 @@ rebuilds that from a `NewRow` alone: a row that was preempted, has moved here, o
 prefill elsewhere arrives as one. Temperature, min-p, top-k and top-p are no processors: they are
 columns of `replicas.engine.sampler`.
 
-Only rows that a processor touches are copied and passed through the list. All others keep the plain
-path, so a parameter costs its own row alone.
+Only rows that a processor touches pass through the list, a few at a time, in the buffer from which
+the sampler then draws. All others keep the plain path, so a parameter costs its own row alone.
 
-Dimensions: B slots; S rows of logits, of which a row with k drafts has k + 1; V vocabulary.
+Dimensions: B slots; S rows of logits, of which a row with k drafts has k + 1; n of them that are
+changed together; V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
-import torch
 
 from replicas.sampling_params import GREEDY_EPS
 
@@ -26,18 +26,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     import numpy.typing as npt
+    import torch
 
     from replicas.engine.step import NewRow
     from replicas.sampling_params import SamplingParams
 
     IntArray = npt.NDArray[np.integer[Any]]
+    Int64Array = npt.NDArray[np.int64]
     BoolArray = npt.NDArray[np.bool_]
 
 
 State = TypeVar("State")
-
-_ELEMENTS_AT_ONCE = 1 << 22
-"""Most logits that are copied at once: 16 MiB as float32, 32 rows of the largest vocabularies."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,18 +47,11 @@ class LogitRows:
         slots: (S,) slot of each; the rows of one slot are neighbours.
         steps: (S,) output index of the token that each gives.
         drafts: (S,) drafts of its slot before it within the step; empty if no row has any.
-        first: Index of the first of them among all such rows of the step.
     """
 
     slots: IntArray
     steps: IntArray
     drafts: Sequence[Sequence[int]] = ()
-    first: int = 0
-
-    def part(self, start: int, end: int) -> LogitRows:
-        """Return the rows from `start` to `end`, or as far as there are any."""
-        part = slice(start, end)
-        return LogitRows(self.slots[part], self.steps[part], self.drafts[part], start)
 
 
 class RowProcessor(Protocol):
@@ -75,15 +67,22 @@ class RowProcessor(Protocol):
         """Begin what needs no logits; the device may still compute them.
 
         Args:
-            rows: All rows of the step that `apply` gets next, in one or more parts.
+            rows: All rows of the step that `apply` gets next, in one or more calls.
         """
 
-    def apply(self, logits: torch.Tensor, rows: LogitRows) -> None:
+    def apply(self, logits: torch.Tensor, rows: LogitRows, indices: Int64Array) -> None:
         """Change logits in place.
 
         Args:
-            logits: float32 (S, V), contiguous; a copy.
-            rows: The rows; those of slots without state, perhaps all, are other processors'.
+            logits: float32 (n, V), contiguous; a copy.
+            rows: The rows that `prepare` got. Some, perhaps all, are other processors'.
+            indices: (n,) which of them these are, in their order.
+        """
+
+    def note_drawn(self, token_ids: Sequence[int]) -> None:
+        """Read the tokens (n,) drawn from the rows of the last `apply`; negative: there is none.
+
+        A token behind a wrong draft is none of the output, see `accept`.
         """
 
     def accept(self, slot: int, token_ids: Sequence[int]) -> None:
@@ -104,8 +103,8 @@ class SlotProcessor(ABC, Generic[State]):
         """Return the state of a row from its parameters and tokens; None if it is not touched."""
 
     @abstractmethod
-    def apply(self, logits: torch.Tensor, rows: LogitRows) -> None:
-        """Change float32 (S, V) in place; see `RowProcessor`."""
+    def apply(self, logits: torch.Tensor, rows: LogitRows, indices: Int64Array) -> None:
+        """Change float32 (n, V) in place; see `RowProcessor`."""
 
     def add(self, row: NewRow) -> bool:
         """Take over a row, replacing the state of its slot; return whether it is touched."""
@@ -123,15 +122,19 @@ class SlotProcessor(ABC, Generic[State]):
     def prepare(self, rows: LogitRows) -> None:
         """Do nothing: `apply` needs no preparation."""
 
+    def note_drawn(self, token_ids: Sequence[int]) -> None:
+        """Do nothing: only accepted tokens matter."""
+
     def accept(self, slot: int, token_ids: Sequence[int]) -> None:
         """Do nothing: the state does not depend on tokens."""
 
-    def _touched(self, rows: LogitRows) -> Iterator[tuple[int, State]]:
-        """Yield the index of each row that this processor touches, with its slot's state."""
-        for index, slot in enumerate(rows.slots.tolist()):
+    def _touched(self, rows: LogitRows, indices: Int64Array) -> Iterator[tuple[int, int, State]]:
+        """Yield place, index and state of each of these rows that this processor touches."""
+        slots = rows.slots[indices].tolist()
+        for place, (index, slot) in enumerate(zip(indices.tolist(), slots, strict=True)):
             state = self._states.get(slot)
             if state is not None:
-                yield index, state
+                yield place, index, state
 
 
 class RowProcessors:
@@ -153,8 +156,6 @@ class RowProcessors:
         self._num_slots = dict.fromkeys(self._processors, 0)
         self.touched: BoolArray = np.zeros(max_batch_size, dtype=np.bool_)
         self.num_touched = 0
-        # Kept, because memory that is new to the process costs as much as the copy.
-        self._copies = torch.empty(0, 0)
 
     def add(self, row: NewRow) -> bool:
         """Take over a row, replacing the state of its slot; return whether it is touched."""
@@ -180,44 +181,41 @@ class RowProcessors:
                 self._num_slots[processor] -= 1
                 processor.remove(slot)
 
-    def prepare(self, rows: LogitRows) -> None:
-        """Begin what needs no logits; `changed` must follow with the same rows."""
-        for processor in self._in_use():
+    def prepare(self, rows: LogitRows) -> RowChanges:
+        """Begin what needs no logits; return what changes the logits of these rows."""
+        in_use = [processor for processor in self._processors if self._num_slots[processor]]
+        for processor in in_use:
             processor.prepare(rows)
-
-    def changed(
-        self, logits: torch.Tensor, places: IntArray, rows: LogitRows
-    ) -> Iterator[tuple[LogitRows, torch.Tensor]]:
-        """Yield parts of touched rows, with their logits as processors have changed them.
-
-        Args:
-            logits: float (N, V); not modified.
-            places: (S,) index in `logits` of each row.
-            rows: The rows that `prepare` got.
-
-        Yields:
-            Some rows, and their float32 (s, V), which are overwritten by the next part.
-        """
-        vocab = logits.shape[-1]
-        size = min(len(places), max(1, _ELEMENTS_AT_ONCE // vocab))
-        if len(self._copies) < size or self._copies.shape[1] != vocab:
-            self._copies = torch.empty(size, vocab)
-        for start in range(0, len(places), size):
-            part = rows.part(start, start + size)
-            copies = self._copies[: len(part.slots)]
-            for copy, place in zip(copies, places[start : start + size].tolist(), strict=True):
-                copy.copy_(logits[place])
-            for processor in self._in_use():
-                processor.apply(copies, part)
-            yield part, copies
+        return RowChanges(in_use, rows)
 
     def accept(self, slot: int, token_ids: Sequence[int]) -> None:
         """Note the tokens that a touched row has got."""
         for processor in self._of_slot[slot]:
             processor.accept(slot, token_ids)
 
-    def _in_use(self) -> list[RowProcessor]:
-        return [processor for processor in self._processors if self._num_slots[processor]]
+
+class RowChanges:
+    """Changes of a step's touched rows, as the sampler asks for them.
+
+    Args:
+        processors: The processors in use, in their order.
+        rows: The rows.
+    """
+
+    def __init__(self, processors: Sequence[RowProcessor], rows: LogitRows) -> None:
+        self._processors = processors
+        self._rows = rows
+
+    def apply(self, logits: torch.Tensor, indices: Int64Array) -> None:
+        """Change float32 logits (n, V) of the rows of these indices (n,) in place."""
+        for processor in self._processors:
+            processor.apply(logits, self._rows, indices)
+
+    def note(self, token_ids: Int64Array) -> None:
+        """Hand over the tokens (n,) drawn from the rows of the last `apply`."""
+        drawn = token_ids.tolist()
+        for processor in self._processors:
+            processor.note_drawn(drawn)
 
 
 class DeviceAbilities(NamedTuple):

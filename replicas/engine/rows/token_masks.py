@@ -36,10 +36,10 @@ class AllowedTokens(SlotProcessor["Int64Array"]):
         allowed = row.sampling.allowed_token_ids
         return None if allowed is None else _token_ids(allowed)
 
-    def apply(self, logits: torch.Tensor, rows: LogitRows) -> None:
-        """Forbid all tokens but the allowed ones, in float32 (S, V)."""
-        for index, allowed in self._touched(rows):
-            values = logits[index].numpy()
+    def apply(self, logits: torch.Tensor, rows: LogitRows, indices: Int64Array) -> None:
+        """Forbid all tokens but the allowed ones, in float32 (n, V)."""
+        for place, _, allowed in self._touched(rows, indices):
+            values = logits[place].numpy()
             kept = values[allowed]
             values.fill(_FORBIDDEN)
             values[allowed] = kept
@@ -55,11 +55,11 @@ class BadWords(SlotProcessor["_BadWords"]):
             return None
         return _BadWords(sequences, row.token_ids[row.num_prompt_tokens :])
 
-    def apply(self, logits: torch.Tensor, rows: LogitRows) -> None:
-        """Forbid tokens that would complete a sequence, in float32 (S, V)."""
-        for index, words in self._touched(rows):
+    def apply(self, logits: torch.Tensor, rows: LogitRows, indices: Int64Array) -> None:
+        """Forbid tokens that would complete a sequence, in float32 (n, V)."""
+        for place, index, words in self._touched(rows, indices):
             forbidden = words.forbidden(rows.drafts[index] if rows.drafts else ())
-            logits[index].numpy()[forbidden] = _FORBIDDEN
+            logits[place].numpy()[forbidden] = _FORBIDDEN
 
     def accept(self, slot: int, token_ids: Sequence[int]) -> None:
         """Note the tokens that a row has got."""
@@ -136,11 +136,11 @@ class MinTokens(SlotProcessor[_LeastLength]):
             return None
         return _LeastLength(sampling.min_tokens, _token_ids(ends))
 
-    def apply(self, logits: torch.Tensor, rows: LogitRows) -> None:
-        """Forbid end tokens of rows that are too short, in float32 (S, V)."""
-        for index, (min_tokens, ends) in self._touched(rows):
+    def apply(self, logits: torch.Tensor, rows: LogitRows, indices: Int64Array) -> None:
+        """Forbid end tokens of rows that are too short, in float32 (n, V)."""
+        for place, index, (min_tokens, ends) in self._touched(rows, indices):
             if rows.steps[index] < min_tokens:
-                values = logits[index].numpy()
+                values = logits[place].numpy()
                 before = values[ends]
                 values[ends] = _FORBIDDEN
                 if values.max() == _FORBIDDEN:
@@ -160,10 +160,10 @@ class LogitBias(SlotProcessor["tuple[Int64Array, Float32Array]"]):
             np.fromiter(biases.values(), np.float32, len(biases)),
         )
 
-    def apply(self, logits: torch.Tensor, rows: LogitRows) -> None:
-        """Add the biases, in float32 (S, V)."""
-        for index, (token_ids, biases) in self._touched(rows):
-            logits[index].numpy()[token_ids] += biases
+    def apply(self, logits: torch.Tensor, rows: LogitRows, indices: Int64Array) -> None:
+        """Add the biases, in float32 (n, V)."""
+        for place, _, (token_ids, biases) in self._touched(rows, indices):
+            logits[place].numpy()[token_ids] += biases
 
 
 def _token_ids(token_ids: Iterable[int]) -> Int64Array:

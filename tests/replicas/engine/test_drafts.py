@@ -63,10 +63,15 @@ class NoRepeat:
     def prepare(self, rows):
         assert (np.diff(rows.steps)[np.diff(rows.slots) == 0] == 1).all()
 
-    def apply(self, logits, rows):
-        for row, slot in enumerate(rows.slots.tolist()):
+    def apply(self, logits, rows, indices):
+        for values, row, slot in zip(
+            logits, indices.tolist(), rows.slots[indices].tolist(), strict=True
+        ):
             drafts = rows.drafts[row] if rows.drafts else []
-            logits[row, [*drafts, self.last[slot]][len(drafts) - 1]] = -float("inf")
+            values[[*drafts, self.last[slot]][len(drafts) - 1]] = -float("inf")
+
+    def note_drawn(self, token_ids):
+        pass
 
     def accept(self, slot, token_ids):
         self.last[slot] = token_ids[-1]

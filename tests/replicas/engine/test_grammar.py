@@ -11,7 +11,8 @@ import tokenizers.models
 import tokenizers.pre_tokenizers
 import torch
 
-from replicas.engine.rows import grammar, processor
+from replicas.engine import sampler
+from replicas.engine.rows import grammar
 from replicas.engine.rows.grammar import GrammarCache, apply_mask
 from replicas.engine.rows.order import row_processors
 from replicas.engine.rows.processor import LogitRows
@@ -195,7 +196,7 @@ def test_rows_that_are_changed_in_parts_get_their_own_masks(cache, monkeypatch):
 
     whole = tokens()
     assert set(text_of(whole[2][1:])) <= set("ab")
-    monkeypatch.setattr(processor, "_ELEMENTS_AT_ONCE", VOCAB)
+    monkeypatch.setattr(sampler, "_ELEMENTS_AT_ONCE", VOCAB)
     assert tokens() == whole
 
 
@@ -210,19 +211,19 @@ def test_each_draft_has_the_mask_that_follows_it(cache):
     rows = LogitRows(np.full(count, 1), np.arange(count), [drafts[:i] for i in range(count)])
     processor.prepare(rows)
     together = torch.zeros(count, VOCAB)
-    processor.apply(together, rows)
+    processor.apply(together, rows, np.arange(count))
     for i in range(len(right) + 1):
         processor.add(NewRow(1, 0, [5, *right[:i]], 1, 0, [[1]], sampling))
         single = LogitRows(np.array([1]), np.array([i]))
         processor.prepare(single)
         logits = torch.zeros(1, VOCAB)
-        processor.apply(logits, single)
+        processor.apply(logits, single, np.arange(1))
         assert torch.equal(together[i], logits[0])
     processor.add(NewRow(1, 0, [5], 1, 0, [[1]], sampling))
     processor.accept(1, right)
     processor.prepare(single)
     logits = torch.zeros(1, VOCAB)
-    processor.apply(logits, single)
+    processor.apply(logits, single, np.arange(1))
     assert torch.equal(together[len(right)], logits[0]), "drafts left a trace in the matcher"
 
 

@@ -87,9 +87,24 @@ def test_tokens_that_are_named_come_in_their_order_with_their_own_ranks():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("factor", [0.0, 1e-3, 7.0, 30.0, 1e4])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_logits_of_any_size_have_log_probabilities(factor, sign):
+    rows = make_rows("raw_logprobs")
+    rows.generator.table[:] = sign * (6.0 + rows.generator.table.abs()) * factor
+    for slot in range(4):
+        rows.add(slot, [slot], temperature=0.0, logprobs=-1)
+    logits = [rows.generator.logits([slot]).double().numpy() for slot in range(4)]
+    for found, values in zip(rows.step().logprobs, logits, strict=True):
+        wanted = values - values.max() - np.log(np.exp(values - values.max()).sum())
+        for entry in found.positions[0]:
+            assert entry.logprob == pytest.approx(wanted[entry.token_id], rel=1e-6, abs=1e-5)
+
+
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"top_p": 0.5}])
-def test_a_row_draws_the_same_tokens_with_and_without_log_probabilities(sampling):
-    without, with_them = make_rows("raw_logprobs"), make_rows("raw_logprobs")
+@pytest.mark.parametrize("vocab", [VOCAB, 1000])
+def test_a_row_draws_the_same_tokens_with_and_without_log_probabilities(sampling, vocab):
+    without, with_them = (make_rows("raw_logprobs", vocab=vocab) for _ in range(2))
     for slot in range(3):
         without.add(slot, [slot], **sampling)
         with_them.add(slot, [slot], logprobs=2 if slot else None, **sampling)

@@ -10,6 +10,7 @@ import torch
 
 from replicas.engine import sampler
 from replicas.engine.rows import processor
+from replicas.engine.rows.logprobs import Logprobs
 from replicas.engine.rows.order import row_processors
 from replicas.engine.rows.processor import LogitRows, RowProcessors
 from replicas.engine.step import NewRow
@@ -45,15 +46,17 @@ class Repeats:
         self.prepared = rows
         self.calls.append(("prepare", rows.slots.tolist(), rows.steps.tolist()))
 
-    def apply(self, logits, rows):
-        assert rows.slots.tolist() == self.prepared.slots.tolist()
-        assert logits.shape[0] == len(rows.slots)
-        for values, slot, step in zip(
-            logits, rows.slots.tolist(), rows.steps.tolist(), strict=True
-        ):
+    def apply(self, logits, rows, indices):
+        assert rows is self.prepared
+        slots, steps = rows.slots[indices].tolist(), rows.steps[indices].tolist()
+        for values, slot, step in zip(logits, slots, steps, strict=True):
             assert len(self.output[slot]) == step
             values[self.output[slot]] += 9.0
-        self.calls.append(("apply", rows.slots.tolist(), rows.steps.tolist()))
+        self.calls.append(("apply", slots, steps))
+
+    def note_drawn(self, token_ids):
+        _, slots, _ = self.calls[-1]
+        self.calls.append(("drawn", slots, token_ids))
 
     def accept(self, slot, token_ids):
         self.output[slot] += token_ids
@@ -70,11 +73,14 @@ def test_processors_get_the_rows_that_they_touch_and_no_others():
     rows.add(0, [5])
     rows.add(3, [5], output=[6, 7], **TOUCHED)
     rows.step()
+    first, second = rows.token_ids[2][-1], rows.token_ids[3][-1]
     rows.remove(2)
     rows.step()
     assert repeats.calls == [
-        ("prepare", [2, 3], [0, 2]), ("apply", [2, 3], [0, 2]), ("accept", 2, 1), ("accept", 3, 1),
-        ("prepare", [3], [3]), ("apply", [3], [3]), ("accept", 3, 1),
+        ("prepare", [2, 3], [0, 2]), ("apply", [2, 3], [0, 2]), ("drawn", [2, 3], [first, second]),
+        ("accept", 2, 1), ("accept", 3, 1),
+        ("prepare", [3], [3]), ("apply", [3], [3]), ("drawn", [3], rows.token_ids[3][-1:]),
+        ("accept", 3, 1),
     ]  # fmt: skip
 
 
@@ -128,18 +134,22 @@ def test_a_step_without_touched_rows_calls_no_processor(processors):
     assert not {("call", processor.__file__), ("call", __file__)} & set(called)
 
 
-def test_rows_are_changed_in_parts_where_they_would_take_too_much_memory(monkeypatch):
-    def tokens():
-        rows = Rows(row_processors([EOS]))
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, SEEDED, {"temperature": 1.0}])
+def test_rows_are_changed_and_drawn_alike_together_and_in_parts(monkeypatch, sampling):
+    def results():
+        logprobs = Logprobs("raw_logprobs")
+        rows = Rows(row_processors([EOS], logprobs=logprobs), logprobs=logprobs)
         for slot in range(4):
-            rows.add(slot, [3, slot], repetition_penalty=1.5 if slot != 2 else 1.0, seed=slot)
-        for _ in range(6):
-            rows.step()
-        return rows.token_ids
+            chosen = {**sampling, "repetition_penalty": 1.5, "logprobs": 2}
+            rows.add(slot, [3, slot], seed=slot, **({} if slot == 2 else chosen))
+        return [rows.step() for _ in range(6)]
 
-    whole = tokens()
-    monkeypatch.setattr(processor, "_ELEMENTS_AT_ONCE", 2 * VOCAB)
-    assert tokens() == whole
+    def tokens_and_logprobs():
+        return [(result.token_ids, result.logprobs) for result in results()]
+
+    whole = tokens_and_logprobs()
+    monkeypatch.setattr(sampler, "_ELEMENTS_AT_ONCE", 2 * VOCAB)
+    assert tokens_and_logprobs() == whole
 
 
 STATE = [
@@ -181,10 +191,9 @@ def test_drafts_before_a_position_count_as_output(sampling):
         assert processors.add(row)
         slots, steps = np.zeros(count, np.int32), len(output) + np.arange(count)
         rows = LogitRows(slots, steps, [drafts[:i] for i in range(count)] if drafts else ())
-        processors.prepare(rows)
-        logits = torch.linspace(-1, 1, VOCAB).expand(count, -1)
-        [(_, found)] = processors.changed(logits, np.arange(count), rows)
-        return found.clone()
+        logits = torch.linspace(-1, 1, VOCAB).repeat(count, 1)
+        processors.prepare(rows).apply(logits, np.arange(count))
+        return logits
 
     together = changed(output, drafts)
     for count in range(4):

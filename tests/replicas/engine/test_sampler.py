@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.engine.sampler import NO_DISTRIBUTION, SamplingColumns, sample
+from replicas.engine.sampler import NO_ALLOWED_TOKEN, NO_DISTRIBUTION, SamplingColumns, sample
 from replicas.engine.step import NewRow
 from replicas.philox import uniform
 from replicas.sampling_params import SamplingParams
@@ -116,6 +116,52 @@ def test_row_is_drawn_alike_in_any_batch(vocab):
         wanted = [together[row] for row in order]
         assert sample(logits[order], *own).tolist() == wanted
         assert sample(logits, *own, np.array(order)).tolist() == wanted
+
+
+class Doubled:
+    """Changes that double all logits.
+
+    Attributes:
+        indices: Those of the rows, in the order of the calls.
+        token_ids: The tokens drawn from these rows.
+    """
+
+    def __init__(self):
+        self.indices, self.token_ids = [], []
+
+    def apply(self, logits, indices):
+        logits *= 2
+        self.indices += indices.tolist()
+
+    def note(self, token_ids):
+        self.token_ids += token_ids.tolist()
+
+
+@pytest.mark.parametrize("vocab", [50, 256, 257, 1000, 49_152])
+def test_changed_rows_are_drawn_as_if_their_logits_had_come_so(vocab):
+    logits = torch.randn(14, vocab, generator=torch.Generator().manual_seed(0))
+    params = columns(
+        [0.0, 0.5, 1.0, 1.5, 0.7, 2.0, 1.0], [0, 5, -1, 0, 100, 1, 0], [1, 0.9, 1, 0.5, 0.8, 1, 1]
+    )
+    places = np.array([3, 9, 13, 0, 1, 2, 12])
+    settings = params, np.arange(7), np.linspace(0.05, 0.95, 7), places
+    doubled, before = Doubled(), logits.clone()
+    found = sample(logits, *settings, doubled)
+    assert found.tolist() == sample(2 * logits, *settings).tolist()
+    assert torch.equal(logits, before)
+    assert sorted(doubled.indices) == [*range(7)]
+    assert found[doubled.indices].tolist() == doubled.token_ids
+
+
+@pytest.mark.parametrize("sampling", [(0.0, 0), (1.0, 0), (1.0, 5)], ids=["best", "whole", "top-k"])
+def test_a_row_without_an_allowed_token_is_told_from_one_that_is_no_distribution(sampling):
+    logits = torch.full((3, 1000), -torch.inf)
+    logits[1, 7] = torch.nan
+    logits[2, 7] = torch.inf
+    temperature, top_k = sampling
+    settings = columns([temperature], [top_k], [1.0]), np.zeros(3, dtype=int), np.full(3, 0.5)
+    found = sample(logits, *settings, None, Doubled()).tolist()
+    assert found == [NO_ALLOWED_TOKEN, NO_DISTRIBUTION, NO_DISTRIBUTION]
 
 
 def test_logits_are_left_as_they_are_and_only_the_rows_that_are_asked_for_are_looked_at():
