@@ -7,8 +7,8 @@ timeline, less what was computed of rows behind their ends. Steps are those of t
 model, where the host matters most. Either all rows run to the end, or one row ends with every step.
 The A/A column is two steps again.
 
-The second table is of the demo model on the CPU, where steps do not overlap: tokens a second with
-one pass a step, with eight, and with one again.
+The second table is of the demo model on the CPU, where steps do not overlap: tokens for a second
+of CPU time with one pass a step, with eight, and with one again.
 
     python -m benchmarks.steps_in_flight [--quick]
 """
@@ -137,15 +137,31 @@ class Decoding:
         return device.timeline
 
 
-def useful_share(case: Case, mode: Mode, passes: int) -> float:
-    """Share of the time in which the device computes tokens that are sent."""
+class Measured(NamedTuple):
+    """Of one engine.
+
+    Attributes:
+        useful: Share of the time in which the device computes tokens that are sent.
+        host_us: CPU time of a pass in microseconds, less sensitive to other work on the machine.
+    """
+
+    useful: float
+    host_us: float
+
+
+def measure(case: Case, mode: Mode, passes: int) -> Measured:
+    """Let an engine decode a full batch."""
     engine = Decoding(engine_config(case.batch_size, mode), lengths(case, passes))
     try:
         timeline, timer = engine.timeline, engine.core.timer
         free_s, busy_s, computed = timeline.free_s, timeline.busy_s, timer.num_tokens
+        num_steps, cpu_s = timer.num_steps, time.process_time()
         sent = engine.run(passes)
+        cpu_s = time.process_time() - cpu_s
         busy = (timeline.busy_s - busy_s) / (timeline.free_s - free_s)
-        return busy * sent / (timer.num_tokens - computed)
+        return Measured(
+            busy * sent / (timer.num_tokens - computed), 1e6 * cpu_s / (timer.num_steps - num_steps)
+        )
     finally:
         engine.core.shutdown()
 
@@ -157,7 +173,7 @@ def lengths(case: Case, passes: int) -> list[SamplingParams]:
 
 
 def cpu_tokens_per_s(batch_size: int, num_scheduler_steps: int, passes: int) -> float:
-    """Tokens a second of the demo model on the CPU, in a full batch that goes on."""
+    """Return the tokens of the demo model for a second of CPU time, in a batch that stays full."""
     config = EngineConfig(
         model=str(demo_model_folder()),
         max_batch_size=batch_size,
@@ -167,32 +183,37 @@ def cpu_tokens_per_s(batch_size: int, num_scheduler_steps: int, passes: int) -> 
     )
     engine = Decoding(config, lengths(Case("", batch_size), passes))
     try:
-        started = time.perf_counter()
-        return engine.run(passes) / (time.perf_counter() - started)
+        started_s = time.process_time()
+        return engine.run(passes) / (time.process_time() - started_s)
     finally:
         engine.core.shutdown()
 
 
 def compare_on_a_mesh(passes: int, rounds: int) -> dict[str, float]:
     """Print the first table, and return its figures."""
-    print("Share of the time in which a simulated mesh computes tokens that are sent, medians.")
-    print(f"{'rows':>14}" + "".join(f"{name:>12}" for name in MODES))
+    print("Share of the time in which a simulated mesh computes tokens that are sent (microseconds")
+    print("of CPU time a pass), medians.")
+    print(f"{'rows':>14}" + "".join(f"{name:>16}" for name in MODES))
     result: dict[str, float] = {}
     for case in CASES:
         # By turns, so that load on the machine affects all columns.
-        turns = [
-            [useful_share(case, mode, passes) for mode in MODES.values()] for _ in range(rounds)
-        ]
-        medians = dict(zip(MODES, map(statistics.median, zip(*turns, strict=True)), strict=True))
-        print(f"{case.name:>14}" + "".join(f"{share:12.3f}" for share in medians.values()))
-        result |= {f"useful_{case.name}_{name}": round(n, 4) for name, n in medians.items()}
-        result[f"aa_ratio_{case.name}"] = round(medians["two_again"] / medians["two"], 4)
+        turns = [[measure(case, mode, passes) for mode in MODES.values()] for _ in range(rounds)]
+        cells = []
+        for column, name in enumerate(MODES):
+            useful = statistics.median(turn[column].useful for turn in turns)
+            host_us = statistics.median(turn[column].host_us for turn in turns)
+            cells.append(f"{useful:.3f} ({host_us:.0f})")
+            result[f"useful_{case.name}_{name}"] = round(useful, 4)
+            result[f"host_us_{case.name}_{name}"] = round(host_us, 1)
+        print(f"{case.name:>14}" + "".join(f"{cell:>16}" for cell in cells), flush=True)
     return result
 
 
 def compare_on_the_cpu(passes: int, rounds: int) -> dict[str, float]:
     """Print the second table, and return its ratios."""
-    print("Tokens a second of the demo model on the CPU, and ratios to one pass a step, medians.")
+    print(
+        "Tokens of the demo model for a second of CPU time, and ratios to one pass a step, medians."
+    )
     print(f"{'rows':>14}{'1':>12}{'8':>12}{'1 again':>12}{'8 / 1':>12}{'A/A':>12}")
     result: dict[str, float] = {}
     for num_rows in CPU_ROWS:
