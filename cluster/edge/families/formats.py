@@ -152,9 +152,7 @@ def read_message(
     context: OutputContext,
 ) -> Steps[None]:
     """Read a message: reasoning, if there is any, then content with calls."""
-    whole = None if reasoning is None else reasoning.whole
-    if isinstance(tools, WholeFormat):
-        whole = tools
+    whole = _whole_format(tools, reasoning)
     if whole is not None:
         with contextlib.suppress(CutError):
             yield from whole.read(reader, sink, context)
@@ -171,17 +169,34 @@ def read_message(
             hidden = (*hidden, end) if reasoning.calls_end_it else hidden
     starts = () if tools is None else tools.starts
     markers = Markers((*starts, *(text for text in hidden if text not in starts)))
-    if tools is not None and tools.leading:
-        begin = reader.pos
-        yield from reader.skip_space()
-        start = yield from reader.starts_any(tools.leading)
-        if start is None:
-            reader.pos = begin
-        else:
-            yield from _try_calls(tools, start, reader, sink, context)
+    if tools is not None:
+        yield from _read_leading(tools, reader, sink, context)
     while (start := (yield from reader.copy_until(markers, sink.content))) is not None:
         if tools is not None and start in starts:
             yield from _try_calls(tools, start, reader, sink, context)
+
+
+def _whole_format(
+    tools: ToolFormat | None, reasoning: ReasoningFormat | None
+) -> WholeFormat | None:
+    """Return the format of the whole message, if it has one."""
+    if isinstance(tools, WholeFormat):
+        return tools
+    return None if reasoning is None else reasoning.whole
+
+
+def _read_leading(
+    tools: ToolFormat, reader: TextReader, sink: MessageSink, context: OutputContext
+) -> Steps[None]:
+    """Read calls that stand only at the beginning of the content."""
+    begin = reader.pos
+    if tools.leading:
+        yield from reader.skip_space()
+    start = yield from reader.starts_any(tools.leading)
+    if start is None:
+        reader.pos = begin
+    else:
+        yield from _try_calls(tools, start, reader, sink, context)
 
 
 def _reasoning_end(

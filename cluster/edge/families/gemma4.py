@@ -209,9 +209,8 @@ def _items(lark: Lark, item: str, schema: Mapping[str, Any]) -> str:
     least, most = schema.get("minItems", 0), schema.get("maxItems")
     if most == 0:
         return ""
-    limit = "" if most is None else most - 1
-    more = f"({lark.text(',')} {item}){{{max(least - 1, 0)},{limit}}}"
-    return f"({item} {more}){'' if least else '?'}"
+    more = f"({lark.text(',')} {item}){{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
+    return f"({lark.sequence(item, '' if most == 1 else more)}){'' if least else '?'}"
 
 
 def _any_value(lark: Lark) -> str:

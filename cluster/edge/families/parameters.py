@@ -46,6 +46,11 @@ def property_schema(parameters: Mapping[str, Any], name: str) -> Mapping[str, An
     return found if isinstance(found, dict) else {}
 
 
+def definitions(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schemas that references in the schemas of arguments may name."""
+    return {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
+
+
 def is_text(schema: Mapping[str, Any]) -> bool:
     """Return whether an argument stands without quotes: it can only be a string."""
     return kinds(schema) == {"string"}
@@ -89,9 +94,7 @@ def parameter_list(
     properties = tool.parameters.get("properties")
     properties = properties if isinstance(properties, dict) else {}
     required = tool.parameters.get("required", ())
-    shared = {
-        key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters
-    }
+    shared = definitions(tool.parameters)
     parts = []
     for name in properties:
         schema = property_schema(tool.parameters, name)

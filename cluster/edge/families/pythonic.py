@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.edge.families.formats import ToolFormat
 from cluster.edge.families.message import arguments_text
+from cluster.edge.families.parameters import definitions, property_schema
 from cluster.edge.families.reader import NotACallError
 
 if TYPE_CHECKING:
@@ -62,13 +63,14 @@ class Pythonic(ToolFormat):
             properties = tool.parameters.get("properties")
             properties = properties if isinstance(properties, dict) else {}
             required = tool.parameters.get("required", ())
-            parts = [
-                (
-                    lark.rule(lark.sequence(lark.text(f"{name}="), lark.json(schema))),
-                    name in required,
-                )
-                for name, schema in properties.items()
-            ]
+            parts = []
+            for name in properties:
+                schema = {
+                    **definitions(tool.parameters),
+                    **property_schema(tool.parameters, name),
+                }
+                value = lark.sequence(lark.text(f"{name}="), lark.json(schema))
+                parts.append((lark.rule(value), name in required))
             arguments = lark.list_of(parts, ", ")
             options.append(lark.sequence(lark.text(f"{tool.name}("), arguments, lark.text(")")))
         call = lark.any_of(options)

@@ -202,6 +202,27 @@ def test_what_the_grammar_makes_the_parser_reads(name, is_parallel):
     assert (num_calls == {1}) is not has_several
 
 
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {},
+        {"properties": {"a": {"type": "array", "items": {"type": "null"}, "maxItems": 1}}},
+        {"properties": {"a": {"type": "array", "minItems": 2}, "b": {}}, "required": ["b"]},
+        {"properties": {"a": {"type": ["string", "null"]}, "b": {"enum": ["x", 1, None]}}},
+        {"properties": {"a": {"type": "string", "pattern": "^[a-z]/$"}, "b": {"const": "y"}}},
+        {"properties": {"a": {"type": "string", "minLength": 2}, "b": {"type": "object"}}},
+        {"properties": {"a": {"anyOf": [{"type": "integer"}, {"type": "string"}]}, "b": True}},
+    ],
+)
+def test_a_schema_has_a_grammar_in_every_format(name, schema):
+    compiler = GrammarCompiler.for_checks([])
+    for is_required in (True, False):
+        rules = CallRules([Tool("f", schema)], is_required=is_required)
+        grammar = message_grammar(TOOL_FORMATS[name], REASONING_FORMATS["qwen3"], rules, {})
+        compiler.compile(StructuredOutputs(grammar=grammar))
+
+
 def accepted(grammar, text, special=()):
     """Whether a grammar accepts a text, whole."""
     matcher = GrammarCompiler.for_checks(special).compile(StructuredOutputs(grammar=grammar))
