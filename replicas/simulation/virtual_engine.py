@@ -20,7 +20,6 @@ from replicas.engine.core import EngineCore
 from replicas.engine.facts import connector_settings, model_facts
 from replicas.engine.process import EngineServer, describe, gather_s
 from replicas.engine.step import ModelFacts as ModelFacts  # noqa: TC001 - part of the surface
-from replicas.errors import ConfigError
 from replicas.generators.model_config import load_hf_config
 from replicas.generators.simulated.profiles import CAPABILITIES
 from replicas.messages import EngineFrame
@@ -108,7 +107,7 @@ class VirtualEngine:
         unix_now_s: Wall clock for the expiry of tickets.
 
     Raises:
-        ConfigError: The configuration and the device do not fit, or an option is not simulated.
+        ConfigError: The configuration and the device do not fit.
     """
 
     def __init__(
@@ -120,16 +119,14 @@ class VirtualEngine:
         notify: Callable[[], None],
         unix_now_s: Callable[[], float],
     ) -> None:
-        if config.num_scheduler_steps > 1:
-            raise ConfigError(
-                f"num_scheduler_steps {config.num_scheduler_steps} is not simulated; remove it"
-            )
         clock = self._clock = StepClock()
         settings = msgspec.structs.replace(
             connector_settings(config, incarnation, unix_now_s, clock.now_s), config=device.transfer
         )
         self._timing = device.timing
         mesh = config.simulated_mesh
+        # A step of several passes is one turn then; otherwise a turn may end after any pass.
+        self._has_long_steps = config.num_scheduler_steps > 1
         # Whether a message since the last turn may require a new snapshot for clients.
         self._has_changed = False
         self._worker = VirtualWorker(
@@ -206,7 +203,8 @@ class VirtualEngine:
             return VirtualTurn(now_s, [self._end_s(now_s, self._clock.spent_s, 0)])
         # After a change, clients get a snapshot after the first pass, as from an engine process: do
         # not make others then.
-        if batch.num_passes > 1 and step.brings_tokens_alone and not has_changed:
+        has_turns = batch.num_passes > 1 and not self._has_long_steps
+        if has_turns and step.brings_tokens_alone and not has_changed:
             host_s = self._host_s(len(batch.slots))
             ends_s = self._worker.plan_turns(host_s, is_ahead=self._core.runs_ahead)
         else:
@@ -299,7 +297,7 @@ class VirtualEngine:
             # The host may submit the next step when it begins to wait for the last of these.
             self._clock.start(turn.end_times_s[num_passes - 2])
         self._worker.stop_after(num_passes)
-        self._core.collect_step(turn.step, num_passes)
+        self._core.collect_step(turn.step, None if self._has_long_steps else num_passes)
 
     def _end_s(self, now_s: float, spent_s: float, num_rows: int) -> float:
         """Return the end of a turn of one step that begins now."""

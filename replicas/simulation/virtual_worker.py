@@ -5,7 +5,7 @@ Owner of its device's timeline and of the rows that stand for its KV. It accepts
 and the same token ids for greedy rows if it models KV. It needs no tensors, and optionally no KV,
 so that thousands of replicas fit one simulation. A decode step may have many passes, of which the
 first one is made when the step is submitted, and the others when it is known how many there are
-(`stop_after`).
+(`stop_after`). With `num_scheduler_steps` all are made at once.
 
 There is neither a drafter nor a compiler of grammars: which drafts are right, and how long a
 grammar takes, is drawn at random from a seed, with the probabilities of `Chances`.
@@ -22,7 +22,7 @@ import numpy as np
 
 from kv_transfer.p2p_worker import P2PConnectorWorker
 from replicas.engine.speculation import accepted_runs
-from replicas.engine.step import ModelFacts, Prepared, StepResult
+from replicas.engine.step import ModelFacts, Prepared, ScheduledBatch, StepResult
 from replicas.generators.simulated.device import DeviceTimeline
 from replicas.generators.simulated.kv_io import SimulatedKVIO, simulated_kv_layout
 from replicas.generators.simulated.tokens import (
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     )
     from kv_transfer.layout import KVLayout
     from replicas.config import EngineConfig
-    from replicas.engine.step import NewRow, Preparation, ScheduledBatch
+    from replicas.engine.step import NewRow, Preparation
     from replicas.generators.simulated.device import Slowdown
     from replicas.generators.simulated.timing import StepTiming
     from replicas.kv_groups import KVGroup
@@ -107,7 +107,7 @@ class StepClock:
 class _Begun(NamedTuple):
     """A submitted step: its rows' runs of tokens, when it is over, and waits for earlier passes.
 
-    `num_drafts` is as in `StepResult`.
+    `num_drafts` is as in `StepResult`; `num_passes` are the passes for which the host waits once.
     """
 
     batch: ScheduledBatch
@@ -115,6 +115,7 @@ class _Begun(NamedTuple):
     end_s: float
     earlier_s: Sequence[float] = ()
     num_drafts: Sequence[int] = ()
+    num_passes: int = 1
 
 
 class _Planned(NamedTuple):
@@ -290,10 +291,37 @@ class VirtualWorker:
             self._connector.start_load_kv(meta, now_s)
         if batch is not None:
             self._apply(batch)
+            if batch.num_passes > 1 and self._config.num_scheduler_steps > 1:
+                self._begun.append(self._make_passes(batch))
+                return
             end_s = self._timeline.submit(self._clock.now_s(), self._step_s(batch))
             runs = self._advance(batch)
             num_drafts = self._propose(batch, runs) if batch.max_drafts else ()
             self._begun.append(_Begun(batch, runs, end_s, num_drafts=num_drafts))
+
+    def _make_passes(self, batch: ScheduledBatch) -> _Begun:
+        """Make all passes of a step.
+
+        A row without a block for its last token has ended. As on a device it is computed further,
+        and what it gets means nothing.
+        """
+        now_s, end_s = self._clock.now_s(), 0.0
+        runs: dict[int, list[int]] = {slot: [] for slot in batch.slots}
+        for _ in range(batch.num_passes):
+            slots = [slot for slot in batch.slots if self._has_block(self._row(slot))]
+            one = ScheduledBatch(batch.kind, slots, [1] * len(slots), [], [])
+            end_s = self._timeline.submit(now_s, self._step_s(one))
+            tokens = dict(zip(slots, self._advance(one), strict=True))
+            for slot, run in runs.items():
+                run.extend(tokens.get(slot, [_FIRST_TOKEN]))
+        return _Begun(batch, [*runs.values()], end_s, num_passes=batch.num_passes)
+
+    def _has_block(self, row: _Row) -> bool:
+        """Return whether a decoding row has a block for its last token."""
+        if self._cache is None:
+            return row.num_tokens < self._max_model_len
+        [block_ids] = row.block_ids
+        return row.num_computed < len(block_ids) * self._cache.block_size
 
     def collect_step(self) -> StepResult:
         """Return the result of the oldest step, and add the wait for it to the clock."""
@@ -305,7 +333,7 @@ class VirtualWorker:
             counts = []
         return StepResult(
             list(itertools.chain.from_iterable(begun.runs)),
-            [*begun.earlier_s, wait_s],
+            [*begun.earlier_s, *[wait_s / begun.num_passes] * begun.num_passes],
             counts,
             num_drafts=[*begun.num_drafts],
         )

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _CHOICES_SHARE = 0.25
 _DRAFTS_SHARE = 0.25
 _GRAMMARS_SHARE = 0.25
+_LONG_STEPS_SHARE = 0.25
 _NUM_CHOICES = (2, 2, 3, 4)
 _MANY_CHOICES = 5
 """More than any replica has slots in a lane."""
@@ -25,16 +26,18 @@ _NUM_GRAMMARS = 4
 _STOP_AT = (1, 2, 10)
 _STOP_STRING_SHARE = 0.3
 _STOPS_SHARE = 0.3
+_NUM_PASSES = (2, 3, 8)
 _STOP_TOKEN_IDS = tuple(range(100, 116))
 """One in thirty of the vocabulary."""
 
 
 def with_features(scenario: Scenario, rng: np.random.Generator) -> Scenario:
-    """Return the scenario with several choices, drafts and grammars, each with some chance."""
+    """Return the scenario with each of the features below, with some chance."""
     for share, change in (
         (_CHOICES_SHARE, _with_choices),
         (_DRAFTS_SHARE, _with_drafts),
         (_GRAMMARS_SHARE, _with_grammars),
+        (_LONG_STEPS_SHARE, _with_long_steps),
     ):
         if rng.random() < share:
             scenario = change(scenario, rng)
@@ -99,6 +102,15 @@ def _with_grammars(scenario: Scenario, rng: np.random.Generator) -> Scenario:
         for request in scenario.requests
     )
     return msgspec.structs.replace(scenario, pools=pools, requests=requests)
+
+
+def _with_long_steps(scenario: Scenario, rng: np.random.Generator) -> Scenario:
+    """Let engines make several decode passes in one step."""
+    pools = tuple(
+        msgspec.structs.replace(pool, num_scheduler_steps=int(rng.choice(_NUM_PASSES)))
+        for pool in scenario.pools
+    )
+    return msgspec.structs.replace(scenario, pools=pools)
 
 
 def _with(request: ScenarioRequest, **changes: int | tuple[int, ...] | None) -> ScenarioRequest:

@@ -60,6 +60,7 @@ class ScenarioPool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         right_drafts: Share of drafts that are right.
         slow_grammars: Share of grammars that are not compiled at once, or too late.
         bad_grammars: Share of grammars that cannot be compiled.
+        num_scheduler_steps: Most decode passes of one step.
     """
 
     role: Literal["prefill", "decode", "both"]
@@ -81,6 +82,7 @@ class ScenarioPool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     right_drafts: float = 0.5
     slow_grammars: float = 0.0
     bad_grammars: float = 0.0
+    num_scheduler_steps: int = 1
 
 
 class ScenarioRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -287,6 +289,7 @@ def _pool_spec(pool: ScenarioPool, scenario: Scenario) -> PoolSpec:
         step_timeout_s=pool.step_timeout_s,
         steps_in_flight=pool.steps_in_flight,
         speculative_config=drafts,
+        num_scheduler_steps=pool.num_scheduler_steps,
     )
     group = KVGroup(
         layers=(0,),

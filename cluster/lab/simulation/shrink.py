@@ -112,7 +112,13 @@ def _smaller_pools(scenario: Scenario) -> Iterator[Scenario]:
             targets = {f"{pool.role}/{count - 1}"} if field == "replicas" else set()
             if count > 1 and not targets & {fault.target for fault in scenario.faults}:
                 yield _with(scenario, "pools", i, **{field: count - 1})
-        simpler = {"mixed": False, "max_num_waiting": None, "prefill_streak": 1, "max_drafts": 0}
+        simpler = {
+            "mixed": False,
+            "max_num_waiting": None,
+            "prefill_streak": 1,
+            "max_drafts": 0,
+            "num_scheduler_steps": 1,
+        }
         yield _with(scenario, "pools", i, **simpler)
     if scenario.ingresses > 1:
         yield msgspec.structs.replace(scenario, ingresses=1)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from kv_transfer.ticket import Ticket
 from replicas.engine.watchdog import STALL_S
-from replicas.errors import ConfigError
 from replicas.faults import NO_FAULTS
 from replicas.generators.simulated.profiles import engine_timing
 from replicas.messages import (
@@ -42,11 +42,6 @@ def make_engine(net, name, **changes):
     engine.handle_message(CLIENT, Hello(PROTOCOL_VERSION), 0.0)
     engine.end_turn(engine.begin_turn(0.0), 0, 0.0)
     return engine, device.timing
-
-
-def test_steps_of_several_passes_are_not_simulated():
-    with pytest.raises(ConfigError, match="num_scheduler_steps 2 is not simulated"):
-        make_engine(Net(), "e", num_scheduler_steps=2)
 
 
 def ticket(prefill):
@@ -134,3 +129,24 @@ def test_a_turn_that_does_not_end_is_a_stall_in_the_engines_heartbeats():
     assert engine.heartbeat(at_s + 1).stalled_s == at_s + 1 - 10.0
     engine.end_turn(turn, 1, at_s + 2)
     assert engine.heartbeat(at_s + 3).stalled_s == 0
+
+
+def test_a_step_of_several_passes_is_one_turn():
+    ends_s = {}
+    for num_passes in (1, 3):
+        engine, timing = make_engine(Net(), "e", num_scheduler_steps=num_passes, steps_in_flight=1)
+        sampling = msgspec.structs.replace(SAMPLING, max_tokens=7)
+        engine.handle_message(CLIENT, AddRequest(EngineRequest("r", PROMPT, sampling)), 0.0)
+        now_s, turns = 0.0, []
+        while engine.num_live:
+            turn = engine.begin_turn(now_s)
+            now_s = turn.end_times_s[-1]
+            engine.end_turn(turn, len(turn.end_times_s), now_s)
+            turns.append(len(turn.end_times_s))
+        ends_s[num_passes] = now_s
+        if num_passes > 1:
+            # The prompt with the first token, then twice three tokens.
+            assert turns == [1, 1, 1]
+    # The host works once for the passes of a step.
+    saved_s = 4 * (timing.host_s + timing.host_row_s)
+    assert ends_s[3] == pytest.approx(ends_s[1] - saved_s)

@@ -1,4 +1,4 @@
-"""Scenarios with several choices, drafts and grammars: that these happen, and are checked."""
+"""Scenarios with random features of requests and engines: that these happen, and are checked."""
 
 import msgspec
 import numpy as np
@@ -89,6 +89,17 @@ def test_drafts_change_no_token(split):
     assert 0 < num_right < num_drafts
 
 
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_steps_of_several_passes_change_no_token(split, mixed):
+    stops = RequestVariant(stop_token_ids=tuple(range(100, 116)))
+    given = {"split": split, "mixed": mixed, "num_blocks": 40}
+    _, single, _ = run(THREE, PLAIN, stops, **given)
+    outcomes, several, _ = run(THREE, PLAIN, stops, num_scheduler_steps=4, **given)
+    assert outcomes == ["ok"] * 3
+    assert several == single
+
+
 @pytest.mark.parametrize(
     ("chances", "outcomes"),
     [
@@ -112,6 +123,7 @@ def test_seeds_have_every_feature():
     assert any(variant.stop_at for variant in requests)
     assert any(variant.stop_token_ids for variant in requests)
     assert any(variant.grammar for variant in requests)
+    assert {pool.num_scheduler_steps > 1 for pool in pools} == {False, True}
     assert {bool(pool.max_drafts) for pool in pools} == {False, True}
     assert {bool(pool.slow_grammars) for pool in pools} == {False, True}
     assert {bool(pool.bad_grammars) for pool in pools} == {False, True}

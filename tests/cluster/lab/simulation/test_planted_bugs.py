@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import heapq
 import itertools
+from unittest import mock
 
 import pytest
 
@@ -299,6 +300,12 @@ def rejected_draft_is_kept(_, _drawn, _drafts, counts):
 @plant(EndRules, "cut", seed=1)
 def run_is_not_cut_at_its_end(cut, self, seq, run):
     return run, cut(self, seq, run)[1]
+
+
+@plant(Scheduler, "_allocate_passes", seed=1)
+def passes_of_a_step_have_no_blocks(allocate, self, plan, most):
+    with mock.patch.object(self, "_grow", return_value=True):
+        return allocate(self, plan, most)
 
 
 @plant(Preparations, "take_orders", seed=7)
