@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from cluster.edge.families.reader import Steps, TextReader
 
 
+MAX_REFUSED = 64
+"""Texts that look like calls but are none, after which a message has no more calls. Each may be as
+long as the rest of the output, which is then read again."""
+
+
 @dataclass(frozen=True, slots=True)
 class OutputContext:
     """What a parser knows about the request.
@@ -172,7 +177,11 @@ def read_message(
     if tools is not None:
         yield from _read_leading(tools, reader, sink, context)
     while (start := (yield from reader.copy_until(markers, sink.content))) is not None:
-        if tools is not None and start in starts:
+        if tools is None or start not in starts:
+            continue
+        if reader.num_refused >= MAX_REFUSED:
+            sink.content(start)
+        else:
             yield from _try_calls(tools, start, reader, sink, context)
 
 
@@ -234,12 +243,16 @@ def _read_reasoning(
         if found == end:
             sink.end_reasoning()
             return True
+        if found in starts and reader.num_refused >= MAX_REFUSED:
+            sink.reasoning(found)
+            continue
         if tools is not None and found in starts:
             num_calls, begin = sink.num_calls, reader.pos
             try:
                 yield from tools.read_calls(found, reader, sink, context)
             except NotACallError:
                 if sink.num_calls == num_calls:
+                    reader.num_refused += 1
                     sink.reasoning(found)
                     reader.pos = begin
                     continue
@@ -258,6 +271,7 @@ def _try_calls(
     try:
         yield from tools.read_calls(start, reader, sink, context)
     except NotACallError:
+        reader.num_refused += 1
         if sink.num_calls == num_calls:
             sink.content(start)
             reader.pos = begin

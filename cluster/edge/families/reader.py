@@ -63,12 +63,14 @@ class TextReader:
         text: The text that is still needed.
         pos: Position in `text` up to which it has been read.
         is_ended: Whether no more text comes.
+        num_refused: Texts so far that looked like calls but are none.
     """
 
     def __init__(self) -> None:
         self.text = ""
         self.pos = 0
         self.is_ended = False
+        self.num_refused = 0
 
     def wait(self) -> Steps[bool]:
         """Wait for more text; return False if there is none."""

@@ -155,6 +155,12 @@ def test_text_that_is_no_call_is_read_in_linear_time():
     own.finish()
 
 
+def test_text_that_looks_like_calls_again_and_again_is_not_read_as_often():
+    text = "<tool_call>{" * 4_000 + "}" * 4_000
+    own = parser("hermes")
+    assert own.read(f"{text}{HERMES_CALL}").content == f"{text}{HERMES_CALL}"
+
+
 def random_text(compiler, grammar, seed, begin=""):
     """A text of a grammar over bytes, drawn at random behind its beginning."""
     matcher = compiler.compile(StructuredOutputs(grammar=grammar))
