@@ -125,7 +125,7 @@ class AsyncLLM:
             prompt, sampling_params, self._tokenizer, description
         )
         spec = sampling_params.structured_outputs
-        if spec is not None and not self._grammar_checker.knows(spec):
+        if spec is not None and not self._grammar_checker.recall(spec):
             await asyncio.to_thread(self._grammar_checker.check, spec)
         if sampling_params.seed is None:
             sampling_params = msgspec.structs.replace(sampling_params, seed=secrets.randbits(63))

@@ -55,9 +55,18 @@ class _Verdict(msgspec.Struct, array_like=True):
     param: str = ""
     text: str = ""
 
+    def apply(self) -> None:
+        """Refuse the grammar if something is wrong; raises InvalidRequestError."""
+        if self.param:
+            raise InvalidRequestError(self.param, self.text)
+
 
 class _ChildEndedError(Exception):
     """The child has ended, or does not answer."""
+
+
+_ENDED_BY_GRAMMAR = frozenset({-signal.SIGPROF, -signal.SIGABRT})
+"""Exit codes of a child that a grammar has ended: too much processor time, or memory."""
 
 
 class GrammarChecker:
@@ -72,12 +81,20 @@ class GrammarChecker:
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize[..., GrammarChecker] | None = None
-        # Hashes of grammars that have passed, the least recently used first.
-        self._passed: OrderedDict[bytes, None] = OrderedDict()
+        # Verdicts by the hash of the grammar, the least recently used first.
+        self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
 
-    def knows(self, spec: StructuredOutputs) -> bool:
-        """Return whether `check` would pass without any work."""
-        return _hash(spec) in self._passed
+    def recall(self, spec: StructuredOutputs) -> bool:
+        """Return whether a grammar is known to pass; does not wait for other threads.
+
+        Raises:
+            InvalidRequestError: It is known to be refused; see `check`.
+        """
+        verdict = self._verdicts.get(_hash(spec))
+        if verdict is None:
+            return False
+        verdict.apply()
+        return True
 
     def check(self, spec: StructuredOutputs) -> None:
         """Check a grammar; the first call starts the child, which takes about 0.2 s.
@@ -88,19 +105,25 @@ class GrammarChecker:
         """
         key = _hash(spec)
         with self._lock:
-            if key not in self._passed:
-                self._ask(spec)
-            self._passed[key] = None
-            self._passed.move_to_end(key)
-            if len(self._passed) > _NUM_REMEMBERED:
-                self._passed.popitem(last=False)
+            verdict = self._verdicts.get(key) or self._ask(spec)
+            self._verdicts[key] = verdict
+            self._verdicts.move_to_end(key)
+            if len(self._verdicts) > _NUM_REMEMBERED:
+                self._verdicts.popitem(last=False)
+        verdict.apply()
 
     def close(self) -> None:
         """End the child, if there is one. A later check starts another."""
         with self._lock:
             self._drop()
 
-    def _ask(self, spec: StructuredOutputs) -> None:
+    def _ask(self, spec: StructuredOutputs) -> _Verdict:
+        """Return the child's verdict, or one about a grammar that has ended the child.
+
+        Raises:
+            InvalidRequestError: The child did not answer, which may be the host's fault.
+            EngineStartError: The child does not start.
+        """
         child = self._child or self._start()
         try:
             assert child.stdin is not None
@@ -110,12 +133,11 @@ class GrammarChecker:
         except (_ChildEndedError, OSError) as error:
             self._drop()
             param = f"structured_outputs.{spec.kind}"
-            raise InvalidRequestError(
-                param, f"{param} takes too long or too much memory to compile; simplify it"
-            ) from error
-        verdict = msgspec.msgpack.decode(answer, type=_Verdict)
-        if verdict.param:
-            raise InvalidRequestError(verdict.param, verdict.text)
+            text = f"{param} takes too long or too much memory to compile; simplify it"
+            if child.returncode in _ENDED_BY_GRAMMAR:
+                return _Verdict(param, text)
+            raise InvalidRequestError(param, text) from error
+        return msgspec.msgpack.decode(answer, type=_Verdict)
 
     def _start(self) -> subprocess.Popen[bytes]:
         child = self._child = subprocess.Popen(

@@ -40,10 +40,17 @@ _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 500_000,
     "max_lexer_states": 50_000,
     "step_lexer_fuel": 50_000,
-    "step_max_items": 20_000,
     # Verbose errors would put a client's text into logs.
     "verbose_errors": False,
 }
+_RULE_LIMITS: dict[str, Any] = {"max_items_in_row": 300, "step_max_items": 20_000}
+"""Items of the parser, in one row and for one mask, with a client's own rules.
+
+These may be ambiguous, and then a token takes time of the cube of a row: 26 ms at 300 items, half a
+second at llguidance's 2,000.
+"""
+_OTHER_LIMITS: dict[str, Any] = {"max_items_in_row": 10_000, "step_max_items": 20_000}
+"""The same for schemas, whose rows have four items for each optional property, all different."""
 _MAX_ERROR_CHARS = 300
 _LARK_LINE = re.compile(r"[ \t]*(%llguidance\b|start[ \t]*:)")
 
@@ -59,7 +66,8 @@ class GrammarCompiler:
     def __init__(self, tokenizer: LLTokenizer, special_tokens: Collection[str]) -> None:
         self.tokenizer = tokenizer
         self._special_tokens = frozenset(special_tokens)
-        self._limits = LLParserLimits(**_LIMITS)
+        self._limits = LLParserLimits(**_LIMITS, **_OTHER_LIMITS)
+        self._rule_limits = LLParserLimits(**_LIMITS, **_RULE_LIMITS)
 
     @classmethod
     def for_model(
@@ -96,9 +104,9 @@ class GrammarCompiler:
                 field, and the message says why.
         """
         kind = spec.kind
-        matcher = LLMatcher(
-            self.tokenizer, self._text(kind, spec), log_level=0, limits=self._limits
-        )
+        may_be_ambiguous = kind == "grammar" and not spec.is_unambiguous
+        limits = self._rule_limits if may_be_ambiguous else self._limits
+        matcher = LLMatcher(self.tokenizer, self._text(kind, spec), log_level=0, limits=limits)
         if not matcher.is_error():
             # Some limits are exceeded only when the first mask is computed.
             matcher.compute_bitmask()
@@ -114,7 +122,9 @@ class GrammarCompiler:
         if kind == "choice":
             if len(value) > MAX_SCHEMA_VALUES:
                 _refuse(kind, f"has {len(value)} entries, but may have {MAX_SCHEMA_VALUES}")
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, value)))
+            # One terminal: as alternatives of a rule each text would be an item in the first row.
+            texts = " | ".join(map(json.dumps, value))
+            return LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {texts}")
         if kind == "grammar":
             return LLMatcher.grammar_from_lark(_lark(value))
         if kind == "structural_tag":

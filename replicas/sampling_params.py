@@ -137,6 +137,8 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, array_like=Tr
         disable_any_whitespace: Let JSON have no more white space than one blank after separators.
         disable_additional_properties: Let objects have the properties of their schema alone.
         whitespace_pattern: A regular expression for the white space of JSON.
+        is_unambiguous: The rules of `grammar` read no text in two ways, so that they may be as wide
+            as a schema's. Bodies of HTTP cannot say so.
     """
 
     json: str | dict[str, Any] | None = None
@@ -148,6 +150,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, array_like=Tr
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
+    is_unambiguous: bool = False
 
     def __post_init__(self) -> None:
         """Replace objects by text, so that the parameters can be compared and hashed.

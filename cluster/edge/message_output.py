@@ -59,7 +59,8 @@ class MessageOutput:
             special_ids,
             prompt_end,
         )
-        grammar = Grammar(StructuredOutputs(grammar=text), "tools")
+        # Marks tell calls from text and from each other.
+        grammar = Grammar(StructuredOutputs(grammar=text, is_unambiguous=True), "tools")
         grammar.check()
         return grammar
 

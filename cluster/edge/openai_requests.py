@@ -538,6 +538,18 @@ def _sampling(
     return sampling
 
 
+def recall_grammar(grammar: Grammar, checker: GrammarChecker) -> bool:
+    """Return whether a grammar is known to compile.
+
+    Raises:
+        BadRequestError: It is known not to; see `check_grammar`.
+    """
+    try:
+        return checker.recall(grammar.spec)
+    except InvalidRequestError as error:
+        raise grammar.bad_request(error) from error
+
+
 def check_grammar(grammar: Grammar, checker: GrammarChecker) -> Grammar:
     """Return a grammar that compiles; may take a second.
 

@@ -61,6 +61,7 @@ from cluster.edge.openai_requests import (
     parse_completion,
     parse_detokenize,
     parse_tokenize,
+    recall_grammar,
     resolve_model,
     response_spec,
     truncate_prompt,
@@ -514,7 +515,7 @@ class _RouteHandlers:
 
     async def _check_grammar(self, grammar: Grammar | None, request: Request) -> None:
         """Refuse a request whose grammar does not compile, before any work for it."""
-        if grammar is None or self._grammar_checker.knows(grammar.spec):
+        if grammar is None or recall_grammar(grammar, self._grammar_checker):
             return
         once = (check_grammar(grammar, self._grammar_checker) for _ in range(1))
         cost = grammar.num_chars

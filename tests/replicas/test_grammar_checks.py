@@ -33,15 +33,16 @@ def checker():
     made.close()
 
 
-def test_grammars_are_checked_and_good_ones_remembered(checker):
-    assert not checker.knows(GOOD)
+def test_grammars_are_checked_and_their_verdicts_remembered(checker):
+    assert not checker.recall(GOOD)
     checker.check(GOOD)
-    assert checker.knows(GOOD)
+    assert checker.recall(GOOD)
     bad = StructuredOutputs(regex="(?=a)")
-    with pytest.raises(InvalidRequestError, match="look-around") as caught:
-        checker.check(bad)
-    assert caught.value.param == "structured_outputs.regex"
-    assert not checker.knows(bad)
+    assert not checker.recall(bad)
+    for again in (checker.check, checker.recall, checker.check):
+        with pytest.raises(InvalidRequestError, match="look-around") as caught:
+            again(bad)
+        assert caught.value.param == "structured_outputs.regex"
     checker.check(StructuredOutputs(grammar='start: <|tool|> "a"'))
     with pytest.raises(InvalidRequestError, match="special token"):
         checker.check(StructuredOutputs(grammar='start: <|other|> "a"'))
@@ -52,7 +53,18 @@ def test_a_grammar_that_does_not_end_is_refused_and_others_work_afterwards(check
     with pytest.raises(InvalidRequestError, match="too long") as caught:
         checker.check(spec)
     assert caught.value.param == "structured_outputs.json"
+    with pytest.raises(InvalidRequestError, match="too long"):
+        checker.recall(spec)
     checker.check(GOOD)
+
+
+def test_a_grammar_whose_child_something_else_has_ended_is_not_remembered(checker):
+    checker.check(GOOD)
+    checker._child.kill()
+    other = StructuredOutputs(regex="d")
+    with pytest.raises(InvalidRequestError, match="too long"):
+        checker.check(other)
+    checker.check(other)
 
 
 def test_a_child_that_does_not_start_is_no_fault_of_the_grammar(checker, monkeypatch):

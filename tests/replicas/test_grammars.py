@@ -159,6 +159,51 @@ def test_absurd_grammars_end_in_an_error_or_a_matcher(checks, given):
         checks.compile(StructuredOutputs(**given))
 
 
+def test_rules_known_to_be_unambiguous_may_be_as_wide_as_a_schema(checks):
+    rules = f"start: %json {json.dumps(properties(200))}"
+    matcher = checks.compile(StructuredOutputs(grammar=rules))
+    matcher.try_consume_tokens(list(b"{"))
+    assert "max is 300" in matcher.get_error()
+    matcher = checks.compile(StructuredOutputs(grammar=rules, is_unambiguous=True))
+    assert matcher.try_consume_tokens(list(b'{"p3":"x","p150"')) == 16
+
+
+def follow(matcher, text):
+    """Let a matcher read a text; return what is wrong."""
+    matcher.try_consume_tokens(TOKENIZER.encode(text, add_special_tokens=False).ids)
+    return matcher.get_error()
+
+
+@pytest.mark.parametrize(
+    ("given", "output"),
+    [
+        ({"choice": [f"{i:06}" for i in range(9_000)]}, "008999"),
+        ({"choice": ["a" * i for i in range(300)]}, "a" * 299),
+        ({"json": properties(MAX_PROPERTIES)}, '{"p0":"x","p998":"y"}'),
+        ({"json": {"anyOf": [properties(500), properties(600)]}}, '{"p0":"x","p598":"y"}'),
+    ],
+    ids=["choice", "prefixes", "optional", "two objects"],
+)
+def test_wide_grammars_that_compile_can_be_followed(compiler, given, output):
+    matcher = compiler.compile(StructuredOutputs(**given))
+    assert follow(matcher, output) == ""
+    assert matcher.is_accepting()
+
+
+AMBIGUOUS = ['e: e e e e | "a" | ""', 'e: b*\nb: e "a"? e e']
+
+
+@pytest.mark.parametrize("rules", AMBIGUOUS)
+def test_an_ambiguous_grammar_ends_before_a_token_takes_long(compiler, rules):
+    """Its rows grow with the output, and the time of a token with their cube."""
+    matcher = compiler.compile(StructuredOutputs(grammar=f"start: e\n{rules}"))
+    for _ in range(2_000):
+        matcher.compute_bitmask()
+        if error := follow(matcher, "a"):
+            break
+    assert "max is 300" in error or "Too many items" in error
+
+
 def test_a_structural_tag_may_begin_with_a_special_token(checks, compiler):
     tag = {"begin": "<|tool|>", "schema": SCHEMA, "end": ""}
     spec = StructuredOutputs(structural_tag={"triggers": ["<|tool|>"], "structures": [tag]})
