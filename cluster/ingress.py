@@ -120,6 +120,7 @@ class Ingress:
                 max_logprobs=self._config.max_logprobs,
                 tool_call_parser=self._config.tool_call_parser,
                 reasoning_parser=self._config.reasoning_parser,
+                scheduling_policy=self._config.scheduling_policy,
             )
         ]
 

@@ -18,7 +18,7 @@ from replicas.errors import (
 )
 from replicas.launch import start_engine
 from replicas.llm_engine import RequestOutput, grammar_checker, to_engine_input
-from replicas.messages import AddRequest, Refused, TokenOutput, checked_request
+from replicas.messages import AddRequest, Refused, TokenOutput, check_priority, checked_request
 from replicas.output_processor import OutputProcessor
 from replicas.tokenizer import Tokenizer
 
@@ -66,7 +66,12 @@ class AsyncLLM:
         return cls(handle, client, tokenizer)
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
         """Continue a prompt; yield the same growing output after every step that extends it.
 
@@ -76,13 +81,14 @@ class AsyncLLM:
             prompt: Text or token ids.
             sampling_params: Sampling parameters.
             request_id: Name for `abort`, unique among live requests; None makes one up.
+            priority: Lower ones run first, with `scheduling_policy: priority`.
 
         Raises:
             InvalidRequestError: The prompt or a parameter can never work.
             RequestRefusedError: The engine refused the request.
             EngineDeadError: The engine died.
         """
-        request = await self._checked_request(prompt, sampling_params, request_id)
+        request = await self._checked_request(prompt, sampling_params, request_id, priority)
         description, request_id = self._handle.description, request.request_id
         eos_token_ids = frozenset(description.eos_token_ids)
         processor = OutputProcessor(self._tokenizer, request, eos_token_ids, is_streamed=False)
@@ -118,7 +124,11 @@ class AsyncLLM:
             stream.close(abort=True, reason="stop" if output.finished else "abort")
 
     async def _checked_request(
-        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str | None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        request_id: str | None,
+        priority: int,
     ) -> EngineRequest:
         description = self._handle.description
         token_ids, sampling_params = to_engine_input(
@@ -132,7 +142,9 @@ class AsyncLLM:
         request_id = f"request-{next(self._counter)}" if request_id is None else request_id
         if request_id in self._streams:
             raise InvalidRequestError("request_id", f"request {request_id!r} is running already")
-        return checked_request(request_id, token_ids, sampling_params)
+        request = checked_request(request_id, token_ids, sampling_params, priority=priority)
+        check_priority(priority, description.scheduling_policy)
+        return request
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
         """Drop requests: each ends with what it has, for the reason "abort".

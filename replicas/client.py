@@ -22,6 +22,7 @@ import zmq
 from kv_transfer.io_threads import new_context
 from replicas.codec import decode_engine_frame, encode
 from replicas.columns import ColumnReader
+from replicas.config import SchedulingPolicy
 from replicas.dealer import (
     CONNECT_S,
     HELLO_S,
@@ -131,12 +132,17 @@ class EngineFacts(Protocol):
     def max_logprobs(self) -> int:
         """Most log probabilities for a token; -1 is no limit."""
 
+    @property
+    def scheduling_policy(self) -> SchedulingPolicy:
+        """Whether requests run in order of arrival or of priority."""
+
 
 class _InprocFacts(msgspec.Struct, frozen=True):
     model: str
     max_model_len: int
     vocab_size: int
     max_logprobs: int
+    scheduling_policy: SchedulingPolicy
 
 
 class InprocClient:
@@ -177,6 +183,7 @@ class InprocClient:
             self.core.max_model_len,
             self.core.facts.vocab_size,
             self.core.config.max_logprobs,
+            self.core.config.scheduling_policy,
         )
 
     def add_request(self, request: EngineRequest) -> None:

@@ -15,6 +15,7 @@ from replicas.tt.meshes import Arch, MeshSpec, lane_shape, mesh_spec
 from replicas.user_cache import user_cache
 
 Role = Literal["prefill", "decode", "both"]
+SchedulingPolicy = Literal["fcfs", "priority"]
 LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
 """Work that an engine accepts: prompts to hand over, decoding (and short prompts), or both."""
 
@@ -309,6 +310,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             `kv_cache_memory_bytes`, or from a mesh's memory beside the weights.
         max_num_batched_tokens: Most tokens computed in one step. None is 2,048, or without chunked
             prefill the longest sequence if that is longer.
+        scheduling_policy: Order of the queue, and choice of the sequence that loses its blocks when
+            they run out. "fcfs": order of arrival, and the sequence admitted last. "priority":
+            order of the requests' `priority`, lower first, then of arrival, and the last in that
+            order. Requests with a priority need it.
         max_num_waiting: Most sequences queued for a slot in the engine; None sets no limit. A
             cluster sets 256 for prefill engines and 0 for others, whose requests queue in the
             router.
@@ -387,6 +392,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     gpu_memory_utilization: float | None = None
     num_blocks: int | None = None
     max_num_batched_tokens: int | None = None
+    scheduling_policy: SchedulingPolicy = "fcfs"
     max_num_waiting: int | None = None
     enable_chunked_prefill: bool | None = None
     enable_prefix_caching: bool | None = None

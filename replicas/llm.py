@@ -103,6 +103,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Continue prompts.
 
@@ -111,6 +112,8 @@ class LLM:
             sampling_params: For all of them, or one for each; None takes
                 `get_default_sampling_params`.
             use_tqdm: Show a progress bar.
+            priority: For each prompt its priority: lower ones run first, with the engine option
+                `scheduling_policy="priority"`. None is 0 for all of them.
 
         Returns:
             The finished requests, in the order of the prompts.
@@ -123,11 +126,15 @@ class LLM:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         params = _one_for_each(sampling_params, len(batch))
+        priorities = [0] * len(batch) if priority is None else priority
+        if len(priorities) != len(batch):
+            raise ValueError(f"got {len(priorities)} priorities for {len(batch)} prompts")
         request_ids: list[str] = []
         try:
-            for number, (prompt, param) in enumerate(zip(batch, params, strict=True), start=1):
+            requests = zip(batch, params, priorities, strict=True)
+            for number, (prompt, param, rank) in enumerate(requests, start=1):
                 with _named(f"prompt {number} of {len(batch)}"):
-                    request_ids.append(self.llm_engine.add_request(prompt, param))
+                    request_ids.append(self.llm_engine.add_request(prompt, param, priority=rank))
             return self._run(request_ids, show=use_tqdm)
         except BaseException:
             self.llm_engine.abort_request(request_ids)

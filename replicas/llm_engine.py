@@ -15,7 +15,7 @@ import numpy as np
 from replicas.bad_words import encode_bad_words
 from replicas.errors import InvalidRequestError, RequestRefusedError
 from replicas.grammar_checks import GrammarChecker
-from replicas.messages import checked_request
+from replicas.messages import check_priority, checked_request
 from replicas.output_processor import OutputProcessor
 from replicas.philox import mint_seed
 from replicas.truncation import most_prompt_tokens, truncated
@@ -234,7 +234,12 @@ class LLMEngine:
         return self._client.description.max_model_len
 
     def add_request(
-        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
     ) -> str:
         """Queue a request.
 
@@ -242,6 +247,7 @@ class LLMEngine:
             prompt: Text or token ids.
             sampling_params: Sampling parameters.
             request_id: Unique among live requests; None generates one.
+            priority: Lower ones run first, with `scheduling_policy: priority`.
 
         Returns:
             The request's id.
@@ -262,7 +268,8 @@ class LLMEngine:
         if sampling_params.seed is None:
             seed = mint_seed(self._seed, count)
             sampling_params = msgspec.structs.replace(sampling_params, seed=seed)
-        request = checked_request(request_id, token_ids, sampling_params)
+        request = checked_request(request_id, token_ids, sampling_params, priority=priority)
+        check_priority(priority, facts.scheduling_policy)
         processor = OutputProcessor(self._tokenizer, request, self.eos_token_ids, is_streamed=False)
         self._requests[request_id] = RequestOutput.of(request, prompt, processor), processor
         try:

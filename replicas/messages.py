@@ -12,7 +12,7 @@ import msgspec
 from kv_transfer.block_hash import Image
 from kv_transfer.connector import TransferInfo, TransferStats
 from kv_transfer.store import StoreCounters
-from replicas.config import Role
+from replicas.config import Role, SchedulingPolicy
 from replicas.errors import InvalidRequestError
 from replicas.kv_groups import KVGroup
 from replicas.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -129,8 +129,30 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
                 raise InvalidRequestError(param, f"{param} is not supported by this engine yet")
 
 
+def check_priority(priority: int, policy: SchedulingPolicy) -> None:
+    """Refuse a priority that an engine would ignore. Source: vLLM engine/llm_engine.py.
+
+    Args:
+        priority: The request's priority.
+        policy: The engine's scheduling policy.
+
+    Raises:
+        InvalidRequestError: It is not 0, and the policy is not "priority".
+    """
+    if priority and policy != "priority":
+        raise InvalidRequestError(
+            "priority",
+            f"priority is {priority}, but requests run in order of arrival: leave it out, or set "
+            "scheduling_policy: priority",
+        )
+
+
 def checked_request(
-    request_id: str, prompt_token_ids: list[int], sampling: SamplingParams, cache_salt: str = ""
+    request_id: str,
+    prompt_token_ids: list[int],
+    sampling: SamplingParams,
+    cache_salt: str = "",
+    priority: int = 0,
 ) -> EngineRequest:
     """Create a request and check the types of its values.
 
@@ -140,7 +162,7 @@ def checked_request(
         InvalidRequestError: A value has a wrong type, or uses a feature that engines do not support
             yet; the message says which.
     """
-    request = EngineRequest(request_id, prompt_token_ids, sampling, cache_salt)
+    request = EngineRequest(request_id, prompt_token_ids, sampling, cache_salt, priority=priority)
     try:
         decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=EngineRequest)
     except (msgspec.ValidationError, TypeError, OverflowError, UnicodeEncodeError) as error:
@@ -569,6 +591,7 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
         max_num_batched_tokens: Token budget of a step.
         pid: Process id on its host.
         max_logprobs: Most tokens whose log probabilities it reports at a position; -1 is no limit.
+        scheduling_policy: Whether requests run in order of arrival or of priority.
     """
 
     incarnation: str
@@ -587,6 +610,7 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     pid: int
     max_logprobs: int = MAX_LOGPROBS
+    scheduling_policy: SchedulingPolicy = "fcfs"
 
 
 class GroupCounters(msgspec.Struct, kw_only=True):

@@ -102,6 +102,9 @@ OPTIONS: tuple[VllmOption, ...] = (
     ),
     VllmOption("enable_chunked_prefill", "same", "Prompts may be computed over several steps."),
     VllmOption("enable_prefix_caching", "same", "Prompts reuse cached KV of equal prefixes."),
+    VllmOption(
+        "scheduling_policy", "same", "`priority` orders requests by their `priority`, lower first."
+    ),
     VllmOption("block_size", "same", "Tokens of a KV block; any number on the CPU."),
     VllmOption("kv_cache_memory_bytes", "same", "Memory for KV on the CPU, of all lanes together."),
     VllmOption(

@@ -34,7 +34,7 @@ from cluster.config.schema import (
 from cluster.errors import ClusterConfigError
 from kv_transfer.errors import InvalidLayoutError
 from kv_transfer.keys import KeyRing
-from replicas.config import EngineConfig, GangConfig, Role
+from replicas.config import EngineConfig, GangConfig, Role, SchedulingPolicy
 from replicas.errors import ConfigError, FaultPlanError
 from replicas.faults import INGRESS, FaultPlan
 from replicas.generation_config import read_sampling_defaults
@@ -94,6 +94,12 @@ class ClusterConfig:
         """Most log probabilities for a token that every pool reports; -1 is no limit."""
         limits = [engine.max_logprobs for engine in self.engines.values()]
         return min((limit for limit in limits if limit != -1), default=-1)
+
+    @property
+    def scheduling_policy(self) -> SchedulingPolicy:
+        """Whether requests run in order of priority, which requires it of every pool."""
+        policies = {engine.scheduling_policy for engine in self.engines.values()}
+        return "priority" if policies == {"priority"} else "fcfs"
 
     @property
     def is_scaled(self) -> bool:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from cluster.config.schema import ReasoningParserName, ToolParserName
     from cluster.edge.families.parser import OutputParser
+    from replicas.config import SchedulingPolicy
     from replicas.output_processor import OutputDelta
 
 Emit: TypeAlias = "Callable[[OutputDelta], Awaitable[None]]"
@@ -44,6 +45,7 @@ class ModelCard:
         max_logprobs: Most log probabilities for a token; -1 is no limit. Not shown.
         tool_call_parser: Name of the format of its tool calls, if it has any. Not shown.
         reasoning_parser: Name of the format of its reasoning, if it is separated. Not shown.
+        scheduling_policy: Whether requests run in order of arrival or of priority. Not shown.
     """
 
     id: str
@@ -55,6 +57,7 @@ class ModelCard:
     max_logprobs: int = MAX_LOGPROBS
     tool_call_parser: ToolParserName | None = None
     reasoning_parser: ReasoningParserName | None = None
+    scheduling_policy: SchedulingPolicy = "fcfs"
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,14 @@ object_ = _of_type(dict, "an object")
 array = _of_type(list, "an array")
 
 
+def int64(value: object, path: str) -> int:
+    """Check for an integer of 64 bits."""
+    given: int = integer(value, path)
+    if not -(2**63) <= given < 2**63:
+        raise bad_field(path, f"must be an integer of 64 bits, got {shown(value)}")
+    return given
+
+
 text_or_object = _of_type((str, dict), "a string or an object")
 
 
@@ -225,6 +233,8 @@ GENERATION_FIELDS: dict[str, Field] = {
     **_supported(boolean, "use_beam_search"),
     **_supported(object_, "stream_options"),
     **_supported(integer, "max_tokens"),
+    # Refused unless the model's engines schedule by priority, see `build_request`.
+    **_supported(int64, "priority"),
     **_sampled(integer, "min_tokens", "n", "top_k", "seed", "prompt_logprobs"),
     **_sampled(integer, "truncate_prompt_tokens"),
     **_supported(number, "length_penalty"),
@@ -242,7 +252,7 @@ GENERATION_FIELDS: dict[str, Field] = {
     # An option of slow tokenizers only.
     **_no_effect(boolean, "spaces_between_special_tokens"),
     **_not_yet(integer, "stream_interval", neutral=(1,)),
-    **_not_yet(integer, "priority", "routed_experts_prompt_start", neutral=(0,)),
+    **_not_yet(integer, "routed_experts_prompt_start", neutral=(0,)),
     **_not_yet(integer, "thinking_token_budget"),
     **_not_yet(boolean, "return_tokens_as_token_ids", "return_token_offsets", neutral=(False,)),
     **_not_yet(object_, "vllm_xargs", neutral=({},)),

@@ -42,7 +42,7 @@ from cluster.errors import BadRequestError, NotFoundError
 from replicas import bad_words
 from replicas.beam_search import BeamSearchParams
 from replicas.errors import InvalidRequestError
-from replicas.messages import EngineRequest
+from replicas.messages import EngineRequest, check_priority
 from replicas.sampling_params import DEFAULTED_FIELDS, SamplingDefaults, SamplingParams
 from replicas.truncation import most_prompt_tokens, truncated
 
@@ -416,7 +416,8 @@ def build_request(
 
     Raises:
         BadRequestError: The prompt is empty or leaves no room, `max_tokens` is larger than
-            `max_model_len`, or a sampling value is out of range. Messages have both numbers.
+            `max_model_len`, a sampling value is out of range, or the request has a priority and
+            the model's engines ignore it. Messages have both numbers.
     """
     values, max_model_len = parsed.values, card.max_model_len
     room = max_model_len - len(prompt_token_ids)
@@ -430,13 +431,18 @@ def build_request(
     if max_tokens > max_model_len:
         text = f"is {max_tokens} and max_model_len is {max_model_len}; ask for fewer tokens"
         raise bad_field(parsed.max_tokens_param, text)
+    priority = values.get("priority", 0)
+    try:
+        check_priority(priority, card.scheduling_policy)
+    except InvalidRequestError as error:
+        raise BadRequestError(str(error), param=error.param) from error
     return EngineRequest(
         request_id,
         prompt_token_ids,
         _sampling(parsed, card, min(max_tokens, room), vocab_size, seed),
         cache_salt=values.get("cache_salt", ""),
         adapter="" if card.parent is None else card.id,
-        priority=values.get("priority", 0),
+        priority=priority,
         session=values.get("prompt_cache_key") or values.get("session_id") or "",
     )
 

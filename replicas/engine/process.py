@@ -295,6 +295,7 @@ def describe(
         max_num_batched_tokens=core.config.token_budget(core.max_model_len),
         pid=pid,
         max_logprobs=core.config.max_logprobs,
+        scheduling_policy=core.config.scheduling_policy,
     )
 
 

@@ -13,7 +13,9 @@ once neither applies.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from replicas.engine.sequence import Phase, transition
@@ -22,8 +24,11 @@ from replicas.engine.step import ScheduledBatch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from replicas.config import SchedulingPolicy
     from replicas.engine.sequence import Sequence
     from replicas.engine.step import StepKind
+
+_rank = attrgetter("rank")
 
 
 class DecodeRows:
@@ -64,6 +69,7 @@ class WaitingQueue:
 
     Args:
         num_groups: DP groups of the engine.
+        policy: "fcfs" keeps the order of arrival; "priority" sorts by rank, see `Sequence.rank`.
 
     Attributes:
         sequences: The queue; only this class changes it.
@@ -71,7 +77,8 @@ class WaitingQueue:
         num_asking_for: Sequences that ask for each DP group; index -1 counts those without one.
     """
 
-    def __init__(self, num_groups: int) -> None:
+    def __init__(self, num_groups: int, policy: SchedulingPolicy) -> None:
+        self._policy = policy
         self.sequences: deque[Sequence] = deque()
         # What the totals below contain of each sequence: group, tokens, pairs of tokens.
         self._counted: dict[Sequence, tuple[int, int, int]] = {}
@@ -90,13 +97,19 @@ class WaitingQueue:
         return self.sequences[index]
 
     def push(self, seq: Sequence) -> None:
-        """Queue a sequence behind all others."""
-        self.sequences.append(seq)
+        """Queue a sequence behind all others, or where its rank belongs."""
+        if self._policy == "fcfs":
+            self.sequences.append(seq)
+        else:
+            insort(self.sequences, seq, key=_rank)
         self._count(seq)
 
-    def push_front(self, seq: Sequence) -> None:
-        """Queue a sequence before all others."""
-        self.sequences.appendleft(seq)
+    def push_preempted(self, seq: Sequence) -> None:
+        """Queue a preempted sequence before all others, or where its rank belongs."""
+        if self._policy == "fcfs":
+            self.sequences.appendleft(seq)
+        else:
+            insort(self.sequences, seq, key=_rank)
         self._count(seq)
 
     def remove(self, seq: Sequence) -> None:
@@ -123,6 +136,7 @@ class WaitingQueue:
     def check_invariants(self) -> None:
         """Assert that all counts match the queue."""
         assert self._counted.keys() == set(self.sequences)
+        assert self._policy == "fcfs" or list(self.sequences) == sorted(self.sequences, key=_rank)
         assert all(s.phase is Phase.WAITING for s in self.sequences)
         assert self.num_tokens == sum(s.num_new_tokens for s in self.sequences)
         for group, num_asking in enumerate(self.num_asking_for[:-1]):
@@ -150,6 +164,7 @@ class RequestTable:
     Args:
         num_groups: DP groups of the engine.
         decode_kind: Kind of the decoding rows' steps.
+        policy: Order of the queue, and choice of the row to preempt.
 
     Attributes:
         queue: The queued sequences.
@@ -163,12 +178,16 @@ class RequestTable:
         num_live: Sequences that have not ended, or still have a slot or blocks.
     """
 
-    def __init__(self, num_groups: int, decode_kind: StepKind) -> None:
+    def __init__(
+        self, num_groups: int, decode_kind: StepKind, policy: SchedulingPolicy = "fcfs"
+    ) -> None:
         self._decode_kind = decode_kind
+        self._policy = policy
+        self._num_added = 0
         # By request id, then by choice.
         self._live: dict[str, dict[int, Sequence]] = {}
         self._decode_rows: DecodeRows | None = None
-        self.queue = WaitingQueue(num_groups)
+        self.queue = WaitingQueue(num_groups, policy)
         self.rows: list[Sequence] = []
         self.prefill_rows: list[Sequence] = []
         self.short: dict[Sequence, None] = {}
@@ -193,7 +212,9 @@ class RequestTable:
     # --- changes -------------------------------------------------------------------------------
 
     def add(self, seq: Sequence) -> None:
-        """Add a new sequence, to the end of the queue or to those that have reserved a place."""
+        """Add a new sequence, to the queue or to those that have reserved a place."""
+        seq.order = self._num_added
+        self._num_added += 1
         self._live.setdefault(seq.request_id, {})[seq.choice] = seq
         self.num_live += 1
         if seq.phase is Phase.WAITING:
@@ -220,11 +241,11 @@ class RequestTable:
             self.num_running[seq.place.dp_group] += 1
 
     def requeue(self, seq: Sequence) -> None:
-        """Queue a preempted sequence before all others; its slot and blocks are free already."""
+        """Queue a preempted sequence again; its slot and blocks are free already."""
         self._take_out(seq)
         transition(seq, Phase.WAITING)
         seq.num_preemptions += 1
-        self.queue.push_front(seq)
+        self.queue.push_preempted(seq)
 
     def give_up(self, request_id: str, choice: int | None = None) -> list[Sequence]:
         """Note that a client has given up a request; return the sequences that are to end now.
@@ -345,8 +366,13 @@ class RequestTable:
         return {seq.client for seq in self}
 
     def victim(self, dp_group: int) -> Sequence:
-        """Return the running sequence to preempt in a DP group, which must have one: the last."""
-        return next(s for s in reversed(self.rows) if s.place.dp_group == dp_group)
+        """Return the running sequence to preempt in a DP group, which must have one.
+
+        It is the last one, or by priority the one of the highest rank. Source: vLLM
+        v1/core/sched/scheduler.py.
+        """
+        rows = (s for s in reversed(self.rows) if s.place.dp_group == dp_group)
+        return next(rows) if self._policy == "fcfs" else max(rows, key=_rank)
 
     def prompt_tokens(self) -> list[int]:
         """Return for each DP group the tokens to compute before all its sequences can decode."""

@@ -28,6 +28,7 @@ from replicas.messages import (
     LoadKV,
     Refused,
     UtilityResult,
+    check_priority,
 )
 from replicas.sampling_params import MAX_LOGPROBS, SamplingParams, are_below
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from collections.abc import Sequence as SequenceOf
 
-    from replicas.config import Role
+    from replicas.config import Role, SchedulingPolicy
     from replicas.engine.outputs import ClientEvents
     from replicas.engine.scheduler import Scheduler
     from replicas.messages import EngineRequest, RefusalReason, RequestMode
@@ -242,6 +243,7 @@ class RequestChecks:
         tokens_per_pass: The most tokens that a pass gives a request; all of them must fit.
         max_logprobs: See `EngineConfig`.
         supports_prompt_logprobs: Whether steps can compute the logits of whole prompts.
+        scheduling_policy: See `EngineConfig`.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only: facts of the engine
@@ -254,6 +256,7 @@ class RequestChecks:
         tokens_per_pass: int = 1,
         max_logprobs: int = MAX_LOGPROBS,
         supports_prompt_logprobs: bool = True,
+        scheduling_policy: SchedulingPolicy = "fcfs",
     ) -> None:
         self._num_groups = num_groups
         self._max_model_len = max_model_len
@@ -262,6 +265,7 @@ class RequestChecks:
         self.has_connector = has_connector
         self._tokens_per_pass = tokens_per_pass
         self._supports_prompt_logprobs = supports_prompt_logprobs
+        self._scheduling_policy = scheduling_policy
 
     def problem(self, message: AddRequest) -> str | None:
         """Return why a request can never run here, or None."""
@@ -274,6 +278,7 @@ class RequestChecks:
         try:
             request.sampling.validate(self._vocab_size, self._max_logprobs)
             request.check_supported()
+            check_priority(request.priority, self._scheduling_policy)
         except InvalidRequestError as error:
             return str(error)
         problem = (

@@ -13,8 +13,8 @@ after preemption, and KV from another engine or a store all follow this one rule
 planned together and examined only when something changes, see `DecodeRows`: the cost of a step
 depends on its changes, with little per token.
 
-Source: vLLM v1/core/sched/scheduler.py (token accounting, running before waiting, preemption of the
-last running sequence by recompute).
+Source: vLLM v1/core/sched/scheduler.py (token accounting, running before waiting, preemption by
+recompute of the last running sequence, or by priority of the worst).
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Scheduler:
         self.loads = KVLoads(config, self._kv, connector, resumes_prefill=resumes_prefill)
         self._resumes_prefill = resumes_prefill
         decode_kind: StepKind = "mixed" if config.mixed_batches else "decode"
-        self.table = RequestTable(len(self._kv), decode_kind)
+        self.table = RequestTable(len(self._kv), decode_kind, config.scheduling_policy)
         self.preparations = Preparations()
         self._end_rules = EndRules(max_model_len, eos_token_ids, tokens_per_pass)
         self._tokens_per_pass = tokens_per_pass
@@ -639,6 +639,7 @@ class Scheduler:
             needed = self._num_needed(seq.num_computed_tokens + count - 1)
             while not self._grow(plan, [(seq, needed)]):
                 victim = self.table.victim(seq.place.dp_group)
+                plan.drop(victim)
                 self._preempt(victim)
                 preempted = True
                 if victim is seq:

@@ -164,6 +164,7 @@ class Sequence:
         stop_ids: While it decodes: tokens that end it.
         prompt_logprobs: Log probabilities of the part of the prompt that is computed, as in
             `TokenOutput`, until the first token takes them along; None if there are none.
+        order: Its number by arrival; later ones have higher numbers.
         parent: Choice 0, whose prompt blocks it may share; None for choice 0 itself.
         phase: Its phase; only `transition` changes it.
         sampling: The request's parameters with the seed of this choice.
@@ -188,6 +189,7 @@ class Sequence:
     look_at: int = 0
     stop_ids: frozenset[int] = frozenset()
     prompt_logprobs: list[list[TokenLogprob]] | None = None
+    order: int = 0
     parent: Sequence | None = None
     phase: Phase = field(init=False)
     sampling: SamplingParams = field(init=False)
@@ -207,6 +209,11 @@ class Sequence:
         # Copied with output, because that grows.
         tokens = [*self.token_ids] if self.num_output_tokens else self.transfer.prompt_token_ids
         return msgspec.structs.replace(self.transfer, ticket=ticket, prompt_token_ids=tokens)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Return its place in scheduling by priority: the lowest rank runs first."""
+        return self.request.priority, self.order
 
     @property
     def is_running(self) -> bool:

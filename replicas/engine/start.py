@@ -133,6 +133,7 @@ def make_checks(started: Started, connector: KVConnectorScheduler | None) -> Req
         max_logprobs=started.config.max_logprobs,
         supports_prompt_logprobs=started.facts.supports_prompt_logprobs
         and bool(started.config.mixed_batches),
+        scheduling_policy=started.config.scheduling_policy,
     )
 
 

@@ -66,6 +66,14 @@ class StepPlan:
         self.counts.append(count)
         self.budget -= count
 
+    def drop(self, seq: Sequence) -> None:
+        """Take out a row that is preempted, if it is planned: others may use its tokens."""
+        if seq in self.sequences:
+            row = self.sequences.index(seq)
+            del self.sequences[row]
+            self.budget += self.counts.pop(row)
+            self.appended = [(slot, ids) for slot, ids in self.appended if slot != seq.place.slot]
+
     def note_blocks(self, seq: Sequence, block_ids: list[list[int]]) -> None:
         """Note blocks appended to a sequence that the runner knows; new ones are sent whole."""
         if block_ids and seq.is_known_to_runner:

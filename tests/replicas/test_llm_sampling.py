@@ -53,6 +53,27 @@ def test_an_engine_s_own_limit_of_log_probabilities_is_that_of_its_front_end():
             llm.generate(PROMPT, msgspec.structs.replace(GREEDY, logprobs=26), use_tqdm=False)
 
 
+def test_priorities_reach_an_engine_that_schedules_by_them():
+    settings = {"dtype": "float32", "max_model_len": 64, "max_batch_size": 1, "num_blocks": 40}
+    params = msgspec.structs.replace(GREEDY, max_tokens=2)
+    with LLM(chat_folder(), multiprocess=False, scheduling_policy="priority", **settings) as llm:
+        engine, ended = llm.llm_engine, []
+        for priority in (3, 1, 2):
+            engine.add_request(PROMPT, params, f"p{priority}", priority=priority)
+        while engine.has_unfinished_requests():
+            ended += [output.request_id for output in engine.step() if output.finished]
+        assert ended == ["p1", "p2", "p3"]
+        assert len(llm.generate([PROMPT] * 2, params, use_tqdm=False, priority=[1, -1])) == 2
+        with pytest.raises(ValueError, match="1 priorities for 2 prompts"):
+            llm.generate([PROMPT] * 2, params, use_tqdm=False, priority=[1])
+
+
+def test_a_priority_is_refused_in_order_of_arrival(llm):
+    with pytest.raises(InvalidRequestError, match="prompt 2 of 2: priority is 1") as refused:
+        llm.generate([PROMPT] * 2, GREEDY, use_tqdm=False, priority=[0, 1])
+    assert refused.value.param == "priority"
+
+
 def generate(llm, *params):
     """The choice of each request; all run side by side."""
     outputs = llm.generate([PROMPT] * len(params), list(params), use_tqdm=False)

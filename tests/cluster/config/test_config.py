@@ -112,6 +112,17 @@ def load(path):
     return resolve(read_serve_file(path).args)
 
 
+@pytest.mark.parametrize(
+    ("pools", "policy"),
+    [((), "fcfs"), (("decode",), "fcfs"), (("decode", "prefill"), "priority")],
+)
+def test_requests_have_a_priority_where_every_pool_schedules_by_it(good, pools, policy):
+    args = args_of(good)
+    for role in pools:
+        args["pools"][role].setdefault("engine", {})["scheduling_policy"] = "priority"
+    assert resolve(args).scheduling_policy == policy
+
+
 def test_a_good_file_is_read(good, tmp_path, model):
     file = read_serve_file(write(tmp_path, good))
     http = file.http_options

@@ -548,13 +548,27 @@ class _Vocabulary:
     vocab_size = 6
 
 
-def test_choices_and_priority_act_as_soon_as_the_table_lets_them(monkeypatch):
-    turn_on(monkeypatch, "n", "priority")
+def test_choices_act():
     for base in ({"prompt": "x"}, CHAT):
-        request = build({**base, "n": 3, "priority": -2})
-        assert (request.sampling.n, request.priority) == (3, -2)
+        assert build({**base, "n": 3}).sampling.n == 3
         assert build(base).sampling.n == 1
         assert refusal({**base, "n": 0}).param == "n"
+
+
+@pytest.mark.parametrize("base", [{"prompt": "x"}, CHAT])
+def test_priority_acts_where_the_engines_schedule_by_it(base):
+    card = ModelCard("demo", "demo-folder", 64, 17, scheduling_policy="priority")
+    options = {"vocab_size": 100, "request_id": "r", "seed": SEED}
+    parse = parse_completion if "prompt" in base else parse_chat_completion
+    for priority in (0, -2, 2**63 - 1, -(2**63)):
+        parsed = parse({**base, "priority": priority})
+        assert build_request(parsed, [1], card, **options).priority == priority
+    assert build({**base, "priority": 0}).priority == 0
+    refused = refusal({**base, "priority": 1})
+    assert refused.param == "priority"
+    assert "scheduling_policy: priority" in refused.message
+    for value in (2**63, -(2**63) - 1, 0.5, "low", True):
+        assert refusal({**base, "priority": value}).param == "priority"
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,7 @@ def make_sequence(
     dp_group: int = -1,
     client: bytes = b"client",
     cache_salt: str = "",
+    priority: int = 0,
     output: SequenceOf[int] = (),
     **sampling: object,
 ) -> Sequence:
@@ -65,7 +66,7 @@ def make_sequence(
     With `output` another engine has begun to decode it.
     """
     params = SamplingParams(**{"temperature": 0.0, "seed": 0, **sampling})
-    request = EngineRequest(request_id, list(prompt), params, cache_salt)
+    request = EngineRequest(request_id, list(prompt), params, cache_salt, priority=priority)
     ticket = make_ticket(request_id, len(prompt), producer="here") if mode == "prefill" else b""
     transfer = TransferRequest(request_id, list(prompt), ticket, cache_salt)
     token_ids = [*prompt, *output]

@@ -235,7 +235,11 @@ class World:
         for transfer in self.connector.transfers.values():
             if transfer.block_ids and transfer.is_load:
                 self._receive(transfer)
+        before = {seq: seq.num_preemptions for seq in self.scheduler.table}
+        queued = list(self.scheduler.table.queue)
         batch = self.scheduler.schedule()
+        if self.config.scheduling_policy == "priority":
+            self._check_priorities(before, queued)
         if batch is None:
             assert self.scheduler.schedule() is None, "a step that was possible was put off"
             if self._is_undisturbed():
@@ -266,6 +270,26 @@ class World:
             assert len(known) <= limit
             assert end is not None or len(known) < limit
         return True
+
+    def _check_priorities(self, before: dict[Sequence, int], queued: SequenceOf[Sequence]) -> None:
+        """No row that a step has let in, or kept, is worse than one that lacks its place.
+
+        Args:
+            before: The sequences before the step was planned, with their preemptions.
+            queued: Those of them that were queued, in order.
+        """
+        table = self.scheduler.table
+        assert queued == sorted(queued, key=lambda s: s.rank)
+        admitted = [s for s in queued if s.phase is not Phase.WAITING]
+        for seq in queued:
+            if seq.phase is Phase.WAITING and not self.scheduler._is_undecided(seq):
+                worse = [s for s in admitted if s.rank > seq.rank]
+                assert not worse or seq.place.dp_group >= 0
+                assert all(s.place.dp_group != seq.place.dp_group for s in worse)
+        for seq in table:
+            if seq.num_preemptions > before[seq]:
+                rows = [s for s in table.rows if s.place.dp_group == seq.place.dp_group]
+                assert all(s.rank <= seq.rank for s in rows), "another row was the worst"
 
     def end_transfer(self, request_id: str, *, ok: bool, num_verified: int = 0) -> None:
         """End a request's transfer as the core does.
@@ -308,7 +332,7 @@ class World:
         lists = [[] for _ in range(choices[0].request.sampling.n)]
         for seq in choices:
             lists[seq.choice] = [*seq.token_ids[seq.num_prompt_tokens :], *token_ids]
-            self.outputs[key_of(seq)].extend(lists[seq.choice])
+            self.outputs[key_of(seq)] = list(lists[seq.choice])
         self._count_ended(self.scheduler.activate(request_id, lists, self.now_s))
 
     def _count_ended(self, seq: Sequence | None) -> None:
@@ -322,7 +346,7 @@ class World:
         """Take note of a new request."""
         for each in (seq, *siblings):
             self.num_accepted += 1
-            self.outputs[key_of(each)] = []
+            self.outputs[key_of(each)] = each.token_ids[each.num_prompt_tokens :]
 
     def _end_all(self, request_id: str) -> None:
         """Take note of a request all of whose choices have ended."""

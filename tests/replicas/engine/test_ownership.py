@@ -20,6 +20,7 @@ WRITERS = {
     "look_at": "scheduler",
     "num_computed_tokens": "scheduler",
     "num_preemptions": "request_table",
+    "order": "request_table",
     "phase": "sequence",
     "prompt_logprobs": "scheduler",
     "stop_ids": "scheduler",

@@ -65,6 +65,7 @@ def worlds(draw, num_kv_groups=1, most_tokens=1):
         speculative_config=draw(st.sampled_from([None, _DRAFTS])) if can_draft else None,
         prefill_steps_per_decode_step=draw(st.integers(1, 3)),
         kv_load_failure_policy=draw(st.sampled_from(["recompute", "fail"])),
+        scheduling_policy=draw(st.sampled_from(["fcfs", "priority"])),
     )
     return World(config, kv_groups, max_model_len, chunk_alignment, tokens_per_pass, extent)
 
@@ -92,6 +93,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             mode=mode,
             dp_group=data.draw(st.integers(-1, world.config.tt_data_parallel - 1), label="group"),
             client=data.draw(CLIENTS, label="client"),
+            priority=data.draw(st.sampled_from([0, 0, -1, 1]), label="priority"),
             max_tokens=data.draw(st.integers(1, 20), label="max_tokens"),
             ignore_eos=data.draw(st.booleans(), label="ignore_eos"),
             structured_outputs=data.draw(st.sampled_from([None] * 5 + GRAMMARS), label="grammar"),
