@@ -310,6 +310,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             `kv_cache_memory_bytes`, or from a mesh's memory beside the weights.
         max_num_batched_tokens: Most tokens computed in one step. None is 2,048, or without chunked
             prefill the longest sequence if that is longer.
+        long_prefill_token_threshold: A prompt with more tokens left to compute is long: a step
+            gives it that many at most, unless it is the only sequence that the step could serve. 0
+            sets no limit, unless several partial prefills are allowed: then 4 % of the longest
+            sequence.
+        max_num_partial_prefills: With such a threshold, the most prompts of a step that are
+            computed in part.
+        max_long_partial_prefills: The most of them that are long. Prompts that fit whole, and those
+            that are not long, pass long ones that wait for this.
         scheduling_policy: Order of the queue, and choice of the sequence that loses its blocks when
             they run out. "fcfs": order of arrival, and the sequence admitted last. "priority":
             order of the requests' `priority`, lower first, then of arrival, and the last in that
@@ -392,6 +400,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     gpu_memory_utilization: float | None = None
     num_blocks: int | None = None
     max_num_batched_tokens: int | None = None
+    long_prefill_token_threshold: int = 0
+    max_num_partial_prefills: int = 1
+    max_long_partial_prefills: int = 1
     scheduling_policy: SchedulingPolicy = "fcfs"
     max_num_waiting: int | None = None
     enable_chunked_prefill: bool | None = None
@@ -441,6 +452,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             self._validate_simulated(self.simulated_mesh)
         if self.mesh is not None:
             self._validate_mesh(self.mesh)
+        self.validate_partial_prefills()
         self._validate_memory()
         self._validate_store()
         if self.speculative_config is not None:
@@ -461,13 +473,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def _validate_ranges(self) -> None:
         for name in (
             "max_batch_size", "tt_data_parallel", "block_size", "prefill_steps_per_decode_step",
+            "max_num_partial_prefills", "max_long_partial_prefills",
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name, least in (
             ("max_model_len", 2), ("kv_cache_memory_bytes", 1), ("max_num_batched_tokens", 1),
             ("num_threads", 1), ("max_num_waiting", 0),
-            ("max_logprobs", -1),
+            ("max_logprobs", -1), ("long_prefill_token_threshold", 0),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < least:
@@ -487,6 +500,34 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(
                 f"num_blocks must be at least 2 (one is the null block), got {self.num_blocks}"
             )
+
+    def validate_partial_prefills(self) -> None:
+        """Check the limits of prompts that are computed in part.
+
+        Raises:
+            ConfigError: Two of them exclude each other, or they need chunked prefill.
+        """
+        threshold, most = self.long_prefill_token_threshold, self.max_num_partial_prefills
+        if self.max_long_partial_prefills > most:
+            raise ConfigError(
+                f"max_long_partial_prefills {self.max_long_partial_prefills} is more than "
+                f"max_num_partial_prefills {most}; change one of them"
+            )
+        if self.max_model_len is not None and threshold > self.max_model_len:
+            raise ConfigError(
+                f"long_prefill_token_threshold {threshold} is more than max_model_len "
+                f"{self.max_model_len}, so that no prompt is long; change one of them"
+            )
+        if self.enable_chunked_prefill is False:
+            for name, value, off in (
+                ("long_prefill_token_threshold", threshold, 0),
+                ("max_num_partial_prefills", most, 1),
+            ):
+                if value != off:
+                    raise ConfigError(
+                        f"{name} {value} needs chunked prefill, which is off or which the "
+                        "generator lacks; remove it"
+                    )
 
     def _validate_memory(self) -> None:
         share = self.gpu_memory_utilization

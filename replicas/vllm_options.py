@@ -103,6 +103,11 @@ OPTIONS: tuple[VllmOption, ...] = (
     VllmOption("enable_chunked_prefill", "same", "Prompts may be computed over several steps."),
     VllmOption("enable_prefix_caching", "same", "Prompts reuse cached KV of equal prefixes."),
     VllmOption(
+        "long_prefill_token_threshold", "same", "Most tokens of a long prompt in a step it shares."
+    ),
+    VllmOption("max_num_partial_prefills", "same", "Most prompts that a step computes in part."),
+    VllmOption("max_long_partial_prefills", "same", "Most of them that are long."),
+    VllmOption(
         "scheduling_policy", "same", "`priority` orders requests by their `priority`, lower first."
     ),
     VllmOption("block_size", "same", "Tokens of a KV block; any number on the CPU."),

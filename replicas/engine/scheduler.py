@@ -31,6 +31,7 @@ from kv_transfer.connector import SaveProgress
 from replicas.engine.kv_cache import KVCacheManager
 from replicas.engine.kv_loads import KVLoads, Verdict, is_loading
 from replicas.engine.outputs import End, EndRules, StepOutputs
+from replicas.engine.partial_prefills import PartialPrefillLimits
 from replicas.engine.preparations import Preparations
 from replicas.engine.request_table import DecodeRows, RequestTable
 from replicas.engine.sequence import Phase, Sequence
@@ -72,8 +73,8 @@ class _Admission(Enum):
     ADMITTED = "admitted"
     NO_ROOM = "no room"
     NOT_YET = "not yet"
-    """It waits for its grammar, for the connector's answer, for the activation of its request, or
-    for the prompt's KV that choice 0 computes; room was not decided."""
+    """It waits for its grammar, for the connector's answer, for the activation of its request, for
+    the prompt's KV that choice 0 computes, or for other long prompts; room was not decided."""
 
 
 class Scheduler:
@@ -122,6 +123,7 @@ class Scheduler:
         self._tokens_per_pass = tokens_per_pass
         self._kv_tokens_per_pass = kv_tokens_per_pass
         self._chunk_alignment = chunk_alignment
+        self._partial_limits = PartialPrefillLimits.of(config, max_model_len, chunk_alignment)
         self._prefill_streak = 0
         self._no_decodes = DecodeRows("decode", [], len(self._kv))
         speculation = config.speculative_config
@@ -372,6 +374,8 @@ class Scheduler:
         while kinds:
             kind = kinds.popleft()
             plan = StepPlan(kind, self._token_budget, self._no_decodes)
+            if self._partial_limits is not None and self._is_shared(plan):
+                plan.max_chunk = self._partial_limits.max_chunk
             preempted = not self._advance_all(plan) and self._advance_in_order(plan)
             # Blocks freed by preemption are for the sequences that needed them. Only if none of
             # these can run after all are queued sequences admitted.
@@ -618,6 +622,8 @@ class Scheduler:
         budget = plan.budget - len(decodes)
         if sum(s.num_new_tokens for s in others) > budget:
             return False
+        if self._partial_limits and any(s.num_new_tokens > plan.max_chunk for s in others):
+            return False
         growing = [(s, self._num_needed(s.num_computed_tokens)) for s in short]
         growing += [(s, self._num_needed(s.num_tokens - 1)) for s in others]
         if growing and not self._grow(plan, growing):
@@ -633,7 +639,7 @@ class Scheduler:
         for seq in list(self.table.rows):
             if not seq.is_running or not plan.takes(seq):
                 continue
-            count = self._clip(seq.num_computed_tokens, seq.num_tokens, plan.budget)
+            count = self._chunk(plan, seq, seq.num_computed_tokens)
             if count == 0:
                 continue
             needed = self._num_needed(seq.num_computed_tokens + count - 1)
@@ -677,7 +683,7 @@ class Scheduler:
 
     def _try_admit(self, plan: StepPlan, seq: Sequence, full_groups: set[int]) -> _Admission:
         # Checked before the costly search for a place: many sequences may ask in every step.
-        if self._is_undecided(seq):
+        if self._is_undecided(seq) or self._is_too_long(plan, seq):
             return _Admission.NOT_YET
         num_needed = self._num_needed(seq.num_tokens - 1)
         place = self._find_place(seq, num_needed, full_groups)
@@ -691,7 +697,7 @@ class Scheduler:
             self.table.move(seq, Phase.LOADING)
             self.loads.start(seq, num_external)
             return _Admission.ADMITTED
-        count = self._clip(place.num_tokens, seq.num_tokens, plan.budget)
+        count = self._chunk(plan, seq, place.num_tokens)
         if count == 0:
             return _Admission.NO_ROOM
         seq.num_computed_tokens = self._kv.admit(seq, place, num_needed)
@@ -733,13 +739,31 @@ class Scheduler:
         has_left = parent.phase is Phase.LEAVING and not parent.is_aborted
         return (parent.phase is Phase.DECODE or has_left) and bool(parent.place.block_ids)
 
-    def _clip(self, start: int, end: int, budget: int) -> int:
-        """Return how many tokens from `start` to `end` this step may compute; 0 if none."""
-        if end - start <= budget:
-            return end - start
+    def _is_shared(self, plan: StepPlan) -> bool:
+        """Return whether a step could serve more than one sequence, running or queued."""
+        table = self.table
+        rows = table.rows if plan.kind == "mixed" else table.prefill_rows
+        return len(rows) + len(table.queue) > 1
+
+    def _is_too_long(self, plan: StepPlan, seq: Sequence) -> bool:
+        """Return whether a queued sequence is long and waits for other prompts of this step."""
+        limits, num_new_tokens = self._partial_limits, seq.num_new_tokens
+        if limits is None or num_new_tokens <= limits.threshold:
+            return False
+        return not limits.admit(num_new_tokens, plan.shares)
+
+    def _chunk(self, plan: StepPlan, seq: Sequence, start: int) -> int:
+        """Return how many tokens of a sequence from `start` on this step may compute; 0 if none."""
+        num_new, most = seq.num_tokens - start, min(plan.budget, plan.max_chunk)
+        if num_new <= most:
+            return num_new
         if not self._config.enable_chunked_prefill:
             return 0
-        stop = start + budget
+        if self._partial_limits is not None and not self._partial_limits.admit(
+            num_new, plan.shares
+        ):
+            return 0
+        stop = start + most
         return max(stop - stop % self._chunk_alignment - start, 0)
 
     def _begin(self, plan: StepPlan) -> ScheduledBatch:

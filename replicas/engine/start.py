@@ -166,4 +166,6 @@ def _resolve_capabilities(config: EngineConfig, facts: ModelFacts) -> EngineConf
         n: supported if getattr(config, n) is None else getattr(config, n)
         for n, supported in can.items()
     }
-    return msgspec.structs.replace(config, **decided)
+    config = msgspec.structs.replace(config, **decided)
+    config.validate_partial_prefills()
+    return config

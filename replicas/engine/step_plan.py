@@ -10,7 +10,7 @@ from replicas.engine.step import NewRow, ScheduledBatch
 from replicas.messages import StepWork, num_pairs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from replicas.engine.request_table import DecodeRows
     from replicas.engine.sequence import Sequence
@@ -26,6 +26,7 @@ class StepPlan:
         decodes: Its decoding rows.
 
     Attributes:
+        max_chunk: Most tokens of a prompt, see `PartialPrefillLimits`.
         sequences: The other rows, each with its number of tokens in `counts`.
         appended: Blocks that rows get which the worker knows, by slot.
         batch: The step for the worker, once it has begun.
@@ -40,6 +41,7 @@ class StepPlan:
     def __init__(self, kind: StepKind, budget: int, decodes: DecodeRows) -> None:
         self.kind = kind
         self.budget = budget
+        self.max_chunk = budget
         self.decodes = decodes
         self.sequences: list[Sequence] = []
         self.counts: list[int] = []
@@ -73,6 +75,12 @@ class StepPlan:
             del self.sequences[row]
             self.budget += self.counts.pop(row)
             self.appended = [(slot, ids) for slot, ids in self.appended if slot != seq.place.slot]
+
+    @property
+    def shares(self) -> Iterator[tuple[int, int]]:
+        """Yield the tokens that each row but decoding ones lacks, and how many it gets."""
+        for seq, count in zip(self.sequences, self.counts, strict=True):
+            yield seq.num_new_tokens, count
 
     def note_blocks(self, seq: Sequence, block_ids: list[list[int]]) -> None:
         """Note blocks appended to a sequence that the runner knows; new ones are sent whole."""

@@ -238,8 +238,8 @@ class World:
         before = {seq: seq.num_preemptions for seq in self.scheduler.table}
         queued = list(self.scheduler.table.queue)
         batch = self.scheduler.schedule()
-        if self.config.scheduling_policy == "priority":
-            self._check_priorities(before, queued)
+        self._check_priorities(before, queued)
+        self._check_partial_prefills(batch)
         if batch is None:
             assert self.scheduler.schedule() is None, "a step that was possible was put off"
             if self._is_undisturbed():
@@ -278,11 +278,16 @@ class World:
             before: The sequences before the step was planned, with their preemptions.
             queued: Those of them that were queued, in order.
         """
+        if self.config.scheduling_policy != "priority":
+            return
         table = self.scheduler.table
         assert queued == sorted(queued, key=lambda s: s.rank)
         admitted = [s for s in queued if s.phase is not Phase.WAITING]
         for seq in queued:
-            if seq.phase is Phase.WAITING and not self.scheduler._is_undecided(seq):
+            limits = self.scheduler._partial_limits
+            may_wait = limits is not None and seq.num_tokens > limits.threshold
+            is_left = seq.phase is Phase.WAITING and not may_wait
+            if is_left and not self.scheduler._is_undecided(seq):
                 worse = [s for s in admitted if s.rank > seq.rank]
                 assert not worse or seq.place.dp_group >= 0
                 assert all(s.place.dp_group != seq.place.dp_group for s in worse)
@@ -290,6 +295,24 @@ class World:
             if seq.num_preemptions > before[seq]:
                 rows = [s for s in table.rows if s.place.dp_group == seq.place.dp_group]
                 assert all(s.rank <= seq.rank for s in rows), "another row was the worst"
+
+    def _check_partial_prefills(self, batch: ScheduledBatch | None) -> None:
+        """Few prompts of a step are computed in part, and long ones leave room for others."""
+        limits = self.scheduler._partial_limits
+        if batch is None or limits is None:
+            return
+        by_slot = {s.place.slot: s for s in self.scheduler.table.rows}
+        shares = []
+        for slot, count in zip(batch.slots, batch.num_scheduled_tokens, strict=True):
+            seq = by_slot[slot]
+            # Drafts and tokens that are not known yet are progress, too.
+            left = count + max(seq.num_tokens - seq.num_computed_tokens, 0)
+            shares.append((left, count))
+        parts = [left for left, count in shares if count < left]
+        assert len(parts) <= limits.max_num
+        assert sum(left > limits.threshold for left in parts) <= limits.max_num_long
+        if len(shares) > 1 and max(batch.num_scheduled_tokens) > 1 and not self.num_drafts:
+            assert max(batch.num_scheduled_tokens) <= limits.max_chunk
 
     def end_transfer(self, request_id: str, *, ok: bool, num_verified: int = 0) -> None:
         """End a request's transfer as the core does.
@@ -399,7 +422,9 @@ class World:
             self.prepare()
             self.prepare([Prepared(grammar) for grammar in self.compiling])
             self.check()
-            if not self.step(sample) and not (self.connector.transfers or self.compiling):
+            ran = self.step(sample)
+            # More grammars than there are threads are compiled one after the other.
+            if not (ran or self.connector.transfers or self.scheduler.preparations.waiting):
                 break
         assert self.scheduler.table.num_live == 0, f"not finished: {self.scheduler!r}"
         self.check()

@@ -52,6 +52,7 @@ def worlds(draw, num_kv_groups=1, most_tokens=1):
     chunk_alignment = draw(st.sampled_from([1, block_size]))
     least = max(groups * slots, chunk_alignment if chunked else max_model_len)
     mixed_batches = draw(st.booleans())
+    num_partial = draw(st.sampled_from([1, 1, 2, 3])) if chunked else 1
     can_draft = mixed_batches and tokens_per_pass == 1
     config = make_config(
         max_batch_size=groups * slots,
@@ -65,6 +66,9 @@ def worlds(draw, num_kv_groups=1, most_tokens=1):
         speculative_config=draw(st.sampled_from([None, _DRAFTS])) if can_draft else None,
         prefill_steps_per_decode_step=draw(st.integers(1, 3)),
         kv_load_failure_policy=draw(st.sampled_from(["recompute", "fail"])),
+        long_prefill_token_threshold=draw(st.integers(0, 3)) if chunked else 0,
+        max_num_partial_prefills=num_partial,
+        max_long_partial_prefills=draw(st.integers(1, num_partial)),
         scheduling_policy=draw(st.sampled_from(["fcfs", "priority"])),
     )
     return World(config, kv_groups, max_model_len, chunk_alignment, tokens_per_pass, extent)
