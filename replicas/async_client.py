@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         ClientMessage,
         EngineDescription,
         EngineSnapshot,
+        PauseMode,
         UtilityResult,
     )
     from replicas.streams import EngineStream, Inbox, OnKVEvents
@@ -185,13 +186,41 @@ class AsyncMPClient:
         """
         return msgspec.convert(await self._call(incarnation, "kv_transfers"), KVTransfers)
 
-    async def reset_prefix_cache(self, incarnation: str) -> None:
-        """Drop all cached blocks of an engine; running requests keep theirs.
+    async def reset_prefix_cache(
+        self, incarnation: str, *, reset_running_requests: bool = False
+    ) -> bool:
+        """Drop all cached blocks of an engine; see `Scheduler.reset_prefix_cache`.
 
         Raises:
             EngineDeadError: The engine is not connected.
         """
-        await self._call(incarnation, "reset_prefix_cache")
+        answer = await self._call(incarnation, "reset_prefix_cache", reset_running_requests)
+        return msgspec.convert(answer, bool)
+
+    async def pause(self, incarnation: str, mode: PauseMode) -> bool:
+        """Pause an engine; return True once nothing runs there. See `replicas.engine.pause`.
+
+        Raises:
+            EngineError: The engine drains, or the pause was ended meanwhile.
+            EngineDeadError: The engine is not connected.
+        """
+        return msgspec.convert(await self._call(incarnation, "pause", mode), bool)
+
+    async def resume(self, incarnation: str) -> bool:
+        """End the pause of an engine, if there is one; return True.
+
+        Raises:
+            EngineDeadError: The engine is not connected.
+        """
+        return msgspec.convert(await self._call(incarnation, "resume"), bool)
+
+    async def is_paused(self, incarnation: str) -> bool:
+        """Return whether an engine is paused.
+
+        Raises:
+            EngineDeadError: The engine is not connected.
+        """
+        return msgspec.convert(await self._call(incarnation, "is_paused"), bool)
 
     async def collective_rpc(self, incarnation: str, method: str) -> list[WorkerDescription]:
         """Call a method of every worker; see `replicas.engine.core.WORKER_METHODS`.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from replicas.config import EngineConfig
     from replicas.launch import EngineHandle
     from replicas.llm_engine import Prompt
-    from replicas.messages import EngineMetrics, EngineRequest, WorkerDescription
+    from replicas.messages import EngineMetrics, EngineRequest, PauseMode, WorkerDescription
     from replicas.sampling_params import SamplingParams
     from replicas.streams import EngineStream
 
@@ -165,13 +165,59 @@ class AsyncLLM:
         """
         return await self._client.metrics(self._handle.description.incarnation)
 
-    async def reset_prefix_cache(self) -> None:
-        """Drop all cached blocks; running requests keep theirs.
+    async def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
+        """Drop all cached blocks.
+
+        Args:
+            reset_running_requests: Whether running requests lose their blocks, too, and compute
+                their tokens again.
+
+        Returns:
+            Whether no request keeps KV from before; always True without the option.
 
         Raises:
             EngineDeadError: The engine is gone.
         """
-        await self._client.reset_prefix_cache(self._handle.description.incarnation)
+        return await self._client.reset_prefix_cache(
+            self._handle.description.incarnation, reset_running_requests=reset_running_requests
+        )
+
+    async def pause_generation(
+        self, *, mode: PauseMode = "abort", clear_cache: bool = True
+    ) -> None:
+        """Pause the engine; return once nothing runs. New requests are queued.
+
+        Source: vLLM v1/engine/async_llm.py (names and defaults).
+
+        Args:
+            mode: "abort" ends all requests for the reason "abort", "wait" lets running ones finish,
+                and "keep" freezes them until `resume_generation`.
+            clear_cache: Whether to drop all cached blocks then; frozen requests keep theirs.
+
+        Raises:
+            EngineError: The engine drains, or the pause was ended meanwhile.
+            EngineDeadError: The engine is gone.
+        """
+        incarnation = self._handle.description.incarnation
+        await self._client.pause(incarnation, mode)
+        if clear_cache:
+            await self._client.reset_prefix_cache(incarnation)
+
+    async def resume_generation(self) -> None:
+        """End a pause; without one nothing changes.
+
+        Raises:
+            EngineDeadError: The engine is gone.
+        """
+        await self._client.resume(self._handle.description.incarnation)
+
+    async def is_paused(self) -> bool:
+        """Return whether the engine is paused.
+
+        Raises:
+            EngineDeadError: The engine is gone.
+        """
+        return await self._client.is_paused(self._handle.description.incarnation)
 
     async def collective_rpc(self, method: str) -> list[WorkerDescription]:
         """Call a method of every worker.

@@ -99,8 +99,8 @@ class SyncEngineClient(Protocol):
     def metrics(self) -> EngineMetrics:
         """Return every counter of the engine."""
 
-    def reset_prefix_cache(self) -> None:
-        """Drop all cached blocks."""
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
+        """Drop all cached blocks; see `Scheduler.reset_prefix_cache`."""
 
     def collective_rpc(self, method: str) -> list[WorkerDescription]:
         """Call a method of every worker; see `replicas.engine.core.WORKER_METHODS`.
@@ -213,9 +213,9 @@ class InprocClient:
         """Return every counter of the engine."""
         return self.core.metrics(time.monotonic())
 
-    def reset_prefix_cache(self) -> None:
-        """Drop all cached blocks."""
-        self._call("reset_prefix_cache")
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
+        """Drop all cached blocks; see `Scheduler.reset_prefix_cache`."""
+        return bool(self._call("reset_prefix_cache", reset_running_requests))
 
     def collective_rpc(self, method: str) -> list[WorkerDescription]:
         """Call a method of every worker; see `SyncEngineClient.collective_rpc`."""
@@ -227,16 +227,22 @@ class InprocClient:
 
     def _call(self, method: str, *args: object) -> object:
         self.core.handle(b"", Utility(0, method, [*args]), time.monotonic())
-        results: list[UtilityResult] = []
-        for event in self._columns.read(self.core.take_events().get(b"", [])):
-            if isinstance(event, UtilityResult):
-                results.append(event)
-            elif isinstance(event, TokenOutput):
-                self._kept.append(event)
-        [result] = results
+        while (result := self._take_result()) is None:
+            # The answer follows the step under way.
+            self.core.step(time.monotonic())
         if result.error is not None:
             raise EngineError(result.error)
         return result.result
+
+    def _take_result(self) -> UtilityResult | None:
+        """Keep the core's outputs, and return the answer to a call if it is there."""
+        result: UtilityResult | None = None
+        for event in self._columns.read(self.core.take_events().get(b"", [])):
+            if isinstance(event, UtilityResult):
+                result = event
+            elif isinstance(event, TokenOutput):
+                self._kept.append(event)
+        return result
 
     def _keep_outputs(self) -> None:
         """Collect the core's events; keep every token output even when a refusal is raised."""
@@ -343,9 +349,9 @@ class SyncMPClient:
         """Return every counter of the engine; keep outputs that arrive in the meantime."""
         return msgspec.convert(self._call("metrics"), EngineMetrics)
 
-    def reset_prefix_cache(self) -> None:
-        """Drop all cached blocks."""
-        self._call("reset_prefix_cache")
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
+        """Drop all cached blocks; see `Scheduler.reset_prefix_cache`."""
+        return bool(self._call("reset_prefix_cache", reset_running_requests))
 
     def collective_rpc(self, method: str) -> list[WorkerDescription]:
         """Call a method of every worker; see `SyncEngineClient.collective_rpc`."""

@@ -235,9 +235,17 @@ class LLM:
         """Return every counter of the engine; must not run during `generate`."""
         return self._client.metrics()
 
-    def reset_prefix_cache(self) -> None:
-        """Drop all cached blocks."""
-        self._client.reset_prefix_cache()
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
+        """Drop all cached blocks.
+
+        Args:
+            reset_running_requests: Whether running requests lose their blocks, too, and compute
+                their tokens again.
+
+        Returns:
+            Whether no request keeps KV from before; always True without the option.
+        """
+        return self._client.reset_prefix_cache(reset_running_requests=reset_running_requests)
 
     def collective_rpc(self, method: str) -> list[WorkerDescription]:
         """Call a method of every worker; must not run during `generate`.

@@ -5,7 +5,7 @@ in order and on one socket, so that a snapshot never overtakes the tokens that i
 Appending a field keeps older peers working; any other change must raise `PROTOCOL_VERSION`.
 """
 
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -35,6 +35,10 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 AbortReason = Literal["stop", "abort"]
 """stop: the client has all that it needs, as after a stop string, which engines do not check.
 abort: the rest of the output is not wanted."""
+
+PauseMode = Literal["abort", "wait", "keep"]
+"""What a pause does with running requests: end them, let them end, or freeze them."""
+PAUSE_MODES: tuple[str, ...] = get_args(PauseMode)
 
 LAPSED = "the reservation lapsed before it was activated"
 """Error of the `TokenOutput` that ends a reserved request that was not activated in time."""
@@ -479,7 +483,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         seq: Number of the snapshot.
-        draining: Whether the engine refuses new requests.
+        draining: Whether the engine refuses new requests, or keeps them queued until it resumes.
         num_waiting: Queued sequences.
         num_waiting_tokens: Prompt tokens of the queued sequences.
         num_steps: Steps so far.

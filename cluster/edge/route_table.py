@@ -44,8 +44,8 @@ def _post(name: str, path: str) -> RouteSpec:
     return RouteSpec(name, path, "POST", is_counted=True, is_repeatable=True)
 
 
-def _operations(name: str, path: str) -> RouteSpec:
-    return RouteSpec(name, path, listener="operations")
+def _operations(name: str, path: str, method: Method = "GET") -> RouteSpec:
+    return RouteSpec(name, path, method, listener="operations")
 
 
 ROUTES = (
@@ -62,6 +62,10 @@ ROUTES = (
     _operations("metrics", "/metrics"),
     _operations("kv", "/kv"),
     _operations("slots", "/debug/slots"),
+    _operations("pause", "/pause", "POST"),
+    _operations("resume", "/resume", "POST"),
+    _operations("is_paused", "/is_paused"),
+    _operations("reset_prefix_cache", "/reset_prefix_cache", "POST"),
     _operations("route", "/debug/routes/{request_id:path}"),
 )
 

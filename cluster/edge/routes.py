@@ -18,7 +18,7 @@ import re
 import secrets
 import time
 import uuid
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import msgspec
 from starlette.applications import Starlette
@@ -42,6 +42,7 @@ from cluster.edge.headers import (
 )
 from cluster.edge.heavy_work import HeavyWork
 from cluster.edge.message_output import PROMPT_END_TOKENS, message_output
+from cluster.edge.openai_fields import bad_field, shown
 from cluster.edge.openai_limits import BodyLimits, prompt_too_long
 from cluster.edge.openai_requests import (
     ChatPrompt,
@@ -85,6 +86,7 @@ from cluster.errors import (
 )
 from replicas.errors import InvalidRequestError
 from replicas.grammar_checks import GrammarChecker, special_ids_for_checks
+from replicas.messages import PAUSE_MODES
 from replicas.text_pieces import NoCutError
 from replicas.tokenizer import TooManyTokensError
 
@@ -105,7 +107,7 @@ if TYPE_CHECKING:
     from cluster.edge.structured_outputs import Grammar
     from cluster.edge.transfers import TransfersView
     from replicas.beam_search import BeamSearchParams
-    from replicas.messages import EngineRequest
+    from replicas.messages import EngineRequest, PauseMode
     from replicas.output_processor import OutputDelta
     from replicas.tokenizer import Tokenizer
 
@@ -171,6 +173,23 @@ class Backend(Protocol):
     async def slots(self) -> SlotsView:
         """Return this ingress's view of all slots."""
 
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> dict[str, bool]:
+        """Pause all engines; return for each replica whether nothing runs there.
+
+        Args:
+            mode: What becomes of running requests.
+            clear_cache: Whether to forget cached blocks then.
+        """
+
+    async def resume(self) -> dict[str, bool]:
+        """End the pause of all engines; return for each replica whether it has answered."""
+
+    async def is_paused(self) -> dict[str, bool]:
+        """Return for each replica whether it is known to be paused."""
+
+    async def reset_prefix_cache(self, *, reset_running_requests: bool) -> dict[str, bool]:
+        """Forget cached blocks; return for each replica whether no request keeps KV from before."""
+
     async def routes(self, request_id: str) -> bytes | None:
         """Return the routes of the requests with a client's id: a `RoutesView` as JSON.
 
@@ -217,6 +236,10 @@ def create_app(
         "metrics": routes.metrics,
         "kv": routes.kv,
         "slots": routes.slots,
+        "pause": routes.pause,
+        "resume": routes.resume,
+        "is_paused": routes.is_paused,
+        "reset_prefix_cache": routes.reset_prefix_cache,
         "route": routes.route,
         "version": routes.version,
     }
@@ -459,6 +482,31 @@ class _RouteHandlers:
         del request
         return json_response(msgspec.to_builtins(await self._backend.slots()))
 
+    async def pause(self, request: Request) -> Response:
+        """Pause all engines. Source of these four: vLLM's routes of the same names."""
+        require_json(request.headers)
+        mode = request.query_params.get("mode", "abort")
+        if mode not in PAUSE_MODES:
+            raise bad_field("mode", f"must be one of {', '.join(PAUSE_MODES)}; got {shown(mode)}")
+        clear_cache = _flag(request, "clear_cache", default=True)
+        done = await self._backend.pause(cast("PauseMode", mode), clear_cache=clear_cache)
+        return _all_done("paused", done)
+
+    async def resume(self, request: Request) -> Response:
+        require_json(request.headers)
+        return _all_done("resumed", await self._backend.resume())
+
+    async def is_paused(self, request: Request) -> Response:
+        del request
+        paused = await self._backend.is_paused()
+        return json_response({"is_paused": bool(paused) and all(paused.values())})
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        require_json(request.headers)
+        running = _flag(request, "reset_running_requests", default=False)
+        done = await self._backend.reset_prefix_cache(reset_running_requests=running)
+        return _all_done("reset", done)
+
     async def route(self, request: Request) -> Response:
         request_id = request.path_params["request_id"]
         found = await self._backend.routes(request_id)
@@ -622,6 +670,26 @@ def _error_response_of(error: Exception, scope: Scope) -> Response:
     response = json_response(body, error.status_code)
     response.headers.update(error.headers or {})
     return response
+
+
+def _flag(request: Request, name: str, *, default: bool) -> bool:
+    """Return a boolean of the query.
+
+    Raises:
+        BadRequestError: It is neither true nor false.
+    """
+    value = request.query_params.get(name, str(default)).lower()
+    if value not in {"true", "false", "1", "0"}:
+        raise bad_field(name, f"must be true or false, got {shown(value)}")
+    return value in {"true", "1"}
+
+
+def _all_done(status: str, done: Mapping[str, bool]) -> Response:
+    """Return the answer to an order to all replicas: 503 with the names of those that failed."""
+    left = [replica for replica, is_done in done.items() if not is_done]
+    if done and not left:
+        return json_response({"status": status})
+    return json_response({"status": f"not {status}", "replicas": left}, 503)
 
 
 def _unix_time_s() -> int:

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from replicas.engine.outputs import ClientEvents
+from replicas.engine.pause import Call
 from replicas.engine.requests import Probes, RequestHandler, RoleState, probe_batch
 from replicas.engine.start import (
     closing_if_it_fails,
@@ -34,6 +35,7 @@ from replicas.engine.transfers import Transfers
 from replicas.engine.watchdog import Watchdog
 from replicas.messages import (
     LAPSED,
+    PAUSE_MODES,
     Abort,
     Activate,
     AddRequest,
@@ -54,7 +56,7 @@ if TYPE_CHECKING:
     from replicas.engine.executor import Executor
     from replicas.engine.kv_events import PrefixFeed
     from replicas.engine.step import ScheduledBatch, StepKind, StepResult
-    from replicas.messages import WireEvent
+    from replicas.messages import PauseMode, WireEvent
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +126,8 @@ class EngineCore:
         self._events = ClientEvents()
         # The step submitted ahead, to be collected next.
         self._ahead: ScheduledBatch | None = None
+        # Calls to preempt all sequences, which is not possible while a step is under way.
+        self._resets: list[Call] = []
         self.probes = Probes()
         with closing_if_it_fails(executor):
             started = start_executor(executor, config)
@@ -158,16 +162,65 @@ class EngineCore:
         """
         if isinstance(message, Utility) and message.method == "probe":
             self.probes.ask(client, message.call_id)
+        elif isinstance(message, Utility) and message.method == "pause":
+            self._pause(client, message)
+        elif isinstance(message, Utility) and _preempts_all(message):
+            self._resets.append(Call(client, message.call_id))
+            self._stand_still()
         elif isinstance(message, Utility):
             self._events[client].append(_call_utility(self, message, now_s))
         else:
             self._requests.handle(client, message, now_s)
+
+    def resume(self) -> None:
+        """End a pause; without one nothing changes."""
+        for client, call_id in self._scheduler.pause.end():
+            self._events[client].append(UtilityResult(call_id, error="the pause was ended"))
+
+    @property
+    def is_paused(self) -> bool:
+        """Return whether no queued request is admitted until `resume`."""
+        return self._scheduler.pause.is_active
+
+    def _pause(self, client: bytes, message: Utility) -> None:
+        """Pause; the call is answered once nothing runs."""
+        mode, error = message.args[0] if message.args else "abort", None
+        if mode not in PAUSE_MODES:
+            error = f"no mode {str(mode)[:64]!r} of a pause, only {', '.join(PAUSE_MODES)}"
+        elif self.role_state.is_draining:
+            error = "the engine drains, and ends its requests first"
+        if error is not None:
+            self._events[client].append(UtilityResult(message.call_id, error=error))
+            return
+        self._scheduler.pause.begin(cast("PauseMode", mode), Call(client, message.call_id))
+        if mode == "abort":
+            for seq in self._scheduler.abort_all():
+                self._events.abort(seq)
+        self._stand_still()
+
+    def _stand_still(self) -> None:
+        """Make and answer the calls that must wait for the end of the step under way.
+
+        An engine that drains ends a pause, in which none of its requests would end.
+        """
+        if self.role_state.is_draining:
+            self.resume()
+        if self._ahead is not None:
+            return
+        resets, self._resets = self._resets, []
+        for client, call_id in resets:
+            done = self.reset_prefix_cache(preempt_running=True)
+            self._events[client].append(UtilityResult(call_id, done))
+        for client, call_id in self._scheduler.pause.settle(len(self._scheduler.table.rows)):
+            self._events[client].append(UtilityResult(call_id, True))
 
     def client_gone(self, client: bytes) -> int:
         """Drop all requests of a client and return their number."""
         num_dropped = self._scheduler.abort_client(client)
         self._requests.client_gone(client)
         self.probes.client_gone(client)
+        self._scheduler.pause.client_gone(client)
+        self._resets = [call for call in self._resets if call.client != client]
         self._events.pop(client, None)
         return num_dropped
 
@@ -198,11 +251,11 @@ class EngineCore:
         of the forward pass there, and servers send the tokens of `collect_step` before `end_step`.
         """
         with self.timer.schedule:
-            lapsed = self._scheduler.expire(now_s) if self._scheduler.loads.not_activated else []
+            has_lapsed = bool(self._scheduler.loads.not_activated) and self._expire(now_s)
+            if self._resets or self._scheduler.pause.is_active:
+                self._stand_still()
             if self.role_state.next_role is not None:
                 self.role_state.settle(self.num_live)
-            for seq in lapsed:
-                self._events.fail(seq, LAPSED)
             if self._scheduler.preparations.is_active:
                 self._prepare_grammars(now_s)
             (batch, meta), self._ahead = (self._ahead, None), None
@@ -224,7 +277,14 @@ class EngineCore:
         elif not is_begun:
             self.timer.begin(batch, self._scheduler.work)
             self._executor.collective_rpc("submit_step", batch, meta, now_s)
-        return StepUnderWay(batch, meta, bool(lapsed))
+        return StepUnderWay(batch, meta, has_lapsed)
+
+    def _expire(self, now_s: float) -> bool:
+        """End the reservations that have lapsed; return whether there are any."""
+        lapsed = self._scheduler.expire(now_s)
+        for seq in lapsed:
+            self._events.fail(seq, LAPSED)
+        return bool(lapsed)
 
     def _prepare_grammars(self, now_s: float) -> None:
         """Send orders for grammars to the worker, and apply what has ended."""
@@ -262,7 +322,8 @@ class EngineCore:
             return
         if num_passes is not None:
             self._scheduler.shorten(batch, num_passes)
-        if self.runs_ahead and not self._transfers.are_at_stake:
+        must_wait = self._resets or self._scheduler.pause.is_frozen
+        if self.runs_ahead and not (must_wait or self._transfers.are_at_stake):
             self._submit_ahead()
         result: StepResult = self._executor.collective_rpc("collect_step")[0]
         with self.timer.update:
@@ -316,7 +377,7 @@ class EngineCore:
         """Return the role, the free slots and blocks, and the load, as of now."""
         return EngineSnapshot(
             seq,
-            self.role_state.is_draining,
+            self.role_state.is_draining or self.is_paused,
             len(self._scheduler.table.queue),
             self._scheduler.table.queue.num_tokens,
             self.timer.num_steps,
@@ -337,7 +398,7 @@ class EngineCore:
         rooms = self._scheduler.group_rooms()
         slots = [(r.num_empty_slots, r.num_running, r.num_reserved, r.num_waiting) for r in rooms]
         at_once = (
-            self.role_state.is_draining,
+            self.role_state.is_draining or self._scheduler.pause.is_active,
             self.role_state.hands_over,
             self.role_state.epoch,
             len(self._scheduler.table.queue),
@@ -371,9 +432,9 @@ class EngineCore:
         """Return the events of the prefix caches."""
         return self._scheduler.prefix_feed
 
-    def reset_prefix_cache(self) -> None:
-        """Forget every cached block; running sequences keep theirs."""
-        self._scheduler.reset_prefix_cache()
+    def reset_prefix_cache(self, *, preempt_running: bool = False) -> bool:
+        """Forget every cached block; see `Scheduler.reset_prefix_cache`."""
+        return self._scheduler.reset_prefix_cache(preempt_running=preempt_running)
 
     def call_workers(self, method: str) -> list[object]:
         """Return the results of one of `WORKER_METHODS`, of every worker in the order of ranks."""
@@ -397,16 +458,26 @@ def _call_workers(core: EngineCore, message: Utility) -> UtilityResult:
     return UtilityResult(message.call_id, core.call_workers(str(method)))
 
 
+def _preempts_all(message: Utility) -> bool:
+    """Return whether a call resets the prefix cache and all running sequences with it."""
+    return message.method == "reset_prefix_cache" and bool(message.args and message.args[0])
+
+
 def _call_utility(core: EngineCore, message: Utility, now_s: float) -> UtilityResult:
+    result: object = True
     match message.method:
         case "metrics":
-            return UtilityResult(message.call_id, core.metrics(now_s))
+            result = core.metrics(now_s)
         case "kv_transfers":
-            return UtilityResult(message.call_id, core.kv_transfers(now_s))
+            result = core.kv_transfers(now_s)
         case "reset_prefix_cache":
-            core.reset_prefix_cache()
-            return UtilityResult(message.call_id, True)
+            result = core.reset_prefix_cache()
+        case "resume":
+            core.resume()
+        case "is_paused":
+            result = core.is_paused
         case "collective_rpc":
             return _call_workers(core, message)
         case unknown:
             return UtilityResult(message.call_id, error=f"no utility method {unknown[:64]!r}")
+    return UtilityResult(message.call_id, result)

@@ -159,6 +159,11 @@ class ClientEvents(defaultdict[bytes, "list[WireEvent]"]):
         )
         self[seq.client].append(output)
 
+    def abort(self, seq: Sequence) -> None:
+        """Add the end of a sequence that the engine has dropped."""
+        output = TokenOutput(seq.request_id, seq.num_output_tokens, [], "abort", choice=seq.choice)
+        self[seq.client].append(output)
+
     def fail_transfer(self, seq: Sequence) -> None:
         """Add the end of a sequence whose KV transfer failed."""
         assert seq.load is not None

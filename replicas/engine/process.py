@@ -170,7 +170,8 @@ class EngineServer:
     @property
     def is_drained(self) -> bool:
         """Return whether the engine drains, has no request left and no block lent."""
-        return self._snapshot.draining and self.core.num_live == 0
+        is_known = self._snapshot.draining and self.core.role_state.is_draining
+        return is_known and self.core.num_live == 0
 
     @property
     def clients(self) -> list[bytes]:

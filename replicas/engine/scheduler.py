@@ -32,6 +32,7 @@ from replicas.engine.kv_cache import KVCacheManager
 from replicas.engine.kv_loads import KVLoads, Verdict, is_loading
 from replicas.engine.outputs import End, EndRules, StepOutputs
 from replicas.engine.partial_prefills import PartialPrefillLimits
+from replicas.engine.pause import Pause
 from replicas.engine.preparations import Preparations
 from replicas.engine.request_table import DecodeRows, RequestTable
 from replicas.engine.sequence import Phase, Sequence
@@ -119,6 +120,7 @@ class Scheduler:
         decode_kind: StepKind = "mixed" if config.mixed_batches else "decode"
         self.table = RequestTable(len(self._kv), decode_kind, config.scheduling_policy)
         self.preparations = Preparations()
+        self.pause = Pause()
         self._end_rules = EndRules(max_model_len, eos_token_ids, tokens_per_pass)
         self._tokens_per_pass = tokens_per_pass
         self._kv_tokens_per_pass = kv_tokens_per_pass
@@ -307,6 +309,13 @@ class Scheduler:
         for seq in self.table.give_up(request_id, choice):
             self._finish(seq, reason)
 
+    def abort_all(self) -> list[Sequence]:
+        """Drop every live request, and return its sequences."""
+        dropped = list(self.table)
+        for request_id in dict.fromkeys(seq.request_id for seq in dropped):
+            self.abort(request_id)
+        return dropped
+
     def abort_client(self, client: bytes) -> int:
         """Drop every sequence of a client that is gone; return the number of live ones."""
         live = [s.request_id for s in self.table if s.client == client]
@@ -360,6 +369,8 @@ class Scheduler:
         assert not self._plans, "a step is under way"
         if self.loads.asking:
             self.loads.ask_again()
+        if self.pause.is_frozen:
+            return None
         table = self.table
         if not (table.prefill_rows or table.short or table.queue.sequences):
             # Nothing but decoding rows, all of which have a block for their next token.
@@ -373,9 +384,7 @@ class Scheduler:
         kinds = deque(self._kinds_to_try())
         while kinds:
             kind = kinds.popleft()
-            plan = StepPlan(kind, self._token_budget, self._no_decodes)
-            if self._partial_limits is not None and self._is_shared(plan):
-                plan.max_chunk = self._partial_limits.max_chunk
+            plan = self._new_plan(kind)
             preempted = not self._advance_all(plan) and self._advance_in_order(plan)
             # Blocks freed by preemption are for the sequences that needed them. Only if none of
             # these can run after all are queued sequences admitted.
@@ -600,6 +609,15 @@ class Scheduler:
 
     # --- planning ------------------------------------------------------------------------------
 
+    def _new_plan(self, kind: StepKind) -> StepPlan:
+        """Return an empty step; its prompts are limited if it could serve several sequences."""
+        plan = StepPlan(kind, self._token_budget, self._no_decodes)
+        if self._partial_limits is not None:
+            rows = self.table.rows if kind == "mixed" else self.table.prefill_rows
+            if len(rows) + len(self.table.queue) > 1:
+                plan.max_chunk = self._partial_limits.max_chunk
+        return plan
+
     def _kinds_to_try(self) -> tuple[StepKind, ...]:
         if self._config.mixed_batches:
             return ("mixed",)
@@ -667,6 +685,8 @@ class Scheduler:
 
     def _admit_waiting(self, plan: StepPlan) -> None:
         """Admit queued sequences in order; a full DP group holds up only those that ask for it."""
+        if self.pause.is_active:
+            return
         queue, index = self.table.queue, 0
         full_groups = self._kv.without_slots()
         while index < len(queue) and plan.budget > 0 and len(full_groups) < len(self._kv):
@@ -738,12 +758,6 @@ class Scheduler:
         """
         has_left = parent.phase is Phase.LEAVING and not parent.is_aborted
         return (parent.phase is Phase.DECODE or has_left) and bool(parent.place.block_ids)
-
-    def _is_shared(self, plan: StepPlan) -> bool:
-        """Return whether a step could serve more than one sequence, running or queued."""
-        table = self.table
-        rows = table.rows if plan.kind == "mixed" else table.prefill_rows
-        return len(rows) + len(table.queue) > 1
 
     def _is_too_long(self, plan: StepPlan, seq: Sequence) -> bool:
         """Return whether a queued sequence is long and waits for other prompts of this step."""
@@ -1117,9 +1131,23 @@ class Scheduler:
         """Return the events of the prefix caches."""
         return self._kv.prefix_feed
 
-    def reset_prefix_cache(self) -> None:
-        """Forget every cached block; running sequences keep theirs."""
+    def reset_prefix_cache(self, *, preempt_running: bool = False) -> bool:
+        """Forget every cached block.
+
+        Args:
+            preempt_running: Whether running sequences lose their blocks, too. They are queued, and
+                compute their tokens again. No step may be under way.
+
+        Returns:
+            Whether no sequence keeps KV from before; always True without `preempt_running`.
+            Sequences that wait for KV, and those that another engine reads, keep theirs.
+        """
+        if preempt_running:
+            assert not self._plans, "a step is under way"
+            for seq in reversed(list(self.table.rows)):
+                self._preempt(seq)
         self._kv.reset_prefix_cache()
+        return not (preempt_running and (self.loads.awaiting or self.table.leaving()))
 
     def check_invariants(self) -> None:
         """Assert that every sequence is in one place, with the slot and blocks of that place."""

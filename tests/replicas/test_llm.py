@@ -187,8 +187,9 @@ def test_second_prompt_of_a_kind_comes_from_the_cache_until_it_is_forgotten(llm)
     prompt = [token % 380 for token in range(2, 100)]
     assert generate(llm, prompt)[0].num_cached_tokens == 0
     assert generate(llm, prompt)[0].num_cached_tokens == 96
-    llm.reset_prefix_cache()
+    assert llm.reset_prefix_cache()
     assert generate(llm, prompt)[0].num_cached_tokens == 0
+    assert llm.reset_prefix_cache(reset_running_requests=True)
 
 
 def test_minted_seeds_differ_by_request_and_repeat_by_llm_seed():
@@ -428,7 +429,7 @@ def test_the_asynchronous_front_end_aborts_measures_and_resets(llm):
             for _ in range(2):
                 last = [o async for o in engine.generate(prompt, GREEDY)][-1]
                 hits.append(last.num_cached_tokens)
-            await engine.reset_prefix_cache()
+            assert await engine.reset_prefix_cache()
             last = [o async for o in engine.generate(prompt, GREEDY)][-1]
             hits.append(last.num_cached_tokens)
             metrics = await engine.get_metrics()
@@ -444,6 +445,44 @@ def test_the_asynchronous_front_end_aborts_measures_and_resets(llm):
     assert hits == [0, 64, 0]
     assert metrics.groups[0].requests_finished["abort"] == 2
     assert worker.pid != os.getpid()
+
+
+@pytest.mark.process
+def test_the_asynchronous_front_end_pauses_and_resumes(llm):
+    async def last(engine, request_id):
+        return [o async for o in engine.generate("hello world", GREEDY, request_id)][-1]
+
+    async def run():
+        engine = await AsyncLLM.start(EngineConfig(model=chat_folder(), **SETTINGS))
+        try:
+            stream = engine.generate("hello world", GREEDY, "kept")
+            await anext(stream)
+            await engine.pause_generation(mode="keep")
+            assert await engine.is_paused()
+            assert await engine.reset_prefix_cache(reset_running_requests=True)
+            queued = asyncio.create_task(last(engine, "queued"))
+            await engine.resume_generation()
+            kept = [o async for o in stream][-1]
+            outputs = [kept, await queued]
+            stream = engine.generate("hello world", GREEDY)
+            await anext(stream)
+            await engine.pause_generation(mode="wait")
+            outputs.append([o async for o in stream][-1])
+            await engine.resume_generation()
+            stream = engine.generate("hello world", GREEDY)
+            await anext(stream)
+            await engine.pause_generation()
+            ends = [o.outputs[0].finish_reason async for o in stream]
+            assert ends[-1] == "abort"
+            with pytest.raises(EngineError, match="'nap'"):
+                await engine.pause_generation(mode="nap")
+            return outputs, (await engine.get_metrics()).groups[0].num_preemptions
+        finally:
+            await engine.shutdown()
+
+    outputs, num_preemptions = asyncio.run(run())
+    assert texts(outputs) == 3 * texts(generate(llm, "hello world"))
+    assert num_preemptions == 1
 
 
 @pytest.mark.parametrize(

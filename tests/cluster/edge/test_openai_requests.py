@@ -33,7 +33,6 @@ from replicas.sampling_params import (
     StructuredOutputs,
 )
 from tests.bad_sampling import BAD
-from tests.cluster.edge.test_openai_fields import turn_on
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 

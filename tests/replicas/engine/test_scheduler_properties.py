@@ -251,9 +251,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         deadline_s = self.scheduler.next_deadline_s()
         assert deadline_s is None or deadline_s > self.world.now_s
 
-    @rule()
-    def prefixes_are_forgotten(self):
-        self.scheduler.reset_prefix_cache()
+    @rule(preempt_running=st.booleans())
+    def prefixes_are_forgotten(self, preempt_running):
+        done = self.scheduler.reset_prefix_cache(preempt_running=preempt_running)
+        if preempt_running:
+            assert not self.scheduler.table.rows
+            holders = [s for s in self.scheduler.table if s.place.block_ids]
+            assert done == (not holders and not self.scheduler.table.leaving())
 
     def check_invariants(self, *_args, **_kwargs):
         super().check_invariants(*_args, **_kwargs)

@@ -14,6 +14,7 @@ from kv_transfer.keys import KeyRing
 from replicas.columns import ColumnReader
 from replicas.engine.core import EngineCore
 from replicas.engine.process import SNAPSHOT_S, EngineServer, describe
+from replicas.engine.requests import RoleState
 from replicas.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -58,14 +59,18 @@ class Core:
         self.gone = []
         self.deadline_s = None
         self.num_live = 0
-        self.is_draining = False
+        self.is_paused = False
+        self.role_state = RoleState("both")
 
     def snapshot(self, seq):
         group = GroupSnapshot(self.num_empty_slots, [self.num_free_blocks], 0, 0, 0)
-        return EngineSnapshot(seq, self.is_draining, 0, 0, self.num_steps, [group])
+        is_closed = self.is_paused or self.role_state.is_draining
+        return EngineSnapshot(seq, is_closed, 0, 0, self.num_steps, [group])
 
     def state(self):
-        return (self.is_draining, self.num_empty_slots), [[self.num_free_blocks]]
+        return (self.is_paused, self.role_state.is_draining, self.num_empty_slots), [
+            [self.num_free_blocks]
+        ]
 
     def handle(self, client, message, now_s):
         self.handled.append((client, message, now_s))
@@ -279,8 +284,11 @@ def test_frames_leave_in_the_order_in_which_clients_came(clients):
 def test_drained_means_told_to_drain_with_nothing_left_and_nothing_lent():
     core, server = served(A)
     assert not server.is_drained
+    core.is_paused = True
+    server.frames(1.0)
+    assert not server.is_drained
     core.num_live = 1
-    core.is_draining = True
+    core.role_state.end()
     server.frames(1.0)
     assert not server.is_drained
     core.num_live = 0
