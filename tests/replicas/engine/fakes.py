@@ -17,13 +17,17 @@ from kv_transfer.errors import TicketError
 from kv_transfer.keys import KeyRing
 from kv_transfer.ticket import Ticket
 from replicas.config import EngineConfig
+from replicas.engine.scheduler import Scheduler
 from replicas.engine.sequence import KVPlace, Sequence
 from replicas.engine.step import StepResult
 from replicas.messages import EngineRequest, RequestMode
 from replicas.sampling_params import SamplingParams
+from tests.kv_groups import one_kv_group
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as SequenceOf
+
+    from replicas.kv_groups import KVGroup
 
 EOS = 0
 KEYS = KeyRing((b"a secret of this cluster's router",))
@@ -47,6 +51,30 @@ def make_config(**changes: object) -> EngineConfig:
     config = EngineConfig(**{**settings, **changes})
     config.validate()
     return config
+
+
+def scheduler_of(
+    num_blocks: int = 9,
+    *,
+    kv_groups: SequenceOf[KVGroup] | None = None,
+    max_model_len: int = 32,
+    connector: FakeConnector | None = None,
+    resumes_prefill: bool = True,
+    chunk_alignment: int = 1,
+    **changes: object,
+) -> Scheduler:
+    """A scheduler with so many blocks, or with these KV groups; changes are those of its config."""
+    config = make_config(**changes)
+    return Scheduler(
+        config,
+        kv_groups=kv_groups or one_kv_group(num_blocks, config.block_size),
+        prefix_cache_key=PREFIX_CACHE_KEY,
+        max_model_len=max_model_len,
+        eos_token_ids=frozenset({EOS}),
+        connector=connector,
+        resumes_prefill=resumes_prefill,
+        chunk_alignment=chunk_alignment,
+    )
 
 
 def make_sequence(

@@ -5,22 +5,12 @@ from __future__ import annotations
 import pytest
 
 from replicas.config import SpeculativeConfig
-from replicas.engine.scheduler import Scheduler
-from tests.kv_groups import one_kv_group
-from tests.replicas.engine.fakes import EOS, PREFIX_CACHE_KEY, make_config, make_sequence, result_of
+from tests.replicas.engine.fakes import EOS, make_sequence, result_of, scheduler_of
 
 
-def make_scheduler(num_blocks=20, max_model_len=32, **changes):
-    config = make_config(
-        speculative_config=SpeculativeConfig(method="ngram", num_speculative_tokens=3), **changes
-    )
-    return Scheduler(
-        config,
-        kv_groups=one_kv_group(num_blocks, config.block_size),
-        prefix_cache_key=PREFIX_CACHE_KEY,
-        max_model_len=max_model_len,
-        eos_token_ids=frozenset({EOS}),
-    )
+def make_scheduler(num_blocks=20, **changes):
+    speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
+    return scheduler_of(num_blocks, speculative_config=speculation, **changes)
 
 
 def begin(scheduler, *prompt_lengths, num_drafts=3, **sampling):

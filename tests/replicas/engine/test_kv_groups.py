@@ -6,18 +6,11 @@ import msgspec
 import pytest
 
 from replicas.engine.core import EngineCore
-from replicas.engine.scheduler import Scheduler
 from replicas.errors import ConfigError
 from replicas.kv_groups import only_kv_group
 from replicas.kv_sizing import derive_max_model_len
 from tests.kv_groups import one_kv_group
-from tests.replicas.engine.fakes import (
-    EOS,
-    PREFIX_CACHE_KEY,
-    make_config,
-    make_sequence,
-    result_of,
-)
+from tests.replicas.engine.fakes import make_config, make_sequence, result_of, scheduler_of
 from tests.replicas.engine.virtual import virtual_worker
 from tests.replicas.simulation.test_virtual_worker import (
     FACTS,
@@ -30,13 +23,8 @@ from tests.replicas.simulation.test_virtual_worker import (
 
 def make_scheduler(small, large, **changes):
     """Make the scheduler of a model with KV groups of two-token and of four-token blocks."""
-    return Scheduler(
-        make_config(**changes),
-        kv_groups=(*one_kv_group(1 + small, 2), *one_kv_group(1 + large, 4)),
-        prefix_cache_key=PREFIX_CACHE_KEY,
-        max_model_len=32,
-        eos_token_ids=frozenset({EOS}),
-    )
+    kv_groups = (*one_kv_group(1 + small, 2), *one_kv_group(1 + large, 4))
+    return scheduler_of(kv_groups=kv_groups, **changes)
 
 
 def add(scheduler, request_id, prompt, **sampling):

@@ -5,25 +5,15 @@ from __future__ import annotations
 import pytest
 
 from replicas.engine.partial_prefills import PartialPrefillLimits
-from replicas.engine.scheduler import Scheduler
 from replicas.errors import ConfigError
-from tests.kv_groups import one_kv_group
-from tests.replicas.engine.fakes import EOS, PREFIX_CACHE_KEY, make_config, make_sequence
+from tests.replicas.engine.fakes import make_config, make_sequence, scheduler_of
 from tests.replicas.engine.test_scheduler import step
 
 
-def limited(chunk_alignment=1, **changes):
+def limited(**changes):
     """A scheduler of 16 tokens a step in which prompts of more than 4 tokens are long."""
-    settings = {"max_num_batched_tokens": 16, "long_prefill_token_threshold": 4, **changes}
-    config = make_config(max_batch_size=8, enable_prefix_caching=False, **settings)
-    return Scheduler(
-        config,
-        kv_groups=one_kv_group(60, config.block_size),
-        prefix_cache_key=PREFIX_CACHE_KEY,
-        max_model_len=100,
-        eos_token_ids=frozenset({EOS}),
-        chunk_alignment=chunk_alignment,
-    )
+    settings = {"long_prefill_token_threshold": 4, "enable_prefix_caching": False, **changes}
+    return scheduler_of(60, max_model_len=100, max_batch_size=8, **settings)
 
 
 def add(scheduler, **lengths):

@@ -23,8 +23,8 @@ from replicas.messages import (
 )
 from replicas.sampling_params import SamplingParams, StructuredOutputs
 from tests.engines import take_events
-from tests.replicas.engine.fakes import make_sequence, make_ticket
-from tests.replicas.engine.test_scheduler import PROMPT, being_loaded, make_scheduler, step
+from tests.replicas.engine.fakes import make_sequence, make_ticket, scheduler_of
+from tests.replicas.engine.test_scheduler import PROMPT, being_loaded, step
 from tests.replicas.engine.virtual import CLIENT, virtual_side
 from tests.replicas.generators.simulated.engines import simulated_config
 
@@ -154,7 +154,7 @@ def test_a_sequence_that_leaves_takes_its_grammar_along(preparations, is_ordered
 
 
 def test_a_sequence_that_waits_holds_up_nobody_and_runs_once_it_is_ready():
-    scheduler = make_scheduler(enable_prefix_caching=False)
+    scheduler = scheduler_of(enable_prefix_caching=False)
     scheduler.add(sequence("waits", A, dp_group=0), 0.0)
     scheduler.add(make_sequence("other", PROMPT, dp_group=0), 0.0)
     assert step(scheduler) == {"other": 8}
@@ -164,7 +164,7 @@ def test_a_sequence_that_waits_holds_up_nobody_and_runs_once_it_is_ready():
 
 
 def test_a_preempted_sequence_needs_no_second_preparation():
-    scheduler = make_scheduler(enable_prefix_caching=False)
+    scheduler = scheduler_of(enable_prefix_caching=False)
     scheduler.add(seq := sequence("r", A, max_tokens=20), 0.0)
     scheduler.preparations.take_orders(0.0)
     scheduler.end_preparations([Prepared(A)], 0.0)
@@ -174,7 +174,7 @@ def test_a_preempted_sequence_needs_no_second_preparation():
 
 
 def test_a_sequence_that_fails_ends_and_gives_everything_back():
-    scheduler = make_scheduler()
+    scheduler = scheduler_of()
     scheduler.add(queued := sequence("queued", A), 0.0)
     scheduler.reserve(reserved := sequence("reserved", A, mode="decode"), 0.0)
     scheduler.preparations.take_orders(0.0)
@@ -190,7 +190,7 @@ def test_a_sequence_that_fails_ends_and_gives_everything_back():
 @pytest.mark.parametrize("is_last", ["grammar", "kv"])
 def test_a_reserved_sequence_waits_for_its_kv_and_its_grammar(is_last):
     _, connector = being_loaded()
-    scheduler = make_scheduler(connector=connector)
+    scheduler = scheduler_of(connector=connector)
     scheduler.reserve(seq := sequence("g", A, mode="decode"), 0.0)
     scheduler.loads.load("g", make_ticket("g", 8), 0, 0.0)
     scheduler.activate("g", [[7]], 0.0)
@@ -209,7 +209,7 @@ def test_a_reserved_sequence_waits_for_its_kv_and_its_grammar(is_last):
 
 def test_a_sequence_whose_kv_failed_meanwhile_ends_with_that_reason():
     _, connector = being_loaded()
-    scheduler = make_scheduler(connector=connector, kv_load_failure_policy="fail")
+    scheduler = scheduler_of(connector=connector, kv_load_failure_policy="fail")
     scheduler.reserve(seq := sequence("g", A, mode="decode"), 0.0)
     scheduler.activate("g", [[7]], 0.0)
     scheduler.preparations.take_orders(0.0)

@@ -7,12 +7,12 @@ import pytest
 from replicas.engine.requests import RequestChecks
 from replicas.engine.sequence import Phase
 from replicas.messages import AddRequest
-from tests.replicas.engine.fakes import make_sequence, result_of
-from tests.replicas.engine.test_scheduler import make_scheduler, step
+from tests.replicas.engine.fakes import make_sequence, result_of, scheduler_of
+from tests.replicas.engine.test_scheduler import step
 
 
 def by_priority(**changes):
-    return make_scheduler(scheduling_policy="priority", enable_prefix_caching=False, **changes)
+    return scheduler_of(scheduling_policy="priority", enable_prefix_caching=False, **changes)
 
 
 def add(scheduler, length=3, **priorities):
@@ -28,7 +28,7 @@ def queued(scheduler):
     ("policy", "order"), [("priority", ["d", "b", "c", "a"]), ("fcfs", ["a", "b", "c", "d"])]
 )
 def test_queue_is_in_order_of_priority_then_of_arrival(policy, order):
-    scheduler = make_scheduler(scheduling_policy=policy, max_batch_size=1)
+    scheduler = scheduler_of(scheduling_policy=policy, max_batch_size=1)
     add(scheduler, a=1, b=0, c=0, d=-(2**63))
     assert queued(scheduler) == order
     ran = []

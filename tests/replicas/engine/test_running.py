@@ -9,27 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicas.engine.scheduler import Scheduler
 from replicas.engine.step import StepResult
-from tests.kv_groups import one_kv_group
-from tests.replicas.engine.fakes import (
-    EOS,
-    PREFIX_CACHE_KEY,
-    make_config,
-    make_sequence,
-    result_of,
-)
+from tests.replicas.engine.fakes import EOS, make_sequence, result_of, scheduler_of
 
 
 def make_scheduler(num_blocks=64, **changes):
-    config = make_config(**{"block_size": 4, "max_num_batched_tokens": 32, **changes})
-    return Scheduler(
-        config,
-        kv_groups=one_kv_group(num_blocks, config.block_size),
-        prefix_cache_key=PREFIX_CACHE_KEY,
-        max_model_len=40,
-        eos_token_ids=frozenset({EOS}),
-    )
+    settings = {"max_num_batched_tokens": 32, **changes}
+    return scheduler_of(num_blocks, max_model_len=40, **settings)
 
 
 def add(scheduler, request_id, num_prompt=3, **sampling):

@@ -6,38 +6,22 @@ import pytest
 
 from kv_transfer.connector import Failure
 from kv_transfer.errors import FailureReason, TransferError
-from replicas.engine.scheduler import Scheduler
 from replicas.engine.sequence import Phase
-from tests.kv_groups import one_kv_group
 from tests.replicas.engine.fakes import (
-    EOS,
-    PREFIX_CACHE_KEY,
     FakeConnector,
-    make_config,
     make_sequence,
     make_ticket,
     result_of,
+    scheduler_of,
 )
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-def make_scheduler(num_blocks=9, max_model_len=32, connector=None, **changes):
-    config = make_config(**changes)
-    return Scheduler(
-        config,
-        kv_groups=one_kv_group(num_blocks, config.block_size),
-        prefix_cache_key=PREFIX_CACHE_KEY,
-        max_model_len=max_model_len,
-        eos_token_ids=frozenset({EOS}),
-        connector=connector,
-    )
-
-
 def being_loaded(**changes):
     """A scheduler with a reservation whose prompt is on its way, and its connector."""
     connector = FakeConnector(4)
-    scheduler = make_scheduler(connector=connector, **changes)
+    scheduler = scheduler_of(connector=connector, **changes)
     scheduler.reserve(make_sequence("r", PROMPT, mode="decode"), 0.0)
     scheduler.loads.load("r", make_ticket("r", 8), 0, 0.0)
     return scheduler, connector
@@ -58,7 +42,7 @@ def step(scheduler, token=1):
 
 
 def test_budget_is_spent_on_running_sequences_first_and_cuts_the_last_prompt():
-    scheduler = make_scheduler(num_blocks=20, block_size=2, max_num_batched_tokens=10)
+    scheduler = scheduler_of(num_blocks=20, block_size=2, max_num_batched_tokens=10)
     for name, length in (("a", 3), ("b", 2), ("c", 8)):
         scheduler.add(make_sequence(name, [1] * length), 0.0)
     assert step(scheduler) == {"a": 3, "b": 2, "c": 5}
@@ -67,7 +51,7 @@ def test_budget_is_spent_on_running_sequences_first_and_cuts_the_last_prompt():
 
 
 def test_calls_alternate_where_they_cannot_be_mixed():
-    scheduler = make_scheduler(mixed_batches=False, max_num_batched_tokens=4)
+    scheduler = scheduler_of(mixed_batches=False, max_num_batched_tokens=4)
     scheduler.add(make_sequence("a", [1] * 3), 0.0)
     scheduler.add(make_sequence("b", [1] * 10), 0.0)
     # b is cut by the budget; a decodes between its chunks.
@@ -82,7 +66,7 @@ def test_calls_alternate_where_they_cannot_be_mixed():
 
 
 def test_whole_prompt_waits_for_a_step_that_has_room_for_it():
-    scheduler = make_scheduler(
+    scheduler = scheduler_of(
         enable_chunked_prefill=False, max_num_batched_tokens=8, max_model_len=8
     )
     scheduler.add(make_sequence("a", [1] * 6), 0.0)
@@ -92,7 +76,7 @@ def test_whole_prompt_waits_for_a_step_that_has_room_for_it():
 
 
 def test_prompt_that_does_not_fit_the_pool_waits_whole():
-    scheduler = make_scheduler(num_blocks=5, max_model_len=16)
+    scheduler = scheduler_of(num_blocks=5, max_model_len=16)
     scheduler.add(make_sequence("a", [1] * 9, max_tokens=3), 0.0)
     scheduler.add(make_sequence("b", [2] * 9), 0.0)
     assert step(scheduler) == {"a": 9}
@@ -102,7 +86,7 @@ def test_prompt_that_does_not_fit_the_pool_waits_whole():
 
 
 def test_last_running_sequence_is_preempted_and_resumes_with_its_tokens():
-    scheduler = make_scheduler(num_blocks=5, max_model_len=16, enable_prefix_caching=False)
+    scheduler = scheduler_of(num_blocks=5, max_model_len=16, enable_prefix_caching=False)
     for name in "ab":
         scheduler.add(make_sequence(name, [1] * 7), 0.0)
     assert step(scheduler) == {"a": 7, "b": 7}
@@ -116,7 +100,7 @@ def test_last_running_sequence_is_preempted_and_resumes_with_its_tokens():
 
 
 def test_each_slot_whose_row_has_left_is_named_once_by_the_next_step():
-    scheduler, gone = make_scheduler(num_blocks=5, max_model_len=16), []
+    scheduler, gone = scheduler_of(num_blocks=5, max_model_len=16), []
 
     def next_step():
         batch = scheduler.schedule()
@@ -136,7 +120,7 @@ def test_each_slot_whose_row_has_left_is_named_once_by_the_next_step():
 
 def test_preempted_prefill_tells_the_connector():
     connector = FakeConnector(4)
-    scheduler = make_scheduler(
+    scheduler = scheduler_of(
         num_blocks=5, max_model_len=16, max_num_batched_tokens=6, connector=connector
     )
     scheduler.add(make_sequence("a", [1] * 3), 0.0)
@@ -148,14 +132,14 @@ def test_preempted_prefill_tells_the_connector():
 
 
 def test_full_group_holds_up_only_those_that_ask_for_it():
-    scheduler = make_scheduler(max_batch_size=2, tt_data_parallel=2)
+    scheduler = scheduler_of(max_batch_size=2, tt_data_parallel=2)
     for name, group in (("a", 0), ("b", 0), ("c", 1)):
         scheduler.add(make_sequence(name, [1], dp_group=group), 0.0)
     assert step(scheduler) == {"a": 1, "c": 1}
 
 
 def test_small_requests_do_not_starve_a_large_one_that_waits_for_its_group():
-    scheduler = make_scheduler(
+    scheduler = scheduler_of(
         num_blocks=5, max_model_len=16, tt_data_parallel=2, connector=FakeConnector(4)
     )
     for i in range(2):
@@ -173,7 +157,7 @@ def test_small_requests_do_not_starve_a_large_one_that_waits_for_its_group():
 
 def test_idle_group_is_used_in_the_step_in_which_another_preempts_itself():
     connector = FakeConnector(4)
-    scheduler = make_scheduler(
+    scheduler = scheduler_of(
         num_blocks=4, max_model_len=12, tt_data_parallel=2, connector=connector
     )
     scheduler.add(make_sequence("a", [1] * 4, dp_group=0), 0.0)
@@ -185,7 +169,7 @@ def test_idle_group_is_used_in_the_step_in_which_another_preempts_itself():
 
 
 def test_reservation_takes_blocks_for_the_prompt_and_one_step_more():
-    scheduler = make_scheduler(connector=FakeConnector(4))
+    scheduler = scheduler_of(connector=FakeConnector(4))
     assert scheduler.reserve(make_sequence("r", [1] * 8, mode="decode"), 0.0) is None
     [group] = scheduler.group_snapshots()
     assert (group.num_empty_slots, group.num_free_blocks, group.num_reserved) == (3, [8 - 3], 1)
@@ -196,14 +180,14 @@ def test_reservation_takes_blocks_for_the_prompt_and_one_step_more():
     ("length", "taken", "refusal"), [(4, 4, "no_slot"), (31, 0, None), (32, 0, "no_blocks")]
 )
 def test_reservation_without_room_is_refused(length, taken, refusal):
-    scheduler = make_scheduler(max_model_len=40, connector=FakeConnector(4))
+    scheduler = scheduler_of(max_model_len=40, connector=FakeConnector(4))
     for i in range(taken):
         scheduler.reserve(make_sequence(f"{i}", [1], mode="decode"), 0.0)
     assert scheduler.reserve(make_sequence("r", [2] * length, mode="decode"), 0.0) == refusal
 
 
 def test_reservation_that_nobody_activates_lapses():
-    scheduler = make_scheduler(connector=FakeConnector(4))
+    scheduler = scheduler_of(connector=FakeConnector(4))
     scheduler.reserve(make_sequence("r", [1] * 8, mode="decode"), 5.0)
     assert scheduler.next_deadline_s() == 15.0
     assert scheduler.expire(14.9) == []
@@ -238,7 +222,7 @@ def test_failed_load_of_an_activated_prompt_is_computed_here():
 
 def test_only_the_tokens_of_a_ticket_count_as_computed():
     connector = FakeConnector(4)
-    scheduler = make_scheduler(connector=connector)
+    scheduler = scheduler_of(connector=connector)
     scheduler.reserve(make_sequence("r", [1] * 8, mode="decode"), 0.0)
     scheduler.loads.load("r", make_ticket("r", 4), 0, 0.0)
     scheduler.activate("r", [[5]], 0.0)
@@ -249,7 +233,7 @@ def test_only_the_tokens_of_a_ticket_count_as_computed():
 
 def test_a_ticket_for_more_than_the_prompt_loads_nothing():
     connector = FakeConnector(4)
-    scheduler = make_scheduler(connector=connector)
+    scheduler = scheduler_of(connector=connector)
     scheduler.reserve(make_sequence("r", [1] * 8, mode="decode"), 0.0)
     scheduler.loads.load("r", make_ticket("r", 9), 0, 0.0)
     assert connector.cancelled == {"r"}
@@ -314,7 +298,7 @@ def test_blocks_of_an_aborted_load_stay_taken_until_nothing_can_be_written():
 
 def test_handed_over_blocks_stay_until_they_are_sent():
     connector = FakeConnector(4)
-    scheduler = make_scheduler(connector=connector)
+    scheduler = scheduler_of(connector=connector)
     scheduler.add(make_sequence("p", [1] * 8, mode="prefill"), 0.0)
     connector.transfers["p"].num_saved_tokens = 8
     assert step(scheduler) == {"p": 8}
@@ -327,7 +311,7 @@ def test_handed_over_blocks_stay_until_they_are_sent():
 def test_refused_ticket_queues_nothing():
     connector = FakeConnector(4)
     connector.refuse = "not for this engine"
-    scheduler = make_scheduler(connector=connector)
+    scheduler = scheduler_of(connector=connector)
     with pytest.raises(TransferError, match="not for this engine"):
         scheduler.add(make_sequence("p", [1], mode="prefill"), 0.0)
     assert (scheduler.table.num_live, len(scheduler.table.queue)) == (0, 0)
@@ -335,7 +319,7 @@ def test_refused_ticket_queues_nothing():
 
 def test_sequence_that_preempted_itself_runs_at_once_where_others_hold_its_prompt():
     connector = FakeConnector(2)
-    scheduler = make_scheduler(
+    scheduler = scheduler_of(
         num_blocks=8, block_size=2, mixed_batches=False, connector=connector, max_batch_size=4
     )
     prompt = [1, 2, 3]
@@ -352,7 +336,7 @@ def test_sequence_that_preempted_itself_runs_at_once_where_others_hold_its_promp
 
 
 def test_request_goes_to_the_group_that_has_blocks_even_if_another_has_more_slots():
-    scheduler = make_scheduler(num_blocks=5, block_size=2, max_batch_size=8, tt_data_parallel=2)
+    scheduler = scheduler_of(num_blocks=5, block_size=2, max_batch_size=8, tt_data_parallel=2)
     scheduler.add(make_sequence("long", [1] * 7, dp_group=0), 0.0)
     for name in ("b", "c"):
         scheduler.add(make_sequence(name, [2], dp_group=1), 0.0)
@@ -364,7 +348,7 @@ def test_request_goes_to_the_group_that_has_blocks_even_if_another_has_more_slot
 
 def test_a_prompt_goes_to_the_group_that_is_done_with_it_first():
     """Its prefix is cached in a group with fewer slots, which counts less while prompts wait."""
-    scheduler = make_scheduler(num_blocks=60, max_batch_size=8, tt_data_parallel=2)
+    scheduler = scheduler_of(num_blocks=60, max_batch_size=8, tt_data_parallel=2)
     cached = [*range(100, 116)]
     scheduler.add(make_sequence("first", cached, dp_group=1, max_tokens=1), 0.0)
     step(scheduler)
@@ -383,7 +367,7 @@ def test_a_prompt_goes_to_the_group_that_is_done_with_it_first():
 
 
 def test_prompts_of_one_step_go_all_around():
-    scheduler = make_scheduler(num_blocks=60, max_batch_size=8, tt_data_parallel=2)
+    scheduler = scheduler_of(num_blocks=60, max_batch_size=8, tt_data_parallel=2)
     for i in range(4):
         scheduler.add(make_sequence(f"r{i}", [i + 1] * 4), 0.0)
     step(scheduler)
@@ -397,7 +381,7 @@ def with_store(found, **changes):
     """A scheduler whose connector's store has so many leading tokens of these requests."""
     connector = FakeConnector(changes.get("block_size", 4))
     connector.pool.update(found)
-    return make_scheduler(connector=connector, **changes), connector
+    return scheduler_of(connector=connector, **changes), connector
 
 
 def arrive(scheduler, connector, request_id):
@@ -414,7 +398,7 @@ def test_every_request_is_announced_with_its_prompt_and_salt():
     connector = FakeConnector(4)
     seen = []
     connector.on_new_request = lambda request, now_s: seen.append((request, now_s))
-    scheduler = make_scheduler(connector=connector)
+    scheduler = scheduler_of(connector=connector)
     scheduler.add(make_sequence("a", [1, 2], cache_salt="s"), 3.0)
     [(request, now_s)] = seen
     assert (request.request_id, list(request.prompt_token_ids)) == ("a", [1, 2])
@@ -495,11 +479,7 @@ def test_a_failed_load_keeps_what_was_cached_here():
 def test_a_generator_that_computes_whole_prompts_only_is_given_no_parts():
     connector = FakeConnector(4)
     connector.pool["a"] = 8
-    scheduler = Scheduler(
-        make_config(), kv_groups=one_kv_group(9, 4), prefix_cache_key=PREFIX_CACHE_KEY,
-        max_model_len=32, eos_token_ids=frozenset({EOS}), connector=connector,
-        resumes_prefill=False,
-    )  # fmt: skip
+    scheduler = scheduler_of(connector=connector, resumes_prefill=False)
     scheduler.add(make_sequence("a", [1] * 10), 0.0)
     assert step(scheduler) == {"a": 10}
     scheduler.reserve(make_sequence("r", [2] * 8, mode="decode"), 0.0)
@@ -592,7 +572,7 @@ def test_a_preempted_sequence_asks_the_store_again():
 def loading(tokens=(), policy="recompute"):
     """A reserved sequence of twelve tokens whose KV is on its way, activated with `tokens`."""
     connector = FakeConnector(4)
-    scheduler = make_scheduler(connector=connector, kv_load_failure_policy=policy)
+    scheduler = scheduler_of(connector=connector, kv_load_failure_policy=policy)
     scheduler.reserve(make_sequence("r", [1] * 12, mode="decode"), 0.0)
     scheduler.loads.load("r", make_ticket("r", 12), 7, 0.0)
     if tokens:
@@ -655,7 +635,7 @@ def test_a_client_may_ask_for_the_prompt_to_be_computed_whatever_failed():
 def activated_with_a_token_and_never_given_a_ticket(policy, cached=0):
     """A reserved sequence of twelve tokens, of which so many are cached here."""
     connector = FakeConnector(4)
-    scheduler = make_scheduler(connector=connector, kv_load_failure_policy=policy)
+    scheduler = scheduler_of(connector=connector, kv_load_failure_policy=policy)
     if cached:
         scheduler.add(make_sequence("before", [1] * cached, max_tokens=1), 0.0)
         step(scheduler)
@@ -678,7 +658,7 @@ def test_what_is_recomputed_without_a_ticket_is_counted_as_such(cached, left):
 
 
 def test_a_prompt_that_the_client_wants_computed_here_is_no_recomputation():
-    scheduler = make_scheduler(connector=FakeConnector(4), kv_load_failure_policy="fail")
+    scheduler = scheduler_of(connector=FakeConnector(4), kv_load_failure_policy="fail")
     scheduler.reserve(make_sequence("r", [1] * 12, mode="decode"), 0.0)
     assert scheduler.activate("r", [], 0.0) is None
     assert step(scheduler) == {"r": 12}
@@ -703,7 +683,7 @@ def test_a_refused_ticket_is_a_failure_too():
 
 def test_a_reserved_sequence_waits_for_a_store_that_does_not_know_yet():
     connector = FakeConnector(4)
-    scheduler = make_scheduler(connector=connector)
+    scheduler = scheduler_of(connector=connector)
     connector.pool["r"] = None
     scheduler.reserve(make_sequence("r", [1] * 8, mode="decode"), 0.0)
     scheduler.loads.load("r", make_ticket("r", 8), 0, 0.0)
@@ -721,7 +701,7 @@ def test_a_reserved_sequence_waits_for_a_store_that_does_not_know_yet():
 
 def test_news_of_what_a_live_sequence_sends_concern_no_client():
     connector = FakeConnector(4)
-    scheduler = make_scheduler(connector=connector)
+    scheduler = scheduler_of(connector=connector)
     scheduler.add(make_sequence("p", [1] * 8, mode="prefill"), 0.0)
     assert fail(scheduler, connector, "p", 0, FailureReason.EXPIRED) is None
     assert step(scheduler) == {"p": 8}
@@ -731,7 +711,7 @@ def test_news_of_what_a_live_sequence_sends_concern_no_client():
 def test_what_a_finished_request_computed_may_still_be_kept():
     # Only a request that is given up has its transfer ended.
     connector = FakeConnector(4)
-    scheduler = make_scheduler(connector=connector)
+    scheduler = scheduler_of(connector=connector)
     cancelled = []
     connector.cancel = cancelled.append
     for name in ("done", "given up"):
@@ -742,7 +722,7 @@ def test_what_a_finished_request_computed_may_still_be_kept():
 
 
 def test_cache_salts_keep_equal_prompts_apart():
-    scheduler = make_scheduler()
+    scheduler = scheduler_of()
     cached = {}
     for i, salt in enumerate(["", "one", "two", "one", ""]):
         seq = make_sequence(f"{i}", [1] * 9, max_tokens=1, cache_salt=salt)
@@ -754,7 +734,7 @@ def test_cache_salts_keep_equal_prompts_apart():
 
 def test_a_reserved_prompt_that_is_computed_here_may_be_kept():
     connector = FakeConnector(4)
-    scheduler = make_scheduler(connector=connector)
+    scheduler = scheduler_of(connector=connector)
     for name in ("here", "there"):
         scheduler.reserve(make_sequence(name, [1] * 8, mode="decode"), 0.0)
     scheduler.loads.load("there", make_ticket("there", 8), 0, 0.0)
@@ -779,7 +759,7 @@ def test_a_scheduler_finishes_what_it_loads():
 def lending(num_tokens, num_output_tokens=6, **changes):
     """A sequence of eight tokens that has got some more, of which KV is to be lent."""
     connector = FakeConnector(4)
-    scheduler = make_scheduler(connector=connector, **changes)
+    scheduler = scheduler_of(connector=connector, **changes)
     scheduler.add(make_sequence("r", PROMPT, max_tokens=16, ignore_eos=True), 0.0)
     for _ in range(num_output_tokens):
         step(scheduler)
@@ -817,7 +797,7 @@ def test_a_sequence_that_lends_goes_on_and_its_blocks_outlive_it():
 
 def test_a_sequence_that_is_preempted_lends_no_more_and_goes_on_by_itself():
     connector = FakeConnector(4)
-    scheduler = make_scheduler(num_blocks=6, max_model_len=20, connector=connector)
+    scheduler = scheduler_of(num_blocks=6, max_model_len=20, connector=connector)
     for request_id, prompt in (("early", [9] * 4), ("r", PROMPT)):
         sequence = make_sequence(request_id, prompt, max_tokens=9, ignore_eos=True)
         assert scheduler.add(sequence, 0.0) is None
@@ -844,7 +824,7 @@ def test_nothing_is_lent_of_what_came_in_another_dtype_or_has_no_blocks():
 
 
 def test_a_stream_is_reserved_for_with_its_tokens_and_finds_them_in_the_cache():
-    scheduler = make_scheduler(num_blocks=17, connector=FakeConnector(4))
+    scheduler = scheduler_of(num_blocks=17, connector=FakeConnector(4))
     scheduler.add(make_sequence("before", [*PROMPT, 1, 1, 1, 1, 1], max_tokens=1), 0.0)
     step(scheduler)
     heir = make_sequence("r", PROMPT, mode="decode", output=[1] * 6)
@@ -858,7 +838,7 @@ def test_a_stream_is_reserved_for_with_its_tokens_and_finds_them_in_the_cache():
 def heir(num_tokens, **changes):
     """A stream of six tokens whose KV is on its way from where it is decoded."""
     connector = FakeConnector(4)
-    scheduler = make_scheduler(connector=connector, **changes)
+    scheduler = scheduler_of(connector=connector, **changes)
     scheduler.reserve(make_sequence("r", PROMPT, mode="decode", output=[1] * 6), 0.0)
     scheduler.loads.load("r", make_ticket("r", num_tokens), 3, 0.0)
     return scheduler, connector

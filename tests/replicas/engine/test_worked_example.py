@@ -9,9 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from replicas.engine.input_batch import PersistentBatch
-from replicas.engine.scheduler import Scheduler
-from tests.kv_groups import one_kv_group
-from tests.replicas.engine.fakes import EOS, PREFIX_CACHE_KEY, make_config, make_sequence, result_of
+from tests.replicas.engine.fakes import make_sequence, result_of, scheduler_of
 
 M, BLOCK_SIZE, K = 12, 2, 6
 T = [[100, 101, 102], [110, 111], [120, 121, 122, 123, 124, 125, 126, 127]]
@@ -24,13 +22,8 @@ class Engine:
     """A scheduler and the persistent batch of its worker."""
 
     def __init__(self):
-        config = make_config(max_batch_size=3, block_size=BLOCK_SIZE, max_num_batched_tokens=10)
-        self.scheduler = Scheduler(
-            config,
-            kv_groups=one_kv_group(20, BLOCK_SIZE),
-            prefix_cache_key=PREFIX_CACHE_KEY,
-            max_model_len=M,
-            eos_token_ids=frozenset({EOS}),
+        self.scheduler = scheduler_of(
+            20, max_model_len=M, max_batch_size=3, block_size=BLOCK_SIZE, max_num_batched_tokens=10
         )
         self.batch = PersistentBatch(3, M, [BLOCK_SIZE])
         assert self.batch.table_width == K
