@@ -485,7 +485,8 @@ class EngineSnapshot(msgspec.Struct, frozen=True, array_like=True):
         seq: Number of the snapshot.
         draining: Whether the engine refuses new requests, or keeps them queued until it resumes.
         num_waiting: Queued sequences.
-        num_waiting_tokens: Prompt tokens of the queued sequences.
+        num_waiting_tokens: Tokens that the queued sequences have to compute, prefixes that may be
+            cached included. Choices count those that they do not share with choice 0.
         num_steps: Steps so far.
         groups: Its DP groups.
         role: The engine's present role.

@@ -209,9 +209,7 @@ class KVCacheManager:
         group = parent.place.dp_group
         if group in full_groups or not self._slots.num_empty(group):
             return None
-        # At least one token is left to compute, because its logits are needed.
-        num_shared = min(seq.num_prompt_tokens, seq.num_tokens - 1)
-        num_shared -= num_shared % self.block_multiple
+        num_shared = seq.num_shared_tokens(self.block_multiple)
         hits = []
         for kv_group, pool, table in self._each_kv_group(group, parent.place.block_ids):
             hits.append(table[: num_shared // kv_group.block_size])

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from replicas.engine.sequence import Phase, transition
 from replicas.engine.step import ScheduledBatch
+from replicas.messages import num_pairs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -70,15 +71,20 @@ class WaitingQueue:
     Args:
         num_groups: DP groups of the engine.
         policy: "fcfs" keeps the order of arrival; "priority" sorts by rank, see `Sequence.rank`.
+        block_multiple: See `Sequence.num_shared_tokens`; None if choices share no KV.
 
     Attributes:
         sequences: The queue; only this class changes it.
-        num_tokens: Tokens that the queued sequences have to compute.
+        num_tokens: Tokens that the queued sequences have to compute. Choices other than 0 count
+            those that they cannot share with it, as if it kept its blocks until they run.
         num_asking_for: Sequences that ask for each DP group; index -1 counts those without one.
     """
 
-    def __init__(self, num_groups: int, policy: SchedulingPolicy) -> None:
+    def __init__(
+        self, num_groups: int, policy: SchedulingPolicy, block_multiple: int | None
+    ) -> None:
         self._policy = policy
+        self._block_multiple = block_multiple
         self.sequences: deque[Sequence] = deque()
         # What the totals below contain of each sequence: group, tokens, pairs of tokens.
         self._counted: dict[Sequence, tuple[int, int, int]] = {}
@@ -121,6 +127,10 @@ class WaitingQueue:
         self._num_tokens_for[group] -= num_tokens
         self._num_pairs_for[group] -= num_pairs
 
+    def num_tokens_of(self, seq: Sequence) -> int:
+        """Return the tokens that a queued sequence has to compute."""
+        return self._counted[seq][1]
+
     def load_of(self, group: int) -> tuple[int, int, int]:
         """Return the sequences that will run in a group, their tokens and pairs of tokens.
 
@@ -138,20 +148,24 @@ class WaitingQueue:
         assert self._counted.keys() == set(self.sequences)
         assert self._policy == "fcfs" or list(self.sequences) == sorted(self.sequences, key=_rank)
         assert all(s.phase is Phase.WAITING for s in self.sequences)
-        assert self.num_tokens == sum(s.num_new_tokens for s in self.sequences)
-        for group, num_asking in enumerate(self.num_asking_for[:-1]):
-            waiting = [s for s in self.sequences if s.place.dp_group == group]
-            assert num_asking == len(waiting)
-            assert self._num_tokens_for[group] == sum(s.num_new_tokens for s in waiting)
-            assert self._num_pairs_for[group] == sum(s.num_new_pairs for s in waiting)
+        counted = [self._work_of(s) for s in self.sequences]
+        assert counted == [self._counted[s] for s in self.sequences]
+        assert self.num_tokens == sum(num_tokens for _, num_tokens, _ in counted)
+        for group in range(-1, len(self.num_asking_for) - 1):
+            waiting = [work for work in counted if work[0] == group]
+            assert self.num_asking_for[group] == len(waiting)
+            assert self._num_tokens_for[group] == sum(num_tokens for _, num_tokens, _ in waiting)
+            assert self._num_pairs_for[group] == sum(num_pairs for _, _, num_pairs in waiting)
+
+    def _work_of(self, seq: Sequence) -> tuple[int, int, int]:
+        """Return the group that a sequence asks for, its tokens to compute, and their pairs."""
+        start, end = seq.num_computed_tokens, seq.num_tokens
+        if seq.parent is not None and self._block_multiple is not None:
+            start = seq.num_shared_tokens(self._block_multiple)
+        return seq.place.dp_group, end - start, num_pairs(start, end)
 
     def _count(self, seq: Sequence) -> None:
-        counted = group, num_tokens, num_pairs = (
-            seq.place.dp_group,
-            seq.num_new_tokens,
-            seq.num_new_pairs,
-        )
-        self._counted[seq] = counted
+        group, num_tokens, num_pairs = self._counted[seq] = self._work_of(seq)
         self.num_tokens += num_tokens
         self.num_asking_for[group] += 1
         self._num_tokens_for[group] += num_tokens
@@ -165,6 +179,7 @@ class RequestTable:
         num_groups: DP groups of the engine.
         decode_kind: Kind of the decoding rows' steps.
         policy: Order of the queue, and choice of the row to preempt.
+        block_multiple: See `WaitingQueue`.
 
     Attributes:
         queue: The queued sequences.
@@ -179,7 +194,11 @@ class RequestTable:
     """
 
     def __init__(
-        self, num_groups: int, decode_kind: StepKind, policy: SchedulingPolicy = "fcfs"
+        self,
+        num_groups: int,
+        decode_kind: StepKind,
+        policy: SchedulingPolicy,
+        block_multiple: int | None,
     ) -> None:
         self._decode_kind = decode_kind
         self._policy = policy
@@ -187,7 +206,7 @@ class RequestTable:
         # By request id, then by choice.
         self._live: dict[str, dict[int, Sequence]] = {}
         self._decode_rows: DecodeRows | None = None
-        self.queue = WaitingQueue(num_groups, policy)
+        self.queue = WaitingQueue(num_groups, policy, block_multiple)
         self.rows: list[Sequence] = []
         self.prefill_rows: list[Sequence] = []
         self.short: dict[Sequence, None] = {}

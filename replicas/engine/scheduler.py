@@ -118,7 +118,10 @@ class Scheduler:
         self.loads = KVLoads(config, self._kv, connector, resumes_prefill=resumes_prefill)
         self._resumes_prefill = resumes_prefill
         decode_kind: StepKind = "mixed" if config.mixed_batches else "decode"
-        self.table = RequestTable(len(self._kv), decode_kind, config.scheduling_policy)
+        block_multiple = self._kv.block_multiple if resumes_prefill else None
+        self.table = RequestTable(
+            len(self._kv), decode_kind, config.scheduling_policy, block_multiple
+        )
         self.preparations = Preparations()
         self.pause = Pause()
         self._end_rules = EndRules(max_model_len, eos_token_ids, tokens_per_pass)
@@ -761,8 +764,11 @@ class Scheduler:
 
     def _is_too_long(self, plan: StepPlan, seq: Sequence) -> bool:
         """Return whether a queued sequence is long and waits for other prompts of this step."""
-        limits, num_new_tokens = self._partial_limits, seq.num_new_tokens
-        if limits is None or num_new_tokens <= limits.threshold:
+        limits = self._partial_limits
+        if limits is None:
+            return False
+        num_new_tokens = self.table.queue.num_tokens_of(seq)
+        if num_new_tokens <= limits.threshold:
             return False
         return not limits.admit(num_new_tokens, plan.shares)
 

@@ -215,6 +215,18 @@ class Sequence:
         """Return its place in scheduling by priority: the lowest rank runs first."""
         return self.request.priority, self.order
 
+    def num_shared_tokens(self, block_multiple: int) -> int:
+        """Return the leading tokens whose blocks it can share with choice 0, its parent.
+
+        These are full blocks of the prompt. At least one token is left to compute, because its
+        logits are needed.
+
+        Args:
+            block_multiple: A multiple of this many tokens fills whole blocks in each KV group.
+        """
+        num_tokens = min(self.num_prompt_tokens, self.num_tokens - 1)
+        return num_tokens - num_tokens % block_multiple
+
     @property
     def is_running(self) -> bool:
         """Return whether steps compute it."""

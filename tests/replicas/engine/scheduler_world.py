@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from math import lcm
 from typing import TYPE_CHECKING
 from unittest import mock
 
@@ -458,6 +459,13 @@ class World:
                 # Whether it runs or has ended: the consumer may read it at any time.
                 self.assert_holds(transfer.lane, transfer.block_ids, transfer.lent)
 
+    def _first_new(self, seq: Sequence) -> int:
+        """The first token that a sequence will compute; queued choices share full blocks."""
+        if seq.phase is not Phase.WAITING or seq.parent is None:
+            return seq.num_computed_tokens
+        multiple = lcm(*(kv_group.block_size for kv_group in self.kv_groups))
+        return min(seq.num_prompt_tokens, seq.num_tokens - 1) // multiple * multiple
+
     def _check_loads(self) -> None:
         """Check that each group's work in snapshots is what its sequences lack."""
         live = list(self.scheduler.table)
@@ -469,11 +477,11 @@ class World:
             longest = max(contexts, default=0)
             assert (told.num_context_tokens, told.max_context_tokens) == (sum(contexts), longest)
             prompts = [
-                (s.num_computed_tokens, s.num_tokens)
+                (self._first_new(s), s.num_tokens)
                 for s in own
                 if s.phase in (Phase.WAITING, Phase.PREFILL)
             ]
-            shared = [(s.num_computed_tokens, s.num_tokens) for s in unplaced]
+            shared = [(self._first_new(s), s.num_tokens) for s in unplaced]
             pairs, tokens = (
                 (
                     sum(sum(range(start, end)) + (end - start) // 2 for start, end in spans)

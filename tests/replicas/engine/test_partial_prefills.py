@@ -6,7 +6,7 @@ import pytest
 
 from replicas.engine.partial_prefills import PartialPrefillLimits
 from replicas.errors import ConfigError
-from tests.replicas.engine.fakes import make_config, make_sequence, scheduler_of
+from tests.replicas.engine.fakes import make_config, make_sequence, make_siblings, scheduler_of
 from tests.replicas.engine.test_scheduler import step
 
 
@@ -84,6 +84,16 @@ def test_queue_behind_a_long_prompt_moves_on_and_the_prompt_is_next():
     assert step(scheduler) == {"a": 4, "c": 2, "d": 2}
     add(scheduler, e=2)
     assert step(scheduler) == {"a": 1, "b": 4, "c": 1, "d": 1, "e": 2}
+
+
+def test_a_choice_that_shares_a_long_prompt_is_not_long():
+    scheduler = limited()
+    seq = make_sequence("a", [1] * 9, n=2, max_tokens=50)
+    scheduler.add(seq, 0.0, make_siblings(seq))
+    add(scheduler, b=14)
+    assert [step(scheduler) for _ in range(3)] == [{"a": 4}, {"a": 4}, {"a": 1, "b": 4}]
+    step(scheduler)
+    assert scheduler.table.get("a", 1).is_running
 
 
 @pytest.mark.parametrize(

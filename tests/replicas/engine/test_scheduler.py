@@ -7,9 +7,11 @@ import pytest
 from kv_transfer.connector import Failure
 from kv_transfer.errors import FailureReason, TransferError
 from replicas.engine.sequence import Phase
+from replicas.messages import num_pairs
 from tests.replicas.engine.fakes import (
     FakeConnector,
     make_sequence,
+    make_siblings,
     make_ticket,
     result_of,
     scheduler_of,
@@ -83,6 +85,33 @@ def test_prompt_that_does_not_fit_the_pool_waits_whole():
     assert scheduler.table.queue.num_tokens == 9
     assert [step(scheduler), step(scheduler)] == [{"a": 1}, {"a": 1}]
     assert step(scheduler) == {"b": 9}
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "resumes_prefill", "first", "each"),
+    [
+        # Two full blocks are shared, and at least one token of each choice is left to compute.
+        (10, True, 10, 2),
+        (8, True, 8, 4),
+        (9, True, 9, 1),
+        (3, True, 3, 3),
+        (10, False, 10, 10),
+    ],
+)
+def test_queued_choices_count_only_the_tokens_that_they_will_compute(
+    num_prompt, resumes_prefill, first, each
+):
+    scheduler = scheduler_of(max_num_batched_tokens=16, resumes_prefill=resumes_prefill)
+    seq = make_sequence("a", [1] * num_prompt, n=3)
+    scheduler.add(seq, 0.0, make_siblings(seq))
+    assert scheduler.table.queue.num_tokens == first + 2 * each
+    [group] = scheduler.group_snapshots()
+    assert group.num_prompt_tokens == first + 2 * each
+    shared = num_prompt - each
+    assert group.num_prompt_pairs == num_pairs(0, first) + 2 * num_pairs(shared, num_prompt)
+    step(scheduler)
+    scheduler.abort("a")
+    assert scheduler.table.queue.num_tokens == 0
 
 
 def test_last_running_sequence_is_preempted_and_resumes_with_its_tokens():
