@@ -483,7 +483,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         seq: Number of the snapshot.
-        draining: Whether the engine refuses new requests, or keeps them queued until it resumes.
+        draining: Whether the engine refuses new requests, or is paused.
         num_waiting: Queued sequences.
         num_waiting_tokens: Tokens that the queued sequences have to compute, prefixes that may be
             cached included. Choices count those that they do not share with choice 0.
@@ -497,6 +497,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True, array_like=True):
         hands_over: Whether decoding requests should move to other engines that have room, because
             this engine is about to stop or to change its role.
         epoch: Number of times that it reopened after draining; the role is constant in an epoch.
+        paused: Whether it keeps new requests queued until it is resumed, so that they may wait.
     """
 
     seq: int
@@ -511,6 +512,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True, array_like=True):
     prompt_step: StepWork | None = None
     hands_over: bool = False
     epoch: int = 0
+    paused: bool = False
 
 
 class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag="BlockStored", gc=False):

@@ -337,8 +337,14 @@ class PoolState:
 
     @property
     def is_stranded(self) -> bool:
-        """Whether waiting is pointless: no open replica decodes and none is looked for."""
-        return not (self.may_decode or self.is_looked_for)
+        """Whether waiting is pointless: no open or paused replica decodes, none is looked for."""
+        return not (self.may_decode or self.is_looked_for or self._is_paused)
+
+    @property
+    def _is_paused(self) -> bool:
+        """Whether a replica will decode once it is resumed."""
+        snapshots = (replica.snapshot for replica in self._replicas.values())
+        return any(s is not None and s.paused and s.role in DECODING for s in snapshots)
 
     @property
     def can_prefill(self) -> bool:

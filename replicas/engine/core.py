@@ -388,6 +388,7 @@ class EngineCore:
             self.timer.last_prompt,
             self.role_state.hands_over,
             self.role_state.epoch,
+            self.is_paused,
         )
 
     def state(self) -> tuple[tuple[object, ...], list[list[int]]]:

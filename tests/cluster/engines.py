@@ -451,13 +451,15 @@ class ScriptedEngine:
         *,
         draining: bool = False,
         hands_over: bool = False,
+        paused: bool = False,
     ) -> EngineSnapshot:
         """The next snapshot of one group."""
         self._seq += 1
         group = GroupSnapshot(num_empty_slots, [num_free_blocks], 0, 0, 0)
         return EngineSnapshot(
-            self._seq, draining, 0, 0, 0, [group], self.role, hands_over=hands_over
-        )
+            self._seq, draining or paused, 0, 0, 0, [group], self.role, hands_over=hands_over,
+            paused=paused,
+        )  # fmt: skip
 
     async def send(self, *events: EngineEvent, snapshot: EngineSnapshot | None = None) -> None:
         """Send a frame to every client that can be reached."""

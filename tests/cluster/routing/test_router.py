@@ -499,6 +499,20 @@ async def test_request_that_no_engine_can_ever_run_is_400():
         assert len(engine.received(AddRequest)) == 1
 
 
+async def test_requests_wait_for_an_engine_that_is_paused():
+    async with scripted(("both", "e", finishes)) as (made, engine):
+        await engine.send(snapshot=engine.snapshot(1, paused=True))
+        await until(lambda: made.pools.num_draining == 1, "it is paused")
+        task = asyncio.ensure_future(made.tokens([1]))
+        await until(lambda: made.num_queued == 1, "the request waits")
+        await engine.send(snapshot=engine.snapshot(2, paused=True))
+        await asyncio.sleep(0.05)
+        assert not task.done()
+        assert engine.received(AddRequest) == []
+        await engine.send(snapshot=engine.snapshot(1))
+        assert await task == [5]
+
+
 async def test_draining_engine_gives_way_and_is_not_asked_for_ever():
     engines = ("both", "a", refusing("draining")), ("both", "b", refusing("draining"))
     async with scripted(*engines, max_attempts=2) as (made, one, other):

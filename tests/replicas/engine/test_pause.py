@@ -121,10 +121,12 @@ def test_a_paused_engine_looks_as_if_it_drained_until_it_resumes(core):
     before = core.state()
     call(core, "pause", "keep")
     assert core.snapshot(0).draining
+    assert core.snapshot(0).paused
     assert core.state() != before
     assert answers(call(core, "is_paused")) == [(True, None)]
     call(core, "resume")
     assert core.state() == before
+    assert not core.snapshot(0).paused
 
 
 def test_reservations_lapse_in_a_pause(core):
