@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from replicas.config import EngineConfig
-    from replicas.engine.executor import EngineHooks
+    from replicas.engine.hooks import EngineHooks
     from replicas.engine.parent import EngineArguments
     from replicas.engine.watchdog import Watchdog
     from replicas.gang.wire import Down, Up

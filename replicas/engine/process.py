@@ -39,7 +39,8 @@ from kv_transfer.errors import KVTransferError
 from kv_transfer.transports.process import raise_descriptor_limit
 from replicas.codec import max_client_message_bytes
 from replicas.engine.core import EngineCore
-from replicas.engine.executor import NO_HOOKS, UniProcExecutor
+from replicas.engine.executor import UniProcExecutor
+from replicas.engine.hooks import NO_HOOKS
 from replicas.engine.logs import log_to_standard_error
 from replicas.engine.parent import (
     STOP,
@@ -78,8 +79,8 @@ if TYPE_CHECKING:
     from typing import IO
 
     from replicas.config import EngineConfig, Role
-    from replicas.engine.executor import EngineHooks
     from replicas.engine.gang import GangExecutor
+    from replicas.engine.hooks import EngineHooks
     from replicas.engine.parent import Said
     from replicas.messages import ClientMessage, KVEventBatch, WireEvent
 

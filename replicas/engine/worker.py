@@ -80,7 +80,7 @@ if TYPE_CHECKING:
         SimulatedMeshConfig,
         SpeculativeConfig,
     )
-    from replicas.engine.executor import EngineHooks
+    from replicas.engine.hooks import EngineHooks
     from replicas.engine.model_runner import SubmittedStep
     from replicas.engine.speculation import Drafter
     from replicas.engine.step import ModelFacts, Preparation, Prepared, ScheduledBatch, StepResult

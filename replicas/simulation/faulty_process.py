@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from replicas.engine import process
-from replicas.engine.executor import NO_HOOKS, EngineHooks
+from replicas.engine.hooks import NO_HOOKS, EngineHooks
 from replicas.simulation.fault_injection import SignalSender, client_sockets, engine_faults
 
 if TYPE_CHECKING:

@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from replicas.engine.core import EngineCore
-from replicas.engine.executor import EngineHooks, UniProcExecutor
+from replicas.engine.executor import UniProcExecutor
+from replicas.engine.hooks import EngineHooks
 from replicas.sampling_params import SamplingParams
 from tests.kv_transfer.virtual_wire import Net
 from tests.replicas.engine import pair as pair_module

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from replicas.config import EngineConfig
-from replicas.engine.executor import NO_HOOKS
+from replicas.engine.hooks import NO_HOOKS
 from replicas.engine.worker import Worker
 from tests.models import model_folder
 
