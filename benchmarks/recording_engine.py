@@ -20,10 +20,11 @@ import msgspec
 
 from benchmarks.fitted_timing import Copy, EngineRecord, Turn
 from replicas.columns import ColumnReader
-from replicas.engine import process, sockets, worker
+from replicas.engine import process, sockets
 from replicas.engine.executor import UniProcExecutor
 from replicas.generators.torch.kv_io import TorchKVIO
 from replicas.messages import AddRequest, EngineFrame, TokenOutput
+from replicas.platforms import cpu
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -211,7 +212,7 @@ class _KVIO(TorchKVIO):
 def main() -> None:
     """Run an engine until its parent closes stdin; then write the record."""
     vars(process).update(UniProcExecutor=_Executor, EngineProcess=_Process, Receiver=_Receiver)
-    vars(worker).update(TorchKVIO=_KVIO)
+    vars(cpu).update(TorchKVIO=_KVIO)
     process.main()
     Path(sys.argv[1]).write_bytes(msgspec.msgpack.encode(_recorder.record))
 

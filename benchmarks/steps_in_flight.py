@@ -29,8 +29,8 @@ from replicas.config import EngineConfig, SimulatedMeshConfig
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
 from replicas.engine.process import EngineServer
-from replicas.generators.simulated.device import SimulatedMesh
 from replicas.messages import TokenColumns, TokenOutput
+from replicas.platforms.simulated import SimulatedPlatform
 from replicas.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -132,9 +132,9 @@ class Decoding:
     @property
     def timeline(self) -> DeviceTimeline:
         """The timeline of the worker's simulated mesh."""
-        device = self._executor._worker._device  # noqa: SLF001
-        assert isinstance(device, SimulatedMesh)
-        return device.timeline
+        platform = self._executor._worker._platform  # noqa: SLF001
+        assert isinstance(platform, SimulatedPlatform)
+        return platform.device.timeline
 
 
 class Measured(NamedTuple):

@@ -15,9 +15,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from replicas.engine import process, sockets, worker
+from replicas.engine import process, sockets
 from replicas.generators.simulated.device import SimulatedMesh
 from replicas.messages import Accepted, AddRequest, TokenColumns, TokenOutput
+from replicas.platforms import simulated
 
 if TYPE_CHECKING:
     import zmq
@@ -109,7 +110,7 @@ def main() -> None:
             firsts.sent(frame, time.monotonic())
 
     vars(process).update(Receiver=Receiver, Sender=Sender)
-    vars(worker).update(SimulatedMesh=_Mesh)
+    vars(simulated).update(SimulatedMesh=_Mesh)
     process.main()
 
 

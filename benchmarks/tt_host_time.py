@@ -32,11 +32,11 @@ import zmq
 from cluster.config.resolve import demo_model_folder
 from replicas.codec import encode
 from replicas.config import EngineConfig, MeshConfig
-from replicas.engine import worker
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
 from replicas.engine.process import EngineServer
 from replicas.messages import PROTOCOL_VERSION, AddRequest, EngineRequest, Hello
+from replicas.platforms import mesh
 from replicas.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -377,7 +377,7 @@ def main() -> None:
     )
     with (
         tempfile.TemporaryDirectory() as temporary,
-        patch.object(worker, "_import_open_mesh", lambda _mesh: open_absent_mesh),
+        patch.object(mesh, "_import_open_mesh", lambda _mesh: open_absent_mesh),
     ):
         folder = Path(temporary)
         write_model(folder)

@@ -12,13 +12,12 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
 from replicas.engine.worker import Worker
-from replicas.errors import ConfigError, GangLostError
+from replicas.errors import GangLostError
 from replicas.gang.lockstep import LockstepError, Loss, Rank, SilenceWatch, Turn
 from replicas.gang.wire import (
     BEAT_S,
@@ -33,6 +32,7 @@ from replicas.gang.wire import (
     send,
 )
 from replicas.generators.torch.exchange import GlooExchange, open_store, reach_store
+from replicas.platforms.cpu import CpuPlatform
 
 if TYPE_CHECKING:
     import socket
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from replicas.engine.parent import EngineArguments
     from replicas.engine.watchdog import Watchdog
     from replicas.gang.wire import Down, Up
-    from replicas.generators.protocol import CpuDevice, SupportsGang
+    from replicas.generators.protocol import SupportsGang
 
 EXPLAIN_S = 10.0
 """Seconds to wait for the hub's reason after a collective has failed."""
@@ -222,12 +222,8 @@ class GangWorker(Worker):
         """Take part in the forward pass of other ranks."""
         cast("SupportsGang", self._generator).forward_idle()
 
-    def _cpu(self) -> CpuDevice:
-        if not hasattr(self._generator_class, "forward_idle"):
-            name = self._generator_class.__qualname__
-            raise ConfigError(f"generator {name} does not support gangs; remove gang_size")
-        self._progress("gang", 0.0)
-        return replace(super()._cpu(), exchange=self._gang.join())
+    def _cpu_platform(self) -> CpuPlatform:
+        return CpuPlatform(self._config, self._hf_config, self._progress, self._gang.join)
 
 
 class GangExecutor:

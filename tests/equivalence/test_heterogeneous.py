@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import replicas.engine.worker
+import replicas.platforms.platform
 from kv_transfer.layout import KVLayout
 from replicas.sampling_params import SamplingParams
 from tests.engines import engine_core, generate, make_config, num_prefix_hits
@@ -191,7 +191,7 @@ def test_another_rope_order_is_refused_and_computed_again(make_pair, monkeypatch
     def layout(**fields):
         return KVLayout(**{**fields, "rope": next(ropes)})
 
-    monkeypatch.setattr(replicas.engine.worker, "KVLayout", layout)
+    monkeypatch.setattr(replicas.platforms.platform, "KVLayout", layout)
     pair = make_pair(config(num_shards=SHARDED2), config(num_shards=SHARDED2))
     assert [pair.prefill.core.kv_layouts[0].rope, pair.decode.core.kv_layouts[0].rope] == [
         "meta",

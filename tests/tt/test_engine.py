@@ -66,7 +66,7 @@ def config(folder, tmp_path):
 def outputs(config, sampling):
     """Runs the prompts, arriving one after another; checks that every one got its tokens."""
     with engine_core(config) as core:
-        device = core._executor._worker._mesh.device
+        device = core._executor._worker._platform.mesh.device
         found = generate(core, PROMPTS, sampling, stagger=2)
         programs = device.num_program_cache_entries()
         # Other lengths, and a prefix that is cached: nothing new is compiled.

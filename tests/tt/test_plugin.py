@@ -189,7 +189,7 @@ def test_a_class_serves_on_a_mesh_that_the_engine_opens(name, lanes, draws, tmp_
                 check_kv_transfer(cache, lanes)
         else:
             check_kv_transfer(cache, lanes)
-    assert core._executor._worker._mesh is None
+    assert core._executor._worker._platform.mesh is None
     assert name != "OnRegistered" or model.is_cleaned_up
 
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from replicas.engine import worker as worker_module
 from replicas.generators.model_config import load_hf_config
 from replicas.generators.protocol import CpuDevice
 from replicas.generators.torch.generator import TorchGenerator
+from replicas.platforms import mesh as platform
 
 if TYPE_CHECKING:
     import pytest
@@ -160,8 +160,8 @@ def install(
 ) -> Doubles:
     """Let engines with a mesh open doubles, and use a generator class that runs without ttnn."""
     doubles = Doubles()
-    monkeypatch.setattr(worker_module, "_import_open_mesh", lambda mesh: doubles.open_mesh)
+    monkeypatch.setattr(platform, "_import_open_mesh", lambda mesh: doubles.open_mesh)
     monkeypatch.setattr(
-        worker_module, "resolve_mesh_generator", lambda _config, _architecture: generator
+        platform, "resolve_mesh_generator", lambda _config, _architecture: generator
     )
     return doubles

@@ -15,12 +15,12 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from replicas.engine import worker as worker_module
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
 from replicas.engine.step import ModelFacts
 from replicas.generators.simulated.profiles import engine_timing
 from replicas.messages import Abort, AddRequest, EngineRequest, TokenOutput
+from replicas.platforms import simulated
 from replicas.sampling_params import SamplingParams
 from tests.engines import take_events
 from tests.kv_groups import one_kv_group
@@ -182,7 +182,7 @@ def test_two_steps_in_flight_give_the_tokens_of_one(small_model, make_device, wo
             num_blocks=num_blocks,
         )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker_module, "WallClock", FakeClock)
+        patch.setattr(simulated, "WallClock", FakeClock)
         two, one = (Engine(n, config, num_blocks, make_device) for n in (2, 1))
         assert_same_tokens(two, one, actions)
 
@@ -210,7 +210,7 @@ def test_several_passes_give_the_tokens_of_one(
     if on_host:
         actions = [with_penalty(*action) for action in actions]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker_module, "WallClock", FakeClock)
+        patch.setattr(simulated, "WallClock", FakeClock)
         several = Engine(in_flight, long, num_blocks, mesh)
         assert_same_tokens(several, Engine(1, config, num_blocks, mesh), actions)
 
@@ -272,7 +272,7 @@ def test_a_turn_is_judged_by_the_step_that_it_waits_for():
 @pytest.mark.parametrize("make_device", [virtual_device, mesh])
 def test_rows_that_end_do_not_stop_the_others(small_model, make_device, monkeypatch):
     """From the first decode on a step is under way whenever one is read, and slots are free."""
-    monkeypatch.setattr(worker_module, "WallClock", FakeClock)
+    monkeypatch.setattr(simulated, "WallClock", FakeClock)
     config = make_config(
         model=small_model, max_batch_size=4, block_size=4, max_model_len=40, mixed_batches=False,
         simulated_mesh=FOUR_CHIPS, num_blocks=41,

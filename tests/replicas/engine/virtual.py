@@ -8,7 +8,6 @@ import msgspec
 
 from kv_transfer.p2p import P2PConnector
 from kv_transfer.p2p_worker import P2PConnectorWorker
-from replicas.engine import worker as worker_module
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
 from replicas.engine.facts import connector_settings
@@ -24,6 +23,7 @@ from replicas.messages import (
     LoadKV,
     TokenOutput,
 )
+from replicas.platforms import simulated
 from replicas.simulation.virtual_engine import simulated_facts
 from replicas.simulation.virtual_worker import DEFAULT_CHANCES, Chances, VirtualWorker
 from tests.engines import take_events
@@ -130,7 +130,7 @@ def real_side(
 ) -> Side:
     """The worker of a real replica on a simulated mesh."""
     clock = CountingClock()
-    monkeypatch.setattr(worker_module, "WallClock", lambda: clock)
+    monkeypatch.setattr(simulated, "WallClock", lambda: clock)
     if net is not None:
         LoopConnector.net = net
         config = msgspec.structs.replace(config, kv_connector=LOOP, keys=KEYS)

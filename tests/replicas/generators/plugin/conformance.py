@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from replicas.engine import worker
 from replicas.generators.simulated.tokens import expected_tokens
+from replicas.platforms import mesh as platform
 from tests.engines import make_config
 from tests.replicas.generators.plugin.doubles import (
     HEAD_DIM,
@@ -58,7 +58,7 @@ def open_doubles(monkeypatch: pytest.MonkeyPatch, num_chips: int) -> list[tuple[
         opened.append((settings, WrappedMesh(Mesh(num_chips))))
         return opened[-1][1]
 
-    monkeypatch.setattr(worker, "_import_open_mesh", lambda _mesh: open_mesh)
+    monkeypatch.setattr(platform, "_import_open_mesh", lambda _mesh: open_mesh)
     return opened
 
 

@@ -7,12 +7,12 @@ runs such engines in all shapes, beside the simulator's.
 
 import pytest
 
-from replicas.engine import worker
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
 from replicas.engine.input_batch import PersistentBatch
 from replicas.errors import ConfigError
 from replicas.messages import Abort, AddRequest, EngineRequest, TokenOutput
+from replicas.platforms import simulated
 from replicas.sampling_params import SamplingParams
 from tests.engines import (
     engine_core,
@@ -39,7 +39,7 @@ WHOLE = {"enable_chunked_prefill": False, "max_num_batched_tokens": 256}
 
 @pytest.fixture(autouse=True)
 def _no_time(monkeypatch):
-    monkeypatch.setattr(worker, "WallClock", NullClock)
+    monkeypatch.setattr(simulated, "WallClock", NullClock)
 
 
 class BusyHost(FakeClock):
@@ -54,10 +54,10 @@ class BusyHost(FakeClock):
 def test_the_device_does_not_wait_for_the_host_where_two_steps_are_in_flight(
     steps_in_flight, monkeypatch
 ):
-    monkeypatch.setattr(worker, "WallClock", BusyHost)
+    monkeypatch.setattr(simulated, "WallClock", BusyHost)
     config = simulated_config(steps_in_flight=steps_in_flight)
     executor = UniProcExecutor(config)
-    core, timeline = EngineCore(config, executor), executor._worker._device.timeline
+    core, timeline = EngineCore(config, executor), executor._worker._platform.device.timeline
     sampling = SamplingParams(max_tokens=60, temperature=0.0, seed=0, ignore_eos=True)
     for i in range(8):
         core.handle(b"c", AddRequest(EngineRequest(f"r{i}", [i + 1, 2, 3], sampling)), 0.0)
