@@ -60,6 +60,7 @@ class RequestVariant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         stop_at: Tokens of one choice after which a stop string ends it; None is never.
         stopped_choice: That choice.
         stop_token_ids: Tokens that end a choice.
+        priority: Lower ones run first where pools schedule by priority.
     """
 
     num_choices: int = 1
@@ -67,6 +68,7 @@ class RequestVariant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop_at: int | None = None
     stopped_choice: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    priority: int = 0
 
 
 PLAIN = RequestVariant()

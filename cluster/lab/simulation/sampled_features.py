@@ -18,6 +18,7 @@ _CHOICES_SHARE = 0.25
 _DRAFTS_SHARE = 0.25
 _GRAMMARS_SHARE = 0.25
 _LONG_STEPS_SHARE = 0.25
+_PRIORITIES_SHARE = 0.25
 _NUM_CHOICES = (2, 2, 3, 4)
 _MANY_CHOICES = 5
 """More than any replica has slots in a lane."""
@@ -27,6 +28,7 @@ _STOP_AT = (1, 2, 10)
 _STOP_STRING_SHARE = 0.3
 _STOPS_SHARE = 0.3
 _NUM_PASSES = (2, 3, 8)
+_PRIORITIES = (-1, 0, 0, 7)
 _STOP_TOKEN_IDS = tuple(range(100, 116))
 """One in thirty of the vocabulary."""
 
@@ -38,6 +40,7 @@ def with_features(scenario: Scenario, rng: np.random.Generator) -> Scenario:
         (_DRAFTS_SHARE, _with_drafts),
         (_GRAMMARS_SHARE, _with_grammars),
         (_LONG_STEPS_SHARE, _with_long_steps),
+        (_PRIORITIES_SHARE, _with_priorities),
     ):
         if rng.random() < share:
             scenario = change(scenario, rng)
@@ -111,6 +114,17 @@ def _with_long_steps(scenario: Scenario, rng: np.random.Generator) -> Scenario:
         for pool in scenario.pools
     )
     return msgspec.structs.replace(scenario, pools=pools)
+
+
+def _with_priorities(scenario: Scenario, rng: np.random.Generator) -> Scenario:
+    """Let engines run requests in order of their priority."""
+    pools = tuple(
+        msgspec.structs.replace(pool, scheduling_policy="priority") for pool in scenario.pools
+    )
+    requests = tuple(
+        _with(request, priority=int(rng.choice(_PRIORITIES))) for request in scenario.requests
+    )
+    return msgspec.structs.replace(scenario, pools=pools, requests=requests)
 
 
 def _with(request: ScenarioRequest, **changes: int | tuple[int, ...] | None) -> ScenarioRequest:

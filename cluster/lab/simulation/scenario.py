@@ -61,6 +61,7 @@ class ScenarioPool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         slow_grammars: Share of grammars that are not compiled at once, or too late.
         bad_grammars: Share of grammars that cannot be compiled.
         num_scheduler_steps: Most decode passes of one step.
+        scheduling_policy: Order of queued requests; needed by requests with a priority.
     """
 
     role: Literal["prefill", "decode", "both"]
@@ -83,6 +84,7 @@ class ScenarioPool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     slow_grammars: float = 0.0
     bad_grammars: float = 0.0
     num_scheduler_steps: int = 1
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
 
 
 class ScenarioRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -290,6 +292,7 @@ def _pool_spec(pool: ScenarioPool, scenario: Scenario) -> PoolSpec:
         steps_in_flight=pool.steps_in_flight,
         speculative_config=drafts,
         num_scheduler_steps=pool.num_scheduler_steps,
+        scheduling_policy=pool.scheduling_policy,
     )
     group = KVGroup(
         layers=(0,),

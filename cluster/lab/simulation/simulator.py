@@ -304,7 +304,13 @@ class Simulation:
             n=variant.num_choices,
             structured_outputs=grammar,
         )
-        return EngineRequest(request_id, prompt, sampling, tenant=self._workload.requests[i].tenant)
+        return EngineRequest(
+            request_id,
+            prompt,
+            sampling,
+            priority=variant.priority,
+            tenant=self._workload.requests[i].tenant,
+        )
 
 
 def _seed(number: int) -> int:

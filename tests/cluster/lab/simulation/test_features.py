@@ -123,6 +123,8 @@ def test_seeds_have_every_feature():
     assert any(variant.stop_at for variant in requests)
     assert any(variant.stop_token_ids for variant in requests)
     assert any(variant.grammar for variant in requests)
+    assert len({variant.priority for variant in requests}) > 1
+    assert {pool.scheduling_policy for pool in pools} == {"fcfs", "priority"}
     assert {pool.num_scheduler_steps > 1 for pool in pools} == {False, True}
     assert {bool(pool.max_drafts) for pool in pools} == {False, True}
     assert {bool(pool.slow_grammars) for pool in pools} == {False, True}

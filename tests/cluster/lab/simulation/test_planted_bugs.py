@@ -44,6 +44,7 @@ from replicas.engine.kv_cache import KVCacheManager, SlotTable
 from replicas.engine.outputs import EndRules
 from replicas.engine.preparations import Preparations
 from replicas.engine.scheduler import Scheduler
+from replicas.engine.step_plan import StepPlan
 from replicas.engine.watchdog import Watchdog
 from replicas.launch import HangWatch
 from replicas.messages import Accepted, Activate, TokenOutput
@@ -327,6 +328,7 @@ def late_grammar_is_waited_for(end, self, results, _now_s):
 
 
 DOES_NOTHING = {
+    "preempted_row_is_computed": (StepPlan, "drop", None, 1),
     "stall_is_not_reported": (Watchdog, "stalled_s", 0.0, 5),
     "stalled_engine_is_given_requests": (PoolState, "set_moves", None, 5),
     "hang_is_not_ended": (HangWatch, "look", None, 7),
