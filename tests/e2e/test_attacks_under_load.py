@@ -59,6 +59,9 @@ class Recorder:
     """
 
     MOST_BYTES = 16_384
+    BUFFERED_BYTES = 64 << 20
+    """The kernel drops packets that this thread is too slow for and that do not fit here."""
+    RCVBUFFORCE = 33
     IP = 0x0800
     SYN = 2
 
@@ -81,6 +84,7 @@ class Recorder:
         if not IS_ROOT:
             return
         with socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(self.IP)) as wire:
+            wire.setsockopt(socket.SOL_SOCKET, self.RCVBUFFORCE, self.BUFFERED_BYTES)
             wire.bind(("lo", 0))
             wire.settimeout(0.2)
             while not self._is_over.is_set():
