@@ -21,6 +21,7 @@ from cluster.edge.openai_fields import (
     read_fields,
     shown,
 )
+from cluster.edge.tool_schemas import check_tool_schema
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -121,7 +122,9 @@ def _tool(body: Mapping[str, Any], path: str) -> Tool:
             raise bad_field(f"{path}.{name}", "is required")
     function = read_fields(values["function"], FUNCTION_FIELDS, f"{path}.function.")
     name = _name(function, f"{path}.function")
-    return Tool(name, function.get("parameters", {}), function.get("strict", False))
+    parameters = function.get("parameters", {})
+    check_tool_schema(parameters, f"{path}.function.parameters")
+    return Tool(name, parameters, function.get("strict", False))
 
 
 def _named_tool(choice: Mapping[str, Any]) -> str:

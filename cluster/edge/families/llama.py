@@ -58,7 +58,8 @@ class Llama3Json(ToolFormat):
         call = loads((yield from reader.json_value()))
         if "parameters" not in call and "arguments" not in call:
             raise NotACallError
-        if call.get("name") not in context.tools:
+        name = call.get("name")
+        if not isinstance(name, str) or name not in context.tools:
             raise NotACallError
         give_call(sink, call)
 

@@ -88,6 +88,8 @@ MESSAGES = [
     ("hermes", "qwen3", "<think>\n", f"Hm.\n{HERMES_CALL}", MessageDelta("", "Hm.", [PARIS])),
     ("hermes", "qwen3", "<think>\n", "A <tool_call> is", MessageDelta("", "A <tool_call> is")),
     ("hermes", "qwen3", "<think>\n", "Never ends", MessageDelta("", "Never ends")),
+    ("llama3_json", None, "", '{"name": ["f"], "parameters": {}}',
+     MessageDelta('{"name": ["f"], "parameters": {}}')),
     (None, "deepseek_r1", "", "Hm.</think>So.", MessageDelta("So.", "Hm.")),
     (None, "deepseek_r1", "", "<think>Hm.</think>So.", MessageDelta("So.", "Hm.")),
 ]  # fmt: skip

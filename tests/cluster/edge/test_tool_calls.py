@@ -235,6 +235,43 @@ def test_a_bad_tool_is_refused_by_its_path(tools, param, path):
     assert (client.status, client.body["error"]["param"]) == (400, param)
 
 
+BAD_SCHEMAS = [
+    ({"required": None}, "required"),
+    ({"required": ["a", 1]}, "required[1]"),
+    ({"type": {}}, "type"),
+    ({"type": []}, "type"),
+    ({"properties": []}, "properties"),
+    ({"properties": {"a": {"type": [{}]}}}, "properties.a.type"),
+    ({"properties": {"a": {"enum": []}}}, "properties.a.enum"),
+    ({"properties": {"a": {"enum": 5}}}, "properties.a.enum"),
+    ({"properties": {"a": {"minItems": "x"}}}, "properties.a.minItems"),
+    ({"properties": {"a": {"maxLength": True}}}, "properties.a.maxLength"),
+    ({"properties": {"a": {"minLength": -1}}}, "properties.a.minLength"),
+    ({"properties": {"a": {"maximum": "9"}}}, "properties.a.maximum"),
+    ({"properties": {"a": {"pattern": 1}}}, "properties.a.pattern"),
+    ({"properties": {"a": {"anyOf": []}}}, "properties.a.anyOf"),
+    ({"properties": {"a": {"anyOf": [{}, {"enum": {}}]}}}, "properties.a.anyOf[1].enum"),
+    ({"properties": {"a": {"items": {"required": 1}}}}, "properties.a.items.required"),
+    ({"$defs": {"d": 1}}, "$defs.d"),
+]
+
+
+@pytest.mark.parametrize(("schema", "param"), BAD_SCHEMAS)
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_schema_of_another_shape_is_refused_by_its_path(schema, param, choice):
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    error = refusal(tools=[tool], tool_choice=choice)
+    assert error["param"] == f"tools[0].function.parameters.{param}"
+
+
+def test_a_schema_that_is_nested_too_deep_is_refused():
+    schema = {}
+    for _ in range(100):
+        schema = {"items": schema}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    assert "nested deeper" in refusal(tools=[tool])["message"]
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
