@@ -7,7 +7,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from cluster.edge.families.formats import OutputContext
-from cluster.edge.families.grammar import CallRules, message_grammar
+from cluster.edge.families.grammar import (
+    CallRules,
+    answer_grammar,
+    can_follow_reasoning,
+    message_grammar,
+)
 from cluster.edge.families.message import MAX_CALLS
 from cluster.edge.families.parser import OutputParser
 from cluster.edge.families.table import REASONING_FORMATS, TOOL_FORMATS
@@ -40,16 +45,26 @@ class MessageOutput:
     reasoning: ReasoningFormat | None
     use: ToolUse
 
-    def grammar(self, special_ids: Mapping[str, int], prompt_end: str = "") -> Grammar | None:
-        """Return the grammar that required and strict calls need; None if the output is free.
+    def grammar(
+        self, own: Grammar | None, special_ids: Mapping[str, int], prompt_end: str = ""
+    ) -> Grammar | None:
+        """Return the grammar of the whole output; None if that is free.
+
+        Required and strict calls need one, as does an answer with a grammar of its own, which
+        decides only behind the reasoning. Source: vLLM 0.32, where structured output begins there.
 
         Args:
+            own: The request's own grammar; has compiled by itself.
             special_ids: Token ids of the special tokens by text.
             prompt_end: Text of the prompt's last tokens.
 
         Raises:
-            BadRequestError: The tools are too large for a grammar.
+            BadRequestError: The tools, or the request's own grammar, are too large.
         """
+        if own is not None:
+            assert self.reasoning is not None
+            text = answer_grammar(self.reasoning, own.spec, special_ids, prompt_end)
+            return own if text is None else _checked(text, own.path)
         if self.tools is None or not self.use.is_constrained:
             return None
         text = message_grammar(
@@ -59,10 +74,7 @@ class MessageOutput:
             special_ids,
             prompt_end,
         )
-        # Marks tell calls from text and from each other.
-        grammar = Grammar(StructuredOutputs(grammar=text, is_unambiguous=True), "tools")
-        grammar.check()
-        return grammar
+        return _checked(text, "tools")
 
     def parser(
         self, special_tokens: Collection[str], prompt_end: str
@@ -79,13 +91,24 @@ class MessageOutput:
         return partial(OutputParser, self.tools, self.reasoning, context, max_calls)
 
 
-def message_output(use: ToolUse, card: ModelCard, *, has_grammar: bool) -> MessageOutput | None:
+def _checked(text: str, path: str) -> Grammar:
+    """Return a grammar; raises BadRequestError if it is too large."""
+    # Marks tell calls from text and from each other, and reasoning from what follows.
+    grammar = Grammar(StructuredOutputs(grammar=text, is_unambiguous=True), path)
+    grammar.check()
+    return grammar
+
+
+def message_output(
+    use: ToolUse, card: ModelCard, own_grammar: Grammar | None
+) -> MessageOutput | None:
     """Return the formats of a chat's output; None if all of it is content.
 
     Args:
         use: The request's tools.
         card: The served model.
-        has_grammar: Whether the request brings a grammar of its own.
+        own_grammar: The request's own grammar. Its output has no calls, and reasoning only if the
+            grammar can begin behind that.
 
     Raises:
         BadRequestError: The model has no format of calls, or a grammar cannot be followed together
@@ -97,11 +120,14 @@ def message_output(use: ToolUse, card: ModelCard, *, has_grammar: bool) -> Messa
             text = "cannot be called by this model: its configuration has no args.tool_call_parser"
             raise bad_field("tools", f"{text}; set tool_choice to none, or leave tools out")
         tools = TOOL_FORMATS[card.tool_call_parser]
-        if has_grammar and use.is_constrained:
-            text = "cannot be used with tools that are required or strict"
-            raise bad_field("response_format", text)
+        if own_grammar is not None:
+            if use.is_constrained:
+                text = "cannot be used with tools that are required or strict"
+                raise bad_field("response_format", text)
+            tools = None
     reasoning = None
-    if card.reasoning_parser is not None:
+    can_reason = own_grammar is None or can_follow_reasoning(own_grammar.spec)
+    if card.reasoning_parser is not None and can_reason:
         reasoning = REASONING_FORMATS[card.reasoning_parser]
     if tools is None and reasoning is None:
         return None

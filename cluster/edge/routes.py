@@ -322,10 +322,10 @@ class _RouteHandlers:
         card = resolve_model(parsed.values.get("model"), self._backend.models())
         request_id: str = http_request.scope["request_id"]
         output = self._message_output(parsed, card)
-        grammar = parsed.grammar
-        if output is not None and grammar is None:
-            grammar = output.grammar(self._special_ids_for_checks)
-        await self._check_grammar(grammar, http_request)
+        await self._check_grammar(parsed.grammar, http_request)
+        if output is not None:
+            grammar = output.grammar(parsed.grammar, self._special_ids_for_checks)
+            await self._check_grammar(grammar, http_request)
         parsed = await self._encode_bad_words(parsed, http_request)
         prompt_ids = await self._encode_within(card, parsed, http_request)
         new_parser = None
@@ -399,7 +399,7 @@ class _RouteHandlers:
         """Return the formats of a chat's output; None if all of it is content."""
         if not isinstance(parsed.prompt, ChatPrompt):
             return None
-        return message_output(parsed.tool_use, card, has_grammar=parsed.grammar is not None)
+        return message_output(parsed.tool_use, card, parsed.grammar)
 
     def _prepare_output(
         self, output: MessageOutput, parsed: ParsedRequest, prompt_ids: list[int]
@@ -408,7 +408,7 @@ class _RouteHandlers:
         tokenizer = self._backend.tokenizer
         special_ids = tokenizer.special_token_ids
         prompt_end = tokenizer.decode(prompt_ids[-PROMPT_END_TOKENS:], skip_special_tokens=False)
-        grammar = parsed.grammar or output.grammar(special_ids, prompt_end)
+        grammar = output.grammar(parsed.grammar, special_ids, prompt_end)
         hidden = special_ids if parsed.values.get("skip_special_tokens", True) else {}
         parser = output.parser(hidden, prompt_end)
         return dataclasses.replace(parsed, grammar=grammar, is_parsed=True), parser

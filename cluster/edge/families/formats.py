@@ -110,6 +110,10 @@ class WholeFormat(ToolFormat):
     def message(self, lark: Lark, calls: str, prompt_end: str, *, is_required: bool) -> str:
         """Return an expression for a message whose calls match `calls`."""
 
+    @abc.abstractmethod
+    def answer(self, lark: Lark, content: str, prompt_end: str) -> str:
+        """Return an expression for reasoning, which may be missing, and content without calls."""
+
     def read_calls(
         self, start: str, reader: TextReader, sink: MessageSink, context: OutputContext
     ) -> Steps[None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +15,10 @@ if TYPE_CHECKING:
 
     from cluster.edge.families.formats import ReasoningFormat, ToolFormat
     from cluster.edge.families.message import Tool
+    from replicas.sampling_params import StructuredOutputs
+
+_SLASH = re.compile(r"\\.|/|\n", re.DOTALL)
+"""What cannot stand between slashes as it is, and escapes, in which slashes are escaped already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +83,54 @@ def _reasoning(lark: Lark, reasoning: ReasoningFormat | None, prompt_end: str) -
     if is_open:
         return until_end
     return lark.optional(lark.sequence(lark.text(reasoning.start), until_end))
+
+
+def can_follow_reasoning(answer: StructuredOutputs) -> bool:
+    """Return whether `answer_grammar` knows the kind of an answer's grammar, and its options."""
+    is_known = answer.kind in ("json", "json_object", "regex", "choice")
+    return is_known and not answer.disable_additional_properties
+
+
+def answer_grammar(
+    reasoning: ReasoningFormat,
+    answer: StructuredOutputs,
+    special_ids: Mapping[str, int],
+    prompt_end: str = "",
+) -> str | None:
+    """Return the grammar of reasoning and an answer that follows a grammar of its own.
+
+    Args:
+        reasoning: Format of the reasoning.
+        answer: Grammar of the answer, which has compiled by itself; `can_follow_reasoning` is true.
+        special_ids: See `Lark`.
+        prompt_end: See `OutputContext`.
+
+    Returns:
+        None if no reasoning can precede the answer.
+    """
+    lark = Lark(special_ids)
+    if reasoning.whole is not None:
+        whole = reasoning.whole.answer(lark, _answer(lark, answer), prompt_end)
+        return lark.grammar(lark.rule(whole))
+    before = _reasoning(lark, reasoning, prompt_end)
+    return lark.grammar(lark.sequence(before, _answer(lark, answer))) if before else None
+
+
+def _answer(lark: Lark, answer: StructuredOutputs) -> str:
+    """Return an expression for an answer."""
+    if answer.regex is not None:
+        return lark.terminal(f"/{_SLASH.sub(_escaped, answer.regex)}/")
+    if answer.choice is not None:
+        return lark.terminal(" | ".join(map(json.dumps, answer.choice)))
+    schema = {"type": "object"} if answer.json is None else json.loads(str(answer.json))
+    options: dict[str, object] = {"whitespace_flexible": not answer.disable_any_whitespace}
+    if answer.whitespace_pattern is not None:
+        options["whitespace_pattern"] = answer.whitespace_pattern
+    given = schema.get("x-guidance")
+    options |= given if isinstance(given, dict) else {}
+    return lark.rule(f"%json {json.dumps({**schema, 'x-guidance': options})}")
+
+
+def _escaped(found: re.Match[str]) -> str:
+    """Return a part of a regular expression as it may stand between slashes."""
+    return {"/": "\\/", "\n": "\\n"}.get(found[0], found[0])

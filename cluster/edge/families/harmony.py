@@ -114,6 +114,14 @@ class Harmony(WholeFormat):
         last = calls if is_required else lark.any_of([calls, answer])
         return lark.sequence(*before, last)
 
+    def answer(self, lark: Lark, content: str, prompt_end: str) -> str:
+        """Return reasoning, which may be missing, and a message on the channel `final`."""
+        del prompt_end
+        start = lark.text(f"{_START}assistant")
+        analysis = lark.text(f"{_CHANNEL}analysis{_MESSAGE}")
+        thought = lark.optional(lark.sequence(analysis, lark.until(_END), start))
+        return lark.sequence(thought, lark.text(f"{_CHANNEL}final{_MESSAGE}"), content)
+
 
 def _drop(text: str) -> None:
     """Ignore a text that is neither content nor a call."""

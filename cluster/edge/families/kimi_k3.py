@@ -124,17 +124,23 @@ class KimiK3(WholeFormat):
 
     def message(self, lark: Lark, calls: str, prompt_end: str, *, is_required: bool) -> str:
         """Return reasoning, a response and calls."""
-        think = lark.until(_THINK_END)
         response = lark.text(_RESPONSE_END) if is_required else lark.until(_RESPONSE_END)
-        start = lark.text(_RESPONSE)
-        if prompt_end.endswith(_THINK):
-            before = lark.sequence(think, start, response)
-        elif prompt_end.endswith(_RESPONSE):
-            before = response
-        else:
-            thought = lark.optional(lark.sequence(lark.text(_THINK), think))
-            before = lark.sequence(thought, start, response)
-        return lark.sequence(before, calls if is_required else lark.optional(calls))
+        before = _before_response(lark, prompt_end)
+        return lark.sequence(before, response, calls if is_required else lark.optional(calls))
+
+    def answer(self, lark: Lark, content: str, prompt_end: str) -> str:
+        """Return reasoning, which may be missing, and a response."""
+        return lark.sequence(_before_response(lark, prompt_end), content, lark.text(_RESPONSE_END))
+
+
+def _before_response(lark: Lark, prompt_end: str) -> str:
+    """Return an expression for what precedes the text of the response."""
+    if prompt_end.endswith(_RESPONSE):
+        return ""
+    think, start = lark.until(_THINK_END), lark.text(_RESPONSE)
+    if prompt_end.endswith(_THINK):
+        return lark.sequence(think, start)
+    return lark.sequence(lark.optional(lark.sequence(lark.text(_THINK), think)), start)
 
 
 def _attributes(reader: TextReader) -> Steps[dict[str, str]]:

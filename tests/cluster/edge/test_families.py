@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cluster.config.schema import ReasoningParserName, ToolParserName
 from cluster.edge.families.formats import OutputContext
-from cluster.edge.families.grammar import CallRules, message_grammar
+from cluster.edge.families.grammar import CallRules, answer_grammar, message_grammar
 from cluster.edge.families.message import MessageDelta, Tool, ToolCall
 from cluster.edge.families.parser import OutputParser
 from cluster.edge.families.table import REASONING_FORMATS, TOOL_FORMATS
@@ -273,3 +273,53 @@ def test_a_required_call_may_follow_reasoning_alone():
     assert accepted(grammars["<think>\n"], text)
     assert accepted(grammars[""], f"<think>{text}")
     assert not any(accepted(grammar, "Hello.") for grammar in grammars.values())
+
+
+OPEN = {
+    name: ["", each.start, each.start + each.end] if each.whole is None else [""]
+    for name, each in REASONING_FORMATS.items()
+}
+"""Ends of prompts: without a mark, with reasoning begun, with reasoning ended."""
+OPEN["kimi_k3"] += ["<|open|>think<|sep|>", "<|open|>response<|sep|>"]
+
+
+def output_with(name, prompt_end, thought, answer):
+    """An output of a thought, if the prompt permits one, and an answer."""
+    if name == "openai_gptoss":
+        thought = f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant"
+        return f"{thought}<|channel|>final<|message|>{answer}"
+    if name == "kimi_k3":
+        parts = ["<|open|>think<|sep|>", thought, "<|close|>think<|sep|>",
+                 "<|open|>response<|sep|>", f"{answer}<|close|>response<|sep|>"]  # fmt: skip
+        return "".join(parts[parts.index(prompt_end) + 1 if prompt_end else 0 :])
+    each = REASONING_FORMATS[name]
+    is_open = each.opened_by(prompt_end)
+    if is_open is False:
+        return answer
+    return f"{'' if is_open else each.start}{thought}{each.end}\n\n{answer}"
+
+
+ANSWERS = [
+    (StructuredOutputs(json={"type": "object", "properties": {"a": {"type": "integer"}},
+                             "additionalProperties": False}), '{"a": 1}', '{"b": 1}'),
+    (StructuredOutputs(json_object=True, disable_any_whitespace=True), '{"a":1}', '{"a": 1}'),
+    (StructuredOutputs(regex=r"a/b\/c|\d"), "a/b/c", "a/b"),
+    (StructuredOutputs(choice=("yes", 'say "no"')), 'say "no"', "no"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "right", "wrong"), ANSWERS)
+@pytest.mark.parametrize(
+    ("name", "prompt_end"), [(name, end) for name, ends in OPEN.items() for end in ends]
+)
+def test_a_grammar_of_the_answer_begins_behind_the_reasoning(name, prompt_end, spec, right, wrong):
+    grammar = answer_grammar(REASONING_FORMATS[name], spec, {}, prompt_end)
+    if grammar is None:
+        assert REASONING_FORMATS[name].opened_by(prompt_end) is False
+        return
+    text = output_with(name, prompt_end, "Hm.", right)
+    assert accepted(grammar, text)
+    assert not accepted(grammar, output_with(name, prompt_end, "Hm.", wrong))
+    message = parser(None, name, prompt_end, offered={}).read(text)
+    has_thought = prompt_end != "<|open|>response<|sep|>"
+    assert message == MessageDelta(right, "Hm." if has_thought else "")

@@ -206,11 +206,32 @@ def test_other_calls_have_one_only_if_a_tool_is_strict():
     assert free.sampling.structured_outputs is None
 
 
-def test_a_grammar_of_the_request_stays_if_no_call_needs_one():
+def test_a_grammar_of_the_request_decides_behind_the_reasoning():
     form = {"type": "json_object"}
-    assert request_of(response_format=form).sampling.structured_outputs.json_object
+    grammar = request_of(response_format=form).sampling.structured_outputs.grammar
+    assert "</think>" in grammar
+    assert '%json {"type": "object"' in grammar
+    ended = [{"role": "user", "content": "<think>\n\n</think>\n\n"}]
+    request = request_of(response_format=form, messages=ended, add_generation_prompt=False)
+    assert request.sampling.structured_outputs.json_object
     error = refusal(response_format=form, tool_choice="required")
     assert error["param"] == "response_format"
+
+
+def test_a_grammar_that_cannot_follow_reasoning_leaves_all_output_in_the_content():
+    grammar = {"grammar": 'start: "yes" | "no"'}
+    message, _ = answer("yes", structured_outputs=grammar)
+    assert (message["content"], "reasoning" in message) == ("yes", False)
+    asked = request_of(structured_outputs=grammar).sampling.structured_outputs
+    assert asked.grammar == grammar["grammar"]
+
+
+def test_an_output_with_a_grammar_of_its_own_has_no_calls():
+    message, reason = answer(
+        f"<think>\nHm.\n</think>\n\n{CALL}", response_format={"type": "json_object"}
+    )
+    assert (message["content"], reason) == (CALL, "stop")
+    assert "tool_calls" not in message
 
 
 # --- fields ---------------------------------------------------------------------------------------
