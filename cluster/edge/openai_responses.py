@@ -188,7 +188,7 @@ def whole_body(
         all_text = "".join(delta.text for delta in kept)
         has_calls = False
         if isinstance(shape, ChatShape) and spec.new_parser is not None:
-            message = spec.new_parser().read(all_text)
+            message = spec.new_parser().read(all_text, is_cut=_is_cut(own[-1]))
             has_calls = bool(message.calls)
             text = shape.whole_message(message, spec.echo, has_reasoning=spec.include_reasoning)
         else:
@@ -352,7 +352,7 @@ class _StreamedMessage:
         """Read a delta; return whether there is a part to send."""
         self.part.extend(self.parser.feed(delta.text))
         if delta.finish_reason is not None:
-            self.part.extend(self.parser.finish())
+            self.part.extend(self.parser.finish(is_cut=_is_cut(delta)))
         if not self._has_reasoning:
             self.part.reasoning = ""
         return self.part != MessageDelta()
@@ -367,6 +367,11 @@ class _StreamedMessage:
         """Return the field of an event with the part that was not sent."""
         first_call = self._num_calls
         return self._shape.chunk_message(self.take(), first_call, is_first=is_first)
+
+
+def _is_cut(last: OutputDelta) -> bool:
+    """Return whether a choice has ended before the model stopped."""
+    return last.finish_reason != "stop"
 
 
 def _without_output(deltas: list[OutputDelta]) -> OutputDelta:

@@ -56,7 +56,7 @@ class ToolFormat(abc.ABC):
         separator: Text between two calls that are not in one section.
         is_section: Whether several calls stand behind one start.
         keeps_space: See `MessageSink`.
-        passes_cut: Whether a call that the output's end cuts is passed on as content.
+        passes_cut: Whether a call that a limit of the output cuts is passed on as content.
     """
 
     starts: tuple[str, ...] = ()
@@ -103,7 +103,7 @@ class WholeFormat(ToolFormat):
         """Read the message.
 
         Raises:
-            CutError: The text ends within a part, of which nothing is given.
+            CutError: The text is cut within a part, of which nothing is given.
         """
 
     @abc.abstractmethod
@@ -181,12 +181,8 @@ def read_message(
     if tools is not None:
         yield from _read_leading(tools, reader, sink, context)
     while (start := (yield from reader.copy_until(markers, sink.content))) is not None:
-        if tools is None or start not in starts:
-            continue
-        if reader.num_refused >= MAX_REFUSED:
-            sink.content(start)
-        else:
-            yield from _try_calls(tools, start, reader, sink, context)
+        if tools is not None and start in starts:
+            yield from try_calls(tools, start, reader, sink, context)
 
 
 def _whole_format(
@@ -209,7 +205,7 @@ def _read_leading(
     if start is None:
         reader.pos = begin
     else:
-        yield from _try_calls(tools, start, reader, sink, context)
+        yield from try_calls(tools, start, reader, sink, context)
 
 
 def _reasoning_end(
@@ -254,32 +250,34 @@ def _read_reasoning(
             num_calls, begin = sink.num_calls, reader.pos
             try:
                 yield from tools.read_calls(found, reader, sink, context)
-            except NotACallError:
+            except (NotACallError, CutError) as error:
+                if isinstance(error, CutError) and reader.is_cut:
+                    return False
                 if sink.num_calls == num_calls:
                     reader.num_refused += 1
                     sink.reasoning(found)
                     reader.pos = begin
                     continue
-            except CutError:
-                return False
             sink.end_reasoning()
             return True
     return False
 
 
-def _try_calls(
+def try_calls(
     tools: ToolFormat, start: str, reader: TextReader, sink: MessageSink, context: OutputContext
 ) -> Steps[None]:
-    """Read calls; text that is none becomes content."""
+    """Read calls; text that is none becomes content, as does all text after `MAX_REFUSED`."""
+    if reader.num_refused >= MAX_REFUSED:
+        sink.content(start)
+        return
     begin, num_calls = reader.pos, sink.num_calls
     try:
         yield from tools.read_calls(start, reader, sink, context)
-    except NotACallError:
-        reader.num_refused += 1
-        if sink.num_calls == num_calls:
+    except (NotACallError, CutError) as error:
+        is_cut = isinstance(error, CutError) and reader.is_cut
+        if is_cut and not tools.passes_cut:
+            reader.pos = len(reader.text)
+        elif sink.num_calls == num_calls:
+            reader.num_refused += 1
             sink.content(start)
             reader.pos = begin
-    except CutError:
-        if tools.passes_cut and sink.num_calls == num_calls:
-            sink.content(start + reader.text[begin:])
-        reader.pos = len(reader.text)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from cluster.edge.families.formats import WholeFormat
 from cluster.edge.families.message import arguments_text, loads
-from cluster.edge.families.reader import Markers, NotACallError
+from cluster.edge.families.reader import CutError, Markers, NotACallError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +51,13 @@ class Harmony(WholeFormat):
                 continue
             if is_header == _MESSAGE:
                 reader.pos -= len(_MESSAGE)
-            text = is_header + (yield from reader.until(_END_OF_HEADER, len(_RETURN)))
+            try:
+                text = is_header + (yield from reader.until(_END_OF_HEADER, len(_RETURN)))
+            except CutError:
+                if reader.is_cut:
+                    raise
+                sink.content(reader.text[begin:])
+                return
             if reader.text[reader.pos - len(_MESSAGE) : reader.pos] == _MESSAGE:
                 yield from self._read_message(text, reader, sink, context)
 
@@ -64,12 +70,15 @@ class Harmony(WholeFormat):
         if recipient is not None and recipient[1].startswith(_FUNCTIONS) and context.tools:
             yield from reader.skip_space()
             name = recipient[1].removeprefix(_FUNCTIONS)
+            begin, emit = reader.pos, _drop
             try:
                 arguments = loads((yield from reader.json_value()))
                 sink.call(name, arguments_text(arguments))
-            except NotACallError:
-                pass
-            yield from reader.copy_until(_CALL_ENDS, _drop)
+            except (NotACallError, CutError) as error:
+                if isinstance(error, CutError) and reader.is_cut:
+                    raise
+                reader.pos, emit = begin, sink.content
+            yield from reader.copy_until(_CALL_ENDS, emit)
         elif recipient is not None:
             yield from reader.copy_until(_CALL_ENDS, _drop)
         elif channel == "analysis":

@@ -6,7 +6,7 @@ import html
 import re
 from typing import TYPE_CHECKING
 
-from cluster.edge.families.formats import WholeFormat
+from cluster.edge.families.formats import WholeFormat, try_calls
 from cluster.edge.families.message import arguments_text
 from cluster.edge.families.parameters import (
     is_text,
@@ -15,7 +15,7 @@ from cluster.edge.families.parameters import (
     parameter_list,
     property_schema,
 )
-from cluster.edge.families.reader import Markers, NotACallError
+from cluster.edge.families.reader import Markers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,19 +64,18 @@ class KimiK3(WholeFormat):
                 yield from reader.copy_until(_CONTENT_ENDS, sink.content)
                 found = ""
             elif found == _TOOLS:
-                try:
-                    yield from self._read_calls(reader, sink, context)
-                except NotACallError:
-                    sink.content(_TOOLS)
+                yield from try_calls(self, _TOOLS, reader, sink, context)
                 found = ""
             else:
                 found = yield from reader.copy_until(_ELEMENTS, sink.content)
                 if found is None:
                     return
 
-    def _read_calls(
-        self, reader: TextReader, sink: MessageSink, context: OutputContext
+    def read_calls(
+        self, start: str, reader: TextReader, sink: MessageSink, context: OutputContext
     ) -> Steps[None]:
+        """Read the rest of the element of the calls."""
+        del start
         while True:
             yield from reader.skip_space()
             if (yield from reader.starts(_TOOLS_END)):

@@ -48,16 +48,21 @@ class OutputParser:
         self._resume()
         return self._sink.take()
 
-    def finish(self) -> MessageDelta:
-        """End the output; return the rest of the message."""
-        self._reader.is_ended = True
+    def finish(self, *, is_cut: bool = False) -> MessageDelta:
+        """End the output; return the rest of the message.
+
+        Args:
+            is_cut: Whether the model did not stop by itself. A call without an end is dropped then;
+                else it is content.
+        """
+        self._reader.is_ended, self._reader.is_cut = True, is_cut
         self._resume()
         return self._sink.take(is_last=True)
 
-    def read(self, text: str) -> MessageDelta:
-        """Return the message of a whole output."""
+    def read(self, text: str, *, is_cut: bool = False) -> MessageDelta:
+        """Return the message of a whole output; see `finish`."""
         message = self.feed(text)
-        message.extend(self.finish())
+        message.extend(self.finish(is_cut=is_cut))
         return message
 
     def _resume(self) -> None:

@@ -63,6 +63,7 @@ class TextReader:
         text: The text that is still needed.
         pos: Position in `text` up to which it has been read.
         is_ended: Whether no more text comes.
+        is_cut: Whether the text has ended because of a limit, not because the model has stopped.
         num_refused: Texts so far that looked like calls but are none.
     """
 
@@ -70,6 +71,7 @@ class TextReader:
         self.text = ""
         self.pos = 0
         self.is_ended = False
+        self.is_cut = False
         self.num_refused = 0
 
     def wait(self) -> Steps[bool]:

@@ -41,7 +41,7 @@ def parsed(fixture, pieces):
     message = MessageDelta()
     for piece in pieces:
         message.extend(parser.feed(piece))
-    message.extend(parser.finish())
+    message.extend(parser.finish(is_cut=fixture.truncated))
     calls = tuple(ParsedToolCall(call.name, call.arguments) for call in message.calls)
     return ParseResult(message.content or None, message.reasoning or None, calls)
 

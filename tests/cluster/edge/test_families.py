@@ -47,11 +47,11 @@ def parser(tools, reasoning=None, prompt_end="", *, hidden=(), offered=TOOLS, ma
     )
 
 
-def read_in_pieces(own, text, cuts):
+def read_in_pieces(own, text, cuts, *, is_cut=False):
     message = MessageDelta()
     for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
         message.extend(own.feed(text[begin:end]))
-    message.extend(own.finish())
+    message.extend(own.finish(is_cut=is_cut))
     return message
 
 
@@ -72,8 +72,7 @@ MESSAGES = [
     ("hermes", None, "", HERMES_CALL, MessageDelta(calls=[PARIS])),
     ("hermes", None, "", f"Look:\n{HERMES_CALL}\n", MessageDelta("Look:", calls=[PARIS])),
     ("hermes", None, "", f"{HERMES_CALL}\n{HERMES_CALL}", MessageDelta(calls=[PARIS, PARIS])),
-    # A call that the end cuts is dropped; one that is none is content.
-    ("hermes", None, "", f"{HERMES_CALL}\n{HERMES_CALL[:30]}", MessageDelta(calls=[PARIS])),
+    # What is no call is content.
     ("hermes", None, "", "<tool_call>no</tool_call>", MessageDelta("<tool_call>no</tool_call>")),
     ("hermes", None, "", '<tool_call>{"name": 5}', MessageDelta('<tool_call>{"name": 5}')),
     ("hermes", None, "", '<tool_call>{"name":"f","arguments":{"x":1e999}}',
@@ -100,6 +99,47 @@ def test_an_output_becomes_a_message(tools, reasoning, prompt_end, text, message
     assert parser(tools, reasoning, prompt_end).read(text) == message
 
 
+HARMONY_CALL = "<|channel|>commentary to=functions.get_time <|constrain|>json<|message|>"
+KIMI_CALL = '<|open|>tools<|sep|><|open|>call tool="get_time" index="0"<|sep|>'
+UNENDED = [
+    ("hermes", None, "", HERMES_CALL[:30], MessageDelta(HERMES_CALL[:30])),
+    ("hermes", None, "", f"{HERMES_CALL}\n{HERMES_CALL[:30]}",
+     MessageDelta(HERMES_CALL[:30], calls=[PARIS])),
+    ("hermes", None, "", HERMES_CALL.replace("}}", "}"),
+     MessageDelta(HERMES_CALL.replace("}}", "}"))),
+    ("hermes", "qwen3", "<think>", f"Hm.{HERMES_CALL[:30]}",
+     MessageDelta("", f"Hm.{HERMES_CALL[:30]}")),
+    ("glm45", None, "", "Use <tool_call> to call.", MessageDelta("Use <tool_call> to call.")),
+    ("openai", None, "", "to=5 is the answer", MessageDelta("to=5 is the answer")),
+    ("openai", None, "", f'{HARMONY_CALL}{{"a": 1', MessageDelta('{"a": 1')),
+    ("kimi_k3", None, "", KIMI_CALL, MessageDelta(KIMI_CALL)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tools", "reasoning", "prompt_end", "text", "message"), UNENDED)
+def test_a_call_without_end_is_dropped_only_if_a_limit_cuts_it(
+    tools, reasoning, prompt_end, text, message
+):
+    assert parser(tools, reasoning, prompt_end).read(text) == message
+    own = parser(tools, reasoning, prompt_end)
+    thought = "Hm." if reasoning else ""
+    cut = own.read(text, is_cut=True)
+    assert (cut.content.strip(), cut.reasoning) == ("Use" if tools == "glm45" else "", thought)
+    assert cut.calls == message.calls
+
+
+REFUSED = [
+    ("openai", f'{HARMONY_CALL}{{"a": 1,}}<|call|>', '{"a": 1,}'),
+    ("kimi_k3", "<|open|>tools<|sep|>of the trade", "<|open|>tools<|sep|>of the trade"),
+    ("kimi_k3", f"{KIMI_CALL}text", f"{KIMI_CALL}text"),
+]
+
+
+@pytest.mark.parametrize(("tools", "text", "content"), REFUSED)
+def test_a_part_of_a_message_that_is_no_call_is_content(tools, text, content):
+    assert parser(tools).read(text) == MessageDelta(content)
+
+
 PIECES = [*sorted({start for each in TOOL_FORMATS.values() for start in each.starts}),
           "</tool_call>", "<think>", "</think>", "\n", " ", "<function=get_time>", "</function>",
           "<parameter=city>", "</parameter>", "get_time", "<arg_key>", "</arg_key>", "<arg_value>",
@@ -117,17 +157,18 @@ PIECES = [*sorted({start for each in TOOL_FORMATS.values() for start in each.sta
     reasoning=st.sampled_from([None, *REASONING_FORMATS]),
     prompt_end=st.sampled_from(["", "<think>\n", "<think></think>", "<|open|>think<|sep|>"]),
     pieces=st.lists(st.sampled_from(PIECES), max_size=14),
+    is_cut=st.booleans(),
     data=st.data(),
 )
 def test_any_division_of_an_output_gives_the_same_message(
-    tools, reasoning, prompt_end, pieces, data
+    tools, reasoning, prompt_end, pieces, is_cut, data
 ):
     text = "".join(pieces)
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8).map(sorted))
-    whole = parser(tools, reasoning, prompt_end).read(text)
-    assert read_in_pieces(parser(tools, reasoning, prompt_end), text, cuts) == whole
-    every = range(1, len(text))
-    assert read_in_pieces(parser(tools, reasoning, prompt_end), text, every) == whole
+    whole = parser(tools, reasoning, prompt_end).read(text, is_cut=is_cut)
+    for places in (cuts, range(1, len(text))):
+        own = parser(tools, reasoning, prompt_end)
+        assert read_in_pieces(own, text, places, is_cut=is_cut) == whole
 
 
 def test_content_comes_at_once_unless_it_may_begin_a_call():

@@ -114,7 +114,15 @@ def test_an_answer_without_text_has_null_for_content():
 
 def test_a_cut_answer_keeps_its_complete_calls_and_its_reason():
     message, reason = answer(f"{CALL}\n{CALL[:30]}", "length")
-    assert (len(message["tool_calls"]), reason) == (1, "length")
+    assert (len(message["tool_calls"]), message["content"], reason) == (1, None, "length")
+
+
+@pytest.mark.parametrize("size", [5, 1000])
+def test_a_stopped_answer_has_all_of_its_text(size):
+    assert answer(CALL[:30])[0]["content"] == CALL[:30]
+    backend = ToolBackend(CALL[:30], size=size)
+    events = call(backend, "POST", PATH, {**BODY, "stream": True}).events[:-1]
+    assert joined(events)[0]["content"] == CALL[:30]
 
 
 def test_an_answer_may_have_several_calls_unless_the_request_forbids_it():
