@@ -242,6 +242,15 @@ def test_an_output_with_a_grammar_of_its_own_has_no_calls():
     assert "tool_calls" not in message
 
 
+def test_an_answer_with_a_schema_of_its_own_is_no_call_even_if_it_looks_like_one():
+    text = '{"name": "weather", "parameters": {"city": "Bern"}}'
+    backend = ToolBackend(text)
+    backend.tool_call_parser, backend.reasoning_parser = "llama3_json", None
+    body = {**BODY, "response_format": {"type": "json_object"}}
+    choice = call(backend, "POST", PATH, body).body["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
+
+
 # --- fields ---------------------------------------------------------------------------------------
 
 BAD_TOOLS = [
