@@ -31,6 +31,15 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_terminal_summary(terminalreporter):
+    """Print what tests have recorded as `summary`; output of xdist's workers is not shown."""
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            for name, text in getattr(report, "user_properties", ()):
+                if name == "summary" and report.when == "call":
+                    terminalreporter.write_line(text)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _warm_engines():
     """Start engines as forks of an interpreter that has imported PyTorch; see `warm_engines`."""

@@ -3,6 +3,7 @@
 Its fixtures are recorded outputs with the message that a correct server makes of each.
 """
 
+import os
 import random
 from collections import Counter
 
@@ -13,7 +14,8 @@ from cluster.edge.families.message import MessageDelta, Tool
 from cluster.edge.families.parser import OutputParser
 from cluster.edge.families.table import REASONING_FORMATS, TOOL_FORMATS
 
-pytest.importorskip("canitoolcall", reason="part of the dev extra")
+if not os.environ.get("CI"):  # where a missing package would hide the score
+    pytest.importorskip("canitoolcall", reason="part of the dev extra")
 
 from canitoolcall import checks
 from canitoolcall.adapters.vllm import resolve_parsers
@@ -66,12 +68,11 @@ def status_of(fixture):
     return checks.case_status(checks.run_checks(fixture, family_for(fixture), observed)).value
 
 
-def test_the_score_never_falls(capsys):
+def test_the_score_never_falls(record_property):
     fixtures = load_fixtures(None)
     found = {fixture.id: status_of(fixture) for fixture in fixtures}
     score = Counter(found.values())
-    with capsys.disabled():
-        print(f"\ncanitoolcall: {dict(score)} of {len(fixtures)}")
+    record_property("summary", f"canitoolcall: {dict(score)} of {len(fixtures)}")
     failed = [name for name, status in found.items() if status not in SCORE]
     assert not failed
     assert dict(score) == SCORE
