@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 MAX_CALLS = 1024
 """Most calls of one message; further ones are dropped."""
+_INDEX = re.compile(r":[0-9]+$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ class MessageSink:
         self._is_fresh = True  # no visible content since the beginning or the last markup
         self._has_markup = False
         self._has_reasoning = False
+        self._call_ids: set[str] = set()
         self.num_calls = 0
 
     def content(self, text: str) -> None:
@@ -124,6 +127,9 @@ class MessageSink:
     def call(self, name: object, arguments: str, call_id: str = "") -> None:
         """Add a complete call.
 
+        An id that an earlier call has gets the call's own index, as in Kimi K2's ids, or is dropped
+        if it has none: results name calls by their ids.
+
         Raises:
             NotACallError: The name is no text, or an empty one.
         """
@@ -134,8 +140,18 @@ class MessageSink:
             self._delta.content += self._space
         self._space, self._is_fresh, self._has_markup = "", True, True
         if self.num_calls < self._max_calls:
-            self._delta.calls.append(ToolCall(name, arguments, call_id))
+            self._delta.calls.append(ToolCall(name, arguments, self._unused(call_id)))
             self.num_calls += 1
+
+    def _unused(self, call_id: str) -> str:
+        if call_id in self._call_ids:
+            stem, has_index = _INDEX.subn("", call_id)
+            indices = range(self.num_calls, self.num_calls + MAX_CALLS + 1)
+            free = (each for i in indices if (each := f"{stem}:{i}") not in self._call_ids)
+            call_id = next(free) if has_index else ""
+        if call_id:
+            self._call_ids.add(call_id)
+        return call_id
 
     def take(self, *, is_last: bool = False) -> MessageDelta:
         """Return what was added since the last call; the last one has what was held back."""

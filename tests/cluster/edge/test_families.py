@@ -316,6 +316,23 @@ def test_a_required_call_may_follow_reasoning_alone():
     assert not any(accepted(grammar, "Hello.") for grammar in grammars.values())
 
 
+def kimi_section(*ids):
+    """A section of calls of Kimi K2 with ids of the model's."""
+    calls = [
+        f"<|tool_call_begin|>{each}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+        for each in ids
+    ]
+    return f"<|tool_calls_section_begin|>{''.join(calls)}<|tool_calls_section_end|>"
+
+
+def test_an_id_that_the_model_gives_again_is_replaced():
+    given = ["functions.f:0", "functions.f:0", "functions.f:1", "functions.g:2", "h", "h"]
+    text = kimi_section(*given[:3]) + kimi_section(*given[3:])
+    assert [call.call_id for call in parser("kimi_k2").read(text).calls] == [
+        "functions.f:0", "functions.f:1", "functions.f:2", "functions.g:2", "h", "",
+    ]  # fmt: skip
+
+
 OPEN = {
     name: ["", each.start, each.start + each.end] if each.whole is None else [""]
     for name, each in REASONING_FORMATS.items()
