@@ -151,24 +151,82 @@ PIECES = [*sorted({start for each in TOOL_FORMATS.values() for start in each.sta
           ', "arguments": {"x": [1, "a\\"b"]}', HERMES_CALL, "[", '"', "\\", "text"]  # fmt: skip
 
 
-@settings(max_examples=500, deadline=None)
-@given(
-    tools=st.sampled_from([None, *TOOL_FORMATS]),
-    reasoning=st.sampled_from([None, *REASONING_FORMATS]),
-    prompt_end=st.sampled_from(["", "<think>\n", "<think></think>", "<|open|>think<|sep|>"]),
-    pieces=st.lists(st.sampled_from(PIECES), max_size=14),
-    is_cut=st.booleans(),
-    data=st.data(),
-)
-def test_any_division_of_an_output_gives_the_same_message(
-    tools, reasoning, prompt_end, pieces, is_cut, data
-):
-    text = "".join(pieces)
-    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8).map(sorted))
-    whole = parser(tools, reasoning, prompt_end).read(text, is_cut=is_cut)
-    for places in (cuts, range(1, len(text))):
-        own = parser(tools, reasoning, prompt_end)
-        assert read_in_pieces(own, text, places, is_cut=is_cut) == whole
+def kimi_section(*ids):
+    """A section of calls of Kimi K2 with ids of the model's."""
+    calls = [
+        f"<|tool_call_begin|>{each}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+        for each in ids
+    ]
+    return f"<|tool_calls_section_begin|>{''.join(calls)}<|tool_calls_section_end|>"
+
+
+def dsml(section, space=""):
+    """A section of one call in DeepSeek's elements."""
+    mark = f"｜DSML｜{space}"
+    call = f'<{mark}invoke name="get_time">\n</{mark}invoke>\n'
+    return f"<｜DSML｜{section}>\n{call}</｜DSML｜{section}>"
+
+
+def deepseek(call):
+    """A section of one call with DeepSeek's tokens."""
+    call = f"<｜tool▁call▁begin｜>{call}<｜tool▁call▁end｜>"
+    return f"<｜tool▁calls▁begin｜>{call}<｜tool▁calls▁end｜>"
+
+
+QWEN_PARAMETER = "<parameter=city>\nParis\n</parameter>"
+CALLS = {
+    "hermes": HERMES_CALL,
+    "llama3_json": '<|python_tag|>{"name": "get_time", "parameters": {}}',
+    "qwen3_coder": f"<function=get_weather>\n{QWEN_PARAMETER}\n</function>\n</tool_call>",
+    "deepseek_v3": deepseek("function<｜tool▁sep｜>get_time\n```json\n{}\n```"),
+    "deepseek_v31": deepseek("get_time<｜tool▁sep｜>{}"),
+    "deepseek_v32": dsml("function_calls"),
+    "deepseek_v4": dsml("tool_calls"),
+    "deepseek_v41": dsml(" calls", " "),
+    "openai": f"{HARMONY_CALL}{{}}<|call|>",
+    "gemma4": "<|tool_call>call:get_time{}<tool_call|>",
+    "mistral": "[TOOL_CALLS]get_time[ARGS]{}",
+    "pythonic": "<|python_start|>[get_time()]<|python_end|>",
+    "llama4_pythonic": "<|python_start|>[get_time()]<|python_end|>",
+    "glm45": "<tool_call>get_time\n</tool_call>",
+    "glm47": "<tool_call>get_weather<arg_key>city</arg_key><arg_value>x</arg_value></tool_call>",
+    "kimi_k2": kimi_section("functions.get_time:0"),
+    "kimi_k3": f"{KIMI_CALL}<|close|>call<|sep|><|close|>tools<|sep|>",
+}
+"""A complete call in each format."""
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_a_complete_call_is_read_without_rest(name):
+    message = parser(name).read(CALLS[name], is_cut=True)
+    assert [call.name in TOOLS for call in message.calls] == [True]
+    assert message.content == ""
+
+
+def test_any_division_of_an_output_gives_the_same_message():
+    num_messages = {True: 0, False: 0}
+
+    @settings(max_examples=500, deadline=None)
+    @given(
+        tools=st.sampled_from([None, *TOOL_FORMATS]),
+        reasoning=st.sampled_from([None, *REASONING_FORMATS]),
+        prompt_end=st.sampled_from(["", "<think>\n", "<think></think>", "<|open|>think<|sep|>"]),
+        before=st.lists(st.sampled_from(PIECES), max_size=7),
+        behind=st.lists(st.sampled_from(PIECES), max_size=7),
+        is_cut=st.booleans(),
+        data=st.data(),
+    )
+    def check(tools, reasoning, prompt_end, before, behind, is_cut, data):
+        text = "".join([*before, CALLS.get(tools, HERMES_CALL), *behind])
+        cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8).map(sorted))
+        whole = parser(tools, reasoning, prompt_end).read(text, is_cut=is_cut)
+        num_messages[bool(whole.calls)] += 1
+        for places in (cuts, range(1, len(text))):
+            own = parser(tools, reasoning, prompt_end)
+            assert read_in_pieces(own, text, places, is_cut=is_cut) == whole
+
+    check()
+    assert num_messages[True] >= 100
 
 
 def test_content_comes_at_once_unless_it_may_begin_a_call():
@@ -314,15 +372,6 @@ def test_a_required_call_may_follow_reasoning_alone():
     assert accepted(grammars["<think>\n"], text)
     assert accepted(grammars[""], f"<think>{text}")
     assert not any(accepted(grammar, "Hello.") for grammar in grammars.values())
-
-
-def kimi_section(*ids):
-    """A section of calls of Kimi K2 with ids of the model's."""
-    calls = [
-        f"<|tool_call_begin|>{each}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
-        for each in ids
-    ]
-    return f"<|tool_calls_section_begin|>{''.join(calls)}<|tool_calls_section_end|>"
 
 
 def test_an_id_that_the_model_gives_again_is_replaced():
