@@ -13,6 +13,7 @@ from cluster.edge.families.formats import OutputContext
 from cluster.edge.families.grammar import CallRules, answer_grammar, message_grammar
 from cluster.edge.families.message import MessageDelta, Tool, ToolCall
 from cluster.edge.families.parser import OutputParser
+from cluster.edge.families.reader import Markers, TextReader
 from cluster.edge.families.table import REASONING_FORMATS, TOOL_FORMATS
 from replicas.grammar_checks import special_ids_for_checks
 from replicas.grammars import GrammarCompiler
@@ -249,11 +250,38 @@ def test_special_tokens_are_left_out_and_further_calls_are_dropped():
     assert own.read(f"a<|end|>b{HERMES_CALL}{HERMES_CALL}") == MessageDelta("ab", calls=[PARIS])
 
 
-def test_text_that_is_no_call_is_read_in_linear_time():
-    own = parser("hermes", "qwen3", "<think>\n")
-    for _ in range(20_000):
-        own.feed("<tool_call>")
-    own.finish()
+def num_chars_handled(monkeypatch, pieces, prompt_end):
+    """Characters that a parser keeps, summed over all changes of its text, and searches."""
+    counted = 0
+
+    def keep(reader, text):
+        nonlocal counted
+        counted += len(text)
+        reader.kept = text
+
+    def search(markers, text, begin):
+        nonlocal counted
+        found = find(markers, text, begin)
+        counted += (found.end() if found else len(text)) - begin
+        return found
+
+    find = Markers.search
+    with monkeypatch.context() as patch:
+        patch.setattr(TextReader, "text", property(lambda reader: reader.kept, keep), raising=False)
+        patch.setattr(Markers, "search", search)
+        own = parser("hermes", "qwen3", prompt_end)
+        for piece in pieces:
+            own.feed(piece)
+        own.finish()
+    return counted
+
+
+@pytest.mark.parametrize("piece", ["a", "<tool_cal", "<tool_call>", '<tool_call>{"a": 1}'])
+@pytest.mark.parametrize("prompt_end", ["<think>\n", "<think></think>"])
+def test_a_stream_without_calls_is_read_in_linear_time(monkeypatch, piece, prompt_end):
+    least = num_chars_handled(monkeypatch, [piece] * 1_000, prompt_end)
+    most = num_chars_handled(monkeypatch, [piece] * 2_000, prompt_end)
+    assert 1_000 <= least < most < 2.1 * least
 
 
 def test_text_that_looks_like_calls_again_and_again_is_not_read_as_often():

@@ -183,7 +183,7 @@ def test_a_resumed_stream_goes_on_after_any_event_even_within_a_call():
             assert ours["choices"] == original["choices"]
 
 
-def test_log_probabilities_of_a_call_come_with_its_event():
+def test_token_ids_of_a_call_come_with_its_event():
     body = {**BODY, "stream": True, "return_token_ids": True}
     events = call(ToolBackend(CALL), "POST", PATH, body).events[:-1]
     assert sum(len(e["choices"][0]["token_ids"]) for e in events) == len(CALL)
