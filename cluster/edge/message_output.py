@@ -13,6 +13,7 @@ from cluster.edge.families.grammar import (
     can_follow_reasoning,
     message_grammar,
 )
+from cluster.edge.families.lark import UnsupportedSchemaError
 from cluster.edge.families.message import MAX_CALLS
 from cluster.edge.families.parser import OutputParser
 from cluster.edge.families.table import REASONING_FORMATS, TOOL_FORMATS
@@ -59,7 +60,8 @@ class MessageOutput:
             prompt_end: Text of the prompt's last tokens.
 
         Raises:
-            BadRequestError: The tools, or the request's own grammar, are too large.
+            BadRequestError: The tools, or the request's own grammar, are too large, or no grammar
+                can follow a tool's schema.
         """
         if own is not None:
             assert self.reasoning is not None
@@ -67,13 +69,12 @@ class MessageOutput:
             return own if text is None else _checked(text, own.path)
         if self.tools is None or not self.use.is_constrained:
             return None
-        text = message_grammar(
-            self.tools,
-            self.reasoning,
-            CallRules(self.use.tools, self.use.choice == "required", self.use.is_parallel),
-            special_ids,
-            prompt_end,
-        )
+        rules = CallRules(self.use.tools, self.use.choice == "required", self.use.is_parallel)
+        try:
+            text = message_grammar(self.tools, self.reasoning, rules, special_ids, prompt_end)
+        except UnsupportedSchemaError as error:
+            text = f"cannot be followed by a grammar: the schema of an argument {error}"
+            raise bad_field("tools", text) from error
         return _checked(text, "tools")
 
     def parser(

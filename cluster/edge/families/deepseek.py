@@ -119,10 +119,11 @@ class DeepSeekElements(ToolFormat):
                 yield from reader.expect(f'<{self._mark}parameter name="')
                 key = yield from reader.until('"')
                 attributes = yield from reader.until(">")
-                text = yield from reader.until(self._end_of_value, 64)
                 is_string = 'string="true"' in attributes
                 if "string=" not in attributes:
                     is_string = is_text(property_schema(context.parameters(name), key))
+                read = reader.until if is_string else reader.value_until
+                text = yield from read(self._end_of_value, 64)
                 arguments[key] = text if is_string else json_of(text)
             sink.call(name, arguments_text(arguments))
 
@@ -141,7 +142,13 @@ class DeepSeekElements(ToolFormat):
             options.append(
                 lark.sequence(
                     lark.text(f'<{self._mark}invoke name="{tool.name}">\n'),
-                    parameter_list(lark, tool, make, f"{self._parameter_end}\n"),
+                    parameter_list(
+                        lark,
+                        tool,
+                        make,
+                        f"{self._parameter_end}\n",
+                        (self._parameter_end,),
+                    ),
                     lark.text(f"</{self._mark}invoke>\n"),
                 )
             )

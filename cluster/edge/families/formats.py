@@ -142,6 +142,11 @@ class ReasoningFormat:
     alternative: tuple[str, str] | None = None
     whole: WholeFormat | None = None
 
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """Return the texts that begin it in the output."""
+        return (self.start,) if self.alternative is None else (self.start, self.alternative[0])
+
     def opened_by(self, prompt_end: str) -> bool | None:
         """Return whether the prompt has begun it; None if the output may begin it."""
         begin, end = prompt_end.rfind(self.start.strip()), prompt_end.rfind(self.end)
@@ -217,7 +222,7 @@ def _reasoning_end(
         return None
     begin = reader.pos
     pairs = [(reasoning.start, reasoning.end)]
-    if reasoning.alternative is not None:
+    if reasoning.alternative is not None and not is_open:
         pairs.append(reasoning.alternative)
     yield from reader.skip_space()
     for start, end in pairs:

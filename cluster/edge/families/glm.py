@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cluster.edge.families.formats import ToolFormat
 from cluster.edge.families.message import arguments_text
-from cluster.edge.families.parameters import parameter_list, property_schema, value_of
+from cluster.edge.families.parameters import is_text, parameter_list, property_schema, value_of
 from cluster.edge.families.reader import CutError
 
 if TYPE_CHECKING:
@@ -54,8 +54,9 @@ class Glm(ToolFormat):
             key = yield from reader.until(_KEY_END)
             yield from reader.skip_space()
             yield from reader.expect(_VALUE)
-            text, is_closed = yield from _value(reader)
-            arguments[key] = value_of(text, property_schema(parameters, key))
+            schema = property_schema(parameters, key)
+            text, is_closed = yield from _value(reader, is_text=is_text(schema))
+            arguments[key] = value_of(text, schema)
             if not is_closed:
                 break
         sink.call(name, arguments_text(arguments))
@@ -75,6 +76,7 @@ class Glm(ToolFormat):
                             f"{lark.text(f'{_KEY}{name}{_KEY_END}{line}{_VALUE}')} {value}"
                         ),
                         f"{_VALUE_END}{line}",
+                        (_VALUE_END,),
                     ),
                     lark.text(_CALL_END),
                 )
@@ -83,11 +85,12 @@ class Glm(ToolFormat):
         )
 
 
-def _value(reader: TextReader) -> Steps[tuple[str, bool]]:
+def _value(reader: TextReader, *, is_text: bool) -> Steps[tuple[str, bool]]:
     """Read a value; return whether its end was there. Else the call's end is that of the text."""
     begin = reader.pos
     try:
-        return (yield from reader.until(_END_OF_VALUE, _LONGEST)), True
+        read = reader.until if is_text else reader.value_until
+        return (yield from read(_END_OF_VALUE, _LONGEST)), True
     except CutError:
         text = reader.text[begin:].rstrip()
         if not text.endswith(_CALL_END):

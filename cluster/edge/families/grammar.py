@@ -11,7 +11,7 @@ from cluster.edge.families.formats import WholeFormat
 from cluster.edge.families.lark import Lark
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from cluster.edge.families.formats import ReasoningFormat, ToolFormat
     from cluster.edge.families.message import Tool
@@ -58,28 +58,41 @@ def message_grammar(
     if isinstance(format_, WholeFormat):
         whole = format_.message(lark, calls, prompt_end, is_required=rules.is_required)
         return lark.grammar(lark.rule(whole))
-    start = format_.starts[0] if format_.start is None else format_.start
+    starts = format_.starts
+    start = starts[0] if format_.start is None else format_.start
     if rules.is_required:
         more = f" ({lark.text(format_.separator + start)} {calls})*"
         has_more = rules.is_parallel and not format_.is_section
         body = lark.sequence(lark.text(start), calls) + (more if has_more else "")
     elif start:
-        before, behind = lark.until(start), lark.free_without(format_.starts)
+        before, behind = lark.until(start, starts[1:]), lark.free_without(starts)
         body = f"({before} {calls}){'*' if rules.is_parallel else '?'} {behind}"
     else:
-        body = f"{calls} | {lark.free_unless(format_.leading)}"
-    return lark.grammar(lark.sequence(_reasoning(lark, reasoning, prompt_end), lark.rule(body)))
+        thoughts = () if reasoning is None else reasoning.starts
+        body = f"{calls} | {lark.free_unless((*format_.leading, *thoughts), starts)}"
+    before = _reasoning(lark, reasoning, prompt_end, starts)
+    return lark.grammar(lark.sequence(before, lark.rule(body)))
 
 
-def _reasoning(lark: Lark, reasoning: ReasoningFormat | None, prompt_end: str) -> str:
-    """Return an expression for the reasoning at the beginning of the output."""
+def _reasoning(
+    lark: Lark, reasoning: ReasoningFormat | None, prompt_end: str, calls: Iterable[str] = ()
+) -> str:
+    """Return an expression for the reasoning at the beginning of the output.
+
+    Args:
+        lark: The grammar.
+        reasoning: Format of the reasoning.
+        prompt_end: See `OutputContext`.
+        calls: Texts that begin a call. A call that would end the reasoning must not be in it.
+    """
     if reasoning is None:
         return ""
     is_open = reasoning.opened_by(prompt_end)
     if is_open is False:
         return ""
     behind = lark.optional(lark.text("\n\n"))
-    until_end = lark.sequence(lark.until(reasoning.end), behind)
+    without = calls if reasoning.calls_end_it else ()
+    until_end = lark.sequence(lark.until(reasoning.end, without), behind)
     if is_open:
         return until_end
     return lark.optional(lark.sequence(lark.text(reasoning.start), until_end))

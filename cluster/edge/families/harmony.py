@@ -111,7 +111,7 @@ class Harmony(WholeFormat):
             lark.optional(
                 lark.sequence(
                     lark.text(f"{_CHANNEL}{channel}{_MESSAGE}"),
-                    lark.until(_END),
+                    lark.until(_END, (_RETURN,)),
                     lark.text(f"{_START}assistant"),
                 )
             )

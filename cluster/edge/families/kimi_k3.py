@@ -86,8 +86,9 @@ class KimiK3(WholeFormat):
             while not (yield from reader.starts(_CALL_END)):
                 yield from reader.expect(f"{_OPEN}argument ")
                 attributes = yield from _attributes(reader)
-                text = yield from reader.until(_END_OF_VALUE, 2 * len(_ARGUMENT_END))
                 is_string = attributes.get("type") == "string"
+                read = reader.until if is_string else reader.value_until
+                text = yield from read(_END_OF_VALUE, 2 * len(_ARGUMENT_END))
                 arguments[attributes.get("key", "")] = text if is_string else json_of(text)
             if context.tools:
                 sink.call(name, arguments_text(arguments))
@@ -136,7 +137,7 @@ def _before_response(lark: Lark, prompt_end: str) -> str:
     """Return an expression for what precedes the text of the response."""
     if prompt_end.endswith(_RESPONSE):
         return ""
-    think, start = lark.until(_THINK_END), lark.text(_RESPONSE)
+    think, start = lark.until(_THINK_END, (_RESPONSE,)), lark.text(_RESPONSE)
     if prompt_end.endswith(_THINK):
         return lark.sequence(think, start)
     return lark.sequence(lark.optional(lark.sequence(lark.text(_THINK), think)), start)

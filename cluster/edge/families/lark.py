@@ -7,7 +7,15 @@ import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+
+_SPACES = "".join(c for c in map(chr, range(0x3001)) if c.isspace())
+"""The characters that parsers skip as white space; a regular expression's `\\s` lacks some."""
+_COMBINED = ("$ref", "allOf", "anyOf", "oneOf", "not", "if")
+
+
+class UnsupportedSchemaError(Exception):
+    """The format cannot write every value of a schema, or only such values, by a grammar."""
 
 
 class Lark:
@@ -55,29 +63,32 @@ class Lark:
         """Return an expression for a part that may be missing."""
         return f"{self.rule(part)}?"
 
-    def until(self, end: str) -> str:
-        """Return an expression for any text up to the first `end`, and that."""
-        if end in self._special_ids:
-            return self.sequence(self.free(), self.text(end))
-        name = f"r{len(self._rules)}"
-        self._rules.append(f"{name}[suffix={_literal(end)}]: /(?s:.*)/")
-        return name
+    def until(self, end: str, without: Iterable[str] = ()) -> str:
+        """Return an expression for any text up to the first `end`, and that.
 
-    def free(self) -> str:
-        """Return an expression for any text."""
-        return "FREE_TEXT"
+        Args:
+            end: Text that ends it.
+            without: Texts that must not be before the end.
+        """
+        return self._until(end, ["/(?s:.*)/"], without)
 
-    def free_without(self, texts: Sequence[str]) -> str:
-        """Return an expression for any text in which none of some texts is."""
-        plain = [text for text in texts if text not in self._special_ids]
-        if not plain:
-            return self.free()
-        inside = "|".join(map(_regex, plain))
-        return self.terminal(f"/(?s:.*)/ & ~/(?s:.*)({inside})(?s:.*)/")
+    def free_without(self, texts: Iterable[str]) -> str:
+        """Return an expression for any text in which none of some texts is.
 
-    def free_unless(self, beginnings: Sequence[str]) -> str:
-        """Return an expression for any text that does not begin with one of some characters."""
-        return self.terminal(f"/([^{''.join(map(_regex, beginnings))}](?s:.*))?/")
+        A special token's text is excluded, too: plain tokens may spell it, and parsers see text.
+        """
+        return self.terminal(f"/(?s:.*)/{_excluding(texts)}")
+
+    def free_unless(self, beginnings: Iterable[str], texts: Iterable[str]) -> str:
+        """Return an expression for any text in which none of some texts is.
+
+        Args:
+            beginnings: Texts that must not be the first ones behind white space.
+            texts: Texts that must not be anywhere.
+        """
+        first = "|".join(map(_regex, beginnings))
+        spaces = "".join(map(_regex, _SPACES))
+        return self.terminal(f"/(?s:.*)/{_excluding(texts)} & ~/[{spaces}]*({first})(?s:.*)/")
 
     def list_of(self, parts: Sequence[tuple[str, bool]], separator: str) -> str:
         """Return an expression for parts in their order; one that is not required may be missing.
@@ -99,12 +110,26 @@ class Lark:
             return ""
         return f"{self.any_of(options)}{'?' if is_optional else ''}"
 
-    def text_value(self, schema: Mapping[str, Any], end: str) -> str:
-        """Return an expression for a string of a schema without quotes, and the text behind it."""
+    def text_value(self, schema: Mapping[str, Any], end: str, without: Iterable[str] = ()) -> str:
+        """Return an expression for a string of a schema without quotes, and the text behind it.
+
+        Args:
+            schema: The schema.
+            end: Text behind the string.
+            without: Texts that the parser would read as the end of the string.
+
+        Raises:
+            UnsupportedSchemaError: The schema combines others, or no value is left.
+        """
+        for keyword in _COMBINED:
+            if keyword in schema:
+                raise UnsupportedSchemaError(f"has {keyword} beside the type string")
         if "const" in schema or "enum" in schema:
             values = schema.get("enum", [schema.get("const")])
-            texts = [self.text(value + end) for value in values if isinstance(value, str)]
-            return self.any_of(texts)
+            texts = [value for value in values if _is_value(value, schema, (end, *without))]
+            if not texts:
+                raise UnsupportedSchemaError("has an enum without a string that can be written")
+            return self.any_of([self.text(text + end) for text in texts])
         rules = []
         if "minLength" in schema or "maxLength" in schema:
             rules.append(f"/(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})/")
@@ -113,12 +138,16 @@ class Lark:
             begin = "" if pattern.startswith("^") else "(?s:.*)"
             behind = "" if pattern.endswith("$") else "(?s:.*)"
             rules.append(f"/{begin}({pattern.removeprefix('^').removesuffix('$')}){behind}/")
-        if not rules:
-            return self.until(end)
-        if end in self._special_ids:
-            return self.sequence(self.terminal(" & ".join(rules)), self.text(end))
+        return self._until(end, rules or ["/(?s:.*)/"], without)
+
+    def _until(self, end: str, rules: Sequence[str], without: Iterable[str]) -> str:
+        """Return an expression for a text that all of some terminals match, and for its end."""
+        body = " & ".join(rules)
+        if self._special.match(end):
+            # Only tokens end the text; plain tokens that spell them would mislead the parser.
+            return self.sequence(self.terminal(body + _excluding([end, *without])), self.text(end))
         name = f"r{len(self._rules)}"
-        self._rules.append(f"{name}[suffix={_literal(end)}]: {' & '.join(rules)}")
+        self._rules.append(f"{name}[suffix={_literal(end)}]: {body}{_excluding(without)}")
         return name
 
     def rule(self, expression: str) -> str:
@@ -135,8 +164,21 @@ class Lark:
 
     def grammar(self, start: str) -> str:
         """Return the whole grammar."""
-        rules = "\n".join([*self._rules, "FREE_TEXT: /(?s:.*)/"])
-        return f"start: {start}\n{rules}\n"
+        return "\n".join([f"start: {start}", *self._rules, ""])
+
+
+def _excluding(texts: Iterable[str]) -> str:
+    """Return what keeps texts out of a terminal; empty without texts."""
+    inside = "|".join(map(_regex, texts))
+    return f" & ~/(?s:.*)({inside})(?s:.*)/" if inside else ""
+
+
+def _is_value(value: object, schema: Mapping[str, Any], without: Iterable[str]) -> bool:
+    """Return whether a value of an enumeration is a string that can be written and read."""
+    if not isinstance(value, str) or any(text in value for text in without):
+        return False
+    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    return len(value) >= least and (most is None or len(value) <= most)
 
 
 def _literal(text: str) -> str:

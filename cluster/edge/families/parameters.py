@@ -6,11 +6,12 @@ import ast
 import json
 from typing import TYPE_CHECKING, Any
 
+from cluster.edge.families.lark import UnsupportedSchemaError
 from cluster.edge.families.message import loads
 from cluster.edge.families.reader import NotACallError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from cluster.edge.families.lark import Lark
     from cluster.edge.families.message import Tool
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 _ALL_KINDS = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
 _WORDS = {"True": True, "False": False, "None": None}
 _MAX_DEPTH = 16
+_ABOUT_OBJECTS = (
+    *("$ref", "allOf", "anyOf", "oneOf", "not", "if", "enum", "const", "minProperties"),
+    *("maxProperties", "propertyNames", "dependentRequired", "dependentSchemas", "dependencies"),
+)
 
 
 def kinds(schema: object, depth: int = 0) -> frozenset[str]:
@@ -80,7 +85,11 @@ def json_of(text: str) -> object:
 
 
 def parameter_list(
-    lark: Lark, tool: Tool, make: Callable[[str, str], str], end: str, separator: str = ""
+    lark: Lark,
+    tool: Tool,
+    make: Callable[[str, str], str],
+    end: str,
+    without: Iterable[str] = (),
 ) -> str:
     """Return an expression for the arguments of a tool, in the order of its schema.
 
@@ -89,21 +98,40 @@ def parameter_list(
         tool: The tool.
         make: Makes the expression of an argument from its name and that of its value with `end`.
         end: Text behind each value.
-        separator: Text between two arguments.
+        without: Texts in a string that the parser would read as its end.
+
+    Raises:
+        UnsupportedSchemaError: See `listed_properties`.
     """
-    properties = tool.parameters.get("properties")
-    properties = properties if isinstance(properties, dict) else {}
     required = tool.parameters.get("required", ())
     shared = definitions(tool.parameters)
     parts = []
-    for name in properties:
+    for name in listed_properties(tool.parameters):
         schema = property_schema(tool.parameters, name)
         if is_text(schema):
-            value = lark.text_value(schema, end)
+            value = lark.text_value(schema, end, without)
         else:
             value = lark.sequence(lark.json({**shared, **schema}), lark.text(end))
         parts.append((lark.rule(make(name, value)), name in required))
-    return lark.list_of(parts, separator)
+    return lark.list_of(parts, "")
+
+
+def listed_properties(schema: Mapping[str, Any]) -> list[str]:
+    """Return the properties that an object of a schema may have, in their order.
+
+    Raises:
+        UnsupportedSchemaError: Which objects are valid does not follow from these alone.
+    """
+    for keyword in _ABOUT_OBJECTS:
+        if keyword in schema:
+            raise UnsupportedSchemaError(f"has {keyword} beside properties")
+    properties = schema.get("properties")
+    properties = properties if isinstance(properties, dict) else {}
+    names = [name for name, each in properties.items() if each is not False]
+    for name in schema.get("required", ()):
+        if name not in names:
+            raise UnsupportedSchemaError(f"requires {name[:64]!r}, but does not declare it")
+    return names
 
 
 def _kind(value: object) -> str:

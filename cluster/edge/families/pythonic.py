@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.edge.families.formats import ToolFormat
 from cluster.edge.families.message import arguments_text
-from cluster.edge.families.parameters import definitions, property_schema
+from cluster.edge.families.parameters import definitions, listed_properties, property_schema
 from cluster.edge.families.reader import NotACallError
 
 if TYPE_CHECKING:
@@ -60,11 +60,9 @@ class Pythonic(ToolFormat):
         """Return the list, with JSON for values."""
         options = []
         for tool in tools:
-            properties = tool.parameters.get("properties")
-            properties = properties if isinstance(properties, dict) else {}
             required = tool.parameters.get("required", ())
             parts = []
-            for name in properties:
+            for name in listed_properties(tool.parameters):
                 schema = {
                     **definitions(tool.parameters),
                     **property_schema(tool.parameters, name),

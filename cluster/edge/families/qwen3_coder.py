@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cluster.edge.families.formats import ToolFormat
 from cluster.edge.families.message import arguments_text
-from cluster.edge.families.parameters import parameter_list, property_schema, value_of
+from cluster.edge.families.parameters import is_text, parameter_list, property_schema, value_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,6 +25,8 @@ _ENDS = (
     rf"\n?{_PARAMETER_END}(?={_SPACES}(?:{_PARAMETER}|{_FUNCTION_END}))"
     rf"|\n(?={_FUNCTION_END}{_SPACES}{_CALL_END})"
 )
+_NOT_IN_VALUE = (_PARAMETER_END, f"\n{_FUNCTION_END}", f"\n{_PARAMETER}")
+"""Texts that may end a value for the parser; a constrained string has none of them."""
 _LONGEST = 256
 
 
@@ -52,8 +54,9 @@ class Qwen3Coder(ToolFormat):
             key = (yield from reader.until(">")).strip()
             yield from reader.starts("\n")
             end = _end_of_value(parameters.get("properties"), {*arguments, key})
-            text = yield from reader.until(end, _LONGEST)
-            arguments[key] = value_of(text, property_schema(parameters, key))
+            schema = property_schema(parameters, key)
+            read = reader.until if is_text(schema) else reader.value_until
+            arguments[key] = value_of((yield from read(end, _LONGEST)), schema)
         sink.call(name, arguments_text(arguments))
         end_of_call = reader.pos
         yield from reader.skip_space()
@@ -70,8 +73,11 @@ class Qwen3Coder(ToolFormat):
                     parameter_list(
                         lark,
                         tool,
-                        lambda name, value: f"{lark.text(f'{_PARAMETER}{name}>')} {value}",
+                        lambda name, value: lark.sequence(
+                            lark.text(f"{_PARAMETER}{name}>\n"), value
+                        ),
                         f"\n{_PARAMETER_END}\n",
+                        _NOT_IN_VALUE,
                     ),
                     lark.text(f"{_FUNCTION_END}\n{_CALL_END}"),
                 )

@@ -6,6 +6,7 @@ on text that it has seen whole, so that its result cannot depend on how the text
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import TYPE_CHECKING, NoReturn, TypeAlias, TypeVar
 
@@ -18,6 +19,8 @@ Steps: TypeAlias = "Generator[None, None, T]"
 
 _IN_STRING = re.compile(r'["\\]')
 _OUTSIDE = re.compile(r'["{}\[\]]')
+_IN_JSON_STRING = re.compile(r'["\x00-\x1f]|\\.')
+_OUTSIDE_JSON_STRING = re.compile(r'["{}\[\]<]')
 
 
 class CutError(Exception):
@@ -179,6 +182,52 @@ class TextReader:
                 return self.text[begin : found.start()]
             at = max(begin, len(self.text) - longest)
             yield from self.more()
+
+    def value_until(self, pattern: re.Pattern[str], longest: int) -> Steps[str]:
+        """Read a value that may be JSON up to a pattern, and the pattern; see `until`.
+
+        The pattern is not searched for in JSON's strings, which may hold it.
+
+        Raises:
+            CutError: The text ends without the pattern.
+        """
+        begin = self.pos
+        end = yield from self._skip_json()
+        if end is not None:
+            with contextlib.suppress(CutError):
+                behind = yield from self.until(pattern, longest)
+                if not behind.strip():
+                    return self.text[begin : end + len(behind)]
+        self.pos = begin
+        return (yield from self.until(pattern, longest))
+
+    def _skip_json(self) -> Steps[int | None]:
+        """Read a JSON string, object or array; return its end, or None if it is none."""
+        yield from self.skip_space()
+        if not self.text.startswith(('"', "{", "["), self.pos):
+            return None
+        depth, in_string = 0, False
+        while True:
+            mark = yield from self._next(_IN_JSON_STRING if in_string else _OUTSIDE_JSON_STRING)
+            if mark == '"':
+                in_string = not in_string
+            elif mark in ("{", "["):
+                depth += 1
+            elif mark in ("}", "]"):
+                depth -= 1
+            elif not mark.startswith("\\"):
+                return None
+            if depth == 0 and not in_string:
+                return self.pos
+
+    def _next(self, pattern: re.Pattern[str]) -> Steps[str]:
+        """Read up to a match of one or two characters, and it; return "" if there is none."""
+        while (found := pattern.search(self.text, self.pos)) is None:
+            self.pos = max(self.pos, len(self.text) - 1)
+            if not (yield from self.wait()):
+                return ""
+        self.pos = found.end()
+        return found[0]
 
     def json_value(self) -> Steps[str]:
         """Read a JSON object or array and return its text, of which only brackets are checked.

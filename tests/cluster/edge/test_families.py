@@ -1,15 +1,18 @@
 """Formats of model families: parsers, grammars, and that both agree."""
 
+import functools
 import json
 import random
+import re
 from typing import get_args
 
+import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.config.schema import ReasoningParserName, ToolParserName
-from cluster.edge.families.formats import OutputContext
+from cluster.edge.families.formats import OutputContext, WholeFormat
 from cluster.edge.families.grammar import CallRules, answer_grammar, message_grammar
 from cluster.edge.families.message import MessageDelta, Tool, ToolCall
 from cluster.edge.families.parser import OutputParser
@@ -335,6 +338,169 @@ def test_what_the_grammar_makes_the_parser_reads(name, is_parallel):
             assert arguments.get("days", 0) in range(10)
     has_several = is_parallel and name != "openai"
     assert (num_calls == {1}) is not has_several
+
+
+MIXED = Tool(
+    "mixed",
+    {
+        "type": "object",
+        "properties": {
+            "text": {"type": "string"},
+            "some": {"type": ["string", "integer", "null"], "maxLength": 40},
+            "all": {"type": "array", "items": {"type": "string"}, "maxItems": 3},
+        },
+        "required": ["text"],
+        "additionalProperties": False,
+    },
+    is_strict=True,
+)
+GOOD = {
+    "hermes": '<tool_call>\n{"name": "mixed", "arguments": {"text": "x"}}\n</tool_call>',
+    "llama3_json": '{"name": "mixed", "parameters": {"text": "x"}}',
+    "qwen3_coder": "<tool_call>\n<function=mixed>\n<parameter=text>\nx\n</parameter>\n"
+    "</function>\n</tool_call>",
+    "glm45": "<tool_call>mixed\n<arg_key>text</arg_key>\n<arg_value>x</arg_value>\n</tool_call>",
+    "glm47": "<tool_call>mixed<arg_key>text</arg_key><arg_value>x</arg_value></tool_call>",
+    "pythonic": '[mixed(text="x")]',
+    "llama4_pythonic": '[mixed(text="x")]',
+    "mistral": '[TOOL_CALLS]mixed[ARGS]{"text": "x"}',
+    "gemma4": '<|tool_call>call:mixed{text:<|"|>x<|"|>}<tool_call|>',
+    "openai": ' to=functions.mixed<|channel|>commentary <|constrain|>json<|message|>{"text": "x"}',
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.mixed:0"
+    '<|tool_call_argument_begin|>{"text": "x"}<|tool_call_end|><|tool_calls_section_end|>',
+    "kimi_k3": '<|close|>response<|sep|><|open|>tools<|sep|><|open|>call tool="mixed" index="1"'
+    '<|sep|><|open|>argument key="text" type="string"<|sep|>x<|close|>argument<|sep|>'
+    "<|close|>call<|sep|><|close|>tools<|sep|>",
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>mixed"
+    "\n```json\n"
+    '{"text": "x"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>mixed<｜tool▁sep｜>"
+    '{"text": "x"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="mixed">\n'
+    '<｜DSML｜parameter name="text" string="true">x</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+    "</｜DSML｜function_calls>",
+}
+GOOD["deepseek_v4"] = GOOD["deepseek_v32"].replace("function_calls", "tool_calls")
+GOOD["deepseek_v41"] = re.sub("(?<=｜DSML｜)", " ", GOOD["deepseek_v4"]).replace(
+    "tool_calls", "calls"
+)
+"""A call in each format."""
+WRONG = {
+    name: [text.replace('"x"', "5").replace("text", "test").replace("x", "y")]
+    for name, text in GOOD.items()
+    if name not in ("openai", "kimi_k3")
+}
+WRONG["llama3_json"] += [f"\n{WRONG['llama3_json'][0]}", f"<|python_tag|>{GOOD['llama3_json']}"]
+WRONG["pythonic"] += [f" {WRONG['pythonic'][0]}"]
+WRONG["qwen3_coder"] += ["<function=mixed>\n</function>"]
+
+
+def misleading_text(compiler, grammar, rng, parts, pieces):
+    """A text of parts with pieces between them, as far as a grammar accepts each; or None."""
+    matcher, text = compiler.compile(StructuredOutputs(grammar=grammar)), bytearray()
+    for part in parts:
+        for piece in [*(rng.choice(pieces) for _ in range(rng.choice([0] * 8 + [1, 2]))), part]:
+            accepted_part = piece.encode()
+            accepted_part = accepted_part[: matcher.validate_tokens(list(accepted_part))]
+            assert all(map(matcher.consume_token, accepted_part))
+            text += accepted_part
+    return text.decode(errors="replace") if matcher.is_accepting() else None
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+@pytest.mark.parametrize("is_required", [False, True])
+@pytest.mark.parametrize("prompt_end", ["", "<think>\n"])
+def test_what_a_grammar_accepts_has_only_calls_that_follow_their_schemas(
+    name, is_required, prompt_end
+):
+    rng = random.Random(f"{name}{is_required}")
+    compiler = GrammarCompiler.for_checks([])
+    rules = CallRules([MIXED], is_required=is_required)
+    grammar = message_grammar(TOOL_FORMATS[name], REASONING_FORMATS["qwen3"], rules, {}, prompt_end)
+    # Parts of good messages, and what may mislead the parser between them.
+    before = "<|open|>response<|sep|>" if name == "kimi_k3" else ""
+    parts = re.findall(r"<[^<>]*>|\[[A-Z_]+\]|[a-z]+|[^a-z]", GOOD[name])
+    pieces = [*PIECES, *parts, *WRONG.get(name, ()), GOOD[name], "</think>",
+              "</parameter>\n<parameter=some>", "</parameter><parameter=all>", "\n<parameter=some>",
+              "</arg_value><arg_key>all</arg_key><arg_value>", "\n</function>\n</tool_call>",
+              "</｜DSML｜parameter></｜DSML｜invoke>", "<|return|>",
+              "<|close|>argument<|sep|>"]  # fmt: skip
+    num_calls = num_texts = 0
+    for _ in range(60):
+        thought = ["Hm.", "</think>"] if prompt_end else rng.choice([[], ["<think>", "</think>"]])
+        thought = [] if isinstance(TOOL_FORMATS[name], WholeFormat) else thought
+        text = misleading_text(compiler, grammar, rng, [*thought, before, *parts], pieces)
+        if text is None:
+            continue
+        num_texts += 1
+        message = parser(name, "qwen3", prompt_end, offered={"mixed": MIXED}).read(text)
+        num_calls += len(message.calls)
+        for call in message.calls:
+            assert call.name == "mixed", text
+            jsonschema.validate(json.loads(call.arguments), MIXED.parameters)
+        assert message.calls or not is_required, text
+    assert num_texts > 2
+    assert num_calls > 2
+
+
+@functools.cache
+def calls_alone(name):
+    """The grammar of a required call without reasoning."""
+    prompt_end = "<|open|>response<|sep|>" if name == "kimi_k3" else ""
+    rules = CallRules([MIXED], is_required=True, is_parallel=False)
+    return message_grammar(TOOL_FORMATS[name], None, rules, {}, prompt_end)
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("is_required", [False, True])
+def test_no_call_bypasses_a_grammar(name, is_required):
+    rules = CallRules([MIXED], is_required=is_required)
+    grammar = message_grammar(TOOL_FORMATS[name], REASONING_FORMATS["qwen3"], rules, {})
+    end = message_grammar(TOOL_FORMATS[name], REASONING_FORMATS["qwen3"], rules, {}, "<think>\n")
+    assert accepted(grammar, GOOD[name])
+    assert accepted(end, f"Hm.\n</think>\n\n{GOOD[name]}")
+    for wrong in WRONG[name]:
+        assert not accepted(grammar, wrong)
+        assert not accepted(grammar, f"\n<think>Hm.</think>{wrong}")
+        if TOOL_FORMATS[name].start is None:
+            assert not accepted(grammar, f"Look: {wrong}")
+            assert not accepted(end, f"Hm.\n{wrong}</think>\n\n{GOOD[name]}")
+
+
+VALUES = ["a</parameter>\n<parameter=b>", "a</arg_value><arg_key>b</arg_key>", '"', "{", "\n", "]",
+          "</｜DSML｜parameter><｜DSML｜parameter",
+          "<|close|>argument<|sep|><|open|>argument"]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "glm47", "deepseek_v32", "kimi_k3"])
+def test_json_in_an_argument_may_hold_the_markup_of_its_end(name, value):
+    grammar = calls_alone(name)
+    written = json.dumps([value, value], ensure_ascii=False)
+    prompt_end = "<|open|>response<|sep|>" if name == "kimi_k3" else ""
+    text = random_call_with(grammar, prompt_end, name, written)
+    [call] = parser(name, None, prompt_end, offered={"mixed": MIXED}).read(text).calls
+    assert json.loads(call.arguments) == {"text": "x", "all": [value, value]}
+    split = read_in_pieces(
+        parser(name, None, prompt_end, offered={"mixed": MIXED}), text, range(1, len(text))
+    )
+    assert split.calls == [call]
+
+
+def random_call_with(grammar, prompt_end, name, value):
+    """A call whose argument `all` has a value."""
+    key = {"qwen3_coder": "<parameter=all>\n{}\n</parameter>\n",
+           "glm45": "<arg_key>all</arg_key>\n<arg_value>{}</arg_value>\n",
+           "glm47": "<arg_key>all</arg_key><arg_value>{}</arg_value>",
+           "deepseek_v32": '<｜DSML｜parameter name="all" string="false">{}</｜DSML｜parameter>\n',
+           "kimi_k3": '<|open|>argument key="all" type="array"<|sep|>{}<|close|>argument<|sep|>',
+    }[name].replace("{}", value)  # fmt: skip
+    whole = GOOD[name]
+    at = next(whole.index(end) for end in ("</function>", "</tool_call>", "</｜DSML｜invoke>",
+              "<|close|>call") if end in whole)  # fmt: skip
+    text = whole[:at] + key + whole[at:]
+    assert accepted(grammar, text), text
+    return text
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
