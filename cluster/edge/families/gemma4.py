@@ -6,12 +6,12 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from cluster.edge.families.formats import ToolFormat
+from cluster.edge.families.gemma4_grammar import QUOTE, SchemaGrammar
 from cluster.edge.families.message import arguments_text, loads
-from cluster.edge.families.parameters import property_schema
 from cluster.edge.families.reader import NotACallError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from cluster.edge.families.formats import OutputContext
     from cluster.edge.families.lark import Lark
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from cluster.edge.families.reader import Steps, TextReader
 
 _CALL, _CALL_END = "<|tool_call>", "<tool_call|>"
-_QUOTE = '<|"|>'
 _MARK = re.compile(r'<\|"\|>|[{}\[\]]')
 _END_OF_NAME = re.compile(r"(?=\{)|(?=<tool_call\|>)")
 _END_OF_VALUE = re.compile(r"[,}\]]")
@@ -54,7 +53,7 @@ class Gemma4(ToolFormat):
             [
                 lark.sequence(
                     lark.text(f"call:{tool.name}"),
-                    _expression(lark, {**tool.parameters, "type": "object"}, 0),
+                    SchemaGrammar(lark, tool.parameters).arguments(),
                     lark.text(_CALL_END),
                 )
                 for tool in tools
@@ -76,15 +75,15 @@ def _brackets(reader: TextReader) -> Steps[str]:
     while True:
         found = _MARK.search(reader.text, at)
         if found is None:
-            at = max(at, len(reader.text) - len(_QUOTE))
+            at = max(at, len(reader.text) - len(QUOTE))
             yield from reader.more()
             continue
         at = found.end()
-        if found[0] == _QUOTE:
-            while (end := reader.text.find(_QUOTE, at)) < 0:
-                at = max(at, len(reader.text) - len(_QUOTE))
+        if found[0] == QUOTE:
+            while (end := reader.text.find(QUOTE, at)) < 0:
+                at = max(at, len(reader.text) - len(QUOTE))
                 yield from reader.more()
-            at = end + len(_QUOTE)
+            at = end + len(QUOTE)
         else:
             depth += 1 if found[0] in "{[" else -1
             if depth == 0:
@@ -101,7 +100,7 @@ def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
     at = _skip_space(text, at)
     if depth > _MAX_DEPTH or at >= len(text):
         raise NotACallError
-    if text.startswith(_QUOTE, at):
+    if text.startswith(QUOTE, at):
         return _string(text, at)
     if text[at] == "{":
         return _object(text, at, depth)
@@ -118,18 +117,18 @@ def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
 
 
 def _string(text: str, at: int) -> tuple[str, int]:
-    begin = at + len(_QUOTE)
-    end = text.find(_QUOTE, begin)
+    begin = at + len(QUOTE)
+    end = text.find(QUOTE, begin)
     if end < 0:
         raise NotACallError
-    return text[begin:end], end + len(_QUOTE)
+    return text[begin:end], end + len(QUOTE)
 
 
 def _object(text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
     found: dict[str, Any] = {}
     at = _skip_space(text, at + 1)
     while not text.startswith("}", at):
-        if text.startswith(_QUOTE, at):
+        if text.startswith(QUOTE, at):
             key, at = _string(text, at)
             at = text.find(":", at)
         else:
@@ -166,71 +165,3 @@ def _skip_space(text: str, at: int) -> int:
     while at < len(text) and text[at].isspace():
         at += 1
     return at
-
-
-def _expression(lark: Lark, schema: Mapping[str, Any], depth: int) -> str:
-    """Return an expression for a value of a schema in this notation."""
-    kind = schema.get("type")
-    if depth > _MAX_DEPTH:
-        expression = _any_value(lark)
-    elif "enum" in schema or "const" in schema:
-        values = schema.get("enum", [schema.get("const")])
-        expression = lark.any_of([lark.text(_written(value)) for value in values])
-    elif kind == "string":
-        expression = lark.sequence(lark.text(_QUOTE), lark.text_value(schema, _QUOTE))
-    elif kind in ("integer", "number", "boolean", "null"):
-        expression = lark.json(schema)
-    elif kind == "array":
-        items = schema.get("items")
-        item = _expression(lark, items if isinstance(items, dict) else {}, depth + 1)
-        several = _items(lark, lark.rule(item), schema)
-        expression = lark.sequence(lark.text("["), several, lark.text("]"))
-    elif kind == "object" and isinstance(schema.get("properties"), dict):
-        expression = lark.sequence(lark.text("{"), _members(lark, schema, depth), lark.text("}"))
-    elif isinstance(schema.get("anyOf"), list):
-        expression = lark.any_of([_expression(lark, each, depth + 1) for each in schema["anyOf"]])
-    else:
-        expression = _any_value(lark)
-    return expression
-
-
-def _members(lark: Lark, schema: Mapping[str, Any], depth: int) -> str:
-    """Return an expression for the members of an object, sorted as the chat template does."""
-    required = schema.get("required", ())
-    parts = []
-    for name in sorted(schema["properties"], key=str.lower):
-        value = _expression(lark, property_schema(schema, name), depth + 1)
-        parts.append((lark.rule(lark.sequence(lark.text(f"{name}:"), value)), name in required))
-    return lark.list_of(parts, ",")
-
-
-def _items(lark: Lark, item: str, schema: Mapping[str, Any]) -> str:
-    """Return an expression for the items of an array."""
-    least, most = schema.get("minItems", 0), schema.get("maxItems")
-    if most == 0:
-        return ""
-    more = f"({lark.text(',')} {item}){{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
-    return f"({lark.sequence(item, '' if most == 1 else more)}){'' if least else '?'}"
-
-
-def _any_value(lark: Lark) -> str:
-    """Return an expression for any value."""
-    text = lark.sequence(lark.text(_QUOTE), lark.until(_QUOTE))
-    scalar = lark.json({"type": ["number", "boolean", "null"]})
-    name = lark.terminal(r"/[A-Za-z_][A-Za-z0-9_ ]{0,63}/")
-    value = lark.rule(f"{text} | {scalar}")
-    for _ in range(2):  # Nested values without a schema may be three levels deep.
-        members = f"{name} {lark.text(':')} {value}"
-        several = lark.rule(f"({members} ({lark.text(',')} {members})*)?")
-        listed = lark.rule(f"({value} ({lark.text(',')} {value})*)?")
-        braces = f"{lark.text('{')} {several} {lark.text('}')}"
-        value = lark.rule(f"{value} | {braces} | {lark.text('[')} {listed} {lark.text(']')}")
-    return value
-
-
-def _written(value: object) -> str:
-    if isinstance(value, str):
-        return f"{_QUOTE}{value}{_QUOTE}"
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value)

@@ -156,6 +156,14 @@ class Lark:
         self._rules.append(f"{name}: {expression}")
         return name
 
+    def declared(self) -> str:
+        """Return the name of a rule whose expression follows, so that it may refer to itself."""
+        return self.rule("")
+
+    def define(self, name: str, expression: str) -> None:
+        """Set the expression of a declared rule."""
+        self._rules[int(name[1:])] = f"{name}: {expression}"
+
     def terminal(self, expression: str) -> str:
         """Return the name of a terminal."""
         name = f"T{len(self._rules)}"

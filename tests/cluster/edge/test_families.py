@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from cluster.config.schema import ReasoningParserName, ToolParserName
 from cluster.edge.families.formats import OutputContext, WholeFormat
 from cluster.edge.families.grammar import CallRules, answer_grammar, message_grammar
+from cluster.edge.families.lark import UnsupportedSchemaError
 from cluster.edge.families.message import MessageDelta, Tool, ToolCall
 from cluster.edge.families.parser import OutputParser
 from cluster.edge.families.reader import Markers, TextReader
@@ -485,6 +486,74 @@ def test_json_in_an_argument_may_hold_the_markup_of_its_end(name, value):
         parser(name, None, prompt_end, offered={"mixed": MIXED}), text, range(1, len(text))
     )
     assert split.calls == [call]
+
+
+NODE = {
+    "type": "object",
+    "properties": {"next": {"$ref": "#/$defs/node"}, "v": {"type": "integer"}},
+    "required": ["v"],
+    "additionalProperties": False,
+}
+CAT = {"properties": {"kind": {"const": "cat"}, "n": {"type": "integer"}}, "required": ["kind"]}
+DOG = {
+    "properties": {"kind": {"const": "dog"}},
+    "required": ["kind"],
+    "additionalProperties": False,
+}
+SHORT = {"type": "string", "maxLength": 3}
+COMBINED = [
+    {"type": ["string", "null"], "maxLength": 3},
+    {"type": ["integer", "array"], "items": {"type": "boolean"}, "maxItems": 2, "minimum": 3},
+    {"$ref": "#/$defs/node"},
+    {"$ref": "#/$defs/short", "description": "d"},
+    {"allOf": [{"$ref": "#/$defs/short"}], "default": "x"},
+    {"allOf": [{"type": "string"}, {"maxLength": 2}]},
+    {"anyOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#/$defs/short"}}]},
+    {"oneOf": [{"type": "integer"}, {"type": "string", "maxLength": 1}]},
+    {"type": "object", "oneOf": [CAT, {"$ref": "#/$defs/dog"}]},
+    {"type": "object", "additionalProperties": {"type": "integer", "maximum": 9}},
+    {"type": "object", "properties": {"a": {"type": "null"}}, "additionalProperties": SHORT},
+    {"enum": ["x", 1, None, [1, "y"], {"a": True}]},
+    {"type": "integer", "enum": ["x", 1]},
+    {"maxLength": 2},
+    {"type": "array", "items": False},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", COMBINED)
+def test_gemma4_follows_schemas_that_combine_others(schema):
+    definitions = {"node": NODE, "short": SHORT, "dog": DOG}
+    parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"],
+                  "additionalProperties": False, "$defs": definitions}  # fmt: skip
+    rules = CallRules([Tool("f", parameters)], is_required=True, is_parallel=False)
+    grammar = message_grammar(TOOL_FORMATS["gemma4"], None, rules, {})
+    compiler = GrammarCompiler.for_checks([])
+    for seed in range(12):
+        text = random_text(compiler, grammar, seed)
+        [call] = parser("gemma4").read(text).calls
+        jsonschema.validate(json.loads(call.arguments), parameters)
+
+
+@pytest.mark.parametrize(
+    ("schema", "error"),
+    [
+        ({"not": {"type": "string"}}, "has not"),
+        ({"$ref": "#/$defs/none"}, "to nothing"),
+        ({"$ref": "http://x"}, "begin with #"),
+        ({"$ref": "#/properties/a"}, "its own value"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+        ({"allOf": [{"maxLength": 1}, {"maxLength": 2}]}, "differ in maxLength"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"type": "object", "minProperties": 1}, "minProperties"),
+        ({"type": "object", "required": ["b"]}, "requires 'b'"),
+        ({"type": "object", "properties": {"b:": {}}}, "cannot be written"),
+        ({"enum": ["1"], "type": "integer"}, "enum"),
+    ],
+)
+def test_gemma4_refuses_schemas_that_it_cannot_follow(schema, error):
+    rules = CallRules([Tool("f", {"properties": {"a": schema}})], is_required=True)
+    with pytest.raises(UnsupportedSchemaError, match=error):
+        message_grammar(TOOL_FORMATS["gemma4"], None, rules, {})
 
 
 def random_call_with(grammar, prompt_end, name, value):
