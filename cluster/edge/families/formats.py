@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +22,12 @@ if TYPE_CHECKING:
     from cluster.edge.families.reader import Steps, TextReader
 
 
-MAX_REFUSED = 64
-"""Texts that look like calls but are none, after which a message has no more calls. Each may be as
-long as the rest of the output, which is then read again."""
+MAX_REFUSED_CHARS = 2**18
+"""Characters of texts that look like calls but are none, after which a message has no more calls.
+Such a text is read again, and may be as long as the rest of the output."""
+
+_markers = functools.lru_cache(maxsize=256)(Markers)
+"""Markers by their texts, which follow from a model's formats and special tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +186,7 @@ def read_message(
                 return
             hidden = (*hidden, end) if reasoning.calls_end_it else hidden
     starts = () if tools is None else tools.starts
-    markers = Markers((*starts, *(text for text in hidden if text not in starts)))
+    markers = _markers((*starts, *(text for text in hidden if text not in starts)))
     if tools is not None:
         yield from _read_leading(tools, reader, sink, context)
     while (start := (yield from reader.copy_until(markers, sink.content))) is not None:
@@ -243,12 +247,12 @@ def _read_reasoning(
     """Read reasoning up to its end or a call; return whether the message goes on."""
     starts = tools.starts if tools is not None and reasoning.calls_end_it else ()
     hidden = (text for text in context.hidden if text != end and text not in starts)
-    markers = Markers((end, *starts, *hidden))
+    markers = _markers((end, *starts, *hidden))
     while (found := (yield from reader.copy_until(markers, sink.reasoning))) is not None:
         if found == end:
             sink.end_reasoning()
             return True
-        if found in starts and reader.num_refused >= MAX_REFUSED:
+        if found in starts and reader.num_refused_chars >= MAX_REFUSED_CHARS:
             sink.reasoning(found)
             continue
         if tools is not None and found in starts:
@@ -259,7 +263,7 @@ def _read_reasoning(
                 if isinstance(error, CutError) and reader.is_cut:
                     return False
                 if sink.num_calls == num_calls:
-                    reader.num_refused += 1
+                    reader.count_refused(begin, error)
                     sink.reasoning(found)
                     reader.pos = begin
                     continue
@@ -271,8 +275,8 @@ def _read_reasoning(
 def try_calls(
     tools: ToolFormat, start: str, reader: TextReader, sink: MessageSink, context: OutputContext
 ) -> Steps[None]:
-    """Read calls; text that is none becomes content, as does all text after `MAX_REFUSED`."""
-    if reader.num_refused >= MAX_REFUSED:
+    """Read calls; text that is none becomes content, and all after `MAX_REFUSED_CHARS`."""
+    if reader.num_refused_chars >= MAX_REFUSED_CHARS:
         sink.content(start)
         return
     begin, num_calls = reader.pos, sink.num_calls
@@ -283,6 +287,6 @@ def try_calls(
         if is_cut and not tools.passes_cut:
             reader.pos = len(reader.text)
         elif sink.num_calls == num_calls:
-            reader.num_refused += 1
+            reader.count_refused(begin, error)
             sink.content(start)
             reader.pos = begin

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from cluster.edge.families.reader import Steps, TextReader
 
 _START, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+_END_OF_ID = re.compile(r"(?=\[ARGS\])")
 _END_OF_NAME = re.compile(r"(?=\[ARGS\]|\[CALL_ID\]|[{\s])")
 
 
@@ -41,7 +42,7 @@ class Mistral(ToolFormat):
         name = yield from reader.until(_END_OF_NAME, len(_ID))
         call_id = ""
         if (yield from reader.starts(_ID)):
-            call_id = yield from reader.until(re.compile(r"(?=\[ARGS\])"), len(_ARGUMENTS))
+            call_id = yield from reader.until(_END_OF_ID, len(_ARGUMENTS))
         if not (yield from reader.starts(_ARGUMENTS)):
             yield from reader.skip_space()
             if (yield from reader.peek()) != "{":

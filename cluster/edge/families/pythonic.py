@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _BEGIN, _END = "<|python_start|>", "<|python_end|>"
 _OUTSIDE = re.compile(r"""["'()\[\]{}]""")
+_INSIDE = {mark: re.compile(rf"[{mark}\\]") for mark in "\"'"}
 _NAMES = {"true": True, "false": False, "null": None}
 
 
@@ -101,9 +102,8 @@ def _brackets(reader: TextReader) -> Steps[str]:
     """
     begin = at = reader.pos
     depth, quote = 0, ""
-    inside = {mark: re.compile(rf"[{mark}\\]") for mark in "\"'"}
     while True:
-        found = (inside[quote] if quote else _OUTSIDE).search(reader.text, at)
+        found = (_INSIDE[quote] if quote else _OUTSIDE).search(reader.text, at)
         if found is None:
             at = len(reader.text)
             yield from reader.more()

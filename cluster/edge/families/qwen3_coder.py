@@ -21,10 +21,12 @@ _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 _SPACES = r"\s{0,16}"
-_ENDS = (
+_ENDS = re.compile(
     rf"\n?{_PARAMETER_END}(?={_SPACES}(?:{_PARAMETER}|{_FUNCTION_END}))"
     rf"|\n(?={_FUNCTION_END}{_SPACES}{_CALL_END})"
+    rf"|\n(?={_PARAMETER}(?P<next>[^>\n]{{1,127}})>)"
 )
+"""What ends a value: its element's end, or an element that cannot be in it."""
 _NOT_IN_VALUE = (_PARAMETER_END, f"\n{_FUNCTION_END}", f"\n{_PARAMETER}")
 """Texts that may end a value for the parser; a constrained string has none of them."""
 _LONGEST = 256
@@ -45,7 +47,14 @@ class Qwen3Coder(ToolFormat):
             yield from reader.expect(_FUNCTION)
         name = (yield from reader.until(">")).strip()
         parameters = context.parameters(name)
+        properties = parameters.get("properties")
+        properties = properties if isinstance(properties, dict) else {}
         arguments: dict[str, object] = {}
+
+        def is_end(found: re.Match[str]) -> bool:
+            other = found["next"]
+            return other is None or (other in properties and other not in arguments)
+
         while True:
             yield from reader.skip_space()
             if (yield from reader.starts(_FUNCTION_END)):
@@ -53,10 +62,10 @@ class Qwen3Coder(ToolFormat):
             yield from reader.expect(_PARAMETER)
             key = (yield from reader.until(">")).strip()
             yield from reader.starts("\n")
-            end = _end_of_value(parameters.get("properties"), {*arguments, key})
+            arguments[key] = None  # An element of this name does not end its own value.
             schema = property_schema(parameters, key)
             read = reader.until if is_text(schema) else reader.value_until
-            arguments[key] = value_of((yield from read(end, _LONGEST)), schema)
+            arguments[key] = value_of((yield from read(_ENDS, _LONGEST, is_end)), schema)
         sink.call(name, arguments_text(arguments))
         end_of_call = reader.pos
         yield from reader.skip_space()
@@ -84,11 +93,3 @@ class Qwen3Coder(ToolFormat):
                 for tool in tools
             ]
         )
-
-
-def _end_of_value(properties: object, used: set[str]) -> re.Pattern[str]:
-    """Return what ends a value: its element's end, or an element that cannot be in it."""
-    names = [n for n in properties if n not in used] if isinstance(properties, dict) else []
-    names = [re.escape(name) for name in names if len(name) < _LONGEST // 2]
-    other = rf"|\n(?={_PARAMETER}(?:{'|'.join(names)})>)" if names else ""
-    return re.compile(_ENDS + other)

@@ -7,6 +7,7 @@ on text that it has seen whole, so that its result cannot depend on how the text
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from typing import TYPE_CHECKING, NoReturn, TypeAlias, TypeVar
 
@@ -21,6 +22,12 @@ _IN_STRING = re.compile(r'["\\]')
 _OUTSIDE = re.compile(r'["{}\[\]]')
 _IN_JSON_STRING = re.compile(r'["\x00-\x1f]|\\.')
 _OUTSIDE_JSON_STRING = re.compile(r'["{}\[\]<]')
+
+
+@functools.lru_cache(maxsize=256)
+def _literal(text: str) -> re.Pattern[str]:
+    """Return an expression for a text; formats have few, which are searched for often."""
+    return re.compile(re.escape(text))
 
 
 class CutError(Exception):
@@ -67,7 +74,7 @@ class TextReader:
         pos: Position in `text` up to which it has been read.
         is_ended: Whether no more text comes.
         is_cut: Whether the text has ended because of a limit, not because the model has stopped.
-        num_refused: Texts so far that looked like calls but are none.
+        num_refused_chars: Length of the texts so far that looked like calls but are none.
     """
 
     def __init__(self) -> None:
@@ -75,7 +82,7 @@ class TextReader:
         self.pos = 0
         self.is_ended = False
         self.is_cut = False
-        self.num_refused = 0
+        self.num_refused_chars = 0
 
     def wait(self) -> Steps[bool]:
         """Wait for more text; return False if there is none."""
@@ -97,7 +104,8 @@ class TextReader:
 
     def copy_until(self, markers: Markers, emit: Callable[[str], None]) -> Steps[str | None]:
         """Emit the text up to the first marker and read the marker; return None without one."""
-        self.text, self.pos = self.text[self.pos :], 0
+        if self.pos > len(self.text) // 2:  # At most as much is copied as was read.
+            self.text, self.pos = self.text[self.pos :], 0
         while True:
             found = markers.search(self.text, self.pos)
             if found is not None:
@@ -151,6 +159,11 @@ class TextReader:
         """Give up on a call: it is cut if the whole text has been read, else it is none."""
         raise CutError if self.is_ended and self.pos == len(self.text) else NotACallError
 
+    def count_refused(self, begin: int, error: NotACallError | CutError) -> None:
+        """Count the text from `begin` on that was read in vain, and will be read again."""
+        end = len(self.text) if isinstance(error, CutError) else self.pos
+        self.num_refused_chars += end - begin
+
     def peek(self) -> Steps[str]:
         """Return the next character without reading it.
 
@@ -161,29 +174,43 @@ class TextReader:
             yield from self.more()
         return self.text[self.pos]
 
-    def until(self, pattern: re.Pattern[str] | str, longest: int = 1) -> Steps[str]:
+    def until(
+        self,
+        pattern: re.Pattern[str] | str,
+        longest: int = 1,
+        accepts: Callable[[re.Match[str]], bool] | None = None,
+    ) -> Steps[str]:
         """Read up to a pattern, and the pattern; return the text before it.
 
         Args:
             pattern: A literal, or an expression whose matches no further text can change.
             longest: Characters that a match of an expression may begin before new text.
+            accepts: Returns whether a match counts.
 
         Raises:
             CutError: The text ends without it.
         """
         if isinstance(pattern, str):
             longest = len(pattern)
-            pattern = re.compile(re.escape(pattern))
+            pattern = _literal(pattern)
         begin = at = self.pos
         while True:
             found = pattern.search(self.text, at)
-            if found is not None:
+            if found is not None and (accepts is None or accepts(found)):
                 self.pos = found.end()
                 return self.text[begin : found.start()]
-            at = max(begin, len(self.text) - longest)
+            if found is not None:
+                at = found.start() + 1
+                continue
+            at = max(at, len(self.text) - longest)
             yield from self.more()
 
-    def value_until(self, pattern: re.Pattern[str], longest: int) -> Steps[str]:
+    def value_until(
+        self,
+        pattern: re.Pattern[str],
+        longest: int,
+        accepts: Callable[[re.Match[str]], bool] | None = None,
+    ) -> Steps[str]:
         """Read a value that may be JSON up to a pattern, and the pattern; see `until`.
 
         The pattern is not searched for in JSON's strings, which may hold it.
@@ -195,11 +222,11 @@ class TextReader:
         end = yield from self._skip_json()
         if end is not None:
             with contextlib.suppress(CutError):
-                behind = yield from self.until(pattern, longest)
+                behind = yield from self.until(pattern, longest, accepts)
                 if not behind.strip():
                     return self.text[begin : end + len(behind)]
         self.pos = begin
-        return (yield from self.until(pattern, longest))
+        return (yield from self.until(pattern, longest, accepts))
 
     def _skip_json(self) -> Steps[int | None]:
         """Read a JSON string, object or array; return its end, or None if it is none."""

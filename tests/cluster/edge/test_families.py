@@ -294,6 +294,24 @@ def test_text_that_looks_like_calls_again_and_again_is_not_read_as_often():
     assert own.read(f"{text}{HERMES_CALL}").content == f"{text}{HERMES_CALL}"
 
 
+def test_many_short_texts_that_are_no_calls_do_not_hide_a_call():
+    text = "<tool_call>no" * 200
+    assert parser("hermes").read(text + HERMES_CALL) == MessageDelta(text, calls=[PARIS])
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_reading_compiles_no_expressions_and_no_markers(name, monkeypatch):
+    def read():
+        own = parser(name, "qwen3", hidden=("<|end|>",), offered={"mixed": MIXED})
+        return own.read(f"<think>Hm.</think>{GOOD[name]}")
+
+    message = read()
+    assert message.calls or name in ("openai", "kimi_k3")
+    for owner in (re, Markers):
+        monkeypatch.delattr(owner, "compile" if owner is re else "__init__")
+    assert read() == message
+
+
 def random_text(compiler, grammar, seed, begin=""):
     """A text of a grammar over bytes, drawn at random behind its beginning."""
     matcher = compiler.compile(StructuredOutputs(grammar=grammar))
