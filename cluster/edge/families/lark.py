@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 
 _SPACES = "".join(c for c in map(chr, range(0x3001)) if c.isspace())
 """The characters that parsers skip as white space; a regular expression's `\\s` lacks some."""
+_SLASH = re.compile(r"\\.|/|\n", re.DOTALL)
+"""What cannot stand between slashes as it is, and escapes, in which slashes are escaped already."""
+_PARTS = re.compile(r"\\.|.", re.DOTALL)
 _COMBINED = ("$ref", "allOf", "anyOf", "oneOf", "not", "if")
 
 
@@ -134,10 +137,7 @@ class Lark:
         if "minLength" in schema or "maxLength" in schema:
             rules.append(f"/(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})/")
         if isinstance(schema.get("pattern"), str):
-            pattern = schema["pattern"].replace("/", "\\/")
-            begin = "" if pattern.startswith("^") else "(?s:.*)"
-            behind = "" if pattern.endswith("$") else "(?s:.*)"
-            rules.append(f"/{begin}({pattern.removeprefix('^').removesuffix('$')}){behind}/")
+            rules.append(f"({_found(schema['pattern'])})")
         return self._until(end, rules or ["/(?s:.*)/"], without)
 
     def _until(self, end: str, rules: Sequence[str], without: Iterable[str]) -> str:
@@ -187,6 +187,42 @@ def _is_value(value: object, schema: Mapping[str, Any], without: Iterable[str]) 
         return False
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     return len(value) >= least and (most is None or len(value) <= most)
+
+
+def _found(pattern: str) -> str:
+    """Return a terminal for the texts in which a pattern of a schema is found.
+
+    Anchors are understood at both ends of the pattern, or of each of its alternatives.
+    """
+    return " | ".join(map(_found_one, _alternatives(pattern)))
+
+
+def _found_one(pattern: str) -> str:
+    inside, begin, behind = pattern, "(?s:.*)", "(?s:.*)"
+    if inside.startswith("^"):
+        inside, begin = inside[1:], ""
+    num_escapes = len(inside) - 1 - len(inside[:-1].rstrip("\\"))
+    if inside.endswith("$") and num_escapes % 2 == 0:
+        inside, behind = inside[:-1], ""
+    escaped = _SLASH.sub(lambda found: {"/": "\\/", "\n": "\\n"}.get(found[0], found[0]), inside)
+    return f"/{begin}({escaped}){behind}/"
+
+
+def _alternatives(pattern: str) -> list[str]:
+    """Return the alternatives at the top of a pattern."""
+    found, depth, in_class = [""], 0, False
+    for part in _PARTS.findall(pattern):
+        if in_class:
+            in_class = part != "]"
+        elif part == "[":
+            in_class = True
+        else:
+            depth += {"(": 1, ")": -1}.get(part, 0)
+        if part == "|" and depth == 0 and not in_class:
+            found.append("")
+        else:
+            found[-1] += part
+    return found
 
 
 def _literal(text: str) -> str:

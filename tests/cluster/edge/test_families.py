@@ -574,6 +574,32 @@ def test_gemma4_refuses_schemas_that_it_cannot_follow(schema, error):
         message_grammar(TOOL_FORMATS["gemma4"], None, rules, {})
 
 
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "^a$|^b$",
+        "^a|b$",
+        r"^x\$",
+        r"^x\\$",
+        "a",
+        "^(a|b)$",
+        "[|]$",
+        r"a\|b",
+        "/",
+        r"^\/$",
+        "^$",
+        "[$]",
+    ],
+)
+def test_a_pattern_of_a_string_without_quotes_means_what_it_means_in_a_schema(pattern):
+    parameters = {"properties": {"a": {"type": "string", "pattern": pattern}}, "required": ["a"]}
+    rules = CallRules([Tool("f", parameters)], is_required=True)
+    grammar = message_grammar(TOOL_FORMATS["glm47"], None, rules, {})
+    for value in ("", "a", "b", "ab", "xb", "ax", "x$", "x\\", "x", "|", "a|b", "/", "$"):
+        text = f"<tool_call>f<arg_key>a</arg_key><arg_value>{value}</arg_value></tool_call>"
+        assert accepted(grammar, text) is bool(re.search(pattern, value)), value
+
+
 def random_call_with(grammar, prompt_end, name, value):
     """A call whose argument `all` has a value."""
     key = {"qwen3_coder": "<parameter=all>\n{}\n</parameter>\n",
