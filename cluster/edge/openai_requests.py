@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 _DEFAULT_COMPLETION_TOKENS = 16
 _CHARS_PER_ENTRY = 16
 """Least cost of a value in a message for the chat template, in characters to encode."""
-_ROLES = one_of("system", "developer", "user", "assistant", "tool")
+_ROLES = one_of("system", "developer", "user", "assistant", "tool", "function")
 _NO_THINKING = {"enable_thinking": False, "thinking": False}
 """Variables by which chat templates turn reasoning off."""
 _SAMPLING_FIELDS = (
@@ -653,6 +653,9 @@ def _message(body: Mapping[str, Any], path: str) -> dict[str, Any]:
     role = body.get("role")
     message = read_fields(body, MESSAGE_FIELDS, f"{path}.")
     _ROLES(role, f"{path}.role")
+    if role == "function":
+        # The former name of results, which templates do not know.
+        message["role"] = "tool"
     if calls := message.pop("tool_calls", None):
         if role != "assistant":
             raise bad_field(f"{path}.tool_calls", "needs the role assistant")

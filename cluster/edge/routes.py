@@ -32,6 +32,7 @@ from cluster.edge.answers import error_response, json_response
 from cluster.edge.beam_search import run_beam_search
 from cluster.edge.explain import ROUTE_HEADER, engine_request_id
 from cluster.edge.fair_scheduler import SLICE_CHARS, Job, Priority
+from cluster.edge.families.table import TOOL_FORMATS
 from cluster.edge.gate import RequestGate
 from cluster.edge.headers import (
     admission_fields,
@@ -326,7 +327,7 @@ class _RouteHandlers:
         if output is not None:
             grammar = output.grammar(parsed.grammar, self._special_ids_for_checks)
             await self._check_grammar(grammar, http_request)
-        parsed = await self._encode_bad_words(parsed, http_request)
+        parsed = await self._encode_bad_words(_with_history(parsed, card), http_request)
         prompt_ids = await self._encode_within(card, parsed, http_request)
         new_parser = None
         if output is not None:
@@ -690,6 +691,16 @@ def _all_done(status: str, done: Mapping[str, bool]) -> Response:
     if done and not left:
         return json_response({"status": status})
     return json_response({"status": f"not {status}", "replicas": left}, 503)
+
+
+def _with_history(parsed: ParsedRequest, card: ModelCard) -> ParsedRequest:
+    """Return a request whose messages are as the chat template of the model's family takes them."""
+    prompt = parsed.prompt
+    if not isinstance(prompt, ChatPrompt) or card.tool_call_parser is None:
+        return parsed
+    family = TOOL_FORMATS[card.tool_call_parser]
+    messages = [family.rendered_message(message) for message in prompt.messages]
+    return dataclasses.replace(parsed, prompt=dataclasses.replace(prompt, messages=messages))
 
 
 def _unix_time_s() -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cluster.edge.families.formats import ToolFormat
 from cluster.edge.families.message import arguments_text, loads
@@ -57,6 +57,21 @@ class DeepSeekJson(ToolFormat):
                 yield from reader.expect("```")
             yield from reader.expect(_CALL_END)
             sink.call(name.strip(), arguments_text(arguments))
+
+    def rendered_message(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message with arguments as text and without empty content.
+
+        Source: the templates of V3, R1 and V3.1 append arguments to texts, and show the calls of a
+        message only if its content is none.
+        """
+        if not message.get("tool_calls"):
+            return message
+        calls = [
+            {**call, "function": {**function, "arguments": arguments_text(function["arguments"])}}
+            for call in message["tool_calls"]
+            for function in [call["function"]]
+        ]
+        return {**message, "tool_calls": calls, "content": message.get("content") or None}
 
     def calls(self, lark: Lark, tools: Sequence[Tool], *, is_parallel: bool) -> str:
         """Return the section."""

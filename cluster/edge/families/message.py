@@ -164,7 +164,7 @@ class MessageSink:
         return delta
 
 
-def give_call(sink: MessageSink, call: Any) -> None:  # noqa: ANN401 - any JSON value
+def give_call(sink: MessageSink, call: Any, call_id: str = "") -> None:  # noqa: ANN401 - any JSON value
     """Give a call in the form of an object to a sink.
 
     Raises:
@@ -173,7 +173,7 @@ def give_call(sink: MessageSink, call: Any) -> None:  # noqa: ANN401 - any JSON 
     if not isinstance(call, dict) or "name" not in call:
         raise NotACallError
     arguments = call.get("arguments", call.get("parameters", {}))
-    sink.call(call["name"], arguments_text(arguments))
+    sink.call(call["name"], arguments_text(arguments), call_id)
 
 
 def arguments_text(arguments: object) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cluster.edge.families.formats import ToolFormat
 from cluster.edge.families.message import arguments_text, give_call, loads
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from cluster.edge.families.reader import Steps, TextReader
 
 _START, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _END_OF_ID = re.compile(r"(?=\[ARGS\])")
 _END_OF_NAME = re.compile(r"(?=\[ARGS\]|\[CALL_ID\]|[{\s])")
 
@@ -37,7 +39,9 @@ class Mistral(ToolFormat):
         if (yield from reader.peek()) == "[":
             calls = loads((yield from reader.json_value()))
             for call in calls:
-                give_call(sink, call)
+                given = call.get("id") if isinstance(call, dict) else None
+                is_id = isinstance(given, str) and _SHORT_ID.fullmatch(given) is not None
+                give_call(sink, call, str(given) if is_id else "")
             return
         name = yield from reader.until(_END_OF_NAME, len(_ID))
         call_id = ""
@@ -51,6 +55,21 @@ class Mistral(ToolFormat):
         arguments = loads((yield from reader.json_value()))
         sink.call(name, arguments_text(arguments), call_id)
 
+    def rendered_message(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message whose calls have ids of nine letters and digits.
+
+        Source: the templates of Mistral's models since tokenizer version 3 refuse other ids.
+        """
+        message = dict(message)
+        if message.get("tool_calls"):
+            message["tool_calls"] = [
+                {**call, "id": _short_id(call["id"])} if "id" in call else call
+                for call in message["tool_calls"]
+            ]
+        if "tool_call_id" in message:
+            message["tool_call_id"] = _short_id(message["tool_call_id"])
+        return message
+
     def calls(self, lark: Lark, tools: Sequence[Tool], *, is_parallel: bool) -> str:
         """Return a name and its arguments."""
         del is_parallel
@@ -62,3 +81,10 @@ class Mistral(ToolFormat):
                 for tool in tools
             ]
         )
+
+
+def _short_id(call_id: str) -> str:
+    """Return an id of nine letters and digits: the given one, or a hash of it."""
+    if _SHORT_ID.fullmatch(call_id) is not None:
+        return call_id
+    return hashlib.blake2b(call_id.encode(errors="backslashreplace"), digest_size=5).hexdigest()[:9]

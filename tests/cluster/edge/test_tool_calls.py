@@ -2,12 +2,13 @@
 
 import json
 
+import jinja2
 import pytest
 
 from cluster.edge.openai import Usage
 from cluster.edge.openai_limits import BodyLimits
 from cluster.edge.openai_requests import encoding_cost, parse_body, parse_chat_completion
-from cluster.edge.routes import MAX_INLINE_COST
+from cluster.edge.routes import MAX_INLINE_COST, _with_history
 from cluster.errors import BadRequestError
 from replicas.output_processor import OutputDelta
 from tests.cluster.edge.fake_backend import FakeBackend
@@ -385,3 +386,61 @@ def test_sixty_tools_of_ten_parameters_are_held_and_count_as_work():
     assert request_of(tools=tools, tool_choice="required").sampling.structured_outputs is not None
     with pytest.raises(BadRequestError, match="tools holds more than"):
         parse_body(json.dumps({**BODY, "tools": tools * 4}).encode(), limits)
+
+
+DEEPSEEK_TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' and m['content'] is none %}"
+    "{% for t in m['tool_calls'] %}{{ '<call>' + t['function']['name'] + "
+    "t['function']['arguments'] }}{% endfor %}{% elif m['role'] == 'tool' %}"
+    "{{ '<out>' + m['content'] }}{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+)
+"""As in DeepSeek's own templates: arguments are text, calls are shown without content alone."""
+MISTRAL_TEMPLATE = (
+    "{% for m in messages %}{% for t in m.tool_calls or [] %}{{ t.function | tojson }}"
+    "{% if t.id | length != 9 %}{{ raise_exception('ids must have nine characters') }}{% endif %}"
+    "{{ t.id }}{% endfor %}"
+    "{% if m.role == 'tool' %}<out>{{ m.tool_call_id }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "template", "prompt"),
+    [
+        ("deepseek_v3", DEEPSEEK_TEMPLATE, 'hi<call>weather{"city": "Bern"}<out>sun'),
+        ("mistral", MISTRAL_TEMPLATE,
+         '{"arguments": {"city": "Bern"}, "name": "weather"}ID<out>ID'),
+    ],
+)  # fmt: skip
+def test_a_template_of_a_family_shows_earlier_calls(name, template, prompt):
+    backend = EchoBackend()
+    backend.tool_call_parser = name
+    given = "call_0123456789abcdef01234567"
+    called = {"role": "assistant", "content": None,
+              "tool_calls": [{"id": given, "type": "function", "function": FUNCTION}]}  # fmt: skip
+    result = {"role": "tool", "tool_call_id": given, "content": "sun"}
+    messages = history(backend, [USER, called, result])
+    environment = jinja2.Environment(autoescape=False)
+    rendered = environment.from_string(template).render(messages=messages)
+    short = messages[2]["tool_call_id"]
+    assert rendered == prompt.replace("ID", short)
+
+
+def history(backend, messages):
+    """The messages as the model's chat template gets them."""
+    prompt = parse_chat_completion({"messages": messages})
+    [card] = backend.models()
+    return _with_history(prompt, card).prompt.messages
+
+
+def test_the_former_role_of_results_is_rendered_as_a_result():
+    messages = [USER, {"role": "function", "name": "weather", "content": "sun"}]
+    rendered = history(EchoBackend(), messages)[1]
+    assert rendered == {"role": "tool", "name": "weather", "content": "sun"}
+
+
+def test_an_id_of_a_list_of_mistral_is_kept():
+    text = '[TOOL_CALLS][{"name": "weather", "arguments": {}, "id": "abc123XYZ"}]'
+    backend = ToolBackend(text)
+    backend.tool_call_parser = "mistral"
+    client = call(backend, "POST", PATH, BODY)
+    assert client.body["choices"][0]["message"]["tool_calls"][0]["id"] == "abc123XYZ"
