@@ -112,8 +112,8 @@ def message_output(
             grammar can begin behind that.
 
     Raises:
-        BadRequestError: The model has no format of calls, or a grammar cannot be followed together
-            with that of the calls.
+        BadRequestError: The model has no format of calls or cannot name a tool in it, or a grammar
+            cannot be followed together with that of the calls.
     """
     tools = None
     if use.can_call:
@@ -121,6 +121,10 @@ def message_output(
             text = "cannot be called by this model: its configuration has no args.tool_call_parser"
             raise bad_field("tools", f"{text}; set tool_choice to none, or leave tools out")
         tools = TOOL_FORMATS[card.tool_call_parser]
+        for tool in use.tools:
+            if not tools.can_call(tool):
+                text = "or one of its arguments, has a name that calls of this model cannot have"
+                raise bad_field("tools", f"cannot be used: {tool.name}, {text}; rename it")
         if own_grammar is not None:
             if use.is_constrained:
                 text = "cannot be used with tools that are required or strict"

@@ -90,6 +90,11 @@ class ToolFormat(abc.ABC):
         reads.
         """
 
+    def can_call(self, tool: Tool) -> bool:
+        """Return whether the format can write calls of a tool."""
+        del tool
+        return True
+
     def rendered_message(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return a message of the history as the family's chat template takes it.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import keyword
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -56,6 +57,12 @@ class Pythonic(ToolFormat):
         for call in _calls((yield from _brackets(reader)), context):
             sink.call(call.name, arguments_text(call.arguments))
         yield from reader.starts(_END)
+
+    def can_call(self, tool: Tool) -> bool:
+        """Return whether the names of the tool and of its arguments are names of Python."""
+        properties = tool.parameters.get("properties")
+        names = [*tool.name.split("."), *(properties if isinstance(properties, dict) else ())]
+        return all(name.isidentifier() and not keyword.iskeyword(name) for name in names)
 
     def calls(self, lark: Lark, tools: Sequence[Tool], *, is_parallel: bool) -> str:
         """Return the list, with JSON for values."""
@@ -144,10 +151,10 @@ def _call(element: ast.expr, context: OutputContext) -> _Call:
     if name not in context.tools:
         raise NotACallError
     arguments = {}
-    for keyword in element.keywords:
-        if keyword.arg is None:
+    for argument in element.keywords:
+        if argument.arg is None:
             raise NotACallError
-        arguments[keyword.arg] = _value(keyword.value)
+        arguments[argument.arg] = _value(argument.value)
     return _Call(name, arguments)
 
 

@@ -444,3 +444,15 @@ def test_an_id_of_a_list_of_mistral_is_kept():
     backend.tool_call_parser = "mistral"
     client = call(backend, "POST", PATH, BODY)
     assert client.body["choices"][0]["message"]["tool_calls"][0]["id"] == "abc123XYZ"
+
+
+@pytest.mark.parametrize(("name", "argument"), [("get-file", "a"), ("f", "from"), ("f", "a b")])
+def test_a_pythonic_model_refuses_tools_that_it_cannot_name(name, argument):
+    parameters = {"type": "object", "properties": {argument: {}}}
+    function = {"name": name, "parameters": parameters}
+    backend = ToolBackend()
+    backend.tool_call_parser = "pythonic"
+    body = {**BODY, "tools": [{"type": "function", "function": function}]}
+    client = call(backend, "POST", PATH, body)
+    assert (client.status, client.body["error"]["param"]) == (400, "tools")
+    assert name in client.body["error"]["message"]
