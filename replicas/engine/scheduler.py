@@ -950,11 +950,15 @@ class Scheduler:
         )
         tokens = iter(token_ids)
         for seq, count in zip(plan.sequences, counts, strict=True):
-            if count:
+            run = list(itertools.islice(tokens, count))
+            if not seq.is_running:
+                # It ended while the step was under way, as when another choice of it failed.
+                continue
+            if run:
                 # The progress of the first token was planned.
                 seq.num_computed_tokens += count - 1
-                self._take_run(outputs, seq, list(itertools.islice(tokens, count)))
-            elif seq.is_running:
+                self._take_run(outputs, seq, run)
+            else:
                 self._kv.index_full_blocks(seq, seq.num_computed_tokens)
         has_runs = decoded.counts or max(counts) > 1
         return outputs if has_runs else outputs._replace(counts=[])

@@ -12,9 +12,11 @@ from replicas.config import SpeculativeConfig
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
 from replicas.engine.kv_cache import KVCacheManager
+from replicas.engine.step import RowFailure, StepResult
 from replicas.generators.torch.generator import TorchGenerator
 from replicas.messages import (
     LAPSED,
+    NO_ALLOWED_TOKEN,
     Abort,
     Accepted,
     Activate,
@@ -33,6 +35,7 @@ from tests.engines import (
     take_events,
 )
 from tests.models import model_folder
+from tests.replicas.engine import fakes
 
 if TYPE_CHECKING:
     from replicas.generators.protocol import ModelCapabilities
@@ -229,6 +232,47 @@ def test_a_choice_without_a_distribution_fails_all(folder):
         request.run()
         assert list(request.ends.values()) == ["error"]
         assert core.metrics(0.0).groups[0].requests_finished == {"error": 4}
+
+
+def test_a_choice_that_fails_drops_the_first_token_of_another_in_the_same_step():
+    scheduler = fakes.scheduler_of(20)
+    first = fakes.make_sequence("r", [1] * 4, n=2, temperature=1.0, max_tokens=5)
+    [second] = fakes.make_siblings(first)
+    scheduler.add(first, 0.0, [second])
+    scheduler.update(scheduler.schedule(), StepResult([7], [0.0]))
+    batch = scheduler.schedule()
+    failures = [RowFailure(0, "no_distribution")]
+    outputs = scheduler.update(batch, StepResult([8], [0.0], [0, 1], failures))
+    assert [seq for seq, _ in outputs.failed] == [first]
+    assert outputs.sequences == []
+    scheduler.check_invariants()
+    assert scheduler.table.num_live == 0
+
+
+def test_a_sequence_that_is_aborted_in_its_first_step_gets_no_token():
+    scheduler = fakes.scheduler_of(20)
+    scheduler.add(fakes.make_sequence("r", [1] * 4, max_tokens=5), 0.0)
+    batch = scheduler.schedule()
+    scheduler.abort("r")
+    assert scheduler.update(batch, StepResult([7], [0.0])).sequences == []
+    scheduler.check_invariants()
+
+
+def test_choices_without_an_allowed_second_token_all_fail(folder):
+    only_once = SamplingParams(
+        max_tokens=9,
+        n=2,
+        seed=7,
+        temperature=1.0,
+        ignore_eos=True,
+        allowed_token_ids=(5,),
+        bad_words_token_ids=((5, 5),),
+    )
+    with engine_core(make_config(folder)) as core:
+        request = Request(core, only_once)
+        request.run()
+        assert request.errors == [NO_ALLOWED_TOKEN]
+        assert core.num_live == 0
 
 
 def test_stop_tokens_end_each_choice_by_itself(folder, expected):
