@@ -52,7 +52,17 @@ second at llguidance's 2,000.
 _OTHER_LIMITS: dict[str, Any] = {"max_items_in_row": 10_000, "step_max_items": 20_000}
 """The same for schemas, whose rows have four items for each optional property, all different."""
 _MAX_ERROR_CHARS = 300
-_LARK_LINE = re.compile(r"[ \t]*(%llguidance\b|start[ \t]*:)")
+_LARK_LINE = re.compile(r"[ \t]*(%llguidance\b|start[ \t]*:(?!:=))")
+# What is quoted in EBNF, or the name `start`. Unclosed quotes match too, so that time is linear.
+_EBNF_START = re.compile(
+    r'"(?:\\.|[^"\\])*"?|\[(?:\\.|[^\]\\])*\]?|#[^\r\n]*|(?<![\w-])(?P<name>start)(?![\w-])',
+    re.DOTALL,
+)
+_MAPS_OF_SCHEMAS = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+)
+_NO_SCHEMAS = frozenset({"enum", "const", "default", "examples"})
+"""Keywords of a schema whose values are any JSON."""
 
 
 class GrammarCompiler:
@@ -226,7 +236,14 @@ def _closed(value: Any) -> Any:  # noqa: ANN401 - any JSON value
         return [_closed(item) for item in value]
     if not isinstance(value, dict):
         return value
-    closed = {key: _closed(item) for key, item in value.items()}
+    closed = {}
+    for key, item in value.items():
+        if key in _NO_SCHEMAS:
+            closed[key] = item
+        elif key in _MAPS_OF_SCHEMAS and isinstance(item, dict):
+            closed[key] = {name: _closed(schema) for name, schema in item.items()}
+        else:
+            closed[key] = _closed(item)
     if "properties" in closed:
         closed.setdefault("additionalProperties", False)
     return closed
@@ -242,9 +259,16 @@ def _lark(text: str) -> str:
         text = f"has {num_bytes} bytes and {num_rules} rules, too many for EBNF: at most"
         _refuse("grammar", f"{text} {MAX_EBNF_BYTES} bytes, and {MAX_EBNF_WORK} bytes times rules")
     try:
-        return gbnf_to_lark(text)
+        return gbnf_to_lark(_without_start(text))
     except Exception as error:  # noqa: BLE001 - the converter raises plain exceptions for bad input
         _refuse("grammar", f"is no EBNF: {_short(str(error))}")
+
+
+def _without_start(text: str) -> str:
+    """Return EBNF whose rule `start` has another name, because Lark calls the root so."""
+    longest = max(map(len, re.findall("start(0*)", text)), default=0)
+    name = "start" + "0" * (longest + 1)
+    return _EBNF_START.sub(lambda found: name if found["name"] else found[0], text)
 
 
 def _loads(kind: str, text: str) -> dict[str, Any]:

@@ -51,14 +51,48 @@ def compiler():
     return GrammarCompiler.for_model(TEXT, VOCAB + 40, [EOS])
 
 
+def closed(schema):
+    return {"json": schema, "disable_additional_properties": True, "disable_any_whitespace": True}
+
+
+INNER = {"properties": {"a": {"type": "integer"}}, "required": ["a"], "type": "object"}
+OPEN = {"type": "object", "additionalProperties": True}
+CLOSED = [
+    (closed({"enum": [{"properties": 1}]}), ['{"properties":1}'], []),
+    (closed({"const": {"properties": {"a": 1}}}), ['{"properties":{"a":1}}'], []),
+    (
+        closed({**OPEN, "properties": {"properties": INNER}}),
+        ['{"properties":{"a":1},"additionalProperties":1}'],
+        ['{"properties":{"a":1,"b":2}}'],
+    ),
+    (
+        closed({"type": "object", "properties": {"enum": INNER, "const": INNER}}),
+        ['{"enum":{"a":1}}'],
+        ['{"enum":{"a":1,"b":2}}', '{"const":{"a":1,"b":2}}'],
+    ),
+    (
+        closed({"$ref": "#/$defs/properties", "$defs": {"properties": INNER}}),
+        ['{"a":1}'],
+        ['{"a":1,"b":2}'],
+    ),
+    (
+        closed({"anyOf": [INNER, {"type": "array", "items": INNER}]}),
+        ['{"a":1}', '[{"a":1}]'],
+        ['{"a":1,"b":2}', '[{"a":1,"b":2}]'],
+    ),
+]
+"""Schemas whose objects take no further properties, with the names of keywords as data."""
+
 GOOD = [
     ({"json": SCHEMA}, ['{"a": 12}', '{"a":-1,"b":[null]}'], ['{"b":1}', '{"a":"1"}', "[]"]),
     ({"json": json.dumps(SCHEMA), "disable_any_whitespace": True}, ['{"a":12}'], ['{ "a": 12}']),
     ({"json": SCHEMA, "whitespace_pattern": "_?"}, ['{_"a":_1}'], ['{ "a": 1}']),
     ({"json": SCHEMA, "disable_additional_properties": True}, ['{"a":1}'], ['{"a":1,"b":2}']),
+    *CLOSED,
     ({"regex": r"[a-c]+\d{2}"}, ["abc12"], ["abc1", "12", "abc123"]),
     ({"choice": ("yes", "no", 'é"\n')}, ["yes", "no", 'é"\n'], ["maybe", "ye"]),
     ({"grammar": 'root ::= "a" tail\ntail ::= "b" | "c" tail'}, ["ab", "accb"], ["a", "bc"]),
+    ({"grammar": 'root ::= start [s"]\nstart ::= "start" # "start'}, ["starts", 'start"'], ["s"]),
     ({"grammar": 'start: "a" /[0-9]+/'}, ["a1"], ["1"]),
     ({"json_object": True}, ["{}", '{"x": {"y": [1]}}'], ["[]", "{"]),
     ({"structural_tag": TAG}, ["plain text", 'so <f=x>{"a": 1}</f> it is'], ['<f=x>{"b": 1}</f>']),
