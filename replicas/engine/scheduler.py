@@ -575,7 +575,8 @@ class Scheduler:
     def _add_passes(self, plan: StepPlan, num_more: int) -> ScheduledBatch:
         """Count the progress of further passes, and return the step that makes them."""
         plan.num_passes += num_more
-        plan.looks = self._advance(plan.decodes.sequences, num_more)
+        # A row that filled a block in an earlier pass need not be due in a later one.
+        plan.looks = sorted({*plan.looks, *self._advance(plan.decodes.sequences, num_more)})
         assert plan.batch is not None
         plan.batch = msgspec.structs.replace(
             plan.batch, num_passes=plan.num_passes, appended_blocks=plan.appended

@@ -122,6 +122,19 @@ def test_blocks_of_all_passes_come_with_the_first():
     assert len(batch.appended_blocks) == 2
 
 
+@pytest.mark.parametrize("max_passes", [1, 3])
+def test_a_block_that_is_filled_within_a_step_is_indexed_at_its_end(max_passes):
+    """Three tokens of the prompt and three more are computed: a block of four is full."""
+    scheduler = make_scheduler()
+    add(scheduler, "a")
+    step(scheduler)
+    for _ in range(3 // max_passes):
+        step(scheduler, max_passes)
+    seq = scheduler.table.get("a")
+    assert seq.num_computed_tokens == 6
+    assert seq.place.num_indexed_tokens // 4 == 1
+
+
 def test_passes_take_no_blocks_where_these_are_short():
     """Two rows need a block each for eight passes, and one is free: they take it in turn."""
     scheduler = make_scheduler(num_blocks=6, enable_prefix_caching=False)
