@@ -404,7 +404,7 @@ class Scheduler:
     def schedule_ahead(self) -> ScheduledBatch | None:
         """Plan the step after the one under way, if that does not depend on its tokens.
 
-        This requires that all rows decode and no queued sequence could be admitted. A step with
+        This requires that all rows decode and no queued sequence might be admitted. A step with
         drafts has unknown progress, and one that proposes drafts is followed by such. Rows that end
         by length with the step under way are left out. A row that ends by a stop token is computed
         once more without effect; it keeps its slot and blocks meanwhile.
@@ -419,8 +419,8 @@ class Scheduler:
         looks = (before.decodes.sequences[row] for row in before.looks)
         ending = {seq for seq in looks if self._ends_by_length(seq)}
         if table.queue.sequences:
-            has_room = table.outlived or self._kv.num_empty_slots
-            if ending or has_room:
+            has_room = ending or table.outlived or self._kv.num_empty_slots
+            if has_room and self._might_admit():
                 return None
         kind = before.decodes.plain.kind
         if not (ending or table.short):
@@ -531,7 +531,7 @@ class Scheduler:
             batch: The latest step under way; the worker does not have it yet.
             max_passes: The most passes that it may make.
             with_blocks: Allocate the blocks of all passes now, and let `update` cut the runs of
-                rows that end within them. Queued sequences do not matter while no slot is free.
+                rows that end within them. Queued sequences matter only if they might be admitted.
 
         Returns:
             The step to submit in its place; `batch` itself if it makes one pass.
@@ -561,7 +561,7 @@ class Scheduler:
         to the null block, which pads its table.
         """
         sequences = plan.decodes.sequences
-        if self.table.queue.sequences and self._kv.num_empty_slots:
+        if self.table.queue.sequences and self._kv.num_empty_slots and self._might_admit():
             return 0
         if any(_needs_single_passes(seq) for seq in sequences):
             return 0
@@ -728,6 +728,12 @@ class Scheduler:
         self.table.move(seq, Phase.PREFILL)
         plan.add(seq, count)
         return _Admission.ADMITTED
+
+    def _might_admit(self) -> bool:
+        """Return whether a queued sequence waits for nothing but room."""
+        if self.pause.is_active:
+            return False
+        return not all(map(self._is_undecided, self.table.queue))
 
     def _is_undecided(self, seq: Sequence) -> bool:
         """Return whether a queued sequence waits for its grammar, the connector or its request."""

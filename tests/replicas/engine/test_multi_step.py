@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replicas.config import EngineConfig, GangConfig, MeshConfig, SpeculativeConfig
+from replicas.engine.pause import Call
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.step import Prepared, RowFailure, ScheduledBatch, StepResult
 from replicas.errors import ConfigError
@@ -105,6 +106,34 @@ def test_a_row_with_a_grammar_gets_single_passes():
     scheduler.end_preparations([Prepared(order.grammar)], 0.0)
     step(scheduler)
     assert step(scheduler)[0].num_passes == 1
+
+
+def queue_behind_a_pause(scheduler):
+    scheduler.pause.begin("wait", Call(b"client", 1))
+    add(scheduler, "queued")
+
+
+def queue_for_a_grammar(scheduler):
+    add(scheduler, "queued", structured_outputs=StructuredOutputs(choice=("a",)))
+
+
+def queue_choices_of_a_reservation(scheduler):
+    seq = fakes.make_sequence("queued", [1] * 3, mode="decode", n=2)
+    assert scheduler.reserve(seq, 0.0, fakes.make_siblings(seq)) is None
+
+
+@pytest.mark.parametrize(
+    "queue", [queue_behind_a_pause, queue_for_a_grammar, queue_choices_of_a_reservation]
+)
+def test_sequences_that_cannot_be_admitted_delay_no_others(queue):
+    scheduler = make_scheduler()
+    add(scheduler, "a")
+    step(scheduler)
+    queue(scheduler)
+    assert len(scheduler.table.queue) == 1
+    assert step(scheduler)[0].num_passes == 8
+    scheduler.schedule()
+    assert scheduler.schedule_ahead() is not None
 
 
 def test_blocks_of_all_passes_come_with_the_first():
