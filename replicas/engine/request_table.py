@@ -377,7 +377,7 @@ class RequestTable:
     def is_ending(self, request_id: str) -> bool:
         """Return whether only the held blocks of an aborted request are left of it."""
         seq = self.held.get(request_id)
-        return seq is not None and seq.is_aborted
+        return request_id not in self._live and seq is not None and seq.is_aborted
 
     @property
     def clients(self) -> set[bytes]:

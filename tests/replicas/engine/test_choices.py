@@ -249,6 +249,20 @@ def test_a_choice_that_fails_drops_the_first_token_of_another_in_the_same_step()
     assert scheduler.table.num_live == 0
 
 
+def test_a_request_is_not_over_while_a_choice_runs():
+    scheduler = fakes.scheduler_of(20, connector=fakes.FakeConnector())
+    first = fakes.make_sequence("r", [1] * 5, n=2, max_tokens=5)
+    [second] = fakes.make_siblings(first)
+    scheduler.add(first, 0.0, [second])
+    scheduler.update(scheduler.schedule(), StepResult([7], [0.0]))
+    scheduler.lend("r", fakes.make_ticket("r", 5, producer="here"), 0.0)
+    scheduler.abort_choice("r", 0, "abort")
+    assert scheduler.table.held
+    assert not scheduler.table.is_ending("r")
+    scheduler.abort_choice("r", 1, "abort")
+    assert scheduler.table.is_ending("r")
+
+
 def test_a_sequence_that_is_aborted_in_its_first_step_gets_no_token():
     scheduler = fakes.scheduler_of(20)
     scheduler.add(fakes.make_sequence("r", [1] * 4, max_tokens=5), 0.0)
