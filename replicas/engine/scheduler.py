@@ -707,12 +707,17 @@ class Scheduler:
 
     def _try_admit(self, plan: StepPlan, seq: Sequence, full_groups: set[int]) -> _Admission:
         # Checked before the costly search for a place: many sequences may ask in every step.
-        if self._is_undecided(seq) or self._is_too_long(plan, seq):
+        if self._is_undecided(seq):
             return _Admission.NOT_YET
-        num_needed = self._num_needed(seq.num_tokens - 1)
-        place = self._find_place(seq, num_needed, full_groups)
-        if place is None:
-            return _Admission.NO_ROOM
+        is_long = self._is_too_long(plan, self.table.queue.num_tokens_of(seq))
+        num_needed, place = self._num_needed(seq.num_tokens - 1), None
+        # Cached tokens may make it short.
+        if not is_long or self._config.enable_prefix_caching:
+            place = self._find_place(seq, num_needed, full_groups)
+        if place is None or (
+            is_long and self._is_too_long(plan, seq.num_tokens - place.num_tokens)
+        ):
+            return _Admission.NOT_YET if is_long else _Admission.NO_ROOM
         num_external = self.loads.num_external(seq, place.num_tokens)
         if num_external is None:
             return _Admission.NOT_YET
@@ -769,13 +774,15 @@ class Scheduler:
         has_left = parent.phase is Phase.LEAVING and not parent.is_aborted
         return (parent.phase is Phase.DECODE or has_left) and bool(parent.place.block_ids)
 
-    def _is_too_long(self, plan: StepPlan, seq: Sequence) -> bool:
-        """Return whether a queued sequence is long and waits for other prompts of this step."""
+    def _is_too_long(self, plan: StepPlan, num_new_tokens: int) -> bool:
+        """Return whether a queued sequence is long and waits for other prompts of this step.
+
+        Args:
+            plan: The step.
+            num_new_tokens: Tokens that the sequence has to compute.
+        """
         limits = self._partial_limits
-        if limits is None:
-            return False
-        num_new_tokens = self.table.queue.num_tokens_of(seq)
-        if num_new_tokens <= limits.threshold:
+        if limits is None or num_new_tokens <= limits.threshold:
             return False
         return not limits.admit(num_new_tokens, plan.shares)
 

@@ -86,6 +86,24 @@ def test_queue_behind_a_long_prompt_moves_on_and_the_prompt_is_next():
     assert step(scheduler) == {"a": 1, "b": 4, "c": 1, "d": 1, "e": 2}
 
 
+@pytest.mark.parametrize(("caching", "expected"), [(True, {"b": 4, "a": 2}), (False, {"b": 4})])
+def test_a_long_prompt_that_is_cached_passes_another_long_one(caching, expected):
+    scheduler = limited(enable_prefix_caching=caching)
+    seq = make_sequence("r", [1] * 18, max_tokens=1)
+    scheduler.add(seq, 0.0)
+    while scheduler.table.num_live:
+        step(scheduler)
+    scheduler.add(make_sequence("b", [2] * 40, max_tokens=9), 0.0)
+    scheduler.add(make_sequence("a", [1] * 18, max_tokens=9), 0.0)
+    assert step(scheduler) == expected
+
+
+def test_a_long_prompt_without_room_lets_short_ones_pass():
+    scheduler = scheduler_of(9, max_model_len=32, max_batch_size=8, long_prefill_token_threshold=4)
+    add(scheduler, a=20, b=20, c=3)
+    assert step(scheduler) == {"a": 4, "c": 3}
+
+
 def test_a_choice_that_shares_a_long_prompt_is_not_long():
     scheduler = limited()
     seq = make_sequence("a", [1] * 9, n=2, max_tokens=50)
