@@ -322,9 +322,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             they run out. "fcfs": order of arrival, and the sequence admitted last. "priority":
             order of the requests' `priority`, lower first, then of arrival, and the last in that
             order. Requests with a priority need it.
-        max_num_waiting: Most sequences queued for a slot in the engine; None sets no limit. A
-            cluster sets 256 for prefill engines and 0 for others, whose requests queue in the
-            router.
+        max_num_waiting: Sequences queued for a slot in the engine, each choice of a request being
+            one, from which on it refuses requests that would queue more. The last one that it
+            takes may exceed this by its choices. None sets no limit. A cluster sets 256 for prefill
+            engines and 0 for others, whose requests queue in the router.
         enable_chunked_prefill: Whether a prompt may be computed over several steps. Here and in the
             next two, None enables it if the generator supports it.
         enable_prefix_caching: Whether prompts reuse cached KV blocks of equal prefixes.

@@ -162,8 +162,7 @@ class Scheduler:
         """
         if self.table.is_known(seq.request_id):
             return "duplicate"
-        limit = self._config.max_num_waiting
-        if limit is not None and len(self.table.queue) >= limit + self._kv.num_empty_slots:
+        if self._is_queue_full():
             return "queue_full"
         if self._connector is not None and seq.transfer is not None:
             self._connector.on_new_request(seq.transfer, now_s)
@@ -183,6 +182,8 @@ class Scheduler:
         """
         if self.table.is_known(seq.request_id):
             return "duplicate"
+        if siblings and self._is_queue_full():
+            return "queue_full"
         num_needed = self._num_needed(seq.num_tokens)
         place = self._kv.find_place(seq, num_needed)
         if place is None:
@@ -191,6 +192,11 @@ class Scheduler:
         self._enter(seq, *siblings)
         self.loads.reserve(seq, now_s)
         return None
+
+    def _is_queue_full(self) -> bool:
+        """Return whether more sequences are queued than may be, beyond those with a free slot."""
+        limit = self._config.max_num_waiting
+        return limit is not None and len(self.table.queue) >= limit + self._kv.num_empty_slots
 
     def _enter(self, *sequences: Sequence) -> None:
         for seq in sequences:

@@ -249,6 +249,22 @@ def test_a_choice_that_fails_drops_the_first_token_of_another_in_the_same_step()
     assert scheduler.table.num_live == 0
 
 
+@pytest.mark.parametrize(("limit", "num_choices"), [(0, 3), (5, 8)])
+@pytest.mark.parametrize("mode", ["local", "decode"])
+def test_further_choices_of_a_full_queue_are_refused(mode, limit, num_choices):
+    """Four slots, of which the first choice of a reservation takes one."""
+    scheduler = fakes.scheduler_of(60, max_num_waiting=limit)
+    enter = scheduler.reserve if mode == "decode" else scheduler.add
+    answers = {}
+    for name in "abcd":
+        seq = fakes.make_sequence(name, [1] * 4, mode=mode, n=num_choices)
+        answers[name] = enter(seq, 0.0, fakes.make_siblings(seq))
+    assert answers == {"a": None, "b": None, "c": "queue_full", "d": "queue_full"}
+    if mode == "decode":
+        alone = fakes.make_sequence("alone", [1] * 4, mode=mode)
+        assert enter(alone, 0.0) is None, "it queues nothing"
+
+
 def test_a_request_is_not_over_while_a_choice_runs():
     scheduler = fakes.scheduler_of(20, connector=fakes.FakeConnector())
     first = fakes.make_sequence("r", [1] * 5, n=2, max_tokens=5)
