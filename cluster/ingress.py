@@ -123,6 +123,7 @@ class Ingress:
                 tool_call_parser=self._config.tool_call_parser,
                 reasoning_parser=self._config.reasoning_parser,
                 scheduling_policy=self._config.scheduling_policy,
+                logprobs_mode=self._config.logprobs_mode,
             )
         ]
 

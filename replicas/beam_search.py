@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
     from typing import Literal
 
+    from replicas.config import LogprobsMode
     from replicas.messages import TokenLogprob
     from replicas.tokenizer import Tokenizer
 
@@ -46,16 +47,21 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
 
-    def validate(self, max_logprobs: int) -> None:
+    def validate(self, max_logprobs: int, logprobs_mode: LogprobsMode) -> None:
         """Check every range.
 
         Args:
             max_logprobs: Most log probabilities that the engine reports for a token; -1 is no
                 limit. A sequence is extended by twice as many tokens as the width.
+            logprobs_mode: Values that it reports. Logits of different positions cannot be added.
 
         Raises:
             InvalidRequestError: A value is outside its range; `param` names it.
         """
+        if not logprobs_mode.endswith("logprobs"):
+            text = f"beam_search needs log probabilities, but logprobs_mode is {logprobs_mode!r}"
+            text = f"{text}; set the engine's to 'raw_logprobs' or 'processed_logprobs'"
+            raise InvalidRequestError("beam_search", text)
         if self.beam_width < 1:
             text = f"beam_width must be at least 1, got {self.beam_width}"
             raise InvalidRequestError("beam_width", text)

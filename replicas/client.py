@@ -22,7 +22,7 @@ import zmq
 from kv_transfer.io_threads import new_context
 from replicas.codec import decode_engine_frame, encode
 from replicas.columns import ColumnReader
-from replicas.config import SchedulingPolicy
+from replicas.config import LogprobsMode, SchedulingPolicy
 from replicas.dealer import (
     CONNECT_S,
     HELLO_S,
@@ -136,6 +136,10 @@ class EngineFacts(Protocol):
     def scheduling_policy(self) -> SchedulingPolicy:
         """Whether requests run in order of arrival or of priority."""
 
+    @property
+    def logprobs_mode(self) -> LogprobsMode:
+        """Whether it reports log probabilities or logits."""
+
 
 class _InprocFacts(msgspec.Struct, frozen=True):
     model: str
@@ -143,6 +147,7 @@ class _InprocFacts(msgspec.Struct, frozen=True):
     vocab_size: int
     max_logprobs: int
     scheduling_policy: SchedulingPolicy
+    logprobs_mode: LogprobsMode
 
 
 class InprocClient:
@@ -184,6 +189,7 @@ class InprocClient:
             self.core.facts.vocab_size,
             self.core.config.max_logprobs,
             self.core.config.scheduling_policy,
+            self.core.config.logprobs_mode,
         )
 
     def add_request(self, request: EngineRequest) -> None:

@@ -203,10 +203,11 @@ class LLM:
             The best sequences of each prompt, in the order of the prompts.
 
         Raises:
-            InvalidRequestError: See `generate`, or a parameter is out of range.
+            InvalidRequestError: See `generate`, or a parameter is out of range, or the engine
+                reports no log probabilities.
         """
         tokenizer, facts = self._tokenizer, self._client.description
-        params.validate(facts.max_logprobs)
+        params.validate(facts.max_logprobs, facts.logprobs_mode)
         sampling = params.one_token()
         batch = _as_list(prompts)
         searches = []

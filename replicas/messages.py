@@ -12,7 +12,7 @@ import msgspec
 from kv_transfer.block_hash import Image
 from kv_transfer.connector import TransferInfo, TransferStats
 from kv_transfer.store import StoreCounters
-from replicas.config import Role, SchedulingPolicy
+from replicas.config import LogprobsMode, Role, SchedulingPolicy
 from replicas.errors import InvalidRequestError
 from replicas.kv_groups import KVGroup
 from replicas.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -599,6 +599,7 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
         pid: Process id on its host.
         max_logprobs: Most tokens whose log probabilities it reports at a position; -1 is no limit.
         scheduling_policy: Whether requests run in order of arrival or of priority.
+        logprobs_mode: Whether it reports log probabilities or logits.
     """
 
     incarnation: str
@@ -618,6 +619,7 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     max_logprobs: int = MAX_LOGPROBS
     scheduling_policy: SchedulingPolicy = "fcfs"
+    logprobs_mode: LogprobsMode = "raw_logprobs"
 
 
 class GroupCounters(msgspec.Struct, kw_only=True):

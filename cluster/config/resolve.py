@@ -34,7 +34,7 @@ from cluster.config.schema import (
 from cluster.errors import ClusterConfigError
 from kv_transfer.errors import InvalidLayoutError
 from kv_transfer.keys import KeyRing
-from replicas.config import EngineConfig, GangConfig, Role, SchedulingPolicy
+from replicas.config import EngineConfig, GangConfig, LogprobsMode, Role, SchedulingPolicy
 from replicas.errors import ConfigError, FaultPlanError
 from replicas.faults import INGRESS, FaultPlan
 from replicas.generation_config import read_sampling_defaults
@@ -94,6 +94,12 @@ class ClusterConfig:
         """Most log probabilities for a token that every pool reports; -1 is no limit."""
         limits = [engine.max_logprobs for engine in self.engines.values()]
         return min((limit for limit in limits if limit != -1), default=-1)
+
+    @property
+    def logprobs_mode(self) -> LogprobsMode:
+        """What pools report for tokens: logits if one of them does."""
+        modes = [engine.logprobs_mode for engine in self.engines.values()]
+        return next((mode for mode in modes if not mode.endswith("logprobs")), modes[0])
 
     @property
     def scheduling_policy(self) -> SchedulingPolicy:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from cluster.config.schema import ReasoningParserName, ToolParserName
     from cluster.edge.families.parser import OutputParser
-    from replicas.config import SchedulingPolicy
+    from replicas.config import LogprobsMode, SchedulingPolicy
     from replicas.output_processor import OutputDelta
 
 Emit: TypeAlias = "Callable[[OutputDelta], Awaitable[None]]"
@@ -46,6 +46,7 @@ class ModelCard:
         tool_call_parser: Name of the format of its tool calls, if it has any. Not shown.
         reasoning_parser: Name of the format of its reasoning, if it is separated. Not shown.
         scheduling_policy: Whether requests run in order of arrival or of priority. Not shown.
+        logprobs_mode: Whether engines report log probabilities or logits. Not shown.
     """
 
     id: str
@@ -58,6 +59,7 @@ class ModelCard:
     tool_call_parser: ToolParserName | None = None
     reasoning_parser: ReasoningParserName | None = None
     scheduling_policy: SchedulingPolicy = "fcfs"
+    logprobs_mode: LogprobsMode = "raw_logprobs"
 
 
 @dataclass(frozen=True, slots=True)

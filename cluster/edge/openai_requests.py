@@ -459,7 +459,8 @@ def beam_search_params(
         vocab_size: Size of the tokenizer's vocabulary.
 
     Raises:
-        BadRequestError: A value is out of range, or the search would need too many requests.
+        BadRequestError: A value is out of range, the search would need too many requests, or
+            engines report no log probabilities.
     """
     if parsed.length_penalty is None:
         return None
@@ -474,11 +475,13 @@ def beam_search_params(
     # A search that can keep as many sequences as its width has as many choices at its end.
     most = vocab_size if card.max_logprobs == -1 else min(card.max_logprobs, vocab_size)
     try:
-        params.validate(most)
+        params.validate(most, card.logprobs_mode)
     except InvalidRequestError as error:
-        param = "n" if error.param == "beam_width" else error.param
+        names = {"beam_width": "n", "beam_search": "use_beam_search"}
+        param = names.get(error.param, error.param)
         text = str(error).replace(error.param, param, 1)
-        raise BadRequestError(f"{text}, with use_beam_search", param=param) from error
+        where = "" if param == "use_beam_search" else ", with use_beam_search"
+        raise BadRequestError(f"{text}{where}", param=param) from error
     num_extensions = params.beam_width * params.max_tokens
     if num_extensions > MAX_EXTENSIONS:
         text = (

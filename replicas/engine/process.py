@@ -298,6 +298,7 @@ def describe(
         pid=pid,
         max_logprobs=core.config.max_logprobs,
         scheduling_policy=core.config.scheduling_policy,
+        logprobs_mode=core.config.logprobs_mode,
     )
 
 

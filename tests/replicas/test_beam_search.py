@@ -31,7 +31,10 @@ class TableLLM(LLM):
         self._tokenizer = None
         self._client = SimpleNamespace(
             description=SimpleNamespace(
-                max_model_len=max_model_len, vocab_size=vocab_size, max_logprobs=20
+                max_model_len=max_model_len,
+                vocab_size=vocab_size,
+                max_logprobs=20,
+                logprobs_mode="raw_logprobs",
             )
         )
         self.llm_engine = SimpleNamespace(eos_token_ids=frozenset({EOS}))
@@ -190,3 +193,13 @@ def test_a_search_that_cannot_work_is_refused_by_its_field(changes, param, text)
     with pytest.raises(InvalidRequestError, match=f"^{text}") as caught:
         TableLLM(4, 0).beam_search(PROMPT, params)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize("mode", ["raw_logits", "processed_logits"])
+def test_a_search_over_logits_is_refused(mode):
+    llm = TableLLM(4, 0)
+    llm._client.description.logprobs_mode = mode
+    with pytest.raises(InvalidRequestError, match=f"logprobs_mode is '{mode}'") as caught:
+        llm.beam_search(PROMPT, BeamSearchParams(beam_width=2, max_tokens=2))
+    assert caught.value.param == "beam_search"
+    assert llm.num_asked == []

@@ -123,6 +123,13 @@ def test_requests_have_a_priority_where_every_pool_schedules_by_it(good, pools, 
     assert resolve(args).scheduling_policy == policy
 
 
+def test_logits_of_one_pool_are_no_log_probabilities(good):
+    args = args_of(good)
+    assert resolve(args).logprobs_mode == "raw_logprobs"
+    args["pools"]["decode"].setdefault("engine", {})["logprobs_mode"] = "raw_logits"
+    assert resolve(args).logprobs_mode == "raw_logits"
+
+
 def test_a_good_file_is_read(good, tmp_path, model):
     file = read_serve_file(write(tmp_path, good))
     http = file.http_options

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from cluster.edge import openai_requests
-from cluster.edge.openai import Usage
+from cluster.edge.openai import ModelCard, Usage
 from cluster.errors import ReplicaLostError
 from replicas import BeamSearchParams
 from replicas.output_processor import OutputDelta
@@ -194,6 +194,17 @@ def test_log_probabilities_of_prompts_and_of_given_tokens_are_refused(fields):
 def test_neutral_values_are_accepted(fields):
     service, _ = table_backend()
     assert search(service, **fields).status == 200
+
+
+def test_a_search_over_logits_is_refused_by_its_field():
+    service, _ = table_backend()
+    card = ModelCard("demo", "demo-folder", 64, 17, logprobs_mode="processed_logits")
+    service.models = lambda: [card]
+    response = search(service)
+    error = response.body["error"]
+    assert (response.status, error["param"]) == (400, "use_beam_search")
+    assert "logprobs_mode is 'processed_logits'" in error["message"]
+    assert service.requests == []
 
 
 def test_tools_that_need_a_grammar_are_refused():

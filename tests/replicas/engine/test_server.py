@@ -361,6 +361,7 @@ def test_an_engine_describes_itself(core):
         "eos_token_ids": facts.eos_token_ids, "dp_groups": 2,
         "slots_per_group": 2, "max_num_batched_tokens": 2048, "pid": 42,
         "max_logprobs": 20, "scheduling_policy": "fcfs",
+        "logprobs_mode": "raw_logprobs",
     }  # fmt: skip
     [kv_group] = description.kv_groups
     assert (kv_group.block_size, kv_group.num_blocks) == (32, 64)
