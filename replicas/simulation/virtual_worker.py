@@ -14,7 +14,9 @@ grammar takes, is drawn at random from a seed, with the probabilities of `Chance
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import resource
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -33,6 +35,7 @@ from replicas.generators.simulated.tokens import (
     expected_tokens,
 )
 from replicas.kv_groups import only_kv_group
+from replicas.messages import WorkerDescription
 from replicas.sampling_params import GREEDY_EPS
 
 if TYPE_CHECKING:
@@ -248,6 +251,16 @@ class VirtualWorker:
     def transfers(self, now_s: float) -> list[TransferInfo]:
         """Return the KV transfers under way."""
         return self._connector.transfers(now_s) if self._connector is not None else []
+
+    def describe(self) -> WorkerDescription:
+        """Return what runs here; see `WORKER_METHODS`."""
+        return WorkerDescription(
+            pid=os.getpid(),
+            generator=f"{type(self).__module__}:{type(self).__qualname__}",
+            dtype=self._config.dtype,
+            num_threads=1,
+            peak_resident_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        )
 
     def shutdown(self) -> None:
         """Close the connector."""

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 
 from replicas.config import EngineConfig
-from replicas.engine.core import EngineCore
+from replicas.engine.core import WORKER_METHODS, EngineCore
 from replicas.engine.step import ModelFacts, NewRow, Preparation, Prepared, ScheduledBatch
 from replicas.faults import Fault, ReplicaFaults
 from replicas.generators.simulated.profiles import engine_timing
@@ -63,6 +63,13 @@ def counters(core):
 def assert_same(real, virtual):
     assert real.clock.spent == virtual.clock.spent
     assert counters(real.core) == counters(virtual.core)
+
+
+@pytest.mark.parametrize("method", WORKER_METHODS)
+def test_a_virtual_worker_has_the_methods_that_clients_may_call(method):
+    core = virtual_side(simulated_config()).core
+    [answer] = core.call_workers(method)
+    assert answer.generator == "replicas.simulation.virtual_worker:VirtualWorker"
 
 
 # --- the same tokens in the same time -----------------------------------------------------------
