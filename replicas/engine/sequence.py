@@ -1,6 +1,7 @@
 """Mutable record of one choice of a request in the engine, and the phases of its life.
 
-Owner: the scheduler, on the engine's core thread; only its parts write to it.
+Owner: the scheduler, on the engine's core thread. Only it and its parts write to a sequence, except
+for `handle` (`RequestHandler`) and `is_told` (`ClientEvents`).
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ class KVPlace:
     is_converted: bool = False
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """One choice of a request inside the engine.
 
@@ -202,6 +203,14 @@ class Sequence:
         self.sampling = choice_params(self.request.sampling, self.choice)
         self.request_id = self.request.request_id
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
+
+    def __repr__(self) -> str:
+        # Logs must not contain a client's tokens.
+        return (
+            f"Sequence({self.request_id!r}, choice={self.choice}, {self.phase.value}, "
+            f"prompt={self.num_prompt_tokens}, tokens={self.num_tokens}, "
+            f"computed={self.num_computed_tokens})"
+        )
 
     def transfer_with(self, ticket: bytes) -> TransferRequest:
         """Return the connector's request for a transfer of all tokens, output included."""

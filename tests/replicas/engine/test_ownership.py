@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from replicas.engine import sequence
-from replicas.engine.sequence import KVPlace, Sequence
+from replicas.engine.sequence import KVLoad, KVPlace, Sequence
 
 WRITERS = {
     "handle": "requests",
@@ -26,6 +26,7 @@ WRITERS = {
     "stop_ids": "scheduler",
     "token_ids": "scheduler",
     **dict.fromkeys((field.name for field in fields(KVPlace)), "kv_cache"),
+    **dict.fromkeys((field.name for field in fields(KVLoad)), "kv_loads"),
 }
 OTHERS = {"self", "columns", "batch"}
 """Names of objects that are no sequences and have attributes of the same name."""
@@ -51,9 +52,9 @@ def written(tree):
 
 
 def test_each_field_of_a_sequence_has_the_writer_that_is_named_here():
-    names = {field.name for field in (*fields(Sequence), *fields(KVPlace))}
+    names = {field.name for field in (*fields(Sequence), *fields(KVPlace), *fields(KVLoad))}
     found = defaultdict(set)
-    for path in Path(sequence.__file__).parent.glob("*.py"):
+    for path in Path(sequence.__file__).parent.rglob("*.py"):
         for name in written(ast.parse(path.read_text())):
             if name in names:
                 found[name].add(path.stem)
@@ -62,7 +63,7 @@ def test_each_field_of_a_sequence_has_the_writer_that_is_named_here():
 
 def test_a_phase_changes_in_the_request_table_alone():
     callers = set()
-    for path in Path(sequence.__file__).parent.glob("*.py"):
+    for path in Path(sequence.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("transition"):
                 callers.add(path.stem)

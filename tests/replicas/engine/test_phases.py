@@ -42,3 +42,8 @@ def test_running_and_over_are_two_phases_each():
         seq.phase = phase
         assert seq.is_running == (phase in running)
         assert seq.is_over == (phase in over)
+
+
+def test_a_sequence_shows_counts_and_no_tokens():
+    seq = make_sequence("r", [4711] * 3, output=[4712])
+    assert repr(seq) == "Sequence('r', choice=0, waiting, prompt=3, tokens=4, computed=0)"
