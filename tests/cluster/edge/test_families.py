@@ -211,7 +211,7 @@ def test_a_complete_call_is_read_without_rest(name):
 def test_any_division_of_an_output_gives_the_same_message():
     num_messages = {True: 0, False: 0}
 
-    @settings(max_examples=500, deadline=None)
+    @settings(max_examples=300, deadline=None)
     @given(
         tools=st.sampled_from([None, *TOOL_FORMATS]),
         reasoning=st.sampled_from([None, *REASONING_FORMATS]),
@@ -342,7 +342,7 @@ def test_what_the_grammar_makes_the_parser_reads(name, is_parallel):
     begin = " to=" if name == "openai" else ""
     grammar = message_grammar(TOOL_FORMATS[name], None, rules, {}, prompt_end)
     num_calls = set()
-    for seed in range(30):
+    for seed in range(24):
         text = random_text(compiler, grammar, seed, begin)
         message = parser(name, None, prompt_end).read(text)
         assert not message.content, text
@@ -445,7 +445,7 @@ def test_what_a_grammar_accepts_has_only_calls_that_follow_their_schemas(
               "</｜DSML｜parameter></｜DSML｜invoke>", "<|return|>",
               "<|close|>argument<|sep|>"]  # fmt: skip
     num_calls = num_texts = 0
-    for _ in range(60):
+    for _ in range(36):
         thought = ["Hm.", "</think>"] if prompt_end else rng.choice([[], ["<think>", "</think>"]])
         thought = [] if isinstance(TOOL_FORMATS[name], WholeFormat) else thought
         text = misleading_text(compiler, grammar, rng, [*thought, before, *parts], pieces)
