@@ -249,7 +249,7 @@ def _read_reasoning(
     sink: MessageSink,
     context: OutputContext,
 ) -> Steps[bool]:
-    """Read reasoning up to its end or a call; return whether the message goes on."""
+    """Read reasoning up to its end or a call; return whether text may follow."""
     starts = tools.starts if tools is not None and reasoning.calls_end_it else ()
     hidden = (text for text in context.hidden if text != end and text not in starts)
     markers = _markers((end, *starts, *hidden))

@@ -160,7 +160,7 @@ class TextReader:
         raise CutError if self.is_ended and self.pos == len(self.text) else NotACallError
 
     def count_refused(self, begin: int, error: NotACallError | CutError) -> None:
-        """Count the text from `begin` on that was read in vain, and will be read again."""
+        """Count the text from `begin` that is no call and has to be read a second time."""
         end = len(self.text) if isinstance(error, CutError) else self.pos
         self.num_refused_chars += end - begin
 

@@ -1,4 +1,4 @@
-"""A pause of an engine: its three modes, what goes on meanwhile, and resets of the prefix cache."""
+"""A pause of an engine: its modes, what still runs meanwhile, resets of the prefix cache."""
 
 from __future__ import annotations
 

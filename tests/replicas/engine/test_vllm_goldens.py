@@ -113,7 +113,7 @@ def _distribution(theirs: dict[int, float], ours: dict[int, float]) -> str | Non
 
 def test_answers_are_those_of_vllm(llm):
     recording = json.loads(RECORDING.read_text())
-    assert recording["weights_sha256"] == recording_of("ours", [])["weights_sha256"], "record anew"
+    assert recording["weights_sha256"] == recording_of("ours", [])["weights_sha256"], "record again"
     cases = recording["cases"]
     found = ask(llm, [parameters_of(case) for case in cases])
     differences = {
