@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from replicas.engine.rows.logprobs import Logprobs
-from replicas.engine.rows.order import row_processors
-from replicas.engine.rows.processor import LogitRows, RowProcessors
-from replicas.engine.sampler import SamplingColumns, sample
 from replicas.engine.step import NewRow
+from replicas.sampling.logprobs import Logprobs
+from replicas.sampling.order import row_processors
+from replicas.sampling.processor import LogitRows, RowProcessors
+from replicas.sampling.sampler import SamplingColumns, sample
 from replicas.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

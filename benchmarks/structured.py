@@ -32,13 +32,14 @@ import tokenizers
 import torch
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from replicas.engine.rows.grammar import GrammarCache, GrammarProcessor
-from replicas.engine.rows.processor import LogitRows, RowProcessors
-from replicas.engine.sampler import SamplingColumns, sample
-from replicas.engine.step import NewRow, Preparation
+from replicas.engine.step import NewRow
 from replicas.errors import InvalidRequestError
 from replicas.grammar_checks import GrammarChecker
 from replicas.grammars import GrammarCompiler
+from replicas.sampling.grammar import GrammarCache, GrammarProcessor
+from replicas.sampling.preparation import Preparation
+from replicas.sampling.processor import LogitRows, RowProcessors
+from replicas.sampling.sampler import SamplingColumns, sample
 from replicas.sampling_params import SamplingParams, StructuredOutputs
 
 if TYPE_CHECKING:

@@ -22,18 +22,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from replicas.engine.rows.processor import DeviceAbilities, drawn_on_host
 from replicas.generators.protocol import NO_LOG_PROBS, DeviceSamplingParams
 from replicas.philox import uniform
+from replicas.sampling.processor import DeviceAbilities, drawn_on_host
 from replicas.sampling_params import GREEDY_EPS
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from replicas.engine.input_batch import PersistentBatch
-    from replicas.engine.sampler import SamplingColumns
     from replicas.engine.step import NewRow, ScheduledBatch, StepKind
     from replicas.generators.protocol import ModelCapabilities
+    from replicas.sampling.sampler import SamplingColumns
 
     IntArray = npt.NDArray[np.integer]
     Int32Array = npt.NDArray[np.int32]

@@ -19,17 +19,17 @@ import torch
 
 from replicas.engine.device_batch import DeviceDraws, DeviceInputs
 from replicas.engine.input_batch import PersistentBatch, last_indices
-from replicas.engine.rows.processor import LogitRows, RowProcessors
-from replicas.engine.sampler import (
+from replicas.engine.speculation import accepted_runs
+from replicas.engine.step import RowFailure, RowLogprobs, ScheduledBatch, StepResult
+from replicas.errors import DeviceError
+from replicas.philox import uniform
+from replicas.sampling.processor import LogitRows, RowProcessors
+from replicas.sampling.sampler import (
     NO_ALLOWED_TOKEN,
     NO_DISTRIBUTION,
     SamplingColumns,
     sample,
 )
-from replicas.engine.speculation import accepted_runs
-from replicas.engine.step import RowFailure, RowLogprobs, ScheduledBatch, StepResult
-from replicas.errors import DeviceError
-from replicas.philox import uniform
 from replicas.sampling_params import GREEDY_EPS
 from replicas.warm_up import timed_pass
 
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
     from replicas.config import EngineConfig
     from replicas.engine.device_batch import CallRows
-    from replicas.engine.rows.logprobs import Logprobs
-    from replicas.engine.rows.processor import RowChanges, RowProcessor
     from replicas.engine.speculation import Drafter
     from replicas.engine.step import NewRow, StepKind
     from replicas.generators.protocol import (
@@ -52,6 +50,8 @@ if TYPE_CHECKING:
         SupportsMixedBatch,
     )
     from replicas.messages import TokenLogprob
+    from replicas.sampling.logprobs import Logprobs
+    from replicas.sampling.processor import RowChanges, RowProcessor
 
     IntArray = npt.NDArray[np.integer[Any]]
     Int32Array = npt.NDArray[np.int32]

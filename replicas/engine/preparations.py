@@ -14,14 +14,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from replicas.engine.step import NUM_GRAMMAR_THREADS, Preparation
 from replicas.messages import BAD_GRAMMAR, GRAMMARS_BUSY
+from replicas.sampling.preparation import NUM_GRAMMAR_THREADS, Preparation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as SequenceOf
 
     from replicas.engine.sequence import Sequence
-    from replicas.engine.step import Prepared
+    from replicas.sampling.preparation import Prepared
     from replicas.sampling_params import StructuredOutputs
 
 GRAMMAR_TIMEOUT_S = 1.0

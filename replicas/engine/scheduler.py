@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from replicas.engine.kv_cache import Place
     from replicas.engine.kv_events import PrefixFeed
     from replicas.engine.step import (
-        Prepared,
         RowFailure,
         RowLogprobs,
         ScheduledBatch,
@@ -66,6 +65,7 @@ if TYPE_CHECKING:
         StepWork,
         TokenLogprob,
     )
+    from replicas.sampling.preparation import Prepared
 
 
 class _Admission(Enum):

@@ -10,7 +10,7 @@ import msgspec
 
 from replicas.kv_groups import KVGroup
 from replicas.messages import TokenLogprob
-from replicas.sampling_params import SamplingParams, StructuredOutputs
+from replicas.sampling_params import SamplingParams
 
 StepKind = Literal["mixed", "prefill", "decode"]
 """mixed: chunks and decodes in one flat pass. prefill, decode: a TT generator's two calls."""
@@ -122,29 +122,6 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     def device_s(self) -> float:
         """Return the seconds inside the generator."""
         return sum(self.passes_s)
-
-
-NUM_GRAMMAR_THREADS = 2
-"""Grammars that a worker compiles at once."""
-
-
-class Preparation(msgspec.Struct, frozen=True, array_like=True):
-    """An order to a worker to compile a grammar and keep it.
-
-    Attributes:
-        grammar: The grammar.
-        is_wanted: False: it need not be kept any longer.
-    """
-
-    grammar: StructuredOutputs
-    is_wanted: bool = True
-
-
-class Prepared(msgspec.Struct, frozen=True, array_like=True):
-    """A grammar that a worker has compiled, or `error`, the reason why there is none."""
-
-    grammar: StructuredOutputs
-    error: str | None = None
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,10 +23,6 @@ import torch
 from kv_transfer.connector import load_connector
 from replicas.engine.facts import connector_settings, model_facts
 from replicas.engine.model_runner import ModelRunner
-from replicas.engine.rows.grammar import GrammarCache
-from replicas.engine.rows.logprobs import Logprobs
-from replicas.engine.rows.order import row_processors
-from replicas.engine.sampler import SamplingColumns, sample
 from replicas.engine.speculation import NgramDrafter
 from replicas.errors import InvalidRequestError
 from replicas.generators.model_config import load_engine_model
@@ -39,6 +35,10 @@ from replicas.messages import WorkerDescription
 from replicas.platforms.cpu import CpuPlatform
 from replicas.platforms.mesh import MeshPlatform
 from replicas.platforms.simulated import SimulatedPlatform
+from replicas.sampling.grammar import GrammarCache
+from replicas.sampling.logprobs import Logprobs
+from replicas.sampling.order import row_processors
+from replicas.sampling.sampler import SamplingColumns, sample
 from replicas.warm_up import timed_pass
 
 if TYPE_CHECKING:
@@ -56,11 +56,12 @@ if TYPE_CHECKING:
     from replicas.engine.hooks import EngineHooks
     from replicas.engine.model_runner import SubmittedStep
     from replicas.engine.speculation import Drafter
-    from replicas.engine.step import ModelFacts, Preparation, Prepared, ScheduledBatch, StepResult
+    from replicas.engine.step import ModelFacts, ScheduledBatch, StepResult
     from replicas.generators.model_config import ModelConfig
     from replicas.generators.protocol import Generator, SupportsLayerCallbacks
     from replicas.kv_groups import KVGroup
     from replicas.platforms.platform import Platform
+    from replicas.sampling.preparation import Preparation, Prepared
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from kv_transfer.p2p_worker import P2PConnectorWorker
 from replicas.engine.speculation import accepted_runs
-from replicas.engine.step import ModelFacts, Prepared, ScheduledBatch, StepResult
+from replicas.engine.step import ModelFacts, ScheduledBatch, StepResult
 from replicas.generators.simulated.device import DeviceTimeline
 from replicas.generators.simulated.kv_io import SimulatedKVIO, simulated_kv_layout
 from replicas.generators.simulated.tokens import (
@@ -36,6 +36,7 @@ from replicas.generators.simulated.tokens import (
 )
 from replicas.kv_groups import only_kv_group
 from replicas.messages import WorkerDescription
+from replicas.sampling.preparation import Prepared
 from replicas.sampling_params import GREEDY_EPS
 
 if TYPE_CHECKING:
@@ -51,10 +52,11 @@ if TYPE_CHECKING:
     )
     from kv_transfer.layout import KVLayout
     from replicas.config import EngineConfig
-    from replicas.engine.step import NewRow, Preparation
+    from replicas.engine.step import NewRow
     from replicas.generators.simulated.device import Slowdown
     from replicas.generators.simulated.timing import StepTiming
     from replicas.kv_groups import KVGroup
+    from replicas.sampling.preparation import Preparation
     from replicas.sampling_params import StructuredOutputs
 
 MIN_TURN_S = 1e-6

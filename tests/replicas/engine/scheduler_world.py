@@ -20,8 +20,9 @@ from kv_transfer.errors import FailureReason
 from replicas.engine.input_batch import PersistentBatch
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.sequence import Phase
-from replicas.engine.step import Prepared, RowLogprobs
+from replicas.engine.step import RowLogprobs
 from replicas.messages import TokenLogprob
+from replicas.sampling.preparation import Prepared
 from tests.replicas.engine.fakes import EOS, PREFIX_CACHE_KEY, FakeConnector, result_of
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from replicas.config import EngineConfig, MeshConfig
 from replicas.engine.device_batch import DeviceDraws
 from replicas.engine.model_runner import ModelRunner
-from replicas.engine.rows.processor import DeviceAbilities
 from replicas.engine.step import NewRow, ScheduledBatch
 from replicas.philox import mint_seed
+from replicas.sampling.processor import DeviceAbilities
 from replicas.sampling_params import SamplingParams
 
 VOCAB = 50

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from replicas.config import EngineConfig, GangConfig, MeshConfig, SpeculativeConfig
 from replicas.engine.pause import Call
 from replicas.engine.scheduler import Scheduler
-from replicas.engine.step import Prepared, RowFailure, ScheduledBatch, StepResult
+from replicas.engine.step import RowFailure, ScheduledBatch, StepResult
 from replicas.errors import ConfigError
 from replicas.messages import AddRequest, EngineRequest, TokenOutput
+from replicas.sampling.preparation import Prepared
 from replicas.sampling_params import SamplingParams, StructuredOutputs
 from tests.engines import (
     CLIENT,

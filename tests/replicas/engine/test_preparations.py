@@ -11,7 +11,6 @@ from replicas.engine.preparations import (
     Preparations,
 )
 from replicas.engine.sequence import Phase
-from replicas.engine.step import Preparation, Prepared
 from replicas.messages import (
     BAD_GRAMMAR,
     GRAMMARS_BUSY,
@@ -21,6 +20,7 @@ from replicas.messages import (
     EngineRequest,
     TokenOutput,
 )
+from replicas.sampling.preparation import Preparation, Prepared
 from replicas.sampling_params import SamplingParams, StructuredOutputs
 from tests.engines import take_events
 from tests.replicas.engine.fakes import make_sequence, make_ticket, scheduler_of

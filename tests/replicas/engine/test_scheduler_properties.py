@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from replicas.config import SpeculativeConfig
 from replicas.engine.sequence import Phase
-from replicas.engine.step import Prepared
+from replicas.sampling.preparation import Prepared
 from replicas.sampling_params import StructuredOutputs
 from tests.kv_groups import one_kv_group
 from tests.replicas.engine.fakes import (

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from replicas.config import EngineConfig
 from replicas.engine.core import WORKER_METHODS, EngineCore
-from replicas.engine.step import ModelFacts, NewRow, Preparation, Prepared, ScheduledBatch
+from replicas.engine.step import ModelFacts, NewRow, ScheduledBatch
 from replicas.faults import Fault, ReplicaFaults
 from replicas.generators.simulated.profiles import engine_timing
 from replicas.generators.simulated.timing import LinkTiming
 from replicas.messages import HostSeconds
+from replicas.sampling.preparation import Preparation, Prepared
 from replicas.sampling_params import SamplingParams, StructuredOutputs
 from replicas.simulation.virtual_worker import Chances, StepClock
 from tests.engines import generate, num_preemptions, num_prefix_hits

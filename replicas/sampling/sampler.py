@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from replicas.engine.step import NewRow
+    from replicas.sampling.row import SampledRow
 
     IntArray = npt.NDArray[np.integer[Any]]
     Float32Array = npt.NDArray[np.float32]
@@ -74,7 +74,7 @@ class SamplingColumns:
         self.min_p = np.zeros(max_batch_size, dtype=np.float32)
         self.seed = np.zeros(max_batch_size, dtype=np.int64)
 
-    def add(self, row: NewRow) -> None:
+    def add(self, row: SampledRow) -> None:
         """Take over the parameters of a row."""
         slot, sampling = row.slot, row.sampling
         self.temperature[slot] = sampling.temperature

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from replicas.engine.rows.processor import SlotProcessor
-from replicas.engine.sampler import Limits, best_tokens, block_maxima, within_limits
 from replicas.messages import TokenLogprob
+from replicas.sampling.processor import SlotProcessor
+from replicas.sampling.sampler import Limits, best_tokens, block_maxima, within_limits
 from replicas.sampling_params import GREEDY_EPS, SamplingParams
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from replicas.config import LogprobsMode
-    from replicas.engine.rows.processor import LogitRows
-    from replicas.engine.step import NewRow
+    from replicas.sampling.processor import LogitRows
+    from replicas.sampling.row import SampledRow
 
     Float32Array = npt.NDArray[np.float32]
     Int64Array = npt.NDArray[np.int64]
@@ -72,7 +72,7 @@ class Logprobs(SlotProcessor[_Asked]):
         self._drawn: dict[int, list[list[TokenLogprob]]] = {}
         self._accepted: dict[int, list[list[TokenLogprob]]] = {}
 
-    def state_of(self, row: NewRow) -> _Asked | None:
+    def state_of(self, row: SampledRow) -> _Asked | None:
         """Return what a row asks for; None if nothing."""
         sampling = row.sampling
         if sampling.logprobs is None and not sampling.logprob_token_ids:

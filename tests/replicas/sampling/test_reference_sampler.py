@@ -8,11 +8,11 @@ import torch
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from replicas.engine.rows.order import row_processors
 from replicas.philox import uniform
+from replicas.sampling.order import row_processors
 from replicas.sampling_params import SamplingParams
-from tests.replicas.engine import reference_sampler
-from tests.replicas.engine.row_runner import Rows
+from tests.replicas.sampling import reference_sampler
+from tests.replicas.sampling.row_runner import Rows
 
 LEAST_VOCAB = 12
 TOKENS = st.integers(0, LEAST_VOCAB - 1)

@@ -8,11 +8,11 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from replicas.engine.rows.logprobs import Logprobs
-from replicas.engine.rows.order import row_processors
+from replicas.sampling.logprobs import Logprobs
+from replicas.sampling.order import row_processors
 from replicas.sampling_params import SamplingParams
-from tests.replicas.engine import reference_sampler
-from tests.replicas.engine.row_runner import VOCAB, Rows
+from tests.replicas.sampling import reference_sampler
+from tests.replicas.sampling.row_runner import VOCAB, Rows
 
 MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 

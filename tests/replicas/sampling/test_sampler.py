@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.engine.sampler import NO_ALLOWED_TOKEN, NO_DISTRIBUTION, SamplingColumns, sample
 from replicas.engine.step import NewRow
 from replicas.philox import uniform
+from replicas.sampling.sampler import NO_ALLOWED_TOKEN, NO_DISTRIBUTION, SamplingColumns, sample
 from replicas.sampling_params import SamplingParams
-from tests.replicas.engine.reference_sampler import weights_of
+from tests.replicas.sampling.reference_sampler import weights_of
 
 VOCAB = 12
 

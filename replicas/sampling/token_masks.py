@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from replicas.engine.rows.processor import SlotProcessor
+from replicas.sampling.processor import SlotProcessor
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
-    from replicas.engine.rows.processor import LogitRows
-    from replicas.engine.step import NewRow
+    from replicas.sampling.processor import LogitRows
+    from replicas.sampling.row import SampledRow
 
     Int64Array = npt.NDArray[np.int64]
     Float32Array = npt.NDArray[np.float32]
@@ -31,7 +31,7 @@ _FORBIDDEN = np.float32(-np.inf)
 class AllowedTokens(SlotProcessor["Int64Array"]):
     """Processor of `allowed_token_ids`: forbids all other tokens."""
 
-    def state_of(self, row: NewRow) -> Int64Array | None:
+    def state_of(self, row: SampledRow) -> Int64Array | None:
         """Return (n,) the allowed tokens of a row, in order; None if all are allowed."""
         allowed = row.sampling.allowed_token_ids
         return None if allowed is None else _token_ids(allowed)
@@ -48,7 +48,7 @@ class AllowedTokens(SlotProcessor["Int64Array"]):
 class BadWords(SlotProcessor["_BadWords"]):
     """Processor of `bad_words_token_ids`: forbids the last token of a sequence after the others."""
 
-    def state_of(self, row: NewRow) -> _BadWords | None:
+    def state_of(self, row: SampledRow) -> _BadWords | None:
         """Return the sequences of a row; None if it has none."""
         sequences = row.sampling.bad_words_token_ids
         if not sequences:
@@ -127,7 +127,7 @@ class MinTokens(SlotProcessor[_LeastLength]):
         super().__init__()
         self._eos_token_ids = frozenset(eos_token_ids)
 
-    def state_of(self, row: NewRow) -> _LeastLength | None:
+    def state_of(self, row: SampledRow) -> _LeastLength | None:
         """Return the least length of a row, even of one that has it; None if it has none."""
         sampling = row.sampling
         # With ignore_eos, too, as in vLLM.
@@ -150,7 +150,7 @@ class MinTokens(SlotProcessor[_LeastLength]):
 class LogitBias(SlotProcessor["tuple[Int64Array, Float32Array]"]):
     """Processor of `logit_bias`: adds to the logits of tokens."""
 
-    def state_of(self, row: NewRow) -> tuple[Int64Array, Float32Array] | None:
+    def state_of(self, row: SampledRow) -> tuple[Int64Array, Float32Array] | None:
         """Return (n,) the tokens of a row with a bias and what each gets; None if it has none."""
         biases = row.sampling.logit_bias
         if not biases:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from replicas.engine.rows.grammar import GrammarProcessor
-from replicas.engine.rows.penalties import Penalties
-from replicas.engine.rows.token_masks import AllowedTokens, BadWords, LogitBias, MinTokens
+from replicas.sampling.grammar import GrammarProcessor
+from replicas.sampling.penalties import Penalties
+from replicas.sampling.token_masks import AllowedTokens, BadWords, LogitBias, MinTokens
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from replicas.engine.rows.grammar import GrammarCache
-    from replicas.engine.rows.logprobs import Logprobs
-    from replicas.engine.rows.processor import RowProcessor
+    from replicas.sampling.grammar import GrammarCache
+    from replicas.sampling.logprobs import Logprobs
+    from replicas.sampling.processor import RowProcessor
 
 
 def row_processors(

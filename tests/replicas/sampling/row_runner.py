@@ -12,7 +12,7 @@ from replicas.engine.step import NewRow, ScheduledBatch, StepResult
 from replicas.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from replicas.engine.rows.logprobs import Logprobs
+    from replicas.sampling.logprobs import Logprobs
 
 VOCAB = 24
 NUM_SLOTS = 4

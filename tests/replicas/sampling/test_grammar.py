@@ -11,16 +11,16 @@ import tokenizers.models
 import tokenizers.pre_tokenizers
 import torch
 
-from replicas.engine import sampler
-from replicas.engine.rows import grammar
-from replicas.engine.rows.grammar import GrammarCache, apply_mask
-from replicas.engine.rows.order import row_processors
-from replicas.engine.rows.processor import LogitRows
-from replicas.engine.step import NewRow, Preparation, Prepared
+from replicas.engine.step import NewRow
 from replicas.errors import InvalidRequestError
 from replicas.grammars import GrammarCompiler
+from replicas.sampling import grammar, sampler
+from replicas.sampling.grammar import GrammarCache, apply_mask
+from replicas.sampling.order import row_processors
+from replicas.sampling.preparation import Preparation, Prepared
+from replicas.sampling.processor import LogitRows
 from replicas.sampling_params import SamplingParams, StructuredOutputs
-from tests.replicas.engine.row_runner import Rows
+from tests.replicas.sampling.row_runner import Rows
 
 
 def byte_level_tokenizer():

@@ -5,7 +5,7 @@ step waits for a compilation. A row's matcher is a copy of the compiled one that
 output, which makes its state a function of the row's tokens.
 
 Masks are computed while the device may still compute the logits, and applied to the touched rows
-alone. Dimensions as in `replicas.engine.rows.processor`.
+alone. Dimensions as in `replicas.sampling.processor`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from llguidance.numpy import fill_next_token_bitmask
 
-from replicas.engine.step import NUM_GRAMMAR_THREADS, Prepared
 from replicas.errors import InvalidRequestError
+from replicas.sampling.preparation import NUM_GRAMMAR_THREADS, Prepared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,9 +31,10 @@ if TYPE_CHECKING:
     import torch
     from llguidance import LLMatcher
 
-    from replicas.engine.rows.processor import LogitRows
-    from replicas.engine.step import NewRow, Preparation
     from replicas.grammars import GrammarCompiler
+    from replicas.sampling.preparation import Preparation
+    from replicas.sampling.processor import LogitRows
+    from replicas.sampling.row import SampledRow
     from replicas.sampling_params import StructuredOutputs
 
     Float32Array = npt.NDArray[np.float32]
@@ -174,7 +175,7 @@ class GrammarProcessor:
         # Of the step to come, by row of logits: its mask (ceil(V / 32),), or None if it fails.
         self._masks: dict[int, Int32Array | None] = {}
 
-    def add(self, row: NewRow) -> bool:
+    def add(self, row: SampledRow) -> bool:
         """Take over a row, whose output so far its matcher reads."""
         self._matchers.pop(row.slot, None)
         spec = row.sampling.structured_outputs

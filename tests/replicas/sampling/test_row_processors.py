@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from replicas.engine import sampler
-from replicas.engine.rows import processor
-from replicas.engine.rows.logprobs import Logprobs
-from replicas.engine.rows.order import row_processors
-from replicas.engine.rows.processor import LogitRows, RowProcessors
 from replicas.engine.step import NewRow
+from replicas.sampling import processor, sampler
+from replicas.sampling.logprobs import Logprobs
+from replicas.sampling.order import row_processors
+from replicas.sampling.processor import LogitRows, RowProcessors
 from replicas.sampling_params import SamplingParams
-from tests.replicas.engine.row_runner import VOCAB, Rows
+from tests.replicas.sampling.row_runner import VOCAB, Rows
 
 EOS = 3
 SEEDED = {"temperature": 0.8, "top_k": 12, "top_p": 0.95}

@@ -1,9 +1,9 @@
 """Row processors: the parts of sampling that change a row's logits or read them.
 
 Owner: the model runner, on the worker's thread. Each processor keeps what it needs per slot, and
-rebuilds that from a `NewRow` alone: a row that was preempted, has moved here, or continues after a
-prefill elsewhere arrives as one. Temperature, min-p, top-k and top-p are no processors: they are
-columns of `replicas.engine.sampler`.
+rebuilds that from a `SampledRow` alone: a row that was preempted, has moved here, or continues
+after a prefill elsewhere arrives as one. Temperature, min-p, top-k and top-p are no processors:
+they are columns of `replicas.sampling.sampler`.
 
 Only rows that a processor touches pass through the list, a few at a time, in the buffer from which
 the sampler then draws. All others keep the plain path, so a parameter costs its own row alone.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
-    from replicas.engine.step import NewRow
+    from replicas.sampling.row import SampledRow
     from replicas.sampling_params import SamplingParams
 
     IntArray = npt.NDArray[np.integer[Any]]
@@ -57,7 +57,7 @@ class LogitRows:
 class RowProcessor(Protocol):
     """One concern of sampling, with its state of every slot."""
 
-    def add(self, row: NewRow) -> bool:
+    def add(self, row: SampledRow) -> bool:
         """Take over a row, replacing the state of its slot; return whether it is touched."""
 
     def remove(self, slot: int) -> None:
@@ -99,14 +99,14 @@ class SlotProcessor(ABC, Generic[State]):
         self._states: dict[int, State] = {}
 
     @abstractmethod
-    def state_of(self, row: NewRow) -> State | None:
+    def state_of(self, row: SampledRow) -> State | None:
         """Return the state of a row from its parameters and tokens; None if it is not touched."""
 
     @abstractmethod
     def apply(self, logits: torch.Tensor, rows: LogitRows, indices: Int64Array) -> None:
         """Change float32 (n, V) in place; see `RowProcessor`."""
 
-    def add(self, row: NewRow) -> bool:
+    def add(self, row: SampledRow) -> bool:
         """Take over a row, replacing the state of its slot; return whether it is touched."""
         state = self.state_of(row)
         if state is None:
@@ -157,7 +157,7 @@ class RowProcessors:
         self.touched: BoolArray = np.zeros(max_batch_size, dtype=np.bool_)
         self.num_touched = 0
 
-    def add(self, row: NewRow) -> bool:
+    def add(self, row: SampledRow) -> bool:
         """Take over a row, replacing the state of its slot; return whether it is touched."""
         self.remove((row.slot,))
         found = [processor for processor in self._processors if processor.add(row)]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from replicas.engine.rows.processor import SlotProcessor
+from replicas.sampling.processor import SlotProcessor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
-    from replicas.engine.rows.processor import LogitRows
-    from replicas.engine.step import NewRow
+    from replicas.sampling.processor import LogitRows
+    from replicas.sampling.row import SampledRow
     from replicas.sampling_params import SamplingParams
 
     Int64Array = npt.NDArray[np.int64]
@@ -33,7 +33,7 @@ class Penalties(SlotProcessor["_Penalised"]):
     logits of these tokens are read and written.
     """
 
-    def state_of(self, row: NewRow) -> _Penalised | None:
+    def state_of(self, row: SampledRow) -> _Penalised | None:
         """Return the state of a row; None if it has no penalty."""
         sampling = row.sampling
         repetition, without = sampling.repetition_penalty, (1.0, 0.0, 0.0)

@@ -1,1 +1,0 @@
-"""Row processors: concerns of sampling that change or read a row's logits, one module each."""
