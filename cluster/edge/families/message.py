@@ -47,6 +47,14 @@ class MessageDelta:
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
 
+    @classmethod
+    def joined(cls, parts: list[MessageDelta]) -> MessageDelta:
+        """Return parts as one; their order by kind is lost."""
+        message = cls()
+        for part in parts:
+            message.extend(part)
+        return message
+
     def extend(self, other: MessageDelta) -> None:
         """Add what comes after."""
         self.content += other.content
@@ -72,7 +80,8 @@ class Tool:
 class MessageSink:
     """Collector of a message's parts; it drops the white space that belongs to the markup.
 
-    White space at the end of a part is held back until the next part begins.
+    White space at the end of a part is held back until the next part begins. Each collected part
+    has one kind: content, reasoning or a call.
 
     Args:
         keeps_space: Whether white space between content and calls belongs to the content.
@@ -82,7 +91,7 @@ class MessageSink:
     def __init__(self, *, keeps_space: bool = False, max_calls: int = MAX_CALLS) -> None:
         self._keeps_space = keeps_space
         self._max_calls = max_calls
-        self._delta = MessageDelta()
+        self._parts: list[MessageDelta] = []
         self._space = ""
         self._reasoning_space = ""
         self._is_fresh = True  # no visible content since the beginning or the last markup
@@ -100,7 +109,7 @@ class MessageSink:
         before = self._space + visible
         if self._is_fresh and self._has_markup and not self._keeps_space:
             before = before.lstrip()
-        self._delta.content += before
+        self._parts.append(MessageDelta(content=before))
         self._space = text[len(visible) :]
         self._is_fresh = False
 
@@ -112,9 +121,10 @@ class MessageSink:
             return
         self._space = ""
         if not self._has_reasoning:
-            self._delta.reasoning += visible.lstrip()
+            visible_part = visible.lstrip()
         else:
-            self._delta.reasoning += self._reasoning_space + visible
+            visible_part = self._reasoning_space + visible
+        self._parts.append(MessageDelta(reasoning=visible_part))
         self._has_reasoning = True
         self._reasoning_space = text[len(visible) :]
 
@@ -136,11 +146,12 @@ class MessageSink:
         if not isinstance(name, str) or not name or not _is_encodable(name):
             raise NotACallError
         self._reasoning_space = ""
-        if self._keeps_space and not self._is_fresh:
-            self._delta.content += self._space
+        if self._keeps_space and not self._is_fresh and self._space:
+            self._parts.append(MessageDelta(content=self._space))
         self._space, self._is_fresh, self._has_markup = "", True, True
         if self.num_calls < self._max_calls:
-            self._delta.calls.append(ToolCall(name, arguments, self._unused(call_id)))
+            call = ToolCall(name, arguments, self._unused(call_id))
+            self._parts.append(MessageDelta(calls=[call]))
             self.num_calls += 1
 
     def _unused(self, call_id: str) -> str:
@@ -153,15 +164,15 @@ class MessageSink:
             self._call_ids.add(call_id)
         return call_id
 
-    def take(self, *, is_last: bool = False) -> MessageDelta:
-        """Return what was added since the last call; the last one has what was held back."""
+    def take(self, *, is_last: bool = False) -> list[MessageDelta]:
+        """Return the parts since the last call; the last one has what was held back."""
         if is_last:
-            if self._has_reasoning:
-                self._delta.reasoning += self._reasoning_space
-            if not (self._is_fresh and self._has_markup):
-                self._delta.content += self._space
-        delta, self._delta = self._delta, MessageDelta()
-        return delta
+            if self._has_reasoning and self._reasoning_space:
+                self._parts.append(MessageDelta(reasoning=self._reasoning_space))
+            if self._space and not (self._is_fresh and self._has_markup):
+                self._parts.append(MessageDelta(content=self._space))
+        parts, self._parts = self._parts, []
+        return parts
 
 
 def give_call(sink: MessageSink, call: Any, call_id: str = "") -> None:  # noqa: ANN401 - any JSON value

@@ -44,12 +44,20 @@ class OutputParser:
 
     def feed(self, text: str) -> MessageDelta:
         """Add output; return what it completes."""
+        return MessageDelta.joined(self.feed_parts(text))
+
+    def feed_parts(self, text: str) -> list[MessageDelta]:
+        """Add output; return what it completes in its order, in parts of one kind each."""
         self._reader.text += text
         self._resume()
         return self._sink.take()
 
     def finish(self, *, is_cut: bool = False) -> MessageDelta:
-        """End the output; return the rest of the message.
+        """End the output; return the rest of the message; see `finish_parts`."""
+        return MessageDelta.joined(self.finish_parts(is_cut=is_cut))
+
+    def finish_parts(self, *, is_cut: bool = False) -> list[MessageDelta]:
+        """End the output; return the rest of the message in its order, in parts of one kind each.
 
         Args:
             is_cut: Whether the model did not stop by itself. A call without an end is dropped then;

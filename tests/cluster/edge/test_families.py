@@ -52,12 +52,24 @@ def parser(tools, reasoning=None, prompt_end="", *, hidden=(), offered=TOOLS, ma
     )
 
 
-def read_in_pieces(own, text, cuts, *, is_cut=False):
-    message = MessageDelta()
+def parts_in_pieces(own, text, cuts, *, is_cut=False):
+    """The parts of a message in their order, neighbours of one kind joined."""
+    parts = []
     for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
-        message.extend(own.feed(text[begin:end]))
-    message.extend(own.finish(is_cut=is_cut))
-    return message
+        parts += own.feed_parts(text[begin:end])
+    joined = []
+    for part in [*parts, *own.finish_parts(is_cut=is_cut)]:
+        kind = [bool(part.content), bool(part.reasoning), bool(part.calls)]
+        assert sum(kind) == 1
+        if joined and joined[-1][0] == kind:
+            joined[-1][1].extend(part)
+        else:
+            joined.append((kind, part))
+    return [part for _, part in joined]
+
+
+def read_in_pieces(own, text, cuts, *, is_cut=False):
+    return MessageDelta.joined(parts_in_pieces(own, text, cuts, is_cut=is_cut))
 
 
 def test_every_format_that_a_configuration_may_name_is_there():
@@ -226,9 +238,11 @@ def test_any_division_of_an_output_gives_the_same_message():
         cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8).map(sorted))
         whole = parser(tools, reasoning, prompt_end).read(text, is_cut=is_cut)
         num_messages[bool(whole.calls)] += 1
+        parts = parts_in_pieces(parser(tools, reasoning, prompt_end), text, (), is_cut=is_cut)
+        assert MessageDelta.joined(parts) == whole
         for places in (cuts, range(1, len(text))):
             own = parser(tools, reasoning, prompt_end)
-            assert read_in_pieces(own, text, places, is_cut=is_cut) == whole
+            assert parts_in_pieces(own, text, places, is_cut=is_cut) == parts
 
     check()
     assert num_messages[True] >= 100
