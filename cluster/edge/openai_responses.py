@@ -8,20 +8,26 @@ probabilities also OpenAI's API reference.
 from __future__ import annotations
 
 import math
-import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 import orjson
 
-from cluster.edge.families.message import MessageDelta
+from cluster.edge.families.message import (
+    ArgumentsPiece,
+    CallEnd,
+    CallStart,
+    ContentPiece,
+    MessageDelta,
+    ReasoningPiece,
+)
 from cluster.edge.openai import Usage
 from cluster.errors import InternalError
 from replicas.messages import TokenLogprob
 
 if TYPE_CHECKING:
-    from cluster.edge.families.message import ToolCall
+    from cluster.edge.families.message import Message, ToolCall
     from cluster.edge.families.parser import OutputParser
     from cluster.edge.openai import ModelCard, ResponseSpec
     from cluster.errors import ServingError
@@ -119,7 +125,7 @@ class ChatShape(_Shape):
             return b'"delta":{"role":"assistant","content":' + orjson.dumps(text) + b"}"
         return b'"delta":{"content":' + orjson.dumps(text) + b"}" if text else b'"delta":{}'
 
-    def whole_message(self, message: MessageDelta, echo: str, *, has_reasoning: bool) -> Body:
+    def whole_message(self, message: Message, echo: str, *, has_reasoning: bool) -> Body:
         """Return the field of a finished choice that a parser has read."""
         body: Body = {"role": "assistant", "content": echo + message.content, "refusal": None}
         if has_reasoning:
@@ -130,22 +136,31 @@ class ChatShape(_Shape):
             body["tool_calls"] = [_call_body(call) for call in message.calls]
         return {"message": body}
 
-    def chunk_message(self, message: MessageDelta, first_call: int, *, is_first: bool) -> bytes:
+    def chunk_message(self, message: MessageDelta, *, is_first: bool) -> bytes:
         """Return the field of a streamed choice with a part of a message; the first has the role.
+
+        A call's first entry has its index, id, type and name; all have a part of its arguments.
 
         Args:
             message: The part.
-            first_call: Index of its first call among those of the choice.
             is_first: Whether it is the first of its choice.
         """
         delta: Body = {"role": "assistant", "content": ""} if is_first else {}
-        if message.content:
-            delta["content"] = message.content
-        if message.reasoning:
-            delta["reasoning"] = message.reasoning
-        if message.calls:
-            calls = enumerate(message.calls, start=first_call)
-            delta["tool_calls"] = [{"index": i, **_call_body(call)} for i, call in calls]
+        calls: dict[int, Body] = {}
+        for piece in message.pieces:
+            if isinstance(piece, ContentPiece):
+                delta["content"] = delta.get("content", "") + piece.text
+            elif isinstance(piece, ReasoningPiece):
+                delta["reasoning"] = delta.get("reasoning", "") + piece.text
+            elif isinstance(piece, CallStart):
+                head = {"id": piece.call_id, "type": "function"}
+                function = {"name": piece.name, "arguments": ""}
+                calls[piece.index] = {"index": piece.index, **head, "function": function}
+            elif isinstance(piece, ArgumentsPiece):
+                more = {"index": piece.index, "function": {"arguments": ""}}
+                calls.setdefault(piece.index, more)["function"]["arguments"] += piece.text
+        if calls:
+            delta["tool_calls"] = list(calls.values())
         return b'"delta":' + orjson.dumps(delta)
 
     def logprobs(self, positions: list[list[TokenLogprob]], offset: int) -> tuple[Body, int]:
@@ -310,8 +325,10 @@ class ChunkWriter:
         return beginning + _end(inner, outer)
 
     def _message_beginning(self, choice: _StreamedChoice, message: _StreamedMessage) -> bytes:
-        if choice.is_first:
-            message.part.content = self._spec.echo + message.part.content
+        if choice.is_first and self._spec.echo:
+            part = MessageDelta([ContentPiece(self._spec.echo)])
+            part.extend(message.part)
+            message.part = part
         piece = message.chunk(is_first=choice.is_first)
         choice.is_first = False
         return choice.head + piece
@@ -344,7 +361,6 @@ class _StreamedMessage:
     def __init__(self, shape: ChatShape, parser: OutputParser, has_reasoning: bool) -> None:
         self._shape = shape
         self._has_reasoning = has_reasoning
-        self._num_calls = 0
         self.parser = parser
         self.part = MessageDelta()
 
@@ -354,19 +370,17 @@ class _StreamedMessage:
         if delta.finish_reason is not None:
             self.part.extend(self.parser.finish(is_cut=_is_cut(delta)))
         if not self._has_reasoning:
-            self.part.reasoning = ""
-        return self.part != MessageDelta()
+            self.part = self.part.without_reasoning()
+        return any(not isinstance(piece, CallEnd) for piece in self.part.pieces)
 
     def take(self) -> MessageDelta:
         """Return the part that was not sent."""
         part, self.part = self.part, MessageDelta()
-        self._num_calls += len(part.calls)
         return part
 
     def chunk(self, *, is_first: bool) -> bytes:
         """Return the field of an event with the part that was not sent."""
-        first_call = self._num_calls
-        return self._shape.chunk_message(self.take(), first_call, is_first=is_first)
+        return self._shape.chunk_message(self.take(), is_first=is_first)
 
 
 def _is_cut(last: OutputDelta) -> bool:
@@ -414,9 +428,8 @@ def _details(
 
 
 def _call_body(call: ToolCall) -> Body:
-    call_id = call.call_id or f"call_{uuid.uuid4().hex[:24]}"
     function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call_id, "type": "function", "function": function}
+    return {"id": call.call_id, "type": "function", "function": function}
 
 
 def _head(spec: ResponseSpec, id_prefix: str, kind: str) -> Body:

@@ -12,6 +12,7 @@ import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from cluster.edge.families.message import new_call_id
 from cluster.edge.families.reader import CutError, Markers, NotACallError
 
 if TYPE_CHECKING:
@@ -94,6 +95,10 @@ class ToolFormat(abc.ABC):
         """Return whether the format can write calls of a tool."""
         del tool
         return True
+
+    def new_call_id(self) -> str:
+        """Return the id of a call to which the model gives none."""
+        return new_call_id()
 
     def rendered_message(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return a message of the history as the family's chat template takes it.

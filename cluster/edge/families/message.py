@@ -5,17 +5,115 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+import uuid
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from cluster.edge.families.reader import NotACallError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 MAX_CALLS = 1024
 """Most calls of one message; further ones are dropped."""
 _INDEX = re.compile(r":[0-9]+$")
+
+
+@dataclass(frozen=True, slots=True)
+class ContentPiece:
+    """Text for the user, which follows the content so far."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningPiece:
+    """Text of the model's reasoning, which follows the reasoning so far."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """The beginning of a call of a tool; until its end nothing but its arguments follows.
+
+    Attributes:
+        index: Its place among the calls of the message.
+        name: The tool's name.
+        call_id: Its id: the model's, or a new one.
+    """
+
+    index: int
+    name: str
+    call_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentsPiece:
+    """Text of a call's arguments, which follows the text so far.
+
+    Attributes:
+        index: The call's place among the calls of the message.
+        text: A part of a JSON object.
+    """
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    """The end of a call.
+
+    Attributes:
+        index: The call's place among the calls of the message.
+        is_complete: Whether its arguments are a whole JSON object. If not, the output was cut, or
+            turned out to be no call, and the arguments so far are the beginning of an object.
+    """
+
+    index: int
+    is_complete: bool = True
+
+
+Piece: TypeAlias = ContentPiece | ReasoningPiece | CallStart | ArgumentsPiece | CallEnd
+
+
+@dataclass(slots=True)
+class MessageDelta:
+    """What a part of the output adds to a message.
+
+    Attributes:
+        pieces: In the order of the output. Texts of one kind do not follow each other.
+    """
+
+    pieces: list[Piece] = field(default_factory=list)
+
+    def add(self, piece: Piece) -> None:
+        """Add a piece; text continues a piece of the same kind."""
+        last = self.pieces[-1] if self.pieces else None
+        if isinstance(piece, ContentPiece) and isinstance(last, ContentPiece):
+            piece = ContentPiece(last.text + piece.text)
+        elif isinstance(piece, ReasoningPiece) and isinstance(last, ReasoningPiece):
+            piece = ReasoningPiece(last.text + piece.text)
+        elif isinstance(piece, ArgumentsPiece) and isinstance(last, ArgumentsPiece):
+            piece = ArgumentsPiece(piece.index, last.text + piece.text)
+        else:
+            self.pieces.append(piece)
+            return
+        self.pieces[-1] = piece
+
+    def extend(self, other: MessageDelta) -> None:
+        """Add what comes after."""
+        for piece in other.pieces:
+            self.add(piece)
+
+    def without_reasoning(self) -> MessageDelta:
+        """Return the other pieces."""
+        kept = MessageDelta()
+        for piece in self.pieces:
+            if not isinstance(piece, ReasoningPiece):
+                kept.add(piece)
+        return kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,22 +123,24 @@ class ToolCall:
     Attributes:
         name: The tool's name.
         arguments: A JSON object as text.
-        call_id: The id that the model gave the call; "" if its format has none.
+        call_id: Its id: the model's, or a new one.
+        is_complete: See `CallEnd`; true in the message of a whole output.
     """
 
     name: str
     arguments: str
     call_id: str = ""
+    is_complete: bool = True
 
 
 @dataclass(slots=True)
-class MessageDelta:
-    """What a piece of output adds to a message.
+class Message:
+    """A whole message.
 
     Attributes:
         content: Text for the user.
         reasoning: Text of the model's reasoning.
-        calls: Calls that are complete.
+        calls: Calls of tools.
     """
 
     content: str = ""
@@ -48,18 +148,24 @@ class MessageDelta:
     calls: list[ToolCall] = field(default_factory=list)
 
     @classmethod
-    def joined(cls, parts: list[MessageDelta]) -> MessageDelta:
-        """Return parts as one; their order by kind is lost."""
+    def of(cls, delta: MessageDelta) -> Message:
+        """Return the message of all its pieces."""
         message = cls()
-        for part in parts:
-            message.extend(part)
+        for piece in delta.pieces:
+            if isinstance(piece, ContentPiece):
+                message.content += piece.text
+            elif isinstance(piece, ReasoningPiece):
+                message.reasoning += piece.text
+            elif isinstance(piece, CallStart):
+                message.calls.append(ToolCall(piece.name, "", piece.call_id, is_complete=False))
+            else:
+                call = message.calls[piece.index]
+                if isinstance(piece, ArgumentsPiece):
+                    call = replace(call, arguments=call.arguments + piece.text)
+                else:
+                    call = replace(call, is_complete=piece.is_complete)
+                message.calls[piece.index] = call
         return message
-
-    def extend(self, other: MessageDelta) -> None:
-        """Add what comes after."""
-        self.content += other.content
-        self.reasoning += other.reasoning
-        self.calls += other.calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +186,28 @@ class Tool:
 class MessageSink:
     """Collector of a message's parts; it drops the white space that belongs to the markup.
 
-    White space at the end of a part is held back until the next part begins. Each collected part
-    has one kind: content, reasoning or a call.
+    White space at the end of a part is held back until the next part begins.
 
     Args:
+        new_call_id: Makes the id of a call that has none.
         keeps_space: Whether white space between content and calls belongs to the content.
         max_calls: Most calls; further ones are dropped.
+
+    Attributes:
+        num_calls: Number of complete calls.
     """
 
-    def __init__(self, *, keeps_space: bool = False, max_calls: int = MAX_CALLS) -> None:
+    def __init__(
+        self,
+        new_call_id: Callable[[], str],
+        *,
+        keeps_space: bool = False,
+        max_calls: int = MAX_CALLS,
+    ) -> None:
+        self._new_call_id = new_call_id
         self._keeps_space = keeps_space
         self._max_calls = max_calls
-        self._parts: list[MessageDelta] = []
+        self._delta = MessageDelta()
         self._space = ""
         self._reasoning_space = ""
         self._is_fresh = True  # no visible content since the beginning or the last markup
@@ -109,7 +225,7 @@ class MessageSink:
         before = self._space + visible
         if self._is_fresh and self._has_markup and not self._keeps_space:
             before = before.lstrip()
-        self._parts.append(MessageDelta(content=before))
+        self._delta.add(ContentPiece(before))
         self._space = text[len(visible) :]
         self._is_fresh = False
 
@@ -120,11 +236,8 @@ class MessageSink:
             self._reasoning_space += text
             return
         self._space = ""
-        if not self._has_reasoning:
-            visible_part = visible.lstrip()
-        else:
-            visible_part = self._reasoning_space + visible
-        self._parts.append(MessageDelta(reasoning=visible_part))
+        before = self._reasoning_space + visible if self._has_reasoning else visible.lstrip()
+        self._delta.add(ReasoningPiece(before))
         self._has_reasoning = True
         self._reasoning_space = text[len(visible) :]
 
@@ -137,8 +250,8 @@ class MessageSink:
     def call(self, name: object, arguments: str, call_id: str = "") -> None:
         """Add a complete call.
 
-        An id that an earlier call has gets the call's own index, as in Kimi K2's ids, or is dropped
-        if it has none: results name calls by their ids.
+        An id that an earlier call has gets the call's own index, as in Kimi K2's ids, or a new one
+        replaces it if it has none: results name calls by their ids.
 
         Raises:
             NotACallError: The name is no text, or an empty one.
@@ -147,11 +260,13 @@ class MessageSink:
             raise NotACallError
         self._reasoning_space = ""
         if self._keeps_space and not self._is_fresh and self._space:
-            self._parts.append(MessageDelta(content=self._space))
+            self._delta.add(ContentPiece(self._space))
         self._space, self._is_fresh, self._has_markup = "", True, True
         if self.num_calls < self._max_calls:
-            call = ToolCall(name, arguments, self._unused(call_id))
-            self._parts.append(MessageDelta(calls=[call]))
+            index = self.num_calls
+            self._delta.add(CallStart(index, name, self._unused(call_id) or self._new_call_id()))
+            self._delta.add(ArgumentsPiece(index, arguments))
+            self._delta.add(CallEnd(index))
             self.num_calls += 1
 
     def _unused(self, call_id: str) -> str:
@@ -164,15 +279,20 @@ class MessageSink:
             self._call_ids.add(call_id)
         return call_id
 
-    def take(self, *, is_last: bool = False) -> list[MessageDelta]:
-        """Return the parts since the last call; the last one has what was held back."""
+    def take(self, *, is_last: bool = False) -> MessageDelta:
+        """Return what was added since the last call; the last one has what was held back."""
         if is_last:
             if self._has_reasoning and self._reasoning_space:
-                self._parts.append(MessageDelta(reasoning=self._reasoning_space))
-            if self._space and not (self._is_fresh and self._has_markup):
-                self._parts.append(MessageDelta(content=self._space))
-        parts, self._parts = self._parts, []
-        return parts
+                self._delta.add(ReasoningPiece(self._reasoning_space))
+            if not (self._is_fresh and self._has_markup) and self._space:
+                self._delta.add(ContentPiece(self._space))
+        delta, self._delta = self._delta, MessageDelta()
+        return delta
+
+
+def new_call_id() -> str:
+    """Return an id of a call as OpenAI's API has them."""
+    return f"call_{uuid.uuid4().hex[:24]}"
 
 
 def give_call(sink: MessageSink, call: Any, call_id: str = "") -> None:  # noqa: ANN401 - any JSON value

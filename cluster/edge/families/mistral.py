@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import uuid
 from typing import TYPE_CHECKING, Any
 
 from cluster.edge.families.formats import ToolFormat
@@ -54,6 +55,10 @@ class Mistral(ToolFormat):
         yield from reader.skip_space()
         arguments = loads((yield from reader.json_value()))
         sink.call(name, arguments_text(arguments), call_id)
+
+    def new_call_id(self) -> str:
+        """Return nine letters and digits, which the templates of later turns demand."""
+        return uuid.uuid4().hex[:9]
 
     def rendered_message(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return a message whose calls have ids of nine letters and digits.

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cluster.edge.families.formats import OutputContext, read_message
-from cluster.edge.families.message import MAX_CALLS, MessageDelta, MessageSink
+from cluster.edge.families.message import MAX_CALLS, Message, MessageSink, new_call_id
 from cluster.edge.families.reader import TextReader
 
 if TYPE_CHECKING:
     from cluster.edge.families.formats import ReasoningFormat, ToolFormat
+    from cluster.edge.families.message import MessageDelta
 
 
 class OutputParser:
@@ -33,31 +34,24 @@ class OutputParser:
     ) -> None:
         self._reader = TextReader()
         keeps_space = tools is not None and tools.keeps_space
-        self._sink = MessageSink(keeps_space=keeps_space, max_calls=max_calls)
+        make_id = new_call_id if tools is None else tools.new_call_id
+        self._sink = MessageSink(make_id, keeps_space=keeps_space, max_calls=max_calls)
         self._steps = read_message(tools, reasoning, self._reader, self._sink, context)
         self._is_done = False
 
     @property
     def has_calls(self) -> bool:
-        """Return whether the message has calls."""
+        """Return whether the message has complete calls."""
         return self._sink.num_calls > 0
 
     def feed(self, text: str) -> MessageDelta:
         """Add output; return what it completes."""
-        return MessageDelta.joined(self.feed_parts(text))
-
-    def feed_parts(self, text: str) -> list[MessageDelta]:
-        """Add output; return what it completes in its order, in parts of one kind each."""
         self._reader.text += text
         self._resume()
         return self._sink.take()
 
     def finish(self, *, is_cut: bool = False) -> MessageDelta:
-        """End the output; return the rest of the message; see `finish_parts`."""
-        return MessageDelta.joined(self.finish_parts(is_cut=is_cut))
-
-    def finish_parts(self, *, is_cut: bool = False) -> list[MessageDelta]:
-        """End the output; return the rest of the message in its order, in parts of one kind each.
+        """End the output; return the rest of the message.
 
         Args:
             is_cut: Whether the model did not stop by itself. A call without an end is dropped then;
@@ -67,11 +61,11 @@ class OutputParser:
         self._resume()
         return self._sink.take(is_last=True)
 
-    def read(self, text: str, *, is_cut: bool = False) -> MessageDelta:
+    def read(self, text: str, *, is_cut: bool = False) -> Message:
         """Return the message of a whole output; see `finish`."""
-        message = self.feed(text)
-        message.extend(self.finish(is_cut=is_cut))
-        return message
+        delta = self.feed(text)
+        delta.extend(self.finish(is_cut=is_cut))
+        return Message.of(delta)
 
     def _resume(self) -> None:
         if not self._is_done:

@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 
 from cluster.edge.families.formats import OutputContext
-from cluster.edge.families.message import MessageDelta, Tool
+from cluster.edge.families.message import Message, MessageDelta, Tool
 from cluster.edge.families.parser import OutputParser
 from cluster.edge.families.table import REASONING_FORMATS, TOOL_FORMATS
 
@@ -40,10 +40,11 @@ def parsed(fixture, pieces):
     functions = [tool.get("function", tool) for tool in fixture.tools]
     offered = {f["name"]: Tool(f["name"], f.get("parameters") or {}) for f in functions}
     parser = OutputParser(tools, reasoning, OutputContext(offered, prompt_end))
-    message = MessageDelta()
+    delta = MessageDelta()
     for piece in pieces:
-        message.extend(parser.feed(piece))
-    message.extend(parser.finish(is_cut=fixture.truncated))
+        delta.extend(parser.feed(piece))
+    delta.extend(parser.finish(is_cut=fixture.truncated))
+    message = Message.of(delta)
     calls = tuple(ParsedToolCall(call.name, call.arguments) for call in message.calls)
     return ParseResult(message.content or None, message.reasoning or None, calls)
 

@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.config.schema import ReasoningParserName, ToolParserName
+from cluster.edge.families import formats
 from cluster.edge.families.formats import OutputContext, WholeFormat
 from cluster.edge.families.grammar import CallRules, answer_grammar, message_grammar
 from cluster.edge.families.lark import UnsupportedSchemaError
-from cluster.edge.families.message import MessageDelta, Tool, ToolCall
+from cluster.edge.families.message import Message, MessageDelta, Tool, ToolCall
+from cluster.edge.families.mistral import Mistral
 from cluster.edge.families.parser import OutputParser
 from cluster.edge.families.reader import Markers, TextReader
 from cluster.edge.families.table import REASONING_FORMATS, TOOL_FORMATS
@@ -52,24 +54,25 @@ def parser(tools, reasoning=None, prompt_end="", *, hidden=(), offered=TOOLS, ma
     )
 
 
-def parts_in_pieces(own, text, cuts, *, is_cut=False):
-    """The parts of a message in their order, neighbours of one kind joined."""
-    parts = []
+def delta_in_pieces(own, text, cuts, *, is_cut=False):
+    delta = MessageDelta()
     for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
-        parts += own.feed_parts(text[begin:end])
-    joined = []
-    for part in [*parts, *own.finish_parts(is_cut=is_cut)]:
-        kind = [bool(part.content), bool(part.reasoning), bool(part.calls)]
-        assert sum(kind) == 1
-        if joined and joined[-1][0] == kind:
-            joined[-1][1].extend(part)
-        else:
-            joined.append((kind, part))
-    return [part for _, part in joined]
+        delta.extend(own.feed(text[begin:end]))
+    delta.extend(own.finish(is_cut=is_cut))
+    return delta
 
 
 def read_in_pieces(own, text, cuts, *, is_cut=False):
-    return MessageDelta.joined(parts_in_pieces(own, text, cuts, is_cut=is_cut))
+    return Message.of(delta_in_pieces(own, text, cuts, is_cut=is_cut))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _ids_of_calls():
+    """Without ids of our own, messages can be compared."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(formats, "new_call_id", str)
+        patch.setattr(Mistral, "new_call_id", formats.ToolFormat.new_call_id)
+        yield
 
 
 def test_every_format_that_a_configuration_may_name_is_there():
@@ -85,29 +88,29 @@ def test_no_start_of_a_call_is_the_beginning_of_another(name):
 
 HERMES_CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 MESSAGES = [
-    ("hermes", None, "", "Hello <b>", MessageDelta("Hello <b>")),
-    ("hermes", None, "", HERMES_CALL, MessageDelta(calls=[PARIS])),
-    ("hermes", None, "", f"Look:\n{HERMES_CALL}\n", MessageDelta("Look:", calls=[PARIS])),
-    ("hermes", None, "", f"{HERMES_CALL}\n{HERMES_CALL}", MessageDelta(calls=[PARIS, PARIS])),
+    ("hermes", None, "", "Hello <b>", Message("Hello <b>")),
+    ("hermes", None, "", HERMES_CALL, Message(calls=[PARIS])),
+    ("hermes", None, "", f"Look:\n{HERMES_CALL}\n", Message("Look:", calls=[PARIS])),
+    ("hermes", None, "", f"{HERMES_CALL}\n{HERMES_CALL}", Message(calls=[PARIS, PARIS])),
     # What is no call is content.
-    ("hermes", None, "", "<tool_call>no</tool_call>", MessageDelta("<tool_call>no</tool_call>")),
-    ("hermes", None, "", '<tool_call>{"name": 5}', MessageDelta('<tool_call>{"name": 5}')),
+    ("hermes", None, "", "<tool_call>no</tool_call>", Message("<tool_call>no</tool_call>")),
+    ("hermes", None, "", '<tool_call>{"name": 5}', Message('<tool_call>{"name": 5}')),
     ("hermes", None, "", '<tool_call>{"name":"f","arguments":{"x":1e999}}',
-     MessageDelta('<tool_call>{"name":"f","arguments":{"x":1e999}}')),
+     Message('<tool_call>{"name":"f","arguments":{"x":1e999}}')),
     ("hermes", None, "", '<tool_call>{"name":"f","arguments":{"x":"\\ud800"}}',
-     MessageDelta(calls=[ToolCall("f", '{"x": "\\ud800"}')])),
+     Message(calls=[ToolCall("f", '{"x": "\\ud800"}')])),
     ("hermes", "qwen3", "<think>\n", f"Hm.\n</think>\n\nSo.\n{HERMES_CALL}",
-     MessageDelta("So.", "Hm.", [PARIS])),
-    ("hermes", "qwen3", "<think>\n\n</think>\n\n", "So.", MessageDelta("So.")),
-    ("hermes", "qwen3", "", "<think>\nHm.\n</think>\n\nSo.", MessageDelta("So.", "Hm.")),
-    ("hermes", "qwen3", "", "I say <think>.", MessageDelta("I say <think>.")),
-    ("hermes", "qwen3", "<think>\n", f"Hm.\n{HERMES_CALL}", MessageDelta("", "Hm.", [PARIS])),
-    ("hermes", "qwen3", "<think>\n", "A <tool_call> is", MessageDelta("", "A <tool_call> is")),
-    ("hermes", "qwen3", "<think>\n", "Never ends", MessageDelta("", "Never ends")),
+     Message("So.", "Hm.", [PARIS])),
+    ("hermes", "qwen3", "<think>\n\n</think>\n\n", "So.", Message("So.")),
+    ("hermes", "qwen3", "", "<think>\nHm.\n</think>\n\nSo.", Message("So.", "Hm.")),
+    ("hermes", "qwen3", "", "I say <think>.", Message("I say <think>.")),
+    ("hermes", "qwen3", "<think>\n", f"Hm.\n{HERMES_CALL}", Message("", "Hm.", [PARIS])),
+    ("hermes", "qwen3", "<think>\n", "A <tool_call> is", Message("", "A <tool_call> is")),
+    ("hermes", "qwen3", "<think>\n", "Never ends", Message("", "Never ends")),
     ("llama3_json", None, "", '{"name": ["f"], "parameters": {}}',
-     MessageDelta('{"name": ["f"], "parameters": {}}')),
-    (None, "deepseek_r1", "", "Hm.</think>So.", MessageDelta("So.", "Hm.")),
-    (None, "deepseek_r1", "", "<think>Hm.</think>So.", MessageDelta("So.", "Hm.")),
+     Message('{"name": ["f"], "parameters": {}}')),
+    (None, "deepseek_r1", "", "Hm.</think>So.", Message("So.", "Hm.")),
+    (None, "deepseek_r1", "", "<think>Hm.</think>So.", Message("So.", "Hm.")),
 ]  # fmt: skip
 
 
@@ -119,17 +122,17 @@ def test_an_output_becomes_a_message(tools, reasoning, prompt_end, text, message
 HARMONY_CALL = "<|channel|>commentary to=functions.get_time <|constrain|>json<|message|>"
 KIMI_CALL = '<|open|>tools<|sep|><|open|>call tool="get_time" index="0"<|sep|>'
 UNENDED = [
-    ("hermes", None, "", HERMES_CALL[:30], MessageDelta(HERMES_CALL[:30])),
+    ("hermes", None, "", HERMES_CALL[:30], Message(HERMES_CALL[:30])),
     ("hermes", None, "", f"{HERMES_CALL}\n{HERMES_CALL[:30]}",
-     MessageDelta(HERMES_CALL[:30], calls=[PARIS])),
+     Message(HERMES_CALL[:30], calls=[PARIS])),
     ("hermes", None, "", HERMES_CALL.replace("}}", "}"),
-     MessageDelta(HERMES_CALL.replace("}}", "}"))),
+     Message(HERMES_CALL.replace("}}", "}"))),
     ("hermes", "qwen3", "<think>", f"Hm.{HERMES_CALL[:30]}",
-     MessageDelta("", f"Hm.{HERMES_CALL[:30]}")),
-    ("glm45", None, "", "Use <tool_call> to call.", MessageDelta("Use <tool_call> to call.")),
-    ("openai", None, "", "to=5 is the answer", MessageDelta("to=5 is the answer")),
-    ("openai", None, "", f'{HARMONY_CALL}{{"a": 1', MessageDelta('{"a": 1')),
-    ("kimi_k3", None, "", KIMI_CALL, MessageDelta(KIMI_CALL)),
+     Message("", f"Hm.{HERMES_CALL[:30]}")),
+    ("glm45", None, "", "Use <tool_call> to call.", Message("Use <tool_call> to call.")),
+    ("openai", None, "", "to=5 is the answer", Message("to=5 is the answer")),
+    ("openai", None, "", f'{HARMONY_CALL}{{"a": 1', Message('{"a": 1')),
+    ("kimi_k3", None, "", KIMI_CALL, Message(KIMI_CALL)),
 ]  # fmt: skip
 
 
@@ -154,7 +157,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("tools", "text", "content"), REFUSED)
 def test_a_part_of_a_message_that_is_no_call_is_content(tools, text, content):
-    assert parser(tools).read(text) == MessageDelta(content)
+    assert parser(tools).read(text) == Message(content)
 
 
 PIECES = [*sorted({start for each in TOOL_FORMATS.values() for start in each.starts}),
@@ -238,11 +241,11 @@ def test_any_division_of_an_output_gives_the_same_message():
         cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8).map(sorted))
         whole = parser(tools, reasoning, prompt_end).read(text, is_cut=is_cut)
         num_messages[bool(whole.calls)] += 1
-        parts = parts_in_pieces(parser(tools, reasoning, prompt_end), text, (), is_cut=is_cut)
-        assert MessageDelta.joined(parts) == whole
+        delta = delta_in_pieces(parser(tools, reasoning, prompt_end), text, (), is_cut=is_cut)
+        assert Message.of(delta) == whole
         for places in (cuts, range(1, len(text))):
             own = parser(tools, reasoning, prompt_end)
-            assert parts_in_pieces(own, text, places, is_cut=is_cut) == parts
+            assert delta_in_pieces(own, text, places, is_cut=is_cut) == delta
 
     check()
     assert num_messages[True] >= 100
@@ -250,7 +253,7 @@ def test_any_division_of_an_output_gives_the_same_message():
 
 def test_content_comes_at_once_unless_it_may_begin_a_call():
     own = parser("hermes")
-    assert [own.feed(piece).content for piece in ("Hi", " <b", " you<tool", "_x")] == [
+    assert [Message.of(own.feed(piece)).content for piece in ("Hi", " <b", " you<tool", "_x")] == [
         "Hi", " <b", " you", "<tool_x",
     ]  # fmt: skip
 
@@ -259,13 +262,13 @@ def test_a_call_is_given_when_it_is_complete():
     own = parser("hermes")
     assert own.feed(HERMES_CALL[:-20]) == MessageDelta()
     assert own.has_calls is False
-    assert own.feed(HERMES_CALL[-20:]).calls == [PARIS]
+    assert Message.of(own.feed(HERMES_CALL[-20:])).calls == [PARIS]
     assert own.has_calls is True
 
 
 def test_special_tokens_are_left_out_and_further_calls_are_dropped():
     own = parser("hermes", hidden=["<|end|>"], max_calls=1)
-    assert own.read(f"a<|end|>b{HERMES_CALL}{HERMES_CALL}") == MessageDelta("ab", calls=[PARIS])
+    assert own.read(f"a<|end|>b{HERMES_CALL}{HERMES_CALL}") == Message("ab", calls=[PARIS])
 
 
 def num_chars_handled(monkeypatch, pieces, prompt_end):
@@ -310,7 +313,7 @@ def test_text_that_looks_like_calls_again_and_again_is_not_read_as_often():
 
 def test_many_short_texts_that_are_no_calls_do_not_hide_a_call():
     text = "<tool_call>no" * 200
-    assert parser("hermes").read(text + HERMES_CALL) == MessageDelta(text, calls=[PARIS])
+    assert parser("hermes").read(text + HERMES_CALL) == Message(text, calls=[PARIS])
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
@@ -750,4 +753,4 @@ def test_a_grammar_of_the_answer_begins_behind_the_reasoning(name, prompt_end, s
     assert not accepted(grammar, output_with(name, prompt_end, "Hm.", wrong))
     message = parser(None, name, prompt_end, offered={}).read(text)
     has_thought = prompt_end != "<|open|>response<|sep|>"
-    assert message == MessageDelta(right, "Hm." if has_thought else "")
+    assert message == Message(right, "Hm." if has_thought else "")

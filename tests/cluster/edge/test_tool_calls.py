@@ -1,6 +1,7 @@
 """Tools and reasoning over HTTP: fields, answers, streams, and resumed streams."""
 
 import json
+import re
 
 import jinja2
 import pytest
@@ -438,12 +439,14 @@ def test_the_former_role_of_results_is_rendered_as_a_result():
     assert rendered == {"role": "tool", "name": "weather", "content": "sun"}
 
 
-def test_an_id_of_a_list_of_mistral_is_kept():
-    text = '[TOOL_CALLS][{"name": "weather", "arguments": {}, "id": "abc123XYZ"}]'
-    backend = ToolBackend(text)
+@pytest.mark.parametrize("given", ["abc123XYZ", None])
+def test_an_id_of_mistral_has_nine_characters(given):
+    made = {"name": "weather", "arguments": {}} | ({"id": given} if given else {})
+    backend = ToolBackend(f"[TOOL_CALLS]{json.dumps([made])}")
     backend.tool_call_parser = "mistral"
     client = call(backend, "POST", PATH, BODY)
-    assert client.body["choices"][0]["message"]["tool_calls"][0]["id"] == "abc123XYZ"
+    found = client.body["choices"][0]["message"]["tool_calls"][0]["id"]
+    assert found == given if given else re.fullmatch("[A-Za-z0-9]{9}", found)
 
 
 @pytest.mark.parametrize(("name", "argument"), [("get-file", "a"), ("f", "from"), ("f", "a b")])
