@@ -1,0 +1,132 @@
+"""Output items of a response, and the events of a stream that builds them. Pure.
+
+Every item is opened, filled and closed by events, so a whole answer and a stream have the same
+items. An item ends when output of another kind begins.
+
+Source: OpenAI API reference (openai-python 3.57 types of responses); reasoning as vLLM 0.32 has it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from cluster.edge.families.message import ArgumentsPiece, CallEnd, CallStart, ContentPiece
+
+if TYPE_CHECKING:
+    from cluster.edge.families.message import Piece
+
+Event = dict[str, Any]
+Item = dict[str, Any]
+
+Status = Literal["completed", "incomplete"]
+_Kind = Literal["message", "reasoning", "function_call"]
+_PREFIXES: dict[_Kind, str] = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+
+
+class OutputItems:
+    """The items of one response, in the order of the model's output.
+
+    Args:
+        key: Part of all ids, that of the response.
+
+    Attributes:
+        items: All items that have begun; the last one may be open.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+        self._pieces: list[str] = []
+        self._logprobs: list[dict[str, Any]] = []
+        self._kind: _Kind | None = None
+        self.items: list[Item] = []
+
+    def add(self, piece: Piece, logprobs: list[dict[str, Any]]) -> list[Event]:
+        """Add a piece of the message; return its events.
+
+        Args:
+            piece: The piece.
+            logprobs: Log probabilities of its content.
+        """
+        if isinstance(piece, CallStart):
+            fields = {"call_id": piece.call_id, "name": piece.name, "arguments": ""}
+            return [*self.close("completed"), *self._open("function_call", fields)]
+        if isinstance(piece, ArgumentsPiece):
+            return [self._delta("response.function_call_arguments", piece.text)]
+        if isinstance(piece, CallEnd):
+            return self.close("completed" if piece.is_complete else "incomplete")
+        if isinstance(piece, ContentPiece):
+            events = self._begin_text("message", {"role": "assistant"})
+            self._logprobs += logprobs
+            delta = self._delta("response.output_text", piece.text)
+            return [*events, {**delta, "logprobs": logprobs}]
+        events = self._begin_text("reasoning", {"summary": []})
+        return [*events, self._delta("response.reasoning_text", piece.text)]
+
+    def finish(self, status: Status) -> list[Event]:
+        """End the response; an answer without any output has one empty message.
+
+        Args:
+            status: Whether the model has ended its output itself.
+        """
+        events = [] if self.items else self._begin_text("message", {"role": "assistant"})
+        return events + self.close(status)
+
+    def close(self, status: Status) -> list[Event]:
+        """End the open item, if there is one; return its events."""
+        if self._kind is None:
+            return []
+        item, text = self.items[-1], "".join(self._pieces)
+        item["status"] = status
+        events: list[Event]
+        if self._kind == "function_call":
+            item["arguments"] = text
+            done = {"name": item["name"], "arguments": text}
+            events = [{"type": "response.function_call_arguments.done", **self._place(), **done}]
+        else:
+            content = self._content(text, self._logprobs)
+            item["content"] = [content]
+            done = {name: content[name] for name in ("text", "logprobs") if name in content}
+            events = [
+                {"type": f"response.{content['type']}.done", **self._place(), **done},
+                {"type": "response.content_part.done", **self._place(), "part": content},
+            ]
+        events.append(self._item_event("done"))
+        self._kind, self._pieces, self._logprobs = None, [], []
+        return events
+
+    def _begin_text(
+        self, kind: Literal["message", "reasoning"], fields: dict[str, Any]
+    ) -> list[Event]:
+        """Open an item of this kind, unless one is open."""
+        if self._kind == kind:
+            return []
+        events = [*self.close("completed"), *self._open(kind, {**fields, "content": []})]
+        part = self._content("", [])
+        return [*events, {"type": "response.content_part.added", **self._place(), "part": part}]
+
+    def _open(self, kind: _Kind, fields: dict[str, Any]) -> list[Event]:
+        item_id = f"{_PREFIXES[kind]}_{self._key}_{len(self.items)}"
+        self.items.append({"id": item_id, "type": kind, "status": "in_progress", **fields})
+        self._kind = kind
+        return [self._item_event("added")]
+
+    def _delta(self, name: str, text: str) -> Event:
+        self._pieces.append(text)
+        return {"type": f"{name}.delta", **self._place(), "delta": text}
+
+    def _content(self, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+        if self._kind == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+    def _place(self) -> Event:
+        index = len(self.items) - 1
+        place = {"item_id": self.items[index]["id"], "output_index": index}
+        return place if self._kind == "function_call" else {**place, "content_index": 0}
+
+    def _item_event(self, what: str) -> Event:
+        return {
+            "type": f"response.output_item.{what}",
+            "output_index": len(self.items) - 1,
+            "item": dict(self.items[-1]),
+        }

@@ -1,0 +1,387 @@
+"""Translation of /v1/responses bodies into chat bodies, with the client's name of each field. Pure.
+
+The conversation of a response is a list of items. Neighbouring items of the assistant, such as its
+reasoning and its calls, become one message of the chat.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cluster.edge.openai_fields import array, bad_field, object_, one_of, read_fields, shown
+from cluster.edge.openai_limits import MAX_MESSAGES
+from cluster.edge.responses.fields import (
+    FORMAT_FIELDS,
+    FUNCTION_CALL_FIELDS,
+    FUNCTION_CALL_OUTPUT_FIELDS,
+    LOGPROBS,
+    MESSAGE_FIELDS,
+    PART_FIELDS,
+    PASSED_FIELDS,
+    REASONING_FIELDS,
+    REASONING_ITEM_FIELDS,
+    RESPONSES_FIELDS,
+    TEXT_FIELDS,
+    TOOL_CHOICE_FIELDS,
+    TOOL_FIELDS,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from cluster.edge.openai_fields import Field
+
+_CHOICES = one_of("auto", "none", "required")
+_TEXT_PARTS = ("input_text", "output_text", "text")
+_INSTRUCTIONS_GAP = "\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """A request as a chat.
+
+    Attributes:
+        chat: The body of the chat.
+        field_names: The client's paths of the chat's fields, see `cluster.edge.field_names`.
+        allowed_tools: Names of the tools that may be called; None: all.
+        items: The request's own input.
+        repeated: Fields of the answer that repeat the request.
+        has_logprobs: Whether texts have log probabilities.
+    """
+
+    chat: dict[str, Any]
+    field_names: dict[str, str]
+    allowed_tools: frozenset[str] | None
+    items: list[dict[str, Any]]
+    repeated: dict[str, Any]
+    has_logprobs: bool
+
+
+def read_request(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the fields of a body, but not what is in them.
+
+    Raises:
+        BadRequestError: A field is wrong or missing; `param` is its path.
+    """
+    values = read_fields(body, RESPONSES_FIELDS)
+    for name in ("model", "input"):
+        if name not in values:
+            raise bad_field(name, "is required")
+    return values
+
+
+def translate(
+    body: Mapping[str, Any],
+    values: Mapping[str, Any],
+    previous: Iterable[dict[str, Any]] = (),
+) -> Translation:
+    """Return the chat of a request.
+
+    Args:
+        body: Its body, whose values the fields of chats check again.
+        values: The checked fields, see `read_request`.
+        previous: Items of the conversation that it continues.
+
+    Raises:
+        BadRequestError: A field is wrong; `param` is its path.
+    """
+    chat = {name: body[name] for name in PASSED_FIELDS if name in values}
+    names = {"max_completion_tokens": "max_output_tokens"}
+    if "max_output_tokens" in values:
+        chat["max_completion_tokens"] = values["max_output_tokens"]
+    if values.get("truncation") == "auto":
+        # Source: vLLM keeps the end of a prompt that is too long.
+        chat["truncate_prompt_tokens"] = -1
+        names["truncate_prompt_tokens"] = "truncation"
+    items = _input_items(values["input"])
+    conversation = _Conversation(names)
+    for item in previous:
+        conversation.add(item, "previous_response_id")
+    for i, item in enumerate(items):
+        path = "input" if isinstance(values["input"], str) else f"input[{i}]"
+        conversation.add(item, path)
+    chat["messages"] = conversation.finish(values.get("instructions"))
+    has_logprobs = LOGPROBS in values.get("include", ()) or values.get("top_logprobs", 0) > 0
+    if has_logprobs:
+        chat |= {"logprobs": True, "top_logprobs": values.get("top_logprobs", 0)}
+    text = _read_text(values.get("text", {}), chat, names)
+    reasoning = read_fields(values.get("reasoning", {}), REASONING_FIELDS, "reasoning.")
+    if "effort" in reasoning:
+        chat["reasoning_effort"] = reasoning["effort"]
+        names["reasoning_effort"] = "reasoning.effort"
+    tools = _read_tools(values.get("tools", ()), chat, names)
+    allowed = _read_tool_choice(values, tools, chat, names)
+    return Translation(
+        chat=chat,
+        field_names=names,
+        allowed_tools=allowed,
+        items=items,
+        repeated={
+            "instructions": values.get("instructions"),
+            "max_output_tokens": values.get("max_output_tokens"),
+            "max_tool_calls": values.get("max_tool_calls"),
+            "metadata": values.get("metadata", {}),
+            "parallel_tool_calls": values.get("parallel_tool_calls", True),
+            "previous_response_id": values.get("previous_response_id"),
+            "prompt_cache_key": body.get("prompt_cache_key"),
+            "reasoning": {name: reasoning.get(name) for name in ("effort", "summary")},
+            "safety_identifier": values.get("safety_identifier"),
+            "text": text,
+            "tool_choice": values.get("tool_choice", "auto"),
+            "tools": tools,
+            "top_logprobs": values.get("top_logprobs", 0),
+            "truncation": values.get("truncation", "disabled"),
+            "user": values.get("user"),
+        },
+        has_logprobs=has_logprobs,
+    )
+
+
+def _input_items(given: object) -> list[dict[str, Any]]:
+    """Return the items of an input."""
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": given}]
+    if not isinstance(given, list):
+        raise bad_field("input", f"must be a string or an array of items, got {shown(given)}")
+    if not given:
+        raise bad_field("input", "must hold at least one item")
+    return [object_(item, f"input[{i}]") for i, item in enumerate(array(given, "input"))]
+
+
+class _Conversation:
+    """The messages of a chat, made from items one after the other.
+
+    Args:
+        names: Gets the client's paths of the messages' fields.
+    """
+
+    def __init__(self, names: dict[str, str]) -> None:
+        self._names = names
+        self._messages: list[dict[str, Any]] = []
+        self._paths: list[dict[str, str]] = []
+        self._assistant: dict[str, Any] | None = None
+
+    def add(self, item: Mapping[str, Any], path: str) -> None:
+        """Add an item.
+
+        Raises:
+            BadRequestError: It is wrong; `param` is its path.
+        """
+        kind = item.get("type", "message")
+        if kind == "message":
+            self._add_message(_item(item, MESSAGE_FIELDS, path, "role", "content"), path)
+        elif kind == "function_call":
+            names = ("call_id", "name", "arguments")
+            self._add_call(_item(item, FUNCTION_CALL_FIELDS, path, *names), path)
+        elif kind == "function_call_output":
+            result = _item(item, FUNCTION_CALL_OUTPUT_FIELDS, path, "call_id", "output")
+            text = _text(result["output"], f"{path}.output")
+            message = {"role": "tool", "tool_call_id": result["call_id"], "content": text}
+            self._append(message, path, {"tool_call_id": "call_id", "content": "output"})
+        elif kind == "reasoning":
+            self._add_reasoning(_item(item, REASONING_ITEM_FIELDS, path), path)
+        else:
+            known = "message, function_call, function_call_output and reasoning"
+            raise bad_field(f"{path}.type", f"{shown(kind)} is not supported: send {known}")
+
+    def finish(self, instructions: str | None) -> list[dict[str, Any]]:
+        """Return all messages, behind the instructions.
+
+        Instructions and system messages at the beginning become one message, as many chat templates
+        take only one.
+
+        Raises:
+            BadRequestError: There are too many messages.
+        """
+        count = 0
+        while count < len(self._messages) and self._messages[count]["role"] == "system":
+            count += 1
+        texts = [message["content"] for message in self._messages[:count]]
+        first_path = self._paths[0][""] if count else "instructions"
+        if instructions is not None:
+            texts, first_path = [instructions, *texts], "instructions"
+        messages, paths = self._messages[count:], self._paths[count:]
+        if texts:
+            content = _INSTRUCTIONS_GAP.join(texts)
+            messages = [{"role": "system", "content": content}, *messages]
+            paths = [{"": first_path}, *paths]
+        if len(messages) > MAX_MESSAGES:
+            text = f"make {len(messages)} messages, but a conversation may have {MAX_MESSAGES}"
+            raise bad_field("input", f"and what it continues {text}")
+        for message in messages:
+            # A turn may have reasoning alone.
+            message.setdefault("content", "")
+        self._names["messages"] = "input"
+        for i, its_paths in enumerate(paths):
+            for below, path in its_paths.items():
+                self._names[f"messages[{i}]{below}"] = path
+        return messages
+
+    def _append(
+        self, message: dict[str, Any], path: str, fields: Mapping[str, str] | None = None
+    ) -> None:
+        self._messages.append(message)
+        below = {f".{name}": f"{path}.{own}" for name, own in (fields or {}).items()}
+        self._paths.append({"": path, **below})
+        self._assistant = message if message["role"] == "assistant" else None
+
+    def _add_message(self, item: dict[str, Any], path: str) -> None:
+        text = _text(item["content"], f"{path}.content")
+        if item["role"] != "assistant":
+            # OpenAI's name of system messages for reasoning models; templates know this one.
+            role = "system" if item["role"] == "developer" else item["role"]
+            self._append({"role": role, "content": text}, path)
+        elif self._assistant is None or "content" in self._assistant:
+            self._append({"role": "assistant", "content": text}, path)
+        else:
+            self._assistant["content"] = text
+
+    def _add_reasoning(self, item: dict[str, Any], path: str) -> None:
+        if "content" not in item and "summary" not in item:
+            raise bad_field(f"{path}.summary", "is required")
+        name = "content" if item.get("content") else "summary"
+        text = _text(item.get(name, []), f"{path}.{name}", ("reasoning_text", "summary_text"))
+        if self._assistant is None or self._assistant.keys() & {"content", "tool_calls"}:
+            self._append({"role": "assistant"}, path)
+        assert self._assistant is not None
+        if text:
+            before = self._assistant.get("reasoning")
+            self._assistant["reasoning"] = text if before is None else f"{before}\n{text}"
+
+    def _add_call(self, item: dict[str, Any], path: str) -> None:
+        function = {"name": item["name"], "arguments": item["arguments"]}
+        call = {"id": item["call_id"], "type": "function", "function": function}
+        if self._assistant is None:
+            self._append({"role": "assistant"}, path)
+        assert self._assistant is not None
+        calls = self._assistant.setdefault("tool_calls", [])
+        below = f".tool_calls[{len(calls)}]"
+        calls.append(call)
+        self._paths[-1][below] = path
+        self._paths[-1][f"{below}.function"] = path
+
+
+def _item(
+    item: Mapping[str, Any], table: Mapping[str, Field], path: str, *required: str
+) -> dict[str, Any]:
+    """Return the checked fields of an item."""
+    fields = read_fields(item, table, f"{path}.")
+    for name in required:
+        if name not in fields:
+            raise bad_field(f"{path}.{name}", "is required")
+    return fields
+
+
+def _text(content: object, path: str, kinds: tuple[str, ...] = _TEXT_PARTS) -> str:
+    """Return a text, or a list of parts with text, as one text."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for i, part in enumerate(array(content, path)):
+        where = f"{path}[{i}]"
+        kind = object_(part, where).get("type")
+        name = "refusal" if kind == "refusal" and kinds is _TEXT_PARTS else "text"
+        if kind not in kinds and name == "text":
+            raise bad_field(f"{where}.type", f"{shown(kind)} is not supported: send {kinds[0]}")
+        fields = read_fields(part, PART_FIELDS, f"{where}.")
+        if name not in fields:
+            raise bad_field(f"{where}.{name}", "is required")
+        texts.append(fields[name])
+    return "\n".join(texts)
+
+
+def _read_text(
+    given: Mapping[str, Any], chat: dict[str, Any], names: dict[str, str]
+) -> dict[str, Any]:
+    """Translate `text`; return what the answer repeats of it."""
+    text = read_fields(given, TEXT_FIELDS, "text.")
+    if "verbosity" in text:
+        chat["verbosity"] = text["verbosity"]
+        names["verbosity"] = "text.verbosity"
+    own = read_fields(text.get("format", {"type": "text"}), FORMAT_FIELDS, "text.format.")
+    names["response_format"] = "text.format"
+    names["response_format.json_schema"] = "text.format"
+    match own.get("type"):
+        case None:
+            raise bad_field("text.format.type", "is required")
+        case "json_schema":
+            for name in ("name", "schema"):
+                if name not in own:
+                    raise bad_field(f"text.format.{name}", "is required with type json_schema")
+            schema = {name: value for name, value in own.items() if name != "type"}
+            chat["response_format"] = {"type": "json_schema", "json_schema": schema}
+            own = {"description": None, "strict": False, **own}
+        case kind:
+            for name in ("name", "schema", "strict", "description"):
+                if name in own:
+                    raise bad_field(f"text.format.{name}", "needs the type json_schema")
+            if kind != "text":
+                chat["response_format"] = {"type": kind}
+    return {"format": own, "verbosity": text.get("verbosity", "medium")}
+
+
+def _read_tools(
+    given: Iterable[Mapping[str, Any]], chat: dict[str, Any], names: dict[str, str]
+) -> list[dict[str, Any]]:
+    """Translate the tools; return what the answer repeats of them."""
+    repeated = []
+    for i, body in enumerate(given):
+        path = f"tools[{i}]"
+        kind = body.get("type")
+        if kind is None:
+            raise bad_field(f"{path}.type", "is required")
+        if kind != "function":
+            text = "is a tool that OpenAI runs, which is not offered here: send functions"
+            raise bad_field(f"{path}.type", f"{shown(kind)} {text}")
+        tool = read_fields(body, TOOL_FIELDS, f"{path}.")
+        function = {name: value for name, value in tool.items() if name != "type"}
+        chat.setdefault("tools", []).append({"type": "function", "function": function})
+        names[f"{path}.function"] = path
+        repeated.append(
+            {
+                "description": None,
+                "parameters": None,
+                "strict": False,
+                **tool,
+                "name": tool.get("name"),
+            }
+        )
+    return repeated
+
+
+def _read_tool_choice(
+    values: Mapping[str, Any],
+    tools: list[dict[str, Any]],
+    chat: dict[str, Any],
+    names: dict[str, str],
+) -> frozenset[str] | None:
+    """Translate `tool_choice`; return the names of the tools that it allows, None for all."""
+    choice = values.get("tool_choice")
+    if choice is None or isinstance(choice, str):
+        if choice is not None:
+            chat["tool_choice"] = _CHOICES(choice, "tool_choice")
+        return None
+    fields = read_fields(choice, TOOL_CHOICE_FIELDS, "tool_choice.")
+    kind = fields.get("type")
+    if kind == "function":
+        chat["tool_choice"] = {"type": "function", "function": {"name": fields.get("name")}}
+        names["tool_choice.function"] = "tool_choice"
+        return None
+    if kind != "allowed_tools":
+        text = "is not supported: send function or allowed_tools"
+        raise bad_field("tool_choice.type", f"{shown(kind)} {text}")
+    chat["tool_choice"] = fields.get("mode", "auto")
+    known = {tool["name"] for tool in tools}
+    allowed = set()
+    for i, body in enumerate(fields.get("tools", ())):
+        path = f"tool_choice.tools[{i}]"
+        tool = read_fields(body, TOOL_CHOICE_FIELDS, f"{path}.")
+        if tool.get("type") != "function":
+            raise bad_field(f"{path}.type", f"must be function, got {shown(tool.get('type'))}")
+        if tool.get("name") not in known:
+            raise bad_field(f"{path}.name", f"is {shown(tool.get('name'))}, which no tool has")
+        allowed.add(tool["name"])
+    if not allowed:
+        raise bad_field("tool_choice.tools", "must name at least one tool")
+    return frozenset(allowed)

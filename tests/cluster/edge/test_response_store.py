@@ -1,0 +1,100 @@
+"""The bounded store of responses."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.edge.responses.store import _ENTRY_BYTES, ResponseStore
+
+
+class Clock:
+    def __init__(self):
+        self.now_s = 0.0
+
+    def __call__(self):
+        return self.now_s
+
+
+def make_store(max_bytes=10 * _ENTRY_BYTES, max_age_s=100.0, max_responses=100):
+    clock = Clock()
+    return ResponseStore(max_bytes, max_age_s, clock, max_responses), clock
+
+
+def test_a_response_belongs_to_one_tenant():
+    store, _ = make_store()
+    store.put("a", "r", b"body", (b"turn",))
+    found = store.get("a", "r")
+    assert (found.body, found.turns) == (b"body", (b"turn",))
+    assert store.get("b", "r") is None
+    assert store.delete("b", "r") is False
+    assert store.delete("a", "r") is True
+    assert store.get("a", "r") is None
+    assert (len(store), store.num_bytes) == (0, 0)
+
+
+def test_the_least_recently_used_response_goes_first():
+    store, _ = make_store(max_responses=2)
+    for name in "rs":
+        store.put("", name, b"", ())
+    assert store.get("", "r") is not None
+    store.put("", "t", b"", ())
+    assert [store.get("", name) is not None for name in "rst"] == [True, False, True]
+
+
+def test_a_tenant_that_fills_the_store_loses_its_own_responses():
+    store, _ = make_store()
+    store.put("small", "r", b"", ())
+    for i in range(100):
+        store.put("large", str(i), b"x" * 100, ())
+    assert store.get("small", "r") is not None
+    assert store.get("large", "99") is not None
+    assert store.get("large", "0") is None
+
+
+def test_a_response_that_is_too_old_is_forgotten():
+    store, clock = make_store()
+    store.put("", "r", b"", ())
+    clock.now_s = 50.0
+    store.put("", "s", b"", ())
+    assert store.get("", "r") is not None
+    clock.now_s = 100.0
+    assert store.get("", "r") is None
+    assert store.get("", "s") is not None
+
+
+@pytest.mark.parametrize("max_bytes", [0, _ENTRY_BYTES])
+def test_a_response_that_is_larger_than_the_store_is_not_kept(max_bytes):
+    store, _ = make_store(max_bytes)
+    assert store.is_on is (max_bytes > 0)
+    store.put("", "r", b"x" * _ENTRY_BYTES, ())
+    assert (len(store), store.num_bytes) == (0, 0)
+
+
+TENANTS, NAMES = st.sampled_from("ab"), st.sampled_from("rstu")
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["put", "get", "delete", "wait"]),
+            TENANTS,
+            NAMES,
+            st.integers(0, 5000),
+        ),
+        max_size=40,
+    )
+)
+def test_the_store_stays_within_its_limits_and_counts_its_memory(steps):
+    store, clock = make_store(max_bytes=8 * _ENTRY_BYTES, max_responses=5)
+    for number, (what, tenant, name, size) in enumerate(steps):
+        if what == "put":
+            store.put(tenant, f"{name}{number}", b"x" * size, (b"y",))
+        elif what == "wait":
+            clock.now_s += size / 100
+        else:
+            getattr(store, what)(tenant, f"{name}{size % 40}")
+        shelves = store._shelves.values()
+        kept = [response for shelf in shelves for response in shelf.responses.values()]
+        assert store.num_bytes == sum(response.num_bytes for response in kept)
+        assert store.num_bytes <= 8 * _ENTRY_BYTES
+        assert len(store) == len(kept) <= 5
