@@ -6,7 +6,7 @@ stdin closes, so it never outlives its parent, however the parent ends.
 A hung device blocks the engine's core thread and possibly the whole interpreter, so the parent
 watches: the engine sends beats with the state of its core thread, and an engine that stays in one
 step, or sends no beat, for `step_timeout_s` is killed. Routers have long stopped sending it
-requests by then (`replicas.engine.watchdog`); the kill ends its remaining requests and frees its
+requests by then (`replicas.watchdog`); the kill ends its remaining requests and frees its
 mesh. Its stacks are logged when it begins to stall (`replicas.stall_watch`), because a kill leaves
 none.
 """
@@ -38,12 +38,12 @@ from replicas.engine.parent import (
     HandOver,
     Probe,
 )
-from replicas.engine.watchdog import STALL_S, first_turn_s
 from replicas.errors import ConfigError, EngineDeadError, EngineStartError
 from replicas.generators.targets import with_registered_generator
 from replicas.kernel_settings import KERNEL_SETTINGS
 from replicas.mesh_environment import make_folders, mesh_environment, with_places
 from replicas.stall_watch import StallReports, new_dump_file
+from replicas.watchdog import STALL_S, first_turn_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

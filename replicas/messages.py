@@ -566,7 +566,7 @@ class EngineFrame(msgspec.Struct, frozen=True, array_like=True):
         events: In order; `replicas.columns` reads them.
         snapshot: Taken after the events, if it is new to the client.
         stalled_s: Seconds that the engine has been in one step, if that is too long
-            (`replicas.engine.watchdog`); the engine makes no progress until a frame says 0 again.
+            (`replicas.watchdog`); the engine makes no progress until a frame says 0 again.
         kv_events: Batches of the DP groups with changes, for a client that follows them.
     """
 

@@ -3,7 +3,7 @@
 A call that does not return may hold the interpreter lock, so the engine cannot dump itself. The
 parent sends a signal; `faulthandler` handles it without the interpreter and writes every thread's
 stack to an unnamed file that the parent created and reads. The engine itself reports whether it
-stalls (`replicas.engine.watchdog`); an engine that sends no beats at all counts as stalled, too.
+stalls (`replicas.watchdog`); an engine that sends no beats at all counts as stalled, too.
 """
 
 from __future__ import annotations

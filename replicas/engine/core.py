@@ -32,7 +32,6 @@ from replicas.engine.start import (
 )
 from replicas.engine.step_timer import StepTimer
 from replicas.engine.transfers import Transfers
-from replicas.engine.watchdog import Watchdog
 from replicas.messages import (
     LAPSED,
     PAUSE_MODES,
@@ -47,6 +46,7 @@ from replicas.messages import (
     Utility,
     UtilityResult,
 )
+from replicas.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Callable

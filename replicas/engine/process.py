@@ -61,7 +61,6 @@ from replicas.engine.parent import (
     Wake,
 )
 from replicas.engine.sockets import Door, Receiver, Sender
-from replicas.engine.watchdog import Watchdog
 from replicas.errors import EngineError
 from replicas.messages import (
     PROTOCOL_VERSION,
@@ -73,6 +72,7 @@ from replicas.messages import (
     Refused,
 )
 from replicas.stall_watch import DUMP_SIGNAL
+from replicas.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -514,10 +514,11 @@ def _make_executor(
     if config.gang is None:
         return UniProcExecutor(config, arguments.incarnation, notify, progress, hooks), None
     # Imported here because only gangs need it.
-    from replicas.engine.gang import GangExecutor, GangRank, GangWorker
+    from replicas.engine.gang import GangExecutor, GangWorker
+    from replicas.gang.rank import GangRank
 
     rank = GangRank(
-        arguments, watchdog,
+        config, arguments.host, watchdog,
         wake=lambda: inbox.put((b"", TURN_DUE)),
         on_loss=lambda reason: _die_with_gang(reason, tell),
         on_drained=_tell_drained(tell),

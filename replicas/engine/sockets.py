@@ -30,7 +30,7 @@ from replicas.messages import EngineFrame, NotGreeted
 
 if TYPE_CHECKING:
     from replicas.engine.parent import EngineArguments, InboxItem
-    from replicas.engine.watchdog import Watchdog
+    from replicas.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from replicas import client, launch
 from replicas.client import SyncMPClient
 from replicas.engine import process
 from replicas.engine.parent import EngineReport
-from replicas.engine.watchdog import Watchdog
 from replicas.messages import EngineRequest, TokenOutput
 from replicas.sampling_params import SamplingParams
 from replicas.stall_watch import DUMP_SIGNAL, StallReports, StallWatch, kernel_state
+from replicas.watchdog import Watchdog
 from tests.engines import make_config
 from tests.models import model_folder
 

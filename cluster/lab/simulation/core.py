@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 HEARTBEAT_S = 0.25
 """`replicas.engine.sockets.HEARTBEAT_S`. The simulator sends only heartbeats with news."""
 _FIRST_S = 8.0
-"""Length of a first turn that counts as a stall; see `replicas.engine.watchdog`. It has at most
+"""Length of a first turn that counts as a stall; see `replicas.watchdog`. It has at most
 2,048 tokens here."""
 _FACTOR = 4.0
 """Any other turn is a stall at this multiple of the longest one before; `watchdog.FACTOR`."""
@@ -88,7 +88,7 @@ class VirtualCore:
 
     @property
     def pulse(self) -> int:
-        """The progress counter for its parent; see `replicas.engine.watchdog.Watchdog.count`."""
+        """The progress counter for its parent; see `replicas.watchdog.Watchdog.count`."""
         return 2 * self.num_turns + self.is_working
 
     @property

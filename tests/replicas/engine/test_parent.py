@@ -8,8 +8,8 @@ import zmq
 
 from replicas.engine.parent import GONE, WAKE, Inbox
 from replicas.engine.sockets import Sender
-from replicas.engine.watchdog import Watchdog
 from replicas.messages import Abort, EngineFrame, NotGreeted
+from replicas.watchdog import Watchdog
 
 A = b"a"
 SAID = (A, Abort([]))

@@ -20,7 +20,6 @@ from replicas.codec import decode_engine_frame, encode
 from replicas.config import EngineConfig, SimulatedMeshConfig
 from replicas.engine.parent import Inbox
 from replicas.engine.sockets import Receiver, Sender
-from replicas.engine.watchdog import Watchdog
 from replicas.errors import EngineDeadError, EngineStartError
 from replicas.faults import Fault, PlanClock, ReplicaFaults
 from replicas.generators.simulated.profiles import engine_timing
@@ -40,6 +39,7 @@ from replicas.simulation.fault_injection import (
     engine_faults,
     schedule_signals,
 )
+from replicas.watchdog import Watchdog
 from tests.models import model_folder
 from tests.replicas.engine import engine_client
 from tests.replicas.engine.engine_client import (

@@ -6,7 +6,6 @@ import msgspec
 import pytest
 
 from kv_transfer.ticket import Ticket
-from replicas.engine.watchdog import STALL_S
 from replicas.faults import NO_FAULTS
 from replicas.generators.simulated.profiles import engine_timing
 from replicas.messages import (
@@ -20,6 +19,7 @@ from replicas.messages import (
 )
 from replicas.sampling_params import SamplingParams
 from replicas.simulation.virtual_engine import VirtualDevice, VirtualEngine, simulated_facts
+from replicas.watchdog import STALL_S
 from tests.kv_transfer.virtual_wire import Net, Wire
 from tests.replicas.engine.fakes import FOREVER_MS, KEYS
 from tests.replicas.generators.simulated.engines import FOUR_CHIPS, simulated_config

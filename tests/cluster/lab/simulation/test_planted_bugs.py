@@ -45,10 +45,10 @@ from replicas.engine.outputs import EndRules
 from replicas.engine.preparations import Preparations
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.step_plan import StepPlan
-from replicas.engine.watchdog import Watchdog
 from replicas.launch import HangWatch
 from replicas.messages import Accepted, Activate, TokenOutput
 from replicas.streams import StreamTable
+from replicas.watchdog import Watchdog
 
 MOST_EVENTS = 300_000
 SHRINK_S = 0.5

@@ -7,7 +7,7 @@ from replicas.engine.parent import STOP, WAKE
 from replicas.engine.process import EngineProcess
 from replicas.engine.requests import RoleState
 from replicas.engine.step_timer import StepTimer
-from replicas.engine.watchdog import FACTOR, STALL_S, Watchdog
+from replicas.watchdog import FACTOR, STALL_S, Watchdog
 from tests.engines import make_config
 
 
