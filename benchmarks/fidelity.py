@@ -65,7 +65,7 @@ from cluster.routing.router import Router
 from cluster.routing.tickets import TicketOffice
 from kv_transfer.keys import KeyRing
 from replicas.async_client import AsyncMPClient
-from replicas.engine.parent import EngineArguments, EngineReport
+from replicas.engine_process.parent import EngineArguments, EngineReport
 from replicas.launch import EngineHandle
 from replicas.messages import EngineRequest, TokenOutput
 from replicas.sampling_params import SamplingParams

@@ -1,11 +1,11 @@
 """The engine process with plain sockets, the baseline of `benchmarks.control_auth`.
 
-python -m benchmarks.plain_engine      (then as `python -m replicas.engine.process`)
+python -m benchmarks.plain_engine   (then as `python -m replicas.engine_process.process`)
 """
 
 from __future__ import annotations
 
-from replicas.engine import process, sockets
+from replicas.engine_process import process, sockets
 
 
 def nothing(*_: object) -> None:

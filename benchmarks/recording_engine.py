@@ -1,10 +1,10 @@
 """The engine process, with a record of each of its turns.
 
 Process, threads, sockets, core, scheduler and generator are the production's. The parts that
-`replicas.engine.process` connects are replaced by subclasses that record the time of each call,
-which costs a few microseconds of a turn. The record is written when the engine stops.
+`replicas.engine_process.process` connects are replaced by subclasses that record the time of each
+call, which costs a few microseconds of a turn. The record is written when the engine stops.
 
-    python -m benchmarks.recording_engine FILE      (then as `python -m replicas.engine.process`)
+    python -m benchmarks.recording_engine FILE (then as `python -m replicas.engine_process.process`)
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import msgspec
 
 from benchmarks.fitted_timing import Copy, EngineRecord, Turn
 from replicas.columns import ColumnReader
-from replicas.engine import process, sockets
 from replicas.engine.executor import UniProcExecutor
+from replicas.engine_process import process, sockets
 from replicas.generators.torch.kv_io import TorchKVIO
 from replicas.messages import AddRequest, EngineFrame, TokenOutput
 from replicas.platforms import cpu
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from replicas.config import EngineConfig
-    from replicas.engine.parent import Inbox, InboxItem
-    from replicas.engine.process import EngineServer
-    from replicas.engine.sockets import Sender
     from replicas.engine.step import ScheduledBatch
+    from replicas.engine_process.parent import Inbox, InboxItem
+    from replicas.engine_process.server import EngineServer
+    from replicas.engine_process.sockets import Sender
 
 
 class _Recorder:

@@ -1,9 +1,10 @@
 """Python functions of the engine that a plain decode step calls.
 
 Eight rows of the demo model decode on the CPU, drawn on the host at temperature 1: no message, no
-new block, no row that ends, no KV connector. Counts the named functions of `replicas/engine` that
-`begin_step`, `collect_step` and `end_step` call, the classes that define them, and their modules. A
-comprehension belongs to the function around it. Frames to clients are not part of a step.
+new block, no row that ends, no KV connector. Counts the named functions that `begin_step`,
+`collect_step` and `end_step` call of `replicas/engine`, `replicas/sampling` and the watchdog, the
+classes that define them, and their modules. A comprehension belongs to the function around it.
+Frames to clients are not part of a step.
 
     python -m benchmarks.step_path
 """
@@ -17,8 +18,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import replicas.engine
 from cluster.config.resolve import demo_model_folder
+from replicas import engine, sampling, watchdog
 from replicas.config import EngineConfig
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
@@ -31,8 +32,13 @@ if TYPE_CHECKING:
 
 NUM_ROWS = 8
 BLOCK_SIZE = 32
-FOLDER = str(Path(replicas.engine.__file__).parent)
-PACKAGE = replicas.engine.__name__
+PATHS = (
+    f"{Path(engine.__file__).parent}/",
+    f"{Path(sampling.__file__).parent}/",
+    watchdog.__file__,
+)
+"""Folders, and a file, whose functions are counted."""
+MODULES = ("replicas.engine.", "replicas.sampling.", "replicas.watchdog")
 
 
 class Call(NamedTuple):
@@ -40,7 +46,7 @@ class Call(NamedTuple):
 
     Attributes:
         depth: Calls of the engine's functions around it.
-        module: Module of the function, below `replicas.engine`.
+        module: Name of the function's module, without its package.
         owner: Class that defines the function; empty if none does.
         function: Its name.
     """
@@ -100,7 +106,7 @@ def _calls_of_step(core: EngineCore) -> list[Call]:
     def note(frame: FrameType, event: str, _argument: object) -> None:
         nonlocal depth
         code = frame.f_code
-        if not code.co_filename.startswith(FOLDER) or code.co_name.startswith("<"):
+        if not code.co_filename.startswith(PATHS) or code.co_name.startswith("<"):
             return
         if event == "call":
             found.append((depth, code))
@@ -125,7 +131,7 @@ def _calls_of_step(core: EngineCore) -> list[Call]:
 def _owners() -> Iterator[tuple[CodeType, str]]:
     """Yield the code of each method of the engine's classes, and its class."""
     for name, module in [*sys.modules.items()]:
-        if not name.startswith(PACKAGE):
+        if not name.startswith(MODULES):
             continue
         for owner, cls in inspect.getmembers(module, inspect.isclass):
             if cls.__module__ != name:

@@ -28,7 +28,7 @@ from replicas.codec import encode
 from replicas.config import EngineConfig, SimulatedMeshConfig
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
-from replicas.engine.process import EngineServer
+from replicas.engine_process.server import EngineServer
 from replicas.messages import TokenColumns, TokenOutput
 from replicas.platforms.simulated import SimulatedPlatform
 from replicas.sampling_params import SamplingParams

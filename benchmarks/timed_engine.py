@@ -5,7 +5,7 @@ which no published decode step beats. Of each request it writes down how long it
 moment at which its message had been read from the socket to that at which the frame with its first
 token had been sent.
 
-    python -m benchmarks.timed_engine      (then as `python -m replicas.engine.process`)
+    python -m benchmarks.timed_engine      (then as `python -m replicas.engine_process.process`)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from replicas.engine import process, sockets
+from replicas.engine_process import process, sockets
 from replicas.generators.simulated.device import SimulatedMesh
 from replicas.messages import Accepted, AddRequest, TokenColumns, TokenOutput
 from replicas.platforms import simulated
@@ -23,7 +23,7 @@ from replicas.platforms import simulated
 if TYPE_CHECKING:
     import zmq
 
-    from replicas.engine.parent import Inbox, InboxItem
+    from replicas.engine_process.parent import Inbox, InboxItem
     from replicas.messages import EngineFrame
 
 STEP_S = 0.01

@@ -34,7 +34,7 @@ from replicas.codec import encode
 from replicas.config import EngineConfig, MeshConfig
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
-from replicas.engine.process import EngineServer
+from replicas.engine_process.server import EngineServer
 from replicas.messages import PROTOCOL_VERSION, AddRequest, EngineRequest, Hello
 from replicas.platforms import mesh
 from replicas.sampling_params import SamplingParams

@@ -29,7 +29,7 @@ import msgspec
 from kv_transfer.addresses import check_listen_host
 from kv_transfer.errors import AddressError
 from kv_transfer.keys import NEW_KEY_BYTES, KeyRing
-from replicas.engine.parent import (
+from replicas.engine_process.parent import (
     STOP_S,
     ChangeRole,
     Drain,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from replicas.config import EngineConfig, Role
-    from replicas.engine.parent import Order
+    from replicas.engine_process.parent import Order
     from replicas.messages import EngineDescription
 
 LOOK_S = 0.5
@@ -57,7 +57,7 @@ LOOK_S = 0.5
 _LOOK_DRAINED_S = 0.1
 HAND_OVER_SHARE = 0.75
 """Share of the drain timeout after which the remaining requests are handed to other engines."""
-_ENGINE = "replicas.engine.process"
+_ENGINE = "replicas.engine_process.process"
 _FAULTY_ENGINE = "replicas.simulation.faulty_process"
 """Program of an engine for which faults are planned."""
 KNOWN_STEP_S = 60.0

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from replicas.engine.parent import EngineReport
+    from replicas.engine_process.parent import EngineReport
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from cluster.lifecycle.processes import process_table
 if TYPE_CHECKING:
     from cluster.lifecycle.processes import Process
 
-_ENGINE = "replicas.engine.process"
+_ENGINE = "replicas.engine_process.process"
 _FAULTY_ENGINE = "replicas.simulation.faulty_process"
 _OURS = (
     (_ENGINE, "engine"),

@@ -60,7 +60,7 @@ _TCP: frozenset[Family] = frozenset({"tcp"})
 _HAPROXY = re.compile(r"^(\S*/)?haproxy ")
 _FORK_SERVER = re.compile(r"multiprocessing\.forkserver")
 _HTTP_OF_SERVE = re.compile(r"^ray::(ServeReplica:\S*:ingress|ProxyActor)\b")
-_ENGINE = re.compile(r"replicas\.(engine\.process|simulation\.faulty_process)")
+_ENGINE = re.compile(r"replicas\.(engine_process\.process|simulation\.faulty_process)")
 
 KNOWN_SOCKETS = (
     KnownSocket(

@@ -1,6 +1,6 @@
 """Engine process with planned faults; `replicas.launch` starts it in place of the usual one.
 
-python -m replicas.simulation.faulty_process      (then as `python -m replicas.engine.process`)
+python -m replicas.simulation.faulty_process   (then as `python -m replicas.engine_process.process`)
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import contextlib
 from functools import partial
 from typing import TYPE_CHECKING
 
-from replicas.engine import process
 from replicas.engine.hooks import NO_HOOKS, EngineHooks
+from replicas.engine_process import process
 from replicas.simulation.fault_injection import SignalSender, client_sockets, engine_faults
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def fault_hooks(config: EngineConfig) -> EngineHooks:
 
 
 def main() -> None:
-    """Run an engine with its planned faults; see `replicas.engine.process.main`."""
+    """Run an engine with its planned faults; see `replicas.engine_process.process.main`."""
     process.main(fault_hooks)
 
 

@@ -18,8 +18,8 @@ import msgspec
 from kv_transfer.config import TransferConfig
 from replicas.engine.core import EngineCore
 from replicas.engine.facts import connector_settings, model_facts
-from replicas.engine.process import EngineServer, describe, gather_s
 from replicas.engine.step import ModelFacts as ModelFacts  # noqa: TC001 - part of the surface
+from replicas.engine_process.server import EngineServer, describe, gather_s
 from replicas.generators.model_config import load_hf_config
 from replicas.generators.simulated.profiles import CAPABILITIES
 from replicas.messages import EngineFrame
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kv_transfer.connector import TransportFactory
     from replicas.config import EngineConfig, Role
     from replicas.engine.core import StepUnderWay
-    from replicas.engine.process import Frames
+    from replicas.engine_process.server import Frames
     from replicas.generators.simulated.device import Slowdown
     from replicas.generators.simulated.timing import StepTiming
     from replicas.messages import ClientMessage, EngineMetrics, EngineSnapshot, KVEventBatch

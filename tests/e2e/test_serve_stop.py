@@ -57,7 +57,7 @@ def test_nothing_on_the_data_path_listens_beyond_loopback(made_server):
     family = made_server.footprint.look()
     table = harness.process_table()
     haproxy = {p for p in family if "haproxy -db" in table[p].command}
-    engines = {p for p in family if "replicas.engine.process" in table[p].command}
+    engines = {p for p in family if "replicas.engine_process.process" in table[p].command}
     assert len(engines) == 2
     port = int(made_server.url.rpartition(":")[2])
     assert port in {port for _, port in harness.listening_ports(haproxy)}
@@ -92,7 +92,7 @@ def test_a_full_disk_stops_no_request(made_server):
     engines = [
         process.process_id
         for process in server.footprint.processes_left()
-        if "replicas.engine.process" in process.command
+        if "replicas.engine_process.process" in process.command
     ]
     assert engines
     for process_id in engines:

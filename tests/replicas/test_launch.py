@@ -21,7 +21,7 @@ from replicas import launch
 from replicas.async_llm import AsyncLLM
 from replicas.client import SyncMPClient
 from replicas.config import MOST_NICE, MeshConfig, SimulatedMeshConfig
-from replicas.engine.parent import EngineArguments
+from replicas.engine_process.parent import EngineArguments
 from replicas.errors import EngineDeadError, EngineStartError
 from replicas.launch import (
     KNOWN_STEP_S,
@@ -369,7 +369,7 @@ def test_an_engine_whose_parent_is_gone_before_it_runs_says_so_in_one_line():
     )  # fmt: skip
     try:
         ended = subprocess.run(
-            [sys.executable, "-m", "replicas.engine.process"],
+            [sys.executable, "-m", "replicas.engine_process.process"],
             input=msgspec.json.encode(arguments) + b"\n", capture_output=True, check=False,
             pass_fds=(write_fd,),
         )  # fmt: skip

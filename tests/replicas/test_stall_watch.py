@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from replicas import client, launch
 from replicas.client import SyncMPClient
-from replicas.engine import process
-from replicas.engine.parent import EngineReport
+from replicas.engine_process import process
+from replicas.engine_process.parent import EngineReport
 from replicas.messages import EngineRequest, TokenOutput
 from replicas.sampling_params import SamplingParams
 from replicas.stall_watch import DUMP_SIGNAL, StallReports, StallWatch, kernel_state

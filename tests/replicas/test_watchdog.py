@@ -3,10 +3,10 @@
 import queue
 from types import SimpleNamespace
 
-from replicas.engine.parent import STOP, WAKE
-from replicas.engine.process import EngineProcess
 from replicas.engine.requests import RoleState
 from replicas.engine.step_timer import StepTimer
+from replicas.engine_process.parent import STOP, WAKE
+from replicas.engine_process.process import EngineProcess
 from replicas.watchdog import FACTOR, STALL_S, Watchdog
 from tests.engines import make_config
 

@@ -1,7 +1,7 @@
 """The core thread of an engine process in the simulator: reads messages, steps, sends frames.
 
-Does in virtual time what `replicas.engine.process.EngineProcess` does in a thread. A turn is one or
-several steps of the engine between two readings of the inbox. Owns the present turn.
+Does in virtual time what `replicas.engine_process.process.EngineProcess` does in a thread. A turn
+is one or several steps of the engine between two readings of the inbox. Owns the present turn.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
     from cluster.lab.simulation.inbox import VirtualInbox
     from cluster.lab.simulation.loop import VirtualLoop
-    from replicas.engine.process import Frames
+    from replicas.engine_process.server import Frames
     from replicas.simulation.virtual_engine import VirtualEngine
 
 HEARTBEAT_S = 0.25
-"""`replicas.engine.sockets.HEARTBEAT_S`. The simulator sends only heartbeats with news."""
+"""`replicas.engine_process.sockets.HEARTBEAT_S`. The simulator sends only heartbeats with news."""
 _FIRST_S = 8.0
 """Length of a first turn that counts as a stall; see `replicas.watchdog`. It has at most
 2,048 tokens here."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kv_transfer.connector import ConnectorSettings, KVDeviceIO
     from kv_transfer.messages import ToConsumer, ToProducer
     from replicas.config import EngineConfig, Role
-    from replicas.engine.process import Frames
+    from replicas.engine_process.server import Frames
     from replicas.faults import ReplicaFaults
     from replicas.messages import ClientMessage, EngineFrame
     from replicas.simulation.virtual_engine import VirtualDevice

@@ -41,9 +41,9 @@ def test_the_security_policy_lists_the_sockets_that_are_known():
 @pytest.mark.parametrize(
     ("family", "address", "command", "has_token", "name", "level"),
     [
-        ("tcp", "127.0.0.1:5", "python -m replicas.engine.process", False, "engine", "ok"),
-        ("tcp", "10.0.0.1:5", "python -m replicas.engine.process", False, "engine", "note"),
-        ("abstract", "@kv", "python -m replicas.engine.process", False, "engine-kv", "ok"),
+        ("tcp", "127.0.0.1:5", "python -m replicas.engine_process.process", False, "engine", "ok"),
+        ("tcp", "10.0.0.1:5", "python -m replicas.engine_process.process", False, "engine", "note"),
+        ("abstract", "@kv", "python -m replicas.engine_process.process", False, "engine-kv", "ok"),
         ("abstract", "@s", "python -m kv_transfer.stores.shm_server", False, "pool", "ok"),
         ("tcp", "[::1]:8000", "/b/haproxy -db -f x", False, "http", "ok"),
         ("tcp", "0.0.0.0:8000", "/b/haproxy -db -f x", True, "http", "note"),
@@ -63,7 +63,7 @@ def test_the_security_policy_lists_the_sockets_that_are_known():
         ("tcp", "[::ffff:a00:1]:10002", INGRESS, True, "ray", "ok"),
         ("tcp", "[::]:36207", INGRESS, False, "ray", "missing"),
         ("tcp", "[::]:17088", "ray-dashboard-ServeHead-0 (python -c)", False, "ray", "missing"),
-        ("unix", "/tmp/x", "python -m replicas.engine.process", False, "unknown", "note"),
+        ("unix", "/tmp/x", "python -m replicas.engine_process.process", False, "unknown", "note"),
         ("abstract", "@x", "/b/haproxy -db -f x", False, "unknown", "note"),
         ("unix", "/tmp/ray/s/sockets/raylet", "/x/ray/core/src/ray/raylet/raylet", False,
          "ray-local", "ok"),
@@ -109,7 +109,7 @@ sys.stdin.read()
 def test_a_process_is_found_by_its_sockets_as_the_kernel_lists_them(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", LISTEN, str(tmp_path / "s"),
-         "replicas.engine.process"],
+         "replicas.engine_process.process"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
@@ -127,7 +127,7 @@ def test_sockets_of_an_engines_descendants_are_found(tmp_path):
     # Two processes down, as what an engine runs may start others.
     start = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
     process = subprocess.Popen(
-        [sys.executable, "-c", start + "; 'replicas.engine.process'", start, LISTEN,
+        [sys.executable, "-c", start + "; 'replicas.engine_process.process'", start, LISTEN,
          str(tmp_path / "s")],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip

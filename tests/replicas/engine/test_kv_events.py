@@ -11,7 +11,7 @@ from replicas.engine.block_pool import BlockPool
 from replicas.engine.core import EngineCore
 from replicas.engine.kv_cache import KVCacheManager
 from replicas.engine.kv_events import PrefixFeed, PrefixJournal
-from replicas.engine.process import SNAPSHOT_S, EngineServer
+from replicas.engine_process.server import SNAPSHOT_S, EngineServer
 from replicas.messages import (
     PROTOCOL_VERSION,
     AddRequest,

@@ -18,8 +18,8 @@ import zmq
 
 from replicas.codec import decode_engine_frame, encode
 from replicas.config import EngineConfig, SimulatedMeshConfig
-from replicas.engine.parent import Inbox
-from replicas.engine.sockets import Receiver, Sender
+from replicas.engine_process.parent import Inbox
+from replicas.engine_process.sockets import Receiver, Sender
 from replicas.errors import EngineDeadError, EngineStartError
 from replicas.faults import Fault, PlanClock, ReplicaFaults
 from replicas.generators.simulated.profiles import engine_timing
@@ -41,8 +41,10 @@ from replicas.simulation.fault_injection import (
 )
 from replicas.watchdog import Watchdog
 from tests.models import model_folder
-from tests.replicas.engine import engine_client
-from tests.replicas.engine.engine_client import (
+from tests.replicas.engine.fakes import KEYS
+from tests.replicas.engine.pair import Pair
+from tests.replicas.engine_process import engine_client
+from tests.replicas.engine_process.engine_client import (
     DEADLINE_S,
     connect,
     connected,
@@ -54,8 +56,6 @@ from tests.replicas.engine.engine_client import (
     wait_for,
     wait_gone,
 )
-from tests.replicas.engine.fakes import KEYS
-from tests.replicas.engine.pair import Pair
 
 PROMPT = list(range(20, 90))
 NUM_BEHIND = 2560

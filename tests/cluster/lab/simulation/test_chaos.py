@@ -24,7 +24,7 @@ from cluster.lab.simulation.scenario import (
 )
 from cluster.lab.simulation.shrink import Shrinker
 from replicas.engine.block_pool import BlockPool
-from replicas.engine.process import EngineServer
+from replicas.engine_process.server import EngineServer
 from replicas.faults import KINDS, Fault
 from replicas.simulation.virtual_engine import VirtualEngine
 

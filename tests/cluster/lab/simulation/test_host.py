@@ -13,7 +13,7 @@ from cluster.lab.simulation.host import VirtualHost
 from cluster.lab.simulation.loop import VirtualLoop
 from cluster.lab.simulation.network import Network, NetworkConfig
 from cluster.lab.simulation.simulated_replicas import KEYS
-from replicas.engine.process import SNAPSHOT_S
+from replicas.engine_process.server import SNAPSHOT_S
 from replicas.errors import EngineDeadError
 from replicas.faults import FaultPlan
 from replicas.messages import (

@@ -17,8 +17,8 @@ from kv_transfer.config import TransferConfig
 from replicas import dealer
 from replicas.config import SimulatedMeshConfig
 from replicas.dealer import SILENCE_S
-from replicas.engine import sockets
-from replicas.engine.process import GATHER_S
+from replicas.engine_process import sockets
+from replicas.engine_process.server import GATHER_S
 from tests.cluster.lab.simulation.clusters import (
     BLOCK_SIZE,
     BYTES_PER_TOKEN,

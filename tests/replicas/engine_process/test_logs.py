@@ -12,7 +12,7 @@ import zmq
 
 from replicas.client import SyncMPClient
 from replicas.dealer import connect_dealers
-from replicas.engine.logs import BURST, INTERVAL_S, MAX_LINE_BYTES, EngineLog, LineLimit
+from replicas.engine_process.logs import BURST, INTERVAL_S, MAX_LINE_BYTES, EngineLog, LineLimit
 from replicas.messages import EngineRequest
 from replicas.sampling_params import SamplingParams
 from tests.engines import make_config

@@ -24,12 +24,12 @@ from replicas.codec import (
     decode_client_message,
     encode,
 )
-from replicas.engine.parent import GONE, Inbox, Unreadable
+from replicas.engine_process.parent import GONE, Inbox, Unreadable
 from replicas.errors import UnreadableMessageError
 from replicas.messages import EngineFrame, NotGreeted
 
 if TYPE_CHECKING:
-    from replicas.engine.parent import EngineArguments, InboxItem
+    from replicas.engine_process.parent import EngineArguments, InboxItem
     from replicas.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)

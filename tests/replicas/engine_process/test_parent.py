@@ -6,8 +6,8 @@ import threading
 import pytest
 import zmq
 
-from replicas.engine.parent import GONE, WAKE, Inbox
-from replicas.engine.sockets import Sender
+from replicas.engine_process.parent import GONE, WAKE, Inbox
+from replicas.engine_process.sockets import Sender
 from replicas.messages import Abort, EngineFrame, NotGreeted
 from replicas.watchdog import Watchdog
 
@@ -83,7 +83,7 @@ class Socket:
 @pytest.fixture
 def sender(monkeypatch):
     """A sender whose heartbeats are always due."""
-    monkeypatch.setattr("replicas.engine.sockets.HEARTBEAT_S", 0.0)
+    monkeypatch.setattr("replicas.engine_process.sockets.HEARTBEAT_S", 0.0)
     return Sender(Socket(), "e", Inbox(), Watchdog())
 
 
@@ -124,7 +124,7 @@ def test_what_clients_say_to_the_output_socket_delays_no_frame(sender):
 
 
 def test_the_output_socket_is_looked_at_as_often_as_heartbeats_go(sender, monkeypatch):
-    monkeypatch.setattr("replicas.engine.sockets.HEARTBEAT_S", 1000.0)
+    monkeypatch.setattr("replicas.engine_process.sockets.HEARTBEAT_S", 1000.0)
     for _ in range(10):
         sender.send(A, EngineFrame("e"))
         sender._send_heartbeats()
@@ -132,7 +132,7 @@ def test_the_output_socket_is_looked_at_as_often_as_heartbeats_go(sender, monkey
 
 
 def test_whatever_is_said_to_the_output_socket_is_read_in_the_end(sender, monkeypatch):
-    monkeypatch.setattr("replicas.engine.sockets.HEARTBEAT_S", 1000.0)
+    monkeypatch.setattr("replicas.engine_process.sockets.HEARTBEAT_S", 1000.0)
     sender._socket.num_waiting = 5000
     for _ in range(100):
         sender._send_heartbeats()

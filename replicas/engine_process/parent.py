@@ -1,7 +1,7 @@
 """Messages between an engine process and its parent, and the inbox of the core thread.
 
-Separate from `replicas.engine.process`, so that a parent need not import the engine's compute
-libraries, which would delay the start of an actor or a driver by seconds.
+Separate from `replicas.engine_process.process`, so that a parent need not import the engine's
+compute libraries, which would delay the start of an actor or a driver by seconds.
 
 The inbox has messages of clients, orders of the parent and notices of the process itself. Clients'
 messages are limited in number and size. When there is no room, the thread that reads the socket

@@ -8,8 +8,9 @@ import pytest
 from replicas.columns import ColumnReader
 from replicas.engine.core import EngineCore
 from replicas.engine.executor import UniProcExecutor
-from replicas.engine.parent import STOP, Inbox
-from replicas.engine.process import EngineProcess, EngineServer
+from replicas.engine_process.parent import STOP, Inbox
+from replicas.engine_process.process import EngineProcess
+from replicas.engine_process.server import EngineServer
 from replicas.messages import (
     PROTOCOL_VERSION,
     AddRequest,

@@ -32,8 +32,8 @@ from replicas.messages import (
 from replicas.sampling_params import SamplingParams
 from tests.engines import engine_core, generate, make_config
 from tests.models import model_folder
-from tests.replicas.engine import engine_client
-from tests.replicas.engine.engine_client import (
+from tests.replicas.engine_process import engine_client
+from tests.replicas.engine_process.engine_client import (
     connected,
     is_idle,
     parent_of_engine,

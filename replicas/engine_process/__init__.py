@@ -1,0 +1,1 @@
+"""The process of an engine: its threads, sockets, logs, and its side of the parent's pipe."""
