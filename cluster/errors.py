@@ -63,6 +63,14 @@ class NotFoundError(ServingError):
     code = "not_found"
 
 
+class MethodNotAllowedError(ServingError):
+    """The path exists, but not with this method."""
+
+    status = 405
+    type = "BadRequestError"
+    code = "method_not_allowed"
+
+
 class MisdirectedError(ServingError):
     """The `Host` header names another server."""
 

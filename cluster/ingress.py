@@ -67,7 +67,7 @@ MIN_ASK_INTERVAL_S = 0.5
 
 
 class Ingress:
-    """Implements `cluster.edge.routes.Backend`; make it inside the running event loop.
+    """Implements `cluster.edge.backend.Backend`; make it inside the running event loop.
 
     Args:
         config: The cluster's configuration.
@@ -130,7 +130,7 @@ class Ingress:
     async def generate(
         self, request: EngineRequest, emit: Emit, known: StreamPosition | None = None
     ) -> Usage:
-        """Run a request; see `cluster.edge.routes.Backend.generate`."""
+        """Run a request; see `cluster.edge.backend.Backend.generate`."""
         processor = OutputProcessor(self.tokenizer, request, self.tokenizer.eos_token_ids)
         num_known = 0 if known is None else known.num_tokens
         replay = None if known is None else ReplayCheck(known)
@@ -201,13 +201,13 @@ class Ingress:
         return await self._shared_slots.get()
 
     async def routes(self, request_id: str) -> bytes | None:
-        """Implement `cluster.edge.routes.Backend.routes`."""
+        """Implement `cluster.edge.backend.Backend.routes`."""
         if self.router.routes.of_client_id(request_id) is None:
             return None
         return await self._shared_routes.get(request_id)
 
     def route_header(self, request: EngineRequest) -> str:
-        """Implement `cluster.edge.routes.Backend.route_header`."""
+        """Implement `cluster.edge.backend.Backend.route_header`."""
         route = self.router.routes.get(request.request_id)
         return "" if route is None else short_form(route, self._replica_name)
 
@@ -273,7 +273,7 @@ class Ingress:
         )
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> dict[str, bool]:
-        """Pause all engines; see `cluster.edge.routes.Backend.pause`."""
+        """Pause all engines; see `cluster.edge.backend.Backend.pause`."""
         client = self.fleet.client
 
         async def pause(incarnation: str) -> bool:
@@ -283,7 +283,7 @@ class Ingress:
         return await self._order_all(pause)
 
     async def resume(self) -> dict[str, bool]:
-        """End the pause of all engines; see `cluster.edge.routes.Backend.resume`."""
+        """End the pause of all engines; see `cluster.edge.backend.Backend.resume`."""
         return await self._order_all(self.fleet.client.resume)
 
     async def is_paused(self) -> dict[str, bool]:
@@ -291,7 +291,7 @@ class Ingress:
         return await self._order_all(self.fleet.client.is_paused)
 
     async def reset_prefix_cache(self, *, reset_running_requests: bool) -> dict[str, bool]:
-        """Forget cached blocks; see `cluster.edge.routes.Backend.reset_prefix_cache`."""
+        """Forget cached blocks; see `cluster.edge.backend.Backend.reset_prefix_cache`."""
         return await self._order_all(
             partial(
                 self.fleet.client.reset_prefix_cache, reset_running_requests=reset_running_requests

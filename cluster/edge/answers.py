@@ -1,16 +1,17 @@
-"""JSON answers, and the form of an error that is sent before the first byte."""
+"""JSON answers, and errors before the first byte, in the form of their path's API."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
 
 import orjson
 from starlette.responses import Response
 
-from cluster.edge.openai_responses import error_body
+from cluster.edge.apis import error_body_of
+from cluster.errors import BadRequestError, InternalError, ServingError
+from replicas.errors import InvalidRequestError
 
-if TYPE_CHECKING:
-    from cluster.errors import ServingError
+logger = logging.getLogger(__name__)
 
 _DEFAULT_RETRY_AFTER_S = 1
 
@@ -20,12 +21,27 @@ def json_response(body: object, status: int = 200) -> Response:
     return Response(orjson.dumps(body), status, media_type="application/json")
 
 
-def error_response(error: ServingError) -> Response:
-    """Return the response of an error, with `Retry-After` where a retry makes sense."""
-    response = json_response(error_body(error), error.status)
+def error_response(error: ServingError, path: str) -> Response:
+    """Return the response of an error, with `Retry-After` where a retry makes sense.
+
+    Args:
+        error: The error.
+        path: The request's path, which decides the form of the body.
+    """
+    response = json_response(error_body_of(path, error), error.status)
     retry_after_s = error.retry_after_s
     if retry_after_s is None and error.status == 429:
         retry_after_s = _DEFAULT_RETRY_AFTER_S
     if retry_after_s is not None:
         response.headers["retry-after"] = str(retry_after_s)
     return response
+
+
+def to_serving_error(error: Exception, request_id: str) -> ServingError:
+    """Return the error that the client sees for an exception; log an unexpected one."""
+    if isinstance(error, ServingError):
+        return error
+    if isinstance(error, InvalidRequestError):
+        return BadRequestError(str(error), param=error.param)
+    logger.error("request %s failed with an internal error", request_id, exc_info=error)
+    return InternalError(f"internal error; see the server's log for request {request_id}")

@@ -39,13 +39,13 @@ async def run_beam_search(
     """Run a beam search, and emit each of its best sequences as one delta of its choice.
 
     Args:
-        generate: Runs a request; see `cluster.edge.routes.Backend.generate`. It is cancelled for
+        generate: Runs a request; see `cluster.edge.backend.Backend.generate`. It is cancelled for
             every running request if one of them fails, or the search is cancelled.
         request: The prompt. Its parameters say what the deltas have.
         params: Validated parameters of the search.
         tokenizer: The served model's tokenizer.
         max_model_len: Longest sequence of the model.
-        emit: See `cluster.edge.routes.Backend.generate`.
+        emit: See `cluster.edge.backend.Backend.generate`.
 
     Raises:
         ServingError: A request of the search cannot run, or failed.

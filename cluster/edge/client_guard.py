@@ -15,7 +15,7 @@ Serve wraps it around its HTTP servers, because `RAY_SERVE_HTTP_PROXY_CALLBACK_I
   other is cancelled.
 
 Owner: a `ClientGuard` owns the counts of body bytes in its process, an `_Exchange` those of one
-request. `cluster.edge.routes` checks the content of bodies.
+request. `cluster.edge.json_bodies` reads the content of bodies.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class ClientGuard:
             await self._app(scope, receive, send)
             return
         source: str = scope["client"][0]
-        exchange = _Exchange(self, self._limits, source, receive, send)
+        exchange = _Exchange(self, self._limits, source, scope["path"], receive, send)
         try:
             await exchange.read_body(dict(scope["headers"]))
             await exchange.run(self._app, scope, is_ingress=self._is_ingress)
@@ -188,7 +188,7 @@ class ClientGuard:
             return
         finally:
             exchange.close()
-        response = error_response(error)
+        response = error_response(error, scope["path"])
         # Otherwise the rest of the body would be parsed as the connection's next request.
         response.headers["connection"] = "close"
         await response(scope, receive, exchange.draining_send(error))
@@ -269,11 +269,18 @@ class _Exchange:
     """One request: reading its body, running the application, sending its answer."""
 
     def __init__(
-        self, guard: ClientGuard, limits: ClientLimits, source: str, receive: Receive, send: Send
+        self,
+        guard: ClientGuard,
+        limits: ClientLimits,
+        source: str,
+        path: str,
+        receive: Receive,
+        send: Send,
     ) -> None:
         self._guard = guard
         self._limits = limits
         self._source = source
+        self._path = path
         self._receive = receive
         self._send = send
         self._loop = asyncio.get_running_loop()
@@ -380,7 +387,8 @@ class _Exchange:
             self._reserve_shared_bytes(int(declared) - self._limits.free_bytes)
         except _RefusedError as refused:
             self._is_refused = True
-            await error_response(refused.error)({"type": "http"}, self._receive, self._send)
+            response = error_response(refused.error, self._path)
+            await response({"type": "http"}, self._receive, self._send)
         else:
             await self._send_in_time(start)
 

@@ -7,7 +7,7 @@ returns the `Usage`, which `cluster.edge.openai_responses` turns into a body.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from replicas.sampling_params import MAX_LOGPROBS, SamplingDefaults
 
@@ -81,6 +81,7 @@ class ResponseSpec:
         drops_output: Whether the answer is the echo alone.
         new_parser: Makes the parser of a choice's text; None if all text is content.
         include_reasoning: Whether the answer has the reasoning that the parser finds.
+        own: What the request's API repeats in the answer, or needs to make it.
     """
 
     request_id: str
@@ -97,3 +98,4 @@ class ResponseSpec:
     drops_output: bool = False
     new_parser: Callable[[], OutputParser] | None = None
     include_reasoning: bool = True
+    own: Any = None

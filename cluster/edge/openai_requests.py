@@ -12,7 +12,7 @@ Three stages, cheapest first, so that a bad request costs little:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import orjson
@@ -116,6 +116,8 @@ class ParsedRequest:
         tool_use: Its tools.
         is_parsed: Whether a parser reads the output, which then needs its special tokens.
         length_penalty: That of the beam search that is asked for; None: tokens are drawn.
+        field_names: Names in the client's body of fields that another API translates, for errors;
+            see `cluster.edge.field_names`.
     """
 
     prompt: Prompt
@@ -128,6 +130,7 @@ class ParsedRequest:
     tool_use: ToolUse = NO_TOOLS
     is_parsed: bool = False
     length_penalty: float | None = None
+    field_names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def prompt_param(self) -> str:

@@ -22,13 +22,13 @@ from cluster.edge.families.message import (
     MessageDelta,
     ReasoningPiece,
 )
+from cluster.edge.message_reader import MessageReader
 from cluster.edge.openai import Usage
 from cluster.errors import InternalError
 from replicas.messages import TokenLogprob
 
 if TYPE_CHECKING:
     from cluster.edge.families.message import Message, ToolCall
-    from cluster.edge.families.parser import OutputParser
     from cluster.edge.openai import ModelCard, ResponseSpec
     from cluster.errors import ServingError
     from replicas.messages import EngineRequest
@@ -203,7 +203,8 @@ def whole_body(
         all_text = "".join(delta.text for delta in kept)
         has_calls = False
         if isinstance(shape, ChatShape) and spec.new_parser is not None:
-            message = spec.new_parser().read(all_text, is_cut=_is_cut(own[-1]))
+            is_cut = own[-1].finish_reason != "stop"
+            message = spec.new_parser().read(all_text, is_cut=is_cut)
             has_calls = bool(message.calls)
             text = shape.whole_message(message, spec.echo, has_reasoning=spec.include_reasoning)
         else:
@@ -257,7 +258,7 @@ class ChunkWriter:
         if isinstance(shape, ChatShape) and spec.new_parser is not None:
             self._is_plain = False
             for choice in self._choices:
-                choice.message = _StreamedMessage(shape, spec.new_parser(), spec.include_reasoning)
+                choice.message = _StreamedMessage(shape, MessageReader(spec))
         counts = {"usage": None} if spec.include_usage else {}
         self._plain_end = _end({"logprobs": None, "finish_reason": None}, counts)
 
@@ -302,10 +303,14 @@ class ChunkWriter:
             end += self._head + b"]" + _rest({"usage": usage_body(usage, self._spec)}) + b"\n\n"
         return end + _DONE
 
+    def fail(self, error: ServingError) -> bytes:
+        """Return the last event of a failed stream, which then has no `[DONE]`."""
+        return b"data: " + orjson.dumps(error_body(error)) + b"\n\n"
+
     def _chunk(self, choice: _StreamedChoice, usage: Usage) -> bytes:
         unsent, choice.unsent = choice.unsent, []
         message = choice.message
-        has_calls = message is not None and message.parser.has_calls
+        has_calls = message is not None and message.reader.has_calls
         inner, choice.offset = _details(
             self._shape, self._request, self._spec, unsent, choice.offset, has_calls=has_calls
         )
@@ -356,21 +361,16 @@ class _StreamedChoice:
 
 
 class _StreamedMessage:
-    """The message of a choice: its parser, and the part that was not sent yet."""
+    """The message of a choice: its reader, and the part that was not sent yet."""
 
-    def __init__(self, shape: ChatShape, parser: OutputParser, has_reasoning: bool) -> None:
+    def __init__(self, shape: ChatShape, reader: MessageReader) -> None:
         self._shape = shape
-        self._has_reasoning = has_reasoning
-        self.parser = parser
+        self.reader = reader
         self.part = MessageDelta()
 
     def add(self, delta: OutputDelta) -> bool:
         """Read a delta; return whether there is a part to send."""
-        self.part.extend(self.parser.feed(delta.text))
-        if delta.finish_reason is not None:
-            self.part.extend(self.parser.finish(is_cut=_is_cut(delta)))
-        if not self._has_reasoning:
-            self.part = self.part.without_reasoning()
+        self.part.extend(self.reader.read(delta))
         return any(not isinstance(piece, CallEnd) for piece in self.part.pieces)
 
     def take(self) -> MessageDelta:
@@ -381,11 +381,6 @@ class _StreamedMessage:
     def chunk(self, *, is_first: bool) -> bytes:
         """Return the field of an event with the part that was not sent."""
         return self._shape.chunk_message(self.take(), is_first=is_first)
-
-
-def _is_cut(last: OutputDelta) -> bool:
-    """Return whether a choice has ended before the model stopped."""
-    return last.finish_reason != "stop"
 
 
 def _without_output(deltas: list[OutputDelta]) -> OutputDelta:
@@ -478,11 +473,6 @@ def error_body(error: ServingError) -> Body:
             "code": error.code,
         }
     }
-
-
-def error_event(error: ServingError) -> bytes:
-    """Return the last event of a failed stream."""
-    return b"data: " + orjson.dumps(error_body(error)) + b"\n\n"
 
 
 def model_body(card: ModelCard) -> Body:

@@ -23,8 +23,9 @@ from cluster.errors import BadRequestError, TokensDifferError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from cluster.edge.api import StreamWriter
     from cluster.edge.openai import Usage
-    from cluster.edge.openai_responses import ChunkWriter
+    from cluster.errors import ServingError
     from replicas.messages import EngineRequest, TokenOutput
     from replicas.output_processor import OutputDelta
 
@@ -137,7 +138,7 @@ class ReplayCheck:
 
 
 class ResumableChunks:
-    """A `ChunkWriter` that adds ids to its events, and skips those that the client has.
+    """A `StreamWriter` that adds ids to its events, and skips those that the client has.
 
     Args:
         chunks: Writer of the events.
@@ -146,7 +147,7 @@ class ResumableChunks:
     """
 
     def __init__(
-        self, chunks: ChunkWriter, request: EngineRequest, position: StreamPosition
+        self, chunks: StreamWriter, request: EngineRequest, position: StreamPosition
     ) -> None:
         self._chunks = chunks
         self._position = position
@@ -156,7 +157,7 @@ class ResumableChunks:
         self._num_skipped = 0
 
     def add(self, delta: OutputDelta) -> bytes:
-        """Add a delta like `ChunkWriter.add`; tokens that the client has give no event."""
+        """Add a delta like `StreamWriter.add`; tokens that the client has give no event."""
         if self._num_skipped < self._position.num_tokens and delta.finish_reason is None:
             self._num_skipped += len(delta.token_ids)
             self._chunks.skip(delta)
@@ -167,11 +168,19 @@ class ResumableChunks:
         return self._id("") + chunk if chunk else b""
 
     def finish(self, usage: Usage) -> bytes:
-        """Return the end of the stream, like `ChunkWriter.finish`."""
+        """Return the end of the stream, like `StreamWriter.finish`."""
         end = self._chunks.finish(usage)
         if self._position.has_end:
             return end.partition(b"\n\n")[2]
         return self._id(".end") + end
+
+    def skip(self, delta: OutputDelta) -> None:
+        """Count a delta without an event, like `StreamWriter.skip`."""
+        self._chunks.skip(delta)
+
+    def fail(self, error: ServingError) -> bytes:
+        """Return the end of a failed stream, like `StreamWriter.fail`."""
+        return self._chunks.fail(error)
 
     def _id(self, end: str) -> bytes:
         return f"{self._head}{self._num_tokens}-{self._checksum:08x}{end}\n".encode()

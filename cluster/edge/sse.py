@@ -4,8 +4,7 @@ Owner: an `EventStream` runs its request and ends it on every path: completion, 
 timeout, and cancellation by the server.
 
 An error before the response has begun is raised, so that it can still become a status. An error
-after it is one `data: {"error": …}` event, then the stream ends without `data: [DONE]`: a client
-that sees `[DONE]` may trust the answer to be whole.
+after it ends the stream as its writer says.
 
 A stream without events for some time sends a comment, which clients ignore, so that no load
 balancer closes the connection. This happens while a request is queued or prefilled for long, while
@@ -22,7 +21,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from starlette.responses import Response
 
 from cluster.edge.interrupt import Interrupt
-from cluster.edge.openai_responses import error_event
 from cluster.errors import DeadlineError
 
 if TYPE_CHECKING:
@@ -30,9 +28,8 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
+    from cluster.edge.api import StreamWriter
     from cluster.edge.openai import Emit, Usage
-    from cluster.edge.openai_responses import ChunkWriter
-    from cluster.edge.resume import ResumableChunks
     from cluster.errors import ServingError
     from replicas.output_processor import OutputDelta
 
@@ -60,7 +57,7 @@ class EventStream(Response):
     def __init__(
         self,
         generate: Callable[[Emit], Awaitable[Usage]],
-        chunks: ChunkWriter | ResumableChunks,
+        writer: StreamWriter,
         to_serving_error: Callable[[Exception, str], ServingError],
         *,
         timeout_s: float | None,
@@ -70,8 +67,8 @@ class EventStream(Response):
         """Create the response of one request.
 
         Args:
-            generate: Runs the request, once; see `cluster.edge.routes.Backend.generate`.
-            chunks: Converts deltas into events.
+            generate: Runs the request, once; see `cluster.edge.backend.Backend.generate`.
+            writer: Converts deltas into events.
             to_serving_error: Maps an exception and the request's id to the error for the client.
             timeout_s: Longest time for the request, see `run_until_disconnect`.
             keep_alive_s: Seconds without an event after which a comment is sent.
@@ -79,7 +76,7 @@ class EventStream(Response):
         """
         super().__init__()
         self._generate = generate
-        self._chunks = chunks
+        self._writer = writer
         self._to_serving_error = to_serving_error
         self._timeout_s = timeout_s
         self._keep_alive_s = keep_alive_s
@@ -95,12 +92,12 @@ class EventStream(Response):
         """Run the stream; raises ClientGoneError if the client disconnects first."""
 
         async def emit(delta: OutputDelta) -> None:
-            chunk = self._chunks.add(delta)
+            chunk = self._writer.add(delta)
             if chunk:
                 await self._send(send, chunk, more=True)
 
         async def run() -> None:
-            await self._send(send, self._chunks.finish(await self._generate(emit)), more=False)
+            await self._send(send, self._writer.finish(await self._generate(emit)), more=False)
 
         self._keep_alive(send)
         try:
@@ -113,7 +110,7 @@ class EventStream(Response):
                 await asyncio.wait({self._comment})
             if not self._is_started:
                 raise
-            end = error_event(self._to_serving_error(error, scope["request_id"]))
+            end = self._writer.fail(self._to_serving_error(error, scope["request_id"]))
             await run_until_disconnect(receive, self._send(send, end, more=False), None)
         finally:
             if self._timer is not None:

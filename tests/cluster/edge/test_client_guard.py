@@ -298,7 +298,8 @@ async def test_without_haproxy_this_host_alone_may_use_the_operations_routes():
 
     async def ask_from(peer, server="10.0.0.5", headers=()):
         guard = middleware.cls(app, QUICK, **middleware.kwargs)
-        scope = {"type": "http", "headers": [*headers], "client": (peer, 1), "server": (server, 80)}
+        scope = {"type": "http", "path": "/", "headers": [*headers], "client": (peer, 1)}
+        scope["server"] = (server, 80)
         await guard(scope, stays, swallow)
         return ours(app.seen[-1])
 
@@ -496,7 +497,7 @@ async def test_no_task_is_left_after_an_answer_to_a_client_that_stays(make_middl
         pass
 
     await middleware.cls(answers, **middleware.kwargs)(
-        {"type": "http", "headers": []}, stays, swallow
+        {"type": "http", "path": "/", "headers": []}, stays, swallow
     )
     await asyncio.sleep(0)
     assert asyncio.all_tasks() == {asyncio.current_task()}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.config.schema import AdmissionConfig, IngressConfig
-from cluster.edge import routes
+from cluster.edge import text_jobs
 from cluster.edge.headers import cache_salt
 from cluster.edge.openai import Usage
 from cluster.edge.openai_requests import ParsedRequest, parse_chat_completion
@@ -351,8 +351,10 @@ def test_a_grammar_that_compiles_is_checked_once(monkeypatch):
     backend = FakeBackend()
     app = make_app(backend)
     fields = {"prompt": "hi", "structured_outputs": {"choice": ["a", "b"]}}
-    checked, check = [], routes.check_grammar
-    monkeypatch.setattr(routes, "check_grammar", lambda *args: (checked.append(args), check(*args)))
+    checked, check = [], text_jobs.check_grammar
+    monkeypatch.setattr(
+        text_jobs, "check_grammar", lambda *args: (checked.append(args), check(*args))
+    )
     for _ in range(2):
         answer = asyncio.run(Client(app).request("POST", "/v1/completions", fields))
         assert answer.status == 200
@@ -592,7 +594,7 @@ def test_a_large_body_is_refused(headers):
 
 def test_a_long_text_is_encoded_off_the_event_loop_with_the_same_result(monkeypatch):
     inline = [generate(FakeBackend(), path).body["choices"] for path in GENERATE]
-    monkeypatch.setattr(routes, "MAX_INLINE_COST", 1)
+    monkeypatch.setattr(text_jobs, "MAX_INLINE_COST", 1)
     assert [generate(FakeBackend(), path).body["choices"] for path in GENERATE] == inline
 
 

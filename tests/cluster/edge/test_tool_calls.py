@@ -9,7 +9,8 @@ import pytest
 from cluster.edge.openai import Usage
 from cluster.edge.openai_limits import BodyLimits
 from cluster.edge.openai_requests import encoding_cost, parse_body, parse_chat_completion
-from cluster.edge.routes import MAX_INLINE_COST, _with_history
+from cluster.edge.pipeline import with_history
+from cluster.edge.text_jobs import MAX_INLINE_COST
 from cluster.errors import BadRequestError
 from replicas.output_processor import OutputDelta
 from tests.cluster.edge.fake_backend import FakeBackend
@@ -430,7 +431,7 @@ def history(backend, messages):
     """The messages as the model's chat template gets them."""
     prompt = parse_chat_completion({"messages": messages})
     [card] = backend.models()
-    return _with_history(prompt, card).prompt.messages
+    return with_history(prompt, card).prompt.messages
 
 
 def test_the_former_role_of_results_is_rendered_as_a_result():

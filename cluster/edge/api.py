@@ -1,0 +1,88 @@
+"""Interface of a generating API: its request bodies, its answers, and its errors.
+
+An API translates its own body into a `ParsedRequest`. `cluster.edge.pipeline` runs every one of
+them in the same way. `cluster.edge.apis` lists the APIs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from cluster.edge.openai import ResponseSpec, Usage
+    from cluster.edge.openai_requests import ParsedRequest
+    from cluster.errors import ServingError
+    from replicas.messages import EngineRequest
+    from replicas.output_processor import OutputDelta
+    from replicas.tokenizer import Tokenizer
+
+Body: TypeAlias = dict[str, Any]
+
+
+class StreamWriter(Protocol):
+    """Converter of one request's deltas into the events of a stream; does no I/O."""
+
+    def add(self, delta: OutputDelta) -> bytes:
+        """Add a delta; return the events to send now, or b""."""
+
+    def skip(self, delta: OutputDelta) -> None:
+        """Count a delta that a resuming client already has; see `Api.is_resumable`."""
+
+    def finish(self, usage: Usage) -> bytes:
+        """Return the end of the stream.
+
+        Raises:
+            InternalError: A choice has not finished.
+        """
+
+    def fail(self, error: ServingError) -> bytes:
+        """Return the end of a stream that fails after its first event."""
+
+
+class Api(Protocol):
+    """One generating route; an application makes one object of each.
+
+    Attributes:
+        route: Name of the route in `cluster.edge.route_table`.
+        is_resumable: Whether a client may resume a stream by `Last-Event-ID`. The writer's `finish`
+            must then begin with the one event that has the finish reason.
+    """
+
+    route: ClassVar[str]
+    is_resumable: ClassVar[bool]
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Create the API of an application that serves models with this tokenizer."""
+
+    def parse(self, body: Mapping[str, Any]) -> ParsedRequest:
+        """Check the fields of a body, and translate them.
+
+        `ParsedRequest.field_names` names the client's own fields where the translated request has
+        other ones. What the answer repeats of the body goes into `ParsedRequest.response_options`
+        as `own`, see `ResponseSpec.own`.
+
+        Raises:
+            ServingError: A field is wrong; `param` is its path in the client's body.
+        """
+
+    def whole(
+        self,
+        request: EngineRequest,
+        spec: ResponseSpec,
+        deltas: list[OutputDelta],
+        usage: Usage,
+    ) -> Body:
+        """Return the body of an answer that is not streamed.
+
+        Raises:
+            InternalError: A choice has not finished.
+        """
+
+    def stream(self, request: EngineRequest, spec: ResponseSpec) -> StreamWriter:
+        """Return the writer of a streamed answer."""
+
+    @staticmethod
+    def error_body(error: ServingError) -> Body:
+        """Return the body of an error before the first byte, on any path below the route's."""

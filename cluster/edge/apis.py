@@ -1,0 +1,30 @@
+"""Table of the generating APIs, and the form of the errors on each path. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cluster.edge.openai_apis import ChatCompletionsApi, CompletionsApi
+from cluster.edge.openai_responses import error_body
+from cluster.edge.route_table import ROUTES
+
+if TYPE_CHECKING:
+    from cluster.edge.api import Api, Body
+    from cluster.errors import ServingError
+
+APIS: tuple[type[Api], ...] = (CompletionsApi, ChatCompletionsApi)
+"""Every generating API; `cluster.edge.route_table` has a route of each one's name."""
+
+_PATHS = {spec.name: spec.path for spec in ROUTES}
+_API_OF_PATH = {_PATHS[api.route]: api for api in APIS}
+
+
+def error_body_of(path: str, error: ServingError) -> Body:
+    """Return the body of an error on a path, in the form of the API that the path belongs to.
+
+    A path below that of an API belongs to it; all other paths have OpenAI's form.
+    """
+    for prefix, api in _API_OF_PATH.items():
+        if path == prefix or path.startswith(prefix + "/"):
+            return api.error_body(error)
+    return error_body(error)

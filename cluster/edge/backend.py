@@ -1,0 +1,93 @@
+"""Interface of the cluster behind the HTTP edge."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cluster.edge.openai import Emit, ModelCard, Usage
+    from cluster.edge.resume import StreamPosition
+    from cluster.edge.slots import SlotsView
+    from cluster.edge.transfers import TransfersView
+    from replicas.messages import EngineRequest, PauseMode
+    from replicas.tokenizer import Tokenizer
+
+
+class Backend(Protocol):
+    """Interface of the cluster behind the edge."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The served model's tokenizer."""
+
+    def models(self) -> Sequence[ModelCard]:
+        """Return the models that requests may name, the default one first."""
+
+    async def generate(
+        self, request: EngineRequest, emit: Emit, known: StreamPosition | None = None
+    ) -> Usage:
+        """Run a request.
+
+        It is cancelled when the client disconnects. It must then abort the request and free its
+        slot and blocks.
+
+        Args:
+            request: A validated request.
+            emit: Called with each delta; the last one of each choice has its finish reason.
+            known: Position of a client that resumes a stream of one choice. The backend checks that
+                the rerun gives the same tokens, and emits deltas of one token each, so that they
+                are the same in every run. None: deltas of any size.
+
+        Returns:
+            The token counts of the whole request, once every choice has ended.
+
+        Raises:
+            ServingError: The request cannot run, or failed midway.
+        """
+
+    def is_ready(self) -> tuple[bool, str]:
+        """Return whether new requests can be served, and the problem if there is any, else ""."""
+
+    async def metrics_text(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+
+    async def transfers(self) -> TransfersView:
+        """Return the running KV transfers of all replicas."""
+
+    async def probe(self) -> dict[str, bool]:
+        """Return for each replica whether it ended a step within the timeout."""
+
+    async def slots(self) -> SlotsView:
+        """Return this ingress's view of all slots."""
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> dict[str, bool]:
+        """Pause all engines; return for each replica whether nothing runs there.
+
+        Args:
+            mode: What becomes of running requests.
+            clear_cache: Whether to forget cached blocks then.
+        """
+
+    async def resume(self) -> dict[str, bool]:
+        """End the pause of all engines; return for each replica whether it has answered."""
+
+    async def is_paused(self) -> dict[str, bool]:
+        """Return for each replica whether it is known to be paused."""
+
+    async def reset_prefix_cache(self, *, reset_running_requests: bool) -> dict[str, bool]:
+        """Forget cached blocks; return for each replica whether no request keeps KV from before."""
+
+    async def routes(self, request_id: str) -> bytes | None:
+        """Return the routes of the requests with a client's id: a `RoutesView` as JSON.
+
+        Returns:
+            None if no such request is known.
+
+        Raises:
+            SaturatedError: Too many ids are being looked up.
+        """
+
+    def route_header(self, request: EngineRequest) -> str:
+        """Return the short form of a request's route, for a header."""

@@ -1,0 +1,38 @@
+"""Reader of one choice's message: deltas of output in, parts of the message out. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cluster.edge.families.message import ContentPiece, MessageDelta
+
+if TYPE_CHECKING:
+    from cluster.edge.openai import ResponseSpec
+    from replicas.output_processor import OutputDelta
+
+
+class MessageReader:
+    """Reader of one choice's message, with the request's parser, or all text as content.
+
+    Args:
+        spec: Options of the answer.
+    """
+
+    def __init__(self, spec: ResponseSpec) -> None:
+        self._parser = None if spec.new_parser is None else spec.new_parser()
+        self._has_reasoning = spec.include_reasoning
+
+    @property
+    def has_calls(self) -> bool:
+        """Return whether the message has calls so far."""
+        return self._parser is not None and self._parser.has_calls
+
+    def read(self, delta: OutputDelta) -> MessageDelta:
+        """Return what a delta adds to the message; a delta with a finish reason is the last."""
+        if self._parser is None:
+            return MessageDelta([ContentPiece(delta.text)] if delta.text else [])
+        part = self._parser.feed(delta.text)
+        if delta.finish_reason is not None:
+            # If the model did not stop by itself, a call may have no end.
+            part.extend(self._parser.finish(is_cut=delta.finish_reason != "stop"))
+        return part if self._has_reasoning else part.without_reasoning()

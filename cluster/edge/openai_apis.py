@@ -1,0 +1,78 @@
+"""OpenAI's generating APIs: /v1/completions and /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from cluster.edge.openai_requests import parse_chat_completion, parse_completion
+from cluster.edge.openai_responses import (
+    ChatShape,
+    ChunkWriter,
+    CompletionShape,
+    error_body,
+    whole_body,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from cluster.edge.api import Body
+    from cluster.edge.openai import ResponseSpec, Usage
+    from cluster.edge.openai_requests import ParsedRequest
+    from cluster.edge.openai_responses import Shape
+    from cluster.errors import ServingError
+    from replicas.messages import EngineRequest
+    from replicas.output_processor import OutputDelta
+    from replicas.tokenizer import Tokenizer
+
+
+class _OpenAIApi:
+    """What both APIs share: choices of one shape in whole bodies and in chunks."""
+
+    is_resumable: ClassVar[bool] = True
+    _shape: Shape
+
+    def whole(
+        self,
+        request: EngineRequest,
+        spec: ResponseSpec,
+        deltas: list[OutputDelta],
+        usage: Usage,
+    ) -> Body:
+        """See `cluster.edge.api.Api.whole`."""
+        return whole_body(self._shape, request, spec, deltas, usage)
+
+    def stream(self, request: EngineRequest, spec: ResponseSpec) -> ChunkWriter:
+        """See `cluster.edge.api.Api.stream`."""
+        return ChunkWriter(self._shape, request, spec)
+
+    @staticmethod
+    def error_body(error: ServingError) -> Body:
+        """See `cluster.edge.api.Api.error_body`."""
+        return error_body(error)
+
+
+class CompletionsApi(_OpenAIApi):
+    """The API of /v1/completions."""
+
+    route: ClassVar[str] = "completions"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._shape = CompletionShape(tokenizer)
+
+    def parse(self, body: Mapping[str, Any]) -> ParsedRequest:
+        """See `cluster.edge.api.Api.parse`."""
+        return parse_completion(body)
+
+
+class ChatCompletionsApi(_OpenAIApi):
+    """The API of /v1/chat/completions."""
+
+    route: ClassVar[str] = "chat_completions"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._shape = ChatShape(tokenizer)
+
+    def parse(self, body: Mapping[str, Any]) -> ParsedRequest:
+        """See `cluster.edge.api.Api.parse`."""
+        return parse_chat_completion(body)
