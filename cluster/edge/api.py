@@ -56,12 +56,16 @@ class Api(Protocol):
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Create the API of an application that serves models with this tokenizer."""
 
-    def parse(self, body: Mapping[str, Any]) -> ParsedRequest:
+    def parse(self, body: Mapping[str, Any], tenant: str) -> ParsedRequest:
         """Check the fields of a body, and translate them.
 
         `ParsedRequest.field_names` names the client's own fields where the translated request has
         other ones. What the answer repeats of the body goes into `ParsedRequest.response_options`
         as `own`, see `ResponseSpec.own`.
+
+        Args:
+            body: The decoded body.
+            tenant: The request's tenant, for what an API keeps of it.
 
         Raises:
             ServingError: A field is wrong; `param` is its path in the client's body.

@@ -48,7 +48,7 @@ from replicas.text_pieces import NoCutError
 from replicas.tokenizer import TooManyTokensError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from starlette.requests import Request
     from starlette.responses import Response
@@ -124,12 +124,21 @@ class Pipeline:
 
     async def _read_request(self, http_request: Request, api: Api) -> _ReadyRequest:
         limits = BodyLimits.of_models(self._backend.models(), self._backend.tokenizer)
-        parsed = api.parse(await read_json_body(http_request, self._max_body_bytes, limits))
+        claimed = admission_fields(http_request.headers, self._admission)
+        body = await read_json_body(http_request, self._max_body_bytes, limits)
+        parsed = api.parse(body, str(claimed.get("tenant", "")))
         with naming_fields(parsed.field_names):
-            return await self._prepare(parsed, http_request)
+            return await self._prepare(parsed, claimed, http_request)
 
-    async def _prepare(self, parsed: ParsedRequest, http_request: Request) -> _ReadyRequest:
+    async def _prepare(
+        self, parsed: ParsedRequest, claimed: Mapping[str, object], http_request: Request
+    ) -> _ReadyRequest:
         """Encode a parsed request, and check what depends on its tokens.
+
+        Args:
+            parsed: The request.
+            claimed: Fields of the engines' request that headers set.
+            http_request: The client's request.
 
         Raises:
             ServingError: It cannot run; `param` is a path in the parsed request.
@@ -156,7 +165,6 @@ class Pipeline:
             seed=secrets.randbits(63),
         )
         beams = beam_search_params(parsed, request.sampling, card, vocab_size)
-        claimed = admission_fields(http_request.headers, self._admission)
         request = msgspec.structs.replace(request, timeout_s=self._request_timeout_s, **claimed)
         salt = cache_salt(request.tenant, request.cache_salt, self._admission)
         request = msgspec.structs.replace(request, cache_salt=salt)

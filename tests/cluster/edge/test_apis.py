@@ -33,7 +33,7 @@ class OtherApi(ChatCompletionsApi):
 
     is_resumable = False
 
-    def parse(self, body):
+    def parse(self, body, tenant):
         names = {"messages[0].content": "ask", "max_tokens": "limit"}
         chat = {
             "messages": [{"role": "user", "content": body["ask"]}],
@@ -41,7 +41,7 @@ class OtherApi(ChatCompletionsApi):
             "stream": body.get("stream"),
         }
         with naming_fields(names):
-            parsed = super().parse(chat)
+            parsed = super().parse(chat, tenant)
         options = {**parsed.response_options, "own": body["ask"]}
         return dataclasses.replace(parsed, field_names=names, response_options=options)
 
