@@ -48,11 +48,15 @@ _INT64 = 2**63
 
 
 class _Rule(NamedTuple):
-    """Range of one field: `text` follows its name in the error."""
+    """Range of one field: `text` follows its name in the error.
+
+    `schema` says the same in keywords of JSON Schema, as far as these can.
+    """
 
     name: str
     accepts: Callable[[Any], bool]
     text: str
+    schema: dict[str, Any]
 
     def check(self, value: object) -> None:
         """Refuse a value outside the range."""
@@ -64,42 +68,73 @@ def _is_finite(biases: dict[int, float]) -> bool:
     return all(math.isfinite(bias) for bias in biases.values())
 
 
-def _has_at_most(name: str, most: int, what: str) -> _Rule:
-    return _Rule(name, lambda v: len(v) <= most, f"must have at most {most} {what}")
+def _at_least(name: str, least: int) -> _Rule:
+    return _Rule(name, lambda v: v >= least, f"must be at least {least}", {"minimum": least})
 
 
-def _each_has_at_most(name: str, most: int, what: str) -> _Rule:
+def _within(name: str, least: float, most: float) -> _Rule:
+    schema = {"minimum": least, "maximum": most}
+    return _Rule(name, lambda v: least <= v <= most, f"must be in [{least:g}, {most:g}]", schema)
+
+
+def _has_at_most(name: str, most: int, what: str, keyword: str = "maxItems") -> _Rule:
     text = f"must have at most {most} {what}"
-    return _Rule(name, lambda v: max(map(len, v), default=0) <= most, text)
+    return _Rule(name, lambda v: len(v) <= most, text, {keyword: most})
+
+
+def _each_has_at_most(name: str, most: int, what: str, keyword: str) -> _Rule:
+    text = f"must have at most {most} {what}"
+    schema = {"items": {keyword: most}}
+    return _Rule(name, lambda v: max(map(len, v), default=0) <= most, text, schema)
+
+
+def _none_is_empty(name: str, what: str, keyword: str) -> _Rule:
+    return _Rule(name, all, f"must not hold an empty {what}", {"items": {keyword: 1}})
 
 
 _RULES = (
-    _Rule("max_tokens", lambda v: v >= 1, "must be at least 1"),
-    _Rule("temperature", lambda v: 0.0 <= v <= 2.0, "must be in [0, 2]"),
-    _Rule("top_p", lambda v: 0.0 < v <= 1.0, "must be in (0, 1]"),
-    _Rule("top_k", lambda v: v >= -1, "must be -1, 0 or at least 1"),
-    _Rule("min_p", lambda v: 0.0 <= v <= 1.0, "must be in [0, 1]"),
-    _Rule("n", lambda v: 1 <= v <= MAX_CHOICES, f"must be 1 to {MAX_CHOICES}"),
-    _Rule("seed", lambda v: -_INT64 <= v < _INT64, "must fit in 64 bits"),
-    _Rule("presence_penalty", lambda v: -2.0 <= v <= 2.0, "must be in [-2, 2]"),
-    _Rule("frequency_penalty", lambda v: -2.0 <= v <= 2.0, "must be in [-2, 2]"),
-    _Rule("repetition_penalty", lambda v: 0.0 < v < math.inf, "must be above 0 and finite"),
-    _Rule("min_tokens", lambda v: v >= 0, "must be at least 0"),
-    _Rule("stop", all, "must not hold an empty string"),
+    _at_least("max_tokens", 1),
+    _within("temperature", 0.0, 2.0),
+    _Rule(
+        "top_p", lambda v: 0.0 < v <= 1.0, "must be in (0, 1]",
+        {"exclusiveMinimum": 0, "maximum": 1},
+    ),
+    _Rule("top_k", lambda v: v >= -1, "must be -1, 0 or at least 1", {"minimum": -1}),
+    _within("min_p", 0.0, 1.0),
+    _Rule(
+        "n", lambda v: 1 <= v <= MAX_CHOICES, f"must be 1 to {MAX_CHOICES}",
+        {"minimum": 1, "maximum": MAX_CHOICES},
+    ),
+    _Rule(
+        "seed", lambda v: -_INT64 <= v < _INT64, "must fit in 64 bits", {"format": "int64"},
+    ),
+    _within("presence_penalty", -2.0, 2.0),
+    _within("frequency_penalty", -2.0, 2.0),
+    _Rule(
+        "repetition_penalty", lambda v: 0.0 < v < math.inf, "must be above 0 and finite",
+        {"exclusiveMinimum": 0},
+    ),
+    _at_least("min_tokens", 0),
+    _none_is_empty("stop", "string", "minLength"),
     _has_at_most("stop", MAX_STOP_STRINGS, "strings"),
-    _each_has_at_most("stop", MAX_STOP_CHARS, "characters in each string"),
-    _has_at_most("logit_bias", MAX_LOGIT_BIASES, "entries"),
-    _Rule("logit_bias", _is_finite, "must have finite values"),
-    _Rule("allowed_token_ids", bool, "must have at least one token id"),
-    _Rule("bad_words", all, "must not hold an empty string"),
+    _each_has_at_most("stop", MAX_STOP_CHARS, "characters in each string", "maxLength"),
+    _has_at_most("logit_bias", MAX_LOGIT_BIASES, "entries", "maxProperties"),
+    _Rule("logit_bias", _is_finite, "must have finite values", {}),
+    _Rule("allowed_token_ids", bool, "must have at least one token id", {"minItems": 1}),
+    _none_is_empty("bad_words", "string", "minLength"),
     _has_at_most("bad_words", MAX_BAD_WORDS, "words"),
-    _each_has_at_most("bad_words", MAX_BAD_WORD_CHARS, "characters in each word"),
+    _each_has_at_most("bad_words", MAX_BAD_WORD_CHARS, "characters in each word", "maxLength"),
     _has_at_most("bad_words_token_ids", MAX_BAD_WORDS, "sequences"),
-    _Rule("bad_words_token_ids", all, "must not hold an empty sequence"),
-    _each_has_at_most("bad_words_token_ids", MAX_BAD_WORD_TOKENS, "tokens in each sequence"),
+    _none_is_empty("bad_words_token_ids", "sequence", "minItems"),
+    _each_has_at_most(
+        "bad_words_token_ids", MAX_BAD_WORD_TOKENS, "tokens in each sequence", "maxItems"
+    ),
     _has_at_most("logprob_token_ids", MAX_LOGPROB_TOKEN_IDS, "token ids"),
-    _Rule("truncate_prompt_tokens", lambda v: v == -1 or v >= 1, "must be -1 or at least 1"),
-)
+    _Rule(
+        "truncate_prompt_tokens", lambda v: v == -1 or v >= 1, "must be -1 or at least 1",
+        {"minimum": -1, "not": {"const": 0}},
+    ),
+)  # fmt: skip
 """The range of every field, for the engine, the HTTP edge and `LLM`; None is always accepted.
 
 NaN fails every comparison, so no range accepts it.
@@ -417,6 +452,16 @@ def check_range(name: str, value: object) -> None:
     for rule in _RULES:
         if rule.name == name:
             rule.check(value)
+
+
+def range_schema(name: str) -> dict[str, Any]:
+    """Return the range of one field in keywords of JSON Schema, as far as these can say it."""
+    schema: dict[str, Any] = {}
+    for rule in _RULES:
+        if rule.name == name:
+            items = {**schema.get("items", {}), **rule.schema.get("items", {})}
+            schema |= {**rule.schema, **({"items": items} if items else {})}
+    return schema
 
 
 def are_below(token_ids: Collection[int], limit: int) -> bool:

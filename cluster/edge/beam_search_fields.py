@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from cluster.edge.openai_fields import bad_field
+from cluster.edge.fields import (
+    bad_field,
+)
 
 MAX_EXTENSIONS = 2**13
 """Most requests of one search, its width times its tokens."""

@@ -17,7 +17,9 @@ from cluster.edge.families.lark import UnsupportedSchemaError
 from cluster.edge.families.message import MAX_CALLS
 from cluster.edge.families.parser import OutputParser
 from cluster.edge.families.table import REASONING_FORMATS, TOOL_FORMATS
-from cluster.edge.openai_fields import bad_field
+from cluster.edge.fields import (
+    bad_field,
+)
 from cluster.edge.structured_outputs import Grammar
 from replicas.sampling_params import StructuredOutputs
 

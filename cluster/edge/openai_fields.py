@@ -1,381 +1,379 @@
-"""Every request field that OpenAI or vLLM documents, once, with its support here.
+"""Every request field that OpenAI or vLLM documents, once, with its schema and its support here.
 
 - SUPPORTED fields act.
 - NO_EFFECT fields are checked for their type and ignored, because ignoring them alters no answer.
 - NOT_YET fields would alter the answer. They are accepted at their neutral value and refused at any
   other.
 
-A field in no table is refused by name. `null` means "not given" everywhere.
 Source: OpenAI API reference (openai-python 3.51 request types); vLLM 0.32 protocol classes.
 """
 
 from __future__ import annotations
 
-import enum
-import json
+import dataclasses
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
 
-from cluster.errors import BadRequestError
-from replicas.errors import InvalidRequestError
-from replicas.sampling_params import check_range
-
-Check = Callable[[object, str], Any]
-"""Takes a value and its path in the body; returns the value to use or raises BadRequestError."""
+from cluster.edge.fields import (
+    ANYTHING,
+    ARRAY,
+    BOOLEAN,
+    INT64,
+    INTEGER,
+    NUMBER,
+    OBJECT,
+    STRING,
+    Field,
+    FieldTable,
+    acts,
+    any_of,
+    array_of,
+    bad_field,
+    choice,
+    no_effect,
+    not_yet,
+    sampled,
+    shown,
+)
 
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_SALT_CHARS = 256
-_MAX_SHOWN_CHARS = 64
 _TOKEN_ID = re.compile("-?[0-9]{1,18}")
+_TOKEN_IDS = array_of(INTEGER)
+_FUNCTION_NAME = {
+    "type": "string",
+    "pattern": r"^[A-Za-z0-9_.-]{1,128}$",
+    "description": "1 to 128 letters, digits, dots, underscores and hyphens",
+}
 
 
-class Support(enum.Enum):
-    """Degree of support of a documented field."""
-
-    SUPPORTED = "acts as documented"
-    NO_EFFECT = "accepted, changes nothing"
-    NOT_YET = "accepted at its neutral value only"
-
-
-@dataclass(frozen=True, slots=True)
-class Field:
-    """One documented field: type check, support, and neutral values of a NOT_YET field."""
-
-    check: Check
-    support: Support
-    neutral: tuple[object, ...] = ()
-
-
-def shown(value: object) -> str:
-    """Return a scalar as JSON, or the kind of a container, short enough for an error message."""
-    if isinstance(value, dict):
-        return "an object"
-    if isinstance(value, list):
-        return f"an array of {len(value)}"
-    if isinstance(value, str) and len(value) > _MAX_SHOWN_CHARS:
-        value = value[:_MAX_SHOWN_CHARS] + "…"
-    return json.dumps(value, ensure_ascii=False)
-
-
-def bad_field(path: str, text: str) -> BadRequestError:
-    """Return the error "`path` `text`" about the field at `path`."""
-    return BadRequestError(f"{path} {text}", param=path)
-
-
-def _of_type(kind: type | tuple[type, ...], name: str) -> Check:
-    def check(value: object, path: str) -> object:
-        # JSON's true and false are instances of int in Python, but never numbers.
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise bad_field(path, f"must be {name}, got {shown(value)}")
-        return value
-
-    return check
-
-
-boolean = _of_type(bool, "true or false")
-integer = _of_type(int, "an integer")
-number = _of_type((int, float), "a number")
-string = _of_type(str, "a string")
-object_ = _of_type(dict, "an object")
-array = _of_type(list, "an array")
-
-
-def int64(value: object, path: str) -> int:
-    """Check for an integer of 64 bits."""
-    given: int = integer(value, path)
-    if not -(2**63) <= given < 2**63:
-        raise bad_field(path, f"must be an integer of 64 bits, got {shown(value)}")
-    return given
-
-
-text_or_object = _of_type((str, dict), "a string or an object")
-
-
-def anything(value: object, path: str) -> object:
-    """Accept any value: of fields refused at all values but null, or checked elsewhere."""
+def _as_tuple(value: str | list[str], path: str) -> tuple[str, ...]:
+    """Return one string or several as a tuple."""
     del path
-    return value
+    return (value,) if isinstance(value, str) else tuple(value)
 
 
-def one_of(*choices: str) -> Check:
-    """Return the check for one of several strings."""
-
-    def check(value: object, path: str) -> str:
-        if not isinstance(value, str) or value not in choices:
-            raise bad_field(path, f"must be one of {', '.join(choices)}; got {shown(value)}")
-        return value
-
-    return check
-
-
-def array_of(item: Check) -> Check:
-    """Return the check for a list whose items all pass `item`."""
-
-    def check(value: object, path: str) -> list[Any]:
-        return [item(entry, f"{path}[{i}]") for i, entry in enumerate(array(value, path))]
-
-    return check
-
-
-def stop_strings(value: object, path: str) -> tuple[str, ...]:
-    """Check for one string or several; `SamplingParams` checks their number and lengths."""
-    if not isinstance(value, (str, list)):
-        raise bad_field(path, f"must be a string or an array of strings, got {shown(value)}")
-    return (value,) if isinstance(value, str) else tuple(array_of(string)(value, path))
-
-
-def salt(value: object, path: str) -> str:
-    """Check the salt of cached KV, a secret: requests without it cannot hit that KV."""
-    given: str = string(value, path)
-    if not 1 <= len(given) <= MAX_SALT_CHARS:
-        # The message must not contain the value, which is a secret.
-        raise bad_field(path, f"must have 1 to {MAX_SALT_CHARS} characters, got {len(given)}")
-    return given
-
-
-def session_name(value: object, path: str) -> str:
+def _session_name(given: str, path: str) -> str:
     """Return a hash of the client's name, which may be as large as the body; "" for no name.
 
     Requests that wait for their prompt to be encoded keep their fields in memory.
     """
-    given: str = string(value, path)
+    del path
     return blake2b(given.encode(), digest_size=16).hexdigest() if given else ""
 
 
-def token_ids(value: object, path: str) -> list[int]:
-    """Check for a list of integers; `check_vocabulary` checks their range."""
-    ids: list[int] = array(value, path)
-    return ids if set(map(type, ids)) <= {int} else array_of(integer)(ids, path)
-
-
-def logit_biases(value: object, path: str) -> dict[int, float]:
-    """Check for an object of numbers whose keys are token ids, which JSON spells as strings."""
+def _logit_biases(given: dict[str, float], path: str) -> dict[int, float]:
+    """Return biases by token id; JSON spells the ids as strings."""
     biases: dict[int, float] = {}
-    for key, bias in object_(value, path).items():
+    for key, bias in given.items():
         if _TOKEN_ID.fullmatch(key) is None:
             raise bad_field(path, f"has the key {shown(key)}, which is no token id")
-        biases[int(key)] = number(bias, f"{path}.{key}")
+        biases[int(key)] = bias
     return biases
 
 
-def read_fields(
-    body: Mapping[str, Any], table: Mapping[str, Field], path: str = ""
-) -> dict[str, Any]:
-    """Check an object against its table and return its supported fields.
+# --- objects within bodies ------------------------------------------------------------------------
 
-    Args:
-        body: The decoded JSON object.
-        table: Its documented fields.
-        path: The object's path in the request, with a final dot: "stream_options.".
+STREAM_OPTIONS_FIELDS = FieldTable(
+    "StreamOptions",
+    {
+        "include_usage": acts(BOOLEAN, "A last event has the token counts."),
+        "continuous_usage_stats": acts(BOOLEAN, "Every event has the token counts so far."),
+        "include_obfuscation": no_effect(BOOLEAN, "Events are never padded."),
+    },
+)
 
-    Returns:
-        Checked values by field name, of the supported fields that are given and not null.
+JSON_SCHEMA_FIELDS = FieldTable(
+    "ResponseFormatJsonSchema",
+    {
+        "schema": acts(OBJECT, "The JSON schema that the answer follows.", is_required=True),
+        "name": no_effect(STRING, "For the client's own use."),
+        "description": no_effect(STRING, "For the client's own use."),
+        "strict": no_effect(BOOLEAN, "Every schema is followed strictly."),
+    },
+)
 
-    Raises:
-        BadRequestError: A field is not documented, has the wrong type, or asks for something
-            that is not supported yet; `param` is its path.
-    """
-    values: dict[str, Any] = {}
-    for name, value in body.items():
-        where = path + name[:_MAX_SHOWN_CHARS]
-        field = table.get(name)
-        if field is None:
-            raise bad_field(where, "is not a field that OpenAI or vLLM documents here; remove it")
-        if value is None:
-            continue
-        checked = field.check(value, where)
-        if field.support is Support.SUPPORTED:
-            values[name] = checked
-        elif field.support is Support.NOT_YET and value not in field.neutral:
-            neutral = " or ".join(json.dumps(v) for v in (*field.neutral, None))
-            raise bad_field(where, f"is not supported yet: leave it out, or set it to {neutral}")
-    return values
+RESPONSE_FORMAT_FIELDS = FieldTable(
+    "ResponseFormat",
+    {
+        "type": acts(
+            choice("text", "json_object", "json_schema", "structural_tag"),
+            "Form of the answer.",
+            is_required=True,
+        ),
+        "json_schema": acts(JSON_SCHEMA_FIELDS, "With type json_schema: the schema."),
+        "triggers": acts(array_of(STRING), "With type structural_tag: texts that begin a tag."),
+        "structures": acts(array_of(OBJECT), "With type structural_tag: the tags."),
+        "format": not_yet(ANYTHING, "A structural tag in xgrammar's form."),
+    },
+)
 
+STRUCTURED_OUTPUTS_FIELDS = FieldTable(
+    "StructuredOutputs",
+    {
+        "json": acts(any_of(STRING, OBJECT), "A JSON schema, as an object or as text."),
+        "regex": acts(STRING, "A regular expression for the whole output."),
+        "choice": acts(array_of(STRING), "Texts, one of which is the output."),
+        "grammar": acts(STRING, "A grammar in Lark's syntax or in llama.cpp's EBNF."),
+        "json_object": acts(BOOLEAN, "The output is any JSON object."),
+        "structural_tag": acts(any_of(STRING, OBJECT), "Text with structures in it."),
+        "disable_any_whitespace": acts(BOOLEAN, "JSON has one blank at most between values."),
+        "disable_additional_properties": acts(
+            BOOLEAN, "Objects have the properties of their schema alone."
+        ),
+        "whitespace_pattern": acts(STRING, "A regular expression for the white space of JSON."),
+    },
+)
 
-def _in_range(name: str, check: Check) -> Check:
-    """Return a check of the type, and then of the range that a field of `SamplingParams` has."""
+FUNCTION_FIELDS = FieldTable(
+    "FunctionDefinition",
+    {
+        "name": acts(_FUNCTION_NAME, "Name of the function.", is_required=True),
+        "description": acts(STRING, "What it does, for the model."),
+        "parameters": acts(OBJECT, "A JSON schema of its arguments."),
+        "strict": acts(BOOLEAN, "A grammar makes arguments follow the schema."),
+    },
+)
 
-    def check_both(value: object, path: str) -> object:
-        checked = check(value, path)
-        try:
-            check_range(name, checked)
-        except InvalidRequestError as error:
-            raise BadRequestError(str(error), param=path) from error
-        return checked
+TOOL_FIELDS = FieldTable(
+    "Tool",
+    {
+        "type": acts(choice("function"), "Kind of the tool.", is_required=True),
+        "function": acts(FUNCTION_FIELDS, "The function.", is_required=True),
+    },
+)
 
-    return check_both
+CALLED_FUNCTION_FIELDS = FieldTable(
+    "CalledFunction",
+    {
+        "name": acts(_FUNCTION_NAME, "Name of the function.", is_required=True),
+        "arguments": acts(STRING, "Its arguments, a JSON object as text."),
+    },
+)
 
+TOOL_CALL_FIELDS = FieldTable(
+    "ToolCall",
+    {
+        "id": acts(STRING, "Id by which a message of the role tool names the call."),
+        "type": acts(choice("function"), "Kind of the tool."),
+        "function": acts(CALLED_FUNCTION_FIELDS, "The called function.", is_required=True),
+        "index": no_effect(INTEGER, "Streamed calls have it, and some clients send it back."),
+    },
+)
+"""Fields of a call in an earlier message of the assistant."""
 
-def _sampled(check: Check, *names: str) -> dict[str, Field]:
-    """Return rows of fields that are fields of `SamplingParams`, too."""
-    return {name: Field(_in_range(name, check), Support.SUPPORTED) for name in names}
+TOOL_CHOICE_FIELDS = FieldTable(
+    "NamedToolChoice",
+    {
+        "type": acts(choice("function"), "Kind of the tool."),
+        "function": acts(CALLED_FUNCTION_FIELDS, "The function to call.", is_required=True),
+    },
+)
 
+CONTENT_PART_FIELDS = FieldTable(
+    "ContentPart",
+    {
+        "type": acts(STRING, "Kind of the part; only text is served.", is_required=True),
+        "text": acts(STRING, "The text.", is_required=True),
+    },
+)
 
-def _supported(check: Check, *names: str) -> dict[str, Field]:
-    return {name: Field(check, Support.SUPPORTED) for name in names}
+MESSAGE_FIELDS = FieldTable(
+    "Message",
+    {
+        "role": acts(choice(*ROLES), "Who speaks.", is_required=True),
+        "content": acts(
+            any_of(STRING, array_of(CONTENT_PART_FIELDS)),
+            "A text, or text parts, which are joined by line breaks.",
+        ),
+        "name": acts(STRING, "Name of the speaker, for the chat template."),
+        "reasoning": acts(STRING, "Reasoning of an earlier answer, for the chat template."),
+        "reasoning_content": acts(STRING, "The same as reasoning, under its other name."),
+        "tool_calls": acts(array_of(TOOL_CALL_FIELDS), "Calls of an earlier answer."),
+        "tool_call_id": acts(STRING, "The call whose result a message of the role tool is."),
+        "refusal": no_effect(STRING, "Part of an answer that a client may send back."),
+        "annotations": no_effect(ARRAY, "Part of an answer that a client may send back."),
+        "audio": not_yet(OBJECT, "An earlier answer in sound."),
+        "function_call": not_yet(OBJECT, "The former name of tool_calls."),
+    },
+)
 
+# --- bodies ---------------------------------------------------------------------------------------
 
-def _no_effect(check: Check, *names: str) -> dict[str, Field]:
-    return {name: Field(check, Support.NO_EFFECT) for name in names}
-
-
-def _not_yet(check: Check, *names: str, neutral: tuple[object, ...] = ()) -> dict[str, Field]:
-    return {name: Field(check, Support.NOT_YET, neutral) for name in names}
-
-
-GENERATION_FIELDS: dict[str, Field] = {
-    **_supported(string, "model"),
-    **_supported(boolean, "stream", "include_stop_str_in_output", "ignore_eos", "echo"),
-    **_supported(boolean, "skip_special_tokens", "add_special_tokens", "return_token_ids"),
-    **_supported(boolean, "use_beam_search"),
-    **_supported(object_, "stream_options"),
-    **_supported(integer, "max_tokens"),
-    # Refused unless the model's engines schedule by priority, see `build_request`.
-    **_supported(int64, "priority"),
-    **_sampled(integer, "min_tokens", "n", "top_k", "seed", "prompt_logprobs"),
-    **_sampled(integer, "truncate_prompt_tokens"),
-    **_supported(number, "length_penalty"),
-    **_sampled(number, "temperature", "top_p", "min_p"),
-    **_sampled(number, "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    **_sampled(stop_strings, "stop"),
-    **_sampled(token_ids, "stop_token_ids", "allowed_token_ids", "logprob_token_ids"),
-    **_sampled(array_of(string), "bad_words"),
-    **_sampled(logit_biases, "logit_bias"),
-    **_supported(one_of("left", "right"), "truncation_side"),
-    **_supported(salt, "cache_salt"),
-    **_supported(session_name, "session_id"),
-    # For the client's own records; requests are named by the x-request-id header.
-    **_no_effect(string, "user", "request_id"),
-    # An option of slow tokenizers only.
-    **_no_effect(boolean, "spaces_between_special_tokens"),
-    **_not_yet(integer, "stream_interval", neutral=(1,)),
-    **_not_yet(integer, "routed_experts_prompt_start", neutral=(0,)),
-    **_not_yet(integer, "thinking_token_budget"),
-    **_not_yet(boolean, "return_tokens_as_token_ids", "return_token_offsets", neutral=(False,)),
-    **_not_yet(object_, "vllm_xargs", neutral=({},)),
-    **_supported(object_, "response_format", "structured_outputs"),
-    **_not_yet(object_, "kv_transfer_params", "ec_transfer_params"),
-    **_not_yet(object_, "repetition_detection"),
-    **_not_yet(anything, "watermarking", neutral=(False,)),
-    **_not_yet(anything, "mm_payload"),
+_GENERATION: dict[str, Field] = {
+    "model": acts(STRING, "Name of a served model; without it the first one answers."),
+    "stream": acts(BOOLEAN, "The answer comes as server-sent events."),
+    "stream_options": acts(STREAM_OPTIONS_FIELDS, "Options of a stream."),
+    "max_tokens": acts(INTEGER, "Most tokens of the output."),
+    "min_tokens": sampled("min_tokens", INTEGER, "No end before this many tokens."),
+    "n": sampled("n", INTEGER, "Number of choices."),
+    "temperature": sampled("temperature", NUMBER, "0 takes the likeliest token."),
+    "top_p": sampled("top_p", NUMBER, "Draw among the likeliest tokens of this mass."),
+    "top_k": sampled("top_k", INTEGER, "Draw among this many likeliest tokens; 0 or -1: all."),
+    "min_p": sampled("min_p", NUMBER, "Least probability, relative to the likeliest token's."),
+    "seed": sampled("seed", INTEGER, "Equal requests with a seed draw equal tokens; -1: none."),
+    "presence_penalty": sampled("presence_penalty", NUMBER, "Against tokens of the output."),
+    "frequency_penalty": sampled(
+        "frequency_penalty", NUMBER, "Against tokens of the output, for each time they occur."
+    ),
+    "repetition_penalty": sampled(
+        "repetition_penalty", NUMBER, "Against tokens of prompt and output, as a factor."
+    ),
+    "logit_bias": sampled(
+        "logit_bias",
+        {"type": "object", "additionalProperties": NUMBER},
+        "Added to the logits of tokens; the keys are token ids.",
+        then=_logit_biases,
+    ),
+    "stop": sampled(
+        "stop", any_of(STRING, array_of(STRING)), "Texts that end the output.", then=_as_tuple
+    ),
+    "stop_token_ids": sampled("stop_token_ids", _TOKEN_IDS, "Tokens that end the output."),
+    "include_stop_str_in_output": acts(BOOLEAN, "The output keeps the text that has ended it."),
+    "ignore_eos": acts(BOOLEAN, "The model's end token does not end the output."),
+    "allowed_token_ids": sampled("allowed_token_ids", _TOKEN_IDS, "Draw among these tokens."),
+    "bad_words": sampled("bad_words", array_of(STRING), "Words that the output never has."),
+    "logprob_token_ids": sampled(
+        "logprob_token_ids", _TOKEN_IDS, "Log probabilities of these tokens at each position."
+    ),
+    "prompt_logprobs": sampled(
+        "prompt_logprobs", INTEGER, "So many likeliest tokens at each position of the prompt."
+    ),
+    "use_beam_search": acts(BOOLEAN, "Search for the likeliest outputs; n is the width."),
+    "length_penalty": acts(NUMBER, "Exponent of the length in a beam search's score."),
+    "echo": acts(BOOLEAN, "The answer begins with the prompt, or with the turn it continues."),
+    "response_format": acts(RESPONSE_FORMAT_FIELDS, "Form of the answer, such as a JSON schema."),
+    "structured_outputs": acts(STRUCTURED_OUTPUTS_FIELDS, "A grammar that the output follows."),
+    "truncate_prompt_tokens": sampled(
+        "truncate_prompt_tokens", INTEGER, "Keep so many tokens of the prompt; -1: what fits."
+    ),
+    "truncation_side": acts(choice("left", "right"), "Side from which a prompt is truncated."),
+    "add_special_tokens": acts(BOOLEAN, "The tokenizer adds its special tokens to the prompt."),
+    "skip_special_tokens": acts(BOOLEAN, "The answer leaves out special tokens."),
+    "return_token_ids": acts(BOOLEAN, "The answer has the token ids of prompt and output."),
+    "priority": acts(INT64, "Lower values run first; refused unless engines schedule by priority."),
+    "cache_salt": acts(
+        {"type": "string", "minLength": 1, "maxLength": MAX_SALT_CHARS},
+        "Only requests with the same salt share cached KV.",
+    ),
+    "session_id": acts(STRING, "Requests of one session prefer one engine.", then=_session_name),
+    "user": no_effect(STRING, "For the client's own records."),
+    "request_id": no_effect(STRING, "The header x-request-id names a request."),
+    "spaces_between_special_tokens": no_effect(BOOLEAN, "An option of slow tokenizers only."),
+    "stream_interval": not_yet(INTEGER, "Tokens in each event of a stream.", neutral=(1,)),
+    "thinking_token_budget": not_yet(INTEGER, "Most tokens of the reasoning."),
+    "return_tokens_as_token_ids": not_yet(
+        BOOLEAN, "Log probabilities name tokens by id.", neutral=(False,)
+    ),
+    "return_token_offsets": not_yet(
+        BOOLEAN, "Offsets of the prompt's tokens in its text.", neutral=(False,)
+    ),
+    "vllm_xargs": not_yet(OBJECT, "Arguments of vLLM's plugins.", neutral=({},)),
+    "kv_transfer_params": not_yet(OBJECT, "The cluster itself moves KV between its engines."),
+    "ec_transfer_params": not_yet(OBJECT, "Transfer of an encoder's output."),
+    "repetition_detection": not_yet(OBJECT, "Ends outputs that repeat themselves."),
+    "watermarking": not_yet(ANYTHING, "Marks the output.", neutral=(False,)),
+    "mm_payload": not_yet(ANYTHING, "Images, sound or video, preprocessed."),
+    "routed_experts_prompt_start": not_yet(
+        INTEGER, "Where the answer's list of routed experts starts.", neutral=(0,)
+    ),
 }
 """Fields that /v1/completions and /v1/chat/completions share."""
 
-COMPLETION_FIELDS: dict[str, Field] = {
-    **GENERATION_FIELDS,
-    **_supported(anything, "prompt"),
-    **_supported(integer, "logprobs"),
-    **_not_yet(integer, "best_of", neutral=(1,)),
-    **_not_yet(string, "suffix"),
-    **_not_yet(anything, "prompt_embeds"),
-}
+COMPLETION_FIELDS = FieldTable(
+    "CompletionRequest",
+    {
+        "prompt": acts(
+            any_of(
+                STRING,
+                array_of(STRING),
+                array_of(INTEGER),
+                array_of(array_of(INTEGER)),
+            ),
+            "A text, or token ids.",
+            is_required=True,
+        ),
+        **_GENERATION,
+        "logprobs": acts(INTEGER, "Log probabilities of so many likeliest tokens."),
+        "best_of": not_yet(INTEGER, "Choices to generate, of which n are kept.", neutral=(1,)),
+        "suffix": not_yet(STRING, "Text behind the output."),
+        "prompt_embeds": not_yet(ANYTHING, "A prompt as embeddings."),
+    },
+)
 
-CHAT_FIELDS: dict[str, Field] = {
-    **GENERATION_FIELDS,
-    **_supported(array_of(object_), "messages"),
-    **_supported(integer, "max_completion_tokens", "top_logprobs"),
-    **_supported(boolean, "add_generation_prompt", "logprobs"),
-    **_supported(object_, "chat_template_kwargs"),
-    **_no_effect(string, "service_tier", "safety_identifier"),
-    **_supported(session_name, "prompt_cache_key"),
-    # A hint about cost that is not used here.
-    **_no_effect(string, "prompt_cache_retention"),
-    # A prediction is a guess at the answer that only affects speed.
-    **_no_effect(object_, "metadata", "prediction", "prompt_cache_options"),
-    **_no_effect(boolean, "store"),
-    **_supported(array_of(object_), "tools"),
-    **_supported(text_or_object, "tool_choice"),
-    **_supported(boolean, "parallel_tool_calls", "include_reasoning"),
-    **_supported(one_of(*REASONING_EFFORTS), "reasoning_effort"),
-    **_not_yet(boolean, "continue_final_message", "return_prompt_text", neutral=(False,)),
-    **_not_yet(array, "functions", "documents", neutral=([],)),
-    **_not_yet(array, "modalities", neutral=(["text"],)),
-    **_not_yet(anything, "function_call", neutral=("none", "auto")),
-    **_not_yet(string, "verbosity", neutral=("medium",)),
-    **_not_yet(string, "chat_template"),
-    **_not_yet(object_, "audio", "moderation", "web_search_options"),
-    **_not_yet(object_, "media_io_kwargs", "mm_processor_kwargs", neutral=({},)),
-}
-
-RESPONSE_FORMAT_FIELDS: dict[str, Field] = {
-    **_supported(one_of("text", "json_object", "json_schema", "structural_tag"), "type"),
-    **_supported(object_, "json_schema"),
-    **_supported(array_of(string), "triggers"),
-    **_supported(array_of(object_), "structures"),
-    # Structural tags in xgrammar's form.
-    **_not_yet(anything, "format"),
-}
-
-JSON_SCHEMA_FIELDS: dict[str, Field] = {
-    **_supported(object_, "schema"),
-    # Every schema is followed strictly.
-    **_no_effect(string, "name", "description"),
-    **_no_effect(boolean, "strict"),
-}
-
-STRUCTURED_OUTPUTS_FIELDS: dict[str, Field] = {
-    **_supported(text_or_object, "json", "structural_tag"),
-    **_supported(string, "regex", "grammar", "whitespace_pattern"),
-    **_supported(array_of(string), "choice"),
-    **_supported(boolean, "json_object", "disable_any_whitespace"),
-    **_supported(boolean, "disable_additional_properties"),
-}
-
-STREAM_OPTIONS_FIELDS: dict[str, Field] = {
-    **_supported(boolean, "include_usage", "continuous_usage_stats"),
-    **_no_effect(boolean, "include_obfuscation"),
-}
-
-MESSAGE_FIELDS: dict[str, Field] = {
-    **_supported(string, "role", "name", "reasoning", "reasoning_content"),
-    **_supported(anything, "content"),
-    # Parts of an answer that a client may send back unchanged.
-    **_no_effect(string, "refusal"),
-    **_no_effect(array, "annotations"),
-    **_not_yet(object_, "audio", "function_call"),
-    **_supported(array_of(object_), "tool_calls"),
-    **_supported(string, "tool_call_id"),
-}
-
-CONTENT_PART_FIELDS: dict[str, Field] = _supported(string, "type", "text")
-
-TOOL_FIELDS: dict[str, Field] = {
-    **_supported(one_of("function"), "type"),
-    **_supported(object_, "function"),
-}
-"""Fields of a tool, and of `tool_choice` where it names one."""
-
-FUNCTION_FIELDS: dict[str, Field] = {
-    **_supported(string, "name", "description"),
-    **_supported(object_, "parameters"),
-    **_supported(boolean, "strict"),
-}
-
-TOOL_CALL_FIELDS: dict[str, Field] = {
-    **_supported(string, "id"),
-    **_supported(one_of("function"), "type"),
-    **_supported(object_, "function"),
-    # Streamed calls have it, and some clients send it back.
-    **_no_effect(integer, "index"),
-}
-"""Fields of a call in an earlier message of the assistant."""
-
-CALLED_FUNCTION_FIELDS: dict[str, Field] = _supported(string, "name", "arguments")
+CHAT_FIELDS = FieldTable(
+    "ChatCompletionRequest",
+    {
+        "messages": acts(
+            array_of(MESSAGE_FIELDS, minItems=1), "The conversation.", is_required=True
+        ),
+        **_GENERATION,
+        "max_completion_tokens": acts(INTEGER, "Most tokens of the output."),
+        "logprobs": acts(BOOLEAN, "The answer has log probabilities."),
+        "top_logprobs": acts(INTEGER, "Log probabilities of so many likeliest tokens, too."),
+        "add_generation_prompt": acts(BOOLEAN, "The prompt ends with the assistant's turn."),
+        "chat_template_kwargs": acts(OBJECT, "Variables of the chat template."),
+        "tools": acts(array_of(TOOL_FIELDS), "Functions that the model may call."),
+        "tool_choice": acts(
+            any_of(choice("auto", "none", "required"), TOOL_CHOICE_FIELDS),
+            "Whether, or which of, the tools are called.",
+        ),
+        "parallel_tool_calls": acts(BOOLEAN, "False: one call in a message at most."),
+        "include_reasoning": acts(BOOLEAN, "False leaves the reasoning out of the answer."),
+        "reasoning_effort": acts(
+            choice(*REASONING_EFFORTS), "A variable of the chat template; none turns reasoning off."
+        ),
+        "prompt_cache_key": acts(STRING, "The same as session_id.", then=_session_name),
+        "prompt_cache_retention": no_effect(STRING, "A hint about cost that is not used here."),
+        "prompt_cache_options": no_effect(OBJECT, "A hint about cost that is not used here."),
+        "service_tier": no_effect(STRING, "There is one tier."),
+        "safety_identifier": no_effect(STRING, "For the client's own records."),
+        "metadata": no_effect(OBJECT, "For the client's own records; nothing is stored."),
+        "store": no_effect(BOOLEAN, "Nothing is stored."),
+        "prediction": no_effect(OBJECT, "A guess at the answer that only affects speed."),
+        "continue_final_message": not_yet(
+            BOOLEAN, "The answer continues the last message.", neutral=(False,)
+        ),
+        "return_prompt_text": not_yet(
+            BOOLEAN, "The answer has the rendered prompt.", neutral=(False,)
+        ),
+        "chat_template": not_yet(STRING, "A template of the client's own."),
+        "documents": not_yet(ARRAY, "Documents for the chat template.", neutral=([],)),
+        "functions": not_yet(ARRAY, "The former name of tools.", neutral=([],)),
+        "function_call": not_yet(
+            ANYTHING, "The former name of tool_choice.", neutral=("none", "auto")
+        ),
+        "modalities": not_yet(ARRAY, "Forms of the answer besides text.", neutral=(["text"],)),
+        "audio": not_yet(OBJECT, "Options of spoken answers."),
+        "verbosity": not_yet(STRING, "How long answers are.", neutral=("medium",)),
+        "moderation": not_yet(OBJECT, "Moderation of the conversation."),
+        "web_search_options": not_yet(OBJECT, "Search in the web."),
+        "media_io_kwargs": not_yet(OBJECT, "Options of loading media.", neutral=({},)),
+        "mm_processor_kwargs": not_yet(OBJECT, "Options of a media processor.", neutral=({},)),
+    },
+)
 
 _TOKENIZE_AS_CHAT = (
-    "messages", "add_generation_prompt", "chat_template_kwargs", "continue_final_message",
+    "add_generation_prompt", "chat_template_kwargs", "continue_final_message",
     "chat_template", "tools", "media_io_kwargs", "mm_processor_kwargs",
 )  # fmt: skip
-TOKENIZE_FIELDS: dict[str, Field] = {
-    **_supported(string, "model", "prompt"),
-    **_supported(boolean, "add_special_tokens", "return_token_strs"),
-    **{name: CHAT_FIELDS[name] for name in _TOKENIZE_AS_CHAT},
-}
+TOKENIZE_FIELDS = FieldTable(
+    "TokenizeRequest",
+    {
+        "model": acts(STRING, "Name of a served model."),
+        "prompt": acts(STRING, "A text; either this or messages."),
+        "messages": dataclasses.replace(CHAT_FIELDS["messages"], is_required=False),
+        "add_special_tokens": acts(BOOLEAN, "The tokenizer adds its special tokens."),
+        "return_token_strs": acts(BOOLEAN, "The answer has the tokens as text, too."),
+        **{name: CHAT_FIELDS[name] for name in _TOKENIZE_AS_CHAT},
+    },
+)
 
-DETOKENIZE_FIELDS: dict[str, Field] = {
-    **_supported(string, "model"),
-    **_supported(token_ids, "tokens"),
-}
+DETOKENIZE_FIELDS = FieldTable(
+    "DetokenizeRequest",
+    {
+        "model": acts(STRING, "Name of a served model."),
+        "tokens": acts(_TOKEN_IDS, "The token ids.", is_required=True),
+    },
+)

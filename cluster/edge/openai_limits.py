@@ -11,7 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cluster.edge.openai_fields import bad_field
+from cluster.edge.fields import (
+    bad_field,
+)
 from cluster.errors import BadRequestError
 from replicas.sampling_params import MAX_SCHEMA_VALUES
 
@@ -32,10 +34,13 @@ MAX_MESSAGES = 2048
 MAX_MESSAGE_ENTRIES = 8 * MAX_MESSAGES
 """Values in all messages together: fields, content parts, and the fields of these parts."""
 MAX_GRAMMAR_ENTRIES = MAX_SCHEMA_VALUES + 64
-"""Values in a field with schemas, at any depth: those of a schema, and some around it."""
+"""Values in a field with a grammar, at any depth: those of a schema, and some around it."""
+MAX_TOOL_ENTRIES = 2 * MAX_SCHEMA_VALUES
+"""Values in all tools, at any depth; their checks take about one microsecond each. An agent's 60
+tools of ten parameters have 3,000 to 8,000."""
 MAX_FIELD_ENTRIES = 1024
 """Values in any other field, at any depth."""
-_GRAMMAR_FIELDS = ("response_format", "structured_outputs", "tools")
+_GRAMMAR_FIELDS = ("response_format", "structured_outputs")
 _VOCABULARY_FIELDS = ("stop_token_ids", "allowed_token_ids")
 """Fields that may hold every token id once."""
 
@@ -92,6 +97,8 @@ def check_sizes(body: Mapping[str, Any], limits: BodyLimits) -> None:
             _check_messages(value, longest)
         elif name == "tokens":
             _check_length(value, limits.max_model_len, name)
+        elif name == "tools":
+            _check_entries(value, MAX_TOOL_ENTRIES, name)
         elif name in _GRAMMAR_FIELDS:
             _check_entries(value, MAX_GRAMMAR_ENTRIES, name)
         elif name in _VOCABULARY_FIELDS:

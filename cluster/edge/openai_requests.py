@@ -18,6 +18,14 @@ from typing import TYPE_CHECKING, Any, cast
 import orjson
 
 from cluster.edge.beam_search_fields import MAX_EXTENSIONS, read_length_penalty
+from cluster.edge.fields import (
+    INTEGER,
+    array_of,
+    bad_field,
+    check_of,
+    read_fields,
+    shown,
+)
 from cluster.edge.openai import ResponseSpec
 from cluster.edge.openai_fields import (
     CHAT_FIELDS,
@@ -27,13 +35,6 @@ from cluster.edge.openai_fields import (
     MESSAGE_FIELDS,
     STREAM_OPTIONS_FIELDS,
     TOKENIZE_FIELDS,
-    array,
-    bad_field,
-    object_,
-    one_of,
-    read_fields,
-    shown,
-    token_ids,
 )
 from cluster.edge.openai_limits import check_sizes, check_structure, prompt_too_long
 from cluster.edge.structured_outputs import read_grammar
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
 _DEFAULT_COMPLETION_TOKENS = 16
 _CHARS_PER_ENTRY = 16
 """Least cost of a value in a message for the chat template, in characters to encode."""
-_ROLES = one_of("system", "developer", "user", "assistant", "tool", "function")
+_token_ids = check_of(array_of(INTEGER))
 _NO_THINKING = {"enable_thinking": False, "thinking": False}
 """Variables by which chat templates turn reasoning off."""
 _SAMPLING_FIELDS = (
@@ -177,8 +178,6 @@ def parse_completion(body: Mapping[str, Any]) -> ParsedRequest:
         BadRequestError: A field is wrong; `param` is its path.
     """
     values = read_fields(body, COMPLETION_FIELDS)
-    if "prompt" not in values:
-        raise bad_field("prompt", "is required")
     length_penalty = read_length_penalty(values)
     max_tokens = values.get("max_tokens", _DEFAULT_COMPLETION_TOKENS)
     options = _response_options(values)
@@ -234,6 +233,7 @@ def parse_tokenize(body: Mapping[str, Any]) -> TokenizeRequest:
     values = read_fields(body, TOKENIZE_FIELDS)
     if ("prompt" in values) == ("messages" in values):
         raise BadRequestError("give either prompt or messages", param="prompt")
+    read_tool_use(values)
     prompt = (
         _chat_prompt(values)
         if "messages" in values
@@ -249,8 +249,6 @@ def parse_detokenize(body: Mapping[str, Any]) -> tuple[str | None, list[int]]:
         BadRequestError: A field is wrong or `tokens` is missing.
     """
     values = read_fields(body, DETOKENIZE_FIELDS)
-    if "tokens" not in values:
-        raise bad_field("tokens", "is required")
     return values.get("model"), values["tokens"]
 
 
@@ -628,12 +626,10 @@ def _prompt(value: object, add_special_tokens: bool) -> TextPrompt | TokenPrompt
         return TextPrompt(value, add_special_tokens)
     if not isinstance(value, list):
         raise bad_field(path, f"must be a string or an array of token ids, got {shown(value)}")
-    return TokenPrompt(token_ids(value, path), path)
+    return TokenPrompt(_token_ids(value, path), path)
 
 
 def _chat_prompt(values: Mapping[str, Any]) -> ChatPrompt:
-    if not values.get("messages"):
-        raise bad_field("messages", "must hold at least one message")
     return ChatPrompt(
         messages=[_message(m, f"messages[{i}]") for i, m in enumerate(values["messages"])],
         add_generation_prompt=values.get("add_generation_prompt", True),
@@ -656,9 +652,8 @@ def _template_variables(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def _message(body: Mapping[str, Any], path: str) -> dict[str, Any]:
     """Check one message and join its content parts into one text."""
-    role = body.get("role")
     message = read_fields(body, MESSAGE_FIELDS, f"{path}.")
-    _ROLES(role, f"{path}.role")
+    role = message["role"]
     if role == "function":
         # The former name of results, which templates do not know.
         message["role"] = "tool"
@@ -677,19 +672,15 @@ def _message(body: Mapping[str, Any], path: str) -> dict[str, Any]:
     return message
 
 
-def _content(value: object, path: str) -> str:
+def _content(value: str | list[dict[str, Any]], path: str) -> str:
     """Return a message's content as one text; text parts are joined by line breaks."""
     if isinstance(value, str):
         return value
-    return "\n".join(_part(part, f"{path}[{i}]") for i, part in enumerate(array(value, path)))
+    return "\n".join(_part(part, f"{path}[{i}]") for i, part in enumerate(value))
 
 
-def _part(part: Any, path: str) -> str:  # noqa: ANN401 - any JSON value
-    object_(part, path)
+def _part(part: Mapping[str, Any], path: str) -> str:
     if part.get("type") != "text":
         text = f"{shown(part.get('type'))} is not supported yet; send text"
         raise bad_field(f"{path}.type", text)
-    values = read_fields(part, CONTENT_PART_FIELDS, f"{path}.")
-    if "text" not in values:
-        raise bad_field(f"{path}.text", "is required")
-    return cast("str", values["text"])
+    return cast("str", read_fields(part, CONTENT_PART_FIELDS, f"{path}.")["text"])

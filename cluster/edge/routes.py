@@ -27,10 +27,13 @@ from cluster.config.schema import LEAST_ONGOING_REQUESTS
 from cluster.edge.answers import error_response, json_response, to_serving_error
 from cluster.edge.apis import APIS
 from cluster.edge.fair_scheduler import Priority
+from cluster.edge.fields import (
+    bad_field,
+    shown,
+)
 from cluster.edge.gate import RequestGate
 from cluster.edge.headers import require_json
 from cluster.edge.json_bodies import read_json_body
-from cluster.edge.openai_fields import bad_field, shown
 from cluster.edge.openai_limits import BodyLimits
 from cluster.edge.openai_requests import (
     check_vocabulary,

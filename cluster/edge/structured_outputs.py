@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from cluster.edge.fields import (
+    bad_field,
+    read_fields,
+)
 from cluster.edge.openai_fields import (
     JSON_SCHEMA_FIELDS,
     RESPONSE_FORMAT_FIELDS,
     STRUCTURED_OUTPUTS_FIELDS,
-    bad_field,
-    read_fields,
 )
 from cluster.errors import BadRequestError
 from replicas.errors import InvalidRequestError
@@ -78,7 +80,7 @@ def read_grammar(values: Mapping[str, Any]) -> Grammar | None:
 def _by_format(body: Mapping[str, Any]) -> Grammar | None:
     path = "response_format"
     fields = read_fields(body, RESPONSE_FORMAT_FIELDS, f"{path}.")
-    match fields.get("type"):
+    match fields["type"]:
         case "text":
             return None
         case "json_object":
@@ -87,14 +89,10 @@ def _by_format(body: Mapping[str, Any]) -> Grammar | None:
             if "json_schema" not in fields:
                 raise bad_field(f"{path}.json_schema", "is required with type json_schema")
             schema = read_fields(fields["json_schema"], JSON_SCHEMA_FIELDS, f"{path}.json_schema.")
-            if "schema" not in schema:
-                raise bad_field(f"{path}.json_schema.schema", "is required")
             return _grammar({"json": schema["schema"]}, f"{path}.json_schema.schema")
-        case "structural_tag":
+        case _:
             tag = {name: fields[name] for name in ("triggers", "structures") if name in fields}
             return _grammar({"structural_tag": tag}, path)
-        case _:
-            raise bad_field(f"{path}.type", "is required")
 
 
 def _grammar(fields: Mapping[str, Any], path: str) -> Grammar:

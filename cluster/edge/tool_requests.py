@@ -6,28 +6,26 @@ Source: OpenAI API reference; vLLM 0.32 `ChatCompletionToolsParam`, `ToolCall`.
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from cluster.edge.families.message import Tool
+from cluster.edge.fields import (
+    bad_field,
+    read_fields,
+    shown,
+)
 from cluster.edge.openai_fields import (
     CALLED_FUNCTION_FIELDS,
     FUNCTION_FIELDS,
     TOOL_CALL_FIELDS,
+    TOOL_CHOICE_FIELDS,
     TOOL_FIELDS,
-    bad_field,
-    one_of,
-    read_fields,
-    shown,
 )
 from cluster.edge.tool_schemas import check_tool_schema
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
-_CHOICES = one_of("auto", "none", "required")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,19 +74,13 @@ def read_tool_use(values: Mapping[str, Any]) -> ToolUse:
             raise bad_field("tool_choice.function.name", f"is {shown(name)}, which no tool has")
         named = tuple(tool for tool in tools if tool.name == name)
         return ToolUse(named, "required", is_parallel=False)
-    _CHOICES(choice, "tool_choice")
     if choice == "required" and not tools:
         raise bad_field("tool_choice", 'is "required", but there are no tools')
     return ToolUse(tools, choice, is_parallel)
 
 
 def template_tools(values: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the tools of checked fields as chat templates take them; None if there are none.
-
-    Raises:
-        BadRequestError: A tool is wrong; `param` is its path.
-    """
-    _tools(values)
+    """Return tools that `read_tool_use` has checked as chat templates take them, or None."""
     tools = []
     for body in values.get("tools", ()):
         function = {k: v for k, v in body["function"].items() if k != "strict" and v is not None}
@@ -117,43 +109,26 @@ def _tools(values: Mapping[str, Any]) -> tuple[Tool, ...]:
 
 def _tool(body: Mapping[str, Any], path: str) -> Tool:
     values = read_fields(body, TOOL_FIELDS, f"{path}.")
-    for name in ("type", "function"):
-        if name not in values:
-            raise bad_field(f"{path}.{name}", "is required")
     function = read_fields(values["function"], FUNCTION_FIELDS, f"{path}.function.")
-    name = _name(function, f"{path}.function")
+    name: str = function["name"]
     parameters = function.get("parameters", {})
     check_tool_schema(parameters, f"{path}.function.parameters")
     return Tool(name, parameters, function.get("strict", False))
 
 
 def _named_tool(choice: Mapping[str, Any]) -> str:
-    values = read_fields(choice, TOOL_FIELDS, "tool_choice.")
-    if "function" not in values:
-        raise bad_field("tool_choice.function", "is required")
+    values = read_fields(choice, TOOL_CHOICE_FIELDS, "tool_choice.")
     fields = read_fields(values["function"], CALLED_FUNCTION_FIELDS, "tool_choice.function.")
-    return _name(fields, "tool_choice.function")
+    return str(fields["name"])
 
 
 def _call(body: Mapping[str, Any], path: str) -> dict[str, Any]:
     values = read_fields(body, TOOL_CALL_FIELDS, f"{path}.")
-    if "function" not in values:
-        raise bad_field(f"{path}.function", "is required")
     function = read_fields(values["function"], CALLED_FUNCTION_FIELDS, f"{path}.function.")
-    name = _name(function, f"{path}.function")
+    name: str = function["name"]
     arguments = _arguments(function.get("arguments", ""), f"{path}.function.arguments")
     call = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return {"id": values["id"], **call} if "id" in values else call
-
-
-def _name(function: Mapping[str, Any], path: str) -> str:
-    name: str | None = function.get("name")
-    if name is None:
-        raise bad_field(f"{path}.name", "is required")
-    if _NAME.fullmatch(name) is None:
-        text = "must have 1 to 128 letters, digits, dots, underscores and hyphens"
-        raise bad_field(f"{path}.name", f"{text}, got {shown(name)}")
-    return name
 
 
 def _arguments(text: str, path: str) -> dict[str, Any]:

@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cluster.edge.openai_fields import array, array_of, bad_field, number, object_, shown, string
+from cluster.edge.fields import (
+    STRING,
+    array,
+    array_of,
+    bad_field,
+    check_of,
+    number,
+    object_,
+    shown,
+    string,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -23,6 +33,7 @@ _TEXTS = ("pattern", "format", "$ref")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _SCHEMAS = ("items", "additionalProperties", "not", "contains", "propertyNames")
+_strings = check_of(array_of(STRING))
 
 
 def check_tool_schema(schema: Mapping[str, Any], path: str) -> None:
@@ -75,7 +86,7 @@ def _check_values(schema: Mapping[str, Any], path: str) -> None:
     if "enum" in schema:
         _filled(schema["enum"], f"{path}.enum")
     if "required" in schema:
-        array_of(string)(schema["required"], f"{path}.required")
+        _strings(schema["required"], f"{path}.required")
     for name in _COUNTS:
         if name in schema:
             _check_count(schema[name], f"{path}.{name}")

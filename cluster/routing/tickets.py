@@ -1,7 +1,7 @@
 """Tickets: permits to fetch KV. Only this module makes them.
 
 Only a router makes tickets, and only they let an engine fetch another one's KV. A request's body
-brings neither tickets nor endpoints: `cluster.edge.openai_fields` refuses whatever looks like one.
+brings neither: no row of `cluster.edge.openai_fields` that acts is a ticket or an endpoint.
 """
 
 from __future__ import annotations

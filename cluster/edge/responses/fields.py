@@ -6,28 +6,22 @@ the Open Responses specification.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from cluster.edge.openai_fields import (
-    CHAT_FIELDS,
-    REASONING_EFFORTS,
-    Field,
-    Support,
-    anything,
-    array,
+from cluster.edge.fields import (
+    ARRAY,
+    BOOLEAN,
+    INTEGER,
+    OBJECT,
+    STRING,
+    FieldTable,
+    acts,
+    any_of,
     array_of,
     bad_field,
-    boolean,
-    integer,
-    object_,
-    one_of,
-    shown,
-    string,
-    text_or_object,
+    choice,
+    no_effect,
+    not_yet,
 )
-
-if TYPE_CHECKING:
-    from cluster.edge.openai_fields import Check
+from cluster.edge.openai_fields import CHAT_FIELDS, REASONING_EFFORTS
 
 LOGPROBS = "message.output_text.logprobs"
 """Value of `include` that asks for log probabilities."""
@@ -54,139 +48,199 @@ PASSED_FIELDS = (
 """Fields that a chat has, too, with the same meaning."""
 
 
-def _metadata(value: object, path: str) -> dict[str, Any]:
-    """Check for an object of up to 16 short strings."""
-    given: dict[str, Any] = object_(value, path)
+def _metadata(given: dict[str, str], path: str) -> dict[str, str]:
+    """Check for an object of up to 16 short names."""
     if len(given) > _MAX_METADATA:
         raise bad_field(path, f"has {len(given)} entries, but may have at most {_MAX_METADATA}")
-    for key, text in given.items():
-        if len(key) > _MAX_METADATA_KEY_CHARS:
-            raise bad_field(path, f"has a key of more than {_MAX_METADATA_KEY_CHARS} characters")
-        if len(string(text, f"{path}.{key}")) > _MAX_METADATA_CHARS:
-            raise bad_field(f"{path}.{key}", f"has more than {_MAX_METADATA_CHARS} characters")
+    if max(map(len, given), default=0) > _MAX_METADATA_KEY_CHARS:
+        raise bad_field(path, f"has a key of more than {_MAX_METADATA_KEY_CHARS} characters")
     return given
 
 
-def _positive(value: object, path: str) -> int:
-    given: int = integer(value, path)
-    if given < 1:
-        raise bad_field(path, f"must be at least 1, got {shown(value)}")
-    return given
-
-
-def _supported(check: Check, *names: str) -> dict[str, Field]:
-    return {name: Field(check, Support.SUPPORTED) for name in names}
-
-
-def _no_effect(check: Check, *names: str) -> dict[str, Field]:
-    return {name: Field(check, Support.NO_EFFECT) for name in names}
-
-
-def _not_yet(check: Check, *names: str, neutral: tuple[object, ...] = ()) -> dict[str, Field]:
-    return {name: Field(check, Support.NOT_YET, neutral) for name in names}
-
-
-RESPONSES_FIELDS: dict[str, Field] = {
-    **{name: CHAT_FIELDS[name] for name in PASSED_FIELDS},
-    **_supported(anything, "input"),
-    **_supported(string, "instructions", "previous_response_id"),
-    **_supported(_positive, "max_output_tokens"),
-    **_supported(integer, "top_logprobs"),
-    **_supported(array_of(one_of(*_INCLUDES)), "include"),
-    **_supported(object_, "text", "reasoning"),
-    **_supported(array_of(object_), "tools"),
-    **_supported(text_or_object, "tool_choice"),
-    **_supported(one_of("auto", "disabled"), "truncation"),
-    **_supported(boolean, "store"),
-    # The answer repeats these, which change nothing else. Calls of built-in tools, which the first
-    # one limits, are none here.
-    **_supported(_positive, "max_tool_calls"),
-    **_supported(_metadata, "metadata"),
-    **_supported(string, "user", "safety_identifier"),
-    **_no_effect(string, "service_tier", "prompt_cache_retention", "request_id"),
-    **_no_effect(object_, "prompt_cache_options", "stream_options"),
-    **_not_yet(boolean, "background", "enable_response_messages", neutral=(False,)),
-    **_not_yet(text_or_object, "conversation"),
-    **_not_yet(object_, "prompt", "moderation", "background_options", "mm_processor_kwargs"),
-    **_not_yet(array, "context_management", "previous_input_messages", neutral=([],)),
+_POSITIVE = {"type": "integer", "minimum": 1}
+_METADATA = {
+    "type": "object",
+    "additionalProperties": {"type": "string", "maxLength": _MAX_METADATA_CHARS},
 }
+_SUMMARIES = choice("auto", "concise", "detailed")
+_DIRECT = {"type": "direct"}
 
-TEXT_FIELDS: dict[str, Field] = {
-    **_supported(object_, "format"),
-    **_supported(string, "verbosity"),
-}
+FORMAT_FIELDS = FieldTable(
+    "ResponseTextFormat",
+    {
+        "type": acts(choice("text", "json_object", "json_schema"), "Form of the answer."),
+        "name": acts(STRING, "Name of the schema, which the answer repeats."),
+        "description": acts(STRING, "What the schema is for, which the answer repeats."),
+        "schema": acts(OBJECT, "With type json_schema: the JSON schema that the answer follows."),
+        "strict": acts(BOOLEAN, "Every schema is followed strictly; the answer repeats this."),
+    },
+)
 
-FORMAT_FIELDS: dict[str, Field] = {
-    **_supported(one_of("text", "json_object", "json_schema"), "type"),
-    **_supported(string, "name", "description"),
-    **_supported(object_, "schema"),
-    **_supported(boolean, "strict"),
-}
+TEXT_FIELDS = FieldTable(
+    "ResponseText",
+    {
+        "format": acts(FORMAT_FIELDS, "Form of the answer."),
+        "verbosity": acts(STRING, "How long answers are; refused unless medium."),
+    },
+)
 
-REASONING_FIELDS: dict[str, Field] = {
-    **_supported(one_of(*REASONING_EFFORTS), "effort"),
-    # No model here makes a summary of its reasoning: the reasoning itself is in the answer.
-    **_supported(one_of("auto", "concise", "detailed"), "summary"),
-    **_no_effect(one_of("auto", "concise", "detailed"), "generate_summary"),
-    **_not_yet(string, "context", neutral=("auto",)),
-    **_not_yet(string, "mode", neutral=("standard",)),
-}
+REASONING_FIELDS = FieldTable(
+    "ResponseReasoning",
+    {
+        "effort": acts(choice(*REASONING_EFFORTS), "As reasoning_effort of a chat."),
+        # No model here makes a summary of its reasoning: the reasoning itself is in the answer.
+        "summary": acts(_SUMMARIES, "The answer repeats it; no model here makes a summary."),
+        "generate_summary": no_effect(_SUMMARIES, "The former name of summary."),
+        "context": not_yet(STRING, "Which reasoning the model sees.", neutral=("auto",)),
+        "mode": not_yet(STRING, "How the model reasons.", neutral=("standard",)),
+    },
+)
 
-TOOL_FIELDS: dict[str, Field] = {
-    **_supported(string, "type", "name", "description"),
-    **_supported(object_, "parameters"),
-    **_supported(boolean, "strict"),
-    **_no_effect(object_, "output_schema"),
-    **_not_yet(boolean, "defer_loading", "async", neutral=(False,)),
-    **_not_yet(array, "allowed_callers", neutral=(["direct"],)),
-}
+TOOL_FIELDS = FieldTable(
+    "ResponseTool",
+    {
+        "type": acts(STRING, "Kind of the tool; only function is served."),
+        "name": acts(STRING, "Name of the function."),
+        "description": acts(STRING, "What it does, for the model."),
+        "parameters": acts(OBJECT, "A JSON schema of its arguments."),
+        "strict": acts(BOOLEAN, "A grammar makes arguments follow the schema."),
+        "output_schema": no_effect(OBJECT, "A JSON schema of its result."),
+        "defer_loading": not_yet(BOOLEAN, "Load the tool later.", neutral=(False,)),
+        "async": not_yet(BOOLEAN, "The call does not wait for its result.", neutral=(False,)),
+        "allowed_callers": not_yet(ARRAY, "What may call the tool.", neutral=(["direct"],)),
+    },
+)
 
-TOOL_CHOICE_FIELDS: dict[str, Field] = {
-    **_supported(string, "type", "name"),
-    **_supported(one_of("auto", "required"), "mode"),
-    **_supported(array_of(object_), "tools"),
-}
+TOOL_CHOICE_FIELDS = FieldTable(
+    "ResponseToolChoice",
+    {
+        "type": acts(STRING, "function, or allowed_tools."),
+        "name": acts(STRING, "With type function: its name."),
+        "mode": acts(choice("auto", "required"), "With type allowed_tools: whether to call one."),
+        "tools": acts(array_of(OBJECT), "With type allowed_tools: the tools."),
+    },
+)
 
-_ITEM_FIELDS: dict[str, Field] = {
-    **_supported(string, "type"),
-    # Parts of an answer that a client may send back unchanged.
-    **_no_effect(string, "id", "status"),
-}
-
-MESSAGE_FIELDS: dict[str, Field] = {
-    **_ITEM_FIELDS,
-    **_supported(one_of("user", "assistant", "system", "developer"), "role"),
-    **_supported(anything, "content"),
-    **_no_effect(one_of("commentary", "final_answer"), "phase"),
-}
-
-FUNCTION_CALL_FIELDS: dict[str, Field] = {
-    **_ITEM_FIELDS,
-    **_supported(string, "call_id", "name", "arguments"),
-    **_not_yet(string, "namespace"),
-    **_not_yet(boolean, "async", neutral=(False,)),
-    **_not_yet(object_, "caller", neutral=({"type": "direct"},)),
-}
-
-FUNCTION_CALL_OUTPUT_FIELDS: dict[str, Field] = {
-    **_ITEM_FIELDS,
-    **_supported(string, "call_id"),
-    **_supported(anything, "output"),
-    **_no_effect(string, "name"),
-    **_not_yet(string, "namespace"),
-    **_not_yet(object_, "caller", neutral=({"type": "direct"},)),
-}
-
-REASONING_ITEM_FIELDS: dict[str, Field] = {
-    **_ITEM_FIELDS,
-    **_supported(array_of(object_), "summary", "content"),
-    **_not_yet(string, "encrypted_content", neutral=("",)),
-}
-
-PART_FIELDS: dict[str, Field] = {
-    **_supported(string, "type", "text", "refusal"),
-    **_no_effect(array, "annotations", "logprobs"),
-    # A hint about the prompt cache that is not used here.
-    **_no_effect(object_, "prompt_cache_breakpoint"),
-}
+PART_FIELDS = FieldTable(
+    "ResponsePart",
+    {
+        "type": acts(STRING, "Kind of the part; only texts are served."),
+        "text": acts(STRING, "The text."),
+        "refusal": acts(STRING, "The text of a refusal."),
+        "annotations": no_effect(ARRAY, "Part of an answer that a client may send back."),
+        "logprobs": no_effect(ARRAY, "Part of an answer that a client may send back."),
+        "prompt_cache_breakpoint": no_effect(
+            OBJECT, "A hint about the prompt cache that is not used here."
+        ),
+    },
+)
 """Fields of the parts of messages, results and reasoning."""
+
+_ITEM = {
+    "type": acts(STRING, "Kind of the item."),
+    "id": no_effect(STRING, "Part of an answer that a client may send back."),
+    "status": no_effect(STRING, "Part of an answer that a client may send back."),
+}
+_CONTENT = any_of(STRING, array_of(PART_FIELDS))
+_OF_PROGRAMS = {
+    "namespace": not_yet(STRING, "Namespace of the function."),
+    "caller": not_yet(OBJECT, "What has called the function.", neutral=(_DIRECT,)),
+}
+
+MESSAGE_FIELDS = FieldTable(
+    "ResponseMessage",
+    {
+        **_ITEM,
+        "role": acts(choice("user", "assistant", "system", "developer"), "Who speaks."),
+        "content": acts(_CONTENT, "A text, or parts."),
+        "phase": no_effect(choice("commentary", "final_answer"), "Phase of an earlier answer."),
+    },
+)
+
+FUNCTION_CALL_FIELDS = FieldTable(
+    "ResponseFunctionCall",
+    {
+        **_ITEM,
+        "call_id": acts(STRING, "Id by which the result names the call."),
+        "name": acts(STRING, "Name of the function."),
+        "arguments": acts(STRING, "Its arguments, a JSON object as text."),
+        **_OF_PROGRAMS,
+        "async": not_yet(BOOLEAN, "The call does not wait for its result.", neutral=(False,)),
+    },
+)
+
+FUNCTION_CALL_OUTPUT_FIELDS = FieldTable(
+    "ResponseFunctionCallOutput",
+    {
+        **_ITEM,
+        "call_id": acts(STRING, "The call whose result it is."),
+        "output": acts(_CONTENT, "The result: a text, or parts."),
+        "name": no_effect(STRING, "Name of the function."),
+        **_OF_PROGRAMS,
+    },
+)
+
+REASONING_ITEM_FIELDS = FieldTable(
+    "ResponseReasoningItem",
+    {
+        **_ITEM,
+        "summary": acts(array_of(PART_FIELDS), "Summary of earlier reasoning."),
+        "content": acts(array_of(PART_FIELDS), "Earlier reasoning."),
+        "encrypted_content": not_yet(STRING, "Reasoning in secret.", neutral=("",)),
+    },
+)
+
+_ITEM_FIELDS = FieldTable(
+    "ResponseInputItem",
+    {
+        **FUNCTION_CALL_OUTPUT_FIELDS,
+        **FUNCTION_CALL_FIELDS,
+        **REASONING_ITEM_FIELDS,
+        **MESSAGE_FIELDS,
+    },
+)
+"""Fields of an item of any kind; each kind has a table of its own."""
+
+RESPONSES_FIELDS = FieldTable(
+    "ResponseRequest",
+    {
+        "input": acts(any_of(STRING, array_of(_ITEM_FIELDS)), "A text, or items."),
+        **{name: CHAT_FIELDS[name] for name in PASSED_FIELDS},
+        "instructions": acts(STRING, "A system message before the input."),
+        "previous_response_id": acts(STRING, "The stored answer that this request continues."),
+        "max_output_tokens": acts(_POSITIVE, "Most tokens of the output."),
+        "top_logprobs": acts(INTEGER, "Log probabilities of so many likeliest tokens."),
+        "include": acts(array_of(choice(*_INCLUDES)), "What the answer has besides."),
+        "text": acts(TEXT_FIELDS, "Form of the answer, such as a JSON schema."),
+        "reasoning": acts(REASONING_FIELDS, "How much the model reasons."),
+        "tools": acts(array_of(TOOL_FIELDS), "Functions that the model may call."),
+        "tool_choice": acts(
+            any_of(choice("auto", "none", "required"), TOOL_CHOICE_FIELDS),
+            "Whether, or which of, the tools are called.",
+        ),
+        "truncation": acts(choice("auto", "disabled"), "auto drops the oldest items."),
+        "store": acts(BOOLEAN, "False: the answer is not stored."),
+        # The answer repeats these, which change nothing else. Calls of built-in tools, which the
+        # first one limits, are none here.
+        "max_tool_calls": acts(_POSITIVE, "Most calls of built-in tools; the answer repeats it."),
+        "metadata": acts(_METADATA, "The answer repeats it.", then=_metadata),
+        "user": acts(STRING, "The answer repeats it."),
+        "safety_identifier": acts(STRING, "The answer repeats it."),
+        "service_tier": no_effect(STRING, "There is one tier."),
+        "prompt_cache_retention": no_effect(STRING, "A hint about cost that is not used here."),
+        "prompt_cache_options": no_effect(OBJECT, "A hint about cost that is not used here."),
+        "request_id": no_effect(STRING, "The header x-request-id names a request."),
+        "stream_options": no_effect(OBJECT, "Events are never padded."),
+        "background": not_yet(BOOLEAN, "Answer later.", neutral=(False,)),
+        "background_options": not_yet(OBJECT, "Options of background."),
+        "enable_response_messages": not_yet(
+            BOOLEAN, "The answer has the model's own messages.", neutral=(False,)
+        ),
+        "conversation": not_yet(any_of(STRING, OBJECT), "A conversation that is stored."),
+        "prompt": not_yet(OBJECT, "A prompt that is stored."),
+        "moderation": not_yet(OBJECT, "Moderation of the conversation."),
+        "mm_processor_kwargs": not_yet(OBJECT, "Options of a media processor."),
+        "context_management": not_yet(ARRAY, "Compaction of the input.", neutral=([],)),
+        "previous_input_messages": not_yet(ARRAY, "Earlier messages.", neutral=([],)),
+    },
+)

@@ -9,7 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cluster.edge.openai_fields import array, bad_field, object_, one_of, read_fields, shown
+from cluster.edge.fields import (
+    array,
+    bad_field,
+    object_,
+    read_fields,
+    shown,
+)
 from cluster.edge.openai_limits import MAX_MESSAGES
 from cluster.edge.responses.fields import (
     FORMAT_FIELDS,
@@ -30,9 +36,8 @@ from cluster.edge.responses.fields import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from cluster.edge.openai_fields import Field
+    from cluster.edge.fields import FieldTable
 
-_CHOICES = one_of("auto", "none", "required")
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _INSTRUCTIONS_GAP = "\n\n"
 
@@ -138,15 +143,13 @@ def translate(
     )
 
 
-def _input_items(given: object) -> list[dict[str, Any]]:
+def _input_items(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the items of an input."""
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": given}]
-    if not isinstance(given, list):
-        raise bad_field("input", f"must be a string or an array of items, got {shown(given)}")
     if not given:
         raise bad_field("input", "must hold at least one item")
-    return [object_(item, f"input[{i}]") for i, item in enumerate(array(given, "input"))]
+    return given
 
 
 class _Conversation:
@@ -262,9 +265,7 @@ class _Conversation:
         self._paths[-1][f"{below}.function"] = path
 
 
-def _item(
-    item: Mapping[str, Any], table: Mapping[str, Field], path: str, *required: str
-) -> dict[str, Any]:
+def _item(item: Mapping[str, Any], table: FieldTable, path: str, *required: str) -> dict[str, Any]:
     """Return the checked fields of an item."""
     fields = read_fields(item, table, f"{path}.")
     for name in required:
@@ -360,7 +361,7 @@ def _read_tool_choice(
     choice = values.get("tool_choice")
     if choice is None or isinstance(choice, str):
         if choice is not None:
-            chat["tool_choice"] = _CHOICES(choice, "tool_choice")
+            chat["tool_choice"] = choice
         return None
     fields = read_fields(choice, TOOL_CHOICE_FIELDS, "tool_choice.")
     kind = fields.get("type")

@@ -4,8 +4,8 @@ import pytest
 
 from cluster.edge import apis, routes
 from cluster.edge.field_names import naming_fields
+from cluster.edge.fields import bad_field
 from cluster.edge.openai_apis import ChatCompletionsApi
-from cluster.edge.openai_fields import bad_field
 from cluster.errors import BadRequestError, ReplicaLostError
 from replicas.output_processor import OutputDelta
 from tests.cluster.edge.fake_backend import FakeBackend

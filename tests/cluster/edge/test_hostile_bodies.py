@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 
 from cluster.config.resolve import demo_model_folder
 from cluster.edge.openai import Usage
-from cluster.edge.openai_fields import CHAT_FIELDS, COMPLETION_FIELDS
+from cluster.edge.openai_fields import (
+    CHAT_FIELDS,
+    COMPLETION_FIELDS,
+)
 from replicas.output_processor import OutputDelta
 from replicas.tokenizer import Tokenizer
 from tests.cluster.edge.fake_backend import FakeBackend
@@ -101,6 +104,48 @@ BODIES = {
     "detokenize": ("/detokenize", {"tokens": [7] * 3_000_000}),
     "token-strings": ("/tokenize", {"prompt": "return " * 300_000, "return_token_strs": True}),
 }
+
+
+def tools(num_tools, num_parameters):
+    """Tools as agents send them: every parameter is described."""
+    kinds = [
+        {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "boolean"},
+        {"type": "array", "items": {"type": "string"}}, {"enum": ["a", "b", "c"]},
+        {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
+    ]  # fmt: skip
+    parameters = {
+        f"parameter_{i}": {**kinds[i % len(kinds)], "description": f"The parameter {i} of it."}
+        for i in range(num_parameters)
+    }
+    schema = {"type": "object", "properties": parameters, "required": [*parameters][::2]}
+    return [
+        {
+            "type": "function",
+            "function": {"name": f"tool_{i}", "description": "A tool.", "parameters": schema},
+        }
+        for i in range(num_tools)
+    ]
+
+
+BODIES |= {
+    "tools": ("/v1/chat/completions", {"messages": [HI], "tools": tools(3_000, 10)}),
+    "tools-without-parameters": ("/tokenize", {"messages": [HI], "tools": tools(30_000, 0)}),
+    "unknown-fields": (
+        "/v1/chat/completions",
+        {"messages": [{**HI, **{f"x{i}": 1 for i in range(20_000)}}]},
+    ),
+}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_sixty_tools_of_ten_parameters_are_served_and_hold_up_no_stream(choice):
+    service = DemoBackend(max_model_len=2**17)
+    service.tool_call_parser = "hermes"
+    body = {"messages": [HI], "tools": tools(60, 10), "tool_choice": choice}
+    answer, stall_s = asyncio.run(attack(service, "/v1/chat/completions", body))
+    assert answer.status == 200, answer.body
+    assert stall_s < LONGEST_STALL_S
 
 
 @pytest.mark.parametrize("name", BODIES)

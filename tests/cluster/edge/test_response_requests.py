@@ -249,7 +249,7 @@ IMAGE = {"type": "input_image", "image_url": "data:"}
     [
         ({"model": None}, "model", "is required"),
         ({"input": None}, "input", "is required"),
-        ({"input": 5}, "input", "must be a string or an array of items"),
+        ({"input": 5}, "input", "must be a string or an array of objects"),
         ({"input": []}, "input", "at least one item"),
         ({"input": [5]}, "input[0]", "must be an object"),
         ({"input": [USER, {"role": "user"}]}, "input[1].content", "is required"),

@@ -387,7 +387,7 @@ def test_sixty_tools_of_ten_parameters_are_held_and_count_as_work():
     assert encoding_cost(parsed.prompt) > 10 * MAX_INLINE_COST
     assert request_of(tools=tools, tool_choice="required").sampling.structured_outputs is not None
     with pytest.raises(BadRequestError, match="tools holds more than"):
-        parse_body(json.dumps({**BODY, "tools": tools * 4}).encode(), limits)
+        parse_body(json.dumps({**BODY, "tools": tools * 9}).encode(), limits)
 
 
 DEEPSEEK_TEMPLATE = (
