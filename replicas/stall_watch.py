@@ -97,7 +97,7 @@ class StallReports:
         self._num_looks += 1
         if self._is_asked:
             self._is_asked = False
-            self._tell_dump()
+            self._log_dump()
         beats = [report for report in said if report.beat is not None]
         for report in beats:
             self._doing = report.doing or self._doing
@@ -115,7 +115,7 @@ class StallReports:
     def close(self) -> None:
         """Log a requested dump if there is one, and close the descriptors."""
         if self._is_asked:
-            self._tell_dump()
+            self._log_dump()
         os.close(self._dump_fd)
         os.close(self._process_fd)
 
@@ -136,7 +136,7 @@ class StallReports:
                 return
             self._is_asked = True
 
-    def _tell_dump(self) -> None:
+    def _log_dump(self) -> None:
         raw = os.pread(self._dump_fd, MAX_DUMP_BYTES, 0)
         stacks = raw.decode(errors="replace") or "none: it did not answer the signal"
         logger.warning("stacks of engine pid=%d:\n%s", self._process_id, stacks)

@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from replicas.engine.outputs import ClientEvents
 from replicas.engine.pause import Call
-from replicas.engine.requests import Probes, RequestHandler, RoleState, probe_batch
+from replicas.engine.probes import Probes, probe_batch
+from replicas.engine.requests import RequestHandler
+from replicas.engine.role_state import RoleState
 from replicas.engine.start import (
     closing_if_it_fails,
     make_checks,
@@ -349,7 +351,7 @@ class EngineCore:
             return step.batch is not None or step.has_lapsed
         with self.timer.transfer:
             has_news = self._transfers.end_step(step.meta, now_s)
-            self._requests.go_on(now_s)
+            self._requests.add_successors(now_s)
         return step.batch is not None or has_news
 
     def next_deadline_s(self) -> float | None:

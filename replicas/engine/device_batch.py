@@ -125,24 +125,24 @@ class DeviceDraws:
             slots: (R,) rows that run.
             samples: (R,) whether each of them samples.
         """
-        nobody = np.empty(0, dtype=np.intp)
+        no_rows = np.empty(0, dtype=np.intp)
         entries, wanted = np.arange(len(slots)), np.flatnonzero(samples)
         if kind not in self.kinds:
-            return [CallRows(entries, nobody, wanted)]
+            return [CallRows(entries, no_rows, wanted)]
         is_hosts = samples & self._on_host[slots]
         is_drawn = samples & ~is_hosts
         # Rows that need a call of their own, which does not draw.
         is_apart = is_hosts | ~samples if self.keeps_state else is_hosts
         if not is_apart.any():
-            return [CallRows(entries, wanted, nobody)]
+            return [CallRows(entries, wanted, no_rows)]
         if not is_drawn.any():
-            return [CallRows(entries, nobody, wanted)]
+            return [CallRows(entries, no_rows, wanted)]
         if kind == "decode" and self._gives_both:
             return [CallRows(entries, np.flatnonzero(is_drawn), np.flatnonzero(is_hosts))]
         apart, others = np.flatnonzero(is_apart), np.flatnonzero(~is_apart)
         return [
-            CallRows(apart, nobody, np.flatnonzero(samples[apart])),
-            CallRows(others, np.flatnonzero(samples[others]), nobody),
+            CallRows(apart, no_rows, np.flatnonzero(samples[apart])),
+            CallRows(others, np.flatnonzero(samples[others]), no_rows),
         ]
 
 
@@ -196,7 +196,7 @@ class DecodeCommands:
         has_rows = self._rows is not None and _are_among(slots, self._rows)
         return self._runs_ahead and self.num_steps_left > 0 and has_rows
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """Note that a call other than a decode with device sampling is made."""
         self._rows = None
 
@@ -379,7 +379,7 @@ class DeviceInputs:
     ) -> DecodeReload:
         """Return the reload commands of a decode call, and renew the sampling parameters if due."""
         if not len(rows.drawn):
-            self.commands.forget()
+            self.commands.invalidate()
             return HOST_SAMPLED
         reload = self.commands.next_call(
             slots,

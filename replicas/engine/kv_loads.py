@@ -244,7 +244,7 @@ class KVLoads:
         return max(0, end - seq.num_computed_tokens)
 
     def verdict(self, seq: Sequence) -> Verdict:
-        """Decide whether a sequence that waits for KV runs; if so, forget it here.
+        """Decide whether a sequence that waits for KV runs; if so, remove it here.
 
         A reserved sequence runs once it is activated and no transfer is under way. It fails if KV
         is missing and `kv_load_failure_policy` forbids to compute it here. KV is missing if the
@@ -256,7 +256,7 @@ class KVLoads:
             return Verdict.WAIT
         if seq.phase is Phase.LOADING:
             self.num_recompute_tokens += load.end - seq.num_computed_tokens
-            self.forget(seq)
+            self.remove(seq)
             return Verdict.RUN
         if seq.request_id in self.not_activated:
             return Verdict.WAIT
@@ -269,11 +269,11 @@ class KVLoads:
             if self._config.kv_load_failure_policy == "fail" and seq.num_output_tokens:
                 return Verdict.FAIL
             self.num_recompute_tokens += num_missing
-        self.forget(seq)
+        self.remove(seq)
         return Verdict.RUN
 
-    def forget(self, seq: Sequence) -> None:
-        """Forget a sequence. Choices other than 0 are not known here."""
+    def remove(self, seq: Sequence) -> None:
+        """Remove a sequence. Choices other than 0 are not known here."""
         if seq.parent is not None:
             return
         self.asking.pop(seq.request_id, None)
@@ -281,7 +281,7 @@ class KVLoads:
         self._loading.pop(seq.request_id, None)
 
     def end_request(self, request_id: str) -> None:
-        """Forget a request of which no choice is left."""
+        """Remove a request of which no choice is left."""
         self.not_activated.pop(request_id, None)
 
     # --- views ---------------------------------------------------------------------------------

@@ -630,7 +630,7 @@ class ModelRunner:
     def _call_prefill(
         self, step: SubmittedStep, rows: CallRows, slots: Int32Array, counts: Int32Array
     ) -> _Call:
-        self._device.commands.forget()
+        self._device.commands.invalidate()
         places = np.arange(len(slots))
         inputs = self._batch.prefill_inputs(slots, counts)
         params = None

@@ -132,7 +132,7 @@ class ClientEvents(defaultdict[bytes, "list[WireEvent]"]):
                 rows, handles = self._rows.setdefault(seq.client, ([], []))
                 rows.append(row)
                 handles.append(seq.handle)
-                if not seq.is_told:
+                if not seq.has_sent_tokens:
                     apart[row] = None
         apart.update(dict.fromkeys(outputs.ends))
         if outputs.logprobs:
@@ -141,7 +141,7 @@ class ClientEvents(defaultdict[bytes, "list[WireEvent]"]):
         runs = list(outputs.runs()) if outputs.counts else []
         for row in apart:
             seq, run = sequences[row], runs[row] if runs else [token_ids[row]]
-            seq.is_told = True
+            seq.has_sent_tokens = True
             self[seq.client].append(_event(seq, run, outputs.ends.get(row), outputs))
         if runs:
             for row, seq in enumerate(sequences):

@@ -1,4 +1,4 @@
-"""Clients' messages about requests: their handling, checks, the engine's role, and probes.
+"""Clients' messages about requests: their handling and checks.
 
 Owner: the engine core. `RequestHandler` also keeps requests whose id is still used by an aborted
 one.
@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from kv_transfer.connector import TransferRequest
 from kv_transfer.errors import TransferError
 from replicas.codec import MAX_FRAME_BYTES
-from replicas.engine.block_pool import NULL_BLOCK
 from replicas.engine.kv_loads import failure_word
 from replicas.engine.sequence import KVPlace, Phase, Sequence
-from replicas.engine.step import NewRow, ScheduledBatch, StepKind
 from replicas.errors import InvalidRequestError
 from replicas.messages import (
     MAX_REQUEST_ID_CHARS,
@@ -27,7 +25,6 @@ from replicas.messages import (
     LendKV,
     LoadKV,
     Refused,
-    UtilityResult,
     check_priority,
 )
 from replicas.sampling_params import MAX_LOGPROBS, SamplingParams, are_below
@@ -36,10 +33,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from collections.abc import Sequence as SequenceOf
 
-    from replicas.config import Role, SchedulingPolicy
+    from replicas.config import SchedulingPolicy
     from replicas.engine.outputs import ClientEvents
+    from replicas.engine.role_state import RoleState
     from replicas.engine.scheduler import Scheduler
-    from replicas.messages import EngineRequest, RefusalReason, RequestMode
+    from replicas.messages import EngineRequest, RefusalReason
 
 
 logger = logging.getLogger(__name__)
@@ -95,7 +93,7 @@ class RequestHandler:
         """Drop the requests of a client that wait for their id."""
         self._successors = {i: (c, m) for i, (c, m) in self._successors.items() if c != client}
 
-    def go_on(self, now_s: float) -> None:
+    def add_successors(self, now_s: float) -> None:
         """Add the waiting requests whose id is free now."""
         for request_id in [i for i in self._successors if not self._scheduler.table.is_ending(i)]:
             self._add(*self._successors.pop(request_id), now_s)
@@ -111,7 +109,7 @@ class RequestHandler:
         if problem is not None:
             self._events[client].append(Refused(request.request_id, "invalid", problem))
             return
-        if not self._role.takes(message.mode):
+        if not self._role.accepts(message.mode):
             self._refuse(client, request.request_id, "draining")
             return
         is_ending = self._scheduler.table.is_ending(request.request_id)
@@ -385,132 +383,3 @@ class RequestChecks:
             if not are_below(token_ids, self._vocab_size):
                 return f"a token id is outside the vocabulary of {self._vocab_size}"
         return None
-
-
-_MODES: dict[Role, frozenset[RequestMode]] = {
-    "prefill": frozenset({"prefill"}),
-    "decode": frozenset({"decode", "local"}),
-    "both": frozenset({"local", "prefill", "decode"}),
-}
-
-
-class RoleState:
-    """An engine's role, and the state of a change to another one. Pure.
-
-    During a change the engine refuses new requests, asks clients to move its decoding requests
-    elsewhere, finishes or hands over the rest, and enters the new role once no request of the old
-    one is left. Weights, KV and connections are kept. Each reopening starts another *epoch*, which
-    invalidates what clients know of earlier ones.
-
-    Args:
-        role: The first role.
-
-    Attributes:
-        role: The role, or while the engine drains the one that it still has.
-        next_role: The role to enter once no request of the present one is left; None if unchanged.
-        epoch: Number of reopenings.
-        hands_over: Whether clients should move decoding requests elsewhere, where there is room.
-    """
-
-    def __init__(self, role: Role) -> None:
-        self.role = role
-        self.epoch = 0
-        self.hands_over = False
-        self.next_role: Role | None = None
-        self._ends = False
-
-    def __repr__(self) -> str:
-        state = "ending" if self._ends else f"to be {self.next_role}" if self.next_role else "open"
-        return f"RoleState({self.role}, epoch {self.epoch}, {state})"
-
-    @property
-    def is_draining(self) -> bool:
-        """Return whether the engine refuses new requests, for now or for good."""
-        return self._ends or self.next_role is not None
-
-    def takes(self, mode: RequestMode) -> bool:
-        """Return whether the engine accepts a request of this mode.
-
-        A client may still assume an earlier role.
-        """
-        return not self.is_draining and mode in _MODES[self.role]
-
-    def end(self) -> None:
-        """Refuse new requests for good, and cancel a change of role that is under way."""
-        self._ends, self.next_role = True, None
-
-    def hand_over(self) -> None:
-        """Ask clients to move decoding requests elsewhere; they continue until they are moved."""
-        self.hands_over = True
-
-    def change(self, role: Role) -> None:
-        """Start a change to another role, or cancel it if `role` is the present one.
-
-        Has no effect after `end`.
-        """
-        if self._ends:
-            return
-        if role != self.role:
-            self.next_role, self.hands_over = role, True
-        elif self.next_role is not None:
-            self._open()
-
-    def settle(self, num_live: int) -> None:
-        """Enter the new role if no request of the old one is left."""
-        if self.next_role is not None and not num_live:
-            self.role = self.next_role
-            self._open()
-
-    def _open(self) -> None:
-        self.next_role, self.hands_over = None, False
-        self.epoch += 1
-
-
-class Probes:
-    """Unanswered probes of whether an engine still computes, by one real step. Pure.
-
-    A probe is answered when the next step ends. An idle engine runs a step for it: one token of no
-    request, whose KV goes to the null block, by the same calls as any other. It uses no scheduler,
-    slot or block, and is not counted; a request that arrives meanwhile waits for the time of one
-    token.
-
-    Attributes:
-        are_due: Whether a probe waits for the end of a step.
-    """
-
-    def __init__(self) -> None:
-        self._asked: list[tuple[bytes, int]] = []
-        self.are_due = False
-
-    def ask(self, client: bytes, call_id: int) -> None:
-        """Add a client's probe."""
-        self._asked.append((client, call_id))
-        self.are_due = True
-
-    def ask_silently(self) -> None:
-        """Add a probe that needs no answer, because the caller watches the engine's progress."""
-        self.are_due = True
-
-    def client_gone(self, client: bytes) -> None:
-        """Drop a client's probes."""
-        self._asked = [asked for asked in self._asked if asked[0] != client]
-
-    def answer(self, events: ClientEvents) -> None:
-        """Answer all probes after the end of a step."""
-        asked, self._asked, self.are_due = self._asked, [], False
-        for client, call_id in asked:
-            events[client].append(UtilityResult(call_id, result=True))
-
-
-def probe_batch(kind: StepKind, num_kv_groups: int) -> ScheduledBatch:
-    """Return a step of one token, for an engine whose rows are all free."""
-    row = NewRow(
-        slot=0,
-        dp_group=0,
-        token_ids=[0],
-        num_prompt_tokens=1,
-        num_computed_tokens=0,
-        block_ids=[[NULL_BLOCK]] * num_kv_groups,
-        sampling=SamplingParams(temperature=0.0),
-    )
-    return ScheduledBatch(kind, [0], [1], [row], [])

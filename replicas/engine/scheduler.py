@@ -261,7 +261,7 @@ class Scheduler:
         if reserved is None:
             return None
         reserved.token_ids.extend(first[reserved.num_output_tokens :])
-        self._go_on(reserved)
+        self._settle_load(reserved)
         return reserved if reserved.is_over else None
 
     def kv_ended(
@@ -294,7 +294,7 @@ class Scheduler:
         self._kv.note_loaded(seq, num_new, is_converted=is_converted)
         if failure is not None and has_client and self.loads.try_next_ticket(seq, now_s):
             return None
-        self._go_on(seq)
+        self._settle_load(seq)
         return seq if has_client else None
 
     def release_held(self, request_id: str) -> None:
@@ -360,7 +360,7 @@ class Scheduler:
                 failed.append((seq, error))
         for seq in ended.ready:
             if seq.phase is Phase.RESERVED:
-                self._go_on(seq)
+                self._settle_load(seq)
                 if seq.is_over and seq.load is not None:
                     failed.append((seq, f"{KV_TRANSFER_FAILED}: {seq.load.failure}"))
         return failed
@@ -646,7 +646,7 @@ class Scheduler:
             short = [s for s in short if s not in ending]
             left = [s for s in decodes.sequences if s not in ending]
             decodes = DecodeRows(plan.kind, left, len(self._kv))
-        others = [s for s in table.prefill_rows if plan.takes(s)]
+        others = [s for s in table.prefill_rows if plan.fits(s)]
         budget = plan.budget - len(decodes)
         if sum(s.num_new_tokens for s in others) > budget:
             return False
@@ -665,7 +665,7 @@ class Scheduler:
         """Schedule running sequences in their order; return whether any was preempted."""
         preempted = False
         for seq in list(self.table.rows):
-            if not seq.is_running or not plan.takes(seq):
+            if not seq.is_running or not plan.fits(seq):
                 continue
             count = self._chunk(plan, seq, seq.num_computed_tokens)
             if count == 0:
@@ -1035,7 +1035,7 @@ class Scheduler:
 
     # --- from place to place --------------------------------------------------------------------
 
-    def _go_on(self, seq: Sequence) -> None:
+    def _settle_load(self, seq: Sequence) -> None:
         """Run or end a sequence that has waited for KV, if it need not wait longer."""
         if seq in self.preparations.waiting:
             return
@@ -1076,7 +1076,7 @@ class Scheduler:
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
         """End a sequence for good; every path out of the engine but `_hand_over` ends here."""
-        self.loads.forget(seq)
+        self.loads.remove(seq)
         self._count_finished(seq, reason)
         hold = False
         if self._connector is not None and seq.parent is None:

@@ -1,7 +1,7 @@
 """Mutable record of one choice of a request in the engine, and the phases of its life.
 
 Owner: the scheduler, on the engine's core thread. Only it and its parts write to a sequence, except
-for `handle` (`RequestHandler`) and `is_told` (`ClientEvents`).
+for `handle` (`RequestHandler`) and `has_sent_tokens` (`ClientEvents`).
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ class Sequence:
         is_aborted: Whether the client has given it up. Its KV must not be used any more.
         choice: Index of the choice, from 0.
         handle: Its number in columns of tokens; 0 before it is accepted.
-        is_told: Whether its client has got its first tokens from here, so that column rows can
-            follow.
+        has_sent_tokens: Whether its client has got its first tokens from here, so that column rows
+            can follow.
         num_preemptions: How often it lost its blocks.
         is_known_to_runner: Whether the runner's batch holds it; False makes the next step send it
             whole.
@@ -184,7 +184,7 @@ class Sequence:
     is_aborted: bool = False
     choice: int = 0
     handle: int = 0
-    is_told: bool = False
+    has_sent_tokens: bool = False
     num_preemptions: int = 0
     is_known_to_runner: bool = False
     look_at: int = 0

@@ -58,7 +58,7 @@ class StepPlan:
     def __contains__(self, seq: Sequence) -> bool:
         return seq in self.decodes.sequences or seq in self.sequences
 
-    def takes(self, seq: Sequence) -> bool:
+    def fits(self, seq: Sequence) -> bool:
         """Return whether a sequence's remaining tokens fit this kind of step."""
         return self.kind == "mixed" or (seq.num_new_tokens == 1) == (self.kind == "decode")
 

@@ -88,7 +88,7 @@ class Transfers:
         ended: dict[str, Failure | None] = dict.fromkeys(sorted(transfers.received))
         for request_id, failure in (*ended.items(), *transfers.failed.items()):
             is_converted = request_id in transfers.converted
-            self._tell_loaded(
+            self._report_load(
                 self._scheduler.kv_ended(request_id, failure, now_s, is_converted=is_converted)
             )
         return bool(results) or self.connector.has_pending_work()
@@ -110,7 +110,7 @@ class Transfers:
             store=stats.store if has_store else None,
         )
 
-    def _tell_loaded(self, seq: Sequence | None) -> None:
+    def _report_load(self, seq: Sequence | None) -> None:
         if seq is None:
             return
         assert seq.load is not None

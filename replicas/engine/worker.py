@@ -101,7 +101,7 @@ class Worker:
         self._closing = contextlib.ExitStack()
         # The generator, if it supports callbacks per layer; and whether they are set.
         self._layers: SupportsLayerCallbacks | None = None
-        self._tells_layers = False
+        self._has_layer_callbacks = False
         # Submitted and not collected, oldest first.
         self._steps: deque[SubmittedStep] = deque()
 
@@ -217,7 +217,7 @@ class Worker:
             self._connector.start_load_kv(meta, now_s)
         if batch is not None:
             if self._layers is not None:
-                self._tell_layers(self._layers, on=meta is not None)
+                self._set_layer_callbacks(self._layers, on=meta is not None)
             self._steps.append(self._runner.submit(batch))
 
     def collect_step(self) -> StepResult:
@@ -294,9 +294,9 @@ class Worker:
                 "structured_outputs", f"this model's tokenizer.json cannot be used: {error}"
             ) from error
 
-    def _tell_layers(self, layers: SupportsLayerCallbacks, *, on: bool) -> None:
+    def _set_layer_callbacks(self, layers: SupportsLayerCallbacks, *, on: bool) -> None:
         """Set or remove the connector's callbacks around each layer."""
-        if on == self._tells_layers:
+        if on == self._has_layer_callbacks:
             return
         assert self._connector is not None
         if on:
@@ -305,7 +305,7 @@ class Worker:
             )
         else:
             layers.set_layer_callbacks(None, None)
-        self._tells_layers = on
+        self._has_layer_callbacks = on
 
 
 def _routed(config: EngineConfig) -> EngineConfig:

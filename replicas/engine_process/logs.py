@@ -80,7 +80,7 @@ class EngineLog(logging.Handler):
         if num_held is None:
             return
         try:
-            line = self._told(record, num_held).encode(errors="replace")
+            line = self._format_line(record, num_held).encode(errors="replace")
             if not self._poll.poll(0):
                 raise BlockingIOError
             os.write(self._fd, _cut(line) + b"\n")
@@ -89,7 +89,7 @@ class EngineLog(logging.Handler):
         else:
             self.num_lost = 0
 
-    def _told(self, record: logging.LogRecord, num_held: int) -> str:
+    def _format_line(self, record: logging.LogRecord, num_held: int) -> str:
         line = self.format(record)
         if num_held:
             line += f" (and {num_held} more like this)"

@@ -56,7 +56,7 @@ from replicas.engine_process.parent import (
     Wake,
 )
 from replicas.engine_process.server import EngineServer, describe, gather_s
-from replicas.engine_process.sockets import Door, Receiver, Sender
+from replicas.engine_process.sockets import Receiver, Sender, SocketMaker
 from replicas.errors import EngineError
 from replicas.stall_watch import DUMP_SIGNAL
 from replicas.watchdog import Watchdog
@@ -74,7 +74,7 @@ logger = logging.getLogger(__name__)
 
 BEAT_S = 0.25
 """Seconds between two beats to the parent."""
-LAST_WORDS_S = 1.0
+REPORT_GRACE_S = 1.0
 """Seconds between a fatal report and the exit, for the parent to read the report."""
 MAX_MESSAGES_PER_STEP = 4096
 """Most messages that are handled between two steps."""
@@ -214,7 +214,7 @@ def main(make_hooks: Callable[[EngineConfig], EngineHooks] = lambda _config: NO_
     # Every connection takes a descriptor, even before it is authenticated.
     raise_descriptor_limit()
     arguments = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineArguments)
-    report = _open_reports(arguments)
+    pipe = _open_reports(arguments)
     os.nice(arguments.config.niceness)  # before any thread starts: niceness is per thread
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     inbox = Inbox()
@@ -224,14 +224,14 @@ def main(make_hooks: Callable[[EngineConfig], EngineHooks] = lambda _config: NO_
 
     signal.signal(signal.SIGTERM, lambda _signal, _frame: _ask_to_stop(inbox, hooks))
     threading.Thread(
-        target=_obey,
+        target=_follow_orders,
         args=(inbox, hooks, arguments.stop_timeout_s),
         name="parent-watch",
         daemon=True,
     ).start()
 
-    tell = partial(_tell, report)
-    tell_of_start = partial(_tell_of_start, tell)
+    report = partial(_report, pipe)
+    report_start = partial(_report_start, report)
 
     def doing(stalled_s: float) -> str:
         return _doing(stalled_s, watchdog, core)
@@ -239,22 +239,22 @@ def main(make_hooks: Callable[[EngineConfig], EngineHooks] = lambda _config: NO_
     watchdog = Watchdog()
     threading.excepthook = _die_with_thread
     threading.Thread(
-        target=_beat, args=(tell, watchdog, doing), name="engine-beat", daemon=True
+        target=_beat, args=(report, watchdog, doing), name="engine-beat", daemon=True
     ).start()
     with hooks.beside():
         try:
-            door = Door(arguments)
-            executor, gang = _make_executor(arguments, hooks, inbox, watchdog, tell, tell_of_start)
+            sockets = SocketMaker(arguments)
+            executor, gang = _make_executor(arguments, hooks, inbox, watchdog, report, report_start)
             core = EngineCore(
                 arguments.config, executor, arguments.incarnation, hooks.unix_now_s, watchdog
             )
-            hears, speaks = hooks.client_sockets(
-                door.open_input(_max_message_bytes(core)), door.open_output()
+            input_socket, output_socket = hooks.client_sockets(
+                sockets.open_input(_max_message_bytes(core)), sockets.open_output()
             )
-            receiver = Receiver(hears, inbox)
-            sender = Sender(speaks, door.incarnation, inbox, core.watchdog)
+            receiver = Receiver(input_socket, inbox)
+            sender = Sender(output_socket, sockets.incarnation, inbox, core.watchdog)
         except _START_ERRORS as error:
-            tell_of_start(EngineReport(failed=f"{type(error).__name__}: {error}"))
+            report_start(EngineReport(failed=f"{type(error).__name__}: {error}"))
             sys.exit(1)
         receiver.start()
         sender.start()
@@ -262,17 +262,17 @@ def main(make_hooks: Callable[[EngineConfig], EngineHooks] = lambda _config: NO_
             core, arguments.incarnation, receiver.endpoint, sender.endpoint, os.getpid()
         )
         _freeze_heap()
-        tell_of_start(EngineReport(ready=described, warm_up_s=core.warm_up_s))
+        report_start(EngineReport(ready=described, warm_up_s=core.warm_up_s))
         EngineProcess(
             EngineServer(core, arguments.incarnation), inbox, sender,
-            on_drained=_tell_drained(tell) if gang is None else gang.rank.drained,
-            on_role=lambda role: tell(EngineReport(role=role)), gang=gang,
+            on_drained=_report_drained(report) if gang is None else gang.rank.drained,
+            on_role=lambda role: report(EngineReport(role=role)), gang=gang,
         ).run()  # fmt: skip
         inbox.close()
         core.shutdown()
         sender.stop()
         sender.join(timeout=1.0)
-        door.context.term()
+        sockets.context.term()
 
 
 def _max_message_bytes(core: EngineCore) -> int:
@@ -285,8 +285,8 @@ def _make_executor(
     hooks: EngineHooks,
     inbox: Inbox,
     watchdog: Watchdog,
-    tell: Callable[[EngineReport], None],
-    tell_of_start: Callable[[EngineReport], None],
+    report: Callable[[EngineReport], None],
+    report_start: Callable[[EngineReport], None],
 ) -> tuple[UniProcExecutor | GangExecutor, GangExecutor | None]:
     """Return the executor, and the same object again if it belongs to a gang, else None."""
 
@@ -294,7 +294,7 @@ def _make_executor(
         inbox.put((b"", WAKE))
 
     def progress(stage: str, fraction: float) -> None:
-        tell_of_start(EngineReport(stage=stage, fraction=fraction))
+        report_start(EngineReport(stage=stage, fraction=fraction))
 
     config = arguments.config
     if config.gang is None:
@@ -306,39 +306,39 @@ def _make_executor(
     rank = GangRank(
         config, arguments.host, watchdog,
         wake=lambda: inbox.put((b"", TURN_DUE)),
-        on_loss=lambda reason: _die_with_gang(reason, tell),
-        on_drained=_tell_drained(tell),
+        on_loss=lambda reason: _die_with_gang(reason, report),
+        on_drained=_report_drained(report),
     )  # fmt: skip
     worker = GangWorker(config, arguments.incarnation, notify, progress, hooks, rank)
     gang = GangExecutor(worker, rank, watchdog)
     return gang, gang
 
 
-def _tell(report: IO[bytes], line: EngineReport) -> None:
-    report.write(msgspec.json.encode(line) + b"\n")
+def _report(pipe: IO[bytes], line: EngineReport) -> None:
+    pipe.write(msgspec.json.encode(line) + b"\n")
 
 
-def _tell_of_start(tell: Callable[[EngineReport], None], line: EngineReport) -> None:
+def _report_start(report: Callable[[EngineReport], None], line: EngineReport) -> None:
     """Report to the waiting parent; end this process if the parent is gone."""
     try:
-        tell(line)
+        report(line)
     except BrokenPipeError:
         # An exception would be reported through the same broken pipe.
         logger.critical("the process that started this engine is gone; ending the engine")
         sys.exit(1)
 
 
-def _tell_drained(tell: Callable[[EngineReport], None]) -> Callable[[], None]:
-    return lambda: tell(EngineReport(is_drained=True))
+def _report_drained(report: Callable[[EngineReport], None]) -> Callable[[], None]:
+    return lambda: report(EngineReport(is_drained=True))
 
 
-def _die_with_gang(reason: str, tell: Callable[[EngineReport], None]) -> None:
+def _die_with_gang(reason: str, report: Callable[[EngineReport], None]) -> None:
     """End the process at once: the core thread may wait for a collective that never ends."""
     logger.critical("%s", reason)
     with contextlib.suppress(OSError):
-        tell(EngineReport(failed=reason))
+        report(EngineReport(failed=reason))
     # Give the parent time to read the reason.
-    time.sleep(LAST_WORDS_S)
+    time.sleep(REPORT_GRACE_S)
     os._exit(1)
 
 
@@ -372,13 +372,13 @@ def _die_with_thread(args: threading.ExceptHookArgs) -> None:
 
 
 def _beat(
-    tell: Callable[[EngineReport], None], watchdog: Watchdog, doing: Callable[[float], str]
+    report: Callable[[EngineReport], None], watchdog: Watchdog, doing: Callable[[float], str]
 ) -> None:
     """Report beats, with the core's progress, until the parent no longer reads them."""
     with contextlib.suppress(OSError):
         while True:
             stalled_s = watchdog.stalled_s(time.monotonic())
-            tell(EngineReport(beat=watchdog.count, doing=doing(stalled_s) if stalled_s else ""))
+            report(EngineReport(beat=watchdog.count, doing=doing(stalled_s) if stalled_s else ""))
             time.sleep(BEAT_S)
 
 
@@ -398,7 +398,7 @@ def _ask_to_stop(inbox: Inbox, hooks: EngineHooks) -> None:
         inbox.put((b"", STOP))
 
 
-def _obey(inbox: Inbox, hooks: EngineHooks, timeout_s: float) -> None:
+def _follow_orders(inbox: Inbox, hooks: EngineHooks, timeout_s: float) -> None:
     """Follow the parent's orders; when it closes stdin, end the core, then force the exit."""
     # Unbuffered: the interpreter aborts at exit if this thread still holds the lock of stdin's
     # buffer. The buffer is empty, because the parent sends no order before the engine is ready.

@@ -63,7 +63,7 @@ class EngineServer:
         self._flushed_s = 0.0
         self._frames: Frames = []
         # Senders of messages without a Hello, since the last frames.
-        self._strangers: dict[bytes, None] = {}
+        self._unknown_senders: dict[bytes, None] = {}
 
     def take(self, client: bytes, message: ClientMessage, now_s: float) -> None:
         """Handle one message; a sender that has not said Hello gets `NotGreeted`."""
@@ -72,18 +72,18 @@ class EngineServer:
         elif client in self._clients:
             self.core.handle(client, message, now_s)
         else:
-            self._strangers[client] = None
+            self._unknown_senders[client] = None
 
     def take_unreadable(self, client: bytes, request_id: str, problem: str) -> None:
         """Refuse a request that could not be decoded."""
         if client in self._clients:
             self._add_frame(client, [Refused(request_id, "invalid", problem)])
         else:
-            self._strangers[client] = None
+            self._unknown_senders[client] = None
 
     def client_gone(self, client: bytes) -> None:
         """Drop a client that cannot be reached, and all its requests."""
-        for clients in (self._clients, self._behind, self._strangers):
+        for clients in (self._clients, self._behind, self._unknown_senders):
             clients.pop(client, None)
         if client in self._followers:
             del self._followers[client]
@@ -113,12 +113,12 @@ class EngineServer:
         if is_renewed:
             self._behind = dict.fromkeys(self._clients)
         if self._followers:
-            self._tell_followers()
+            self._queue_kv_events()
         for client, events in self.core.take_events().items():
             self._add_frame(client, events)
-        for client in self._strangers:
+        for client in self._unknown_senders:
             self._frames.append((client, EngineFrame(self._incarnation, [NotGreeted()])))
-        self._strangers.clear()
+        self._unknown_senders.clear()
         if is_due and (is_renewed or self._is_late):
             waiting = (client for client, batches in self._followers.items() if batches)
             for client in dict.fromkeys((*self._behind, *waiting)):
@@ -142,7 +142,7 @@ class EngineServer:
                 client.hex(), hello.protocol_version, PROTOCOL_VERSION,
             )  # fmt: skip
             return
-        self._strangers.pop(client, None)
+        self._unknown_senders.pop(client, None)
         self._clients[client] = self._behind[client] = None
         if hello.follows_prefixes:
             self.core.prefix_feed.follow(is_followed=True)
@@ -164,7 +164,7 @@ class EngineServer:
         """Return whether a snapshot or prefix events have not been sent to some client."""
         return self._is_stale or bool(self._behind) or any(self._followers.values())
 
-    def _tell_followers(self) -> None:
+    def _queue_kv_events(self) -> None:
         """Queue for every follower the changes of the prefix caches, or a first listing."""
         batches = self.core.prefix_feed.take()
         for client, waiting in self._followers.items():

@@ -60,7 +60,7 @@ _MAX_SILENT_BYTES = 1024
 """Largest message on the output socket, where clients send nothing but ZMQ's own commands."""
 
 
-class Door:
+class SocketMaker:
     """Maker of the two sockets, to which only clients of the deployment can connect.
 
     Owner of the ZMQ context and of the thread that authenticates connections.

@@ -128,7 +128,7 @@ class GangHub:
             if self._waves.loss is not None:
                 send(connection, self._waves.loss)
             if len(self._ranks) == size:
-                self._tell(Complete(self._store))
+                self._broadcast(Complete(self._store))
                 self._stop_listening()
         return said.rank
 
@@ -139,9 +139,9 @@ class GangHub:
             if isinstance(said, Declaration):
                 turn = self._waves.declare(rank, said)
                 if turn is not None:
-                    self._tell(turn)
+                    self._broadcast(turn)
             elif isinstance(said, Drained) and self._waves.drain(rank):
-                self._tell(Drained())
+                self._broadcast(Drained())
             elif isinstance(said, Beat):
                 self._stalled_s[rank] = said.stalled_s
 
@@ -151,7 +151,7 @@ class GangHub:
                 for rank in self._watch.look():
                     if rank in self._ranks:
                         self._end(rank, f"it sent nothing for {BEAT_S * SILENT_LOOKS:g} s")
-                self._tell(Beat())
+                self._broadcast(Beat())
 
     def _lose(self, rank: int, reason: str) -> None:
         with self._lock:
@@ -163,9 +163,9 @@ class GangHub:
         loss = self._waves.lose(rank, reason)
         if loss is not None and not self._closed.is_set():
             logger.error("gang %s ends because rank %d was lost: %s", self._gang, rank, reason)
-            self._tell(loss)
+            self._broadcast(loss)
 
-    def _tell(self, message: Down) -> None:
+    def _broadcast(self, message: Down) -> None:
         for connection in self._ranks.values():
             with contextlib.suppress(OSError):  # the thread that reads this connection notices
                 send(connection, message)

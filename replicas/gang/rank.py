@@ -93,7 +93,7 @@ class GangRank:
         store, at = open_store(self._host) if self._config.rank == 0 else (None, "")
         self._connection = connect(self._config.hub, self._keys, self._config.name)
         self._send(Join(self._config.rank, at))
-        for work in (self._hear, self._beat):
+        for work in (self._read_hub, self._beat):
             threading.Thread(target=work, name="gang", daemon=True).start()
         complete = self._complete.get()
         store = store or reach_store(complete.store)
@@ -144,7 +144,7 @@ class GangRank:
         except OSError as error:
             raise GangLostError(f"the gang has ended: {self._explain()}") from error
 
-    def _hear(self) -> None:
+    def _read_hub(self) -> None:
         while True:
             try:
                 said: Down = decode_down(receive(self._connection))

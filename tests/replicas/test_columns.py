@@ -43,10 +43,10 @@ def is_plain(output):
 
 def add_output(events, seq, output):
     """Add an output to events: as a row if possible, as an engine does from the second on."""
-    if seq.is_told and is_plain(output):
+    if seq.has_sent_tokens and is_plain(output):
         events.add_tokens(seq.client, seq.handle, output.token_ids)
     else:
-        seq.is_told = True
+        seq.has_sent_tokens = True
         events[seq.client].append(output)
 
 
@@ -124,7 +124,7 @@ class Exchange:
         else:
             self.readers[seq.client].drop_choice(seq.request_id, choice)
             self.end(which, choice)
-        for late in [TokenOutput(seq.request_id, 0, [8], choice=choice)] * seq.is_told:
+        for late in [TokenOutput(seq.request_id, 0, [8], choice=choice)] * seq.has_sent_tokens:
             add_output(self.events, seq, late)
 
     def end(self, which, choice):

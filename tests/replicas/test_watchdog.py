@@ -3,7 +3,7 @@
 import queue
 from types import SimpleNamespace
 
-from replicas.engine.requests import RoleState
+from replicas.engine.role_state import RoleState
 from replicas.engine.step_timer import StepTimer
 from replicas.engine_process.parent import STOP, WAKE
 from replicas.engine_process.process import EngineProcess

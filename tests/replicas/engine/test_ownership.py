@@ -15,7 +15,7 @@ WRITERS = {
     "handle": "requests",
     "is_aborted": "request_table",
     "is_known_to_runner": "scheduler",
-    "is_told": "outputs",
+    "has_sent_tokens": "outputs",
     "load": "kv_loads",
     "look_at": "scheduler",
     "num_computed_tokens": "scheduler",

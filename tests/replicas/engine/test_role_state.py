@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicas.engine.requests import RoleState
+from replicas.engine.role_state import RoleState
 
 MODES = ("local", "prefill", "decode")
 
 
 def taken(state):
-    return {mode for mode in MODES if state.takes(mode)}
+    return {mode for mode in MODES if state.accepts(mode)}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from kv_transfer.curve import server_public_key
 from kv_transfer.keys import KeyRing
 from replicas.columns import ColumnReader
 from replicas.engine.core import EngineCore
-from replicas.engine.requests import RoleState
+from replicas.engine.role_state import RoleState
 from replicas.engine_process.server import SNAPSHOT_S, EngineServer, describe
 from replicas.messages import (
     PROTOCOL_VERSION,
