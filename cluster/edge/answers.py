@@ -7,7 +7,7 @@ import logging
 import orjson
 from starlette.responses import Response
 
-from cluster.edge.apis import error_body_of
+from cluster.edge.apis import api_of
 from cluster.errors import BadRequestError, InternalError, ServingError
 from replicas.errors import InvalidRequestError
 
@@ -21,14 +21,16 @@ def json_response(body: object, status: int = 200) -> Response:
     return Response(orjson.dumps(body), status, media_type="application/json")
 
 
-def error_response(error: ServingError, path: str) -> Response:
+def error_response(error: ServingError, path: str, request_id: str | None = None) -> Response:
     """Return the response of an error, with `Retry-After` where a retry makes sense.
 
     Args:
         error: The error.
-        path: The request's path, which decides the form of the body.
+        path: The request's path, which decides the form of the answer.
+        request_id: Id of the request; None if it was refused before it had one.
     """
-    response = json_response(error_body_of(path, error), error.status)
+    api = api_of(path)
+    response = json_response(api.error_body(error, request_id), api.error_status(error))
     retry_after_s = error.retry_after_s
     if retry_after_s is None and error.status == 429:
         retry_after_s = _DEFAULT_RETRY_AFTER_S

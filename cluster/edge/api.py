@@ -88,5 +88,15 @@ class Api(Protocol):
         """Return the writer of a streamed answer."""
 
     @staticmethod
-    def error_body(error: ServingError) -> Body:
-        """Return the body of an error before the first byte, on any path below the route's."""
+    def error_status(error: ServingError) -> int:
+        """Return the status of an error before the first byte."""
+
+    @staticmethod
+    def error_body(error: ServingError, request_id: str | None) -> Body:
+        """Return the body of an error before the first byte, on any path below the route's.
+
+        Args:
+            error: The error.
+            request_id: Id of the request, as in its `x-request-id`; None if it was refused before
+                it had one.
+        """

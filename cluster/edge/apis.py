@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cluster.edge.openai_apis import ChatCompletionsApi, CompletionsApi
-from cluster.edge.openai_responses import error_body
 from cluster.edge.route_table import ROUTES
 
 if TYPE_CHECKING:
-    from cluster.edge.api import Api, Body
-    from cluster.errors import ServingError
+    from cluster.edge.api import Api
 
 APIS: tuple[type[Api], ...] = (CompletionsApi, ChatCompletionsApi)
 """Every generating API; `cluster.edge.route_table` has a route of each one's name."""
@@ -19,12 +17,12 @@ _PATHS = {spec.name: spec.path for spec in ROUTES}
 _API_OF_PATH = {_PATHS[api.route]: api for api in APIS}
 
 
-def error_body_of(path: str, error: ServingError) -> Body:
-    """Return the body of an error on a path, in the form of the API that the path belongs to.
+def api_of(path: str) -> type[Api]:
+    """Return the API whose form errors on a path have.
 
     A path below that of an API belongs to it; all other paths have OpenAI's form.
     """
     for prefix, api in _API_OF_PATH.items():
         if path == prefix or path.startswith(prefix + "/"):
-            return api.error_body(error)
-    return error_body(error)
+            return api
+    return ChatCompletionsApi

@@ -47,8 +47,14 @@ class _OpenAIApi:
         return ChunkWriter(self._shape, request, spec)
 
     @staticmethod
-    def error_body(error: ServingError) -> Body:
+    def error_status(error: ServingError) -> int:
+        """See `cluster.edge.api.Api.error_status`."""
+        return error.status
+
+    @staticmethod
+    def error_body(error: ServingError, request_id: str | None) -> Body:
         """See `cluster.edge.api.Api.error_body`."""
+        del request_id
         return error_body(error)
 
 

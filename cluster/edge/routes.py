@@ -307,12 +307,12 @@ def _request_id(scope: Scope) -> str:
 
 def _error_response_of(error: Exception, scope: Scope) -> Response:
     """Return the response of an error; Starlette's own 404 and 405 get the same form as others."""
-    path = scope["path"]
+    path, request_id = scope["path"], scope["request_id"]
     if not isinstance(error, HTTPException):
-        return error_response(to_serving_error(error, scope["request_id"]), path)
+        return error_response(to_serving_error(error, request_id), path, request_id)
     kind = NotFoundError if error.status_code == 404 else MethodNotAllowedError
     message = f"{scope['method']} {Request(scope).url.path}: {error.detail}"
-    response = error_response(kind(message), path)
+    response = error_response(kind(message), path, request_id)
     response.headers.update(error.headers or {})
     return response
 

@@ -6,7 +6,7 @@ from cluster.edge import apis, routes
 from cluster.edge.field_names import naming_fields
 from cluster.edge.fields import bad_field
 from cluster.edge.openai_apis import ChatCompletionsApi
-from cluster.errors import BadRequestError, ReplicaLostError
+from cluster.errors import BadRequestError, ReplicaLostError, SaturatedError
 from replicas.output_processor import OutputDelta
 from tests.cluster.edge.fake_backend import FakeBackend
 from tests.cluster.edge.test_routes import call
@@ -52,8 +52,12 @@ class OtherApi(ChatCompletionsApi):
         return _Writer(spec)
 
     @staticmethod
-    def error_body(error):
-        return {"oops": error.message, "field": error.param}
+    def error_status(error):
+        return 529 if error.status == 429 else error.status
+
+    @staticmethod
+    def error_body(error, request_id):
+        return {"oops": error.message, "field": error.param, "id": request_id}
 
 
 @pytest.fixture
@@ -101,8 +105,19 @@ def test_errors_name_the_field_of_the_own_body(body, field):
     ],
 )
 def test_every_error_on_the_path_has_the_form_of_its_api(method, path, headers, status):
+    headers = [*headers, ("x-request-id", "one")]
     answer = call(FakeBackend(), method, path, {"ask": "hi", "stream": True}, headers=headers)
-    assert (answer.status, set(answer.body)) == (status, {"oops", "field"})
+    assert (answer.status, set(answer.body)) == (status, {"oops", "field", "id"})
+    assert answer.body["id"] == "one"
+
+
+@pytest.mark.usefixtures("served")
+def test_an_api_may_have_statuses_of_its_own():
+    async def script(request, emit):
+        raise SaturatedError("full")
+
+    answer = call(FakeBackend(script), "POST", PATH, {"ask": "hi"})
+    assert (answer.status, answer.headers["retry-after"]) == (529, "1")
 
 
 @pytest.mark.usefixtures("served")
