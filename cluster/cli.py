@@ -24,6 +24,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+keys = typer.Typer(help="Make API keys.", no_args_is_help=True)
+app.add_typer(keys, name="keys")
+
 _BAD_CONFIG = 2
 _FAILED = 1
 _KV_TIMEOUT_S = 5.0
@@ -263,6 +266,9 @@ def kv(
     url: Annotated[
         str, typer.Option(help="Operations listener; by default 127.0.0.1, public port + 1.")
     ] = "http://127.0.0.1:8001",
+    api_key: Annotated[
+        str, typer.Option(envvar="TTSERVE_API_KEY", help="An admin's API key, if keys are used.")
+    ] = "",
     json: Annotated[
         bool, typer.Option("--json", help="Print the cluster's answer as JSON.")
     ] = False,
@@ -279,7 +285,9 @@ def kv(
     if not address.startswith(("http://", "https://")):
         _fail(f"--url must begin with http:// or https://, got {url!r}", _BAD_CONFIG)
     try:
-        with urllib.request.urlopen(address, timeout=_KV_TIMEOUT_S) as response:
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        request = urllib.request.Request(address, headers=headers)
+        with urllib.request.urlopen(request, timeout=_KV_TIMEOUT_S) as response:
             body = response.read()
         view = msgspec.json.decode(body, type=TransfersView)
     except urllib.error.HTTPError as error:
@@ -422,6 +430,28 @@ def chaos(
         raise typer.Exit(_FAILED)
 
 
+@keys.command("new")
+def keys_new(
+    tenant: Annotated[str, typer.Argument(help="The tenant's name.")],
+) -> None:
+    """Make an API key: print it once, and its tenant's entry for the file of keys."""
+    import json
+
+    from cluster.edge.api_keys import new_key, parse_keys
+    from cluster.errors import ClusterConfigError
+
+    key, line = new_key()
+    entry = f"{json.dumps(tenant)}: {{keys: [{json.dumps(line)}]}}"
+    try:
+        parse_keys(entry, "ttserve keys new")
+    except ClusterConfigError as error:
+        _fail(str(error), _BAD_CONFIG)
+    typer.echo("The key, which is not shown again:", err=True)
+    typer.echo(key)
+    typer.echo("For the file of args.ingress.api_keys (docs/keys.md):", err=True)
+    typer.echo(entry)
+
+
 def main() -> None:
     """Entry point of the console script."""
     app()
@@ -434,14 +464,17 @@ def _supervise(options: ServeOptions, path: Path) -> int:
         ClusterConfigError: The file is not valid, or names a file that cannot be used.
     """
     from cluster.config.resolve import resolve
+    from cluster.edge.api_keys import read_keys
     from cluster.lifecycle.key_file import key_ring
     from cluster.lifecycle.supervisor import serve as supervise
 
     # Checked before Ray starts, so that mistakes are reported at once.
     file = options.read()
-    key_file = resolve(file.args).key_file
-    if key_file is not None:
-        key_ring(key_file)
+    config = resolve(file.args)
+    if config.key_file is not None:
+        key_ring(config.key_file)
+    if config.ingress.api_keys is not None:
+        read_keys(config.ingress.api_keys)
     _warn(path, file.warning)
     return supervise(options, file.http_options.host, file.http_options.port)
 

@@ -55,6 +55,22 @@ class UnsupportedMediaTypeError(ServingError):
     code = "unsupported_media_type"
 
 
+class AuthenticationError(ServingError):
+    """The request has no valid API key."""
+
+    status = 401
+    type = "AuthenticationError"
+    code = "invalid_api_key"
+
+
+class PermissionDeniedError(ServingError):
+    """The request's API key is valid, but not for this route."""
+
+    status = 403
+    type = "PermissionDeniedError"
+    code = "permission_denied"
+
+
 class NotFoundError(ServingError):
     """The model, or the path, does not exist here."""
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from cluster.config.resolve import ClusterConfig
+    from cluster.edge.api_keys import ApiKeys
     from cluster.edge.openai import Emit
     from cluster.edge.resume import StreamPosition
     from cluster.edge.slots import SlotsView
@@ -72,13 +73,16 @@ class Ingress:
     Args:
         config: The cluster's configuration.
         keys: Secrets, shared with the engines, that seal tickets and authenticate connections.
+        api_keys: Keys of clients, whose failed reads the metrics show; None without keys.
 
     Attributes:
         fleet: The engines. The ingress's creator must connect it to discovery.
         router: Places and runs requests.
     """
 
-    def __init__(self, config: ClusterConfig, keys: KeyRing) -> None:
+    def __init__(
+        self, config: ClusterConfig, keys: KeyRing, api_keys: ApiKeys | None = None
+    ) -> None:
         self._config = config
         self.tokenizer = Tokenizer.from_folder(config.model_folder)
         self.metrics = RouterMetrics(config.served_model_name)
@@ -105,6 +109,7 @@ class Ingress:
         self._shared_routes = SharedAnswerByKey(
             self._render_routes, MIN_ASK_INTERVAL_S, _MAX_ROUTE_IDS
         )
+        self._api_keys = api_keys
         self._created_s = int(time.time())
         self._had_every_pool = False
 
@@ -262,6 +267,8 @@ class Ingress:
         self.metrics.num_queued.set(len(self.router.queue) + num_awaiting_admission)
         self.metrics.num_stalled.set(self.fleet.num_unresponsive)
         self.metrics.num_shut.set(self.fleet.pools.num_shut)
+        if self._api_keys is not None:
+            self.metrics.failed_key_reads.set(self._api_keys.num_failed_reads)
         answers = await self._ask_all(self.fleet.client.metrics, _SCRAPE_TIMEOUT_S)
         engines = [(member, metrics) for member, metrics in answers if metrics is not None]
         own = self.metrics.render()

@@ -163,21 +163,28 @@ def _check_counts(args: ClusterArgs) -> None:
         raise ClusterConfigError("args.ingress.stream_keep_alive_s must be positive")
     if not args.ingress.request_timeout_s > 0:
         raise ClusterConfigError("args.ingress.request_timeout_s must be positive")
-    _check_router(args.router)
+    if args.ingress.api_keys is not None:
+        _check_absolute("args.ingress.api_keys", args.ingress.api_keys)
+        if args.router.admission is not None and args.router.admission.tenant_header is not None:
+            raise ClusterConfigError(
+                "args.ingress.api_keys and args.router.admission.tenant_header exclude each other: "
+                "a key names its tenant; remove one of them"
+            )
+    _check_router(args.router, has_keys=args.ingress.api_keys is not None)
 
 
-def _check_router(router: RouterConfig) -> None:
+def _check_router(router: RouterConfig, *, has_keys: bool) -> None:
     if router.max_queued_requests < 0:
         raise ClusterConfigError("args.router.max_queued_requests must not be negative")
     if not router.queue_timeout_s > 0:
         raise ClusterConfigError("args.router.queue_timeout_s must be positive")
     if router.admission is not None:
-        _check_admission(router.admission)
+        _check_admission(router.admission, has_keys=has_keys)
     if router.route_log is not None:
         _check_absolute("args.router.route_log", router.route_log)
 
 
-def _check_admission(admission: AdmissionConfig) -> None:
+def _check_admission(admission: AdmissionConfig, *, has_keys: bool) -> None:
     where = "args.router.admission"
     positive: dict[str, float | None] = {
         f"{where}.ttft_s": admission.ttft_s,
@@ -201,10 +208,10 @@ def _check_admission(admission: AdmissionConfig) -> None:
                 f"{where}.tenants.{name}.weight must be at least {_MIN_WEIGHT}, got {tenant.weight}"
             )
     header = admission.tenant_header
-    if header is None and admission.tenants:
+    if header is None and admission.tenants and not has_keys:
         raise ClusterConfigError(
             f"{where}.tenants has no effect without {where}.tenant_header; set it to the header "
-            "in which your gateway sends the tenant's name"
+            "in which your gateway sends the tenant's name, or set args.ingress.api_keys"
         )
     if header is not None and not _HEADER.fullmatch(header):
         raise ClusterConfigError(f"{where}.tenant_header {header!r} is not a valid header name")

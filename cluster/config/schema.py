@@ -123,6 +123,22 @@ class TenantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_requests: int | None = None
 
 
+class KeyTenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One tenant in the file of API keys, see docs/keys.md.
+
+    Attributes:
+        keys: Its API keys as `ttserve keys new` prints them: "sha256:" and 64 hexadecimal digits.
+            Several keys let a client change to a new one before the old one is removed.
+        admin: Whether its keys open the operations routes, such as /pause and /debug/slots.
+        models: Models and adapters that it may use, by their names in requests; null allows all.
+            Others do not exist for it (404).
+    """
+
+    keys: list[str]
+    admin: bool = False
+    models: list[str] | None = None
+
+
 class AdmissionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Objectives and tenants of admission control; see docs/overload.md.
 
@@ -135,8 +151,6 @@ class AdmissionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         tenant_header: Header with the tenant's name. Your gateway must set it, and remove it from
             clients' requests. None: all requests belong to one tenant.
         tenants: Settings of single tenants, by name; others get the defaults below.
-        share_prefix_cache: Whether tenants share cached prompts. Sharing saves work, but lets a
-            tenant detect what others have asked. It has no effect without `tenant_header`.
     """
 
     ttft_s: float | None = None
@@ -144,7 +158,6 @@ class AdmissionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_queued_tokens: int | None = None
     tenant_header: str | None = None
     tenants: dict[str, TenantConfig] = {}
-    share_prefix_cache: bool = False
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -193,12 +206,18 @@ class IngressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         max_body_bytes: Largest request body; larger ones get 413. At most 64 MiB.
         request_timeout_s: Longest time for a whole request, in seconds. Then it is aborted and gets
             408, or an error as the last event of its stream. Clients cannot change it.
+        share_prefix_cache: Whether tenants share cached prompts. Sharing saves work, but lets a
+            tenant detect what others have asked. It has no effect without `api_keys` and
+            `router.admission.tenant_header`.
         prompt_tokens_details: Whether answers have `usage.prompt_tokens_details.cached_tokens`. It
             shows a client which prompts of other clients are cached, if they share a cache.
         route_header: Whether requests with `x-debug-route` get an answer header with replica names,
             predicted times and the number of cached tokens (see `prompt_tokens_details`).
         stream_keep_alive_s: Seconds without an event after which a stream sends a comment, which
             clients ignore, so that load balancers do not close it.
+        api_keys: Absolute path of the file of API keys on each host of an ingress, see
+            docs/keys.md. A change of the file acts within seconds, without a restart. Every route
+            but the health checks then needs a key, which also names the tenant. None: no keys.
         allowed_hosts: Host names, without port, that requests may have in `Host`; others get 421.
             Loopback names are always allowed. A listener that is not on a loopback address also
             allows any IP address, and with None any name.
@@ -210,9 +229,11 @@ class IngressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_ongoing_requests: int | None = None
     max_body_bytes: int = 8 * 2**20
     request_timeout_s: float = 3600.0
+    share_prefix_cache: bool = False
     prompt_tokens_details: bool = False
     route_header: bool = False
     stream_keep_alive_s: float = 15.0
+    api_keys: str | None = None
     allowed_hosts: list[str] | None = None
 
 

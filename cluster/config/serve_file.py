@@ -164,7 +164,10 @@ class ServeFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def warning(self) -> str:
-        """Warning for the operator that other hosts can reach the endpoint; "" if they cannot."""
+        """Warning that other hosts can use the endpoint without keys; "" if they cannot."""
+        ingress = self.args.get("ingress")
+        if isinstance(ingress, Mapping) and ingress.get("api_keys") is not None:
+            return ""
         return public_warning(self.http_options.host)
 
     def override(
@@ -199,8 +202,8 @@ def public_warning(host: str) -> str:
     if is_loopback(host):
         return ""
     return (
-        f"http_options.host is {host}, and there are no API keys: every client that reaches this "
-        "address can use the model; put a gateway that checks keys in front of it"
+        f"http_options.host is {host}: without API keys (args.ingress.api_keys) every client that "
+        "reaches this address can use the model, unless a gateway in front of it checks keys"
     )
 
 

@@ -31,6 +31,8 @@ def error_response(error: ServingError, path: str, request_id: str | None = None
     """
     api = api_of(path)
     response = json_response(api.error_body(error, request_id), api.error_status(error))
+    if error.status == 401:
+        response.headers["www-authenticate"] = "Bearer"
     retry_after_s = error.retry_after_s
     if retry_after_s is None and error.status == 429:
         retry_after_s = _DEFAULT_RETRY_AFTER_S

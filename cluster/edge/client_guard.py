@@ -8,6 +8,8 @@ Serve wraps it around its HTTP servers, because `RAY_SERVE_HTTP_PROXY_CALLBACK_I
   are kept, because HAProxy has already removed the client's and set its own.
 - `scope["client"]` becomes the request's source as HAProxy saw it. It is the key for fair shares
   between clients.
+- With API keys, a request with a body needs a valid key before its body is read. The application
+  checks requests without a body.
 - A client that does not read its answer in time counts as disconnected. The application never waits
   for a slow client's bytes.
 - In an ingress replica the guard also ends the requests of disconnected clients; Serve would need
@@ -37,6 +39,7 @@ from cluster.config.front import HAPROXY_VARIABLE, is_loopback
 from cluster.config.ray_auth import front_proof
 from cluster.config.schema import LARGEST_BODY_BYTES
 from cluster.edge.answers import error_response
+from cluster.edge.api_keys import shared_keys
 from cluster.edge.headers import (
     BOUND_HEADER,
     DISABLE_SERVE_WATCH,
@@ -49,10 +52,20 @@ from cluster.edge.headers import (
 )
 from cluster.edge.interrupt import Interrupt
 from cluster.edge.sse import ClientGoneError, wait_for_disconnect
-from cluster.errors import BodyTimeoutError, PayloadTooLargeError, SaturatedError, ServingError
+from cluster.edge.tenants import set_tenant
+from cluster.errors import (
+    AuthenticationError,
+    BodyTimeoutError,
+    PayloadTooLargeError,
+    SaturatedError,
+    ServingError,
+)
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from cluster.edge.api_keys import ApiKeys
+    from cluster.edge.tenants import Tenant
 
 _IS_INTERNAL = re.compile(INTERNAL_HEADERS.encode())
 _REQUEST_ID = b"x-request-id"
@@ -70,6 +83,8 @@ the second reports it to the server, the third wakes the task that watches the c
 MAX_BODY_VARIABLE = "TTSERVE_MAX_BODY_BYTES"
 """Environment variable with `max_body_bytes`: the guard of an ingress replica is created before its
 application."""
+API_KEYS_VARIABLE = "TTSERVE_API_KEYS"
+"""Environment variable with `api_keys`, likewise; "" or unset without keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +140,13 @@ def ingress_middlewares() -> list[Middleware]:
     max_body_bytes = environment.get(MAX_BODY_VARIABLE, LARGEST_BODY_BYTES)
     limits = ClientLimits(max_body_bytes=int(max_body_bytes))
     proof = front_proof(environment)
-    return [Middleware(ClientGuard, limits, is_ingress=True, is_behind_haproxy=True, proof=proof)]
+    key_file = environment.get(API_KEYS_VARIABLE)
+    keys = shared_keys(key_file) if key_file else None
+    return [
+        Middleware(
+            ClientGuard, limits, is_ingress=True, is_behind_haproxy=True, proof=proof, api_keys=keys
+        )
+    ]
 
 
 class ClientGuard:
@@ -140,6 +161,7 @@ class ClientGuard:
         is_behind_haproxy: Whether requests come through HAProxy, which reports their source.
         proof: Value that HAProxy sends with each request. A request without it bypassed HAProxy,
             and its ttserve headers are ignored. Empty if Ray has no token to derive it from.
+        api_keys: Keys of clients; None: the guard asks for none.
 
     Attributes:
         num_bodies: Bodies being received.
@@ -155,12 +177,14 @@ class ClientGuard:
         is_ingress: bool = False,
         is_behind_haproxy: bool = False,
         proof: str = "",
+        api_keys: ApiKeys | None = None,
     ) -> None:
         self._app = app
         self._limits = limits or ClientLimits()
         self._is_ingress = is_ingress
         self._is_behind_haproxy = is_behind_haproxy
         self._proof = proof.encode()
+        self._api_keys = api_keys
         self._bodies_of: Counter[str] = Counter()
         self._shared_bytes_of: Counter[str] = Counter()
         self.num_bodies = 0
@@ -178,7 +202,10 @@ class ClientGuard:
         source: str = scope["client"][0]
         exchange = _Exchange(self, self._limits, source, scope["path"], receive, send)
         try:
-            await exchange.read_body(dict(scope["headers"]))
+            headers = dict(scope["headers"])
+            if self._api_keys is not None and _has_body(headers):
+                set_tenant(scope, _authenticated(self._api_keys, scope))
+            await exchange.read_body(headers)
             await exchange.run(self._app, scope, is_ingress=self._is_ingress)
             return
         except _RefusedError as refused:
@@ -303,10 +330,10 @@ class _Exchange:
             _RefusedError: The body is too large or too slow, or too many are being received.
             ClientGoneError: The client disconnected before the end of the body.
         """
-        declared = headers.get(b"content-length", b"")
-        if b"transfer-encoding" not in headers and declared in {b"", b"0"}:
+        if not _has_body(headers):
             self._body = b""
             return
+        declared = headers.get(b"content-length", b"")
         if declared.isdigit() and int(declared) > self._limits.max_body_bytes:
             raise _RefusedError(PayloadTooLargeError(self._limits.max_body_bytes))
         self._guard.add_body(self._source)
@@ -477,6 +504,18 @@ class _Exchange:
         if self._num_shared_bytes:
             self._guard.remove_shared_bytes(self._source, self._num_shared_bytes)
             self._num_shared_bytes = 0
+
+
+def _authenticated(api_keys: ApiKeys, scope: Scope) -> Tenant:
+    try:
+        return api_keys.authenticate(scope["headers"])
+    except AuthenticationError as error:
+        raise _RefusedError(error) from None
+
+
+def _has_body(headers: dict[bytes, bytes]) -> bool:
+    """Return whether a request declares a body."""
+    return b"transfer-encoding" in headers or headers.get(b"content-length", b"") not in {b"", b"0"}
 
 
 def _subtract(counts: Counter[str], source: str, num: int) -> None:

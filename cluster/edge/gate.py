@@ -1,4 +1,4 @@
-"""Checks before a route's handler: listener, `Host` header, and number of open requests.
+"""Checks before a route's handler: listener, `Host` header, API key, and number of open requests.
 
 Owner: a `RequestGate` owns the count of open requests of one application. Serve's own limit is not
 used: it applies to every route, so that health checks would wait behind streams, and it answers in
@@ -11,14 +11,24 @@ import contextlib
 import ipaddress
 from typing import TYPE_CHECKING
 
-from cluster.edge.headers import BOUND_HEADER, LISTENER_HEADER, LOOPBACK, OPERATIONS
+from cluster.edge.headers import (
+    BOUND_HEADER,
+    LISTENER_HEADER,
+    LOOPBACK,
+    OPERATIONS,
+    header_tenant,
+)
+from cluster.edge.tenants import NOBODY, set_tenant, tenant_of
 from cluster.errors import MisdirectedError, NotFoundError, SaturatedError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
     from starlette.datastructures import Headers
+    from starlette.types import Scope
 
+    from cluster.config.schema import AdmissionConfig
+    from cluster.edge.api_keys import ApiKeys
     from cluster.edge.route_table import RouteSpec
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
@@ -31,14 +41,24 @@ class RequestGate:
         max_open: Most open counted requests; more get 429.
         allowed_hosts: Names, without port, that a `Host` header may have besides `LOOPBACK_NAMES`.
             None: no others on a listener with a loopback address, any name elsewhere.
+        api_keys: Keys of clients; None asks for none.
+        admission: Names the header of tenants, if any.
 
     Attributes:
         num_open: Open counted requests.
     """
 
-    def __init__(self, max_open: int, allowed_hosts: Collection[str] | None = None) -> None:
+    def __init__(
+        self,
+        max_open: int,
+        allowed_hosts: Collection[str] | None = None,
+        api_keys: ApiKeys | None = None,
+        admission: AdmissionConfig | None = None,
+    ) -> None:
         self._max_open = max_open
         self._allowed_hosts = None if allowed_hosts is None else frozenset(allowed_hosts)
+        self._api_keys = api_keys
+        self._admission = admission
         self.num_open = 0
 
     def check(self, route: RouteSpec, headers: Headers) -> None:
@@ -54,6 +74,25 @@ class RequestGate:
                 f"{route.path} is only on the operations listener: by default "
                 "127.0.0.1, at the public port + 1"
             )
+
+    def identify(self, route: RouteSpec, scope: Scope, headers: Headers) -> None:
+        """Put the tenant of a request into its scope.
+
+        The client guard has already done so if the request has a body and came through HAProxy.
+
+        Raises:
+            AuthenticationError: The route needs an API key, and the request has no valid one.
+            PermissionDeniedError: The key is not that of an admin, as the route requires.
+            BadRequestError: The header of tenants names more than one.
+        """
+        if self._api_keys is None:
+            set_tenant(scope, header_tenant(headers, self._admission))
+        elif route.access != "open":
+            tenant = tenant_of(scope)
+            if tenant is NOBODY:
+                tenant = self._api_keys.authenticate(scope["headers"])
+                set_tenant(scope, tenant)
+            tenant.check_access(route)
 
     @contextlib.contextmanager
     def count_open(self, route: RouteSpec) -> Iterator[None]:

@@ -7,6 +7,7 @@ from email.message import Message
 from typing import TYPE_CHECKING
 
 from cluster.config.schema import MAX_TENANT_CHARS
+from cluster.edge.tenants import NOBODY, Tenant
 from cluster.errors import BadRequestError, UnsupportedMediaTypeError
 
 if TYPE_CHECKING:
@@ -81,17 +82,17 @@ def _is_json(content_type: str) -> bool:
     return header.get_content_type() == "application/json" and is_utf8
 
 
-def admission_fields(headers: Headers, admission: AdmissionConfig | None) -> dict[str, object]:
-    """Return the `EngineRequest` fields that headers set: tenant and objectives.
+def admission_fields(
+    headers: Headers, tenant: Tenant, admission: AdmissionConfig | None
+) -> dict[str, object]:
+    """Return the `EngineRequest` fields of admission: tenant, and objectives from headers.
 
     Raises:
         BadRequestError: An objective is not a positive number.
     """
+    fields: dict[str, object] = {"tenant": tenant.name}
     if admission is None:
-        return {}
-    fields: dict[str, object] = {}
-    if admission.tenant_header is not None:
-        fields["tenant"] = _tenant(headers, admission.tenant_header)
+        return fields
     for name, field in ((TTFT_HEADER, "ttft_s"), (TPOT_HEADER, "tpot_s")):
         text = headers.get(name)
         if text is not None:
@@ -99,41 +100,17 @@ def admission_fields(headers: Headers, admission: AdmissionConfig | None) -> dic
     return fields
 
 
-def encoding_share(
-    headers: Headers, source: str, admission: AdmissionConfig | None
-) -> tuple[str, float]:
-    """Return the key of a request's fair share of the encoding threads, and the share's weight.
-
-    Args:
-        headers: The request's headers.
-        source: The client's source, which `cluster.edge.client_guard` puts into the scope.
-        admission: Names the header of tenants, if any.
+def header_tenant(headers: Headers, admission: AdmissionConfig | None) -> Tenant:
+    """Return the tenant that a gateway names in the header of tenants, if there is one.
 
     Raises:
         BadRequestError: The header names more than one tenant.
     """
-    if admission is not None and admission.tenant_header is not None:
-        tenant = _tenant(headers, admission.tenant_header)
-        if tenant:
-            known = admission.tenants.get(tenant)
-            return f"tenant {tenant}", 1.0 if known is None else known.weight
-    return source, 1.0
-
-
-def cache_salt(tenant: str, given: str, admission: AdmissionConfig | None) -> str:
-    """Return the salt under which a request's KV is cached.
-
-    With tenants, the salt begins with the length and name of the tenant, so that no `cache_salt` of
-    one tenant equals that of another.
-
-    Args:
-        tenant: The request's tenant.
-        given: The client's `cache_salt`; "" if it has none.
-        admission: Says whether there are tenants, and whether they share caches.
-    """
-    if admission is None or admission.tenant_header is None or admission.share_prefix_cache:
-        return given
-    return f"{len(tenant)}:{tenant}{given}"
+    if admission is None or admission.tenant_header is None:
+        return NOBODY
+    name = _tenant(headers, admission.tenant_header)
+    known = admission.tenants.get(name)
+    return Tenant(name) if known is None else Tenant(name, weight=known.weight)
 
 
 def _tenant(headers: Headers, name: str) -> str:

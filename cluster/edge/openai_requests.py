@@ -261,7 +261,7 @@ def resolve_model(name: str | None, served: Sequence[ModelCard]) -> ModelCard:
     for card in served:
         if name is None or card.id == name:
             return card
-    names = ", ".join(card.id for card in served)
+    names = ", ".join(card.id for card in served) or "none for this key"
     raise NotFoundError(
         f"the model {shown(name)} does not exist; served here: {names}", param="model"
     )

@@ -25,7 +25,7 @@ from cluster.edge.explain import ROUTE_HEADER, engine_request_id
 from cluster.edge.fair_scheduler import Priority
 from cluster.edge.families.table import TOOL_FORMATS
 from cluster.edge.field_names import naming_fields
-from cluster.edge.headers import admission_fields, cache_salt, is_enabled
+from cluster.edge.headers import admission_fields, is_enabled
 from cluster.edge.json_bodies import read_json_body
 from cluster.edge.message_output import PROMPT_END_TOKENS, message_output
 from cluster.edge.openai_limits import BodyLimits, prompt_too_long
@@ -42,13 +42,14 @@ from cluster.edge.openai_requests import (
 )
 from cluster.edge.resume import LAST_EVENT_ID, ResumableChunks, resume_request
 from cluster.edge.sse import EventStream, run_until_disconnect
+from cluster.edge.tenants import cache_salt, tenant_of
 from cluster.errors import BadRequestError
 from replicas.grammar_checks import special_ids_for_checks
 from replicas.text_pieces import NoCutError
 from replicas.tokenizer import TooManyTokensError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from starlette.requests import Request
     from starlette.responses import Response
@@ -89,8 +90,9 @@ class Pipeline:
     Args:
         backend: Backend that runs the requests.
         ingress: Limits, and optional details of answers.
-        admission: Headers of tenants and objectives; None: no header counts.
+        admission: Headers of objectives; None: no header counts.
         jobs: Tokenizer and grammar work.
+        has_tenants: Whether requests have tenants, whose caches are apart unless they share them.
     """
 
     def __init__(
@@ -99,10 +101,13 @@ class Pipeline:
         ingress: IngressConfig,
         admission: AdmissionConfig | None,
         jobs: TextJobs,
+        *,
+        has_tenants: bool,
     ) -> None:
         self._backend = backend
         self._admission = admission
         self._jobs = jobs
+        self._is_cache_shared = ingress.share_prefix_cache or not has_tenants
         self._max_body_bytes = ingress.max_body_bytes
         self._request_timeout_s = ingress.request_timeout_s
         self._stream_keep_alive_s = ingress.stream_keep_alive_s
@@ -124,26 +129,20 @@ class Pipeline:
 
     async def _read_request(self, http_request: Request, api: Api) -> _ReadyRequest:
         limits = BodyLimits.of_models(self._backend.models(), self._backend.tokenizer)
-        claimed = admission_fields(http_request.headers, self._admission)
         body = await read_json_body(http_request, self._max_body_bytes, limits)
-        parsed = api.parse(body, str(claimed.get("tenant", "")))
+        parsed = api.parse(body, tenant_of(http_request.scope).name)
         with naming_fields(parsed.field_names):
-            return await self._prepare(parsed, claimed, http_request)
+            return await self._prepare(parsed, http_request)
 
-    async def _prepare(
-        self, parsed: ParsedRequest, claimed: Mapping[str, object], http_request: Request
-    ) -> _ReadyRequest:
+    async def _prepare(self, parsed: ParsedRequest, http_request: Request) -> _ReadyRequest:
         """Encode a parsed request, and check what depends on its tokens.
-
-        Args:
-            parsed: The request.
-            claimed: Fields of the engines' request that headers set.
-            http_request: The client's request.
 
         Raises:
             ServingError: It cannot run; `param` is a path in the parsed request.
         """
-        card = resolve_model(parsed.values.get("model"), self._backend.models())
+        tenant = tenant_of(http_request.scope)
+        fields = admission_fields(http_request.headers, tenant, self._admission)
+        card = resolve_model(parsed.values.get("model"), tenant.visible(self._backend.models()))
         request_id: str = http_request.scope["request_id"]
         output = _message_output(parsed, card)
         await self._jobs.check_grammar(parsed.grammar, http_request)
@@ -165,9 +164,12 @@ class Pipeline:
             seed=secrets.randbits(63),
         )
         beams = beam_search_params(parsed, request.sampling, card, vocab_size)
-        request = msgspec.structs.replace(request, timeout_s=self._request_timeout_s, **claimed)
-        salt = cache_salt(request.tenant, request.cache_salt, self._admission)
-        request = msgspec.structs.replace(request, cache_salt=salt)
+        request = msgspec.structs.replace(
+            request,
+            timeout_s=self._request_timeout_s,
+            cache_salt=cache_salt(tenant.name, request.cache_salt, is_shared=self._is_cache_shared),
+            **fields,
+        )
         spec = response_spec(
             parsed,
             card.id,

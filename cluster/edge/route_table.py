@@ -11,6 +11,7 @@ from typing import Literal
 
 Listener = Literal["both", "operations"]
 Method = Literal["GET", "POST"]
+Access = Literal["open", "key", "admin"]
 
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 """Methods whose requests may be repeated, on any path."""
@@ -29,6 +30,7 @@ class RouteSpec:
             Never for a health check, which a full ingress must answer, too.
         is_repeatable: Whether HAProxy may send a POST again if its ingress died without an answer.
             Only if doing the work twice has no visible effect.
+        access: With API keys, who may use it: everybody, any key, or a key of an admin.
     """
 
     name: str
@@ -37,6 +39,7 @@ class RouteSpec:
     listener: Listener = "both"
     is_counted: bool = False
     is_repeatable: bool = False
+    access: Access = "key"
 
 
 def _post(name: str, path: str) -> RouteSpec:
@@ -45,7 +48,7 @@ def _post(name: str, path: str) -> RouteSpec:
 
 
 def _operations(name: str, path: str, method: Method = "GET") -> RouteSpec:
-    return RouteSpec(name, path, method, listener="operations")
+    return RouteSpec(name, path, method, listener="operations", access="admin")
 
 
 ROUTES = (
@@ -55,11 +58,12 @@ ROUTES = (
     RouteSpec("model", "/v1/models/{model_id:path}"),
     _post("tokenize", "/tokenize"),
     _post("detokenize", "/detokenize"),
-    RouteSpec("health", "/health"),
-    RouteSpec("live", "/live"),
+    RouteSpec("health", "/health", access="open"),
+    RouteSpec("live", "/live", access="open"),
     RouteSpec("version", "/version"),
     _operations("health_generate", "/health_generate"),
-    _operations("metrics", "/metrics"),
+    # A monitoring system needs no rights of an admin.
+    RouteSpec("metrics", "/metrics", listener="operations"),
     _operations("kv", "/kv"),
     _operations("slots", "/debug/slots"),
     _operations("pause", "/pause", "POST"),

@@ -45,18 +45,21 @@ from cluster.edge.openai_responses import model_body
 from cluster.edge.pipeline import Pipeline
 from cluster.edge.route_table import ROUTES
 from cluster.edge.sse import ClientGoneError
+from cluster.edge.tenants import tenant_of
 from cluster.edge.text_jobs import TextJobs
 from cluster.errors import MethodNotAllowedError, NotFoundError
 from replicas.messages import PAUSE_MODES
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
     from typing import Any
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from cluster.config.schema import AdmissionConfig, IngressConfig
+    from cluster.edge.api_keys import ApiKeys
     from cluster.edge.backend import Backend
+    from cluster.edge.openai import ModelCard
     from cluster.edge.route_table import RouteSpec
     from replicas.messages import PauseMode
 
@@ -78,6 +81,7 @@ def create_app(
     *,
     version: str,
     admission: AdmissionConfig | None = None,
+    api_keys: ApiKeys | None = None,
 ) -> Starlette:
     """Build the ASGI app, to be wrapped in `cluster.edge.client_guard`.
 
@@ -86,12 +90,19 @@ def create_app(
         ingress: Limits, and optional details of answers.
         version: Answer of /version.
         admission: Headers of tenants and objectives; None: no header counts.
+        api_keys: Keys that requests need; None: no request needs one.
     """
-    jobs = TextJobs(backend.tokenizer, admission)
-    pipeline = Pipeline(backend, ingress, admission, jobs)
+    jobs = TextJobs(backend.tokenizer)
+    has_tenants = api_keys is not None or (
+        admission is not None and admission.tenant_header is not None
+    )
+    pipeline = Pipeline(backend, ingress, admission, jobs, has_tenants=has_tenants)
     routes = _RouteHandlers(backend, ingress, version, jobs)
     gate = RequestGate(
-        ingress.max_ongoing_requests or LEAST_ONGOING_REQUESTS, ingress.allowed_hosts
+        ingress.max_ongoing_requests or LEAST_ONGOING_REQUESTS,
+        ingress.allowed_hosts,
+        api_keys,
+        admission,
     )
     handlers: dict[str, Handler] = {
         "models": routes.models,
@@ -143,6 +154,7 @@ class _GatedHandler:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive, send)
         self._gate.check(self._spec, request.headers)
+        self._gate.identify(self._spec, scope, request.headers)
         with self._gate.count_open(self._spec):
             response = await self._handle(request)
             await response(scope, receive, send)
@@ -159,18 +171,21 @@ class _RouteHandlers:
         self._max_body_bytes = ingress.max_body_bytes
         self._jobs = jobs
 
+    def _models(self, request: Request) -> Sequence[ModelCard]:
+        """Return the models that exist for a request's tenant."""
+        return tenant_of(request.scope).visible(self._backend.models())
+
     async def models(self, request: Request) -> Response:
-        del request
-        cards = [model_body(card) for card in self._backend.models()]
+        cards = [model_body(card) for card in self._models(request)]
         return json_response({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
-        card = resolve_model(request.path_params["model_id"], self._backend.models())
+        card = resolve_model(request.path_params["model_id"], self._models(request))
         return json_response(model_body(card))
 
     async def tokenize(self, request: Request) -> Response:
         parsed = parse_tokenize(await self._parse_body(request))
-        card = resolve_model(parsed.model, self._backend.models())
+        card = resolve_model(parsed.model, self._models(request))
         ids = await self._jobs.encode(parsed.prompt, MAX_ANSWERED_TOKENS, Priority.OTHER, request)
         strings = None
         if parsed.return_token_strs:
@@ -181,7 +196,7 @@ class _RouteHandlers:
 
     async def detokenize(self, request: Request) -> Response:
         model, ids = parse_detokenize(await self._parse_body(request))
-        resolve_model(model, self._backend.models())
+        resolve_model(model, self._models(request))
         tokenizer = self._backend.tokenizer
         check_vocabulary(ids, tokenizer.vocab_size, "tokens")
         decode = functools.partial(tokenizer.decode, ids, skip_special_tokens=False)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 
 from cluster.edge.fair_scheduler import SLICE_CHARS, Job, Priority
-from cluster.edge.headers import encoding_share
 from cluster.edge.heavy_work import HeavyWork
 from cluster.edge.openai_requests import (
     check_grammar,
@@ -17,6 +16,7 @@ from cluster.edge.openai_requests import (
     encoding_cost,
     recall_grammar,
 )
+from cluster.edge.tenants import tenant_of
 from replicas.grammar_checks import GrammarChecker
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from cluster.config.schema import AdmissionConfig
     from cluster.edge.openai_requests import Prompt
     from cluster.edge.structured_outputs import Grammar
     from replicas.tokenizer import Tokenizer
@@ -41,12 +40,10 @@ class TextJobs:
 
     Args:
         tokenizer: The served model's tokenizer.
-        admission: Names the header of tenants, which have fair shares of the threads.
     """
 
-    def __init__(self, tokenizer: Tokenizer, admission: AdmissionConfig | None) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._admission = admission
         self._heavy_work = HeavyWork(_NUM_THREADS)
         # A thread of its own, because it waits for the checker's child.
         self._grammar_work = HeavyWork(1)
@@ -93,5 +90,5 @@ class TextJobs:
         self, priority: Priority, cost: int, request: Request, slice_chars: int = SLICE_CHARS
     ) -> Job:
         address = request.client.host if request.client else ""
-        source, weight = encoding_share(request.headers, address, self._admission)
+        source, weight = tenant_of(request.scope).share(address)
         return Job(priority, source, cost, weight, slice_chars)

@@ -28,7 +28,8 @@ from ray.serve.exceptions import RayServeException
 from cluster.config.environment import process_environment
 from cluster.config.resolve import replica_engine, resolve
 from cluster.config.schema import NODE_HOST
-from cluster.edge.client_guard import MAX_BODY_VARIABLE
+from cluster.edge.api_keys import shared_keys
+from cluster.edge.client_guard import API_KEYS_VARIABLE, MAX_BODY_VARIABLE
 from cluster.edge.routes import create_app
 from cluster.ingress import Ingress
 from cluster.lifecycle import haproxy
@@ -222,7 +223,7 @@ class IngressReplica:
         **pools: Handle of each pool's deployment, by role.
 
     Raises:
-        ClusterConfigError: The file of secrets cannot be used.
+        ClusterConfigError: The file of secrets, or that of API keys, cannot be used.
         UnsafeFileError: Another user of this host could have Ray's token.
     """
 
@@ -231,6 +232,8 @@ class IngressReplica:
         guard_replica_port()
         self._config = resolve(args)
         self._keys = deployment_keys(self._config, serve.get_replica_context().app_name)
+        key_file = self._config.ingress.api_keys
+        self._api_keys = None if key_file is None else shared_keys(key_file)
         self._directory = PoolDirectory(pools)
         self._ingress: Ingress | None = None
 
@@ -248,12 +251,13 @@ class IngressReplica:
             raise RuntimeError("no replica is known, and discovery keeps failing")
 
     def __serve_build_asgi_app__(self) -> Starlette:
-        ingress = self._ingress = Ingress(self._config, self._keys)
+        ingress = self._ingress = Ingress(self._config, self._keys, self._api_keys)
         app = create_app(
             ingress,
             self._config.ingress,
             version=importlib.metadata.version("ttserve"),
             admission=self._config.router.admission,
+            api_keys=self._api_keys,
         )
 
         @contextlib.asynccontextmanager
@@ -471,6 +475,7 @@ def ingress_deployment(config: ClusterConfig) -> Deployment:
                 "env_vars": {
                     **_INGRESS_VARIABLES,
                     MAX_BODY_VARIABLE: str(config.ingress.max_body_bytes),
+                    API_KEYS_VARIABLE: config.ingress.api_keys or "",
                 }
             },
         },

@@ -89,7 +89,7 @@ KNOWN_SOCKETS = (
         _HAPROXY,
         _TCP,
         "`http_options.host`; operations, statistics and metrics on loopback",
-        "any client that reaches the address: there are no API keys",
+        "any client that reaches the address; with `args.ingress.api_keys`, with a key",
     ),
     KnownSocket(
         "http-admin",

@@ -63,6 +63,7 @@ class RouterMetrics:
             first one.
         migration_gap: Seconds between the last token of the first engine and the first token of
             the next, by how the next got the KV: "moved" from the first, "cached" or "recomputed".
+        failed_key_reads: Versions of the file of API keys that could not be used.
         num_shut: Replicas that get no new requests, or only a probe, because they failed requests.
         lost_routes: Lines of the route log that could not be written.
         prediction: Actual divided by predicted value of a placement, of "ttft" (counted from the
@@ -112,6 +113,10 @@ class RouterMetrics:
         self.num_shut = self._gauge(
             "ttserve_router_shut_replicas",
             "Replicas that get no new requests, or one at a time, because requests failed there",
+        )
+        self.failed_key_reads = self._gauge(
+            "ttserve_ingress_key_file_failures",
+            "Versions of the file of API keys that could not be used; the keys before them stay",
         )
         self.lapses: Counter = Counter(
             "ttserve_router_lapsed_reservations",

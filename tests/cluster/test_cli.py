@@ -1,5 +1,6 @@
 """The command line without a cluster behind it."""
 
+import hashlib
 import http.server
 import os
 import re
@@ -16,6 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster import cli
+from cluster.edge.api_keys import parse_keys
 from cluster.edge.transfers import ReplicaView, TransfersView, transfers_text
 from cluster.lifecycle import haproxy, local_nodes
 
@@ -165,6 +167,26 @@ def endpoint():
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
         thread.join()
+
+
+def test_a_new_key_opens_with_its_line_in_a_file(run):
+    result = run("keys", "new", "team-a")
+    assert result.exit_code == 0
+    key, entry = result.stdout.splitlines()
+    [(digest, tenant)] = parse_keys(entry, "file").items()
+    assert (digest, tenant.name) == (hashlib.sha256(key.encode()).digest(), "team-a")
+    assert run("keys", "new", "not a name").exit_code == 2
+
+
+def test_serve_refuses_bad_api_keys_before_anything_starts(run, tmp_path):
+    file = tmp_path / "keys.yaml"
+    file.write_text("alice: {keys: [plain]}")
+    path = tmp_path / "serve.yaml"
+    ingress = f"ingress: {{api_keys: {file}}}, pools"
+    path.write_text(GOOD.format(model="demo").replace("pools", ingress))
+    result = run("serve", "--config", path)
+    assert result.exit_code == 2
+    assert "alice.keys[0] must be sha256:" in result.output
 
 
 def test_kv_prints_tables_or_the_clusters_json(run, endpoint):

@@ -157,9 +157,8 @@ async def test_a_tenant_hits_its_own_cached_prompts_only(pool):
 
 
 async def test_tenants_that_share_caches_hit_each_others_prompts(pool):
-    options = {"prompt_tokens_details": True}
-    admission = {**TENANTS, "share_prefix_cache": True}
-    async with serving(pool, options, admission=admission) as (ask, _):
+    options = {"prompt_tokens_details": True, "share_prefix_cache": True}
+    async with serving(pool, options, admission=TENANTS) as (ask, _):
         each = [await hits(ask, [PIN], x_account=f"t{i}") for i in range(NUM_CACHES + 1)]
         assert [PIN] in each
 

@@ -202,6 +202,7 @@ FILE_MISTAKES = [
     ("args.ingress.max_body_bytes", 0, "args.ingress.max_body_bytes must be at"),
     ("args.ingress.max_body_bytes", 2**26 + 1, "max_body_bytes must be at most 67"),
     ("args.ingress.request_timeout_s", 0, "args.ingress.request_timeout_s must be"),
+    ("args.ingress.api_keys", "keys.yaml", "args.ingress.api_keys"),
     ("args.router.max_attempts", 0, "args.router.max_attempts must be at least 1"),
     ("args.router.max_queued_requests", -1, "args.router.max_queued_requests must"),
     ("args.router.queue_timeout_s", 0, "args.router.queue_timeout_s must be pos"),

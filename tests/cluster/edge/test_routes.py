@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from cluster.config.schema import AdmissionConfig, IngressConfig
 from cluster.edge import text_jobs
-from cluster.edge.headers import cache_salt
 from cluster.edge.openai import Usage
 from cluster.edge.openai_requests import ParsedRequest, parse_chat_completion
 from cluster.edge.routes import create_app
+from cluster.edge.tenants import cache_salt
 from cluster.errors import NotReadyError, QueueTimeoutError, ReplicaLostError, SaturatedError
 from replicas.errors import InvalidRequestError
 from replicas.output_processor import OutputDelta
@@ -424,11 +424,12 @@ def test_the_longest_tenant_counts_and_one_named_twice_is_one():
 def salt_of(tenant, **fields):
     """The salt under which a tenant's request is cached."""
     service = FakeBackend()
-    sharing = fields.pop("share_prefix_cache", False)
-    admission = AdmissionConfig(tenant_header="x-account", share_prefix_cache=sharing)
+    ingress = IngressConfig(share_prefix_cache=fields.pop("share_prefix_cache", False))
+    admission = AdmissionConfig(tenant_header="x-account")
     headers = [("x-account", tenant)] if tenant else []
     body = {"prompt": "hi", **fields}
-    call(service, "POST", "/v1/completions", body, headers=headers, admission=admission)
+    app = create_app(service, ingress, version="1", admission=admission)
+    asyncio.run(Client(app).request("POST", "/v1/completions", body, headers))
     [request] = service.requests
     return request.cache_salt
 
@@ -438,8 +439,7 @@ NAMES = st.text(alphabet="abc0123456789:", max_size=4)
 
 @given(mine=st.tuples(NAMES, NAMES), other=st.tuples(NAMES, NAMES))
 def test_no_salt_of_one_tenant_is_a_salt_of_another(mine, other):
-    admission = AdmissionConfig(tenant_header="x-account")
-    salts = [cache_salt(tenant, given, admission) for tenant, given in (mine, other)]
+    salts = [cache_salt(tenant, given, is_shared=False) for tenant, given in (mine, other)]
     assert (salts[0] == salts[1]) == (mine == other)
 
 

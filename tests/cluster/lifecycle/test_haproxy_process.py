@@ -201,7 +201,7 @@ def test_a_public_address_is_warned_of_only_at_the_start(config, shared, host, n
     try:
         for more, expected in (((), num_warnings), (("-sf",), 0)):
             _, errors = front.start("-c", *more).communicate(timeout=20)
-            assert errors.count("there are no API keys") == expected, errors
+            assert errors.count("without API keys") == expected, errors
     finally:
         front.close()
 
