@@ -6,7 +6,9 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from cluster.edge.families.formats import ToolFormat
-from cluster.edge.families.message import arguments_text, loads
+from cluster.edge.families.json_calls import read_arguments
+from cluster.edge.families.json_text import arguments_text
+from cluster.edge.families.message import ArgumentsWriter
 from cluster.edge.families.parameters import is_text, json_of, parameter_list, property_schema
 
 if TYPE_CHECKING:
@@ -46,17 +48,18 @@ class DeepSeekJson(ToolFormat):
             yield from reader.skip_space()
             if (yield from reader.starts(_SECTION_END)):
                 return
+            reader.call_begin = reader.pos
             yield from reader.expect(_CALL)
             name = yield from reader.until(_SEPARATOR)
             if self._is_fenced:
                 name = yield from reader.until("\n")
                 yield from reader.expect("```json\n")
-            arguments = loads((yield from reader.json_value()))
+            yield from read_arguments(reader, sink, name.strip())
             yield from reader.skip_space()
             if self._is_fenced:
                 yield from reader.expect("```")
             yield from reader.expect(_CALL_END)
-            sink.call(name.strip(), arguments_text(arguments))
+            sink.end_call()
 
     def rendered_message(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return a message with arguments as text and without empty content.
@@ -73,7 +76,7 @@ class DeepSeekJson(ToolFormat):
         ]
         return {**message, "tool_calls": calls, "content": message.get("content") or None}
 
-    def calls(self, lark: Lark, tools: Sequence[Tool], *, is_parallel: bool) -> str:
+    def calls_expression(self, lark: Lark, tools: Sequence[Tool], *, is_parallel: bool) -> str:
         """Return the section."""
         before = f"{_CALL}function{_SEPARATOR}%s\n```json\n" if self._is_fenced else None
         before = before or f"{_CALL}%s{_SEPARATOR}"
@@ -121,10 +124,11 @@ class DeepSeekElements(ToolFormat):
             yield from reader.skip_space()
             if (yield from reader.starts(self._section_end)):
                 return
+            reader.call_begin = reader.pos
             yield from reader.expect(f'<{self._mark}invoke name="')
             name = yield from reader.until('"')
             is_empty = yield from reader.starts("/>")
-            arguments: dict[str, object] = {}
+            writer = ArgumentsWriter(sink, name)
             if not is_empty:
                 yield from reader.expect(">")
             while not is_empty:
@@ -134,15 +138,16 @@ class DeepSeekElements(ToolFormat):
                 yield from reader.expect(f'<{self._mark}parameter name="')
                 key = yield from reader.until('"')
                 attributes = yield from reader.until(">")
+                writer.begin_argument(key)
                 is_string = 'string="true"' in attributes
                 if "string=" not in attributes:
                     is_string = is_text(property_schema(context.parameters(name), key))
                 read = reader.until if is_string else reader.value_until
                 text = yield from read(self._end_of_value, 64)
-                arguments[key] = text if is_string else json_of(text)
-            sink.call(name, arguments_text(arguments))
+                writer.end_argument(key, text if is_string else json_of(text))
+            writer.end_call()
 
-    def calls(self, lark: Lark, tools: Sequence[Tool], *, is_parallel: bool) -> str:
+    def calls_expression(self, lark: Lark, tools: Sequence[Tool], *, is_parallel: bool) -> str:
         """Return the section."""
         options = []
         for tool in tools:

@@ -7,13 +7,13 @@ names (vllm/tool_parsers, vllm/reasoning).
 from __future__ import annotations
 
 import abc
-import contextlib
 import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from cluster.edge.families.errors import MalformedCallError, TruncatedCallError
 from cluster.edge.families.message import new_call_id
-from cluster.edge.families.reader import CutError, Markers, NotACallError
+from cluster.edge.families.reader import Markers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -79,12 +79,12 @@ class ToolFormat(abc.ABC):
         """Read the calls behind `start`, which has been read, and give them to the sink.
 
         Raises:
-            NotACallError: The text is no call.
-            CutError: The text ends within a call.
+            MalformedCallError: The text is no call.
+            TruncatedCallError: The text ends within a call.
         """
 
     @abc.abstractmethod
-    def calls(self, lark: Lark, tools: Sequence[Tool], *, is_parallel: bool) -> str:
+    def calls_expression(self, lark: Lark, tools: Sequence[Tool], *, is_parallel: bool) -> str:
         """Return an expression for what follows a start: a call of one of the tools.
 
         In a section several calls, if `is_parallel`. Text that matches it is what `read_calls`
@@ -117,7 +117,7 @@ class WholeFormat(ToolFormat):
         """Read the message.
 
         Raises:
-            CutError: The text is cut within a part, of which nothing is given.
+            TruncatedCallError: The text is cut within a part, of which nothing is given.
         """
 
     @abc.abstractmethod
@@ -182,8 +182,10 @@ def read_message(
     """Read a message: reasoning, if there is any, then content with calls."""
     whole = _whole_format(tools, reasoning)
     if whole is not None:
-        with contextlib.suppress(CutError):
+        try:
             yield from whole.read(reader, sink, context)
+        except TruncatedCallError:
+            sink.abandon_call(is_cut=True)
         return
     if not context.tools:
         tools = None
@@ -266,17 +268,20 @@ def _read_reasoning(
             sink.reasoning(found)
             continue
         if tools is not None and found in starts:
-            num_calls, begin = sink.num_calls, reader.pos
+            num_given = sink.num_given
+            begin = reader.call_begin = reader.pos
             try:
                 yield from tools.read_calls(found, reader, sink, context)
-            except (NotACallError, CutError) as error:
-                if isinstance(error, CutError) and reader.is_cut:
+            except (MalformedCallError, TruncatedCallError) as error:
+                is_cut = isinstance(error, TruncatedCallError) and reader.is_cut
+                is_given = sink.abandon_call(is_cut=is_cut)
+                if is_cut:
                     return False
-                if sink.num_calls == num_calls:
-                    reader.count_refused(begin, error)
+                if sink.num_given == num_given:
                     sink.reasoning(found)
-                    reader.pos = begin
+                    reader.reread(begin, error)
                     continue
+                reader.reread(reader.pos if is_given else reader.call_begin, error)
             sink.end_reasoning()
             return True
     return False
@@ -285,18 +290,24 @@ def _read_reasoning(
 def try_calls(
     tools: ToolFormat, start: str, reader: TextReader, sink: MessageSink, context: OutputContext
 ) -> Steps[None]:
-    """Read calls; text that is none becomes content, and all after `MAX_REFUSED_CHARS`."""
+    """Read calls; text that is none becomes content, and all after `MAX_REFUSED_CHARS`.
+
+    Of a call whose start was given, what was not given becomes content.
+    """
     if reader.num_refused_chars >= MAX_REFUSED_CHARS:
         sink.content(start)
         return
-    begin, num_calls = reader.pos, sink.num_calls
+    num_given = sink.num_given
+    begin = reader.call_begin = reader.pos
     try:
         yield from tools.read_calls(start, reader, sink, context)
-    except (NotACallError, CutError) as error:
-        is_cut = isinstance(error, CutError) and reader.is_cut
-        if is_cut and not tools.passes_cut:
+    except (MalformedCallError, TruncatedCallError) as error:
+        is_cut = isinstance(error, TruncatedCallError) and reader.is_cut
+        is_given = sink.abandon_call(is_cut=is_cut)
+        if is_cut and (is_given or not tools.passes_cut):
             reader.pos = len(reader.text)
-        elif sink.num_calls == num_calls:
-            reader.count_refused(begin, error)
+        elif sink.num_given == num_given:
             sink.content(start)
-            reader.pos = begin
+            reader.reread(begin, error)
+        else:
+            reader.reread(reader.pos if is_given else reader.call_begin, error)

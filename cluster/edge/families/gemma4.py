@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from cluster.edge.families.errors import MalformedCallError
 from cluster.edge.families.formats import ToolFormat
 from cluster.edge.families.gemma4_grammar import QUOTE, SchemaGrammar
-from cluster.edge.families.message import arguments_text, loads
-from cluster.edge.families.reader import NotACallError
+from cluster.edge.families.json_text import arguments_text, loads
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,10 +43,10 @@ class Gemma4(ToolFormat):
         yield from reader.expect(_CALL_END)
         value, end = _value(text, 0, 0)
         if end != len(text):
-            raise NotACallError
+            raise MalformedCallError
         sink.call(name.strip(), arguments_text(value))
 
-    def calls(self, lark: Lark, tools: Sequence[Tool], *, is_parallel: bool) -> str:
+    def calls_expression(self, lark: Lark, tools: Sequence[Tool], *, is_parallel: bool) -> str:
         """Return the function's name, its arguments and the call's end."""
         del is_parallel
         return lark.any_of(
@@ -65,11 +65,11 @@ def _brackets(reader: TextReader) -> Steps[str]:
     """Read an object as text; only its brackets outside strings are checked.
 
     Raises:
-        NotACallError: The text continues otherwise.
-        CutError: The text ends before the object does.
+        MalformedCallError: The text continues otherwise.
+        TruncatedCallError: The text ends before the object does.
     """
     if (yield from reader.peek()) != "{":
-        raise NotACallError
+        raise MalformedCallError
     begin = at = reader.pos
     depth = 0
     while True:
@@ -95,11 +95,11 @@ def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
     """Return the value that begins at a position, and where it ends.
 
     Raises:
-        NotACallError: There is none, or it is nested too deep.
+        MalformedCallError: There is none, or it is nested too deep.
     """
     at = _skip_space(text, at)
     if depth > _MAX_DEPTH or at >= len(text):
-        raise NotACallError
+        raise MalformedCallError
     if text.startswith(QUOTE, at):
         return _string(text, at)
     if text[at] == "{":
@@ -108,11 +108,11 @@ def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
         return _array(text, at, depth)
     found = _END_OF_VALUE.search(text, at)
     if found is None:
-        raise NotACallError
+        raise MalformedCallError
     bare = text[at : found.start()].strip()
     try:
         return loads(bare), found.start()
-    except NotACallError:
+    except MalformedCallError:
         return bare, found.start()
 
 
@@ -120,7 +120,7 @@ def _string(text: str, at: int) -> tuple[str, int]:
     begin = at + len(QUOTE)
     end = text.find(QUOTE, begin)
     if end < 0:
-        raise NotACallError
+        raise MalformedCallError
     return text[begin:end], end + len(QUOTE)
 
 
@@ -135,7 +135,7 @@ def _object(text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
             end = text.find(":", at)
             key, at = text[at:end].strip(), end
         if at < 0 or not key:
-            raise NotACallError
+            raise MalformedCallError
         found[key], at = _value(text, at + 1, depth + 1)
         at = _behind_separator(text, at, "}")
     return found, at + 1
@@ -157,7 +157,7 @@ def _behind_separator(text: str, at: int, end: str) -> int:
     if text.startswith(",", at):
         return _skip_space(text, at + 1)
     if not text.startswith(end, at):
-        raise NotACallError
+        raise MalformedCallError
     return at
 
 

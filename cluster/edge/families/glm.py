@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from cluster.edge.families.errors import TruncatedCallError
 from cluster.edge.families.formats import ToolFormat
-from cluster.edge.families.message import arguments_text
+from cluster.edge.families.message import ArgumentsWriter
 from cluster.edge.families.parameters import is_text, parameter_list, property_schema, value_of
-from cluster.edge.families.reader import CutError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,7 +45,7 @@ class Glm(ToolFormat):
         del start
         name = (yield from reader.until(_END_OF_NAME, _LONGEST)).strip()
         parameters = context.parameters(name)
-        arguments: dict[str, object] = {}
+        writer = ArgumentsWriter(sink, name)
         while True:
             yield from reader.skip_space()
             if (yield from reader.starts(_CALL_END)):
@@ -54,14 +54,15 @@ class Glm(ToolFormat):
             key = yield from reader.until(_KEY_END)
             yield from reader.skip_space()
             yield from reader.expect(_VALUE)
+            writer.begin_argument(key)
             schema = property_schema(parameters, key)
             text, is_closed = yield from _value(reader, is_text=is_text(schema))
-            arguments[key] = value_of(text, schema)
+            writer.end_argument(key, value_of(text, schema))
             if not is_closed:
                 break
-        sink.call(name, arguments_text(arguments))
+        writer.end_call()
 
-    def calls(self, lark: Lark, tools: Sequence[Tool], *, is_parallel: bool) -> str:
+    def calls_expression(self, lark: Lark, tools: Sequence[Tool], *, is_parallel: bool) -> str:
         """Return the name, the pairs and the call's end."""
         del is_parallel
         line = self._line_break
@@ -91,7 +92,7 @@ def _value(reader: TextReader, *, is_text: bool) -> Steps[tuple[str, bool]]:
     try:
         read = reader.until if is_text else reader.value_until
         return (yield from read(_END_OF_VALUE, _LONGEST)), True
-    except CutError:
+    except TruncatedCallError:
         text = reader.text[begin:].rstrip()
         if not text.endswith(_CALL_END):
             raise

@@ -54,7 +54,7 @@ def message_grammar(
         prompt_end: See `OutputContext`.
     """
     lark = Lark(special_ids)
-    calls = lark.rule(format_.calls(lark, rules.tools, is_parallel=rules.is_parallel))
+    calls = lark.rule(format_.calls_expression(lark, rules.tools, is_parallel=rules.is_parallel))
     if isinstance(format_, WholeFormat):
         whole = format_.message(lark, calls, prompt_end, is_required=rules.is_required)
         return lark.grammar(lark.rule(whole))

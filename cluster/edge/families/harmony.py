@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from cluster.edge.families.errors import MalformedCallError, TruncatedCallError
 from cluster.edge.families.formats import WholeFormat
-from cluster.edge.families.message import arguments_text, loads
-from cluster.edge.families.reader import CutError, Markers, NotACallError
+from cluster.edge.families.json_calls import read_arguments
+from cluster.edge.families.reader import Markers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,7 +54,7 @@ class Harmony(WholeFormat):
                 reader.pos -= len(_MESSAGE)
             try:
                 text = is_header + (yield from reader.until(_END_OF_HEADER, len(_RETURN)))
-            except CutError:
+            except TruncatedCallError:
                 if reader.is_cut:
                     raise
                 sink.content(reader.text[begin:])
@@ -70,14 +71,18 @@ class Harmony(WholeFormat):
         if recipient is not None and recipient[1].startswith(_FUNCTIONS) and context.tools:
             yield from reader.skip_space()
             name = recipient[1].removeprefix(_FUNCTIONS)
-            begin, emit = reader.pos, _drop
+            begin, emit, num_given = reader.pos, _drop, sink.num_given
             try:
-                arguments = loads((yield from reader.json_value()))
-                sink.call(name, arguments_text(arguments))
-            except (NotACallError, CutError) as error:
-                if isinstance(error, CutError) and reader.is_cut:
+                yield from read_arguments(reader, sink, name)
+                sink.end_call()
+            except (MalformedCallError, TruncatedCallError) as error:
+                is_cut = isinstance(error, TruncatedCallError) and reader.is_cut
+                sink.abandon_call(is_cut=is_cut)
+                if is_cut:
                     raise
-                reader.pos, emit = begin, sink.content
+                emit = sink.content
+                if sink.num_given == num_given:
+                    reader.pos = begin
             yield from reader.copy_until(_CALL_ENDS, emit)
         elif recipient is not None:
             yield from reader.copy_until(_CALL_ENDS, _drop)
@@ -90,7 +95,7 @@ class Harmony(WholeFormat):
         else:
             yield from reader.copy_until(_CALL_ENDS, _drop)
 
-    def calls(self, lark: Lark, tools: Sequence[Tool], *, is_parallel: bool) -> str:
+    def calls_expression(self, lark: Lark, tools: Sequence[Tool], *, is_parallel: bool) -> str:
         """Return the message of a call, after which the model stops."""
         del is_parallel
         header = f"{_CHANNEL}commentary {_CONSTRAIN}json{_MESSAGE}"

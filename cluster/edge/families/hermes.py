@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cluster.edge.families.formats import ToolFormat
-from cluster.edge.families.message import give_call, loads
+from cluster.edge.families.json_calls import read_object_call
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,13 +30,13 @@ class Hermes(ToolFormat):
         """Read the object; the element's end may be missing."""
         del start, context
         yield from reader.skip_space()
-        give_call(sink, loads((yield from reader.json_value())))
+        yield from read_object_call(reader, sink)
         end = reader.pos
         yield from reader.skip_space()
         if not (yield from reader.starts(_END)):
             reader.pos = end
 
-    def calls(self, lark: Lark, tools: Sequence[Tool], *, is_parallel: bool) -> str:
+    def calls_expression(self, lark: Lark, tools: Sequence[Tool], *, is_parallel: bool) -> str:
         """Return the object and the element's end."""
         del is_parallel
         return lark.any_of(

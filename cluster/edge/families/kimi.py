@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from cluster.edge.families.formats import ToolFormat
-from cluster.edge.families.message import arguments_text, loads
+from cluster.edge.families.json_calls import read_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,16 +39,17 @@ class KimiK2(ToolFormat):
             yield from reader.until(_CALL_OR_END, len(_SECTION_END))
             if (yield from reader.starts(_SECTION_END)):
                 return
+            reader.call_begin = reader.pos
             yield from reader.expect(_CALL)
             call_id = (yield from reader.until(_ARGUMENTS)).strip()
             yield from reader.skip_space()
-            arguments = loads((yield from reader.json_value()))
+            name = _INDEX.sub("", call_id).removeprefix("functions.")
+            yield from read_arguments(reader, sink, name, call_id)
             yield from reader.skip_space()
             yield from reader.expect(_CALL_END)
-            name = _INDEX.sub("", call_id).removeprefix("functions.")
-            sink.call(name, arguments_text(arguments), call_id)
+            sink.end_call()
 
-    def calls(self, lark: Lark, tools: Sequence[Tool], *, is_parallel: bool) -> str:
+    def calls_expression(self, lark: Lark, tools: Sequence[Tool], *, is_parallel: bool) -> str:
         """Return the section."""
         index = lark.terminal("/[0-9]{1,2}/")
         call = lark.any_of(

@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 from cluster.edge.families.formats import WholeFormat, try_calls
-from cluster.edge.families.message import arguments_text
+from cluster.edge.families.message import ArgumentsWriter, MessageSink
 from cluster.edge.families.parameters import (
     is_text,
     json_of,
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from cluster.edge.families.formats import OutputContext
     from cluster.edge.families.lark import Lark
-    from cluster.edge.families.message import MessageSink, Tool
+    from cluster.edge.families.message import Tool
     from cluster.edge.families.reader import Steps, TextReader
 
 _OPEN, _CLOSE, _SEPARATOR = "<|open|>", "<|close|>", "<|sep|>"
@@ -76,24 +76,26 @@ class KimiK3(WholeFormat):
     ) -> Steps[None]:
         """Read the rest of the element of the calls."""
         del start
+        sink = sink if context.tools else MessageSink(str)  # Others' calls are read, but not given.
         while True:
             yield from reader.skip_space()
             if (yield from reader.starts(_TOOLS_END)):
                 return
+            reader.call_begin = reader.pos
             yield from reader.expect(f"{_OPEN}call ")
             name = (yield from _attributes(reader)).get("tool", "")
-            arguments: dict[str, object] = {}
+            writer = ArgumentsWriter(sink, name)
             while not (yield from reader.starts(_CALL_END)):
                 yield from reader.expect(f"{_OPEN}argument ")
                 attributes = yield from _attributes(reader)
-                is_string = attributes.get("type") == "string"
+                key, is_string = attributes.get("key", ""), attributes.get("type") == "string"
+                writer.begin_argument(key)
                 read = reader.until if is_string else reader.value_until
                 text = yield from read(_END_OF_VALUE, 2 * len(_ARGUMENT_END))
-                arguments[attributes.get("key", "")] = text if is_string else json_of(text)
-            if context.tools:
-                sink.call(name, arguments_text(arguments))
+                writer.end_argument(key, text if is_string else json_of(text))
+            writer.end_call()
 
-    def calls(self, lark: Lark, tools: Sequence[Tool], *, is_parallel: bool) -> str:
+    def calls_expression(self, lark: Lark, tools: Sequence[Tool], *, is_parallel: bool) -> str:
         """Return the element of the calls."""
         index = lark.terminal("/[0-9]{1,2}/")
         options = []

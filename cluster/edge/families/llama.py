@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cluster.edge.families.formats import ToolFormat
-from cluster.edge.families.message import give_call, loads
-from cluster.edge.families.reader import NotACallError
+from cluster.edge.families.json_calls import read_object_call
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from cluster.edge.families.reader import Steps, TextReader
 
 _TAG = "<|python_tag|>"
-_KEYS = ('"name"', '"type"', '"function"', '"parameters"', '"arguments"')
+_KEYS = ("name", "type", "function", "parameters", "arguments")
 
 
 class Llama3Json(ToolFormat):
@@ -37,33 +36,16 @@ class Llama3Json(ToolFormat):
         if start == "{":
             reader.pos -= 1
         while True:
-            yield from self._read_call(reader, sink, context)
+            yield from reader.skip_space()
+            reader.call_begin = reader.pos
+            yield from read_object_call(reader, sink, names=context.tools, first_keys=_KEYS)
             end = reader.pos
             yield from reader.skip_space()
             if not (yield from reader.starts(";")):
                 reader.pos = end
                 return
-            yield from reader.skip_space()
 
-    def _read_call(
-        self, reader: TextReader, sink: MessageSink, context: OutputContext
-    ) -> Steps[None]:
-        yield from reader.skip_space()
-        begin = reader.pos
-        yield from reader.expect("{")
-        yield from reader.skip_space()
-        if (yield from reader.starts_any(_KEYS)) is None:
-            reader.refuse()
-        reader.pos = begin
-        call = loads((yield from reader.json_value()))
-        if "parameters" not in call and "arguments" not in call:
-            raise NotACallError
-        name = call.get("name")
-        if not isinstance(name, str) or name not in context.tools:
-            raise NotACallError
-        give_call(sink, call)
-
-    def calls(self, lark: Lark, tools: Sequence[Tool], *, is_parallel: bool) -> str:
+    def calls_expression(self, lark: Lark, tools: Sequence[Tool], *, is_parallel: bool) -> str:
         """Return the object."""
         del is_parallel
         return lark.any_of(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import math
 import re
 import uuid
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from cluster.edge.families.reader import NotACallError
+from cluster.edge.families.errors import MalformedCallError
+from cluster.edge.families.json_text import dumps, is_encodable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -183,6 +182,16 @@ class Tool:
     is_strict: bool = False
 
 
+@dataclass(slots=True)
+class _OpenCall:
+    """A call without its end; its index is there once its start was given."""
+
+    name: str
+    call_id: str
+    index: int | None = None
+    held: list[str] = field(default_factory=list)
+
+
 class MessageSink:
     """Collector of a message's parts; it drops the white space that belongs to the markup.
 
@@ -194,7 +203,9 @@ class MessageSink:
         max_calls: Most calls; further ones are dropped.
 
     Attributes:
+        holds_calls: Whether nothing of a call is given before its end.
         num_calls: Number of complete calls.
+        num_given: Number of calls of which at least the start was given.
     """
 
     def __init__(
@@ -214,7 +225,10 @@ class MessageSink:
         self._has_markup = False
         self._has_reasoning = False
         self._call_ids: set[str] = set()
+        self._open: _OpenCall | None = None
+        self.holds_calls = False
         self.num_calls = 0
+        self.num_given = 0
 
     def content(self, text: str) -> None:
         """Add content."""
@@ -248,38 +262,97 @@ class MessageSink:
         self._has_markup = True
 
     def call(self, name: object, arguments: str, call_id: str = "") -> None:
-        """Add a complete call.
+        """Add a complete call; see `begin_call`.
+
+        Args:
+            name: The tool's name.
+            arguments: A JSON object as text.
+            call_id: The model's id; "" if its format has none.
+        """
+        self.begin_call(name, call_id)
+        self.add_arguments(arguments.removesuffix("}"))
+        self.end_call()
+
+    def begin_call(self, name: object, call_id: str = "") -> None:
+        """Begin a call; only its arguments may follow until its end.
 
         An id that an earlier call has gets the call's own index, as in Kimi K2's ids, or a new one
         replaces it if it has none: results name calls by their ids.
 
         Raises:
-            NotACallError: The name is no text, or an empty one.
+            MalformedCallError: The name is no text, or an empty one.
         """
-        if not isinstance(name, str) or not name or not _is_encodable(name):
-            raise NotACallError
+        if not isinstance(name, str) or not name or not is_encodable(name):
+            raise MalformedCallError
+        self._open = _OpenCall(name, call_id)
+        if not self.holds_calls:
+            self._give_call(self._open)
+
+    def add_arguments(self, text: str) -> None:
+        """Add a part of the open call's arguments, a JSON object without its last brace."""
+        assert self._open is not None
+        if self._open.index is not None:
+            self._delta.add(ArgumentsPiece(self._open.index, text))
+        elif self.holds_calls:
+            self._open.held.append(text)
+
+    def end_call(self) -> None:
+        """End the open call and its arguments, of which the last brace is missing."""
+        call, self._open = self._open, None
+        assert call is not None
+        if self.holds_calls:
+            self._give_call(call)
+        if call.index is not None:
+            self._delta.add(ArgumentsPiece(call.index, "".join([*call.held, "}"])))
+            self._delta.add(CallEnd(call.index))
+            self.num_calls += 1
+
+    def abandon_call(self, *, is_cut: bool) -> bool:
+        """End the open call, if there is one, because it is cut or malformed.
+
+        Args:
+            is_cut: Whether a limit of the output cuts it.
+
+        Returns:
+            Whether its text so far is that of a call: it is cut, or a part of it was given.
+        """
+        call, self._open = self._open, None
+        if call is None:
+            return False
+        if call.index is not None:
+            self._delta.add(CallEnd(call.index, is_complete=False))
+        elif is_cut:
+            self._end_text()
+        return is_cut or call.index is not None
+
+    def _give_call(self, call: _OpenCall) -> None:
+        """Give the start of a call, unless there are too many."""
+        self._end_text()
+        if self.num_given < self._max_calls:
+            call.index = self.num_given
+            call_id = self._unused(call.call_id) or self._new_call_id()
+            self._delta.add(CallStart(call.index, call.name, call_id))
+            self.num_given += 1
+
+    def _end_text(self) -> None:
+        """End the text before a call."""
         self._reasoning_space = ""
         if self._keeps_space and not self._is_fresh and self._space:
             self._delta.add(ContentPiece(self._space))
         self._space, self._is_fresh, self._has_markup = "", True, True
-        if self.num_calls < self._max_calls:
-            index = self.num_calls
-            self._delta.add(CallStart(index, name, self._unused(call_id) or self._new_call_id()))
-            self._delta.add(ArgumentsPiece(index, arguments))
-            self._delta.add(CallEnd(index))
-            self.num_calls += 1
 
     def _unused(self, call_id: str) -> str:
+        """Return the id of the next call; "" if an earlier one has it."""
         if call_id in self._call_ids:
             stem, has_index = _INDEX.subn("", call_id)
-            indices = range(self.num_calls, self.num_calls + MAX_CALLS + 1)
+            indices = range(self.num_given, self.num_given + MAX_CALLS + 1)
             free = (each for i in indices if (each := f"{stem}:{i}") not in self._call_ids)
             call_id = next(free) if has_index else ""
         if call_id:
             self._call_ids.add(call_id)
         return call_id
 
-    def take(self, *, is_last: bool = False) -> MessageDelta:
+    def drain(self, *, is_last: bool = False) -> MessageDelta:
         """Return what was added since the last call; the last one has what was held back."""
         if is_last:
             if self._has_reasoning and self._reasoning_space:
@@ -290,65 +363,49 @@ class MessageSink:
         return delta
 
 
+class ArgumentsWriter:
+    """Writer of a call whose format gives its arguments one by one, each once it is whole.
+
+    Args:
+        sink: Gets the call.
+        name: The tool's name.
+
+    Attributes:
+        keys: Names of the arguments so far.
+    """
+
+    def __init__(self, sink: MessageSink, name: str) -> None:
+        self._sink = sink
+        self._name = name
+        self._is_begun = False
+        self._written: set[str] = set()
+        self.keys: set[str] = set()
+
+    def begin_argument(self, key: str) -> None:
+        """Begin an argument, of which the name alone is there."""
+        self._begin_call()
+        self.keys.add(key)
+
+    def end_argument(self, key: str, value: object) -> None:
+        """Add the value of an argument; one that repeats another's name is left out."""
+        if key in self._written:
+            return
+        separator = ", " if self._written else ""
+        self._written.add(key)
+        self._sink.add_arguments(f"{separator}{dumps(key)}: {dumps(value)}")
+
+    def end_call(self) -> None:
+        """End the call, which may have no arguments."""
+        self._begin_call()
+        self._sink.end_call()
+
+    def _begin_call(self) -> None:
+        if not self._is_begun:
+            self._sink.begin_call(self._name)
+            self._sink.add_arguments("{")
+            self._is_begun = True
+
+
 def new_call_id() -> str:
     """Return an id of a call as OpenAI's API has them."""
     return f"call_{uuid.uuid4().hex[:24]}"
-
-
-def give_call(sink: MessageSink, call: Any, call_id: str = "") -> None:  # noqa: ANN401 - any JSON value
-    """Give a call in the form of an object to a sink.
-
-    Raises:
-        NotACallError: The object has no name, or its arguments are none.
-    """
-    if not isinstance(call, dict) or "name" not in call:
-        raise NotACallError
-    arguments = call.get("arguments", call.get("parameters", {}))
-    sink.call(call["name"], arguments_text(arguments), call_id)
-
-
-def arguments_text(arguments: object) -> str:
-    """Return arguments as JSON.
-
-    Raises:
-        NotACallError: They are no JSON object.
-    """
-    if not isinstance(arguments, dict):
-        raise NotACallError
-    try:
-        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise NotACallError from error
-    return text if _is_encodable(text) else json.dumps(arguments)
-
-
-def loads(text: str) -> Any:  # noqa: ANN401 - any JSON value
-    """Decode standard JSON.
-
-    Raises:
-        NotACallError: The text is none, or has a number that no double holds.
-    """
-    try:
-        return json.loads(text, parse_constant=_refuse, parse_float=_finite)
-    except (ValueError, RecursionError) as error:
-        raise NotACallError from error
-
-
-def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text} is too large")
-    return number
-
-
-def _is_encodable(text: str) -> bool:
-    """Return whether a text has no lone surrogates, which escapes in JSON may stand for."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -7,9 +7,10 @@ import re
 import uuid
 from typing import TYPE_CHECKING, Any
 
+from cluster.edge.families.errors import MalformedCallError
 from cluster.edge.families.formats import ToolFormat
-from cluster.edge.families.message import arguments_text, give_call, loads
-from cluster.edge.families.reader import NotACallError
+from cluster.edge.families.json_calls import read_arguments
+from cluster.edge.families.json_text import arguments_text, loads
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,23 +39,17 @@ class Mistral(ToolFormat):
         del start, context
         yield from reader.skip_space()
         if (yield from reader.peek()) == "[":
-            calls = loads((yield from reader.json_value()))
-            for call in calls:
-                given = call.get("id") if isinstance(call, dict) else None
-                is_id = isinstance(given, str) and _SHORT_ID.fullmatch(given) is not None
-                give_call(sink, call, str(given) if is_id else "")
+            for call in loads((yield from reader.json_text())):
+                _give_call(sink, call)
             return
         name = yield from reader.until(_END_OF_NAME, len(_ID))
         call_id = ""
         if (yield from reader.starts(_ID)):
             call_id = yield from reader.until(_END_OF_ID, len(_ARGUMENTS))
-        if not (yield from reader.starts(_ARGUMENTS)):
-            yield from reader.skip_space()
-            if (yield from reader.peek()) != "{":
-                raise NotACallError
+        yield from reader.starts(_ARGUMENTS)
         yield from reader.skip_space()
-        arguments = loads((yield from reader.json_value()))
-        sink.call(name, arguments_text(arguments), call_id)
+        yield from read_arguments(reader, sink, name, call_id)
+        sink.end_call()
 
     def new_call_id(self) -> str:
         """Return nine letters and digits, which the templates of later turns demand."""
@@ -75,7 +70,7 @@ class Mistral(ToolFormat):
             message["tool_call_id"] = _short_id(message["tool_call_id"])
         return message
 
-    def calls(self, lark: Lark, tools: Sequence[Tool], *, is_parallel: bool) -> str:
+    def calls_expression(self, lark: Lark, tools: Sequence[Tool], *, is_parallel: bool) -> str:
         """Return a name and its arguments."""
         del is_parallel
         return lark.any_of(
@@ -86,6 +81,20 @@ class Mistral(ToolFormat):
                 for tool in tools
             ]
         )
+
+
+def _give_call(sink: MessageSink, call: object) -> None:
+    """Give a call of a list to a sink.
+
+    Raises:
+        MalformedCallError: It has no name, or its arguments are no object.
+    """
+    if not isinstance(call, dict) or "name" not in call:
+        raise MalformedCallError
+    arguments = call.get("arguments", call.get("parameters", {}))
+    given = call.get("id")
+    is_id = isinstance(given, str) and _SHORT_ID.fullmatch(given) is not None
+    sink.call(call["name"], arguments_text(arguments), str(given) if is_id else "")
 
 
 def _short_id(call_id: str) -> str:

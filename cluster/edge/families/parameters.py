@@ -6,9 +6,9 @@ import ast
 import json
 from typing import TYPE_CHECKING, Any
 
+from cluster.edge.families.errors import MalformedCallError
+from cluster.edge.families.json_text import loads
 from cluster.edge.families.lark import UnsupportedSchemaError
-from cluster.edge.families.message import loads
-from cluster.edge.families.reader import NotACallError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -69,7 +69,7 @@ def value_of(text: str, schema: Mapping[str, Any]) -> object:
     stripped = text.strip()
     try:
         value = _WORDS[stripped] if stripped in _WORDS else loads(stripped)
-    except NotACallError:
+    except MalformedCallError:
         value = _literal(stripped) if stripped[:1] in ("{", "[") else text
     kind = _kind(value)
     fits = kind in allowed or (kind == "integer" and "number" in allowed)
@@ -80,7 +80,7 @@ def json_of(text: str) -> object:
     """Return the value of JSON; text that is none is a string."""
     try:
         return loads(text)
-    except NotACallError:
+    except MalformedCallError:
         return text
 
 

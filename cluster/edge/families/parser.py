@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 class OutputParser:
     """Incremental parser: any division of a text gives the same message.
 
-    A call is given once it is complete, so a client never sees a part of one that is cut.
+    Where the arguments of a call are JSON in the output they are given as they come, else one by
+    one or all together. Their last brace comes when the whole call has been read, so that a call
+    which is cut, or turns out to be none, never has arguments that can be decoded.
 
     Args:
         tools: Format of tool calls; None reads none.
@@ -48,7 +50,7 @@ class OutputParser:
         """Add output; return what it completes."""
         self._reader.text += text
         self._resume()
-        return self._sink.take()
+        return self._sink.drain()
 
     def finish(self, *, is_cut: bool = False) -> MessageDelta:
         """End the output; return the rest of the message.
@@ -59,10 +61,14 @@ class OutputParser:
         """
         self._reader.is_ended, self._reader.is_cut = True, is_cut
         self._resume()
-        return self._sink.take(is_last=True)
+        return self._sink.drain(is_last=True)
 
     def read(self, text: str, *, is_cut: bool = False) -> Message:
-        """Return the message of a whole output; see `finish`."""
+        """Return the message of a whole output; see `finish`.
+
+        Nothing of a call that is cut or malformed is in it.
+        """
+        self._sink.holds_calls = True
         delta = self.feed(text)
         delta.extend(self.finish(is_cut=is_cut))
         return Message.of(delta)

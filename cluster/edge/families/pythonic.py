@@ -7,10 +7,10 @@ import keyword
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
+from cluster.edge.families.errors import MalformedCallError
 from cluster.edge.families.formats import ToolFormat
-from cluster.edge.families.message import arguments_text
+from cluster.edge.families.json_text import arguments_text
 from cluster.edge.families.parameters import definitions, listed_properties, property_schema
-from cluster.edge.families.reader import NotACallError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,7 +64,7 @@ class Pythonic(ToolFormat):
         names = [*tool.name.split("."), *(properties if isinstance(properties, dict) else ())]
         return all(name.isidentifier() and not keyword.iskeyword(name) for name in names)
 
-    def calls(self, lark: Lark, tools: Sequence[Tool], *, is_parallel: bool) -> str:
+    def calls_expression(self, lark: Lark, tools: Sequence[Tool], *, is_parallel: bool) -> str:
         """Return the list, with JSON for values."""
         options = []
         for tool in tools:
@@ -88,8 +88,8 @@ def _skip_name(reader: TextReader) -> Steps[None]:
     """Read the name of a function.
 
     Raises:
-        NotACallError: There is none.
-        CutError: The text has ended.
+        MalformedCallError: There is none.
+        TruncatedCallError: The text has ended.
     """
     begin = reader.pos
     while True:
@@ -98,14 +98,14 @@ def _skip_name(reader: TextReader) -> Steps[None]:
             break
         reader.pos += 1
     if reader.pos == begin:
-        raise NotACallError
+        raise MalformedCallError
 
 
 def _brackets(reader: TextReader) -> Steps[str]:
     """Read a text in brackets, in which brackets in strings do not count.
 
     Raises:
-        CutError: The text ends before the last bracket.
+        TruncatedCallError: The text ends before the last bracket.
     """
     begin = at = reader.pos
     depth, quote = 0, ""
@@ -133,27 +133,27 @@ def _calls(text: str, context: OutputContext) -> list[_Call]:
     """Return the calls of a Python list.
 
     Raises:
-        NotACallError: It holds something else, or a function that is not offered.
+        MalformedCallError: It holds something else, or a function that is not offered.
     """
     try:
         tree = ast.parse(text, mode="eval").body
         if not isinstance(tree, ast.List):
-            raise NotACallError
+            raise MalformedCallError
         return [_call(element, context) for element in tree.elts]
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        raise NotACallError from error
+        raise MalformedCallError from error
 
 
 def _call(element: ast.expr, context: OutputContext) -> _Call:
     if not isinstance(element, ast.Call) or element.args:
-        raise NotACallError
+        raise MalformedCallError
     name = ast.unparse(element.func)
     if name not in context.tools:
-        raise NotACallError
+        raise MalformedCallError
     arguments = {}
     for argument in element.keywords:
         if argument.arg is None:
-            raise NotACallError
+            raise MalformedCallError
         arguments[argument.arg] = _value(argument.value)
     return _Call(name, arguments)
 
@@ -167,9 +167,9 @@ def _value(node: ast.expr) -> object:
     if isinstance(node, ast.Dict):
         keys = [None if key is None else ast.literal_eval(key) for key in node.keys]
         if not all(isinstance(key, str) for key in keys):
-            raise NotACallError
+            raise MalformedCallError
         return dict(zip(keys, map(_value, node.values), strict=True))
     value = ast.literal_eval(node)
     if value is None or isinstance(value, str | int | float):
         return value
-    raise NotACallError
+    raise MalformedCallError

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from cluster.edge.families.formats import ToolFormat
-from cluster.edge.families.message import arguments_text
+from cluster.edge.families.message import ArgumentsWriter
 from cluster.edge.families.parameters import is_text, parameter_list, property_schema, value_of
 
 if TYPE_CHECKING:
@@ -49,11 +49,11 @@ class Qwen3Coder(ToolFormat):
         parameters = context.parameters(name)
         properties = parameters.get("properties")
         properties = properties if isinstance(properties, dict) else {}
-        arguments: dict[str, object] = {}
+        writer = ArgumentsWriter(sink, name)
 
         def is_end(found: re.Match[str]) -> bool:
             other = found["next"]
-            return other is None or (other in properties and other not in arguments)
+            return other is None or (other in properties and other not in writer.keys)
 
         while True:
             yield from reader.skip_space()
@@ -62,17 +62,18 @@ class Qwen3Coder(ToolFormat):
             yield from reader.expect(_PARAMETER)
             key = (yield from reader.until(">")).strip()
             yield from reader.starts("\n")
-            arguments[key] = None  # An element of this name does not end its own value.
+            writer.begin_argument(key)  # An element of this name does not end its own value.
             schema = property_schema(parameters, key)
             read = reader.until if is_text(schema) else reader.value_until
-            arguments[key] = value_of((yield from read(_ENDS, _LONGEST, is_end)), schema)
-        sink.call(name, arguments_text(arguments))
+            text = yield from read(_ENDS, _LONGEST, is_end)
+            writer.end_argument(key, value_of(text, schema))
+        writer.end_call()
         end_of_call = reader.pos
         yield from reader.skip_space()
         if not (yield from reader.starts(_CALL_END)):
             reader.pos = end_of_call
 
-    def calls(self, lark: Lark, tools: Sequence[Tool], *, is_parallel: bool) -> str:
+    def calls_expression(self, lark: Lark, tools: Sequence[Tool], *, is_parallel: bool) -> str:
         """Return the function and the call's end."""
         del is_parallel
         return lark.any_of(

@@ -11,6 +11,9 @@ import functools
 import re
 from typing import TYPE_CHECKING, NoReturn, TypeAlias, TypeVar
 
+from cluster.edge.families.errors import MalformedCallError, TruncatedCallError
+from cluster.edge.families.json_text import JsonScanner
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
 
@@ -18,8 +21,6 @@ T = TypeVar("T")
 Steps: TypeAlias = "Generator[None, None, T]"
 """A reading step: it yields whenever it needs more text, and returns its result."""
 
-_IN_STRING = re.compile(r'["\\]')
-_OUTSIDE = re.compile(r'["{}\[\]]')
 _IN_JSON_STRING = re.compile(r'["\x00-\x1f]|\\.')
 _OUTSIDE_JSON_STRING = re.compile(r'["{}\[\]<]')
 
@@ -28,14 +29,6 @@ _OUTSIDE_JSON_STRING = re.compile(r'["{}\[\]<]')
 def _literal(text: str) -> re.Pattern[str]:
     """Return an expression for a text; formats have few, which are searched for often."""
     return re.compile(re.escape(text))
-
-
-class CutError(Exception):
-    """The text has ended inside a tool call."""
-
-
-class NotACallError(Exception):
-    """The text looked like a tool call, but is none."""
 
 
 class Markers:
@@ -74,6 +67,7 @@ class TextReader:
         pos: Position in `text` up to which it has been read.
         is_ended: Whether no more text comes.
         is_cut: Whether the text has ended because of a limit, not because the model has stopped.
+        call_begin: Position at which the call that is being read begins.
         num_refused_chars: Length of the texts so far that looked like calls but are none.
     """
 
@@ -82,6 +76,7 @@ class TextReader:
         self.pos = 0
         self.is_ended = False
         self.is_cut = False
+        self.call_begin = 0
         self.num_refused_chars = 0
 
     def wait(self) -> Steps[bool]:
@@ -97,10 +92,10 @@ class TextReader:
         """Wait for more text.
 
         Raises:
-            CutError: There is none.
+            TruncatedCallError: There is none.
         """
         if not (yield from self.wait()):
-            raise CutError
+            raise TruncatedCallError
 
     def copy_until(self, markers: Markers, emit: Callable[[str], None]) -> Steps[str | None]:
         """Emit the text up to the first marker and read the marker; return None without one."""
@@ -149,26 +144,36 @@ class TextReader:
         """Read a literal.
 
         Raises:
-            NotACallError: The text continues otherwise.
-            CutError: The text has ended.
+            MalformedCallError: The text continues otherwise.
+            TruncatedCallError: The text has ended.
         """
         if not (yield from self.starts(literal)):
             self.refuse()
 
     def refuse(self) -> NoReturn:
         """Give up on a call: it is cut if the whole text has been read, else it is none."""
-        raise CutError if self.is_ended and self.pos == len(self.text) else NotACallError
+        raise (
+            TruncatedCallError
+            if self.is_ended and self.pos == len(self.text)
+            else MalformedCallError
+        )
 
-    def count_refused(self, begin: int, error: NotACallError | CutError) -> None:
-        """Count the text from `begin` that is no call and has to be read a second time."""
-        end = len(self.text) if isinstance(error, CutError) else self.pos
+    def reread(self, begin: int, error: MalformedCallError | TruncatedCallError) -> None:
+        """Go back to a position, as the text from there is no call, and count what is read again.
+
+        Args:
+            begin: The position.
+            error: What ended the call.
+        """
+        end = len(self.text) if isinstance(error, TruncatedCallError) else self.pos
         self.num_refused_chars += end - begin
+        self.pos = begin
 
     def peek(self) -> Steps[str]:
         """Return the next character without reading it.
 
         Raises:
-            CutError: There is none.
+            TruncatedCallError: There is none.
         """
         while self.pos == len(self.text):
             yield from self.more()
@@ -188,7 +193,7 @@ class TextReader:
             accepts: Returns whether a match counts.
 
         Raises:
-            CutError: The text ends without it.
+            TruncatedCallError: The text ends without it.
         """
         if isinstance(pattern, str):
             longest = len(pattern)
@@ -216,12 +221,12 @@ class TextReader:
         The pattern is not searched for in JSON's strings, which may hold it.
 
         Raises:
-            CutError: The text ends without the pattern.
+            TruncatedCallError: The text ends without the pattern.
         """
         begin = self.pos
         end = yield from self._skip_json()
         if end is not None:
-            with contextlib.suppress(CutError):
+            with contextlib.suppress(TruncatedCallError):
                 behind = yield from self.until(pattern, longest, accepts)
                 if not behind.strip():
                     return self.text[begin : end + len(behind)]
@@ -256,32 +261,32 @@ class TextReader:
         self.pos = found.end()
         return found[0]
 
-    def json_value(self) -> Steps[str]:
-        """Read a JSON object or array and return its text, of which only brackets are checked.
+    def json(self, emit: Callable[[str], None], *, without_end: bool = False) -> Steps[None]:
+        """Read a JSON value and emit its text in parts, each as soon as it is certain.
+
+        Args:
+            emit: Gets the parts.
+            without_end: Whether to keep the last character from it, a bracket.
 
         Raises:
-            NotACallError: The text continues with something else.
-            CutError: The text ends before the value does.
+            MalformedCallError: The text is none, from the position on that has been reached.
+            TruncatedCallError: The text ends before the value does.
         """
-        if (yield from self.peek()) not in "{[":
-            raise NotACallError
-        begin = at = self.pos
-        depth, in_string = 0, False
+        scanner = JsonScanner()
         while True:
-            found = (_IN_STRING if in_string else _OUTSIDE).search(self.text, at)
-            if found is None:
-                at = len(self.text)
-                yield from self.more()
-                continue
-            at = found.end()
-            if found[0] == "\\":
-                while at == len(self.text):
-                    yield from self.more()
-                at += 1
-            elif found[0] == '"':
-                in_string = not in_string
-            else:
-                depth += 1 if found[0] in "{[" else -1
-                if depth == 0:
-                    self.pos = at
-                    return self.text[begin:at]
+            begin = self.pos
+            self.pos = scanner.scan(self.text, begin)
+            end = self.pos - (without_end and scanner.is_done)
+            if end > begin:
+                emit(self.text[begin:end])
+            if scanner.is_malformed:
+                raise MalformedCallError
+            if scanner.is_done:
+                return
+            yield from self.more()
+
+    def json_text(self) -> Steps[str]:
+        """Read a JSON value and return its text; see `json`."""
+        parts: list[str] = []
+        yield from self.json(parts.append)
+        return "".join(parts)

@@ -3,6 +3,7 @@
 Its fixtures are recorded outputs with the message that a correct server makes of each.
 """
 
+import json
 import os
 import random
 from collections import Counter
@@ -23,9 +24,15 @@ from canitoolcall.fixtures import load_fixtures
 from canitoolcall.pytest_plugin import family_for
 from canitoolcall.results import Observation, ParsedToolCall, ParseResult
 
-SCORE = {"pass": 468, "soft_pass": 1}
-"""Two fixtures of Gemma 4 contradict each other: one keeps the space before a call, one drops it.
-A soft pass differs in white space alone."""
+SCORE = {"pass": 467, "soft_pass": 1, "fail": 1}
+"""A call of a stream counts once it is complete, as then alone its arguments can be decoded.
+
+Two fixtures of Gemma 4 contradict each other: one keeps the space before a call, one drops it. A
+soft pass differs in white space alone. The fixture that fails is `MALFORMED`."""
+MALFORMED = "deepseek/vllm-v3-malformed-missing-brace"
+"""Its call turns out to be none when a stream has given a part of it; see docs/tools.md."""
+STRICT_SCORE = {"pass": 448, "soft_pass": 1, "fail": 20}
+"""A call of a stream counts as soon as it has begun, which fails where the output is cut in it."""
 
 
 def parsed(fixture, pieces):
@@ -40,12 +47,21 @@ def parsed(fixture, pieces):
     functions = [tool.get("function", tool) for tool in fixture.tools]
     offered = {f["name"]: Tool(f["name"], f.get("parameters") or {}) for f in functions}
     parser = OutputParser(tools, reasoning, OutputContext(offered, prompt_end))
+    if pieces is None:
+        return parser.read(fixture.raw_output, is_cut=fixture.truncated)
     delta = MessageDelta()
     for piece in pieces:
         delta.extend(parser.feed(piece))
     delta.extend(parser.finish(is_cut=fixture.truncated))
-    message = Message.of(delta)
-    calls = tuple(ParsedToolCall(call.name, call.arguments) for call in message.calls)
+    return Message.of(delta)
+
+
+def result(message, *, is_strict):
+    calls = tuple(
+        ParsedToolCall(call.name, call.arguments)
+        for call in message.calls
+        if is_strict or call.is_complete
+    )
     return ParseResult(message.content or None, message.reasoning or None, calls)
 
 
@@ -58,22 +74,45 @@ def divided(text, seed, most):
     return pieces
 
 
-def status_of(fixture):
+def statuses_of(fixture):
+    """The status of a fixture, and the strict one."""
     text = fixture.raw_output
     streams = {"token": parsed(fixture, text)}
     streams |= {
         f"rand:{seed}:{most}": parsed(fixture, divided(text, seed, most))
         for seed, most in enumerate((2, 4, 8, 40), start=1)
     }
-    observed = Observation(nonstream=parsed(fixture, [text]), streams=streams)
-    return checks.case_status(checks.run_checks(fixture, family_for(fixture), observed)).value
+    whole = parsed(fixture, None)
+    assert all(call.is_complete for call in whole.calls)
+    for message in streams.values():
+        for call in message.calls:
+            assert call.is_complete is is_json(call.arguments)
+
+    def status(*, is_strict):
+        observed = Observation(
+            nonstream=result(whole, is_strict=is_strict),
+            streams={name: result(each, is_strict=is_strict) for name, each in streams.items()},
+        )
+        return checks.case_status(checks.run_checks(fixture, family_for(fixture), observed)).value
+
+    is_finished = all(call.is_complete for each in streams.values() for call in each.calls)
+    found = status(is_strict=False)
+    return found, found if is_finished else status(is_strict=True)
 
 
-def test_the_score_never_falls(record_property):
+def is_json(text):
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
+
+
+def test_the_scores_never_fall(record_property):
     fixtures = load_fixtures(None)
-    found = {fixture.id: status_of(fixture) for fixture in fixtures}
-    score = Counter(found.values())
-    record_property("summary", f"canitoolcall: {dict(score)} of {len(fixtures)}")
-    failed = [name for name, status in found.items() if status not in SCORE]
-    assert not failed
+    found = {fixture.id: statuses_of(fixture) for fixture in fixtures}
+    score, strict = (Counter(each[i] for each in found.values()) for i in (0, 1))
+    text = f"{dict(score)} of {len(fixtures)}; calls without end counted: {dict(strict)}"
+    record_property("summary", f"canitoolcall: {text}")
+    assert [name for name, (status, _) in found.items() if status == "fail"] == [MALFORMED]
     assert dict(score) == SCORE
+    assert dict(strict) == STRICT_SCORE

@@ -4,6 +4,7 @@ import functools
 import json
 import random
 import re
+from dataclasses import replace
 from typing import get_args
 
 import jsonschema
@@ -13,8 +14,10 @@ from hypothesis import strategies as st
 
 from cluster.config.schema import ReasoningParserName, ToolParserName
 from cluster.edge.families import formats
+from cluster.edge.families.errors import MalformedCallError
 from cluster.edge.families.formats import OutputContext, WholeFormat
 from cluster.edge.families.grammar import CallRules, answer_grammar, message_grammar
+from cluster.edge.families.json_text import JsonScanner, loads
 from cluster.edge.families.lark import UnsupportedSchemaError
 from cluster.edge.families.message import Message, MessageDelta, Tool, ToolCall
 from cluster.edge.families.mistral import Mistral
@@ -98,7 +101,7 @@ MESSAGES = [
     ("hermes", None, "", '<tool_call>{"name":"f","arguments":{"x":1e999}}',
      Message('<tool_call>{"name":"f","arguments":{"x":1e999}}')),
     ("hermes", None, "", '<tool_call>{"name":"f","arguments":{"x":"\\ud800"}}',
-     Message(calls=[ToolCall("f", '{"x": "\\ud800"}')])),
+     Message(calls=[ToolCall("f", '{"x":"\\ud800"}')])),
     ("hermes", "qwen3", "<think>\n", f"Hm.\n</think>\n\nSo.\n{HERMES_CALL}",
      Message("So.", "Hm.", [PARIS])),
     ("hermes", "qwen3", "<think>\n\n</think>\n\n", "So.", Message("So.")),
@@ -125,8 +128,6 @@ UNENDED = [
     ("hermes", None, "", HERMES_CALL[:30], Message(HERMES_CALL[:30])),
     ("hermes", None, "", f"{HERMES_CALL}\n{HERMES_CALL[:30]}",
      Message(HERMES_CALL[:30], calls=[PARIS])),
-    ("hermes", None, "", HERMES_CALL.replace("}}", "}"),
-     Message(HERMES_CALL.replace("}}", "}"))),
     ("hermes", "qwen3", "<think>", f"Hm.{HERMES_CALL[:30]}",
      Message("", f"Hm.{HERMES_CALL[:30]}")),
     ("glm45", None, "", "Use <tool_call> to call.", Message("Use <tool_call> to call.")),
@@ -149,10 +150,17 @@ def test_a_call_without_end_is_dropped_only_if_a_limit_cuts_it(
 
 
 REFUSED = [
+    ("hermes", HERMES_CALL.replace("}}", "}"), HERMES_CALL.replace("}}", "}")),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}, "name": "g"}',
+     '<tool_call>{"name": "f", "arguments": {}, "name": "g"}'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": tru}}',
+     '<tool_call>{"name": "f", "arguments": {"a": tru}}'),
+    ("llama3_json", '{"name": "g", "parameters": {}}', '{"name": "g", "parameters": {}}'),
+    ("llama3_json", '{"name": "get_time"}', '{"name": "get_time"}'),
     ("openai", f'{HARMONY_CALL}{{"a": 1,}}<|call|>', '{"a": 1,}'),
     ("kimi_k3", "<|open|>tools<|sep|>of the trade", "<|open|>tools<|sep|>of the trade"),
     ("kimi_k3", f"{KIMI_CALL}text", f"{KIMI_CALL}text"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("tools", "text", "content"), REFUSED)
@@ -223,8 +231,16 @@ def test_a_complete_call_is_read_without_rest(name):
     assert message.content == ""
 
 
+def is_json(text):
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
+
+
 def test_any_division_of_an_output_gives_the_same_message():
     num_messages = {True: 0, False: 0}
+    num_unfinished = 0
 
     @settings(max_examples=300, deadline=None)
     @given(
@@ -237,18 +253,28 @@ def test_any_division_of_an_output_gives_the_same_message():
         data=st.data(),
     )
     def check(tools, reasoning, prompt_end, before, behind, is_cut, data):
-        text = "".join([*before, CALLS.get(tools, HERMES_CALL), *behind])
+        nonlocal num_unfinished
+        call = CALLS.get(tools, HERMES_CALL)
+        call = call[: data.draw(st.sampled_from([len(call), len(call) - 1, len(call) - 9]))]
+        text = "".join([*before, call, *behind])
         cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8).map(sorted))
         whole = parser(tools, reasoning, prompt_end).read(text, is_cut=is_cut)
         num_messages[bool(whole.calls)] += 1
         delta = delta_in_pieces(parser(tools, reasoning, prompt_end), text, (), is_cut=is_cut)
-        assert Message.of(delta) == whole
+        streamed = Message.of(delta)
+        for call in streamed.calls:
+            assert call.is_complete is is_json(call.arguments)
+        if all(call.is_complete for call in streamed.calls):
+            assert streamed == whole
+        else:
+            num_unfinished += 1
         for places in (cuts, range(1, len(text))):
             own = parser(tools, reasoning, prompt_end)
             assert delta_in_pieces(own, text, places, is_cut=is_cut) == delta
 
     check()
     assert num_messages[True] >= 100
+    assert num_unfinished >= 1
 
 
 def test_content_comes_at_once_unless_it_may_begin_a_call():
@@ -258,12 +284,142 @@ def test_content_comes_at_once_unless_it_may_begin_a_call():
     ]  # fmt: skip
 
 
-def test_a_call_is_given_when_it_is_complete():
-    own = parser("hermes")
-    assert own.feed(HERMES_CALL[:-20]) == MessageDelta()
-    assert own.has_calls is False
-    assert Message.of(own.feed(HERMES_CALL[-20:])).calls == [PARIS]
-    assert own.has_calls is True
+JSON_FORMATS = [
+    "hermes",
+    "llama3_json",
+    "mistral",
+    "deepseek_v3",
+    "deepseek_v31",
+    "kimi_k2",
+    "openai",
+]
+FORMATS_OF_ARGUMENTS = [
+    "qwen3_coder",
+    "glm45",
+    "glm47",
+    "deepseek_v32",
+    "deepseek_v4",
+    "deepseek_v41",
+    "kimi_k3",
+]
+WHOLE_FORMATS = ["gemma4", "pythonic", "llama4_pythonic"]
+
+
+def calls_so_far(name, num_chars):
+    """The calls of the beginning of a good call, and a parser that has read it."""
+    prompt_end = "<|open|>response<|sep|>" if name == "kimi_k3" else ""
+    own = parser(name, None, prompt_end, offered={"mixed": MIXED})
+    return Message.of(own.feed(GOOD[name][:num_chars])).calls, own
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_the_arguments_of_a_call_come_as_soon_as_they_are_certain(name):
+    assert {*JSON_FORMATS, *FORMATS_OF_ARGUMENTS, *WHOLE_FORMATS} == {*TOOL_FORMATS}
+    text = GOOD[name]
+    seen = {}
+    for num_chars in range(len(text) + 1):
+        calls, own = calls_so_far(name, num_chars)
+        assert own.has_calls is any(call.is_complete for call in calls)
+        for call in calls:
+            assert call.name == "mixed"
+            seen.setdefault(call.arguments, num_chars)
+            assert call.is_complete is is_json(call.arguments)
+    least = {"{", '{"text"', '{"text": "', '{"text": "x', '{"text": "x"'}
+    if name in JSON_FORMATS:
+        assert least <= seen.keys()
+        assert seen['{"text": "x'] == text.index('"x') + 2
+    elif name in FORMATS_OF_ARGUMENTS:
+        assert {*seen} - {'{"text": "x"'} == {"{", '{"text": "x"}'}
+    else:
+        assert {*seen} == {'{"text": "x"}'}
+
+
+def test_an_argument_comes_before_the_next():
+    text = GOOD["qwen3_coder"].replace("</function>", "<parameter=all>\n")
+    [call] = Message.of(parser("qwen3_coder").feed(text)).calls
+    assert call == ToolCall("mixed", '{"text": "x"', is_complete=False)
+
+
+SECTION_END = "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+UNFINISHED = [
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1]}</tool_call> So.',
+     Message("]}</tool_call> So.", calls=[ToolCall("f", '{"a": 1', is_complete=False)])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}, 5}',
+     Message("5}", calls=[ToolCall("f", '{"a": 1', is_complete=False)])),
+    ("hermes", f'<tool_call>{{"name": "f", "arguments": {{"a": tru{HERMES_CALL}',
+     Message("tru", calls=[ToolCall("f", '{"a": ', is_complete=False), PARIS])),
+    ("qwen3_coder", "<function=f>\n<parameter=a>\nx",
+     Message("x", calls=[ToolCall("f", "{", is_complete=False)])),
+    ("deepseek_v31", deepseek('get_time<｜tool▁sep｜>{"a": "b') + "so",
+     Message(calls=[ToolCall("get_time", f'{{"a": "b{SECTION_END}so', is_complete=False)])),
+    ("openai", f'{HARMONY_CALL}{{"a": 1,}}<|call|>',
+     Message("}", calls=[ToolCall("get_time", '{"a": 1,', is_complete=False)])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "message"), UNFINISHED)
+@pytest.mark.parametrize("step", [1, 1000])
+def test_a_call_that_is_none_after_a_part_was_given_ends_without_its_last_brace(
+    name, text, message, step
+):
+    own = parser(name)
+    assert read_in_pieces(own, text, range(step, len(text), step)) == message
+    assert own.has_calls is any(call.is_complete for call in message.calls)
+
+
+@pytest.mark.parametrize("name", [*JSON_FORMATS, *FORMATS_OF_ARGUMENTS])
+def test_a_cut_call_has_the_beginning_of_an_object(name):
+    at = GOOD[name].index("x", GOOD[name].index("text") + len("text"))
+    prompt_end = "<|open|>response<|sep|>" if name == "kimi_k3" else ""
+    own = parser(name, None, prompt_end, offered={"mixed": MIXED})
+    message = read_in_pieces(own, GOOD[name][: at + 1], range(1, at + 1), is_cut=True)
+    arguments = '{"text": "x' if name in JSON_FORMATS else "{"
+    assert message == Message(calls=[replace(message.calls[0], arguments=arguments)])
+    assert [call.is_complete for call in message.calls] == [False]
+
+
+def test_a_repeated_argument_keeps_its_first_value():
+    text = "<function=f>\n<parameter=a>\nx\n</parameter>\n<parameter=a>\ny\n</parameter></function>"
+    assert parser("qwen3_coder").read(text).calls == [ToolCall("f", '{"a": "x"}')]
+
+
+VALUES_OF_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5) | st.sampled_from(['"', "\\", "\n", "\ud800"]),
+    lambda each: st.lists(each, max_size=3) | st.dictionaries(st.text(max_size=3), each),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    value=VALUES_OF_JSON,
+    indent=st.sampled_from([None, 1]),
+    wrong=st.sampled_from(["", ",", "}", '"', "x", "-", "\\", "\n", "é"]),
+    data=st.data(),
+)
+def test_a_scanner_of_json_agrees_with_a_decoder(value, indent, wrong, data):
+    text = json.dumps(value, indent=indent, ensure_ascii=data.draw(st.booleans()))
+    at = data.draw(st.integers(0, len(text)))
+    text = f"[{text[:at]}{wrong}{text[at:]}]"
+    scanner, end = JsonScanner(), 0
+    for num_chars in range(1, len(text) + 1):
+        end = scanner.scan(text[:num_chars], end)
+        if not scanner.is_malformed:
+            assert num_chars - end <= 30
+    assert (scanner.is_done and end == len(text)) is not (json_error(text) is not None)
+    whole = JsonScanner()
+    assert (whole.scan(text, 0), whole.is_done, whole.is_malformed) == (
+        end, scanner.is_done, scanner.is_malformed,
+    )  # fmt: skip
+
+
+def json_error(text):
+    try:
+        loads(text)
+    except MalformedCallError as error:
+        return error
+    return None
 
 
 def test_special_tokens_are_left_out_and_further_calls_are_dropped():
@@ -306,9 +462,11 @@ def test_a_stream_without_calls_is_read_in_linear_time(monkeypatch, piece, promp
 
 
 def test_text_that_looks_like_calls_again_and_again_is_not_read_as_often():
-    text = "<tool_call>{" * 4_000 + "}" * 4_000
-    own = parser("hermes")
-    assert own.read(f"{text}{HERMES_CALL}").content == f"{text}{HERMES_CALL}"
+    text = "<function=f>\n<parameter=a>\n" * 4_000
+    own = parser("qwen3_coder")
+    assert own.read(text) == Message(text)
+    streamed = read_in_pieces(parser("qwen3_coder"), text, ())
+    assert 1 < len(streamed.calls) < 50
 
 
 def test_many_short_texts_that_are_no_calls_do_not_hide_a_call():

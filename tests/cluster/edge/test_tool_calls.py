@@ -78,8 +78,12 @@ def joined(events):
             message["content"] += delta.get("content", "")
             message["reasoning"] += delta.get("reasoning", "")
             for each in delta.get("tool_calls", ()):
-                assert each["index"] == len(message["tool_calls"])
-                message["tool_calls"].append(each["function"])
+                if "id" in each:
+                    assert (each["index"], each["type"]) == (len(message["tool_calls"]), "function")
+                    name = each["function"]["name"]
+                    message["tool_calls"].append({"name": name, "arguments": ""})
+                own = message["tool_calls"][each["index"]]
+                own["arguments"] += each["function"]["arguments"]
             reason = choice["finish_reason"] or reason
     return message, reason
 
@@ -118,6 +122,36 @@ def test_an_answer_without_text_has_null_for_content():
 def test_a_cut_answer_keeps_its_complete_calls_and_its_reason():
     message, reason = answer(f"{CALL}\n{CALL[:30]}", "length")
     assert (len(message["tool_calls"]), message["content"], reason) == (1, None, "length")
+
+
+def calls_of(text, reason="stop", **fields):
+    """The entries of calls in the events of a stream, and its message and finish reason."""
+    backend = ToolBackend(text, reason, size=1)
+    events = call(backend, "POST", PATH, {**BODY, "stream": True, **fields}).events[:-1]
+    entries = [event["choices"][0]["delta"].get("tool_calls", ()) for event in events]
+    return [entry for [entry] in filter(None, entries)], *joined(events)
+
+
+def test_a_call_is_streamed_in_pieces():
+    [start, *rest], message, reason = calls_of(CALL)
+    assert start.pop("id").startswith("call_")
+    function = {"name": "weather", "arguments": "{"}
+    assert start == {"index": 0, "type": "function", "function": function}
+    assert rest[0] == {"index": 0, "function": {"arguments": '"'}}
+    assert len(rest) > 10
+    assert (message["tool_calls"], reason) == ([FUNCTION], "tool_calls")
+
+
+@pytest.mark.parametrize(
+    ("text", "end", "reason", "content"),
+    [(CALL[:-20], "length", "length", ""), (CALL.replace("}}", "]"), "stop", "stop", "]")],
+)
+def test_a_streamed_call_without_end_cannot_be_decoded(text, end, reason, content):
+    _, message, found = calls_of(f"{CALL}\n{text}", end)
+    assert message["tool_calls"][0] == FUNCTION
+    assert message["tool_calls"][1]["arguments"] in ('{"city": "', '{"city": "Bern"')
+    _, message, found = calls_of(text, end)
+    assert (found, message["content"].partition("\n")[0]) == (reason, content)
 
 
 @pytest.mark.parametrize("size", [5, 1000])
@@ -182,7 +216,7 @@ def test_a_resumed_stream_goes_on_after_any_event_even_within_a_call():
             ours, original = json.loads(mine), json.loads(theirs)
             for each in (ours, original):
                 for made in each["choices"][0]["delta"].get("tool_calls", ()):
-                    del made["id"]
+                    made.pop("id", None)
             assert ours["choices"] == original["choices"]
 
 
