@@ -215,6 +215,10 @@ class IngressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             predicted times and the number of cached tokens (see `prompt_tokens_details`).
         stream_keep_alive_s: Seconds without an event after which a stream sends a comment, which
             clients ignore, so that load balancers do not close it.
+        unknown_fields: What becomes of fields in request bodies that no API documents, at any
+            depth. "ignore" drops them, and the header `x-ttserve-ignored-fields` of the answer
+            names up to 16 of them. "refuse" answers 400. Documented fields that are not supported
+            are always refused.
         api_keys: Absolute path of the file of API keys on each host of an ingress, see
             docs/keys.md. A change of the file acts within seconds, without a restart. Every route
             but the health checks then needs a key, which also names the tenant. None: no keys.
@@ -233,6 +237,7 @@ class IngressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     prompt_tokens_details: bool = False
     route_header: bool = False
     stream_keep_alive_s: float = 15.0
+    unknown_fields: Literal["ignore", "refuse"] = "ignore"
     api_keys: str | None = None
     allowed_hosts: list[str] | None = None
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from cluster.edge.fields import FieldTable
     from cluster.edge.openai import ResponseSpec, Usage
     from cluster.edge.openai_requests import ParsedRequest
     from cluster.errors import ServingError
@@ -46,11 +47,13 @@ class Api(Protocol):
 
     Attributes:
         route: Name of the route in `cluster.edge.route_table`.
+        fields: The fields of its bodies.
         is_resumable: Whether a client may resume a stream by `Last-Event-ID`. The writer's `finish`
             must then begin with the one event that has the finish reason.
     """
 
     route: ClassVar[str]
+    fields: ClassVar[FieldTable]
     is_resumable: ClassVar[bool]
 
     def __init__(self, tokenizer: Tokenizer) -> None:

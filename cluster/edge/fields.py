@@ -380,7 +380,7 @@ def _remove(body: dict[str, Any], table: FieldTable, path: str, removed: list[st
     if not body.keys() <= table.keys():
         for name in [name for name in body if name not in table]:
             del body[name]
-            removed.append(path + name)
+            removed.append(path + name[:_MAX_SHOWN_CHARS])
     for name, of_object, of_entries in table.nested:
         value = body.get(name)
         if isinstance(value, dict) and of_object is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from cluster.edge.openai_fields import CHAT_FIELDS, COMPLETION_FIELDS
 from cluster.edge.openai_requests import parse_chat_completion, parse_completion
 from cluster.edge.openai_responses import (
     ChatShape,
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from cluster.edge.api import Body
+    from cluster.edge.fields import FieldTable
     from cluster.edge.openai import ResponseSpec, Usage
     from cluster.edge.openai_requests import ParsedRequest
     from cluster.edge.openai_responses import Shape
@@ -62,6 +64,7 @@ class CompletionsApi(_OpenAIApi):
     """The API of /v1/completions."""
 
     route: ClassVar[str] = "completions"
+    fields: ClassVar[FieldTable] = COMPLETION_FIELDS
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._shape = CompletionShape(tokenizer)
@@ -76,6 +79,7 @@ class ChatCompletionsApi(_OpenAIApi):
     """The API of /v1/chat/completions."""
 
     route: ClassVar[str] = "chat_completions"
+    fields: ClassVar[FieldTable] = CHAT_FIELDS
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._shape = ChatShape(tokenizer)

@@ -108,11 +108,7 @@ class Pipeline:
         self._admission = admission
         self._jobs = jobs
         self._is_cache_shared = ingress.share_prefix_cache or not has_tenants
-        self._max_body_bytes = ingress.max_body_bytes
-        self._request_timeout_s = ingress.request_timeout_s
-        self._stream_keep_alive_s = ingress.stream_keep_alive_s
-        self._prompt_tokens_details = ingress.prompt_tokens_details
-        self._has_route_header = ingress.route_header
+        self._ingress = ingress
         self._special_ids_for_checks = special_ids_for_checks(backend.tokenizer.special_token_texts)
 
     async def respond(self, http_request: Request, api: Api) -> Response:
@@ -129,7 +125,7 @@ class Pipeline:
 
     async def _read_request(self, http_request: Request, api: Api) -> _ReadyRequest:
         limits = BodyLimits.of_models(self._backend.models(), self._backend.tokenizer)
-        body = await read_json_body(http_request, self._max_body_bytes, limits)
+        body = await read_json_body(http_request, api.fields, limits, self._ingress)
         parsed = api.parse(body, tenant_of(http_request.scope).name)
         with naming_fields(parsed.field_names):
             return await self._prepare(parsed, http_request)
@@ -166,7 +162,7 @@ class Pipeline:
         beams = beam_search_params(parsed, request.sampling, card, vocab_size)
         request = msgspec.structs.replace(
             request,
-            timeout_s=self._request_timeout_s,
+            timeout_s=self._ingress.request_timeout_s,
             cache_salt=cache_salt(tenant.name, request.cache_salt, is_shared=self._is_cache_shared),
             **fields,
         )
@@ -175,7 +171,7 @@ class Pipeline:
             card.id,
             request_id=request_id,
             created=_unix_time_s(),
-            prompt_tokens_details=self._prompt_tokens_details,
+            prompt_tokens_details=self._ingress.prompt_tokens_details,
             echo=await self._echoed_text(parsed, prompt_ids, http_request),
         )
         spec = dataclasses.replace(spec, new_parser=new_parser)
@@ -199,7 +195,7 @@ class Pipeline:
             writer,
             to_serving_error,
             timeout_s=request.timeout_s,
-            keep_alive_s=self._stream_keep_alive_s,
+            keep_alive_s=self._ingress.stream_keep_alive_s,
             more_headers=self._more_headers(request, http_request),
         )
 
@@ -224,7 +220,7 @@ class Pipeline:
         self, request: EngineRequest, http_request: Request
     ) -> Callable[[], list[tuple[bytes, bytes]]]:
         """Return what makes the headers that show a request's route, once it has one."""
-        if not (self._has_route_header and is_enabled(http_request.headers, ROUTE_HEADER)):
+        if not (self._ingress.route_header and is_enabled(http_request.headers, ROUTE_HEADER)):
             return list
 
         def more_headers() -> list[tuple[bytes, bytes]]:

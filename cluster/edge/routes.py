@@ -33,7 +33,8 @@ from cluster.edge.fields import (
 )
 from cluster.edge.gate import RequestGate
 from cluster.edge.headers import require_json
-from cluster.edge.json_bodies import read_json_body
+from cluster.edge.json_bodies import IGNORED_FIELDS, IGNORED_FIELDS_HEADER, read_json_body
+from cluster.edge.openai_fields import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
 from cluster.edge.openai_limits import BodyLimits
 from cluster.edge.openai_requests import (
     check_vocabulary,
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from cluster.config.schema import AdmissionConfig, IngressConfig
     from cluster.edge.api_keys import ApiKeys
     from cluster.edge.backend import Backend
+    from cluster.edge.fields import FieldTable
     from cluster.edge.openai import ModelCard
     from cluster.edge.route_table import RouteSpec
     from replicas.messages import PauseMode
@@ -168,7 +170,7 @@ class _RouteHandlers:
     ) -> None:
         self._backend = backend
         self._version = version
-        self._max_body_bytes = ingress.max_body_bytes
+        self._ingress = ingress
         self._jobs = jobs
 
     def _models(self, request: Request) -> Sequence[ModelCard]:
@@ -184,7 +186,7 @@ class _RouteHandlers:
         return json_response(model_body(card))
 
     async def tokenize(self, request: Request) -> Response:
-        parsed = parse_tokenize(await self._parse_body(request))
+        parsed = parse_tokenize(await self._read_body(request, TOKENIZE_FIELDS))
         card = resolve_model(parsed.model, self._models(request))
         ids = await self._jobs.encode(parsed.prompt, MAX_ANSWERED_TOKENS, Priority.OTHER, request)
         strings = None
@@ -195,7 +197,7 @@ class _RouteHandlers:
         return json_response({**body, "tokens": ids, "token_strs": strings})
 
     async def detokenize(self, request: Request) -> Response:
-        model, ids = parse_detokenize(await self._parse_body(request))
+        model, ids = parse_detokenize(await self._read_body(request, DETOKENIZE_FIELDS))
         resolve_model(model, self._models(request))
         tokenizer = self._backend.tokenizer
         check_vocabulary(ids, tokenizer.vocab_size, "tokens")
@@ -276,13 +278,13 @@ class _RouteHandlers:
         del request
         return json_response({"version": self._version})
 
-    async def _parse_body(self, request: Request) -> dict[str, Any]:
+    async def _read_body(self, request: Request, table: FieldTable) -> dict[str, Any]:
         limits = BodyLimits.of_models(self._backend.models(), self._backend.tokenizer)
-        return await read_json_body(request, self._max_body_bytes, limits)
+        return await read_json_body(request, table, limits, self._ingress)
 
 
 class _RequestBoundary:
-    """Outermost layer: gives each request an id, echoes it, and answers every error."""
+    """Outermost layer: gives each request an id, names ignored fields, and answers every error."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -299,6 +301,8 @@ class _RequestBoundary:
             if not is_started:  # the first message has the headers
                 is_started = True
                 headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                if IGNORED_FIELDS in scope:
+                    headers.append((IGNORED_FIELDS_HEADER.encode(), scope[IGNORED_FIELDS]))
                 message = {**message, "headers": headers}
             return send(message)
 

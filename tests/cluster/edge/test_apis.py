@@ -4,7 +4,7 @@ import pytest
 
 from cluster.edge import apis, routes
 from cluster.edge.field_names import naming_fields
-from cluster.edge.fields import bad_field
+from cluster.edge.fields import FieldTable, acts, bad_field
 from cluster.edge.openai_apis import ChatCompletionsApi
 from cluster.errors import BadRequestError, ReplicaLostError, SaturatedError
 from replicas.output_processor import OutputDelta
@@ -32,6 +32,7 @@ class OtherApi(ChatCompletionsApi):
     """An API whose prompt is called `ask`, with events and errors of its own."""
 
     is_resumable = False
+    fields = FieldTable("Other", dict.fromkeys(("ask", "limit", "stream"), acts({}, "Any value.")))
 
     def parse(self, body, tenant):
         names = {"messages[0].content": "ask", "max_tokens": "limit"}
