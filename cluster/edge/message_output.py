@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cluster.edge.families.formats import OutputContext
+from cluster.edge.families.formats import OutputContext, whole_format
 from cluster.edge.families.grammar import (
     CallRules,
     answer_grammar,
@@ -48,6 +48,18 @@ class MessageOutput:
     reasoning: ReasoningFormat | None
     use: ToolUse
 
+    @property
+    def has_call_grammar(self) -> bool:
+        """Return whether the grammar of the output is that of its calls."""
+        return self.tools is not None and self.use.is_constrained
+
+    def shortened(self, prompt_end: str) -> str:
+        """Return a text that leads to the same grammar as the end of a prompt."""
+        whole = whole_format(self.tools, self.reasoning)
+        if whole is not None:
+            return whole.shortened(prompt_end)
+        return "" if self.reasoning is None else self.reasoning.shortened(prompt_end)
+
     def grammar(
         self, own: Grammar | None, special_ids: Mapping[str, int], prompt_end: str = ""
     ) -> Grammar | None:
@@ -69,8 +81,9 @@ class MessageOutput:
             assert self.reasoning is not None
             text = answer_grammar(self.reasoning, own.spec, special_ids, prompt_end)
             return own if text is None else _checked(text, own.path)
-        if self.tools is None or not self.use.is_constrained:
+        if not self.has_call_grammar:
             return None
+        assert self.tools is not None
         rules = CallRules(self.use.tools, self.use.choice == "required", self.use.is_parallel)
         try:
             text = message_grammar(self.tools, self.reasoning, rules, special_ids, prompt_end)

@@ -44,7 +44,6 @@ from cluster.edge.resume import LAST_EVENT_ID, ResumableChunks, resume_request
 from cluster.edge.sse import EventStream, run_until_disconnect
 from cluster.edge.tenants import cache_salt, tenant_of
 from cluster.errors import BadRequestError
-from replicas.grammar_checks import special_ids_for_checks
 from replicas.text_pieces import NoCutError
 from replicas.tokenizer import TooManyTokensError
 
@@ -109,7 +108,6 @@ class Pipeline:
         self._jobs = jobs
         self._is_cache_shared = ingress.share_prefix_cache or not has_tenants
         self._ingress = ingress
-        self._special_ids_for_checks = special_ids_for_checks(backend.tokenizer.special_token_texts)
 
     async def respond(self, http_request: Request, api: Api) -> Response:
         """Return the answer of a request; a streamed one runs when it is sent.
@@ -143,13 +141,15 @@ class Pipeline:
         output = _message_output(parsed, card)
         await self._jobs.check_grammar(parsed.grammar, http_request)
         if output is not None:
-            grammar = output.grammar(parsed.grammar, self._special_ids_for_checks)
+            grammar = await self._jobs.message_grammar(output, parsed.grammar, None, http_request)
             await self._jobs.check_grammar(grammar, http_request)
         parsed = await self._encode_bad_words(with_history(parsed, card), http_request)
         prompt_ids = await self._encode_within(card, parsed, http_request)
         new_parser = None
         if output is not None:
-            parsed, new_parser = self._prepare_output(output, parsed, prompt_ids)
+            parsed, new_parser = await self._prepare_output(
+                output, parsed, prompt_ids, http_request
+            )
         vocab_size = self._backend.tokenizer.vocab_size
         request = build_request(
             parsed,
@@ -228,14 +228,18 @@ class Pipeline:
 
         return more_headers
 
-    def _prepare_output(
-        self, output: MessageOutput, parsed: ParsedRequest, prompt_ids: list[int]
+    async def _prepare_output(
+        self,
+        output: MessageOutput,
+        parsed: ParsedRequest,
+        prompt_ids: list[int],
+        http_request: Request,
     ) -> tuple[ParsedRequest, Callable[[], OutputParser]]:
         """Return a request with the grammar of its output, and what makes parsers of that."""
         tokenizer = self._backend.tokenizer
         special_ids = tokenizer.special_token_ids
         prompt_end = tokenizer.decode(prompt_ids[-PROMPT_END_TOKENS:], skip_special_tokens=False)
-        grammar = output.grammar(parsed.grammar, special_ids, prompt_end)
+        grammar = await self._jobs.message_grammar(output, parsed.grammar, prompt_end, http_request)
         hidden = special_ids if parsed.values.get("skip_special_tokens", True) else {}
         parser = output.parser(hidden, prompt_end)
         return dataclasses.replace(parsed, grammar=grammar, is_parsed=True), parser

@@ -5,9 +5,13 @@ Owner: a `TextJobs` owns the threads of one application.
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
 from typing import TYPE_CHECKING, TypeVar
 
 from cluster.edge.fair_scheduler import SLICE_CHARS, Job, Priority
+from cluster.edge.grammar_cache import GrammarCache
 from cluster.edge.heavy_work import HeavyWork
 from cluster.edge.openai_requests import (
     check_grammar,
@@ -17,13 +21,14 @@ from cluster.edge.openai_requests import (
     recall_grammar,
 )
 from cluster.edge.tenants import tenant_of
-from replicas.grammar_checks import GrammarChecker
+from replicas.grammar_checks import GrammarChecker, special_ids_for_checks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from starlette.requests import Request
 
+    from cluster.edge.message_output import MessageOutput
     from cluster.edge.openai_requests import Prompt
     from cluster.edge.structured_outputs import Grammar
     from replicas.tokenizer import Tokenizer
@@ -47,7 +52,10 @@ class TextJobs:
         self._heavy_work = HeavyWork(_NUM_THREADS)
         # A thread of its own, because it waits for the checker's child.
         self._grammar_work = HeavyWork(1)
-        self._grammar_checker = GrammarChecker(tokenizer.special_token_texts)
+        special_tokens = tokenizer.special_token_texts
+        self._grammar_checker = GrammarChecker(special_tokens)
+        self._special_ids_for_checks = special_ids_for_checks(special_tokens)
+        self._grammars = GrammarCache()
 
     async def encode(
         self, prompt: Prompt, max_tokens: int | None, priority: Priority, request: Request
@@ -72,6 +80,45 @@ class TextJobs:
         once = (work() for _ in range(1))
         job = self._job(Priority.OTHER, cost, request, slice_chars=cost)
         return await self._heavy_work.run(job, once)
+
+    async def message_grammar(
+        self, output: MessageOutput, own: Grammar | None, prompt_end: str | None, request: Request
+    ) -> Grammar | None:
+        """Return the grammar of a chat's output; None if that is free. See `MessageOutput.grammar`.
+
+        Args:
+            output: Formats of the output.
+            own: The request's own grammar.
+            prompt_end: Text of the prompt's last tokens. None: it is not there yet, and the grammar
+                is for `check_grammar` alone.
+            request: The request.
+
+        Raises:
+            BadRequestError: See `MessageOutput.grammar`.
+        """
+        ids = self._special_ids_for_checks
+        if prompt_end is not None:
+            ids = self._tokenizer.special_token_ids
+        end = output.shortened(prompt_end or "")
+        if own is not None or not output.has_call_grammar:
+            return output.grammar(own, ids, end)
+        use = output.use
+        tools = json.dumps([(tool.name, tool.parameters, tool.is_strict) for tool in use.tools])
+        digest = hashlib.blake2b(tools.encode()).digest()
+        whom = (output.tools, output.reasoning, prompt_end is None)
+        key = (*whom, digest, use.choice, use.is_parallel, end)
+        found = self._grammars.get(key)
+        if found is None:
+            build = functools.partial(output.grammar, None, ids, end)
+            cost = len(tools)
+            if cost <= MAX_INLINE_COST:
+                found = build()
+            else:
+                job = self._job(Priority.OTHER, cost, request, slice_chars=cost)
+                found = await self._grammar_work.run(job, (build() for _ in range(1)))
+            assert found is not None
+            self._grammars.add(key, found)
+        return found
 
     async def check_grammar(self, grammar: Grammar | None, request: Request) -> None:
         """Refuse a request whose grammar does not compile, before any work for it.

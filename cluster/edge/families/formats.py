@@ -120,6 +120,11 @@ class WholeFormat(ToolFormat):
             TruncatedCallError: The text is cut within a part, of which nothing is given.
         """
 
+    def shortened(self, prompt_end: str) -> str:
+        """Return a text that means the same at the end of a prompt."""
+        del prompt_end
+        return ""
+
     @abc.abstractmethod
     def message(self, lark: Lark, calls: str, prompt_end: str, *, is_required: bool) -> str:
         """Return an expression for a message whose calls match `calls`."""
@@ -171,6 +176,13 @@ class ReasoningFormat:
             return False
         return True if self.is_default else None
 
+    def shortened(self, prompt_end: str) -> str:
+        """Return a text that means the same at the end of a prompt."""
+        is_open = self.opened_by(prompt_end)
+        if is_open is None:
+            return ""
+        return self.start if is_open else self.start + self.end
+
 
 def read_message(
     tools: ToolFormat | None,
@@ -180,7 +192,7 @@ def read_message(
     context: OutputContext,
 ) -> Steps[None]:
     """Read a message: reasoning, if there is any, then content with calls."""
-    whole = _whole_format(tools, reasoning)
+    whole = whole_format(tools, reasoning)
     if whole is not None:
         try:
             yield from whole.read(reader, sink, context)
@@ -206,10 +218,8 @@ def read_message(
             yield from try_calls(tools, start, reader, sink, context)
 
 
-def _whole_format(
-    tools: ToolFormat | None, reasoning: ReasoningFormat | None
-) -> WholeFormat | None:
-    """Return the format of the whole message, if it has one."""
+def whole_format(tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> WholeFormat | None:
+    """Return the format of the whole message, if the calls or the reasoning have one."""
     if isinstance(tools, WholeFormat):
         return tools
     return None if reasoning is None else reasoning.whole

@@ -124,6 +124,10 @@ class KimiK3(WholeFormat):
             lark.text(_TOOLS), call, f"{call}*" if is_parallel else "", lark.text(_TOOLS_END)
         )
 
+    def shortened(self, prompt_end: str) -> str:
+        """Return the element that the prompt has begun."""
+        return next((start for start in (_THINK, _RESPONSE) if prompt_end.endswith(start)), "")
+
     def message(self, lark: Lark, calls: str, prompt_end: str, *, is_required: bool) -> str:
         """Return reasoning, a response and calls."""
         response = lark.text(_RESPONSE_END) if is_required else lark.until(_RESPONSE_END)
