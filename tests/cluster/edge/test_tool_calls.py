@@ -299,7 +299,6 @@ BAD_TOOLS = [
     ([{"type": "function", "function": {"name": "a", "parameters": 1}}],
      "tools[0].function.parameters"),
     ([TOOL, TOOL], "tools[1].function.name"),
-    ([{**TOOL, "mood": 1}], "tools[0].mood"),
 ]  # fmt: skip
 
 
