@@ -61,6 +61,8 @@ ROUTES = (
     RouteSpec("health", "/health", access="open"),
     RouteSpec("live", "/live", access="open"),
     RouteSpec("version", "/version"),
+    RouteSpec("openapi", "/openapi.json"),
+    RouteSpec("docs", "/docs"),
     _operations("health_generate", "/health_generate"),
     # A monitoring system needs no rights of an admin.
     RouteSpec("metrics", "/metrics", listener="operations"),

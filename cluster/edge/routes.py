@@ -26,6 +26,7 @@ from starlette.routing import Route
 from cluster.config.schema import LEAST_ONGOING_REQUESTS
 from cluster.edge.answers import error_response, json_response, to_serving_error
 from cluster.edge.apis import APIS
+from cluster.edge.documentation import documented
 from cluster.edge.fair_scheduler import Priority
 from cluster.edge.fields import (
     bad_field,
@@ -124,6 +125,9 @@ def create_app(
         "route": routes.route,
         "version": routes.version,
     }
+    handlers |= documented(
+        version, has_keys=api_keys is not None, is_closed=ingress.unknown_fields == "refuse"
+    )
     for make_api in APIS:
         api = make_api(backend.tokenizer)
         handlers[api.route] = functools.partial(pipeline.respond, api=api)

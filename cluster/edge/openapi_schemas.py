@@ -1,0 +1,133 @@
+"""JSON schemas of the bodies of answers, for the OpenAPI document. Pure.
+
+Further properties may appear; those of optional features are described where clients need them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from cluster.edge.explain import RoutesView
+from cluster.edge.slots import SlotsView
+from cluster.edge.transfers import TransfersView
+
+JsonSchema = dict[str, Any]
+
+_INTEGER: JsonSchema = {"type": "integer"}
+_STRING: JsonSchema = {"type": "string"}
+_BOOLEAN: JsonSchema = {"type": "boolean"}
+_TOKEN_IDS: JsonSchema = {"type": "array", "items": _INTEGER}
+_TEXT_OR_NULL: JsonSchema = {"type": ["string", "null"]}
+_OBJECT_OR_NULL: JsonSchema = {"type": ["object", "null"]}
+
+
+def ref(name: str) -> JsonSchema:
+    """Return the schema that stands for a named one."""
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _array(items: JsonSchema) -> JsonSchema:
+    return {"type": "array", "items": items}
+
+
+def _object(required: JsonSchema, optional: JsonSchema | None = None) -> JsonSchema:
+    properties = {**required, **(optional or {})}
+    return {"type": "object", "properties": properties, "required": [*required]}
+
+
+def _list_of(name: str) -> JsonSchema:
+    return _object({"object": {"const": "list"}, "data": _array(ref(name))})
+
+
+_CHOICE: JsonSchema = {
+    "index": _INTEGER,
+    "logprobs": _OBJECT_OR_NULL,
+    "finish_reason": _TEXT_OR_NULL,
+}
+_CHOICE_OPTIONS: JsonSchema = {
+    "stop_reason": {"type": ["string", "integer", "null"]},
+    "token_ids": _TOKEN_IDS,
+    "prompt_token_ids": _TOKEN_IDS,
+    "prompt_logprobs": _array(_OBJECT_OR_NULL),
+}
+_HEAD: JsonSchema = {"id": _STRING, "created": _INTEGER, "model": _STRING}
+
+SCHEMAS: dict[str, JsonSchema] = {
+    "Error": _object(
+        {
+            "error": _object(
+                {"message": _STRING, "type": _STRING, "param": _TEXT_OR_NULL, "code": _STRING}
+            )
+        }
+    ),
+    "Usage": _object(
+        {"prompt_tokens": _INTEGER, "completion_tokens": _INTEGER, "total_tokens": _INTEGER},
+        {"prompt_tokens_details": _object({"cached_tokens": _INTEGER})},
+    ),
+    "CompletionChoice": _object({**_CHOICE, "text": _STRING}, _CHOICE_OPTIONS),
+    "Completion": _object(
+        {
+            **_HEAD,
+            "object": {"const": "text_completion"},
+            "choices": _array(ref("CompletionChoice")),
+            "usage": ref("Usage"),
+        }
+    ),
+    "AnsweredCall": _object(
+        {
+            "id": _STRING,
+            "type": {"const": "function"},
+            "function": _object({"name": _STRING, "arguments": _STRING}),
+        }
+    ),
+    "AnsweredMessage": _object(
+        {"role": {"const": "assistant"}, "content": _TEXT_OR_NULL},
+        {"reasoning": _TEXT_OR_NULL, "tool_calls": _array(ref("AnsweredCall"))},
+    ),
+    "ChatChoice": _object({**_CHOICE, "message": ref("AnsweredMessage")}, _CHOICE_OPTIONS),
+    "ChatCompletion": _object(
+        {
+            **_HEAD,
+            "object": {"const": "chat.completion"},
+            "choices": _array(ref("ChatChoice")),
+            "usage": ref("Usage"),
+        },
+        {"prompt_token_ids": _TOKEN_IDS, "prompt_logprobs": _array(_OBJECT_OR_NULL)},
+    ),
+    "Model": _object(
+        {
+            "id": _STRING,
+            "object": {"const": "model"},
+            "created": _INTEGER,
+            "owned_by": _STRING,
+            "root": _STRING,
+            "parent": _TEXT_OR_NULL,
+            "max_model_len": _INTEGER,
+        }
+    ),
+    "Models": _list_of("Model"),
+    "Tokens": _object(
+        {
+            "count": _INTEGER,
+            "max_model_len": _INTEGER,
+            "tokens": _TOKEN_IDS,
+            "token_strs": {"type": ["array", "null"], "items": _STRING},
+        }
+    ),
+    "Text": _object({"prompt": _STRING}),
+    "Health": _object({"status": _STRING}, {"reason": _STRING, "silent": _array(_STRING)}),
+    "Version": _object({"version": _STRING}),
+    "Order": _object({"status": _STRING}, {"replicas": _array(_STRING)}),
+    "Paused": _object({"is_paused": _BOOLEAN}),
+}
+"""Schemas by name."""
+
+
+def view_schemas() -> dict[str, JsonSchema]:
+    """Return the schemas of the views for operators and of all that they hold, by name."""
+    _, components = msgspec.json.schema_components(
+        [TransfersView, SlotsView, RoutesView], ref_template="#/components/schemas/{name}"
+    )
+    return components
