@@ -9,7 +9,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --retries 10 --time
 export HF_HUB_OFFLINE := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help serve test test-local test-ray test-slow test-slow-local test-slow-ray test-tt test-helm test-chart build-helm build-chart ci-all check lint types imports chaos lock sbom audit clean
+.PHONY: help serve test test-local test-ray test-slow test-slow-local test-slow-ray test-tt test-helm test-chart build-helm build-chart ci-all check lint types imports chaos fuzz lock sbom audit clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -89,6 +89,10 @@ imports: $(VENV)/.installed-dev ## Check the import contracts.
 # For a run over night: EVENTS=20000000 SEED=7 JOBS=8. See docs/chaos.md.
 chaos: $(VENV)/.installed ## Inject random faults into simulated clusters. EVENTS=n SEED=n JOBS=n.
 	$(VENV)/bin/ttserve chaos --jobs $(or $(JOBS),2) $(if $(EVENTS),--events $(EVENTS)) $(if $(SEED),--seed $(SEED))
+
+# TARGETS="http tools" runs some; a failed input is printed, and kept in generated/fuzz.
+fuzz: $(VENV)/.installed-dev ## Change inputs of every parser at random. SECONDS=60 SEED=n TARGETS=names.
+	$(VENV)/bin/python -m tests.fuzz --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED)) $(TARGETS)
 
 # The versions of constraints.txt with the hashes of all their files, for the image and for `audit`. The
 # targets above install by version alone: an index of torch's CPU wheels has other files than PyPI.

@@ -331,7 +331,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"cannot read {file}: {error}") from error
     if not isinstance(content, dict):
         raise ModelLoadError(f"{file} does not hold a JSON object")
@@ -359,6 +359,10 @@ def _load_backend(file: Path, special_tokens: Mapping[str, str]) -> tokenizers.T
     backend.no_padding()
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     backend.add_special_tokens([text for text in special_tokens.values() if text not in known])
+    try:
+        backend.encode("a\U0010ffff\n")  # the last code point: no vocabulary has it
+    except Exception as error:  # the library raises no narrower type
+        raise ModelLoadError(f"{file} cannot encode every text: {error}") from error
     return backend
 
 
@@ -373,8 +377,14 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
+def _text_config(model_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a config.json about the text model, if it has one."""
+    found = model_config.get("text_config")
+    return found if isinstance(found, dict) else {}
+
+
 def _vocab_size(backend: tokenizers.Tokenizer, model_config: Mapping[str, Any]) -> int:
-    text_config = model_config.get("text_config") or model_config
+    text_config = _text_config(model_config) or model_config
     size = text_config.get("vocab_size")
     return size if isinstance(size, int) else max(backend.get_vocab().values(), default=-1) + 1
 
@@ -385,29 +395,36 @@ def _eos_token_ids(
     model_config: Mapping[str, Any],
     eos_token: str | None,
 ) -> frozenset[int]:
-    text_config = model_config.get("text_config") or {}
-    declared: int | list[int] = next(
-        (
-            config["eos_token_id"]
-            for config in (generation_config, model_config, text_config)
-            if config.get("eos_token_id") is not None
-        ),
+    configs = (generation_config, model_config, _text_config(model_config))
+    declared: object = next(
+        (config["eos_token_id"] for config in configs if config.get("eos_token_id") is not None),
         [],
     )
-    ids = set(declared if isinstance(declared, list) else [declared])
+    given = declared if isinstance(declared, list) else [declared]
+    wrong = [each for each in given if not isinstance(each, int)]
+    if wrong:
+        raise ModelLoadError(f"the model's eos_token_id must be a token id or a list, got {wrong}")
+    ids = set(given)
     if eos_token is not None and (eos_id := backend.token_to_id(eos_token)) is not None:
         ids.add(eos_id)
     return frozenset(ids)
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Return chat_template.jinja, else tokenizer_config.json's only or "default" template."""
+    """Return chat_template.jinja, else tokenizer_config.json's only or "default" template.
+
+    Raises:
+        ModelLoadError: It cannot be read, or the list of templates has another shape.
+    """
     file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    try:
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+        template = config.get("chat_template")
+        if isinstance(template, list):
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelLoadError(f"cannot read the chat template of {folder}: {error!r}") from error
     return template if isinstance(template, str) else None
 
 
@@ -460,5 +477,6 @@ def _compile(chat_template: str) -> jinja2.Template:
     environment.globals["strftime_now"] = _strftime_now
     try:
         return environment.from_string(chat_template)
-    except jinja2.TemplateSyntaxError as error:
+    # A template becomes Python, whose compiler has limits and errors of its own.
+    except Exception as error:
         raise ModelLoadError(f"the model's chat template is not valid: {error}") from error

@@ -375,7 +375,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} does not contain a JSON object")

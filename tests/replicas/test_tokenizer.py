@@ -154,12 +154,34 @@ def test_a_folder_without_a_tokenizer_says_what_to_do(tmp_path):
         ("tokenizer.json", "no json"),
         ("tokenizer_config.json", "[]"),
         ("config.json", "{"),
+        ("tokenizer_config.json", "[" * 100_000),
+        ("tokenizer_config.json", '{"chat_template": [{"name": "default"}]}'),
+        ("config.json", '{"eos_token_id": {"id": 1}}'),
+        ("generation_config.json", '{"eos_token_id": ["</s>"]}'),
         ("chat_template.jinja", "{% if %}"),
+        ("chat_template.jinja", b"\xff"),
+        ("chat_template.jinja", "{% for a in b %}" * 100 + "{% endfor %}" * 100),
+        ("chat_template.jinja", "{{ " + "(" * 10_000),
     ],
 )
 def test_a_broken_file_is_named(tmp_path, file, content):
-    (make_folder(tmp_path) / file).write_text(content)
-    with pytest.raises(ModelLoadError, match=file.split(".")[0].replace("_", "[_ ]")):
+    content = content if isinstance(content, bytes) else content.encode()
+    (make_folder(tmp_path) / file).write_bytes(content)
+    named = {
+        "config.json": "config.json|eos_token_id",
+        "generation_config.json": "eos_token_id",
+        "tokenizer_config.json": "tokenizer_config.json|chat template",
+        "chat_template.jinja": "chat.template",
+    }.get(file, file)
+    with pytest.raises(ModelLoadError, match=named):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_a_tokenizer_without_a_token_for_unknown_text_is_refused(tmp_path):
+    words = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}
+    content = {"version": "1.0", "added_tokens": [], "model": words}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.json cannot encode every text"):
         Tokenizer.from_folder(tmp_path)
 
 

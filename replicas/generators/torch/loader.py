@@ -249,9 +249,9 @@ def _files(folder: Path) -> list[Path]:
     if index.is_file():
         try:
             names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
+            return [folder / name for name in sorted(names)]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ModelLoadError(f"{index} has no usable weight_map: {error!r}") from error
-        return [folder / name for name in sorted(names)]
     if (folder / _SINGLE).is_file():
         return [folder / _SINGLE]
     raise ModelLoadError(f"{folder} contains neither {_SINGLE} nor {_INDEX}")

@@ -218,7 +218,10 @@ def test_a_missing_key_is_named():
         parse_hf_config({key: value for key, value in RAW.items() if key != "vocab_size"}, "folder")
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ("[]", "a JSON object")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "is not JSON"), ("[" * 10**5, "is not JSON"), ("[]", "a JSON object")],
+)
 def test_a_broken_file_is_refused(tmp_path, text, message):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=message):

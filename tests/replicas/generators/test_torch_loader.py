@@ -104,6 +104,9 @@ NO_SHARD = '{"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"
         ("model.safetensors.index.json", "{", "no usable weight_map"),
         ("model.safetensors.index.json", "{}", "no usable weight_map"),
         ("model.safetensors.index.json", '{"weight_map": []}', "no usable weight_map"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": {}}}', "no usable weight_map"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": 1}}', "no usable weight_map"),
+        ("model.safetensors.index.json", "[" * 100_000, "no usable weight_map"),
         ("model.safetensors.index.json", NO_SHARD, "model-00002-of-00002"),
     ],
 )
