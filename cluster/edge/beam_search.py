@@ -7,18 +7,18 @@ Source: vLLM 0.32 vllm/entrypoints/generate/beam_search/online.py.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from cluster.edge.openai import Usage
+from cluster.edge.run_all import run_all
 from replicas.beam_search import BeamSearch
 from replicas.output_processor import OutputDelta
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
+    from collections.abc import Awaitable, Callable
 
     from cluster.edge.openai import Emit
     from replicas.beam_search import BeamSearchParams
@@ -62,7 +62,7 @@ async def run_beam_search(
         step = [
             _extend(generate, _extension(base, next(numbers), beam.tokens)) for beam in search.live
         ]
-        answers = await _all_of(step)
+        answers = await run_all(step)
         if search.live[0].tokens is prompt:
             num_cached_tokens = answers[0].num_cached_tokens
         search.extend([answer.likeliest for answer in answers])
@@ -103,14 +103,3 @@ async def _extend(generate: Generate, request: EngineRequest) -> _Answer:
 
     usage = await generate(request, emit)
     return _Answer(likeliest, usage.cached_tokens)
-
-
-async def _all_of(step: list[Coroutine[Any, Any, _Answer]]) -> list[_Answer]:
-    """Run the requests of a step side by side; none is left running when this ends."""
-    tasks = [asyncio.ensure_future(extending) for extending in step]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)

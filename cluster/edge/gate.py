@@ -19,7 +19,7 @@ from cluster.edge.headers import (
     header_tenant,
 )
 from cluster.edge.tenants import NOBODY, set_tenant, tenant_of
-from cluster.errors import MisdirectedError, NotFoundError, SaturatedError
+from cluster.errors import BadRequestError, MisdirectedError, NotFoundError, SaturatedError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -38,7 +38,7 @@ class RequestGate:
     """The checks that a request passes before its handler runs.
 
     Args:
-        max_open: Most open counted requests; more get 429.
+        max_open: Most open counted requests; more get 429. Each prompt of a request counts.
         allowed_hosts: Names, without port, that a `Host` header may have besides `LOOPBACK_NAMES`.
             None: no others on a listener with a loopback address, any name elsewhere.
         api_keys: Keys of clients; None asks for none.
@@ -101,18 +101,33 @@ class RequestGate:
         Raises:
             SaturatedError: `max_open` requests are open.
         """
-        if not route.is_counted:
+        with self.count_more(1 if route.is_counted else 0):
             yield
-            return
-        if self.num_open >= self._max_open:
-            raise SaturatedError(
-                f"{self._max_open} requests are open at this ingress; try again later"
+
+    @contextlib.contextmanager
+    def count_more(self, num: int) -> Iterator[None]:
+        """Count further requests while they are open, such as those of further prompts.
+
+        Raises:
+            SaturatedError: With them more than `max_open` requests would be open.
+            BadRequestError: There are so many that this would always be so.
+        """
+        if num >= max(self._max_open, 2):
+            raise BadRequestError(
+                f"prompt has {num + 1} entries, but this ingress has room for {self._max_open} "
+                "requests; send more requests with fewer prompts",
+                param="prompt",
             )
-        self.num_open += 1
+        if num and self.num_open + num > self._max_open:
+            raise SaturatedError(
+                f"{self.num_open} requests are open at this ingress, of at most {self._max_open}; "
+                "try again later"
+            )
+        self.num_open += num
         try:
             yield
         finally:
-            self.num_open -= 1
+            self.num_open -= num
 
     def _check_host(self, headers: Headers) -> None:
         """Refuse web pages of other sites whose name resolves to our address (DNS rebinding).

@@ -62,6 +62,13 @@ class ModelCard:
     logprobs_mode: LogprobsMode = "raw_logprobs"
 
 
+class AnsweredPrompt(NamedTuple):
+    """One prompt of a request that has several: its token ids, and its text if that is echoed."""
+
+    token_ids: list[int]
+    echo: str
+
+
 @dataclass(frozen=True, slots=True)
 class ResponseSpec:
     """Options of a response that only the edge uses.
@@ -81,6 +88,7 @@ class ResponseSpec:
         drops_output: Whether the answer is the echo alone.
         new_parser: Makes the parser of a choice's text; None if all text is content.
         include_reasoning: Whether the answer has the reasoning that the parser finds.
+        prompts: Every prompt of a request that has several, each with n choices; else empty.
         own: What the request's API repeats in the answer, or needs to make it.
     """
 
@@ -98,4 +106,5 @@ class ResponseSpec:
     drops_output: bool = False
     new_parser: Callable[[], OutputParser] | None = None
     include_reasoning: bool = True
+    prompts: tuple[AnsweredPrompt, ...] = ()
     own: Any = None

@@ -296,7 +296,7 @@ COMPLETION_FIELDS = FieldTable(
         ),
         **_GENERATION,
         "logprobs": acts(INTEGER, "Log probabilities of so many likeliest tokens."),
-        "best_of": not_yet(INTEGER, "Choices to generate, of which n are kept.", neutral=(1,)),
+        "best_of": acts(INTEGER, "Choices to generate: 1 or n, as no others are dropped."),
         "suffix": not_yet(STRING, "Text behind the output."),
         "prompt_embeds": not_yet(ANYTHING, "A prompt as embeddings."),
     },

@@ -29,6 +29,8 @@ text of 128 KiB exceeds it, and longer real texts have far fewer. A larger `max_
 it."""
 MAX_COMMAS = 2**18
 """Commas in a body: at most 4 ms of decoding for numbers, 21 ms for strings."""
+MAX_PROMPTS = 256
+"""Prompts of one completion: their requests are placed in one turn of the event loop."""
 MAX_MESSAGES = 2048
 """OpenAI's limit; a chat template takes about 12 microseconds per message."""
 MAX_MESSAGE_ENTRIES = 8 * MAX_MESSAGES
@@ -129,12 +131,15 @@ def prompt_too_long(
 def _check_prompt(value: object, limits: BodyLimits | None) -> None:
     if limits is None:
         return
-    if isinstance(value, list) and len(value) == 1:
-        value = value[0]
-    if isinstance(value, str):
-        _check_text(len(value), limits, "prompt")
-    elif isinstance(value, list) and len(value) >= limits.max_model_len:
-        raise prompt_too_long(len(value), limits.max_model_len, "prompt")
+    if isinstance(value, list) and value and isinstance(value[0], (str, list)):
+        prompts = [(f"prompt[{i}]", one) for i, one in enumerate(value)]
+    else:
+        prompts = [("prompt", value)]
+    for path, prompt in prompts:
+        if isinstance(prompt, str):
+            _check_text(len(prompt), limits, path)
+        elif isinstance(prompt, list) and len(prompt) >= limits.max_model_len:
+            raise prompt_too_long(len(prompt), limits.max_model_len, path)
 
 
 def _check_messages(value: object, limits: BodyLimits | None) -> None:

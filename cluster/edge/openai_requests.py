@@ -36,7 +36,7 @@ from cluster.edge.openai_fields import (
     STREAM_OPTIONS_FIELDS,
     TOKENIZE_FIELDS,
 )
-from cluster.edge.openai_limits import check_sizes, check_structure, prompt_too_long
+from cluster.edge.openai_limits import MAX_PROMPTS, check_sizes, check_structure, prompt_too_long
 from cluster.edge.structured_outputs import read_grammar
 from cluster.edge.tool_requests import NO_TOOLS, ToolUse, read_calls, read_tool_use, template_tools
 from cluster.errors import BadRequestError, NotFoundError
@@ -73,10 +73,11 @@ _RESPONSE_FIELDS = ("stream", "return_token_ids", "include_reasoning")
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
-    """Text to encode without a template."""
+    """Text to encode without a template; `path` is its path in the body."""
 
     text: str
     add_special_tokens: bool = True
+    path: str = "prompt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ class ParsedRequest:
     """A generation request with checked fields, before its prompt is encoded.
 
     Attributes:
-        prompt: The prompt.
+        prompt: The prompt; of several ones the first.
         values: The checked fields, without nulls; `logprobs` is a number for both APIs.
         response_options: Options of the `ResponseSpec` that follow from the fields.
         max_tokens: The client's limit; None takes the model's default, or if it has none all the
@@ -117,6 +118,7 @@ class ParsedRequest:
         tool_use: Its tools.
         is_parsed: Whether a parser reads the output, which then needs its special tokens.
         length_penalty: That of the beam search that is asked for; None: tokens are drawn.
+        more_prompts: Further prompts, each with as many choices.
         field_names: Names in the client's body of fields that another API translates, for errors;
             see `cluster.edge.field_names`.
     """
@@ -131,12 +133,13 @@ class ParsedRequest:
     tool_use: ToolUse = NO_TOOLS
     is_parsed: bool = False
     length_penalty: float | None = None
+    more_prompts: tuple[Prompt, ...] = ()
     field_names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def prompt_param(self) -> str:
         """The field with the prompt."""
-        return "prompt" if "prompt" in self.values else "messages"
+        return "messages" if isinstance(self.prompt, ChatPrompt) else self.prompt.path
 
     @property
     def is_truncated(self) -> bool:
@@ -188,8 +191,13 @@ def parse_completion(body: Mapping[str, Any]) -> ParsedRequest:
         if "logprobs" in values:
             values.setdefault("prompt_logprobs", values["logprobs"])
     _prefer_listed_logprobs(values)
+    best_of = values.pop("best_of", 1)
+    if best_of not in {1, values.get("n", 1)}:
+        raise bad_field("best_of", f"is {best_of}, but can only be 1 or n; ask for more choices")
+    [prompt, *more_prompts] = _prompts(values["prompt"], values.get("add_special_tokens", True))
     return ParsedRequest(
-        prompt=_prompt(values["prompt"], values.get("add_special_tokens", True)),
+        prompt=prompt,
+        more_prompts=tuple(more_prompts),
         values=values,
         response_options=options,
         max_tokens=1 if options.get("drops_output") else max_tokens,
@@ -483,11 +491,12 @@ def beam_search_params(
         text = str(error).replace(error.param, param, 1)
         where = "" if param == "use_beam_search" else ", with use_beam_search"
         raise BadRequestError(f"{text}{where}", param=param) from error
-    num_extensions = params.beam_width * params.max_tokens
+    num_prompts = 1 + len(parsed.more_prompts)
+    num_extensions = params.beam_width * params.max_tokens * num_prompts
     if num_extensions > MAX_EXTENSIONS:
-        text = (
-            f"times n is {num_extensions}, but may be at most {MAX_EXTENSIONS} with use_beam_search"
-        )
+        factors = "n and prompts" if parsed.more_prompts else "n"
+        text = f"times {factors} is {num_extensions}, but may be at most {MAX_EXTENSIONS}"
+        text += " with use_beam_search"
         raise bad_field(parsed.max_tokens_param, text)
     return params
 
@@ -612,18 +621,22 @@ def _response_options(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _prompt(value: object, add_special_tokens: bool) -> TextPrompt | TokenPrompt:
-    """Check a prompt: text, token ids, or a list of one of either."""
-    path = "prompt"
-    if isinstance(value, list) and value and isinstance(value[0], (str, list)):
-        if len(value) > 1:
-            text = "several prompts in one request are not supported yet; send one request for each"
-            raise bad_field(path, f"has {len(value)} entries: {text}")
-        value, path = value[0], f"{path}[0]"
+def _prompts(value: object, add_special_tokens: bool) -> list[TextPrompt | TokenPrompt]:
+    """Check the prompts of a completion: text, token ids, or a list of either."""
+    if not (isinstance(value, list) and value and isinstance(value[0], (str, list))):
+        return [_prompt(value, "prompt", add_special_tokens)]
+    if len(value) > MAX_PROMPTS:
+        text = f"has {len(value)} prompts, but may have at most {MAX_PROMPTS}; send more requests"
+        raise bad_field("prompt", text)
+    return [_prompt(one, f"prompt[{i}]", add_special_tokens) for i, one in enumerate(value)]
+
+
+def _prompt(value: object, path: str, add_special_tokens: bool) -> TextPrompt | TokenPrompt:
+    """Check one prompt, text or token ids."""
     if not value and isinstance(value, (str, list)):
         raise bad_field(path, "is empty; give some text or token ids")
     if isinstance(value, str):
-        return TextPrompt(value, add_special_tokens)
+        return TextPrompt(value, add_special_tokens, path)
     if not isinstance(value, list):
         raise bad_field(path, f"must be a string or an array of token ids, got {shown(value)}")
     return TokenPrompt(_token_ids(value, path), path)

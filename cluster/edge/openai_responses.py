@@ -23,11 +23,13 @@ from cluster.edge.families.message import (
     ReasoningPiece,
 )
 from cluster.edge.message_reader import MessageReader
-from cluster.edge.openai import Usage
+from cluster.edge.openai import AnsweredPrompt, Usage
 from cluster.errors import InternalError
 from replicas.messages import TokenLogprob
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cluster.edge.families.message import Message, ToolCall
     from cluster.edge.openai import ModelCard, ResponseSpec
     from cluster.errors import ServingError
@@ -192,11 +194,13 @@ def whole_body(
     Raises:
         InternalError: A choice has not finished.
     """
-    by_choice: list[list[OutputDelta]] = [[] for _ in range(request.sampling.n)]
+    prompts, num_choices = _prompts(request, spec), request.sampling.n
+    by_choice: list[list[OutputDelta]] = [[] for _ in range(len(prompts) * num_choices)]
     for delta in deltas:
         by_choice[delta.choice].append(delta)
     choices = []
     for index, own in enumerate(by_choice):
+        prompt = prompts[index // num_choices]
         if not own or own[-1].finish_reason is None:
             raise InternalError(_NO_END)
         kept = [_without_output(own)] if spec.drops_output else own
@@ -206,22 +210,22 @@ def whole_body(
             is_cut = own[-1].finish_reason != "stop"
             message = spec.new_parser().read(all_text, is_cut=is_cut)
             has_calls = bool(message.calls)
-            text = shape.whole_message(message, spec.echo, has_reasoning=spec.include_reasoning)
+            text = shape.whole_message(message, prompt.echo, has_reasoning=spec.include_reasoning)
         else:
-            text = shape.whole_choice(spec.echo + all_text)
-        details, _ = _details(shape, request, spec, kept, len(spec.echo), has_calls=has_calls)
+            text = shape.whole_choice(prompt.echo + all_text)
+        details, _ = _details(shape, prompt, spec, kept, len(prompt.echo), has_calls=has_calls)
         choices.append({"index": index, **text, **details})
     body = {**_head(spec, shape.id_prefix, shape.whole_object), "choices": choices}
     if spec.drops_output:
         usage = usage._replace(completion_tokens=0)
     body["usage"] = usage_body(usage, spec)
-    if spec.prompt_logprobs:
-        found = shape.prompt_logprobs(by_choice[0][0].prompt_logprobs or [])
-        for holder in choices if shape.prompt_token_ids_in_choice else [body]:
-            holder["prompt_logprobs"] = found
-    if spec.return_token_ids:
-        for holder in choices if shape.prompt_token_ids_in_choice else [body]:
-            holder["prompt_token_ids"] = request.prompt_token_ids
+    for index, holder in enumerate(choices if shape.prompt_token_ids_in_choice else [body]):
+        if spec.prompt_logprobs:
+            # Engines give them with the first choice of each prompt.
+            [first, *_] = by_choice[index // num_choices * num_choices]
+            holder["prompt_logprobs"] = shape.prompt_logprobs(first.prompt_logprobs or [])
+        if spec.return_token_ids:
+            holder["prompt_token_ids"] = prompts[index // num_choices].token_ids
     return body
 
 
@@ -240,16 +244,20 @@ class ChunkWriter:
 
     def __init__(self, shape: Shape, request: EngineRequest, spec: ResponseSpec) -> None:
         self._shape = shape
-        self._request = request
-        self._prompt_token_ids = request.prompt_token_ids
         self._spec = spec
+        prompts, num_choices = _prompts(request, spec), request.sampling.n
+        self._num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         head = orjson.dumps(_head(spec, shape.id_prefix, shape.chunk_object))
         self._head = b"data: " + head[:-1] + b',"choices":['
         self._choices = [
-            _StreamedChoice(self._head + b'{"index":%d,' % i, offset=len(spec.echo))
-            for i in range(request.sampling.n)
+            _StreamedChoice(
+                self._head + b'{"index":%d,' % i,
+                prompts[i // num_choices],
+                offset=len(prompts[i // num_choices].echo),
+            )
+            for i in range(len(prompts) * num_choices)
         ]
-        self._num_open = request.sampling.n
+        self._num_open = len(self._choices)
         self._num_tokens = 0
         self._last = self._choices[0]
         sampling = request.sampling
@@ -288,7 +296,7 @@ class ChunkWriter:
             has_chunk = self._num_open > 0
         if not has_chunk:
             return b""
-        return self._chunk(choice, Usage(len(self._prompt_token_ids), self._num_tokens))
+        return self._chunk(choice, Usage(self._num_prompt_tokens, self._num_tokens))
 
     def finish(self, usage: Usage) -> bytes:
         """Return the last delta's event, the counts if requested, and the end of the stream.
@@ -312,12 +320,12 @@ class ChunkWriter:
         message = choice.message
         has_calls = message is not None and message.reader.has_calls
         inner, choice.offset = _details(
-            self._shape, self._request, self._spec, unsent, choice.offset, has_calls=has_calls
+            self._shape, choice.prompt, self._spec, unsent, choice.offset, has_calls=has_calls
         )
         outer: Body = {}
         if self._spec.return_token_ids and choice.is_first:
             holder = inner if self._shape.prompt_token_ids_in_choice else outer
-            holder["prompt_token_ids"] = self._prompt_token_ids
+            holder["prompt_token_ids"] = choice.prompt.token_ids
         if self._spec.continuous_usage_stats:
             outer["usage"] = usage_body(usage, self._spec)
         elif self._spec.include_usage:
@@ -330,8 +338,8 @@ class ChunkWriter:
         return beginning + _end(inner, outer)
 
     def _message_beginning(self, choice: _StreamedChoice, message: _StreamedMessage) -> bytes:
-        if choice.is_first and self._spec.echo:
-            part = MessageDelta([ContentPiece(self._spec.echo)])
+        if choice.is_first and choice.prompt.echo:
+            part = MessageDelta([ContentPiece(choice.prompt.echo)])
             part.extend(message.part)
             message.part = part
         piece = message.chunk(is_first=choice.is_first)
@@ -340,7 +348,7 @@ class ChunkWriter:
 
     def _beginning(self, choice: _StreamedChoice, text: str) -> bytes:
         if choice.is_first:
-            text = self._spec.echo + text
+            text = choice.prompt.echo + text
         piece = self._shape.chunk_choice(text, is_first=choice.is_first)
         choice.is_first = False
         return choice.head + piece
@@ -354,6 +362,7 @@ class _StreamedChoice:
     """
 
     head: bytes
+    prompt: AnsweredPrompt
     is_first: bool = True
     unsent: list[OutputDelta] = field(default_factory=list)
     offset: int = 0
@@ -383,6 +392,11 @@ class _StreamedMessage:
         return self._shape.chunk_message(self.take(), is_first=is_first)
 
 
+def _prompts(request: EngineRequest, spec: ResponseSpec) -> Sequence[AnsweredPrompt]:
+    """Return the prompts of a request; each has `sampling.n` choices."""
+    return spec.prompts or [AnsweredPrompt(request.prompt_token_ids, spec.echo)]
+
+
 def _without_output(deltas: list[OutputDelta]) -> OutputDelta:
     """Return the end of a choice, with the prompt's log probabilities and no output."""
     return msgspec.structs.replace(
@@ -396,7 +410,7 @@ def _without_output(deltas: list[OutputDelta]) -> OutputDelta:
 
 def _details(
     shape: Shape,
-    request: EngineRequest,
+    prompt: AnsweredPrompt,
     spec: ResponseSpec,
     deltas: list[OutputDelta],
     offset: int,
@@ -411,7 +425,7 @@ def _details(
         fields["logprobs"], offset = shape.logprobs(positions, offset)
     if spec.echoes_logprobs and deltas[0].prompt_logprobs:
         [_, *others] = deltas[0].prompt_logprobs
-        first = [TokenLogprob(request.prompt_token_ids[0], math.nan, 0)]
+        first = [TokenLogprob(prompt.token_ids[0], math.nan, 0)]
         echoed, _ = shape.logprobs([first, *others], 0)
         own = fields["logprobs"] or {}
         fields["logprobs"] = {name: [*echoed[name], *own.get(name, ())] for name in echoed}

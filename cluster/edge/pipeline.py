@@ -15,11 +15,12 @@ import secrets
 import time
 import uuid
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from cluster.edge.answers import json_response, to_serving_error
+from cluster.edge.batch import run_batch
 from cluster.edge.beam_search import run_beam_search
 from cluster.edge.explain import ROUTE_HEADER, engine_request_id
 from cluster.edge.fair_scheduler import Priority
@@ -28,6 +29,7 @@ from cluster.edge.field_names import naming_fields
 from cluster.edge.headers import admission_fields, is_enabled
 from cluster.edge.json_bodies import read_json_body
 from cluster.edge.message_output import PROMPT_END_TOKENS, message_output
+from cluster.edge.openai import AnsweredPrompt
 from cluster.edge.openai_limits import BodyLimits, prompt_too_long
 from cluster.edge.openai_requests import (
     ChatPrompt,
@@ -36,6 +38,7 @@ from cluster.edge.openai_requests import (
     build_request,
     echoed_text,
     encode_bad_words,
+    encoding_cost,
     resolve_model,
     response_spec,
     truncate_prompt,
@@ -43,12 +46,13 @@ from cluster.edge.openai_requests import (
 from cluster.edge.resume import LAST_EVENT_ID, ResumableChunks, resume_request
 from cluster.edge.sse import EventStream, run_until_disconnect
 from cluster.edge.tenants import cache_salt, tenant_of
+from cluster.edge.text_jobs import MAX_INLINE_COST
 from cluster.errors import BadRequestError
 from replicas.text_pieces import NoCutError
 from replicas.tokenizer import TooManyTokensError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine, Mapping
 
     from starlette.requests import Request
     from starlette.responses import Response
@@ -57,6 +61,7 @@ if TYPE_CHECKING:
     from cluster.edge.api import Api
     from cluster.edge.backend import Backend
     from cluster.edge.families.parser import OutputParser
+    from cluster.edge.gate import RequestGate
     from cluster.edge.message_output import MessageOutput
     from cluster.edge.openai import Emit, ModelCard, ResponseSpec, Usage
     from cluster.edge.openai_requests import ParsedRequest
@@ -71,16 +76,16 @@ class _ReadyRequest:
     """A request that can run; the body and its texts are gone.
 
     Attributes:
-        request: The engines' request.
-        spec: Options of its answer.
+        requests: The engines' requests, one for each prompt.
+        spec: Options of the answer.
         card: The model that it names.
-        beams: Parameters of the beam search that it asks for; None: tokens are drawn.
+        beams: Parameters of each prompt's beam search by request id; empty: tokens are drawn.
     """
 
-    request: EngineRequest
+    requests: list[EngineRequest]
     spec: ResponseSpec
     card: ModelCard
-    beams: BeamSearchParams | None
+    beams: dict[str, BeamSearchParams]
 
 
 class Pipeline:
@@ -91,6 +96,7 @@ class Pipeline:
         ingress: Limits, and optional details of answers.
         admission: Headers of objectives; None: no header counts.
         jobs: Tokenizer and grammar work.
+        gate: Counts open requests; each prompt beyond the first counts as one.
         has_tenants: Whether requests have tenants, whose caches are apart unless they share them.
     """
 
@@ -100,10 +106,12 @@ class Pipeline:
         ingress: IngressConfig,
         admission: AdmissionConfig | None,
         jobs: TextJobs,
+        gate: RequestGate,
         *,
         has_tenants: bool,
     ) -> None:
         self._backend = backend
+        self._gate = gate
         self._admission = admission
         self._jobs = jobs
         self._is_cache_shared = ingress.share_prefix_cache or not has_tenants
@@ -135,58 +143,77 @@ class Pipeline:
             ServingError: It cannot run; `param` is a path in the parsed request.
         """
         tenant = tenant_of(http_request.scope)
-        fields = admission_fields(http_request.headers, tenant, self._admission)
         card = resolve_model(parsed.values.get("model"), tenant.visible(self._backend.models()))
-        request_id: str = http_request.scope["request_id"]
+        new_parser = None
         output = _message_output(parsed, card)
         await self._jobs.check_grammar(parsed.grammar, http_request)
         if output is not None:
             grammar = await self._jobs.message_grammar(output, parsed.grammar, None, http_request)
             await self._jobs.check_grammar(grammar, http_request)
         parsed = await self._encode_bad_words(with_history(parsed, card), http_request)
-        prompt_ids = await self._encode_within(card, parsed, http_request)
-        new_parser = None
-        if output is not None:
-            parsed, new_parser = await self._prepare_output(
-                output, parsed, prompt_ids, http_request
-            )
-        vocab_size = self._backend.tokenizer.vocab_size
+        prompts = (parsed.prompt, *parsed.more_prompts)
+        total_cost = sum(map(encoding_cost, prompts))
+        requests, answered, beams = [], [], {}
+        for prompt in prompts:
+            one = parsed if len(prompts) == 1 else dataclasses.replace(parsed, prompt=prompt)
+            prompt_ids = await self._encode_within(card, one, http_request, total_cost)
+            if output is not None:
+                parsed, new_parser = await self._prepare_output(
+                    output, parsed, prompt_ids, http_request
+                )
+                one = parsed
+            request = self._engine_request(one, prompt_ids, card, http_request)
+            requests.append(request)
+            vocab_size = self._backend.tokenizer.vocab_size
+            search = beam_search_params(one, request.sampling, card, vocab_size)
+            if search is not None:
+                beams[request.request_id] = search
+            echo = await self._echoed_text(one, prompt_ids, http_request)
+            answered.append(AnsweredPrompt(prompt_ids, echo))
+        spec = response_spec(
+            parsed,
+            card.id,
+            request_id=http_request.scope["request_id"],
+            created=_unix_time_s(),
+            prompt_tokens_details=self._ingress.prompt_tokens_details,
+            echo=answered[0].echo,
+        )
+        several = tuple(answered) if len(answered) > 1 else ()
+        spec = dataclasses.replace(spec, new_parser=new_parser, prompts=several)
+        return _ReadyRequest(requests, spec, card, beams)
+
+    def _engine_request(
+        self, parsed: ParsedRequest, prompt_ids: list[int], card: ModelCard, http_request: Request
+    ) -> EngineRequest:
+        """Return the engines' request of one prompt; see `build_request`."""
+        tenant = tenant_of(http_request.scope)
+        fields = admission_fields(http_request.headers, tenant, self._admission)
         request = build_request(
             parsed,
             prompt_ids,
             card,
-            vocab_size=vocab_size,
-            request_id=engine_request_id(request_id, uuid.uuid4().hex),
+            vocab_size=self._backend.tokenizer.vocab_size,
+            request_id=engine_request_id(http_request.scope["request_id"], uuid.uuid4().hex),
             seed=secrets.randbits(63),
         )
-        beams = beam_search_params(parsed, request.sampling, card, vocab_size)
-        request = msgspec.structs.replace(
+        return msgspec.structs.replace(
             request,
             timeout_s=self._ingress.request_timeout_s,
             cache_salt=cache_salt(tenant.name, request.cache_salt, is_shared=self._is_cache_shared),
             **fields,
         )
-        spec = response_spec(
-            parsed,
-            card.id,
-            request_id=request_id,
-            created=_unix_time_s(),
-            prompt_tokens_details=self._ingress.prompt_tokens_details,
-            echo=await self._echoed_text(parsed, prompt_ids, http_request),
-        )
-        spec = dataclasses.replace(spec, new_parser=new_parser)
-        return _ReadyRequest(request, spec, card, beams)
 
     def _stream(self, ready: _ReadyRequest, http_request: Request, api: Api) -> Response:
-        request, spec = ready.request, ready.spec
-        generate = functools.partial(self._backend.generate, request)
+        request, spec = ready.requests[0], ready.spec
+        generate = self._runner(ready)
         last_event_id = http_request.headers.get(LAST_EVENT_ID)
         if last_event_id is None:
             writer = api.stream(request, spec)
         else:
-            if not api.is_resumable:
-                text = f"streams of {http_request.url.path} cannot be resumed; leave the header"
-                raise BadRequestError(f"{text} {LAST_EVENT_ID} out", param=LAST_EVENT_ID)
+            if not api.is_resumable or len(ready.requests) > 1:
+                what = "streams of several prompts" if api.is_resumable else "streams of this path"
+                text = f"{what} cannot be resumed; leave the header {LAST_EVENT_ID} out"
+                raise BadRequestError(text, param=LAST_EVENT_ID)
             request, position = resume_request(request, last_event_id)
             writer = ResumableChunks(api.stream(request, spec), request, position)
             generate = functools.partial(self._backend.generate, request, known=position)
@@ -200,21 +227,33 @@ class Pipeline:
         )
 
     async def _whole(self, ready: _ReadyRequest, http_request: Request, api: Api) -> Response:
-        request = ready.request
+        request = ready.requests[0]
         deltas: list[OutputDelta] = []
 
         async def emit(delta: OutputDelta) -> None:
             deltas.append(delta)
 
-        generating = (
-            self._backend.generate(request, emit)
-            if ready.beams is None
-            else self._search(request, ready.beams, ready.card, emit)
-        )
+        generating = self._runner(ready)(emit)
         usage = await run_until_disconnect(http_request.receive, generating, request.timeout_s)
         response = json_response(api.whole(request, ready.spec, deltas, usage))
         response.raw_headers += self._more_headers(request, http_request)()
         return response
+
+    def _runner(self, ready: _ReadyRequest) -> Callable[[Emit], Coroutine[Any, Any, Usage]]:
+        """Return what runs all prompts of a request."""
+        generate = (
+            functools.partial(self._search, ready.beams, ready.card)
+            if ready.beams
+            else self._backend.generate
+        )
+        if len(ready.requests) == 1:
+            return functools.partial(generate, ready.requests[0])
+
+        async def run(emit: Emit) -> Usage:
+            with self._gate.count_more(len(ready.requests) - 1):
+                return await run_batch(generate, ready.requests, emit)
+
+        return run
 
     def _more_headers(
         self, request: EngineRequest, http_request: Request
@@ -245,17 +284,23 @@ class Pipeline:
         return dataclasses.replace(parsed, grammar=grammar, is_parsed=True), parser
 
     async def _search(
-        self, request: EngineRequest, params: BeamSearchParams, card: ModelCard, emit: Emit
+        self,
+        beams: Mapping[str, BeamSearchParams],
+        card: ModelCard,
+        request: EngineRequest,
+        emit: Emit,
     ) -> Usage:
         generate, tokenizer = self._backend.generate, self._backend.tokenizer
-        return await run_beam_search(generate, request, params, tokenizer, card.max_model_len, emit)
+        params, max_len = beams[request.request_id], card.max_model_len
+        return await run_beam_search(generate, request, params, tokenizer, max_len, emit)
 
     async def _encode_within(
-        self, card: ModelCard, parsed: ParsedRequest, request: Request
+        self, card: ModelCard, parsed: ParsedRequest, request: Request, total_cost: int
     ) -> list[int]:
         most = None if parsed.is_truncated else card.max_model_len
+        prompt = parsed.prompt
         try:
-            ids = await self._jobs.encode(parsed.prompt, most, Priority.PROMPT, request)
+            ids = await self._jobs.encode(prompt, most, Priority.PROMPT, request, total_cost)
         except TooManyTokensError as error:
             raise prompt_too_long(
                 error.num_tokens,
@@ -272,7 +317,9 @@ class Pipeline:
         if text is not None:
             return text
         decode = functools.partial(self._backend.tokenizer.decode, ids, skip_special_tokens=False)
-        return await self._jobs.run(decode, len(ids), request)
+        # Of several prompts each may be short, but not all of them together.
+        cost = max(len(ids), MAX_INLINE_COST + 1) if parsed.more_prompts else len(ids)
+        return await self._jobs.run(decode, cost, request)
 
     async def _encode_bad_words(self, parsed: ParsedRequest, request: Request) -> ParsedRequest:
         if "bad_words" not in parsed.values:

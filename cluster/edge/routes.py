@@ -99,14 +99,14 @@ def create_app(
     has_tenants = api_keys is not None or (
         admission is not None and admission.tenant_header is not None
     )
-    pipeline = Pipeline(backend, ingress, admission, jobs, has_tenants=has_tenants)
-    routes = _RouteHandlers(backend, ingress, version, jobs)
     gate = RequestGate(
         ingress.max_ongoing_requests or LEAST_ONGOING_REQUESTS,
         ingress.allowed_hosts,
         api_keys,
         admission,
     )
+    pipeline = Pipeline(backend, ingress, admission, jobs, gate, has_tenants=has_tenants)
+    routes = _RouteHandlers(backend, ingress, version, jobs)
     handlers: dict[str, Handler] = {
         "models": routes.models,
         "model": routes.model,

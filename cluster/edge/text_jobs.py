@@ -58,11 +58,24 @@ class TextJobs:
         self._grammars = GrammarCache()
 
     async def encode(
-        self, prompt: Prompt, max_tokens: int | None, priority: Priority, request: Request
+        self,
+        prompt: Prompt,
+        max_tokens: int | None,
+        priority: Priority,
+        request: Request,
+        total_cost: int = 0,
     ) -> list[int]:
-        """Return the token ids of a prompt; for errors see `encode_steps`."""
+        """Return the token ids of a prompt; for errors see `encode_steps`.
+
+        Args:
+            prompt: The prompt.
+            max_tokens: Most tokens; None: any number.
+            priority: The lane of the threads.
+            request: The request that it is for.
+            total_cost: Cost of all prompts of the request, if it has several.
+        """
         cost = encoding_cost(prompt)
-        if cost <= MAX_INLINE_COST:
+        if cost == 0 or max(cost, total_cost) <= MAX_INLINE_COST:
             return encode_prompt(prompt, self._tokenizer, max_tokens)
         steps = encode_steps(prompt, self._tokenizer, max_tokens)
         return await self._heavy_work.run(self._job(priority, cost, request), steps)
