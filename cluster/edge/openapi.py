@@ -51,6 +51,7 @@ class Operation:
         query: Parameters of the query.
         statuses: Names of the schemas of further answers, by status.
         errors: Statuses of its own errors, besides those of all routes of its kind.
+        is_order: Whether it is an order without fields, which needs the content type of a body.
     """
 
     summary: str
@@ -61,6 +62,7 @@ class Operation:
     query: dict[str, JsonSchema] = field(default_factory=dict)
     statuses: dict[int, str] = field(default_factory=dict)
     errors: tuple[int, ...] = ()
+    is_order: bool = False
 
 
 def _generates(summary: str, fields: FieldTable, answer: str) -> Operation:
@@ -68,7 +70,8 @@ def _generates(summary: str, fields: FieldTable, answer: str) -> Operation:
 
 
 def _orders(summary: str, **query: JsonSchema) -> Operation:
-    return Operation(summary, "Order", query=query, statuses={503: "Order"}, errors=(415,))
+    statuses = {503: "Order"}
+    return Operation(summary, "Order", query=query, statuses=statuses, errors=(415,), is_order=True)
 
 
 OPERATIONS: dict[str, Operation] = {
@@ -81,8 +84,7 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "detokenize": Operation("Return the text of tokens", "Text", DETOKENIZE_FIELDS, errors=(404,)),
     "health": Operation(
-        "Tell whether requests can be served; an empty body says yes",
-        "Health",
+        "Tell whether requests can be served; a body says why not all is well",
         statuses={503: "Health"},
     ),
     "live": Operation("Tell whether the ingress runs"),
@@ -90,8 +92,7 @@ OPERATIONS: dict[str, Operation] = {
     "openapi": Operation("Show this document", media=_JSON),
     "docs": Operation("Show this document as a page", media="text/html"),
     "health_generate": Operation(
-        "Tell whether every replica ends a step; an empty body says yes",
-        "Health",
+        "Tell whether every replica ends a step; a body says which ones do not",
         statuses={503: "Health"},
         errors=(429,),
     ),
@@ -247,6 +248,8 @@ def _operation(spec: RouteSpec, operation: Operation, *, has_keys: bool) -> dict
     if operation.fields is not None:
         content = {_JSON: {"schema": ref(operation.fields.name)}}
         described["requestBody"] = {"required": True, "content": content}
+    elif operation.is_order:
+        described["requestBody"] = {"content": {_JSON: {"schema": {"type": "object"}}}}
     if has_keys and spec.access != "open":
         described["security"] = [{"bearer": []}, {"key": []}]
     return described

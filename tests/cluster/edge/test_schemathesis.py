@@ -1,0 +1,103 @@
+"""Requests that schemathesis makes of the OpenAPI document: no 5xx, and nothing undocumented.
+
+`run(route, mode, 5_000)` makes more of them.
+"""
+
+import os
+import sys
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from cluster.edge.openapi import OPERATIONS
+from cluster.edge.route_table import ROUTES
+from tests.cluster.edge.fake_backend import FakeBackend
+from tests.cluster.edge.test_routes import OPERATOR, make_app
+
+# In CI a missing package would hide what it finds.
+if not os.environ.get("CI") or sys.version_info < (3, 11):
+    pytest.importorskip("schemathesis", reason="part of the dev extra from Python 3.11 on")
+
+import schemathesis
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    allow_header_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+    response_headers_conformance,
+    allow_header_conformance,
+]
+HEADERS = dict(OPERATOR)
+NUM_VALID, NUM_INVALID, NUM_WITHOUT_BODY = 25, 10, 3
+
+
+class Backend(FakeBackend):
+    """A model that calls tools; one replica that obeys."""
+
+    max_model_len = 256
+    tool_call_parser = "hermes"
+
+    def __init__(self):
+        super().__init__()
+        self.steps = {"decode-0": True}
+
+
+def plausible(body):
+    """Change a body where fields depend on each other, which its schema does not say."""
+    if not isinstance(body, dict):
+        return
+    for name in ("model", "use_beam_search"):
+        body.pop(name, None)
+    if "messages" in body:
+        body.pop("prompt", None)
+    for message in body.get("messages") or ():
+        if isinstance(message, dict):
+            if message.get("content") is None:
+                message["content"] = "hi"
+            if message.get("role") != "assistant":
+                message.pop("tool_calls", None)
+
+
+def run(name, mode, num_cases):
+    """Send cases of one route; return the number of each status."""
+    spec = next(spec for spec in ROUTES if spec.name == name)
+    app, counts = make_app(Backend()), {}
+    document = schemathesis.openapi.from_asgi("/openapi.json", app, headers=HEADERS)
+    operation = document[spec.path.replace(":path", "")][spec.method]
+
+    @settings(max_examples=num_cases, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(operation.as_strategy(generation_mode=mode))
+    def check(case):
+        if mode is GenerationMode.POSITIVE:
+            plausible(case.body)
+        response = case.call(headers=HEADERS)
+        case.validate_response(response, checks=CHECKS)
+        counts[response.status_code] = counts.get(response.status_code, 0) + 1
+
+    check()
+    return counts
+
+
+WITH_BODY = [name for name, operation in OPERATIONS.items() if operation.fields is not None]
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_valid_requests_get_documented_answers(name):
+    num_cases = NUM_VALID if name in WITH_BODY else NUM_WITHOUT_BODY
+    assert sum(run(name, GenerationMode.POSITIVE, num_cases).values()) > 0
+
+
+@pytest.mark.parametrize("name", WITH_BODY)
+def test_invalid_requests_are_refused_as_documented(name):
+    counts = run(name, GenerationMode.NEGATIVE, NUM_INVALID)
+    assert counts.keys() <= {400, 404, 413, 415}
