@@ -291,7 +291,7 @@ COMPLETION_FIELDS = FieldTable(
                 array_of(INTEGER),
                 array_of(array_of(INTEGER)),
             ),
-            "A text, or token ids.",
+            "A text or token ids, or up to 256 of either.",
             is_required=True,
         ),
         **_GENERATION,
