@@ -140,21 +140,21 @@ def check_of(schema: Schema) -> Check:
     if "anyOf" in schema:
         return _any_of(schema["anyOf"])
     if "enum" in schema:
-        return one_of(*schema["enum"])
+        return _one_of(*schema["enum"])
     kind = _type_of(schema)
     if kind is None:
-        return anything
+        return _anything
     of_type, of_size = _of_type_and_items(kind, schema), _of_limits(kind, schema)
     return of_type if of_size is None else _both(of_type, of_size)
 
 
-def anything(value: object, path: str) -> object:
+def _anything(value: object, path: str) -> object:
     """Accept any value."""
     del path
     return value
 
 
-def one_of(*choices: str) -> Check:
+def _one_of(*choices: str) -> Check:
     """Return the check for one of several strings."""
 
     def check(value: object, path: str) -> str:
@@ -251,7 +251,7 @@ def _any_of(branches: list[Schema]) -> Check:
     for branch in branches:
         kind = _type_of(branch) or "string"  # an enum
         for of_value in _TYPES[kind][0]:
-            by_type[of_value] = check_of(branch) if of_value not in by_type else anything
+            by_type[of_value] = check_of(branch) if of_value not in by_type else _anything
     names = " or ".join(dict.fromkeys(map(_name, branches)))
 
     def check(value: object, path: str) -> object:
@@ -402,8 +402,8 @@ OBJECT: Schema = {"type": "object"}
 ARRAY: Schema = {"type": "array"}
 ANYTHING: Schema = {}
 
-boolean, integer, number, string = map(check_of, (BOOLEAN, INTEGER, NUMBER, STRING))
-object_, array = map(check_of, (OBJECT, ARRAY))
+number, string = check_of(NUMBER), check_of(STRING)
+object_, array = check_of(OBJECT), check_of(ARRAY)
 
 
 def array_of(items: Schema | FieldTable, **limits: int) -> Schema:

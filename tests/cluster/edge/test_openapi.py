@@ -11,6 +11,8 @@ from cluster.edge.apis import APIS
 from cluster.edge.fields import Support
 from cluster.edge.openai_fields import CHAT_FIELDS, MESSAGE_FIELDS
 from cluster.edge.openapi import OPERATIONS, openapi_document, tables_of
+from cluster.edge.openapi_schemas import SCHEMAS as ANSWERS
+from cluster.edge.openapi_schemas import view_schemas
 from cluster.edge.route_table import ROUTES
 from tests.cluster.edge.fake_backend import FakeBackend
 from tests.cluster.edge.test_routes import OPERATOR, PROMPTS, call
@@ -49,6 +51,14 @@ def test_the_fields_of_requests_are_those_of_the_tables():
         if row.support is Support.NOT_YET:
             assert shown["enum"] == [*row.neutral, None]
     assert MESSAGE_FIELDS.name in SCHEMAS
+
+
+def test_no_two_objects_share_the_name_of_a_schema():
+    named = {}
+    for operation in OPERATIONS.values():
+        for name, table in tables_of(operation.fields).items() if operation.fields else ():
+            assert named.setdefault(name, table) is table, name
+    assert not named.keys() & {*ANSWERS, *view_schemas()}
 
 
 def test_required_fields_cannot_be_null_and_others_can():
