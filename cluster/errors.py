@@ -112,7 +112,7 @@ class OverloadedError(ServingError):
 
 
 class QuotaError(ServingError):
-    """The tenant has reached its limit of requests at this ingress."""
+    """The tenant has reached its limit of open requests, or of requests or tokens a minute."""
 
     status = 429
     type = "RateLimitError"

@@ -21,8 +21,12 @@ import msgspec
 from cluster.edge.engine_metrics import render_engine_metrics
 from cluster.edge.explain import RoutesView, route_view, short_form
 from cluster.edge.openai import ModelCard, Usage
+from cluster.edge.peers import NoPeers
+from cluster.edge.quota_service import QUESTION as QUOTAS
+from cluster.edge.quota_service import TenantQuotas
 from cluster.edge.resume import ReplayCheck
 from cluster.edge.slots import slots_view
+from cluster.edge.tenants import Tenant
 from cluster.edge.transfers import transfers_view
 from cluster.errors import SaturatedError
 from cluster.routing.cost import CACHE_AWARE_POLICIES
@@ -43,6 +47,7 @@ if TYPE_CHECKING:
     from cluster.config.resolve import ClusterConfig
     from cluster.edge.api_keys import ApiKeys
     from cluster.edge.openai import Emit
+    from cluster.edge.peers import Peers
     from cluster.edge.resume import StreamPosition
     from cluster.edge.slots import SlotsView
     from cluster.edge.transfers import TransfersView
@@ -61,8 +66,11 @@ _PROBE_TIMEOUT_S = 20.0
 _ORDER_TIMEOUT_S = 60.0
 """For orders of operators to all engines; a pause may wait for the end of running requests."""
 _MAX_ROUTE_IDS = 4
+_ROUTES_TIMEOUT_S = 2.0
 _MAX_PROBE_WAITERS = 8
 """Bounded, because each keeps a request open until the slowest replica ends a step."""
+ROUTES = "routes"
+"""Question to the other ingresses: the routes of the requests with a client's id."""
 MIN_ASK_INTERVAL_S = 0.5
 """Shortest time between two polls of all engines for the same data."""
 
@@ -74,14 +82,20 @@ class Ingress:
         config: The cluster's configuration.
         keys: Secrets, shared with the engines, that seal tickets and authenticate connections.
         api_keys: Keys of clients, whose failed reads the metrics show; None without keys.
+        peers: All ingresses of the application.
 
     Attributes:
         fleet: The engines. The ingress's creator must connect it to discovery.
         router: Places and runs requests.
+        quotas: Counts requests against the limits of their tenants.
     """
 
     def __init__(
-        self, config: ClusterConfig, keys: KeyRing, api_keys: ApiKeys | None = None
+        self,
+        config: ClusterConfig,
+        keys: KeyRing,
+        api_keys: ApiKeys | None = None,
+        peers: Peers | None = None,
     ) -> None:
         self._config = config
         self.tokenizer = Tokenizer.from_folder(config.model_folder)
@@ -110,6 +124,11 @@ class Ingress:
             self._render_routes, MIN_ASK_INTERVAL_S, _MAX_ROUTE_IDS
         )
         self._api_keys = api_keys
+        self._peers = peers or NoPeers()
+        self._shared_peer_routes = SharedAnswerByKey(
+            self._ask_for_routes, MIN_ASK_INTERVAL_S, _MAX_ROUTE_IDS
+        )
+        self.quotas = TenantQuotas(self._peers)
         self._created_s = int(time.time())
         self._had_every_pool = False
 
@@ -208,8 +227,31 @@ class Ingress:
     async def routes(self, request_id: str) -> bytes | None:
         """Implement `cluster.edge.backend.Backend.routes`."""
         if self.router.routes.of_client_id(request_id) is None:
-            return None
+            return await self._shared_peer_routes.get(request_id)
         return await self._shared_routes.get(request_id)
+
+    async def answer_peer(self, question: str, payload: bytes) -> bytes:
+        """Answer an ingress of this application, perhaps this one.
+
+        Args:
+            question: `QUOTAS`, or `ROUTES` for the routes of a client's id.
+            payload: Content of the question.
+        """
+        if question == QUOTAS:
+            return self.quotas.answer(payload)
+        request_id = payload.decode()
+        if question != ROUTES or self.router.routes.of_client_id(request_id) is None:
+            return b""
+        return await self._shared_routes.get(request_id) or b""
+
+    async def follow_peers(self) -> None:
+        """Share the limits of tenants with the other ingresses, for ever."""
+        if has_limits(self._config):
+            await self.quotas.run()
+
+    async def _ask_for_routes(self, request_id: str) -> bytes | None:
+        answers = await self._peers.ask_all(ROUTES, request_id.encode(), _ROUTES_TIMEOUT_S)
+        return next(filter(None, answers), None)
 
     def route_header(self, request: EngineRequest) -> str:
         """Implement `cluster.edge.backend.Backend.route_header`."""
@@ -256,6 +298,7 @@ class Ingress:
         self._shared_slots.close()
         self._shared_probe.close()
         self._shared_routes.close()
+        self._shared_peer_routes.close()
         self._route_thread.shutdown(wait=False, cancel_futures=True)
         self.fleet.close()
         await self.fleet.client.close()
@@ -329,6 +372,14 @@ class Ingress:
         members = self.fleet.pools.members()
         answers = await asyncio.gather(*map(answer, members))
         return list(zip(members, answers, strict=True))
+
+
+def has_limits(config: ClusterConfig) -> bool:
+    """Return whether tenants may have limits that all ingresses share."""
+    admission = config.router.admission
+    tenants = {} if admission is None else admission.tenants
+    limited = (Tenant.limited(name, entry).limits for name, entry in tenants.items())
+    return config.ingress.api_keys is not None or any(limits is not None for limits in limited)
 
 
 def split_into_tokens(output: TokenOutput, num_known: int) -> list[TokenOutput]:

@@ -19,6 +19,7 @@ from cluster.config.schema import (
     IngressConfig,
     PoolConfig,
     RouterConfig,
+    TenantConfig,
 )
 from cluster.errors import ClusterConfigError
 from kv_transfer.addresses import check_listen_host
@@ -193,7 +194,6 @@ def _check_admission(admission: AdmissionConfig, *, has_keys: bool) -> None:
     }
     for name, tenant in admission.tenants.items():
         positive[f"{where}.tenants.{name}.weight"] = tenant.weight
-        positive[f"{where}.tenants.{name}.max_requests"] = tenant.max_requests
     for key, value in positive.items():
         if value is not None and not 0 < value < math.inf:
             raise ClusterConfigError(f"{key} must be more than 0 and finite, got {value}")
@@ -206,6 +206,11 @@ def _check_admission(admission: AdmissionConfig, *, has_keys: bool) -> None:
         if tenant.weight < _MIN_WEIGHT:
             raise ClusterConfigError(
                 f"{where}.tenants.{name}.weight must be at least {_MIN_WEIGHT}, got {tenant.weight}"
+            )
+        if has_keys and tenant != TenantConfig(weight=tenant.weight, priority=tenant.priority):
+            raise ClusterConfigError(
+                f"{where}.tenants.{name}: with args.ingress.api_keys, limits of tenants are in the "
+                "file of keys; leave only weight and priority here"
             )
     header = admission.tenant_header
     if header is None and admission.tenants and not has_keys:

@@ -108,22 +108,53 @@ MAX_TENANT_CHARS = 128
 """Longest name of a tenant."""
 
 
-class TenantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Share and limits of one tenant.
+class TenantLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Limits of one tenant, over all ingresses; see docs/keys.md.
+
+    Attributes:
+        max_requests: Most open requests, queued and running; more get 429.
+        requests_per_minute: Most requests a minute; more get 429. As many may come at once after a
+            pause of a minute.
+        tokens_per_minute: Most tokens a minute, of prompts and outputs. Requests get 429 while more
+            have been used than the minutes so far allow.
+        min_priority: Smallest `priority`, which goes first, that its requests may have; smaller
+            ones are raised to it. None: any.
+        max_priority: Largest `priority` likewise.
+    """
+
+    max_requests: int | None = None
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    min_priority: int | None = 0
+    max_priority: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse limits below 1, and an empty range of priorities."""
+        for name in ("max_requests", "requests_per_minute", "tokens_per_minute"):
+            limit = getattr(self, name)
+            if limit is not None and limit < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {limit}")
+        low, high = self.min_priority, self.max_priority
+        if low is not None and high is not None and low > high:
+            raise ValueError(f"`min_priority` {low} is more than `max_priority` {high}")
+
+
+class TenantConfig(TenantLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Share and limits of one tenant that a gateway names.
+
+    With API keys, limits are in the file of keys, and only `weight` and `priority` are set here.
 
     Attributes:
         weight: The tenant's share of slot time. While both have queued requests, a tenant of weight
             2 gets twice the slot-seconds of a tenant of weight 1.
         priority: Requests of tenants with a smaller number go first.
-        max_requests: Most requests of this tenant at one ingress, queued and running; more get 429.
     """
 
     weight: float = 1.0
     priority: int = 0
-    max_requests: int | None = None
 
 
-class KeyTenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class KeyTenant(TenantLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One tenant in the file of API keys, see docs/keys.md.
 
     Attributes:

@@ -98,7 +98,7 @@ def parse_keys(text: str, where: str) -> dict[bytes, Tenant]:
             )
         entry = convert(fields, KeyTenant, f"{where}: {name}")
         models = None if entry.models is None else frozenset(entry.models)
-        tenant = Tenant(name, is_admin=entry.admin, models=models)
+        tenant = Tenant.limited(name, entry, is_admin=entry.admin, models=models)
         for i, key in enumerate(entry.keys):
             if not _HASH.fullmatch(key):
                 raise ClusterConfigError(

@@ -82,6 +82,8 @@ class Backend(Protocol):
     async def routes(self, request_id: str) -> bytes | None:
         """Return the routes of the requests with a client's id: a `RoutesView` as JSON.
 
+        Another ingress may have them.
+
         Returns:
             None if no such request is known.
 

@@ -1,7 +1,7 @@
 """Explanations of placements: GET /debug/routes/{request_id}, and their short form. Pure.
 
-Only the ingress that ran a request has its record. Clients need the request's id; ids are not
-listed.
+Only the ingress that ran a request has its record, and the others ask it. Clients need the
+request's id; ids are not listed.
 """
 
 from __future__ import annotations

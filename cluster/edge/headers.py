@@ -110,7 +110,7 @@ def header_tenant(headers: Headers, admission: AdmissionConfig | None) -> Tenant
         return NOBODY
     name = _tenant(headers, admission.tenant_header)
     known = admission.tenants.get(name)
-    return Tenant(name) if known is None else Tenant(name, weight=known.weight)
+    return Tenant(name) if known is None else Tenant.limited(name, known, weight=known.weight)
 
 
 def _tenant(headers: Headers, name: str) -> str:

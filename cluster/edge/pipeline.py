@@ -43,6 +43,7 @@ from cluster.edge.openai_requests import (
     response_spec,
     truncate_prompt,
 )
+from cluster.edge.quota_service import lease_of
 from cluster.edge.resume import LAST_EVENT_ID, ResumableChunks, resume_request
 from cluster.edge.sse import EventStream, run_until_disconnect
 from cluster.edge.tenants import cache_salt, tenant_of
@@ -178,6 +179,8 @@ class Pipeline:
             prompt_tokens_details=self._ingress.prompt_tokens_details,
             echo=answered[0].echo,
         )
+        if (lease := lease_of(http_request.scope)) is not None:
+            lease.charge(sum(len(prompt.token_ids) for prompt in answered))
         several = tuple(answered) if len(answered) > 1 else ()
         spec = dataclasses.replace(spec, new_parser=new_parser, prompts=several)
         return _ReadyRequest(requests, spec, card, beams)
@@ -196,9 +199,11 @@ class Pipeline:
             request_id=engine_request_id(http_request.scope["request_id"], uuid.uuid4().hex),
             seed=secrets.randbits(63),
         )
+        is_ordered = card.scheduling_policy == "priority"
         return msgspec.structs.replace(
             request,
             timeout_s=self._ingress.request_timeout_s,
+            priority=tenant.clamped(request.priority) if is_ordered else 0,
             cache_salt=cache_salt(tenant.name, request.cache_salt, is_shared=self._is_cache_shared),
             **fields,
         )
@@ -218,7 +223,7 @@ class Pipeline:
             writer = ResumableChunks(api.stream(request, spec), request, position)
             generate = functools.partial(self._backend.generate, request, known=position)
         return EventStream(
-            generate,
+            _counted(generate, http_request),
             writer,
             to_serving_error,
             timeout_s=request.timeout_s,
@@ -233,7 +238,7 @@ class Pipeline:
         async def emit(delta: OutputDelta) -> None:
             deltas.append(delta)
 
-        generating = self._runner(ready)(emit)
+        generating = _counted(self._runner(ready), http_request)(emit)
         usage = await run_until_disconnect(http_request.receive, generating, request.timeout_s)
         response = json_response(api.whole(request, ready.spec, deltas, usage))
         response.raw_headers += self._more_headers(request, http_request)()
@@ -343,6 +348,14 @@ def _message_output(parsed: ParsedRequest, card: ModelCard) -> MessageOutput | N
     if not isinstance(parsed.prompt, ChatPrompt):
         return None
     return message_output(parsed.tool_use, card, parsed.grammar)
+
+
+def _counted(
+    generate: Callable[[Emit], Coroutine[Any, Any, Usage]], http_request: Request
+) -> Callable[[Emit], Coroutine[Any, Any, Usage]]:
+    """Return a `generate` whose tokens count against the limits of the request's tenant."""
+    lease = lease_of(http_request.scope)
+    return generate if lease is None else lease.count_output(generate)
 
 
 def _unix_time_s() -> int:

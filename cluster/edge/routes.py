@@ -45,9 +45,10 @@ from cluster.edge.openai_requests import (
 )
 from cluster.edge.openai_responses import model_body
 from cluster.edge.pipeline import Pipeline
+from cluster.edge.quota_service import TenantQuotas, lease_of
 from cluster.edge.route_table import ROUTES
 from cluster.edge.sse import ClientGoneError
-from cluster.edge.tenants import tenant_of
+from cluster.edge.tenants import NOBODY, tenant_of
 from cluster.edge.text_jobs import TextJobs
 from cluster.errors import MethodNotAllowedError, NotFoundError
 from replicas.messages import PAUSE_MODES
@@ -85,6 +86,7 @@ def create_app(
     version: str,
     admission: AdmissionConfig | None = None,
     api_keys: ApiKeys | None = None,
+    quotas: TenantQuotas | None = None,
 ) -> Starlette:
     """Build the ASGI app, to be wrapped in `cluster.edge.client_guard`.
 
@@ -94,7 +96,9 @@ def create_app(
         version: Answer of /version.
         admission: Headers of tenants and objectives; None: no header counts.
         api_keys: Keys that requests need; None: no request needs one.
+        quotas: Counts requests against the limits of their tenants; None: this application's alone.
     """
+    quotas = quotas or TenantQuotas()
     jobs = TextJobs(backend.tokenizer)
     has_tenants = api_keys is not None or (
         admission is not None and admission.tenant_header is not None
@@ -133,7 +137,11 @@ def create_app(
         handlers[api.route] = functools.partial(pipeline.respond, api=api)
     return _EdgeApplication(
         routes=[
-            Route(spec.path, _GatedHandler(handlers[spec.name], spec, gate), methods=[spec.method])
+            Route(
+                spec.path,
+                _GatedHandler(handlers[spec.name], spec, gate, quotas),
+                methods=[spec.method],
+            )
             for spec in ROUTES
         ]
     )
@@ -147,23 +155,28 @@ class _EdgeApplication(Starlette):
 
 
 class _GatedHandler:
-    """A handler as an ASGI app that passes the request gate first.
+    """A handler as an ASGI app behind the request gate and the limits of its tenant.
 
     `Route` would catch the errors of a plain function; `_RequestBoundary` answers them instead.
     """
 
-    def __init__(self, handle: Handler, spec: RouteSpec, gate: RequestGate) -> None:
+    def __init__(
+        self, handle: Handler, spec: RouteSpec, gate: RequestGate, quotas: TenantQuotas
+    ) -> None:
         self._handle = handle
         self._spec = spec
         self._gate = gate
+        self._quotas = quotas
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive, send)
         self._gate.check(self._spec, request.headers)
         self._gate.identify(self._spec, scope, request.headers)
         with self._gate.count_open(self._spec):
-            response = await self._handle(request)
-            await response(scope, receive, send)
+            tenant = tenant_of(scope) if self._spec.is_counted else NOBODY
+            async with self._quotas.hold(tenant, scope):
+                response = await self._handle(request)
+                await response(scope, receive, send)
 
 
 class _RouteHandlers:
@@ -272,10 +285,7 @@ class _RouteHandlers:
         request_id = request.path_params["request_id"]
         found = await self._backend.routes(request_id)
         if found is None:
-            raise NotFoundError(
-                f"this ingress has no record of request {request_id!r}; with several ingresses, "
-                "ask again"
-            )
+            raise NotFoundError(f"no ingress has a record of request {request_id!r}")
         return Response(found, media_type="application/json")
 
     async def version(self, request: Request) -> Response:
@@ -307,6 +317,8 @@ class _RequestBoundary:
                 headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
                 if IGNORED_FIELDS in scope:
                     headers.append((IGNORED_FIELDS_HEADER.encode(), scope[IGNORED_FIELDS]))
+                if (lease := lease_of(scope)) is not None:
+                    headers += lease.headers()
                 message = {**message, "headers": headers}
             return send(message)
 

@@ -7,13 +7,13 @@ A request belongs to one tenant, and its ASGI scope holds that `Tenant`: the ten
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from cluster.config.schema import TenantLimits
 from cluster.errors import PermissionDeniedError
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping, Sequence
-    from typing import Any
 
     from cluster.edge.openai import ModelCard
     from cluster.edge.route_table import RouteSpec
@@ -30,12 +30,43 @@ class Tenant:
         weight: Its share of the encoding threads, relative to others.
         is_admin: Whether it may use the routes of operators.
         models: Names of the models and adapters that it may use; None allows all.
+        limits: Its limits on requests and tokens; None if it has none.
+        priorities: Smallest and largest `priority` that its requests may have; None: any.
     """
 
     name: str
     weight: float = 1.0
     is_admin: bool = False
     models: frozenset[str] | None = None
+    limits: TenantLimits | None = None
+    priorities: tuple[int | None, int | None] = (None, None)
+
+    @classmethod
+    def limited(cls, name: str, entry: TenantLimits, **more: Any) -> Tenant:  # noqa: ANN401 - fields
+        """Return the tenant of a configuration's entry.
+
+        Args:
+            name: Its name.
+            entry: Its limits, and perhaps further fields.
+            **more: Further attributes of the tenant.
+        """
+        limits = TenantLimits(
+            **{field: getattr(entry, field) for field in TenantLimits.__struct_fields__}
+        )
+        counts = (limits.max_requests, limits.requests_per_minute, limits.tokens_per_minute)
+        has_counts = any(count is not None for count in counts)
+        return cls(
+            name,
+            limits=limits if has_counts else None,
+            priorities=(limits.min_priority, limits.max_priority),
+            **more,
+        )
+
+    def clamped(self, priority: int) -> int:
+        """Return the nearest priority that a request of this tenant may have."""
+        low, high = self.priorities
+        priority = priority if low is None else max(priority, low)
+        return priority if high is None else min(priority, high)
 
     def check_access(self, route: RouteSpec) -> None:
         """Refuse a route that only admins may use.

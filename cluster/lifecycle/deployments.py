@@ -15,6 +15,7 @@ import logging
 import os
 import time
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -250,27 +251,68 @@ class IngressReplica:
         if self._ingress is not None and self._ingress.fleet.is_lost:
             raise RuntimeError("no replica is known, and discovery keeps failing")
 
+    async def answer_peer(self, question: str, payload: bytes) -> bytes:
+        """Answer an ingress of this application, see `Ingress.answer_peer`."""
+        return b"" if self._ingress is None else await self._ingress.answer_peer(question, payload)
+
     def __serve_build_asgi_app__(self) -> Starlette:
-        ingress = self._ingress = Ingress(self._config, self._keys, self._api_keys)
+        peers = IngressPeers(serve.get_replica_context().app_name)
+        ingress = self._ingress = Ingress(self._config, self._keys, self._api_keys, peers)
         app = create_app(
             ingress,
             self._config.ingress,
             version=importlib.metadata.version("ttserve"),
             admission=self._config.router.admission,
             api_keys=self._api_keys,
+            quotas=ingress.quotas,
         )
 
         @contextlib.asynccontextmanager
         async def lifespan(_app: Starlette) -> AsyncIterator[None]:
             following = asyncio.create_task(ingress.fleet.follow(self._directory))
+            sharing = asyncio.create_task(ingress.follow_peers())
             try:
                 yield
             finally:
                 following.cancel()
+                sharing.cancel()
                 await ingress.close()
 
         app.router.lifespan_context = lifespan
         return app
+
+
+class IngressPeers:
+    """The `Peers` that asks the running replicas of the ingress deployment.
+
+    Args:
+        application: Name of the application.
+    """
+
+    def __init__(self, application: str) -> None:
+        self._application = application
+        self._handle: DeploymentHandle[Any] | None = None
+        # One question may wait for a replica that hangs while another is asked.
+        self._threads = ThreadPoolExecutor(2, "peers")
+
+    async def ask_all(self, question: str, payload: bytes, timeout_s: float) -> list[bytes]:
+        """Return the answers of the ingresses that answered in time."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._threads, self._ask_all, question, payload, timeout_s
+        )
+
+    def _ask_all(self, question: str, payload: bytes, timeout_s: float) -> list[bytes]:
+        try:
+            if self._handle is None:
+                self._handle = serve.get_deployment_handle(INGRESS, self._application)
+            answers = self._handle.broadcast("answer_peer", question, payload).results(
+                timeout_s=timeout_s, return_exceptions=True
+            )
+        except (RayServeException, RayError, TimeoutError) as error:
+            logger.info("no ingress answers: %s", error)
+            return []
+        return [answer for answer in answers if isinstance(answer, bytes)]
 
 
 class PoolDirectory:

@@ -99,7 +99,6 @@ class Admission:
         """Queue a new request, or refuse it; `assign` admits it later.
 
         Raises:
-            QuotaError: The tenant has as many requests as it may have.
             SaturatedError: The queue is full, by requests or by tokens.
             OverloadedError: The request is predicted to miss its objective.
         """
@@ -112,7 +111,6 @@ class Admission:
             _objective(demand.tpot_s, self._config.tpot_s),
             (priority, now_s + ttft_s, next(self._orders)),
         )
-        self._bounds.check_quota(entry, self._line, self.forecast.slot_s)
         if self._bounds.is_too_many(entry, self._line):
             raise self.saturated(now_s, supply)
         wait_s = self._wait_s(entry, now_s, supply)

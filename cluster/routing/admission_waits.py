@@ -48,7 +48,6 @@ class AdmissionWaits:
             NotReadyError: No replica decodes, and discovery is not looking for one.
             SaturatedError: The queue is full.
             OverloadedError: The request would miss its objective.
-            QuotaError: Its tenant has as many requests as it may have.
             QueueTimeoutError: It has no objective, and was not admitted within its deadline.
         """
         if self._pools.is_stranded:

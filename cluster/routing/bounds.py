@@ -1,4 +1,4 @@
-"""Limits of admission: queued requests and tokens of an ingress, and requests of a tenant. Pure.
+"""Limits of admission: queued requests and tokens of an ingress. Pure.
 
 It owns nothing: it looks at the line of queued requests.
 """
@@ -9,7 +9,6 @@ import math
 from typing import TYPE_CHECKING
 
 from cluster.config.schema import TenantConfig
-from cluster.errors import QuotaError
 
 if TYPE_CHECKING:
     from cluster.config.schema import AdmissionConfig
@@ -34,27 +33,6 @@ class Bounds:
     def tenant(self, name: str) -> TenantConfig:
         """Return the configuration of a tenant; the default one sets no limits."""
         return self._config.tenants.get(name, _DEFAULT_TENANT)
-
-    def check_quota(
-        self, entry: AdmissionEntry, line: FairLine[AdmissionEntry], slot_s: float
-    ) -> None:
-        """Raise if the tenant of a new request may have no more requests.
-
-        Args:
-            entry: The new request.
-            line: The queued requests, with the count of each tenant's requests.
-            slot_s: Mean time that a slot is held, from which the time to retry is estimated.
-
-        Raises:
-            QuotaError: The tenant has as many requests as it may have.
-        """
-        most, count = self.tenant(entry.tenant).max_requests, line.num_requests(entry.tenant)
-        if most is not None and count >= most:
-            raise QuotaError(
-                f"tenant {entry.tenant!r} already has {count} requests here and may have {most}; "
-                "retry when one has ended",
-                retry_after_s=whole_seconds(slot_s / max(count, 1)),
-            )
 
     def is_too_many(self, entry: AdmissionEntry, line: FairLine[AdmissionEntry]) -> bool:
         """Return whether the queue is full and no other tenant has more waiting than this one."""

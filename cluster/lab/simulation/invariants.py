@@ -382,8 +382,6 @@ class Expectations:
         self._most_queued = options.router.max_queued_requests
         admission = options.router.admission
         self._has_objective = admission is not None and admission.ttft_s is not None
-        tenants = {} if admission is None else admission.tenants
-        self._has_quotas = any(t.max_requests is not None for t in tenants.values())
         self._bounds_tokens = admission is not None and admission.max_queued_tokens is not None
         reservation_timeout_s = min(spec.engine.reservation_timeout_s for spec in pools)
         self._patience_s = min(options.router.queue_timeout_s, reservation_timeout_s)
@@ -459,7 +457,6 @@ class Expectations:
             or (has_grammar and self._has_late_grammars)
             or self._num_beside(record, records) > self._most_queued,
             "OverloadedError": self._has_objective,
-            "QuotaError": self._has_quotas,
             "NotReadyError": all(closed) or has_new_ingress,
             # With another engine available it would have migrated.
             "ReplicaLostError": lost and (is_stranded or has_bad_grammar),

@@ -192,7 +192,6 @@ class _ClusterSampler(_Sampler):
                 TENANTS[0]: TenantConfig(
                     weight=self.pick(0.5, 1.0, 3.0),
                     priority=self.pick(-1, 0, 0),
-                    max_requests=self.pick(None, 3),
                 )
             },
         )

@@ -68,13 +68,15 @@ class Handle:
         self._replicas = replicas
         self._extra = extra
 
-    def broadcast(self, method):
+    def broadcast(self, method, *arguments):
         """Ask every replica."""
 
         def results(timeout_s, return_exceptions):
             assert 0.0 < timeout_s < 60.0
             assert return_exceptions
-            answers = [asyncio.run(getattr(replica, method)()) for replica in self._replicas]
+            answers = [
+                asyncio.run(getattr(replica, method)(*arguments)) for replica in self._replicas
+            ]
             return [*answers, *self._extra]
 
         return SimpleNamespace(results=results)
@@ -151,7 +153,9 @@ def ingress(as_replica, monkeypatch):
     status = SimpleNamespace(applications={"default": application})
     monkeypatch.setattr(module.serve, "status", lambda: status)
     with made(as_replica, ARGS, "both") as replica:
-        yield IngressReplica({**ARGS, **OF_INGRESS}, both=Handle(replica)), replica
+        ingress = IngressReplica({**ARGS, **OF_INGRESS}, both=Handle(replica))
+        monkeypatch.setattr(module.serve, "get_deployment_handle", lambda *_: Handle(ingress))
+        yield ingress, replica
 
 
 @pytest.mark.process

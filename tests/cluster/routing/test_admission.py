@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 )
 
 from cluster.config.schema import AdmissionConfig, TenantConfig
-from cluster.errors import OverloadedError, QuotaError, SaturatedError
+from cluster.errors import OverloadedError, SaturatedError
 from cluster.routing.admission import Admission, Supply
 from cluster.routing.backlog import PromptEngine
 from cluster.routing.demand import Demand
@@ -229,16 +229,6 @@ def test_a_full_queue_admits_a_tenant_with_fewer_queued_requests():
         world.arrive(tenant="other")
     assert world.admission.overflow(world.now_s) == []
     assert len(world.admission) == 4
-
-
-def test_a_tenant_is_limited_to_its_quota():
-    world = World(make(tenants={"t": TenantConfig(max_requests=2)}))
-    entries = [world.arrive(tenant="t") for _ in range(2)]
-    with pytest.raises(QuotaError):
-        world.arrive(tenant="t")
-    world.arrive(tenant="u")
-    world.admission.end(entries[0], 0.0)
-    world.arrive(tenant="t")
 
 
 def test_a_tenants_priority_goes_first():

@@ -75,7 +75,7 @@ def test_random_scenarios_break_no_invariant():
 def test_everything_that_may_happen_does(sweep):
     assert set(check(sweep)) - {"no_ingress"} == {
         "ok", "aborted", "BadRequestError", "NotReadyError", "QueueTimeoutError",
-        "ReplicaLostError", "SaturatedError", "OverloadedError", "QuotaError",
+        "ReplicaLostError", "SaturatedError", "OverloadedError",
         "ingress_lost",
     }  # fmt: skip
 

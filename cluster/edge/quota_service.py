@@ -1,0 +1,398 @@
+"""Tenants' limits over all ingresses: admits requests, and counts their tokens.
+
+Each tenant has an owner, the ingress whose book decides: the one with the highest hash of its id
+and the tenant's name, of those that answered the last exchange. The other ingresses ask it for each
+request. At most one exchange of an ingress is under way; requests that arrive meanwhile go into the
+next one. An exchange also reports the open requests and tokens of this ingress, and brings back
+what is left.
+
+If the owner does not answer in time, an ingress decides by its own book, which has its own requests
+and what the owner said last. So while an ingress cannot reach the owner, while any of them hangs,
+and for about a second after one has come or gone, each may admit a tenant up to its limits.
+
+Owner: a `TenantQuotas` owns the `QuotaBook` of one ingress, on its event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import math
+import secrets
+import time
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from cluster.config.schema import TenantLimits
+from cluster.edge.peers import NoPeers
+from cluster.edge.quotas import QuotaBook, Refusal, rate_headers
+from cluster.errors import QuotaError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, MutableMapping
+    from typing import Any, TypeAlias
+
+    from cluster.edge.openai import Emit, Usage
+    from cluster.edge.peers import Peers
+    from cluster.edge.quotas import Account
+    from cluster.edge.tenants import Tenant
+    from replicas.output_processor import OutputDelta
+
+    Generate: TypeAlias = Callable[[Emit], Coroutine[Any, Any, Usage]]
+
+logger = logging.getLogger(__name__)
+
+QUESTION = "quotas"
+INTERVAL_S = 1.0
+"""Time between two exchanges without requests that have to ask."""
+_LOST_S = 5.0
+"""Time without a report after which an ingress's open requests no longer count."""
+_PAUSE_S = 2.0
+"""Time for which no request waits for an owner, after an exchange that failed or was slow."""
+_SLOW_S = 0.25
+_TIMEOUT_S = 0.5
+_SCOPE_KEY = "ttserve.quota"
+
+
+class TenantReport(msgspec.Struct, frozen=True, array_like=True):
+    """One tenant's counts at the ingress that reports them.
+
+    Attributes:
+        tenant: The tenant's name.
+        owner: Id of the ingress that is to count it; others ignore the report.
+        limits: The tenant's limits.
+        num_open: Its open requests.
+        num_tokens: Its tokens since the start of the ingress.
+        levels: What is left of its requests and tokens, as far as the ingress knows; None without
+            a limit.
+        num_asked: Requests that wait to be admitted.
+    """
+
+    tenant: str
+    owner: str
+    limits: TenantLimits
+    num_open: int
+    num_tokens: int
+    levels: tuple[float | None, float | None]
+    num_asked: int
+
+
+class Exchange(msgspec.Struct, frozen=True, array_like=True):
+    """The reports of one ingress, the sender."""
+
+    sender: str
+    reports: list[TenantReport]
+
+
+class TenantAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """An owner's answer to one report.
+
+    Attributes:
+        num_admitted: How many of the waiting requests are admitted.
+        reason: Why the others are not.
+        retry_after_s: When one would be.
+        levels: What is left then, as in `TenantReport`.
+    """
+
+    tenant: str
+    num_admitted: int
+    reason: str
+    retry_after_s: float
+    levels: tuple[float | None, float | None]
+
+
+class ExchangeAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """The answers of one ingress, for the tenants that it owns."""
+
+    ingress: str
+    answers: list[TenantAnswer]
+
+
+_EXCHANGES = msgspec.msgpack.Decoder(Exchange)
+_ANSWERS = msgspec.msgpack.Decoder(ExchangeAnswer)
+
+
+class TenantQuotas:
+    """The limits of tenants at one ingress, and for the tenants that it owns at all of them.
+
+    Args:
+        peers: All ingresses.
+        clock: Returns seconds of a steady clock.
+    """
+
+    def __init__(
+        self, peers: Peers | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._peers = peers or NoPeers()
+        self._clock = clock
+        self._book = QuotaBook()
+        self._id = secrets.token_hex(8)
+        self._members = frozenset({self._id})
+        self._heard_s: dict[str, float] = {}
+        self._limits: dict[str, TenantLimits] = {}
+        self._num_tokens: defaultdict[str, int] = defaultdict(int)
+        self._waiting: dict[str, list[asyncio.Future[Refusal | None]]] = {}
+        self._wake = asyncio.Event()
+        self._asks_from_s = -math.inf
+
+    @contextlib.asynccontextmanager
+    async def hold(self, tenant: Tenant, scope: MutableMapping[str, Any]) -> AsyncIterator[None]:
+        """Admit a request if its tenant has limits, and count it as open meanwhile.
+
+        Args:
+            tenant: The request's tenant.
+            scope: The request's scope, which gets its lease, a refused request's too.
+
+        Raises:
+            QuotaError: A limit is reached.
+        """
+        limits = tenant.limits
+        if limits is None:
+            yield
+            return
+        self._limits[tenant.name] = limits
+        now_s = self._clock()
+        if self.owner(tenant.name) == self._id or now_s < self._asks_from_s:
+            refusal = self._book.admit(tenant.name, limits, self._id, now_s)
+        else:
+            refusal = await self._ask(tenant.name)
+        scope[_SCOPE_KEY] = QuotaLease(self, tenant.name, limits)
+        if refusal is not None:
+            raise QuotaError(
+                f"{refusal.reason}; try again later",
+                retry_after_s=max(math.ceil(refusal.retry_after_s), 1),
+            )
+        try:
+            yield
+        finally:
+            account = self._book.account(tenant.name, limits, self._clock())
+            num_open = account.open_of.get(self._id, 0)
+            self._book.set_open(account, self._id, num_open - 1)
+
+    def owner(self, tenant: str) -> str:
+        """Return the id of the ingress that counts a tenant."""
+        if len(self._members) == 1:
+            return next(iter(self._members))
+        return max(
+            self._members,
+            key=lambda member: hashlib.blake2b(f"{member} {tenant}".encode()).digest(),
+        )
+
+    def charge(self, tenant: str, limits: TenantLimits, num_tokens: int) -> None:
+        """Take tokens from a tenant's allowance."""
+        self._num_tokens[tenant] += num_tokens
+        now_s = self._clock()
+        self._book.account(tenant, limits, now_s).tokens.take(num_tokens, now_s)
+
+    def headers(self, tenant: str, limits: TenantLimits) -> list[tuple[bytes, bytes]]:
+        """Return the rate-limit headers of an answer."""
+        now_s = self._clock()
+        return rate_headers(self._book.account(tenant, limits, now_s), now_s)
+
+    # --- exchanges --------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Exchange reports with the other ingresses, for ever."""
+        while True:
+            self._wake.clear()
+            try:
+                await self.exchange()
+            except Exception:
+                logger.exception("counting tenants' requests without the other ingresses")
+                self._settle_alone(list(self._waiting))
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), INTERVAL_S)
+
+    async def exchange(self) -> None:
+        """Report to the owners once, and settle the requests that wait for them."""
+        asked = {tenant: len(futures) for tenant, futures in self._waiting.items()}
+        owners = {tenant: self.owner(tenant) for tenant in self._limits}
+        self._settle_alone(tenant for tenant in asked if owners[tenant] == self._id)
+        now_s = self._clock()
+        reports = [
+            self._report(tenant, owner, asked.get(tenant, 0), now_s)
+            for tenant, owner in owners.items()
+            if owner != self._id
+        ]
+        payload = msgspec.msgpack.encode(Exchange(self._id, reports))
+        begun_s = self._clock()
+        found = await self._peers.ask_all(QUESTION, payload, _TIMEOUT_S)
+        answers = [_ANSWERS.decode(raw) for raw in found]
+        self._members = frozenset(answer.ingress for answer in answers) or frozenset({self._id})
+        now_s = self._clock()
+        silent = {report.tenant: report for report in reports}
+        for answer in answers:
+            for of_tenant in answer.answers:
+                report = silent.pop(of_tenant.tenant)
+                self._settle(of_tenant, report, now_s)
+        is_slow = now_s - begun_s > _SLOW_S
+        self._asks_from_s = now_s + _PAUSE_S if silent or is_slow else -math.inf
+        if silent:
+            logger.warning("the ingresses that count %d tenants do not answer", len(silent))
+            self._settle_alone(silent)
+        # The owner knows of no open request of these.
+        quiet = {report.tenant for report in reports if not report.num_open + report.num_asked}
+        self._forget(quiet - set(silent), now_s)
+
+    def answer(self, payload: bytes) -> bytes:
+        """Answer another ingress's exchange, or this one's own."""
+        exchange, now_s = _EXCHANGES.decode(payload), self._clock()
+        answers = []
+        if exchange.sender != self._id:
+            self._heard_s[exchange.sender] = now_s
+            mine = [report for report in exchange.reports if report.owner == self._id]
+            answers = [self._count(report, exchange.sender, now_s) for report in mine]
+        return msgspec.msgpack.encode(ExchangeAnswer(self._id, answers))
+
+    async def _ask(self, tenant: str) -> Refusal | None:
+        future: asyncio.Future[Refusal | None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, []).append(future)
+        self._wake.set()
+        return await future
+
+    def _report(self, tenant: str, owner: str, num_asked: int, now_s: float) -> TenantReport:
+        account = self._account(tenant)
+        num_open = account.open_of.get(self._id, 0)
+        limits, num_tokens = self._limits[tenant], self._num_tokens[tenant]
+        levels = _levels(account, now_s)
+        return TenantReport(tenant, owner, limits, num_open, num_tokens, levels, num_asked)
+
+    def _count(self, report: TenantReport, sender: str, now_s: float) -> TenantAnswer:
+        """Take over a report, and admit what it asks for, as the owner of its tenant."""
+        self._limits[report.tenant] = report.limits
+        account = self._account(report.tenant)
+        self._book.set_open(account, sender, report.num_open)
+        known = account.tokens_of.get(sender)
+        account.tokens_of[sender] = report.num_tokens
+        if known is None:
+            # This ingress has become the owner: what the others know is as good.
+            _take_over(account, report.levels, now_s, keeps_lower=True)
+        else:
+            account.tokens.take(report.num_tokens - known, now_s)
+        refusal, num_admitted = None, 0
+        while num_admitted < report.num_asked and refusal is None:
+            refusal = self._book.admit(report.tenant, report.limits, sender, now_s)
+            num_admitted += refusal is None
+        reason, retry_after_s = refusal or ("", 0.0)
+        levels = _levels(account, now_s)
+        return TenantAnswer(report.tenant, num_admitted, reason, retry_after_s, levels)
+
+    def _settle(self, answer: TenantAnswer, report: TenantReport, now_s: float) -> None:
+        """Take over an owner's answer, and wake the requests that waited for it."""
+        tenant = answer.tenant
+        account = self._account(tenant)
+        _take_over(account, answer.levels, now_s, keeps_lower=False)
+        account.tokens.take(self._num_tokens[tenant] - report.num_tokens, now_s)
+        for i, future in enumerate(self._pop_waiting(tenant, report.num_asked)):
+            # One whose client has left is not counted: the next report corrects the owner.
+            if future.done():
+                continue
+            if i < answer.num_admitted:
+                num_open = account.open_of.get(self._id, 0)
+                self._book.set_open(account, self._id, num_open + 1)
+                future.set_result(None)
+            else:
+                future.set_result(Refusal(answer.reason, answer.retry_after_s))
+
+    def _settle_alone(self, tenants: Iterable[str]) -> None:
+        """Decide by this ingress's own book."""
+        now_s = self._clock()
+        for tenant in tenants:
+            for future in self._pop_waiting(tenant, None):
+                if not future.done():
+                    limits = self._limits[tenant]
+                    future.set_result(self._book.admit(tenant, limits, self._id, now_s))
+
+    def _pop_waiting(self, tenant: str, count: int | None) -> list[asyncio.Future[Refusal | None]]:
+        futures = self._waiting.pop(tenant, [])
+        first, rest = (futures, []) if count is None else (futures[:count], futures[count:])
+        if rest:
+            self._waiting[tenant] = rest
+            self._wake.set()
+        return first
+
+    def _forget(self, quiet: set[str], now_s: float) -> None:
+        """Drop what ingresses that are gone reported, and accounts that say nothing.
+
+        Args:
+            quiet: Tenants whose owner knows that this ingress has no open request of theirs.
+            now_s: The time.
+        """
+        lost = {sender for sender, at_s in self._heard_s.items() if now_s - at_s > _LOST_S}
+        for sender in lost:
+            del self._heard_s[sender]
+        for tenant in list(self._limits):
+            account = self._account(tenant)
+            for sender in lost:
+                account.open_of.pop(sender, None)
+                account.tokens_of.pop(sender, None)
+            is_known = tenant in quiet or self.owner(tenant) == self._id
+            if is_known and account.is_idle(now_s) and tenant not in self._waiting:
+                del self._limits[tenant]
+        self._book.drop_idle(now_s)
+
+    def _account(self, tenant: str) -> Account:
+        return self._book.account(tenant, self._limits[tenant], self._clock())
+
+
+class QuotaLease:
+    """One request of a tenant with limits; that of a refused one only gives headers."""
+
+    def __init__(self, quotas: TenantQuotas, tenant: str, limits: TenantLimits) -> None:
+        self._quotas = quotas
+        self._tenant = tenant
+        self._limits = limits
+
+    def charge(self, num_tokens: int) -> None:
+        """Take tokens of the prompt or the output from the tenant's allowance."""
+        self._quotas.charge(self._tenant, self._limits, num_tokens)
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Return the rate-limit headers of the answer."""
+        return self._quotas.headers(self._tenant, self._limits)
+
+    def count_output(self, generate: Generate) -> Generate:
+        """Return a `generate` that charges the tokens it emits, even if it fails."""
+
+        async def counted(emit: Emit) -> Usage:
+            num_tokens = 0
+
+            async def count(delta: OutputDelta) -> None:
+                nonlocal num_tokens
+                num_tokens += len(delta.token_ids)
+                await emit(delta)
+
+            try:
+                return await generate(count)
+            finally:
+                self.charge(num_tokens)
+
+        return counted
+
+
+def lease_of(scope: MutableMapping[str, Any]) -> QuotaLease | None:
+    """Return the lease in a request's scope; None if its tenant has no limits."""
+    lease: QuotaLease | None = scope.get(_SCOPE_KEY)
+    return lease
+
+
+def _levels(account: Account, now_s: float) -> tuple[float | None, float | None]:
+    requests, tokens = (
+        None if math.isinf(allowance.per_minute) else allowance.level(now_s)
+        for allowance in (account.requests, account.tokens)
+    )
+    return requests, tokens
+
+
+def _take_over(
+    account: Account, levels: tuple[float | None, float | None], now_s: float, *, keeps_lower: bool
+) -> None:
+    """Replace the levels of an account by those of another ingress."""
+    for allowance, level in zip((account.requests, account.tokens), levels, strict=True):
+        if level is not None and not math.isinf(allowance.per_minute):
+            own = allowance.level(now_s) if keeps_lower else math.inf
+            allowance.set_level(min(own, level), now_s)
