@@ -101,7 +101,7 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens)
         eos_token = special_tokens.get("eos_token")
         self.eos_token_id = None if eos_token is None else backend.token_to_id(eos_token)
-        self._chat_template = None if chat_template is None else _compile(chat_template)
+        self._chat_template = None if chat_template is None else _ChatTemplate(chat_template)
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer:
@@ -243,20 +243,38 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         variables: Mapping[str, object] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
     ) -> str:
         """Render a conversation as the prompt text that the model was trained on.
+
+        A template that does not name the role developer gets such messages as system messages, and
+        all of these joined into the first one. Source: vLLM 0.32 vllm/renderers/hf.py.
 
         Args:
             messages: Role and content of each turn; keys whose value is None are left out.
             add_generation_prompt: End with the header of the assistant's next turn.
             variables: Further variables of the template, such as `enable_thinking`.
             tools: Tools that the model may call, as OpenAI's API has them.
+            documents: Documents for the template's variable of that name.
+            chat_template: A template in place of the folder's. It runs in the same sandbox, which
+                does not limit its time and memory.
 
         Raises:
             ChatTemplateError: The folder has no template, there are no messages, a variable has a
-                reserved name, or the template refuses these messages or variables.
+                reserved name, or the template refuses these messages or variables or is not valid.
         """
-        if self._chat_template is None:
+        template = self._chat_template
+        if chat_template is not None:
+            try:
+                template = _ChatTemplate(chat_template)
+            except ModelLoadError as error:
+                text = str(error).partition(": ")[2]
+                raise ChatTemplateError(
+                    "chat_template", f"chat_template is not valid: {text}"
+                ) from error
+        if template is None:
             raise ChatTemplateError(
                 "messages",
                 "the model's folder has no chat template; add chat_template.jinja to it, "
@@ -265,19 +283,21 @@ class Tokenizer:
         if not messages:
             raise ChatTemplateError("messages", "messages must hold at least one message")
         given = variables or {}
-        _check_variables(self._chat_template, given)
+        _check_variables(template.compiled, given)
         turns = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        if not template.knows_developer:
+            turns = _without_developer(turns)
         told: dict[str, object] = {
             "tools": tools or None,
-            "documents": None,
+            "documents": documents or None,
             **self.special_tokens,
             "messages": turns,
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return _render(self._chat_template, {**told, **given})
+            return _render(template.compiled, {**told, **given})
         except ChatTemplateError as error:
-            if given and _can_render(self._chat_template, told):
+            if given and _can_render(template.compiled, told):
                 raise ChatTemplateError("chat_template_kwargs", str(error)) from error
             raise
 
@@ -288,6 +308,50 @@ def _spelled_bytes(spelling: str) -> bytes:
         return bytes([_BYTE_OF_LETTER[letter] for letter in spelling])
     except KeyError:
         return spelling.encode()
+
+
+class _ChatTemplate:
+    """A compiled template.
+
+    Attributes:
+        compiled: The template.
+        knows_developer: Whether it names the role developer.
+    """
+
+    def __init__(self, source: str) -> None:
+        self.compiled = _compile(source)
+        self.knows_developer = '"developer"' in source or "'developer'" in source
+
+
+def _without_developer(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages without the role developer: one system message comes first."""
+    if all(turn.get("role") != "developer" for turn in turns):
+        return turns
+    orders = [turn for turn in turns if turn.get("role") in {"system", "developer"}]
+    content = "\n".join(str(turn["content"]) for turn in orders if turn.get("content"))
+    others = [turn for turn in turns if turn.get("role") not in {"system", "developer"}]
+    return [{"role": "system", "content": content}, *others]
+
+
+def cut_behind(text: str, content: object) -> str:
+    """Return a rendered conversation up to the end of its last message's content.
+
+    The output then continues that message. Source: transformers `continue_final_message`.
+
+    Raises:
+        ChatTemplateError: The text does not have the content.
+    """
+    words = content if isinstance(content, str) else ""
+    begin = text.rfind(words.strip()) if words.strip() else -1
+    if begin < 0:
+        raise ChatTemplateError(
+            "continue_final_message",
+            "continue_final_message needs a last message with text that the chat template shows",
+        )
+    # A template may strip the content, or keep its final white space.
+    whole, stripped = words.lstrip(), words.strip()
+    end = begin + len(whole if text.startswith(whole, begin) else stripped)
+    return text[:end]
 
 
 def _check_variables(template: jinja2.Template, given: Mapping[str, object]) -> None:

@@ -250,6 +250,8 @@ class IngressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             depth. "ignore" drops them, and the header `x-ttserve-ignored-fields` of the answer
             names up to 16 of them. "refuse" answers 400. Documented fields that are not supported
             are always refused.
+        trust_request_chat_template: Whether chats may bring a `chat_template` of their own. It runs
+            in a sandbox that does not limit its time and memory, so only for trusted clients.
         api_keys: Absolute path of the file of API keys on each host of an ingress, see
             docs/keys.md. A change of the file acts within seconds, without a restart. Every route
             but the health checks then needs a key, which also names the tenant. None: no keys.
@@ -269,6 +271,7 @@ class IngressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     route_header: bool = False
     stream_keep_alive_s: float = 15.0
     unknown_fields: Literal["ignore", "refuse"] = "ignore"
+    trust_request_chat_template: bool = False
     api_keys: str | None = None
     allowed_hosts: list[str] | None = None
 

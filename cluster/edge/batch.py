@@ -56,4 +56,8 @@ async def run_batch(generate: Generate, requests: Sequence[EngineRequest], emit:
                 raise
 
     usages = await run_all(run_one(i * r.sampling.n, r) for i, r in enumerate(requests))
-    return Usage(*map(sum, zip(*usages, strict=True)))
+    return Usage(
+        sum(usage.prompt_tokens for usage in usages),
+        sum(usage.completion_tokens for usage in usages),
+        sum(usage.cached_tokens for usage in usages),
+    )

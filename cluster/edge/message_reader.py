@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cluster.edge.families.message import ContentPiece, MessageDelta
+from cluster.edge.families.message import ContentPiece, MessageDelta, ReasoningPiece
 
 if TYPE_CHECKING:
     from cluster.edge.openai import ResponseSpec
@@ -16,16 +16,26 @@ class MessageReader:
 
     Args:
         spec: Options of the answer.
+
+    Attributes:
+        has_reasoned: Whether there was reasoning so far.
     """
 
     def __init__(self, spec: ResponseSpec) -> None:
         self._parser = None if spec.new_parser is None else spec.new_parser()
         self._has_reasoning = spec.include_reasoning
+        self._num_before = 0
+        self.has_reasoned = self._has_answered = False
 
     @property
     def has_calls(self) -> bool:
         """Return whether the message has calls so far."""
         return self._parser is not None and self._parser.has_calls
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Return the tokens before the answer; 0 if none of them are reasoning."""
+        return self._num_before if self.has_reasoned else 0
 
     def read(self, delta: OutputDelta) -> MessageDelta:
         """Return what a delta adds to the message; a delta with a finish reason is the last."""
@@ -35,4 +45,11 @@ class MessageReader:
         if delta.finish_reason is not None:
             # If the model did not stop by itself, a call may have no end.
             part.extend(self._parser.finish(is_cut=delta.finish_reason != "stop"))
+        if not self._has_answered:
+            for piece in part.pieces:
+                is_reasoning = isinstance(piece, ReasoningPiece)
+                self.has_reasoned |= is_reasoning
+                self._has_answered |= not is_reasoning
+            if not self._has_answered:
+                self._num_before += len(delta.token_ids)
         return part if self._has_reasoning else part.without_reasoning()

@@ -24,11 +24,19 @@ Emit: TypeAlias = "Callable[[OutputDelta], Awaitable[None]]"
 
 
 class Usage(NamedTuple):
-    """Token counts of a request; `cached_tokens` is the cached part of the prompt."""
+    """Token counts of a request.
+
+    Attributes:
+        prompt_tokens: Those of the prompt.
+        completion_tokens: Those of all choices.
+        cached_tokens: The cached part of the prompt.
+        reasoning_tokens: The part of the output before the answer; None: it is not known.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    reasoning_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +96,11 @@ class ResponseSpec:
         drops_output: Whether the answer is the echo alone.
         new_parser: Makes the parser of a choice's text; None if all text is content.
         include_reasoning: Whether the answer has the reasoning that the parser finds.
+        return_prompt_text: Whether the answer has `prompt_text`.
+        prompt_text: The text of the prompt's tokens, if the answer has it.
+        service_tier: The tier that the client asked for; the answer names the only one.
+        stream_interval: Least tokens in an event, but for the first and last of a choice.
+        return_tokens_as_token_ids: Whether log probabilities name tokens by their ids.
         prompts: Every prompt of a request that has several, each with n choices; else empty.
         own: What the request's API repeats in the answer, or needs to make it.
     """
@@ -106,5 +119,10 @@ class ResponseSpec:
     drops_output: bool = False
     new_parser: Callable[[], OutputParser] | None = None
     include_reasoning: bool = True
+    return_prompt_text: bool = False
+    prompt_text: str = ""
+    service_tier: str | None = None
+    stream_interval: int = 1
+    return_tokens_as_token_ids: bool = False
     prompts: tuple[AnsweredPrompt, ...] = ()
     own: Any = None

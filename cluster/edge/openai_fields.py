@@ -39,6 +39,7 @@ from cluster.edge.fields import (
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_SALT_CHARS = 256
+MAX_TEMPLATE_CHARS = 2**16
 _TOKEN_ID = re.compile("-?[0-9]{1,18}")
 _TOKEN_IDS = array_of(INTEGER)
 _FUNCTION_NAME = {
@@ -261,14 +262,12 @@ _GENERATION: dict[str, Field] = {
     "user": no_effect(STRING, "For the client's own records."),
     "request_id": no_effect(STRING, "The header x-request-id names a request."),
     "spaces_between_special_tokens": no_effect(BOOLEAN, "An option of slow tokenizers only."),
-    "stream_interval": not_yet(INTEGER, "Tokens in each event of a stream.", neutral=(1,)),
+    "stream_interval": acts(
+        {"type": "integer", "minimum": 1}, "Least tokens in an event of a stream."
+    ),
     "thinking_token_budget": not_yet(INTEGER, "Most tokens of the reasoning."),
-    "return_tokens_as_token_ids": not_yet(
-        BOOLEAN, "Log probabilities name tokens by id.", neutral=(False,)
-    ),
-    "return_token_offsets": not_yet(
-        BOOLEAN, "Offsets of the prompt's tokens in its text.", neutral=(False,)
-    ),
+    "return_tokens_as_token_ids": acts(BOOLEAN, "Log probabilities name tokens as token_id:7."),
+    "return_token_offsets": no_effect(BOOLEAN, "vLLM has them in its rendering routes only."),
     "vllm_xargs": not_yet(OBJECT, "Arguments of vLLM's plugins.", neutral=({},)),
     "kv_transfer_params": not_yet(OBJECT, "The cluster itself moves KV between its engines."),
     "ec_transfer_params": not_yet(OBJECT, "Transfer of an encoder's output."),
@@ -327,26 +326,27 @@ CHAT_FIELDS = FieldTable(
         "prompt_cache_key": acts(STRING, "The same as session_id.", then=_session_name),
         "prompt_cache_retention": no_effect(STRING, "A hint about cost that is not used here."),
         "prompt_cache_options": no_effect(OBJECT, "A hint about cost that is not used here."),
-        "service_tier": no_effect(STRING, "There is one tier."),
+        "service_tier": acts(STRING, "There is one tier; the answer then names it: default."),
         "safety_identifier": no_effect(STRING, "For the client's own records."),
         "metadata": no_effect(OBJECT, "For the client's own records; nothing is stored."),
         "store": no_effect(BOOLEAN, "Nothing is stored."),
         "prediction": no_effect(OBJECT, "A guess at the answer that only affects speed."),
-        "continue_final_message": not_yet(
-            BOOLEAN, "The answer continues the last message.", neutral=(False,)
+        "continue_final_message": acts(BOOLEAN, "The answer continues the last message."),
+        "return_prompt_text": acts(BOOLEAN, "The answer has the text of the rendered prompt."),
+        "chat_template": acts(
+            {"type": "string", "maxLength": MAX_TEMPLATE_CHARS},
+            "A template of the client's own; refused unless the server trusts its clients.",
         ),
-        "return_prompt_text": not_yet(
-            BOOLEAN, "The answer has the rendered prompt.", neutral=(False,)
-        ),
-        "chat_template": not_yet(STRING, "A template of the client's own."),
-        "documents": not_yet(ARRAY, "Documents for the chat template.", neutral=([],)),
+        "documents": acts(array_of(OBJECT), "Documents for the chat template."),
         "functions": not_yet(ARRAY, "The former name of tools.", neutral=([],)),
         "function_call": not_yet(
             ANYTHING, "The former name of tool_choice.", neutral=("none", "auto")
         ),
         "modalities": not_yet(ARRAY, "Forms of the answer besides text.", neutral=(["text"],)),
         "audio": not_yet(OBJECT, "Options of spoken answers."),
-        "verbosity": not_yet(STRING, "How long answers are.", neutral=("medium",)),
+        "verbosity": acts(
+            choice("low", "medium", "high"), "A variable of the chat template, if it knows it."
+        ),
         "moderation": not_yet(OBJECT, "Moderation of the conversation."),
         "web_search_options": not_yet(OBJECT, "Search in the web."),
         "media_io_kwargs": not_yet(OBJECT, "Options of loading media.", neutral=({},)),

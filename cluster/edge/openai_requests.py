@@ -45,6 +45,7 @@ from replicas.beam_search import BeamSearchParams
 from replicas.errors import InvalidRequestError
 from replicas.messages import EngineRequest, check_priority
 from replicas.sampling_params import DEFAULTED_FIELDS, SamplingDefaults, SamplingParams
+from replicas.tokenizer import cut_behind
 from replicas.truncation import most_prompt_tokens, truncated
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from replicas.tokenizer import Tokenizer
 
 _DEFAULT_COMPLETION_TOKENS = 16
+_OWN_TEMPLATE_COST = 2**16
 _CHARS_PER_ENTRY = 16
 """Least cost of a value in a message for the chat template, in characters to encode."""
 _token_ids = check_of(array_of(INTEGER))
@@ -68,7 +70,10 @@ _SAMPLING_FIELDS = (
     "repetition_penalty", "min_p", "min_tokens", "logit_bias", "prompt_logprobs",
 )  # fmt: skip
 _SAMPLING_LISTS = ("allowed_token_ids", "logprob_token_ids")
-_RESPONSE_FIELDS = ("stream", "return_token_ids", "include_reasoning")
+_RESPONSE_FIELDS = (
+    "stream", "return_token_ids", "include_reasoning", "return_prompt_text", "service_tier",
+    "stream_interval", "return_tokens_as_token_ids",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +95,27 @@ class TokenPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation for the model's chat template; every content is plain text."""
+    """A conversation for the model's chat template; every content is plain text.
+
+    Attributes:
+        messages: The messages.
+        add_generation_prompt: Whether the prompt ends with the head of the assistant's turn.
+        template_kwargs: Further variables of the template.
+        add_special_tokens: Whether the tokenizer adds its special tokens.
+        tools: Tools as templates take them.
+        documents: Documents for the template.
+        continue_final_message: Whether the answer continues the last message.
+        chat_template: The client's own template.
+    """
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool = True
     template_kwargs: Mapping[str, Any] | None = None
     add_special_tokens: bool = False
     tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+    continue_final_message: bool = False
+    chat_template: str | None = None
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
@@ -281,7 +300,11 @@ def encoding_cost(prompt: Prompt) -> int:
         return 0
     if isinstance(prompt, TextPrompt):
         return len(prompt.text)
-    return _cost(prompt.messages) + _cost(prompt.template_kwargs) + _cost(prompt.tools)
+    cost = _cost(prompt.messages) + _cost(prompt.template_kwargs) + _cost(prompt.tools)
+    if prompt.documents is not None:
+        cost += _cost(prompt.documents)
+    # The time of a client's own template is unknown, so it never runs on the event loop.
+    return cost if prompt.chat_template is None else cost + _OWN_TEMPLATE_COST
 
 
 def _cost(value: object) -> int:
@@ -334,8 +357,15 @@ def encode_steps(
     else:
         try:
             text = tokenizer.apply_chat_template(
-                prompt.messages, prompt.add_generation_prompt, prompt.template_kwargs, prompt.tools
+                prompt.messages,
+                prompt.add_generation_prompt,
+                prompt.template_kwargs,
+                prompt.tools,
+                documents=prompt.documents,
+                chat_template=prompt.chat_template,
             )
+            if prompt.continue_final_message:
+                text = cut_behind(text, prompt.messages[-1].get("content"))
         except InvalidRequestError as error:
             raise BadRequestError(str(error), param=error.param) from error
         yield []
@@ -642,19 +672,42 @@ def _prompt(value: object, path: str, add_special_tokens: bool) -> TextPrompt | 
     return TokenPrompt(_token_ids(value, path), path)
 
 
+def check_own_template(prompt: Prompt, *, is_trusted: bool) -> None:
+    """Refuse a client's own chat template, unless clients are trusted with it.
+
+    Raises:
+        BadRequestError: They are not.
+    """
+    if isinstance(prompt, ChatPrompt) and prompt.chat_template is not None and not is_trusted:
+        text = "is refused by this server; leave it out, or send the rendered text as a prompt to"
+        text += (
+            " /v1/completions. An operator allows it by args.ingress.trust_request_chat_template"
+        )
+        raise bad_field("chat_template", text)
+
+
 def _chat_prompt(values: Mapping[str, Any]) -> ChatPrompt:
+    is_continued = values.get("continue_final_message", False)
+    if is_continued and values.get("add_generation_prompt", False):
+        text = "cannot be used with add_generation_prompt: true; set one of them"
+        raise bad_field("continue_final_message", text)
     return ChatPrompt(
         messages=[_message(m, f"messages[{i}]") for i, m in enumerate(values["messages"])],
-        add_generation_prompt=values.get("add_generation_prompt", True),
+        add_generation_prompt=values.get("add_generation_prompt", not is_continued),
         template_kwargs=_template_variables(values),
         add_special_tokens=values.get("add_special_tokens", False),
         tools=template_tools(values),
+        documents=values.get("documents"),
+        continue_final_message=is_continued,
+        chat_template=values.get("chat_template"),
     )
 
 
 def _template_variables(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the variables of the chat template that a body sets."""
     given: Mapping[str, Any] | None = values.get("chat_template_kwargs")
+    if "verbosity" in values:
+        given = {"verbosity": values["verbosity"], **(given or {})}
     effort = values.get("reasoning_effort")
     if effort is None:
         return given

@@ -19,6 +19,7 @@ from cluster.edge.families.message import (
     CallEnd,
     CallStart,
     ContentPiece,
+    Message,
     MessageDelta,
     ReasoningPiece,
 )
@@ -30,7 +31,7 @@ from replicas.messages import TokenLogprob
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cluster.edge.families.message import Message, ToolCall
+    from cluster.edge.families.message import ToolCall
     from cluster.edge.openai import ModelCard, ResponseSpec
     from cluster.errors import ServingError
     from replicas.messages import EngineRequest
@@ -83,13 +84,16 @@ class CompletionShape(_Shape):
         del is_first
         return b'"text":' + orjson.dumps(text)
 
-    def logprobs(self, positions: list[list[TokenLogprob]], offset: int) -> tuple[Body, int]:
+    def logprobs(
+        self, positions: list[list[TokenLogprob]], offset: int, *, as_ids: bool = False
+    ) -> tuple[Body, int]:
         """Return the log probabilities of tokens, one list for each kind of value.
 
         Args:
             positions: For each position the sampled token first, then the likeliest ones. The
                 first token of a prompt, which nothing predicts, has NaN.
             offset: Offset of the first token in the choice's text, in characters.
+            as_ids: Whether tokens are named by their ids.
 
         Returns:
             The object, and the offset of the next token.
@@ -98,7 +102,10 @@ class CompletionShape(_Shape):
         for entries in positions:
             spelled = [self._tokenizer.token_bytes(entry.token_id) for entry in entries]
             values = [_finite(entry.logprob) for entry in entries]
-            tokens = [_shown(spelling) for spelling in spelled]
+            tokens = [
+                f"token_id:{entry.token_id}" if as_ids else _shown(spelling)
+                for entry, spelling in zip(entries, spelled, strict=True)
+            ]
             is_first = values[0] is None
             body["tokens"].append(tokens[0])
             body["token_logprobs"].append(values[0])
@@ -127,12 +134,14 @@ class ChatShape(_Shape):
             return b'"delta":{"role":"assistant","content":' + orjson.dumps(text) + b"}"
         return b'"delta":{"content":' + orjson.dumps(text) + b"}" if text else b'"delta":{}'
 
-    def whole_message(self, message: Message, echo: str, *, has_reasoning: bool) -> Body:
+    def whole_message(
+        self, message: Message, echo: str, *, has_reasoning: bool, has_reasoned: bool
+    ) -> Body:
         """Return the field of a finished choice that a parser has read."""
         body: Body = {"role": "assistant", "content": echo + message.content, "refusal": None}
         if has_reasoning:
             body["reasoning"] = message.reasoning or None
-        if not body["content"] and (message.calls or message.reasoning):
+        if not body["content"] and (message.calls or has_reasoned):
             body["content"] = None
         if message.calls:
             body["tool_calls"] = [_call_body(call) for call in message.calls]
@@ -165,18 +174,20 @@ class ChatShape(_Shape):
             delta["tool_calls"] = list(calls.values())
         return b'"delta":' + orjson.dumps(delta)
 
-    def logprobs(self, positions: list[list[TokenLogprob]], offset: int) -> tuple[Body, int]:
+    def logprobs(
+        self, positions: list[list[TokenLogprob]], offset: int, *, as_ids: bool = False
+    ) -> tuple[Body, int]:
         """Return the log probabilities, one object per token; see `CompletionShape.logprobs`."""
-        content = [
-            {**self._token(drawn), "top_logprobs": [self._token(entry) for entry in likeliest]}
-            for drawn, *likeliest in positions
-        ]
+        content = []
+        for entries in positions:
+            drawn, *likeliest = (self._token(entry, as_ids=as_ids) for entry in entries)
+            content.append({**drawn, "top_logprobs": likeliest})
         return {"content": content}, offset
 
-    def _token(self, entry: TokenLogprob) -> Body:
+    def _token(self, entry: TokenLogprob, *, as_ids: bool) -> Body:
         spelling = self._tokenizer.token_bytes(entry.token_id)
-        logprob = _finite(entry.logprob)
-        return {"token": _shown(spelling), "logprob": logprob, "bytes": list(spelling)}
+        token = f"token_id:{entry.token_id}" if as_ids else _shown(spelling)
+        return {"token": token, "logprob": _finite(entry.logprob), "bytes": list(spelling)}
 
 
 Shape: TypeAlias = CompletionShape | ChatShape
@@ -198,7 +209,8 @@ def whole_body(
     by_choice: list[list[OutputDelta]] = [[] for _ in range(len(prompts) * num_choices)]
     for delta in deltas:
         by_choice[delta.choice].append(delta)
-    choices = []
+    choices: list[Body] = []
+    num_reasoning: int | None = None
     for index, own in enumerate(by_choice):
         prompt = prompts[index // num_choices]
         if not own or own[-1].finish_reason is None:
@@ -207,10 +219,10 @@ def whole_body(
         all_text = "".join(delta.text for delta in kept)
         has_calls = False
         if isinstance(shape, ChatShape) and spec.new_parser is not None:
-            is_cut = own[-1].finish_reason != "stop"
-            message = spec.new_parser().read(all_text, is_cut=is_cut)
-            has_calls = bool(message.calls)
-            text = shape.whole_message(message, prompt.echo, has_reasoning=spec.include_reasoning)
+            reader = MessageReader(spec)
+            text = _whole_message(shape, spec, reader, kept)
+            has_calls = reader.has_calls
+            num_reasoning = (num_reasoning or 0) + reader.num_reasoning_tokens
         else:
             text = shape.whole_choice(prompt.echo + all_text)
         details, _ = _details(shape, prompt, spec, kept, len(prompt.echo), has_calls=has_calls)
@@ -218,7 +230,38 @@ def whole_body(
     body = {**_head(spec, shape.id_prefix, shape.whole_object), "choices": choices}
     if spec.drops_output:
         usage = usage._replace(completion_tokens=0)
-    body["usage"] = usage_body(usage, spec)
+    body["usage"] = usage_body(usage._replace(reasoning_tokens=num_reasoning), spec)
+    _add_prompts(shape, body, prompts, num_choices, spec, by_choice)
+    return body
+
+
+def _whole_message(
+    shape: ChatShape, spec: ResponseSpec, reader: MessageReader, deltas: list[OutputDelta]
+) -> Body:
+    """Return the field of a finished choice that a parser reads."""
+    parts = MessageDelta()
+    for delta in deltas:
+        parts.extend(reader.read(delta))
+    return shape.whole_message(
+        Message.of(parts),
+        spec.echo,
+        has_reasoning=spec.include_reasoning,
+        has_reasoned=reader.has_reasoned,
+    )
+
+
+def _add_prompts(
+    shape: Shape,
+    body: Body,
+    prompts: Sequence[AnsweredPrompt],
+    num_choices: int,
+    spec: ResponseSpec,
+    by_choice: list[list[OutputDelta]],
+) -> None:
+    """Add what an answer shows of its prompts, where its API has that."""
+    if spec.return_prompt_text:
+        body["prompt_text"] = spec.prompt_text
+    choices = body["choices"]
     for index, holder in enumerate(choices if shape.prompt_token_ids_in_choice else [body]):
         if spec.prompt_logprobs:
             # Engines give them with the first choice of each prompt.
@@ -226,7 +269,6 @@ def whole_body(
             holder["prompt_logprobs"] = shape.prompt_logprobs(first.prompt_logprobs or [])
         if spec.return_token_ids:
             holder["prompt_token_ids"] = prompts[index // num_choices].token_ids
-    return body
 
 
 class ChunkWriter:
@@ -262,7 +304,14 @@ class ChunkWriter:
         self._last = self._choices[0]
         sampling = request.sampling
         has_logprobs = sampling.logprobs is not None or bool(sampling.logprob_token_ids)
-        self._is_plain = not (has_logprobs or spec.return_token_ids or spec.continuous_usage_stats)
+        self._interval = spec.stream_interval
+        self._is_plain = not (
+            has_logprobs
+            or spec.return_token_ids
+            or spec.continuous_usage_stats
+            or spec.return_prompt_text
+            or self._interval > 1
+        )
         if isinstance(shape, ChatShape) and spec.new_parser is not None:
             self._is_plain = False
             for choice in self._choices:
@@ -290,6 +339,10 @@ class ChunkWriter:
         if delta.finish_reason is None and self._is_plain:
             return self._beginning(choice, delta.text) + self._plain_end if has_chunk else b""
         choice.unsent.append(delta)
+        if self._interval > 1 and not choice.is_first:
+            choice.has_unsent_text |= has_chunk
+            choice.num_unsent += len(delta.token_ids)
+            has_chunk = choice.has_unsent_text and choice.num_unsent >= self._interval
         if delta.finish_reason is not None:
             self._num_open -= 1
             self._last = choice
@@ -306,10 +359,16 @@ class ChunkWriter:
         """
         if self._num_open > 0:
             raise InternalError(_NO_END)
+        usage = usage._replace(reasoning_tokens=self._num_reasoning_tokens())
         end = self._chunk(self._last, usage)
         if self._spec.include_usage:
             end += self._head + b"]" + _rest({"usage": usage_body(usage, self._spec)}) + b"\n\n"
         return end + _DONE
+
+    def _num_reasoning_tokens(self) -> int | None:
+        """Return the tokens before the answers of all choices; None without a parser."""
+        readers = [c.message.reader for c in self._choices if c.message is not None]
+        return sum(reader.num_reasoning_tokens for reader in readers) if readers else None
 
     def fail(self, error: ServingError) -> bytes:
         """Return the last event of a failed stream, which then has no `[DONE]`."""
@@ -317,6 +376,7 @@ class ChunkWriter:
 
     def _chunk(self, choice: _StreamedChoice, usage: Usage) -> bytes:
         unsent, choice.unsent = choice.unsent, []
+        choice.num_unsent, choice.has_unsent_text = 0, False
         message = choice.message
         has_calls = message is not None and message.reader.has_calls
         inner, choice.offset = _details(
@@ -326,12 +386,14 @@ class ChunkWriter:
         if self._spec.return_token_ids and choice.is_first:
             holder = inner if self._shape.prompt_token_ids_in_choice else outer
             holder["prompt_token_ids"] = choice.prompt.token_ids
+        if self._spec.return_prompt_text and choice.is_first:
+            outer["prompt_text"] = self._spec.prompt_text
         if self._spec.continuous_usage_stats:
             outer["usage"] = usage_body(usage, self._spec)
         elif self._spec.include_usage:
             outer["usage"] = None
         beginning = (
-            self._beginning(choice, unsent[-1].text)
+            self._beginning(choice, "".join(delta.text for delta in unsent))
             if message is None
             else self._message_beginning(choice, message)
         )
@@ -365,6 +427,8 @@ class _StreamedChoice:
     prompt: AnsweredPrompt
     is_first: bool = True
     unsent: list[OutputDelta] = field(default_factory=list)
+    num_unsent: int = 0
+    has_unsent_text: bool = False
     offset: int = 0
     message: _StreamedMessage | None = None
 
@@ -422,11 +486,13 @@ def _details(
     reason = "tool_calls" if has_calls and last.finish_reason == "stop" else last.finish_reason
     fields: Body = {"logprobs": None, "finish_reason": reason}
     if positions := [position for delta in deltas for position in delta.logprobs or ()]:
-        fields["logprobs"], offset = shape.logprobs(positions, offset)
+        as_ids = spec.return_tokens_as_token_ids
+        fields["logprobs"], offset = shape.logprobs(positions, offset, as_ids=as_ids)
     if spec.echoes_logprobs and deltas[0].prompt_logprobs:
         [_, *others] = deltas[0].prompt_logprobs
         first = [TokenLogprob(prompt.token_ids[0], math.nan, 0)]
-        echoed, _ = shape.logprobs([first, *others], 0)
+        as_ids = spec.return_tokens_as_token_ids
+        echoed, _ = shape.logprobs([first, *others], 0, as_ids=as_ids)
         own = fields["logprobs"] or {}
         fields["logprobs"] = {name: [*echoed[name], *own.get(name, ())] for name in echoed}
     if last.finish_reason is not None:
@@ -443,7 +509,8 @@ def _call_body(call: ToolCall) -> Body:
 
 def _head(spec: ResponseSpec, id_prefix: str, kind: str) -> Body:
     response_id = f"{id_prefix}-{spec.request_id}"
-    return {"id": response_id, "object": kind, "created": spec.created, "model": spec.model}
+    body = {"id": response_id, "object": kind, "created": spec.created, "model": spec.model}
+    return body if spec.service_tier is None else {**body, "service_tier": "default"}
 
 
 def _end(inner: Body, outer: Body) -> bytes:
@@ -474,6 +541,8 @@ def usage_body(usage: Usage, spec: ResponseSpec) -> Body:
     }
     if spec.prompt_tokens_details:
         body["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
+    if usage.reasoning_tokens is not None:
+        body["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
     return body
 
 

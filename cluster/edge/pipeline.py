@@ -36,6 +36,7 @@ from cluster.edge.openai_requests import (
     bad_words_cost,
     beam_search_params,
     build_request,
+    check_own_template,
     echoed_text,
     encode_bad_words,
     encoding_cost,
@@ -146,6 +147,7 @@ class Pipeline:
         tenant = tenant_of(http_request.scope)
         card = resolve_model(parsed.values.get("model"), tenant.visible(self._backend.models()))
         new_parser = None
+        check_own_template(parsed.prompt, is_trusted=self._ingress.trust_request_chat_template)
         output = _message_output(parsed, card)
         await self._jobs.check_grammar(parsed.grammar, http_request)
         if output is not None:
@@ -183,6 +185,9 @@ class Pipeline:
             lease.charge(sum(len(prompt.token_ids) for prompt in answered))
         several = tuple(answered) if len(answered) > 1 else ()
         spec = dataclasses.replace(spec, new_parser=new_parser, prompts=several)
+        if spec.return_prompt_text:
+            text = await self._text_of(parsed, answered[0].token_ids, http_request)
+            spec = dataclasses.replace(spec, prompt_text=text)
         return _ReadyRequest(requests, spec, card, beams)
 
     def _engine_request(
@@ -319,8 +324,9 @@ class Pipeline:
 
     async def _echoed_text(self, parsed: ParsedRequest, ids: list[int], request: Request) -> str:
         text = echoed_text(parsed)
-        if text is not None:
-            return text
+        return await self._text_of(parsed, ids, request) if text is None else text
+
+    async def _text_of(self, parsed: ParsedRequest, ids: list[int], request: Request) -> str:
         decode = functools.partial(self._backend.tokenizer.decode, ids, skip_special_tokens=False)
         # Of several prompts each may be short, but not all of them together.
         cost = max(len(ids), MAX_INLINE_COST + 1) if parsed.more_prompts else len(ids)

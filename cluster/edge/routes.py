@@ -38,6 +38,7 @@ from cluster.edge.json_bodies import IGNORED_FIELDS, IGNORED_FIELDS_HEADER, read
 from cluster.edge.openai_fields import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
 from cluster.edge.openai_limits import BodyLimits
 from cluster.edge.openai_requests import (
+    check_own_template,
     check_vocabulary,
     parse_detokenize,
     parse_tokenize,
@@ -205,6 +206,7 @@ class _RouteHandlers:
     async def tokenize(self, request: Request) -> Response:
         parsed = parse_tokenize(await self._read_body(request, TOKENIZE_FIELDS))
         card = resolve_model(parsed.model, self._models(request))
+        check_own_template(parsed.prompt, is_trusted=self._ingress.trust_request_chat_template)
         ids = await self._jobs.encode(parsed.prompt, MAX_ANSWERED_TOKENS, Priority.OTHER, request)
         strings = None
         if parsed.return_token_strs:
