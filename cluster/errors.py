@@ -36,6 +36,15 @@ class BadRequestError(ServingError):
     code = "bad_request"
 
 
+class ThreadsUnsupportedError(BadRequestError):
+    """The request asks for a conversation that the server keeps; `code` is Anthropic's."""
+
+    code = "thread_unsupported_request"
+
+    def __init__(self) -> None:
+        super().__init__("thread is not supported: send the whole conversation", param="thread")
+
+
 class PayloadTooLargeError(ServingError):
     """The body is larger than the edge reads."""
 

@@ -50,11 +50,13 @@ class Api(Protocol):
         fields: The fields of its bodies.
         is_resumable: Whether a client may resume a stream by `Last-Event-ID`. The writer's `finish`
             must then begin with the one event that has the finish reason.
+        request_id_headers: Headers of every answer with the request's id.
     """
 
     route: ClassVar[str]
     fields: ClassVar[FieldTable]
     is_resumable: ClassVar[bool]
+    request_id_headers: ClassVar[tuple[bytes, ...]]
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Create the API of an application that serves models with this tokenizer."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cluster.edge.anthropic.api import MessagesApi
 from cluster.edge.openai_apis import ChatCompletionsApi, CompletionsApi
 from cluster.edge.route_table import ROUTES
 
 if TYPE_CHECKING:
     from cluster.edge.api import Api
 
-APIS: tuple[type[Api], ...] = (CompletionsApi, ChatCompletionsApi)
+APIS: tuple[type[Api], ...] = (CompletionsApi, ChatCompletionsApi, MessagesApi)
 """Every generating API; `cluster.edge.route_table` has a route of each one's name."""
 
 _PATHS = {spec.name: spec.path for spec in ROUTES}

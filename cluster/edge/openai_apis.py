@@ -32,6 +32,7 @@ class _OpenAIApi:
     """What both APIs share: choices of one shape in whole bodies and in chunks."""
 
     is_resumable: ClassVar[bool] = True
+    request_id_headers: ClassVar[tuple[bytes, ...]] = (b"x-request-id",)
     _shape: Shape
 
     def whole(

@@ -42,7 +42,7 @@ MAX_TOOL_ENTRIES = 2 * MAX_SCHEMA_VALUES
 tools of ten parameters have 3,000 to 8,000."""
 MAX_FIELD_ENTRIES = 1024
 """Values in any other field, at any depth."""
-_GRAMMAR_FIELDS = ("response_format", "structured_outputs")
+_GRAMMAR_FIELDS = ("response_format", "structured_outputs", "output_config", "output_format")
 _VOCABULARY_FIELDS = ("stop_token_ids", "allowed_token_ids")
 """Fields that may hold every token id once."""
 
@@ -97,6 +97,8 @@ def check_sizes(body: Mapping[str, Any], limits: BodyLimits) -> None:
             _check_prompt(value, longest)
         elif name == "messages":
             _check_messages(value, longest)
+        elif name == "system":
+            _check_system(value, limits)
         elif name == "tokens":
             _check_length(value, limits.max_model_len, name)
         elif name == "tools":
@@ -150,10 +152,16 @@ def _check_messages(value: object, limits: BodyLimits | None) -> None:
         _check_text(sum(map(_num_chars, contents)), limits, "messages")
 
 
+def _check_system(value: object, limits: BodyLimits) -> None:
+    _check_entries(value, MAX_FIELD_ENTRIES, "system")
+    _check_text(_num_chars(value), limits, "system")
+
+
 def _num_chars(content: object) -> int:
-    """Return the characters of a message's content, a text or a list of parts."""
+    """Return the characters of a content: a text, or a list of parts that may hold others."""
     if isinstance(content, list):
-        return sum(_num_chars(part.get("text")) for part in content if isinstance(part, dict))
+        parts = [part for part in content if isinstance(part, dict)]
+        return sum(_num_chars(part.get("text")) + _num_chars(part.get("content")) for part in parts)
     return len(content) if isinstance(content, str) else 0
 
 

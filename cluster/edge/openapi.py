@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from cluster import errors
+from cluster.edge.anthropic.answers import OVERLOADED
+from cluster.edge.anthropic.fields import COUNT_TOKENS_FIELDS, MESSAGES_FIELDS
 from cluster.edge.fields import FieldTable, Support
 from cluster.edge.json_bodies import IGNORED_FIELDS_HEADER
 from cluster.edge.openai_fields import (
@@ -48,6 +50,8 @@ class Operation:
         fields: The fields of its body; None: it has none.
         media: Content type of an answer without a schema; "" if the body is empty.
         is_streamed: Whether the answer may be a stream of events.
+        is_resumable: Whether such a stream may be resumed.
+        error: Name of the schema of its errors.
         query: Parameters of the query.
         statuses: Names of the schemas of further answers, by status.
         errors: Statuses of its own errors, besides those of all routes of its kind.
@@ -59,6 +63,8 @@ class Operation:
     fields: FieldTable | None = None
     media: str = ""
     is_streamed: bool = False
+    is_resumable: bool = True
+    error: str = "Error"
     query: dict[str, JsonSchema] = field(default_factory=dict)
     statuses: dict[int, str] = field(default_factory=dict)
     errors: tuple[int, ...] = ()
@@ -77,6 +83,22 @@ def _orders(summary: str, **query: JsonSchema) -> Operation:
 OPERATIONS: dict[str, Operation] = {
     "completions": _generates("Continue a text", COMPLETION_FIELDS, "Completion"),
     "chat_completions": _generates("Answer a conversation", CHAT_FIELDS, "ChatCompletion"),
+    "messages": Operation(
+        "Answer a conversation of Anthropic's Messages API",
+        "AnthropicMessage",
+        MESSAGES_FIELDS,
+        is_streamed=True,
+        is_resumable=False,
+        error="AnthropicError",
+        errors=(404, 503, OVERLOADED),
+    ),
+    "count_tokens": Operation(
+        "Count the tokens of such a conversation",
+        "TokenCount",
+        COUNT_TOKENS_FIELDS,
+        error="AnthropicError",
+        errors=(404, OVERLOADED),
+    ),
     "models": Operation("List the served models", "Models"),
     "model": Operation("Show a served model", "Model", errors=(404,)),
     "tokenize": Operation(
@@ -141,7 +163,7 @@ def openapi_document(
     info = {
         "title": "ttserve",
         "version": version,
-        "description": "Language models behind the interfaces of OpenAI and vLLM.",
+        "description": "Language models behind the interfaces of OpenAI, Anthropic and vLLM.",
     }
     return {"openapi": _VERSION, "info": info, "paths": paths, "components": components}
 
@@ -214,7 +236,7 @@ def _schemas(specs: list[RouteSpec], *, is_closed: bool) -> dict[str, JsonSchema
     names = {"Error", *tables}
     for spec in specs:
         operation = OPERATIONS[spec.name]
-        names |= {*operation.statuses.values()}
+        names |= {operation.error, *operation.statuses.values()}
         if operation.answer is not None:
             names.add(operation.answer)
     left = [*names]
@@ -264,7 +286,7 @@ def _parameters(spec: RouteSpec, operation: Operation) -> list[dict[str, Any]]:
         {"name": name, "in": "query", "schema": schema} for name, schema in operation.query.items()
     ]
     headers = {"x-request-id": "Name of the request in logs, and in the answer."}
-    if operation.is_streamed:
+    if operation.is_streamed and operation.is_resumable:
         headers[LAST_EVENT_ID] = "Last event of a stream that broke; 0 for one that may be resumed."
     in_header = [
         {"name": name, "in": "header", "description": text, "schema": {"type": "string"}}
@@ -299,12 +321,12 @@ def _responses(spec: RouteSpec, operation: Operation, *, has_keys: bool) -> dict
     if spec.is_counted:
         statuses.add(429)
     for status in sorted(statuses - operation.statuses.keys()):
-        responses[str(status)] = _error(status)
+        responses[str(status)] = _error(status, operation.error)
     return responses
 
 
-def _error(status: int) -> dict[str, Any]:
-    content = {_JSON: {"schema": ref("Error")}}
+def _error(status: int, schema: str) -> dict[str, Any]:
+    content = {_JSON: {"schema": ref(schema)}}
     error = {"description": _DESCRIPTIONS[status], "content": content}
     if status == 429:
         error["headers"] = {"retry-after": {"schema": {"type": "string"}}}
@@ -318,7 +340,8 @@ def _descriptions() -> dict[int, str]:
         if inspect.isclass(each) and issubclass(each, errors.ServingError):
             text = inspect.cleandoc(each.__doc__ or "").partition("\n")[0]
             found.setdefault(each.status, []).append(f"`{each.code}`: {text}")
-    return {status: " ".join(dict.fromkeys(texts)) for status, texts in found.items()}
+    descriptions = {status: " ".join(dict.fromkeys(texts)) for status, texts in found.items()}
+    return {**descriptions, OVERLOADED: "There is no capacity."}
 
 
 _DESCRIPTIONS = _descriptions()

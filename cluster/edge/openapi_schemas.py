@@ -20,6 +20,7 @@ _STRING: JsonSchema = {"type": "string"}
 _BOOLEAN: JsonSchema = {"type": "boolean"}
 _TOKEN_IDS: JsonSchema = {"type": "array", "items": _INTEGER}
 _TEXT_OR_NULL: JsonSchema = {"type": ["string", "null"]}
+_OBJECT: JsonSchema = {"type": "object"}
 _OBJECT_OR_NULL: JsonSchema = {"type": ["object", "null"]}
 
 
@@ -96,6 +97,44 @@ SCHEMAS: dict[str, JsonSchema] = {
         },
         {"prompt_token_ids": _TOKEN_IDS, "prompt_logprobs": _array(_OBJECT_OR_NULL)},
     ),
+    "AnthropicError": _object(
+        {
+            "type": {"const": "error"},
+            "error": _object({"type": _STRING, "message": _STRING}, {"details": _OBJECT}),
+            "request_id": _TEXT_OR_NULL,
+        }
+    ),
+    "AnthropicMessage": _object(
+        {
+            "id": _STRING,
+            "type": {"const": "message"},
+            "role": {"const": "assistant"},
+            "model": _STRING,
+            "content": _array(ref("AnsweredBlock")),
+            "stop_reason": {"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
+            "stop_sequence": _TEXT_OR_NULL,
+            "usage": _object(
+                {
+                    "input_tokens": _INTEGER,
+                    "output_tokens": _INTEGER,
+                    "cache_creation_input_tokens": _INTEGER,
+                    "cache_read_input_tokens": _INTEGER,
+                }
+            ),
+        }
+    ),
+    "AnsweredBlock": _object(
+        {"type": {"enum": ["text", "thinking", "tool_use"]}},
+        {
+            "text": _STRING,
+            "thinking": _STRING,
+            "signature": _STRING,
+            "id": _STRING,
+            "name": _STRING,
+            "input": _OBJECT,
+        },
+    ),
+    "TokenCount": _object({"input_tokens": _INTEGER}),
     "Model": _object(
         {
             "id": _STRING,

@@ -54,6 +54,8 @@ def _operations(name: str, path: str, method: Method = "GET") -> RouteSpec:
 ROUTES = (
     _post("completions", "/v1/completions"),
     _post("chat_completions", "/v1/chat/completions"),
+    _post("messages", "/v1/messages"),
+    _post("count_tokens", "/v1/messages/count_tokens"),
     RouteSpec("models", "/v1/models"),
     RouteSpec("model", "/v1/models/{model_id:path}"),
     _post("tokenize", "/tokenize"),

@@ -25,9 +25,12 @@ from starlette.routing import Route
 
 from cluster.config.schema import LEAST_ONGOING_REQUESTS
 from cluster.edge.answers import error_response, json_response, to_serving_error
-from cluster.edge.apis import APIS
+from cluster.edge.anthropic.fields import COUNT_TOKENS_FIELDS
+from cluster.edge.anthropic.requests import parse_count_tokens
+from cluster.edge.apis import APIS, api_of
 from cluster.edge.documentation import documented
 from cluster.edge.fair_scheduler import Priority
+from cluster.edge.field_names import naming_fields
 from cluster.edge.fields import (
     bad_field,
     shown,
@@ -45,7 +48,7 @@ from cluster.edge.openai_requests import (
     resolve_model,
 )
 from cluster.edge.openai_responses import model_body
-from cluster.edge.pipeline import Pipeline
+from cluster.edge.pipeline import Pipeline, with_history
 from cluster.edge.quota_service import TenantQuotas, lease_of
 from cluster.edge.route_table import ROUTES
 from cluster.edge.sse import ClientGoneError
@@ -73,7 +76,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_ANSWERED_TOKENS = 2**18
-"""Most token ids in an answer of /tokenize."""
+"""Most token ids in an answer of /tokenize, and most that are counted."""
 _MAX_REQUEST_ID_CHARS = 128
 _NOT_VISIBLE = re.compile(r"[^\x21-\x7e]")
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -115,6 +118,7 @@ def create_app(
     handlers: dict[str, Handler] = {
         "models": routes.models,
         "model": routes.model,
+        "count_tokens": routes.count_tokens,
         "tokenize": routes.tokenize,
         "detokenize": routes.detokenize,
         "health": routes.health,
@@ -202,6 +206,14 @@ class _RouteHandlers:
     async def model(self, request: Request) -> Response:
         card = resolve_model(request.path_params["model_id"], self._models(request))
         return json_response(model_body(card))
+
+    async def count_tokens(self, request: Request) -> Response:
+        parsed = parse_count_tokens(await self._read_body(request, COUNT_TOKENS_FIELDS))
+        with naming_fields(parsed.field_names):
+            card = resolve_model(parsed.values.get("model"), self._models(request))
+            prompt = with_history(parsed, card).prompt
+            ids = await self._jobs.encode(prompt, MAX_ANSWERED_TOKENS, Priority.OTHER, request)
+        return json_response({"input_tokens": len(ids)})
 
     async def tokenize(self, request: Request) -> Response:
         parsed = parse_tokenize(await self._read_body(request, TOKENIZE_FIELDS))
@@ -316,7 +328,9 @@ class _RequestBoundary:
             nonlocal is_started
             if not is_started:  # the first message has the headers
                 is_started = True
-                headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                names = api_of(scope["path"]).request_id_headers
+                own = [(name, request_id.encode()) for name in names]
+                headers = [*message.get("headers", ()), *own]
                 if IGNORED_FIELDS in scope:
                     headers.append((IGNORED_FIELDS_HEADER.encode(), scope[IGNORED_FIELDS]))
                 if (lease := lease_of(scope)) is not None:

@@ -65,7 +65,8 @@ class OtherApi(ChatCompletionsApi):
 def served(monkeypatch):
     """Serve `OtherApi` on the path of chats."""
     monkeypatch.setattr(routes, "APIS", (OtherApi,))
-    monkeypatch.setattr(routes, "ROUTES", [r for r in routes.ROUTES if r.name != "completions"])
+    others = {api.route for api in apis.APIS} - {OtherApi.route}
+    monkeypatch.setattr(routes, "ROUTES", [r for r in routes.ROUTES if r.name not in others])
     monkeypatch.setitem(apis._API_OF_PATH, PATH, OtherApi)
 
 

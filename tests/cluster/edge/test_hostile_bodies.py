@@ -192,6 +192,11 @@ def test_a_text_that_can_never_fit_is_not_even_encoded(monkeypatch):
         assert (error["code"], error["param"]) == ("bad_request", param)
         assert f"{most + 1} characters" in error["message"]
         assert str(most) in error["message"]
+    result = {"type": "tool_result", "content": [{"type": "text", "text": "x" * (most + 1)}]}
+    for body in ({"system": "x" * (most + 1)}, {"messages": [{**HI, "content": [result]}]}):
+        [param] = body
+        error = call(service, "POST", "/v1/messages", body, max_body_bytes=MAX_BODY_BYTES).body
+        assert error["error"]["message"].startswith(f"{param} has {most + 1} characters")
 
 
 @pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids"])

@@ -97,6 +97,7 @@ def test_routes_need_a_key_where_there_are_keys():
 
 TOOL_TEXT = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
+MESSAGES = {**PROMPTS["/v1/chat/completions"], "max_tokens": 99}
 CASES = [
     ("POST", "/v1/completions", {"prompt": "hi"}),
     ("POST", "/v1/completions", {"prompt": "hi", "n": 2, "logprobs": 1, "temperature": 1}),
@@ -106,6 +107,10 @@ CASES = [
     ("POST", "/v1/chat/completions", {**PROMPTS["/v1/chat/completions"], "logprobs": True}),
     ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": TOOL_TEXT}],
                                       "tools": TOOLS, "return_token_ids": True}),
+    ("POST", "/v1/messages", MESSAGES),
+    ("POST", "/v1/messages", {**MESSAGES, "max_tokens": None}),
+    ("POST", "/v1/messages", {**MESSAGES, "thread": {"type": "create"}}),
+    ("POST", "/v1/messages/count_tokens", MESSAGES),
     ("POST", "/tokenize", {"prompt": "hi"}),
     ("POST", "/tokenize", {"prompt": "hi", "return_token_strs": True}),
     ("POST", "/detokenize", {"tokens": [104]}),

@@ -1,0 +1,63 @@
+"""The API of /v1/messages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from cluster.edge.anthropic.answers import MessageWriter, error_body, error_status, whole_message
+from cluster.edge.anthropic.fields import MESSAGES_FIELDS
+from cluster.edge.anthropic.requests import parse_messages
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from cluster.edge.api import Body
+    from cluster.edge.fields import FieldTable
+    from cluster.edge.openai import ResponseSpec, Usage
+    from cluster.edge.openai_requests import ParsedRequest
+    from cluster.errors import ServingError
+    from replicas.messages import EngineRequest
+    from replicas.output_processor import OutputDelta
+    from replicas.tokenizer import Tokenizer
+
+
+class MessagesApi:
+    """The API of /v1/messages."""
+
+    route: ClassVar[str] = "messages"
+    fields: ClassVar[FieldTable] = MESSAGES_FIELDS
+    is_resumable: ClassVar[bool] = False
+    request_id_headers: ClassVar[tuple[bytes, ...]] = (b"x-request-id", b"request-id")
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        del tokenizer
+
+    def parse(self, body: Mapping[str, Any], tenant: str) -> ParsedRequest:
+        """See `cluster.edge.api.Api.parse`."""
+        del tenant
+        return parse_messages(body)
+
+    def whole(
+        self,
+        request: EngineRequest,
+        spec: ResponseSpec,
+        deltas: list[OutputDelta],
+        usage: Usage,
+    ) -> Body:
+        """See `cluster.edge.api.Api.whole`."""
+        del request
+        return whole_message(spec, deltas, usage)
+
+    def stream(self, request: EngineRequest, spec: ResponseSpec) -> MessageWriter:
+        """See `cluster.edge.api.Api.stream`."""
+        return MessageWriter(len(request.prompt_token_ids), spec)
+
+    @staticmethod
+    def error_status(error: ServingError) -> int:
+        """See `cluster.edge.api.Api.error_status`."""
+        return error_status(error)
+
+    @staticmethod
+    def error_body(error: ServingError, request_id: str | None) -> Body:
+        """See `cluster.edge.api.Api.error_body`."""
+        return error_body(error, request_id)
