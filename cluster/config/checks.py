@@ -40,6 +40,7 @@ _MIN_RESOURCE = 0.0001
 _TENANT_NAME = re.compile(rf"[!-~](?:[ -~]{{0,{MAX_TENANT_CHARS - 2}}}[!-~])?|")
 _MIN_WEIGHT = 1e-3
 _HOST = re.compile(r"[a-z0-9_.-]+|\[[0-9a-f:.]+\]")
+_ORIGIN = re.compile(r"https?://[A-Za-z0-9.\-\[\]:]+")
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
@@ -138,6 +139,20 @@ def _check_hosts(hosts: list[str] | None) -> None:
             )
 
 
+def _check_origins(ingress: IngressConfig) -> None:
+    for origin in ingress.cors_origins:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise ClusterConfigError(
+                f"args.ingress.cors_origins: {origin!r} must be an origin, such as "
+                "https://chat.example.com, without a path"
+            )
+    if "*" in ingress.cors_origins and ingress.api_keys is None:
+        raise ClusterConfigError(
+            'args.ingress.cors_origins: "*" lets any web page use the model through the browser of '
+            "a reader who reaches it; name the origins, or set args.ingress.api_keys"
+        )
+
+
 def _check_counts(args: ClusterArgs) -> None:
     counts = {
         "args.ingress.replicas": args.ingress.replicas,
@@ -160,6 +175,7 @@ def _check_counts(args: ClusterArgs) -> None:
             f"got {args.ingress.max_body_bytes}"
         )
     _check_hosts(args.ingress.allowed_hosts)
+    _check_origins(args.ingress)
     if not args.ingress.stream_keep_alive_s > 0:
         raise ClusterConfigError("args.ingress.stream_keep_alive_s must be positive")
     if not args.ingress.request_timeout_s > 0:

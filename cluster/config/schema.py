@@ -255,6 +255,9 @@ class IngressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         api_keys: Absolute path of the file of API keys on each host of an ingress, see
             docs/keys.md. A change of the file acts within seconds, without a restart. Every route
             but the health checks then needs a key, which also names the tenant. None: no keys.
+        cors_origins: Origins of web pages that may use the API from a browser, such as
+            "https://chat.example.com"; "*" allows all, which is for endpoints with API keys. Empty:
+            none.
         allowed_hosts: Host names, without port, that requests may have in `Host`; others get 421.
             Loopback names are always allowed. A listener that is not on a loopback address also
             allows any IP address, and with None any name.
@@ -273,6 +276,7 @@ class IngressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     unknown_fields: Literal["ignore", "refuse"] = "ignore"
     trust_request_chat_template: bool = False
     api_keys: str | None = None
+    cors_origins: list[str] = []
     allowed_hosts: list[str] | None = None
 
 

@@ -41,6 +41,11 @@ class RouteSpec:
     is_repeatable: bool = False
     access: Access = "key"
 
+    @property
+    def is_audited(self) -> bool:
+        """Whether its requests change something in the cluster, and are logged."""
+        return self.access == "admin" and self.method == "POST"
+
 
 def _post(name: str, path: str) -> RouteSpec:
     """Return a route that computes an answer from its body and stores nothing."""

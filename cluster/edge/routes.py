@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from cluster.config.schema import LEAST_ONGOING_REQUESTS
+from cluster.edge import audit
 from cluster.edge.answers import error_response, json_response, to_serving_error
 from cluster.edge.anthropic.fields import COUNT_TOKENS_FIELDS
 from cluster.edge.anthropic.requests import parse_count_tokens
@@ -81,6 +83,16 @@ _MAX_REQUEST_ID_CHARS = 128
 _NOT_VISIBLE = re.compile(r"[^\x21-\x7e]")
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _CLIENT_CLOSED_REQUEST = 499
+_EXPOSED_HEADERS = (
+    "x-request-id",
+    "retry-after",
+    *(
+        f"x-ratelimit-{figure}-{unit}"
+        for figure in ("limit", "remaining", "reset")
+        for unit in ("requests", "tokens")
+    ),
+)
+"""Headers that a page of `cors_origins` may read."""
 
 
 def create_app(
@@ -140,7 +152,7 @@ def create_app(
     for make_api in APIS:
         api = make_api(backend.tokenizer)
         handlers[api.route] = functools.partial(pipeline.respond, api=api)
-    return _EdgeApplication(
+    app = _EdgeApplication(
         routes=[
             Route(
                 spec.path,
@@ -150,13 +162,30 @@ def create_app(
             for spec in ROUTES
         ]
     )
+    app.cors_origins = ingress.cors_origins
+    return app
 
 
 class _EdgeApplication(Starlette):
-    """Starlette without its error middlewares, which would inspect each chunk of a stream."""
+    """Starlette without its error middlewares, which would inspect each chunk of a stream.
+
+    Attributes:
+        cors_origins: Origins of web pages that may read answers.
+    """
+
+    cors_origins: Sequence[str] = ()
 
     def build_middleware_stack(self) -> ASGIApp:
-        return _RequestBoundary(self.router)
+        app: ASGIApp = _RequestBoundary(self.router)
+        if self.cors_origins:
+            app = CORSMiddleware(
+                app,
+                allow_origins=self.cors_origins,
+                allow_methods=("GET", "POST"),
+                allow_headers=("*",),
+                expose_headers=_EXPOSED_HEADERS,
+            )
+        return app
 
 
 class _GatedHandler:
@@ -176,6 +205,8 @@ class _GatedHandler:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive, send)
         self._gate.check(self._spec, request.headers)
+        if self._spec.is_audited:
+            audit.mark(scope)
         self._gate.identify(self._spec, scope, request.headers)
         with self._gate.count_open(self._spec):
             tenant = tenant_of(scope) if self._spec.is_counted else NOBODY
@@ -333,6 +364,7 @@ class _RequestBoundary:
                 headers = [*message.get("headers", ()), *own]
                 if IGNORED_FIELDS in scope:
                     headers.append((IGNORED_FIELDS_HEADER.encode(), scope[IGNORED_FIELDS]))
+                audit.record(scope, message["status"])
                 if (lease := lease_of(scope)) is not None:
                     headers += lease.headers()
                 message = {**message, "headers": headers}

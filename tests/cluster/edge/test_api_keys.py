@@ -239,3 +239,51 @@ def test_a_request_with_a_key_is_served_over_http(api_keys):
         poll(lambda: service.requests)
         assert ask(port, {"prompt": "hi"})[0] == 401
     assert [request.tenant for request in service.requests] == ["alice"]
+
+
+# --- the audit log --------------------------------------------------------------------------------
+
+
+def logged(caplog):
+    return [
+        json.loads(record.getMessage().removeprefix("admin call "))
+        for record in caplog.records
+        if record.name == "ttserve.audit"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("headers", "tenant", "status"),
+    [
+        ([bearer(ADMIN_KEY)], "ops", 503),  # the fake has no replica to pause
+        ([bearer(KEY)], "alice", 403),
+        ([bearer("wrong")], "", 401),
+        ([], "", 401),
+    ],
+)
+def test_a_call_that_changes_the_cluster_is_logged_also_if_refused(
+    api_keys, caplog, headers, tenant, status
+):  # fmt: skip
+    named = [*OPERATOR, *headers, ("x-request-id", "r1")]
+    assert call(api_keys, "POST", "/pause?mode=keep", named, body=b"secret").status == status
+    [line] = logged(caplog)
+    assert line.pop("time").endswith("+00:00")
+    assert line == {
+        "tenant": tenant, "source": "test", "request_id": "r1",
+        "call": "POST /pause?mode=keep", "status": status,
+    }  # fmt: skip
+    assert "secret" not in caplog.text
+    assert ADMIN_KEY not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("method", "target", "headers"),
+    [
+        ("POST", "/pause", [bearer(ADMIN_KEY)]),  # not on the operations listener
+        ("GET", "/is_paused", [*OPERATOR, bearer(ADMIN_KEY)]),
+        ("POST", "/v1/completions", [*OPERATOR, bearer(ADMIN_KEY)]),
+    ],
+)
+def test_other_calls_are_not_logged(api_keys, caplog, method, target, headers):
+    call(api_keys, method, target, headers, body=b'{"prompt": "hi"}')
+    assert logged(caplog) == []
