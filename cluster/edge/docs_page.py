@@ -41,7 +41,8 @@ def docs_page(document: Mapping[str, Any]) -> str:
     info, schemas = document["info"], document["components"]["schemas"]
     parts = [
         f"<h1>{escape(info['title'])} {escape(info['version'])}</h1>",
-        f"<p>{escape(info['description'])} Machines read <a href='openapi.json'>openapi.json</a>.",
+        f"<p>{escape(info['description'])}</p>",
+        "<p>Machines read <a href='openapi.json'>openapi.json</a>.</p>",
         "<h2>Routes</h2>",
         *_routes(document["paths"]),
         "<h2>Schemas</h2>",
