@@ -890,7 +890,8 @@ class Scheduler:
         decodes, sequences, looks = plan.decodes, plan.decodes.sequences, plan.looks
         count, stop_ids = plan.num_passes, decodes.stop_ids
         is_stopped = not stop_ids.isdisjoint(token_ids)
-        is_even = not counts or counts.count(count) == len(counts)
+        # Without counts every row has one token, however many passes were made.
+        is_even = counts.count(count) == len(counts) if counts else count == 1
         if (
             plan.progress
             or not is_even
@@ -1199,6 +1200,25 @@ class Scheduler:
         for seq in (s for s in self.table.rows if s.phase is Phase.DECODE):
             assert seq in in_runs or seq.num_computed_tokens <= seq.look_at
             assert self._plans or seq.num_new_tokens == 1
+        for plan in self._plans:
+            self._check_limits(plan)
+
+    def _check_limits(self, plan: StepPlan) -> None:
+        """Assert that a step under way computes no more prompts in part than it may."""
+        limits = self._partial_limits
+        if limits is None:
+            return
+        # Its tokens count as computed already: what is left is what the step does not compute.
+        parts = [
+            (seq.num_new_tokens + count, count)
+            for seq, count in zip(plan.sequences, plan.counts, strict=True)
+            if seq.num_new_tokens and seq.is_running
+        ]
+        num_long = sum(num_left > limits.threshold for num_left, _ in parts)
+        assert len(parts) <= limits.max_num, f"{len(parts)} prompts in part"
+        assert num_long <= limits.max_num_long, f"{num_long} long prompts in part"
+        if len(plan.sequences) > 1:
+            assert all(count <= limits.max_chunk for _, count in parts), f"{parts}"
 
 
 def _needs_single_passes(seq: Sequence) -> bool:

@@ -142,7 +142,9 @@ class VirtualEngine:
             make_transport=make_transport,
             notify=notify,
         )
-        max_passes = sys.maxsize if device.run_ahead and not (mesh and mesh.jitter) else 1
+        # A turn of many passes is planned before it is known whether a row fails in one of them.
+        is_certain = not (mesh and mesh.jitter) and not device.chances.failed_row
+        max_passes = sys.maxsize if device.run_ahead and is_certain else 1
         self._core = EngineCore(
             config, _OneWorker(self._worker), incarnation, unix_now_s, max_passes=max_passes
         )

@@ -7,8 +7,9 @@ so that thousands of replicas fit one simulation. A decode step may have many pa
 first one is made when the step is submitted, and the others when it is known how many there are
 (`stop_after`). With `num_scheduler_steps` all are made at once.
 
-There is neither a drafter nor a compiler of grammars: which drafts are right, and how long a
-grammar takes, is drawn at random from a seed, with the probabilities of `Chances`.
+There is no drafter, no compiler of grammars and no sampler: which drafts are right, how long a
+grammar takes, and which rows get no token, is drawn at random from a seed, with the probabilities
+of `Chances`.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ import os
 import random
 import resource
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
 from kv_transfer.p2p_worker import P2PConnectorWorker
 from replicas.engine.speculation import accepted_runs
-from replicas.engine.step import ModelFacts, ScheduledBatch, StepResult
+from replicas.engine.step import ModelFacts, RowFailure, ScheduledBatch, StepResult
 from replicas.generators.simulated.device import DeviceTimeline
 from replicas.generators.simulated.kv_io import SimulatedKVIO, simulated_kv_layout
 from replicas.generators.simulated.tokens import (
@@ -63,6 +64,10 @@ MIN_TURN_S = 1e-6
 """Least seconds of a turn that did something, so that virtual time always advances."""
 _FIRST_TOKEN = 16
 """Smaller token ids are never drawn, as end tokens and other special tokens are among them."""
+_FAILURES: tuple[Literal["no_distribution", "no_allowed_token"], ...] = (
+    "no_distribution",
+    "no_allowed_token",
+)
 _SLOW_COMPILE_S = (0.02, 0.3, 0.3, 3.0, 40.0)
 """Within, and beyond, the timeouts of `replicas.engine.preparations`."""
 
@@ -74,11 +79,13 @@ class Chances(NamedTuple):
         right_draft: That a draft is the token that the model gives.
         slow_grammar: That a grammar is not compiled at once.
         bad_grammar: That a grammar cannot be compiled.
+        failed_row: That a row gets no token in a step that draws one for it.
     """
 
     right_draft: float = 0.5
     slow_grammar: float = 0.0
     bad_grammar: float = 0.0
+    failed_row: float = 0.0
 
 
 DEFAULT_CHANCES = Chances()
@@ -112,7 +119,8 @@ class StepClock:
 class _Begun(NamedTuple):
     """A submitted step: its rows' runs of tokens, when it is over, and waits for earlier passes.
 
-    `num_drafts` is as in `StepResult`; `num_passes` are the passes for which the host waits once.
+    `num_drafts` and `failed` are as in `StepResult`; `num_passes` are the passes for which the host
+    waits once.
     """
 
     batch: ScheduledBatch
@@ -121,6 +129,7 @@ class _Begun(NamedTuple):
     earlier_s: Sequence[float] = ()
     num_drafts: Sequence[int] = ()
     num_passes: int = 1
+    failed: Sequence[RowFailure] = ()
 
 
 class _Planned(NamedTuple):
@@ -311,8 +320,9 @@ class VirtualWorker:
                 return
             end_s = self._timeline.submit(self._clock.now_s(), self._step_s(batch))
             runs = self._advance(batch)
+            failed = self._fail_rows(runs) if self._chances.failed_row else ()
             num_drafts = self._propose(batch, runs) if batch.max_drafts else ()
-            self._begun.append(_Begun(batch, runs, end_s, num_drafts=num_drafts))
+            self._begun.append(_Begun(batch, runs, end_s, num_drafts=num_drafts, failed=failed))
 
     def _make_passes(self, batch: ScheduledBatch) -> _Begun:
         """Make all passes of a step.
@@ -329,7 +339,41 @@ class VirtualWorker:
             tokens = dict(zip(slots, self._advance(one), strict=True))
             for slot, run in runs.items():
                 run.extend(tokens.get(slot, [_FIRST_TOKEN]))
-        return _Begun(batch, [*runs.values()], end_s, num_passes=batch.num_passes)
+        failed = self._fail_passes(runs) if self._chances.failed_row else ()
+        return _Begun(batch, [*runs.values()], end_s, num_passes=batch.num_passes, failed=failed)
+
+    def _fail_rows(self, runs: list[list[int]]) -> list[RowFailure]:
+        """Take their new tokens from some of a step's rows; return these rows.
+
+        The engine ends such a row. A step ahead may compute it once more, from the token that it
+        would have got: as on a device, what that gives means nothing.
+        """
+        failed = []
+        for row, run in enumerate(runs):
+            if run and self._dice.random() < self._chances.failed_row:
+                run.clear()
+                failed.append(RowFailure(row, self._dice.choice(_FAILURES)))
+        return failed
+
+    def _fail_passes(self, runs: dict[int, list[int]]) -> list[RowFailure]:
+        """Let some rows fail in one of a step's passes; return those that fail in the first.
+
+        A row that fails later keeps its earlier tokens, and is decoded further by the next step.
+        """
+        failed = []
+        for index, (slot, run) in enumerate(runs.items()):
+            if self._dice.random() >= self._chances.failed_row:
+                continue
+            num_lost = len(run) - self._dice.randrange(len(run))
+            del run[len(run) - num_lost :]
+            row = self._row(slot)
+            row.num_tokens -= num_lost
+            row.num_computed -= num_lost
+            if self._models_kv:
+                del row.tokens[len(row.tokens) - num_lost :]
+            if not run:
+                failed.append(RowFailure(index, self._dice.choice(_FAILURES)))
+        return failed
 
     def _has_block(self, row: _Row) -> bool:
         """Return whether a decoding row has a block for its last token."""
@@ -351,6 +395,7 @@ class VirtualWorker:
             [*begun.earlier_s, *[wait_s / begun.num_passes] * begun.num_passes],
             counts,
             num_drafts=[*begun.num_drafts],
+            failed=[*begun.failed],
         )
 
     def end_step(self, meta: ConnectorMeta, now_s: float) -> TransferResults:

@@ -391,6 +391,7 @@ class Expectations:
         chances = [spec.chances for spec in pools]
         self._has_late_grammars = any(c.slow_grammar for c in chances)
         self._has_bad_grammars = self._has_late_grammars or any(c.bad_grammar for c in chances)
+        self._has_failed_rows = any(c.failed_row for c in chances)
         faults = options.faults
         engines = [
             (faults.entries_for(f"{spec.role}/{rank}"), spec)
@@ -450,7 +451,9 @@ class Expectations:
             NO_INGRESS: has_new_ingress,
             "BadRequestError": not has_room
             or variant.num_choices > self._most_choices
-            or has_bad_grammar,
+            or has_bad_grammar
+            or self._has_failed_rows,
+            "InternalError": self._has_failed_rows,
             "QueueTimeoutError": has_waited,
             "SaturatedError": any(closed)
             or self._bounds_tokens

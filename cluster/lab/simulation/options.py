@@ -27,7 +27,7 @@ class PoolSpec(NamedTuple):
         facts: Properties of the modelled device and the served model.
         transfer: Deadlines and sizes of its KV transfers.
         drain_timeout_s: How long the requests of a draining replica may take.
-        chances: Probabilities of right drafts and of grammars that are late or fail.
+        chances: Probabilities of right drafts, of grammars that are late or fail, of failed rows.
     """
 
     role: Role

@@ -19,6 +19,8 @@ _DRAFTS_SHARE = 0.25
 _GRAMMARS_SHARE = 0.25
 _LONG_STEPS_SHARE = 0.25
 _PRIORITIES_SHARE = 0.25
+_FAILED_ROWS_SHARE = 0.15
+_LONG_PROMPTS_SHARE = 0.25
 _NUM_CHOICES = (2, 2, 3, 4)
 _MANY_CHOICES = 5
 """More than any replica has slots in a lane."""
@@ -28,6 +30,7 @@ _STOP_AT = (1, 2, 10)
 _STOP_STRING_SHARE = 0.3
 _STOPS_SHARE = 0.3
 _NUM_PASSES = (2, 3, 8)
+_LONG_PROMPT_TOKENS = (16, 64, 150)
 _PRIORITIES = (-1, 0, 0, 7)
 _STOP_TOKEN_IDS = tuple(range(100, 116))
 """One in thirty of the vocabulary."""
@@ -41,6 +44,8 @@ def with_features(scenario: Scenario, rng: np.random.Generator) -> Scenario:
         (_GRAMMARS_SHARE, _with_grammars),
         (_LONG_STEPS_SHARE, _with_long_steps),
         (_PRIORITIES_SHARE, _with_priorities),
+        (_FAILED_ROWS_SHARE, _with_failed_rows),
+        (_LONG_PROMPTS_SHARE, _with_limits_of_long_prompts),
     ):
         if rng.random() < share:
             scenario = change(scenario, rng)
@@ -125,6 +130,31 @@ def _with_priorities(scenario: Scenario, rng: np.random.Generator) -> Scenario:
         _with(request, priority=int(rng.choice(_PRIORITIES))) for request in scenario.requests
     )
     return msgspec.structs.replace(scenario, pools=pools, requests=requests)
+
+
+def _with_failed_rows(scenario: Scenario, rng: np.random.Generator) -> Scenario:
+    """Let rows get no token now and then, on engines of all pools or of one."""
+    share = float(rng.choice([0.002, 0.02]))
+    fails = rng.random(len(scenario.pools)) < rng.choice([0.5, 1.0])
+    pools = tuple(
+        msgspec.structs.replace(pool, failed_rows=share if is_failing else 0.0)
+        for pool, is_failing in zip(scenario.pools, fails, strict=True)
+    )
+    return msgspec.structs.replace(scenario, pools=pools)
+
+
+def _with_limits_of_long_prompts(scenario: Scenario, rng: np.random.Generator) -> Scenario:
+    """Limit how many prompts a step computes in part, and how much of long ones."""
+    pools = []
+    for pool in scenario.pools:
+        tokens, most = int(rng.choice(_LONG_PROMPT_TOKENS)), int(rng.integers(1, 4))
+        limits = {
+            "long_prompt_tokens": min(tokens, scenario.max_model_len),
+            "max_partial_prompts": most,
+            "max_long_prompts": int(rng.integers(1, most + 1)),
+        }
+        pools.append(msgspec.structs.replace(pool, **limits) if pool.chunked else pool)
+    return msgspec.structs.replace(scenario, pools=tuple(pools))
 
 
 def _with(request: ScenarioRequest, **changes: int | tuple[int, ...] | None) -> ScenarioRequest:

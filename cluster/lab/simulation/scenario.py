@@ -60,8 +60,12 @@ class ScenarioPool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         right_drafts: Share of drafts that are right.
         slow_grammars: Share of grammars that are not compiled at once, or too late.
         bad_grammars: Share of grammars that cannot be compiled.
+        failed_rows: Share of a step's rows that get no token, which ends their request.
         num_scheduler_steps: Most decode passes of one step.
         scheduling_policy: Order of queued requests; needed by requests with a priority.
+        long_prompt_tokens: `EngineConfig.long_prefill_token_threshold`. Needs `chunked`.
+        max_partial_prompts: `EngineConfig.max_num_partial_prefills`.
+        max_long_prompts: `EngineConfig.max_long_partial_prefills`.
     """
 
     role: Literal["prefill", "decode", "both"]
@@ -83,8 +87,12 @@ class ScenarioPool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     right_drafts: float = 0.5
     slow_grammars: float = 0.0
     bad_grammars: float = 0.0
+    failed_rows: float = 0.0
     num_scheduler_steps: int = 1
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    long_prompt_tokens: int = 0
+    max_partial_prompts: int = 1
+    max_long_prompts: int = 1
 
 
 class ScenarioRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -293,6 +301,9 @@ def _pool_spec(pool: ScenarioPool, scenario: Scenario) -> PoolSpec:
         speculative_config=drafts,
         num_scheduler_steps=pool.num_scheduler_steps,
         scheduling_policy=pool.scheduling_policy,
+        long_prefill_token_threshold=pool.long_prompt_tokens,
+        max_num_partial_prefills=pool.max_partial_prompts,
+        max_long_partial_prefills=pool.max_long_prompts,
     )
     group = KVGroup(
         layers=(0,),
@@ -319,7 +330,7 @@ def _pool_spec(pool: ScenarioPool, scenario: Scenario) -> PoolSpec:
         facts,
         scenario.transfer,
         pool.drain_timeout_s,
-        Chances(pool.right_drafts, pool.slow_grammars, pool.bad_grammars),
+        Chances(pool.right_drafts, pool.slow_grammars, pool.bad_grammars, pool.failed_rows),
     )
 
 

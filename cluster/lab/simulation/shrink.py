@@ -117,6 +117,10 @@ def _smaller_pools(scenario: Scenario) -> Iterator[Scenario]:
             "max_num_waiting": None,
             "prefill_streak": 1,
             "max_drafts": 0,
+            "failed_rows": 0.0,
+            "long_prompt_tokens": 0,
+            "max_partial_prompts": 1,
+            "max_long_prompts": 1,
             "num_scheduler_steps": 1,
         }
         yield _with(scenario, "pools", i, **simpler)

@@ -99,6 +99,17 @@ def test_a_step_has_as_many_passes_as_a_row_can_use(rows, changes, num_passes):
         assert scheduler.group_counters() == before
 
 
+def test_rows_have_one_token_each_where_a_step_of_many_passes_gives_no_counts():
+    scheduler = make_scheduler()
+    add(scheduler, "r")
+    step(scheduler)
+    batch = scheduler.extend(scheduler.schedule(), 8, with_blocks=True)
+    outputs = scheduler.update(batch, StepResult([5], [0.0] * 8))
+    scheduler.check_invariants()
+    assert outputs.token_ids == [5]
+    assert [seq.token_ids[-2:] for seq in outputs.sequences] == [[1, 5]]
+
+
 def test_a_row_with_a_grammar_gets_single_passes():
     scheduler = make_scheduler()
     grammar = StructuredOutputs(choice=("a",))

@@ -226,8 +226,8 @@ def plain_config(**changes):
     return EngineConfig(**{**fields, **changes})
 
 
-def plain_worker(clock=None, *, models_kv=False, **more):
-    config = plain_config(tt_data_parallel=2)
+def plain_worker(clock=None, *, models_kv=False, num_scheduler_steps=1, **more):
+    config = plain_config(tt_data_parallel=2, num_scheduler_steps=num_scheduler_steps)
     worker = virtual_worker(
         config, clock or CountingClock(), timing=OddTiming(), facts=FACTS, models_kv=models_kv,
         **more,
@@ -374,6 +374,39 @@ def test_rows_that_are_not_greedy_draw_with_their_seed():
     assert tokens[0] == tokens[1]
     assert tokens[3] == tokens[4]
     assert len(set(tokens[1:4])) == 3
+
+
+def test_rows_fail_now_and_then():
+    rows = [new(slot, 9) for slot in range(4)]
+    worker = plain_worker(chances=Chances(failed_row=0.5))
+    results = [run(worker, "prefill", [0, 1, 2, 3], [9] * 4, rows) for _ in range(20)]
+    failures = [failure for result in results for failure in result.failed]
+    assert {failure.reason for failure in failures} == {"no_distribution", "no_allowed_token"}
+    assert {failure.row for failure in failures} == {0, 1, 2, 3}
+    for result in results:
+        counts = result.counts or [1] * 4
+        assert [row for row in range(4) if not counts[row]] == [f.row for f in result.failed]
+        assert len(result.token_ids) == sum(counts)
+
+
+@pytest.mark.parametrize("models_kv", [False, True])
+def test_a_row_that_fails_in_a_later_pass_keeps_its_tokens(models_kv):
+    row = msgspec.structs.replace(new(0, 1), block_ids=[list(range(1, 8))])
+    plain = plain_worker(models_kv=models_kv)
+    expected = run(plain, "decode", [0], [1], [row]).token_ids
+    while len(expected) < 44:
+        expected += run(plain, "decode", [0], [1]).token_ids
+    chances = Chances(failed_row=0.8)
+    worker = plain_worker(models_kv=models_kv, num_scheduler_steps=4, chances=chances)
+    batch, tokens, lengths = ScheduledBatch("decode", [0], [1], [row], [], 4), [], set()
+    while len(tokens) < 40:
+        result = execute(worker, batch)
+        tokens += result.token_ids
+        lengths.add(len(result.token_ids))
+        assert len(result.failed) == (not result.token_ids)
+        batch = msgspec.structs.replace(batch, new=[])
+    assert tokens == expected[: len(tokens)]
+    assert lengths == {0, 1, 2, 3, 4}
 
 
 def grammars(count):

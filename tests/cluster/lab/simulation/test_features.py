@@ -115,6 +115,18 @@ def test_grammars_are_ready_or_bad_or_late(chances, outcomes):
     assert set(found) == outcomes
 
 
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("num_scheduler_steps", [1, 4])
+def test_a_row_that_fails_ends_its_request(split, mixed, num_scheduler_steps):
+    given = {"split": split, "mixed": mixed, "num_scheduler_steps": num_scheduler_steps}
+    outcomes, outputs, _ = run(*[THREE, PLAIN] * 6, failed_rows=0.01, **given)
+    assert set(outcomes) <= {"ok", "BadRequestError", "InternalError"}
+    ok = [tokens for outcome, tokens in zip(outcomes, outputs, strict=True) if outcome == "ok"]
+    assert {len(choice) for tokens in ok for choice in tokens} == {40}
+    assert 0 < len(ok) < len(outcomes)
+
+
 def test_seeds_have_every_feature():
     scenarios = [random_scenario(seed) for seed in range(60)]
     requests = [request.variant for s in scenarios for request in s.requests]
@@ -129,6 +141,9 @@ def test_seeds_have_every_feature():
     assert {bool(pool.max_drafts) for pool in pools} == {False, True}
     assert {bool(pool.slow_grammars) for pool in pools} == {False, True}
     assert {bool(pool.bad_grammars) for pool in pools} == {False, True}
+    assert {bool(pool.failed_rows) for pool in pools} == {False, True}
+    assert {pool.max_partial_prompts for pool in pools} == {1, 2, 3}
+    assert {pool.max_long_prompts for pool in pools} == {1, 2, 3}
 
 
 # --- what is checked ----------------------------------------------------------------------------

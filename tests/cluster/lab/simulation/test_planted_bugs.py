@@ -42,11 +42,12 @@ from replicas.engine.block_pool import BlockPool
 from replicas.engine.core import EngineCore
 from replicas.engine.kv_cache import KVCacheManager, SlotTable
 from replicas.engine.outputs import EndRules
+from replicas.engine.partial_prefills import PartialPrefillLimits
 from replicas.engine.preparations import Preparations
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.step_plan import StepPlan
 from replicas.launch import HangWatch
-from replicas.messages import Accepted, Activate, TokenOutput
+from replicas.messages import NO_ALLOWED_TOKEN, Accepted, Activate, TokenOutput
 from replicas.streams import StreamTable
 from replicas.watchdog import Watchdog
 
@@ -301,6 +302,46 @@ def rejected_draft_is_kept(_, _drawn, _drafts, counts):
 @plant(EndRules, "cut", seed=1)
 def run_is_not_cut_at_its_end(cut, self, seq, run):
     return run, cut(self, seq, run)[1]
+
+
+@plant(Scheduler, "_fail_rows", seed=18)
+def failed_row_is_not_reported(fail, self, plan, failures):
+    fail(self, plan, failures)
+    return ()
+
+
+@plant(Scheduler, "_fail_rows", seed=18)
+def row_of_a_failed_request_fails_again(_, self, plan, failures):
+    rows = [*plan.decodes.sequences, *plan.sequences]
+    for failure in failures:
+        self._finish(rows[failure.row], "error")
+    return tuple((rows[failure.row], NO_ALLOWED_TOKEN) for failure in failures)
+
+
+@plant(Scheduler, "_take_runs", seed=35)
+def progress_of_failed_passes_is_not_given_back(take, self, plan, token_ids, counts):
+    outputs = take(self, plan, token_ids, counts)
+    if plan.num_passes > 1 and counts:
+        for seq, count in zip(plan.decodes.sequences, counts, strict=True):
+            seq.num_computed_tokens += (plan.num_passes - count) * seq.is_running
+    return outputs
+
+
+@plant(PartialPrefillLimits, "admit", seed=41)
+def long_prompts_are_not_limited(admit, self, num_new_tokens, planned):
+    return True
+
+
+@plant(PartialPrefillLimits, "admit", seed=3)
+def long_prompt_is_never_computed(admit, self, num_new_tokens, planned):
+    return num_new_tokens <= self.threshold and admit(self, num_new_tokens, planned)
+
+
+@plant(Scheduler, "_new_plan", seed=34)
+def long_prompt_takes_a_whole_step_from_others(new_plan, self, kind):
+    plan = new_plan(self, kind)
+    plan.max_chunk = plan.budget
+    return plan
 
 
 @plant(Scheduler, "_allocate_passes", seed=1)
