@@ -3,13 +3,15 @@ PYTHON ?= python3
 VENV := .venv
 # A separate environment, because ttnn has no wheel for Python 3.11. TTNN_PYTHON=/path/to/python3.12 sets its Python.
 VENV_TTNN := .venv-ttnn
+# Clients that others wrote, which need other versions of packages than we do.
+VENV_CLIENTS := .venv-clients
 # Tools of `lock`, `sbom` and `audit`.
 VENV_TOOLS := .venv-tools
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --retries 10 --timeout 60
 export HF_HUB_OFFLINE := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help serve test test-local test-ray test-slow test-slow-local test-slow-ray test-tt test-helm test-chart build-helm build-chart ci-all check lint types imports chaos fuzz lock sbom audit clean
+.PHONY: help serve test test-local test-ray test-slow test-slow-local test-slow-ray test-tt test-clients test-helm test-chart build-helm build-chart ci-all check lint types imports chaos fuzz lock sbom audit clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,6 +57,10 @@ test-slow-ray: $(VENV)/.installed-dev
 # The ttnn path on ttnn's mock device: no Tenstorrent hardware, but Python 3.12 and RISC-V binutils.
 test-tt: $(VENV_TTNN)/.installed-dev ## Run the ttnn path on ttnn's mock device (Python 3.12).
 	TTSERVE_REQUIRE_TTNN=1 $(VENV_TTNN)/bin/python -m pytest -q -n 2 --dist loadfile $(or $(TESTS),tests/tt)
+
+# Unchanged clients against a server with recorded answers; those of Node.js only where it is installed.
+test-clients: $(VENV)/.installed-dev $(VENV_CLIENTS)/.installed ## Run clients that others wrote against a server.
+	$(VENV)/bin/python -m pytest -q $(or $(TESTS),tests/clients)
 
 # The chart, and the image on a real Kubernetes: that of KUBECONFIG, or else a node started here, which needs
 # Go 1.26, root and packages of Debian. 35 minutes the first time.
@@ -116,7 +122,7 @@ audit: $(VENV_TOOLS)/.installed ## Look up known vulnerabilities of the locked v
 		{ echo "audit: failed. Either vulnerabilities are listed above, or api.osv.dev could not be reached and nothing was checked."; exit 1; }
 
 clean: ## Remove everything that the other targets made.
-	rm -rf $(VENV) $(VENV_TTNN) $(VENV_TOOLS) .kit generated build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache chaos
+	rm -rf $(VENV) $(VENV_TTNN) $(VENV_TOOLS) $(VENV_CLIENTS) .kit generated build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache chaos
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' || \
@@ -136,6 +142,14 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 $(VENV_TOOLS)/.installed: requirements/tools.txt
 	$(PYTHON) -m venv --clear $(VENV_TOOLS)
 	$(VENV_TOOLS)/bin/python -m pip --disable-pip-version-check install --quiet --require-hashes --only-binary :all: --requirement $<
+	@touch $@
+
+$(VENV_CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/package.json
+	$(PYTHON) -m venv --clear $(VENV_CLIENTS)
+	$(VENV_CLIENTS)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --requirement $<
+	@if command -v npm > /dev/null; then mkdir $(VENV_CLIENTS)/js && cp tests/clients/package.json $(VENV_CLIENTS)/js && \
+		npm install --silent --no-audit --no-fund --no-package-lock --prefix $(VENV_CLIENTS)/js; \
+		else echo "no npm: the clients for Node.js are left out"; fi
 	@touch $@
 
 $(VENV_TTNN)/bin/python:

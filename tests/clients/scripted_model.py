@@ -1,0 +1,82 @@
+"""A server whose model says what a client's test needs: a recorded answer for each question.
+
+Everything but the model is as in production. The answers are texts in the format of a family, so
+that calls and reasoning come out of the real parsers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import TYPE_CHECKING
+
+from cluster.config.schema import IngressConfig
+from cluster.edge.openai import Usage
+from cluster.edge.routes import create_app
+from replicas.output_processor import OutputDelta
+from tests.cluster.edge.fake_backend import FakeBackend
+from tests.cluster.edge.http_server import serving
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PIECE_CHARS = 7
+
+
+def call(name: str, **arguments: object) -> str:
+    """A call in the format of Hermes."""
+    spelled = json.dumps({"name": name, "arguments": arguments})
+    return f"<tool_call>\n{spelled}\n</tool_call>"
+
+
+EDIT = """hello.txt
+```
+Hello from aider.
+```
+"""
+ANSWERS = (
+    ("[tool]", "It is sunny in Bern."),
+    ("person", '{"name": "Ada", "age": 36}'),
+    ("weather", call("get_weather", city="Bern")),
+    ("Write hello.txt", call("write", filePath="hello.txt", content="Hi.")),
+    ("Edit hello.txt", EDIT),
+    ("", "Hello! How can I help?"),
+)
+"""Parts of a chat from the last message of the user on, and the model's answers: the first counts."""
+
+
+class ScriptedModel(FakeBackend):
+    """A model with the calls of Hermes and recorded answers."""
+
+    max_model_len = 2**18
+    tool_call_parser = "hermes"
+
+    def __init__(self) -> None:
+        super().__init__(self._say)
+
+    async def _say(self, request, emit) -> Usage:
+        prompt = self.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
+        question = prompt.rpartition("[user]")[2]
+        text = next(answer for part, answer in ANSWERS if part in question)
+        for choice in range(request.sampling.n):
+            for start in range(0, len(text), PIECE_CHARS):
+                piece = text[start : start + PIECE_CHARS]
+                await emit(OutputDelta(choice, piece, [7] * len(piece)))
+            await emit(OutputDelta(choice, "", [], "stop"))
+        return Usage(len(request.prompt_token_ids), len(text))
+
+
+@contextlib.contextmanager
+def scripted_server() -> Iterator[int]:
+    """Serve the model on a socket of its own; yields the port."""
+    ingress = IngressConfig(max_body_bytes=2**22, request_timeout_s=60)
+    with serving(create_app(ScriptedModel(), ingress, version="0")) as port:
+        yield port
+
+
+if __name__ == "__main__":
+    import time
+
+    with scripted_server() as port:
+        print(port, flush=True)
+        time.sleep(3600)
