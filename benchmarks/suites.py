@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 MODEL = "demo"
 MAX_CONTEXT = 8192
-"""Some tests ask for 4,096 tokens. The demo model runs beyond its 2,048 positions, only not well."""
+"""Some tests ask for 4,096 tokens; the demo model runs beyond its 2,048 positions, if not well."""
 SUITES = {
     "chat": ("test_vllm_chat_completions.py", "/v1/chat/completions"),
     "responses": ("test_vllm_responses.py", "/v1/responses"),

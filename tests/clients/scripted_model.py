@@ -42,7 +42,7 @@ ANSWERS = (
     ("Edit hello.txt", EDIT),
     ("", "Hello! How can I help?"),
 )
-"""Parts of a chat from the last message of the user on, and the model's answers: the first counts."""
+"""Parts of a chat from its last question on, each with the model's answer; the first one counts."""
 
 
 class ScriptedModel(FakeBackend):

@@ -1,7 +1,11 @@
 """LiteLLM: answers, streams, tools, and its hints for caches that only other services know."""
 
 import json
+import os
 import sys
+
+# Else it looks for a newer list of prices in the network.
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 
 import litellm
 
