@@ -184,7 +184,7 @@ def test_a_text_that_can_never_fit_is_not_even_encoded(monkeypatch):
     most = service.max_model_len * service.tokenizer.max_token_chars
     for path, body, param in (
         ("/v1/completions", {"prompt": "x" * (most + 1)}, "prompt"),
-        ("/v1/completions", {"prompt": ["x" * (most + 1)]}, "prompt"),
+        ("/v1/completions", {"prompt": ["x" * (most + 1)]}, "prompt[0]"),
         ("/v1/chat/completions", {"messages": [{**HI, "content": "x" * (most + 1)}]}, "messages"),
         ("/tokenize", {"prompt": "x" * (most + 1)}, "prompt"),
     ):
