@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 from cluster.edge.anthropic.api import MessagesApi
 from cluster.edge.openai_apis import ChatCompletionsApi, CompletionsApi
 from cluster.edge.route_table import ROUTES
+from cluster.edge.tokens_api import TokensApi
 
 if TYPE_CHECKING:
     from cluster.edge.api import Api
 
-APIS: tuple[type[Api], ...] = (CompletionsApi, ChatCompletionsApi, MessagesApi)
+APIS: tuple[type[Api], ...] = (CompletionsApi, ChatCompletionsApi, MessagesApi, TokensApi)
 """Every generating API; `cluster.edge.route_table` has a route of each one's name."""
 
 _PATHS = {spec.name: spec.path for spec in ROUTES}

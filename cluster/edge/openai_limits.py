@@ -99,8 +99,10 @@ def check_sizes(body: Mapping[str, Any], limits: BodyLimits) -> None:
             _check_messages(value, longest)
         elif name == "system":
             _check_system(value, limits)
-        elif name == "tokens":
+        elif name in {"tokens", "token_ids"}:
             _check_length(value, limits.max_model_len, name)
+        elif name == "sampling_params" and isinstance(value, dict):
+            check_sizes(value, limits)
         elif name == "tools":
             _check_entries(value, MAX_TOOL_ENTRIES, name)
         elif name in _GRAMMAR_FIELDS:

@@ -25,6 +25,7 @@ from cluster.edge.openai_fields import (
 from cluster.edge.openapi_schemas import SCHEMAS, ref, view_schemas
 from cluster.edge.resume import LAST_EVENT_ID
 from cluster.edge.route_table import ROUTES
+from cluster.edge.tokens_api import GENERATE_FIELDS
 from replicas.messages import PAUSE_MODES
 
 if TYPE_CHECKING:
@@ -99,6 +100,14 @@ OPERATIONS: dict[str, Operation] = {
         error="AnthropicError",
         errors=(404, OVERLOADED),
     ),
+    "generate_tokens": Operation(
+        "Continue token ids",
+        "Generated",
+        GENERATE_FIELDS,
+        is_streamed=True,
+        is_resumable=False,
+        errors=(404, 503),
+    ),
     "models": Operation("List the served models", "Models"),
     "model": Operation("Show a served model", "Model", errors=(404,)),
     "tokenize": Operation(
@@ -110,6 +119,11 @@ OPERATIONS: dict[str, Operation] = {
         statuses={503: "Health"},
     ),
     "live": Operation("Tell whether the ingress runs"),
+    "ping": Operation("The same as /health, for SageMaker", statuses={503: "Health"}),
+    "post_ping": Operation("The same as /health, for SageMaker", statuses={503: "Health"}),
+    "v2_ready": Operation("The same as /health, for KServe", statuses={503: "Health"}),
+    "v2_live": Operation("The same as /live, for KServe"),
+    "load": Operation("Show the number of open requests of this ingress", "Load"),
     "version": Operation("Show the version", "Version"),
     "openapi": Operation("Show this document", media=_JSON),
     "docs": Operation("Show this document as a page", media="text/html"),

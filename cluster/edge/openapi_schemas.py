@@ -47,8 +47,9 @@ _CHOICE: JsonSchema = {
     "logprobs": _OBJECT_OR_NULL,
     "finish_reason": _TEXT_OR_NULL,
 }
+_STOP: JsonSchema = {"stop_reason": {"type": ["string", "integer", "null"]}}
 _CHOICE_OPTIONS: JsonSchema = {
-    "stop_reason": {"type": ["string", "integer", "null"]},
+    **_STOP,
     "token_ids": _TOKEN_IDS,
     "prompt_token_ids": _TOKEN_IDS,
     "prompt_logprobs": _array(_OBJECT_OR_NULL),
@@ -65,7 +66,10 @@ SCHEMAS: dict[str, JsonSchema] = {
     ),
     "Usage": _object(
         {"prompt_tokens": _INTEGER, "completion_tokens": _INTEGER, "total_tokens": _INTEGER},
-        {"prompt_tokens_details": _object({"cached_tokens": _INTEGER})},
+        {
+            "prompt_tokens_details": _object({"cached_tokens": _INTEGER}),
+            "completion_tokens_details": _object({"reasoning_tokens": _INTEGER}),
+        },
     ),
     "CompletionChoice": _object({**_CHOICE, "text": _STRING}, _CHOICE_OPTIONS),
     "Completion": _object(
@@ -75,6 +79,18 @@ SCHEMAS: dict[str, JsonSchema] = {
             "choices": _array(ref("CompletionChoice")),
             "usage": ref("Usage"),
         }
+    ),
+    "GeneratedChoice": _object({**_CHOICE, "token_ids": _TOKEN_IDS}, {"text": _STRING, **_STOP}),
+    "Generated": _object(
+        {
+            "request_id": _STRING,
+            "output_mode": _STRING,
+            "model": _STRING,
+            "created": _INTEGER,
+            "choices": _array(ref("GeneratedChoice")),
+            "usage": ref("Usage"),
+        },
+        {"prompt_token_ids": _TOKEN_IDS, "prompt_logprobs": _array(_OBJECT_OR_NULL)},
     ),
     "AnsweredCall": _object(
         {
@@ -157,6 +173,7 @@ SCHEMAS: dict[str, JsonSchema] = {
     ),
     "Text": _object({"prompt": _STRING}),
     "Health": _object({"status": _STRING}, {"reason": _STRING, "silent": _array(_STRING)}),
+    "Load": _object({"server_load": _INTEGER}),
     "Version": _object({"version": _STRING}),
     "Order": _object({"status": _STRING}, {"replicas": _array(_STRING)}),
     "Paused": _object({"is_paused": _BOOLEAN}),

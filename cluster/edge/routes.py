@@ -126,7 +126,7 @@ def create_app(
         admission,
     )
     pipeline = Pipeline(backend, ingress, admission, jobs, gate, has_tenants=has_tenants)
-    routes = _RouteHandlers(backend, ingress, version, jobs)
+    routes = _RouteHandlers(backend, ingress, version, jobs, gate)
     handlers: dict[str, Handler] = {
         "models": routes.models,
         "model": routes.model,
@@ -134,6 +134,11 @@ def create_app(
         "tokenize": routes.tokenize,
         "detokenize": routes.detokenize,
         "health": routes.health,
+        "ping": routes.health,
+        "post_ping": routes.health,
+        "v2_ready": routes.health,
+        "v2_live": routes.live,
+        "load": routes.load,
         "health_generate": routes.health_generate,
         "live": routes.live,
         "metrics": routes.metrics,
@@ -219,9 +224,15 @@ class _RouteHandlers:
     """Handlers of the routes that do not generate; each calls the backend, and answers."""
 
     def __init__(
-        self, backend: Backend, ingress: IngressConfig, version: str, jobs: TextJobs
+        self,
+        backend: Backend,
+        ingress: IngressConfig,
+        version: str,
+        jobs: TextJobs,
+        gate: RequestGate,
     ) -> None:
         self._backend = backend
+        self._gate = gate
         self._version = version
         self._ingress = ingress
         self._jobs = jobs
@@ -284,6 +295,11 @@ class _RouteHandlers:
         return json_response(
             {"status": status, "silent": silent}, 200 if any(steps.values()) else 503
         )
+
+    async def load(self, request: Request) -> Response:
+        """Return the number of open requests of this ingress; the name is vLLM's."""
+        del request
+        return json_response({"server_load": self._gate.num_open})
 
     async def live(self, request: Request) -> Response:
         del request

@@ -64,9 +64,8 @@ class OtherApi(ChatCompletionsApi):
 @pytest.fixture
 def served(monkeypatch):
     """Serve `OtherApi` on the path of chats."""
-    monkeypatch.setattr(routes, "APIS", (OtherApi,))
-    others = {api.route for api in apis.APIS} - {OtherApi.route}
-    monkeypatch.setattr(routes, "ROUTES", [r for r in routes.ROUTES if r.name not in others])
+    served = [OtherApi if api is ChatCompletionsApi else api for api in apis.APIS]
+    monkeypatch.setattr(routes, "APIS", served)
     monkeypatch.setitem(apis._API_OF_PATH, PATH, OtherApi)
 
 
