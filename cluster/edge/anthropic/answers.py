@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from cluster.edge.anthropic.blocks import BlockWriter, content_blocks, event
+from cluster.edge.families.message import MessageDelta
 from cluster.edge.message_reader import MessageReader
 from cluster.edge.openai import Usage
 from cluster.errors import (
@@ -51,14 +50,12 @@ def whole_message(spec: ResponseSpec, deltas: list[OutputDelta], usage: Usage) -
         InternalError: The generation has not finished.
         NotReadyError: It was aborted.
     """
-    last = deltas[-1] if deltas else None
-    reader = MessageReader(spec)
-    blocks = []
-    if last is not None:
-        text = "".join(delta.text for delta in deltas)
-        blocks = content_blocks(reader.read(msgspec.structs.replace(last, text=text)))
-    end = _end(last, has_calls=reader.has_calls)
-    return {**_head(spec), "content": blocks, **end, "usage": _usage(usage, spec)}
+    reader, message = MessageReader(spec), MessageDelta()
+    for delta in deltas:
+        message.extend(reader.read(delta))
+    end = _end(deltas[-1] if deltas else None, has_calls=reader.has_calls)
+    counts = _usage(usage._replace(reasoning_tokens=reader.num_reasoning_tokens), spec)
+    return {**_head(spec), "content": content_blocks(message), **end, "usage": counts}
 
 
 class MessageWriter:
@@ -99,7 +96,8 @@ class MessageWriter:
         last = self._last
         rest = b"" if last is None else self._blocks.add(self._reader.read(last))
         end = _end(last, has_calls=self._reader.has_calls)
-        counts = _usage(usage, self._spec)
+        num_reasoning = self._reader.num_reasoning_tokens
+        counts = _usage(usage._replace(reasoning_tokens=num_reasoning), self._spec)
         fields = {"delta": end, "usage": {name: counts[name] for name in _DELTA_USAGE}}
         events = self._begin() + rest + self._blocks.close()
         return events + event("message_delta", fields) + event("message_stop", {})
@@ -173,7 +171,7 @@ def _usage(usage: Usage, spec: ResponseSpec) -> Body:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": num_cached,
         "cache_creation": None,
-        "output_tokens_details": None,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens or 0},
         "server_tool_use": None,
     }
     return {**counts, "inference_geo": None, "service_tier": "standard"}

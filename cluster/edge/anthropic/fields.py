@@ -150,7 +150,7 @@ COUNT_TOKENS_FIELDS = FieldTable(
         "model": CHAT_FIELDS["model"],
         "messages": acts(
             array_of(MESSAGE_FIELDS),
-            "The conversation; a user has the last turn.",
+            "The conversation; an answer continues a last turn of the assistant.",
             is_required=True,
         ),
         "system": acts(_CONTENT, "A text, or text blocks, before the conversation."),

@@ -94,6 +94,8 @@ def translate(values: Mapping[str, Any]) -> Translation:
     names: dict[str, str] = {}
     body: dict[str, Any] = {name: values[name] for name in _SAME if name in values}
     body["messages"] = _messages(values, names)
+    if body["messages"][-1]["role"] == "assistant":
+        body["continue_final_message"] = True
     if "stop_sequences" in values:
         body["stop"] = values["stop_sequences"]
         names["stop"] = "stop_sequences"
@@ -180,9 +182,9 @@ def _messages(values: Mapping[str, Any], names: dict[str, str]) -> list[dict[str
             case _:
                 _add_turn(chat, content, path)
     chat.add_late()
-    if chat.last_role == "assistant":
-        text = "is of the assistant: beginnings of answers are not supported yet"
-        raise bad_field(f"messages[{len(values['messages']) - 1}].role", text)
+    if chat.last_role == "assistant" and not chat.messages[-1]["content"]:
+        text = "is of the assistant, but has no text that an answer could continue"
+        raise bad_field(f"messages[{len(values['messages']) - 1}]", text)
     return chat.messages
 
 

@@ -118,6 +118,14 @@ def test_a_message_whole_and_streamed(client, model):
     assert kinds[-2:] == ["message_delta", "message_stop"]
 
 
+def test_an_answer_continues_its_beginning(client, model):
+    turns = [USER, {"role": "assistant", "content": "So it"}]
+    with outputs(model, says(" is.")):
+        whole = client.messages.create(**{**BODY, "messages": turns})
+    assert model.prompt() == "[user]hi[assistant]So it"
+    assert whole.content[0].text == " is."
+
+
 def test_a_stop_sequence(client, model):
     with outputs(model, says("So", stop_reason="X")):
         whole = client.messages.create(**BODY, stop_sequences=["X", "Y"])

@@ -98,6 +98,13 @@ def test_a_system_prompt_comes_first_without_the_accounting_of_agents():
     assert chat(USER, system="a") == [system("a"), USER]
 
 
+@pytest.mark.parametrize("is_last", [False, True])
+def test_an_answer_continues_a_last_message_of_the_assistant(is_last):
+    begin = [USER, assistant(text("So"))]
+    prompt = parse(begin if is_last else [*begin, USER]).prompt
+    assert (prompt.continue_final_message, prompt.add_generation_prompt) == (is_last, not is_last)
+
+
 def test_tools_become_functions():
     tools = [{**TOOL, "type": "custom", "cache_control": CACHED, "strict": True}]
     parsed = parse(tools=tools)
@@ -204,7 +211,7 @@ WRONG = [
      "messages[1].content[0].input", "is required"),
     ({"messages": [USER, assistant(text("a"), {**CALL, "name": "a b"}), USER]},
      "messages[1].content[1].name", "must have"),
-    ({"messages": [USER, assistant(text("a"))]}, "messages[1].role", "not supported yet"),
+    ({"messages": [USER, assistant(CALL)]}, "messages[1]", "no text"),
     ({"system": [{"type": "image"}]}, "system[0].type", '"image"'),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
      "tools[0].type", "not offered here"),
