@@ -33,6 +33,8 @@ MAX_BAD_WORD_TOKENS = 256
 MAX_BAD_WORD_CHARS = 1024
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
+MAX_REASONING_MARK_TOKENS = 32
+"""Most tokens that begin and end the reasoning."""
 MAX_GRAMMAR_BYTES = 256 * 2**10
 """Largest grammar or JSON schema of a request, in UTF-8."""
 MAX_SCHEMA_VALUES = 10_000
@@ -242,6 +244,46 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, array_like=Tr
             raise _refusal(f"structured_outputs.{kind}", text)
 
 
+class ReasoningMarks(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """The tokens around the reasoning in an output.
+
+    Attributes:
+        start_token_ids: Tokens that begin it; empty if the output cannot begin it.
+        end_token_ids: Tokens that end it.
+        is_open: Whether the prompt has begun it.
+    """
+
+    start_token_ids: tuple[int, ...] = ()
+    end_token_ids: tuple[int, ...]
+    is_open: bool = False
+
+
+class ReasoningBudget(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """Limit of an output's reasoning.
+
+    Attributes:
+        max_tokens: Most tokens of the reasoning, >= 0; then its end is forced.
+        marks: The tokens around it.
+    """
+
+    max_tokens: int
+    marks: ReasoningMarks
+
+    def validate(self, vocab_size: int | None) -> None:
+        """Check the ranges; raises InvalidRequestError, see `SamplingParams.validate`."""
+        name, marks = "reasoning_budget", self.marks
+        if self.max_tokens < 0:
+            raise _refusal(name, f"must be at least 0, got {self.max_tokens}")
+        if not marks.end_token_ids:
+            raise _refusal(name, "must have tokens that end the reasoning")
+        token_ids = (*marks.start_token_ids, *marks.end_token_ids)
+        if len(token_ids) > MAX_REASONING_MARK_TOKENS:
+            text = f"must have at most {MAX_REASONING_MARK_TOKENS} tokens around the reasoning"
+            raise _refusal(name, f"{text}, got {len(token_ids)}")
+        if vocab_size is not None:
+            _check_vocabulary(name, token_ids, vocab_size)
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """Parameters that control token choice and the end of generation.
 
@@ -278,6 +320,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
         skip_reading_prefix_cache: Compute the whole prompt, even where its KV is cached. None does
             so for `prompt_logprobs`, which need every position.
         structured_outputs: The grammar that the output follows; None is any text.
+        reasoning_budget: Limit of the reasoning; None is no limit. Front ends make it of vLLM's
+            `thinking_token_budget`.
     """
 
     max_tokens: int = 16
@@ -307,6 +351,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
     truncation_side: Literal["left", "right"] = "left"
     skip_reading_prefix_cache: bool | None = None
     structured_outputs: StructuredOutputs | None = None
+    reasoning_budget: ReasoningBudget | None = None
 
     def __post_init__(self) -> None:
         """Replace other spellings of a value, and values that vLLM replaces, by one form.
@@ -368,6 +413,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
         self._check_pairs()
         if self.structured_outputs is not None:
             self.structured_outputs.validate()
+        if self.reasoning_budget is not None:
+            self.reasoning_budget.validate(vocab_size)
         for name in ("logprobs", "prompt_logprobs"):
             _check_count(name, getattr(self, name), vocab_size, max_logprobs)
         if vocab_size is not None:
@@ -540,6 +587,6 @@ def _plain(value: object) -> object:
         return [_plain(item) for item in value]
     if isinstance(value, dict):
         return {_plain(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, StructuredOutputs):
+    if isinstance(value, StructuredOutputs | ReasoningBudget | ReasoningMarks):
         return [_plain(getattr(value, name)) for name in value.__struct_fields__]
     return value.item() if isinstance(value, np.generic) else value

@@ -146,6 +146,15 @@ class Tokenizer:
         added = self.backend.get_added_tokens_decoder()
         return {added[token_id].content: token_id for token_id in sorted(self._special_ids)}
 
+    def mark_token_ids(self, text: str) -> tuple[int, ...] | None:
+        """Return the tokens of a text that begins with an added token; None of another text.
+
+        Text before an added token does not change how it is encoded.
+        """
+        ids = self.encode(text, add_special_tokens=False)
+        is_mark = bool(ids) and ids[0] in self.backend.get_added_tokens_decoder()
+        return tuple(ids) if is_mark else None
+
     @property
     def has_chat_template(self) -> bool:
         """Return whether the folder has a chat template."""

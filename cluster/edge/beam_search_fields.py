@@ -30,6 +30,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "logprob_token_ids": ([],),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
+    "thinking_token_budget": (),
 }
 """Fields that a search does not obey, with the values at which they change nothing."""
 

@@ -21,7 +21,7 @@ from cluster.edge.fields import (
     bad_field,
 )
 from cluster.edge.structured_outputs import Grammar
-from replicas.sampling_params import StructuredOutputs
+from replicas.sampling_params import ReasoningBudget, ReasoningMarks, StructuredOutputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from cluster.edge.openai import ModelCard
     from cluster.edge.tool_requests import ToolUse
 
+BUDGET_FIELD = "thinking_token_budget"
 PROMPT_END_TOKENS = 32
 """Tokens at the end of a prompt that show whether it has begun the reasoning."""
 
@@ -92,6 +93,36 @@ class MessageOutput:
             raise bad_field("tools", text) from error
         return _checked(text, "tools")
 
+    def reasoning_budget(
+        self,
+        max_tokens: int,
+        token_ids_of: Callable[[str], tuple[int, ...] | None],
+        prompt_end: str,
+    ) -> ReasoningBudget | None:
+        """Return the limit of the reasoning; None if the output has no reasoning.
+
+        Args:
+            max_tokens: Most tokens of the reasoning.
+            token_ids_of: Returns the tokens of a text; None if they depend on the text before it.
+            prompt_end: Text of the prompt's last tokens.
+
+        Raises:
+            BadRequestError: The end of the reasoning cannot be forced.
+        """
+        assert self.reasoning is not None
+        texts = self.reasoning.texts(prompt_end)
+        if texts is None:
+            return None
+        if texts.may_repeat:
+            text = "cannot be used: this model may reason again after the end; set reasoning_effort"
+            raise bad_field(BUDGET_FIELD, text)
+        start, end = token_ids_of(texts.start), token_ids_of(texts.end)
+        if start is None or end is None:
+            text = "cannot be used: this model's tokenizer has no tokens that end its reasoning"
+            raise bad_field(BUDGET_FIELD, text)
+        marks = ReasoningMarks(start_token_ids=start, end_token_ids=end, is_open=texts.is_open)
+        return ReasoningBudget(max_tokens=max_tokens, marks=marks)
+
     def parser(
         self, special_tokens: Collection[str], prompt_end: str
     ) -> Callable[[], OutputParser]:
@@ -116,7 +147,7 @@ def _checked(text: str, path: str) -> Grammar:
 
 
 def message_output(
-    use: ToolUse, card: ModelCard, own_grammar: Grammar | None
+    use: ToolUse, card: ModelCard, own_grammar: Grammar | None, *, has_budget: bool = False
 ) -> MessageOutput | None:
     """Return the formats of a chat's output; None if all of it is content.
 
@@ -125,30 +156,41 @@ def message_output(
         card: The served model.
         own_grammar: The request's own grammar. Its output has no calls, and reasoning only if the
             grammar can begin behind that.
+        has_budget: Whether the request limits the reasoning.
 
     Raises:
-        BadRequestError: The model has no format of calls or cannot name a tool in it, or a grammar
-            cannot be followed together with that of the calls.
+        BadRequestError: The model has no format of calls or cannot name a tool in it, a grammar
+            cannot be followed together with that of the calls, or reasoning that is to be limited
+            is not separated.
     """
-    tools = None
-    if use.can_call:
-        if card.tool_call_parser is None:
-            text = "cannot be called by this model: its configuration has no args.tool_call_parser"
-            raise bad_field("tools", f"{text}; set tool_choice to none, or leave tools out")
-        tools = TOOL_FORMATS[card.tool_call_parser]
-        for tool in use.tools:
-            if not tools.can_call(tool):
-                text = "or one of its arguments, has a name that calls of this model cannot have"
-                raise bad_field("tools", f"cannot be used: {tool.name}, {text}; rename it")
-        if own_grammar is not None:
-            if use.is_constrained:
-                text = "cannot be used with tools that are required or strict"
-                raise bad_field("response_format", text)
-            tools = None
+    tools = _tool_format(use, card, own_grammar) if use.can_call else None
     reasoning = None
     can_reason = own_grammar is None or can_follow_reasoning(own_grammar.spec)
     if card.reasoning_parser is not None and can_reason:
         reasoning = REASONING_FORMATS[card.reasoning_parser]
+    if has_budget and reasoning is None:
+        text = "needs a model with args.reasoning_parser"
+        if card.reasoning_parser is not None:
+            text = "cannot be used with this grammar, which leaves no room for reasoning"
+        raise bad_field(BUDGET_FIELD, text)
     if tools is None and reasoning is None:
         return None
     return MessageOutput(tools, reasoning, use)
+
+
+def _tool_format(use: ToolUse, card: ModelCard, own_grammar: Grammar | None) -> ToolFormat | None:
+    """Return the format of the calls; None if the request's own grammar leaves no room for them."""
+    if card.tool_call_parser is None:
+        text = "cannot be called by this model: its configuration has no args.tool_call_parser"
+        raise bad_field("tools", f"{text}; set tool_choice to none, or leave tools out")
+    tools = TOOL_FORMATS[card.tool_call_parser]
+    for tool in use.tools:
+        if not tools.can_call(tool):
+            text = "or one of its arguments, has a name that calls of this model cannot have"
+            raise bad_field("tools", f"cannot be used: {tool.name}, {text}; rename it")
+    if own_grammar is None:
+        return tools
+    if use.is_constrained:
+        text = "cannot be used with tools that are required or strict"
+        raise bad_field("response_format", text)
+    return None

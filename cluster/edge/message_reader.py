@@ -23,6 +23,8 @@ class MessageReader:
 
     def __init__(self, spec: ResponseSpec) -> None:
         self._parser = None if spec.new_parser is None else spec.new_parser()
+        if self._parser is not None and not spec.stream:
+            self._parser.hold_calls()
         self._has_reasoning = spec.include_reasoning
         self._num_before = 0
         self.has_reasoned = self._has_answered = False

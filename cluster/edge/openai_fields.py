@@ -320,6 +320,9 @@ CHAT_FIELDS = FieldTable(
         ),
         "parallel_tool_calls": acts(BOOLEAN, "False: one call in a message at most."),
         "include_reasoning": acts(BOOLEAN, "False leaves the reasoning out of the answer."),
+        "thinking_token_budget": acts(
+            {"type": "integer", "minimum": 0}, "Most tokens of the reasoning; then it is ended."
+        ),
         "reasoning_effort": acts(
             choice(*REASONING_EFFORTS), "A variable of the chat template; none turns reasoning off."
         ),

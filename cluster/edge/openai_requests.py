@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from cluster.edge.openai_limits import BodyLimits
     from cluster.edge.structured_outputs import Grammar
     from replicas.grammar_checks import GrammarChecker
+    from replicas.sampling_params import ReasoningBudget
     from replicas.tokenizer import Tokenizer
 
 _DEFAULT_COMPLETION_TOKENS = 16
@@ -136,6 +137,7 @@ class ParsedRequest:
         grammar: The grammar that the output follows, if there is one; not compiled yet.
         tool_use: Its tools.
         is_parsed: Whether a parser reads the output, which then needs its special tokens.
+        reasoning_budget: Limit of its reasoning, once the prompt is encoded.
         length_penalty: That of the beam search that is asked for; None: tokens are drawn.
         more_prompts: Further prompts, each with as many choices.
         field_names: Names in the client's body of fields that another API translates, for errors;
@@ -151,6 +153,7 @@ class ParsedRequest:
     grammar: Grammar | None = None
     tool_use: ToolUse = NO_TOOLS
     is_parsed: bool = False
+    reasoning_budget: ReasoningBudget | None = None
     length_penalty: float | None = None
     more_prompts: tuple[Prompt, ...] = ()
     field_names: Mapping[str, str] = field(default_factory=dict)
@@ -577,6 +580,7 @@ def _sampling(
         stop_token_ids=frozenset(values.get("stop_token_ids", ())),
         bad_words_token_ids=parsed.bad_words_token_ids,
         structured_outputs=None if parsed.grammar is None else parsed.grammar.spec,
+        reasoning_budget=parsed.reasoning_budget,
         **given,
     )
     try:

@@ -28,7 +28,7 @@ from cluster.edge.families.table import TOOL_FORMATS
 from cluster.edge.field_names import naming_fields
 from cluster.edge.headers import admission_fields, is_enabled
 from cluster.edge.json_bodies import read_json_body
-from cluster.edge.message_output import PROMPT_END_TOKENS, message_output
+from cluster.edge.message_output import BUDGET_FIELD, PROMPT_END_TOKENS, message_output
 from cluster.edge.openai import AnsweredPrompt
 from cluster.edge.openai_limits import BodyLimits, prompt_too_long
 from cluster.edge.openai_requests import (
@@ -284,14 +284,20 @@ class Pipeline:
         prompt_ids: list[int],
         http_request: Request,
     ) -> tuple[ParsedRequest, Callable[[], OutputParser]]:
-        """Return a request with the grammar of its output, and what makes parsers of that."""
+        """Return a request with the limits of its output, and what makes parsers of that."""
         tokenizer = self._backend.tokenizer
         special_ids = tokenizer.special_token_ids
         prompt_end = tokenizer.decode(prompt_ids[-PROMPT_END_TOKENS:], skip_special_tokens=False)
         grammar = await self._jobs.message_grammar(output, parsed.grammar, prompt_end, http_request)
         hidden = special_ids if parsed.values.get("skip_special_tokens", True) else {}
         parser = output.parser(hidden, prompt_end)
-        return dataclasses.replace(parsed, grammar=grammar, is_parsed=True), parser
+        budget = None
+        if (most := parsed.values.get(BUDGET_FIELD)) is not None:
+            budget = output.reasoning_budget(most, tokenizer.mark_token_ids, prompt_end)
+        parsed = dataclasses.replace(
+            parsed, grammar=grammar, is_parsed=True, reasoning_budget=budget
+        )
+        return parsed, parser
 
     async def _search(
         self,
@@ -353,7 +359,8 @@ def _message_output(parsed: ParsedRequest, card: ModelCard) -> MessageOutput | N
     """Return the formats of a chat's output; None if all of it is content."""
     if not isinstance(parsed.prompt, ChatPrompt):
         return None
-    return message_output(parsed.tool_use, card, parsed.grammar)
+    has_budget = BUDGET_FIELD in parsed.values
+    return message_output(parsed.tool_use, card, parsed.grammar, has_budget=has_budget)
 
 
 def _counted(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from replicas.sampling.grammar import GrammarProcessor
 from replicas.sampling.penalties import Penalties
+from replicas.sampling.reasoning_budget import ReasoningBudgets
 from replicas.sampling.token_masks import AllowedTokens, BadWords, LogitBias, MinTokens
 
 if TYPE_CHECKING:
@@ -44,5 +45,6 @@ def row_processors(
         MinTokens(eos_token_ids),
         LogitBias(),
         Penalties(),
+        ReasoningBudgets(),
         *last,
     ]

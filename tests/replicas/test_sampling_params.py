@@ -23,6 +23,8 @@ from replicas.sampling_params import (
     MAX_LOGIT_BIASES,
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
+    ReasoningBudget,
+    ReasoningMarks,
     SamplingParams,
     StructuredOutputs,
 )
@@ -36,6 +38,7 @@ ROUND = SamplingParams(
     allowed_token_ids=(1, 2), bad_words=("x",), bad_words_token_ids=((1, 2), (3,)),
     logprob_token_ids=(6, 7), truncate_prompt_tokens=4, truncation_side="right",
     skip_reading_prefix_cache=True, structured_outputs=StructuredOutputs(json={"type": "object"}),
+    reasoning_budget=ReasoningBudget(max_tokens=3, marks=ReasoningMarks(end_token_ids=(4,))),
 )  # fmt: skip
 
 
@@ -177,3 +180,18 @@ def test_the_largest_legal_message_is_read(max_model_len, vocab_size):
     message = AddRequest(request, "decode", token_ids=outputs, ticket=bytes(1 << 14))
     most = max_client_message_bytes(max_model_len, vocab_size, slots)
     assert len(encode(message)) + MAX_GRAMMAR_BYTES < most
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "end", "text"),
+    [
+        (-1, (1,), "must be at least 0, got -1"),
+        (0, (), "must have tokens that end the reasoning"),
+        (0, (1,) * 33, "must have at most 32 tokens around the reasoning, got 33"),
+        (0, (VOCAB_SIZE,), "contains 100, outside the vocabulary of 0 to 99"),
+    ],
+)
+def test_a_bad_budget_of_reasoning_is_refused(max_tokens, end, text):
+    budget = ReasoningBudget(max_tokens=max_tokens, marks=ReasoningMarks(end_token_ids=end))
+    with pytest.raises(InvalidRequestError, match=f"^reasoning_budget {text}"):
+        SamplingParams(reasoning_budget=budget).checked(VOCAB_SIZE)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import functools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cluster.edge.families.errors import MalformedCallError, TruncatedCallError
 from cluster.edge.families.message import new_call_id
@@ -126,6 +126,10 @@ class WholeFormat(ToolFormat):
         return ""
 
     @abc.abstractmethod
+    def reasoning_texts(self, prompt_end: str) -> ReasoningTexts | None:
+        """Return the texts around the reasoning; None if the output has none."""
+
+    @abc.abstractmethod
     def message(self, lark: Lark, calls: str, prompt_end: str, *, is_required: bool) -> str:
         """Return an expression for a message whose calls match `calls`."""
 
@@ -139,6 +143,22 @@ class WholeFormat(ToolFormat):
         """Read nothing: calls are parts of the message."""
         del start, reader, sink, context
         yield from ()
+
+
+class ReasoningTexts(NamedTuple):
+    """The texts around the reasoning in an output.
+
+    Attributes:
+        start: Text that begins it.
+        end: Text that ends it.
+        is_open: Whether the prompt has begun it.
+        may_repeat: Whether it may begin anywhere and again.
+    """
+
+    start: str
+    end: str
+    is_open: bool
+    may_repeat: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +195,15 @@ class ReasoningFormat:
         if end > begin and not prompt_end[end + len(self.end) :].strip():
             return False
         return True if self.is_default else None
+
+    def texts(self, prompt_end: str) -> ReasoningTexts | None:
+        """Return the texts around the reasoning; None if the output has none."""
+        if self.whole is not None:
+            return self.whole.reasoning_texts(prompt_end)
+        is_open = self.opened_by(prompt_end)
+        if is_open is False:
+            return None
+        return ReasoningTexts(self.start.strip(), self.end, is_open is True)
 
     def shortened(self, prompt_end: str) -> str:
         """Return a text that means the same at the end of a prompt."""

@@ -9,7 +9,7 @@ import re
 from typing import TYPE_CHECKING
 
 from cluster.edge.families.errors import MalformedCallError, TruncatedCallError
-from cluster.edge.families.formats import WholeFormat
+from cluster.edge.families.formats import ReasoningTexts, WholeFormat
 from cluster.edge.families.json_calls import read_arguments
 from cluster.edge.families.reader import Markers
 
@@ -108,6 +108,12 @@ class Harmony(WholeFormat):
                 for tool in tools
             ]
         )
+
+    def reasoning_texts(self, prompt_end: str) -> ReasoningTexts:
+        """Return the marks of a message on the channel `analysis`."""
+        del prompt_end
+        start = f"{_CHANNEL}analysis{_MESSAGE}"
+        return ReasoningTexts(start, _END, is_open=False, may_repeat=True)
 
     def message(self, lark: Lark, calls: str, prompt_end: str, *, is_required: bool) -> str:
         """Return reasoning and a preamble, which may be missing, then a call or the answer."""

@@ -6,7 +6,7 @@ import html
 import re
 from typing import TYPE_CHECKING
 
-from cluster.edge.families.formats import WholeFormat, try_calls
+from cluster.edge.families.formats import ReasoningTexts, WholeFormat, try_calls
 from cluster.edge.families.message import ArgumentsWriter, MessageSink
 from cluster.edge.families.parameters import (
     is_text,
@@ -127,6 +127,12 @@ class KimiK3(WholeFormat):
     def shortened(self, prompt_end: str) -> str:
         """Return the element that the prompt has begun."""
         return next((start for start in (_THINK, _RESPONSE) if prompt_end.endswith(start)), "")
+
+    def reasoning_texts(self, prompt_end: str) -> ReasoningTexts | None:
+        """Return the marks of the element, unless the prompt has begun the response."""
+        if prompt_end.endswith(_RESPONSE):
+            return None
+        return ReasoningTexts(_THINK, _THINK_END, prompt_end.endswith(_THINK))
 
     def message(self, lark: Lark, calls: str, prompt_end: str, *, is_required: bool) -> str:
         """Return reasoning, a response and calls."""

@@ -46,6 +46,10 @@ class OutputParser:
         """Return whether the message has complete calls."""
         return self._sink.num_calls > 0
 
+    def hold_calls(self) -> None:
+        """Give nothing of a call before its end, and of one that is cut or malformed nothing."""
+        self._sink.holds_calls = True
+
     def feed(self, text: str) -> MessageDelta:
         """Add output; return what it completes."""
         self._reader.text += text
@@ -68,7 +72,7 @@ class OutputParser:
 
         Nothing of a call that is cut or malformed is in it.
         """
-        self._sink.holds_calls = True
+        self.hold_calls()
         delta = self.feed(text)
         delta.extend(self.finish(is_cut=is_cut))
         return Message.of(delta)

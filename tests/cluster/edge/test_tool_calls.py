@@ -119,8 +119,9 @@ def test_an_answer_without_text_has_null_for_content():
     assert answer("")[0]["content"] == ""
 
 
-def test_a_cut_answer_keeps_its_complete_calls_and_its_reason():
-    message, reason = answer(f"{CALL}\n{CALL[:30]}", "length")
+@pytest.mark.parametrize("num_chars", [30, 60])
+def test_a_cut_answer_keeps_its_complete_calls_and_its_reason(num_chars):
+    message, reason = answer(f"{CALL}\n{CALL[:num_chars]}", "length")
     assert (len(message["tool_calls"]), message["content"], reason) == (1, None, "length")
 
 

@@ -13,7 +13,7 @@ from replicas.sampling import processor, sampler
 from replicas.sampling.logprobs import Logprobs
 from replicas.sampling.order import row_processors
 from replicas.sampling.processor import LogitRows, RowProcessors
-from replicas.sampling_params import SamplingParams
+from replicas.sampling_params import ReasoningBudget, ReasoningMarks, SamplingParams
 from tests.replicas.sampling.row_runner import VOCAB, Rows
 
 EOS = 3
@@ -151,12 +151,14 @@ def test_rows_are_changed_and_drawn_alike_together_and_in_parts(monkeypatch, sam
     assert tokens_and_logprobs() == whole
 
 
+BUDGET = ReasoningBudget(max_tokens=3, marks=ReasoningMarks(end_token_ids=(9, 6), is_open=True))
 STATE = [
     {"bad_words_token_ids": ((5, 9), (9, 5, 5), (4, 9), (2,)), "temperature": 0.0},
     {"bad_words_token_ids": tuple((i, i) for i in range(VOCAB)), **SEEDED},
     {"min_tokens": 6, "stop_token_ids": frozenset(range(4, 20)), **SEEDED},
     {"presence_penalty": 1.5, "frequency_penalty": 0.5, "temperature": 0.0},
     {"repetition_penalty": 2.5, **SEEDED},
+    {"reasoning_budget": BUDGET, **SEEDED},
 ]
 """Parameters whose effect depends on earlier tokens."""
 
