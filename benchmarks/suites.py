@@ -60,7 +60,7 @@ def served(folder: Path, *, is_random: bool) -> Iterator[str]:
         arguments["engine"] = {"load_format": "dummy"}
     path = folder / "serve.yaml"
     path.write_text(yaml.safe_dump(config))
-    command = [Path(sys.executable).with_name("ttserve"), "serve", "--config", path]
+    command = [str(Path(sys.executable).with_name("ttserve")), "serve", "--config", str(path)]
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
     try:
         wait_ready(f"http://127.0.0.1:{port}/health", process)

@@ -7,6 +7,7 @@ import os
 import pytest
 
 from cluster.config.schema import IngressConfig
+from cluster.edge.api_keys import ApiKeys, new_key
 from cluster.edge.openai import Usage
 from cluster.edge.routes import create_app
 from cluster.errors import (
@@ -274,6 +275,21 @@ def test_an_error_within_a_stream_is_raised_by_the_client(client, model):
     with outputs(model, says("Hello", SaturatedError("the replica died"))), fails as caught:
         streamed(client, **BODY)
     assert caught.value.body["error"]["type"] == "overloaded_error"
+
+
+@pytest.mark.parametrize("header", ["api_key", "auth_token"])
+def test_keys_in_both_headers_of_the_client(model, tmp_path, header):
+    key, line = new_key()
+    file = tmp_path / "keys.yaml"
+    file.write_text(f'alice: {{keys: ["{line}"], models: [demo]}}')
+    app = create_app(model, IngressConfig(), version="1", api_keys=ApiKeys(str(file)))
+    with serving(app) as port:
+        url = f"http://127.0.0.1:{port}"
+        with anthropic.Anthropic(base_url=url, **{header: key}, max_retries=0) as client:
+            assert client.messages.count_tokens(model="demo", messages=[USER]).input_tokens == 19
+        with anthropic.Anthropic(base_url=url, **{header: "wrong"}, max_retries=0) as client:
+            error = refused(anthropic.AuthenticationError, lambda: client.messages.create(**BODY))
+    assert error["type"] == "authentication_error"
 
 
 def test_a_stream_cannot_be_resumed(client):
