@@ -133,8 +133,7 @@ class Ingress:
         self._had_every_pool = False
 
     def models(self) -> Sequence[ModelCard]:
-        """Return the card of the served model."""
-        name = self._config.served_model_name
+        """Return the cards of the served model, one for each of its names."""
         root = model_name(str(self._config.model_folder))
         return [
             ModelCard(
@@ -149,6 +148,7 @@ class Ingress:
                 scheduling_policy=self._config.scheduling_policy,
                 logprobs_mode=self._config.logprobs_mode,
             )
+            for name in self._config.served_model_names
         ]
 
     async def generate(

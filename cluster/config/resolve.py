@@ -54,7 +54,7 @@ class ClusterConfig:
 
     Attributes:
         model_folder: Absolute path of the model's folder.
-        served_model_name: Model name in requests.
+        served_model_names: Names of the model in requests, the first one for metrics.
         max_model_len: Longest sequence that every pool can hold, in tokens.
         sampling_defaults: Sampling values of requests that leave them out.
         tool_call_parser: Format of the model's tool calls; None if it has none.
@@ -70,7 +70,7 @@ class ClusterConfig:
     """
 
     model_folder: Path
-    served_model_name: str
+    served_model_names: tuple[str, ...]
     max_model_len: int
     sampling_defaults: SamplingDefaults
     tool_call_parser: ToolParserName | None
@@ -83,6 +83,11 @@ class ClusterConfig:
     ingress: IngressConfig
     fault_plan: FaultPlan
     fault_epoch_unix_s: float
+
+    @property
+    def served_model_name(self) -> str:
+        """Name of the model in metrics and of requests that name none."""
+        return self.served_model_names[0]
 
     @property
     def is_disaggregated(self) -> bool:
@@ -133,7 +138,7 @@ def resolve(raw: Any) -> ClusterConfig:  # noqa: ANN401 - any YAML value
     check_pools(args.pools, engines, models)
     return ClusterConfig(
         model_folder=folder,
-        served_model_name=args.model_name or (DEMO_MODEL if is_demo else model_name(args.model)),
+        served_model_names=_served_names(args),
         max_model_len=max_model_len,
         sampling_defaults=_sampling_defaults(args, folder),
         tool_call_parser=args.tool_call_parser,
@@ -259,6 +264,23 @@ def _load_models(engines: Mapping[Role, EngineConfig]) -> tuple[dict[Role, Model
     except (ConfigError, InvalidLayoutError) as error:
         raise ClusterConfigError(f"args: {error}") from error
     return models, min(lengths)
+
+
+def _served_names(args: ClusterArgs) -> tuple[str, ...]:
+    """Return the names of the model in requests.
+
+    Raises:
+        ClusterConfigError: There are none, or one is empty or repeated.
+    """
+    given = args.model_name
+    if given is None or given == "":
+        return (DEMO_MODEL if args.model == DEMO_MODEL else model_name(args.model),)
+    names = (given,) if isinstance(given, str) else tuple(given)
+    if not names or "" in names or len({*names}) < len(names):
+        raise ClusterConfigError(
+            f"model_name is {list(names)}: give at least one name, each of them once and not empty"
+        )
+    return names
 
 
 def _sampling_defaults(args: ClusterArgs, folder: Path) -> SamplingDefaults:

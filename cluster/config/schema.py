@@ -286,8 +286,9 @@ class ClusterArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     Attributes:
         pools: Either `prefill` and `decode`, or `both` alone.
         model: Absolute path of a model folder, or "demo" for the bundled model.
-        model_name: Model name in requests. None takes the folder's name, or the repository's name
-            for a snapshot in the Hugging Face cache.
+        model_name: Model name in requests, or a list of names for the same model; metrics have the
+            first one. None takes the folder's name, or the repository's name for a snapshot in the
+            Hugging Face cache.
         generation_config: Source of the sampling values of requests that leave them out. "auto" is
             the model folder's generation_config.json: temperature, top_p, top_k, min_p,
             repetition_penalty, and max_new_tokens as the limit of chats that state none. "vllm" is
@@ -320,7 +321,7 @@ class ClusterArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     pools: dict[Role, PoolArgs]
     model: str = DEMO_MODEL
-    model_name: str | None = None
+    model_name: str | list[str] | None = None
     generation_config: GenerationConfigSource = "auto"
     tool_call_parser: ToolParserName | None = None
     reasoning_parser: ReasoningParserName | None = None

@@ -166,6 +166,15 @@ async def test_a_snapshot_is_named_by_its_repository_not_by_its_revision(tmp_pat
     assert (card.id, card.root) == ("Some-1B", "Some-1B")
 
 
+async def test_every_name_of_the_model_has_a_card():
+    args = {"model_name": ["demo", "gpt-4o"], "engine": {"dtype": "float32", "num_blocks": 300}}
+    service = Ingress(resolve({**args, "pools": {"both": {}}}), KEYS)
+    cards = service.models()
+    await service.close()
+    assert [(card.id, card.parent) for card in cards] == [("demo", None), ("gpt-4o", None)]
+    assert len({card.root for card in cards}) == 1
+
+
 def test_defaults_of_the_model_folder_reach_the_edge(tmp_path):
     folder = shutil.copytree(model_folder(), tmp_path / "model")
     file = folder / "generation_config.json"

@@ -432,6 +432,18 @@ def test_mistake_about_the_store_of_a_combined_pool_is_refused(good, change, rea
         resolve(args)
 
 
+def test_a_model_may_have_several_names(good):
+    config = resolve({**args_of(good), "model_name": ["first", "second"]})
+    assert config.served_model_names == ("first", "second")
+    assert config.served_model_name == "first"
+
+
+@pytest.mark.parametrize("names", [[], [""], ["a", "a"]], ids=["none", "empty", "repeated"])
+def test_names_that_name_nothing_are_refused(good, names):
+    with pytest.raises(ClusterConfigError, match="model_name"):
+        resolve({**args_of(good), "model_name": names})
+
+
 def test_override_changes_model_host_and_port_and_nothing_else(good, tmp_path):
     good["applications"][0]["args"]["model_name"] = "named"
     file = read_serve_file(write(tmp_path, good))
