@@ -41,8 +41,9 @@ _NOT_OFFERED = {
     "audio (`/v1/audio/*`, `/v1/realtime`), images, video": "models of text alone are served",
     "`/score`, `/classify`, `/pooling`": "models with heads of their own are not served",
     "`/v1/moderations`": "no such model is served",
-    "`/v1/files`, `/v1/batches`, `/v1/uploads`": "nothing is stored for clients",
-    "`/v1/assistants`, `/v1/threads`, `/v1/vector_stores`": "nothing is stored for clients",
+    "`/v1/files`, `/v1/batches`, `/v1/uploads`": "nothing but responses is stored for clients",
+    "`/v1/assistants`, `/v1/threads`, `/v1/vector_stores`, `/v1/conversations`": "nothing but"
+    " responses is stored for clients",
     "`/v1/fine_tuning`, `/v1/evals`": "no training",
     "gRPC (`vllm serve --grpc`)": "HTTP only",
     "`/v1/load_lora_adapter`, `/sleep`, `/collective_rpc`, `/update_weights`": "the configuration"

@@ -174,12 +174,7 @@ def _check_counts(args: ClusterArgs) -> None:
             f"args.ingress.max_body_bytes must be at most {LARGEST_BODY_BYTES}, "
             f"got {args.ingress.max_body_bytes}"
         )
-    _check_hosts(args.ingress.allowed_hosts)
-    _check_origins(args.ingress)
-    if not args.ingress.stream_keep_alive_s > 0:
-        raise ClusterConfigError("args.ingress.stream_keep_alive_s must be positive")
-    if not args.ingress.request_timeout_s > 0:
-        raise ClusterConfigError("args.ingress.request_timeout_s must be positive")
+    _check_ingress(args.ingress)
     if args.ingress.api_keys is not None:
         _check_absolute("args.ingress.api_keys", args.ingress.api_keys)
         if args.router.admission is not None and args.router.admission.tenant_header is not None:
@@ -188,6 +183,16 @@ def _check_counts(args: ClusterArgs) -> None:
                 "a key names its tenant; remove one of them"
             )
     _check_router(args.router, has_keys=args.ingress.api_keys is not None)
+
+
+def _check_ingress(ingress: IngressConfig) -> None:
+    _check_hosts(ingress.allowed_hosts)
+    _check_origins(ingress)
+    if (ingress.response_store_bytes or 0) < 0:
+        raise ClusterConfigError("args.ingress.response_store_bytes must not be negative")
+    for name in ("stream_keep_alive_s", "response_store_age_s", "request_timeout_s"):
+        if not getattr(ingress, name) > 0:
+            raise ClusterConfigError(f"args.ingress.{name} must be positive")
 
 
 def _check_router(router: RouterConfig, *, has_keys: bool) -> None:

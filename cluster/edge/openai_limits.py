@@ -42,7 +42,12 @@ MAX_TOOL_ENTRIES = 2 * MAX_SCHEMA_VALUES
 tools of ten parameters have 3,000 to 8,000."""
 MAX_FIELD_ENTRIES = 1024
 """Values in any other field, at any depth."""
-_GRAMMAR_FIELDS = ("response_format", "structured_outputs", "output_config", "output_format")
+_GRAMMAR_FIELDS = (
+    "response_format", "structured_outputs", "text", "output_config", "output_format",
+)  # fmt: skip
+_MOST_ENTRIES = {"tools": MAX_TOOL_ENTRIES, **dict.fromkeys(_GRAMMAR_FIELDS, MAX_GRAMMAR_ENTRIES)}
+_ITEM_TEXTS = ("content", "output", "arguments")
+"""Fields of the items of a response that hold text."""
 _VOCABULARY_FIELDS = ("stop_token_ids", "allowed_token_ids")
 """Fields that may hold every token id once."""
 
@@ -91,7 +96,10 @@ def check_sizes(body: Mapping[str, Any], limits: BodyLimits) -> None:
         BadRequestError: A field exceeds its limit; the message has the field and both numbers.
     """
     # A text that will be truncated may be of any length: the tokenizer's threads bound its cost.
-    longest = None if body.get("truncate_prompt_tokens") is not None else limits
+    is_truncated = (
+        body.get("truncation") == "auto" or body.get("truncate_prompt_tokens") is not None
+    )
+    longest = None if is_truncated else limits
     for name, value in body.items():
         if name == "prompt":
             _check_prompt(value, longest)
@@ -99,18 +107,16 @@ def check_sizes(body: Mapping[str, Any], limits: BodyLimits) -> None:
             _check_messages(value, longest)
         elif name == "system":
             _check_system(value, limits)
+        elif name == "input":
+            _check_items(value, longest)
         elif name in {"tokens", "token_ids"}:
             _check_length(value, limits.max_model_len, name)
         elif name == "sampling_params" and isinstance(value, dict):
             check_sizes(value, limits)
-        elif name == "tools":
-            _check_entries(value, MAX_TOOL_ENTRIES, name)
-        elif name in _GRAMMAR_FIELDS:
-            _check_entries(value, MAX_GRAMMAR_ENTRIES, name)
         elif name in _VOCABULARY_FIELDS:
             _check_length(value, limits.vocab_size, name)
         else:
-            _check_entries(value, MAX_FIELD_ENTRIES, name)
+            _check_entries(value, _MOST_ENTRIES.get(name, MAX_FIELD_ENTRIES), name)
 
 
 def prompt_too_long(
@@ -157,6 +163,20 @@ def _check_messages(value: object, limits: BodyLimits | None) -> None:
 def _check_system(value: object, limits: BodyLimits) -> None:
     _check_entries(value, MAX_FIELD_ENTRIES, "system")
     _check_text(_num_chars(value), limits, "system")
+
+
+def _check_items(value: object, limits: BodyLimits | None) -> None:
+    """Check the input of a response: a text or a list of items."""
+    _check_length(value, MAX_MESSAGES, "input")
+    _check_entries(value, MAX_MESSAGE_ENTRIES, "input")
+    if limits is None:
+        return
+    if isinstance(value, str):
+        _check_text(len(value), limits, "input")
+    elif isinstance(value, list):
+        items = [item for item in value if isinstance(item, dict)]
+        texts = [item.get(name) for item in items for name in _ITEM_TEXTS]
+        _check_text(sum(map(_num_chars, texts)), limits, "input")
 
 
 def _num_chars(content: object) -> int:

@@ -23,6 +23,7 @@ from cluster.edge.openai_fields import (
     TOKENIZE_FIELDS,
 )
 from cluster.edge.openapi_schemas import SCHEMAS, ref, view_schemas
+from cluster.edge.responses.fields import RESPONSES_FIELDS
 from cluster.edge.resume import LAST_EVENT_ID
 from cluster.edge.route_table import ROUTES
 from cluster.edge.tokens_api import GENERATE_FIELDS
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 _VERSION = "3.1.0"
 _JSON, _TEXT, _EVENTS = "application/json", "text/plain", "text/event-stream"
 _FLAG: JsonSchema = {"enum": ["true", "false", "1", "0"]}
-_PATH_PARAMETER = re.compile(r"{(\w+):path}")
+_PATH_PARAMETER = re.compile(r"{(\w+)(?::path)?}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,20 @@ OPERATIONS: dict[str, Operation] = {
         is_streamed=True,
         is_resumable=False,
         errors=(404, 503),
+    ),
+    "responses": Operation(
+        "Answer items, and keep the answer if it may be kept",
+        "Response",
+        RESPONSES_FIELDS,
+        is_streamed=True,
+        is_resumable=False,
+        errors=(404, 503),
+    ),
+    "compact_response": Operation("Not offered", "Error", errors=(404,)),
+    "response": Operation("Show a stored response", "Response", errors=(404,)),
+    "delete_response": Operation("Forget a stored response", "DeletedResponse", errors=(404,)),
+    "cancel_response": Operation(
+        "Not offered: a stored response is finished", "Error", errors=(404,)
     ),
     "models": Operation("List the served models", "Models"),
     "model": Operation("Show a served model", "Model", errors=(404,)),

@@ -151,6 +151,48 @@ SCHEMAS: dict[str, JsonSchema] = {
         },
     ),
     "TokenCount": _object({"input_tokens": _INTEGER}),
+    "ResponseItem": _object(
+        {"id": _STRING, "type": {"enum": ["reasoning", "message", "function_call"]}},
+        {
+            "status": {"enum": ["in_progress", "completed", "incomplete"]},
+            "role": {"const": "assistant"},
+            "content": _array({"type": "object"}),
+            "summary": _array({"type": "object"}),
+            "call_id": _STRING,
+            "name": _STRING,
+            "arguments": _STRING,
+        },
+    ),
+    "ResponseUsage": _object(
+        {
+            "input_tokens": _INTEGER,
+            "input_tokens_details": _object(
+                {"cached_tokens": _INTEGER, "cache_write_tokens": _INTEGER}
+            ),
+            "output_tokens": _INTEGER,
+            "output_tokens_details": _object({"reasoning_tokens": _INTEGER}),
+            "total_tokens": _INTEGER,
+        }
+    ),
+    "Response": _object(
+        {
+            "id": _STRING,
+            "object": {"const": "response"},
+            "created_at": _INTEGER,
+            "completed_at": {"type": ["integer", "null"]},
+            "status": {"enum": ["completed", "incomplete"]},
+            "incomplete_details": _OBJECT_OR_NULL,
+            "error": _OBJECT_OR_NULL,
+            "model": _STRING,
+            "output": _array(ref("ResponseItem")),
+            "usage": ref("ResponseUsage"),
+            "store": _BOOLEAN,
+            "previous_response_id": _TEXT_OR_NULL,
+        }
+    ),
+    "DeletedResponse": _object(
+        {"id": _STRING, "object": {"const": "response"}, "deleted": {"const": True}}
+    ),
     "Model": _object(
         {
             "id": _STRING,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Listener = Literal["both", "operations"]
-Method = Literal["GET", "POST"]
+Method = Literal["GET", "POST", "DELETE"]
 Access = Literal["open", "key", "admin"]
 
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
@@ -48,7 +48,7 @@ class RouteSpec:
 
 
 def _post(name: str, path: str) -> RouteSpec:
-    """Return a route that computes an answer from its body and stores nothing."""
+    """Return a route that computes an answer; what it may store dies with its ingress."""
     return RouteSpec(name, path, "POST", is_counted=True, is_repeatable=True)
 
 
@@ -62,6 +62,12 @@ ROUTES = (
     _post("messages", "/v1/messages"),
     _post("count_tokens", "/v1/messages/count_tokens"),
     _post("generate_tokens", "/inference/v1/generate"),
+    _post("responses", "/v1/responses"),
+    # Else its path would be that of a response, which has no POST.
+    RouteSpec("compact_response", "/v1/responses/compact", "POST"),
+    RouteSpec("response", "/v1/responses/{response_id}"),
+    RouteSpec("delete_response", "/v1/responses/{response_id}", "DELETE"),
+    RouteSpec("cancel_response", "/v1/responses/{response_id}/cancel", "POST"),
     RouteSpec("models", "/v1/models"),
     RouteSpec("model", "/v1/models/{model_id:path}"),
     _post("tokenize", "/tokenize"),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
+import time
 import uuid
 from typing import TYPE_CHECKING, cast
 
@@ -52,8 +53,11 @@ from cluster.edge.openai_requests import (
 from cluster.edge.openai_responses import model_body
 from cluster.edge.pipeline import Pipeline, with_history
 from cluster.edge.quota_service import TenantQuotas, lease_of
+from cluster.edge.responses.api import ResponsesApi
+from cluster.edge.responses.store import ResponseStore
 from cluster.edge.route_table import ROUTES
 from cluster.edge.sse import ClientGoneError
+from cluster.edge.stored_responses import StoredResponses
 from cluster.edge.tenants import NOBODY, tenant_of
 from cluster.edge.text_jobs import TextJobs
 from cluster.errors import MethodNotAllowedError, NotFoundError
@@ -66,6 +70,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from cluster.config.schema import AdmissionConfig, IngressConfig
+    from cluster.edge.api import Api
     from cluster.edge.api_keys import ApiKeys
     from cluster.edge.backend import Backend
     from cluster.edge.fields import FieldTable
@@ -79,6 +84,8 @@ logger = logging.getLogger(__name__)
 
 MAX_ANSWERED_TOKENS = 2**18
 """Most token ids in an answer of /tokenize, and most that are counted."""
+_RESPONSE_STORE_BYTES = 64 * 2**20
+"""Memory for stored responses of an ingress that is the only one."""
 _MAX_REQUEST_ID_CHARS = 128
 _NOT_VISIBLE = re.compile(r"[^\x21-\x7e]")
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -154,8 +161,17 @@ def create_app(
     handlers |= documented(
         version, has_keys=api_keys is not None, is_closed=ingress.unknown_fields == "refuse"
     )
-    for make_api in APIS:
-        api = make_api(backend.tokenizer)
+    store = _response_store(ingress)
+    stored = StoredResponses(store)
+    handlers |= {
+        "compact_response": stored.compact,
+        "response": stored.read,
+        "delete_response": stored.delete,
+        "cancel_response": stored.cancel,
+    }
+    responses = ResponsesApi(backend.tokenizer, store, ingress.max_body_bytes)
+    apis: list[Api] = [responses, *(make_api(backend.tokenizer) for make_api in APIS)]
+    for api in apis:
         handlers[api.route] = functools.partial(pipeline.respond, api=api)
     app = _EdgeApplication(
         routes=[
@@ -169,6 +185,14 @@ def create_app(
     )
     app.cors_origins = ingress.cors_origins
     return app
+
+
+def _response_store(ingress: IngressConfig) -> ResponseStore:
+    """Return the store of an ingress's own responses."""
+    max_bytes = ingress.response_store_bytes
+    if max_bytes is None:
+        max_bytes = _RESPONSE_STORE_BYTES if ingress.replicas == 1 else 0
+    return ResponseStore(max_bytes, ingress.response_store_age_s, time.monotonic)
 
 
 class _EdgeApplication(Starlette):
@@ -186,7 +210,7 @@ class _EdgeApplication(Starlette):
             app = CORSMiddleware(
                 app,
                 allow_origins=self.cors_origins,
-                allow_methods=("GET", "POST"),
+                allow_methods=("GET", "POST", "DELETE"),
                 allow_headers=("*",),
                 expose_headers=_EXPOSED_HEADERS,
             )

@@ -6,6 +6,8 @@ the Open Responses specification.
 
 from __future__ import annotations
 
+import dataclasses
+
 from cluster.edge.fields import (
     ARRAY,
     BOOLEAN,
@@ -39,7 +41,7 @@ _MAX_METADATA_KEY_CHARS = 64
 _MAX_METADATA_CHARS = 512
 
 PASSED_FIELDS = (
-    "model", "stream", "temperature", "top_p", "parallel_tool_calls", "prompt_cache_key",
+    "stream", "temperature", "top_p", "parallel_tool_calls", "prompt_cache_key",
     "top_k", "min_p", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "bad_words",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
     "allowed_token_ids", "skip_special_tokens", "include_stop_str_in_output", "priority",
@@ -151,8 +153,10 @@ MESSAGE_FIELDS = FieldTable(
     "ResponseMessage",
     {
         **_ITEM,
-        "role": acts(choice("user", "assistant", "system", "developer"), "Who speaks."),
-        "content": acts(_CONTENT, "A text, or parts."),
+        "role": acts(
+            choice("user", "assistant", "system", "developer"), "Who speaks.", is_required=True
+        ),
+        "content": acts(_CONTENT, "A text, or parts.", is_required=True),
         "phase": no_effect(choice("commentary", "final_answer"), "Phase of an earlier answer."),
     },
 )
@@ -161,9 +165,9 @@ FUNCTION_CALL_FIELDS = FieldTable(
     "ResponseFunctionCall",
     {
         **_ITEM,
-        "call_id": acts(STRING, "Id by which the result names the call."),
-        "name": acts(STRING, "Name of the function."),
-        "arguments": acts(STRING, "Its arguments, a JSON object as text."),
+        "call_id": acts(STRING, "Id by which the result names the call.", is_required=True),
+        "name": acts(STRING, "Name of the function.", is_required=True),
+        "arguments": acts(STRING, "Its arguments, a JSON object as text.", is_required=True),
         **_OF_PROGRAMS,
         "async": not_yet(BOOLEAN, "The call does not wait for its result.", neutral=(False,)),
     },
@@ -173,8 +177,8 @@ FUNCTION_CALL_OUTPUT_FIELDS = FieldTable(
     "ResponseFunctionCallOutput",
     {
         **_ITEM,
-        "call_id": acts(STRING, "The call whose result it is."),
-        "output": acts(_CONTENT, "The result: a text, or parts."),
+        "call_id": acts(STRING, "The call whose result it is.", is_required=True),
+        "output": acts(_CONTENT, "The result: a text, or parts.", is_required=True),
         "name": no_effect(STRING, "Name of the function."),
         **_OF_PROGRAMS,
     },
@@ -193,10 +197,14 @@ REASONING_ITEM_FIELDS = FieldTable(
 _ITEM_FIELDS = FieldTable(
     "ResponseInputItem",
     {
-        **FUNCTION_CALL_OUTPUT_FIELDS,
-        **FUNCTION_CALL_FIELDS,
-        **REASONING_ITEM_FIELDS,
-        **MESSAGE_FIELDS,
+        name: dataclasses.replace(row, is_required=False)
+        for table in (
+            FUNCTION_CALL_OUTPUT_FIELDS,
+            FUNCTION_CALL_FIELDS,
+            REASONING_ITEM_FIELDS,
+            MESSAGE_FIELDS,
+        )
+        for name, row in table.items()
     },
 )
 """Fields of an item of any kind; each kind has a table of its own."""
@@ -204,7 +212,12 @@ _ITEM_FIELDS = FieldTable(
 RESPONSES_FIELDS = FieldTable(
     "ResponseRequest",
     {
-        "input": acts(any_of(STRING, array_of(_ITEM_FIELDS)), "A text, or items."),
+        "model": acts(STRING, "Name of a served model.", is_required=True),
+        "input": acts(
+            any_of(STRING, array_of(_ITEM_FIELDS, minItems=1)),
+            "A text, or items.",
+            is_required=True,
+        ),
         **{name: CHAT_FIELDS[name] for name in PASSED_FIELDS},
         "instructions": acts(STRING, "A system message before the input."),
         "previous_response_id": acts(STRING, "The stored answer that this request continues."),
@@ -218,7 +231,7 @@ RESPONSES_FIELDS = FieldTable(
             any_of(choice("auto", "none", "required"), TOOL_CHOICE_FIELDS),
             "Whether, or which of, the tools are called.",
         ),
-        "truncation": acts(choice("auto", "disabled"), "auto drops the oldest items."),
+        "truncation": acts(choice("auto", "disabled"), "auto cuts the beginning of a long prompt."),
         "store": acts(BOOLEAN, "False: the answer is not stored."),
         # The answer repeats these, which change nothing else. Calls of built-in tools, which the
         # first one limits, are none here.

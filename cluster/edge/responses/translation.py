@@ -27,7 +27,6 @@ from cluster.edge.responses.fields import (
     PASSED_FIELDS,
     REASONING_FIELDS,
     REASONING_ITEM_FIELDS,
-    RESPONSES_FIELDS,
     TEXT_FIELDS,
     TOOL_CHOICE_FIELDS,
     TOOL_FIELDS,
@@ -36,8 +35,7 @@ from cluster.edge.responses.fields import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from cluster.edge.fields import FieldTable
-
+_FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _INSTRUCTIONS_GAP = "\n\n"
 
@@ -49,7 +47,6 @@ class Translation:
     Attributes:
         chat: The body of the chat.
         field_names: The client's paths of the chat's fields, see `cluster.edge.field_names`.
-        allowed_tools: Names of the tools that may be called; None: all.
         items: The request's own input.
         repeated: Fields of the answer that repeat the request.
         has_logprobs: Whether texts have log probabilities.
@@ -57,23 +54,9 @@ class Translation:
 
     chat: dict[str, Any]
     field_names: dict[str, str]
-    allowed_tools: frozenset[str] | None
     items: list[dict[str, Any]]
     repeated: dict[str, Any]
     has_logprobs: bool
-
-
-def read_request(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the fields of a body, but not what is in them.
-
-    Raises:
-        BadRequestError: A field is wrong or missing; `param` is its path.
-    """
-    values = read_fields(body, RESPONSES_FIELDS)
-    for name in ("model", "input"):
-        if name not in values:
-            raise bad_field(name, "is required")
-    return values
 
 
 def translate(
@@ -85,13 +68,13 @@ def translate(
 
     Args:
         body: Its body, whose values the fields of chats check again.
-        values: The checked fields, see `read_request`.
+        values: The checked fields, by `RESPONSES_FIELDS`.
         previous: Items of the conversation that it continues.
 
     Raises:
         BadRequestError: A field is wrong; `param` is its path.
     """
-    chat = {name: body[name] for name in PASSED_FIELDS if name in values}
+    chat = {name: body[name] for name in ("model", *PASSED_FIELDS) if name in values}
     names = {"max_completion_tokens": "max_output_tokens"}
     if "max_output_tokens" in values:
         chat["max_completion_tokens"] = values["max_output_tokens"]
@@ -115,12 +98,12 @@ def translate(
     if "effort" in reasoning:
         chat["reasoning_effort"] = reasoning["effort"]
         names["reasoning_effort"] = "reasoning.effort"
-    tools = _read_tools(values.get("tools", ()), chat, names)
-    allowed = _read_tool_choice(values, tools, chat, names)
+    tools = _read_tools(values.get("tools", ()))
+    allowed = _read_tool_choice(values.get("tool_choice", "auto"), chat, names)
+    _offer_tools(tools, allowed, chat, names)
     return Translation(
         chat=chat,
         field_names=names,
-        allowed_tools=allowed,
         items=items,
         repeated={
             "instructions": values.get("instructions"),
@@ -147,8 +130,6 @@ def _input_items(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the items of an input."""
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": given}]
-    if not given:
-        raise bad_field("input", "must hold at least one item")
     return given
 
 
@@ -173,17 +154,16 @@ class _Conversation:
         """
         kind = item.get("type", "message")
         if kind == "message":
-            self._add_message(_item(item, MESSAGE_FIELDS, path, "role", "content"), path)
+            self._add_message(read_fields(item, MESSAGE_FIELDS, f"{path}."), path)
         elif kind == "function_call":
-            names = ("call_id", "name", "arguments")
-            self._add_call(_item(item, FUNCTION_CALL_FIELDS, path, *names), path)
+            self._add_call(read_fields(item, FUNCTION_CALL_FIELDS, f"{path}."), path)
         elif kind == "function_call_output":
-            result = _item(item, FUNCTION_CALL_OUTPUT_FIELDS, path, "call_id", "output")
+            result = read_fields(item, FUNCTION_CALL_OUTPUT_FIELDS, f"{path}.")
             text = _text(result["output"], f"{path}.output")
             message = {"role": "tool", "tool_call_id": result["call_id"], "content": text}
             self._append(message, path, {"tool_call_id": "call_id", "content": "output"})
         elif kind == "reasoning":
-            self._add_reasoning(_item(item, REASONING_ITEM_FIELDS, path), path)
+            self._add_reasoning(read_fields(item, REASONING_ITEM_FIELDS, f"{path}."), path)
         else:
             known = "message, function_call, function_call_output and reasoning"
             raise bad_field(f"{path}.type", f"{shown(kind)} is not supported: send {known}")
@@ -265,15 +245,6 @@ class _Conversation:
         self._paths[-1][f"{below}.function"] = path
 
 
-def _item(item: Mapping[str, Any], table: FieldTable, path: str, *required: str) -> dict[str, Any]:
-    """Return the checked fields of an item."""
-    fields = read_fields(item, table, f"{path}.")
-    for name in required:
-        if name not in fields:
-            raise bad_field(f"{path}.{name}", "is required")
-    return fields
-
-
 def _text(content: object, path: str, kinds: tuple[str, ...] = _TEXT_PARTS) -> str:
     """Return a text, or a list of parts with text, as one text."""
     if isinstance(content, str):
@@ -322,11 +293,9 @@ def _read_text(
     return {"format": own, "verbosity": text.get("verbosity", "medium")}
 
 
-def _read_tools(
-    given: Iterable[Mapping[str, Any]], chat: dict[str, Any], names: dict[str, str]
-) -> list[dict[str, Any]]:
-    """Translate the tools; return what the answer repeats of them."""
-    repeated = []
+def _read_tools(given: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the checked tools as the answer repeats them."""
+    tools = []
     for i, body in enumerate(given):
         path = f"tools[{i}]"
         kind = body.get("type")
@@ -335,32 +304,21 @@ def _read_tools(
         if kind != "function":
             text = "is a tool that OpenAI runs, which is not offered here: send functions"
             raise bad_field(f"{path}.type", f"{shown(kind)} {text}")
-        tool = read_fields(body, TOOL_FIELDS, f"{path}.")
-        function = {name: value for name, value in tool.items() if name != "type"}
-        chat.setdefault("tools", []).append({"type": "function", "function": function})
-        names[f"{path}.function"] = path
-        repeated.append(
-            {
-                "description": None,
-                "parameters": None,
-                "strict": False,
-                **tool,
-                "name": tool.get("name"),
-            }
+        own = read_fields(body, TOOL_FIELDS, f"{path}.")
+        if "name" not in own:
+            raise bad_field(f"{path}.name", "is required")
+        tools.append(
+            {"type": kind, "description": None, "parameters": None, "strict": False, **own}
         )
-    return repeated
+    return tools
 
 
 def _read_tool_choice(
-    values: Mapping[str, Any],
-    tools: list[dict[str, Any]],
-    chat: dict[str, Any],
-    names: dict[str, str],
-) -> frozenset[str] | None:
+    choice: str | dict[str, Any], chat: dict[str, Any], names: dict[str, str]
+) -> list[str] | None:
     """Translate `tool_choice`; return the names of the tools that it allows, None for all."""
-    choice = values.get("tool_choice")
-    if choice is None or isinstance(choice, str):
-        if choice is not None:
+    if isinstance(choice, str):
+        if choice != "auto":
             chat["tool_choice"] = choice
         return None
     fields = read_fields(choice, TOOL_CHOICE_FIELDS, "tool_choice.")
@@ -373,16 +331,35 @@ def _read_tool_choice(
         text = "is not supported: send function or allowed_tools"
         raise bad_field("tool_choice.type", f"{shown(kind)} {text}")
     chat["tool_choice"] = fields.get("mode", "auto")
-    known = {tool["name"] for tool in tools}
-    allowed = set()
+    allowed: list[str] = []
     for i, body in enumerate(fields.get("tools", ())):
         path = f"tool_choice.tools[{i}]"
         tool = read_fields(body, TOOL_CHOICE_FIELDS, f"{path}.")
         if tool.get("type") != "function":
             raise bad_field(f"{path}.type", f"must be function, got {shown(tool.get('type'))}")
-        if tool.get("name") not in known:
-            raise bad_field(f"{path}.name", f"is {shown(tool.get('name'))}, which no tool has")
-        allowed.add(tool["name"])
+        if "name" not in tool:
+            raise bad_field(f"{path}.name", "is required")
+        allowed.append(tool["name"])
     if not allowed:
         raise bad_field("tool_choice.tools", "must name at least one tool")
-    return frozenset(allowed)
+    return allowed
+
+
+def _offer_tools(
+    tools: list[dict[str, Any]],
+    allowed: list[str] | None,
+    chat: dict[str, Any],
+    names: dict[str, str],
+) -> None:
+    """Offer the tools to the model; it does not see those that it may not call."""
+    known = {tool["name"] for tool in tools}
+    for i, name in enumerate(allowed or ()):
+        if name not in known:
+            raise bad_field(f"tool_choice.tools[{i}].name", f"is {shown(name)}, which no tool has")
+    for i, tool in enumerate(tools):
+        if allowed is not None and tool["name"] not in allowed:
+            continue
+        function = {name: tool[name] for name in _FUNCTION_FIELDS if tool[name] is not None}
+        offered = chat.setdefault("tools", [])
+        names[f"tools[{len(offered)}].function"] = f"tools[{i}]"
+        offered.append({"type": "function", "function": function})

@@ -202,6 +202,8 @@ FILE_MISTAKES = [
     ("args.ingress.max_body_bytes", 0, "args.ingress.max_body_bytes must be at"),
     ("args.ingress.max_body_bytes", 2**26 + 1, "max_body_bytes must be at most 67"),
     ("args.ingress.request_timeout_s", 0, "args.ingress.request_timeout_s must be"),
+    ("args.ingress.response_store_bytes", -1, "args.ingress.response_store_bytes must not be"),
+    ("args.ingress.response_store_age_s", 0, "args.ingress.response_store_age_s must be"),
     ("args.ingress.api_keys", "keys.yaml", "args.ingress.api_keys"),
     ("args.ingress.cors_origins", ["https://a/b"], "cors_origins: 'https://a/b' must be an origin"),
     ("args.ingress.cors_origins", ["*"], "set args.ingress.api_keys"),

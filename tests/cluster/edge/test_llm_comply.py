@@ -31,10 +31,11 @@ MISSES = {
         "chat-image-input": NO_IMAGES,
         "chat-error-handling": "wants model to be required, as OpenAI does; vLLM does not",
     },
+    "open-responses": {"image-input": NO_IMAGES},
     "anthropic": {"anth-image-input": NO_IMAGES},
 }
 """Tests that fail, and why."""
-FORMATS = {"openai-chat": 9, "anthropic": 9}
+FORMATS = {"openai-chat": 9, "open-responses": 13, "anthropic": 9}
 """Number of tests of each format."""
 
 

@@ -2,8 +2,10 @@
 
 import pytest
 
+from cluster.edge.fields import read_fields
 from cluster.edge.openai_requests import parse_chat_completion
-from cluster.edge.responses.translation import read_request, translate
+from cluster.edge.responses.fields import RESPONSES_FIELDS
+from cluster.edge.responses.translation import translate
 from cluster.errors import BadRequestError
 
 USER = {"role": "user", "content": "hi"}
@@ -32,7 +34,7 @@ CHAT_CALL = {
 
 def translated(previous=(), **fields):
     body = {"model": "demo", "input": "hi", **fields}
-    return translate(body, read_request(body), previous)
+    return translate(body, read_fields(body, RESPONSES_FIELDS), previous)
 
 
 def messages(*items, previous=(), **fields):
@@ -176,7 +178,11 @@ def test_the_conversation_before_a_request_comes_before_its_input():
                 "tools": [
                     {
                         "type": "function",
-                        "function": {"name": "weather", "parameters": {"type": "object"}},
+                        "function": {
+                            "name": "weather",
+                            "parameters": {"type": "object"},
+                            "strict": False,
+                        },
                     }
                 ],
                 "tool_choice": {"type": "function", "function": {"name": "weather"}},
@@ -228,7 +234,7 @@ def test_the_answer_repeats_the_request():
     }
 
 
-def test_allowed_tools_are_those_that_may_be_called():
+def test_only_allowed_tools_are_offered():
     other = {**TOOL, "name": "time"}
     choice = {
         "type": "allowed_tools",
@@ -236,9 +242,10 @@ def test_allowed_tools_are_those_that_may_be_called():
         "tools": [{"type": "function", "name": "time"}],
     }
     found = translated(tools=[TOOL, other], tool_choice=choice)
-    assert found.allowed_tools == {"time"}
     assert found.chat["tool_choice"] == "required"
-    assert len(found.chat["tools"]) == 2
+    assert [tool["function"]["name"] for tool in found.chat["tools"]] == ["time"]
+    assert found.field_names["tools[0].function"] == "tools[1]"
+    assert [tool["name"] for tool in found.repeated["tools"]] == ["weather", "time"]
 
 
 IMAGE = {"type": "input_image", "image_url": "data:"}
@@ -250,7 +257,7 @@ IMAGE = {"type": "input_image", "image_url": "data:"}
         ({"model": None}, "model", "is required"),
         ({"input": None}, "input", "is required"),
         ({"input": 5}, "input", "must be a string or an array of objects"),
-        ({"input": []}, "input", "at least one item"),
+        ({"input": []}, "input", "at least 1 entries"),
         ({"input": [5]}, "input[0]", "must be an object"),
         ({"input": [USER, {"role": "user"}]}, "input[1].content", "is required"),
         ({"input": [{"content": "a"}]}, "input[0].role", "is required"),
@@ -273,7 +280,12 @@ IMAGE = {"type": "input_image", "image_url": "data:"}
         ({"tool_choice": {"type": "mcp"}}, "tool_choice.type", "send function or allowed_tools"),
         ({"tool_choice": "any"}, "tool_choice", "must be one of auto"),
         (
-            {"tool_choice": {"type": "allowed_tools", "tools": [{"type": "function"}]}},
+            {
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "tools": [{"type": "function", "name": "weather"}],
+                }
+            },
             "tool_choice.tools[0].name",
             "no tool has",
         ),

@@ -58,6 +58,9 @@ def plausible(body):
         return
     for name in ("model", "use_beam_search"):
         body.pop(name, None)
+    if "input" in body:  # a response, which needs a model
+        body["model"] = "demo"
+        body.pop("previous_response_id", None)
     if "messages" in body:
         body.pop("prompt", None)
     for message in body.get("messages") or ():

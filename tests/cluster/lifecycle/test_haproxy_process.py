@@ -525,7 +525,7 @@ def test_unknown_methods_become_no_metric_labels(config, shared):
             with contextlib.closing(brewing):
                 brewing.request("BREW", "/v1/completions")
                 reply = brewing.getresponse()
-                assert reply.headers["Allow"] == "GET, HEAD, OPTIONS, POST"
+                assert reply.headers["Allow"] == "DELETE, GET, HEAD, OPTIONS, POST"
                 assert json.loads(reply.read())["error"]["code"] == "method_not_allowed"
             methods = {
                 found for line in lines_of(logged) for found in re.findall(r'method="(\w+)"', line)

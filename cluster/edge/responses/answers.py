@@ -1,0 +1,233 @@
+"""Answers of /v1/responses, whole or as the events of a stream. Pure but for the clock.
+
+Source: OpenAI API reference (openai-python 3.57 types of responses); the Open Responses
+specification, which ends a stream with `[DONE]`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from cluster.edge.families.message import ContentPiece, ReasoningPiece
+from cluster.edge.message_reader import MessageReader
+from cluster.edge.openai_responses import ChatShape, error_body
+from cluster.edge.responses.items import OutputItems
+from cluster.errors import InternalError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cluster.edge.openai import ResponseSpec, Usage
+    from cluster.edge.responses.items import Event
+    from cluster.errors import ServingError
+    from replicas.messages import EngineRequest, TokenLogprob
+    from replicas.output_processor import OutputDelta
+    from replicas.tokenizer import Tokenizer
+
+Body = dict[str, Any]
+
+_DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseOptions:
+    """What an answer needs to know of its request.
+
+    Attributes:
+        response_id: Its id.
+        repeated: Fields of the answer that repeat the request.
+        has_logprobs: Whether texts have log probabilities.
+        is_stored: Whether the answer is kept.
+        items: The request's own input.
+        previous: Encoded items of the conversation before that, one entry per response.
+    """
+
+    response_id: str
+    repeated: dict[str, Any]
+    has_logprobs: bool = False
+    is_stored: bool = False
+    items: list[dict[str, Any]] = field(default_factory=list)
+    previous: tuple[bytes, ...] = ()
+
+
+class ResponseBuilder:
+    """Builder of one response from the deltas of its output.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        request: The engines' request.
+        spec: Options of the answer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, request: EngineRequest, spec: ResponseSpec) -> None:
+        self._shape = ChatShape(tokenizer)
+        self._request = request
+        self._spec = spec
+        self._options: ResponseOptions = spec.own
+        self._reader = MessageReader(spec)
+        self._output = OutputItems(self._options.response_id.removeprefix("resp_"))
+        # Of tokens whose text no piece has had yet.
+        self._logprobs: list[list[TokenLogprob]] = []
+        self._finish_reason: str | None = None
+
+    def add(self, delta: OutputDelta) -> list[Event]:
+        """Add a delta; return its events."""
+        self._logprobs += delta.logprobs or ()
+        self._finish_reason = delta.finish_reason
+        events: list[Event] = []
+        for piece in self._reader.read(delta).pieces:
+            logprobs: list[Body] = []
+            if isinstance(piece, ContentPiece | ReasoningPiece):
+                logprobs = self._take_logprobs(piece.text)
+            events += self._output.add(piece, logprobs)
+        return events
+
+    def finish(self, usage: Usage) -> tuple[list[Event], Body]:
+        """End the output; return its last events, and the response.
+
+        Raises:
+            InternalError: The output has no end.
+        """
+        if self._finish_reason is None:
+            raise InternalError("the generation ended without a finish reason")
+        status = "incomplete" if self._finish_reason == "length" else "completed"
+        events = self._output.finish("incomplete" if status == "incomplete" else "completed")
+        response = self.response(status, self._usage_body(usage))
+        if status == "incomplete":
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        return events, response
+
+    def fail(self, error: ServingError) -> Body:
+        """End the output where it is; return the response."""
+        self._output.close("incomplete")
+        return {
+            **self.response("failed"),
+            "error": {"code": error.code, "message": error.message},
+        }
+
+    def response(self, status: str, usage: Body | None = None) -> Body:
+        """Return the response as it is now."""
+        sampling = self._request.sampling
+        return {
+            "id": self._options.response_id,
+            "object": "response",
+            "created_at": self._spec.created,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "model": self._spec.model,
+            "output": list(self._output.items),
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
+            "service_tier": "default",
+            "store": self._options.is_stored,
+            "usage": usage,
+            **self._options.repeated,
+        }
+
+    def _take_logprobs(self, text: str) -> list[Body]:
+        """Return the log probabilities of a text's tokens.
+
+        Tokens before them are markup; those behind them are of white space that was held back.
+        """
+        if not (self._options.has_logprobs and self._logprobs):
+            return []
+        tokens: list[Body] = self._shape.logprobs(self._logprobs, 0)[0]["content"]
+        begin, end = _tokens_of(text, [bytes(token["bytes"]) for token in tokens])
+        self._logprobs = self._logprobs[end:]
+        return tokens[begin:end]
+
+    def _usage_body(self, usage: Usage) -> Body:
+        cached_tokens = usage.cached_tokens if self._spec.prompt_tokens_details else 0
+        return {
+            "input_tokens": usage.prompt_tokens,
+            # OpenAI counts tokens that it charges for as written to its cache.
+            "input_tokens_details": {"cached_tokens": cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": self._reader.num_reasoning_tokens},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }
+
+
+def _tokens_of(text: str, spelled: list[bytes]) -> tuple[int, int]:
+    """Return where the tokens of a text begin and end among the spelled ones.
+
+    A text that is not there has hidden tokens within it, and counts from the first one.
+    """
+    ends = list(itertools.accumulate(map(len, spelled)))
+    encoded = text.encode()
+    start = max(b"".join(spelled).find(encoded), 0)
+    end = bisect.bisect_left(ends, start + len(encoded)) + 1
+    return bisect.bisect_right(ends, start), min(end, len(spelled))
+
+
+class ResponseEvents:
+    """Writer of one response's events; the stream begins with the first delta.
+
+    Args:
+        builder: Builder of the response.
+        keep: Called with the finished response.
+    """
+
+    def __init__(self, builder: ResponseBuilder, keep: Callable[[Body], None]) -> None:
+        self._builder = builder
+        self._keep = keep
+        self._num_events = 0
+
+    def add(self, delta: OutputDelta) -> bytes:
+        """Add a delta; return the events to send now, or b""."""
+        return self._begin() + self._encoded(self._builder.add(delta))
+
+    def skip(self, delta: OutputDelta) -> None:
+        """Streams of responses cannot be resumed."""
+        raise NotImplementedError
+
+    def finish(self, usage: Usage) -> bytes:
+        """Return the end of the stream.
+
+        Raises:
+            InternalError: The output has no end.
+        """
+        begin = self._begin()
+        events, response = self._builder.finish(usage)
+        self._keep(response)
+        last = {"type": f"response.{response['status']}", "response": response}
+        return begin + self._encoded([*events, last]) + _DONE
+
+    def fail(self, error: ServingError) -> bytes:
+        """Return the end of a stream that fails after its first byte."""
+        details = error_body(error)["error"]
+        # OpenAI's form of the event has the details beside its type, Open Responses' below `error`.
+        flat = {name: details[name] for name in ("code", "message", "param")}
+        begin = self._begin()
+        events = [
+            {"type": "error", **flat, "error": details},
+            {"type": "response.failed", "response": self._builder.fail(error)},
+        ]
+        return begin + self._encoded(events)
+
+    def _begin(self) -> bytes:
+        if self._num_events:
+            return b""
+        response = self._builder.response("in_progress")
+        kinds = ("response.created", "response.in_progress")
+        return self._encoded([{"type": kind, "response": response} for kind in kinds])
+
+    def _encoded(self, events: list[Event]) -> bytes:
+        encoded = bytearray()
+        for event in events:
+            kind = event["type"]
+            numbered = {"type": kind, "sequence_number": self._num_events, **event}
+            encoded += b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(numbered) + b"\n\n"
+            self._num_events += 1
+        return bytes(encoded)

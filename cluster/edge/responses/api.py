@@ -1,0 +1,199 @@
+"""The API of /v1/responses: a chat in other words, with answers that are kept."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import orjson
+
+from cluster.edge.field_names import naming_fields
+from cluster.edge.fields import bad_field, read_fields, shown
+from cluster.edge.openai_requests import parse_chat_completion
+from cluster.edge.openai_responses import error_body
+from cluster.edge.responses.answers import ResponseBuilder, ResponseEvents, ResponseOptions
+from cluster.edge.responses.fields import RESPONSES_FIELDS
+from cluster.edge.responses.translation import translate
+from cluster.errors import NotFoundError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from cluster.edge.api import Body
+    from cluster.edge.fields import FieldTable
+    from cluster.edge.openai import ResponseSpec, Usage
+    from cluster.edge.openai_requests import ParsedRequest
+    from cluster.edge.responses.store import ResponseStore, StoredResponse
+    from cluster.errors import ServingError
+    from replicas.messages import EngineRequest
+    from replicas.output_processor import OutputDelta
+    from replicas.tokenizer import Tokenizer
+
+_ITEM_ID = re.compile("(?:msg|rs|fc)_([0-9a-f]{32})_([0-9]{1,6})")
+
+
+class ResponsesApi:
+    """The API of /v1/responses.
+
+    Args:
+        tokenizer: Tokenizer of the served models.
+        store: Keeps the answers.
+        max_conversation_bytes: Most bytes that one request continues.
+    """
+
+    route: ClassVar[str] = "responses"
+    fields: ClassVar[FieldTable] = RESPONSES_FIELDS
+    is_resumable: ClassVar[bool] = False
+    request_id_headers: ClassVar[tuple[bytes, ...]] = (b"x-request-id",)
+
+    def __init__(
+        self, tokenizer: Tokenizer, store: ResponseStore, max_conversation_bytes: int
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._store = store
+        self._max_conversation_bytes = max_conversation_bytes
+
+    def parse(self, body: Mapping[str, Any], tenant: str) -> ParsedRequest:
+        """See `cluster.edge.api.Api.parse`."""
+        values = read_fields(body, RESPONSES_FIELDS)
+        history = _History(self._store, tenant, self._max_conversation_bytes)
+        turns: tuple[bytes, ...] = ()
+        if "previous_response_id" in values:
+            turns = history.turns_of(values["previous_response_id"])
+        previous = [item for turn in turns for item in orjson.loads(turn)]
+        items = values["input"]
+        if isinstance(items, list):
+            items = [history.resolved(item, f"input[{i}]") for i, item in enumerate(items)]
+        found = translate(body, {**values, "input": items}, previous)
+        with naming_fields(found.field_names):
+            parsed = parse_chat_completion(found.chat)
+        own = ResponseOptions(
+            response_id=f"resp_{uuid.uuid4().hex}",
+            repeated=found.repeated,
+            has_logprobs=found.has_logprobs,
+            is_stored=self._store.is_on and values.get("store", True),
+            items=found.items,
+            previous=turns,
+        )
+        return replace(
+            parsed,
+            response_options={**parsed.response_options, "own": own},
+            field_names=found.field_names,
+        )
+
+    def whole(
+        self,
+        request: EngineRequest,
+        spec: ResponseSpec,
+        deltas: list[OutputDelta],
+        usage: Usage,
+    ) -> Body:
+        """See `cluster.edge.api.Api.whole`."""
+        builder = ResponseBuilder(self._tokenizer, request, spec)
+        for delta in deltas:
+            builder.add(delta)
+        _, response = builder.finish(usage)
+        self._keep(request, spec, response)
+        return response
+
+    def stream(self, request: EngineRequest, spec: ResponseSpec) -> ResponseEvents:
+        """See `cluster.edge.api.Api.stream`."""
+        builder = ResponseBuilder(self._tokenizer, request, spec)
+        return ResponseEvents(builder, lambda response: self._keep(request, spec, response))
+
+    @staticmethod
+    def error_status(error: ServingError) -> int:
+        """See `cluster.edge.api.Api.error_status`."""
+        return error.status
+
+    @staticmethod
+    def error_body(error: ServingError, request_id: str | None) -> Body:
+        """See `cluster.edge.api.Api.error_body`."""
+        del request_id
+        return error_body(error)
+
+    def _keep(self, request: EngineRequest, spec: ResponseSpec, response: Body) -> None:
+        own: ResponseOptions = spec.own
+        if own.is_stored:
+            turn = orjson.dumps([*own.items, *response["output"]])
+            body = orjson.dumps(response)
+            self._store.put(request.tenant, own.response_id, body, (*own.previous, turn))
+
+
+class _History:
+    """What one request reads from the store.
+
+    Args:
+        store: The store.
+        tenant: The request's tenant.
+        max_bytes: Most bytes to read.
+    """
+
+    def __init__(self, store: ResponseStore, tenant: str, max_bytes: int) -> None:
+        self._store = store
+        self._tenant = tenant
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._outputs: dict[str, list[dict[str, Any]]] = {}
+
+    def turns_of(self, response_id: str) -> tuple[bytes, ...]:
+        """Return the conversation up to and with a response.
+
+        Raises:
+            BadRequestError: Nothing is stored here, or the conversation is too long.
+            NotFoundError: The tenant has no such response.
+        """
+        stored = self._stored(response_id, "previous_response_id")
+        self._count(sum(map(len, stored.turns)), "previous_response_id")
+        return stored.turns
+
+    def resolved(self, item: object, path: str) -> object:
+        """Return an item, or the item of an earlier answer that it refers to.
+
+        Raises:
+            BadRequestError: Nothing is stored here, or the items are too long.
+            NotFoundError: The tenant has no such item.
+        """
+        if not isinstance(item, dict) or item.get("type") != "item_reference":
+            return item
+        path = f"{path}.id"
+        item_id = item.get("id")
+        match = _ITEM_ID.fullmatch(item_id) if isinstance(item_id, str) else None
+        if match is None:
+            raise bad_field(path, f"must be the id of an item of an answer, got {shown(item_id)}")
+        response_id, index = f"resp_{match[1]}", int(match[2])
+        if response_id not in self._outputs:
+            stored = self._stored(response_id, path)
+            self._count(len(stored.body), path)
+            self._outputs[response_id] = orjson.loads(stored.body)["output"]
+        output = self._outputs[response_id]
+        if index >= len(output) or output[index]["id"] != item_id:
+            raise NotFoundError(f"{path} is {shown(item_id)}, which no answer has", param=path)
+        return output[index]
+
+    def _stored(self, response_id: str, param: str) -> StoredResponse:
+        if not self._store.is_on:
+            text = (
+                "needs stored responses, but this server stores none: send all of the conversation"
+            )
+            raise bad_field(param, f"{text} as input")
+        stored = self._store.get(self._tenant, response_id)
+        if stored is None:
+            raise NotFoundError(
+                f"{param}: {missing_response(response_id)}; send the whole conversation as input",
+                param=param,
+            )
+        return stored
+
+    def _count(self, num_bytes: int, param: str) -> None:
+        self._num_bytes += num_bytes
+        if self._num_bytes > self._max_bytes:
+            text = f"stands for more than the {self._max_bytes} bytes that a request may have"
+            raise bad_field(param, text)
+
+
+def missing_response(response_id: str) -> str:
+    """Return the message about a response that is not stored."""
+    return f"no response {shown(response_id)} is stored: it never was, or its time is over"
