@@ -164,11 +164,32 @@ TOOL_CALL_FIELDS = FieldTable(
 )
 """Fields of a call in an earlier message of the assistant."""
 
-TOOL_CHOICE_FIELDS = FieldTable(
-    "NamedToolChoice",
+NAMED_TOOL_FIELDS = FieldTable(
+    "NamedTool",
     {
         "type": acts(choice("function"), "Kind of the tool."),
-        "function": acts(CALLED_FUNCTION_FIELDS, "The function to call.", is_required=True),
+        "function": acts(CALLED_FUNCTION_FIELDS, "The function.", is_required=True),
+    },
+)
+
+ALLOWED_TOOLS_FIELDS = FieldTable(
+    "AllowedTools",
+    {
+        "mode": acts(choice("auto", "required"), "Whether one must be called.", is_required=True),
+        "tools": acts(
+            array_of(NAMED_TOOL_FIELDS, minItems=1), "Those of the tools.", is_required=True
+        ),
+    },
+)
+
+TOOL_CHOICE_FIELDS = FieldTable(
+    "ToolChoice",
+    {
+        "type": acts(choice("function", "allowed_tools"), "Kind of the choice."),
+        "function": acts(CALLED_FUNCTION_FIELDS, "With type function: the one to call."),
+        "allowed_tools": acts(
+            ALLOWED_TOOLS_FIELDS, "With type allowed_tools: those that may be called."
+        ),
     },
 )
 

@@ -16,8 +16,10 @@ from cluster.edge.fields import (
     shown,
 )
 from cluster.edge.openai_fields import (
+    ALLOWED_TOOLS_FIELDS,
     CALLED_FUNCTION_FIELDS,
     FUNCTION_FIELDS,
+    NAMED_TOOL_FIELDS,
     TOOL_CALL_FIELDS,
     TOOL_CHOICE_FIELDS,
     TOOL_FIELDS,
@@ -25,7 +27,7 @@ from cluster.edge.openai_fields import (
 from cluster.edge.tool_schemas import check_tool_schema
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +38,13 @@ class ToolUse:
         tools: The offered tools.
         choice: "auto", "none" or "required".
         is_parallel: Whether one message may have several calls.
+        is_restricted: Whether the prompt names further tools, which must not be called.
     """
 
     tools: tuple[Tool, ...] = ()
     choice: str = "none"
     is_parallel: bool = True
+    is_restricted: bool = False
 
     @property
     def can_call(self) -> bool:
@@ -50,7 +54,7 @@ class ToolUse:
     @property
     def is_constrained(self) -> bool:
         """Return whether a grammar decides on the calls."""
-        is_strict = any(tool.is_strict for tool in self.tools)
+        is_strict = self.is_restricted or any(tool.is_strict for tool in self.tools)
         return self.can_call and (self.choice == "required" or is_strict)
 
 
@@ -65,15 +69,10 @@ def read_tool_use(values: Mapping[str, Any]) -> ToolUse:
         BadRequestError: A tool or the choice is wrong; `param` is its path.
     """
     tools = _tools(values)
-    names = [tool.name for tool in tools]
     choice = values.get("tool_choice", "auto" if tools else "none")
     is_parallel = values.get("parallel_tool_calls", True)
     if isinstance(choice, dict):
-        name = _named_tool(choice)
-        if name not in names:
-            raise bad_field("tool_choice.function.name", f"is {shown(name)}, which no tool has")
-        named = tuple(tool for tool in tools if tool.name == name)
-        return ToolUse(named, "required", is_parallel=False)
+        return _chosen(choice, tools, is_parallel=is_parallel)
     if choice == "required" and not tools:
         raise bad_field("tool_choice", 'is "required", but there are no tools')
     return ToolUse(tools, choice, is_parallel)
@@ -116,10 +115,33 @@ def _tool(body: Mapping[str, Any], path: str) -> Tool:
     return Tool(name, parameters, function.get("strict", False))
 
 
-def _named_tool(choice: Mapping[str, Any]) -> str:
+def _chosen(choice: Mapping[str, Any], tools: Sequence[Tool], *, is_parallel: bool) -> ToolUse:
+    """Return the use of the tools that a choice names."""
     values = read_fields(choice, TOOL_CHOICE_FIELDS, "tool_choice.")
-    fields = read_fields(values["function"], CALLED_FUNCTION_FIELDS, "tool_choice.function.")
-    return str(fields["name"])
+    kind = values.get("type", "function")
+    if kind not in values:
+        raise bad_field(f"tool_choice.{kind}", "is required")
+    if kind == "function":
+        named = _named(values["function"], tools, "tool_choice.function.")
+        return ToolUse((named,), "required", is_parallel=False)
+    path = "tool_choice.allowed_tools."
+    allowed = read_fields(values[kind], ALLOWED_TOOLS_FIELDS, path)
+    found = {}
+    for i, body in enumerate(allowed["tools"]):
+        function = read_fields(body, NAMED_TOOL_FIELDS, f"{path}tools[{i}].")["function"]
+        tool = _named(function, tools, f"{path}tools[{i}].function.")
+        found[tool.name] = tool
+    is_restricted = len(found) < len(tools)
+    return ToolUse(tuple(found.values()), allowed["mode"], is_parallel, is_restricted)
+
+
+def _named(function: Mapping[str, Any], tools: Sequence[Tool], path: str) -> Tool:
+    """Return the tool that a choice names."""
+    name = read_fields(function, CALLED_FUNCTION_FIELDS, path)["name"]
+    for tool in tools:
+        if tool.name == name:
+            return tool
+    raise bad_field(f"{path}name", f"is {shown(name)}, which no tool has")
 
 
 def _call(body: Mapping[str, Any], path: str) -> dict[str, Any]:

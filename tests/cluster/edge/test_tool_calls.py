@@ -58,6 +58,10 @@ class EchoBackend(FakeBackend):
     tool_call_parser = "hermes"
 
 
+def allowed(tools, mode="auto"):
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 def answer(text, reason="stop", **fields):
     client = call(ToolBackend(text, reason), "POST", PATH, {**BODY, **fields})
     assert client.status == 200, client.body
@@ -244,6 +248,19 @@ def test_a_required_call_has_a_grammar(choice):
     assert '"additionalProperties": false' in grammar
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_tools_that_are_not_allowed_are_shown_but_cannot_be_called(mode):
+    other = {"type": "function", "function": {**TOOL["function"], "name": "clock"}}
+    request = request_of(tools=[TOOL, other], tool_choice=allowed([NAMED], mode))
+    grammar = request.sampling.structured_outputs.grammar
+    assert "weather" in grammar
+    assert "clock" not in grammar
+    body = {**BODY, "tools": [TOOL, other], "tool_choice": allowed([NAMED], mode)}
+    assert len(parse_chat_completion(body).prompt.tools) == 2
+    free = request_of(tool_choice=allowed([NAMED]))
+    assert free.sampling.structured_outputs is None
+
+
 def test_other_calls_have_one_only_if_a_tool_is_strict():
     strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}
     assert request_of().sampling.structured_outputs is None
@@ -354,7 +371,14 @@ def test_a_schema_that_is_nested_too_deep_is_refused():
         ({"tool_choice": "required", "tools": []}, "tool_choice"),
         ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
         ({"tool_choice": {"function": {"name": "other"}}}, "tool_choice.function.name"),
-        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "custom"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+        ({"tool_choice": allowed([])}, "tool_choice.allowed_tools.tools"),
+        ({"tool_choice": allowed([NAMED], mode="none")}, "tool_choice.allowed_tools.mode"),
+        (
+            {"tool_choice": allowed([{"function": {"name": "other"}}])},
+            "tool_choice.allowed_tools.tools[0].function.name",
+        ),
         ({"reasoning_effort": "huge"}, "reasoning_effort"),
     ],
 )
