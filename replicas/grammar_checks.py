@@ -65,8 +65,8 @@ class _ChildEndedError(Exception):
     """The child has ended, or does not answer."""
 
 
-_ENDED_BY_GRAMMAR = frozenset({-signal.SIGPROF, -signal.SIGABRT})
-"""Exit codes of a child that a grammar has ended: too much processor time, or memory."""
+_ENDED_BY_GRAMMAR = frozenset({-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV})
+"""Exit codes of a child that a grammar has ended: too much processor time, memory, or stack."""
 
 
 class GrammarChecker:

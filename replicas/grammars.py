@@ -58,6 +58,9 @@ _EBNF_START = re.compile(
     r'"(?:\\.|[^"\\])*"?|\[(?:\\.|[^\]\\])*\]?|#[^\r\n]*|(?<![\w-])(?P<name>start)(?![\w-])',
     re.DOTALL,
 )
+_CRASHING_INTEGERS = range(-(2**63), -(2**63) + 513)
+"""Those that become the double -2**63. In `enum` or `const` one ends the process of llguidance 1.9
+by a stack overflow."""
 _MAPS_OF_SCHEMAS = frozenset(
     {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 )
@@ -220,6 +223,8 @@ def _count(kind: str, schema: dict[str, Any]) -> None:
                 below += value.values()
             elif isinstance(value, list):
                 below += value
+            elif isinstance(value, int) and value in _CRASHING_INTEGERS:
+                _refuse(kind, f"has the integer {value}, which is too small")
         num_values += len(level)
         if num_values > MAX_SCHEMA_VALUES or depth > MAX_SCHEMA_DEPTH:
             text = f"may have at most {MAX_SCHEMA_VALUES} values and {MAX_SCHEMA_DEPTH} levels"

@@ -48,11 +48,17 @@ def test_grammars_are_checked_and_their_verdicts_remembered(checker):
         checker.check(StructuredOutputs(grammar='start: <|other|> "a"'))
 
 
-@pytest.mark.parametrize("spec", [ENDLESS, HUGE_NUMBERS], ids=["patterns", "multiples"])
+DEEP = StructuredOutputs(grammar='start: %json {"const": -9223372036854775808}')
+"""Overflows the stack."""
+
+
+@pytest.mark.parametrize(
+    "spec", [ENDLESS, HUGE_NUMBERS, DEEP], ids=["patterns", "multiples", "stack"]
+)
 def test_a_grammar_that_does_not_end_is_refused_and_others_work_afterwards(checker, spec):
     with pytest.raises(InvalidRequestError, match="too long") as caught:
         checker.check(spec)
-    assert caught.value.param == "structured_outputs.json"
+    assert caught.value.param == f"structured_outputs.{spec.kind}"
     with pytest.raises(InvalidRequestError, match="too long"):
         checker.recall(spec)
     checker.check(GOOD)

@@ -119,6 +119,8 @@ BAD = [
     ({"json": "[" * 100_000}, "structured_outputs.json", "JSON"),
     ({"json": "3"}, "structured_outputs.json", "object"),
     ({"json": '{"minimum": NaN}'}, "structured_outputs.json", "NaN"),
+    ({"json": {"enum": [-(2**63)]}}, "structured_outputs.json", "too small"),
+    ({"json": {"const": 1 - 2**63}}, "structured_outputs.json", "too small"),
     ({"json": {"not": {}}}, "structured_outputs.json", "not"),
     ({"json": {"$ref": "https://example.com/x.json"}}, "structured_outputs.json", "retriev"),
     ({"json": nested(MAX_SCHEMA_DEPTH)}, "structured_outputs.json", "levels"),
