@@ -299,6 +299,55 @@ def kv(
     typer.echo(body.decode() if json else transfers_text(view), nl=json)
 
 
+@app.command("run-batch")
+def run_batch(  # noqa: PLR0913, PLR0917 - one argument per command-line option
+    input: Annotated[
+        Path, typer.Option("--input-file", "-i", help="Requests, in OpenAI's batch format.")
+    ],
+    output: Annotated[
+        Path, typer.Option("--output-file", "-o", help="Answers; a file of a stopped run goes on.")
+    ],
+    url: Annotated[str, typer.Option(help="Server.")] = "http://127.0.0.1:8000",
+    concurrency: Annotated[int, typer.Option(min=1, help="Most requests at a time.")] = 64,
+    tries: Annotated[
+        int, typer.Option(min=1, help="Most tries of a request that meets a busy server or none.")
+    ] = 10,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Longest wait for an answer, in seconds.")
+    ] = 3600.0,
+    api_key: Annotated[
+        str, typer.Option(envvar="TTSERVE_API_KEY", help="An API key, if keys are used.")
+    ] = "",
+) -> None:
+    """Send a file of requests to a running server; exits with 1 if one has failed."""
+    from cluster.batch import (
+        BatchError,
+        BatchOptions,
+        keep_final_answers,
+        read_requests,
+    )
+    from cluster.batch import run_batch as run
+
+    if not url.startswith(("http://", "https://")):
+        _fail(f"--url must begin with http:// or https://, got {url!r}", _BAD_CONFIG)
+
+    def say(text: str) -> None:
+        typer.echo(f"ttserve: {text}", err=True)
+
+    try:
+        requests = read_requests(input)
+        answered = keep_final_answers(output)
+        left = [request for request in requests if request.custom_id not in answered]
+        if len(left) < len(requests):
+            say(f"{len(requests) - len(left)} of {len(requests)} requests are answered already")
+        options = BatchOptions(url.rstrip("/"), concurrency, tries, timeout, api_key)
+        num_failed = run(left, output, options, say)
+    except BatchError as error:
+        _fail(str(error), _BAD_CONFIG)
+    if num_failed:
+        _fail(f"{num_failed} requests have failed; run the same command again", _FAILED)
+
+
 @app.command()
 def leave(
     seconds: Annotated[
