@@ -262,7 +262,7 @@ def _schemas(specs: list[RouteSpec], *, is_closed: bool) -> dict[str, JsonSchema
         **view_schemas(),
         **{name: table_schema(table, is_closed=is_closed) for name, table in tables.items()},
     }
-    names = {"Error", *tables}
+    names = {"Error", "Event", *tables}
     for spec in specs:
         operation = OPERATIONS[spec.name]
         names |= {operation.error, *operation.statuses.values()}
@@ -331,7 +331,7 @@ def _responses(spec: RouteSpec, operation: Operation, *, has_keys: bool) -> dict
     elif operation.media:
         content[operation.media] = {}
     if operation.is_streamed:
-        content[_EVENTS] = {"schema": {"type": "string"}}
+        content[_EVENTS] = {"schema": ref("Event")}
     headers: dict[str, Any] = {"x-request-id": {"schema": {"type": "string"}}}
     if operation.fields is not None:
         text = "Fields of the request that were ignored."

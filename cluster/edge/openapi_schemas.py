@@ -64,6 +64,8 @@ SCHEMAS: dict[str, JsonSchema] = {
             )
         }
     ),
+    # One of a stream's server-sent events.
+    "Event": _object({"data": _STRING}, {"event": _STRING, "id": _STRING}),
     "Usage": _object(
         {"prompt_tokens": _INTEGER, "completion_tokens": _INTEGER, "total_tokens": _INTEGER},
         {
