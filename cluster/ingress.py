@@ -20,12 +20,13 @@ import msgspec
 
 from cluster.edge.engine_metrics import render_engine_metrics
 from cluster.edge.explain import RoutesView, route_view, short_form
+from cluster.edge.metric_pages import merged_pages
 from cluster.edge.openai import ModelCard, Usage
 from cluster.edge.peers import NoPeers
 from cluster.edge.quota_service import QUESTION as QUOTAS
 from cluster.edge.quota_service import TenantQuotas
 from cluster.edge.resume import ReplayCheck
-from cluster.edge.slots import slots_view
+from cluster.edge.slots import SlotsView, merged_views, slots_view
 from cluster.edge.tenants import Tenant
 from cluster.edge.transfers import transfers_view
 from cluster.errors import SaturatedError
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
     from cluster.edge.openai import Emit
     from cluster.edge.peers import Peers
     from cluster.edge.resume import StreamPosition
-    from cluster.edge.slots import SlotsView
     from cluster.edge.transfers import TransfersView
     from cluster.routing.explain import Route
     from cluster.routing.pools import Member
@@ -67,10 +67,12 @@ _ORDER_TIMEOUT_S = 60.0
 """For orders of operators to all engines; a pause may wait for the end of running requests."""
 _MAX_ROUTE_IDS = 4
 _ROUTES_TIMEOUT_S = 2.0
+_VIEW_TIMEOUT_S = 1.0
 _MAX_PROBE_WAITERS = 8
 """Bounded, because each keeps a request open until the slowest replica ends a step."""
-ROUTES = "routes"
-"""Question to the other ingresses: the routes of the requests with a client's id."""
+ROUTES, METRICS, SLOTS = "routes", "metrics", "slots"
+"""Questions to the other ingresses: the routes of the requests with a client's id, their own
+metrics, and their requests by slot."""
 MIN_ASK_INTERVAL_S = 0.5
 """Shortest time between two polls of all engines for the same data."""
 
@@ -197,7 +199,7 @@ class Ingress:
         return True, f"stalled replicas: {num_unresponsive}" if num_unresponsive else ""
 
     async def metrics_text(self) -> bytes:
-        """Return the metrics of this ingress and of every engine that answers."""
+        """Return the metrics of every ingress and every engine that answers."""
         return await self._shared_metrics.get()
 
     async def transfers(self) -> TransfersView:
@@ -221,7 +223,7 @@ class Ingress:
         return self._last_probe
 
     async def slots(self) -> SlotsView:
-        """Return this ingress's view of all slots."""
+        """Return all slots, with the requests of every ingress that answers."""
         return await self._shared_slots.get()
 
     async def routes(self, request_id: str) -> bytes | None:
@@ -234,15 +236,27 @@ class Ingress:
         """Answer an ingress of this application, perhaps this one.
 
         Args:
-            question: `QUOTAS`, or `ROUTES` for the routes of a client's id.
-            payload: Content of the question.
+            question: `QUOTAS`, `ROUTES`, `METRICS` or `SLOTS`.
+            payload: Content of the question: a client's id for `ROUTES`, the asking ingress for
+                `METRICS` and `SLOTS`.
+
+        Returns:
+            The answer; empty if there is none, as to a question of its own.
         """
         if question == QUOTAS:
             return self.quotas.answer(payload)
-        request_id = payload.decode()
-        if question != ROUTES or self.router.routes.of_client_id(request_id) is None:
-            return b""
-        return await self._shared_routes.get(request_id) or b""
+        text = payload.decode()
+        if question == ROUTES and self.router.routes.of_client_id(text) is not None:
+            return await self._shared_routes.get(text) or b""
+        if question == METRICS and text != self.metrics.ingress:
+            return self._render_own_metrics()
+        if question == SLOTS and text != self.metrics.ingress:
+            return msgspec.json.encode(self._own_slots())
+        return b""
+
+    async def _ask_others(self, question: str) -> list[bytes]:
+        name = self.metrics.ingress.encode()
+        return list(filter(None, await self._peers.ask_all(question, name, _VIEW_TIMEOUT_S)))
 
     async def follow_peers(self) -> None:
         """Share the limits of tenants with the other ingresses, for ever."""
@@ -282,6 +296,11 @@ class Ingress:
         return await loop.run_in_executor(self._route_thread, render)
 
     async def _make_slots_view(self) -> SlotsView:
+        decode = partial(msgspec.json.decode, type=SlotsView)
+        others = list(map(decode, await self._ask_others(SLOTS)))
+        return merged_views(self._own_slots(), others)
+
+    def _own_slots(self) -> SlotsView:
         admission = self.router.admission
         return slots_view(
             self.fleet.pools,
@@ -306,16 +325,21 @@ class Ingress:
             await asyncio.to_thread(self._route_log.close)
 
     async def _make_metrics(self) -> bytes:
+        others, answers = await asyncio.gather(
+            self._ask_others(METRICS), self._ask_all(self.fleet.client.metrics, _SCRAPE_TIMEOUT_S)
+        )
+        engines = [(member, metrics) for member, metrics in answers if metrics is not None]
+        ingresses = merged_pages([self._render_own_metrics(), *others])
+        return ingresses + render_engine_metrics(engines, self._config.served_model_name)
+
+    def _render_own_metrics(self) -> bytes:
         num_awaiting_admission = 0 if self.router.admission is None else len(self.router.admission)
         self.metrics.num_queued.set(len(self.router.queue) + num_awaiting_admission)
         self.metrics.num_stalled.set(self.fleet.num_unresponsive)
         self.metrics.num_shut.set(self.fleet.pools.num_shut)
         if self._api_keys is not None:
             self.metrics.failed_key_reads.set(self._api_keys.num_failed_reads)
-        answers = await self._ask_all(self.fleet.client.metrics, _SCRAPE_TIMEOUT_S)
-        engines = [(member, metrics) for member, metrics in answers if metrics is not None]
-        own = self.metrics.render()
-        return own + render_engine_metrics(engines, self._config.served_model_name)
+        return self.metrics.render()
 
     async def _make_transfers_view(self) -> TransfersView:
         return transfers_view(

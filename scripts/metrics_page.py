@@ -28,8 +28,8 @@ slot, lease and DP group are in the [glossary](glossary.md).
 
 ## Where to scrape
 
-`/metrics` is served by HAProxy's operations listener, over HTTP and without credentials. The public
-port does not serve it.
+`/metrics` is served by HAProxy's operations listener, over HTTP. It needs an [API key](keys.md) if
+the cluster has a file of keys, of any tenant. The public port does not serve it.
 
 | cluster | address of the operations listener |
 |---|---|
@@ -37,10 +37,10 @@ port does not serve it.
 | started by hand | the same, or what `ttserve environment --operations ADDRESS:PORT` sets |
 | on [Kubernetes](kubernetes.md) | port 8001 of each worker; Service `<name>-operations` |
 
-- HAProxy sends a scrape to any ingress. The ingress answers with its own metrics and with those of
-  every engine, which it asks at that moment.
-- An engine that does not answer within 2 s is missing from that scrape.
-- Several ingresses, or several hosts, show the same engine more than once. In a query take
+- HAProxy sends a scrape to any ingress. The ingress answers with the metrics of all ingresses and
+  engines, which it asks at that moment.
+- An engine that does not answer within 2 s is missing from that scrape, as is an ingress after 1 s.
+- A scrape of several hosts shows the same ingresses and engines more than once. In a query take
   `max by (ingress, …)` or `max by (pool, replica, …)` first, then sum.
 - Names that begin with `vllm:` are vLLM's, for dashboards made for vLLM.
 - Times are in seconds. A counter counts from the start of its process.

@@ -51,7 +51,7 @@ class Backend(Protocol):
         """Return whether new requests can be served, and the problem if there is any, else ""."""
 
     async def metrics_text(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
+        """Return the metrics of all ingresses and engines in Prometheus' text format."""
 
     async def transfers(self) -> TransfersView:
         """Return the running KV transfers of all replicas."""
@@ -60,7 +60,7 @@ class Backend(Protocol):
         """Return for each replica whether it ended a step within the timeout."""
 
     async def slots(self) -> SlotsView:
-        """Return this ingress's view of all slots."""
+        """Return all slots, with the requests of all ingresses."""
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> dict[str, bool]:
         """Pause all engines; return for each replica whether nothing runs there.

@@ -149,7 +149,9 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "metrics": Operation("Show all metrics in Prometheus' text format", media=_TEXT),
     "kv": Operation("Show the KV transfers of all replicas", "TransfersView"),
-    "slots": Operation("Show this ingress's view of all slots", "SlotsView"),
+    "slots": Operation(
+        "Show all slots, and the requests of all ingresses that use them", "SlotsView"
+    ),
     "pause": _orders("Pause all engines", mode={"enum": [*PAUSE_MODES]}, clear_cache=_FLAG),
     "resume": _orders("End the pause of all engines"),
     "is_paused": Operation("Tell whether all engines are paused", "Paused"),

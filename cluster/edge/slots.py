@@ -1,6 +1,7 @@
-"""One ingress's view of all slots: the body of GET /debug/slots. Pure.
+"""The slots of all replicas, with the requests that use them: the body of GET /debug/slots. Pure.
 
-It has the requests of this ingress, and the last snapshot of every engine.
+An ingress knows its own requests and the last snapshot of every engine; `merged_views` adds the
+requests of the other ingresses.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from cluster.routing.pools import PoolState
     from cluster.routing.router import Part
@@ -20,12 +21,12 @@ _LABEL_BYTES = 6
 
 
 class AttemptView(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine's part in one request of this ingress.
+    """One engine's part in one request.
 
     Attributes:
         request: Label of the request: a hash that engines do not accept as an id.
         mode: prefill, decode (a reservation until it is activated) or local.
-        state: asked (counted here until the engine answers), open, activated.
+        state: asked (counted by its ingress until the engine answers), open, activated.
         age_s: Seconds since the request was sent to the engine.
         num_blocks: KV blocks that the request needs to start.
     """
@@ -55,7 +56,7 @@ class ReplicaSlots(msgspec.Struct, frozen=True, kw_only=True):
         state: State in the replica's life cycle, see `replicas.life`.
         is_responsive: Whether it gets requests; false while it is stalled or unreachable.
         breaker: closed, open, half_open or probing; see `cluster.routing.breaker`.
-        attempts: Its parts in requests of this ingress, the oldest first.
+        attempts: Its parts in requests, the oldest first.
     """
 
     replica: str
@@ -72,14 +73,39 @@ class SlotsView(msgspec.Struct, frozen=True, kw_only=True):
     """Body of GET /debug/slots.
 
     Attributes:
-        num_queued: Requests queued for a slot at this ingress.
+        num_queued: Requests queued for a slot.
         num_awaiting_admission: Requests queued for admission; 0 without `router.admission`.
         replicas: All replicas, sorted by id.
+        num_ingresses: Ingresses that answered, whose requests these are.
     """
 
     num_queued: int
     num_awaiting_admission: int
     replicas: list[ReplicaSlots]
+    num_ingresses: int = 1
+
+
+def merged_views(own: SlotsView, others: Sequence[SlotsView]) -> SlotsView:
+    """Return the view of one ingress with the requests of others.
+
+    Args:
+        own: The view whose replicas' states count.
+        others: Views of other ingresses at about the same time.
+    """
+    replicas = {replica.replica: replica for replica in own.replicas}
+    for view in others:
+        for replica in view.replicas:
+            known = replicas.setdefault(replica.replica, replica)
+            if known is not replica:
+                attempts = sorted(known.attempts + replica.attempts, key=lambda a: -a.age_s)
+                replicas[replica.replica] = msgspec.structs.replace(known, attempts=attempts)
+    views = (own, *others)
+    return SlotsView(
+        num_queued=sum(view.num_queued for view in views),
+        num_awaiting_admission=sum(view.num_awaiting_admission for view in views),
+        replicas=sorted(replicas.values(), key=lambda replica: replica.replica),
+        num_ingresses=len(views),
+    )
 
 
 def slots_view(

@@ -292,8 +292,8 @@ class IngressPeers:
     def __init__(self, application: str) -> None:
         self._application = application
         self._handle: DeploymentHandle[Any] | None = None
-        # One question may wait for a replica that hangs while another is asked.
-        self._threads = ThreadPoolExecutor(2, "peers")
+        # A question may wait for a replica that hangs while others are asked.
+        self._threads = ThreadPoolExecutor(8, "peers")
 
     async def ask_all(self, question: str, payload: bytes, timeout_s: float) -> list[bytes]:
         """Return the answers of the ingresses that answered in time."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import re
 import subprocess
 import sys
 import threading
+import urllib.request
 
 import harness
 import msgspec
@@ -175,6 +177,23 @@ def test_every_ingress_finds_the_record_of_a_request(url):
         harness.get_json(f"{operations_url(url)}/debug/routes/explain-me")[0] for _ in range(8)
     ]
     assert found == [200] * 8
+
+
+def test_one_page_has_the_slots_and_the_metrics_of_all_ingresses(url):
+    with contextlib.ExitStack() as opened:
+        for _ in range(4):
+            assert opened.enter_context(stream(url)).status == 200
+
+        def attempts():
+            _, view = harness.get_json(f"{operations_url(url)}/debug/slots")
+            requests = {a["request"] for r in view["replicas"] for a in r["attempts"]}
+            return len(requests), view["num_ingresses"]
+
+        harness.wait_for(lambda: attempts() == (4, NUM_INGRESSES), 30, "all requests are shown")
+        with urllib.request.urlopen(f"{operations_url(url)}/metrics", timeout=30) as answer:
+            page = answer.read().decode()
+    queued = re.findall(r'ttserve_router_queued_requests\{ingress="(\w+)"', page)
+    assert len(set(queued)) == NUM_INGRESSES
 
 
 def test_a_request_names_its_own_objective(url):

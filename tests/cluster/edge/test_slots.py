@@ -1,6 +1,6 @@
 """What GET /debug/slots says."""
 
-from cluster.edge.slots import slots_view
+from cluster.edge.slots import merged_views, slots_view
 from cluster.routing.demand import Demand
 from cluster.routing.pools import PoolState
 from cluster.routing.router import Part
@@ -35,3 +35,18 @@ def test_the_view_has_each_replicas_slots_and_attempts():
     pools.take_snapshot("d", EngineSnapshot(2, True, 0, 0, 9, groups, "decode"))
     view = slots_view(pools, parts, num_queued=0, num_awaiting_admission=0, now_s=10.0)
     assert view.replicas[0].state == "draining"
+
+
+def test_a_merged_view_has_the_requests_of_all_ingresses_and_the_asked_ones_replicas():
+    views = []
+    for name, sent_s in (("a", 3.0), ("b", 1.0), ("c", 6.0)):
+        pools = PoolState()
+        for replica in ("d", f"only-{name}"):
+            pools.add(make_member("decode", replica))
+        part = Part(Demand(name, [7]), "d", "decode", "open", sent_s)
+        views.append(slots_view(pools, [part], num_queued=1, num_awaiting_admission=2, now_s=10.0))
+    merged = merged_views(views[0], views[1:])
+    assert (merged.num_queued, merged.num_awaiting_admission, merged.num_ingresses) == (3, 6, 3)
+    assert [len(replica.attempts) for replica in merged.replicas] == [3, 0, 0, 0]
+    assert [attempt.age_s for attempt in merged.replicas[0].attempts] == [9.0, 7.0, 4.0]
+    assert merged_views(views[0], []) == views[0]
