@@ -138,6 +138,7 @@ class ParsedRequest:
         tool_use: Its tools.
         is_parsed: Whether a parser reads the output, which then needs its special tokens.
         reasoning_budget: Limit of its reasoning, once the prompt is encoded.
+        has_soft_budget: Whether a limit of the reasoning that the model cannot keep is dropped.
         length_penalty: That of the beam search that is asked for; None: tokens are drawn.
         more_prompts: Further prompts, each with as many choices.
         field_names: Names in the client's body of fields that another API translates, for errors;
@@ -154,6 +155,7 @@ class ParsedRequest:
     tool_use: ToolUse = NO_TOOLS
     is_parsed: bool = False
     reasoning_budget: ReasoningBudget | None = None
+    has_soft_budget: bool = False
     length_penalty: float | None = None
     more_prompts: tuple[Prompt, ...] = ()
     field_names: Mapping[str, str] = field(default_factory=dict)

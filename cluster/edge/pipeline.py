@@ -9,6 +9,7 @@ Owner: this module keeps no state between requests.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import secrets
@@ -291,9 +292,11 @@ class Pipeline:
         grammar = await self._jobs.message_grammar(output, parsed.grammar, prompt_end, http_request)
         hidden = special_ids if parsed.values.get("skip_special_tokens", True) else {}
         parser = output.parser(hidden, prompt_end)
-        budget = None
-        if (most := parsed.values.get(BUDGET_FIELD)) is not None:
-            budget = output.reasoning_budget(most, tokenizer.mark_token_ids, prompt_end)
+        budget, most = None, parsed.values.get(BUDGET_FIELD)
+        if most is not None and output.reasoning is not None:
+            dropped = (BadRequestError,) if parsed.has_soft_budget else ()
+            with contextlib.suppress(*dropped):
+                budget = output.reasoning_budget(most, tokenizer.mark_token_ids, prompt_end)
         parsed = dataclasses.replace(
             parsed, grammar=grammar, is_parsed=True, reasoning_budget=budget
         )
@@ -359,7 +362,7 @@ def _message_output(parsed: ParsedRequest, card: ModelCard) -> MessageOutput | N
     """Return the formats of a chat's output; None if all of it is content."""
     if not isinstance(parsed.prompt, ChatPrompt):
         return None
-    has_budget = BUDGET_FIELD in parsed.values
+    has_budget = BUDGET_FIELD in parsed.values and not parsed.has_soft_budget
     return message_output(parsed.tool_use, card, parsed.grammar, has_budget=has_budget)
 
 

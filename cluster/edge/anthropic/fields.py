@@ -117,8 +117,9 @@ THINKING_FIELDS = FieldTable(
             choice("summarized", "omitted"),
             "omitted leaves thinking blocks out. They are never shortened.",
         ),
-        "budget_tokens": no_effect(
-            {"type": "integer", "minimum": 1024}, "Reasoning counts against max_tokens only."
+        "budget_tokens": acts(
+            {"type": "integer", "minimum": 1024},
+            "Most tokens of the reasoning, for models whose reasoning can be ended.",
         ),
     },
 )

@@ -82,7 +82,8 @@ def parse_count_tokens(body: Mapping[str, Any]) -> ParsedRequest:
 def _parsed(translated: Translation) -> ParsedRequest:
     with naming_fields(translated.field_names):
         parsed = parse_chat_completion(translated.body)
-    return replace(parsed, field_names=translated.field_names)
+    # Clients send a budget along with every `thinking`, whatever the model.
+    return replace(parsed, field_names=translated.field_names, has_soft_budget=True)
 
 
 def translate(values: Mapping[str, Any]) -> Translation:
@@ -100,7 +101,7 @@ def translate(values: Mapping[str, Any]) -> Translation:
         body["stop"] = values["stop_sequences"]
         names["stop"] = "stop_sequences"
     body.update(_tools(values, names))
-    body.update(_reasoning(values))
+    body.update(_reasoning(values, names))
     body.update(_response_format(values, names))
     return Translation(body, names)
 
@@ -323,7 +324,7 @@ def _tool(body: Mapping[str, Any], index: int, names: dict[str, str]) -> dict[st
     return {"type": "function", "function": function}
 
 
-def _reasoning(values: Mapping[str, Any]) -> dict[str, Any]:
+def _reasoning(values: Mapping[str, Any], names: dict[str, str]) -> dict[str, Any]:
     """Return the fields that turn reasoning on or off.
 
     Without `thinking` answers have no thinking blocks, as in Anthropic's API: many clients take the
@@ -338,6 +339,9 @@ def _reasoning(values: Mapping[str, Any]) -> dict[str, Any]:
         "chat_template_kwargs": {**variables, **values.get("chat_template_kwargs", {})},
         "include_reasoning": is_on and thinking.get("display") != "omitted",
     }
+    if is_on and "budget_tokens" in thinking:
+        fields["thinking_token_budget"] = thinking["budget_tokens"]
+        names["thinking_token_budget"] = "thinking.budget_tokens"
     output = read_fields(values.get("output_config", {}), OUTPUT_CONFIG_FIELDS, "output_config.")
     if "effort" in output:
         fields["reasoning_effort"] = output["effort"]

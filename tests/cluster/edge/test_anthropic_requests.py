@@ -151,6 +151,7 @@ def test_thinking_is_the_switch_of_the_models_family(thinking, variables, is_sho
     parsed = parse(thinking=thinking)
     assert parsed.prompt.template_kwargs == variables
     assert parsed.values["include_reasoning"] is is_shown
+    assert parsed.values.get("thinking_token_budget") == (thinking or {}).get("budget_tokens")
     own = parse(thinking=thinking, chat_template_kwargs={"thinking": 5}).prompt.template_kwargs
     assert own == {**variables, "thinking": 5}
 

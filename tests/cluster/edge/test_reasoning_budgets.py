@@ -67,6 +67,20 @@ def test_a_budget_that_cannot_be_kept_is_refused(extra, options, words):
 
 
 @pytest.mark.parametrize(
+    ("parser", "marks", "budget"),
+    [("qwen3", ("<think>", "</think>"), 1024), ("qwen3", ("<other>",), None), (None, (), None)],
+)
+def test_a_budget_of_anthropics_api_is_dropped_where_it_cannot_be_kept(parser, marks, budget):
+    backend = ThinkingBackend("a", marks)
+    backend.reasoning_parser = parser
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    client = call(backend, "POST", "/v1/messages", {**BODY, "max_tokens": 9, "thinking": thinking})
+    assert client.status == 200
+    given = backend.requests[0].sampling.reasoning_budget
+    assert (given and given.max_tokens) == budget
+
+
+@pytest.mark.parametrize(
     ("name", "prompt_end", "wanted"),
     [
         ("qwen3", "<think>\n", ("<think>", "</think>", True)),
