@@ -118,6 +118,20 @@ def num_decode_slots(pools: Mapping[Role, PoolConfig], engines: Mapping[Role, En
     )
 
 
+def check_root_path(ingress: IngressConfig) -> None:
+    """Refuse a root path that no request can begin with.
+
+    Raises:
+        ClusterConfigError: It does not begin with a slash, ends with one, or has other characters
+            than those of paths.
+    """
+    if re.fullmatch(r"(/[A-Za-z0-9._~-]+)*", ingress.root_path) is None:
+        raise ClusterConfigError(
+            f"args.ingress.root_path {ingress.root_path!r} must be empty, or begin with a slash "
+            "and not end with one, such as /llm"
+        )
+
+
 def check_ongoing_requests(ingress: IngressConfig, num_slots: int) -> None:
     """Refuse a limit of open requests that would leave some decode slots always empty."""
     limit = ingress.max_ongoing_requests

@@ -17,6 +17,7 @@ from cluster.config.checks import (
     check_kv_memory,
     check_ongoing_requests,
     check_pools,
+    check_root_path,
     check_store_units,
     num_decode_slots,
 )
@@ -317,6 +318,7 @@ def _ingress_config(args: ClusterArgs, engines: Mapping[Role, EngineConfig]) -> 
     spread evenly over ingresses, plus the queue's limit. It is at least `LEAST_ONGOING_REQUESTS`.
     """
     ingress, num_slots = args.ingress, num_decode_slots(args.pools, engines)
+    check_root_path(ingress)
     check_ongoing_requests(ingress, num_slots)
     share = -(-num_slots // ingress.replicas)
     derived = max(LEAST_ONGOING_REQUESTS, 2 * share + args.router.max_queued_requests)

@@ -255,6 +255,9 @@ class IngressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             depth. "ignore" drops them, and the header `x-ttserve-ignored-fields` of the answer
             names up to 16 of them. "refuse" answers 400. Documented fields that are not supported
             are always refused.
+        root_path: Path under which a proxy in front of this server shows it, such as "/llm"; "" for
+            none. Requests are served with it and without it, as proxies may strip it, and
+            /openapi.json names it.
         trust_request_chat_template: Whether chats may bring a `chat_template` of their own. It runs
             in a sandbox that does not limit its time and memory, so only for trusted clients.
         api_keys: Absolute path of the file of API keys on each host of an ingress, see
@@ -281,6 +284,7 @@ class IngressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     response_store_age_s: float = 86400.0
     stream_keep_alive_s: float = 15.0
     unknown_fields: Literal["ignore", "refuse"] = "ignore"
+    root_path: str = ""
     trust_request_chat_template: bool = False
     api_keys: str | None = None
     cors_origins: list[str] = []

@@ -20,12 +20,19 @@ if TYPE_CHECKING:
 
 
 def documented(
-    version: str, *, has_keys: bool, is_closed: bool
+    version: str, *, has_keys: bool, is_closed: bool, root_path: str = ""
 ) -> dict[str, Callable[[Request], Awaitable[Response]]]:
-    """Return the handlers of both routes by name; for the arguments see `openapi_document`."""
+    """Return the handlers of both routes by name; for the arguments see `openapi_document`.
+
+    The documents name the root path, if there is one.
+    """
+    servers = {"servers": [{"url": root_path}]} if root_path else {}
     listeners: tuple[Listener, ...] = ("both", "operations")
     made = {
-        listener: openapi_document(version, listener, has_keys=has_keys, is_closed=is_closed)
+        listener: {
+            **openapi_document(version, listener, has_keys=has_keys, is_closed=is_closed),
+            **servers,
+        }
         for listener in listeners
     }
     documents = {listener: orjson.dumps(document) for listener, document in made.items()}

@@ -159,7 +159,10 @@ def create_app(
         "version": routes.version,
     }
     handlers |= documented(
-        version, has_keys=api_keys is not None, is_closed=ingress.unknown_fields == "refuse"
+        version,
+        has_keys=api_keys is not None,
+        is_closed=ingress.unknown_fields == "refuse",
+        root_path=ingress.root_path,
     )
     store = _response_store(ingress)
     stored = StoredResponses(store)
@@ -184,6 +187,7 @@ def create_app(
         ]
     )
     app.cors_origins = ingress.cors_origins
+    app.root_path = ingress.root_path
     return app
 
 
@@ -200,9 +204,11 @@ class _EdgeApplication(Starlette):
 
     Attributes:
         cors_origins: Origins of web pages that may read answers.
+        root_path: Path under which a proxy shows the application; "" for none.
     """
 
     cors_origins: Sequence[str] = ()
+    root_path: str = ""
 
     def build_middleware_stack(self) -> ASGIApp:
         app: ASGIApp = _RequestBoundary(self.router)
@@ -214,7 +220,7 @@ class _EdgeApplication(Starlette):
                 allow_headers=("*",),
                 expose_headers=_EXPOSED_HEADERS,
             )
-        return app
+        return _RootPath(app, self.root_path) if self.root_path else app
 
 
 class _GatedHandler:
@@ -380,6 +386,20 @@ class _RouteHandlers:
     async def _read_body(self, request: Request, table: FieldTable) -> dict[str, Any]:
         limits = BodyLimits.of_models(self._backend.models(), self._backend.tokenizer)
         return await read_json_body(request, table, limits, self._ingress)
+
+
+class _RootPath:
+    """Serves a path below the root path as the same path without it."""
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self._app = app
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path: str = scope.get("path", "")
+        if path.startswith(self._root_path + "/"):
+            scope = {**scope, "path": path[len(self._root_path) :]}
+        await self._app(scope, receive, send)
 
 
 class _RequestBoundary:

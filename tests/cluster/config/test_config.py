@@ -446,6 +446,12 @@ def test_names_that_name_nothing_are_refused(good, names):
         resolve({**args_of(good), "model_name": names})
 
 
+@pytest.mark.parametrize("path", ["llm", "/", "/llm/", "/a b", "//llm"])
+def test_a_root_path_that_no_path_begins_with_is_refused(good, path):
+    with pytest.raises(ClusterConfigError, match=r"args\.ingress\.root_path"):
+        resolve({**args_of(good), "ingress": {"root_path": path}})
+
+
 def test_override_changes_model_host_and_port_and_nothing_else(good, tmp_path):
     good["applications"][0]["args"]["model_name"] = "named"
     file = read_serve_file(write(tmp_path, good))

@@ -1,11 +1,9 @@
-import asyncio
-
 import pytest
 
 from cluster.errors import ReplicaLostError
 from replicas.output_processor import OutputDelta
 from tests.cluster.edge.fake_backend import FakeBackend, make_tokenizer
-from tests.cluster.edge.test_routes import Client, call, make_app
+from tests.cluster.edge.test_routes import call
 
 PATH = "/inference/v1/generate"
 A, B, C = make_tokenizer().encode("abc")
@@ -95,31 +93,3 @@ def test_a_stream_that_fails_has_no_done():
 
     answer = generate(FakeBackend(script), stream=True)
     assert answer.events[-1]["error"]["code"] == "replica_lost"
-
-
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [("GET", "/ping"), ("POST", "/ping"), ("GET", "/v2/health/ready"), ("GET", "/v2/health/live")],
-)
-def test_other_names_of_the_probes(method, path):
-    service = FakeBackend()
-    assert call(service, method, path).status == 200
-    service.ready = (False, "no replica")
-    assert call(service, method, path).status == (200 if path.endswith("live") else 503)
-
-
-async def test_the_load_is_the_number_of_open_requests():
-    opened, release = asyncio.Event(), asyncio.Event()
-
-    async def script(request, emit):
-        opened.set()
-        await release.wait()
-        raise ReplicaLostError("gone")
-
-    app = make_app(FakeBackend(script))
-    asking = asyncio.create_task(Client(app).request("POST", "/v1/completions", {"prompt": "a"}))
-    await opened.wait()
-    assert (await Client(app).request("GET", "/load")).body == {"server_load": 1}
-    release.set()
-    await asking
-    assert (await Client(app).request("GET", "/load")).body == {"server_load": 0}
