@@ -146,6 +146,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
@@ -156,6 +157,8 @@ class LLM:
             sampling_params: For all of them, or one for each; None takes
                 `get_default_sampling_params`.
             add_generation_prompt: Open the assistant's turn at the end of each.
+            tools: Tools for the template, as OpenAI's API has them. As in vLLM, calls stay in the
+                text of the answer.
             chat_template_kwargs: Further variables of the template.
             use_tqdm: Show a progress bar.
 
@@ -177,7 +180,7 @@ class LLM:
                 if not conversation:
                     raise InvalidRequestError("messages", "it has no turn")
                 text = self._tokenizer.apply_chat_template(
-                    list(conversation), add_generation_prompt, chat_template_kwargs
+                    list(conversation), add_generation_prompt, chat_template_kwargs, tools
                 )
                 prompts.append(self._tokenizer.encode(text, add_special_tokens=False))
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)

@@ -167,6 +167,20 @@ def test_chat_passes_options_to_the_template(llm):
         llm.chat(turn, GREEDY, chat_template_kwargs={"messages": 1}, use_tqdm=False)
 
 
+def test_chat_shows_tools_to_the_template(llm, monkeypatch):
+    tokenizer, seen = llm.get_tokenizer(), []
+    render = tokenizer.apply_chat_template
+
+    def apply(messages, opens, variables, tools):
+        seen.append(tools)
+        return render(messages, opens, variables, tools)
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", apply)
+    tool = {"type": "function", "function": {"name": "f"}}
+    llm.chat([{"role": "user", "content": "hello"}], GREEDY, tools=[tool], use_tqdm=False)
+    assert seen == [[tool]]
+
+
 def test_a_bad_conversation_among_good_ones_is_named(llm):
     with pytest.raises(InvalidRequestError, match="conversation 2 of 2: it has no turn"):
         llm.chat([[{"role": "user", "content": "hello"}], []], GREEDY, use_tqdm=False)
