@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 Block: TypeAlias = dict[str, Any]
 
 _CALLER = {"type": "direct"}
+_DELTA_END = b"{}}\n\n"
 _NEW_ID = re.compile("call_([0-9a-f]+)")
 """Ids of calls to which the model gave none."""
 _MODEL_ID = re.compile("toolu_m_([A-Za-z0-9_-]+)")
@@ -93,6 +94,7 @@ class BlockWriter:
     def __init__(self) -> None:
         self._index = -1
         self._kind = ""  # of the open block; "" if none is open
+        self._delta_head = b""  # common part of the deltas of the open block
         self._signature = _signature()  # of the open block
 
     def add(self, delta: MessageDelta) -> bytes:
@@ -128,11 +130,13 @@ class BlockWriter:
         events = self.close()
         self._index += 1
         self._kind = kind
+        head = event("content_block_delta", {"index": self._index, "delta": {}})
+        self._delta_head = head.removesuffix(_DELTA_END)
         fields = {"index": self._index, "content_block": _new_block(piece)}
         return events + event("content_block_start", fields)
 
     def _delta(self, delta: Block) -> bytes:
-        return event("content_block_delta", {"index": self._index, "delta": delta})
+        return self._delta_head + orjson.dumps(delta) + b"}\n\n"
 
 
 def _new_block(piece: ContentPiece | ReasoningPiece | CallStart) -> Block:
