@@ -47,6 +47,13 @@ def serve(
     faults: Annotated[
         Path | None, typer.Option(help="Fault plan for replicas on simulated meshes.")
     ] = None,
+    api_key: Annotated[
+        str,
+        typer.Option(
+            envvar=["TTSERVE_API_KEY", "VLLM_API_KEY"],
+            help="API key that all clients share; prefer the variable. For several: docs/keys.md.",
+        ),
+    ] = "",
 ) -> None:
     """Run a local Ray cluster that serves a config file, until Ctrl-C."""
     import configs
@@ -63,7 +70,7 @@ def serve(
         faults=None if faults is None else str(faults.absolute()),
     )
     try:
-        code = _supervise(options, path)
+        code = _supervise(options, path, api_key)
     except ClusterConfigError as error:
         _fail(f"{path}: {error}", _BAD_CONFIG)
     raise typer.Exit(code)
@@ -506,7 +513,7 @@ def main() -> None:
     app()
 
 
-def _supervise(options: ServeOptions, path: Path) -> int:
+def _supervise(options: ServeOptions, path: Path, api_key: str) -> int:
     """Check a config file, then serve it.
 
     Raises:
@@ -514,6 +521,7 @@ def _supervise(options: ServeOptions, path: Path) -> int:
     """
     from cluster.config.resolve import resolve
     from cluster.edge.api_keys import read_keys
+    from cluster.errors import ClusterConfigError
     from cluster.lifecycle.key_file import key_ring
     from cluster.lifecycle.supervisor import serve as supervise
 
@@ -523,9 +531,12 @@ def _supervise(options: ServeOptions, path: Path) -> int:
     if config.key_file is not None:
         key_ring(config.key_file)
     if config.ingress.api_keys is not None:
+        if api_key:
+            raise ClusterConfigError("--api-key and args.ingress.api_keys exclude each other")
         read_keys(config.ingress.api_keys)
-    _warn(path, file.warning)
-    return supervise(options, file.http_options.host, file.http_options.port)
+    if not api_key:
+        _warn(path, file.warning)
+    return supervise(options, file.http_options.host, file.http_options.port, api_key)
 
 
 def _absolute_model(model: str) -> str:

@@ -67,6 +67,11 @@ def new_key() -> tuple[str, str]:
     return key, _HASH_PREFIX + _digest(key.encode()).hex()
 
 
+def shared_key_entry(key: str) -> str:
+    """Return the entry of the one tenant of a key that all clients share, an admin."""
+    return f'default: {{keys: ["{_HASH_PREFIX}{_digest(key.encode()).hex()}"], admin: true}}\n'
+
+
 def parse_keys(text: str, where: str) -> dict[bytes, Tenant]:
     """Return the tenant of each key by the key's hash.
 

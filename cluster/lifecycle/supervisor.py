@@ -32,6 +32,7 @@ import typer
 from cluster.config.environment import process_environment
 from cluster.config.front import FrontSettings
 from cluster.config.serve_file import read_faults, read_serve_file
+from cluster.edge.api_keys import shared_key_entry
 from cluster.errors import ClusterConfigError
 from cluster.lifecycle import haproxy
 from cluster.lifecycle.local_nodes import ON_LOOPBACK
@@ -47,6 +48,9 @@ if TYPE_CHECKING:
 
 STOP_DEADLINE_S = 14.0
 """Seconds that the driver has for a clean stop after the first signal."""
+
+API_KEY_VARIABLES = ("TTSERVE_API_KEY", "VLLM_API_KEY")
+"""Variables with a key that all clients share; no process of the server inherits them."""
 
 _KILL_DEADLINE_S = 4.0
 _POLL_S = 0.1
@@ -65,6 +69,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         host: Address of the HTTP endpoint, instead of the file's.
         port: Port of the HTTP endpoint, instead of the file's.
         faults: Path of a fault plan, absolute; None keeps the file's.
+        api_keys: Path of a file of API keys; None keeps the file's.
         folder: Private folder of this server, for Ray's session and HAProxy's files.
         has_haproxy: Whether the HTTP front is HAProxy; else it is Serve's own proxy.
     """
@@ -74,6 +79,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     host: str | None = None
     port: int | None = None
     faults: str | None = None
+    api_keys: str | None = None
     folder: str = ""
     has_haproxy: bool = True
 
@@ -86,12 +92,16 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         file = read_serve_file(self.config)
         faults = None if self.faults is None else read_faults(self.faults)
         return file.override(
-            args={"model": self.model, "faults": faults},
+            args={
+                "model": self.model,
+                "faults": faults,
+                "ingress": {"api_keys": self.api_keys} if self.api_keys else None,
+            },
             http_options={"host": self.host, "port": self.port},
         )
 
 
-def serve(options: ServeOptions, host: str, port: int) -> int:
+def serve(options: ServeOptions, host: str, port: int, api_key: str = "") -> int:
     """Run the server until it ends or a signal arrives.
 
     The first SIGINT, SIGTERM or SIGHUP asks for a clean stop; a second one, or `STOP_DEADLINE_S`,
@@ -101,6 +111,7 @@ def serve(options: ServeOptions, host: str, port: int) -> int:
         options: What to serve; `folder` and `has_haproxy` are filled in here.
         host: Address of the endpoint.
         port: Port of the endpoint.
+        api_key: Key that all clients share; "" without one.
 
     Returns:
         The driver's exit code, 0 after a clean stop; 1 if it had to be killed.
@@ -117,10 +128,17 @@ def serve(options: ServeOptions, host: str, port: int) -> int:
         require_free_port(operations_host.strip("[]*"), int(operations_port))
     folder = private_folder()
     options = msgspec.structs.replace(options, folder=str(folder), has_haproxy=script is not None)
+    if api_key:
+        # Only its hash leaves this process: arguments and variables can be read by others.
+        path = folder / "api-keys.yaml"
+        path.touch(mode=0o600)
+        path.write_text(shared_key_entry(api_key))
+        options = msgspec.structs.replace(options, api_keys=str(path))
     signals = _SignalCount()
     try:
         # Ignore the caller's token: this server has a token of its own.
         variables = own_token(folder, process_environment())
+        variables = {k: v for k, v in variables.items() if k not in API_KEY_VARIABLES}
         # Closing the pipe stops the driver. The kernel closes it if this process is killed.
         argument = msgspec.json.encode(options).decode()
         driver = subprocess.Popen(

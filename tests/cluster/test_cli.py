@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 import threading
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 from cluster import cli
 from cluster.edge.api_keys import parse_keys
 from cluster.edge.transfers import ReplicaView, TransfersView, transfers_text
-from cluster.lifecycle import haproxy, local_nodes
+from cluster.lifecycle import haproxy, local_nodes, supervisor
 
 with warnings.catch_warnings():
     # Ray Serve's own models use what Pydantic has deprecated, and `status` imports them.
@@ -187,6 +188,35 @@ def test_serve_refuses_bad_api_keys_before_anything_starts(run, tmp_path):
     result = run("serve", "--config", path)
     assert result.exit_code == 2
     assert "alice.keys[0] must be sha256:" in result.output
+
+
+def test_one_shared_key_is_served_from_a_file_of_its_hash(run, tmp_path, monkeypatch):
+    served = []
+
+    class Driver:
+        def __init__(self, command, *, env, **options):
+            del options
+            assert "very secret" not in env.values()
+            served.append(msgspec.json.decode(command[-1], type=supervisor.ServeOptions))
+            path = Path(served[0].api_keys)
+            served.append((stat.S_IMODE(path.stat().st_mode), path.read_text()))
+            assert "very secret" not in " ".join(map(str, command))
+
+    monkeypatch.setattr(supervisor.subprocess, "Popen", Driver)
+    monkeypatch.setattr(supervisor, "_wait", lambda *_: 0)
+    monkeypatch.setattr(supervisor, "_end_session", lambda _: None)
+    path = tmp_path / "serve.yaml"
+    path.write_text(GOOD.format(model="demo"))
+    port = supervisor.free_port()
+    monkeypatch.setenv("VLLM_API_KEY", "very secret")
+    result = run("serve", "--config", path, "--port", port)
+    assert result.exit_code == 0, result.output
+    options, (mode, text) = served
+    assert mode == 0o600
+    [(digest, tenant)] = parse_keys(text, "file").items()
+    assert digest == hashlib.sha256(b"very secret").digest()
+    assert (tenant.is_admin, tenant.limits) == (True, None)
+    assert options.read().args["ingress"] == {"api_keys": options.api_keys}
 
 
 def test_kv_prints_tables_or_the_clusters_json(run, endpoint):
