@@ -156,7 +156,7 @@ class Pipeline:
             await self._jobs.check_grammar(grammar, http_request)
         parsed = await self._encode_bad_words(with_history(parsed, card), http_request)
         prompts = (parsed.prompt, *parsed.more_prompts)
-        total_cost = sum(map(encoding_cost, prompts))
+        total_cost = sum(map(encoding_cost, prompts)) if len(prompts) > 1 else 0
         requests, answered, beams = [], [], {}
         for prompt in prompts:
             one = parsed if len(prompts) == 1 else dataclasses.replace(parsed, prompt=prompt)
