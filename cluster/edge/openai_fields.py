@@ -14,6 +14,7 @@ import dataclasses
 import re
 from hashlib import blake2b
 
+from cluster.edge.families.formats import EFFORTS
 from cluster.edge.fields import (
     ANYTHING,
     ARRAY,
@@ -36,7 +37,7 @@ from cluster.edge.fields import (
     shown,
 )
 
-REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+REASONING_EFFORTS = EFFORTS
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_SALT_CHARS = 256
 MAX_TEMPLATE_CHARS = 2**16

@@ -25,7 +25,7 @@ from cluster.edge.batch import run_batch
 from cluster.edge.beam_search import run_beam_search
 from cluster.edge.explain import ROUTE_HEADER, engine_request_id
 from cluster.edge.fair_scheduler import Priority
-from cluster.edge.families.table import TOOL_FORMATS
+from cluster.edge.families.table import REASONING_FORMATS, TOOL_FORMATS
 from cluster.edge.field_names import naming_fields
 from cluster.edge.headers import admission_fields, is_enabled
 from cluster.edge.json_bodies import read_json_body
@@ -349,13 +349,20 @@ class Pipeline:
 
 
 def with_history(parsed: ParsedRequest, card: ModelCard) -> ParsedRequest:
-    """Return a request whose messages are as the chat template of the model's family takes them."""
-    prompt = parsed.prompt
-    if not isinstance(prompt, ChatPrompt) or card.tool_call_parser is None:
+    """Return a request whose prompt is as the chat template of the model's family takes it."""
+    prompt, variables = parsed.prompt, parsed.values.get("chat_template_kwargs") or {}
+    if not isinstance(prompt, ChatPrompt):
         return parsed
-    family = TOOL_FORMATS[card.tool_call_parser]
-    messages = [family.rendered_message(message) for message in prompt.messages]
-    return dataclasses.replace(parsed, prompt=dataclasses.replace(prompt, messages=messages))
+    effort = parsed.values.get("reasoning_effort")
+    if card.reasoning_parser and effort is not None and "reasoning_effort" not in variables:
+        level = REASONING_FORMATS[card.reasoning_parser].known_effort(effort)
+        known = {**(prompt.template_kwargs or {}), "reasoning_effort": level}
+        prompt = dataclasses.replace(prompt, template_kwargs=known)
+    if card.tool_call_parser is not None:
+        family = TOOL_FORMATS[card.tool_call_parser]
+        messages = [family.rendered_message(message) for message in prompt.messages]
+        prompt = dataclasses.replace(prompt, messages=messages)
+    return dataclasses.replace(parsed, prompt=prompt)
 
 
 def _message_output(parsed: ParsedRequest, card: ModelCard) -> MessageOutput | None:

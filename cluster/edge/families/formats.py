@@ -27,6 +27,9 @@ MAX_REFUSED_CHARS = 2**18
 """Characters of texts that look like calls but are none, after which a message has no more calls.
 Such a text is read again, and may be as long as the rest of the output."""
 
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""Levels of `reasoning_effort` in OpenAI's API and vLLM's, in their order."""
+
 _markers = functools.lru_cache(maxsize=256)(Markers)
 """Markers by their texts, which follow from a model's formats and special tokens."""
 
@@ -172,6 +175,7 @@ class ReasoningFormat:
         calls_end_it: Whether a call in it ends it, too.
         alternative: Further pair of texts.
         whole: Format of the whole message, if reasoning is a part of one structure.
+        efforts: Levels that the family's template knows, of `EFFORTS`; empty: it may know any.
     """
 
     start: str
@@ -180,6 +184,12 @@ class ReasoningFormat:
     calls_end_it: bool = False
     alternative: tuple[str, str] | None = None
     whole: WholeFormat | None = None
+    efforts: tuple[str, ...] = ()
+
+    def known_effort(self, effort: str) -> str:
+        """Return the level of the family that is nearest to one of `EFFORTS`."""
+        place = EFFORTS.index(effort)
+        return min(self.efforts or EFFORTS, key=lambda each: abs(EFFORTS.index(each) - place))
 
     @property
     def starts(self) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ Source: OpenAI's guide to the format; openai-harmony 0.0.8.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cluster.edge.families.errors import MalformedCallError, TruncatedCallError
 from cluster.edge.families.formats import ReasoningTexts, WholeFormat
@@ -94,6 +94,16 @@ class Harmony(WholeFormat):
             yield from reader.copy_until(_TEXT_ENDS, sink.content)
         else:
             yield from reader.copy_until(_CALL_ENDS, _drop)
+
+    def rendered_message(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message whose reasoning is named as the template of GPT-OSS takes it.
+
+        Source: that template refuses a message with calls that has both content and `thinking`.
+        """
+        reasoning = message.get("reasoning")
+        if not reasoning or not message.get("tool_calls") or message.get("content"):
+            return message
+        return {**message, "thinking": reasoning}
 
     def calls_expression(self, lark: Lark, tools: Sequence[Tool], *, is_parallel: bool) -> str:
         """Return the message of a call, after which the model stops."""

@@ -44,7 +44,7 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "deepseek_v3": _THINK,
     "deepseek_v4": _THINK,
     "deepseek_v41": _THINK,
-    "openai_gptoss": ReasoningFormat("", "", whole=Harmony()),
+    "openai_gptoss": ReasoningFormat("", "", whole=Harmony(), efforts=("low", "medium", "high")),
     "gemma4": ReasoningFormat("<|channel>thought\n", "<channel|>"),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]", alternative=("<think>", "</think>")),
     "glm45": _THINK,

@@ -463,9 +463,45 @@ MISTRAL_TEMPLATE = (
 )
 
 
+OBJECT_TEMPLATE = (
+    "{% for m in messages %}{% for t in m.tool_calls or [] %}<call>{{ t.function.name }}"
+    "{% for key, value in t.function.arguments | items %}<{{ key }}>{{ value }}{% endfor %}"
+    "{% endfor %}{% if m.role == 'tool' %}<out>{{ m.content }}{% endif %}{% endfor %}"
+)
+"""As in the templates of Qwen 3 Coder, GLM and others: arguments are an object."""
+JSON_TEMPLATE = (
+    "{% for m in messages %}{% for t in m.tool_calls or [] %}<call>{{ t.function.name }}"
+    "{% set given = t.function.arguments %}{{ given if given is string else given | tojson }}"
+    "{% endfor %}{% if m.role == 'tool' %}<out>{{ m.content }}{% endif %}{% endfor %}"
+)
+"""As in the templates of Qwen 3 and Llama 3: arguments are JSON."""
+KIMI_TEMPLATE = (
+    "{% for m in messages %}{% for t in m.tool_calls or [] %}{{ t.id }}:"
+    "{{ t.function.arguments | tojson }}{% endfor %}"
+    "{% if m.role == 'tool' %}<out>{{ m.tool_call_id }}{{ m.content }}{% endif %}{% endfor %}"
+)
+"""As in Kimi K2's template: calls and results have the ids of earlier answers."""
+GPT_OSS_TEMPLATE = (
+    "{% for m in messages %}{% if m.tool_calls %}{% if m.content and m.thinking %}"
+    "{{ raise_exception('both content and thinking') }}{% endif %}"
+    "<analysis>{{ m.content or m.thinking }}<call>{{ m.tool_calls[0].function.name }}"
+    "{{ m.tool_calls[0].function.arguments | tojson }}{% elif m.role == 'tool' %}"
+    "<out>{{ m.content | tojson }}{% endif %}{% endfor %}"
+)
+"""As in GPT-OSS's template: reasoning before a call is `thinking`."""
+AS_JSON = ["hermes", "llama3_json", "pythonic", "llama4_pythonic", "deepseek_v31", "deepseek_v3"]
+AS_OBJECTS = ["qwen3_coder", "glm45", "glm47", "gemma4", "kimi_k3"]
+AS_OBJECTS += ["deepseek_v32", "deepseek_v4", "deepseek_v41"]
+
+
 @pytest.mark.parametrize(
     ("name", "template", "prompt"),
     [
+        *((name, JSON_TEMPLATE, '<call>weather{"city": "Bern"}<out>sun') for name in AS_JSON),
+        *((name, OBJECT_TEMPLATE, "<call>weather<city>Bern<out>sun") for name in AS_OBJECTS),
+        ("kimi_k2", KIMI_TEMPLATE,
+         'call_0123456789abcdef01234567:{"city": "Bern"}<out>call_0123456789abcdef01234567sun'),
+        ("openai", GPT_OSS_TEMPLATE, '<analysis>Hm.<call>weather{"city": "Bern"}<out>"sun"'),
         ("deepseek_v3", DEEPSEEK_TEMPLATE, 'hi<call>weather{"city": "Bern"}<out>sun'),
         ("mistral", MISTRAL_TEMPLATE,
          '{"arguments": {"city": "Bern"}, "name": "weather"}ID<out>ID'),
@@ -475,7 +511,7 @@ def test_a_template_of_a_family_shows_earlier_calls(name, template, prompt):
     backend = EchoBackend()
     backend.tool_call_parser = name
     given = "call_0123456789abcdef01234567"
-    called = {"role": "assistant", "content": None,
+    called = {"role": "assistant", "content": None, "reasoning": "Hm.",
               "tool_calls": [{"id": given, "type": "function", "function": FUNCTION}]}  # fmt: skip
     result = {"role": "tool", "tool_call_id": given, "content": "sun"}
     messages = history(backend, [USER, called, result])
@@ -518,3 +554,21 @@ def test_a_pythonic_model_refuses_tools_that_it_cannot_name(name, argument):
     client = call(backend, "POST", PATH, body)
     assert (client.status, client.body["error"]["param"]) == (400, "tools")
     assert name in client.body["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("effort", "level"),
+    [("none", "low"), ("minimal", "low"), ("medium", "medium"), ("xhigh", "high"), ("max", "high")],
+)
+def test_an_effort_becomes_a_level_that_the_family_knows(effort, level):
+    backend = ToolBackend()
+    prompt = parse_chat_completion({"messages": [USER], "reasoning_effort": effort})
+    for name, wanted in (("openai_gptoss", level), ("qwen3", effort)):
+        backend.reasoning_parser = name
+        [card] = backend.models()
+        assert with_history(prompt, card).prompt.template_kwargs["reasoning_effort"] == wanted
+    given = {"chat_template_kwargs": {"reasoning_effort": "max"}}
+    own = parse_chat_completion({"messages": [USER], **given, "reasoning_effort": effort})
+    backend.reasoning_parser = "openai_gptoss"
+    [card] = backend.models()
+    assert with_history(own, card).prompt.template_kwargs["reasoning_effort"] == "max"
