@@ -287,7 +287,7 @@ class IngressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     root_path: str = ""
     trust_request_chat_template: bool = False
     api_keys: str | None = None
-    cors_origins: list[str] = []
+    cors_origins: tuple[str, ...] = ()
     allowed_hosts: list[str] | None = None
 
 
