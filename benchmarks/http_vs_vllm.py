@@ -187,7 +187,7 @@ def _bad(dice: random.Random) -> Case:
         "seed": "x",
     }
     name = dice.choice(list(wrong))
-    whole = dice.choice(
+    whole: Any = dice.choice(
         [
             None, None, None, None, None, None, {}, {"model": MODEL}, [], "text", {"messages": []},
             {**chat, "messages": [{"content": "no role"}]},
