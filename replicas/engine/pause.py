@@ -42,6 +42,11 @@ class Pause:
     def __repr__(self) -> str:
         return f"Pause({'frozen' if self.is_frozen else 'waiting' if self.is_active else 'off'})"
 
+    @property
+    def is_still(self) -> bool:
+        """Return whether the engine stands still: it is frozen, and all calls are answered."""
+        return self.is_frozen and not self.calls
+
     def begin(self, mode: PauseMode, call: Call) -> None:
         """Begin a pause, or change the mode of the present one."""
         self.is_active = True

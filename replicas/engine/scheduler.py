@@ -1200,6 +1200,7 @@ class Scheduler:
         for seq in (s for s in self.table.rows if s.phase is Phase.DECODE):
             assert seq in in_runs or seq.num_computed_tokens <= seq.look_at
             assert self._plans or seq.num_new_tokens == 1
+        assert not (self.pause.is_still and self._plans), "a step is under way in a pause"
         for plan in self._plans:
             self._check_limits(plan)
 

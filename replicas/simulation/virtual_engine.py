@@ -277,6 +277,11 @@ class VirtualEngine:
         return self._core.role_state.role
 
     @property
+    def is_paused(self) -> bool:
+        """Whether it admits no queued request until it is resumed."""
+        return self._core.is_paused
+
+    @property
     def num_live(self) -> int:
         """Number of requests that run, wait, or still have blocks lent to another engine."""
         return self._core.num_live

@@ -103,6 +103,9 @@ class ProtocolMonitor:
         self._unanswered: Counter[tuple[str, str]] = Counter()
         # When engines last ended requests with an error. The router may be about to read that.
         self._failed_s: dict[tuple[str, str], float] = {}
+        # Engines that a pause made drop a request. The router may wait for other engines first, and
+        # learns of the end when it reads what the engine has sent.
+        self._dropped: dict[str, set[str]] = {}
         # Engines that hand over, according to the snapshots of this ingress.
         self._leaving: set[str] = set()
         # For each request whose KV is lent, the epoch of that transfer.
@@ -129,7 +132,7 @@ class ProtocolMonitor:
         """See `Recorder.sent`."""
         self._recorder.sent(host, message, is_stalled=is_stalled)
         self._waits.sent(host, message)
-        if isinstance(message, LendKV | LoadKV | Activate) and self._has_just_failed(host, message):
+        if isinstance(message, LendKV | LoadKV | Activate) and self._has_ended(host, message):
             return
         match message:
             case AddRequest():
@@ -214,6 +217,8 @@ class ProtocolMonitor:
             self._failed_s[host.incarnation, output.request_id] = self._loop.time()
             self._end(host, output.request_id)
         elif output.finish_reason is not None:
+            if output.finish_reason == "abort":
+                self._dropped.setdefault(output.request_id, set()).add(host.incarnation)
             self._end_choice(host, output.request_id, output.choice)
 
     def snapshot_received(self, host: VirtualHost, snapshot: EngineSnapshot) -> None:
@@ -263,6 +268,7 @@ class ProtocolMonitor:
         self._lent.pop(request_id, None)
         asked = self._asked.pop(request_id, {})
         self._first_asked_s.pop(request_id, None)
+        self._dropped.pop(request_id, None)
         left = {a.host.incarnation: a.mode for a in asked.values()}
         assert not left, f"{request_id} has ended, but these engines were not aborted: {left}"
 
@@ -322,8 +328,13 @@ class ProtocolMonitor:
         assert asked.mode == "decode", f"{request_id} on {host.incarnation}: {asked.mode}"
         return asked
 
-    def _has_just_failed(self, host: VirtualHost, message: LendKV | LoadKV | Activate) -> bool:
-        """Return whether an engine's error for the request arrived at this instant."""
+    def _has_ended(self, host: VirtualHost, message: LendKV | LoadKV | Activate) -> bool:
+        """Return whether an engine has ended the request, and the router may not have read it.
+
+        An error has arrived at this instant, or a pause made the engine drop the request.
+        """
+        if host.incarnation in self._dropped.get(message.request_id, ()):
+            return True
         failed_s = self._failed_s.get((host.incarnation, message.request_id))
         return failed_s == self._loop.time()
 

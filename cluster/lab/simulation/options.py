@@ -11,6 +11,7 @@ from cluster.lab.simulation.network import NetworkConfig
 from kv_transfer.config import TransferConfig
 from replicas.faults import FaultPlan
 from replicas.launch import step_timeout_s
+from replicas.messages import PauseMode
 from replicas.simulation.virtual_engine import Chances
 
 if TYPE_CHECKING:
@@ -75,6 +76,22 @@ PLAIN = RequestVariant()
 """A request for one answer of any text."""
 
 
+class PlannedPause(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A pause of one engine, which an operator begins and ends through ingresses.
+
+    Attributes:
+        at_s: When it begins.
+        target: Pool and rank of the replica, as in a fault plan.
+        mode: What running requests do, see `replicas.engine.pause`.
+        duration_s: After this the operator resumes the engine, again and again until it is.
+    """
+
+    at_s: float
+    target: str
+    mode: PauseMode
+    duration_s: float
+
+
 class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a run besides its cluster and its workload.
 
@@ -92,6 +109,7 @@ class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True):
         keeps_events: Whether the result has an event log.
         aborts: Seconds after which clients leave, by number of the request.
         variants: By number of the request; those that are left out are `PLAIN`.
+        pauses: Pauses of engines.
     """
 
     seed: int = 0
@@ -107,3 +125,4 @@ class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True):
     keeps_events: bool = False
     aborts: dict[int, float] = {}
     variants: dict[int, RequestVariant] = {}
+    pauses: tuple[PlannedPause, ...] = ()

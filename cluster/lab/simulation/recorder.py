@@ -69,11 +69,13 @@ class Recorder:
 
     Attributes:
         outputs: Token ids of every request that ended: by request id those of each choice.
+        cut: Requests of which an engine has dropped a choice, in a pause.
     """
 
     def __init__(self, loop: VirtualLoop, *, keeps_events: bool) -> None:
         self.events: list[EventRecord] = []
         self.outputs: dict[str, list[list[int]]] = {}
+        self.cut: set[str] = set()
         self._loop = loop
         self._keeps_events = keeps_events
         self._entries: dict[str, ActiveRequest] = {}
@@ -111,15 +113,20 @@ class Recorder:
         if choice.is_over:
             # An engine may give tokens of a choice before it learns that it was ended elsewhere.
             return False
-        assert output.index == len(choice.times_s), f"{entry.request_id}: {output}"
+        num_tokens = len(choice.times_s)
+        # A reserved sequence that a pause ends knows none of the tokens of the prefill engine.
+        is_cut = output.finish_reason == "abort" and not output.token_ids
+        assert output.index == num_tokens or is_cut, f"{entry.request_id}: {output}"
         if step_times_s is None:
             choice.times_s.extend([self._loop.time()] * len(output.token_ids))
         else:
             choice.times_s.extend([at_s + latency_s for at_s in step_times_s])
         choice.token_ids.extend(output.token_ids)
-        if output.index == 0 and output.choice == 0:
+        if not num_tokens and output.choice == 0:
             entry.cached = output.num_cached_tokens
         choice.is_over = output.finish_reason is not None
+        if is_cut:
+            self.cut.add(entry.request_id)
         variant = entry.variant
         stop_at = variant.stop_at if output.choice == variant.stopped_choice else None
         if choice.is_over or stop_at is None or len(choice.token_ids) < stop_at:

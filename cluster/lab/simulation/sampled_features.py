@@ -5,9 +5,12 @@ Drawn after everything else, so that the rest of a seed's scenario is the same w
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import msgspec
+
+from cluster.lab.simulation.options import PlannedPause
+from replicas.messages import PauseMode
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,15 +24,18 @@ _LONG_STEPS_SHARE = 0.25
 _PRIORITIES_SHARE = 0.25
 _FAILED_ROWS_SHARE = 0.15
 _LONG_PROMPTS_SHARE = 0.25
+_PAUSES_SHARE = 0.15
 _NUM_CHOICES = (2, 2, 3, 4)
 _MANY_CHOICES = 5
 """More than any replica has slots in a lane."""
 _MANY_CHOICES_SHARE = 0.02
 _NUM_GRAMMARS = 4
+PAUSE_MODES: tuple[PauseMode, ...] = get_args(PauseMode)
 _STOP_AT = (1, 2, 10)
 _STOP_STRING_SHARE = 0.3
 _STOPS_SHARE = 0.3
 _NUM_PASSES = (2, 3, 8)
+_PAUSE_LENGTHS_S = (0.01, 0.5, 3.0)
 _LONG_PROMPT_TOKENS = (16, 64, 150)
 _PRIORITIES = (-1, 0, 0, 7)
 _STOP_TOKEN_IDS = tuple(range(100, 116))
@@ -46,6 +52,7 @@ def with_features(scenario: Scenario, rng: np.random.Generator) -> Scenario:
         (_PRIORITIES_SHARE, _with_priorities),
         (_FAILED_ROWS_SHARE, _with_failed_rows),
         (_LONG_PROMPTS_SHARE, _with_limits_of_long_prompts),
+        (_PAUSES_SHARE, _with_pauses),
     ):
         if rng.random() < share:
             scenario = change(scenario, rng)
@@ -155,6 +162,22 @@ def _with_limits_of_long_prompts(scenario: Scenario, rng: np.random.Generator) -
         }
         pools.append(msgspec.structs.replace(pool, **limits) if pool.chunked else pool)
     return msgspec.structs.replace(scenario, pools=tuple(pools))
+
+
+def _with_pauses(scenario: Scenario, rng: np.random.Generator) -> Scenario:
+    """Pause engines shortly after arrivals; pauses of one engine may overlap."""
+    arrivals_s = [request.arrival_s for request in scenario.requests]
+    targets = [f"{pool.role}/{rank}" for pool in scenario.pools for rank in range(pool.replicas)]
+    pauses = tuple(
+        PlannedPause(
+            at_s=float(at_s + rng.exponential(0.3)),
+            target=targets[rng.integers(len(targets))],
+            mode=PAUSE_MODES[rng.integers(len(PAUSE_MODES))],
+            duration_s=float(rng.choice(_PAUSE_LENGTHS_S)),
+        )
+        for at_s in sorted(rng.choice(arrivals_s, int(rng.integers(1, 5))))
+    )
+    return msgspec.structs.replace(scenario, pauses=pauses)
 
 
 def _with(request: ScenarioRequest, **changes: int | tuple[int, ...] | None) -> ScenarioRequest:

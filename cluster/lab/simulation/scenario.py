@@ -19,6 +19,7 @@ from cluster.config.schema import RouterConfig
 from cluster.lab.simulation.network import NetworkConfig
 from cluster.lab.simulation.options import (
     PLAIN,
+    PlannedPause,
     PoolSpec,
     RequestVariant,
     SimulationOptions,
@@ -170,6 +171,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ingresses: Number of ingresses; request i goes to number i modulo this.
         requests: The requests, in order of arrival.
         restart_s: Seconds from the death of a replica to the start of its successor.
+        pauses: Pauses of engines.
         run_ahead: Whether several plain decode steps are simulated as one event, where possible.
         deadline_s: A request that lasts longer fails the run.
     """
@@ -184,6 +186,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     timing: ScenarioTiming = ScenarioTiming()
     faults: tuple[Fault, ...] = ()
     requests: tuple[ScenarioRequest, ...] = ()
+    pauses: tuple[PlannedPause, ...] = ()
     restart_s: float = 1.0
     run_ahead: bool = True
     deadline_s: float = 600.0
@@ -265,6 +268,7 @@ def build(scenario: Scenario) -> Simulation:
         deadline_s=scenario.deadline_s,
         keeps_events=True,
         aborts={i: r.abort_s for i, r in enumerate(scenario.requests) if r.abort_s is not None},
+        pauses=scenario.pauses,
         variants={i: r.variant for i, r in enumerate(scenario.requests) if r.variant != PLAIN},
     )
     requests = tuple(

@@ -54,6 +54,7 @@ class Shrinker:
     def _pass(self, scenario: Scenario) -> Scenario:
         scenario = self._fewer(scenario, "requests")
         scenario = self._fewer(scenario, "faults")
+        scenario = self._fewer(scenario, "pauses")
         for candidates in (_without_aborts, _smaller_pools, _simpler_settings, _smaller_requests):
             scenario = self._first_of_each(scenario, candidates)
         return scenario

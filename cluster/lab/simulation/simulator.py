@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from typing import TYPE_CHECKING
 
@@ -30,20 +31,22 @@ from cluster.lab.simulation.simulated_replicas import KEYS, SimulatedReplicas
 from cluster.lab.simulation.waits import wait_limits
 from replicas.dealer import SILENCE_S
 from replicas.faults import INGRESS
-from replicas.messages import EngineRequest, TokenOutput
+from replicas.messages import EngineRequest, TokenOutput, Utility
 from replicas.sampling_params import SamplingParams, StructuredOutputs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Coroutine, Sequence
 
     from cluster.lab.simulation.host import VirtualHost
     from cluster.lab.simulation.ingress import VirtualIngress
-    from cluster.lab.simulation.options import PoolSpec, SimulationOptions
+    from cluster.lab.simulation.options import PlannedPause, PoolSpec, SimulationOptions
     from cluster.lab.simulation.scaling import Scaler
     from cluster.lab.workloads.request import Workload
 
 _SETTLE_S = 1.0
 """Virtual time before zero in which ingresses connect to engines."""
+_RESUME_S = 1.0
+"""Virtual time between two attempts to end a pause."""
 _DRAIN_S = 300.0
 """Virtual time after the last request within which all slots, blocks and transfers must be free."""
 
@@ -105,6 +108,7 @@ class Simulation:
         # The ingress of each request, by the request's number.
         self._taken: dict[int, VirtualIngress] = {}
         self._num_done = 0
+        self._call_ids = itertools.count(1)
 
     @property
     def _names(self) -> list[str]:
@@ -152,11 +156,11 @@ class Simulation:
         self.ingresses.schedule_faults()
         if self._scaling is not None:
             self._scaling.start()
+        operators = [self._start(self._pause(pause)) for pause in self._options.pauses]
         tasks: list[asyncio.Task[None]] = []
         for i, request in enumerate(self._workload.requests):
             await asyncio.sleep(request.arrival_s - self.loop.time())
-            task = self.loop.create_task(self._request(i))
-            task.add_done_callback(raise_failure)
+            task = self._start(self._request(i))
             if self._invariants is not None:
                 self._watch_deadline(i, task)
             abort_s = self._options.aborts.get(i)
@@ -171,6 +175,8 @@ class Simulation:
             await self._drain()
             self._invariants.check_end()
             self._check_requests()
+        for operator in operators:
+            operator.cancel()
         for host in hosts:
             host.finish()
         alive = self.ingresses.alive
@@ -180,9 +186,16 @@ class Simulation:
         await asyncio.gather(*left, return_exceptions=True)
         return end_s
 
+    def _start(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        """Start a task whose unexpected exception ends the run."""
+        task = self.loop.create_task(coroutine)
+        task.add_done_callback(raise_failure)
+        return task
+
     async def _drain(self) -> None:
         """Wait until all faults are over, engines hold nothing, and every place has a replica."""
         ends_s = [end_s for fault in self._options.faults.faults for end_s in fault.window]
+        ends_s += [pause.at_s + pause.duration_s for pause in self._options.pauses]
         last_s = max((s for s in ends_s if s != float("inf")), default=0.0)
         await asyncio.sleep(last_s - self.loop.time())
         warm_up_s = max(spec.timing.warm_up_s() for spec in self._pools)
@@ -241,7 +254,35 @@ class Simulation:
                     (facts.vocab_size, facts.eos_token_ids),
                     variant,
                     _seed(i),
+                    is_cut=record.request_id in self.recorder.cut,
                 )
+
+    # --- pauses --------------------------------------------------------------------------------
+
+    async def _pause(self, pause: PlannedPause) -> None:
+        """Pause an engine for a while; then resume it until the end of the run.
+
+        Once is not enough: the engine may read the pause late, as when it is frozen.
+        """
+        await asyncio.sleep(pause.at_s - self.loop.time())
+        hosts = [h for h in self.replicas.hosts if h.name == pause.target and h.is_alive]
+        for host in hosts:
+            self._call(host, "pause", pause.mode)
+        await asyncio.sleep(pause.duration_s)
+        while hosts := [host for host in hosts if host.is_alive]:
+            for host in hosts:
+                if host.engine.is_paused:
+                    self._call(host, "resume")
+            await asyncio.sleep(_RESUME_S)
+
+    def _call(self, host: VirtualHost, method: str, *args: object) -> None:
+        """Call an engine through the first ingress that is connected to it."""
+        self.recorder.event(method, host.name, *map(str, args))
+        for ingress in self.ingresses.alive:
+            if host.incarnation in ingress.fleet.client.incarnations:
+                message = Utility(next(self._call_ids), method, [*args])
+                ingress.fleet.client.send(host.incarnation, message)
+                return
 
     # --- requests ------------------------------------------------------------------------------
 

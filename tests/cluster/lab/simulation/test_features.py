@@ -7,7 +7,7 @@ import pytest
 from cluster.lab.simulation.adversarial_scenarios import random_scenario
 from cluster.lab.simulation.invariants import check_tokens
 from cluster.lab.simulation.network import NetworkConfig
-from cluster.lab.simulation.options import PLAIN, RequestVariant
+from cluster.lab.simulation.options import PLAIN, PlannedPause, RequestVariant
 from cluster.lab.simulation.records import OK, RequestRecord
 from cluster.lab.simulation.scenario import (
     Scenario,
@@ -127,6 +127,23 @@ def test_a_row_that_fails_ends_its_request(split, mixed, num_scheduler_steps):
     assert 0 < len(ok) < len(outcomes)
 
 
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_a_paused_engine_continues_or_ends_its_requests(split, mode):
+    target = "decode/0" if split else "both/0"
+    pauses = (PlannedPause(at_s=0.25, target=target, mode=mode, duration_s=5.0),)
+    paused = msgspec.structs.replace(scenario(*[THREE, PLAIN] * 3, split=split), pauses=pauses)
+    simulation = build(paused)
+    records = simulation.run().records
+    assert [record.outcome for record in records] == ["ok"] * 6
+    outputs = [simulation.recorder.outputs[record.request_id] for record in records]
+    is_whole = [{len(tokens) for tokens in output} == {40} for output in outputs]
+    assert all(is_whole) == (mode != "abort")
+    cut = {record.request_id for record, whole in zip(records, is_whole, strict=True) if not whole}
+    assert simulation.recorder.cut == cut
+    assert max(record.finished_s for record in records) > 5.25
+
+
 def test_seeds_have_every_feature():
     scenarios = [random_scenario(seed) for seed in range(60)]
     requests = [request.variant for s in scenarios for request in s.requests]
@@ -142,6 +159,8 @@ def test_seeds_have_every_feature():
     assert {bool(pool.slow_grammars) for pool in pools} == {False, True}
     assert {bool(pool.bad_grammars) for pool in pools} == {False, True}
     assert {bool(pool.failed_rows) for pool in pools} == {False, True}
+    pauses = [pause for s in scenarios for pause in s.pauses]
+    assert {pause.mode for pause in pauses} == {"keep", "wait", "abort"}
     assert {pool.max_partial_prompts for pool in pools} == {1, 2, 3}
     assert {pool.max_long_prompts for pool in pools} == {1, 2, 3}
 

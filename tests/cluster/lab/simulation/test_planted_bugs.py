@@ -43,6 +43,7 @@ from replicas.engine.core import EngineCore
 from replicas.engine.kv_cache import KVCacheManager, SlotTable
 from replicas.engine.outputs import EndRules
 from replicas.engine.partial_prefills import PartialPrefillLimits
+from replicas.engine.pause import Pause
 from replicas.engine.preparations import Preparations
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.step_plan import StepPlan
@@ -327,6 +328,20 @@ def progress_of_failed_passes_is_not_given_back(take, self, plan, token_ids, cou
     return outputs
 
 
+@plant(Scheduler, "schedule", seed=14)
+def frozen_rows_are_computed(schedule, self):
+    is_frozen, self.pause.is_frozen = self.pause.is_frozen, False
+    batch = schedule(self)
+    self.pause.is_frozen = is_frozen
+    return batch
+
+
+@plant(Scheduler, "abort_all", seed=2)
+def requests_that_a_pause_ends_are_not_reported(abort_all, self):
+    abort_all(self)
+    return []
+
+
 @plant(PartialPrefillLimits, "admit", seed=41)
 def long_prompts_are_not_limited(admit, self, num_new_tokens, planned):
     return True
@@ -370,6 +385,7 @@ def late_grammar_is_waited_for(end, self, results, _now_s):
 
 DOES_NOTHING = {
     "preempted_row_is_computed": (StepPlan, "drop", None, 1),
+    "pause_is_not_ended": (Pause, "end", [], 31),
     "stall_is_not_reported": (Watchdog, "stalled_s", 0.0, 5),
     "stalled_engine_is_given_requests": (PoolState, "set_moves", None, 5),
     "hang_is_not_ended": (HangWatch, "look", None, 7),
