@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import msgspec
+import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from replicas.beam_search import BeamSearch, BeamSearchOutput
@@ -23,11 +24,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from types import TracebackType
 
+    import numpy.typing as npt
+
     from replicas.beam_search import BeamSearchParams
     from replicas.client import SyncEngineClient
     from replicas.llm_engine import Prompt, RequestOutput
     from replicas.messages import EngineMetrics, TokenLogprob, WorkerDescription
-    from replicas.sampling_params import GenerationConfigSource
+    from replicas.sampling_params import GenerationConfigSource, Pooling
 
 Conversation: TypeAlias = "Sequence[Mapping[str, Any]]"
 """Turns with `role` and `content`."""
@@ -184,6 +187,39 @@ class LLM:
                 )
                 prompts.append(self._tokenizer.encode(text, add_special_tokens=False))
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: Pooling = "last",
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[npt.NDArray[np.float32]]:
+        """Embed texts: pool the final hidden states of each prompt.
+
+        Args:
+            prompts: One prompt or several, each text or a list of token ids.
+            pooling: "last" takes the state of the last token, "mean" the mean of all.
+            truncate_prompt_tokens: See `SamplingParams`.
+            use_tqdm: Show a progress bar.
+
+        Returns:
+            For each prompt a vector (N,) of length 1, N the model's hidden size.
+
+        Raises:
+            InvalidRequestError: See `generate`.
+            RequestRefusedError: The model's generator gives no hidden states.
+        """
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            pooling=pooling,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+        )
+        found = [output.embedding for output in self.generate(prompts, params, use_tqdm=use_tqdm)]
+        assert all(each is not None for each in found), "requested, and the engine obeys"
+        return [np.frombuffer(each or b"", dtype="<f4") for each in found]
 
     def beam_search(
         self,

@@ -73,6 +73,7 @@ class RequestOutput:
         num_cached_tokens: Prompt tokens found in the prefix cache.
         prompt_logprobs: If requested: for each token of the prompt itself first, then the
             likeliest; none for the first token.
+        embedding: If requested: the prompt's embedding, as in `TokenOutput`.
     """
 
     request_id: str
@@ -82,6 +83,7 @@ class RequestOutput:
     finished: bool = False
     num_cached_tokens: int = 0
     prompt_logprobs: list[list[TokenLogprob]] | None = None
+    embedding: bytes | None = None
 
     @classmethod
     def of(
@@ -105,6 +107,8 @@ class RequestOutput:
             output.logprobs = [*(output.logprobs or []), *delta.logprobs]
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
+        if delta.embedding is not None:
+            self.embedding = delta.embedding
         self.finished = processor.is_finished
         self.num_cached_tokens = processor.num_cached_tokens
 

@@ -368,6 +368,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, tag="tokens", gc
         prompt_logprobs: If requested, with the first token: for each position of the prompt its
             token first, then the likeliest ones. The first position, which nothing predicts, has
             none.
+        embedding: If requested, with the first token: the prompt's embedding of length 1, (N,)
+            float32, little-endian; N is the model's hidden size.
     """
 
     request_id: str
@@ -380,6 +382,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, tag="tokens", gc
     choice: int = 0
     logprobs: list[list[TokenLogprob]] | None = None
     prompt_logprobs: list[list[TokenLogprob]] | None = None
+    embedding: bytes | None = None
 
 
 class TokenColumns(msgspec.Struct, frozen=True, array_like=True, tag="columns", gc=False):

@@ -30,6 +30,7 @@ class OutputDelta(msgspec.Struct, frozen=True, gc=False):
             that is not the tokenizer's; None for that and for every other reason.
         logprobs: If requested: for each token the drawn one first, then the likeliest.
         prompt_logprobs: If requested, on the first delta: as in `TokenOutput`.
+        embedding: If requested, on the first delta: as in `TokenOutput`.
     """
 
     choice: int
@@ -39,6 +40,7 @@ class OutputDelta(msgspec.Struct, frozen=True, gc=False):
     stop_reason: str | int | None = None
     logprobs: list[list[TokenLogprob]] | None = None
     prompt_logprobs: list[list[TokenLogprob]] | None = None
+    embedding: bytes | None = None
 
 
 class OutputProcessor:
@@ -171,7 +173,14 @@ class _ChoiceText:
             stop_reason = token_ids[-1]
         self.is_finished = reason is not None
         return OutputDelta(
-            output.choice, text, token_ids, reason, stop_reason, logprobs, prompt_logprobs
+            output.choice,
+            text,
+            token_ids,
+            reason,
+            stop_reason,
+            logprobs,
+            prompt_logprobs,
+            output.embedding,
         )
 
     def _text(self, output: TokenOutput, token_ids: list[int]) -> tuple[str, str | None, int]:

@@ -46,6 +46,9 @@ GenerationConfigSource: TypeAlias = Literal["auto", "vllm"]
 """auto: the defaults of the model folder's generation_config.json.
 vllm: neutral defaults, whatever the folder recommends."""
 
+Pooling: TypeAlias = Literal["mean", "last"]
+"""How hidden states become an embedding."""
+
 _INT64 = 2**63
 
 
@@ -322,6 +325,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
         structured_outputs: The grammar that the output follows; None is any text.
         reasoning_budget: Limit of the reasoning; None is no limit. Front ends make it of vLLM's
             `thinking_token_budget`.
+        pooling: How the final hidden states of the prompt become its embedding: their mean, or that
+            of the last token. The request's one token has no meaning then. None: no embedding.
     """
 
     max_tokens: int = 16
@@ -352,6 +357,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
     skip_reading_prefix_cache: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     reasoning_budget: ReasoningBudget | None = None
+    pooling: Pooling | None = None
 
     def __post_init__(self) -> None:
         """Replace other spellings of a value, and values that vLLM replaces, by one form.
@@ -427,7 +433,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
     def reads_prefix_cache(self) -> bool:
         """Return whether KV that is cached or stored may stand for part of the prompt."""
         skips = self.skip_reading_prefix_cache
-        return self.prompt_logprobs is None if skips is None else not skips
+        return not self.needs_whole_prompt if skips is None else not skips
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Return whether every position of the prompt must be computed, even where its KV is."""
+        return self.prompt_logprobs is not None or self.pooling == "mean"
 
     def check_supported(self) -> None:
         """Refuse fields that front ends must apply before an engine gets them.
@@ -451,9 +462,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
         if num_listed and self.logprobs not in {None, num_listed}:
             text = f"must be left out or {num_listed}, the length of logprob_token_ids"
             raise _refusal("logprobs", f"{text}, got {self.logprobs}")
-        if self.prompt_logprobs is not None and self.skip_reading_prefix_cache is False:
-            text = "must not be false with prompt_logprobs, which need the whole prompt computed"
+        if self.needs_whole_prompt and self.skip_reading_prefix_cache is False:
+            name = "pooling" if self.prompt_logprobs is None else "prompt_logprobs"
+            text = f"must not be false with {name}, which needs the whole prompt computed"
             raise _refusal("skip_reading_prefix_cache", text)
+        if self.pooling is not None:
+            for name in ("max_tokens", "n"):
+                if getattr(self, name) != 1:
+                    raise _refusal(name, f"must be 1 with pooling, got {getattr(self, name)}")
+            if self.prompt_logprobs is not None:
+                raise _refusal("prompt_logprobs", "cannot be used together with pooling")
 
 
 _DEFAULTS = SamplingParams()

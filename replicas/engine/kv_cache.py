@@ -257,7 +257,7 @@ class KVCacheManager:
         """Note that KV has been loaded into a sequence's blocks, and index the full ones.
 
         Converted KV is not indexed, and neither is a block with the last known token, because that
-        token may be computed again. So may the whole prompt, for its log probabilities.
+        token may be computed again. So may the whole prompt, see `Sequence.needs_whole_prompt`.
 
         Args:
             seq: The sequence, whose progress contains the tokens.
@@ -268,7 +268,7 @@ class KVCacheManager:
         if seq.phase is Phase.LOADING and not seq.num_preemptions:
             place.num_cached_tokens += num_new
         place.is_converted |= is_converted and num_new > 0
-        if seq.needs_prompt_logprobs:
+        if seq.needs_whole_prompt:
             return
         self.index_full_blocks(seq, min(seq.num_computed_tokens, seq.num_tokens - 1))
 

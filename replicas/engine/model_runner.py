@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -20,7 +20,7 @@ import torch
 from replicas.engine.device_batch import DeviceDraws, DeviceInputs
 from replicas.engine.input_batch import PersistentBatch, last_indices
 from replicas.engine.speculation import accepted_runs
-from replicas.engine.step import RowFailure, RowLogprobs, ScheduledBatch, StepResult
+from replicas.engine.step import RowFailure, RowHidden, RowLogprobs, ScheduledBatch, StepResult
 from replicas.errors import DeviceError
 from replicas.philox import uniform
 from replicas.sampling.processor import LogitRows, RowProcessors
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from replicas.messages import TokenLogprob
     from replicas.sampling.logprobs import Logprobs
     from replicas.sampling.processor import RowChanges, RowProcessor
+    from replicas.sampling_params import Pooling
 
     IntArray = npt.NDArray[np.integer[Any]]
     Int32Array = npt.NDArray[np.int32]
@@ -139,6 +140,7 @@ class SubmittedStep:
         positions: Its rows of logits if it verifies drafts; otherwise each row has at most one.
         changes: Changes of its rows of logits that row processors touch, if there are any.
         prompts: Parts of prompts whose log probabilities are asked for.
+        hidden: Sums of the hidden states of prompts whose embeddings are asked for.
         result: The result, once the tokens are known.
         prepare_s: Seconds of the submission outside the generator.
     """
@@ -154,6 +156,7 @@ class SubmittedStep:
     positions: _Positions | None = None
     changes: RowChanges | None = None
     prompts: Sequence[_PromptPart] = ()
+    hidden: list[RowHidden] = field(default_factory=list)
     result: StepResult | None = None
     prepare_s: float = 0.0
 
@@ -194,8 +197,9 @@ class ModelRunner:
         self._columns = SamplingColumns(num_slots)
         self._processors = RowProcessors(processors, num_slots)
         self._logprobs = logprobs
-        # By slot: log probabilities wanted for the tokens of a prompt that is not computed yet.
-        self._prompt_logprobs: dict[int, int] = {}
+        # By slot: log probabilities wanted for the tokens of a prompt that is not computed yet, or
+        # how its hidden states become an embedding.
+        self._prompt_reads: dict[int, int | Pooling] = {}
         self._drafter = drafter
         self._wait_for_event = wait_for_event
         mesh = config.mesh
@@ -242,7 +246,7 @@ class ModelRunner:
         if scheduled.gone:
             self._processors.remove(scheduled.gone)
             for slot in scheduled.gone:
-                self._prompt_logprobs.pop(slot, None)
+                self._prompt_reads.pop(slot, None)
         for row in scheduled.new:
             self._take_over(row)
         rows = self._divide(scheduled)
@@ -344,9 +348,11 @@ class ModelRunner:
             self._drafter.take_slot(row.slot)
         self._columns.add(row)
         self._draws.add(row, is_touched=self._processors.add(row))
-        self._prompt_logprobs.pop(row.slot, None)
+        self._prompt_reads.pop(row.slot, None)
         if row.sampling.prompt_logprobs is not None:
-            self._prompt_logprobs[row.slot] = row.sampling.prompt_logprobs
+            self._prompt_reads[row.slot] = row.sampling.prompt_logprobs
+        elif row.sampling.pooling is not None:
+            self._prompt_reads[row.slot] = row.sampling.pooling
 
     def _changes_of(self, step: SubmittedStep) -> RowChanges | None:
         """Return changes of the rows of logits that processors touch, once these are prepared."""
@@ -408,6 +414,7 @@ class ModelRunner:
             self._logprobs_of(slots) if step.changes is not None else [],
             step.prepare_s,
             self._logprobs_of_prompts(step.prompts) if step.prompts else [],
+            step.hidden,
         )
 
     def _drawn_and_sampled(self, step: SubmittedStep, outputs: list[ForwardOutput]) -> IntArray:
@@ -576,8 +583,8 @@ class ModelRunner:
     def _call_mixed(
         self, step: SubmittedStep, rows: CallRows, slots: Int32Array, counts: Int32Array
     ) -> _Call:
-        if self._prompt_logprobs:
-            is_asked = np.isin(slots, list(self._prompt_logprobs))
+        if self._prompt_reads:
+            is_asked = np.isin(slots, list(self._prompt_reads))
             if is_asked.any():
                 return self._call_hidden(step, rows, counts, is_asked)
         inputs = self._batch.flat_inputs(slots, counts, step.num_logits)
@@ -595,16 +602,18 @@ class ModelRunner:
         counts: Int32Array,
         is_asked: npt.NDArray[np.bool_],
     ) -> _Call:
-        """Make a mixed pass that also keeps the hidden states of prompts' parts.
+        """Make a mixed pass that also keeps or sums the hidden states of prompts' parts.
 
         Args:
             step: The step, with one call.
             rows: Its rows.
             counts: (R,) tokens to compute of each.
-            is_asked: (R,) whether log probabilities are wanted for the row's prompt.
+            is_asked: (R,) whether log probabilities or an embedding of the row's prompt are wanted.
         """
-        batch, slots = self._batch, step.slots
-        wanted = np.where(is_asked, counts, step.num_logits)
+        batch, slots, reads = self._batch, step.slots, self._prompt_reads
+        # The last token's state is that of its logits.
+        is_whole = np.isin(slots, [slot for slot, read in reads.items() if read != "last"])
+        wanted = np.where(is_whole, counts, step.num_logits)
         ends = wanted.cumsum()
         inputs = batch.flat_inputs(slots, counts, wanted)
         model = cast("SupportsHiddenStates", self._generator)
@@ -617,13 +626,16 @@ class ModelRunner:
         for row in np.flatnonzero(is_asked).tolist():
             slot, count = int(slots[row]), int(counts[row])
             start, num_prompt = int(batch.num_computed_tokens[slot]), batch.num_prompt_tokens[slot]
-            token_ids = batch.token_ids[slot, start + 1 : num_prompt][:count].tolist()
-            first = int(ends[row]) - count
-            part = hidden[first : first + len(token_ids)]
-            num_likeliest = self._prompt_logprobs[slot]
-            parts.append(_PromptPart(row, num_likeliest, start == 0, token_ids, part))
+            read, first = reads[slot], int(ends[row] - wanted[row])
+            if isinstance(read, int):
+                token_ids = batch.token_ids[slot, start + 1 : num_prompt][:count].tolist()
+                part = hidden[first : first + len(token_ids)]
+                parts.append(_PromptPart(row, read, start == 0, token_ids, part))
+            elif wanted[row]:
+                total = hidden[first : int(ends[row])].sum(dim=0, dtype=torch.float32)
+                step.hidden.append(RowHidden(row, total.numpy().astype("<f4").tobytes()))
             if start + count >= num_prompt:
-                del self._prompt_logprobs[slot]
+                del reads[slot]
         step.prompts = parts
         return _Call(rows, np.cumsum(step.num_logits) - 1, logits)
 

@@ -95,6 +95,7 @@ class StepOutputs(NamedTuple):
         failed: Sequences that have ended without a token, and why.
         logprobs: Log probabilities of runs, by sequence; of a run that was cut those of all tokens.
         prompt_logprobs: Those of whole prompts, by sequence that got its first token.
+        embeddings: Those of whole prompts, by sequence, as in `TokenOutput`.
     """
 
     sequences: list[Sequence]
@@ -104,6 +105,7 @@ class StepOutputs(NamedTuple):
     failed: tuple[tuple[Sequence, str], ...] = ()
     logprobs: Mapping[Sequence, list[list[TokenLogprob]]] = MappingProxyType({})
     prompt_logprobs: Mapping[Sequence, list[list[TokenLogprob]]] = MappingProxyType({})
+    embeddings: Mapping[Sequence, bytes] = MappingProxyType({})
 
     def runs(self) -> Iterator[list[int]]:
         """Yield each row's tokens."""
@@ -232,4 +234,5 @@ def _event(seq: Sequence, run: list[int], end: End | None, outputs: StepOutputs)
         choice=seq.choice,
         logprobs=logprobs,
         prompt_logprobs=outputs.prompt_logprobs.get(seq),
+        embedding=outputs.embeddings.get(seq),
     )

@@ -281,6 +281,7 @@ class RequestChecks:
             return str(error)
         problem = (
             self._block_problem(request.sampling)
+            or self._pooling_problem(request.sampling)
             or self._prompt_logprobs_problem(request)
             or self._mode_problem(message)
         )
@@ -298,6 +299,15 @@ class RequestChecks:
                         f"{self._tokens_per_pass} tokens at once, and no logits"
                     )
         return None
+
+    def _pooling_problem(self, sampling: SamplingParams) -> str | None:
+        """Return why a prompt's embedding cannot be computed, or None."""
+        if sampling.pooling is None or self._supports_prompt_logprobs:
+            return None
+        return (
+            "embeddings need mixed_batches and a generator with supports_mixed_batch and "
+            "supports_hidden_states, which this engine lacks"
+        )
 
     def _prompt_logprobs_problem(self, request: EngineRequest) -> str | None:
         """Return why a prompt's log probabilities cannot be computed or sent, or None."""

@@ -26,6 +26,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
 from kv_transfer.connector import SaveProgress
 from replicas.engine.kv_cache import KVCacheManager
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from replicas.engine.kv_events import PrefixFeed
     from replicas.engine.step import (
         RowFailure,
+        RowHidden,
         RowLogprobs,
         ScheduledBatch,
         StepKind,
@@ -475,6 +477,8 @@ class Scheduler:
         if result.prompt_logprobs:
             found = self._take_prompt_logprobs(plan, result.prompt_logprobs)
             outputs = outputs._replace(prompt_logprobs=found)
+        if result.hidden:
+            outputs = outputs._replace(embeddings=self._take_hidden(plan, result.hidden))
         return outputs._replace(failed=failed) if failed else outputs
 
     def _take_prompt_logprobs(
@@ -489,6 +493,22 @@ class Scheduler:
             seq.prompt_logprobs.extend(part.positions)
             if seq.num_output_tokens:
                 complete[seq], seq.prompt_logprobs = seq.prompt_logprobs, None
+        return complete
+
+    def _take_hidden(self, plan: StepPlan, found: list[RowHidden]) -> dict[Sequence, bytes]:
+        """Add sums of hidden states; return the embeddings of prompts that are complete.
+
+        An embedding has length 1, so the mean of states is the same as their sum.
+        """
+        first, complete = len(plan.decodes.sequences), {}
+        for part in found:
+            seq = plan.sequences[part.row - first]
+            total = np.frombuffer(part.total, dtype="<f4")
+            seq.pooled = total if seq.pooled is None else seq.pooled + total
+            if seq.num_output_tokens:
+                length = np.linalg.norm(seq.pooled)
+                complete[seq] = (seq.pooled / (length or 1.0)).astype("<f4").tobytes()
+                seq.pooled = None
         return complete
 
     def _free_outlived(self) -> None:
@@ -1050,7 +1070,7 @@ class Scheduler:
 
     def _run(self, seq: Sequence) -> None:
         # The last known token is always computed here, because its logits give the next one.
-        most = 0 if seq.needs_prompt_logprobs else seq.num_tokens - 1
+        most = 0 if seq.needs_whole_prompt else seq.num_tokens - 1
         seq.num_computed_tokens = min(seq.num_computed_tokens, most)
         self.table.move(seq, Phase.PREFILL)
 
@@ -1061,7 +1081,7 @@ class Scheduler:
         self._kv.free_slot(seq)
         self._kv.free_blocks(seq)
         seq.num_computed_tokens = 0
-        seq.prompt_logprobs = None
+        seq.prompt_logprobs = seq.pooled = None
         seq.is_known_to_runner = False
         self._kv.stats[seq.place.dp_group].num_preemptions += 1
         self.table.requeue(seq)

@@ -17,6 +17,9 @@ from replicas.messages import num_pairs
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import numpy as np
+    import numpy.typing as npt
+
     from kv_transfer.connector import TransferRequest
     from replicas.engine.block_pool import PrefixWalk
     from replicas.messages import EngineRequest, RequestMode, TokenLogprob
@@ -165,6 +168,8 @@ class Sequence:
         stop_ids: While it decodes: tokens that end it.
         prompt_logprobs: Log probabilities of the part of the prompt that is computed, as in
             `TokenOutput`, until the first token takes them along; None if there are none.
+        pooled: (N,) sum of the hidden states that its embedding pools, of the part of the prompt
+            that is computed; None if there are none.
         order: Its number by arrival; later ones have higher numbers.
         parent: Choice 0, whose prompt blocks it may share; None for choice 0 itself.
         phase: Its phase; only `transition` changes it.
@@ -190,6 +195,7 @@ class Sequence:
     look_at: int = 0
     stop_ids: frozenset[int] = frozenset()
     prompt_logprobs: list[list[TokenLogprob]] | None = None
+    pooled: npt.NDArray[np.float32] | None = None
     order: int = 0
     parent: Sequence | None = None
     phase: Phase = field(init=False)
@@ -263,6 +269,11 @@ class Sequence:
         The engine that draws the first token reports them.
         """
         return self.sampling.prompt_logprobs is not None and self.num_output_tokens == 0
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Return whether its whole prompt must be computed here, even where KV is loaded."""
+        return self.sampling.needs_whole_prompt and self.num_output_tokens == 0
 
     @property
     def num_new_tokens(self) -> int:

@@ -89,6 +89,18 @@ class RowLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     positions: list[list[TokenLogprob]]
 
 
+class RowHidden(msgspec.Struct, frozen=True, array_like=True):
+    """Hidden states of a row's part of a prompt, for its embedding.
+
+    Attributes:
+        row: Its index among the batch's slots.
+        total: (N,) float32, little-endian: the sum of the states that the embedding pools.
+    """
+
+    row: int
+    total: bytes
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """Result of one step.
 
@@ -106,6 +118,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
         prompt_logprobs: Those of prompt tokens, of the rows that ask for them and compute a part of
             their prompt: for each computed token those of the next one, if that is in the prompt.
             The first part begins with the prompt's first token, which has none.
+        hidden: Of the rows that ask for embeddings and compute states that these pool.
     """
 
     token_ids: list[int]
@@ -117,6 +130,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[RowLogprobs] = []
     prepare_s: float = 0.0
     prompt_logprobs: list[RowLogprobs] = []
+    hidden: list[RowHidden] = []
 
     @property
     def device_s(self) -> float:

@@ -39,6 +39,7 @@ ROUND = SamplingParams(
     logprob_token_ids=(6, 7), truncate_prompt_tokens=4, truncation_side="right",
     skip_reading_prefix_cache=True, structured_outputs=StructuredOutputs(json={"type": "object"}),
     reasoning_budget=ReasoningBudget(max_tokens=3, marks=ReasoningMarks(end_token_ids=(4,))),
+    pooling="mean",
 )  # fmt: skip
 
 

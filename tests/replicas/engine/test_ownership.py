@@ -22,6 +22,7 @@ WRITERS = {
     "num_preemptions": "request_table",
     "order": "request_table",
     "phase": "sequence",
+    "pooled": "scheduler",
     "prompt_logprobs": "scheduler",
     "stop_ids": "scheduler",
     "token_ids": "scheduler",
