@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cluster.edge.anthropic.api import MessagesApi
+from cluster.edge.embeddings import EmbeddingsApi, RerankApi
 from cluster.edge.openai_apis import ChatCompletionsApi, CompletionsApi
 from cluster.edge.route_table import ROUTES
 from cluster.edge.tokens_api import TokensApi
@@ -12,7 +13,14 @@ from cluster.edge.tokens_api import TokensApi
 if TYPE_CHECKING:
     from cluster.edge.api import Api
 
-APIS: tuple[type[Api], ...] = (CompletionsApi, ChatCompletionsApi, MessagesApi, TokensApi)
+APIS: tuple[type[Api], ...] = (
+    CompletionsApi,
+    ChatCompletionsApi,
+    MessagesApi,
+    TokensApi,
+    EmbeddingsApi,
+    RerankApi,
+)
 """Every generating API; `cluster.edge.route_table` has a route of each one's name."""
 
 _PATHS = {spec.name: spec.path for spec in ROUTES}

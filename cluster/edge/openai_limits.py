@@ -101,8 +101,8 @@ def check_sizes(body: Mapping[str, Any], limits: BodyLimits) -> None:
     )
     longest = None if is_truncated else limits
     for name, value in body.items():
-        if name == "prompt":
-            _check_prompt(value, longest)
+        if name == "prompt" or (name == "input" and _holds_prompts(value)):
+            _check_prompt(name, value, longest)
         elif name == "messages":
             _check_messages(value, longest)
         elif name == "system":
@@ -138,13 +138,18 @@ def prompt_too_long(
     )
 
 
-def _check_prompt(value: object, limits: BodyLimits | None) -> None:
+def _holds_prompts(value: object) -> bool:
+    """Return whether a value may be prompts; the input of another API can be objects."""
+    return not (isinstance(value, list) and value and isinstance(value[0], dict))
+
+
+def _check_prompt(name: str, value: object, limits: BodyLimits | None) -> None:
     if limits is None:
         return
     if isinstance(value, list) and value and isinstance(value[0], (str, list)):
-        prompts = [(f"prompt[{i}]", one) for i, one in enumerate(value)]
+        prompts = [(f"{name}[{i}]", one) for i, one in enumerate(value)]
     else:
-        prompts = [("prompt", value)]
+        prompts = [(name, value)]
     for path, prompt in prompts:
         if isinstance(prompt, str):
             _check_text(len(prompt), limits, path)

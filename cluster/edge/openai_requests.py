@@ -69,6 +69,7 @@ _SAMPLING_FIELDS = (
     "temperature", "top_p", "top_k", "seed", "stop", "ignore_eos", "skip_special_tokens",
     "include_stop_str_in_output", "n", "logprobs", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "min_p", "min_tokens", "logit_bias", "prompt_logprobs",
+    "pooling",
 )  # fmt: skip
 _SAMPLING_LISTS = ("allowed_token_ids", "logprob_token_ids")
 _RESPONSE_FIELDS = (
@@ -218,7 +219,8 @@ def parse_completion(body: Mapping[str, Any]) -> ParsedRequest:
     best_of = values.pop("best_of", 1)
     if best_of not in {1, values.get("n", 1)}:
         raise bad_field("best_of", f"is {best_of}, but can only be 1 or n; ask for more choices")
-    [prompt, *more_prompts] = _prompts(values["prompt"], values.get("add_special_tokens", True))
+    add_special_tokens = values.get("add_special_tokens", True)
+    [prompt, *more_prompts] = read_prompts("prompt", values["prompt"], add_special_tokens)
     return ParsedRequest(
         prompt=prompt,
         more_prompts=tuple(more_prompts),
@@ -657,14 +659,18 @@ def _response_options(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _prompts(value: object, add_special_tokens: bool) -> list[TextPrompt | TokenPrompt]:
-    """Check the prompts of a completion: text, token ids, or a list of either."""
+def read_prompts(path: str, value: object, add_special_tokens: bool) -> list[Prompt]:
+    """Return the prompts of a field: text, token ids, or a list of either.
+
+    Raises:
+        BadRequestError: There are too many, or one is wrong; `param` is its path.
+    """
     if not (isinstance(value, list) and value and isinstance(value[0], (str, list))):
-        return [_prompt(value, "prompt", add_special_tokens)]
+        return [_prompt(value, path, add_special_tokens)]
     if len(value) > MAX_PROMPTS:
         text = f"has {len(value)} prompts, but may have at most {MAX_PROMPTS}; send more requests"
-        raise bad_field("prompt", text)
-    return [_prompt(one, f"prompt[{i}]", add_special_tokens) for i, one in enumerate(value)]
+        raise bad_field(path, text)
+    return [_prompt(one, f"{path}[{i}]", add_special_tokens) for i, one in enumerate(value)]
 
 
 def _prompt(value: object, path: str, add_special_tokens: bool) -> TextPrompt | TokenPrompt:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from cluster import errors
 from cluster.edge.anthropic.answers import OVERLOADED
 from cluster.edge.anthropic.fields import COUNT_TOKENS_FIELDS, MESSAGES_FIELDS
+from cluster.edge.embedding_fields import EMBEDDING_FIELDS, RERANK_FIELDS
 from cluster.edge.fields import FieldTable, Support
 from cluster.edge.json_bodies import IGNORED_FIELDS_HEADER
 from cluster.edge.openai_fields import (
@@ -122,6 +123,12 @@ OPERATIONS: dict[str, Operation] = {
     "delete_response": Operation("Forget a stored response", "DeletedResponse", errors=(404,)),
     "cancel_response": Operation(
         "Not offered: a stored response is finished", "Error", errors=(404,)
+    ),
+    "embeddings": Operation(
+        "Return the embeddings of texts", "Embeddings", EMBEDDING_FIELDS, errors=(404, 503)
+    ),
+    "rerank": Operation(
+        "Order texts by their similarity to a query", "Ranking", RERANK_FIELDS, errors=(404, 503)
     ),
     "models": Operation("List the served models", "Models"),
     "model": Operation("Show a served model", "Model", errors=(404,)),

@@ -195,6 +195,34 @@ SCHEMAS: dict[str, JsonSchema] = {
     "DeletedResponse": _object(
         {"id": _STRING, "object": {"const": "response"}, "deleted": {"const": True}}
     ),
+    "PromptUsage": _object({"prompt_tokens": _INTEGER, "total_tokens": _INTEGER}),
+    "Embedding": _object(
+        {
+            "object": {"const": "embedding"},
+            "index": _INTEGER,
+            "embedding": {"anyOf": [_array({"type": "number"}), _STRING]},
+        }
+    ),
+    "Embeddings": _object(
+        {
+            **_HEAD,
+            "object": {"const": "list"},
+            "data": _array(ref("Embedding")),
+            "usage": ref("PromptUsage"),
+        }
+    ),
+    "RankedText": _object(
+        {"index": _INTEGER, "relevance_score": {"type": "number"}},
+        {"document": _object({"text": _STRING})},
+    ),
+    "Ranking": _object(
+        {
+            "id": _STRING,
+            "model": _STRING,
+            "results": _array(ref("RankedText")),
+            "usage": ref("PromptUsage"),
+        }
+    ),
     "Model": _object(
         {
             "id": _STRING,

@@ -68,6 +68,8 @@ ROUTES = (
     RouteSpec("response", "/v1/responses/{response_id}"),
     RouteSpec("delete_response", "/v1/responses/{response_id}", "DELETE"),
     RouteSpec("cancel_response", "/v1/responses/{response_id}/cancel", "POST"),
+    _post("embeddings", "/v1/embeddings"),
+    _post("rerank", "/v1/rerank"),
     RouteSpec("models", "/v1/models"),
     RouteSpec("model", "/v1/models/{model_id:path}"),
     _post("tokenize", "/tokenize"),

@@ -110,6 +110,12 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         {"messages": [USER, {"role": "assistant", "content": "A"}], "echo": True,
          "continue_final_message": True, "add_generation_prompt": False},
     ],
+    "embeddings": [
+        {"input": "hi", "encoding_format": "base64", "pooling": "mean"},
+        {"input": ["hi", "you"], "truncate_prompt_tokens": 2},
+        {"input": [[1, 2], [3]]},
+    ],
+    "rerank": [{"query": "hi", "documents": ["a", "b"], "top_n": 1, "return_documents": False}],
     "tokenize": [{"prompt": "hi", "return_token_strs": True}, {"messages": [USER]}],
     "detokenize": [{"tokens": [1, 2, 3]}],
 }  # fmt: skip

@@ -1,6 +1,7 @@
 """A `Backend` without engines: byte tokens, an echo of the prompt, or a script."""
 
 import asyncio
+import struct
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
@@ -92,6 +93,7 @@ class FakeBackend:
         processor = OutputProcessor(self.tokenizer, request, frozenset())
         sampling = request.sampling
         echo = request.prompt_token_ids[: sampling.max_tokens]
+        embedding = None if sampling.pooling is None else struct.pack("<2f", 0.6, 0.8)
         for i, token_id in enumerate(echo):
             reason = "length" if i + 1 == len(echo) else None
             logprobs = None if sampling.logprobs is None else [likely(token_id, sampling.logprobs)]
@@ -102,7 +104,7 @@ class FakeBackend:
             for choice in range(sampling.n):
                 output = TokenOutput(
                     request.request_id, i, [token_id], reason, choice=choice, logprobs=logprobs,
-                    prompt_logprobs=of_prompt,
+                    prompt_logprobs=of_prompt, embedding=embedding,
                 )  # fmt: skip
                 if replay is not None:
                     replay.check_next(output)
