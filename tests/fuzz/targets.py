@@ -228,7 +228,11 @@ def resume():
         if events and "error" in events[-1]:
             return "differs", len(events)
         whole = wholes[index]
-        assert whole[len(whole) - len(events) :] == events
+        if given.endswith(".end"):
+            # A client that claims to have the end goes without it.
+            assert all(event in whole for event in events)
+        else:
+            assert whole[len(whole) - len(events) :] == events
         return "continued", len(events)
 
     return read
