@@ -311,7 +311,8 @@ def _tools(values: Mapping[str, Any], names: dict[str, str]) -> dict[str, Any]:
 
 def _tool(body: Mapping[str, Any], index: int, names: dict[str, str]) -> dict[str, Any]:
     path = f"tools[{index}]"
-    if (kind := body.get("type")) not in {None, "custom"}:
+    kind = body.get("type")
+    if isinstance(kind, str) and kind != "custom":
         text = f"is {shown(kind)}, a tool of Anthropic's that is not offered here"
         raise bad_field(f"{path}.type", f"{text}; describe your own by name and input_schema")
     tool = read_fields(body, TOOL_FIELDS, f"{path}.")

@@ -214,6 +214,7 @@ WRONG = [
      "messages[1].content[1].name", "must have"),
     ({"messages": [USER, assistant(CALL)]}, "messages[1]", "no text"),
     ({"system": [{"type": "image"}]}, "system[0].type", '"image"'),
+    ({"tools": [{"type": ["custom"], "name": "f"}]}, "tools[0].type", "must be"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
      "tools[0].type", "not offered here"),
     ({"tools": [{"name": "a"}]}, "tools[0].input_schema", "is required"),
