@@ -16,14 +16,16 @@ class MessageReader:
 
     Args:
         spec: Options of the answer.
+        holds_calls: Whether a call is given only once it is complete, and one that is cut or
+            malformed never, because the answer cannot mark it as such.
 
     Attributes:
         has_reasoned: Whether there was reasoning so far.
     """
 
-    def __init__(self, spec: ResponseSpec) -> None:
+    def __init__(self, spec: ResponseSpec, *, holds_calls: bool) -> None:
         self._parser = None if spec.new_parser is None else spec.new_parser()
-        if self._parser is not None and not spec.stream:
+        if self._parser is not None and holds_calls:
             self._parser.hold_calls()
         self._has_reasoning = spec.include_reasoning
         self._num_before = 0

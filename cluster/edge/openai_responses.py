@@ -219,7 +219,7 @@ def whole_body(
         all_text = "".join(delta.text for delta in kept)
         has_calls = False
         if isinstance(shape, ChatShape) and spec.new_parser is not None:
-            reader = MessageReader(spec)
+            reader = MessageReader(spec, holds_calls=True)
             text = _whole_message(shape, spec, reader, kept)
             has_calls = reader.has_calls
             num_reasoning = (num_reasoning or 0) + reader.num_reasoning_tokens
@@ -315,7 +315,7 @@ class ChunkWriter:
         if isinstance(shape, ChatShape) and spec.new_parser is not None:
             self._is_plain = False
             for choice in self._choices:
-                choice.message = _StreamedMessage(shape, MessageReader(spec))
+                choice.message = _StreamedMessage(shape, MessageReader(spec, holds_calls=True))
         counts = {"usage": None} if spec.include_usage else {}
         self._plain_end = _end({"logprobs": None, "finish_reason": None}, counts)
 

@@ -50,7 +50,7 @@ def whole_message(spec: ResponseSpec, deltas: list[OutputDelta], usage: Usage) -
         InternalError: The generation has not finished.
         NotReadyError: It was aborted.
     """
-    reader, message = MessageReader(spec), MessageDelta()
+    reader, message = MessageReader(spec, holds_calls=True), MessageDelta()
     for delta in deltas:
         message.extend(reader.read(delta))
     end = _end(deltas[-1] if deltas else None, has_calls=reader.has_calls)
@@ -71,7 +71,7 @@ class MessageWriter:
     def __init__(self, num_prompt_tokens: int, spec: ResponseSpec) -> None:
         self._num_prompt_tokens = num_prompt_tokens
         self._spec = spec
-        self._reader = MessageReader(spec)
+        self._reader = MessageReader(spec, holds_calls=False)
         self._blocks = BlockWriter()
         self._is_started = False
         self._last: OutputDelta | None = None

@@ -70,7 +70,7 @@ class ResponseBuilder:
         self._request = request
         self._spec = spec
         self._options: ResponseOptions = spec.own
-        self._reader = MessageReader(spec)
+        self._reader = MessageReader(spec, holds_calls=not spec.stream)
         self._output = OutputItems(self._options.response_id.removeprefix("resp_"))
         # Of tokens whose text no piece has had yet.
         self._logprobs: list[list[TokenLogprob]] = []

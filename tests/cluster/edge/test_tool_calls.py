@@ -137,26 +137,21 @@ def calls_of(text, reason="stop", **fields):
     return [entry for [entry] in filter(None, entries)], *joined(events)
 
 
-def test_a_call_is_streamed_in_pieces():
-    [start, *rest], message, reason = calls_of(CALL)
-    assert start.pop("id").startswith("call_")
-    function = {"name": "weather", "arguments": "{"}
-    assert start == {"index": 0, "type": "function", "function": function}
-    assert rest[0] == {"index": 0, "function": {"arguments": '"'}}
-    assert len(rest) > 10
+def test_a_call_is_streamed_once_it_is_complete():
+    [entry], message, reason = calls_of(CALL)
+    assert entry.pop("id").startswith("call_")
+    assert entry == {"index": 0, "type": "function", "function": FUNCTION}
     assert (message["tool_calls"], reason) == ([FUNCTION], "tool_calls")
 
 
 @pytest.mark.parametrize(
-    ("text", "end", "reason", "content"),
-    [(CALL[:-20], "length", "length", ""), (CALL.replace("}}", "]"), "stop", "stop", "]")],
+    ("text", "reason", "content"),
+    [(CALL[:-20], "length", ""), (CALL.replace("}}", "]"), "stop", CALL.replace("}}", "]"))],
 )
-def test_a_streamed_call_without_end_cannot_be_decoded(text, end, reason, content):
-    _, message, found = calls_of(f"{CALL}\n{text}", end)
-    assert message["tool_calls"][0] == FUNCTION
-    assert message["tool_calls"][1]["arguments"] in ('{"city": "', '{"city": "Bern"')
-    _, message, found = calls_of(text, end)
-    assert (found, message["content"].partition("\n")[0]) == (reason, content)
+def test_a_stream_has_no_call_that_is_cut_or_malformed(text, reason, content):
+    assert calls_of(f"{CALL}\n{text}", reason)[1]["tool_calls"] == [FUNCTION]
+    entries, message, found = calls_of(text, reason)
+    assert (entries, found, message["content"]) == ([], reason, content)
 
 
 @pytest.mark.parametrize("size", [5, 1000])
