@@ -111,6 +111,7 @@ def test_a_wrong_missing_or_malformed_key_gets_one_answer(api_keys, headers):
         (f"1: {{keys: ['{LINE}']}}", "name has 1 to 128"),
         (f"'a b': {{keys: ['{LINE}']}}", "name has 1 to 128"),
     ],
+    ids=range(11),  # each process has other keys
 )
 def test_a_bad_file_is_refused_and_its_keys_are_not_shown(text, part):
     with pytest.raises(ClusterConfigError) as caught:
