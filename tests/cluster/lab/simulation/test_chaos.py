@@ -77,6 +77,7 @@ def test_everything_that_may_happen_does(sweep):
         "ok", "aborted", "BadRequestError", "NotReadyError", "QueueTimeoutError",
         "ReplicaLostError", "SaturatedError", "OverloadedError",
         "ingress_lost",
+        "InternalError",  # of rows that get no token
     }  # fmt: skip
 
 
