@@ -868,7 +868,8 @@ def test_a_cluster_is_paused_if_every_replica_is(paused, expected):
 def test_debug_slots_returns_the_backends_view():
     client = call(FakeBackend(), "GET", "/debug/slots", headers=OPERATOR)
     assert client.status == 200
-    assert client.body == {"num_queued": 3, "num_awaiting_admission": 1, "replicas": []}
+    expected = {"num_queued": 3, "num_awaiting_admission": 1, "replicas": [], "num_ingresses": 1}
+    assert client.body == expected
 
 
 def test_a_request_that_is_not_known_has_no_route():
