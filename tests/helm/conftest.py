@@ -15,6 +15,8 @@ ANY_DIGEST = "sha256:" + 64 * "0"
 OPTIONAL = [
     "--set", "networkPolicy.clients[0].podSelector.matchLabels.app=chat",
     "--set", "monitoring.podMonitor.enabled=true,monitoring.serviceMonitor.enabled=true",
+    "--set", "secrets.existingApiKeys=tenants,tests.apiKey.secretName=tester",
+    "--set", "monitoring.serviceMonitor.apiKey.secretName=scraper",
     "--set", "monitoring.rules.enabled=true,monitoring.dashboards.enabled=true",
     "--set", "gcsFaultTolerance.enabled=true,autoscaling.enabled=true",
     "--set", "ingress.enabled=true,ingress.host=llm.example.org,ingress.tlsSecretName=tls",

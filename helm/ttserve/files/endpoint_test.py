@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from http import HTTPStatus
 
 _TRANSFERS = re.compile(r"^ttserve_kv_transfers_total\{([^}]*)\} (\S+)$", re.MULTILINE)
 
@@ -20,10 +21,12 @@ class Endpoint:
         url: Where it is.
         operations_url: Where its operations listener is, which has the metrics.
         timeout_s: How long it has for everything.
+        api_key: Key to send, or "".
     """
 
-    def __init__(self, url: str, operations_url: str, timeout_s: float) -> None:
+    def __init__(self, url: str, operations_url: str, timeout_s: float, api_key: str = "") -> None:
         self._url = url
+        self._authorization = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._operations_url = operations_url
         self._deadline_s = time.monotonic() + timeout_s
 
@@ -55,12 +58,16 @@ class Endpoint:
 
     def _try(self, url: str, body: object) -> tuple[str | None, object]:
         data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json"} | self._authorization
         request = urllib.request.Request(url, data, headers)
         try:
             with urllib.request.urlopen(request, timeout=60) as reply:
                 return reply.read().decode(), None
         except urllib.error.HTTPError as error:
+            if error.code == HTTPStatus.UNAUTHORIZED:
+                sys.exit(
+                    f"{url} wants an API key: set tests.apiKey.secretName to a Secret with one"
+                )
             return None, error.read().decode()
         except OSError as error:
             return None, error
@@ -69,7 +76,10 @@ class Endpoint:
 def main() -> None:
     """Health, models, one stream, and one request that crosses from prefill to decode."""
     endpoint = Endpoint(
-        os.environ["URL"], os.environ["OPERATIONS_URL"], float(os.environ["TIMEOUT_S"])
+        os.environ["URL"],
+        os.environ["OPERATIONS_URL"],
+        float(os.environ["TIMEOUT_S"]),
+        os.environ.get("API_KEY", ""),
     )
     endpoint.ask("/health")
     print("health: ok")

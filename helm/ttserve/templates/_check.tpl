@@ -10,6 +10,7 @@
 {{- include "ttserve.checkPorts" . }}
 {{- include "ttserve.checkUpgrade" . }}
 {{- include "ttserve.checkKeys" . }}
+{{- include "ttserve.checkApiKeys" . }}
 {{- include "ttserve.checkClients" . }}
 {{- include "ttserve.checkEnvironment" (dict "where" "extraEnv" "environment" .Values.extraEnv) }}
 {{- include "ttserve.checkEnvironment" (dict "where" "workerDefaults.extraEnv" "environment" .Values.workerDefaults.extraEnv) }}
@@ -174,5 +175,22 @@
   {{- if not .Values.secrets.existingKeys }}
     {{- fail (printf "secrets.keysName is %s, and the Secret %s that would have it is not there: a first install makes the key `keys`" .Values.secrets.keysName $name) }}
   {{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "ttserve.checkApiKeys" -}}
+{{- $given := dig "ingress" "api_keys" "" (fromYaml (include "ttserve.args" .)) }}
+{{- $secret := .Values.secrets.existingApiKeys }}
+{{- if and $given $secret }}
+  {{- fail (printf "secrets.existingApiKeys is %s and the served file has args.ingress.api_keys %s: give one of them" $secret $given) }}
+{{- end }}
+{{- with .Values.monitoring.serviceMonitor }}
+  {{- if and .enabled (include "ttserve.hasApiKeys" $) (not .apiKey.secretName) }}
+    {{- fail "monitoring.serviceMonitor.enabled is true, and with API keys /metrics answers 401 to scrapes without one: set monitoring.serviceMonitor.apiKey.secretName" }}
+  {{- end }}
+{{- end }}
+{{- $found := lookup "v1" "Secret" .Release.Namespace (default "-" $secret) }}
+{{- if and $secret $found (not (hasKey (default (dict) $found.data) .Values.secrets.apiKeysName)) }}
+  {{- fail (printf "Secret %s has no key %s (secrets.apiKeysName), it has %s" $secret .Values.secrets.apiKeysName (keys (default (dict) $found.data) | sortAlpha | join ", ")) }}
 {{- end }}
 {{- end }}

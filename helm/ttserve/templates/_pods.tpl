@@ -59,8 +59,9 @@ seccompProfile:
 {{- toYaml (mergeOverwrite $own (deepCopy (default (dict) .resources))) }}
 {{- end }}
 
-{{/* Volumes of every pod of Ray: (dict "root" $ "sizes" (dict "shmSize" … "tmpSize" … "homeSize" …)). /run/ttserve is
-   a volume of the image: HAProxy's folder must belong to user 1000 alone, and an emptyDir belongs to root. */}}
+{{/* Volumes of a pod of Ray: (dict "root" $ "sizes" (dict "shmSize" … "tmpSize" … "homeSize" …) "isIngress" true).
+   /run/ttserve is a volume of the image: HAProxy's folder must belong to user 1000 alone, and an emptyDir belongs to
+   root. */}}
 {{- define "ttserve.volumes" -}}
 - name: tmp
   emptyDir: {sizeLimit: {{ .sizes.tmpSize }}}
@@ -72,17 +73,29 @@ seccompProfile:
   secret:
     secretName: {{ include "ttserve.keysSecret" .root }}
     defaultMode: 0440
+{{- if and .isIngress .root.Values.secrets.existingApiKeys }}
+- name: api-keys
+  secret:
+    secretName: {{ .root.Values.secrets.existingApiKeys }}
+    defaultMode: 0440
+    items: [{key: {{ .root.Values.secrets.apiKeysName | quote }}, path: {{ .root.Values.secrets.apiKeysName | quote }}}]
+{{- end }}
 {{- with .root.Values.extraVolumes }}
 {{ toYaml . }}
 {{- end }}
 {{- end }}
 
+{{/* Mounts of a pod of Ray: (dict "root" $ "isIngress" true). API keys are a folder, because a file that is mounted by
+   `subPath` does not follow its Secret. */}}
 {{- define "ttserve.volumeMounts" -}}
 - {name: tmp, mountPath: /tmp}
 - {name: home, mountPath: /tmp/home}
 - {name: shm, mountPath: /dev/shm}
 - {name: keys, mountPath: /run/secrets/ttserve, readOnly: true}
-{{- with .Values.extraVolumeMounts }}
+{{- if and .isIngress .root.Values.secrets.existingApiKeys }}
+- {name: api-keys, mountPath: {{ include "ttserve.apiKeysFolder" . }}, readOnly: true}
+{{- end }}
+{{- with .root.Values.extraVolumeMounts }}
 {{ toYaml . }}
 {{- end }}
 {{- end }}
@@ -132,6 +145,10 @@ topologySpreadConstraints:
 {{- printf "%s" (toJson $resources | quote) }}
 {{- end }}
 
+{{- define "ttserve.apiKeysFolder" -}}
+/run/secrets/ttserve-api-keys
+{{- end }}
+
 {{/* Folder of compiled kernels and converted weights in pods with boards. */}}
 {{- define "ttserve.cacheFolder" -}}
 /var/cache/ttserve
@@ -176,9 +193,9 @@ spec:
       securityContext:
         {{- include "ttserve.containerSecurity" . | nindent 8 }}
       volumeMounts:
-        {{- include "ttserve.volumeMounts" . | nindent 8 }}
+        {{- include "ttserve.volumeMounts" (dict "root" . "isIngress" false) | nindent 8 }}
   volumes:
-    {{- include "ttserve.volumes" (dict "root" . "sizes" .Values.head) | nindent 4 }}
+    {{- include "ttserve.volumes" (dict "root" . "sizes" .Values.head "isIngress" false) | nindent 4 }}
   {{- include "ttserve.scheduling" .Values.head | nindent 2 }}
 {{- end }}
 
@@ -191,6 +208,7 @@ spec:
 {{- $leave := add 60 (include "ttserve.drainSeconds" .root) (ternary 120 10 $hasBoards) }}
 {{- $cache := .root.Values.device.cache }}
 {{- $sizes := list .group.tmpSize .group.homeSize }}
+{{- $isIngress := has "ingress" .group.roles }}
 {{- if and $hasBoards (not (or $cache.hostPath $cache.claim)) }}
   {{- $sizes = append $sizes $cache.sizeLimit }}
 {{- end }}
@@ -199,7 +217,7 @@ metadata:
     {{- include "ttserve.podLabels" .root | nindent 4 }}
     app.kubernetes.io/component: worker
     ttserve.io/group: {{ .name }}
-    {{- if has "ingress" .group.roles }}
+    {{- if $isIngress }}
     ttserve.io/ingress: "true"
     {{- end }}
   {{- with merge (dict) .group.annotations .root.Values.commonAnnotations }}
@@ -281,7 +299,7 @@ spec:
         {{- include "ttserve.containerSecurity" .root | nindent 8 }}
         {{- end }}
       volumeMounts:
-        {{- include "ttserve.volumeMounts" .root | nindent 8 }}
+        {{- include "ttserve.volumeMounts" (dict "root" .root "isIngress" $isIngress) | nindent 8 }}
         {{- if and $hasBoards (eq $mode "hostPath") }}
         - {name: boards, mountPath: /dev/tenstorrent}
         {{- end }}
@@ -293,7 +311,7 @@ spec:
         - {name: cache, mountPath: {{ include "ttserve.cacheFolder" . }}}
         {{- end }}
   volumes:
-    {{- include "ttserve.volumes" (dict "root" .root "sizes" .group) | nindent 4 }}
+    {{- include "ttserve.volumes" (dict "root" .root "sizes" .group "isIngress" $isIngress) | nindent 4 }}
     {{- if and $hasBoards (eq $mode "hostPath") }}
     - name: boards
       hostPath: {path: /dev/tenstorrent, type: Directory}

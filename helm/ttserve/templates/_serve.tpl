@@ -132,6 +132,11 @@
 {{- int64 (dig "ingress" "max_body_bytes" $defaults.max_body_bytes (fromYaml (include "ttserve.args" .))) }}
 {{- end }}
 
+{{/* "true" if requests need an API key. */}}
+{{- define "ttserve.hasApiKeys" -}}
+{{- if or .Values.secrets.existingApiKeys (dig "ingress" "api_keys" "" (fromYaml (include "ttserve.args" .))) }}true{{ end }}
+{{- end }}
+
 {{/* Number of ingresses: that of the file, but at least one for each ingress pod. A pod without
    a replica has no proxy, and is never ready. */}}
 {{- define "ttserve.ingressReplicas" -}}
@@ -196,6 +201,9 @@
 {{- $share := include "ttserve.share" (dict "root" . "role" "ingress" "replicas" $replicas "devices" 0) | float64 }}
 {{- $resources := merge (dict (include "ttserve.roleResource" "ingress") $share) (default (dict) $ingress.resources) }}
 {{- $_ := set $args "ingress" (mergeOverwrite $ingress (dict "resources" $resources "replicas" $replicas)) }}
+{{- if .Values.secrets.existingApiKeys }}
+  {{- $_ := set $args.ingress "api_keys" (printf "%s/%s" (include "ttserve.apiKeysFolder" .) .Values.secrets.apiKeysName) }}
+{{- end }}
 {{- $_ := set $args "data_host" "node" }}
 {{- $_ := set $args "key_file" (printf "/run/secrets/ttserve/%s" .Values.secrets.keysName) }}
 {{- $_ := set $file "applications" (list (mergeOverwrite $application (dict "args" $args))) }}
