@@ -88,12 +88,17 @@ def environment(
         str | None,
         typer.Option(help="Networks of gateways whose X-Forwarded-For to trust, comma-separated."),
     ] = None,
+    certificate: Annotated[
+        str | None,
+        typer.Option(help="PEM file with certificate and key: the public port speaks TLS alone."),
+    ] = None,
 ) -> None:
     """Print the variables and umask that `ray start` needs on each host, for the shell's `eval`."""
     import shlex
 
     from cluster.config.environment import process_environment
     from cluster.config.front import (
+        CERTIFICATE_VARIABLE,
         OPERATIONS_VARIABLE,
         TRUSTED_PROXIES_VARIABLE,
         FrontSettings,
@@ -104,10 +109,16 @@ def environment(
     from cluster.lifecycle.ray_token import require_private_token
     from cluster.lifecycle.supervisor import private_folder
 
-    given = {OPERATIONS_VARIABLE: operations or "", TRUSTED_PROXIES_VARIABLE: trusted_proxies or ""}
+    given = {
+        OPERATIONS_VARIABLE: operations or "",
+        TRUSTED_PROXIES_VARIABLE: trusted_proxies or "",
+        CERTIFICATE_VARIABLE: certificate or "",
+    }
+    script = haproxy.find_script()
     try:
-        FrontSettings.read(given)
+        FrontSettings.read(given).require_haproxy(script is not None)
     except ClusterConfigError as error:
+        typer.echo("false")
         _fail(str(error), _BAD_CONFIG)
     try:
         require_private_token(process_environment())
@@ -115,7 +126,6 @@ def environment(
         # The shell ignores the exit code of a command in `eval "$(...)"`; `false` sets its own.
         typer.echo("false")
         _fail(str(error), _FAILED)
-    script = haproxy.find_script()
     if script is None:
         typer.echo("ttserve: HAProxy not found; Ray Serve's own, slower proxy is used", err=True)
     folder = private_folder()

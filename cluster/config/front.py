@@ -21,9 +21,12 @@ HAPROXY_VARIABLE = "RAY_SERVE_ENABLE_HA_PROXY"
 """Serve's own variable: "1" if HAProxy is in front of the ingresses."""
 OPERATIONS_VARIABLE = "TTSERVE_OPERATIONS_BIND"
 TRUSTED_PROXIES_VARIABLE = "TTSERVE_TRUSTED_PROXIES"
+CERTIFICATE_VARIABLE = "TTSERVE_TLS_CERTIFICATE"
 
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.*-]*):(?P<port>\d{1,5})")
 _LARGEST_PORT = 65535
+# No character with a meaning in HAProxy's configuration.
+_PATH = re.compile(r"/[A-Za-z0-9._/+=@-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +38,15 @@ class FrontSettings:
             port + 1.
         trusted_proxies: Addresses and networks of proxies whose `X-Forwarded-For` is believed, and
             whose connections are not limited like those of one client.
+        certificate: PEM file with a certificate, its chain and its private key. With it the public
+            listener speaks TLS alone; None: plain HTTP.
         proof: Value that proves to ingresses that a request came through HAProxy, see
             `front_proof`.
     """
 
     operations_bind: str | None = None
     trusted_proxies: tuple[str, ...] = ()
+    certificate: str | None = None
     proof: str = field(default="", repr=False)
 
     @classmethod
@@ -58,7 +64,29 @@ class FrontSettings:
                     f"{OPERATIONS_VARIABLE} must be ADDRESS:PORT, like 0.0.0.0:8001; got {bind!r}"
                 )
         proxies = environment.get(TRUSTED_PROXIES_VARIABLE, "").replace(",", " ").split()
-        return cls(bind, tuple(map(_network, proxies)), front_proof(environment))
+        certificate = environment.get(CERTIFICATE_VARIABLE) or None
+        if certificate is not None and not _PATH.fullmatch(certificate):
+            raise ClusterConfigError(
+                f"{CERTIFICATE_VARIABLE} must be an absolute path of letters, digits and ._+=@-/; "
+                f"got {certificate!r}"
+            )
+        return cls(bind, tuple(map(_network, proxies)), certificate, front_proof(environment))
+
+    def public_url(self, url: str) -> str:
+        """Return the URL of the public listener, given the one that it has without TLS."""
+        return url if self.certificate is None else "https" + url.removeprefix("http")
+
+    def require_haproxy(self, has_haproxy: bool) -> None:
+        """Refuse a certificate without HAProxy: Serve's own proxy would speak plain HTTP.
+
+        Raises:
+            ClusterConfigError: There is a certificate and no HAProxy.
+        """
+        if self.certificate is not None and not has_haproxy:
+            raise ClusterConfigError(
+                f"{CERTIFICATE_VARIABLE} needs HAProxy, which is not available here; install "
+                "ray[serve] on Linux, or unset it and end TLS at a gateway"
+            )
 
     def operations_address(self, public_port: int) -> str:
         """Return address and port of the operations listener that belongs to a public port."""

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import shutil
+import ssl
 import sys
 import threading
 import time
@@ -66,6 +67,7 @@ def main() -> int:
         _require_local(file)
         config = resolve(file.args)
         application = bind(file.args, config)
+        front = FrontSettings.read(process_environment())
     except ClusterConfigError as error:
         say(f"{options.config}: {error}")
         return 2
@@ -78,8 +80,8 @@ def main() -> int:
             return 1
         try:
             _deploy(file, application)
-            if _wait_until_running(file, stop):
-                _announce(file, config.served_model_name, options.has_haproxy)
+            if _wait_until_running(file, front, stop):
+                _announce(file, config.served_model_name, front, options.has_haproxy)
                 stop.wait()
             return 0
         except DeploymentFailedError as error:
@@ -165,7 +167,7 @@ def _deploy(file: ServeFile, application: serve.Application) -> None:
     )
 
 
-def _wait_until_running(file: ServeFile, stop: threading.Event) -> bool:
+def _wait_until_running(file: ServeFile, front: FrontSettings, stop: threading.Event) -> bool:
     """Wait until every deployment is healthy and the endpoint answers.
 
     Returns:
@@ -187,7 +189,7 @@ def _wait_until_running(file: ServeFile, stop: threading.Event) -> bool:
         if progress != shown or now_s - noted_s > _WAIT_NOTE_S:
             say(f"[{now_s - started_s:4.0f} s] {progress}")
             shown, noted_s = progress, now_s
-        if application.status == "RUNNING" and _is_healthy(file):
+        if application.status == "RUNNING" and _is_healthy(front.public_url(file.url)):
             return True
     return False
 
@@ -211,18 +213,20 @@ def _reasons(application: ApplicationStatusOverview) -> str:
     return "\n".join(["The application did not start:", *lines])
 
 
-def _is_healthy(file: ServeFile) -> bool:
+def _is_healthy(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{file.url}/health", timeout=2) as reply:
+        # The certificate is for the endpoint's public name, and this asks by address.
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        with urllib.request.urlopen(f"{url}/health", timeout=2, context=context) as reply:
             return bool(reply.status == 200)
     except OSError:
         return False
 
 
-def _announce(file: ServeFile, model: str, has_haproxy: bool) -> None:
-    url = operations = file.url
+def _announce(file: ServeFile, model: str, front: FrontSettings, has_haproxy: bool) -> None:
+    url = operations = front.public_url(file.url)
     if has_haproxy:
-        front = FrontSettings.read(process_environment())
         operations = f"http://{front.operations_address(file.http_options.port)}"
     else:
         say("HAProxy is not available here: Serve's own proxy answers, which is slower.")

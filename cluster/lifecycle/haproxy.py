@@ -9,6 +9,8 @@ Listeners:
 - The public listener has the address of `http_options`. Serve binds the two administration
   listeners (metrics and statistics) to every interface; here they are bound to loopback. They get
   few connections, because all listeners share one limit.
+- With a certificate the public listener speaks TLS 1.2 or later alone. The other listeners stay
+  plain: they are on loopback, or on a network of operators.
 - A second frontend, `operations`, leads to the same ingresses. Its default address is 127.0.0.1 at
   the public port + 1. A header marks its requests, and the application decides by route which of
   them it answers (`cluster.edge.route_table`): HAProxy cannot know every spelling of a path.
@@ -61,7 +63,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.config.environment import process_environment
-from cluster.config.front import HAPROXY_VARIABLE, FrontSettings, is_loopback
+from cluster.config.front import (
+    CERTIFICATE_VARIABLE,
+    HAPROXY_VARIABLE,
+    FrontSettings,
+    is_loopback,
+)
 from cluster.edge.headers import (
     BOUND_HEADER,
     INTERNAL_HEADERS,
@@ -73,7 +80,7 @@ from cluster.edge.headers import (
 )
 from cluster.edge.route_table import KNOWN_METHODS, REPEATABLE_PATHS, SAFE_METHODS
 from cluster.errors import ClusterConfigError
-from cluster.lifecycle.private_files import UnsafeFileError, require_private
+from cluster.lifecycle.private_files import UnsafeFileError, require_private, require_secret
 from cluster.lifecycle.ray_token import require_private_token
 
 SCRIPT_NAME = "ttserve-haproxy"
@@ -234,7 +241,7 @@ def protect(config: str, files: ErrorFiles, front: FrontSettings) -> str:
     Args:
         config: HAProxy's configuration as Serve wrote it.
         files: Responses that HAProxy sends itself.
-        front: Has the trusted proxies.
+        front: Has the trusted proxies and the certificate.
 
     Returns:
         The configuration to run; unchanged if it is already protected.
@@ -252,13 +259,21 @@ def protect(config: str, files: ErrorFiles, front: FrontSettings) -> str:
         if socket:
             result.append(f"{socket['head']} mode 600{socket['rest']}")
         elif bind and section in {_PUBLIC, _OPERATIONS} and not bind["rest"].endswith(" proto h1"):
-            result.append(f"{line} proto h1")
+            tls = _tls(front) if section == _PUBLIC else ""
+            result.append(f"{line}{tls} proto h1")
         elif keep_alive:
             result.append(f"{keep_alive['head']} {KEEP_ALIVE_S}s")
         elif line.strip() not in ours and not _REPLACED.match(line):
             result.append(line)
         result += [f"    {more}" for more in added.get(line.strip(), ())]
     return "\n".join(result) + "\n"
+
+
+def _tls(front: FrontSettings) -> str:
+    """Return the options of a listener that speaks TLS; "" without a certificate."""
+    if front.certificate is None:
+        return ""
+    return f" ssl crt {front.certificate} alpn http/1.1 ssl-min-ver TLSv1.2"
 
 
 def _added(config: str, files: ErrorFiles, front: FrontSettings) -> dict[str, list[str]]:
@@ -484,12 +499,29 @@ def _warn(config: str) -> None:
         sys.stderr.flush()
 
 
+def require_certificate(path: str) -> None:
+    """Refuse a file with a private key that another user could read, change or replace.
+
+    Raises:
+        ClusterConfigError: That is so, or the file cannot be read.
+    """
+    try:
+        require_secret(Path(path), "`chmod 600` it", ": they could impersonate the endpoint. ")
+    except UnsafeFileError as error:
+        raise ClusterConfigError(f"{CERTIFICATE_VARIABLE}: {error}") from error
+    except OSError as error:
+        raise ClusterConfigError(f"{CERTIFICATE_VARIABLE}: {path}: {error.strerror}") from error
+
+
 def prepare(path: Path, front: FrontSettings) -> None:
     """Rewrite a configuration of Serve's, and write HAProxy's own responses beside it.
 
     Raises:
         UnsafeFileError: Another user could change it, or a file that it names.
+        ClusterConfigError: The certificate is absent, or another user could read or change it.
     """
+    if front.certificate is not None:
+        require_certificate(front.certificate)
     files = ErrorFiles.beside(path)
     for file in (path, Path(files.unavailable), Path(files.timeout), Path(files.method)):
         require_private(file)

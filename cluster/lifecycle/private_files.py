@@ -53,7 +53,7 @@ def require_private(path: Path) -> None:
         raise UnsafeFileError(f"{path} can be written by other users{_HAPROXY}")
 
 
-def require_secret(path: Path, advice: str = "") -> None:
+def require_secret(path: Path, advice: str = "", consequence: str = _SECRET) -> None:
     """Refuse a file that another user could read, change or replace.
 
     The conditions are those of `require_private`, except that the file may be a link and may belong
@@ -62,12 +62,13 @@ def require_secret(path: Path, advice: str = "") -> None:
     Args:
         path: The file.
         advice: Advice to append to the error message.
+        consequence: What another user could do with the content, for the same.
 
     Raises:
         UnsafeFileError: A condition is not met; names the file or folder, and says why.
         OSError: The file does not exist, or this user cannot access it.
     """
-    advice = _SECRET + advice
+    advice = consequence + advice
     path = Path(os.path.abspath(path))
     _require_folders(path, advice)
     path = path.resolve()

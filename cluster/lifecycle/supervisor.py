@@ -122,6 +122,9 @@ def serve(options: ServeOptions, host: str, port: int, api_key: str = "") -> int
     """
     script = haproxy.find_script()
     front = FrontSettings.read(process_environment())
+    front.require_haproxy(script is not None)
+    if front.certificate is not None:
+        haproxy.require_certificate(front.certificate)
     require_free_port(host, port)
     if script is not None:
         operations_host, _, operations_port = front.operations_address(port).rpartition(":")

@@ -21,7 +21,7 @@
 
 {{/* KubeRay leaves a RAY_AUTH_MODE that a pod has: `disabled` would let every pod that reaches Ray run any program. */}}
 {{- define "ttserve.checkEnvironment" -}}
-{{- $owned := dict "RAY_AUTH_MODE" "Ray always asks for its token" "RAY_AUTH_TOKEN" "use secrets.existingRayToken" "RAY_AUTH_TOKEN_PATH" "use secrets.existingRayToken" "TTSERVE_OPERATIONS_BIND" "the chart opens port 8001" "TTSERVE_TRUSTED_PROXIES" "use trustedProxies" }}
+{{- $owned := dict "RAY_AUTH_MODE" "Ray always asks for its token" "RAY_AUTH_TOKEN" "use secrets.existingRayToken" "RAY_AUTH_TOKEN_PATH" "use secrets.existingRayToken" "TTSERVE_OPERATIONS_BIND" "the chart opens port 8001" "TTSERVE_TRUSTED_PROXIES" "use trustedProxies" "TTSERVE_TLS_CERTIFICATE" "probes speak HTTP; end TLS at the Ingress or Gateway" }}
 {{- range $variable := .environment }}
   {{- with get $owned $variable.name }}
     {{- fail (printf "%s must not have %s: %s" $.where $variable.name .) }}

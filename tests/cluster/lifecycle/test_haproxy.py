@@ -1,6 +1,8 @@
 """The configuration that Serve wrote, as `ttserve-haproxy` runs it."""
 
 import json
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -104,6 +106,8 @@ def test_a_header_marks_a_loopback_listener(public, is_told):
         ("TTSERVE_OPERATIONS_BIND", "0.0.0.0:1\n  bind :2"),
         ("TTSERVE_TRUSTED_PROXIES", "10.0.0.1/8"),
         ("TTSERVE_TRUSTED_PROXIES", "gateway.example"),
+        ("TTSERVE_TLS_CERTIFICATE", "tls.pem"),
+        ("TTSERVE_TLS_CERTIFICATE", "/tls.pem verify none"),
     ],
 )
 def test_invalid_settings_are_refused_by_name(variable, value):
@@ -117,6 +121,53 @@ def test_settings_are_read_from_the_environment():
     )
     assert read == FrontSettings("[::]:81", ("10.0.0.0/8", "192.168.1.5/32"))
     assert FrontSettings.read({}) == FrontSettings()
+
+
+def test_with_a_certificate_the_public_listener_speaks_tls_alone():
+    sections = run_of("10.0.0.5:443", certificate="/etc/tls.pem", operations_bind="10.0.0.5:8001")
+    binds = {
+        name: line for name, lines in sections.items() for line in lines if line.startswith("bind")
+    }
+    assert binds == {
+        "frontend prometheus": "bind 127.0.0.1:9101",
+        "frontend http_frontend": "bind 10.0.0.5:443 ssl crt /etc/tls.pem alpn http/1.1"
+        " ssl-min-ver TLSv1.2 proto h1",
+        "frontend operations": "bind 10.0.0.5:8001 proto h1",
+        "listen stats": "bind 127.0.0.1:8404",
+    }
+
+
+def test_the_urls_scheme_is_that_of_the_public_listener():
+    url = "http://127.0.0.1:8000"
+    assert FrontSettings().public_url(url) == url
+    assert FrontSettings(certificate="/tls.pem").public_url(url) == "https://127.0.0.1:8000"
+
+
+def test_a_certificate_needs_haproxy():
+    front = FrontSettings(certificate="/etc/tls.pem")
+    front.require_haproxy(True)
+    FrontSettings().require_haproxy(False)
+    with pytest.raises(ClusterConfigError, match="TTSERVE_TLS_CERTIFICATE needs HAProxy"):
+        front.require_haproxy(False)
+
+
+@pytest.fixture
+def open_folder():
+    """A folder that other users may enter; those of pytest are closed."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+def test_a_private_key_that_others_can_read_is_refused(open_folder):
+    path = open_folder / "tls.pem"
+    with pytest.raises(ClusterConfigError, match="No such file"):
+        haproxy.require_certificate(str(path))
+    path.touch(0o600)
+    haproxy.require_certificate(str(path))
+    path.chmod(0o644)
+    with pytest.raises(ClusterConfigError, match=r"used by other users.*chmod 600"):
+        haproxy.require_certificate(str(path))
 
 
 def test_rewriting_twice_changes_nothing_more():

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import socket
+import ssl
 import stat
 import subprocess
 import tempfile
@@ -506,6 +507,44 @@ def test_cleartext_http_2_is_refused(config, shared):
         status, _ = answer(client)
     assert status == 400
     assert app.seen == []
+
+
+def make_certificate(folder):
+    """Make a certificate of localhost, with its key in one file."""
+    certificate, key, both = (str(folder / name) for name in ("c.pem", "k.pem", "tls.pem"))
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
+         "-nodes", "-days", "1", "-subj", "/CN=localhost", "-addext",
+         "subjectAltName=DNS:localhost", "-out", certificate, "-keyout", key],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    Path(both).touch(0o600)
+    Path(both).write_text(Path(certificate).read_text() + Path(key).read_text())
+    return both
+
+
+@pytest.mark.skipif(not shutil.which("openssl"), reason="no openssl to make a certificate")
+def test_with_a_certificate_the_public_port_speaks_tls_and_the_operations_port_does_not(
+    config, shared, tmp_path
+):
+    path = make_certificate(tmp_path)
+    variables = {"TTSERVE_TLS_CERTIFICATE": path}
+    context = ssl.create_default_context(cafile=path)
+    context.set_alpn_protocols(["h2", "http/1.1"])
+    with world(config, shared, make_app(), variables=variables) as front:
+        with (
+            contextlib.closing(connect(front.port)) as plain,
+            context.wrap_socket(plain, server_hostname="localhost") as client,
+        ):
+            client.sendall(request_bytes(HI))
+            assert answer(client)[0] == 200
+            assert client.selected_alpn_protocol() == "http/1.1"
+            assert client.version() in {"TLSv1.2", "TLSv1.3"}
+        with contextlib.closing(connect(front.port)) as plain:
+            plain.sendall(request_bytes(HI))
+            # HAProxy answers with an alert of TLS, or nothing.
+            assert not plain.recv(65536).startswith(b"HTTP")
+        assert get(front.operations_port, "/health") == 200
 
 
 def test_unknown_methods_become_no_metric_labels(config, shared):
