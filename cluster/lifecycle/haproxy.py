@@ -44,8 +44,8 @@ Answers:
 
 - While its host leaves (`ttserve leave`), /health returns 503 and all other requests are served.
   Serve itself reports this at /-/healthz only.
-- HAProxy's own errors have OpenAI's form. While no ingress is known they are a 503, not Serve's
-  404, which clients would take as final.
+- HAProxy's own errors have a form that is OpenAI's and Anthropic's. While no ingress is known they
+  are a 503, not Serve's 404, which clients would take as final.
 
 The rest of the file stays as Serve wrote it.
 """
@@ -355,7 +355,7 @@ def files_of(config: str) -> list[Path]:
 
 
 def error_response() -> bytes:
-    """Return the response while no ingress replica can be reached: a 503 in OpenAI's form."""
+    """Return the response while no ingress replica can be reached: a 503."""
     return _response(
         "503 Service Unavailable",
         "No ingress replica is ready; try again in a few seconds.",
@@ -366,7 +366,7 @@ def error_response() -> bytes:
 
 
 def timeout_response() -> bytes:
-    """Return the response to a request that was too slow: a 408 in OpenAI's form."""
+    """Return the response to a request that was too slow: a 408."""
     return _response(
         "408 Request Timeout",
         f"The request was not complete within {REQUEST_TIMEOUT_S} s; send it without pauses.",
@@ -376,7 +376,7 @@ def timeout_response() -> bytes:
 
 
 def method_response() -> bytes:
-    """Return the response to a method that no route has: a 405 in OpenAI's form."""
+    """Return the response to a method that no route has: a 405."""
     methods = ", ".join(KNOWN_METHODS)
     return _response(
         "405 Method Not Allowed",
@@ -389,7 +389,8 @@ def method_response() -> bytes:
 
 def _response(status: str, message: str, kind: str, code: str, headers: str = "") -> bytes:
     error = {"message": message, "type": kind, "param": None, "code": code}
-    body = json.dumps({"error": error}).encode()
+    # HAProxy has one file per status for all paths. The outer `type` makes it Anthropic's form too.
+    body = json.dumps({"type": "error", "error": error}).encode()
     head = (
         f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\n{headers}"
         f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"

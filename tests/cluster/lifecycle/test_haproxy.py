@@ -194,9 +194,10 @@ def test_requests_are_not_spliced_and_responses_are_left_alone():
     assert "option splice-response\n" in run
 
 
-def test_own_error_is_a_503_that_openai_clients_understand():
+def test_own_error_is_a_503_that_clients_of_openai_and_anthropic_understand():
     head, _, body = haproxy.error_response().partition(b"\r\n\r\n")
     lines = head.decode().split("\r\n")
     assert lines[0] == "HTTP/1.1 503 Service Unavailable"
     assert f"Content-Length: {len(body)}" in lines
-    assert json.loads(body)["error"]["code"] == "not_ready"
+    error = json.loads(body)
+    assert (error["type"], error["error"]["code"]) == ("error", "not_ready")
