@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.edge.route_table import ROUTES
 from cluster.errors import ServingError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -69,6 +70,12 @@ def test_a_document_names_what_is_there(document):
 )
 def test_what_is_not_there_is_found(text, wrong):
     assert list(missing(text, ROOT / "docs")) == wrong
+
+
+def test_the_readme_lists_every_route():
+    readme = re.sub(r"\{\w+\}", "{}", (ROOT / "README.md").read_text())
+    paths = {re.sub(r"\{[\w:]+\}", "{}", route.path) for route in ROUTES}
+    assert {path for path in paths if f"`{path}`" not in readme} == set()
 
 
 def kinds_of(error):
