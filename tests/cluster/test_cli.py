@@ -90,6 +90,19 @@ def test_environment_refuses_a_readable_token_and_fails_in_eval(run, monkeypatch
         shutil.rmtree(folder)
 
 
+@pytest.mark.parametrize(
+    ("script", "certificate", "reason"),
+    [("/ttserve-haproxy", "tls.pem", "absolute path"), (None, "/tls.pem", "needs HAProxy")],
+)
+def test_environment_refuses_a_certificate_that_would_not_act(
+    run, monkeypatch, script, certificate, reason
+):
+    monkeypatch.setattr(haproxy, "find_script", lambda: script)
+    result = run("environment", "--certificate", certificate)
+    assert (result.exit_code, result.stdout) == (2, "false\n")
+    assert reason in result.stderr
+
+
 def test_validate_names_every_bad_file_and_its_key(run, tmp_path):
     one, two = tmp_path / "one.yaml", tmp_path / "two.yaml"
     one.write_text(GOOD.format(model="/no/such/folder"))
