@@ -1,4 +1,4 @@
-"""Each field of a sequence is written by one module of the engine.
+"""Each field of a sequence is written by one module of the packages that see sequences.
 
 Read from the syntax trees: assignments to an attribute of a name, and calls that change its list.
 """
@@ -8,8 +8,12 @@ from collections import defaultdict
 from dataclasses import fields
 from pathlib import Path
 
-from replicas.engine import sequence
+import replicas.engine
+import replicas.engine_process
+import replicas.sampling
 from replicas.engine.sequence import KVLoad, KVPlace, Sequence
+
+PACKAGES = (replicas.engine, replicas.engine_process, replicas.sampling)
 
 WRITERS = {
     "handle": "requests",
@@ -34,6 +38,13 @@ OTHERS = {"self", "columns", "batch"}
 CHANGES = {"append", "extend", "insert", "pop", "remove", "clear", "update", "setdefault"}
 
 
+def modules():
+    """Yield the stem and the tree of each module of the packages."""
+    for package in PACKAGES:
+        for path in Path(package.__file__).parent.rglob("*.py"):
+            yield path.stem, ast.parse(path.read_text())
+
+
 def written(tree):
     """Return the attributes that a module assigns or changes, of objects other than `OTHERS`."""
     for node in ast.walk(tree):
@@ -55,19 +66,18 @@ def written(tree):
 def test_each_field_of_a_sequence_has_the_writer_that_is_named_here():
     names = {field.name for field in (*fields(Sequence), *fields(KVPlace), *fields(KVLoad))}
     found = defaultdict(set)
-    for path in Path(sequence.__file__).parent.rglob("*.py"):
-        for name in written(ast.parse(path.read_text())):
-            if name in names:
-                found[name].add(path.stem)
+    for module, tree in modules():
+        for name in names.intersection(written(tree)):
+            found[name].add(module)
     assert found == {name: {module} for name, module in WRITERS.items()}
 
 
 def test_a_phase_changes_in_the_request_table_alone():
     callers = set()
-    for path in Path(sequence.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for module, tree in modules():
+        for node in ast.walk(tree):
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("transition"):
-                callers.add(path.stem)
+                callers.add(module)
     assert callers == {"request_table"}
 
 
