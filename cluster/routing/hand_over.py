@@ -135,7 +135,8 @@ class HandOver:
         if isinstance(event, KVLoaded):
             self.hear_of_kv(event)
             return
-        if isinstance(event, TokenOutput) and event.finish_reason != "error":
+        # An engine that is paused may drop a successor ("abort"), which is a kind of refusal.
+        if isinstance(event, TokenOutput) and event.finish_reason not in {"error", "abort"}:
             if stream.quiet is None:
                 self._give_up()
                 return

@@ -66,6 +66,7 @@ if TYPE_CHECKING:
         AddRequest,
         ClientMessage,
         EngineEvent,
+        FinishReason,
         RequestMode,
     )
     from replicas.streams import EngineStream, Inbox, News
@@ -94,6 +95,18 @@ class DecodeLeftError(Exception):
     def __init__(self, reason: str, why: str) -> None:
         super().__init__(why)
         self.reason = reason
+
+
+class ReservationEndedError(Exception):
+    """The decode engine ended a reservation that had not been activated, as a pause may.
+
+    Args:
+        reason: The finish reason of its choices.
+    """
+
+    def __init__(self, reason: FinishReason) -> None:
+        super().__init__(reason)
+        self.reason: FinishReason = reason
 
 
 class EngineClient(Protocol):
@@ -199,6 +212,11 @@ class Leg:
     def has_answered(self) -> bool:
         """Whether the engine has answered."""
         return self.state is not LegState.ASKED
+
+    @property
+    def is_reserved(self) -> bool:
+        """Whether the engine has reserved a slot and waits for the activation."""
+        return self.mode == "decode" and self.state is LegState.OPEN
 
     def keep(self, event: EngineEvent) -> None:
         """Keep an event until it is waited for; any event from prefill counts as its answer."""
@@ -349,6 +367,7 @@ class Legs:
             EngineDeadError: The wanted prefill engine died.
             EngineLateError: The wanted prefill engine did not answer in time.
             EngineStalledError: The wanted prefill engine stalls.
+            ReservationEndedError: The decode engine dropped the request before its activation.
             ServingError: An engine gave the request up.
         """
         if wanted.early:
@@ -369,12 +388,10 @@ class Legs:
                 self._lose(leg, wanted, event)
             elif isinstance(event, EngineStalledError | EngineLeavingError | EngineQuietError):
                 self._check_away(leg, wanted)
-            elif isinstance(event, TokenOutput) and event.finish_reason == "error":
-                is_waiting = leg is self.decode and wanted is self.prefill
-                raise self._failure(event, is_waiting=is_waiting)
-            elif leg is wanted:
-                return event
             else:
+                self._check_given_up(leg, wanted, event)
+                if leg is wanted:
+                    return event
                 leg.keep(event)
 
     def check_lost(self, most: int) -> None:
@@ -424,11 +441,24 @@ class Legs:
         elif isinstance(event, EngineLateError) and leg.state is LegState.ASKED:
             self._pools.failed(leg.incarnation, asyncio.get_running_loop().time())
 
-    def _failure(self, event: TokenOutput, *, is_waiting: bool) -> ServingError:
-        """Return the client's error for a request that an engine gave up; see `_error`."""
-        if event.error == LAPSED:
-            self._metrics.lapses.inc()
-        return _error(event.error or "the engine ended the request", is_waiting=is_waiting)
+    def _check_given_up(self, leg: Leg, wanted: Leg, event: EngineEvent) -> None:
+        """Raise at once if an engine gave the request up, whichever leg is waited for.
+
+        Raises:
+            ReservationEndedError: The engine dropped it before its activation.
+            ServingError: It ended with an error.
+        """
+        if not isinstance(event, TokenOutput) or event.finish_reason is None:
+            return
+        if event.finish_reason == "error":
+            if event.error == LAPSED:
+                self._metrics.lapses.inc()
+            is_waiting = leg is self.decode and wanted is self.prefill
+            text = event.error or "the engine ended the request"
+            raise _error(text, is_waiting=is_waiting)
+        if leg.is_reserved:
+            # Nothing would read the prompt that is computed meanwhile.
+            raise ReservationEndedError(event.finish_reason)
 
     def _lose(self, leg: Leg, wanted: Leg, error: EngineDeadError | EngineLateError) -> None:
         """Give up a leg whose engine died or did not answer in time.

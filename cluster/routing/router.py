@@ -36,7 +36,14 @@ from cluster.routing.demand import Demand
 from cluster.routing.explain import Routes
 from cluster.routing.forecast import Lengths
 from cluster.routing.hand_over import HandOver
-from cluster.routing.leg import DecodeLeftError, DecodeLostError, Leg, Legs, LegState
+from cluster.routing.leg import (
+    DecodeLeftError,
+    DecodeLostError,
+    Leg,
+    Legs,
+    LegState,
+    ReservationEndedError,
+)
 from cluster.routing.lending import Lending
 from cluster.routing.progress import Progress
 from cluster.routing.prompt import Prompt
@@ -59,7 +66,7 @@ if TYPE_CHECKING:
     from cluster.routing.progress import Seam
     from cluster.routing.slot_queue import Waiter
     from cluster.routing.tickets import TicketOffice
-    from replicas.messages import EngineRequest, RequestMode
+    from replicas.messages import EngineRequest, FinishReason, RequestMode
 
     Emit = Callable[[TokenOutput], Awaitable[bool]]
     """Receives an output. Returns whether more of its choice is wanted: False once that has ended,
@@ -413,12 +420,24 @@ class Run:
             self._leave_decode("lost", error)
             self._legs.check_lost(self._router.config.max_attempts)
             return False
+        except ReservationEndedError as error:
+            await self._end_unfinished(error.reason)
         except ServingError as error:
             seam = self.progress.seam
             if seam is None or self._legs.decode is not None:
                 raise
             raise _not_continued(seam, error) from error
         return True
+
+    async def _end_unfinished(self, reason: FinishReason) -> None:
+        """Pass on the end of each choice that has none, after the tokens that the client has.
+
+        The request has not finished normally: `close` aborts it, and learns nothing from it.
+        """
+        request_id = self._request.request_id
+        for choice, tokens in enumerate(self.progress.tokens):
+            if choice not in self.progress.ended:
+                await self._emit(TokenOutput(request_id, len(tokens), [], reason, choice=choice))
 
     def _leave_decode(self, reason: str, error: Exception) -> None:
         """Drop the decode engine, and a transfer that only it could fetch."""

@@ -101,11 +101,9 @@ class ProtocolMonitor:
         # By engine and request, the number of aborted attempts that it has not answered yet. It
         # answers in order.
         self._unanswered: Counter[tuple[str, str]] = Counter()
-        # When engines last ended requests with an error. The router may be about to read that.
-        self._failed_s: dict[tuple[str, str], float] = {}
-        # Engines that a pause made drop a request. The router may wait for other engines first, and
-        # learns of the end when it reads what the engine has sent.
-        self._dropped: dict[str, set[str]] = {}
+        # When engines last gave requests up, by an error or in a pause. The router may be about to
+        # read that.
+        self._given_up_s: dict[tuple[str, str], float] = {}
         # Engines that hand over, according to the snapshots of this ingress.
         self._leaving: set[str] = set()
         # For each request whose KV is lent, the epoch of that transfer.
@@ -132,7 +130,7 @@ class ProtocolMonitor:
         """See `Recorder.sent`."""
         self._recorder.sent(host, message, is_stalled=is_stalled)
         self._waits.sent(host, message)
-        if isinstance(message, LendKV | LoadKV | Activate) and self._has_ended(host, message):
+        if isinstance(message, LendKV | LoadKV | Activate) and self._is_given_up(host, message):
             return
         match message:
             case AddRequest():
@@ -212,13 +210,12 @@ class ProtocolMonitor:
     def _output_arrived(self, host: VirtualHost, output: TokenOutput) -> None:
         if output.token_ids and self._is_asked(host, output):
             self.failures.succeeded(host.incarnation)
+        if output.finish_reason in {"error", "abort"}:
+            self._given_up_s[host.incarnation, output.request_id] = self._loop.time()
         if output.finish_reason == "error":
             # An error ends all choices.
-            self._failed_s[host.incarnation, output.request_id] = self._loop.time()
             self._end(host, output.request_id)
         elif output.finish_reason is not None:
-            if output.finish_reason == "abort":
-                self._dropped.setdefault(output.request_id, set()).add(host.incarnation)
             self._end_choice(host, output.request_id, output.choice)
 
     def snapshot_received(self, host: VirtualHost, snapshot: EngineSnapshot) -> None:
@@ -268,7 +265,6 @@ class ProtocolMonitor:
         self._lent.pop(request_id, None)
         asked = self._asked.pop(request_id, {})
         self._first_asked_s.pop(request_id, None)
-        self._dropped.pop(request_id, None)
         left = {a.host.incarnation: a.mode for a in asked.values()}
         assert not left, f"{request_id} has ended, but these engines were not aborted: {left}"
 
@@ -328,15 +324,10 @@ class ProtocolMonitor:
         assert asked.mode == "decode", f"{request_id} on {host.incarnation}: {asked.mode}"
         return asked
 
-    def _has_ended(self, host: VirtualHost, message: LendKV | LoadKV | Activate) -> bool:
-        """Return whether an engine has ended the request, and the router may not have read it.
-
-        An error has arrived at this instant, or a pause made the engine drop the request.
-        """
-        if host.incarnation in self._dropped.get(message.request_id, ()):
-            return True
-        failed_s = self._failed_s.get((host.incarnation, message.request_id))
-        return failed_s == self._loop.time()
+    def _is_given_up(self, host: VirtualHost, message: LendKV | LoadKV | Activate) -> bool:
+        """Return whether the news that an engine gave the request up arrived at this instant."""
+        given_up_s = self._given_up_s.get((host.incarnation, message.request_id))
+        return given_up_s == self._loop.time()
 
     def _end_choice(self, host: VirtualHost, request_id: str, choice: int) -> None:
         """Record that an engine has ended a choice, or was asked to drop it; it may be the last."""

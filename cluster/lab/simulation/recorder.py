@@ -114,7 +114,8 @@ class Recorder:
             # An engine may give tokens of a choice before it learns that it was ended elsewhere.
             return False
         num_tokens = len(choice.times_s)
-        # A reserved sequence that a pause ends knows none of the tokens of the prefill engine.
+        # A reserved sequence that a pause ends while its activation is under way knows none of the
+        # tokens of the prefill engine.
         is_cut = output.finish_reason == "abort" and not output.token_ids
         assert output.index == num_tokens or is_cut, f"{entry.request_id}: {output}"
         if step_times_s is None:

@@ -187,3 +187,15 @@ async def test_a_stream_stays_when_its_successor_dies_while_fetching():
         await asyncio.wait_for(stream.reader, 10)
         assert stream.tokens == [5, 6]
         assert not stream.lender.received(Abort)
+
+
+async def test_a_stream_stays_when_its_successor_drops_it():
+    async with a_stream() as stream:
+        await stream.lend()
+        await stream.heir.send(TokenOutput(stream.request_id, 1, [], "abort"))
+        await until(lambda: stream.heir.received(Abort), "it is left")
+        await stream.heir.send(snapshot=stream.heir.snapshot(1))
+        await until(lambda: len(stream.heir.received(AddRequest)) == 2, "asked for another slot")
+        await stream.lender.send(TokenOutput(stream.request_id, 1, [6], "length"))
+        await asyncio.wait_for(stream.reader, 10)
+        assert stream.tokens == [5, 6]

@@ -17,6 +17,7 @@ from tests.cluster.engines import (
     accepts,
     prefills,
     refusing,
+    sampling,
     scripted,
     silent,
     until,
@@ -122,3 +123,25 @@ async def test_prefill_engine_that_is_late_while_the_decode_engine_stalls_costs_
         await until(lambda: decode.received(Activate), "it may start")
         await decode.send(TokenOutput(request_id(decode), 0, [6], "length"))
         assert await asyncio.wait_for(task, 5) == [6]
+
+
+@pytest.mark.parametrize("num_choices", [1, 2])
+async def test_reservation_that_its_engine_drops_ends_the_request_before_its_prompt(num_choices):
+    engines = ("prefill", "p", silent), ("decode", "d", silent)
+    async with scripted(*engines) as (made, prefill, decode):
+        request = made.request(PROMPT, sampling(n=num_choices))
+        task = asyncio.ensure_future(outputs_of(made, request))
+        await accept(decode)
+        await until(lambda: decode.received(LoadKV), "its prompt is waited for")
+        await decode.send(TokenOutput(request.request_id, 0, [], "abort"))
+        outputs = await asyncio.wait_for(task, 5)
+        assert [(o.choice, o.index, o.token_ids, o.finish_reason) for o in outputs] == [
+            (choice, 0, [], "abort") for choice in range(num_choices)
+        ]
+        await until(lambda: prefill.received(Abort), "nothing computes the prompt")
+        assert not decode.received(Activate)
+
+
+async def outputs_of(made, request):
+    """Return all outputs of a request."""
+    return [output async for output in made.generate(request)]
