@@ -30,6 +30,13 @@ def test_the_prompt_is_described_by_choice_0_for_all():
     assert (processor.num_cached_tokens, processor.num_output_tokens) == (1, 3)
 
 
+def test_an_end_from_an_engine_that_knows_no_token_leaves_the_cached_tokens():
+    processor = processor_of(1)
+    processor.take(TokenOutput("r", 0, [7], num_cached_tokens=2))
+    assert processor.take(TokenOutput("r", 0, [], "abort")).finish_reason == "abort"
+    assert (processor.num_cached_tokens, processor.num_output_tokens) == (2, 1)
+
+
 def test_a_choice_ends_by_itself_and_an_error_ends_all():
     processor = processor_of(3)
     processor.take(TokenOutput("r", 0, [7], "length", choice=1))
