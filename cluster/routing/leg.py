@@ -69,6 +69,7 @@ if TYPE_CHECKING:
         FinishReason,
         RequestMode,
     )
+    from replicas.sampling_params import SamplingParams
     from replicas.streams import EngineStream, Inbox, News
 
 
@@ -159,6 +160,7 @@ class Leg:
     Attributes:
         state: Its state.
         mode: The part of the request that runs there.
+        sampling: The request's parameters.
         incarnation: The engine.
         stream: Its events, which also go into the inbox.
         early: Events that came while another leg was waited for.
@@ -183,6 +185,7 @@ class Leg:
     ) -> None:
         self.state = LegState.ASKED
         self.mode = message.mode
+        self.sampling = message.request.sampling
         self.incarnation = placement.incarnation
         self.early: deque[EngineEvent] = deque()
         self.has_tokens = False
@@ -455,7 +458,7 @@ class Legs:
                 self._metrics.lapses.inc()
             is_waiting = leg is self.decode and wanted is self.prefill
             text = event.error or "the engine ended the request"
-            raise _error(text, is_waiting=is_waiting)
+            raise _error(text, leg.sampling, is_waiting=is_waiting)
         if leg.is_reserved:
             # Nothing would read the prompt that is computed meanwhile.
             raise ReservationEndedError(event.finish_reason)
@@ -575,15 +578,16 @@ def _is_own_fault(error: str) -> bool:
     return not is_of_request and not error.startswith((BAD_GRAMMAR, KV_TRANSFER_FAILED))
 
 
-def _error(text: str, *, is_waiting: bool) -> ServingError:
+def _error(text: str, sampling: SamplingParams, *, is_waiting: bool) -> ServingError:
     """Return the client's error for a request that an engine gave up.
 
     Args:
         text: The engine's error.
+        sampling: The request's parameters.
         is_waiting: Whether the leg is a reservation that had not been activated.
     """
     if text == NO_ALLOWED_TOKEN:
-        return BadRequestError(text)
+        return BadRequestError(text, param=_forbidding_field(sampling))
     if text.startswith(BAD_GRAMMAR):
         return BadRequestError(text, param="structured_outputs")
     if text == GRAMMARS_BUSY:
@@ -596,3 +600,14 @@ def _error(text: str, *, is_waiting: bool) -> ServingError:
     if text.startswith(KV_TRANSFER_FAILED):
         return KVTransferFailedError(f"{text}; retry", retry_after_s=RETRY_AFTER_S)
     return InternalError(text)
+
+
+def _forbidding_field(sampling: SamplingParams) -> str | None:
+    """Return the field that forbids every token; None if several could, and so share the blame."""
+    fields = {
+        "structured_outputs": sampling.structured_outputs,
+        "allowed_token_ids": sampling.allowed_token_ids,
+        "bad_words": sampling.bad_words_token_ids,
+    }
+    given = [name for name, value in fields.items() if value]
+    return given[0] if len(given) == 1 else None

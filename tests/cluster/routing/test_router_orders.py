@@ -27,6 +27,7 @@ from replicas.messages import (
     Refused,
     TokenOutput,
 )
+from replicas.sampling_params import StructuredOutputs
 from tests.cluster.engines import (
     KEYS,
     accepts,
@@ -330,15 +331,33 @@ async def test_failed_transfer_releases_prefill_and_the_request_continues():
 
 
 async def test_a_request_that_forbids_every_token_is_its_clients_fault():
-    def forbids(message):
-        if isinstance(message, Activate):
-            return [TokenOutput(message.request_id, 1, [], "error", error=NO_ALLOWED_TOKEN)]
-        return accepts(message)
-
     async with cluster(("prefill", "p", prefills), ("decode", "d", forbids)) as (made, _, _):
         for _ in range(5):
             with pytest.raises(BadRequestError, match="allowed_token_ids"):
                 await tokens(start(made))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"allowed_token_ids": (1,)}, "allowed_token_ids"),
+        ({"bad_words_token_ids": ((1,),)}, "bad_words"),
+        ({"structured_outputs": StructuredOutputs(regex="a")}, "structured_outputs"),
+        ({"structured_outputs": StructuredOutputs(regex="a"), "allowed_token_ids": (1,)}, None),
+    ],
+)
+async def test_the_field_that_forbids_every_token_is_named_if_no_other_could(fields, param):
+    async with cluster(("prefill", "p", prefills), ("decode", "d", forbids)) as (made, _, _):
+        with pytest.raises(BadRequestError, match="no token is allowed") as caught:
+            await made.tokens(PROMPT, sampling(**fields))
+        assert caught.value.param == param
+
+
+def forbids(message):
+    """Answer as a decode engine that finds no allowed token."""
+    if isinstance(message, Activate):
+        return [TokenOutput(message.request_id, 1, [], "error", error=NO_ALLOWED_TOKEN)]
+    return accepts(message)
 
 
 async def test_engine_that_must_not_recompute_ends_the_request_with_its_error():
