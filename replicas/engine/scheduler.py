@@ -186,6 +186,8 @@ class Scheduler:
             return "duplicate"
         if siblings and self._is_queue_full():
             return "queue_full"
+        # Choices that are queued here have no claim to this slot. Routers see them as waiting and
+        # leave slots for them, so they are overtaken only by requests placed with an old snapshot.
         num_needed = self._num_needed(seq.num_tokens)
         place = self._kv.find_place(seq, num_needed)
         if place is None:
