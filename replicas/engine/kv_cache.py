@@ -107,7 +107,7 @@ class KVCacheManager:
         block_multiple: A multiple of this many tokens fills whole blocks in each KV group.
         block_divisor: Only a multiple of this many tokens can fill a block in any KV group.
         stats: Totals of each group, counted by this class and the scheduler; gauges stay 0.
-        left_slots: Slots given back since the last `take_left_slots`.
+        left_slots: Slots given back since the last `pop_left_slots`.
         prefix_feed: Events of the prefix caches.
     """
 
@@ -304,7 +304,7 @@ class KVCacheManager:
             self.left_slots.append(place.slot)
             place.slot = -1
 
-    def take_left_slots(self) -> list[int]:
+    def pop_left_slots(self) -> list[int]:
         """Remove and return the slots that were given back since the last call."""
         left, self.left_slots = self.left_slots, []
         return left

@@ -4,7 +4,7 @@ Owner of the phase of every sequence, on the engine's core thread. A sequence is
 place: queued, waiting for KV, running, or leaving. Running sequences are divided into those that
 compute their prompt and those that *decode*: from its first token here on all but the last token of
 a sequence is computed, and the worker knows it. Decoding rows repeat the same step, so a step only
-examines rows that have reached `Sequence.look_at` or got a token that may end them.
+examines rows that have reached `Sequence.examine_at` or got a token that may end them.
 
 A sequence that has ended is *leaving* while another engine reads or writes its blocks (it is held),
 or while a step under way still writes to them. Its slot is free once that step is over, its blocks

@@ -168,7 +168,7 @@ class Scheduler:
             return "queue_full"
         if self._connector is not None and seq.transfer is not None:
             self._connector.on_new_request(seq.transfer, now_s)
-        self._enter(seq, *siblings)
+        self._queue_sequences(seq, *siblings)
         return None
 
     def reserve(
@@ -193,7 +193,7 @@ class Scheduler:
         if place is None:
             return "no_blocks" if self._kv.has_slot(seq) else "no_slot"
         seq.num_computed_tokens = self._kv.admit(seq, place, num_needed)
-        self._enter(seq, *siblings)
+        self._queue_sequences(seq, *siblings)
         self.loads.reserve(seq, now_s)
         return None
 
@@ -202,7 +202,7 @@ class Scheduler:
         limit = self._config.max_num_waiting
         return limit is not None and len(self.table.queue) >= limit + self._kv.num_empty_slots
 
-    def _enter(self, *sequences: Sequence) -> None:
+    def _queue_sequences(self, *sequences: Sequence) -> None:
         for seq in sequences:
             self.table.add(seq)
             self.preparations.add(seq)
@@ -265,7 +265,7 @@ class Scheduler:
         if reserved is None:
             return None
         reserved.token_ids.extend(first[reserved.num_output_tokens :])
-        self._settle_load(reserved)
+        self._continue_after_load(reserved)
         return reserved if reserved.is_over else None
 
     def kv_ended(
@@ -298,7 +298,7 @@ class Scheduler:
         self._kv.note_loaded(seq, num_new, is_converted=is_converted)
         if failure is not None and has_client and self.loads.try_next_ticket(seq, now_s):
             return None
-        self._settle_load(seq)
+        self._continue_after_load(seq)
         return seq if has_client else None
 
     def release_held(self, request_id: str) -> None:
@@ -364,7 +364,7 @@ class Scheduler:
                 failed.append((seq, error))
         for seq in ended.ready:
             if seq.phase is Phase.RESERVED:
-                self._settle_load(seq)
+                self._continue_after_load(seq)
                 if seq.is_over and seq.load is not None:
                     failed.append((seq, f"{KV_TRANSFER_FAILED}: {seq.load.failure}"))
         return failed
@@ -426,8 +426,8 @@ class Scheduler:
         table = self.table
         if before.sequences or before.max_drafts or before.progress or table.prefill_rows:
             return None
-        looks = (before.decodes.sequences[row] for row in before.looks)
-        ending = {seq for seq in looks if self._ends_by_length(seq)}
+        due = (before.decodes.sequences[row] for row in before.due_rows)
+        ending = {seq for seq in due if self._ends_by_length(seq)}
         if table.queue.sequences:
             has_room = ending or table.outlived or self._kv.num_empty_slots
             if has_room and self._might_admit():
@@ -454,7 +454,7 @@ class Scheduler:
         self._plans.popleft()
         token_ids, counts = result.token_ids, result.counts
         if not plan.sequences:
-            outputs = self._take_decodes(plan, token_ids, counts)
+            outputs = self._append_decoded(plan, token_ids, counts)
             if table.outlived:
                 self._free_outlived()
             if self._draft_control is not None and not failed:
@@ -464,11 +464,11 @@ class Scheduler:
         else:
             num_decodes = len(plan.decodes.sequences)
             num_decoded = sum(counts[:num_decodes]) if counts else num_decodes
-            decoded = self._take_decodes(plan, token_ids[:num_decoded], counts[:num_decodes])
+            decoded = self._append_decoded(plan, token_ids[:num_decoded], counts[:num_decodes])
             if table.outlived:
                 self._free_outlived()
             counts = counts[num_decodes:] or [1] * len(plan.sequences)
-            outputs = self._take_others(plan, decoded, token_ids[num_decoded:], counts)
+            outputs = self._append_prefilled(plan, decoded, token_ids[num_decoded:], counts)
         if result.num_drafts:
             rows = zip([*plan.decodes.sequences, *plan.sequences], result.num_drafts, strict=True)
             self._drafts = {seq: count for seq, count in rows if count}
@@ -477,13 +477,13 @@ class Scheduler:
             logprobs = {planned[found.row]: found.positions for found in result.logprobs}
             outputs = outputs._replace(logprobs=logprobs)
         if result.prompt_logprobs:
-            found = self._take_prompt_logprobs(plan, result.prompt_logprobs)
+            found = self._collect_prompt_logprobs(plan, result.prompt_logprobs)
             outputs = outputs._replace(prompt_logprobs=found)
         if result.hidden:
-            outputs = outputs._replace(embeddings=self._take_hidden(plan, result.hidden))
+            outputs = outputs._replace(embeddings=self._collect_embeddings(plan, result.hidden))
         return outputs._replace(failed=failed) if failed else outputs
 
-    def _take_prompt_logprobs(
+    def _collect_prompt_logprobs(
         self, plan: StepPlan, found: list[RowLogprobs]
     ) -> dict[Sequence, list[list[TokenLogprob]]]:
         """Keep log probabilities of prompts' parts; return those of prompts with a first token."""
@@ -497,7 +497,7 @@ class Scheduler:
                 complete[seq], seq.prompt_logprobs = seq.prompt_logprobs, None
         return complete
 
-    def _take_hidden(self, plan: StepPlan, found: list[RowHidden]) -> dict[Sequence, bytes]:
+    def _collect_embeddings(self, plan: StepPlan, found: list[RowHidden]) -> dict[Sequence, bytes]:
         """Add sums of hidden states; return the embeddings of prompts that are complete.
 
         An embedding has length 1, so the mean of states is the same as their sum.
@@ -574,10 +574,10 @@ class Scheduler:
             return batch
         if with_blocks:
             num_more = self._allocate_passes(plan, max_passes - 1)
-        elif self.table.queue.sequences or plan.appended or plan.looks or plan.decodes.stop_ids:
+        elif self.table.queue.sequences or plan.appended or plan.due_rows or plan.decodes.stop_ids:
             return batch
         else:
-            num_more = min(s.look_at - s.num_computed_tokens for s in sequences)
+            num_more = min(s.examine_at - s.num_computed_tokens for s in sequences)
             num_more = min(num_more, max_passes - 1)
         return self._add_passes(plan, num_more) if num_more > 0 else batch
 
@@ -604,7 +604,7 @@ class Scheduler:
         """Count the progress of further passes, and return the step that makes them."""
         plan.num_passes += num_more
         # A row that filled a block in an earlier pass need not be due in a later one.
-        plan.looks = sorted({*plan.looks, *self._advance(plan.decodes.sequences, num_more)})
+        plan.due_rows = sorted({*plan.due_rows, *self._advance(plan.decodes.sequences, num_more)})
         assert plan.batch is not None
         plan.batch = msgspec.structs.replace(
             plan.batch, num_passes=plan.num_passes, appended_blocks=plan.appended
@@ -627,12 +627,12 @@ class Scheduler:
         plan.num_passes = num_passes
         for seq in plan.decodes.sequences:
             seq.num_computed_tokens -= num_less
-        looks, plan.looks = plan.looks, []
-        for row in looks:
+        due_rows, plan.due_rows = plan.due_rows, []
+        for row in due_rows:
             seq = plan.decodes.sequences[row]
             if seq.is_running:
                 self.table.short.pop(seq, None)
-                self._decode_on(seq)
+                self._continue_decoding(seq)
 
     def _plan_of(self, batch: ScheduledBatch) -> StepPlan:
         assert self._plans, "no step is under way"
@@ -670,6 +670,7 @@ class Scheduler:
             decodes = DecodeRows(plan.kind, left, len(self._kv))
         others = [s for s in table.prefill_rows if plan.fits(s)]
         budget = plan.budget - len(decodes)
+        # This way serves all rows or none; `_advance_in_order` decides which get less.
         if sum(s.num_new_tokens for s in others) > budget:
             return False
         if self._partial_limits and any(s.num_new_tokens > plan.max_chunk for s in others):
@@ -686,6 +687,7 @@ class Scheduler:
     def _advance_in_order(self, plan: StepPlan) -> bool:
         """Schedule running sequences in their order; return whether any was preempted."""
         preempted = False
+        # A copy, because preemption removes rows; `is_running` skips those.
         for seq in list(self.table.rows):
             if not seq.is_running or not plan.fits(seq):
                 continue
@@ -694,6 +696,7 @@ class Scheduler:
                 continue
             needed = self._num_needed(seq.num_computed_tokens + count - 1)
             while not self._grow(plan, [(seq, needed)]):
+                # Blocks belong to a DP group, so only rows of the same group can help.
                 victim = self.table.victim(seq.place.dp_group)
                 plan.drop(victim)
                 self._preempt(victim)
@@ -730,6 +733,7 @@ class Scheduler:
             if admission is _Admission.NOT_YET:
                 continue
             if seq.place.dp_group < 0:
+                # It may go to any group, and none has room: those behind it would starve it.
                 break
             full_groups.add(seq.place.dp_group)
 
@@ -750,6 +754,7 @@ class Scheduler:
         if num_external is None:
             return _Admission.NOT_YET
         if num_external:
+            # It gets slot and blocks now, and no tokens of this step: the KV comes first.
             seq.num_computed_tokens = self._kv.admit(seq, place, num_needed)
             self.table.move(seq, Phase.LOADING)
             self.loads.start(seq, num_external)
@@ -779,6 +784,8 @@ class Scheduler:
             # Choice 0 may have been dropped before.
             return True
         if not self._resumes_prefill:
+            # Such a generator cannot start behind shared blocks, so the choice computes the whole
+            # prompt and need not wait for choice 0 to do so.
             return parent.phase is Phase.RESERVED
         return not (parent.phase is Phase.DECODE or parent.is_over)
 
@@ -826,6 +833,7 @@ class Scheduler:
         ):
             return 0
         stop = start + most
+        # Rounded down, it may be nothing: the sequence then waits for a step with more budget.
         return max(stop - stop % self._chunk_alignment - start, 0)
 
     def _begin(self, plan: StepPlan) -> ScheduledBatch:
@@ -834,10 +842,11 @@ class Scheduler:
         if self._draft_control is not None:
             self._speculate(plan, self._draft_control.limit(len(plan.decodes)))
         if plan.sequences or plan.appended or plan.progress or plan.max_drafts or kv.left_slots:
-            batch = plan.build(kv.take_left_slots())
+            batch = plan.build(kv.pop_left_slots())
             for seq in plan.sequences:
                 seq.is_known_to_runner = True
         else:
+            # The same rows as before: the batch that was built for them is sent again.
             batch = plan.batch = plan.decodes.plain
         if self._tokens_per_pass > 1:
             plan.progress = [self._tokens_per_pass] * len(plan.decodes)
@@ -846,7 +855,7 @@ class Scheduler:
             for seq, count in zip(plan.decodes.sequences, plan.progress, strict=True):
                 seq.num_computed_tokens += count
         else:
-            plan.looks = self._advance(plan.decodes.sequences, 1)
+            plan.due_rows = self._advance(plan.decodes.sequences, 1)
         for seq, count in zip(plan.sequences, plan.counts, strict=True):
             seq.num_computed_tokens += count
         self._plans.append(plan)
@@ -858,6 +867,7 @@ class Scheduler:
         Drafts take what a planned step leaves: tokens of its budget, and free blocks. No sequence
         is preempted for them, and a step with prompts verifies none.
         """
+        # The worker keeps drafts for one step only.
         drafts, self._drafts = self._drafts, {}
         if len(plan.decodes) or any(seq.mode != "prefill" for seq in plan.sequences):
             plan.max_drafts = max_drafts
@@ -877,14 +887,14 @@ class Scheduler:
 
     def _advance(self, sequences: list[Sequence], count: int) -> list[int]:
         """Count tokens of decoding rows, and return the indices of those to examine."""
-        looks = []
+        due_rows = []
         for row, seq in enumerate(sequences):
             seq.num_computed_tokens = num_computed = seq.num_computed_tokens + count
-            if num_computed >= seq.look_at:
-                looks.append(row)
-        for row in looks:
-            self._decode_on(sequences[row])
-        return looks
+            if num_computed >= seq.examine_at:
+                due_rows.append(row)
+        for row in due_rows:
+            self._continue_decoding(sequences[row])
+        return due_rows
 
     # --- results and endings -------------------------------------------------------------------
 
@@ -900,6 +910,7 @@ class Scheduler:
             if not seq.is_running:
                 continue
             if failure.reason == "no_distribution":
+                # NaN may come from its KV, which no other sequence must find in the cache.
                 self._kv.forget_blocks(seq)
                 failed.append((seq, NO_LOGITS))
             else:
@@ -907,9 +918,11 @@ class Scheduler:
             self._finish(seq, "error")
         return tuple(failed)
 
-    def _take_decodes(self, plan: StepPlan, token_ids: list[int], counts: list[int]) -> StepOutputs:
+    def _append_decoded(
+        self, plan: StepPlan, token_ids: list[int], counts: list[int]
+    ) -> StepOutputs:
         """Give decoding rows their tokens, and examine the rows that may end or fill a block."""
-        decodes, sequences, looks = plan.decodes, plan.decodes.sequences, plan.looks
+        decodes, sequences, due_rows = plan.decodes, plan.decodes.sequences, plan.due_rows
         count, stop_ids = plan.num_passes, decodes.stop_ids
         is_stopped = not stop_ids.isdisjoint(token_ids)
         # Without counts every row has one token, however many passes were made.
@@ -917,13 +930,13 @@ class Scheduler:
         if (
             plan.progress
             or not is_even
-            or (count > 1 and (is_stopped or self._passes_an_end(plan)))
+            or (count > 1 and (is_stopped or self._exceeds_an_end(plan)))
         ):
-            return self._take_runs(plan, token_ids, counts)
+            return self._append_runs(plan, token_ids, counts)
         if self.table.outlived:
             # Drop the tokens of sequences that have ended meanwhile.
             rows = [r for r, s in enumerate(sequences) if s.is_running]
-            looks = [i for i, row in enumerate(rows) if row in plan.looks]
+            due_rows = [i for i, row in enumerate(rows) if row in plan.due_rows]
             sequences = [sequences[r] for r in rows]
             token_ids = [t for r in rows for t in token_ids[r * count : (r + 1) * count]]
             decodes = DecodeRows(decodes.plain.kind, sequences, len(self._kv))
@@ -934,28 +947,28 @@ class Scheduler:
             for row, seq in enumerate(sequences):
                 seq.token_ids += token_ids[row * count : (row + 1) * count]
         if is_stopped:
-            looks = sorted({*looks, *(r for r, t in enumerate(token_ids) if t in stop_ids)})
+            due_rows = sorted({*due_rows, *(r for r, t in enumerate(token_ids) if t in stop_ids)})
         for stats, num_rows in zip(self._kv.stats, decodes.num_in, strict=True):
             stats.generation_tokens += count * num_rows
         ends: dict[int, End] = {}
-        for row in looks:
+        for row in due_rows:
             seq = sequences[row]
             end = self._end_rules.reason(seq, token_ids[(row + 1) * count - 1], seq.num_tokens)
             if end is not None:
                 ends[row] = end
-            self._settle(seq, end)
+            self._finish_or_continue(seq, end)
         counts = [] if count == 1 else [count] * len(sequences)
         return StepOutputs(sequences, token_ids, ends, counts)
 
-    def _passes_an_end(self, plan: StepPlan) -> bool:
+    def _exceeds_an_end(self, plan: StepPlan) -> bool:
         """Return whether a step makes more passes than a row has tokens left."""
-        looks = (plan.decodes.sequences[row] for row in plan.looks)
-        return any(s.num_computed_tokens >= self._end_rules.longest(s) for s in looks)
+        due = (plan.decodes.sequences[row] for row in plan.due_rows)
+        return any(s.num_computed_tokens >= self._end_rules.longest(s) for s in due)
 
-    def _take_runs(self, plan: StepPlan, token_ids: list[int], counts: list[int]) -> StepOutputs:
+    def _append_runs(self, plan: StepPlan, token_ids: list[int], counts: list[int]) -> StepOutputs:
         """Give each decoding row its run up to its first end, and undo progress not made."""
         outputs, start = StepOutputs([], [], {}, []), 0
-        sequences, looks, stats = plan.decodes.sequences, set(plan.looks), self._kv.stats
+        sequences, due_rows, stats = plan.decodes.sequences, set(plan.due_rows), self._kv.stats
         # Where a pass touches several positions, a row lacks blocks before it has filled one.
         examines_all = self._kv_tokens_per_pass > 1
         planned = plan.progress or [plan.num_passes] * len(sequences)
@@ -969,9 +982,9 @@ class Scheduler:
                 assert not self._plans, "a step ahead was planned from progress that was not made"
                 seq.num_computed_tokens -= wanted - count
                 self.table.short.pop(seq, None)
-            is_due = row in looks or seq.num_computed_tokens >= seq.look_at
+            is_due = row in due_rows or seq.num_computed_tokens >= seq.examine_at
             if is_due or examines_all or not seq.stop_ids.isdisjoint(run):
-                self._take_run(outputs, seq, run)
+                self._append_run(outputs, seq, run)
                 continue
             # The row neither ends nor fills a block.
             seq.token_ids += run
@@ -981,7 +994,7 @@ class Scheduler:
             stats[seq.place.dp_group].generation_tokens += count
         return outputs
 
-    def _take_others(
+    def _append_prefilled(
         self, plan: StepPlan, decoded: StepOutputs, token_ids: list[int], counts: list[int]
     ) -> StepOutputs:
         """Give rows that did not decode their tokens, behind those of the rows that did."""
@@ -1000,13 +1013,13 @@ class Scheduler:
             if run:
                 # The progress of the first token was planned.
                 seq.num_computed_tokens += count - 1
-                self._take_run(outputs, seq, run)
+                self._append_run(outputs, seq, run)
             else:
                 self._kv.index_full_blocks(seq, seq.num_computed_tokens)
         has_runs = decoded.counts or max(counts) > 1
         return outputs if has_runs else outputs._replace(counts=[])
 
-    def _take_run(self, outputs: StepOutputs, seq: Sequence, run: list[int]) -> None:
+    def _append_run(self, outputs: StepOutputs, seq: Sequence, run: list[int]) -> None:
         """Give a sequence a run up to its first end, and add that to the outputs."""
         run, end = self._end_rules.cut(seq, run)
         stats = self._kv.stats[seq.place.dp_group]
@@ -1019,9 +1032,9 @@ class Scheduler:
         outputs.sequences.append(seq)
         outputs.token_ids.extend(run)
         outputs.counts.append(len(run))
-        self._settle(seq, end)
+        self._finish_or_continue(seq, end)
 
-    def _settle(self, seq: Sequence, end: End | None) -> None:
+    def _finish_or_continue(self, seq: Sequence, end: End | None) -> None:
         """Index a sequence's full blocks after new tokens, then end, hand over or decode it."""
         self._kv.index_full_blocks(seq, seq.num_tokens - 1)
         if end is not None:
@@ -1029,17 +1042,18 @@ class Scheduler:
         elif seq.mode == "prefill":
             self._hand_over(seq)
         else:
-            self._decode_on(seq)
+            self._continue_decoding(seq)
 
-    def _decode_on(self, seq: Sequence) -> None:
+    def _continue_decoding(self, seq: Sequence) -> None:
         """Let a sequence decode, and set when it must be examined next."""
         num_computed = seq.num_computed_tokens
         divisor = self._kv.block_divisor
         block_end = num_computed - num_computed % divisor + divisor
-        seq.look_at = min(block_end, self._end_rules.longest(seq) - 1)
+        seq.examine_at = min(block_end, self._end_rules.longest(seq) - 1)
         if self._num_needed(num_computed) > seq.place.capacity:
             self.table.short[seq] = None
         if seq.phase is Phase.PREFILL:
+            # Once per decoding phase; the set is asked for every token of every step.
             seq.stop_ids = self._end_rules.stop_ids(seq)
             self.table.move(seq, Phase.DECODE)
 
@@ -1058,9 +1072,10 @@ class Scheduler:
 
     # --- from place to place --------------------------------------------------------------------
 
-    def _settle_load(self, seq: Sequence) -> None:
+    def _continue_after_load(self, seq: Sequence) -> None:
         """Run or end a sequence that has waited for KV, if it need not wait longer."""
         if seq in self.preparations.waiting:
+            # `end_preparations` calls again when the grammar is ready.
             return
         match self.loads.verdict(seq):
             case Verdict.RUN:
@@ -1083,6 +1098,7 @@ class Scheduler:
         self._kv.free_slot(seq)
         self._kv.free_blocks(seq)
         seq.num_computed_tokens = 0
+        # The prompt is computed again, and would be counted twice.
         seq.prompt_logprobs = seq.pooled = None
         seq.is_known_to_runner = False
         self._kv.stats[seq.place.dp_group].num_preemptions += 1
@@ -1119,6 +1135,7 @@ class Scheduler:
         self.preparations.remove(seq)
         is_under_way = self._is_under_way(seq)
         self.table.retire(seq, is_held=hold, is_under_way=is_under_way)
+        # A step under way still writes to its slot and blocks: `_free_outlived` frees them later.
         if not is_under_way:
             self._kv.free_slot(seq)
             if not hold:
@@ -1129,6 +1146,7 @@ class Scheduler:
         return any(seq in plan for plan in self._plans)
 
     def _count_finished(self, seq: Sequence, reason: str) -> None:
+        # One that ends in the queue may have no group (-1) yet; it is counted in the first.
         finished = self._kv.stats[max(seq.place.dp_group, 0)].requests_finished
         finished[reason] = finished.get(reason, 0) + 1
 
@@ -1220,7 +1238,7 @@ class Scheduler:
         runs = (p for p in self._plans if p.progress or p.num_passes > 1)
         in_runs = {s for p in runs for s in p.decodes.sequences}
         for seq in (s for s in self.table.rows if s.phase is Phase.DECODE):
-            assert seq in in_runs or seq.num_computed_tokens <= seq.look_at
+            assert seq in in_runs or seq.num_computed_tokens <= seq.examine_at
             assert self._plans or seq.num_new_tokens == 1
         assert not (self.pause.is_still and self._plans), "a step is under way in a pause"
         for plan in self._plans:

@@ -164,7 +164,7 @@ class Sequence:
         num_preemptions: How often it lost its blocks.
         is_known_to_runner: Whether the runner's batch holds it; False makes the next step send it
             whole.
-        look_at: While it decodes: computed tokens at which it fills a block or ends.
+        examine_at: While it decodes: computed tokens at which it fills a block or ends.
         stop_ids: While it decodes: tokens that end it.
         prompt_logprobs: Log probabilities of the part of the prompt that is computed, as in
             `TokenOutput`, until the first token takes them along; None if there are none.
@@ -192,7 +192,7 @@ class Sequence:
     has_sent_tokens: bool = False
     num_preemptions: int = 0
     is_known_to_runner: bool = False
-    look_at: int = 0
+    examine_at: int = 0
     stop_ids: frozenset[int] = frozenset()
     prompt_logprobs: list[list[TokenLogprob]] | None = None
     pooled: npt.NDArray[np.float32] | None = None

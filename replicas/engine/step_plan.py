@@ -31,7 +31,7 @@ class StepPlan:
         appended: Blocks that rows get which the worker knows, by slot.
         batch: The step for the worker, once it has begun.
         num_passes: Forward passes, each of which gives every decoding row a token.
-        looks: Indices of decoding rows that with this step fill a block or reach their longest
+        due_rows: Indices of decoding rows that with this step fill a block or reach their longest
             length.
         progress: Most progress of each decoding row if some verify drafts, or a pass gives several
             tokens; otherwise each makes `num_passes`.
@@ -48,7 +48,7 @@ class StepPlan:
         self.appended: list[tuple[int, list[list[int]]]] = []
         self.batch: ScheduledBatch | None = None
         self.num_passes = 1
-        self.looks: list[int] = []
+        self.due_rows: list[int] = []
         self.progress: list[int] = []
         self.max_drafts = 0
 

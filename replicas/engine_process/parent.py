@@ -126,8 +126,8 @@ class Unreadable(msgspec.Struct, frozen=True):
 
 
 WAKE, TURN_DUE, GONE, STOP = Wake(), TurnDue(), ClientGone(), Stop()
-Said = ClientMessage | Order | Wake | TurnDue | ClientGone | Stop | Unreadable
-InboxItem = tuple[bytes, Said]
+Incoming = ClientMessage | Order | Wake | TurnDue | ClientGone | Stop | Unreadable
+InboxItem = tuple[bytes, Incoming]
 
 
 class Inbox:

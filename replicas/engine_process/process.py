@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from replicas.config import EngineConfig, Role
     from replicas.engine.gang import GangExecutor
     from replicas.engine.hooks import EngineHooks
-    from replicas.engine_process.parent import Said
+    from replicas.engine_process.parent import Incoming
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ class EngineProcess:
         deadline_s = self._server.next_deadline_s()
         return None if deadline_s is None else max(deadline_s - time.monotonic(), 0.0)
 
-    def _take(self, client: bytes, message: Said) -> None:
+    def _take(self, client: bytes, message: Incoming) -> None:
         match message:
             case Wake():
                 pass

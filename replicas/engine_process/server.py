@@ -23,7 +23,7 @@ from replicas.messages import (
 if TYPE_CHECKING:
     from replicas.config import EngineConfig
     from replicas.engine.core import EngineCore
-    from replicas.engine_process.parent import Said
+    from replicas.engine_process.parent import Incoming
     from replicas.messages import ClientMessage, KVEventBatch, WireEvent
 
 logger = logging.getLogger(__name__)
@@ -187,14 +187,14 @@ class EngineServer:
         return True
 
 
-def gather_s(config: EngineConfig, said: Said) -> float:
+def gather_s(config: EngineConfig, message: Incoming) -> float:
     """Return how long an idle engine waits for more prompts before it begins a step.
 
     Lanes compute several prompts of one step in the time of one, but prompts that were sent
     together arrive one by one.
     """
     has_lanes = config.tt_data_parallel > 1 and not config.mixed_batches
-    is_prompt = isinstance(said, AddRequest) and said.mode != "decode"
+    is_prompt = isinstance(message, AddRequest) and message.mode != "decode"
     return GATHER_S if has_lanes and is_prompt else 0.0
 
 

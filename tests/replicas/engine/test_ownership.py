@@ -21,7 +21,7 @@ WRITERS = {
     "is_known_to_runner": "scheduler",
     "has_sent_tokens": "outputs",
     "load": "kv_loads",
-    "look_at": "scheduler",
+    "examine_at": "scheduler",
     "num_computed_tokens": "scheduler",
     "num_preemptions": "request_table",
     "order": "request_table",

@@ -285,7 +285,7 @@ def choice_runs_before_its_activation(is_undecided, self, seq):
     return result
 
 
-@plant(Scheduler, "_take_runs", seed=1)
+@plant(Scheduler, "_append_runs", seed=1)
 def progress_of_rejected_drafts_is_not_given_back(take, self, plan, token_ids, counts):
     outputs = take(self, plan, token_ids, counts)
     if plan.progress and counts:
@@ -319,7 +319,7 @@ def row_of_a_failed_request_fails_again(_, self, plan, failures):
     return tuple((rows[failure.row], NO_ALLOWED_TOKEN) for failure in failures)
 
 
-@plant(Scheduler, "_take_runs", seed=35)
+@plant(Scheduler, "_append_runs", seed=35)
 def progress_of_failed_passes_is_not_given_back(take, self, plan, token_ids, counts):
     outputs = take(self, plan, token_ids, counts)
     if plan.num_passes > 1 and counts:
