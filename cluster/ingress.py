@@ -25,6 +25,8 @@ from cluster.edge.openai import ModelCard, Usage
 from cluster.edge.peers import NoPeers
 from cluster.edge.quota_service import QUESTION as QUOTAS
 from cluster.edge.quota_service import TenantQuotas
+from cluster.edge.responses.archive import QUESTION as RESPONSES
+from cluster.edge.responses.archive import response_archive
 from cluster.edge.resume import ReplayCheck
 from cluster.edge.slots import SlotsView, merged_views, slots_view
 from cluster.edge.tenants import Tenant
@@ -90,6 +92,7 @@ class Ingress:
         fleet: The engines. The ingress's creator must connect it to discovery.
         router: Places and runs requests.
         quotas: Counts requests against the limits of their tenants.
+        responses: Keeps answers of /v1/responses.
     """
 
     def __init__(
@@ -131,6 +134,9 @@ class Ingress:
             self._ask_for_routes, MIN_ASK_INTERVAL_S, _MAX_ROUTE_IDS
         )
         self.quotas = TenantQuotas(self._peers)
+        self.responses = response_archive(
+            config.ingress.response_store_bytes, config.ingress.response_store_age_s, self._peers
+        )
         self._created_s = int(time.time())
         self._had_every_pool = False
 
@@ -236,7 +242,7 @@ class Ingress:
         """Answer an ingress of this application, perhaps this one.
 
         Args:
-            question: `QUOTAS`, `ROUTES`, `METRICS` or `SLOTS`.
+            question: `QUOTAS`, `RESPONSES`, `ROUTES`, `METRICS` or `SLOTS`.
             payload: Content of the question: a client's id for `ROUTES`, the asking ingress for
                 `METRICS` and `SLOTS`.
 
@@ -245,6 +251,8 @@ class Ingress:
         """
         if question == QUOTAS:
             return self.quotas.answer(payload)
+        if question == RESPONSES:
+            return await self.responses.answer(payload)
         text = payload.decode()
         if question == ROUTES and self.router.routes.of_client_id(text) is not None:
             return await self._shared_routes.get(text) or b""
@@ -311,7 +319,8 @@ class Ingress:
         )
 
     async def close(self) -> None:
-        """Close every connection."""
+        """Cancel responses in the background, and close every connection."""
+        await self.responses.close()
         self._shared_metrics.close()
         self._shared_transfers.close()
         self._shared_slots.close()

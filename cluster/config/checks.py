@@ -202,7 +202,7 @@ def _check_counts(args: ClusterArgs) -> None:
 def _check_ingress(ingress: IngressConfig) -> None:
     _check_hosts(ingress.allowed_hosts)
     _check_origins(ingress)
-    if (ingress.response_store_bytes or 0) < 0:
+    if ingress.response_store_bytes < 0:
         raise ClusterConfigError("args.ingress.response_store_bytes must not be negative")
     for name in ("stream_keep_alive_s", "response_store_age_s", "request_timeout_s"):
         if not getattr(ingress, name) > 0:

@@ -245,9 +245,8 @@ class IngressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         route_header: Whether requests with `x-debug-route` get an answer header with replica names,
             predicted times and the number of cached tokens (see `prompt_tokens_details`).
         response_store_bytes: Most memory for the answers of /v1/responses that an ingress keeps, so
-            that clients can continue or read them; 0 keeps none, and refuses
-            `previous_response_id`. None takes 64 MiB with one ingress, and 0 with several: each
-            keeps its own, and a client cannot choose the ingress.
+            that clients can continue or read them at any ingress; 0 keeps none, and refuses
+            `previous_response_id` and `background`.
         response_store_age_s: Seconds for which an answer is kept, at most.
         stream_keep_alive_s: Seconds without an event after which a stream sends a comment, which
             clients ignore, so that load balancers do not close it.
@@ -280,7 +279,7 @@ class IngressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     share_prefix_cache: bool = False
     prompt_tokens_details: bool = False
     route_header: bool = False
-    response_store_bytes: int | None = None
+    response_store_bytes: int = 64 * 2**20
     response_store_age_s: float = 86400.0
     stream_keep_alive_s: float = 15.0
     unknown_fields: Literal["ignore", "refuse"] = "ignore"

@@ -61,7 +61,7 @@ class Api(Protocol):
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Create the API of an application that serves models with this tokenizer."""
 
-    def parse(self, body: Mapping[str, Any], tenant: str) -> ParsedRequest:
+    async def parse(self, body: Mapping[str, Any], tenant: str) -> ParsedRequest:
         """Check the fields of a body, and translate them.
 
         `ParsedRequest.field_names` names the client's own fields where the translated request has

@@ -66,7 +66,7 @@ class EmbeddingsApi(_EmbeddingApi):
     route: ClassVar[str] = "embeddings"
     fields: ClassVar[FieldTable] = EMBEDDING_FIELDS
 
-    def parse(self, body: Mapping[str, Any], tenant: str) -> ParsedRequest:
+    async def parse(self, body: Mapping[str, Any], tenant: str) -> ParsedRequest:
         """See `cluster.edge.api.Api.parse`."""
         del tenant
         values = read_fields(body, EMBEDDING_FIELDS)
@@ -115,7 +115,7 @@ class RerankApi(_EmbeddingApi):
     route: ClassVar[str] = "rerank"
     fields: ClassVar[FieldTable] = RERANK_FIELDS
 
-    def parse(self, body: Mapping[str, Any], tenant: str) -> ParsedRequest:
+    async def parse(self, body: Mapping[str, Any], tenant: str) -> ParsedRequest:
         """See `cluster.edge.api.Api.parse`."""
         del tenant
         values = read_fields(body, RERANK_FIELDS)

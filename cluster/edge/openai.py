@@ -12,15 +12,37 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from replicas.sampling_params import MAX_LOGPROBS, SamplingDefaults
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Coroutine
 
     from cluster.config.schema import ReasoningParserName, ToolParserName
     from cluster.edge.families.parser import OutputParser
+    from cluster.errors import ServingError
     from replicas.config import LogprobsMode, SchedulingPolicy
+    from replicas.messages import EngineRequest
     from replicas.output_processor import OutputDelta
 
 Emit: TypeAlias = "Callable[[OutputDelta], Awaitable[None]]"
 """Sends a delta to the client; awaiting it applies the client's back-pressure."""
+
+
+StartBackground: TypeAlias = (
+    "Callable[[EngineRequest, ResponseSpec, BackgroundWork], dict[str, Any]]"
+)
+"""Starts a request, and returns the body that answers it at once."""
+
+
+class BackgroundWork(NamedTuple):
+    """A request that is ready to run without its connection.
+
+    Attributes:
+        run: Runs it, once; see `cluster.edge.backend.Backend.generate`.
+        to_serving_error: Maps an exception of `run` to the error for the client.
+        release: Must be called once when the work has ended, so that it no longer counts as open.
+    """
+
+    run: Callable[[Emit], Coroutine[Any, Any, Usage]]
+    to_serving_error: Callable[[Exception], ServingError]
+    release: Callable[[], None]
 
 
 class Usage(NamedTuple):
@@ -103,6 +125,7 @@ class ResponseSpec:
         return_tokens_as_token_ids: Whether log probabilities name tokens by their ids.
         prompts: Every prompt of a request that has several, each with n choices; else empty.
         own: What the request's API repeats in the answer, or needs to make it.
+        start_background: Starts a request that runs without its connection; None: its client waits.
     """
 
     request_id: str
@@ -126,3 +149,4 @@ class ResponseSpec:
     return_tokens_as_token_ids: bool = False
     prompts: tuple[AnsweredPrompt, ...] = ()
     own: Any = None
+    start_background: StartBackground | None = None

@@ -70,7 +70,7 @@ class CompletionsApi(_OpenAIApi):
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._shape = CompletionShape(tokenizer)
 
-    def parse(self, body: Mapping[str, Any], tenant: str) -> ParsedRequest:
+    async def parse(self, body: Mapping[str, Any], tenant: str) -> ParsedRequest:
         """See `cluster.edge.api.Api.parse`."""
         del tenant
         return parse_completion(body)
@@ -85,7 +85,7 @@ class ChatCompletionsApi(_OpenAIApi):
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._shape = ChatShape(tokenizer)
 
-    def parse(self, body: Mapping[str, Any], tenant: str) -> ParsedRequest:
+    async def parse(self, body: Mapping[str, Any], tenant: str) -> ParsedRequest:
         """See `cluster.edge.api.Api.parse`."""
         del tenant
         return parse_chat_completion(body)

@@ -25,6 +25,7 @@ from cluster.edge.openai_fields import (
 )
 from cluster.edge.openapi_schemas import SCHEMAS, ref, view_schemas
 from cluster.edge.responses.fields import RESPONSES_FIELDS
+from cluster.edge.responses.input_items import MAX_LIMIT
 from cluster.edge.resume import LAST_EVENT_ID
 from cluster.edge.route_table import ROUTES
 from cluster.edge.tokens_api import GENERATE_FIELDS
@@ -119,10 +120,20 @@ OPERATIONS: dict[str, Operation] = {
         errors=(404, 503),
     ),
     "compact_response": Operation("Not offered", "Error", errors=(404,)),
-    "response": Operation("Show a stored response", "Response", errors=(404,)),
-    "delete_response": Operation("Forget a stored response", "DeletedResponse", errors=(404,)),
+    "response": Operation("Show a stored response", "Response", errors=(404, 429)),
+    "response_input_items": Operation(
+        "List the items that a stored response has been made from",
+        "ResponseItems",
+        query={
+            "limit": {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT},
+            "order": {"enum": ["asc", "desc"]},
+            "after": {"type": "string"},
+        },
+        errors=(404, 429),
+    ),
+    "delete_response": Operation("Forget a stored response", "DeletedResponse", errors=(404, 429)),
     "cancel_response": Operation(
-        "Not offered: a stored response is finished", "Error", errors=(404,)
+        "Cancel a response in the background", "Response", errors=(404, 429)
     ),
     "embeddings": Operation(
         "Return the embeddings of texts", "Embeddings", EMBEDDING_FIELDS, errors=(404, 503)

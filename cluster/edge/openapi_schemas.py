@@ -22,6 +22,9 @@ _TOKEN_IDS: JsonSchema = {"type": "array", "items": _INTEGER}
 _TEXT_OR_NULL: JsonSchema = {"type": ["string", "null"]}
 _OBJECT: JsonSchema = {"type": "object"}
 _OBJECT_OR_NULL: JsonSchema = {"type": ["object", "null"]}
+_RESPONSE_STATUSES = (
+    "queued", "in_progress", "completed", "incomplete", "failed", "cancelled",
+)  # fmt: skip
 
 
 def ref(name: str) -> JsonSchema:
@@ -182,14 +185,24 @@ SCHEMAS: dict[str, JsonSchema] = {
             "object": {"const": "response"},
             "created_at": _INTEGER,
             "completed_at": {"type": ["integer", "null"]},
-            "status": {"enum": ["completed", "incomplete"]},
+            "status": {"enum": [*_RESPONSE_STATUSES]},
             "incomplete_details": _OBJECT_OR_NULL,
             "error": _OBJECT_OR_NULL,
             "model": _STRING,
             "output": _array(ref("ResponseItem")),
-            "usage": ref("ResponseUsage"),
+            "usage": {"anyOf": [ref("ResponseUsage"), {"type": "null"}]},
+            "background": _BOOLEAN,
             "store": _BOOLEAN,
             "previous_response_id": _TEXT_OR_NULL,
+        }
+    ),
+    "ResponseItems": _object(
+        {
+            "object": {"const": "list"},
+            "data": _array({"type": "object"}),
+            "first_id": _TEXT_OR_NULL,
+            "last_id": _TEXT_OR_NULL,
+            "has_more": _BOOLEAN,
         }
     ),
     "DeletedResponse": _object(

@@ -30,7 +30,7 @@ from cluster.edge.field_names import naming_fields
 from cluster.edge.headers import admission_fields, is_enabled
 from cluster.edge.json_bodies import read_json_body
 from cluster.edge.message_output import BUDGET_FIELD, PROMPT_END_TOKENS, message_output
-from cluster.edge.openai import AnsweredPrompt
+from cluster.edge.openai import AnsweredPrompt, BackgroundWork
 from cluster.edge.openai_limits import BodyLimits, prompt_too_long
 from cluster.edge.openai_requests import (
     ChatPrompt,
@@ -47,7 +47,7 @@ from cluster.edge.openai_requests import (
 )
 from cluster.edge.quota_service import lease_of
 from cluster.edge.resume import LAST_EVENT_ID, ResumableChunks, resume_request
-from cluster.edge.sse import EventStream, run_until_disconnect
+from cluster.edge.sse import EventStream, run_in_time, run_until_disconnect
 from cluster.edge.tenants import cache_salt, tenant_of
 from cluster.edge.text_jobs import MAX_INLINE_COST
 from cluster.errors import BadRequestError
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from cluster.edge.families.parser import OutputParser
     from cluster.edge.gate import RequestGate
     from cluster.edge.message_output import MessageOutput
-    from cluster.edge.openai import Emit, ModelCard, ResponseSpec, Usage
+    from cluster.edge.openai import Emit, ModelCard, ResponseSpec, StartBackground, Usage
     from cluster.edge.openai_requests import ParsedRequest
     from cluster.edge.text_jobs import TextJobs
     from replicas.beam_search import BeamSearchParams
@@ -130,12 +130,14 @@ class Pipeline:
         ready = await self._read_request(http_request, api)
         if ready.spec.stream:
             return self._stream(ready, http_request, api)
+        if ready.spec.start_background is not None:
+            return self._start_background(ready, ready.spec.start_background, http_request)
         return await self._whole(ready, http_request, api)
 
     async def _read_request(self, http_request: Request, api: Api) -> _ReadyRequest:
         limits = BodyLimits.of_models(self._backend.models(), self._backend.tokenizer)
         body = await read_json_body(http_request, api.fields, limits, self._ingress)
-        parsed = api.parse(body, tenant_of(http_request.scope).name)
+        parsed = await api.parse(body, tenant_of(http_request.scope).name)
         with naming_fields(parsed.field_names):
             return await self._prepare(parsed, http_request)
 
@@ -249,6 +251,25 @@ class Pipeline:
         response = json_response(api.whole(request, ready.spec, deltas, usage))
         response.raw_headers += self._more_headers(request, http_request)()
         return response
+
+    def _start_background(
+        self, ready: _ReadyRequest, start: StartBackground, http_request: Request
+    ) -> Response:
+        """Start a request that its connection does not end; it still counts as an open one."""
+        request = ready.requests[0]
+        request_id = http_request.scope["request_id"]
+        generate = _counted(self._runner(ready), http_request)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._gate.count_more(1))
+            if (lease := lease_of(http_request.scope)) is not None:
+                stack.enter_context(lease.extend())
+            work = BackgroundWork(
+                lambda emit: run_in_time(generate(emit), request.timeout_s),
+                lambda error: to_serving_error(error, request_id),
+                stack.pop_all().close,
+            )
+        body = start(request, ready.spec, work)
+        return json_response(body)
 
     def _runner(self, ready: _ReadyRequest) -> Callable[[Emit], Coroutine[Any, Any, Usage]]:
         """Return what runs all prompts of a request."""

@@ -33,7 +33,14 @@ from cluster.edge.quotas import QuotaBook, Refusal, rate_headers
 from cluster.errors import QuotaError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, MutableMapping
+    from collections.abc import (
+        AsyncIterator,
+        Callable,
+        Coroutine,
+        Iterable,
+        Iterator,
+        MutableMapping,
+    )
     from typing import Any, TypeAlias
 
     from cluster.edge.openai import Emit, Usage
@@ -169,9 +176,7 @@ class TenantQuotas:
         try:
             yield
         finally:
-            account = self._book.account(tenant.name, limits, self._clock())
-            num_open = account.open_of.get(self._id, 0)
-            self._book.set_open(account, self._id, num_open - 1)
+            self.count_open(tenant.name, limits, -1)
 
     def owner(self, tenant: str) -> str:
         """Return the id of the ingress that counts a tenant."""
@@ -181,6 +186,11 @@ class TenantQuotas:
             self._members,
             key=lambda member: hashlib.blake2b(f"{member} {tenant}".encode()).digest(),
         )
+
+    def count_open(self, tenant: str, limits: TenantLimits, num: int) -> None:
+        """Add to the open requests of a tenant at this ingress."""
+        account = self._book.account(tenant, limits, self._clock())
+        self._book.set_open(account, self._id, account.open_of.get(self._id, 0) + num)
 
     def charge(self, tenant: str, limits: TenantLimits, num_tokens: int) -> None:
         """Take tokens from a tenant's allowance."""
@@ -354,6 +364,15 @@ class QuotaLease:
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Return the rate-limit headers of the answer."""
         return self._quotas.headers(self._tenant, self._limits)
+
+    @contextlib.contextmanager
+    def extend(self) -> Iterator[None]:
+        """Count one more open request, for work that goes on behind the answer."""
+        self._quotas.count_open(self._tenant, self._limits, 1)
+        try:
+            yield
+        finally:
+            self._quotas.count_open(self._tenant, self._limits, -1)
 
     def count_output(self, generate: Generate) -> Generate:
         """Return a `generate` that charges the tokens it emits, even if it fails."""

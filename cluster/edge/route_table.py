@@ -67,6 +67,7 @@ ROUTES = (
     RouteSpec("compact_response", "/v1/responses/compact", "POST"),
     RouteSpec("response", "/v1/responses/{response_id}"),
     RouteSpec("delete_response", "/v1/responses/{response_id}", "DELETE"),
+    RouteSpec("response_input_items", "/v1/responses/{response_id}/input_items"),
     RouteSpec("cancel_response", "/v1/responses/{response_id}/cancel", "POST"),
     _post("embeddings", "/v1/embeddings"),
     _post("rerank", "/v1/rerank"),

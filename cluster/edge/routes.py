@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import logging
 import re
-import time
 import uuid
 from typing import TYPE_CHECKING, cast
 
@@ -54,7 +53,7 @@ from cluster.edge.openai_responses import model_body
 from cluster.edge.pipeline import Pipeline, with_history
 from cluster.edge.quota_service import TenantQuotas, lease_of
 from cluster.edge.responses.api import ResponsesApi
-from cluster.edge.responses.store import ResponseStore
+from cluster.edge.responses.archive import response_archive
 from cluster.edge.route_table import ROUTES
 from cluster.edge.sse import ClientGoneError
 from cluster.edge.stored_responses import StoredResponses
@@ -75,6 +74,7 @@ if TYPE_CHECKING:
     from cluster.edge.backend import Backend
     from cluster.edge.fields import FieldTable
     from cluster.edge.openai import ModelCard
+    from cluster.edge.responses.archive import ResponseArchive
     from cluster.edge.route_table import RouteSpec
     from replicas.messages import PauseMode
 
@@ -84,8 +84,6 @@ logger = logging.getLogger(__name__)
 
 MAX_ANSWERED_TOKENS = 2**18
 """Most token ids in an answer of /tokenize, and most that are counted."""
-_RESPONSE_STORE_BYTES = 64 * 2**20
-"""Memory for stored responses of an ingress that is the only one."""
 _MAX_REQUEST_ID_CHARS = 128
 _NOT_VISIBLE = re.compile(r"[^\x21-\x7e]")
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -102,7 +100,7 @@ _EXPOSED_HEADERS = (
 """Headers that a page of `cors_origins` may read."""
 
 
-def create_app(
+def create_app(  # noqa: PLR0913 - each part may be shared with the ingress
     backend: Backend,
     ingress: IngressConfig,
     *,
@@ -110,6 +108,7 @@ def create_app(
     admission: AdmissionConfig | None = None,
     api_keys: ApiKeys | None = None,
     quotas: TenantQuotas | None = None,
+    responses: ResponseArchive | None = None,
 ) -> Starlette:
     """Build the ASGI app, to be wrapped in `cluster.edge.client_guard`.
 
@@ -120,6 +119,7 @@ def create_app(
         admission: Headers of tenants and objectives; None: no header counts.
         api_keys: Keys that requests need; None: no request needs one.
         quotas: Counts requests against the limits of their tenants; None: this application's alone.
+        responses: Keeps answers of /v1/responses; None: this application's alone.
     """
     quotas = quotas or TenantQuotas()
     jobs = TextJobs(backend.tokenizer)
@@ -164,16 +164,19 @@ def create_app(
         is_closed=ingress.unknown_fields == "refuse",
         root_path=ingress.root_path,
     )
-    store = _response_store(ingress)
-    stored = StoredResponses(store)
+    responses = responses or response_archive(
+        ingress.response_store_bytes, ingress.response_store_age_s
+    )
+    stored = StoredResponses(responses)
     handlers |= {
         "compact_response": stored.compact,
         "response": stored.read,
+        "response_input_items": stored.input_items,
         "delete_response": stored.delete,
         "cancel_response": stored.cancel,
     }
-    responses = ResponsesApi(backend.tokenizer, store, ingress.max_body_bytes)
-    apis: list[Api] = [responses, *(make_api(backend.tokenizer) for make_api in APIS)]
+    of_responses = ResponsesApi(backend.tokenizer, responses, ingress.max_body_bytes)
+    apis: list[Api] = [of_responses, *(make_api(backend.tokenizer) for make_api in APIS)]
     for api in apis:
         handlers[api.route] = functools.partial(pipeline.respond, api=api)
     app = _EdgeApplication(
@@ -189,14 +192,6 @@ def create_app(
     app.cors_origins = ingress.cors_origins
     app.root_path = ingress.root_path
     return app
-
-
-def _response_store(ingress: IngressConfig) -> ResponseStore:
-    """Return the store of an ingress's own responses."""
-    max_bytes = ingress.response_store_bytes
-    if max_bytes is None:
-        max_bytes = _RESPONSE_STORE_BYTES if ingress.replicas == 1 else 0
-    return ResponseStore(max_bytes, ingress.response_store_age_s, time.monotonic)
 
 
 class _EdgeApplication(Starlette):

@@ -173,19 +173,37 @@ async def run_until_disconnect(
     """
     with Interrupt() as interrupt:
         watching = asyncio.create_task(_interrupt_on_disconnect(receive, interrupt))
-        timer = None
-        if timeout_s is not None:
-            late = DeadlineError(
-                f"the request was not done within {timeout_s:g} s; ask for fewer tokens"
-            )
-            timer = asyncio.get_running_loop().call_later(timeout_s, interrupt.trigger, late)
         try:
-            return await work
+            return await _run_in_time(work, timeout_s, interrupt)
         finally:
             # On every path, including the caller's own cancellation.
             watching.cancel()
-            if timer is not None:
-                timer.cancel()
+
+
+async def run_in_time(work: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
+    """Run `work`, and cancel it when the time is over; see `run_until_disconnect`.
+
+    Raises:
+        DeadlineError: The time was over before the work was done.
+    """
+    with Interrupt() as interrupt:
+        return await _run_in_time(work, timeout_s, interrupt)
+
+
+async def _run_in_time(
+    work: Coroutine[Any, Any, T], timeout_s: float | None, interrupt: Interrupt
+) -> T:
+    timer = None
+    if timeout_s is not None:
+        late = DeadlineError(
+            f"the request was not done within {timeout_s:g} s; ask for fewer tokens"
+        )
+        timer = asyncio.get_running_loop().call_later(timeout_s, interrupt.trigger, late)
+    try:
+        return await work
+    finally:
+        if timer is not None:
+            timer.cancel()
 
 
 async def wait_for_disconnect(receive: Receive) -> None:

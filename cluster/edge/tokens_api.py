@@ -95,7 +95,7 @@ class TokensApi:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._shape = ChatShape(tokenizer)
 
-    def parse(self, body: Mapping[str, Any], tenant: str) -> ParsedRequest:
+    async def parse(self, body: Mapping[str, Any], tenant: str) -> ParsedRequest:
         """See `cluster.edge.api.Api.parse`."""
         del tenant
         values = read_fields(body, GENERATE_FIELDS)

@@ -265,6 +265,7 @@ class IngressReplica:
             admission=self._config.router.admission,
             api_keys=self._api_keys,
             quotas=ingress.quotas,
+            responses=ingress.responses,
         )
 
         @contextlib.asynccontextmanager

@@ -32,7 +32,7 @@ class MessagesApi:
     def __init__(self, tokenizer: Tokenizer) -> None:
         del tokenizer
 
-    def parse(self, body: Mapping[str, Any], tenant: str) -> ParsedRequest:
+    async def parse(self, body: Mapping[str, Any], tenant: str) -> ParsedRequest:
         """See `cluster.edge.api.Api.parse`."""
         del tenant
         return parse_messages(body)

@@ -44,6 +44,7 @@ class ResponseOptions:
         repeated: Fields of the answer that repeat the request.
         has_logprobs: Whether texts have log probabilities.
         is_stored: Whether the answer is kept.
+        is_background: Whether it is made without a connection.
         items: The request's own input.
         previous: Encoded items of the conversation before that, one entry per response.
     """
@@ -52,6 +53,7 @@ class ResponseOptions:
     repeated: dict[str, Any]
     has_logprobs: bool = False
     is_stored: bool = False
+    is_background: bool = False
     items: list[dict[str, Any]] = field(default_factory=list)
     previous: tuple[bytes, ...] = ()
 
@@ -111,6 +113,11 @@ class ResponseBuilder:
             "error": {"code": error.code, "message": error.message},
         }
 
+    def cancel(self) -> Body:
+        """End the output where it is, as its client wishes; return the response."""
+        self._output.close("incomplete")
+        return self.response("cancelled")
+
     def response(self, status: str, usage: Body | None = None) -> Body:
         """Return the response as it is now."""
         sampling = self._request.sampling
@@ -120,7 +127,7 @@ class ResponseBuilder:
             "created_at": self._spec.created,
             "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
-            "background": False,
+            "background": self._options.is_background,
             "error": None,
             "incomplete_details": None,
             "model": self._spec.model,

@@ -14,6 +14,7 @@ from cluster.edge.fields import bad_field, read_fields, shown
 from cluster.edge.openai_requests import parse_chat_completion
 from cluster.edge.openai_responses import error_body
 from cluster.edge.responses.answers import ResponseBuilder, ResponseEvents, ResponseOptions
+from cluster.edge.responses.archive import Origin
 from cluster.edge.responses.fields import RESPONSES_FIELDS
 from cluster.edge.responses.translation import translate
 from cluster.errors import NotFoundError
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
 
     from cluster.edge.api import Body
     from cluster.edge.fields import FieldTable
-    from cluster.edge.openai import ResponseSpec, Usage
+    from cluster.edge.openai import BackgroundWork, ResponseSpec, Usage
     from cluster.edge.openai_requests import ParsedRequest
-    from cluster.edge.responses.store import ResponseStore, StoredResponse
+    from cluster.edge.responses.archive import Action, FoundResponse, ResponseArchive
     from cluster.errors import ServingError
     from replicas.messages import EngineRequest
     from replicas.output_processor import OutputDelta
@@ -39,7 +40,7 @@ class ResponsesApi:
 
     Args:
         tokenizer: Tokenizer of the served models.
-        store: Keeps the answers.
+        archive: Keeps the answers.
         max_conversation_bytes: Most bytes that one request continues.
     """
 
@@ -49,23 +50,26 @@ class ResponsesApi:
     request_id_headers: ClassVar[tuple[bytes, ...]] = (b"x-request-id",)
 
     def __init__(
-        self, tokenizer: Tokenizer, store: ResponseStore, max_conversation_bytes: int
+        self, tokenizer: Tokenizer, archive: ResponseArchive, max_conversation_bytes: int
     ) -> None:
         self._tokenizer = tokenizer
-        self._store = store
+        self._archive = archive
         self._max_conversation_bytes = max_conversation_bytes
 
-    def parse(self, body: Mapping[str, Any], tenant: str) -> ParsedRequest:
+    async def parse(self, body: Mapping[str, Any], tenant: str) -> ParsedRequest:
         """See `cluster.edge.api.Api.parse`."""
         values = read_fields(body, RESPONSES_FIELDS)
-        history = _History(self._store, tenant, self._max_conversation_bytes)
+        is_background = values.get("background", False)
+        if is_background:
+            self._check_background(values)
+        history = _History(self._archive, tenant, self._max_conversation_bytes)
         turns: tuple[bytes, ...] = ()
         if "previous_response_id" in values:
-            turns = history.turns_of(values["previous_response_id"])
+            turns = await history.turns_of(values["previous_response_id"])
         previous = [item for turn in turns for item in orjson.loads(turn)]
         items = values["input"]
         if isinstance(items, list):
-            items = [history.resolved(item, f"input[{i}]") for i, item in enumerate(items)]
+            items = [await history.resolved(item, f"input[{i}]") for i, item in enumerate(items)]
         found = translate(body, {**values, "input": items}, previous)
         with naming_fields(found.field_names):
             parsed = parse_chat_completion(found.chat)
@@ -73,13 +77,18 @@ class ResponsesApi:
             response_id=f"resp_{uuid.uuid4().hex}",
             repeated=found.repeated,
             has_logprobs=found.has_logprobs,
-            is_stored=self._store.is_on and values.get("store", True),
+            is_stored=self._archive.is_on and values.get("store", True),
+            is_background=is_background,
             items=found.items,
             previous=turns,
         )
         return replace(
             parsed,
-            response_options={**parsed.response_options, "own": own},
+            response_options={
+                **parsed.response_options,
+                "own": own,
+                "start_background": self._start if is_background else None,
+            },
             field_names=found.field_names,
         )
 
@@ -115,41 +124,57 @@ class ResponsesApi:
         return error_body(error)
 
     def _keep(self, request: EngineRequest, spec: ResponseSpec, response: Body) -> None:
-        own: ResponseOptions = spec.own
-        if own.is_stored:
-            turn = orjson.dumps([*own.items, *response["output"]])
-            body = orjson.dumps(response)
-            self._store.put(request.tenant, own.response_id, body, (*own.previous, turn))
+        if spec.own.is_stored:
+            self._archive.keep(_origin(request, spec), response)
+
+    def _start(self, request: EngineRequest, spec: ResponseSpec, work: BackgroundWork) -> Body:
+        builder = ResponseBuilder(self._tokenizer, request, spec)
+        return self._archive.start(_origin(request, spec), builder, work)
+
+    def _check_background(self, values: Mapping[str, Any]) -> None:
+        if not self._archive.is_on:
+            raise bad_field("background", "needs stored responses, but this server stores none")
+        if not values.get("store", True):
+            raise bad_field("background", "needs store: clients read the response later")
+        if values.get("stream", False):
+            text = "cannot be streamed: leave stream out, and read the response by its id"
+            raise bad_field("background", text)
+
+
+def _origin(request: EngineRequest, spec: ResponseSpec) -> Origin:
+    own: ResponseOptions = spec.own
+    return Origin(request.tenant, own.response_id, own.items, own.previous)
 
 
 class _History:
     """What one request reads from the store.
 
     Args:
-        store: The store.
+        archive: The responses.
         tenant: The request's tenant.
         max_bytes: Most bytes to read.
     """
 
-    def __init__(self, store: ResponseStore, tenant: str, max_bytes: int) -> None:
-        self._store = store
+    def __init__(self, archive: ResponseArchive, tenant: str, max_bytes: int) -> None:
+        self._archive = archive
         self._tenant = tenant
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._outputs: dict[str, list[dict[str, Any]]] = {}
 
-    def turns_of(self, response_id: str) -> tuple[bytes, ...]:
+    async def turns_of(self, response_id: str) -> tuple[bytes, ...]:
         """Return the conversation up to and with a response.
 
         Raises:
-            BadRequestError: Nothing is stored here, or the conversation is too long.
+            BadRequestError: Nothing is stored here, the response has not ended well, or the
+                conversation is too long.
             NotFoundError: The tenant has no such response.
         """
-        stored = self._stored(response_id, "previous_response_id")
+        stored = await self._stored("conversation", response_id, "previous_response_id")
         self._count(sum(map(len, stored.turns)), "previous_response_id")
         return stored.turns
 
-    def resolved(self, item: object, path: str) -> object:
+    async def resolved(self, item: object, path: str) -> object:
         """Return an item, or the item of an earlier answer that it refers to.
 
         Raises:
@@ -165,7 +190,7 @@ class _History:
             raise bad_field(path, f"must be the id of an item of an answer, got {shown(item_id)}")
         response_id, index = f"resp_{match[1]}", int(match[2])
         if response_id not in self._outputs:
-            stored = self._stored(response_id, path)
+            stored = await self._stored("read", response_id, path)
             self._count(len(stored.body), path)
             self._outputs[response_id] = orjson.loads(stored.body)["output"]
         output = self._outputs[response_id]
@@ -173,18 +198,21 @@ class _History:
             raise NotFoundError(f"{path} is {shown(item_id)}, which no answer has", param=path)
         return output[index]
 
-    def _stored(self, response_id: str, param: str) -> StoredResponse:
-        if not self._store.is_on:
+    async def _stored(self, action: Action, response_id: str, param: str) -> FoundResponse:
+        if not self._archive.is_on:
             text = (
                 "needs stored responses, but this server stores none: send all of the conversation"
             )
             raise bad_field(param, f"{text} as input")
-        stored = self._store.get(self._tenant, response_id)
+        stored = await self._archive.find(action, self._tenant, response_id)
         if stored is None:
             raise NotFoundError(
                 f"{param}: {missing_response(response_id)}; send the whole conversation as input",
                 param=param,
             )
+        status = orjson.loads(stored.body)["status"]
+        if status not in {"completed", "incomplete"}:
+            raise bad_field(param, f"names a response that is {status}: it cannot be continued")
         return stored
 
     def _count(self, num_bytes: int, param: str) -> None:

@@ -233,6 +233,9 @@ RESPONSES_FIELDS = FieldTable(
         ),
         "truncation": acts(choice("auto", "disabled"), "auto cuts the beginning of a long prompt."),
         "store": acts(BOOLEAN, "False: the answer is not stored."),
+        "background": acts(
+            BOOLEAN, "True: the request is answered at once, and its client reads the answer later."
+        ),
         # The answer repeats these, which change nothing else. Calls of built-in tools, which the
         # first one limits, are none here.
         "max_tool_calls": acts(_POSITIVE, "Most calls of built-in tools; the answer repeats it."),
@@ -244,7 +247,6 @@ RESPONSES_FIELDS = FieldTable(
         "prompt_cache_options": no_effect(OBJECT, "A hint about cost that is not used here."),
         "request_id": no_effect(STRING, "The header x-request-id names a request."),
         "stream_options": no_effect(OBJECT, "Events are never padded."),
-        "background": not_yet(BOOLEAN, "Answer later.", neutral=(False,)),
         "background_options": not_yet(OBJECT, "Options of background."),
         "enable_response_messages": not_yet(
             BOOLEAN, "The answer has the model's own messages.", neutral=(False,)

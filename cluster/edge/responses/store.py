@@ -85,7 +85,7 @@ class ResponseStore:
         return len(self._ages)
 
     def put(self, tenant: str, response_id: str, body: bytes, turns: tuple[bytes, ...]) -> None:
-        """Store a response; one that is larger than the store is dropped at once."""
+        """Store a response with a new id; one that is larger than the store is dropped at once."""
         now_s = self._now_s()
         stored = StoredResponse(body, turns, now_s)
         shelf = self._shelves.setdefault(tenant, _Shelf())

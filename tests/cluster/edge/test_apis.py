@@ -34,7 +34,7 @@ class OtherApi(ChatCompletionsApi):
     is_resumable = False
     fields = FieldTable("Other", dict.fromkeys(("ask", "limit", "stream"), acts({}, "Any value.")))
 
-    def parse(self, body, tenant):
+    async def parse(self, body, tenant):
         names = {"messages[0].content": "ask", "max_tokens": "limit"}
         chat = {
             "messages": [{"role": "user", "content": body["ask"]}],
@@ -42,7 +42,7 @@ class OtherApi(ChatCompletionsApi):
             "stream": body.get("stream"),
         }
         with naming_fields(names):
-            parsed = super().parse(chat, tenant)
+            parsed = await super().parse(chat, tenant)
         options = {**parsed.response_options, "own": body["ask"]}
         return dataclasses.replace(parsed, field_names=names, response_options=options)
 

@@ -12,7 +12,8 @@ from cluster.edge.openai import Usage
 from cluster.edge.routes import create_app
 from cluster.errors import ReplicaLostError
 from replicas.output_processor import OutputDelta
-from tests.cluster.edge.http_server import serving
+from tests.cluster.edge.fake_backend import flood
+from tests.cluster.edge.http_server import poll, serving
 from tests.cluster.edge.test_tool_calls import CALL, FUNCTION, PARAMETERS, ToolBackend
 
 TOOL = {"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": False}
@@ -120,6 +121,31 @@ def test_a_stored_answer_is_read_and_deleted(client):
     with pytest.raises(openai.NotFoundError) as refused:
         client.responses.create(model="demo", input="hi", previous_response_id=whole.id)
     assert refused.value.param == "previous_response_id"
+
+
+def test_a_response_in_the_background_is_polled(client):
+    started = checked(client.responses.create(model="demo", input="hello", background=True))
+    assert started.status == "queued"
+    ended = poll(
+        lambda: (found := client.responses.retrieve(started.id)).status == "completed" and found,
+        "the response is complete",
+    )
+    assert checked(ended).output_text == "hello"
+    assert client.responses.cancel(started.id).status == "completed"
+
+
+def test_a_response_in_the_background_is_cancelled(client, service):
+    service.script = flood
+    started = client.responses.create(model="demo", input="hello", background=True)
+    assert checked(client.responses.cancel(started.id)).status == "cancelled"
+    assert service.num_open == 0
+
+
+def test_input_items_are_listed_over_pages(client):
+    items = [{"role": "user", "content": str(i)} for i in range(5)]
+    response = client.responses.create(model="demo", input=items)
+    found = list(client.responses.input_items.list(response.id, limit=2, order="asc"))
+    assert [checked(item).content[0].text for item in found] == list("01234")
 
 
 def test_bad_requests_name_the_field(client):

@@ -88,6 +88,22 @@ def test_an_account_is_dropped_when_a_new_one_would_be_the_same():
     assert len(book) == 0
 
 
+def test_work_behind_the_answer_counts_as_an_open_request():
+    async def run():
+        quotas, scope = TenantQuotas(clock=lambda: 0.0), {}
+        tenant = Tenant.limited("a", TenantLimits(max_requests=1))
+        async with quotas.hold(tenant, scope):
+            extension = lease_of(scope).extend()
+            extension.__enter__()
+        with pytest.raises(QuotaError):
+            await quotas.hold(tenant, {}).__aenter__()
+        extension.__exit__(None, None, None)
+        async with quotas.hold(tenant, {}):
+            pass
+
+    asyncio.run(run())
+
+
 # --- ingresses that share limits ------------------------------------------------------------------
 
 

@@ -268,7 +268,6 @@ IMAGE = {"type": "input_image", "image_url": "data:"}
         ({"input": [{**REASONING, "encrypted_content": "x"}]}, "input[0].encrypted_content", ""),
         ({"input": [{**RESULT, "output": [IMAGE]}]}, "input[0].output[0].type", "input_text"),
         ({"input": [{**USER, "rolle": "user"}]}, "input[0].rolle", ""),
-        ({"background": True}, "background", "not supported yet"),
         ({"conversation": "conv_1"}, "conversation", "not supported yet"),
         ({"prompt": {"id": "p"}}, "prompt", "not supported yet"),
         (

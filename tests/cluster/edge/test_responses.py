@@ -273,14 +273,14 @@ def test_a_response_that_is_not_to_be_stored_is_not():
     assert "send the whole conversation" in error["message"]
 
 
-@pytest.mark.parametrize("ingress", [{"response_store_bytes": 0}, {"replicas": 2}])
-def test_a_server_without_a_store_says_so(ingress):
-    server = Server(FakeBackend(), **ingress)
+def test_a_server_without_a_store_says_so():
+    server = Server(FakeBackend(), response_store_bytes=0)
     body = server.answer()
     assert body["store"] is False
     error = server.refusal(previous_response_id=body["id"])
     assert error["param"] == "previous_response_id"
     assert "this server stores none" in error["message"]
+    assert server.refusal(background=True)["param"] == "background"
 
 
 def test_a_conversation_has_the_size_of_one_body_at_most():

@@ -1,0 +1,188 @@
+"""The responses of all ingresses: this one's store, what runs in its background, and the others'.
+
+A response is at the ingress that made it. A request about it may come to any ingress, which asks
+the others if it does not have the response itself. A lost ingress loses its responses.
+
+Owner: a `ResponseArchive` owns the store and the background of one ingress.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+import orjson
+
+from cluster.edge.peers import NoPeers
+from cluster.edge.responses.background import BackgroundResponse
+from cluster.edge.responses.store import ResponseStore
+from cluster.errors import SaturatedError
+
+if TYPE_CHECKING:
+    from cluster.edge.openai import BackgroundWork
+    from cluster.edge.peers import Peers
+    from cluster.edge.responses.answers import ResponseBuilder
+
+Action = Literal["read", "conversation", "delete", "cancel"]
+
+QUESTION = "responses"
+"""Name of this module's question to the other ingresses."""
+_RESPONSE_ID = re.compile("resp_[0-9a-f]{32}")
+_TIMEOUT_S = 2.0
+_MAX_ASKING = 4
+"""Most questions at a time: each takes a thread that other questions need, too."""
+_MAX_WAITING = 64
+
+
+class Lookup(msgspec.Struct, frozen=True, array_like=True):
+    """A question about one response.
+
+    Attributes:
+        action: What to do with the response: "read" it, also with its "conversation", "delete" it,
+            or "cancel" it if it runs.
+        tenant: The tenant that asks.
+        response_id: The response.
+    """
+
+    action: Action
+    tenant: str
+    response_id: str
+
+
+class FoundResponse(msgspec.Struct, frozen=True, array_like=True):
+    """A response.
+
+    Attributes:
+        body: The response as JSON.
+        turns: The conversation up to and with it, see `StoredResponse`; empty if it was not asked
+            for.
+    """
+
+    body: bytes
+    turns: tuple[bytes, ...] = ()
+
+
+_LOOKUPS = msgspec.msgpack.Decoder(Lookup)
+_FOUND = msgspec.msgpack.Decoder(FoundResponse)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a response comes from.
+
+    Attributes:
+        tenant: Its tenant.
+        response_id: Its id.
+        items: Its own input.
+        previous: Encoded items of the conversation before that, one entry per response.
+    """
+
+    tenant: str
+    response_id: str
+    items: list[dict[str, Any]] = field(default_factory=list)
+    previous: tuple[bytes, ...] = ()
+
+    def turns(self, response: dict[str, Any]) -> tuple[bytes, ...]:
+        """Return the conversation up to and with the response."""
+        return (*self.previous, orjson.dumps([*self.items, *response["output"]]))
+
+
+class ResponseArchive:
+    """Finds and keeps responses.
+
+    Args:
+        store: This ingress's finished responses.
+        peers: All ingresses.
+    """
+
+    def __init__(self, store: ResponseStore, peers: Peers | None = None) -> None:
+        self._store = store
+        self._peers = peers or NoPeers()
+        self._running: dict[tuple[str, str], tuple[Origin, BackgroundResponse]] = {}
+        self._asking = asyncio.Semaphore(_MAX_ASKING)
+        self._num_waiting = 0
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether responses are kept at all."""
+        return self._store.is_on
+
+    def keep(self, origin: Origin, response: dict[str, Any]) -> None:
+        """Store a finished response."""
+        turns = origin.turns(response)
+        self._store.put(origin.tenant, origin.response_id, orjson.dumps(response), turns)
+
+    def start(
+        self, origin: Origin, builder: ResponseBuilder, work: BackgroundWork
+    ) -> dict[str, Any]:
+        """Start a response in the background, which is stored when it ends; return its body."""
+        running = BackgroundResponse(builder, work, partial(self._end, origin))
+        self._running[origin.tenant, origin.response_id] = (origin, running)
+        return running.body()
+
+    async def find(self, action: Action, tenant: str, response_id: str) -> FoundResponse | None:
+        """Act on a tenant's response at the ingress that has it.
+
+        Returns:
+            The response as it was before a deletion, or after a cancellation; None if no ingress
+            that answers has it.
+
+        Raises:
+            SaturatedError: Too many questions wait for the other ingresses.
+        """
+        lookup = Lookup(action, tenant, response_id)
+        found = await self._find_here(lookup)
+        if found is not None or not _RESPONSE_ID.fullmatch(response_id):
+            return found
+        if self._num_waiting >= _MAX_WAITING:
+            raise SaturatedError("too many responses are being looked up; try again in a moment")
+        self._num_waiting += 1
+        try:
+            async with self._asking:
+                payload = msgspec.msgpack.encode(lookup)
+                answers = await self._peers.ask_all(QUESTION, payload, _TIMEOUT_S)
+        finally:
+            self._num_waiting -= 1
+        return next((_FOUND.decode(answer) for answer in answers if answer), None)
+
+    async def answer(self, payload: bytes) -> bytes:
+        """Answer another ingress's question, or this one's own; empty if it is not here."""
+        found = await self._find_here(_LOOKUPS.decode(payload))
+        return b"" if found is None else msgspec.msgpack.encode(found)
+
+    async def close(self) -> None:
+        """Cancel all responses in the background."""
+        await asyncio.gather(*(running.cancel() for _, running in self._running.values()))
+
+    async def _find_here(self, lookup: Lookup) -> FoundResponse | None:
+        key = (lookup.tenant, lookup.response_id)
+        if key in self._running:
+            origin, running = self._running[key]
+            if lookup.action in {"read", "conversation"}:
+                body = running.body()
+                turns = origin.turns(body) if lookup.action == "conversation" else ()
+                return FoundResponse(orjson.dumps(body), turns)
+            await running.cancel()
+        stored = self._store.get(*key)
+        if stored is None:
+            return None
+        if lookup.action == "delete":
+            self._store.delete(*key)
+        turns = stored.turns if lookup.action == "conversation" else ()
+        return FoundResponse(stored.body, turns)
+
+    def _end(self, origin: Origin, response: dict[str, Any]) -> None:
+        del self._running[origin.tenant, origin.response_id]
+        self.keep(origin, response)
+
+
+def response_archive(
+    max_bytes: int, max_age_s: float, peers: Peers | None = None
+) -> ResponseArchive:
+    """Return the archive of an ingress; see `args.ingress.response_store_bytes`."""
+    return ResponseArchive(ResponseStore(max_bytes, max_age_s, time.monotonic), peers)

@@ -1,0 +1,71 @@
+"""A response that is made without a connection: its client asks for it later.
+
+Owner: a `BackgroundResponse` runs its request, and ends it on every path: completion, error,
+timeout, and cancellation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cluster.edge.openai import BackgroundWork
+    from cluster.edge.responses.answers import ResponseBuilder
+    from replicas.output_processor import OutputDelta
+
+Body = dict[str, Any]
+
+
+class BackgroundResponse:
+    """A running response; it starts at once.
+
+    Args:
+        builder: Builds the response.
+        work: Runs its request.
+        on_end: Called once with the finished response, whatever its status is.
+    """
+
+    def __init__(
+        self, builder: ResponseBuilder, work: BackgroundWork, on_end: Callable[[Body], None]
+    ) -> None:
+        self._builder = builder
+        self._work = work
+        self._on_end = on_end
+        self._status = "queued"
+        self._task = asyncio.create_task(self._run())
+        # A task that is cancelled before its first step never runs a `finally` of its own.
+        self._task.add_done_callback(self._end)
+
+    def body(self) -> Body:
+        """Return the response as it is now, with the items that have ended."""
+        response = self._builder.response(self._status)
+        response["output"] = [item for item in response["output"] if not _is_open(item)]
+        return response
+
+    async def cancel(self) -> None:
+        """End the request in the backend; return when `on_end` has been called."""
+        self._task.cancel()
+        await asyncio.wait({self._task})
+
+    async def _run(self) -> Body:
+        try:
+            _, response = self._builder.finish(await self._work.run(self._emit))
+        except Exception as error:  # noqa: BLE001 - its client reads it later
+            return self._builder.fail(self._work.to_serving_error(error))
+        return response
+
+    async def _emit(self, delta: OutputDelta) -> None:
+        self._status = "in_progress"
+        self._builder.add(delta)
+
+    def _end(self, task: asyncio.Task[Body]) -> None:
+        self._work.release()
+        self._on_end(self._builder.cancel() if task.cancelled() else task.result())
+
+
+def _is_open(item: dict[str, Any]) -> bool:
+    is_open: bool = item["status"] == "in_progress"  # its text comes when it is closed
+    return is_open
