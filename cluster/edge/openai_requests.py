@@ -141,6 +141,7 @@ class ParsedRequest:
         reasoning_budget: Limit of its reasoning, once the prompt is encoded.
         has_soft_budget: Whether a limit of the reasoning that the model cannot keep is dropped.
         length_penalty: That of the beam search that is asked for; None: tokens are drawn.
+        drops_messages: Whether a conversation that is too long loses its oldest messages.
         more_prompts: Further prompts, each with as many choices.
         field_names: Names in the client's body of fields that another API translates, for errors;
             see `cluster.edge.field_names`.
@@ -158,6 +159,7 @@ class ParsedRequest:
     reasoning_budget: ReasoningBudget | None = None
     has_soft_budget: bool = False
     length_penalty: float | None = None
+    drops_messages: bool = False
     more_prompts: tuple[Prompt, ...] = ()
     field_names: Mapping[str, str] = field(default_factory=dict)
 

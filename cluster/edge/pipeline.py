@@ -46,6 +46,7 @@ from cluster.edge.openai_requests import (
     truncate_prompt,
 )
 from cluster.edge.quota_service import lease_of
+from cluster.edge.responses.truncation import possible_begins, without_oldest
 from cluster.edge.resume import LAST_EVENT_ID, ResumableChunks, resume_request
 from cluster.edge.sse import EventStream, run_in_time, run_until_disconnect
 from cluster.edge.tenants import cache_salt, tenant_of
@@ -53,6 +54,7 @@ from cluster.edge.text_jobs import MAX_INLINE_COST
 from cluster.errors import BadRequestError
 from replicas.text_pieces import NoCutError
 from replicas.tokenizer import TooManyTokensError
+from replicas.truncation import most_prompt_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
@@ -340,6 +342,8 @@ class Pipeline:
         most = None if parsed.is_truncated else card.max_model_len
         prompt = parsed.prompt
         try:
+            if parsed.drops_messages and isinstance(prompt, ChatPrompt):
+                return await self._encode_newest(card, parsed, prompt, request)
             ids = await self._jobs.encode(prompt, most, Priority.PROMPT, request, total_cost)
         except TooManyTokensError as error:
             raise prompt_too_long(
@@ -351,6 +355,35 @@ class Pipeline:
         except NoCutError as error:
             raise BadRequestError(str(error), param=parsed.prompt_param) from error
         return truncate_prompt(parsed, ids, card.max_model_len)
+
+    async def _encode_newest(
+        self, card: ModelCard, parsed: ParsedRequest, prompt: ChatPrompt, request: Request
+    ) -> list[int]:
+        """Encode a conversation without its oldest messages, as few as leave room for the output.
+
+        Raises:
+            TooManyTokensError: Its instructions and its last message are too long.
+        """
+        # `build_request` refuses an output that is longer than the model's longest sequence.
+        room = parsed.max_tokens if (parsed.max_tokens or 0) < card.max_model_len else None
+        most = most_prompt_tokens(-1, room, card.max_model_len)
+        begins = possible_begins(prompt.messages)
+        found: list[int] | None = None
+        # Most conversations fit; otherwise halve the range of what is dropped.
+        middle, low, high = 0, 0, len(begins) - 1
+        while low <= high:
+            messages = without_oldest(prompt.messages, begins[middle])
+            shorter = dataclasses.replace(prompt, messages=messages)
+            try:
+                found = await self._jobs.encode(shorter, most, Priority.PROMPT, request)
+                high = middle - 1
+            except TooManyTokensError:
+                low = middle + 1
+                if low > high and found is None:
+                    raise
+            middle = (low + high) // 2
+        assert found is not None
+        return found
 
     async def _echoed_text(self, parsed: ParsedRequest, ids: list[int], request: Request) -> str:
         text = echoed_text(parsed)

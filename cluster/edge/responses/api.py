@@ -89,6 +89,7 @@ class ResponsesApi:
                 "own": own,
                 "start_background": self._start if is_background else None,
             },
+            drops_messages=values.get("truncation") == "auto",
             field_names=found.field_names,
         )
 

@@ -231,7 +231,10 @@ RESPONSES_FIELDS = FieldTable(
             any_of(choice("auto", "none", "required"), TOOL_CHOICE_FIELDS),
             "Whether, or which of, the tools are called.",
         ),
-        "truncation": acts(choice("auto", "disabled"), "auto cuts the beginning of a long prompt."),
+        "truncation": acts(
+            choice("auto", "disabled"),
+            "auto drops the oldest messages of a prompt that is too long.",
+        ),
         "store": acts(BOOLEAN, "False: the answer is not stored."),
         "background": acts(
             BOOLEAN, "True: the request is answered at once, and its client reads the answer later."

@@ -78,10 +78,6 @@ def translate(
     names = {"max_completion_tokens": "max_output_tokens"}
     if "max_output_tokens" in values:
         chat["max_completion_tokens"] = values["max_output_tokens"]
-    if values.get("truncation") == "auto":
-        # Source: vLLM keeps the end of a prompt that is too long.
-        chat["truncate_prompt_tokens"] = -1
-        names["truncate_prompt_tokens"] = "truncation"
     items = _input_items(values["input"])
     conversation = _Conversation(names)
     for item in previous:

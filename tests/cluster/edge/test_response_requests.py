@@ -146,7 +146,7 @@ def test_the_conversation_before_a_request_comes_before_its_input():
     ("fields", "chat"),
     [
         ({"max_output_tokens": 7}, {"max_completion_tokens": 7}),
-        ({"truncation": "auto"}, {"truncate_prompt_tokens": -1}),
+        ({"truncation": "auto"}, {}),
         ({"truncation": "disabled", "store": False, "user": "u", "metadata": {"a": "b"}}, {}),
         ({"top_logprobs": 2}, {"logprobs": True, "top_logprobs": 2}),
         (

