@@ -8,18 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.config.resolve import resolve
 from cluster.config.schema import IngressConfig
 from cluster.edge.openai import Usage
-from cluster.edge.responses.archive import QUESTION, Lookup, ResponseArchive, response_archive
+from cluster.edge.responses.archive import QUESTION, Lookup, Origin, response_archive
 from cluster.edge.responses.input_items import input_items, item_page
-from cluster.edge.responses.store import ResponseStore
 from cluster.edge.routes import create_app
 from cluster.errors import BadRequestError, ReplicaLostError
+from cluster.ingress import Ingress
 from replicas.output_processor import OutputDelta
 from tests.cluster.edge.fake_backend import FakeBackend
 from tests.cluster.edge.test_responses import PATH, Server
 from tests.cluster.edge.test_routes import Client
 from tests.cluster.edge.test_tool_calls import EchoBackend
+from tests.cluster.engines import KEYS, model_folder
 
 
 class SlowBackend(FakeBackend):
@@ -244,17 +246,17 @@ def test_any_ingress_cancels_a_response_in_the_background():
     asyncio.run(run())
 
 
-def test_another_tenant_finds_nothing_at_a_peer():
-    async def run():
-        store = ResponseStore(2**20, 100.0, lambda: 0.0)
-        name = "resp_" + "a" * 32
-        store.put("own", name, b"{}", ())
-        archive = ResponseArchive(store)
-        for tenant, answer in (("own", True), ("other", False)):
-            payload = msgspec.msgpack.encode(Lookup("read", tenant, name))
-            assert bool(await archive.answer(payload)) is answer
-
-    asyncio.run(run())
+async def test_an_ingress_answers_its_peers_about_responses():
+    config = resolve({"model": str(model_folder()), "pools": {"both": {}}})
+    ingress = Ingress(config, KEYS)
+    response_id = f"resp_{'a' * 32}"
+    try:
+        ingress.responses.keep(Origin("own", response_id), {"output": []})
+        for tenant, is_found in (("own", True), ("other", False)):
+            payload = msgspec.msgpack.encode(Lookup("read", tenant, response_id))
+            assert bool(await ingress.answer_peer(QUESTION, payload)) is is_found
+    finally:
+        await ingress.close()
 
 
 # --- input items ----------------------------------------------------------------------------------
