@@ -415,7 +415,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
             InvalidRequestError: A value is outside its documented range; `param` names it.
         """
         for rule in _RULES:
-            rule.check(getattr(self, rule.name))
+            value = getattr(self, rule.name)
+            # Most fields of most requests have their defaults, which are in range.
+            if value is not getattr(_DEFAULTS, rule.name):
+                rule.check(value)
         self._check_pairs()
         if self.structured_outputs is not None:
             self.structured_outputs.validate()
@@ -425,7 +428,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
             _check_count(name, getattr(self, name), vocab_size, max_logprobs)
         if vocab_size is not None:
             for name in _TOKEN_IDS:
-                _check_vocabulary(name, getattr(self, name) or (), vocab_size)
+                if token_ids := getattr(self, name):
+                    _check_vocabulary(name, token_ids, vocab_size)
             for token_ids in self.bad_words_token_ids:
                 _check_vocabulary("bad_words_token_ids", token_ids, vocab_size)
 

@@ -27,6 +27,7 @@ from replicas.sampling_params import (
     ReasoningMarks,
     SamplingParams,
     StructuredOutputs,
+    check_range,
 )
 from tests.bad_sampling import BAD, BAD_NUMBERS, BAD_TOKENS, VOCAB_SIZE
 
@@ -151,6 +152,11 @@ def test_an_engine_limits_the_number_of_log_probabilities(most, count, is_taken)
         else:
             with pytest.raises(InvalidRequestError, match=f"^{name} must be"):
                 params.validate(VOCAB_SIZE, most)
+
+
+def test_defaults_are_in_range_because_no_request_checks_them_again():
+    for name in SamplingParams.__struct_fields__:
+        check_range(name, getattr(SamplingParams(), name))
 
 
 def test_every_field_survives_the_wire():
