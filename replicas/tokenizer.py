@@ -292,7 +292,8 @@ class Tokenizer:
         if not messages:
             raise ChatTemplateError("messages", "messages must hold at least one message")
         given = variables or {}
-        _check_variables(template.compiled, given)
+        if given:
+            _check_variables(template.compiled, given)
         turns = [{k: v for k, v in message.items() if v is not None} for message in messages]
         if not template.knows_developer:
             turns = _without_developer(turns)
