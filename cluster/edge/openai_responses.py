@@ -359,16 +359,14 @@ class ChunkWriter:
         """
         if self._num_open > 0:
             raise InternalError(_NO_END)
-        usage = usage._replace(reasoning_tokens=self._num_reasoning_tokens())
+        readers = [c.message.reader for c in self._choices if c.message is not None]
+        if readers:
+            num_reasoning = sum(reader.num_reasoning_tokens for reader in readers)
+            usage = usage._replace(reasoning_tokens=num_reasoning)
         end = self._chunk(self._last, usage)
         if self._spec.include_usage:
             end += self._head + b"]" + _rest({"usage": usage_body(usage, self._spec)}) + b"\n\n"
         return end + _DONE
-
-    def _num_reasoning_tokens(self) -> int | None:
-        """Return the tokens before the answers of all choices; None without a parser."""
-        readers = [c.message.reader for c in self._choices if c.message is not None]
-        return sum(reader.num_reasoning_tokens for reader in readers) if readers else None
 
     def fail(self, error: ServingError) -> bytes:
         """Return the last event of a failed stream, which then has no `[DONE]`."""
@@ -393,7 +391,7 @@ class ChunkWriter:
         elif self._spec.include_usage:
             outer["usage"] = None
         beginning = (
-            self._beginning(choice, "".join(delta.text for delta in unsent))
+            self._beginning(choice, "".join([delta.text for delta in unsent]))
             if message is None
             else self._message_beginning(choice, message)
         )
