@@ -32,7 +32,10 @@ def api_of(path: str) -> type[Api]:
 
     A path below that of an API belongs to it; all other paths have OpenAI's form.
     """
+    api = _API_OF_PATH.get(path)
+    if api is not None:
+        return api
     for prefix, api in _API_OF_PATH.items():
-        if path == prefix or path.startswith(prefix + "/"):
+        if path.startswith(prefix + "/"):
             return api
     return ChatCompletionsApi

@@ -9,16 +9,24 @@ from cluster.errors import BadRequestError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from contextlib import AbstractContextManager
 
 
-@contextlib.contextmanager
-def naming_fields(names: Mapping[str, str]) -> Iterator[None]:
+def naming_fields(names: Mapping[str, str]) -> AbstractContextManager[None]:
     """Give each BadRequestError of the block the client's path of its field.
 
     Args:
         names: For a path in the translated request that of the client's body. A path also stands
             for all paths below it; the longest one counts. Paths without an entry stay.
     """
+    return _naming_fields(names) if names else _UNCHANGED
+
+
+_UNCHANGED = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _naming_fields(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except BadRequestError as error:

@@ -23,6 +23,7 @@ from cluster.errors import BadRequestError, MisdirectedError, NotFoundError, Sat
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
+    from contextlib import AbstractContextManager
 
     from starlette.datastructures import Headers
     from starlette.types import Scope
@@ -94,15 +95,13 @@ class RequestGate:
                 set_tenant(scope, tenant)
             tenant.check_access(route)
 
-    @contextlib.contextmanager
-    def count_open(self, route: RouteSpec) -> Iterator[None]:
+    def count_open(self, route: RouteSpec) -> AbstractContextManager[None]:
         """Count a request while it is open, if its route is counted.
 
         Raises:
             SaturatedError: `max_open` requests are open.
         """
-        with self.count_more(1 if route.is_counted else 0):
-            yield
+        return self.count_more(1 if route.is_counted else 0)
 
     @contextlib.contextmanager
     def count_more(self, num: int) -> Iterator[None]:

@@ -75,6 +75,8 @@ def require_json(headers: Headers) -> None:
 
 
 def _is_json(content_type: str) -> bool:
+    if content_type == "application/json":  # as most clients send it
+        return True
     header = Message()
     header["content-type"] = content_type
     charset = header.get_param("charset", "utf-8")

@@ -543,23 +543,17 @@ def beam_search_params(
 def response_spec(
     parsed: ParsedRequest,
     model: str,
-    *,
-    request_id: str,
-    created: int,
-    prompt_tokens_details: bool = False,
-    echo: str = "",
+    **more: Any,  # noqa: ANN401 - attributes
 ) -> ResponseSpec:
-    """Return the options of the response; for the arguments see `ResponseSpec`."""
+    """Return the options of the response.
+
+    Args:
+        parsed: The body's checked fields.
+        model: The served model's id.
+        **more: Further attributes, which do not follow from the fields.
+    """
     flags = {name: parsed.values[name] for name in _RESPONSE_FIELDS if name in parsed.values}
-    return ResponseSpec(
-        request_id,
-        created,
-        model,
-        prompt_tokens_details=prompt_tokens_details,
-        echo=echo,
-        **flags,
-        **parsed.response_options,
-    )
+    return ResponseSpec(model=model, **more, **flags, **parsed.response_options)
 
 
 def _sampling(

@@ -137,20 +137,23 @@ class Pipeline:
         return await self._whole(ready, http_request, api)
 
     async def _read_request(self, http_request: Request, api: Api) -> _ReadyRequest:
-        limits = BodyLimits.of_models(self._backend.models(), self._backend.tokenizer)
+        models = self._backend.models()
+        limits = BodyLimits.of_models(models, self._backend.tokenizer)
         body = await read_json_body(http_request, api.fields, limits, self._ingress)
-        parsed = await api.parse(body, tenant_of(http_request.scope).name)
+        tenant = tenant_of(http_request.scope)
+        parsed = await api.parse(body, tenant.name)
         with naming_fields(parsed.field_names):
-            return await self._prepare(parsed, http_request)
+            card = resolve_model(parsed.values.get("model"), tenant.visible(models))
+            return await self._prepare(parsed, card, http_request)
 
-    async def _prepare(self, parsed: ParsedRequest, http_request: Request) -> _ReadyRequest:
+    async def _prepare(
+        self, parsed: ParsedRequest, card: ModelCard, http_request: Request
+    ) -> _ReadyRequest:
         """Encode a parsed request, and check what depends on its tokens.
 
         Raises:
             ServingError: It cannot run; `param` is a path in the parsed request.
         """
-        tenant = tenant_of(http_request.scope)
-        card = resolve_model(parsed.values.get("model"), tenant.visible(self._backend.models()))
         new_parser = None
         check_own_template(parsed.prompt, is_trusted=self._ingress.trust_request_chat_template)
         output = _message_output(parsed, card)
@@ -185,11 +188,11 @@ class Pipeline:
             created=_unix_time_s(),
             prompt_tokens_details=self._ingress.prompt_tokens_details,
             echo=answered[0].echo,
+            new_parser=new_parser,
+            prompts=tuple(answered) if len(answered) > 1 else (),
         )
         if (lease := lease_of(http_request.scope)) is not None:
             lease.charge(sum(len(prompt.token_ids) for prompt in answered))
-        several = tuple(answered) if len(answered) > 1 else ()
-        spec = dataclasses.replace(spec, new_parser=new_parser, prompts=several)
         if spec.return_prompt_text:
             text = await self._text_of(parsed, answered[0].token_ids, http_request)
             spec = dataclasses.replace(spec, prompt_text=text)
@@ -407,6 +410,7 @@ def with_history(parsed: ParsedRequest, card: ModelCard) -> ParsedRequest:
     prompt, variables = parsed.prompt, parsed.values.get("chat_template_kwargs") or {}
     if not isinstance(prompt, ChatPrompt):
         return parsed
+    own = prompt
     effort = parsed.values.get("reasoning_effort")
     if card.reasoning_parser and effort is not None and "reasoning_effort" not in variables:
         level = REASONING_FORMATS[card.reasoning_parser].known_effort(effort)
@@ -416,7 +420,7 @@ def with_history(parsed: ParsedRequest, card: ModelCard) -> ParsedRequest:
         family = TOOL_FORMATS[card.tool_call_parser]
         messages = [family.rendered_message(message) for message in prompt.messages]
         prompt = dataclasses.replace(prompt, messages=messages)
-    return dataclasses.replace(parsed, prompt=prompt)
+    return parsed if prompt is own else dataclasses.replace(parsed, prompt=prompt)
 
 
 def _message_output(parsed: ParsedRequest, card: ModelCard) -> MessageOutput | None:

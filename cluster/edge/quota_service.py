@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         Iterator,
         MutableMapping,
     )
+    from contextlib import AbstractAsyncContextManager
     from typing import Any, TypeAlias
 
     from cluster.edge.openai import Emit, Usage
@@ -63,6 +64,7 @@ _PAUSE_S = 2.0
 _SLOW_S = 0.25
 _TIMEOUT_S = 0.5
 _SCOPE_KEY = "ttserve.quota"
+_UNLIMITED = contextlib.nullcontext()
 
 
 class TenantReport(msgspec.Struct, frozen=True, array_like=True):
@@ -146,8 +148,9 @@ class TenantQuotas:
         self._wake = asyncio.Event()
         self._asks_from_s = -math.inf
 
-    @contextlib.asynccontextmanager
-    async def hold(self, tenant: Tenant, scope: MutableMapping[str, Any]) -> AsyncIterator[None]:
+    def hold(
+        self, tenant: Tenant, scope: MutableMapping[str, Any]
+    ) -> AbstractAsyncContextManager[None]:
         """Admit a request if its tenant has limits, and count it as open meanwhile.
 
         Args:
@@ -157,17 +160,21 @@ class TenantQuotas:
         Raises:
             QuotaError: A limit is reached.
         """
-        limits = tenant.limits
-        if limits is None:
-            yield
-            return
-        self._limits[tenant.name] = limits
+        return (
+            _UNLIMITED if tenant.limits is None else self._hold(tenant.name, tenant.limits, scope)
+        )
+
+    @contextlib.asynccontextmanager
+    async def _hold(
+        self, tenant: str, limits: TenantLimits, scope: MutableMapping[str, Any]
+    ) -> AsyncIterator[None]:
+        self._limits[tenant] = limits
         now_s = self._clock()
-        if self.owner(tenant.name) == self._id or now_s < self._asks_from_s:
-            refusal = self._book.admit(tenant.name, limits, self._id, now_s)
+        if self.owner(tenant) == self._id or now_s < self._asks_from_s:
+            refusal = self._book.admit(tenant, limits, self._id, now_s)
         else:
-            refusal = await self._ask(tenant.name)
-        scope[_SCOPE_KEY] = QuotaLease(self, tenant.name, limits)
+            refusal = await self._ask(tenant)
+        scope[_SCOPE_KEY] = QuotaLease(self, tenant, limits)
         if refusal is not None:
             raise QuotaError(
                 f"{refusal.reason}; try again later",
@@ -176,7 +183,7 @@ class TenantQuotas:
         try:
             yield
         finally:
-            self.count_open(tenant.name, limits, -1)
+            self.count_open(tenant, limits, -1)
 
     def owner(self, tenant: str) -> str:
         """Return the id of the ingress that counts a tenant."""
