@@ -145,6 +145,8 @@ _RULES = (
 NaN fails every comparison, so no range accepts it.
 """
 
+_RULES_OF = {name: [rule for rule in _RULES if rule.name == name] for name, *_ in _RULES}
+
 _TOKEN_IDS = ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias")
 """Fields with token ids, besides `bad_words_token_ids`."""
 
@@ -518,18 +520,16 @@ def check_range(name: str, value: object) -> None:
     Raises:
         InvalidRequestError: `SamplingParams.validate` would refuse the value.
     """
-    for rule in _RULES:
-        if rule.name == name:
-            rule.check(value)
+    for rule in _RULES_OF.get(name, ()):
+        rule.check(value)
 
 
 def range_schema(name: str) -> dict[str, Any]:
     """Return the range of one field in keywords of JSON Schema, as far as these can say it."""
     schema: dict[str, Any] = {}
-    for rule in _RULES:
-        if rule.name == name:
-            items = {**schema.get("items", {}), **rule.schema.get("items", {})}
-            schema |= {**rule.schema, **({"items": items} if items else {})}
+    for rule in _RULES_OF.get(name, ()):
+        items = {**schema.get("items", {}), **rule.schema.get("items", {})}
+        schema |= {**rule.schema, **({"items": items} if items else {})}
     return schema
 
 
@@ -567,7 +567,7 @@ def _check_count(name: str, count: int | None, vocab_size: int | None, most: int
 
 def _is_in_range(name: str, value: object) -> bool:
     is_number = type(value) in {int, float}
-    return is_number and all(rule.accepts(value) for rule in _RULES if rule.name == name)
+    return is_number and all(rule.accepts(value) for rule in _RULES_OF[name])
 
 
 def _clamped(biases: object) -> object:

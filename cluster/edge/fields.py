@@ -372,23 +372,25 @@ def remove_unknown_fields(body: dict[str, Any], table: FieldTable) -> list[str]:
         The paths of the removed fields; the client has chosen their names.
     """
     removed: list[str] = []
-    _remove(body, table, "", removed)
-    return removed
-
-
-def _remove(body: dict[str, Any], table: FieldTable, path: str, removed: list[str]) -> None:
     if not body.keys() <= table.keys():
-        for name in [name for name in body if name not in table]:
+        unknown = [name for name in body if name not in table]
+        for name in unknown:
             del body[name]
-            removed.append(path + name[:_MAX_SHOWN_CHARS])
+        removed += [name[:_MAX_SHOWN_CHARS] for name in unknown]
     for name, of_object, of_entries in table.nested:
         value = body.get(name)
-        if isinstance(value, dict) and of_object is not None:
-            _remove(value, of_object, f"{path}{name}.", removed)
+        if value is None:
+            continue
+        if isinstance(value, dict):
+            if of_object is not None:
+                below = remove_unknown_fields(value, of_object)
+                removed += [f"{name}.{path}" for path in below]
         elif isinstance(value, list) and of_entries is not None:
             for i, entry in enumerate(value):
-                if isinstance(entry, dict):
-                    _remove(entry, of_entries, f"{path}{name}[{i}].", removed)
+                # Paths are made for removed fields alone: a chat may have thousands of messages.
+                if isinstance(entry, dict) and (below := remove_unknown_fields(entry, of_entries)):
+                    removed += [f"{name}[{i}].{path}" for path in below]
+    return removed
 
 
 # --- rows -----------------------------------------------------------------------------------------
