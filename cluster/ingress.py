@@ -137,27 +137,12 @@ class Ingress:
         self.responses = response_archive(
             config.ingress.response_store_bytes, config.ingress.response_store_age_s, self._peers
         )
-        self._created_s = int(time.time())
+        self._models = _model_cards(config, created_s=int(time.time()))
         self._had_every_pool = False
 
     def models(self) -> Sequence[ModelCard]:
         """Return the cards of the served model, one for each of its names."""
-        root = model_name(str(self._config.model_folder))
-        return [
-            ModelCard(
-                name,
-                root,
-                self._config.max_model_len,
-                self._created_s,
-                defaults=self._config.sampling_defaults,
-                max_logprobs=self._config.max_logprobs,
-                tool_call_parser=self._config.tool_call_parser,
-                reasoning_parser=self._config.reasoning_parser,
-                scheduling_policy=self._config.scheduling_policy,
-                logprobs_mode=self._config.logprobs_mode,
-            )
-            for name in self._config.served_model_names
-        ]
+        return self._models
 
     async def generate(
         self, request: EngineRequest, emit: Emit, known: StreamPosition | None = None
@@ -405,6 +390,26 @@ class Ingress:
         members = self.fleet.pools.members()
         answers = await asyncio.gather(*map(answer, members))
         return list(zip(members, answers, strict=True))
+
+
+def _model_cards(config: ClusterConfig, created_s: int) -> list[ModelCard]:
+    """Return the cards of the served model, one for each of its names."""
+    root = model_name(str(config.model_folder))
+    return [
+        ModelCard(
+            name,
+            root,
+            config.max_model_len,
+            created_s,
+            defaults=config.sampling_defaults,
+            max_logprobs=config.max_logprobs,
+            tool_call_parser=config.tool_call_parser,
+            reasoning_parser=config.reasoning_parser,
+            scheduling_policy=config.scheduling_policy,
+            logprobs_mode=config.logprobs_mode,
+        )
+        for name in config.served_model_names
+    ]
 
 
 def has_limits(config: ClusterConfig) -> bool:
