@@ -173,7 +173,7 @@ class TenantQuotas:
         if self.owner(tenant) == self._id or now_s < self._asks_from_s:
             refusal = self._book.admit(tenant, limits, self._id, now_s)
         else:
-            refusal = await self._ask(tenant)
+            refusal = await self._ask(tenant, limits)
         scope[_SCOPE_KEY] = QuotaLease(self, tenant, limits)
         if refusal is not None:
             raise QuotaError(
@@ -183,7 +183,7 @@ class TenantQuotas:
         try:
             yield
         finally:
-            self.count_open(tenant, limits, -1)
+            self._end(tenant, limits)
 
     def owner(self, tenant: str) -> str:
         """Return the id of the ingress that counts a tenant."""
@@ -265,11 +265,23 @@ class TenantQuotas:
             answers = [self._count(report, exchange.sender, now_s) for report in mine]
         return msgspec.msgpack.encode(ExchangeAnswer(self._id, answers))
 
-    async def _ask(self, tenant: str) -> Refusal | None:
+    async def _ask(self, tenant: str, limits: TenantLimits) -> Refusal | None:
+        """Return the decision of the tenant's owner; an admitted request is counted as open."""
         future: asyncio.Future[Refusal | None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, []).append(future)
         self._wake.set()
-        return await future
+        try:
+            return await future
+        except asyncio.CancelledError:
+            # Cancelled between its admission, which counted it, and the turn of its task.
+            if not future.cancelled() and future.result() is None:
+                self._end(tenant, limits)
+            raise
+
+    def _end(self, tenant: str, limits: TenantLimits) -> None:
+        """Count one open request less."""
+        account = self._book.account(tenant, limits, self._clock())
+        self._book.set_open(account, self._id, account.open_of.get(self._id, 0) - 1)
 
     def _report(self, tenant: str, owner: str, num_asked: int, now_s: float) -> TenantReport:
         account = self._account(tenant)

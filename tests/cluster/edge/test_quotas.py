@@ -1,12 +1,14 @@
 """Limits of tenants: the pure counts, several ingresses that share them, and answers over HTTP."""
 
 import asyncio
+import contextlib
 import dataclasses
 import math
 from collections import deque
+from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.config.schema import AdmissionConfig, IngressConfig, TenantConfig, TenantLimits
@@ -266,6 +268,86 @@ async def test_idle_tenants_are_forgotten():
         await network.meet()
     assert [len(node._book) for node in network.nodes] == [0, 0]
     assert [node._limits for node in network.nodes] == [{}, {}]
+
+
+@pytest.mark.parametrize("is_owner_cut_off", [False, True])
+async def test_a_request_cancelled_in_the_turn_of_its_admission_is_not_open(is_owner_cut_off):
+    network = Network(2)
+    await network.meet()
+    tenant = network.tenant_owned_by(0, TenantLimits(max_requests=1))
+    network.cut = {0} if is_owner_cut_off else set()
+    entering = asyncio.ensure_future(network.nodes[1].hold(tenant, {}).__aenter__())
+    await asyncio.sleep(0)
+    await network.nodes[1].exchange()  # admits the request; its task has not run since
+    entering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await entering
+    network.cut = set()
+    for _ in range(2):
+        await network.meet()
+    assert await opened(network, 0, tenant, [])
+
+
+class SlowPeer(Peer):
+    """A peer whose questions and answers take some turns of the event loop, or fail."""
+
+    def __init__(self, network, number, random):
+        super().__init__(network, number)
+        self._random = random
+
+    async def ask_all(self, question, payload, timeout_s):
+        await turns(self._random)
+        if self._random.random() < 0.1:
+            raise OSError("no network")
+        found = await super().ask_all(question, payload, timeout_s)
+        await turns(self._random)
+        return found
+
+
+async def turns(random):
+    for _ in range(random.randrange(6)):
+        await asyncio.sleep(0)
+
+
+@given(st.integers(0, 2**32), st.integers(1, 4))
+@settings(max_examples=50)
+def test_without_holders_nothing_is_open_whenever_requests_are_cancelled(seed, limit):
+    random = Random(seed)
+
+    async def run():
+        network, limits = Network(3), TenantLimits(max_requests=limit)
+        await network.meet()
+        tenants = [network.tenant_owned_by(number, limits) for number in range(3)]
+        for number, node in enumerate(network.nodes):
+            node._peers = SlowPeer(network, number, random)
+
+        async def request(node, tenant):
+            await turns(random)
+            with contextlib.suppress(QuotaError):
+                async with node.hold(tenant, {}):
+                    await turns(random)
+
+        serving = [asyncio.create_task(node.run()) for node in network.nodes]
+        requests = [
+            asyncio.create_task(request(random.choice(network.nodes), random.choice(tenants)))
+            for _ in range(30)
+        ]
+        for task in requests:
+            await turns(random)
+            if random.random() < 0.5:
+                task.cancel()
+        await asyncio.wait(requests)
+        for task in serving:
+            task.cancel()
+        await asyncio.wait(serving)
+        for number, node in enumerate(network.nodes):
+            node._peers = Peer(network, number)
+        for _ in range(2):
+            await network.meet()
+        for node in network.nodes:
+            assert [account.open_of for account in node._book._accounts.values()] == []
+
+    asyncio.run(run())
 
 
 # --- over HTTP ------------------------------------------------------------------------------------
