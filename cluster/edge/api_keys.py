@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 4 * 2**20
 CHECK_INTERVAL_S = 1.0
+_MAX_DEPTH = 16
 _KEY_BYTES = 32
 _KEY_PREFIX = "tts-"
 _MAX_KEY_BYTES = 256
@@ -83,13 +84,15 @@ def parse_keys(text: str, where: str) -> dict[bytes, Tenant]:
         ClusterConfigError: The file is not valid; the message names the tenant but shows no key.
     """
     try:
+        _check_depth(text)
         raw = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
+    except Exception as error:  # noqa: BLE001 - a file must end no thread
+        # PyYAML's constructors raise any error, such as ValueError for the date 2024-13-45.
         mark = getattr(error, "problem_mark", None)
         line = "" if mark is None else f", line {mark.line + 1}"
         raise ClusterConfigError(
             f"{where}{line}: this is not YAML, or has a name twice; list several keys of one "
-            "tenant under `keys`"
+            "tenant under `keys`, and quote names that look like dates or numbers"
         ) from None
     if not isinstance(raw, dict) or not raw:
         raise ClusterConfigError(
@@ -115,6 +118,20 @@ def parse_keys(text: str, where: str) -> dict[bytes, Tenant]:
                 raise ClusterConfigError(f"{where}: {name}.keys[{i}] is there twice")
             tenants[digest] = tenant
     return tenants
+
+
+def _check_depth(text: str) -> None:
+    """Refuse deep nesting, which would overflow the stack of libyaml's composer.
+
+    Raises:
+        yaml.YAMLError: It is deeper than any valid file, or this is not YAML.
+    """
+    depth = 0
+    for event in yaml.parse(text, _Loader):
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_DEPTH:
+            raise yaml.MarkedYAMLError(problem_mark=event.start_mark)
 
 
 def read_keys(path: str) -> dict[bytes, Tenant]:
@@ -189,7 +206,12 @@ class ApiKeys:
         """Refresh for ever; for a thread of its own, so that a slow disk delays no request."""
         while True:
             time.sleep(CHECK_INTERVAL_S)
-            self.refresh()
+            try:
+                self.refresh()
+            except Exception:
+                # Otherwise no later change would act, such as the removal of a stolen key.
+                self.num_failed_reads += 1
+                logger.exception("keeping the API keys of the file before")
 
 
 @cache

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from cluster.config.schema import AdmissionConfig
+from cluster.edge.api_keys import parse_keys
 from cluster.edge.families.formats import OutputContext
 from cluster.edge.families.message import CallStart, Message, MessageDelta
 from cluster.edge.families.parser import OutputParser
@@ -33,7 +34,7 @@ from cluster.edge.openai_requests import parse_body, parse_chat_completion
 from cluster.edge.resume import LAST_EVENT_ID
 from cluster.edge.route_table import ROUTES
 from cluster.edge.structured_outputs import read_grammar
-from cluster.errors import BadRequestError, TokensDifferError
+from cluster.errors import BadRequestError, ClusterConfigError, TokensDifferError
 from kv_transfer import messages as kv_messages
 from kv_transfer.errors import WireError
 from replicas.codec import decode_client_message, decode_engine_frame, encode
@@ -126,6 +127,10 @@ HEADERS = (
     "x-ttserve-listener: operations", "host: localhost:8000",
 )  # fmt: skip
 FIELDS = tuple(name.encode() for name in CHAT_FIELDS)
+YAML_WORDS = (
+    b"2024-13-45", b"9" * 5000, b"!!bool ", b"!!int ", b"!!timestamp ", b"!!binary ", b"? ", b"- ",
+    b"&x ", b"*x", b"<<: ", b": ", b"[", b"{", b"1:2:3.4", b"0x", b"|\n", b"\n",
+)  # fmt: skip
 SCHEMA_WORDS = tuple(
     f'"{word}"'.encode()
     for word in (
@@ -443,6 +448,18 @@ def tools_seeds():
 SHAPES = {"a.weight": (2, 3), "b.weight": (4,)}
 
 
+def key_file():
+    """Return what counts the keys in a file of API keys."""
+    return lambda data: len(parse_keys(data.decode(errors="replace"), "keys.yaml"))
+
+
+def key_file_seeds():
+    line = "sha256:" + "0f" * 32
+    yield f'a: {{keys: ["{line}"], models: [m, n], admin: true}}\n'.encode()
+    yield f'"2024-01-02":\n  keys:\n  - {line}\n  max_requests: 0x1F\n'.encode()
+    yield f"a: &x {{keys: ['{line}'], tokens_per_minute: 1_000}}\nb: {{<<: *x}}\n".encode()
+
+
 def safetensors():
     """Return what reads the weights of a folder from one safetensors file."""
     folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
@@ -706,6 +723,7 @@ TARGETS: dict[str, Target] = {
         grammar, grammar_seeds, (BadRequestError, InvalidRequestError), JSON, SCHEMA_WORDS
     ),
     "tools": Target(tools, tools_seeds, (BadRequestError, InvalidRequestError), JSON, SCHEMA_WORDS),
+    "key-file": Target(key_file, key_file_seeds, (ClusterConfigError,), PLAIN, YAML_WORDS),
     "safetensors": Target(safetensors, safetensors_seeds, (ModelLoadError,), SAFETENSORS),
     "weights-index": Target(weights_index, weights_index_seeds, (ModelLoadError,), JSON),
     "tokenizer": Target(

@@ -110,8 +110,13 @@ def test_a_wrong_missing_or_malformed_key_gets_one_answer(api_keys, headers):
         (f"a: {{keys: ['{LINE}'], wizard: true}}", "unknown field `wizard`"),
         (f"1: {{keys: ['{LINE}']}}", "name has 1 to 128"),
         (f"'a b': {{keys: ['{LINE}']}}", "name has 1 to 128"),
+        (f"2024-13-45: {{keys: ['{LINE}']}}", "this is not YAML"),
+        (f"a: {{keys: ['{LINE}'], max_requests: {'9' * 5000}}}", "this is not YAML"),
+        (f"a: {{keys: ['{LINE}'], admin: !!bool maybe}}", "this is not YAML"),
+        ("[" * 1_000_000, "this is not YAML"),
+        ("- " * 1_000_000, "this is not YAML"),
     ],
-    ids=range(11),  # each process has other keys
+    ids=range(16),  # each process has other keys
 )
 def test_a_bad_file_is_refused_and_its_keys_are_not_shown(text, part):
     with pytest.raises(ClusterConfigError) as caught:
@@ -153,6 +158,29 @@ def test_a_changed_file_acts_and_a_broken_one_keeps_the_keys(path, api_keys):
     assert (is_valid(OTHER_KEY), api_keys.num_failed_reads) == ("carol", 2)
     write(FILE)
     assert (is_valid(KEY), is_valid(OTHER_KEY)) == ("alice", "bob")
+
+
+def test_an_error_of_any_kind_does_not_end_the_rereading(path, api_keys, monkeypatch):
+    class Stopped(BaseException):
+        pass
+
+    checks = iter([OSError("disk"), None, Stopped()])
+
+    path.write_text(f"carol: {{keys: ['{OTHER_LINE}']}}")
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    refresh = api_keys.refresh
+
+    def refresh_or_fail():
+        error = next(checks)
+        if error is not None:
+            raise error
+        refresh()
+
+    monkeypatch.setattr(api_keys, "refresh", refresh_or_fail)
+    with pytest.raises(Stopped):
+        api_keys.follow()
+    assert api_keys.num_failed_reads == 1
+    assert api_keys.authenticate([(b"x-api-key", OTHER_KEY.encode())]).name == "carol"
 
 
 # --- routes ---------------------------------------------------------------------------------------
