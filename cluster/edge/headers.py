@@ -62,7 +62,8 @@ def require_json(headers: Headers) -> None:
     """Refuse a body whose content type is not JSON in UTF-8.
 
     A browser lets any page send `text/plain` or a form to any host. For `application/json` it first
-    asks the host for permission (CORS), which this edge never gives.
+    asks the host for permission (CORS). Only pages of `cors_origins` get it, and never for the
+    operations routes.
 
     Raises:
         UnsupportedMediaTypeError: The content type is missing, or not JSON in UTF-8.

@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Route, compile_path
 
 from cluster.config.schema import LEAST_ONGOING_REQUESTS
 from cluster.edge import audit
@@ -208,7 +208,7 @@ class _EdgeApplication(Starlette):
     def build_middleware_stack(self) -> ASGIApp:
         app: ASGIApp = _RequestBoundary(self.router)
         if self.cors_origins:
-            app = CORSMiddleware(
+            app = _CorsOfApi(
                 app,
                 allow_origins=self.cors_origins,
                 allow_methods=("GET", "POST", "DELETE"),
@@ -216,6 +216,16 @@ class _EdgeApplication(Starlette):
                 expose_headers=_EXPOSED_HEADERS,
             )
         return _RootPath(app, self.root_path) if self.root_path else app
+
+
+class _CorsOfApi(CORSMiddleware):
+    """CORS for every path but those of operators, which no web page may use, on any listener."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and _is_for_operators(scope["path"]):
+            await self.app(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
 
 
 class _GatedHandler:
@@ -435,6 +445,15 @@ class _RequestBoundary:
             if is_started:
                 raise
             await _error_response_of(error, scope)(scope, receive, send_named)
+
+
+_OPERATIONS_PATHS = tuple(
+    compile_path(spec.path)[0] for spec in ROUTES if spec.listener == "operations"
+)
+
+
+def _is_for_operators(path: str) -> bool:
+    return any(pattern.match(path) for pattern in _OPERATIONS_PATHS)
 
 
 def _request_id(scope: Scope) -> str:

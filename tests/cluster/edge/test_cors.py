@@ -2,10 +2,13 @@
 
 import asyncio
 
+import pytest
+
 from cluster.config.schema import IngressConfig
+from cluster.edge.route_table import ROUTES
 from cluster.edge.routes import create_app
 from tests.cluster.edge.fake_backend import FakeBackend
-from tests.cluster.edge.test_routes import Client
+from tests.cluster.edge.test_routes import OPERATOR, Client
 
 ORIGIN = "https://chat.example.com"
 PREFLIGHT = [
@@ -46,3 +49,26 @@ def test_an_error_can_be_read_too():
     client = Client(app)
     asyncio.run(client.request("POST", "/v1/completions", {"prompt": 1.5}, [("origin", ORIGIN)]))
     assert (client.status, client.headers["access-control-allow-origin"]) == (400, ORIGIN)
+
+
+OPERATIONS_ROUTES = [spec for spec in ROUTES if spec.listener == "operations"]
+
+
+@pytest.mark.parametrize(("origin", "root_path"), [(ORIGIN, "/llm"), ("*", "")])
+def test_no_page_may_use_a_route_of_operators(origin, root_path):
+    ingress = IngressConfig(cors_origins=[origin], root_path=root_path)
+    app = create_app(FakeBackend(), ingress, version="1")
+
+    async def check(path, method, headers):
+        named = [("origin", ORIGIN), *OPERATOR, *headers]
+        answer = await Client(app).request(method, path, b"", named)
+        assert not [name for name in answer.headers if name.startswith("access-control")], path
+        assert (answer.status == 405) == (method == "OPTIONS"), path
+
+    async def check_all():
+        for spec in OPERATIONS_ROUTES:
+            path = root_path + spec.path.replace("{request_id:path}", "a/b")
+            await check(path, spec.method, ())
+            await check(path, "OPTIONS", PREFLIGHT)
+
+    asyncio.run(check_all())
