@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from cluster.edge.message_output import MessageOutput
     from cluster.edge.openai import Emit, ModelCard, ResponseSpec, StartBackground, Usage
     from cluster.edge.openai_requests import ParsedRequest
+    from cluster.edge.quota_service import QuotaLease
     from cluster.edge.text_jobs import TextJobs
     from replicas.beam_search import BeamSearchParams
     from replicas.messages import EngineRequest
@@ -223,7 +224,8 @@ class Pipeline:
 
     def _stream(self, ready: _ReadyRequest, http_request: Request, api: Api) -> Response:
         request, spec = ready.requests[0], ready.spec
-        generate = self._runner(ready)
+        lease = lease_of(http_request.scope)
+        generate = self._runner(ready, lease)
         last_event_id = http_request.headers.get(LAST_EVENT_ID)
         if last_event_id is None:
             writer = api.stream(request, spec)
@@ -236,7 +238,7 @@ class Pipeline:
             writer = ResumableChunks(api.stream(request, spec), request, position)
             generate = functools.partial(self._backend.generate, request, known=position)
         return EventStream(
-            _counted(generate, http_request),
+            generate if lease is None else lease.count_output(generate),
             writer,
             to_serving_error,
             timeout_s=request.timeout_s,
@@ -251,7 +253,11 @@ class Pipeline:
         async def emit(delta: OutputDelta) -> None:
             deltas.append(delta)
 
-        generating = _counted(self._runner(ready), http_request)(emit)
+        lease = lease_of(http_request.scope)
+        generate = self._runner(ready, lease)
+        if lease is not None:
+            generate = lease.count_output(generate)
+        generating = generate(emit)
         usage = await run_until_disconnect(http_request.receive, generating, request.timeout_s)
         response = json_response(api.whole(request, ready.spec, deltas, usage))
         response.raw_headers += self._more_headers(request, http_request)()
@@ -263,10 +269,13 @@ class Pipeline:
         """Start a request that its connection does not end; it still counts as an open one."""
         request = ready.requests[0]
         request_id = http_request.scope["request_id"]
-        generate = _counted(self._runner(ready), http_request)
+        lease = lease_of(http_request.scope)
+        generate = self._runner(ready, lease)
+        if lease is not None:
+            generate = lease.count_output(generate)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._gate.count_more(1))
-            if (lease := lease_of(http_request.scope)) is not None:
+            if lease is not None:
                 stack.enter_context(lease.extend())
             work = BackgroundWork(
                 lambda emit: run_in_time(generate(emit), request.timeout_s),
@@ -276,7 +285,9 @@ class Pipeline:
         body = start(request, ready.spec, work)
         return json_response(body)
 
-    def _runner(self, ready: _ReadyRequest) -> Callable[[Emit], Coroutine[Any, Any, Usage]]:
+    def _runner(
+        self, ready: _ReadyRequest, lease: QuotaLease | None
+    ) -> Callable[[Emit], Coroutine[Any, Any, Usage]]:
         """Return what runs all prompts of a request."""
         generate = (
             functools.partial(self._search, ready.beams, ready.card)
@@ -286,9 +297,13 @@ class Pipeline:
         if len(ready.requests) == 1:
             return functools.partial(generate, ready.requests[0])
 
+        num_further = len(ready.requests) - 1
+        holding = contextlib.nullcontext() if lease is None else lease.hold_further(num_further)
+
         async def run(emit: Emit) -> Usage:
-            with self._gate.count_more(len(ready.requests) - 1):
-                return await run_batch(generate, ready.requests, emit)
+            with self._gate.count_more(num_further):
+                async with holding:
+                    return await run_batch(generate, ready.requests, emit)
 
         return run
 
@@ -429,14 +444,6 @@ def _message_output(parsed: ParsedRequest, card: ModelCard) -> MessageOutput | N
         return None
     has_budget = BUDGET_FIELD in parsed.values and not parsed.has_soft_budget
     return message_output(parsed.tool_use, card, parsed.grammar, has_budget=has_budget)
-
-
-def _counted(
-    generate: Callable[[Emit], Coroutine[Any, Any, Usage]], http_request: Request
-) -> Callable[[Emit], Coroutine[Any, Any, Usage]]:
-    """Return a `generate` whose tokens count against the limits of the request's tenant."""
-    lease = lease_of(http_request.scope)
-    return generate if lease is None else lease.count_output(generate)
 
 
 def _unix_time_s() -> int:

@@ -23,14 +23,14 @@ import math
 import secrets
 import time
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from cluster.config.schema import TenantLimits
 from cluster.edge.peers import NoPeers
-from cluster.edge.quotas import QuotaBook, Refusal, rate_headers
-from cluster.errors import QuotaError
+from cluster.edge.quotas import ONE, Ask, QuotaBook, Refusal, rate_headers
+from cluster.errors import BadRequestError, QuotaError
 
 if TYPE_CHECKING:
     from collections.abc import (
@@ -78,7 +78,7 @@ class TenantReport(msgspec.Struct, frozen=True, array_like=True):
         num_tokens: Its tokens since the start of the ingress.
         levels: What is left of its requests and tokens, as far as the ingress knows; None without
             a limit.
-        num_asked: Requests that wait to be admitted.
+        asks: Requests that wait to be admitted.
     """
 
     tenant: str
@@ -87,7 +87,7 @@ class TenantReport(msgspec.Struct, frozen=True, array_like=True):
     num_open: int
     num_tokens: int
     levels: tuple[float | None, float | None]
-    num_asked: int
+    asks: list[Ask]
 
 
 class Exchange(msgspec.Struct, frozen=True, array_like=True):
@@ -101,7 +101,7 @@ class TenantAnswer(msgspec.Struct, frozen=True, array_like=True):
     """An owner's answer to one report.
 
     Attributes:
-        num_admitted: How many of the waiting requests are admitted.
+        num_admitted: How many of the report's asks are admitted, the first ones.
         reason: Why the others are not.
         retry_after_s: When one would be.
         levels: What is left then, as in `TenantReport`.
@@ -119,6 +119,13 @@ class ExchangeAnswer(msgspec.Struct, frozen=True, array_like=True):
 
     ingress: str
     answers: list[TenantAnswer]
+
+
+class _Waiting(NamedTuple):
+    """Requests that wait for their tenant's owner."""
+
+    ask: Ask
+    decided: asyncio.Future[Refusal | None]
 
 
 _EXCHANGES = msgspec.msgpack.Decoder(Exchange)
@@ -144,7 +151,7 @@ class TenantQuotas:
         self._heard_s: dict[str, float] = {}
         self._limits: dict[str, TenantLimits] = {}
         self._num_tokens: defaultdict[str, int] = defaultdict(int)
-        self._waiting: dict[str, list[asyncio.Future[Refusal | None]]] = {}
+        self._waiting: dict[str, list[_Waiting]] = {}
         self._wake = asyncio.Event()
         self._asks_from_s = -math.inf
 
@@ -168,13 +175,23 @@ class TenantQuotas:
     async def _hold(
         self, tenant: str, limits: TenantLimits, scope: MutableMapping[str, Any]
     ) -> AsyncIterator[None]:
+        scope[_SCOPE_KEY] = QuotaLease(self, tenant, limits)
+        async with self.hold_open(tenant, limits, ONE):
+            yield
+
+    @contextlib.asynccontextmanager
+    async def hold_open(self, tenant: str, limits: TenantLimits, ask: Ask) -> AsyncIterator[None]:
+        """Admit requests of a tenant, and count them as open meanwhile.
+
+        Raises:
+            QuotaError: A limit is reached.
+        """
         self._limits[tenant] = limits
         now_s = self._clock()
         if self.owner(tenant) == self._id or now_s < self._asks_from_s:
-            refusal = self._book.admit(tenant, limits, self._id, now_s)
+            refusal = self._book.admit(tenant, limits, self._id, now_s, ask)
         else:
-            refusal = await self._ask(tenant, limits)
-        scope[_SCOPE_KEY] = QuotaLease(self, tenant, limits)
+            refusal = await self._ask(tenant, limits, ask)
         if refusal is not None:
             raise QuotaError(
                 f"{refusal.reason}; try again later",
@@ -183,7 +200,7 @@ class TenantQuotas:
         try:
             yield
         finally:
-            self._end(tenant, limits)
+            self.count_open(tenant, limits, -ask.num)
 
     def owner(self, tenant: str) -> str:
         """Return the id of the ingress that counts a tenant."""
@@ -226,12 +243,12 @@ class TenantQuotas:
 
     async def exchange(self) -> None:
         """Report to the owners once, and settle the requests that wait for them."""
-        asked = {tenant: len(futures) for tenant, futures in self._waiting.items()}
+        asked = {tenant: [w.ask for w in waiting] for tenant, waiting in self._waiting.items()}
         owners = {tenant: self.owner(tenant) for tenant in self._limits}
         self._settle_alone(tenant for tenant in asked if owners[tenant] == self._id)
         now_s = self._clock()
         reports = [
-            self._report(tenant, owner, asked.get(tenant, 0), now_s)
+            self._report(tenant, owner, asked.get(tenant, []), now_s)
             for tenant, owner in owners.items()
             if owner != self._id
         ]
@@ -252,7 +269,7 @@ class TenantQuotas:
             logger.warning("the ingresses that count %d tenants do not answer", len(silent))
             self._settle_alone(silent)
         # The owner knows of no open request of these.
-        quiet = {report.tenant for report in reports if not report.num_open + report.num_asked}
+        quiet = {report.tenant for report in reports if not (report.num_open or report.asks)}
         self._forget(quiet - set(silent), now_s)
 
     def answer(self, payload: bytes) -> bytes:
@@ -265,30 +282,25 @@ class TenantQuotas:
             answers = [self._count(report, exchange.sender, now_s) for report in mine]
         return msgspec.msgpack.encode(ExchangeAnswer(self._id, answers))
 
-    async def _ask(self, tenant: str, limits: TenantLimits) -> Refusal | None:
-        """Return the decision of the tenant's owner; an admitted request is counted as open."""
+    async def _ask(self, tenant: str, limits: TenantLimits, ask: Ask) -> Refusal | None:
+        """Return the decision of the tenant's owner; admitted requests are counted as open."""
         future: asyncio.Future[Refusal | None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(tenant, []).append(future)
+        self._waiting.setdefault(tenant, []).append(_Waiting(ask, future))
         self._wake.set()
         try:
             return await future
         except asyncio.CancelledError:
             # Cancelled between its admission, which counted it, and the turn of its task.
             if not future.cancelled() and future.result() is None:
-                self._end(tenant, limits)
+                self.count_open(tenant, limits, -ask.num)
             raise
 
-    def _end(self, tenant: str, limits: TenantLimits) -> None:
-        """Count one open request less."""
-        account = self._book.account(tenant, limits, self._clock())
-        self._book.set_open(account, self._id, account.open_of.get(self._id, 0) - 1)
-
-    def _report(self, tenant: str, owner: str, num_asked: int, now_s: float) -> TenantReport:
+    def _report(self, tenant: str, owner: str, asks: list[Ask], now_s: float) -> TenantReport:
         account = self._account(tenant)
         num_open = account.open_of.get(self._id, 0)
         limits, num_tokens = self._limits[tenant], self._num_tokens[tenant]
         levels = _levels(account, now_s)
-        return TenantReport(tenant, owner, limits, num_open, num_tokens, levels, num_asked)
+        return TenantReport(tenant, owner, limits, num_open, num_tokens, levels, asks)
 
     def _count(self, report: TenantReport, sender: str, now_s: float) -> TenantAnswer:
         """Take over a report, and admit what it asks for, as the owner of its tenant."""
@@ -303,9 +315,11 @@ class TenantQuotas:
         else:
             account.tokens.take(report.num_tokens - known, now_s)
         refusal, num_admitted = None, 0
-        while num_admitted < report.num_asked and refusal is None:
-            refusal = self._book.admit(report.tenant, report.limits, sender, now_s)
-            num_admitted += refusal is None
+        for ask in report.asks:
+            refusal = self._book.admit(report.tenant, report.limits, sender, now_s, ask)
+            if refusal is not None:
+                break
+            num_admitted += 1
         reason, retry_after_s = refusal or ("", 0.0)
         levels = _levels(account, now_s)
         return TenantAnswer(report.tenant, num_admitted, reason, retry_after_s, levels)
@@ -316,13 +330,13 @@ class TenantQuotas:
         account = self._account(tenant)
         _take_over(account, answer.levels, now_s, keeps_lower=False)
         account.tokens.take(self._num_tokens[tenant] - report.num_tokens, now_s)
-        for i, future in enumerate(self._pop_waiting(tenant, report.num_asked)):
+        for i, (ask, future) in enumerate(self._pop_waiting(tenant, len(report.asks))):
             # One whose client has left is not counted: the next report corrects the owner.
             if future.done():
                 continue
             if i < answer.num_admitted:
                 num_open = account.open_of.get(self._id, 0)
-                self._book.set_open(account, self._id, num_open + 1)
+                self._book.set_open(account, self._id, num_open + ask.num)
                 future.set_result(None)
             else:
                 future.set_result(Refusal(answer.reason, answer.retry_after_s))
@@ -331,14 +345,14 @@ class TenantQuotas:
         """Decide by this ingress's own book."""
         now_s = self._clock()
         for tenant in tenants:
-            for future in self._pop_waiting(tenant, None):
+            for ask, future in self._pop_waiting(tenant, None):
                 if not future.done():
                     limits = self._limits[tenant]
-                    future.set_result(self._book.admit(tenant, limits, self._id, now_s))
+                    future.set_result(self._book.admit(tenant, limits, self._id, now_s, ask))
 
-    def _pop_waiting(self, tenant: str, count: int | None) -> list[asyncio.Future[Refusal | None]]:
-        futures = self._waiting.pop(tenant, [])
-        first, rest = (futures, []) if count is None else (futures[:count], futures[count:])
+    def _pop_waiting(self, tenant: str, count: int | None) -> list[_Waiting]:
+        waiting = self._waiting.pop(tenant, [])
+        first, rest = (waiting, []) if count is None else (waiting[:count], waiting[count:])
         if rest:
             self._waiting[tenant] = rest
             self._wake.set()
@@ -375,6 +389,24 @@ class QuotaLease:
         self._quotas = quotas
         self._tenant = tenant
         self._limits = limits
+
+    @contextlib.asynccontextmanager
+    async def hold_further(self, num: int) -> AsyncIterator[None]:
+        """Admit the further prompts of the request, and count them as open meanwhile.
+
+        Raises:
+            QuotaError: With them the tenant would have too many open requests.
+            BadRequestError: There are so many that this would always be so.
+        """
+        most = self._limits.max_requests
+        if most is not None and num >= most:
+            raise BadRequestError(
+                f"prompt has {num + 1} entries, but this tenant may have {most} open requests; "
+                "send more requests with fewer prompts",
+                param="prompt",
+            )
+        async with self._quotas.hold_open(self._tenant, self._limits, Ask(num, is_further=True)):
+            yield
 
     def charge(self, num_tokens: int) -> None:
         """Take tokens of the prompt or the output from the tenant's allowance."""

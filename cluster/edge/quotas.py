@@ -3,7 +3,8 @@
 Requests and tokens of a minute are allowances that refill steadily, so that a client that has been
 refused knows exactly when the next request is admitted. A request is admitted while the allowance
 of tokens is not used up, and its prompt and output are taken from it as they come. So one request
-may use more than is left; what it owes is refilled before the next one is admitted.
+may use more than is left; what it owes is refilled before the next one is admitted. The same holds
+for the further prompts of one HTTP request, each of which counts as a request.
 
 Open requests are counted by ingress (`holder`). Each ingress reports its own count as a whole, and
 its tokens as a total since its start, so a lost or repeated report corrects itself.
@@ -75,6 +76,22 @@ class Refusal(NamedTuple):
     retry_after_s: float
 
 
+class Ask(NamedTuple):
+    """Requests of a tenant that are to be admitted together.
+
+    Attributes:
+        num: How many.
+        is_further: They are the further prompts of an admitted request, which only open requests
+            limit: allowances are taken from, also if less is left, as tokens are.
+    """
+
+    num: int = 1
+    is_further: bool = False
+
+
+ONE = Ask()
+
+
 @dataclass(slots=True)
 class Account:
     """One tenant's counts.
@@ -105,11 +122,13 @@ class Account:
             for allowance in (self.requests, self.tokens)
         )
 
-    def refusal(self, now_s: float) -> Refusal | None:
-        """Return why no further request is admitted now; None if one is."""
-        if self.num_open >= self.max_open:
-            reason = f"{self.num_open} requests of this tenant are open, as many as it may have"
+    def refusal(self, ask: Ask, now_s: float) -> Refusal | None:
+        """Return why requests are not admitted now; None if they are."""
+        if self.num_open + ask.num > self.max_open:
+            reason = f"{self.num_open} requests of this tenant are open, of {self.max_open:.0f}"
             return Refusal(reason, _BUSY_RETRY_S)
+        if ask.is_further:
+            return None
         for allowance, unit in ((self.requests, "requests"), (self.tokens, "tokens")):
             wait_s = allowance.wait_s(1.0, now_s)
             if wait_s > 0.0:
@@ -145,13 +164,15 @@ class QuotaBook:
         account.tokens.change_limit(per_minute[1], now_s)
         return account
 
-    def admit(self, tenant: str, limits: TenantLimits, holder: str, now_s: float) -> Refusal | None:
-        """Count one more open request of a holder, unless a limit is reached."""
+    def admit(
+        self, tenant: str, limits: TenantLimits, holder: str, now_s: float, ask: Ask = ONE
+    ) -> Refusal | None:
+        """Count more open requests of a holder, unless a limit is reached."""
         account = self.account(tenant, limits, now_s)
-        refusal = account.refusal(now_s)
+        refusal = account.refusal(ask, now_s)
         if refusal is None:
-            account.requests.take(1.0, now_s)
-            account.open_of[holder] = account.open_of.get(holder, 0) + 1
+            account.requests.take(ask.num, now_s)
+            account.open_of[holder] = account.open_of.get(holder, 0) + ask.num
         return refusal
 
     def set_open(self, account: Account, holder: str, num_open: int) -> None:

@@ -16,7 +16,7 @@ from cluster.edge.quota_service import QUESTION, TenantQuotas, lease_of
 from cluster.edge.quotas import Allowance, QuotaBook, duration, rate_headers
 from cluster.edge.routes import create_app
 from cluster.edge.tenants import Tenant
-from cluster.errors import QuotaError
+from cluster.errors import BadRequestError, QuotaError
 from tests.cluster.edge.fake_backend import FakeBackend
 from tests.cluster.edge.test_routes import Client
 
@@ -288,6 +288,34 @@ async def test_a_request_cancelled_in_the_turn_of_its_admission_is_not_open(is_o
     assert await opened(network, 0, tenant, [])
 
 
+@pytest.mark.parametrize("number", [0, 1])
+async def test_further_prompts_count_as_open_requests_at_every_ingress(number):
+    network, held = Network(2), []
+    await network.meet()
+    tenant = network.tenant_owned_by(0, TenantLimits(max_requests=4, requests_per_minute=3))
+    assert await opened(network, number, tenant, held)
+    lease = lease_of(held[0][1])
+
+    async def hold_further(num):
+        entering = asyncio.ensure_future((holding := lease.hold_further(num)).__aenter__())
+        await asyncio.sleep(0)
+        await network.meet()
+        await entering
+        held.append((holding, {}))
+
+    await hold_further(2)
+    with pytest.raises(QuotaError):
+        await hold_further(2)
+    with pytest.raises(BadRequestError):
+        await hold_further(4)
+    await hold_further(1)
+    await close(held)
+    await network.meet()
+    assert not await opened(network, number, tenant, held)  # four of three requests a minute
+    network.now_s += 40.1
+    assert await opened(network, number, tenant, held)
+
+
 class SlowPeer(Peer):
     """A peer whose questions and answers take some turns of the event loop, or fail."""
 
@@ -401,6 +429,22 @@ def test_open_requests_are_limited_and_end_with_their_answer():
     clients = serve({"max_requests": 1}, [COMPLETION] * 3)
     assert [client.status for client in clients] == [200] * 3
     assert "x-ratelimit-limit-requests" not in clients[0].headers
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [("/v1/completions", "prompt"), ("/v1/embeddings", "input"), ("/v1/rerank", "documents")],
+)
+def test_every_prompt_of_a_request_counts_against_the_limits(path, field):
+    def body(num):
+        more = {"query": "q"} if field == "documents" else {}
+        return path, {field: ["a"] * num, **more}
+
+    num_own = 1 if field == "documents" else 0  # the query
+    clients = serve({"max_requests": 4}, [body(5 - num_own), body(4 - num_own)])
+    assert [client.status for client in clients] == [400, 200]
+    clients = serve({"requests_per_minute": 4}, [body(3 - num_own)])
+    assert clients[0].headers["x-ratelimit-remaining-requests"] == "1"
 
 
 def test_an_invalid_request_ends_its_lease():
