@@ -93,6 +93,11 @@ class _ReadyRequest:
     card: ModelCard
     beams: dict[str, BeamSearchParams]
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(len(request.prompt_token_ids) for request in self.requests)
+
 
 class Pipeline:
     """Turns the HTTP requests of generating APIs into answers.
@@ -192,8 +197,6 @@ class Pipeline:
             new_parser=new_parser,
             prompts=tuple(answered) if len(answered) > 1 else (),
         )
-        if (lease := lease_of(http_request.scope)) is not None:
-            lease.charge(sum(len(prompt.token_ids) for prompt in answered))
         if spec.return_prompt_text:
             text = await self._text_of(parsed, answered[0].token_ids, http_request)
             spec = dataclasses.replace(spec, prompt_text=text)
@@ -238,7 +241,7 @@ class Pipeline:
             writer = ResumableChunks(api.stream(request, spec), request, position)
             generate = functools.partial(self._backend.generate, request, known=position)
         return EventStream(
-            generate if lease is None else lease.count_output(generate),
+            generate if lease is None else lease.count_tokens(generate, ready.num_prompt_tokens),
             writer,
             to_serving_error,
             timeout_s=request.timeout_s,
@@ -256,7 +259,7 @@ class Pipeline:
         lease = lease_of(http_request.scope)
         generate = self._runner(ready, lease)
         if lease is not None:
-            generate = lease.count_output(generate)
+            generate = lease.count_tokens(generate, ready.num_prompt_tokens)
         generating = generate(emit)
         usage = await run_until_disconnect(http_request.receive, generating, request.timeout_s)
         response = json_response(api.whole(request, ready.spec, deltas, usage))
@@ -272,7 +275,7 @@ class Pipeline:
         lease = lease_of(http_request.scope)
         generate = self._runner(ready, lease)
         if lease is not None:
-            generate = lease.count_output(generate)
+            generate = lease.count_tokens(generate, ready.num_prompt_tokens)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._gate.count_more(1))
             if lease is not None:

@@ -217,7 +217,7 @@ class TenantQuotas:
         self._book.set_open(account, self._id, account.open_of.get(self._id, 0) + num)
 
     def charge(self, tenant: str, limits: TenantLimits, num_tokens: int) -> None:
-        """Take tokens from a tenant's allowance."""
+        """Take tokens from a tenant's allowance; a negative number gives them back."""
         self._num_tokens[tenant] += num_tokens
         now_s = self._clock()
         self._book.account(tenant, limits, now_s).tokens.take(num_tokens, now_s)
@@ -409,7 +409,7 @@ class QuotaLease:
             yield
 
     def charge(self, num_tokens: int) -> None:
-        """Take tokens of the prompt or the output from the tenant's allowance."""
+        """Take tokens from the tenant's allowance; a negative number gives them back."""
         self._quotas.charge(self._tenant, self._limits, num_tokens)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
@@ -425,21 +425,29 @@ class QuotaLease:
         finally:
             self._quotas.count_open(self._tenant, self._limits, -1)
 
-    def count_output(self, generate: Generate) -> Generate:
-        """Return a `generate` that charges the tokens it emits, even if it fails."""
+    def count_tokens(self, generate: Generate, num_prompt_tokens: int) -> Generate:
+        """Return a `generate` that charges its prompts, and the tokens that it emits as they come.
+
+        If it fails before any output, as for lack of capacity, the prompts are given back; not if
+        the client disconnects, because they may have been computed.
+        """
 
         async def counted(emit: Emit) -> Usage:
-            num_tokens = 0
+            has_output = False
 
             async def count(delta: OutputDelta) -> None:
-                nonlocal num_tokens
-                num_tokens += len(delta.token_ids)
+                nonlocal has_output
+                has_output = True
+                self.charge(len(delta.token_ids))
                 await emit(delta)
 
+            self.charge(num_prompt_tokens)
             try:
                 return await generate(count)
-            finally:
-                self.charge(num_tokens)
+            except Exception:
+                if not has_output:
+                    self.charge(-num_prompt_tokens)
+                raise
 
         return counted
 

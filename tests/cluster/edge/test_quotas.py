@@ -16,7 +16,8 @@ from cluster.edge.quota_service import QUESTION, TenantQuotas, lease_of
 from cluster.edge.quotas import Allowance, QuotaBook, duration, rate_headers
 from cluster.edge.routes import create_app
 from cluster.edge.tenants import Tenant
-from cluster.errors import BadRequestError, QuotaError
+from cluster.errors import BadRequestError, QuotaError, SaturatedError
+from replicas.output_processor import OutputDelta
 from tests.cluster.edge.fake_backend import FakeBackend
 from tests.cluster.edge.test_routes import Client
 
@@ -421,7 +422,9 @@ def test_tokens_of_prompt_and_output_are_limited(stream):
     body = {**COMPLETION[1], "stream": stream}
     clients = serve({"tokens_per_minute": 20}, [(COMPLETION[0], body)] * 3)
     assert [client.status for client in clients] == [200, 200, 429]
-    assert int(clients[0].headers["x-ratelimit-remaining-tokens"]) in {10, 15}
+    # A stream's headers are sent with its first token.
+    left = int(clients[0].headers["x-ratelimit-remaining-tokens"])
+    assert left == (14 if stream else 10)
     assert clients[2].headers["x-ratelimit-limit-tokens"] == "20"
 
 
@@ -429,6 +432,38 @@ def test_open_requests_are_limited_and_end_with_their_answer():
     clients = serve({"max_requests": 1}, [COMPLETION] * 3)
     assert [client.status for client in clients] == [200] * 3
     assert "x-ratelimit-limit-requests" not in clients[0].headers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_refused_without_output_is_charged_no_tokens(stream):
+    async def refuse(request, emit):
+        raise SaturatedError("the queue is full")
+
+    body = {**COMPLETION[1], "stream": stream}
+    [client] = serve({"tokens_per_minute": 20}, [(COMPLETION[0], body)], FakeBackend(refuse))
+    assert client.status == 429
+    assert client.headers["x-ratelimit-remaining-tokens"] == "20"
+
+
+async def test_tokens_are_charged_as_they_come_and_kept_by_a_later_failure():
+    quotas = TenantQuotas(clock=lambda: 0.0)
+    tenant, scope, left = Tenant.limited("t", TenantLimits(tokens_per_minute=100)), {}, []
+
+    def remaining():
+        return int(dict(lease_of(scope).headers())[b"x-ratelimit-remaining-tokens"])
+
+    async def emit(delta):
+        left.append(remaining())
+
+    async def generate(emit):
+        await emit(OutputDelta(0, "ab", [1, 2]))
+        await emit(OutputDelta(0, "c", [3]))
+        raise SaturatedError("moved, and found no place")
+
+    async with quotas.hold(tenant, scope):
+        with pytest.raises(SaturatedError):
+            await lease_of(scope).count_tokens(generate, 10)(emit)
+    assert [*left, remaining()] == [88, 87, 87]
 
 
 @pytest.mark.parametrize(
