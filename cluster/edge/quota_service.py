@@ -154,6 +154,7 @@ class TenantQuotas:
         self._waiting: dict[str, list[_Waiting]] = {}
         self._wake = asyncio.Event()
         self._asks_from_s = -math.inf
+        self._num_unreadable = 0
 
     def hold(
         self, tenant: Tenant, scope: MutableMapping[str, Any]
@@ -237,6 +238,7 @@ class TenantQuotas:
                 await self.exchange()
             except Exception:
                 logger.exception("counting tenants' requests without the other ingresses")
+                self._asks_from_s = self._clock() + _PAUSE_S
                 self._settle_alone(list(self._waiting))
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), INTERVAL_S)
@@ -255,14 +257,15 @@ class TenantQuotas:
         payload = msgspec.msgpack.encode(Exchange(self._id, reports))
         begun_s = self._clock()
         found = await self._peers.ask_all(QUESTION, payload, _TIMEOUT_S)
-        answers = [_ANSWERS.decode(raw) for raw in found]
+        answers = self._decoded(found)
         self._members = frozenset(answer.ingress for answer in answers) or frozenset({self._id})
         now_s = self._clock()
         silent = {report.tenant: report for report in reports}
         for answer in answers:
             for of_tenant in answer.answers:
-                report = silent.pop(of_tenant.tenant)
-                self._settle(of_tenant, report, now_s)
+                report = silent.pop(of_tenant.tenant, None)
+                if report is not None:
+                    self._settle(of_tenant, report, now_s)
         is_slow = now_s - begun_s > _SLOW_S
         self._asks_from_s = now_s + _PAUSE_S if silent or is_slow else -math.inf
         if silent:
@@ -281,6 +284,22 @@ class TenantQuotas:
             mine = [report for report in exchange.reports if report.owner == self._id]
             answers = [self._count(report, exchange.sender, now_s) for report in mine]
         return msgspec.msgpack.encode(ExchangeAnswer(self._id, answers))
+
+    def _decoded(self, found: list[bytes]) -> list[ExchangeAnswer]:
+        """Return the answers that can be read; another version's, or a starting one's, may not."""
+        answers: list[ExchangeAnswer] = []
+        for raw in found:
+            with contextlib.suppress(msgspec.DecodeError):
+                answers.append(_ANSWERS.decode(raw))
+        num_unreadable = len(found) - len(answers)
+        if num_unreadable and num_unreadable != self._num_unreadable:
+            logger.warning(
+                "cannot read the answers of %d ingresses about tenants' limits; counting without "
+                "them, which have another version or are starting",
+                num_unreadable,
+            )
+        self._num_unreadable = num_unreadable
+        return answers
 
     async def _ask(self, tenant: str, limits: TenantLimits, ask: Ask) -> Refusal | None:
         """Return the decision of the tenant's owner; admitted requests are counted as open."""

@@ -7,6 +7,7 @@ import math
 from collections import deque
 from random import Random
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -315,6 +316,47 @@ async def test_further_prompts_count_as_open_requests_at_every_ingress(number):
     assert not await opened(network, number, tenant, held)  # four of three requests a minute
     network.now_s += 40.1
     assert await opened(network, number, tenant, held)
+
+
+class OddPeer(Peer):
+    """Its network also has an ingress that is starting, and one of another version."""
+
+    async def ask_all(self, question, payload, timeout_s):
+        found = await super().ask_all(question, payload, timeout_s)
+        return [b"", *found, msgspec.msgpack.encode(["x", 7])]
+
+
+async def test_answers_that_cannot_be_read_are_skipped_with_one_warning(caplog):
+    network, held = Network(2), []
+    for number, node in enumerate(network.nodes):
+        node._peers = OddPeer(network, number)
+    await network.meet()
+    tenant = network.tenant_owned_by(0, TenantLimits(max_requests=1))
+    assert await opened(network, 1, tenant, held)
+    assert not await opened(network, 0, tenant, held)
+    assert len([r for r in caplog.records if "cannot read" in r.getMessage()]) == 2  # one a node
+
+
+async def test_after_an_exchange_that_failed_no_request_waits_for_an_owner():
+    network = Network(2)
+    await network.meet()
+    tenant = network.tenant_owned_by(0, TenantLimits(max_requests=1))
+    failed = asyncio.Event()
+
+    class BrokenPeer:
+        async def ask_all(self, question, payload, timeout_s):
+            failed.set()
+            raise OSError("no network")
+
+    node = network.nodes[1]
+    node._peers = BrokenPeer()
+    serving = asyncio.create_task(node.run())
+    await failed.wait()
+    await asyncio.sleep(0)
+    entering = node.hold(tenant, {}).__aenter__()
+    with pytest.raises(StopIteration):  # it does not wait
+        entering.send(None)
+    serving.cancel()
 
 
 class SlowPeer(Peer):
