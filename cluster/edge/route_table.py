@@ -30,6 +30,8 @@ class RouteSpec:
             Never for a health check, which a full ingress must answer, too.
         is_repeatable: Whether HAProxy may send a POST again if its ingress died without an answer.
             Only if doing the work twice has no visible effect.
+        is_readiness: Whether it says if requests should come to this host; while the host leaves,
+            HAProxy answers it with 503.
         access: With API keys, who may use it: everybody, any key, or a key of an admin.
     """
 
@@ -39,6 +41,7 @@ class RouteSpec:
     listener: Listener = "both"
     is_counted: bool = False
     is_repeatable: bool = False
+    is_readiness: bool = False
     access: Access = "key"
 
     @property
@@ -75,12 +78,12 @@ ROUTES = (
     RouteSpec("model", "/v1/models/{model_id:path}"),
     _post("tokenize", "/tokenize"),
     _post("detokenize", "/detokenize"),
-    RouteSpec("health", "/health", access="open"),
+    RouteSpec("health", "/health", is_readiness=True, access="open"),
     RouteSpec("live", "/live", access="open"),
     # The names of SageMaker and of KServe for the same.
-    RouteSpec("ping", "/ping", access="open"),
-    RouteSpec("post_ping", "/ping", "POST", access="open"),
-    RouteSpec("v2_ready", "/v2/health/ready", access="open"),
+    RouteSpec("ping", "/ping", is_readiness=True, access="open"),
+    RouteSpec("post_ping", "/ping", "POST", is_readiness=True, access="open"),
+    RouteSpec("v2_ready", "/v2/health/ready", is_readiness=True, access="open"),
     RouteSpec("v2_live", "/v2/health/live", access="open"),
     RouteSpec("load", "/load"),
     RouteSpec("version", "/version"),
@@ -103,3 +106,6 @@ KNOWN_METHODS = tuple(sorted({*SAFE_METHODS, *(spec.method for spec in ROUTES)})
 
 REPEATABLE_PATHS = tuple(spec.path for spec in ROUTES if spec.is_repeatable)
 """Paths whose POST may be repeated."""
+
+READINESS_PATHS = tuple(sorted({spec.path for spec in ROUTES if spec.is_readiness}))
+"""Paths that are not ready while their host leaves."""

@@ -78,7 +78,7 @@ from cluster.edge.headers import (
     PROOF_HEADER,
     SOURCE_HEADER,
 )
-from cluster.edge.route_table import KNOWN_METHODS, REPEATABLE_PATHS, SAFE_METHODS
+from cluster.edge.route_table import KNOWN_METHODS, READINESS_PATHS, REPEATABLE_PATHS, SAFE_METHODS
 from cluster.errors import ClusterConfigError
 from cluster.lifecycle.private_files import UnsafeFileError, require_private, require_secret
 from cluster.lifecycle.ray_token import require_private_token
@@ -111,8 +111,10 @@ _OWN_SECTIONS = frozenset({"frontend prometheus", "listen stats"})
 _DRAINS = re.compile(
     r"^\s*http-request return status 503 .*node is being drained.* if healthcheck$"
 )
-_LEAVES = """    http-request return status 503 content-type application/json string \
-'{"status":"not ready","reason":"this host leaves"}' if { path /health }"""
+# Paths are matched by their ends, because they may follow a root path; a model may end so, too.
+_LEAVES = f"""    http-request return status 503 content-type application/json string \
+'{{"status":"not ready","reason":"this host leaves"}}' \
+if {{ path_end {" ".join(READINESS_PATHS)} }} !{{ path_sub /v1/models/ }}"""
 _SPLICE = re.compile(r"^\s*option\s+splice-request\s*$")
 _REUSE = re.compile(r"^(?P<indent>\s*)http-reuse\s")
 _EVERY_ADDRESS = frozenset({"", "*", "0.0.0.0", "::", "[::]"})
@@ -327,7 +329,7 @@ def _request_rules(config: str, section: str, files: ErrorFiles, front: FrontSet
         "http-request set-log-level silent unless ttserve_has_route",
         f"http-request return status 405 errorfile {files.method} unless ttserve_has_route",
         f"acl ttserve_repeatable method {safe}",
-        f"acl ttserve_repeatable path {' '.join(REPEATABLE_PATHS)}",
+        f"acl ttserve_repeatable path_end {' '.join(REPEATABLE_PATHS)}",
         "http-request disable-l7-retry unless ttserve_repeatable",
         f"http-request del-header {INTERNAL_HEADERS} -m reg",
         # Serve decodes it as UTF-8 and fails on other bytes.

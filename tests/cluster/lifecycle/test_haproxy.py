@@ -176,6 +176,21 @@ def test_rewriting_twice_changes_nothing_more():
     assert "127.0.0.1:9101" in once
 
 
+def test_no_readiness_check_is_ready_while_its_host_leaves():
+    # Source: Ray 2.60's template.
+    drains = (
+        "    http-request return status 503 string 'This node is being drained.' if healthcheck"
+    )
+    config = CONFIG.format(public="127.0.0.1:8000").replace("    mode http\n", f"{drains}\n", 1)
+    once = haproxy.rewrite(config)
+    assert haproxy.rewrite(once) == once
+    [line] = [line for line in once.splitlines() if "this host leaves" in line]
+    condition = line.rpartition(" if ")[2]
+    paths = condition.removeprefix("{ path_end ").partition(" }")[0].split()
+    assert paths == ["/health", "/ping", "/v2/health/ready"]
+    assert condition.endswith("!{ path_sub /v1/models/ }")
+
+
 def test_only_listeners_and_error_files_change():
     config = CONFIG.format(public="127.0.0.1:8000")
     run = haproxy.rewrite(config, "/tmp/h/e.http")
