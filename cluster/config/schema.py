@@ -238,8 +238,8 @@ class IngressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         request_timeout_s: Longest time for a whole request, in seconds. Then it is aborted and gets
             408, or an error as the last event of its stream. Clients cannot change it.
         share_prefix_cache: Whether tenants share cached prompts. Sharing saves work, but lets a
-            tenant detect what others have asked. It has no effect without `api_keys` and
-            `router.admission.tenant_header`.
+            tenant detect what others have asked. It has no effect without either `api_keys`
+            or `router.admission.tenant_header`.
         prompt_tokens_details: Whether answers have `usage.prompt_tokens_details.cached_tokens`. It
             shows a client which prompts of other clients are cached, if they share a cache.
         route_header: Whether requests with `x-debug-route` get an answer header with replica names,

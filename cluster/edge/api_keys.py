@@ -1,7 +1,8 @@
 """API keys: which tenant a request's key belongs to, from a file of hashed keys.
 
-The file holds the SHA-256 of each key. A fast hash is enough, because keys are made here with 256
-random bits: nothing can be guessed that a slow hash would protect. Keys are looked up by their
+The file holds the SHA-256 of each key. A fast hash is enough for the keys that `new_key` makes of
+256 random bits: nothing can be guessed that a slow hash would protect. A shared key is what the
+user has chosen; its hash is in a file that only its owner can read. Keys are looked up by their
 hash, so the time of a look-up says nothing about how much of a wrong key is right.
 
 The file is read again when it changes, in a thread. If the new one cannot be read, or is not valid,

@@ -18,7 +18,7 @@ from cluster.edge.headers import (
     OPERATIONS,
     header_tenant,
 )
-from cluster.edge.tenants import NOBODY, set_tenant, tenant_of
+from cluster.edge.tenants import NO_TENANT, set_tenant, tenant_of
 from cluster.errors import BadRequestError, MisdirectedError, NotFoundError, SaturatedError
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class RequestGate:
             set_tenant(scope, header_tenant(headers, self._admission))
         elif route.access != "open":
             tenant = tenant_of(scope)
-            if tenant is NOBODY:
+            if tenant is NO_TENANT:
                 tenant = self._api_keys.authenticate(scope["headers"])
                 set_tenant(scope, tenant)
             tenant.check_access(route)

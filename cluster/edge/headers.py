@@ -7,7 +7,7 @@ from email.message import Message
 from typing import TYPE_CHECKING
 
 from cluster.config.schema import MAX_TENANT_CHARS
-from cluster.edge.tenants import NOBODY, Tenant
+from cluster.edge.tenants import NO_TENANT, Tenant
 from cluster.errors import BadRequestError, UnsupportedMediaTypeError
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def header_tenant(headers: Headers, admission: AdmissionConfig | None) -> Tenant
         BadRequestError: The header names more than one tenant.
     """
     if admission is None or admission.tenant_header is None:
-        return NOBODY
+        return NO_TENANT
     name = _tenant(headers, admission.tenant_header)
     known = admission.tenants.get(name)
     return Tenant(name) if known is None else Tenant.limited(name, known, weight=known.weight)

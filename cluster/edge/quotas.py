@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _MINUTE_S = 60.0
 _BUSY_RETRY_S = 1.0
-"""Time to retry when too many requests are open: nobody knows when one of them ends."""
+"""Time to retry when too many requests are open, because their ends cannot be predicted."""
 
 
 class Allowance:

@@ -57,7 +57,7 @@ from cluster.edge.responses.archive import response_archive
 from cluster.edge.route_table import ROUTES
 from cluster.edge.sse import ClientGoneError
 from cluster.edge.stored_responses import StoredResponses
-from cluster.edge.tenants import NOBODY, tenant_of
+from cluster.edge.tenants import NO_TENANT, tenant_of
 from cluster.edge.text_jobs import TextJobs
 from cluster.errors import MethodNotAllowedError, NotFoundError
 from replicas.messages import PAUSE_MODES
@@ -249,7 +249,7 @@ class _GatedHandler:
             audit.mark(scope)
         self._gate.identify(self._spec, scope, request.headers)
         with self._gate.count_open(self._spec):
-            tenant = tenant_of(scope) if self._spec.is_counted else NOBODY
+            tenant = tenant_of(scope) if self._spec.is_counted else NO_TENANT
             async with self._quotas.hold(tenant, scope):
                 response = await self._handle(request)
                 await response(scope, receive, send)

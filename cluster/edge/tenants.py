@@ -94,7 +94,7 @@ class Tenant:
         return [card for card in cards if card.id in self.models]
 
 
-NOBODY = Tenant("")
+NO_TENANT = Tenant("")
 """The tenant of every request where there are neither API keys nor a header of tenants."""
 
 
@@ -113,8 +113,8 @@ def cache_salt(tenant: str, given: str, *, is_shared: bool) -> str:
 
 
 def tenant_of(scope: MutableMapping[str, Any]) -> Tenant:
-    """Return the tenant in a request's scope; `NOBODY` before one has been found."""
-    tenant: Tenant = scope.get(_SCOPE_KEY, NOBODY)
+    """Return the tenant in a request's scope; `NO_TENANT` before one has been found."""
+    tenant: Tenant = scope.get(_SCOPE_KEY, NO_TENANT)
     return tenant
 
 

@@ -278,6 +278,7 @@ class IngressReplica:
                 following.cancel()
                 sharing.cancel()
                 await ingress.close()
+                peers.close()
 
         app.router.lifespan_context = lifespan
         return app
@@ -302,6 +303,10 @@ class IngressPeers:
         return await loop.run_in_executor(
             self._threads, self._ask_all, question, payload, timeout_s
         )
+
+    def close(self) -> None:
+        """End the threads, those that wait for an answer after their question's timeout."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _ask_all(self, question: str, payload: bytes, timeout_s: float) -> list[bytes]:
         try:
