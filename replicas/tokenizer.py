@@ -93,8 +93,9 @@ class Tokenizer:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
-        # A cache; threads that fill it at the same time write the same values.
+        # Caches; threads that fill them at the same time write the same values.
         self._bytes: dict[int, bytes] = {}
+        self._marks: dict[str, tuple[int, ...] | None] = {}
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self.max_token_chars = max(map(len, backend.get_vocab()), default=1)
@@ -149,11 +150,14 @@ class Tokenizer:
     def mark_token_ids(self, text: str) -> tuple[int, ...] | None:
         """Return the tokens of a text that begins with an added token; None of another text.
 
-        Text before an added token does not change how it is encoded.
+        Text before an added token does not change how it is encoded. Results are kept: the texts
+        are those of formats, not of requests.
         """
-        ids = self.encode(text, add_special_tokens=False)
-        is_mark = bool(ids) and ids[0] in self.backend.get_added_tokens_decoder()
-        return tuple(ids) if is_mark else None
+        if text not in self._marks:
+            ids = self.encode(text, add_special_tokens=False)
+            is_mark = bool(ids) and ids[0] in self.backend.get_added_tokens_decoder()
+            self._marks[text] = tuple(ids) if is_mark else None
+        return self._marks[text]
 
     @property
     def has_chat_template(self) -> bool:

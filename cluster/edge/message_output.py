@@ -26,7 +26,7 @@ from replicas.sampling_params import ReasoningBudget, ReasoningMarks, Structured
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from cluster.edge.families.formats import ReasoningFormat, ToolFormat
+    from cluster.edge.families.formats import ReasoningFormat, ReasoningTexts, ToolFormat
     from cluster.edge.openai import ModelCard
     from cluster.edge.tool_requests import ToolUse
 
@@ -116,12 +116,25 @@ class MessageOutput:
         if texts.may_repeat:
             text = "cannot be used: this model may reason again after the end; set reasoning_effort"
             raise bad_field(BUDGET_FIELD, text)
-        start, end = token_ids_of(texts.start), token_ids_of(texts.end)
-        if start is None or end is None:
+        marks = _marks(texts, token_ids_of)
+        if marks is None:
             text = "cannot be used: this model's tokenizer has no tokens that end its reasoning"
             raise bad_field(BUDGET_FIELD, text)
-        marks = ReasoningMarks(start_token_ids=start, end_token_ids=end, is_open=texts.is_open)
         return ReasoningBudget(max_tokens=max_tokens, marks=marks)
+
+    def reasoning_marks(
+        self, token_ids_of: Callable[[str], tuple[int, ...] | None], prompt_end: str
+    ) -> ReasoningMarks | None:
+        """Return the tokens around the reasoning; None if they do not show where it is.
+
+        Args:
+            token_ids_of: See `reasoning_budget`.
+            prompt_end: Text of the prompt's last tokens.
+        """
+        texts = None if self.reasoning is None else self.reasoning.texts(prompt_end)
+        if texts is None or texts.may_repeat:
+            return None
+        return _marks(texts, token_ids_of)
 
     def parser(
         self, special_tokens: Collection[str], prompt_end: str
@@ -136,6 +149,15 @@ class MessageOutput:
         context = OutputContext(tools, prompt_end, tuple(special_tokens))
         max_calls = MAX_CALLS if self.use.is_parallel else 1
         return partial(OutputParser, self.tools, self.reasoning, context, max_calls)
+
+
+def _marks(
+    texts: ReasoningTexts, token_ids_of: Callable[[str], tuple[int, ...] | None]
+) -> ReasoningMarks | None:
+    start, end = token_ids_of(texts.start), token_ids_of(texts.end)
+    if start is None or end is None:
+        return None
+    return ReasoningMarks(start_token_ids=start, end_token_ids=end, is_open=texts.is_open)
 
 
 def _checked(text: str, path: str) -> Grammar:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cluster.edge.families.message import ContentPiece, MessageDelta, ReasoningPiece
+from replicas.reasoning import ReasoningReader
 
 if TYPE_CHECKING:
     from cluster.edge.openai import ResponseSpec
@@ -18,9 +19,6 @@ class MessageReader:
         spec: Options of the answer.
         holds_calls: Whether a call is given only once it is complete, and one that is cut or
             malformed never, because the answer cannot mark it as such.
-
-    Attributes:
-        has_reasoned: Whether there was reasoning so far.
     """
 
     def __init__(self, spec: ResponseSpec, *, holds_calls: bool) -> None:
@@ -28,8 +26,10 @@ class MessageReader:
         if self._parser is not None and holds_calls:
             self._parser.hold_calls()
         self._has_reasoning = spec.include_reasoning
-        self._num_before = 0
-        self.has_reasoned = self._has_answered = False
+        marks = spec.reasoning_marks
+        self._tokens = None if marks is None else ReasoningReader(marks)
+        self._num_tokens = self._num_chars = self._num_reasoning_chars = 0
+        self._has_answered = False
 
     @property
     def has_calls(self) -> bool:
@@ -38,22 +38,40 @@ class MessageReader:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Return the tokens before the answer; 0 if none of them are reasoning."""
-        return self._num_before if self.has_reasoned else 0
+        """Return the tokens of the reasoning so far, however the output was divided into deltas.
+
+        They are counted by the tokens around them, as `thinking_token_budget` counts them. Where
+        these are not known, or the message has its reasoning elsewhere, such as before a call that
+        ends it, the reasoning has the share of the tokens that it has of the text.
+        """
+        if self._tokens is not None:
+            is_found = self._tokens.num_tokens > 0 or not self.has_reasoned
+            if is_found and not (self._tokens.is_open and self._has_answered):
+                return self._tokens.num_tokens
+        if not self.has_reasoned:
+            return 0
+        return max(round(self._num_tokens * self._num_reasoning_chars / self._num_chars), 1)
+
+    @property
+    def has_reasoned(self) -> bool:
+        """Return whether there was reasoning so far."""
+        return self._num_reasoning_chars > 0
 
     def read(self, delta: OutputDelta) -> MessageDelta:
         """Return what a delta adds to the message; a delta with a finish reason is the last."""
         if self._parser is None:
             return MessageDelta([ContentPiece(delta.text)] if delta.text else [])
+        if self._tokens is not None:
+            self._tokens.read(delta.token_ids)
+        self._num_tokens += len(delta.token_ids)
+        self._num_chars += len(delta.text)
         part = self._parser.feed(delta.text)
         if delta.finish_reason is not None:
             # If the model did not stop by itself, a call may have no end.
             part.extend(self._parser.finish(is_cut=delta.finish_reason != "stop"))
-        if not self._has_answered:
-            for piece in part.pieces:
-                is_reasoning = isinstance(piece, ReasoningPiece)
-                self.has_reasoned |= is_reasoning
-                self._has_answered |= not is_reasoning
-            if not self._has_answered:
-                self._num_before += len(delta.token_ids)
+        for piece in part.pieces:
+            if isinstance(piece, ReasoningPiece):
+                self._num_reasoning_chars += len(piece.text)
+            else:
+                self._has_answered = True
         return part if self._has_reasoning else part.without_reasoning()

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from replicas.config import LogprobsMode, SchedulingPolicy
     from replicas.messages import EngineRequest
     from replicas.output_processor import OutputDelta
+    from replicas.sampling_params import ReasoningMarks
 
 Emit: TypeAlias = "Callable[[OutputDelta], Awaitable[None]]"
 """Sends a delta to the client; awaiting it applies the client's back-pressure."""
@@ -52,7 +53,7 @@ class Usage(NamedTuple):
         prompt_tokens: Those of the prompt.
         completion_tokens: Those of all choices.
         cached_tokens: The cached part of the prompt.
-        reasoning_tokens: The part of the output before the answer; None: it is not known.
+        reasoning_tokens: Those of the reasoning; None: it is not separated.
     """
 
     prompt_tokens: int
@@ -117,6 +118,7 @@ class ResponseSpec:
         echoes_logprobs: Whether the log probabilities of the prompt precede each choice's own.
         drops_output: Whether the answer is the echo alone.
         new_parser: Makes the parser of a choice's text; None if all text is content.
+        reasoning_marks: The tokens around the reasoning; None if only the parser can find it.
         include_reasoning: Whether the answer has the reasoning that the parser finds.
         return_prompt_text: Whether the answer has `prompt_text`.
         prompt_text: The text of the prompt's tokens, if the answer has it.
@@ -141,6 +143,7 @@ class ResponseSpec:
     echoes_logprobs: bool = False
     drops_output: bool = False
     new_parser: Callable[[], OutputParser] | None = None
+    reasoning_marks: ReasoningMarks | None = None
     include_reasoning: bool = True
     return_prompt_text: bool = False
     prompt_text: str = ""

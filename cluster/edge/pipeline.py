@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from replicas.beam_search import BeamSearchParams
     from replicas.messages import EngineRequest
     from replicas.output_processor import OutputDelta
+    from replicas.sampling_params import ReasoningMarks
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +161,7 @@ class Pipeline:
         Raises:
             ServingError: It cannot run; `param` is a path in the parsed request.
         """
-        new_parser = None
+        new_parser = marks = None
         check_own_template(parsed.prompt, is_trusted=self._ingress.trust_request_chat_template)
         output = _message_output(parsed, card)
         await self._jobs.check_grammar(parsed.grammar, http_request)
@@ -175,7 +176,7 @@ class Pipeline:
             one = parsed if len(prompts) == 1 else dataclasses.replace(parsed, prompt=prompt)
             prompt_ids = await self._encode_within(card, one, http_request, total_cost)
             if output is not None:
-                parsed, new_parser = await self._prepare_output(
+                parsed, new_parser, marks = await self._prepare_output(
                     output, parsed, prompt_ids, http_request
                 )
                 one = parsed
@@ -195,6 +196,7 @@ class Pipeline:
             prompt_tokens_details=self._ingress.prompt_tokens_details,
             echo=answered[0].echo,
             new_parser=new_parser,
+            reasoning_marks=marks,
             prompts=tuple(answered) if len(answered) > 1 else (),
         )
         if spec.return_prompt_text:
@@ -328,8 +330,11 @@ class Pipeline:
         parsed: ParsedRequest,
         prompt_ids: list[int],
         http_request: Request,
-    ) -> tuple[ParsedRequest, Callable[[], OutputParser]]:
-        """Return a request with the limits of its output, and what makes parsers of that."""
+    ) -> tuple[ParsedRequest, Callable[[], OutputParser], ReasoningMarks | None]:
+        """Return a request with the limits of its output, what makes parsers of that, and marks.
+
+        The marks are the tokens around the reasoning.
+        """
         tokenizer = self._backend.tokenizer
         special_ids = tokenizer.special_token_ids
         prompt_end = tokenizer.decode(prompt_ids[-PROMPT_END_TOKENS:], skip_special_tokens=False)
@@ -344,7 +349,7 @@ class Pipeline:
         parsed = dataclasses.replace(
             parsed, grammar=grammar, is_parsed=True, reasoning_budget=budget
         )
-        return parsed, parser
+        return parsed, parser, output.reasoning_marks(tokenizer.mark_token_ids, prompt_end)
 
     async def _search(
         self,

@@ -187,7 +187,7 @@ def test_log_probabilities_may_name_tokens_by_their_ids():
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("shows", [False, True])
-def test_usage_counts_the_tokens_before_the_answer(stream, shows):
+def test_usage_counts_the_tokens_of_reasoning_whose_marks_are_no_tokens_by_its_text(stream, shows):
     async def script(request, emit):
         texts = ["<think>", "hm", "m", "</think>", "so", "."]
         for i, text in enumerate(texts):
@@ -199,6 +199,6 @@ def test_usage_counts_the_tokens_before_the_answer(stream, shows):
     options = {"stream_options": {"include_usage": True}} if stream else {}
     answer = ask(service, stream=stream, include_reasoning=shows, **options)
     usage = answer.events[-2]["usage"] if stream else answer.body["usage"]
-    assert usage["completion_tokens_details"] == {"reasoning_tokens": 4}
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": 1}
     assert usage["completion_tokens"] == 6
     assert "completion_tokens_details" not in json.dumps(ask(FakeBackend()).body)
