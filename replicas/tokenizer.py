@@ -44,6 +44,15 @@ _MANY = 4096
 """Characters or tokens of a call that takes so long that it should release the GIL."""
 
 
+_END_MARK = "[CONTINUED_HERE_7f3a91c4] "
+"""Stands behind the last message where the output continues it. Source: transformers
+`continue_final_message`, which marks the end, too, and finds by a final space whether the template
+strips its messages."""
+_NOT_CONTINUED = (
+    "continue_final_message needs a last message with text that the chat template shows"
+)
+
+
 class ChatTemplateError(InvalidRequestError):
     """The messages cannot become a prompt; the text is the template's own error or the reason."""
 
@@ -347,25 +356,30 @@ def _without_developer(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"role": "system", "content": content}, *others]
 
 
-def cut_behind(text: str, content: object) -> str:
-    """Return a rendered conversation up to the end of its last message's content.
-
-    The output then continues that message. Source: transformers `continue_final_message`.
+def with_end_mark(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return messages with a mark behind the last one's content, for `cut_at_end_mark`.
 
     Raises:
-        ChatTemplateError: The text does not have the content.
+        ChatTemplateError: The last message has no text.
     """
-    words = content if isinstance(content, str) else ""
-    begin = text.rfind(words.strip()) if words.strip() else -1
+    content = messages[-1].get("content")
+    if not isinstance(content, str) or not content.strip():
+        raise ChatTemplateError("continue_final_message", _NOT_CONTINUED)
+    return [*messages[:-1], {**messages[-1], "content": f"{content}{_END_MARK}"}]
+
+
+def cut_at_end_mark(text: str) -> str:
+    """Return a rendered conversation up to the mark, so that the output continues its last message.
+
+    Raises:
+        ChatTemplateError: The template does not show the mark.
+    """
+    begin = text.rfind(_END_MARK.strip())
     if begin < 0:
-        raise ChatTemplateError(
-            "continue_final_message",
-            "continue_final_message needs a last message with text that the chat template shows",
-        )
-    # A template may strip the content, or keep its final white space.
-    whole, stripped = words.lstrip(), words.strip()
-    end = begin + len(whole if text.startswith(whole, begin) else stripped)
-    return text[:end]
+        raise ChatTemplateError("continue_final_message", _NOT_CONTINUED)
+    # A template that strips the mark's own space would strip that of the content, too.
+    kept = text[:begin]
+    return kept if text.startswith(_END_MARK, begin) else kept.rstrip()
 
 
 def _check_variables(template: jinja2.Template, given: Mapping[str, object]) -> None:

@@ -45,7 +45,7 @@ from replicas.beam_search import BeamSearchParams
 from replicas.errors import InvalidRequestError
 from replicas.messages import EngineRequest, check_priority
 from replicas.sampling_params import DEFAULTED_FIELDS, SamplingDefaults, SamplingParams
-from replicas.tokenizer import cut_behind
+from replicas.tokenizer import cut_at_end_mark, with_end_mark
 from replicas.truncation import most_prompt_tokens, truncated
 
 if TYPE_CHECKING:
@@ -365,16 +365,17 @@ def encode_steps(
         text = prompt.text
     else:
         try:
+            is_continued = prompt.continue_final_message
             text = tokenizer.apply_chat_template(
-                prompt.messages,
+                with_end_mark(prompt.messages) if is_continued else prompt.messages,
                 prompt.add_generation_prompt,
                 prompt.template_kwargs,
                 prompt.tools,
                 documents=prompt.documents,
                 chat_template=prompt.chat_template,
             )
-            if prompt.continue_final_message:
-                text = cut_behind(text, prompt.messages[-1].get("content"))
+            if is_continued:
+                text = cut_at_end_mark(text)
         except InvalidRequestError as error:
             raise BadRequestError(str(error), param=error.param) from error
         yield []

@@ -6,9 +6,8 @@ import pytest
 
 from cluster.edge.openai import Usage
 from cluster.edge.openai_fields import MAX_TEMPLATE_CHARS
-from replicas.errors import InvalidRequestError
 from replicas.output_processor import OutputDelta
-from replicas.tokenizer import Tokenizer, cut_behind
+from replicas.tokenizer import Tokenizer
 from tests.cluster.edge.fake_backend import FakeBackend, make_tokenizer
 from tests.cluster.edge.test_routes import call
 
@@ -67,22 +66,29 @@ def test_a_final_message_without_text_cannot_be_continued():
     assert (answer.status, answer.body["error"]["param"]) == (400, "continue_final_message")
 
 
+CHATML = """{% for m in messages %}<|im_start|>{{ m.role + '\\n' + m.content }}<|im_end|>
+{% endfor %}"""
+TRIMS = CHATML.replace("m.content", "m.content | trim")
+
+
 @pytest.mark.parametrize(
-    ("text", "content", "kept"),
-    [
-        ("<a>yes<end>", "yes", "<a>yes"),
-        ("<a>yes <end>", "yes ", "<a>yes "),
-        ("<a>yes<end>", " yes ", "<a>yes"),
-        ("<u>yes<a>yes<end>", "yes", "<u>yes<a>yes"),
-    ],
+    "content", ["well", "<", "end", "|", "e", "<|im_end|>", "hi", "user", "well, ", " well \n"]
 )
-def test_a_prompt_is_cut_behind_the_final_message(text, content, kept):
-    assert cut_behind(text, content) == kept
+@pytest.mark.parametrize("template", [CHATML, TRIMS])
+def test_a_prompt_is_cut_behind_the_final_message(template, content):
+    service = with_template(template)
+    ask(service, [USER, {"role": "assistant", "content": content}], continue_final_message=True)
+    shown = content if template == CHATML else content.strip()
+    head = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt_of(service) == head + shown
 
 
-def test_a_prompt_that_lacks_the_message_is_not_cut():
-    with pytest.raises(InvalidRequestError, match="continue_final_message"):
-        cut_behind("<a><end>", "yes")
+def test_a_final_message_that_the_template_hides_cannot_be_continued():
+    service = with_template("{{ messages[0].content }}")
+    answer = ask(
+        service, [USER, {"role": "assistant", "content": "hi"}], continue_final_message=True
+    )
+    assert (answer.status, answer.body["error"]["param"]) == (400, "continue_final_message")
 
 
 def test_documents_and_verbosity_are_variables_of_the_template():
