@@ -99,12 +99,12 @@ class TokensApi:
         """See `cluster.edge.api.Api.parse`."""
         del tenant
         values = read_fields(body, GENERATE_FIELDS)
-        sampling = values["sampling_params"]
-        read_fields(sampling, SAMPLING_FIELDS, "sampling_params.")
+        sampling = read_fields(values["sampling_params"], SAMPLING_FIELDS, "sampling_params.")
         completion = {
-            "prompt": body["token_ids"],
-            **{name: body[name] for name in _SHARED if name in values},
-            **{name: sampling[name] for name in _SAMPLING if sampling.get(name) is not None},
+            "prompt": values["token_ids"],
+            **{name: values[name] for name in _SHARED if name in values},
+            # As they came: some checks change the type.
+            **{name: values["sampling_params"][name] for name in sampling},
         }
         with naming_fields(_FIELD_NAMES):
             parsed = parse_completion(completion)
