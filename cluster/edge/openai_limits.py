@@ -213,7 +213,12 @@ def _check_length(value: object, most: int, path: str) -> None:
 
 
 def _check_entries(value: object, most: int, path: str) -> None:
-    """Count the nested values of a value at any depth, and refuse it beyond a limit."""
+    if count_values(value, most) > most:
+        raise bad_field(path, f"holds more than the maximum of {most} values")
+
+
+def count_values(value: object, most: int) -> int:
+    """Return the nested values of a value at any depth; stops counting beyond `most`."""
     count, left = 0, [value]
     while left:
         entry = left.pop()
@@ -223,5 +228,6 @@ def _check_entries(value: object, most: int, path: str) -> None:
             continue
         count += len(entry)
         if count > most:
-            raise bad_field(path, f"holds more than the maximum of {most} values")
+            break
         left += entry
+    return count

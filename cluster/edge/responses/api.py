@@ -11,6 +11,7 @@ import orjson
 
 from cluster.edge.field_names import naming_fields
 from cluster.edge.fields import bad_field, read_fields, shown
+from cluster.edge.openai_limits import MAX_MESSAGE_ENTRIES, MAX_MESSAGES, count_values
 from cluster.edge.openai_requests import parse_chat_completion
 from cluster.edge.openai_responses import error_body
 from cluster.edge.responses.answers import ResponseBuilder, ResponseEvents, ResponseOptions
@@ -20,7 +21,7 @@ from cluster.edge.responses.translation import translate
 from cluster.errors import NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from cluster.edge.api import Body
     from cluster.edge.fields import FieldTable
@@ -66,10 +67,10 @@ class ResponsesApi:
         turns: tuple[bytes, ...] = ()
         if "previous_response_id" in values:
             turns = await history.turns_of(values["previous_response_id"])
-        previous = [item for turn in turns for item in orjson.loads(turn)]
         items = values["input"]
         if isinstance(items, list):
             items = [await history.resolved(item, f"input[{i}]") for i, item in enumerate(items)]
+        previous = _decoded(turns, items)
         found = translate(body, {**values, "input": items}, previous)
         with naming_fields(found.field_names):
             parsed = parse_chat_completion(found.chat)
@@ -221,6 +222,27 @@ class _History:
         if self._num_bytes > self._max_bytes:
             text = f"stands for more than the {self._max_bytes} bytes that a request may have"
             raise bad_field(param, text)
+
+
+def _decoded(turns: Sequence[bytes], items: str | list[Any]) -> list[dict[str, Any]]:
+    """Return the items of earlier turns, which have the same limits as those of a body.
+
+    They hold together with the request's own. No more is decoded than one turn beyond the limits.
+
+    Raises:
+        BadRequestError: There are too many items, or values in them.
+    """
+    own = items if isinstance(items, list) else []
+    num_values = count_values(own, MAX_MESSAGE_ENTRIES)
+    previous: list[dict[str, Any]] = []
+    for turn in turns:
+        more = orjson.loads(turn)
+        num_values += count_values(more, MAX_MESSAGE_ENTRIES)
+        previous += more
+        if len(own) + len(previous) > MAX_MESSAGES or num_values > MAX_MESSAGE_ENTRIES:
+            text = f"and input hold more than {MAX_MESSAGES} items or {MAX_MESSAGE_ENTRIES} values"
+            raise bad_field("previous_response_id", f"{text}; send a shorter conversation as input")
+    return previous
 
 
 def missing_response(response_id: str) -> str:

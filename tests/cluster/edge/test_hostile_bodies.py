@@ -19,6 +19,7 @@ from cluster.edge.openai_fields import (
 from replicas.output_processor import OutputDelta
 from replicas.tokenizer import Tokenizer
 from tests.cluster.edge.fake_backend import FakeBackend
+from tests.cluster.edge.test_responses import Server
 from tests.cluster.edge.test_routes import PROMPTS, Client, call, make_app, poll
 
 MAX_BODY_BYTES = 8 * 2**20
@@ -155,6 +156,26 @@ def test_a_body_that_asks_for_much_is_refused_and_holds_up_no_stream(name):
     assert answer.status == 400, answer.body
     assert answer.body["error"]["type"] == "BadRequestError"
     assert stall_s < LONGEST_STALL_S
+
+
+@pytest.mark.parametrize(
+    "item",
+    [HI, {**HI, "content": [{"type": "input_text", "text": "a"}] * 30}],
+    ids=["items", "parts"],
+)
+def test_a_stored_conversation_has_the_limits_of_a_body(item):
+    server, num_items = Server(FakeBackend(), max_body_bytes=MAX_BODY_BYTES), 400
+    server.backend.max_model_len = 2**20
+    if item is not HI:
+        num_items = 50
+    items, previous = [item] * num_items, None
+    for _ in range(9):
+        client = server.create(input=items, previous_response_id=previous, max_output_tokens=1)
+        if client.status != 200:
+            break
+        previous = client.body["id"]
+    assert client.body["error"]["param"] == "previous_response_id"
+    assert "2048 items or 16384 values" in client.body["error"]["message"]
 
 
 LONG_BODIES = {
