@@ -6,11 +6,11 @@ hidden states of the prompt and scales the result to length 1. The token has no 
 
 from __future__ import annotations
 
-import array
 import base64
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+
+import numpy as np
 
 from cluster.edge.embedding_fields import EMBEDDING_FIELDS, RERANK_FIELDS
 from cluster.edge.fields import bad_field, read_fields
@@ -21,6 +21,8 @@ from cluster.errors import InternalError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    import numpy.typing as npt
 
     from cluster.edge.api import Body
     from cluster.edge.fields import FieldTable
@@ -146,9 +148,10 @@ class RerankApi(_EmbeddingApi):
     ) -> Body:
         """See `cluster.edge.api.Api.whole`."""
         del request
-        query, *others = (_floats(raw) for raw in _embeddings(spec, deltas))
-        # Both have length 1.
-        scores = [sum(a * b for a, b in zip(query, other, strict=True)) for other in others]
+        query, *others = _embeddings(spec, deltas)
+        vectors = _floats(b"".join(others)).reshape(len(others), -1).astype(np.float64)
+        # All have length 1.
+        scores: list[float] = (vectors @ _floats(query).astype(np.float64)).tolist()
         best = sorted(range(len(scores)), key=lambda index: -scores[index])[: spec.own.top_n]
         documents = spec.own.documents
         return {
@@ -190,15 +193,15 @@ def _embeddings(spec: ResponseSpec, deltas: list[OutputDelta]) -> list[bytes]:
     return [found[index] for index in sorted(found)]
 
 
-def _floats(raw: bytes) -> array.array[float]:
-    values = array.array("f", raw)
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values
+def _floats(raw: bytes) -> npt.NDArray[np.float32]:
+    return np.frombuffer(raw, "<f4")
 
 
 def _encoded(raw: bytes, encoding: str) -> str | list[float]:
-    return base64.b64encode(raw).decode() if encoding == "base64" else _floats(raw).tolist()
+    if encoding == "base64":
+        return base64.b64encode(raw).decode()
+    values: list[float] = _floats(raw).tolist()
+    return values
 
 
 def _usage(usage: Usage) -> Body:
