@@ -11,6 +11,7 @@ import contextlib
 import ipaddress
 from typing import TYPE_CHECKING
 
+from cluster.edge.fields import bad_field
 from cluster.edge.headers import (
     BOUND_HEADER,
     LISTENER_HEADER,
@@ -19,7 +20,7 @@ from cluster.edge.headers import (
     header_tenant,
 )
 from cluster.edge.tenants import NO_TENANT, set_tenant, tenant_of
-from cluster.errors import BadRequestError, MisdirectedError, NotFoundError, SaturatedError
+from cluster.errors import MisdirectedError, NotFoundError, SaturatedError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -109,14 +110,7 @@ class RequestGate:
 
         Raises:
             SaturatedError: With them more than `max_open` requests would be open.
-            BadRequestError: There are so many that this would always be so.
         """
-        if num >= max(self._max_open, 2):
-            raise BadRequestError(
-                f"prompt has {num + 1} entries, but this ingress has room for {self._max_open} "
-                "requests; send more requests with fewer prompts",
-                param="prompt",
-            )
         if num and self.num_open + num > self._max_open:
             raise SaturatedError(
                 f"{self.num_open} requests are open at this ingress, of at most {self._max_open}; "
@@ -127,6 +121,20 @@ class RequestGate:
             yield
         finally:
             self.num_open -= num
+
+    def check_prompts(self, num: int, param: str) -> None:
+        """Refuse a request with more prompts than this ingress ever has room for.
+
+        Args:
+            num: Its prompts.
+            param: The field that has them.
+
+        Raises:
+            BadRequestError: There are too many.
+        """
+        if num > max(self._max_open, 2):
+            text = f"has {num} entries, but this ingress has room for {self._max_open} requests"
+            raise bad_field(param, f"{text}; send more requests with fewer of them")
 
     def _check_host(self, headers: Headers) -> None:
         """Refuse web pages of other sites whose name resolves to our address (DNS rebinding).

@@ -162,6 +162,10 @@ class Pipeline:
             ServingError: It cannot run; `param` is a path in the parsed request.
         """
         new_parser = marks = None
+        if parsed.more_prompts:
+            last = dataclasses.replace(parsed, prompt=parsed.more_prompts[-1])
+            param = last.prompt_param.partition("[")[0]
+            self._gate.check_prompts(1 + len(parsed.more_prompts), param)
         check_own_template(parsed.prompt, is_trusted=self._ingress.trust_request_chat_template)
         output = _message_output(parsed, card)
         await self._jobs.check_grammar(parsed.grammar, http_request)

@@ -178,3 +178,21 @@ def test_the_openai_client_reads_vectors():
             found = client.embeddings.create(model="demo", input=["hi", "you"])
     assert found.data[1].embedding == pytest.approx(vector_of(ids("you")))
     assert found.usage.prompt_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (EMBED, {"input": ["a"] * 5}, "input"),
+        (RERANK, {"query": "q", "documents": ["a"] * 4}, "documents"),
+        ("/v1/completions", {"prompt": ["a"] * 5}, "prompt"),
+    ],
+)
+def test_more_texts_than_an_ingress_has_room_for_are_refused_before_work(
+    monkeypatch, path, body, param
+):
+    backend = EmbeddingBackend()
+    monkeypatch.setattr(backend.tokenizer, "encode", None)
+    error = call(backend, "POST", path, body, max_ongoing_requests=4).body["error"]
+    assert (error["code"], error["param"]) == ("bad_request", param)
+    assert error["message"].startswith(f"{param} has 5 entries")
