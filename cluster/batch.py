@@ -266,6 +266,16 @@ def _answers(requests: list[BatchRequest], options: BatchOptions) -> Iterator[Ba
         yield done.get()
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Gives a redirect as the answer: its target must not get the key of the server."""
+
+    def redirect_request(self, *_args: object) -> None:
+        """Refuse every redirect."""
+
+
+_OPENER = urllib.request.build_opener(_NoRedirects)
+
+
 class _Sending:
     """The tries of one request."""
 
@@ -296,7 +306,7 @@ class _Sending:
         They are 0 if the server has named none, and None if the answer is final.
         """
         try:
-            with urllib.request.urlopen(self._http, timeout=self._options.timeout_s) as reply:
+            with _OPENER.open(self._http, timeout=self._options.timeout_s) as reply:
                 return self._answer(reply.status, reply.headers, reply.read()), None
         except urllib.error.HTTPError as refusal:
             with refusal:

@@ -229,3 +229,14 @@ def test_the_time_of_another_try_is_bounded(given, seconds):
     if given:
         headers["Retry-After"] = given
     assert batch._advised_s(headers) == seconds
+
+
+@pytest.mark.parametrize("status", [301, 302, 303])
+def test_a_redirect_does_not_get_the_key(run, status):
+    with (
+        scripted() as (other, seen),
+        scripted((status, {"location": f"{other}/v1/completions"})) as (url, _),
+    ):
+        _, answers = run(url, [line("a")], "--api-key", "secret")
+    assert seen == []
+    assert answers["a"]["response"]["status_code"] == status
