@@ -7,10 +7,12 @@ the tests of the parsers.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import itertools
 import json
 import random
 import re
+import shutil
 import struct
 import tempfile
 from dataclasses import replace
@@ -117,13 +119,50 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         {"input": [[1, 2], [3]]},
     ],
     "rerank": [{"query": "hi", "documents": ["a", "b"], "top_n": 1, "return_documents": False}],
+    "messages": [
+        {"messages": [USER], "max_tokens": 3, "system": "be", "stop_sequences": ["a"]},
+        {"messages": [USER, {"role": "assistant", "content": "A"}], "max_tokens": 3,
+         "stream": True, "top_k": 3, "metadata": {"user_id": "u"}},
+        {"messages": [
+            USER,
+            {"role": "assistant", "content": [
+                {"type": "thinking", "thinking": "hm", "signature": ""},
+                {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}}]},
+            {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "1", "content": "2"}]},
+        ], "max_tokens": 8, "thinking": {"type": "adaptive"},
+         "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+         "tool_choice": {"type": "any"}, "model": "hermes"},
+    ],
+    "responses": [
+        {"model": "hermes", "input": "hi", "instructions": "be", "max_output_tokens": 3,
+         "stream": True},
+        {"input": [
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]},
+            {"type": "reasoning", "id": "rs_1", "summary": [],
+             "content": [{"type": "reasoning_text", "text": "hm"}]},
+            {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "1", "output": "2"}],
+         "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+         "tool_choice": "required", "model": "hermes", "store": False},
+        {"model": "hermes", "input": [{"type": "item_reference", "id": "msg_" + "0" * 32 + "_0"}]},
+        {"model": "hermes", "input": "hi", "previous_response_id": "resp_" + "0" * 32,
+         "top_logprobs": 2, "text": {"format": {"type": "json_schema", "name": "x",
+                                                "schema": {"type": "object"}}}},
+    ],
+    "generate_tokens": [
+        {"token_ids": [1, 2], "sampling_params": {"max_tokens": 3, "logprobs": 1, "seed": 7}},
+        {"token_ids": [1], "sampling_params": {"n": 2, "stop": ["a"], "top_k": 3},
+         "stream": True, "output_mode": "text", "return_token_ids": True},
+    ],
     "tokenize": [{"prompt": "hi", "return_token_strs": True}, {"messages": [USER]}],
     "detokenize": [{"tokens": [1, 2, 3]}],
 }  # fmt: skip
 """Bodies by the names of their routes; a route without any gets all of these."""
 HEADERS = (
-    "x-request-id: a", "x-tenant: t", "x-ttft: 0.5", "x-priority: 3", f"{LAST_EVENT_ID}: 0",
-    "content-type: application/json; charset=utf-8", "content-length: 3", "x-ttserve-route: 1",
+    "x-request-id: a", "x-tenant: t", "x-slo-ttft-ms: 500", "x-slo-tpot-ms: 50",
+    f"{LAST_EVENT_ID}: 0",
+    "content-type: application/json; charset=utf-8", "content-length: 3", "x-debug-route: 1",
     "x-ttserve-listener: operations", "host: localhost:8000",
 )  # fmt: skip
 FIELDS = tuple(name.encode() for name in CHAT_FIELDS)
@@ -205,6 +244,13 @@ def _error_words(text):
     error = json.loads(text).get("error", {}) if text else {}
     message = error.get("message", "").removeprefix(error.get("param") or "")
     return re.sub(r"got .*|'.*?'|\"[^\"]*\"|[^a-z ]", "", message)[:40]
+
+
+def _folder():
+    """Return a new folder in memory, removed when this process ends."""
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def http_seeds():
@@ -462,7 +508,7 @@ def key_file_seeds():
 
 def safetensors():
     """Return what reads the weights of a folder from one safetensors file."""
-    folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    folder = _folder()
 
     def read(data):
         folder.joinpath("model.safetensors").write_bytes(data)
@@ -495,7 +541,7 @@ def safetensors_seeds():
 
 def weights_index():
     """Return what reads the weights of a folder through an index of files."""
-    folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    folder = _folder()
     folder.joinpath("a.safetensors").write_bytes(_safetensors_file("F32", 4, {}))
 
     def read(data):
@@ -537,7 +583,7 @@ FOLDER_FILES = (
 
 def tokenizer():
     """Return what reads the tokenizer and chat template of a folder, and uses both."""
-    folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    folder = _folder()
 
     def read(data):
         if not _write_folder(folder, data):
@@ -600,7 +646,7 @@ def tokenizer_seeds():
 
 def model_config():
     """Return what reads the configuration of a model folder."""
-    folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    folder = _folder()
 
     def read(data):
         if not _write_folder(folder, data):
