@@ -29,17 +29,11 @@ def call(name: str, **arguments: object) -> str:
     return f"<tool_call>\n{spelled}\n</tool_call>"
 
 
-EDIT = """hello.txt
-```
-Hello from aider.
-```
-"""
 ANSWERS = (
     ("[tool]", "It is sunny in Bern."),
     ("person", '{"name": "Ada", "age": 36}'),
     ("weather", call("get_weather", city="Bern")),
     ("Write hello.txt", call("write", filePath="hello.txt", content="Hi.")),
-    ("Edit hello.txt", EDIT),
     ("", "Hello! How can I help?"),
 )
 """Parts of a chat from its last question on, each with the model's answer; the first one counts."""

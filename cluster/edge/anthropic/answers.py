@@ -28,11 +28,9 @@ if TYPE_CHECKING:
 
 _ERROR_TYPES = {
     401: "authentication_error",
-    402: "billing_error",
     403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
-    409: "conflict_error",
     413: "request_too_large",
     429: "rate_limit_error",
     529: "overloaded_error",
