@@ -64,7 +64,7 @@ EXPLAINED = {
     ("*", "body.error.code"): "OpenAI's code is a word; vLLM repeats the status",
     ("*", "body.error.param"): "vLLM names no field, or a path of its own types",
     ("*", "body.error.type"): "vLLM's is the text of the status where pydantic refuses a body",
-    ("*", "*usage.completion_tokens_details.reasoning_tokens"): "vLLM says 0 by nothing",
+    ("*", "*usage.completion_tokens_details.reasoning_tokens"): "ours says 0, vLLM leaves it out",
     ("chat*", "*.top_logprobs[].*"): _DRAWN_FIRST,
     ("*", "has *.top_logprobs[].*"): _HALF,
     ("completion", "*.logprobs.tokens[]"): _HALF,

@@ -87,7 +87,7 @@ TOOL_FIELDS = FieldTable(
         "input_schema": acts(OBJECT, "A JSON schema of its arguments."),
         "strict": acts(BOOLEAN, "A grammar makes arguments follow the schema."),
         "input_examples": no_effect(array_of(OBJECT), "Chat templates have no place for them."),
-        "eager_input_streaming": no_effect(BOOLEAN, "A call is streamed once it is complete."),
+        "eager_input_streaming": no_effect(BOOLEAN, "Calls are streamed in pieces anyway."),
         "defer_loading": not_yet(BOOLEAN, "A tool that a search finds.", neutral=(False,)),
         "allowed_callers": not_yet(
             array_of(STRING), "What may call the tool.", neutral=([], ["direct"])
