@@ -85,9 +85,11 @@ class ResponseStore:
         return len(self._ages)
 
     def put(self, tenant: str, response_id: str, body: bytes, turns: tuple[bytes, ...]) -> None:
-        """Store a response with a new id; one that is larger than the store is dropped at once."""
+        """Store a response with a new id, unless it alone is larger than the store."""
         now_s = self._now_s()
         stored = StoredResponse(body, turns, now_s)
+        if stored.num_bytes > self._max_bytes:
+            return
         shelf = self._shelves.setdefault(tenant, _Shelf())
         shelf.responses[response_id] = stored
         shelf.num_bytes += stored.num_bytes
