@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cluster.edge.families.message import ContentPiece, MessageDelta, ReasoningPiece
+from cluster.errors import InternalError, NotReadyError
 from replicas.reasoning import ReasoningReader
 
 if TYPE_CHECKING:
@@ -75,3 +76,16 @@ class MessageReader:
             else:
                 self._has_answered = True
         return part if self._has_reasoning else part.without_reasoning()
+
+
+def check_end(finish_reason: str | None) -> None:
+    """Check that an answer is whole, or was cut by a limit, for APIs that name no other end.
+
+    Raises:
+        InternalError: The generation has not finished.
+        NotReadyError: It was aborted.
+    """
+    if finish_reason is None:
+        raise InternalError("the generation ended without a finish reason")
+    if finish_reason not in {"stop", "length"}:
+        raise NotReadyError("the generation was aborted by an operator; send the request again")

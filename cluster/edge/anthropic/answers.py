@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.edge.anthropic.blocks import BlockWriter, content_blocks, event
 from cluster.edge.families.message import MessageDelta
-from cluster.edge.message_reader import MessageReader
+from cluster.edge.message_reader import MessageReader, check_end
 from cluster.edge.openai import Usage
 from cluster.errors import (
-    InternalError,
     NotReadyError,
     OverloadedError,
     SaturatedError,
@@ -143,11 +142,8 @@ def _head(spec: ResponseSpec) -> Body:
 
 def _end(last: OutputDelta | None, *, has_calls: bool) -> Body:
     """Return the fields that say why a message ends."""
-    if last is None or last.finish_reason is None:
-        raise InternalError("the generation ended without a finish reason")
-    if last.finish_reason not in {"stop", "length"}:
-        # No stop reason of this API means that the rest of an answer is missing.
-        raise NotReadyError("the generation was aborted by an operator; send the request again")
+    check_end(None if last is None else last.finish_reason)
+    assert last is not None
     sequence = last.stop_reason if isinstance(last.stop_reason, str) else None
     reason = "end_turn"
     if last.finish_reason == "length":

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from cluster.edge.families.message import ContentPiece, ReasoningPiece
-from cluster.edge.message_reader import MessageReader
+from cluster.edge.message_reader import MessageReader, check_end
 from cluster.edge.openai_responses import ChatShape, error_body
 from cluster.edge.responses.items import OutputItems
-from cluster.errors import InternalError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,9 +94,9 @@ class ResponseBuilder:
 
         Raises:
             InternalError: The output has no end.
+            NotReadyError: It was aborted.
         """
-        if self._finish_reason is None:
-            raise InternalError("the generation ended without a finish reason")
+        check_end(self._finish_reason)
         status = "incomplete" if self._finish_reason == "length" else "completed"
         events = self._output.finish("incomplete" if status == "incomplete" else "completed")
         response = self.response(status, self._usage_body(usage))
@@ -204,12 +203,12 @@ class ResponseEvents:
 
         Raises:
             InternalError: The output has no end.
+            NotReadyError: It was aborted.
         """
-        begin = self._begin()
         events, response = self._builder.finish(usage)
         self._keep(response)
         last = {"type": f"response.{response['status']}", "response": response}
-        return begin + self._encoded([*events, last]) + _DONE
+        return self._encoded([*events, last]) + _DONE
 
     def fail(self, error: ServingError) -> bytes:
         """Return the end of a stream that fails after its first byte."""

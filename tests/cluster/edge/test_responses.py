@@ -163,6 +163,19 @@ def test_a_stream_that_fails_tells_the_error_and_what_there_is():
     ]
 
 
+def test_an_aborted_answer_is_an_error_and_is_not_stored():
+    server = Server(ToolBackend(ANSWER, "abort"))
+    refused = server.create()
+    assert refused.status == 503
+    assert "send the request again" in refused.body["error"]["message"]
+    events, is_whole = server.events()
+    assert not is_whole
+    assert [event["type"] for event in events[-2:]] == ["error", "response.failed"]
+    response = events[-1]["response"]
+    assert (response["status"], response["error"]["code"]) == ("failed", "not_ready")
+    assert server.request("GET", f"{PATH}/{response['id']}").status == 404
+
+
 def test_log_probabilities_are_those_of_the_text():
     backend = ToolBackend()
 
