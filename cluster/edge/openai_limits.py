@@ -116,7 +116,7 @@ def check_sizes(body: Mapping[str, Any], limits: BodyLimits) -> None:
         elif name in _VOCABULARY_FIELDS:
             _check_length(value, limits.vocab_size, name)
         else:
-            _check_entries(value, _MOST_ENTRIES.get(name, MAX_FIELD_ENTRIES), name)
+            check_entries(value, _MOST_ENTRIES.get(name, MAX_FIELD_ENTRIES), name)
 
 
 def prompt_too_long(
@@ -159,21 +159,21 @@ def _check_prompt(name: str, value: object, limits: BodyLimits | None) -> None:
 
 def _check_messages(value: object, limits: BodyLimits | None) -> None:
     _check_length(value, MAX_MESSAGES, "messages")
-    _check_entries(value, MAX_MESSAGE_ENTRIES, "messages")
+    check_entries(value, MAX_MESSAGE_ENTRIES, "messages")
     if limits is not None and isinstance(value, list):
         contents = [message.get("content") for message in value if isinstance(message, dict)]
         _check_text(sum(map(_num_chars, contents)), limits, "messages")
 
 
 def _check_system(value: object, limits: BodyLimits) -> None:
-    _check_entries(value, MAX_FIELD_ENTRIES, "system")
+    check_entries(value, MAX_FIELD_ENTRIES, "system")
     _check_text(_num_chars(value), limits, "system")
 
 
 def _check_items(value: object, limits: BodyLimits | None) -> None:
     """Check the input of a response: a text or a list of items."""
     _check_length(value, MAX_MESSAGES, "input")
-    _check_entries(value, MAX_MESSAGE_ENTRIES, "input")
+    check_entries(value, MAX_MESSAGE_ENTRIES, "input")
     if limits is None:
         return
     if isinstance(value, str):
@@ -212,7 +212,8 @@ def _check_length(value: object, most: int, path: str) -> None:
         raise bad_field(path, f"has {len(value)} entries, but may have at most {most}")
 
 
-def _check_entries(value: object, most: int, path: str) -> None:
+def check_entries(value: object, most: int, path: str) -> None:
+    """Refuse a value with too many nested values at any depth."""
     if count_values(value, most) > most:
         raise bad_field(path, f"holds more than the maximum of {most} values")
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import re
 import uuid
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import orjson
 
 from cluster.edge.field_names import naming_fields
 from cluster.edge.fields import bad_field, read_fields, shown
-from cluster.edge.openai_limits import MAX_MESSAGE_ENTRIES, MAX_MESSAGES, count_values
+from cluster.edge.openai_limits import (
+    MAX_MESSAGE_ENTRIES,
+    MAX_MESSAGES,
+    check_entries,
+    count_values,
+)
 from cluster.edge.openai_requests import parse_chat_completion
 from cluster.edge.openai_responses import error_body
 from cluster.edge.responses.answers import ResponseBuilder, ResponseEvents, ResponseOptions
@@ -33,7 +38,7 @@ if TYPE_CHECKING:
     from replicas.output_processor import OutputDelta
     from replicas.tokenizer import Tokenizer
 
-_ITEM_ID = re.compile("(?:msg|rs|fc)_([0-9a-f]{32})_([0-9]{1,6})")
+_ITEM_ID = re.compile("(?:msg|rs|fc)_([0-9a-f]{32})_[0-9]{1,6}")
 
 
 class ResponsesApi:
@@ -70,6 +75,8 @@ class ResponsesApi:
         items = values["input"]
         if isinstance(items, list):
             items = [await history.resolved(item, f"input[{i}]") for i, item in enumerate(items)]
+            # References share an item in memory, but nothing that is made of them does.
+            check_entries(items, MAX_MESSAGE_ENTRIES, "input")
         previous = _decoded(turns, items)
         found = translate(body, {**values, "input": items}, previous)
         with naming_fields(found.field_names):
@@ -148,13 +155,21 @@ def _origin(request: EngineRequest, spec: ResponseSpec) -> Origin:
     return Origin(request.tenant, own.response_id, own.items, own.previous)
 
 
+class _StoredItem(NamedTuple):
+    """An item of an answer, and its size as JSON."""
+
+    item: dict[str, Any]
+    num_bytes: int
+
+
 class _History:
     """What one request reads from the store.
 
     Args:
         archive: The responses.
         tenant: The request's tenant.
-        max_bytes: Most bytes to read.
+        max_bytes: Most bytes to read, and most bytes of the conversation that is read: of what the
+            request continues, and of an item for each reference to it.
     """
 
     def __init__(self, archive: ResponseArchive, tenant: str, max_bytes: int) -> None:
@@ -162,7 +177,9 @@ class _History:
         self._tenant = tenant
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._outputs: dict[str, list[dict[str, Any]]] = {}
+        self._num_bytes_read = 0
+        self._responses: set[str] = set()
+        self._items: dict[str, _StoredItem] = {}
 
     async def turns_of(self, response_id: str) -> tuple[bytes, ...]:
         """Return the conversation up to and with a response.
@@ -190,15 +207,19 @@ class _History:
         match = _ITEM_ID.fullmatch(item_id) if isinstance(item_id, str) else None
         if match is None:
             raise bad_field(path, f"must be the id of an item of an answer, got {shown(item_id)}")
-        response_id, index = f"resp_{match[1]}", int(match[2])
-        if response_id not in self._outputs:
+        response_id = f"resp_{match[1]}"
+        if response_id not in self._responses:
             stored = await self._stored("read", response_id, path)
-            self._count(len(stored.body), path)
-            self._outputs[response_id] = orjson.loads(stored.body)["output"]
-        output = self._outputs[response_id]
-        if index >= len(output) or output[index]["id"] != item_id:
+            self._num_bytes_read += len(stored.body)
+            self._check(self._num_bytes_read, path)
+            self._responses.add(response_id)
+            for each in orjson.loads(stored.body)["output"]:
+                self._items[each["id"]] = _StoredItem(each, len(orjson.dumps(each)))
+        if item_id not in self._items:
             raise NotFoundError(f"{path} is {shown(item_id)}, which no answer has", param=path)
-        return output[index]
+        found = self._items[item_id]
+        self._count(found.num_bytes, path)
+        return found.item
 
     async def _stored(self, action: Action, response_id: str, param: str) -> FoundResponse:
         if not self._archive.is_on:
@@ -219,7 +240,10 @@ class _History:
 
     def _count(self, num_bytes: int, param: str) -> None:
         self._num_bytes += num_bytes
-        if self._num_bytes > self._max_bytes:
+        self._check(self._num_bytes, param)
+
+    def _check(self, num_bytes: int, param: str) -> None:
+        if num_bytes > self._max_bytes:
             text = f"stands for more than the {self._max_bytes} bytes that a request may have"
             raise bad_field(param, text)
 

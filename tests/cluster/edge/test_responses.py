@@ -240,6 +240,27 @@ def test_items_may_refer_to_items_of_an_answer():
     assert server.refusal(input=[{**reference, "id": "msg_1"}])["param"] == "input[0].id"
 
 
+def test_every_reference_to_an_item_counts():
+    server = Server(EchoBackend(), max_body_bytes=8000)
+    message_id = server.answer(input="x" * 1000)["output"][0]["id"]
+    reference = {"type": "item_reference", "id": message_id}
+    continued = server.answer(input=[reference] * 3)
+    error = server.refusal(input=[reference] * 8, truncation="auto")
+    assert error["param"] == "input[6].id"
+    assert "more than the 8000 bytes" in error["message"]
+    # What the request continues counts, too.
+    error = server.refusal(input=[reference] * 3, previous_response_id=continued["id"])
+    assert error["param"].startswith("input[")
+
+
+def test_items_by_reference_have_as_many_values_as_those_of_a_body():
+    server = Server(FakeBackend())
+    message_id = server.answer()["output"][0]["id"]
+    error = server.refusal(input=[{"type": "item_reference", "id": message_id}] * 2000)
+    assert error["param"] == "input"
+    assert "maximum of 16384 values" in error["message"]
+
+
 def test_a_response_can_be_read_and_deleted_but_not_cancelled():
     server = Server(FakeBackend())
     body = server.answer()
