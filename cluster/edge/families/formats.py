@@ -317,20 +317,20 @@ def _read_reasoning(
             sink.reasoning(found)
             continue
         if tools is not None and found in starts:
-            num_given = sink.num_given
+            num_calls = sink.num_calls
             begin = reader.call_begin = reader.pos
             try:
                 yield from tools.read_calls(found, reader, sink, context)
             except (MalformedCallError, TruncatedCallError) as error:
                 is_cut = isinstance(error, TruncatedCallError) and reader.is_cut
-                is_given = sink.abandon_call(is_cut=is_cut)
+                sink.abandon_call(is_cut=is_cut)
                 if is_cut:
                     return False
-                if sink.num_given == num_given:
+                if sink.num_calls == num_calls:
                     sink.reasoning(found)
                     reader.reread(begin, error)
                     continue
-                reader.reread(reader.pos if is_given else reader.call_begin, error)
+                reader.reread(reader.call_begin, error)
             sink.end_reasoning()
             return True
     return False
@@ -341,22 +341,22 @@ def try_calls(
 ) -> Steps[None]:
     """Read calls; text that is none becomes content, and all after `MAX_REFUSED_CHARS`.
 
-    Of a call whose start was given, what was not given becomes content.
+    All of a malformed call becomes content, also if its beginning was given as a call before.
     """
     if reader.num_refused_chars >= MAX_REFUSED_CHARS:
         sink.content(start)
         return
-    num_given = sink.num_given
+    num_calls = sink.num_calls
     begin = reader.call_begin = reader.pos
     try:
         yield from tools.read_calls(start, reader, sink, context)
     except (MalformedCallError, TruncatedCallError) as error:
         is_cut = isinstance(error, TruncatedCallError) and reader.is_cut
-        is_given = sink.abandon_call(is_cut=is_cut)
-        if is_cut and (is_given or not tools.passes_cut):
+        is_open = sink.abandon_call(is_cut=is_cut)
+        if is_cut and (is_open or not tools.passes_cut):
             reader.pos = len(reader.text)
-        elif sink.num_given == num_given:
+        elif sink.num_calls == num_calls:
             sink.content(start)
             reader.reread(begin, error)
         else:
-            reader.reread(reader.pos if is_given else reader.call_begin, error)
+            reader.reread(reader.call_begin, error)

@@ -71,7 +71,7 @@ class Harmony(WholeFormat):
         if recipient is not None and recipient[1].startswith(_FUNCTIONS) and context.tools:
             yield from reader.skip_space()
             name = recipient[1].removeprefix(_FUNCTIONS)
-            begin, emit, num_given = reader.pos, _drop, sink.num_given
+            begin, emit = reader.pos, _drop
             try:
                 yield from read_arguments(reader, sink, name)
                 sink.end_call()
@@ -80,9 +80,7 @@ class Harmony(WholeFormat):
                 sink.abandon_call(is_cut=is_cut)
                 if is_cut:
                     raise
-                emit = sink.content
-                if sink.num_given == num_given:
-                    reader.pos = begin
+                emit, reader.pos = sink.content, begin
             yield from reader.copy_until(_CALL_ENDS, emit)
         elif recipient is not None:
             yield from reader.copy_until(_CALL_ENDS, _drop)

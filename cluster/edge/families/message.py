@@ -184,12 +184,16 @@ class Tool:
 
 @dataclass(slots=True)
 class _OpenCall:
-    """A call without its end; its index is there once its start was given."""
+    """A call without its end; its index is there once its start was given.
+
+    `before` has the state of the text before it, which continues if it turns out to be no call.
+    """
 
     name: str
     call_id: str
     index: int | None = None
     held: list[str] = field(default_factory=list)
+    before: tuple[str, str, bool, bool] | None = None
 
 
 class MessageSink:
@@ -310,11 +314,13 @@ class MessageSink:
     def abandon_call(self, *, is_cut: bool) -> bool:
         """End the open call, if there is one, because it is cut or malformed.
 
+        The whole text of a malformed call may follow: it continues the text before the call.
+
         Args:
             is_cut: Whether a limit of the output cuts it.
 
         Returns:
-            Whether its text so far is that of a call: it is cut, or a part of it was given.
+            Whether there was one.
         """
         call, self._open = self._open, None
         if call is None:
@@ -323,10 +329,15 @@ class MessageSink:
             self._delta.add(CallEnd(call.index, is_complete=False))
         elif is_cut:
             self._end_text()
-        return is_cut or call.index is not None
+        if call.before is not None and not is_cut:
+            self._space, self._reasoning_space, self._is_fresh, self._has_markup = call.before
+        return True
 
     def _give_call(self, call: _OpenCall) -> None:
         """Give the start of a call, unless there are too many."""
+        is_visible = self._keeps_space and not self._is_fresh
+        space = "" if is_visible else self._space
+        call.before = (space, self._reasoning_space, self._is_fresh, self._has_markup)
         self._end_text()
         if self.num_given < self._max_calls:
             call.index = self.num_given

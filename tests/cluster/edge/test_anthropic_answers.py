@@ -198,6 +198,31 @@ def test_the_reason_of_the_end(text, reason, stop_reason, expected, sequence):
         assert (message["stop_reason"], message["stop_sequence"]) == (expected, sequence)
 
 
+MALFORMED = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern]}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("output", "reason", "stop_reason", "rest"),
+    [
+        (MALFORMED, "stop", "end_turn", [("text", MALFORMED)]),
+        (MALFORMED[:-15], "length", "max_tokens", []),
+    ],
+)
+def test_a_stream_ends_a_call_that_is_none_and_tells_its_text(output, reason, stop_reason, rest):
+    events = streamed(spec(reasoning=None), *deltas(*output, reason=reason))
+    starts = [event["content_block"] for event in events if "content_block" in event]
+    assert [block["type"] for block in starts] == ["tool_use", *(kind for kind, _ in rest)]
+    arguments = "".join(event.get("delta", {}).get("partial_json", "") for event in events)
+    assert arguments.startswith('{"city": "Bern')
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(arguments)
+    text = "".join(event.get("delta", {}).get("text", "") for event in events)
+    message = whole(spec(reasoning=None), *deltas(output, reason=reason))
+    assert [(block["type"], block["text"]) for block in message["content"]] == rest
+    assert text == "".join(text for _, text in rest)
+    assert events[-2]["delta"]["stop_reason"] == message["stop_reason"] == stop_reason
+
+
 @pytest.mark.parametrize("last", [[], [OutputDelta(0, "", [])]])
 def test_an_answer_without_end_is_an_error(last):
     with pytest.raises(errors.InternalError):

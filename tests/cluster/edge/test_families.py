@@ -264,10 +264,10 @@ def test_any_division_of_an_output_gives_the_same_message():
         streamed = Message.of(delta)
         for call in streamed.calls:
             assert call.is_complete is is_json(call.arguments)
-        if all(call.is_complete for call in streamed.calls):
-            assert streamed == whole
-        else:
-            num_unfinished += 1
+        complete = [call for call in streamed.calls if call.is_complete]
+        num_unfinished += complete != streamed.calls
+        # What was given of other calls is all that a stream has besides.
+        assert replace(streamed, calls=complete) == whole
         for places in (cuts, range(1, len(text))):
             own = parser(tools, reasoning, prompt_end)
             assert delta_in_pieces(own, text, places, is_cut=is_cut) == delta
@@ -343,17 +343,24 @@ def test_an_argument_comes_before_the_next():
 SECTION_END = "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
 UNFINISHED = [
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1]}</tool_call> So.',
-     Message("]}</tool_call> So.", calls=[ToolCall("f", '{"a": 1', is_complete=False)])),
+     Message('<tool_call>{"name": "f", "arguments": {"a": 1]}</tool_call> So.',
+             calls=[ToolCall("f", '{"a": 1', is_complete=False)])),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}, 5}',
-     Message("5}", calls=[ToolCall("f", '{"a": 1', is_complete=False)])),
+     Message('<tool_call>{"name": "f", "arguments": {"a": 1}, 5}',
+             calls=[ToolCall("f", '{"a": 1', is_complete=False)])),
     ("hermes", f'<tool_call>{{"name": "f", "arguments": {{"a": tru{HERMES_CALL}',
-     Message("tru", calls=[ToolCall("f", '{"a": ', is_complete=False), PARIS])),
+     Message('<tool_call>{"name": "f", "arguments": {"a": tru',
+             calls=[ToolCall("f", '{"a": ', is_complete=False), PARIS])),
     ("qwen3_coder", "<function=f>\n<parameter=a>\nx",
-     Message("x", calls=[ToolCall("f", "{", is_complete=False)])),
+     Message("<function=f>\n<parameter=a>\nx",
+             calls=[ToolCall("f", "{", is_complete=False)])),
     ("deepseek_v31", deepseek('get_time<｜tool▁sep｜>{"a": "b') + "so",
-     Message(calls=[ToolCall("get_time", f'{{"a": "b{SECTION_END}so', is_complete=False)])),
+     Message(deepseek('get_time<｜tool▁sep｜>{"a": "b') + "so",
+             calls=[ToolCall("get_time", f'{{"a": "b{SECTION_END}so',
+                             is_complete=False)])),
     ("openai", f'{HARMONY_CALL}{{"a": 1,}}<|call|>',
-     Message("}", calls=[ToolCall("get_time", '{"a": 1,', is_complete=False)])),
+     Message('{"a": 1,}',
+             calls=[ToolCall("get_time", '{"a": 1,', is_complete=False)])),
 ]  # fmt: skip
 
 
