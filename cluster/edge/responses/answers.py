@@ -100,6 +100,7 @@ class ResponseBuilder:
         status = "incomplete" if self._finish_reason == "length" else "completed"
         events = self._output.finish("incomplete" if status == "incomplete" else "completed")
         response = self.response(status, self._usage_body(usage))
+        response["output"] = self._output.whole_items()
         if status == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         return events, response

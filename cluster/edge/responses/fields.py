@@ -141,7 +141,7 @@ PART_FIELDS = FieldTable(
 _ITEM = {
     "type": acts(STRING, "Kind of the item."),
     "id": no_effect(STRING, "Part of an answer that a client may send back."),
-    "status": no_effect(STRING, "Part of an answer that a client may send back."),
+    "status": acts(STRING, "A function_call that is incomplete is left out."),
 }
 _CONTENT = any_of(STRING, array_of(PART_FIELDS))
 _OF_PROGRAMS = {

@@ -62,13 +62,31 @@ class OutputItems:
         events = self._begin_text("reasoning", {"summary": []})
         return [*events, self._delta("response.reasoning_text", piece.text)]
 
+    def whole_items(self) -> list[Item]:
+        """Return the items of the same answer without a stream; all must have ended.
+
+        Incomplete calls, of which only a stream has the beginning, are left out. The text around
+        one is a single item.
+        """
+        items: list[Item] = []
+        for item in self.items:
+            if _is_incomplete_call(item):
+                continue
+            if items and item["type"] == items[-1]["type"] != "function_call":
+                items[-1] = _joined(items[-1], item)
+            else:
+                items.append(item)
+        return items
+
     def finish(self, status: Status) -> list[Event]:
-        """End the response; an answer without any output has one empty message.
+        """End the response; an answer without any whole output has one empty message.
 
         Args:
             status: Whether the model has ended its output itself.
         """
-        events = [] if self.items else self._begin_text("message", {"role": "assistant"})
+        events = []
+        if all(map(_is_incomplete_call, self.items)):
+            events = self._begin_text("message", {"role": "assistant"})
         return events + self.close(status)
 
     def close(self, status: Status) -> list[Event]:
@@ -130,3 +148,16 @@ class OutputItems:
             "output_index": len(self.items) - 1,
             "item": dict(self.items[-1]),
         }
+
+
+def _is_incomplete_call(item: Item) -> bool:
+    return item["type"] == "function_call" and item["status"] == "incomplete"
+
+
+def _joined(item: Item, more: Item) -> Item:
+    """Return a message or reasoning with the text of two, and the id of the first."""
+    [before], [behind] = item["content"], more["content"]
+    content = {**before, "text": before["text"] + behind["text"]}
+    if "logprobs" in before:
+        content["logprobs"] = before["logprobs"] + behind["logprobs"]
+    return {**item, "status": more["status"], "content": [content]}

@@ -229,6 +229,8 @@ class _Conversation:
             self._assistant["reasoning"] = text if before is None else f"{before}\n{text}"
 
     def _add_call(self, item: dict[str, Any], path: str) -> None:
+        if item.get("status") == "incomplete":
+            return  # the beginning of a call, from a stream: its arguments are no object
         function = {"name": item["name"], "arguments": item["arguments"]}
         call = {"id": item["call_id"], "type": "function", "function": function}
         if self._assistant is None:

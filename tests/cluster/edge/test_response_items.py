@@ -132,8 +132,20 @@ def test_only_the_last_item_can_be_incomplete(status):
 
 def test_a_cut_call_is_incomplete_and_keeps_its_arguments():
     pieces = [CALL[0], ArgumentsPiece(0, '{"ci'), CallEnd(0, is_complete=False)]
-    _, [item] = built(pieces, "incomplete")
+    _, [item, message] = built(pieces, "incomplete")
     assert (item["status"], item["arguments"]) == ("incomplete", '{"ci')
+    assert message["content"] == [text_part("")]
+
+
+def test_the_whole_items_have_no_incomplete_call_and_one_message_instead_of_those_around_it():
+    output = OutputItems("k")
+    broken = [CALL[0], ArgumentsPiece(0, '{"ci'), CallEnd(0, is_complete=False)]
+    for piece in [ContentPiece("So"), *broken, ContentPiece(" it is")]:
+        output.add(piece, [LOGPROB] if isinstance(piece, ContentPiece) else [])
+    output.finish("incomplete")
+    [message] = output.whole_items()
+    assert (message["id"], message["status"]) == ("msg_k_0", "incomplete")
+    assert message["content"] == [text_part("So it is", [LOGPROB, LOGPROB])]
 
 
 KINDS = st.sampled_from([ContentPiece, ReasoningPiece, ArgumentsPiece])

@@ -74,6 +74,11 @@ def messages(*items, previous=(), **fields):
                 },
             ],
         ),
+        # A stream has given the beginning of this one, which is no object.
+        (
+            [USER, ANSWER, {**CALL, "status": "incomplete", "arguments": '{"ci'}],
+            [USER, {"role": "assistant", "content": "Look:"}],
+        ),
         # Reasoning behind an answer begins the next message, as does a second answer.
         (
             [USER, ANSWER, REASONING, CALL],

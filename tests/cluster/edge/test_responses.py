@@ -20,6 +20,7 @@ from tests.cluster.edge.test_tool_calls import CALL, PARAMETERS, EchoBackend, To
 PATH = "/v1/responses"
 TOOL = {"type": "function", "name": "weather", "parameters": PARAMETERS}
 ANSWER = f"<think>\nHm.\n</think>\n\nLook:\n{CALL}"
+BROKEN = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ber'
 _IDS = re.compile(r"(resp|msg|rs|fc|call)_[0-9a-f]{24,32}")
 
 
@@ -143,6 +144,40 @@ def test_any_division_of_the_output_gives_the_same_answer(size, reason):
     assert events[-1]["type"] == f"response.{expected['status']}"
     for response in (found, events[-1]["response"]):
         assert same_ids(response["output"]) == same_ids(expected["output"])
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+@pytest.mark.parametrize(
+    "text", [f"Look:\n{CALL}\n\n{BROKEN}\nSo.", BROKEN, f"Look:\n{BROKEN}{CALL}"]
+)
+def test_a_stream_with_a_broken_call_ends_with_the_whole_answer_which_can_be_continued(
+    text, reason
+):
+    server = Server(ToolBackend(text, reason))
+    whole = server.answer(tools=[TOOL])
+    events, _ = server.events(tools=[TOOL])
+    done = [event["item"] for event in events if event["type"].endswith("item.done")]
+    assert any(i["type"] == "function_call" and i["status"] == "incomplete" for i in done)
+    last = events[-1]["response"]
+    without_places = [
+        [{name: value for name, value in same_ids(item).items() if name != "id"} for item in items]
+        for items in (last["output"], whole["output"])
+    ]
+    assert without_places[0] == without_places[1]
+    calls = [i for i in done if i["type"] == "function_call" and i["status"] == "completed"]
+    assert [i for i in last["output"] if i["type"] == "function_call"] == calls
+    server.answer(previous_response_id=whole["id"])
+    expected = server.last_prompt()
+    server.answer(previous_response_id=last["id"])
+    assert server.last_prompt() == expected
+    user = {"role": "user", "content": "hi"}
+    server.answer(input=[user, *last["output"], user])
+    assert server.last_prompt() == expected
+    references = [{"type": "item_reference", "id": item["id"]} for item in last["output"]]
+    server.answer(input=[user, *references, user])
+    assert server.last_prompt() == expected
+    # A client may send back what it has collected from the events.
+    server.answer(input=[user, *done, user])
 
 
 def test_a_stream_that_fails_tells_the_error_and_what_there_is():
