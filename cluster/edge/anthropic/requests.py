@@ -183,6 +183,8 @@ def _messages(values: Mapping[str, Any], names: dict[str, str]) -> list[dict[str
             case _:
                 _add_turn(chat, content, path)
     chat.add_late()
+    if not chat.messages:
+        raise bad_field("messages", "has no text; send a message with text")
     if chat.last_role == "assistant" and not chat.messages[-1]["content"]:
         text = "is of the assistant, but has no text that an answer could continue"
         raise bad_field(f"messages[{len(values['messages']) - 1}]", text)

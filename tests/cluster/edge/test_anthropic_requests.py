@@ -182,9 +182,13 @@ def test_tokens_are_counted_of_the_same_chat():
     counted = parse_count_tokens(body)
     assert counted.prompt == parse(**body).prompt
     assert counted.max_tokens is None
-    with pytest.raises(BadRequestError) as refused:
-        parse_count_tokens({**body, "stream": 5})
-    assert refused.value.param == "stream"
+    for wrong, param in [
+        ({"stream": 5}, "stream"),
+        ({"messages": [user()], "system": []}, "messages"),
+    ]:
+        with pytest.raises(BadRequestError) as refused:
+            parse_count_tokens({**body, **wrong})
+        assert refused.value.param == param
 
 
 def nested(kind):
@@ -195,6 +199,9 @@ WRONG = [
     ({"max_tokens": None}, "max_tokens", "is required"),
     ({"max_tokens": 0}, "max_tokens", "must be at least 1"),
     ({"messages": []}, "messages", "at least one"),
+    ({"messages": [user()]}, "messages", "no text"),
+    ({"messages": [system([])]}, "messages", "no text"),
+    ({"messages": [system("x-anthropic-billing-header: a")]}, "messages", "no text"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "is required"),
     ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role", "must be one of"),
     ({"messages": [user({"type": "image", "source": {}})]},
