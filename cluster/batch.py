@@ -80,7 +80,8 @@ class BatchFailure(msgspec.Struct, frozen=True):
     """Why a request has no successful answer.
 
     Attributes:
-        code: The code of the server's error, or "connection_error".
+        code: The code of the server's error, "connection_error", or "client_error" for an error of
+            this program.
         message: What happened.
     """
 
@@ -121,6 +122,9 @@ class BatchOptions:
         max_tries: Most tries of a request while the server is busy or cannot be reached.
         timeout_s: Longest wait for the server's next byte, in seconds.
         api_key: Key to send; "" sends none.
+
+    Raises:
+        BatchError: A header cannot hold the key.
     """
 
     url: str
@@ -128,6 +132,10 @@ class BatchOptions:
     max_tries: int = 10
     timeout_s: float = 3600.0
     api_key: str = ""
+
+    def __post_init__(self) -> None:
+        if not _is_visible(self.api_key):
+            raise BatchError("the API key must have visible ASCII characters alone, and no space")
 
 
 def read_requests(path: Path) -> list[BatchRequest]:
@@ -167,11 +175,20 @@ def _problem(request: BatchRequest) -> str:
     """Return why a request cannot be sent, or ""."""
     if request.method != "POST":
         return f"method must be POST, got {request.method!r}"
-    if not request.url.startswith("/v1/") or any(not "!" <= x <= "~" for x in request.url):
+    if not request.url.startswith("/v1/") or not _is_visible(request.url):
         return f"url must be a path such as /v1/chat/completions, got {request.url!r}"
     if request.body.get("stream"):
         return "body.stream must be false or left out: an answer is one line"
+    try:
+        orjson.dumps(request.body)
+    except orjson.JSONEncodeError as error:
+        return f"body cannot be sent: {error}"
     return ""
+
+
+def _is_visible(text: str) -> bool:
+    """Return whether a text has only visible ASCII characters."""
+    return all("!" <= x <= "~" for x in text)
 
 
 def keep_final_answers(path: Path) -> set[str]:
@@ -322,6 +339,9 @@ class _Sending:
             text = f"{self._options.url}: {reason or type(error).__name__}"
             failure = BatchFailure("connection_error", text)
             return self._line(None, failure), 0.0
+        except Exception as error:  # noqa: BLE001 - each request needs an answer, or the run waits
+            failure = BatchFailure("client_error", f"{type(error).__name__}: {error}")
+            return self._line(None, failure), None
 
     def _answer(self, status: int, headers: email.message.Message, raw: bytes) -> BatchAnswer:
         try:

@@ -352,12 +352,14 @@ def run_batch(  # noqa: PLR0913, PLR0917 - one argument per command-line option
         typer.echo(f"ttserve: {text}", err=True)
 
     try:
+        # The file of a secret often ends with a newline.
+        key = api_key.rstrip("\r\n")
+        options = BatchOptions(url.rstrip("/"), concurrency, tries, timeout, key)
         requests = read_requests(input)
         answered = keep_final_answers(output)
         left = [request for request in requests if request.custom_id not in answered]
         if len(left) < len(requests):
             say(f"{len(requests) - len(left)} of {len(requests)} requests are answered already")
-        options = BatchOptions(url.rstrip("/"), concurrency, tries, timeout, api_key)
         num_failed = run(left, output, options, say)
     except BatchError as error:
         _fail(str(error), _BAD_CONFIG)

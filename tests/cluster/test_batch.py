@@ -43,6 +43,11 @@ def line(custom_id, url="/v1/completions", **body):
     return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
 
 
+def nested(depth):
+    """A list within so many others."""
+    return [nested(depth - 1)] if depth else []
+
+
 @contextlib.contextmanager
 def scripted(*answers):
     """A server that gives these (status, headers) in turn, then 200; yields its url and its log."""
@@ -163,6 +168,30 @@ def test_a_server_that_stays_busy_or_away_fails_after_the_tries(run, pauses):
     assert url in answers["a"]["error"]["message"]
 
 
+@pytest.mark.parametrize("key", ["ключ", "a\nb", "a b"])
+def test_a_key_that_no_header_can_hold_is_refused(run, key):
+    result, _ = run("http://127.0.0.1:1", [line("a")], "--api-key", key)
+    assert (result.exit_code, "visible ASCII characters" in result.stderr) == (2, True)
+    assert key not in result.stderr
+
+
+def test_the_newline_of_a_secrets_file_is_no_part_of_the_key(run):
+    with scripted() as (url, seen):
+        result, _ = run(url, [line("a")], "--api-key", "secret\n")
+    assert (result.exit_code, seen[0][0]) == (0, "Bearer secret")
+
+
+def test_any_error_of_a_try_is_the_requests_answer(run, monkeypatch):
+    def broken(*arguments, **named):
+        raise ZeroDivisionError("of a library")
+
+    monkeypatch.setattr(batch.urllib.request, "urlopen", broken)
+    result, answers = run("http://127.0.0.1:1", [line("a"), line("b")], "--concurrency", "1")
+    assert result.exit_code == 1
+    failure = {"code": "client_error", "message": "ZeroDivisionError: of a library"}
+    assert [answers[name]["error"] for name in "ab"] == [failure] * 2
+
+
 def test_a_stopped_run_goes_on_where_it_was(run, pauses):
     del pauses
     lines = [line("good"), line("bad"), line("busy"), line("torn"), line("new")]
@@ -195,6 +224,8 @@ def test_a_stopped_run_goes_on_where_it_was(run, pauses):
         ([line("a", "/v1/x y")], "url must be a path"),
         ([line("a", stream=True)], "stream must be false"),
         (["[" * 10_000], "in.jsonl:1: "),
+        ([line("a"), line("b", seed=2**70)], "in.jsonl:2: body cannot be sent: Integer exceeds"),
+        ([line("a", "/v1/completions", x=nested(300))], "in.jsonl:1: body cannot be sent: "),
     ],
 )
 def test_a_bad_file_is_refused_before_anything_is_sent(run, lines, words):
