@@ -33,8 +33,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-RETRIED_STATUSES = frozenset({408, 429, 502, 503, 504})
+RETRIED_STATUSES = frozenset({408, 429, 502, 503, 504, 529})
 """Statuses of a server that is busy or starting; another try may succeed."""
+_MENDABLE_STATUSES = frozenset({401, 403, 404})
+"""Statuses that another key, server or model may mend; another run may succeed."""
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 _PROGRESS_S = 5.0
@@ -106,10 +108,11 @@ class BatchAnswer(msgspec.Struct, frozen=True):
 
     @property
     def is_final(self) -> bool:
-        """Return whether another try would give the same answer."""
-        return self.response is not None and (
-            self.error is None or 400 <= self.response.status_code < 500
-        ) and self.response.status_code not in RETRIED_STATUSES  # fmt: skip
+        """Return whether another run would give the same answer."""
+        if self.response is None or self.error is None:
+            return self.response is not None
+        status = self.response.status_code
+        return 400 <= status < 500 and status not in RETRIED_STATUSES | _MENDABLE_STATUSES
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,17 +194,21 @@ def _is_visible(text: str) -> bool:
     return all("!" <= x <= "~" for x in text)
 
 
-def keep_final_answers(path: Path) -> set[str]:
-    """Remove what is to be tried again from an output file, and return the other custom ids.
+def keep_final_answers(path: Path) -> dict[str, BatchFailure | None]:
+    """Remove what is to be tried again from an output file.
 
     A last line that a stopped run has not completed is removed, too.
+
+    Returns:
+        The errors of the other answers, by their custom ids; None for successful ones.
 
     Raises:
         BatchError: The file cannot be read or written, or holds something else than answers.
     """
     if not path.exists():
-        return set()
-    kept, answered, is_changed = [], set(), False
+        return {}
+    kept, is_changed = [], False
+    answered: dict[str, BatchFailure | None] = {}
     lines = _lines(path)
     for number, line in enumerate(lines, 1):
         if not line:
@@ -215,7 +222,7 @@ def keep_final_answers(path: Path) -> set[str]:
             raise BatchError(f"{path}:{number} is no answer: {error}; name another file") from error
         if answer.is_final and number < len(lines):
             kept.append(line)
-            answered.add(answer.custom_id)
+            answered[answer.custom_id] = answer.error
         else:
             is_changed = True
     if is_changed:

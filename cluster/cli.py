@@ -360,11 +360,13 @@ def run_batch(  # noqa: PLR0913, PLR0917 - one argument per command-line option
         left = [request for request in requests if request.custom_id not in answered]
         if len(left) < len(requests):
             say(f"{len(requests) - len(left)} of {len(requests)} requests are answered already")
-        num_failed = run(left, output, options, say)
+        num_failed = sum(answered.get(request.custom_id) is not None for request in requests)
+        num_failed += run(left, output, options, say)
     except BatchError as error:
         _fail(str(error), _BAD_CONFIG)
     if num_failed:
-        _fail(f"{num_failed} requests have failed; run the same command again", _FAILED)
+        text = f"{num_failed} requests have failed; the output file has their errors"
+        _fail(f"{text}. Run the same command again to send those that may succeed", _FAILED)
 
 
 @app.command()

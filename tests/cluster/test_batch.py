@@ -105,7 +105,8 @@ def test_every_request_is_answered_and_a_bad_one_alone_fails(run):
     assert result.exit_code == 1
     assert result.stderr.splitlines() == [
         "ttserve: 4 of 4 requests done, 2 failed",
-        "ttserve: 2 requests have failed; run the same command again",
+        "ttserve: 2 requests have failed; the output file has their errors. Run the same "
+        "command again to send those that may succeed",
     ]
     assert answers["a"]["error"] is None
     response = answers["a"]["response"]
@@ -144,7 +145,7 @@ def test_no_more_requests_run_at_a_time_than_asked(run):
 
 
 def test_a_busy_server_is_asked_again_when_it_says(run, pauses):
-    busy = [(429, {"retry-after": "7"}), (503, {}), (503, {"retry-after": "1e9"}), (None, {})]
+    busy = [(429, {"retry-after": "7"}), (503, {}), (529, {"retry-after": "1e9"}), (None, {})]
     with scripted(*busy) as (url, seen):
         result, answers = run(url, [line("a")], "--api-key", "secret")
     assert result.exit_code == 0
@@ -203,13 +204,23 @@ def test_a_stopped_run_goes_on_where_it_was(run, pauses):
             file.write('{"id": "x", "custom_id": "to')
         before = run.output.read_text().splitlines()[:2]
         result, answers = run(url, lines)
-        assert result.exit_code == 0
+        assert result.exit_code == 1  # "bad" has failed for good
         assert "2 of 5 requests are answered already" in result.stderr
         assert set(answers) == {"good", "bad", "busy", "torn", "new"}
         assert run.output.read_text().splitlines()[:2] == before
         assert len(seen) == 6
         result, _ = run(url, lines)
-        assert (result.exit_code, len(seen)) == (0, 6)
+        assert (result.exit_code, len(seen)) == (1, 6)
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 529])
+def test_what_another_key_server_or_time_may_mend_is_sent_again(run, pauses, status):
+    del pauses
+    with scripted((status, {})) as (url, seen):
+        result, answers = run(url, [line("a")], "--tries", "1")
+        assert (result.exit_code, answers["a"]["response"]["status_code"]) == (1, status)
+        result, answers = run(url, [line("a")], "--tries", "1")
+        assert (result.exit_code, answers["a"]["error"], len(seen)) == (0, None, 2)
 
 
 @pytest.mark.parametrize(
