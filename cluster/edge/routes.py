@@ -189,6 +189,8 @@ def create_app(  # noqa: PLR0913 - each part may be shared with the ingress
             for spec in ROUTES
         ]
     )
+    # A redirect would come before the checks of key and host, and would not know the root path.
+    app.router.redirect_slashes = False
     app.cors_origins = ingress.cors_origins
     app.root_path = ingress.root_path
     return app

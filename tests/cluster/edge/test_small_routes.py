@@ -70,3 +70,11 @@ def test_operators_and_the_document_know_the_root_path():
 def test_errors_below_the_root_path_have_the_form_of_their_api():
     answer = call(FakeBackend(), "POST", "/llm/v1/messages", {}, root_path="/llm")
     assert (answer.status, answer.body["type"]) == (400, "error")
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "/llm/v1/completions/"), ("GET", "/health/"), ("GET", "/docs/")]
+)
+def test_no_path_with_a_final_slash_is_redirected(method, path):
+    answer = call(FakeBackend(), method, path, {}, root_path="/llm")
+    assert (answer.status, "location" in answer.headers) == (404, False)
