@@ -7,6 +7,8 @@ import uuid
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import orjson
+
 from cluster.edge.families.errors import MalformedCallError
 from cluster.edge.families.json_text import dumps, is_encodable
 
@@ -66,8 +68,9 @@ class CallEnd:
 
     Attributes:
         index: The call's place among the calls of the message.
-        is_complete: Whether its arguments are a whole JSON object. If not, the output was cut, or
-            turned out to be no call, and the arguments so far are the beginning of an object.
+        is_complete: Whether its arguments are a whole JSON object, which bodies of later requests
+            may hold. If not, the output was cut, or turned out to be no call, and the arguments so
+            far are the beginning of an object.
     """
 
     index: int
@@ -192,7 +195,7 @@ class _OpenCall:
     name: str
     call_id: str
     index: int | None = None
-    held: list[str] = field(default_factory=list)
+    arguments: list[str] = field(default_factory=list)
     before: tuple[str, str, bool, bool] | None = None
 
 
@@ -295,19 +298,29 @@ class MessageSink:
     def add_arguments(self, text: str) -> None:
         """Add a part of the open call's arguments, a JSON object without its last brace."""
         assert self._open is not None
+        self._open.arguments.append(text)
         if self._open.index is not None:
             self._delta.add(ArgumentsPiece(self._open.index, text))
-        elif self.holds_calls:
-            self._open.held.append(text)
 
     def end_call(self) -> None:
-        """End the open call and its arguments, of which the last brace is missing."""
-        call, self._open = self._open, None
+        """End the open call and its arguments, of which the last brace is missing.
+
+        Raises:
+            MalformedCallError: The decoder of bodies refuses the arguments, as for half of a
+                surrogate pair. The client could not send the call back. The call stays open.
+        """
+        call = self._open
         assert call is not None
+        arguments = "".join([*call.arguments, "}"])
+        try:
+            orjson.loads(arguments)
+        except orjson.JSONDecodeError as error:
+            raise MalformedCallError from error
+        self._open = None
         if self.holds_calls:
             self._give_call(call)
         if call.index is not None:
-            self._delta.add(ArgumentsPiece(call.index, "".join([*call.held, "}"])))
+            self._delta.add(ArgumentsPiece(call.index, arguments if self.holds_calls else "}"))
             self._delta.add(CallEnd(call.index))
             self.num_calls += 1
 

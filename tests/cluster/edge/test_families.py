@@ -100,8 +100,11 @@ MESSAGES = [
     ("hermes", None, "", '<tool_call>{"name": 5}', Message('<tool_call>{"name": 5}')),
     ("hermes", None, "", '<tool_call>{"name":"f","arguments":{"x":1e999}}',
      Message('<tool_call>{"name":"f","arguments":{"x":1e999}}')),
+    # No body of a later request may hold half of a surrogate pair.
     ("hermes", None, "", '<tool_call>{"name":"f","arguments":{"x":"\\ud800"}}',
-     Message(calls=[ToolCall("f", '{"x":"\\ud800"}')])),
+     Message('<tool_call>{"name":"f","arguments":{"x":"\\ud800"}}')),
+    ("hermes", None, "", '<tool_call>{"name":"f","arguments":{"x":"\\ud83d\\ude00"}}',
+     Message(calls=[ToolCall("f", '{"x":"\\ud83d\\ude00"}')])),
     ("hermes", "qwen3", "<think>\n", f"Hm.\n</think>\n\nSo.\n{HERMES_CALL}",
      Message("So.", "Hm.", [PARIS])),
     ("hermes", "qwen3", "<think>\n\n</think>\n\n", "So.", Message("So.")),
@@ -372,6 +375,14 @@ def test_a_call_that_is_none_after_a_part_was_given_ends_without_its_last_brace(
     own = parser(name)
     assert read_in_pieces(own, text, range(step, len(text), step)) == message
     assert own.has_calls is any(call.is_complete for call in message.calls)
+
+
+def test_a_given_call_with_half_of_a_surrogate_pair_ends_incomplete():
+    text = '<tool_call>{"name":"get_time","arguments":{"x":"\\ud800"}}</tool_call>'
+    own = parser("hermes")
+    message = read_in_pieces(own, text, range(1, len(text)))
+    [call] = message.calls
+    assert (call.arguments, call.is_complete, own.has_calls) == ('{"x":"\\ud800"', False, False)
 
 
 @pytest.mark.parametrize("name", [*JSON_FORMATS, *FORMATS_OF_ARGUMENTS])
