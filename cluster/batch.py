@@ -137,8 +137,11 @@ class BatchOptions:
     api_key: str = ""
 
     def __post_init__(self) -> None:
-        if not _is_visible(self.api_key):
-            raise BatchError("the API key must have visible ASCII characters alone, and no space")
+        if not _is_visible(self.api_key.replace(" ", "")) or self.api_key != self.api_key.strip():
+            raise BatchError(
+                "the API key must have visible ASCII characters, and no space at its beginning or "
+                "end"
+            )
 
 
 def read_requests(path: Path) -> list[BatchRequest]:

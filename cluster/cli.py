@@ -302,7 +302,7 @@ def kv(
     if not address.startswith(("http://", "https://")):
         _fail(f"--url must begin with http:// or https://, got {url!r}", _BAD_CONFIG)
     try:
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        headers = {"Authorization": f"Bearer {api_key.rstrip()}"} if api_key else {}
         request = urllib.request.Request(address, headers=headers)
         with urllib.request.urlopen(request, timeout=_KV_TIMEOUT_S) as response:
             body = response.read()

@@ -46,6 +46,7 @@ _KEY_PREFIX = "tts-"
 _MAX_KEY_BYTES = 256
 _HASH_PREFIX = "sha256:"
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
+_SHARED_KEY = re.compile(rf"(?! )[\x20-\x7e]{{1,{_MAX_KEY_BYTES}}}(?<! )")
 _TENANT_NAME = re.compile(rf"[\x21-\x7e]{{1,{MAX_TENANT_CHARS}}}")
 _BEARER = b"bearer "
 _REFUSAL = "no valid API key; send one as `Authorization: Bearer KEY` or `x-api-key: KEY`"
@@ -70,7 +71,19 @@ def new_key() -> tuple[str, str]:
 
 
 def shared_key_entry(key: str) -> str:
-    """Return the entry of the one tenant of a key that all clients share, an admin."""
+    """Return the entry of the one tenant of a key that all clients share, an admin.
+
+    A newline at the key's end, as in the file of a secret, is no part of it.
+
+    Raises:
+        ClusterConfigError: No request could show the key.
+    """
+    key = key.rstrip("\r\n")
+    if not _SHARED_KEY.fullmatch(key):
+        raise ClusterConfigError(
+            f"an API key must have 1 to {_MAX_KEY_BYTES} visible ASCII characters, and no space at "
+            "its beginning or end"
+        )
     return f'default: {{keys: ["{_HASH_PREFIX}{_digest(key.encode()).hex()}"], admin: true}}\n'
 
 
@@ -174,6 +187,7 @@ class ApiKeys:
         self._path = path
         self._version = _version(path)
         self._tenants: Mapping[bytes, Tenant] = read_keys(path)
+        self._has_failed = False
         self.num_failed_reads = 0
 
     def authenticate(self, headers: Iterable[tuple[bytes, bytes]]) -> Tenant:
@@ -190,17 +204,25 @@ class ApiKeys:
         raise AuthenticationError(_REFUSAL)
 
     def refresh(self) -> None:
-        """Read the file again if it has changed; keep the keys if it cannot be used."""
+        """Read the file again if it has changed; keep the keys if it cannot be used.
+
+        A file that could not be used is read at each refresh, as the reason may pass without a
+        change of the file. Only its first failure is counted and logged.
+        """
         version = _version(self._path)
-        if version == self._version:
+        is_changed = version != self._version
+        if not is_changed and not self._has_failed:
             return
         self._version = version
+        self._has_failed = True
         try:
             self._tenants = read_keys(self._path)
         except ClusterConfigError as error:
-            self.num_failed_reads += 1
-            logger.error("keeping the API keys of the file before: %s", error)
+            if is_changed:
+                self.num_failed_reads += 1
+                logger.error("keeping the API keys of the file before: %s", error)
         else:
+            self._has_failed = False
             logger.info("read %d API keys", len(self._tenants))
 
     def follow(self) -> None:
@@ -232,7 +254,8 @@ def _version(path: str) -> tuple[int, ...] | None:
         info = Path(path).stat()
     except OSError:
         return None
-    return info.st_mtime_ns, info.st_size, info.st_ino, info.st_dev
+    # Only the time of the last change of status shows a new mode or owner.
+    return info.st_mtime_ns, info.st_ctime_ns, info.st_size, info.st_ino, info.st_dev
 
 
 def _presented(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:

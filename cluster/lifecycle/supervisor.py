@@ -117,9 +117,11 @@ def serve(options: ServeOptions, host: str, port: int, api_key: str = "") -> int
         The driver's exit code, 0 after a clean stop; 1 if it had to be killed.
 
     Raises:
-        ClusterConfigError: A port is taken, a setting of the front is invalid, or other users can
-            write to the folder in which the server's folder would be.
+        ClusterConfigError: No request could show the key, a port is taken, a setting of the front
+            is invalid, or other users can write to the folder in which the server's folder would
+            be.
     """
+    key_entry = shared_key_entry(api_key) if api_key else ""
     script = haproxy.find_script()
     front = FrontSettings.read(process_environment())
     front.require_haproxy(script is not None)
@@ -131,11 +133,11 @@ def serve(options: ServeOptions, host: str, port: int, api_key: str = "") -> int
         require_free_port(operations_host.strip("[]*"), int(operations_port))
     folder = private_folder()
     options = msgspec.structs.replace(options, folder=str(folder), has_haproxy=script is not None)
-    if api_key:
+    if key_entry:
         # Only its hash leaves this process: arguments and variables can be read by others.
         path = folder / "api-keys.yaml"
         path.touch(mode=0o600)
-        path.write_text(shared_key_entry(api_key))
+        path.write_text(key_entry)
         options = msgspec.structs.replace(options, api_keys=str(path))
     signals = _SignalCount()
     try:

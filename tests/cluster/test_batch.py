@@ -169,7 +169,7 @@ def test_a_server_that_stays_busy_or_away_fails_after_the_tries(run, pauses):
     assert url in answers["a"]["error"]["message"]
 
 
-@pytest.mark.parametrize("key", ["ключ", "a\nb", "a b"])
+@pytest.mark.parametrize("key", ["ключ", "a\nb", " a-key"])
 def test_a_key_that_no_header_can_hold_is_refused(run, key):
     result, _ = run("http://127.0.0.1:1", [line("a")], "--api-key", key)
     assert (result.exit_code, "visible ASCII characters" in result.stderr) == (2, True)

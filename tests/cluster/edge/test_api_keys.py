@@ -6,7 +6,8 @@ import os
 import pytest
 
 from cluster.config.schema import IngressConfig
-from cluster.edge.api_keys import ApiKeys, new_key, parse_keys
+from cluster.edge import api_keys as api_keys_module
+from cluster.edge.api_keys import ApiKeys, new_key, parse_keys, shared_key_entry
 from cluster.edge.client_guard import ClientGuard
 from cluster.edge.route_table import ROUTES
 from cluster.edge.routes import create_app
@@ -181,6 +182,44 @@ def test_an_error_of_any_kind_does_not_end_the_rereading(path, api_keys, monkeyp
         api_keys.follow()
     assert api_keys.num_failed_reads == 1
     assert api_keys.authenticate([(b"x-api-key", OTHER_KEY.encode())]).name == "carol"
+
+
+def test_a_refused_file_is_read_again_when_its_mode_is_mended(path, api_keys):
+    new = path.with_suffix(".new")
+    new.write_text(f"carol: {{keys: ['{OTHER_LINE}']}}")
+    new.chmod(0o660)
+    os.replace(new, path)
+    api_keys.refresh()
+    assert api_keys.num_failed_reads == 1
+    path.chmod(0o640)
+    api_keys.refresh()
+    assert api_keys.authenticate([(b"x-api-key", OTHER_KEY.encode())]).name == "carol"
+
+
+def test_a_read_that_failed_is_tried_again(path, api_keys, monkeypatch):
+    read = api_keys_module.read_keys
+    path.write_text(f"carol: {{keys: ['{OTHER_LINE}']}}")
+
+    def fails(where):
+        raise ClusterConfigError(f"{where}: Input/output error")
+
+    monkeypatch.setattr(api_keys_module, "read_keys", fails)
+    for _ in range(2):
+        api_keys.refresh()
+    assert api_keys.num_failed_reads == 1  # of one version of the file
+    monkeypatch.setattr(api_keys_module, "read_keys", read)
+    api_keys.refresh()
+    assert api_keys.authenticate([(b"x-api-key", OTHER_KEY.encode())]).name == "carol"
+
+
+@pytest.mark.parametrize("key", [" a", "a ", "a\tb", "a" * 257, "ü", "a\nb", "\n"])
+def test_a_shared_key_that_no_request_can_show_is_refused(key):
+    with pytest.raises(ClusterConfigError, match="an API key must have"):
+        shared_key_entry(key)
+
+
+def test_the_newline_of_a_secrets_file_is_no_part_of_a_shared_key():
+    assert shared_key_entry("a b\r\n") == shared_key_entry("a b")
 
 
 # --- routes ---------------------------------------------------------------------------------------
