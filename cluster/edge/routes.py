@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route, compile_path
+from starlette.routing import Match, Route, compile_path
 
 from cluster.config.schema import LEAST_ONGOING_REQUESTS
 from cluster.edge import audit
@@ -90,7 +90,9 @@ _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _CLIENT_CLOSED_REQUEST = 499
 _EXPOSED_HEADERS = (
     "x-request-id",
+    "request-id",
     "retry-after",
+    IGNORED_FIELDS_HEADER,
     *(
         f"x-ratelimit-{figure}-{unit}"
         for figure in ("limit", "remaining", "reset")
@@ -472,8 +474,18 @@ def _error_response_of(error: Exception, scope: Scope) -> Response:
     kind = NotFoundError if error.status_code == 404 else MethodNotAllowedError
     message = f"{scope['method']} {Request(scope).url.path}: {error.detail}"
     response = error_response(kind(message), path, request_id)
-    response.headers.update(error.headers or {})
+    if error.status_code == 405:
+        response.headers["allow"] = ", ".join(sorted(_methods_of(scope)))
     return response
+
+
+def _methods_of(scope: Scope) -> set[str]:
+    """Return the methods of a request's path; Starlette names those of its first route alone."""
+    found: set[str] = set()
+    for route in scope["router"].routes:
+        if route.matches(scope)[0] is not Match.NONE:
+            found |= route.methods
+    return found
 
 
 def _flag(request: Request, name: str, *, default: bool) -> bool:

@@ -72,3 +72,8 @@ def test_no_page_may_use_a_route_of_operators(origin, root_path):
             await check(path, "OPTIONS", PREFLIGHT)
 
     asyncio.run(check_all())
+
+
+def test_a_page_may_read_the_names_of_ignored_fields_and_both_ids_of_a_request():
+    exposed = ask(ORIGIN).headers["access-control-expose-headers"].split(", ")
+    assert {"x-ttserve-ignored-fields", "request-id", "x-request-id"} <= set(exposed)

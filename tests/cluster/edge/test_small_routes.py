@@ -78,3 +78,16 @@ def test_errors_below_the_root_path_have_the_form_of_their_api():
 def test_no_path_with_a_final_slash_is_redirected(method, path):
     answer = call(FakeBackend(), method, path, {}, root_path="/llm")
     assert (answer.status, "location" in answer.headers) == (404, False)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("PUT", "/v1/responses/resp_1", "DELETE, GET, HEAD"),
+        ("PUT", "/ping", "GET, HEAD, POST"),
+        ("GET", "/v1/completions", "POST"),
+    ],
+)
+def test_a_wrong_method_is_answered_with_all_methods_of_its_path(method, path, allowed):
+    answer = call(FakeBackend(), method, path)
+    assert (answer.status, answer.headers["allow"]) == (405, allowed)
