@@ -38,6 +38,7 @@ from cluster.config.environment import process_environment
 from cluster.config.front import HAPROXY_VARIABLE, is_loopback
 from cluster.config.ray_auth import front_proof
 from cluster.config.schema import LARGEST_BODY_BYTES
+from cluster.edge import audit
 from cluster.edge.answers import error_response
 from cluster.edge.api_keys import shared_keys
 from cluster.edge.headers import (
@@ -51,6 +52,7 @@ from cluster.edge.headers import (
     SOURCE_HEADER,
 )
 from cluster.edge.interrupt import Interrupt
+from cluster.edge.route_table import is_audited, is_open
 from cluster.edge.sse import ClientGoneError, wait_for_disconnect
 from cluster.edge.tenants import set_tenant
 from cluster.errors import (
@@ -201,9 +203,10 @@ class ClientGuard:
             return
         source: str = scope["client"][0]
         exchange = _Exchange(self, self._limits, source, scope["path"], receive, send)
+        headers = dict(scope["headers"])
         try:
-            headers = dict(scope["headers"])
-            if self._api_keys is not None and _has_body(headers):
+            needs_key = self._api_keys is not None and not is_open(scope["method"], scope["path"])
+            if needs_key and _has_body(headers):
                 set_tenant(scope, _authenticated(self._api_keys, scope))
             await exchange.read_body(headers)
             await exchange.run(self._app, scope, is_ingress=self._is_ingress)
@@ -216,6 +219,10 @@ class ClientGuard:
         finally:
             exchange.close()
         response = error_response(error, scope["path"])
+        is_operators = headers.get(LISTENER_HEADER.encode()) == OPERATIONS.encode()
+        if is_operators and is_audited(scope["method"], scope["path"]):
+            audit.mark(scope)
+            audit.record(scope, response.status_code)
         # Otherwise the rest of the body would be parsed as the connection's next request.
         response.headers["connection"] = "close"
         await response(scope, receive, exchange.draining_send(error))

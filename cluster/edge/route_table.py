@@ -104,6 +104,24 @@ ROUTES = (
 KNOWN_METHODS = tuple(sorted({*SAFE_METHODS, *(spec.method for spec in ROUTES)}))
 """HAProxy refuses all other methods."""
 
+_OPEN_CALLS = {(spec.method, spec.path) for spec in ROUTES if spec.access == "open"}
+_AUDITED_CALLS = {(spec.method, spec.path) for spec in ROUTES if spec.is_audited}
+
+
+def is_open(method: str, path: str) -> bool:
+    """Return whether a path, perhaps below a root path, ends as that of a route without keys."""
+    return _ends_as(_OPEN_CALLS, method, path)
+
+
+def is_audited(method: str, path: str) -> bool:
+    """Return whether a path, perhaps below a root path, ends as that of a route that is logged."""
+    return _ends_as(_AUDITED_CALLS, method, path)
+
+
+def _ends_as(calls: set[tuple[str, str]], method: str, path: str) -> bool:
+    return any(method == of_route and path.endswith(end) for of_route, end in calls)
+
+
 REPEATABLE_PATHS = tuple(spec.path for spec in ROUTES if spec.is_repeatable)
 """Paths whose POST may be repeated."""
 

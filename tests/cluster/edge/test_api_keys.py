@@ -313,6 +313,11 @@ def test_a_request_with_a_key_is_served_over_http(api_keys):
     assert [request.tenant for request in service.requests] == ["alice"]
 
 
+def test_an_open_route_takes_a_body_without_a_key(api_keys):
+    with serving(guarded(api_keys, FakeBackend())) as port:
+        assert ask(port, {}, path="/ping")[0] == 200
+
+
 # --- the audit log --------------------------------------------------------------------------------
 
 
@@ -346,6 +351,14 @@ def test_a_call_that_changes_the_cluster_is_logged_also_if_refused(
     }  # fmt: skip
     assert "secret" not in caplog.text
     assert ADMIN_KEY not in caplog.text
+
+
+@pytest.mark.parametrize("root", ["", "/llm"])
+def test_a_call_that_the_guard_refuses_is_logged(api_keys, caplog, root):
+    with serving(guarded(api_keys, FakeBackend())) as port:
+        assert ask(port, {}, path=f"{root}/pause")[0] == 401
+    [line] = logged(caplog)
+    assert (line["call"], line["tenant"], line["status"]) == (f"POST {root}/pause", "", 401)
 
 
 @pytest.mark.parametrize(
