@@ -46,6 +46,7 @@ PASSED_FIELDS = (
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
     "allowed_token_ids", "skip_special_tokens", "include_stop_str_in_output", "priority",
     "cache_salt", "session_id", "structured_outputs", "chat_template_kwargs",
+    "thinking_token_budget",
 )  # fmt: skip
 """Fields that a chat has, too, with the same meaning."""
 

@@ -3,7 +3,7 @@
 import pytest
 
 from cluster.edge.families.table import REASONING_FORMATS
-from cluster.edge.message_output import MessageOutput
+from cluster.edge.message_output import BUDGET_FIELD, MessageOutput
 from cluster.edge.openai import Usage
 from cluster.edge.tool_requests import NO_TOOLS
 from cluster.errors import BadRequestError
@@ -108,3 +108,12 @@ def test_reasoning_that_may_begin_again_has_no_budget():
     output = MessageOutput(None, REASONING_FORMATS["openai_gptoss"], NO_TOOLS)
     with pytest.raises(BadRequestError, match="set reasoning_effort"):
         output.reasoning_budget(1, lambda text: (1,), "")
+
+
+def test_a_budget_of_a_response_reaches_the_engine():
+    backend = ThinkingBackend("a")
+    client = call(
+        backend, "POST", "/v1/responses", {"model": "demo", "input": "hi", BUDGET_FIELD: 3}
+    )
+    assert client.status == 200, client.body
+    assert backend.requests[0].sampling.reasoning_budget.max_tokens == 3
