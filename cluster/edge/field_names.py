@@ -12,6 +12,12 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 
+class WholeField(str):
+    """The client's path of a field that has no fields below it, and stands for all of them."""
+
+    __slots__ = ()
+
+
 def naming_fields(names: Mapping[str, str]) -> AbstractContextManager[None]:
     """Give each BadRequestError of the block the client's path of its field.
 
@@ -44,5 +50,7 @@ def _renamed(error: BadRequestError, names: Mapping[str, str]) -> BadRequestErro
     if not above:
         return error
     longest = max(above, key=len)
-    own = names[longest] + path[len(longest) :]
+    own = names[longest]
+    if not isinstance(own, WholeField):
+        own += path[len(longest) :]
     return BadRequestError(error.message.replace(path, own, 1), param=own)

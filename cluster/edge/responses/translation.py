@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cluster.edge.field_names import WholeField, naming_fields
 from cluster.edge.fields import (
     array,
     bad_field,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 _FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
 _TEXT_PARTS = ("input_text", "output_text", "text")
+_CONTINUED = "previous_response_id"
 _INSTRUCTIONS_GAP = "\n\n"
 
 
@@ -80,8 +82,9 @@ def translate(
         chat["max_completion_tokens"] = values["max_output_tokens"]
     items = _input_items(values["input"])
     conversation = _Conversation(names)
-    for item in previous:
-        conversation.add(item, "previous_response_id")
+    with naming_fields({_CONTINUED: WholeField(_CONTINUED)}):
+        for item in previous:
+            conversation.add(item, _CONTINUED)
     for i, item in enumerate(items):
         path = "input" if isinstance(values["input"], str) else f"input[{i}]"
         conversation.add(item, path)
@@ -194,7 +197,9 @@ class _Conversation:
         self._names["messages"] = "input"
         for i, its_paths in enumerate(paths):
             for below, path in its_paths.items():
-                self._names[f"messages[{i}]{below}"] = path
+                is_previous = path.startswith(_CONTINUED)
+                own = WholeField(_CONTINUED) if is_previous else path
+                self._names[f"messages[{i}]{below}"] = own
         return messages
 
     def _append(

@@ -2,6 +2,7 @@
 
 import pytest
 
+from cluster.edge.field_names import naming_fields
 from cluster.edge.fields import read_fields
 from cluster.edge.openai_requests import parse_chat_completion
 from cluster.edge.responses.fields import RESPONSES_FIELDS
@@ -310,6 +311,21 @@ def test_errors_name_the_field_of_the_body(fields, param, text):
     assert refused.value.param == param
     assert refused.value.message.startswith(param)
     assert text in refused.value.message
+
+
+@pytest.mark.parametrize(
+    "item", [{**CALL, "arguments": "["}, {**CALL, "name": 5}, {"type": "unknown"}]
+)
+def test_errors_of_what_a_request_continues_name_the_id(item):
+    def parse():
+        found = translated([USER, item])
+        with naming_fields(found.field_names):
+            parse_chat_completion(found.chat)
+
+    with pytest.raises(BadRequestError) as refused:
+        parse()
+    assert refused.value.param == "previous_response_id"
+    assert refused.value.message.startswith("previous_response_id ")
 
 
 def test_every_field_of_the_chat_that_may_be_wrong_has_its_own_name():
