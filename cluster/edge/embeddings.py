@@ -72,6 +72,10 @@ class EmbeddingsApi(_EmbeddingApi):
         """See `cluster.edge.api.Api.parse`."""
         del tenant
         values = read_fields(body, EMBEDDING_FIELDS)
+        given = values["input"]
+        for i, each in enumerate(given if isinstance(given, list) else ()):
+            if type(each) is not type(given[0]):
+                raise bad_field(f"input[{i}]", "is of another kind than input[0]; send one kind")
         prompts = read_prompts("input", values["input"], values.get("add_special_tokens", True))
         return _parsed(values, prompts, values.get("encoding_format", "float"))
 

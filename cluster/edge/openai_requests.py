@@ -297,7 +297,9 @@ def resolve_model(name: str | None, served: Sequence[ModelCard]) -> ModelCard:
     for card in served:
         if name is None or card.id == name:
             return card
-    names = ", ".join(card.id for card in served) or "none for this key"
+    if not served:
+        raise NotFoundError("this API key may use no model that is served here", param="model")
+    names = ", ".join(card.id for card in served)
     raise NotFoundError(
         f"the model {shown(name)} does not exist; served here: {names}", param="model"
     )

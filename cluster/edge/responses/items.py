@@ -151,7 +151,7 @@ class OutputItems:
 
 
 def _is_incomplete_call(item: Item) -> bool:
-    return item["type"] == "function_call" and item["status"] == "incomplete"
+    return (item["type"], item["status"]) == ("function_call", "incomplete")
 
 
 def _joined(item: Item, more: Item) -> Item:

@@ -305,7 +305,10 @@ def _read_tools(given: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if kind is None:
             raise bad_field(f"{path}.type", "is required")
         if kind != "function":
-            text = "is a tool that OpenAI runs, which is not offered here: send functions"
+            text = "a tool that OpenAI runs"
+            if kind == "custom":
+                text = "a tool without a JSON schema"
+            text = f"is {text}, which is not offered here: send functions"
             raise bad_field(f"{path}.type", f"{shown(kind)} {text}")
         own = read_fields(body, TOOL_FIELDS, f"{path}.")
         if "name" not in own:

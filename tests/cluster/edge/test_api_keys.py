@@ -361,6 +361,14 @@ def test_a_call_that_the_guard_refuses_is_logged(api_keys, caplog, root):
     assert (line["call"], line["tenant"], line["status"]) == (f"POST {root}/pause", "", 401)
 
 
+def test_a_key_without_models_is_named_as_the_reason(path):
+    path.write_text(f"none: {{keys: ['{LINE}'], models: []}}")
+    body = b'{"prompt": "hi"}'
+    answer = call(ApiKeys(str(path)), "POST", "/v1/completions", [bearer(KEY)], body=body)
+    assert answer.status == 404
+    assert answer.body["error"]["message"] == "this API key may use no model that is served here"
+
+
 @pytest.mark.parametrize(
     ("method", "target", "headers"),
     [

@@ -124,6 +124,7 @@ def test_the_best_documents_alone_and_without_their_texts():
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
+        (EMBED, {"input": ["a", [1]]}, "input[1]"),
         (EMBED, {}, "input"),
         (EMBED, {"input": []}, "input"),
         (EMBED, {"input": ""}, "input"),

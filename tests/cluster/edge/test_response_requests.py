@@ -281,6 +281,11 @@ IMAGE = {"type": "input_image", "image_url": "data:"}
             "tools[0].type",
             '"web_search" is a tool that OpenAI',
         ),
+        (
+            {"tools": [{"type": "custom", "name": "f"}]},
+            "tools[0].type",
+            '"custom" is a tool without a JSON schema',
+        ),
         ({"tools": [{}]}, "tools[0].type", "is required"),
         ({"tool_choice": {"type": "mcp"}}, "tool_choice.type", "send function or allowed_tools"),
         ({"tool_choice": "any"}, "tool_choice", "must be one of auto"),
