@@ -205,9 +205,9 @@ class ClientGuard:
         exchange = _Exchange(self, self._limits, source, scope["path"], receive, send)
         headers = dict(scope["headers"])
         try:
-            needs_key = self._api_keys is not None and not is_open(scope["method"], scope["path"])
-            if needs_key and _has_body(headers):
-                set_tenant(scope, _authenticated(self._api_keys, scope))
+            api_keys = None if is_open(scope["method"], scope["path"]) else self._api_keys
+            if api_keys is not None and _has_body(headers):
+                set_tenant(scope, _authenticated(api_keys, scope))
             await exchange.read_body(headers)
             await exchange.run(self._app, scope, is_ingress=self._is_ingress)
             return

@@ -7,7 +7,10 @@ generated from the same table (`cluster.lifecycle.haproxy`), so the two cannot d
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 Listener = Literal["both", "operations"]
 Method = Literal["GET", "POST", "DELETE"]
@@ -118,7 +121,7 @@ def is_audited(method: str, path: str) -> bool:
     return _ends_as(_AUDITED_CALLS, method, path)
 
 
-def _ends_as(calls: set[tuple[str, str]], method: str, path: str) -> bool:
+def _ends_as(calls: Iterable[tuple[str, str]], method: str, path: str) -> bool:
     return any(method == of_route and path.endswith(end) for of_route, end in calls)
 
 
