@@ -148,7 +148,8 @@ $(VENV_CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/package
 	$(PYTHON) -m venv --clear $(VENV_CLIENTS)
 	$(VENV_CLIENTS)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --requirement $<
 	@if command -v npm > /dev/null; then mkdir $(VENV_CLIENTS)/js && cp tests/clients/package.json $(VENV_CLIENTS)/js && \
-		npm install --silent --no-audit --no-fund --no-package-lock --prefix $(VENV_CLIENTS)/js; \
+		timeout 300 npm install --silent --no-audit --no-fund --no-package-lock --prefix $(VENV_CLIENTS)/js || \
+		{ rm -rf $(VENV_CLIENTS)/js; echo "npm failed: the clients for Node.js are left out"; }; \
 		else echo "no npm: the clients for Node.js are left out"; fi
 	@touch $@
 
