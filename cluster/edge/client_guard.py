@@ -205,8 +205,12 @@ class ClientGuard:
         exchange = _Exchange(self, self._limits, source, scope["path"], receive, send)
         headers = dict(scope["headers"])
         try:
-            api_keys = None if is_open(scope["method"], scope["path"]) else self._api_keys
-            if api_keys is not None and _has_body(headers):
+            api_keys = self._api_keys
+            if (
+                api_keys is not None
+                and _has_body(headers)
+                and not is_open(scope["method"], scope["path"])
+            ):
                 set_tenant(scope, _authenticated(api_keys, scope))
             await exchange.read_body(headers)
             await exchange.run(self._app, scope, is_ingress=self._is_ingress)

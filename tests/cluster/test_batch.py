@@ -186,7 +186,7 @@ def test_any_error_of_a_try_is_the_requests_answer(run, monkeypatch):
     def broken(*arguments, **named):
         raise ZeroDivisionError("of a library")
 
-    monkeypatch.setattr(batch.urllib.request, "urlopen", broken)
+    monkeypatch.setattr(batch._OPENER, "open", broken)
     result, answers = run("http://127.0.0.1:1", [line("a"), line("b")], "--concurrency", "1")
     assert result.exit_code == 1
     failure = {"code": "client_error", "message": "ZeroDivisionError: of a library"}
