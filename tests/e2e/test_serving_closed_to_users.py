@@ -54,7 +54,7 @@ def everything_in(folder):
 
 @needs_root
 def test_another_user_sees_no_secret_and_can_write_nothing(server, family, folder, token):
-    home = Path(f"/proc/{server.process.pid}/environ").read_bytes().split(b"\0HOME=")[1]
+    home = (b"\0" + Path(f"/proc/{server.process.pid}/environ").read_bytes()).split(b"\0HOME=")[1]
     home = Path(os.fsdecode(home.split(b"\0")[0]))
     assert home.stat().st_mode & 0o005 == 0o005
     own = [*everything_in(folder), str(home / ".ray" / "auth_token")]
