@@ -6,7 +6,10 @@ them in the same way. `cluster.edge.apis` lists the APIs.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
+
+from cluster.edge.openai_responses import error_body as openai_error_body
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,8 +45,11 @@ class StreamWriter(Protocol):
         """Return the end of a stream that fails after its first event."""
 
 
-class Api(Protocol):
-    """One generating route; an application makes one object of each.
+class Api(ABC):
+    """One generating route, with errors of OpenAI's form; an application makes one object of each.
+
+    Args:
+        tokenizer: Tokenizer of the served models.
 
     Attributes:
         route: Name of the route in `cluster.edge.route_table`.
@@ -55,12 +61,13 @@ class Api(Protocol):
 
     route: ClassVar[str]
     fields: ClassVar[FieldTable]
-    is_resumable: ClassVar[bool]
-    request_id_headers: ClassVar[tuple[bytes, ...]]
+    is_resumable: ClassVar[bool] = False
+    request_id_headers: ClassVar[tuple[bytes, ...]] = (b"x-request-id",)
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Create the API of an application that serves models with this tokenizer."""
+        self._tokenizer = tokenizer
 
+    @abstractmethod
     async def parse(self, body: Mapping[str, Any], tenant: str) -> ParsedRequest:
         """Check the fields of a body, and translate them.
 
@@ -76,6 +83,7 @@ class Api(Protocol):
             ServingError: A field is wrong; `param` is its path in the client's body.
         """
 
+    @abstractmethod
     def whole(
         self,
         request: EngineRequest,
@@ -89,12 +97,14 @@ class Api(Protocol):
             InternalError: A choice has not finished.
         """
 
+    @abstractmethod
     def stream(self, request: EngineRequest, spec: ResponseSpec) -> StreamWriter:
         """Return the writer of a streamed answer."""
 
     @staticmethod
     def error_status(error: ServingError) -> int:
         """Return the status of an error before the first byte."""
+        return error.status
 
     @staticmethod
     def error_body(error: ServingError, request_id: str | None) -> Body:
@@ -105,3 +115,5 @@ class Api(Protocol):
             request_id: Id of the request, as in its `x-request-id`; None if it was refused before
                 it had one.
         """
+        del request_id
+        return openai_error_body(error)

@@ -21,7 +21,10 @@ APIS: tuple[type[Api], ...] = (
     EmbeddingsApi,
     RerankApi,
 )
-"""Every generating API; `cluster.edge.route_table` has a route of each one's name."""
+"""The APIs that need a tokenizer alone; `cluster.edge.route_table` has a route of each one's name.
+
+`ResponsesApi` also has a store, so the application makes it. Its errors have OpenAI's form.
+"""
 
 _PATHS = {spec.name: spec.path for spec in ROUTES}
 _API_OF_PATH = {_PATHS[api.route]: api for api in APIS}

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import numpy as np
 
+from cluster.edge.api import Api
 from cluster.edge.embedding_fields import EMBEDDING_FIELDS, RERANK_FIELDS
 from cluster.edge.fields import bad_field, read_fields
 from cluster.edge.openai_limits import MAX_PROMPTS
 from cluster.edge.openai_requests import ParsedRequest, TextPrompt, read_prompts
-from cluster.edge.openai_responses import error_body
 from cluster.errors import InternalError
 
 if TYPE_CHECKING:
@@ -28,38 +28,19 @@ if TYPE_CHECKING:
     from cluster.edge.fields import FieldTable
     from cluster.edge.openai import ResponseSpec, Usage
     from cluster.edge.openai_requests import Prompt
-    from cluster.errors import ServingError
     from replicas.messages import EngineRequest
     from replicas.output_processor import OutputDelta
-    from replicas.tokenizer import Tokenizer
 
 _NEUTRAL = {"temperature": 0.0, "repetition_penalty": 1.0}
 """Sampling of the token that has no meaning, whatever the model's defaults are."""
 
 
-class _EmbeddingApi:
+class _EmbeddingApi(Api):
     """What both APIs share: several texts whose embeddings come together."""
-
-    is_resumable: ClassVar[bool] = False
-    request_id_headers: ClassVar[tuple[bytes, ...]] = (b"x-request-id",)
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        del tokenizer
 
     def stream(self, request: EngineRequest, spec: ResponseSpec) -> NoReturn:
         """See `cluster.edge.api.Api.stream`; no field asks for one."""
         raise AssertionError("embeddings are not streamed")
-
-    @staticmethod
-    def error_status(error: ServingError) -> int:
-        """See `cluster.edge.api.Api.error_status`."""
-        return error.status
-
-    @staticmethod
-    def error_body(error: ServingError, request_id: str | None) -> Body:
-        """See `cluster.edge.api.Api.error_body`."""
-        del request_id
-        return error_body(error)
 
 
 class EmbeddingsApi(_EmbeddingApi):

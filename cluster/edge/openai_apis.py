@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from cluster.edge.api import Api
 from cluster.edge.openai_fields import CHAT_FIELDS, COMPLETION_FIELDS
 from cluster.edge.openai_requests import parse_chat_completion, parse_completion
 from cluster.edge.openai_responses import (
     ChatShape,
     ChunkWriter,
     CompletionShape,
-    error_body,
     whole_body,
 )
 
@@ -22,17 +22,15 @@ if TYPE_CHECKING:
     from cluster.edge.openai import ResponseSpec, Usage
     from cluster.edge.openai_requests import ParsedRequest
     from cluster.edge.openai_responses import Shape
-    from cluster.errors import ServingError
     from replicas.messages import EngineRequest
     from replicas.output_processor import OutputDelta
     from replicas.tokenizer import Tokenizer
 
 
-class _OpenAIApi:
+class _OpenAIApi(Api):
     """What both APIs share: choices of one shape in whole bodies and in chunks."""
 
     is_resumable: ClassVar[bool] = True
-    request_id_headers: ClassVar[tuple[bytes, ...]] = (b"x-request-id",)
     _shape: Shape
 
     def whole(
@@ -49,17 +47,6 @@ class _OpenAIApi:
         """See `cluster.edge.api.Api.stream`."""
         return ChunkWriter(self._shape, request, spec)
 
-    @staticmethod
-    def error_status(error: ServingError) -> int:
-        """See `cluster.edge.api.Api.error_status`."""
-        return error.status
-
-    @staticmethod
-    def error_body(error: ServingError, request_id: str | None) -> Body:
-        """See `cluster.edge.api.Api.error_body`."""
-        del request_id
-        return error_body(error)
-
 
 class CompletionsApi(_OpenAIApi):
     """The API of /v1/completions."""
@@ -68,6 +55,7 @@ class CompletionsApi(_OpenAIApi):
     fields: ClassVar[FieldTable] = COMPLETION_FIELDS
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__(tokenizer)
         self._shape = CompletionShape(tokenizer)
 
     async def parse(self, body: Mapping[str, Any], tenant: str) -> ParsedRequest:
@@ -83,6 +71,7 @@ class ChatCompletionsApi(_OpenAIApi):
     fields: ClassVar[FieldTable] = CHAT_FIELDS
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__(tokenizer)
         self._shape = ChatShape(tokenizer)
 
     async def parse(self, body: Mapping[str, Any], tenant: str) -> ParsedRequest:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import orjson
 
+from cluster.edge.api import Api
 from cluster.edge.field_names import naming_fields
 from cluster.edge.fields import (
     BOOLEAN,
@@ -84,15 +85,14 @@ _FIELD_NAMES = {"prompt": "token_ids", **{name: f"sampling_params.{name}" for na
 _DONE = b"data: [DONE]\n\n"
 
 
-class TokensApi:
+class TokensApi(Api):
     """The API of /inference/v1/generate."""
 
     route: ClassVar[str] = "generate_tokens"
     fields: ClassVar[FieldTable] = GENERATE_FIELDS
-    is_resumable: ClassVar[bool] = False
-    request_id_headers: ClassVar[tuple[bytes, ...]] = (b"x-request-id",)
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__(tokenizer)
         self._shape = ChatShape(tokenizer)
 
     async def parse(self, body: Mapping[str, Any], tenant: str) -> ParsedRequest:
@@ -147,17 +147,6 @@ class TokensApi:
     def stream(self, request: EngineRequest, spec: ResponseSpec) -> TokensWriter:
         """See `cluster.edge.api.Api.stream`."""
         return TokensWriter(self._shape, request, spec)
-
-    @staticmethod
-    def error_status(error: ServingError) -> int:
-        """See `cluster.edge.api.Api.error_status`."""
-        return error.status
-
-    @staticmethod
-    def error_body(error: ServingError, request_id: str | None) -> Body:
-        """See `cluster.edge.api.Api.error_body`."""
-        del request_id
-        return error_body(error)
 
 
 class TokensWriter:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cluster.edge.anthropic.answers import MessageWriter, error_body, error_status, whole_message
 from cluster.edge.anthropic.fields import MESSAGES_FIELDS
 from cluster.edge.anthropic.requests import parse_messages
+from cluster.edge.api import Api
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,19 +19,14 @@ if TYPE_CHECKING:
     from cluster.errors import ServingError
     from replicas.messages import EngineRequest
     from replicas.output_processor import OutputDelta
-    from replicas.tokenizer import Tokenizer
 
 
-class MessagesApi:
+class MessagesApi(Api):
     """The API of /v1/messages."""
 
     route: ClassVar[str] = "messages"
     fields: ClassVar[FieldTable] = MESSAGES_FIELDS
-    is_resumable: ClassVar[bool] = False
     request_id_headers: ClassVar[tuple[bytes, ...]] = (b"x-request-id", b"request-id")
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        del tokenizer
 
     async def parse(self, body: Mapping[str, Any], tenant: str) -> ParsedRequest:
         """See `cluster.edge.api.Api.parse`."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import orjson
 
+from cluster.edge.api import Api
 from cluster.edge.field_names import naming_fields
 from cluster.edge.fields import bad_field, read_fields, shown
 from cluster.edge.openai_limits import (
@@ -18,7 +19,6 @@ from cluster.edge.openai_limits import (
     count_values,
 )
 from cluster.edge.openai_requests import parse_chat_completion
-from cluster.edge.openai_responses import error_body
 from cluster.edge.responses.answers import ResponseBuilder, ResponseEvents, ResponseOptions
 from cluster.edge.responses.archive import Origin
 from cluster.edge.responses.fields import RESPONSES_FIELDS
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from cluster.edge.openai import BackgroundWork, ResponseSpec, Usage
     from cluster.edge.openai_requests import ParsedRequest
     from cluster.edge.responses.archive import Action, FoundResponse, ResponseArchive
-    from cluster.errors import ServingError
     from replicas.messages import EngineRequest
     from replicas.output_processor import OutputDelta
     from replicas.tokenizer import Tokenizer
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 _ITEM_ID = re.compile("(?:msg|rs|fc)_([0-9a-f]{32})_[0-9]{1,6}")
 
 
-class ResponsesApi:
+class ResponsesApi(Api):
     """The API of /v1/responses.
 
     Args:
@@ -52,13 +51,11 @@ class ResponsesApi:
 
     route: ClassVar[str] = "responses"
     fields: ClassVar[FieldTable] = RESPONSES_FIELDS
-    is_resumable: ClassVar[bool] = False
-    request_id_headers: ClassVar[tuple[bytes, ...]] = (b"x-request-id",)
 
     def __init__(
         self, tokenizer: Tokenizer, archive: ResponseArchive, max_conversation_bytes: int
     ) -> None:
-        self._tokenizer = tokenizer
+        super().__init__(tokenizer)
         self._archive = archive
         self._max_conversation_bytes = max_conversation_bytes
 
@@ -120,17 +117,6 @@ class ResponsesApi:
         """See `cluster.edge.api.Api.stream`."""
         builder = ResponseBuilder(self._tokenizer, request, spec)
         return ResponseEvents(builder, lambda response: self._keep(request, spec, response))
-
-    @staticmethod
-    def error_status(error: ServingError) -> int:
-        """See `cluster.edge.api.Api.error_status`."""
-        return error.status
-
-    @staticmethod
-    def error_body(error: ServingError, request_id: str | None) -> Body:
-        """See `cluster.edge.api.Api.error_body`."""
-        del request_id
-        return error_body(error)
 
     def _keep(self, request: EngineRequest, spec: ResponseSpec, response: Body) -> None:
         if spec.own.is_stored:
