@@ -15,14 +15,10 @@ last line is JSON; the exit code is 1 if one is not explained.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import fnmatch
 import json
-import os
 import random
 import re
-import signal
-import subprocess
 import sys
 import tempfile
 import urllib.error
@@ -33,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
-from benchmarks.ready import wait_ready
+from benchmarks.ready import running
 from cluster.config.resolve import demo_model_folder
 from cluster.lifecycle.supervisor import free_port
 
@@ -293,23 +289,13 @@ def _field(path: str) -> str:
 # --- servers -------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def running(command: list[str], environment: dict[str, str], port: int) -> Iterator[str]:
-    """Start a server and yield its URL; end all processes of its session afterwards."""
-    process = subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, **environment}, start_new_session=True,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    try:
-        wait_ready(f"http://127.0.0.1:{port}/health", process)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(60)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+def answers(
+    command: list[str], environment: dict[str, str], port: int, wanted: list[Case]
+) -> list[dict[str, Any]]:
+    """Start a server, and return its answers to all requests."""
+    url = f"http://127.0.0.1:{port}"
+    with running(command, f"{url}/health", cwd=ROOT, env=environment):
+        return [ask(url, case) for case in wanted]
 
 
 def our_server(folder: Path, port: int) -> list[str]:
@@ -349,11 +335,9 @@ def main() -> int:
     wanted = list(cases(asked.requests))
     with tempfile.TemporaryDirectory() as name:
         port = free_port()
-        with running(our_server(Path(name), port), quiet, port) as url:
-            ours = [ask(url, case) for case in wanted]
+        ours = answers(our_server(Path(name), port), quiet, port, wanted)
         port = free_port()
-        with running(peer_server(asked.peer_python.absolute(), port), peer, port) as url:
-            theirs = [ask(url, case) for case in wanted]
+        theirs = answers(peer_server(asked.peer_python.absolute(), port), peer, port, wanted)
     return report(wanted, ours, theirs)
 
 

@@ -23,16 +23,14 @@ import contextlib
 import json
 import os
 import random
-import signal
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.ready import wait_ready
+from benchmarks.ready import running
 from cluster.lifecycle.supervisor import free_port
 
 if TYPE_CHECKING:
@@ -258,27 +256,13 @@ def servers(asked: argparse.Namespace) -> list[Server]:
 
 
 @contextlib.contextmanager
-def running(server: Server) -> Iterator[int]:
+def serving(server: Server) -> Iterator[int]:
     """Start a server and yield its port; end all processes of its session afterwards."""
     port = free_port()
-    process = subprocess.Popen(
-        [part.format(port=port) for part in server.command],
-        cwd=ROOT if server.command[0] == sys.executable else None,
-        env={**os.environ, **server.env},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        wait_ready(f"http://{HOST}:{port}{server.ready}", process)
+    command = [part.format(port=port) for part in server.command]
+    cwd = ROOT if server.command[0] == sys.executable else None
+    with running(command, f"http://{HOST}:{port}{server.ready}", cwd=cwd, env=server.env):
         yield port
-    finally:
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(60)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 # --- results -------------------------------------------------------------------------------------
@@ -343,7 +327,7 @@ def main() -> None:
     for server in servers(asked):
         if asked.only and server.name not in asked.only:
             continue
-        with running(server) as port:
+        with serving(server) as port:
             waves = QUICK_WAVES if asked.quick else WAVES
             rows[server.name] = asyncio.run(measure(port, waves))
         show(server.name, rows[server.name])

@@ -18,7 +18,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from benchmarks.ready import wait_ready
+from benchmarks.ready import running
 from cluster.config.resolve import demo_model_folder
 from cluster.lifecycle.supervisor import free_port
 
@@ -61,16 +60,9 @@ def served(folder: Path, *, is_random: bool) -> Iterator[str]:
     path = folder / "serve.yaml"
     path.write_text(yaml.safe_dump(config))
     command = [str(Path(sys.executable).with_name("ttserve")), "serve", "--config", str(path)]
-    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
-    try:
-        wait_ready(f"http://127.0.0.1:{port}/health", process)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(60)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+    url = f"http://127.0.0.1:{port}"
+    with running(command, f"{url}/health", cwd=ROOT, env={}, is_quiet=False):
+        yield url
 
 
 def run_suite(checkout: Path, python: Path, url: str, name: str, folder: Path) -> dict[str, Any]:

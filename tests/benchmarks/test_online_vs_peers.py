@@ -15,9 +15,9 @@ from benchmarks.online_vs_peers import (
     level,
     measure,
     ratios,
-    running,
     serve_at_once,
     servers,
+    serving,
 )
 from cluster.lifecycle.supervisor import free_port
 
@@ -102,7 +102,7 @@ def test_one_that_breaks_off_within_an_answer_ends_the_benchmark():
 
 def test_a_server_that_ends_by_itself_ends_the_benchmark():
     dead = Server("dead", (sys.executable, "-c", "pass"), {})
-    with pytest.raises(SystemExit, match="ended with 0"), running(dead):
+    with pytest.raises(SystemExit, match="ended with 0"), serving(dead):
         pass
 
 
