@@ -115,7 +115,7 @@ def check_sizes(body: Mapping[str, Any], limits: BodyLimits) -> None:
             check_sizes(value, limits)
         elif name in _VOCABULARY_FIELDS:
             _check_length(value, limits.vocab_size, name)
-        else:
+        elif isinstance(value, (dict, list)):
             check_entries(value, _MOST_ENTRIES.get(name, MAX_FIELD_ENTRIES), name)
 
 

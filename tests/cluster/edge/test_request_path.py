@@ -11,7 +11,7 @@ import replicas
 from tests.cluster.edge.fake_backend import FakeBackend
 from tests.cluster.edge.test_routes import GENERATE, PROMPTS, Client, make_app
 
-MAX_CALLS = {"/v1/completions": 150, "/v1/chat/completions": 177}
+MAX_CALLS = {"/v1/completions": 146, "/v1/chat/completions": 173}
 OURS = tuple(f"{Path(package.__file__).parent}/" for package in (cluster, replicas))
 
 
