@@ -354,8 +354,7 @@ class TenantQuotas:
             if future.done():
                 continue
             if i < answer.num_admitted:
-                num_open = account.open_of.get(self._id, 0)
-                self._book.set_open(account, self._id, num_open + ask.num)
+                self.count_open(tenant, self._limits[tenant], ask.num)
                 future.set_result(None)
             else:
                 future.set_result(Refusal(answer.reason, answer.retry_after_s))
