@@ -175,7 +175,7 @@ class _History:
                 conversation is too long.
             NotFoundError: The tenant has no such response.
         """
-        stored = await self._stored("conversation", response_id, "previous_response_id")
+        stored, _ = await self._stored("conversation", response_id, "previous_response_id")
         self._count(sum(map(len, stored.turns)), "previous_response_id")
         return stored.turns
 
@@ -195,11 +195,11 @@ class _History:
             raise bad_field(path, f"must be the id of an item of an answer, got {shown(item_id)}")
         response_id = f"resp_{match[1]}"
         if response_id not in self._responses:
-            stored = await self._stored("read", response_id, path)
+            stored, response = await self._stored("read", response_id, path)
             self._num_bytes_read += len(stored.body)
             self._check(self._num_bytes_read, path)
             self._responses.add(response_id)
-            for each in orjson.loads(stored.body)["output"]:
+            for each in response["output"]:
                 self._items[each["id"]] = _StoredItem(each, len(orjson.dumps(each)))
         if item_id not in self._items:
             raise NotFoundError(f"{path} is {shown(item_id)}, which no answer has", param=path)
@@ -207,7 +207,10 @@ class _History:
         self._count(found.num_bytes, path)
         return found.item
 
-    async def _stored(self, action: Action, response_id: str, param: str) -> FoundResponse:
+    async def _stored(
+        self, action: Action, response_id: str, param: str
+    ) -> tuple[FoundResponse, Body]:
+        """Return a response that can be continued, and its decoded body."""
         if not self._archive.is_on:
             text = (
                 "needs stored responses, but this server stores none: send all of the conversation"
@@ -219,10 +222,11 @@ class _History:
                 f"{param}: {missing_response(response_id)}; send the whole conversation as input",
                 param=param,
             )
-        status = orjson.loads(stored.body)["status"]
+        response = orjson.loads(stored.body)
+        status = response["status"]
         if status not in {"completed", "incomplete"}:
             raise bad_field(param, f"names a response that is {status}: it cannot be continued")
-        return stored
+        return stored, response
 
     def _count(self, num_bytes: int, param: str) -> None:
         self._num_bytes += num_bytes
