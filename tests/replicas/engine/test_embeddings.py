@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -13,15 +13,19 @@ import transformers
 
 from replicas import LLM
 from replicas.errors import InvalidRequestError
-from replicas.generators.torch.generator import TorchGenerator
 from replicas.messages import AddRequest, EngineRequest
 from replicas.sampling_params import SamplingParams
 from tests.engines import CLIENT, engine_core, generate, make_config, num_preemptions, take_events
 from tests.models import chat_folder, model_folder
-from tests.replicas.engine.test_prompt_logprobs import PLAIN, PROMPT, outputs_of, tokens_of
+from tests.replicas.engine.test_prompt_logprobs import (
+    PLAIN,
+    PROMPT,
+    WITHOUT_HIDDEN_STATES,
+    outputs_of,
+    tokens_of,
+)
 
 if TYPE_CHECKING:
-    from replicas.generators.protocol import ModelCapabilities
     from replicas.messages import TokenOutput
 
 MEAN = SamplingParams(max_tokens=1, temperature=0.0, pooling="mean", seed=0)
@@ -100,20 +104,7 @@ def test_neighbours_draw_the_same_tokens(folder):
         np.testing.assert_allclose(vector_of(outputs), wanted_vector, atol=1e-4)
 
 
-class WithoutHiddenStates(TorchGenerator):
-    """A generator that gives logits only."""
-
-    model_capabilities: ClassVar[ModelCapabilities] = {
-        **TorchGenerator.model_capabilities,
-        "supports_hidden_states": False,
-    }
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"generator": f"{__name__}:WithoutHiddenStates"}, {"mixed_batches": False}],
-    ids=["class", "setting"],
-)
+@WITHOUT_HIDDEN_STATES
 def test_they_are_refused_by_name_where_there_are_no_hidden_states(folder, changes):
     with engine_core(make_config(folder, **changes)) as core:
         core.handle(CLIENT, AddRequest(EngineRequest("r", PROMPT, LAST)), 0.0)

@@ -201,11 +201,14 @@ class WithoutHiddenStates(TorchGenerator):
     }
 
 
-@pytest.mark.parametrize(
+WITHOUT_HIDDEN_STATES = pytest.mark.parametrize(
     "changes",
     [{"generator": f"{__name__}:WithoutHiddenStates"}, {"mixed_batches": False}],
     ids=["class", "setting"],
 )
+
+
+@WITHOUT_HIDDEN_STATES
 def test_they_are_refused_by_name_where_logits_cannot_come_in_portions(folder, changes):
     with engine_core(make_config(folder, **changes)) as core:
         core.handle(CLIENT, AddRequest(EngineRequest("r", PROMPT, PARAMS)), 0.0)
