@@ -1,7 +1,7 @@
 """Processor time that API keys and tenants' limits add to a request at an ingress.
 
 A file of many tenants; each request shows another tenant's key, is admitted against the limits,
-charges its tokens and makes the rate-limit headers, all with one ingress. Reading the file anew is
+charges its tokens and makes the rate-limit headers, all with one ingress. Reading the file again is
 shown beside it: a thread does that when the file has changed. Ends with code 1 if a request takes
 more than `LIMIT_S`.
 

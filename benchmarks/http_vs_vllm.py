@@ -119,7 +119,7 @@ def _sampled(dice: random.Random) -> dict[str, Any]:
             include_stop_str_in_output=True,
             skip_special_tokens=False,
             return_token_ids=True,
-            user="somebody",
+            user="user-1",
             seed=7,
         ),
     }

@@ -322,7 +322,10 @@ def run_batch(  # noqa: PLR0913, PLR0917 - one argument per command-line option
         Path, typer.Option("--input-file", "-i", help="Requests, in OpenAI's batch format.")
     ],
     output: Annotated[
-        Path, typer.Option("--output-file", "-o", help="Answers; a file of a stopped run goes on.")
+        Path,
+        typer.Option(
+            "--output-file", "-o", help="Answers; the file of a stopped run is continued."
+        ),
     ],
     url: Annotated[str, typer.Option(help="Server.")] = "http://127.0.0.1:8000",
     concurrency: Annotated[int, typer.Option(min=1, help="Most requests at a time.")] = 64,

@@ -6,7 +6,7 @@ user has chosen; its hash is in a file that only its owner can read. Keys are lo
 hash, so the time of a look-up says nothing about how much of a wrong key is right.
 
 The file is read again when it changes, in a thread. If the new one cannot be read, or is not valid,
-the keys before it stay; the log and a metric say so.
+the keys before it stay; the log and a metric report it.
 
 Owner: an `ApiKeys` owns the table of one file in one process. The table is replaced as a whole.
 """

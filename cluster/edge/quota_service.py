@@ -436,7 +436,7 @@ class QuotaLease:
 
     @contextlib.contextmanager
     def extend(self) -> Iterator[None]:
-        """Count one more open request, for work that goes on behind the answer."""
+        """Count one more open request, for work that continues after the answer."""
         self._quotas.count_open(self._tenant, self._limits, 1)
         try:
             yield

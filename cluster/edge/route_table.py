@@ -35,7 +35,7 @@ class RouteSpec:
             Only if doing the work twice has no visible effect.
         is_readiness: Whether it says if requests should come to this host; while the host leaves,
             HAProxy answers it with 503.
-        access: With API keys, who may use it: everybody, any key, or a key of an admin.
+        access: With API keys, who may use it: all clients, any key, or a key of an admin.
     """
 
     name: str

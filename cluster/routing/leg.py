@@ -445,7 +445,7 @@ class Legs:
             self._pools.failed(leg.incarnation, asyncio.get_running_loop().time())
 
     def _check_given_up(self, leg: Leg, wanted: Leg, event: EngineEvent) -> None:
-        """Raise at once if an engine gave the request up, whichever leg is waited for.
+        """Raise at once if an engine gave the request up, on any leg that is waited for.
 
         Raises:
             ReservationEndedError: The engine dropped it before its activation.

@@ -307,7 +307,7 @@ def _streamed(loop, app, request, last_event_id):
     text = b"".join(client.chunks)
     if client.status != 200:
         return client.status, text
-    text = re.sub(rb'"call_[0-9a-f]{24}"', b'""', text)  # drawn anew by each run
+    text = re.sub(rb'"call_[0-9a-f]{24}"', b'""', text)  # drawn again by each run
     lines = (line for line in text.decode().split("\n") if line.startswith("data: "))
     events = [{} if line == "data: [DONE]" else json.loads(line[6:]) for line in lines]
     return 200, [{k: v for k, v in event.items() if k != "created"} for event in events]

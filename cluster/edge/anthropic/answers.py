@@ -130,7 +130,7 @@ def error_body(error: ServingError, request_id: str | None) -> Body:
     other = "invalid_request_error" if status < 500 else "api_error"
     fields: Body = {"type": _ERROR_TYPES.get(status, other), "message": error.message}
     if isinstance(error, ThreadsUnsupportedError):
-        # Anthropic's client then goes on without threads by itself.
+        # Anthropic's client then continues without threads by itself.
         fields["details"] = {"error_code": error.code}
     return {"type": "error", "error": fields, "request_id": request_id}
 

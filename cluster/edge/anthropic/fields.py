@@ -191,7 +191,7 @@ MESSAGES_FIELDS = FieldTable(
         "diagnostics": no_effect(OBJECT, "Answers have no diagnostics."),
         "fallbacks": no_effect(ANYTHING, "No model declines a request for reasons of policy."),
         "fallback_credit_token": no_effect(STRING, "Nothing is billed."),
-        "thread": acts(OBJECT, "Refused in such a way that clients go on without it."),
+        "thread": acts(OBJECT, "Refused with the error on which clients continue without it."),
         "container": not_yet(ANYTHING, "A container for tools that run on the server."),
     },
 )

@@ -10,7 +10,7 @@ url = sys.argv[1]
 
 
 class Person(BaseModel):
-    """Somebody."""
+    """A person."""
 
     name: str
     age: int

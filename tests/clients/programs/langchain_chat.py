@@ -12,7 +12,7 @@ model = ChatOpenAI(base_url=url, api_key="none", model="demo", max_retries=0)
 
 
 class Person(BaseModel):
-    """Somebody."""
+    """A person."""
 
     name: str
     age: int

@@ -1,4 +1,4 @@
-"""The command `llm`, told of the server as its documentation says."""
+"""The command `llm`, configured for the server as its documentation says."""
 
 import os
 import subprocess
