@@ -9,8 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
-from cluster.edge.openai_responses import error_body as openai_error_body
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -117,3 +115,15 @@ class Api(ABC):
         """
         del request_id
         return openai_error_body(error)
+
+
+def openai_error_body(error: ServingError) -> Body:
+    """Return the JSON object of an error, for a response or the last event of a stream."""
+    return {
+        "error": {
+            "message": error.message,
+            "type": error.type,
+            "param": error.param,
+            "code": error.code,
+        }
+    }

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 import orjson
 
+from cluster.edge.api import openai_error_body
 from cluster.edge.families.message import (
     ArgumentsPiece,
     CallEnd,
@@ -370,7 +371,7 @@ class ChunkWriter:
 
     def fail(self, error: ServingError) -> bytes:
         """Return the last event of a failed stream, which then has no `[DONE]`."""
-        return b"data: " + orjson.dumps(error_body(error)) + b"\n\n"
+        return b"data: " + orjson.dumps(openai_error_body(error)) + b"\n\n"
 
     def _chunk(self, choice: _StreamedChoice, usage: Usage) -> bytes:
         unsent, choice.unsent = choice.unsent, []
@@ -542,18 +543,6 @@ def usage_body(usage: Usage, spec: ResponseSpec) -> Body:
     if usage.reasoning_tokens is not None:
         body["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
     return body
-
-
-def error_body(error: ServingError) -> Body:
-    """Return the JSON object of an error, for a response or the last event of a stream."""
-    return {
-        "error": {
-            "message": error.message,
-            "type": error.type,
-            "param": error.param,
-            "code": error.code,
-        }
-    }
 
 
 def model_body(card: ModelCard) -> Body:

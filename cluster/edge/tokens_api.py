@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import orjson
 
-from cluster.edge.api import Api
+from cluster.edge.api import Api, openai_error_body
 from cluster.edge.field_names import naming_fields
 from cluster.edge.fields import (
     BOOLEAN,
@@ -30,7 +30,7 @@ from cluster.edge.fields import (
 )
 from cluster.edge.openai_fields import COMPLETION_FIELDS
 from cluster.edge.openai_requests import parse_completion
-from cluster.edge.openai_responses import ChatShape, error_body, usage_body
+from cluster.edge.openai_responses import ChatShape, usage_body
 from cluster.errors import InternalError
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class TokensWriter:
 
     def fail(self, error: ServingError) -> bytes:
         """Return the last event of a failed stream, which then has no `[DONE]`."""
-        return _event(error_body(error))
+        return _event(openai_error_body(error))
 
 
 _NO_END = "the generation ended without a finish reason"

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from cluster.edge.api import openai_error_body
 from cluster.edge.families.message import ContentPiece, ReasoningPiece
 from cluster.edge.message_reader import MessageReader, check_end
-from cluster.edge.openai_responses import ChatShape, error_body
+from cluster.edge.openai_responses import ChatShape
 from cluster.edge.responses.items import OutputItems
 
 if TYPE_CHECKING:
@@ -213,7 +214,7 @@ class ResponseEvents:
 
     def fail(self, error: ServingError) -> bytes:
         """Return the end of a stream that fails after its first byte."""
-        details = error_body(error)["error"]
+        details = openai_error_body(error)["error"]
         # OpenAI's form of the event has the details beside its type, Open Responses' below `error`.
         flat = {name: details[name] for name in ("code", "message", "param")}
         begin = self._begin()
