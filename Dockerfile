@@ -46,7 +46,7 @@ RUN python3 -m venv /opt/ttserve && export PATH=/opt/ttserve/bin:$PATH PIP_NO_CA
     && pip install --constraint runtime.txt --requirement requirements.txt
 
 FROM installed AS code
-COPY pyproject.toml LICENSE README.md ./
+COPY pyproject.toml build_backend.py LICENSE README.md ./
 COPY cluster cluster
 COPY configs configs
 COPY kv_transfer kv_transfer

@@ -130,7 +130,10 @@ $(VENV)/bin/python:
 	@$(PYTHON) -m venv --clear $(VENV) || \
 		{ rm -rf $(VENV); echo "no venv; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
 
-$(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
+# The kernels are compiled when the package is installed.
+KERNELS = build_backend.py $(wildcard replicas/generators/torch/csrc/* replicas/generators/torch/build_kernels.py)
+
+$(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt $(KERNELS)
 	@echo "Setting up $(VENV): the first time this downloads PyTorch and Ray and takes minutes."
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[examples,plot]'
 	@touch $@

@@ -6,6 +6,7 @@ The profiles are Hypothesis's: `dev` is quick; `ci` searches longer and always t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import inspect
 import os
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import settings
 
 from replicas import async_client, client, launch
+from replicas.generators.torch import build_kernels
 from tests import warm_engines
 
 # Read when torch is imported, here and in every process that a test starts: operations this small
@@ -23,6 +25,13 @@ os.environ["OMP_NUM_THREADS"] = "1"
 settings.register_profile("dev", max_examples=50, deadline=None)
 settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_configure(config):
+    """Build the torch generator's kernels where a C file has changed since; needs a C compiler."""
+    if not hasattr(config, "workerinput") and not build_kernels.is_current():
+        with contextlib.suppress(build_kernels.BuildError):
+            build_kernels.build()
 
 
 def pytest_collection_finish():

@@ -1,0 +1,188 @@
+"""Build of the kernel library from `csrc/`, with the standard library alone.
+
+`build_backend.py` calls it when the package is installed. After a change of a C file in a checkout:
+
+    python -m replicas.generators.torch.build_kernels
+
+The library holds each kernel once for every instruction set of the processor's architecture, and
+`native.py` chooses at run time. A host without a C compiler gets none; see `find_compiler`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "csrc"
+LIBRARY = Path(__file__).parent / "_kernels.so"
+
+_FLAGS = (
+    "-std=gnu11", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno",
+    "-fno-trapping-math", "-Wall", "-Wextra", "-Wno-psabi", "-Wno-unknown-pragmas",
+)  # fmt: skip
+"""Contraction into fused operations is part of the kernels; reordering of sums is not."""
+
+_PER_LIBRARY = ("check.c", "layout.c", "processor.c")
+"""Sources that are compiled once; all others are compiled for each instruction set."""
+
+_AVX2 = ("-mavx2", "-mfma")
+_AVX512 = (
+    *_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16",
+    "-mamx-tile", "-mamx-bf16", "-mprefer-vector-width=512",
+)  # fmt: skip
+_HASH_DIGITS, _CHECKSUM_BYTES = 16, 16
+
+_X86 = {"x86_64", "AMD64"}
+
+
+class BuildError(Exception):
+    """The library cannot be built here; the message says why."""
+
+
+@dataclass(frozen=True)
+class _InstructionSet:
+    """An instruction set that kernels are compiled for.
+
+    Attributes:
+        name: Suffix of its functions.
+        needs: Features as an expression of `kernels.h`.
+        flags: What the compiler is told.
+    """
+
+    name: str
+    needs: str
+    flags: tuple[str, ...]
+
+
+def find_compiler() -> list[str] | None:
+    """Return the command of a C compiler: the host's, or that of the ziglang package, or None."""
+    for name in ("cc", "gcc", "clang"):
+        if (found := shutil.which(name)) is not None:
+            return [found]
+    if importlib.util.find_spec("ziglang") is not None:
+        # Its default is the processor at hand, whose code would not run on others.
+        return [sys.executable, "-m", "ziglang", "cc", "-mcpu=baseline"]
+    return None
+
+
+def source_hash(sources: Path = SOURCES) -> str:
+    """Return what identifies the sources and the flags, 16 hexadecimal digits."""
+    digest = hashlib.blake2b(repr((_FLAGS, _AVX512)).encode(), digest_size=_HASH_DIGITS // 2)
+    for path in sorted(sources.iterdir()):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def build(library: Path = LIBRARY, *, extra_flags: tuple[str, ...] = ()) -> None:
+    """Compile and link the library; replaces an older one at once.
+
+    Args:
+        library: Where to write it.
+        extra_flags: More flags for compiler and linker, such as sanitizers.
+
+    Raises:
+        BuildError: There is no compiler, or it fails.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        raise BuildError("no C compiler (cc, gcc, clang or the ziglang package) was found")
+    sets = [one for one in _instruction_sets() if not one.flags or _accepts(compiler, one.flags)]
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        command = [*compiler, *_FLAGS, *extra_flags, "-c"]
+        jobs = _jobs(sets, command, Path(folder))
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(_run, jobs))
+        new = Path(folder) / library.name
+        objects = [job[-1] for job in jobs]
+        _run([*compiler, "-shared", *extra_flags, "-o", str(new), *objects, "-lm"])
+        _seal(new)
+        os.replace(new, library)
+
+
+def _instruction_sets() -> list[_InstructionSet]:
+    found = [_InstructionSet("portable", "0", ())]
+    if platform.machine() in _X86:
+        found.append(_InstructionSet("avx2", "KERNEL_AVX2", _AVX2))
+        found.append(_InstructionSet("avx512", "(KERNEL_AVX2 | KERNEL_AVX512)", _AVX512))
+    return found
+
+
+def _jobs(sets: list[_InstructionSet], command: list[str], folder: Path) -> list[list[str]]:
+    """Return the commands that compile; the last word of each is its object file."""
+    have = [f"-DHAVE_{one.name}" for one in sets]
+    jobs = []
+    for source in sorted(SOURCES.glob("*.c")):
+        if source.name in _PER_LIBRARY:
+            jobs.append([*command, *have, str(source), "-o", str(folder / f"{source.stem}.o")])
+            continue
+        for one in sets:
+            defines = [f"-DKERNEL_VARIANT={one.name}", f"-DKERNEL_NEEDS={one.needs}"]
+            target = folder / f"{source.stem}_{one.name}.o"
+            jobs.append([*command, *one.flags, *defines, str(source), "-o", str(target)])
+    return jobs
+
+
+def _accepts(compiler: list[str], flags: tuple[str, ...]) -> bool:
+    """Return whether a compiler knows these flags; an older one knows fewer instructions."""
+    command = [*compiler, *flags, "-x", "c", "-c", os.devnull, "-o", os.devnull]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BuildError(f"{' '.join(command)} failed:\n{done.stderr or done.stdout}")
+
+
+def _seal(library: Path) -> None:
+    """Append the hash of the sources and a checksum, which loaders ignore; see `seal_of`."""
+    content = library.read_bytes() + source_hash().encode()
+    library.write_bytes(content + hashlib.blake2b(content, digest_size=_CHECKSUM_BYTES).digest())
+
+
+def seal_of(library: Path) -> str | None:
+    """Return the hash of the sources of a library, or None if the file is missing or damaged.
+
+    Loading a damaged library could end the process.
+    """
+    try:
+        whole = library.read_bytes()
+    except OSError:
+        return None
+    content, checksum = whole[:-_CHECKSUM_BYTES], whole[-_CHECKSUM_BYTES:]
+    if hashlib.blake2b(content, digest_size=_CHECKSUM_BYTES).digest() != checksum:
+        return None
+    return content[-_HASH_DIGITS:].decode(errors="replace")
+
+
+def is_current(library: Path = LIBRARY) -> bool:
+    """Return whether a library is intact and was built from the sources as they are."""
+    return seal_of(library) == source_hash()
+
+
+def main() -> int:
+    """Build the library of this checkout; exit code 1 where that is not possible."""
+    parser = argparse.ArgumentParser(description="Build the kernel library of the torch generator.")
+    parser.add_argument("--if-changed", action="store_true", help="only where a source has changed")
+    if parser.parse_args().if_changed and is_current():
+        return 0
+    try:
+        build()
+    except BuildError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,11 @@
+// Undefine what item.h and its including file have defined.
+#undef NAME
+#undef LOAD
+#undef STORE
+#undef GET
+#undef PUT
+#undef ITEM
+#undef REAL
+#undef LANES
+#undef VECTOR
+#undef DTYPE

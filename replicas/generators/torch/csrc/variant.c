@@ -1,0 +1,12 @@
+// The kernels of one instruction set.
+#include "internal.h"
+
+#define TEXT_OF(name) #name
+#define TEXT(name) TEXT_OF(name)
+
+const kernel_set VARIANT(kernel_set) = {
+    .name = TEXT(KERNEL_VARIANT),
+    .features = KERNEL_NEEDS,
+    .norm = VARIANT(norm),
+    .rope = VARIANT(rope),
+};

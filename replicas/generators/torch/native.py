@@ -1,0 +1,378 @@
+"""The C kernels of `csrc/`, loaded with ctypes.
+
+The structures mirror those of `csrc/kernels.h`; their layout is compared with what the library says
+of its own when it is loaded. `build_kernels.py` builds the library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+from ctypes import POINTER, Structure, c_char_p, c_double, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from replicas.generators.torch.build_kernels import LIBRARY, is_current, seal_of
+from replicas.generators.torch.team import in_team
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from replicas.generators.torch.inputs import Int64Array
+
+
+class NativeError(RuntimeError):
+    """The library is missing, damaged or of other sources; the message says what to do."""
+
+
+class Feature(enum.IntFlag):
+    """Instruction sets of a processor; `kernel_feature` of the header."""
+
+    AVX2 = 1
+    AVX512 = 2
+    AMX = 4
+
+
+NO_FEATURES = Feature(0)
+ALL_FEATURES = Feature.AVX2 | Feature.AVX512 | Feature.AMX
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2}
+"""Dtypes of the kernels; `kernel_dtype` of the header."""
+
+_FAULTS = {
+    1: "is not something that the kernels compute",
+    2: "has sizes that contradict each other",
+    3: "has an index outside of its array",
+    4: "lacks an array",
+}
+"""What a `kernel_status` other than OK says of a call."""
+
+
+class UnsupportedCallError(ValueError):
+    """The kernels do not compute this; plain operators may."""
+
+
+# --- structures, in the order of the header ------------------------------------------------------
+
+
+class Tasks(Structure):
+    """Work that the threads of a call take task by task."""
+
+    _fields_ = [("next", c_int64), ("count", c_int64)]
+
+
+class AttentionCall(Structure):
+    """Attention of tiles of tokens over the blocks of their sequences."""
+
+    _fields_ = [
+        ("tasks", Tasks),
+        ("dtype", c_int64),
+        ("q", c_void_p),
+        ("out", c_void_p),
+        ("q_stride", c_int64),
+        ("out_stride", c_int64),
+        ("num_tokens", c_int64),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("key_stride", c_int64),
+        ("value_stride", c_int64),
+        ("num_blocks", c_int64),
+        ("num_kv_heads", c_int64),
+        ("share", c_int64),
+        ("block_size", c_int64),
+        ("key_width", c_int64),
+        ("value_width", c_int64),
+        ("num_tiles", c_int64),
+        ("tile_size", c_int64),
+        ("tokens", c_void_p),
+        ("counts", c_void_p),
+        ("lengths", c_void_p),
+        ("requests", c_void_p),
+        ("tables", c_void_p),
+        ("num_requests", c_int64),
+        ("table_width", c_int64),
+        ("scale", c_double),
+        ("soft_cap", c_double),
+        ("window", c_int64),
+        ("sinks", c_void_p),
+    ]
+
+
+class NormCall(Structure):
+    """Root mean square norm of rows."""
+
+    _fields_ = [
+        ("tasks", Tasks),
+        ("dtype", c_int64),
+        ("x", c_void_p),
+        ("stride", c_int64),
+        ("weight", c_void_p),
+        ("out", c_void_p),
+        ("size", c_int64),
+        ("eps", c_double),
+        ("weight_offset", c_double),
+    ]
+
+
+class RopeCall(Structure):
+    """Norm and rotation of queries and keys, and the write of keys and values."""
+
+    _fields_ = [
+        ("tasks", Tasks),
+        ("dtype", c_int64),
+        ("heads", c_void_p),
+        ("num_heads", c_int64),
+        ("num_kv_heads", c_int64),
+        ("head_size", c_int64),
+        ("rotary_size", c_int64),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("num_positions", c_int64),
+        ("positions", c_void_p),
+        ("kv_positions", c_void_p),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("num_blocks", c_int64),
+        ("block_size", c_int64),
+        ("norm", c_void_p),
+        ("eps", c_double),
+    ]
+
+
+class _KernelSet(Structure):
+    _fields_ = [
+        ("name", c_char_p),
+        ("features", c_int64),
+        ("norm", c_void_p),
+        ("rope", c_void_p),
+    ]
+
+
+class _Field(Structure):
+    _fields_ = [
+        ("structure", c_char_p),
+        ("field", c_char_p),
+        ("offset", c_int64),
+        ("size", c_int64),
+    ]
+
+
+_MIRRORS: dict[str, type[Structure]] = {
+    "kernel_tasks": Tasks,
+    "attention_call": AttentionCall,
+    "norm_call": NormCall,
+    "rope_call": RopeCall,
+    "kernel_set": _KernelSet,
+}
+
+
+def _layout_here() -> list[tuple[str, str, int, int]]:
+    found = []
+    for name, mirror in _MIRRORS.items():
+        found.append((name, "", 0, ctypes.sizeof(mirror)))
+        for field in mirror._fields_:
+            descriptor = getattr(mirror, field[0])
+            found.append((name, field[0], descriptor.offset, descriptor.size))
+    return found
+
+
+def _layout_there(library: ctypes.CDLL) -> list[tuple[str, str, int, int]]:
+    found = []
+    first = ctypes.addressof(_Field.in_dll(library, "kernels_fields"))
+    fields = ctypes.cast(first, POINTER(_Field))
+    for i in range(10_000):
+        field = fields[i]
+        if field.structure is None:
+            break
+        found.append((field.structure.decode(), field.field.decode(), field.offset, field.size))
+    return found
+
+
+# --- loading -------------------------------------------------------------------------------------
+
+_HOW = "run `python -m replicas.generators.torch.build_kernels`, which needs a C compiler"
+
+
+class Library:
+    """The shared library.
+
+    Args:
+        path: Its file.
+
+    Attributes:
+        check_attention: Returns a `kernel_status` of an `AttentionCall`.
+        check_norm: Of a `NormCall`.
+        check_rope: Of a `RopeCall`.
+
+    Raises:
+        NativeError: It is missing or damaged, or was built from other sources.
+    """
+
+    def __init__(self, path: Path = LIBRARY) -> None:
+        if seal_of(path) is None:
+            raise NativeError(f"cannot load the kernel library: {path} is damaged; {_HOW}")
+        try:
+            self._library = ctypes.CDLL(str(path))
+            there = _layout_there(self._library)
+            self._features = self._library.kernels_features
+            self._choose = self._library.kernels_for
+            checks = [
+                getattr(self._library, f"kernels_check_{name}")
+                for name in ("attention", "norm", "rope")
+            ]
+        except (OSError, AttributeError, ValueError) as error:
+            raise NativeError(f"cannot load the kernel library: {error}; {_HOW}") from error
+        here = _layout_here()
+        if there != here:
+            differ = sorted({field[:2] for field in set(there) ^ set(here)})
+            names = ", ".join(".".join(filter(None, names)) for names in differ[:4])
+            raise NativeError(f"{path} was built from other sources, see {names}; {_HOW}")
+        self._features.restype = c_int64
+        self._choose.argtypes, self._choose.restype = [c_int64], POINTER(_KernelSet)
+        for check in checks:
+            check.argtypes, check.restype = [c_void_p], c_int64
+        self.check_attention, self.check_norm, self.check_rope = checks
+
+    @property
+    def features(self) -> Feature:
+        """Return what this processor has and the operating system permits."""
+        return Feature(self._features())
+
+    def choose(self, features: Feature) -> KernelSet:
+        """Return the best kernels that need no feature besides these."""
+        found: _KernelSet = self._choose(features).contents
+        return KernelSet(
+            self,
+            found.name.decode(),
+            features,
+            Worker(found.norm),
+            Worker(found.rope),
+        )
+
+
+@cache
+def load() -> Library:
+    """Return the library of this installation, loaded once.
+
+    Raises:
+        NativeError: It is missing or damaged, or was built from other sources.
+    """
+    if not LIBRARY.exists():
+        raise NativeError(f"{LIBRARY} was not built when ttserve was installed; {_HOW}")
+    if not is_current():
+        raise NativeError(f"{LIBRARY} was built from other sources; {_HOW}")
+    return Library()
+
+
+@cache
+def kernel_set(without: Feature = NO_FEATURES) -> KernelSet:
+    """Return the kernels for this processor.
+
+    Args:
+        without: Features to do without although the processor has them.
+
+    Raises:
+        NativeError: See `load`.
+    """
+    library = load()
+    return library.choose(library.features & ~without)
+
+
+# --- calls ---------------------------------------------------------------------------------------
+
+
+class Worker:
+    """A kernel, which every thread of a team runs with the same call.
+
+    Args:
+        address: Of the C function.
+    """
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+        self._function = ctypes.CFUNCTYPE(None, c_void_p)(address)
+
+    def __call__(self, call: Structure) -> None:
+        """Do all tasks of a call on as many threads as PyTorch uses."""
+        tasks: Tasks = call.tasks  # type: ignore[attr-defined]
+        tasks.next = 0
+        # Never fewer because there are fewer tasks: threads that a team has no use for would end.
+        num_threads = torch.get_num_threads()
+        if num_threads > 1 and tasks.count > 1 and (run := in_team()) is not None:
+            run(self._address, ctypes.byref(call), num_threads, 0)
+        else:
+            self._function(ctypes.byref(call))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KernelSet:
+    """All kernels, compiled for one instruction set.
+
+    Attributes:
+        library: Where they are from.
+        name: Of the instruction set: avx512, avx2 or portable.
+        features: What they may use.
+        norm: Of a `NormCall`.
+        rope: Of a `RopeCall`.
+    """
+
+    library: Library
+    name: str
+    features: Feature
+    norm: Worker
+    rope: Worker
+
+
+def require(status: int, what: str) -> None:
+    """Raise unless a check found nothing.
+
+    Args:
+        status: A `kernel_status`.
+        what: The call, for the message.
+
+    Raises:
+        UnsupportedCallError: The kernels do not compute it.
+        ValueError: A kernel would read or write outside its arrays.
+    """
+    if status:
+        error = UnsupportedCallError if status == 1 else ValueError
+        raise error(f"{what} {_FAULTS.get(status, f'failed with status {status}')}")
+
+
+def address(tensor: torch.Tensor | None, dtype: torch.dtype) -> int | None:
+    """Return the address of a tensor's first number; the others follow. None for no tensor.
+
+    Raises:
+        ValueError: They do not follow one another, or are of another dtype.
+    """
+    if tensor is None:
+        return None
+    if tensor.dtype != dtype or not tensor.is_contiguous():
+        raise ValueError(f"{tensor.dtype} with strides {tensor.stride()} is not {dtype} in a row")
+    return tensor.data_ptr()
+
+
+def rows_address(tensor: torch.Tensor, dtype: torch.dtype) -> int:
+    """Return the address of a tensor's first number; those of a row follow one another.
+
+    Raises:
+        ValueError: As `address`.
+    """
+    if len(tensor):
+        address(tensor[0], dtype)
+    return tensor.data_ptr()
+
+
+def array_address(array: Int64Array) -> int:
+    """Return the address of an array's first number; the others follow.
+
+    Raises:
+        ValueError: They do not, or are no int64.
+    """
+    if array.dtype != np.int64 or not array.flags.c_contiguous:
+        raise ValueError(f"{array.dtype} with strides {array.strides} is not int64 in a row")
+    return array.ctypes.data
