@@ -4,6 +4,9 @@ The structures mirror those of `csrc/kernels.h`; their layout is compared with w
 of its own when it is loaded. `build_kernels.py` builds the library.
 """
 
+# ctypes reads the fields once; a list of them is no promise that it may be changed.
+# mypy: disable-error-code="mutable-override"
+
 from __future__ import annotations
 
 import ctypes
@@ -147,6 +150,7 @@ class _KernelSet(Structure):
     _fields_ = [
         ("name", c_char_p),
         ("features", c_int64),
+        ("attention", c_void_p),
         ("norm", c_void_p),
         ("rope", c_void_p),
     ]
@@ -249,6 +253,7 @@ class Library:
             self,
             found.name.decode(),
             features,
+            Worker(found.attention),
             Worker(found.norm),
             Worker(found.rope),
         )
@@ -298,7 +303,7 @@ class Worker:
 
     def __call__(self, call: Structure) -> None:
         """Do all tasks of a call on as many threads as PyTorch uses."""
-        tasks: Tasks = call.tasks  # type: ignore[attr-defined]
+        tasks: Tasks = call.tasks
         tasks.next = 0
         # Never fewer because there are fewer tasks: threads that a team has no use for would end.
         num_threads = torch.get_num_threads()
@@ -316,6 +321,7 @@ class KernelSet:
         library: Where they are from.
         name: Of the instruction set: avx512, avx2 or portable.
         features: What they may use.
+        attention: Of an `AttentionCall`.
         norm: Of a `NormCall`.
         rope: Of a `RopeCall`.
     """
@@ -323,6 +329,7 @@ class KernelSet:
     library: Library
     name: str
     features: Feature
+    attention: Worker
     norm: Worker
     rope: Worker
 

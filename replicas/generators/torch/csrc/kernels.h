@@ -119,6 +119,7 @@ typedef void kernel_function(void *call);
 typedef struct kernel_set {
   const char *name;
   int64_t features;  // that it needs
+  kernel_function *attention;
   kernel_function *norm;
   kernel_function *rope;
 } kernel_set;

@@ -73,6 +73,7 @@ KERNEL_EXPORT const kernel_field kernels_fields[] = {
     STRUCTURE(kernel_set),
     FIELD(kernel_set, name),
     FIELD(kernel_set, features),
+    FIELD(kernel_set, attention),
     FIELD(kernel_set, norm),
     FIELD(kernel_set, rope),
     {0, 0, 0, 0},

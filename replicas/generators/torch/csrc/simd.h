@@ -18,6 +18,8 @@
 
 enum { FLOATS = VECTOR_BYTES / 4, DOUBLES = VECTOR_BYTES / 8 };
 
+#define ALIGNED __attribute__((aligned(VECTOR_BYTES)))
+
 typedef float floats __attribute__((vector_size(VECTOR_BYTES)));
 typedef double doubles __attribute__((vector_size(VECTOR_BYTES)));
 typedef int32_t ints __attribute__((vector_size(VECTOR_BYTES)));
@@ -88,6 +90,69 @@ INLINE double sum_doubles(doubles x) {
     for (int i = 0; i < half; i++) parts[i] += parts[i + half];
   return parts[0];
 }
+
+// Unroll the next loop, whose bounds are known when it is compiled.
+#if defined(__clang__)
+#define UNROLL _Pragma("unroll")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+
+// Numbers of `yes` where a mask has ones, else of `no`.
+INLINE floats choose_floats(ints mask, floats yes, floats no) {
+  return (floats)(((ints)yes & mask) | ((ints)no & ~mask));
+}
+
+INLINE doubles choose_doubles(longs mask, doubles yes, doubles no) {
+  return (doubles)(((longs)yes & mask) | ((longs)no & ~mask));
+}
+
+// The same number everywhere.
+INLINE floats all_floats(float x) { return (floats){0} + x; }
+INLINE doubles all_doubles(double x) { return (doubles){0} + x; }
+
+// Maximum of each pair of numbers; that of `best` where the other is NaN.
+INLINE floats max_floats(floats x, floats best) { return choose_floats(x > best, x, best); }
+INLINE doubles max_doubles(doubles x, doubles best) { return choose_doubles(x > best, x, best); }
+
+// The exponential of x <= 0 with an error below 2 ulp, at least exp(-87); NaN stays NaN.
+// Source: Cephes expf.
+INLINE floats exp_floats(floats x) {
+  x = choose_floats(x < -87.f, all_floats(-87.f), x);
+  // Conversion rounds towards zero, and x <= 0. What it makes of NaN does not matter.
+  const words minus_power = (words)__builtin_convertvector(x * -1.44269504f + 0.5f, ints);
+  const floats minus_whole = __builtin_convertvector((ints)minus_power, floats);
+  const floats rest = (x + minus_whole * 0.693359375f) - minus_whole * 2.12194440e-4f;
+  floats found = 1.9875691500e-4f * rest + 1.3981999507e-3f;
+  found = found * rest + 8.3334519073e-3f;
+  found = found * rest + 4.1665795894e-2f;
+  found = found * rest + 1.6666665459e-1f;
+  found = found * rest + 5.0000001201e-1f;
+  found = found * (rest * rest) + rest + 1.f;
+  return found * (floats)((127 - minus_power) << 23);
+}
+
+INLINE doubles exp_doubles(doubles x) {
+  for (int i = 0; i < DOUBLES; i++) x[i] = exp(x[i]);
+  return x;
+}
+
+INLINE float greatest_floats(floats x) {
+  float best = x[0];
+  for (int i = 1; i < FLOATS; i++) best = x[i] > best ? x[i] : best;
+  return best;
+}
+
+INLINE double greatest_doubles(doubles x) {
+  double best = x[0];
+  for (int i = 1; i < DOUBLES; i++) best = x[i] > best ? x[i] : best;
+  return best;
+}
+
+INLINE floats load_floats(const float *from) { return load_float32(from); }
+INLINE doubles load_doubles(const double *from) { return load_float64(from); }
+INLINE void store_floats(float *to, floats x) { store_float32(to, x); }
+INLINE void store_doubles(double *to, doubles x) { store_float64(to, x); }
 
 // By the suffix of a dtype, for files that are compiled for each.
 INLINE float total_float32(floats x) { return sum_floats(x); }

@@ -7,6 +7,7 @@
 const kernel_set VARIANT(kernel_set) = {
     .name = TEXT(KERNEL_VARIANT),
     .features = KERNEL_NEEDS,
+    .attention = VARIANT(attention),
     .norm = VARIANT(norm),
     .rope = VARIANT(rope),
 };
