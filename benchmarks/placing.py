@@ -24,7 +24,7 @@ from cluster.routing.forecast import Lengths
 from cluster.routing.placement import Placement
 from cluster.routing.pools import Member, PoolState
 from cluster.routing.slot_queue import SlotQueue
-from replicas.kv_groups import KVGroup
+from replicas.kv_groups import KVGroup, KVSpec
 from replicas.messages import EngineDescription, EngineSnapshot, GroupSnapshot, StepWork, num_pairs
 
 if TYPE_CHECKING:
@@ -39,7 +39,9 @@ NUM_GROUPS = 8
 SLOTS = 32
 QUEUES = (0, 1000, 10_000)
 POLICIES: tuple[PolicyName, ...] = ("least_delay", "most_empty_slots", "round_robin")
-_BLOCKS = KVGroup(layers=(0,), block_size=32, num_blocks=40_000, bytes_per_block=1)
+_BLOCKS = KVGroup(
+    layers=(0,), block_size=32, num_blocks=40_000, spec=KVSpec(heads=1, width=1, dtype="bfloat16")
+)
 
 
 class _Kept:

@@ -34,7 +34,7 @@ from replicas.engine.executor import UniProcExecutor
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.sequence import KVPlace, Sequence
 from replicas.engine.step import StepResult
-from replicas.kv_groups import KVGroup
+from replicas.kv_groups import KVGroup, KVSpec
 from replicas.messages import AddRequest, EngineRequest
 from replicas.sampling_params import SamplingParams
 
@@ -146,7 +146,7 @@ class Queue:
             layers=(0,),
             block_size=BLOCK_SIZE,
             num_blocks=NUM_CACHED + (NUM_EVICTED + 3 * BLOCK_SIZE if evicts else 4 * 75) + 4,
-            bytes_per_block=1,
+            spec=KVSpec(heads=1, width=1, dtype="bfloat16"),
         )
         self._scheduler = Scheduler(
             config,

@@ -21,7 +21,7 @@ from replicas.config import EngineConfig
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.sequence import Sequence
 from replicas.engine.step import StepResult
-from replicas.kv_groups import KVGroup
+from replicas.kv_groups import KVGroup, KVSpec
 from replicas.messages import EngineRequest
 from replicas.sampling_params import SamplingParams
 
@@ -72,7 +72,12 @@ def make_scheduler(batch_size: int, block_size: int) -> Scheduler:
         mixed_batches=True,
     )
     num_blocks = 1 + batch_size * MAX_MODEL_LEN // block_size
-    group = KVGroup(layers=(0,), block_size=block_size, num_blocks=num_blocks, bytes_per_block=1)
+    group = KVGroup(
+        layers=(0,),
+        block_size=block_size,
+        num_blocks=num_blocks,
+        spec=KVSpec(heads=1, width=1, dtype="bfloat16"),
+    )
     return Scheduler(
         config,
         kv_groups=(group,),

@@ -38,7 +38,7 @@ from cluster.lab.simulation.simulator import Simulation
 from cluster.lab.simulation.summary import Slo, summarise
 from cluster.lab.workloads.load import load_workload
 from replicas.config import EngineConfig
-from replicas.kv_groups import KVGroup
+from replicas.kv_groups import KVGroup, KVSpec
 from replicas.simulation.virtual_engine import ModelFacts
 
 if TYPE_CHECKING:
@@ -92,7 +92,10 @@ def simulate(workload: Workload, replicas: int, policy: PolicyName) -> Simulatio
         max_model_len=max_len,
     )
     group = KVGroup(
-        layers=(0,), block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS + 1, bytes_per_block=1
+        layers=(0,),
+        block_size=BLOCK_SIZE,
+        num_blocks=NUM_BLOCKS + 1,
+        spec=KVSpec(heads=1, width=1, dtype="bfloat16"),
     )
     facts = ModelFacts(
         max_position_embeddings=max_len,

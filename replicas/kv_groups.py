@@ -1,38 +1,101 @@
-"""KV groups: sets of layers that share one block table, and the sizes of their blocks. Pure.
+"""KV specs of layers, and KV groups: layers of equal spec that share one block table. Pure.
+
+A model states one `KVSpec` per layer (`ModelConfig.kv_specs`). Cache sizes, block counts, cache
+shapes and transfer layouts follow from these specs and are computed nowhere else.
 
 An engine gets its groups once, at start (`ModelFacts.kv_groups`). Sizes, pools, tables, snapshots
 and a KV connector's settings have one entry for each group, in this order. Not to be confused with
 DP groups: each DP group has a pool of blocks for every KV group.
 
-Source of the term: vLLM v1/kv_cache_interface.py `KVCacheGroupSpec`.
+Source of the terms: vLLM v1/kv_cache_interface.py `KVCacheSpec`, `KVCacheGroupSpec`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
 
+from kv_transfer.layout import BFLOAT8_B, BFLOAT8_B_TILE_BYTES, DTYPE_BYTES, ROW_TOKENS
 from replicas.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+KVKind: TypeAlias = Literal["full", "window", "latent", "state", "cross"]
+"""What a layer keeps: keys and values of all tokens (full), or of the last ones (window); one
+compressed vector per token (latent); a recurrent state of fixed size (state); keys and values of
+an encoder's tokens (cross)."""
+
+
+class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """KV of one layer.
+
+    Attributes:
+        heads: KV heads over all device shards; 1 for a latent cache.
+        width: Elements of one token in one head; of a state, its elements in one head.
+        dtype: Element type, a key of `kv_transfer.layout.DTYPE_BYTES` or "bfloat8_b".
+        kind: See `KVKind`.
+        planes: 2 for K and V, 1 for a latent cache or a state.
+        window: Tokens that a position sees, its own included; only of kind window.
+    """
+
+    heads: int
+    width: int
+    dtype: str
+    kind: KVKind = "full"
+    planes: int = 2
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ConfigError: A size is not positive, the dtype is unknown, or a window is missing or of
+                another kind; names the field.
+        """
+        for name in ("heads", "width", "planes"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"KV spec: {name} {getattr(self, name)} must be positive")
+        if self.dtype not in DTYPE_BYTES and self.dtype != BFLOAT8_B:
+            known = sorted([*DTYPE_BYTES, BFLOAT8_B])
+            raise ConfigError(f"KV spec: dtype {self.dtype!r} is unknown; use one of {known}")
+        if (self.kind == "window") != (self.window is not None):
+            raise ConfigError(
+                f"KV spec: kind {self.kind!r} with window {self.window}; only kind 'window' has one"
+            )
+        if self.window is not None and self.window <= 0:
+            raise ConfigError(f"KV spec: window {self.window} must be positive")
+
+    def bytes_per_block(self, block_size: int) -> int:
+        """Return the bytes of a block of so many tokens; a state has the same size for any."""
+        elements = self.planes * self.heads * self.width
+        if self.kind != "state":
+            elements *= block_size
+        if self.dtype == BFLOAT8_B:
+            return elements * BFLOAT8_B_TILE_BYTES // ROW_TOKENS**2
+        return elements * DTYPE_BYTES[self.dtype]
+
 
 class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """KV group of a model whose sequences keep blocks for all of their tokens.
+    """Layers of equal spec, whose KV a sequence keeps in blocks of one table.
 
     Attributes:
         layers: Indices of its layers, 0-based.
+        spec: KV of each of these layers.
         block_size: Tokens per block.
         num_blocks: Blocks of each lane, null block included.
-        bytes_per_block: Bytes of one block over all of these layers, K and V.
     """
 
     layers: tuple[int, ...]
+    spec: KVSpec
     block_size: int
     num_blocks: int
-    bytes_per_block: int
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block over all of these layers and planes."""
+        return len(self.layers) * self.spec.bytes_per_block(self.block_size)
 
     @property
     def num_usable_blocks(self) -> int:
@@ -46,6 +109,18 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
     def num_tokens_in(self, num_blocks: int) -> int:
         """Return the longest sequence, in tokens, that fits into so many blocks."""
         return num_blocks * self.block_size
+
+
+def layers_by_spec(specs: Sequence[KVSpec]) -> list[tuple[KVSpec, tuple[int, ...]]]:
+    """Return the layers of each different spec, in the order of their first layers.
+
+    Args:
+        specs: KV of each layer of a model.
+    """
+    layers: dict[KVSpec, list[int]] = {}
+    for layer, spec in enumerate(specs):
+        layers.setdefault(spec, []).append(layer)
+    return [(spec, tuple(indices)) for spec, indices in layers.items()]
 
 
 def only_kv_group(kv_groups: Sequence[KVGroup], user: str) -> KVGroup:

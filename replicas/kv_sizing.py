@@ -8,11 +8,11 @@ from replicas.config import DEFAULT_KV_BYTES
 from replicas.errors import ConfigError
 from replicas.generators.protocol import DEFAULT_TOKEN_BUDGET
 from replicas.generators.simulated.profiles import engine_profile
-from replicas.generators.simulated.tokens import BYTES_PER_TOKEN
+from replicas.generators.simulated.tokens import KV_SPEC
 from replicas.generators.ttnn.buckets import check_cache, check_lane, decode_table_width
 from replicas.generators.ttnn.budget import lane_memory, native_token_budget, num_blocks
-from replicas.generators.ttnn.profiles import TILE_BYTES, profile
-from replicas.kv_groups import KVGroup
+from replicas.generators.ttnn.profiles import profile
+from replicas.kv_groups import KVGroup, layers_by_spec
 from replicas.tt.meshes import lane_shape
 
 if TYPE_CHECKING:
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
     from replicas.config import EngineConfig, MeshConfig
     from replicas.generators.model_config import ModelConfig
+    from replicas.kv_groups import KVSpec
 
-DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
-"""Element sizes of the dtypes that an engine computes in."""
+_COMPUTE_DTYPES = frozenset({"float64", "float32", "bfloat16"})
+"""Dtypes that an engine computes in."""
 
 
 def resolve_dtype(config: EngineConfig, model: ModelConfig) -> str:
@@ -37,7 +38,7 @@ def resolve_dtype(config: EngineConfig, model: ModelConfig) -> str:
         return profile(config.mesh.optimizations, model).kv_dtype
     if config.dtype != "auto":
         return config.dtype
-    return model.dtype if model.dtype in DTYPE_BYTES else "bfloat16"
+    return model.dtype if model.dtype in _COMPUTE_DTYPES else "bfloat16"
 
 
 def kv_rope(config: EngineConfig) -> str:
@@ -49,21 +50,17 @@ def kv_rope(config: EngineConfig) -> str:
     return "meta" if is_theirs else "hf"
 
 
-def bytes_per_block(config: EngineConfig, model: ModelConfig) -> int:
-    """Return bytes of a KV block over all layers, K and V; on a simulated mesh, as stored here."""
+def kv_specs(config: EngineConfig, model: ModelConfig) -> tuple[KVSpec, ...]:
+    """Return the KV of each layer; on a simulated mesh, as stored here."""
     if config.simulated_mesh is not None:
-        return BYTES_PER_TOKEN * config.block_size
-    elements = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim
-    elements *= config.block_size
-    if config.mesh is not None:
-        return elements * TILE_BYTES[profile(config.mesh.optimizations, model).kv_dtype] // 1024
-    return elements * DTYPE_BYTES[resolve_dtype(config, model)]
+        return (KV_SPEC,)
+    return model.kv_specs(resolve_dtype(config, model))
 
 
 def kv_groups(
     config: EngineConfig, model: ModelConfig, token_budget: int | None = None
 ) -> tuple[KVGroup, ...]:
-    """Return the KV groups of a model: one, as all layers of supported models cache every token.
+    """Return the KV groups of a model, each with the blocks of one lane.
 
     Args:
         config: The engine's configuration.
@@ -73,13 +70,11 @@ def kv_groups(
     Raises:
         ConfigError: See `num_blocks_per_lane`.
     """
-    group = KVGroup(
-        layers=tuple(range(model.num_hidden_layers)),
-        block_size=config.block_size,
-        num_blocks=num_blocks_per_lane(config, model, token_budget),
-        bytes_per_block=bytes_per_block(config, model),
+    num_blocks = num_blocks_per_lane(config, model, token_budget)
+    return tuple(
+        KVGroup(layers=layers, spec=spec, block_size=config.block_size, num_blocks=num_blocks)
+        for spec, layers in layers_by_spec(kv_specs(config, model))
     )
-    return (group,)
 
 
 def num_blocks_per_lane(
@@ -106,7 +101,7 @@ def num_blocks_per_lane(
         return _num_blocks_on_mesh(config, config.mesh, model, token_budget)
     if config.num_blocks is not None:
         return config.num_blocks
-    size = bytes_per_block(config, model)
+    size = sum(spec.bytes_per_block(config.block_size) for spec in kv_specs(config, model))
     kv_bytes = config.kv_cache_memory_bytes or DEFAULT_KV_BYTES
     count = kv_bytes // config.tt_data_parallel // size
     if count < 2:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from replicas.kv_groups import KVGroup
+from replicas.kv_groups import KVGroup, KVSpec
 
 
 def one_kv_group(
-    num_blocks: int, block_size: int = 32, bytes_per_block: int = 1
+    num_blocks: int, block_size: int = 32, bytes_per_token: int = 2
 ) -> tuple[KVGroup, ...]:
     """The groups of a model whose layers, there is one, cache every token."""
     group = KVGroup(
         layers=(0,),
+        spec=KVSpec(heads=1, width=bytes_per_token // 2, dtype="bfloat16", planes=1),
         block_size=block_size,
         num_blocks=num_blocks,
-        bytes_per_block=bytes_per_block,
     )
     return (group,)

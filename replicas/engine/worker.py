@@ -155,7 +155,7 @@ class Worker:
         hf, config = self._hf_config, self._config
         platform, generator = self._platform, self._generator
         group = only_kv_group(kv_groups, f"generator {platform.generator_class.__qualname__}")
-        shape = (group.num_blocks, hf.num_key_value_heads, group.block_size, hf.head_dim)
+        shape = group.num_blocks, group.spec.heads, group.block_size, group.spec.width
         memory = memory_table(platform.memory, group, max_model_len, config.tt_data_parallel)
         logger.info("%s", memory)
         kv_cache = generator.allocate_kv_cache(shape, platform.dtype, len(group.layers))

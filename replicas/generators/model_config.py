@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from replicas.errors import ConfigError
+from replicas.kv_groups import KVSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -146,6 +147,11 @@ class ModelConfig:
     dtype: str
     experts: ExpertsConfig | None = None
     states_max_positions: bool = True
+
+    def kv_specs(self, dtype: str) -> tuple[KVSpec, ...]:
+        """Return the KV of each layer, with elements of a dtype."""
+        spec = KVSpec(heads=self.num_key_value_heads, width=self.head_dim, dtype=dtype)
+        return (spec,) * self.num_hidden_layers
 
 
 def load_hf_config(folder: str | Path) -> ModelConfig:

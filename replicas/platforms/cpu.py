@@ -13,7 +13,7 @@ from replicas.errors import ConfigError
 from replicas.generators.protocol import CpuDevice
 from replicas.generators.registry import resolve_generator
 from replicas.generators.torch.kv_io import TorchKVIO
-from replicas.kv_sizing import resolve_dtype
+from replicas.kv_sizing import kv_specs, resolve_dtype
 from replicas.memory_profile import MemoryProfile, kv_bytes, peak_bytes_of, resident_bytes
 from replicas.platforms.platform import DTYPES, LoadedModel, Platform
 
@@ -116,8 +116,9 @@ class CpuPlatform(Platform):
         num_rows = min(config.max_batch_size, budget)
         length = min(budget // num_rows, max_seq_len)
         num_blocks = -(-length // config.block_size)
-        shape = (2, model.num_key_value_heads, config.block_size, model.head_dim)
-        kv_cache = generator.allocate_kv_cache(shape, self.dtype, model.num_hidden_layers)
+        spec, *_ = specs = kv_specs(config, model)
+        shape = 2, spec.heads, config.block_size, spec.width
+        kv_cache = generator.allocate_kv_cache(shape, self.dtype, len(specs))
         resident = resident_bytes()
         peak = peak_bytes_of(
             lambda: generator.prefill_forward(

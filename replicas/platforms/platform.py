@@ -97,11 +97,13 @@ class Platform(ABC):
 
     def kv_layout(self, dtype: str, rope: str = "hf") -> KVLayout:
         """Return the layout of the model's KV, of a dtype and an order of rotated features."""
-        model, config = self.model, self.config
+        config = self.config
+        spec, *_ = specs = self.model.kv_specs(dtype)
         return KVLayout(
-            num_layers=model.num_hidden_layers,
-            num_kv_heads=model.num_key_value_heads,
-            head_dim=model.head_dim,
+            num_layers=len(specs),
+            num_kv_heads=spec.heads,
+            head_dim=spec.width,
+            num_planes=spec.planes,
             block_size=config.block_size,
             dtype=dtype,
             rope=rope,

@@ -326,7 +326,7 @@ def make_member(role: Role, incarnation: str, **changes: object) -> Member:
         "output_endpoint": "tcp://127.0.0.1:1",
         "kv_endpoints": ("tcp://127.0.0.1:1",),
         "kv_layout_hash": "0" * 16,
-        "kv_groups": one_kv_group(65, BLOCK_SIZE, 1024),
+        "kv_groups": one_kv_group(65, BLOCK_SIZE, 1024 // BLOCK_SIZE),
         "model": "/models/tiny",
         "max_model_len": MAX_MODEL_LEN,
         "vocab_size": 258,

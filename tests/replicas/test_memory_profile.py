@@ -7,7 +7,7 @@ import pytest
 
 from replicas import memory_profile
 from replicas.errors import ConfigError
-from replicas.kv_groups import KVGroup
+from replicas.kv_groups import KVGroup, KVSpec
 from replicas.memory_profile import (
     MIB,
     MemoryProfile,
@@ -17,7 +17,8 @@ from replicas.memory_profile import (
     resident_bytes,
 )
 
-GROUP = KVGroup(layers=(0, 1), block_size=32, num_blocks=101, bytes_per_block=8192)
+SPEC = KVSpec(heads=2, width=16, dtype="bfloat16")
+GROUP = KVGroup(layers=(0, 1), spec=SPEC, block_size=32, num_blocks=101)
 
 
 def touch(num_bytes):

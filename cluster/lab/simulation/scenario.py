@@ -30,6 +30,7 @@ from kv_transfer.config import TransferConfig
 from replicas.config import EngineConfig, SpeculativeConfig
 from replicas.faults import Fault, FaultPlan
 from replicas.generators.simulated.timing import LinkTiming
+from replicas.generators.simulated.tokens import KV_SPEC
 from replicas.kv_groups import KVGroup
 from replicas.simulation.virtual_engine import Chances, ModelFacts
 
@@ -42,7 +43,7 @@ BLOCK_TOKENS = 32
 """Tokens of a KV block, and of a block that prompts share."""
 VOCAB_SIZE = 512
 EOS_TOKEN_IDS = (0, 2)
-BYTES_PER_BLOCK = 16 * BLOCK_TOKENS
+BYTES_PER_BLOCK = KV_SPEC.bytes_per_block(BLOCK_TOKENS)
 TENANTS = ("a", "b", "b")
 """The tenants of consecutive requests."""
 
@@ -311,9 +312,9 @@ def _pool_spec(pool: ScenarioPool, scenario: Scenario) -> PoolSpec:
     )
     group = KVGroup(
         layers=(0,),
+        spec=KV_SPEC,
         block_size=engine.block_size,
         num_blocks=pool.num_blocks,
-        bytes_per_block=BYTES_PER_BLOCK,
     )
     facts = ModelFacts(
         max_position_embeddings=4096,

@@ -14,7 +14,7 @@ import numpy as np
 from kv_transfer.errors import InvalidLayoutError
 from kv_transfer.layout import ROW_TOKENS, KVLayout
 from replicas.generators.simulated.device import busy
-from replicas.generators.simulated.tokens import BYTES_PER_TOKEN
+from replicas.generators.simulated.tokens import KV_SPEC
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,8 +38,8 @@ def simulated_kv_layout(block_size: int, fingerprint: str) -> KVLayout:
         InvalidLayoutError: The block size is not one that KV transfer can move.
     """
     return KVLayout(
-        num_layers=1, num_kv_heads=1, head_dim=2, block_size=block_size, dtype="float32",
-        rope="hf", model_fingerprint=fingerprint,
+        num_layers=1, num_kv_heads=KV_SPEC.heads, head_dim=KV_SPEC.width, block_size=block_size,
+        dtype=KV_SPEC.dtype, num_planes=KV_SPEC.planes, rope="hf", model_fingerprint=fingerprint,
     )  # fmt: skip
 
 
@@ -72,7 +72,7 @@ class SimulatedKVIO:
             InvalidLayoutError: The layout is not the cache's; gives both.
         """
         told = (layout.num_pieces, layout.block_size, layout.unit_bytes)
-        found = (2, kv_cache.block_size, ROW_TOKENS * BYTES_PER_TOKEN // 2)
+        found = (2, kv_cache.block_size, KV_SPEC.bytes_per_block(ROW_TOKENS) // KV_SPEC.planes)
         if told != found:
             raise InvalidLayoutError(
                 f"layout {told} does not match the simulated KV cache {found} (planes, block size, "

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kv_transfer.layout import BFLOAT8_B
+from replicas.kv_groups import KVSpec
 from replicas.tt.meshes import Chip, mesh_spec
 
 PROMPT_LEN = 128
@@ -94,8 +96,8 @@ class ModelSpec:
     @property
     def kv_bytes_per_token(self) -> int:
         """K and V of a token over all layers, in bfloat8_b."""
-        elements = 2 * self.num_layers * self.num_kv_heads * self.head_dim
-        return int(elements * BYTES_PER_ELEMENT)
+        spec = KVSpec(heads=self.num_kv_heads, width=self.head_dim, dtype=BFLOAT8_B)
+        return self.num_layers * spec.bytes_per_block(1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from replicas.kv_groups import KVSpec
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
@@ -20,8 +22,8 @@ if TYPE_CHECKING:
     UInt64Array = npt.NDArray[np.uint64]
     Int64Array = npt.NDArray[np.int64]
 
-BYTES_PER_TOKEN = 16
-"""Of the simulated KV: one uint64 of K and one of V."""
+KV_SPEC = KVSpec(heads=1, width=2, dtype="float32")
+"""Of the simulated KV: one uint64 of K and one of V per token, moved as pairs of float32."""
 
 _K_SALT, _V_SALT = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1B54A32D192ED03)
 _POSITION_SHIFT = np.uint64(32)

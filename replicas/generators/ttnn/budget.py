@@ -270,6 +270,8 @@ def _matrix_bytes(num_elements: int, dtype: Dtype) -> int:
 
 def _row_bytes_per_chip(model: ModelConfig, chosen: Profile, tp: int) -> int:
     """Return bytes of 32 tokens of KV in all layers on one chip."""
-    tiles = -(-model.head_dim // TILE)
-    units = 2 * model.num_hidden_layers * (model.num_key_value_heads // tp)
-    return units * tiles * TILE_BYTES[chosen.kv_dtype]
+    # A chip holds its share of the heads, and whole tiles of each.
+    return sum(
+        spec.planes * (spec.heads // tp) * -(-spec.width // TILE) * TILE_BYTES[chosen.kv_dtype]
+        for spec in model.kv_specs(chosen.kv_dtype)
+    )

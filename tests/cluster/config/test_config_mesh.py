@@ -13,7 +13,7 @@ from cluster.errors import ClusterConfigError
 from replicas.config import NATIVE_TT_GENERATOR
 from replicas.generators.model_config import load_hf_config
 from replicas.generators.ttnn.budget import native_token_budget
-from replicas.kv_sizing import bytes_per_block, longest_sequence, num_blocks_per_lane
+from replicas.kv_sizing import kv_groups, longest_sequence, num_blocks_per_lane
 
 FOLDER = Path(configs.__file__).parent
 LLAMA_8B = {
@@ -92,7 +92,7 @@ def test_a_lane_holds_what_fits_beside_the_weights(llama):
     # Each of 32 slots may leave most of a block unused; the null block is one of them.
     assert num_blocks_per_lane(engine, model) == -(-(budget + 64 * 32) // 64)
     assert longest_sequence(engine, model) == 32768 <= budget
-    assert bytes_per_block(engine, model) == 64 * 69632
+    assert kv_groups(engine, model)[0].bytes_per_block == 64 * 69632
 
 
 @pytest.mark.parametrize(

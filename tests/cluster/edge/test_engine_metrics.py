@@ -11,7 +11,7 @@ from tests.cluster.engines import make_member
 from tests.kv_groups import one_kv_group
 
 BLOCK_BYTES = 1024
-KV_GROUPS = (*one_kv_group(41, 32, BLOCK_BYTES), *one_kv_group(21, 64, 2 * BLOCK_BYTES))
+KV_GROUPS = (*one_kv_group(41, 32, BLOCK_BYTES // 32), *one_kv_group(21, 64, BLOCK_BYTES // 32))
 ROW_BYTES = 512
 
 

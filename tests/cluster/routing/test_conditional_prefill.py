@@ -50,7 +50,7 @@ class World:
             self.tell("p", seq, "prefill", [group()], prompt_step(length, TOKEN_S))
         self.engines = [f"d{i}" for i in range(len(num_rows))]
         for name, rows in zip(self.engines, num_rows, strict=True):
-            groups = one_kv_group(65, 32, kv_bytes)
+            groups = one_kv_group(65, 32, kv_bytes // 32)
             self.pools.add(make_member("decode", name, dp_groups=2, kv_groups=groups))
             for seq, length in enumerate((500, 1000, 2000, 4000)):
                 step = prompt_step(length, SLOWER * TOKEN_S) if knows else None

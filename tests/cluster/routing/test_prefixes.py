@@ -59,7 +59,7 @@ def test_cached_tokens_are_of_whole_blocks_and_never_the_last_token():
 
 def test_engines_of_several_block_sizes_are_kept_apart():
     prefixes = known("a")
-    groups = one_kv_group(9, 64, 1024)
+    groups = one_kv_group(9, 64, 16)
     prefixes.add(make_member("both", "big", kv_groups=groups))
     prefixes.take(*told_by("a", 0, names_of(LONG)))
     prefixes.take(*told_by("big", 0, block_names(demand(LONG).block_hashes(64, KEY))))

@@ -111,7 +111,7 @@ def pool(
     config = EngineConfig(**{**fields, **engine})
     facts = ModelFacts(
         max_position_embeddings=512, vocab_size=VOCAB_SIZE, eos_token_ids=[0],
-        kv_groups=one_kv_group(num_blocks, BLOCK_SIZE, BLOCK_SIZE * BYTES_PER_TOKEN),
+        kv_groups=one_kv_group(num_blocks, BLOCK_SIZE, BYTES_PER_TOKEN),
         supports_mixed_batch=False, supports_chunked_prefill=True, supports_prefix_caching=True,
     )  # fmt: skip
     return PoolSpec(role, replicas, config, timing or RoundTiming(), facts)

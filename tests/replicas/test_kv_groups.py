@@ -1,0 +1,54 @@
+"""KV specs of layers: sizes, checks, and groups of equal layers."""
+
+from __future__ import annotations
+
+import pytest
+
+from replicas.errors import ConfigError
+from replicas.kv_groups import KVGroup, KVSpec, layers_by_spec
+
+FULL = KVSpec(heads=8, width=128, dtype="bfloat16")
+WINDOW = KVSpec(heads=8, width=128, dtype="bfloat16", kind="window", window=1024)
+
+
+@pytest.mark.parametrize(
+    ("spec", "num_bytes"),
+    [
+        (FULL, 2 * 8 * 128 * 2 * 32),
+        (WINDOW, 2 * 8 * 128 * 2 * 32),
+        (KVSpec(heads=8, width=128, dtype="bfloat8_b"), 2 * 8 * 128 * 1088 // 1024 * 32),
+        (KVSpec(heads=1, width=576, dtype="bfloat16", kind="latent", planes=1), 576 * 2 * 32),
+        # A state does not grow with the tokens of a block.
+        (KVSpec(heads=4, width=64, dtype="float32", kind="state", planes=1), 4 * 64 * 4),
+    ],
+    ids=["full", "window", "bfloat8_b", "latent", "state"],
+)
+def test_bytes_of_a_block_of_one_layer(spec, num_bytes):
+    assert spec.bytes_per_block(32) == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"heads": 0}, "heads 0 must be positive"),
+        ({"width": -1}, "width -1 must be positive"),
+        ({"planes": 0}, "planes 0 must be positive"),
+        ({"dtype": "int3"}, "dtype 'int3' is unknown; use one of .*'bfloat16'"),
+        ({"kind": "window"}, "kind 'window' with window None"),
+        ({"window": 8}, "kind 'full' with window 8"),
+        ({"kind": "window", "window": 0}, "window 0 must be positive"),
+    ],
+    ids=["heads", "width", "planes", "dtype", "no window", "full with window", "empty window"],
+)
+def test_an_impossible_spec_is_refused(changes, error):
+    with pytest.raises(ConfigError, match=f"KV spec: {error}"):
+        KVSpec(**{"heads": 1, "width": 32, "dtype": "bfloat16", **changes})
+
+
+def test_layers_of_equal_spec_are_one_group():
+    assert layers_by_spec([WINDOW, WINDOW, FULL, WINDOW]) == [(WINDOW, (0, 1, 3)), (FULL, (2,))]
+
+
+def test_a_group_has_the_bytes_of_all_its_layers():
+    group = KVGroup(layers=(0, 1, 3), spec=WINDOW, block_size=64, num_blocks=9)
+    assert group.bytes_per_block == 3 * WINDOW.bytes_per_block(64)
