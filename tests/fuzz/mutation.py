@@ -94,7 +94,9 @@ class Mutator:
             if self._format.decode is not None and self._rng.random() < 0.75:
                 changed = self._restructured(data, other)
             data = self._rewritten(data, other) if changed is None else changed
-        return data[:MAX_BYTES]
+            # Repetitions of repetitions would not fit into memory.
+            data = data[:MAX_BYTES]
+        return data
 
     def _restructured(self, data: bytes, other: bytes) -> bytes | None:
         """Return an input with another structure; None if it has none."""

@@ -4,10 +4,11 @@ import json
 import random
 import subprocess
 import sys
+import tracemalloc
 
 import pytest
 
-from tests.fuzz.mutation import JSON, MAX_BYTES, SAFETENSORS, Mutator, Parts
+from tests.fuzz.mutation import JSON, MAX_BYTES, PLAIN, SAFETENSORS, Mutator, Parts
 
 
 @pytest.mark.process
@@ -48,3 +49,27 @@ def test_changed_inputs_differ_stay_small_and_depend_on_the_seed_alone(format_):
     assert max(map(len, first)) <= MAX_BYTES
     structured = [each for each in first if b'"b"' in each and each != data]
     assert len(structured) > 50
+
+
+class _MostRepetitions(random.Random):
+    """Repeats the whole input as often as it may, as many times as it may."""
+
+    def choice(self, options):
+        return max(options)
+
+    def randint(self, a, _b):
+        return a
+
+    def randrange(self, *_limits):
+        return 2
+
+
+def test_repetitions_of_repetitions_fit_into_memory():
+    tracemalloc.start()
+    try:
+        changed = Mutator(PLAIN, (), _MostRepetitions()).mutate(b"x" * MAX_BYTES, b"")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(changed) == MAX_BYTES
+    assert peak < 2000 * MAX_BYTES
