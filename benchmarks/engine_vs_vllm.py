@@ -35,8 +35,9 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.offline_engine import OUTPUT_TOKENS, PROMPT_TOKENS
+from replicas.generators.checkpoint import expected_weights
 from replicas.generators.model_config import load_hf_config
-from replicas.generators.torch.loader import expected_weights, random_source
+from replicas.generators.torch.loader import random_source
 
 WORKER = Path(__file__).with_name("offline_engine.py")
 ROOT = Path(__file__).parents[1]

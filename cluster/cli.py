@@ -144,16 +144,18 @@ def environment(
 def validate(
     files: Annotated[list[Path], typer.Argument(help="Ray Serve config files.", metavar="FILE...")],
 ) -> None:
-    """Check config files: keys, types, model folder, generator, and values that must agree."""
+    """Check config files: keys, types, model, weights, generator, and values that must agree."""
     from cluster.config.environment import process_environment
-    from cluster.config.resolve import check_generators, resolve
+    from cluster.config.resolve import check_generators, check_weights, resolve
     from cluster.config.serve_file import read_serve_file
     from cluster.errors import ClusterConfigError
 
     def is_good(path: Path) -> bool:
         try:
             file = read_serve_file(path)
-            check_generators(resolve(file.args), process_environment())
+            config = resolve(file.args)
+            check_generators(config, process_environment())
+            check_weights(config)
         except ClusterConfigError as error:
             typer.echo(f"{path}: {error}", err=True)
             return False

@@ -295,7 +295,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         weights_seed: Seed of random weights.
         dtype: Element type of computation and KV; "auto" takes the checkpoint's. On a mesh set
             `mesh.optimizations` instead.
-        attention: Attention implementation on the CPU; "reference" is for comparisons.
+        attention: Attention on the CPU, by compiled kernels ("fast") or PyTorch's operations.
         max_model_len: Longest sequence, prompt and output together; None takes the model's.
         max_batch_size: Decode slots of the engine, in all lanes together.
         tt_data_parallel: Lanes (DP groups) that the engine drives in lockstep.
@@ -392,7 +392,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     load_format: Literal["safetensors", "random"] = "safetensors"
     weights_seed: int = 0
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
-    attention: Literal["fast", "reference"] = "fast"
+    attention: Literal["fast", "batched"] = "fast"
     max_model_len: int | None = None
     max_batch_size: int = 32
     tt_data_parallel: int = 1

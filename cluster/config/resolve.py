@@ -39,6 +39,7 @@ from replicas.config import EngineConfig, GangConfig, LogprobsMode, Role, Schedu
 from replicas.errors import ConfigError, FaultPlanError
 from replicas.faults import INGRESS, FaultPlan
 from replicas.generation_config import read_sampling_defaults
+from replicas.generators.checkpoint import check_checkpoint, expected_weights
 from replicas.generators.model_config import ModelConfig, load_engine_model, read_architecture
 from replicas.generators.plugin.routes import check_route
 from replicas.generators.plugin.sizes import check_route_sizes
@@ -206,6 +207,31 @@ def check_generators(config: ClusterConfig, environment: Mapping[str, str]) -> N
     """
     for role, engine in config.engines.items():
         _check_generator(role, engine, environment)
+
+
+def check_weights(config: ClusterConfig) -> None:
+    """Refuse weights that ttserve's own generators could not load, by their files' headers.
+
+    A folder without any is not refused: weights must exist only on the replicas' hosts.
+
+    Args:
+        config: The cluster's configuration.
+
+    Raises:
+        ClusterConfigError: The weights are not those that config.json implies; the message names
+            the pool, the file and the tensor.
+    """
+    for role, engine in config.engines.items():
+        folder = Path(engine.model)
+        is_foreign = engine.generator is not None and not engine.uses_native_generator
+        if is_foreign or engine.simulated_mesh is not None or engine.load_format == "random":
+            continue
+        if not any(folder.glob("*.safetensors*")):
+            continue
+        try:
+            check_checkpoint(folder, expected_weights(load_engine_model(engine)))
+        except ConfigError as error:
+            raise ClusterConfigError(f"args.pools.{role}.engine: {error}") from error
 
 
 def demo_model_folder() -> Path:

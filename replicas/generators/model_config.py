@@ -1,25 +1,29 @@
 """Parser of Hugging Face model configurations, which refuses models that we cannot compute.
 
-Defines the supported families, activations, rope types and attention windows. Reads config.json
-itself (the keys of transformers 5 and the older ones), so transformers is not needed at run time.
-Imports no torch, so that any module may inspect a model folder.
+Reads config.json itself (the keys of transformers 5 and the older ones), so transformers is not
+needed at run time. What is particular to a model family is in the family's module, which
+`FAMILIES` names. Imports no torch, so that any module may inspect a model folder.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
-import math
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from replicas.errors import ConfigError
+from replicas.generators.layer_specs import ExpertsConfig
+from replicas.generators.rope_config import RopeConfig, RopeDefaults, read_rope
 from replicas.kv_groups import KVSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from replicas.config import EngineConfig
+    from replicas.generators.layer_specs import Activation, LayerSpec, NormKind
 
 FAMILIES: Mapping[str, str] = {
     "LlamaForCausalLM": "llama",
@@ -28,69 +32,22 @@ FAMILIES: Mapping[str, str] = {
     "Qwen3ForCausalLM": "qwen3",
     "MixtralForCausalLM": "mixtral",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Phi3ForCausalLM": "phi3",
+    "Olmo2ForCausalLM": "olmo2",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "SeedOssForCausalLM": "seed_oss",
 }
-"""Architecture name -> family (the configuration's model_type)."""
+"""Architecture name -> family (the configuration's model_type), a module of `_MODELS`."""
+_MODELS = "replicas.generators.torch.models"
 
-_DEFAULT_MAX_POSITIONS = {
-    "llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768, "mixtral": 131072,
-    "qwen3_moe": 32768,
-}  # fmt: skip
+_SLIDING = "sliding_attention"
 _POSITION_KEYS = (
     "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length",
     "max_target_positions", "max_sequence_length", "max_seq_length", "seq_len",
 )  # fmt: skip
 """Keys for the longest sequence. Source: vLLM's `_get_and_verify_max_len`."""
-_DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32, "mixtral": 8, "qwen3_moe": 4}
-_DEFAULT_THETA = {"mixtral": 1e6}
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary embedding settings.
-
-    Attributes:
-        rope_type: "default", "linear", "dynamic", "yarn" or "llama3".
-        theta: Base of the frequencies.
-        factor: Divisor of the frequencies: of all for "linear", of the low ones for "llama3" and
-            "yarn". For "dynamic" how much longer the context is than the original one.
-        low_freq_factor: For "llama3": wavelengths over original length / this are divided.
-        high_freq_factor: For "llama3": wavelengths under original length / this are unchanged.
-        original_max_position_embeddings: Context length before scaling, in tokens.
-        attention_factor: Factor of all cosines and sines; 1 except for "yarn".
-        beta_fast: For "yarn": pairs that turn more often in the original length are unchanged.
-        beta_slow: For "yarn": pairs that turn less often in the original length are divided.
-        is_truncated: For "yarn": the range between these two is widened to whole pairs.
-    """
-
-    rope_type: str
-    theta: float
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 0
-    attention_factor: float = 1.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    is_truncated: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertsConfig:
-    """Settings of the experts that replace each layer's MLP.
-
-    Attributes:
-        num_experts: Experts of a layer.
-        num_per_token: Experts that compute each token.
-        intermediate_size: Size inside one expert.
-        is_normalised: The weights of a token's experts are scaled to sum to 1.
-        rounds_shares: These weights are rounded to the model's dtype.
-    """
-
-    num_experts: int
-    num_per_token: int
-    intermediate_size: int
-    is_normalised: bool
-    rounds_shares: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +72,24 @@ class ModelConfig:
         o_bias: The attention's output projection has a bias.
         mlp_bias: The three MLP projections have biases.
         qk_norm: Queries and keys are normalised per head.
-        sliding_window: Tokens that a position sees, or None for all.
+        sliding_window: Tokens that a position sees in layers with a window; None if no layer has
+            one.
         rope: Rotary embedding settings.
         eos_token_id: Every token that ends a generation, from config.json, then
             generation_config.json.
         dtype: Dtype that the weights were saved in, for example "bfloat16"; "" if not stated.
-        experts: Experts that replace each layer's MLP; None for an MLP.
+        experts: Experts that replace MLPs; None if no layer has any.
         states_max_positions: Its longest context is stated, not the default of its family.
+        layer_types: Of each layer "full_attention" or "sliding_attention"; empty if all are equal.
+        norm_kind: Kind of all norms.
+        activation: Function of the MLPs' gates.
+        local_rope: Rotary embedding of the layers with a window, if they have another.
+        attention_scale: Factor of attention scores; None is head_dim ** -0.5.
+        attention_soft_cap: See ``AttentionSpec.soft_cap``.
+        logits_soft_cap: Logits x become cap * tanh(x / cap); None leaves them.
+        embedding_scale: Factor of the embedding's rows, rounded to the model's dtype.
+        mlp_layers: Layers with an MLP in a model with experts.
+        shared_intermediate_size: Size inside the expert of all tokens, if there is one.
     """
 
     name_or_path: str
@@ -147,11 +115,215 @@ class ModelConfig:
     dtype: str
     experts: ExpertsConfig | None = None
     states_max_positions: bool = True
+    layer_types: tuple[str, ...] = ()
+    norm_kind: NormKind = "rms"
+    activation: Activation = "silu"
+    local_rope: RopeConfig | None = None
+    attention_scale: float | None = None
+    attention_soft_cap: float | None = None
+    logits_soft_cap: float | None = None
+    embedding_scale: float = 1.0
+    mlp_layers: tuple[int, ...] = ()
+    shared_intermediate_size: int = 0
+
+    def has_window(self, layer: int) -> bool:
+        """Return whether a layer sees a window of its sequence only."""
+        if self.sliding_window is None:
+            return False
+        return not self.layer_types or self.layer_types[layer] == _SLIDING
 
     def kv_specs(self, dtype: str) -> tuple[KVSpec, ...]:
         """Return the KV of each layer, with elements of a dtype."""
         spec = KVSpec(heads=self.num_key_value_heads, width=self.head_dim, dtype=dtype)
         return (spec,) * self.num_hidden_layers
+
+
+class Family(Protocol):
+    """Module of a model family."""
+
+    def parse(self, raw: RawConfig) -> ModelConfig:
+        """Read a configuration.
+
+        Raises:
+            ConfigError: The family needs something that is not supported; names it.
+            KeyError: A key is missing.
+        """
+        ...
+
+    def layer(self, config: ModelConfig, index: int) -> LayerSpec:
+        """Describe a layer."""
+        ...
+
+
+def _module_of(family: str) -> Family:
+    return cast("Family", importlib.import_module(f"{_MODELS}.{family}"))
+
+
+@lru_cache(maxsize=16)
+def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
+    """Return the description of each layer of a model of one of `FAMILIES`."""
+    layer = _module_of(config.family).layer
+    return tuple(layer(config, index) for index in range(config.num_hidden_layers))
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What a family assumes where config.json states nothing.
+
+    Attributes:
+        max_positions: Longest context, in tokens.
+        kv_heads: KV heads; None is as many as query heads.
+        head_dim: Size of a head; None is hidden_size / num_attention_heads.
+        is_tied: The output layer is the embedding.
+        rope: Of the rotary embedding.
+        eps: Added to the variance in every norm.
+        activation: Key of the activation and its only supported value.
+    """
+
+    max_positions: int
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    is_tied: bool = False
+    rope: RopeDefaults = RopeDefaults()  # noqa: RUF009 - frozen
+    eps: float = 1e-6
+    activation: tuple[str, str] = ("hidden_act", "silu")
+
+
+@dataclass(frozen=True, slots=True)
+class RawConfig:
+    """A config.json that is being read.
+
+    Attributes:
+        values: The parsed file.
+        name_or_path: Model folder, also used in messages.
+        architectures: Architecture names.
+        family: One of `FAMILIES`.
+        generation: The parsed generation_config.json; empty if there is none.
+    """
+
+    values: Mapping[str, Any]
+    name_or_path: str
+    architectures: tuple[str, ...]
+    family: str
+    generation: Mapping[str, Any]
+
+    def flag(self, key: str) -> bool:
+        """Return a truth value; False if it is missing."""
+        return bool(self.values.get(key, False))
+
+    def window(self, default: int | None = 4096) -> int | None:
+        """Return the window of the layers that have one, or None.
+
+        Args:
+            default: The window where the key is missing.
+        """
+        layer_types = self.values.get("layer_types")
+        if layer_types is not None and _SLIDING not in layer_types:
+            return None
+        window = self.values.get("sliding_window", default)
+        return None if window is None else int(window)
+
+    def layer_types(self) -> tuple[str, ...]:
+        """Return the type of each layer; empty if none is stated.
+
+        Raises:
+            ConfigError: There is another number of them than of layers.
+        """
+        found = tuple(map(str, self.values.get("layer_types") or ()))
+        num_layers = int(self.values["num_hidden_layers"])
+        if found and len(found) != num_layers:
+            raise ConfigError(f"{len(found)} layer_types for num_hidden_layers {num_layers}")
+        return found
+
+    def experts(
+        self, count: str, size: str, *, is_normalised: bool, rounds_shares: bool = False
+    ) -> ExpertsConfig:
+        """Return the settings of experts.
+
+        Args:
+            count: Key of the number of experts.
+            size: Key of the size inside one.
+            is_normalised: See `ExpertsConfig`.
+            rounds_shares: See `ExpertsConfig`.
+
+        Raises:
+            ConfigError: A token has more experts than there are, or none.
+            KeyError: A key is missing.
+        """
+        num_experts = int(self.values[count])
+        num_per_token = int(self.values["num_experts_per_tok"])
+        if not 1 <= num_per_token <= num_experts:
+            raise ConfigError(
+                f"num_experts_per_tok {num_per_token} is not from 1 to the number of experts, "
+                f"{num_experts}"
+            )
+        inner = int(self.values[size])
+        return ExpertsConfig(num_experts, num_per_token, inner, is_normalised, rounds_shares)
+
+    def local_rope(self, config: ModelConfig, defaults: RopeDefaults) -> RopeConfig:
+        """Return the rotary embedding of layers with a window, where theirs is another.
+
+        Older configurations scale only that of the others, and state its base elsewhere.
+        """
+        older = ("rope_theta", "rope_scaling")
+        values = {key: value for key, value in self.values.items() if key not in older}
+        return read_rope(values, config.head_dim, config.max_position_embeddings, defaults)
+
+    def refuse(self, *keys: str) -> None:
+        """Refuse settings of the family that nothing here computes.
+
+        Raises:
+            ConfigError: One of them is set.
+        """
+        for key in keys:
+            if self.values.get(key):
+                raise ConfigError(f"{self.name_or_path}: {key} {self.values[key]} is not supported")
+
+    def model(self, defaults: Defaults) -> ModelConfig:
+        """Return what all families have, read alike: no biases, norms of heads, windows, experts.
+
+        Raises:
+            ConfigError: A value is not supported, or two contradict each other; names them.
+            KeyError: A key is missing.
+        """
+        raw = self.values
+        _refuse_unsupported(raw, self.name_or_path, *defaults.activation)
+        heads = int(raw["num_attention_heads"])
+        hidden_size = int(raw["hidden_size"])
+        kv_heads = int(raw.get("num_key_value_heads", defaults.kv_heads) or heads)
+        if kv_heads < 1 or heads % kv_heads:
+            raise ConfigError(f"num_attention_heads {heads} is not a multiple of {kv_heads=}")
+        head_dim = int(raw.get("head_dim") or defaults.head_dim or hidden_size // heads)
+        if head_dim % 2:
+            raise ConfigError(f"{head_dim=} is odd; rotary embeddings need pairs")
+        stated_positions = [int(raw[key]) for key in _POSITION_KEYS if raw.get(key)]
+        # Source: vLLM's `_get_and_verify_max_len`.
+        max_positions = min(stated_positions, default=defaults.max_positions)
+        rope = read_rope(raw, head_dim, max_positions, defaults.rope)
+        return ModelConfig(
+            name_or_path=self.name_or_path,
+            architectures=self.architectures,
+            family=self.family,
+            num_hidden_layers=int(raw["num_hidden_layers"]),
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            hidden_size=hidden_size,
+            intermediate_size=int(raw["intermediate_size"]),
+            vocab_size=int(raw["vocab_size"]),
+            max_position_embeddings=_scaled_positions(rope, max_positions),
+            rms_norm_eps=float(raw.get("rms_norm_eps", defaults.eps)),
+            tie_word_embeddings=bool(raw.get("tie_word_embeddings", defaults.is_tied)),
+            qkv_bias=False,
+            o_bias=False,
+            mlp_bias=False,
+            qk_norm=False,
+            sliding_window=None,
+            rope=rope,
+            eos_token_id=_eos_token_ids(raw, self.generation),
+            dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "").removeprefix("torch."),
+            states_max_positions=bool(stated_positions),
+        )
 
 
 def load_hf_config(folder: str | Path) -> ModelConfig:
@@ -292,18 +464,12 @@ def check_sizes(config: ModelConfig, max_batch_size: int, max_seq_len: int, num_
     """Refuse sizes that a generator does not support.
 
     Raises:
-        ConfigError: They do not divide, or exceed the attention window; gives the numbers.
+        ConfigError: They do not divide; gives the numbers.
     """
     if min(max_batch_size, max_seq_len, num_lanes) < 1 or max_batch_size % num_lanes:
         raise ConfigError(
             f"{max_batch_size=} must be a positive multiple of tt_data_parallel {num_lanes}, and "
             f"{max_seq_len=} positive"
-        )
-    window = config.sliding_window
-    if window is not None and window < max_seq_len:
-        raise ConfigError(
-            f"{config.name_or_path}: sliding window {window} is shorter than {max_seq_len=}; "
-            f"set max_seq_len to {window} or less"
         )
 
 
@@ -331,49 +497,7 @@ def parse_hf_config(
 def _parse(raw: Mapping[str, Any], name_or_path: str, generation: Mapping[str, Any]) -> ModelConfig:
     architectures = _architectures(raw, name_or_path)
     family = _family(raw, architectures, name_or_path)
-    _refuse_unsupported(raw, name_or_path)
-    heads = int(raw["num_attention_heads"])
-    hidden_size = int(raw["hidden_size"])
-    kv_heads = int(raw.get("num_key_value_heads", _DEFAULT_KV_HEADS.get(family)) or heads)
-    if kv_heads < 1 or heads % kv_heads:
-        raise ConfigError(f"num_attention_heads {heads} is not a multiple of {kv_heads=}")
-    head_dim = int(raw.get("head_dim") or (128 if family == "qwen3" else hidden_size // heads))
-    if head_dim % 2:
-        raise ConfigError(f"{head_dim=} is odd; rotary embeddings need pairs")
-    stated_positions = [int(raw[key]) for key in _POSITION_KEYS if raw.get(key)]
-    # Source: vLLM's `_get_and_verify_max_len`.
-    max_positions = min(stated_positions, default=_DEFAULT_MAX_POSITIONS[family])
-    rope = _rope(raw, max_positions, _DEFAULT_THETA.get(family, 10000.0))
-    if rope.rope_type == "dynamic" and head_dim == 2:
-        raise ConfigError(f"{head_dim=} is too small for dynamic rope scaling")
-    attention_bias = family in ("llama", "qwen3", "qwen3_moe") and bool(
-        raw.get("attention_bias", False)
-    )
-    return ModelConfig(
-        name_or_path=name_or_path,
-        architectures=architectures,
-        family=family,
-        num_hidden_layers=int(raw["num_hidden_layers"]),
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        hidden_size=hidden_size,
-        intermediate_size=int(raw["intermediate_size"]),
-        vocab_size=int(raw["vocab_size"]),
-        max_position_embeddings=_scaled_positions(rope, max_positions),
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        qkv_bias=attention_bias or family == "qwen2",
-        o_bias=attention_bias,
-        mlp_bias=family == "llama" and bool(raw.get("mlp_bias", False)),
-        qk_norm=family in ("qwen3", "qwen3_moe"),
-        sliding_window=_sliding_window(raw, family),
-        rope=rope,
-        eos_token_id=_eos_token_ids(raw, generation),
-        dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "").removeprefix("torch."),
-        experts=_experts(raw, family),
-        states_max_positions=bool(stated_positions),
-    )
+    return _module_of(family).parse(RawConfig(raw, name_or_path, architectures, family, generation))
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
@@ -406,15 +530,15 @@ def _family(raw: Mapping[str, Any], architectures: tuple[str, ...], name: str) -
     raise ConfigError(f"{name}: architecture {found!r} is not one of {', '.join(FAMILIES)}")
 
 
-def _refuse_unsupported(raw: Mapping[str, Any], name: str) -> None:
-    activation = raw.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ConfigError(f"{name}: hidden_act {activation!r} is not supported, only 'silu'")
+def _refuse_unsupported(raw: Mapping[str, Any], name: str, key: str, supported: str) -> None:
+    activation = raw.get(key, supported)
+    if activation != supported:
+        raise ConfigError(f"{name}: {key} {activation!r} is not supported, only {supported!r}")
     quantization = raw.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else "?"
         raise ConfigError(f"{name}: weights quantised by {method!r} are not supported")
-    layer_types = set(raw.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
+    layer_types = set(raw.get("layer_types") or ()) - {"full_attention", _SLIDING}
     if layer_types:
         raise ConfigError(f"{name}: layer_types {sorted(layer_types)} are not supported")
 
@@ -431,124 +555,6 @@ def _scaled_positions(rope: RopeConfig, max_positions: int) -> int:
             return int(rope.original_max_position_embeddings * rope.factor)
         case _:
             return max_positions
-
-
-def _sliding_window(raw: Mapping[str, Any], family: str) -> int | None:
-    """Return the attention window of any layer that has one, or None."""
-    layer_types = raw.get("layer_types")
-    if layer_types is not None and "sliding_attention" not in layer_types:
-        return None
-    # Llama has no window, Mistral's is always on, Qwen's has a switch that defaults to off.
-    is_used = family in ("mistral", "mixtral") or (
-        family != "llama" and bool(raw.get("use_sliding_window"))
-    )
-    # transformers' default where the key is missing
-    window = raw.get("sliding_window", None if family == "mixtral" else 4096)
-    return int(window) if is_used and window is not None else None
-
-
-def _experts(raw: Mapping[str, Any], family: str) -> ExpertsConfig | None:
-    """Return the expert settings of the families that have experts, or None."""
-    if family not in ("mixtral", "qwen3_moe"):
-        return None
-    if raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1:
-        raise ConfigError("models that mix MLP layers and expert layers are not supported")
-    is_mixtral = family == "mixtral"
-    found = ExpertsConfig(
-        num_experts=int(raw["num_local_experts"] if is_mixtral else _num_qwen_experts(raw)),
-        num_per_token=int(raw["num_experts_per_tok"]),
-        intermediate_size=int(raw["intermediate_size" if is_mixtral else "moe_intermediate_size"]),
-        is_normalised=is_mixtral or bool(raw.get("norm_topk_prob", False)),
-        rounds_shares=not is_mixtral,
-    )
-    if not 1 <= found.num_per_token <= found.num_experts:
-        raise ConfigError(
-            f"num_experts_per_tok {found.num_per_token} is not from 1 to the number of experts, "
-            f"{found.num_experts}"
-        )
-    return found
-
-
-def _num_qwen_experts(raw: Mapping[str, Any]) -> int:
-    return int(raw["num_experts"] if "num_experts" in raw else raw["num_local_experts"])
-
-
-def _rope(raw: Mapping[str, Any], max_positions: int, default_theta: float) -> RopeConfig:
-    """Read ``rope_parameters`` (transformers 5), else ``rope_theta`` and ``rope_scaling``."""
-    settings = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    theta = float(settings.get("rope_theta") or raw.get("rope_theta") or default_theta)
-    if any(isinstance(value, dict) for value in settings.values()):
-        raise ConfigError(f"rope settings per layer type ({', '.join(settings)}) are not supported")
-    rope_type = settings.get("rope_type") or settings.get("type") or "default"
-    partial = settings.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        raise ConfigError(f"partial_rotary_factor {partial} is not supported, only 1")
-    # transformers prefers the key outside of the settings, too.
-    original = int(
-        raw.get("original_max_position_embeddings")
-        or settings.get("original_max_position_embeddings")
-        or max_positions
-    )
-    match rope_type:
-        case "default":
-            return RopeConfig("default", theta)
-        case "linear" | "dynamic":
-            factor = _rope_factor(settings["factor"])
-            return RopeConfig(
-                rope_type, theta, factor, original_max_position_embeddings=max_positions
-            )
-        case "yarn":
-            return _yarn(settings, theta, original, max_positions)
-        case "llama3":
-            return RopeConfig(
-                "llama3",
-                theta,
-                factor=float(settings["factor"]),
-                low_freq_factor=float(settings["low_freq_factor"]),
-                high_freq_factor=float(settings["high_freq_factor"]),
-                original_max_position_embeddings=original,
-            )
-        case _:
-            known = "'default', 'linear', 'dynamic', 'yarn' and 'llama3'"
-            raise ConfigError(f"rope type {rope_type!r} is not supported, only {known}")
-
-
-def _yarn(
-    settings: Mapping[str, Any], theta: float, original: int, max_positions: int
-) -> RopeConfig:
-    """Read the settings of type "yarn".
-
-    Source: transformers ``modeling_rope_utils.py``, `_compute_yarn_parameters`.
-    """
-    stated = settings["factor"]
-    factor = _rope_factor(max_positions / original if stated is None else stated)
-    attention_factor = settings.get("attention_factor")
-    if attention_factor is None:
-        mscale, mscale_all_dim = settings.get("mscale"), settings.get("mscale_all_dim")
-        attention_factor = _yarn_mscale(factor, 1.0)
-        if mscale and mscale_all_dim:
-            attention_factor = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, mscale_all_dim)
-    return RopeConfig(
-        "yarn",
-        theta,
-        factor,
-        original_max_position_embeddings=original,
-        attention_factor=float(attention_factor),
-        beta_fast=float(settings.get("beta_fast") or 32.0),
-        beta_slow=float(settings.get("beta_slow") or 1.0),
-        is_truncated=bool(settings.get("truncate", True)),
-    )
-
-
-def _yarn_mscale(factor: float, mscale: float) -> float:
-    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
-
-
-def _rope_factor(value: object) -> float:
-    factor = float(value)  # type: ignore[arg-type]
-    if not 1.0 <= factor < math.inf:
-        raise ConfigError(f"rope factor {factor} is not a finite number of at least 1")
-    return factor
 
 
 def _eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:

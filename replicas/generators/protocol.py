@@ -167,7 +167,7 @@ class CpuDevice:
         load_format: "safetensors" reads the model folder's weights; "random" needs only its
             config.json and draws normal(0, 0.02) weights.
         seed: Seed of the random weights; equal seeds give equal weights in every dtype.
-        attention: "fast" batches decode rows; "reference" attends request by request.
+        attention: "fast" uses compiled kernels; "batched" PyTorch's operations.
         progress: Called while loading with (stage, fraction done in 0..1); must be quick.
         shares_kv: Whether other processes of this host may map the KV cache's memory.
         exchange: Communication with the other ranks of a gang, which have the other experts.
@@ -176,7 +176,7 @@ class CpuDevice:
     dtype: torch.dtype
     load_format: Literal["safetensors", "random"] = "safetensors"
     seed: int = 0
-    attention: Literal["fast", "reference"] = "fast"
+    attention: Literal["fast", "batched"] = "fast"
     progress: Callable[[str, float], None] | None = None
     shares_kv: bool = False
     exchange: Exchange | None = None

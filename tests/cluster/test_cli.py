@@ -2,6 +2,7 @@
 
 import hashlib
 import http.server
+import json
 import os
 import re
 import shlex
@@ -17,6 +18,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+import configs
 from cluster import cli
 from cluster.edge.api_keys import parse_keys
 from cluster.edge.transfers import ReplicaView, TransfersView, transfers_text
@@ -111,6 +113,31 @@ def test_validate_names_every_bad_file_and_its_key(run, tmp_path):
     assert result.exit_code == 2
     assert "/no/such/folder" in result.output
     assert "poools" in result.output
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": 99}, "weights missing in .*layers.* more; config.json implies"),
+        ({"intermediate_size": 7}, r"mlp.gate_proj.weight .* instead of \(7, .*model.safetensors"),
+        ({"architectures": ["UnheardOf"]}, "'UnheardOf' is not one of LlamaForCausalLM"),
+        ({"rope_scaling": {"rope_type": "odd"}}, "rope type 'odd' is not supported"),
+    ],
+    ids=["missing", "shape", "family", "rope"],
+)
+def test_validate_names_weights_that_contradict_the_configuration(run, tmp_path, change, message):
+    demo = Path(configs.__file__).parent / "demo-model"
+    for file in demo.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "config.json").unlink()
+    raw = json.loads((demo / "config.json").read_text())
+    raw.pop("rope_parameters", None)
+    (tmp_path / "config.json").write_text(json.dumps(raw | change))
+    path = tmp_path / "serve.yaml"
+    path.write_text(GOOD.format(model=tmp_path))
+    result = run("validate", path)
+    assert result.exit_code == 2
+    assert re.search(message, result.output, re.DOTALL)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from replicas.sampling_params import SamplingParams
 from tests.engines import GREEDY
 from tests.equivalence.variants import PROMPTS, VARIANTS, run
 from tests.models import MARGIN, model_folder, references
-from tests.replicas.generators.tiny_models import CASES
+from tests.replicas.generators.tiny_models import CASES, FAMILIES
 
 SEEDED = [
     SamplingParams(max_tokens=12, temperature=t, top_k=k, top_p=p, seed=1000 + i)
@@ -41,6 +41,12 @@ EVERY_WAY = ["llama-gqa", "qwen3-moe"]
 is in their layers: two variants, of a mixed pass and of the two padded calls, cover those."""
 TWO_WAYS = ["mixed, chunked", "apart, whole, four lanes"]
 PAIRS = [(case, name) for case in CASES for name in (VARIANTS if case in EVERY_WAY else TWO_WAYS)]
+# Transformers takes the short factors of longrope for these prompts, an engine the long ones.
+PAIRS += [
+    (case, "mixed, chunked, preempted, prefix hit, drafts")
+    for case in FAMILIES
+    if case != "phi4-long"
+]
 
 
 @pytest.mark.parametrize(("case", "name"), PAIRS)

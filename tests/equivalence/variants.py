@@ -88,7 +88,7 @@ VARIANTS = {
     "mixed, whole": Variant({**_MISS, **_WHOLE}),
     "apart, chunked": Variant({**_MISS, **_CHUNKED, **_APART}),
     "apart, whole": Variant({**_MISS, **_WHOLE, **_APART}),
-    "mixed, whole, reference attention": Variant({**_MISS, **_WHOLE, "attention": "reference"}),
+    "mixed, whole, batched attention": Variant({**_MISS, **_WHOLE, "attention": "batched"}),
     "mixed, chunked, arrivals apart": Variant({**_MISS, **_CHUNKED}, stagger=3),
     "mixed, chunked, four lanes": Variant({**_MISS, **_CHUNKED, **_FOUR_LANES}),
     "apart, whole, four lanes": Variant({**_MISS, **_WHOLE, **_APART, **_FOUR_LANES}),

@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from replicas.config import MeshConfig
 from replicas.errors import ConfigError, DeviceError, ModelLoadError
 from replicas.generators import fingerprint
+from replicas.generators.checkpoint import expected_weights
 from replicas.generators.model_config import load_hf_config
-from replicas.generators.torch.loader import expected_weights
 from replicas.generators.ttnn import weights
 from replicas.generators.ttnn.products import striped
 from replicas.generators.ttnn.profiles import ACCURACY, BALANCED, PERFORMANCE, PROFILES

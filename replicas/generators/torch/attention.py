@@ -1,31 +1,40 @@
-"""Attention over the paged KV cache: a plain reference and a fast back end behind one protocol.
+"""Attention over the paged KV cache by PyTorch's operations, and the choice of a back end.
 
 A back end prepares one pass (which tokens go together) and returns a function that every layer
-calls. Positions past a sequence's end and the null block may hold
-anything, NaN included, and never reach a result.
+calls. Positions past a sequence's end, those behind a window and the null block may hold anything,
+NaN included, and never reach a result.
 
-Dimensions: T tokens, H query heads, G KV heads, D head size, P blocks of all lanes, S block size.
+Dimensions: T tokens, H query heads, G KV heads, D head size, P blocks of all lanes, S block size,
+R rows (tokens of one sequence that attend together), n tokens of a row, W blocks of a row,
+L = W * S.
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
+from torch.nn import functional
 
-from replicas.generators.masks import causal_mask
 from replicas.generators.torch.plain import Attend, PlainKernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from replicas.generators.torch.inputs import PagedBatch
+    from replicas.generators.layer_specs import AttentionSpec
+    from replicas.generators.torch.inputs import Int64Array, PagedBatch
     from replicas.generators.torch.kernels import Kernels
     from replicas.generators.torch.kv_cache import TorchKVCache
 
 logger = logging.getLogger(__name__)
+
+MOST_QUERIES = 256
+"""Tokens of a row: a mask of more would take much memory, and half of it would be empty."""
+MOST_KEYS = 1 << 20
+"""Gathered positions of a group of rows: more would take much memory and are no faster."""
 
 
 class AttentionBackend(Protocol):
@@ -44,8 +53,40 @@ class AttentionBackend(Protocol):
         ...
 
 
-class ReferenceAttention:
-    """Attends request by request, spelling the formula out.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """Rows of about equal sizes.
+
+    Attributes:
+        tokens: int64 (R, n), indices of tokens in the pass; short rows repeat their last one.
+        positions: int64 (R, n), places of these tokens in their sequences.
+        table: int64 (R, K), global block ids of their sequences.
+        are_first: bool (R, n), False where a token is repeated.
+    """
+
+    tokens: torch.Tensor
+    positions: Int64Array
+    table: Int64Array
+    are_first: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Window:
+    """What rows see through a window.
+
+    Attributes:
+        blocks: int64 (R * W,), of the cache.
+        hidden: bool (R, L, 1): positions that no token of a row sees, to be replaced by zeros.
+        visible: bool (R, 1, n, L), for each token.
+    """
+
+    blocks: torch.Tensor
+    hidden: torch.Tensor
+    visible: torch.Tensor
+
+
+class BatchedAttention:
+    """Attention of rows in groups of about equal sizes: decodes together, prompts in pieces.
 
     Attributes:
         kernels: See ``AttentionBackend``.
@@ -59,52 +100,147 @@ class ReferenceAttention:
         self.kernels = PlainKernels()
 
     def prepare(self, batch: PagedBatch, cache: TorchKVCache) -> Attend:
-        """Return the attention function of one pass, which every layer calls once."""
+        """Return the attention function of one pass, which layers call once each."""
+        groups: list[_Rows] = []
+        windows: dict[int | None, list[_Window]] = {}
 
-        def attend(layer: int, q: torch.Tensor) -> torch.Tensor:
+        def attend(
+            layer: int, q: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None = None
+        ) -> torch.Tensor:
+            if not groups:  # made when a layer needs them
+                groups.extend(_groups(batch, cache.block_size))
+            if spec.window not in windows:
+                windows[spec.window] = [_window(r, spec.window, cache.block_size) for r in groups]
             k_plane, v_plane = cache.planes[layer]
-            out = torch.empty_like(q)
-            for request, length in enumerate(batch.seq_lens.tolist()):
-                begin, end = batch.query_start_loc[request : request + 2].tolist()
-                table = batch.block_table[request, : blocks_for(length, cache.block_size)]
-                blocks = torch.from_numpy(table)
-                k = k_plane[blocks].transpose(0, 1).flatten(1, 2)[:, :length]
-                v = v_plane[blocks].transpose(0, 1).flatten(1, 2)[:, :length]
-                out[begin:end] = _attend_one(q[begin:end], k, v)
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+            for rows, seen in zip(groups, windows[spec.window], strict=True):
+                k, v = (_gather(plane, seen) for plane in (k_plane, v_plane))
+                found = attend_rows(q[rows.tokens], k, v, seen.visible, spec, sinks)
+                out[rows.tokens[rows.are_first]] = found[rows.are_first]
             return out
 
         return attend
 
 
-def _attend_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Attend with the last tokens of one sequence.
+def _groups(batch: PagedBatch, block_size: int) -> list[_Rows]:
+    """Cut the requests of a pass into rows, and group these by their sizes."""
+    starts, ends = batch.query_start_loc[:-1], batch.query_start_loc[1:]
+    counts = ends - starts
+    pieces = -(-counts // MOST_QUERIES)
+    requests = np.repeat(np.arange(len(counts)), pieces)
+    piece = np.arange(len(requests)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    first = starts[requests] + piece * MOST_QUERIES
+    sizes = np.minimum(ends[requests] - first, MOST_QUERIES)
+    lengths = batch.seq_lens[requests] - (ends[requests] - first - sizes)
+    # Neighbouring powers of two share a group: at most half of it is padding.
+    keys = np.stack([_log2(sizes), _log2(-(-lengths // block_size))])
+    groups: list[_Rows] = []
+    for key in np.unique(keys, axis=1).T:
+        which = np.flatnonzero((keys == key[:, None]).all(axis=0))
+        longest = int(lengths[which].max())
+        most = max(1, MOST_KEYS // (longest + int(sizes[which].max())))
+        groups += [
+            _rows(batch, requests[part], first[part], sizes[part], lengths[part])
+            for part in np.split(which, range(most, len(which), most))
+        ]
+    return groups
+
+
+def _log2(values: Int64Array) -> Int64Array:
+    """Return the exponents of the next powers of two."""
+    return np.ceil(np.log2(values)).astype(np.int64)
+
+
+def _rows(
+    batch: PagedBatch, requests: Int64Array, first: Int64Array, sizes: Int64Array, ends: Int64Array
+) -> _Rows:
+    steps = np.arange(sizes.max())
+    taken = np.minimum(steps, sizes[:, None] - 1)
+    return _Rows(
+        tokens=torch.from_numpy(first[:, None] + taken),
+        positions=(ends - sizes)[:, None] + taken,
+        table=batch.block_table[requests],
+        are_first=torch.from_numpy(steps < sizes[:, None]),
+    )
+
+
+def _window(rows: _Rows, window: int | None, block_size: int) -> _Window:
+    """Return the blocks and positions that rows see."""
+    last = rows.positions[:, -1]
+    oldest = 0 * rows.positions if window is None else np.maximum(rows.positions - window + 1, 0)
+    begin = oldest[:, 0] // block_size
+    width = int((last // block_size - begin).max()) + 1
+    columns = begin[:, None] + np.arange(width)
+    blocks = np.take_along_axis(rows.table, np.minimum(columns, rows.table.shape[1] - 1), axis=1)
+    positions = (columns[:, :, None] * block_size + np.arange(block_size)).reshape(len(last), -1)
+    hidden = (positions > last[:, None]) | (positions < oldest[:, :1])
+    visible = positions[:, None] <= rows.positions[:, :, None]
+    if window is not None:
+        visible &= positions[:, None] >= oldest[:, :, None]
+    return _Window(
+        blocks=torch.from_numpy(np.ascontiguousarray(blocks).reshape(-1)),
+        hidden=torch.from_numpy(hidden)[:, :, None],
+        visible=torch.from_numpy(visible)[:, None],
+    )
+
+
+def _gather(plane: torch.Tensor, seen: _Window) -> torch.Tensor:
+    """Return what rows see of a plane (P, G, S, D) as (R, G, L, D), zero where they see nothing."""
+    _, num_heads, block_size, size = plane.shape
+    num_rows, length, _ = seen.hidden.shape
+    blocks = plane.index_select(0, seen.blocks)
+    blocks = blocks.view(num_rows, length // block_size, num_heads, block_size, size)
+    found = blocks.transpose(1, 2).reshape(num_rows, num_heads, length, size)
+    return found.masked_fill_(seen.hidden[:, None], 0.0)
+
+
+def attend_rows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: torch.Tensor,
+    spec: AttentionSpec,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend.
 
     Args:
-        q: (n, H, D), the queries of its last n tokens.
-        k: (G, length, D), all of its keys.
-        v: (G, length, D), all of its values.
+        q: (R, n, H, D).
+        k: (R, G, L, D).
+        v: (R, G, L, D).
+        visible: bool (R, 1, n, L).
+        spec: Scale and soft cap.
+        sinks: (H,) scores without a value, or None.
 
     Returns:
-        (n, H, D).
+        (R, n, H, D).
     """
-    num_queries, _, head_dim = q.shape
-    num_kv_heads, length, _ = k.shape
-    # Query heads that share a KV head stand side by side: (G, H / G, n, D).
-    grouped = q.transpose(0, 1).reshape(num_kv_heads, -1, num_queries, head_dim)
-    scores = grouped @ k.unsqueeze(1).transpose(-1, -2) * head_dim**-0.5
-    is_visible = torch.from_numpy(causal_mask(np.arange(length - num_queries, length), length))
-    weights = _softmax(scores.masked_fill(~is_visible, -torch.inf))
-    return (weights @ v.unsqueeze(1)).flatten(0, 1).transpose(0, 1)
-
-
-def _softmax(scores: torch.Tensor) -> torch.Tensor:
-    wide = torch.promote_types(scores.dtype, torch.float32)
-    return scores.softmax(dim=-1, dtype=wide).to(scores.dtype)
-
-
-def blocks_for(num_tokens: int, block_size: int) -> int:
-    """Return how many blocks hold ``num_tokens``."""
-    return -(-num_tokens // block_size)
+    num_rows, num_queries, num_heads, size = q.shape
+    share = num_heads // k.shape[1]
+    # Query heads that share a KV head are further queries of it: (R, G, n * share, D).
+    grouped = q.view(num_rows, num_queries, -1, share, size).permute(0, 2, 1, 3, 4)
+    grouped = grouped.reshape(num_rows, -1, num_queries * share, size)
+    if num_queries > 1 and share > 1:
+        visible = visible.repeat_interleave(share, dim=2)
+    scale = size**-0.5 if spec.scale is None else spec.scale
+    if spec.soft_cap is None and sinks is None:
+        found = functional.scaled_dot_product_attention(
+            grouped, k, v, attn_mask=visible, scale=scale
+        )
+    else:
+        scores = grouped @ k.transpose(-1, -2) * scale
+        if spec.soft_cap is not None:
+            scores = (scores / spec.soft_cap).tanh() * spec.soft_cap
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if sinks is not None:
+            sunk = sinks.view(1, -1, 1, share).expand(num_rows, -1, num_queries, -1)
+            sunk = sunk.reshape(num_rows, -1, num_queries * share, 1)
+            scores = torch.cat((scores, sunk.to(scores.dtype)), dim=-1)
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        weights = scores.softmax(dim=-1, dtype=wide).to(v.dtype)
+        found = weights[..., : k.shape[2]] @ v
+    found = found.view(num_rows, -1, num_queries, share, v.shape[-1]).permute(0, 2, 1, 3, 4)
+    return found.reshape(num_rows, num_queries, num_heads, v.shape[-1])
 
 
 def _fast(dtype: torch.dtype, head_dim: int, share: int) -> AttentionBackend:
@@ -115,7 +251,7 @@ def _fast(dtype: torch.dtype, head_dim: int, share: int) -> AttentionBackend:
 
 BACKENDS: Mapping[str, Callable[[torch.dtype, int, int], AttentionBackend]] = {
     "fast": _fast,
-    "reference": lambda _dtype, _head_dim, _share: ReferenceAttention(),
+    "batched": lambda _dtype, _head_dim, _share: BatchedAttention(),
 }
 """The values of ``CpuDevice.attention``, made for a dtype, D and H / G."""
 
@@ -126,9 +262,9 @@ def make_attention(name: str, dtype: torch.dtype, head_dim: int, share: int) -> 
         return BACKENDS[name](dtype, head_dim, share)
     except (ImportError, RuntimeError) as error:
         logger.warning(
-            "this engine computes attention, norms and rotations without compiled kernels, many "
+            "this engine computes attention, norms and rotations without compiled kernels, some "
             "times slower: %s. Install the numba and llvmlite of constraints.txt, built for "
-            "this processor; `attention: reference` selects the plain operations silently",
+            "this processor; `attention: batched` selects the plain operations silently",
             error,
         )
-        return ReferenceAttention()
+        return BatchedAttention()

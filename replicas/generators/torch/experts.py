@@ -11,64 +11,62 @@ Dimensions: T tokens, K experts of each token, E experts of a layer, D hidden.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from replicas.generators.model_config import ExpertsConfig
+    from replicas.generators.layer_specs import ExpertsConfig
     from replicas.generators.protocol import Exchange
     from replicas.generators.torch.linear import LinearLayer
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Expert:
-    """One expert.
-
-    Attributes:
-        gate: hidden -> intermediate.
-        up: hidden -> intermediate.
-        down: intermediate -> hidden.
-    """
-
-    gate: LinearLayer
-    up: LinearLayer
-    down: LinearLayer
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """(T, D) -> (T, D)."""
-        return self.down(self.up.times(x, self.gate.swish(x)))
+    Mlp: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Experts:
-    """The experts of one layer, and who of them gets a token.
+    """The experts of one layer, and which of them compute a token.
 
     Owner: the weights of the router and of this rank's experts; nothing changes them.
 
     Args:
         config: The model's experts.
         router: hidden -> E.
-        own: The experts of this rank: all of them, or the rank's share in order.
-        exchange: The way to the others, if they are shared out.
+        own: The experts of this rank, each (T, D) -> (T, D): all of them, or its share in order.
+        exchange: Communication with the other ranks, if the experts are distributed.
+        shared: MLP of all tokens, which every rank has, or None.
+        shared_gate: hidden -> 1: the sigmoid of its product is a factor of the shared result.
     """
 
     def __init__(
         self,
         config: ExpertsConfig,
         router: LinearLayer,
-        own: Sequence[Expert],
+        own: Sequence[Mlp],
         exchange: Exchange | None = None,
+        *,
+        shared: Mlp | None = None,
+        shared_gate: LinearLayer | None = None,
     ) -> None:
         self._config = config
         self._router = router
         self._own = tuple(own)
         self._exchange = exchange
+        self._shared = shared
+        self._shared_gate = shared_gate
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """(T, D) -> (T, D); T may be 0."""
+        routed = self._routed(x)
+        if self._shared is None:
+            return routed
+        shared = self._shared(x)
+        if self._shared_gate is not None:
+            shared = self._shared_gate(x).sigmoid() * shared
+        return routed + shared
+
+    def _routed(self, x: torch.Tensor) -> torch.Tensor:
         experts, shares = self._route(x)
         num_per_token = self._config.num_per_token
         # A place for each expert of each token, brought together by expert.

@@ -46,7 +46,7 @@ class FastAttention:
         """Return the attention function of a pass; see ``attention.AttentionBackend.prepare``."""
         parts = _parts(batch)
 
-        def attend(layer: int, q: torch.Tensor) -> torch.Tensor:
+        def attend(layer: int, q: torch.Tensor, *_spec: object) -> torch.Tensor:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
             for tiles in parts:
                 self._attend(q, tiles, cache.planes[layer], out)

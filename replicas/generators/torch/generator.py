@@ -54,7 +54,7 @@ ATTENDED = 10
 
 
 class TorchGenerator:
-    """Llama, Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE behind the generator interface.
+    """Models of `model_config.FAMILIES` behind the generator interface.
 
     Owner: the model's weights and the layer callbacks. The KV cache belongs to the caller.
     """
@@ -121,7 +121,7 @@ class TorchGenerator:
         _check_device(mesh_device)
         check_sizes(config, max_batch_size, max_seq_len, tt_data_parallel)
         _check_exchange(config, mesh_device)
-        weights = load_weights(config, mesh_device)
+        weights = load_weights(config, mesh_device, max_seq_len)
         share = config.num_attention_heads // config.num_key_value_heads
         attention = make_attention(mesh_device.attention, mesh_device.dtype, config.head_dim, share)
         model = PagedTransformer(config, weights, max_seq_len, attention)

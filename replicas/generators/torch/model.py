@@ -1,7 +1,7 @@
-"""The forward pass of Llama, Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE over a paged KV cache.
+"""The forward pass of a decoder model over a paged KV cache.
 
-One pass serves prefill chunks and decodes alike. The order of operations and of casts is that of
-transformers, so that float32 results agree.
+One pass serves prefill chunks and decodes alike. Layers are computed one by one by their own
+operators, or all in one call where compiled code can.
 
 Dimensions: T tokens, S wanted tokens, N hidden size, H query heads, G KV heads, D head size,
 V vocabulary.
@@ -15,6 +15,9 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from replicas.generators.torch.attention import BatchedAttention
+from replicas.generators.torch.experts import Experts
+from replicas.generators.torch.layers import ForwardPass
 from replicas.generators.torch.plain import TokenPlaces
 from replicas.generators.torch.rope import rope_table
 
@@ -46,15 +49,23 @@ class PagedTransformer:
         self._config = config
         self._weights = weights
         self._attention = attention
+        self._plain = BatchedAttention()
         dtype = weights.embedding.dtype
-        self._rope = rope_table(config.rope, config.head_dim, max_seq_len, dtype)
+        specs = (layer.attention.spec for layer in weights.layers)
+        self._ropes = {
+            (rope, size): rope_table(rope, size, max_seq_len, dtype)
+            for rope, size in dict.fromkeys((spec.rope, spec.head_dim) for spec in specs)
+        }
+        self._max_seq_len = max_seq_len
+        self._scale = torch.tensor(config.embedding_scale, dtype=dtype)
         self._stack: LayerStack | None = None
         if attention.is_compiled:
             # Where nothing can be compiled it cannot be loaded, either.
             from replicas.generators.torch.stack import LayerStack
 
             if LayerStack.can_run(weights):
-                self._stack = LayerStack(config, weights, self._rope)
+                rope = self._ropes[config.rope, config.head_dim]
+                self._stack = LayerStack(config, weights, rope)
 
     @property
     def is_one_call(self) -> bool:
@@ -93,18 +104,22 @@ class PagedTransformer:
         Returns:
             (len(batch.logits_indices), N) in the model's dtype, normed.
         """
-        weights, kernels = self._weights, self._attention.kernels
+        weights = self._weights
         self._check(batch, cache)
         x = functional.embedding(batch.input_ids, weights.embedding)
+        if self._config.embedding_scale != 1.0:
+            x = x * self._scale
         run = self._run_one_by_one if self._stack is None else self._run_stack
         last = run(x, batch, cache, (before_layer, after_layer))
-        return kernels.rms_norm(last, weights.final_norm, self._config.rms_norm_eps)
+        return weights.final_norm(last, self._attention.kernels)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits (S, V) of hidden states (S, N) from ``forward_hidden``."""
         # Made outside inference mode: callers may then change their logits in place.
         with torch.inference_mode(mode=False), torch.no_grad():
-            return self._weights.lm_head(hidden)
+            logits = self._weights.lm_head(hidden)
+            cap = self._config.logits_soft_cap
+            return logits if cap is None else (logits / cap).tanh() * cap
 
     def _run_stack(
         self, x: torch.Tensor, batch: PagedBatch, cache: TorchKVCache, around: _Callbacks
@@ -129,33 +144,26 @@ class PagedTransformer:
         self, x: torch.Tensor, batch: PagedBatch, cache: TorchKVCache, around: _Callbacks
     ) -> torch.Tensor:
         """Run operation by operation, each divided among the threads."""
-        before_layer, after_layer = around
-        config, weights, kernels = self._config, self._weights, self._attention.kernels
-        eps = config.rms_norm_eps
-        places = TokenPlaces(*self._rope, batch.positions, batch.kv_positions)
-        attend = self._attention.prepare(batch, cache)
-        for index, layer in enumerate(weights.layers):
-            heads = layer.qkv(kernels.rms_norm(x, layer.input_norm, eps))
-            heads = heads.view(len(x), -1, config.head_dim)
-            if before_layer is not None:
-                before_layer(index)
-            kernels.rotate_and_store(heads, places, cache.planes[index], layer.qk_norm, eps)
-            attended = attend(index, heads[:, : config.num_attention_heads]).flatten(1)
-            if after_layer is not None:
-                after_layer(index)
-            if index == len(weights.layers) - 1:
-                # Nothing reads the other tokens any more.
-                attended, x = (_wanted(part, batch.logits_indices) for part in (attended, x))
-            x = layer.o.plus(attended, x)
-            normed = kernels.rms_norm(x, layer.post_norm, eps)
-            x = layer.mlp_plus(normed, x)
-        return x
+        attention, positions = self._attention, (batch.positions, batch.kv_positions)
+        run = ForwardPass(
+            cache,
+            attention.kernels,
+            {key: TokenPlaces(*table, *positions) for key, table in self._ropes.items()},
+            attention.prepare(batch, cache) if attention.is_compiled else None,
+            self._plain.prepare(batch, cache),
+            *around,
+        )
+        *others, last = self._weights.layers
+        for index, layer in enumerate(others):
+            x = layer(x, index, run)
+        return last(x, len(others), run, batch.logits_indices)
 
     def serve_experts(self) -> None:
         """Take part in a pass of the ranks that share out the experts, with no token."""
         nothing = self._weights.embedding[:0]
         for layer in self._weights.layers:
-            layer.mlp_plus(nothing, nothing)
+            if isinstance(layer.mlp, Experts):
+                layer.mlp(nothing)
 
     def _check(self, batch: PagedBatch, cache: TorchKVCache) -> None:
         """Check all indices, as kernels do not check bounds.
@@ -165,7 +173,7 @@ class PagedTransformer:
         """
         num_blocks = len(cache.planes[0][0])
         limits = (
-            ("position", batch.positions.numpy(), len(self._rope[0])),
+            ("position", batch.positions.numpy(), self._max_seq_len),
             ("KV position", batch.kv_positions.numpy(), num_blocks * cache.block_size),
             ("block", batch.block_table, num_blocks),
         )
@@ -191,9 +199,3 @@ def _tell(callback: LayerCallback | None, layers: range) -> None:
     if callback is not None:
         for index in layers:
             callback(index)
-
-
-def _wanted(rows: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    if len(indices) == len(rows) and torch.equal(indices, torch.arange(len(rows))):
-        return rows
-    return rows.index_select(0, indices)

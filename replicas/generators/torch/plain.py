@@ -14,8 +14,9 @@ from typing import TypeAlias
 import torch
 from torch.nn import functional
 
-Attend: TypeAlias = Callable[[int, torch.Tensor], torch.Tensor]
-"""(layer, queries (T, H, D)) -> (T, H, D); keys and values of the pass are in the cache."""
+Attend: TypeAlias = Callable[..., torch.Tensor]
+"""(layer, queries (T, H, D), ``AttentionSpec``, sinks or None) -> (T, H, D); keys and values of the
+pass are in the cache."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,8 +24,9 @@ class TokenPlaces:
     """Positions of the tokens of a pass.
 
     Attributes:
-        cos: (positions, D), the cosines of each position twice.
-        sin: (positions, D), the sines with a minus, then without.
+        cos: (positions, C), the cosines of each position twice; C is D, or less if the first
+            channels of a head are rotated.
+        sin: (positions, C), the sines with a minus, then without.
         positions: int64 (T,), in their sequences.
         kv_positions: int64 (T,), of their keys and values: block * S + offset.
     """
@@ -51,11 +53,14 @@ class PlainKernels:
         eps: float,
     ) -> None:
         """Rotate queries and keys and store KV; see `kernels.Kernels.rotate_and_store`."""
-        _, num_kv_heads, block_size, head_dim = planes[0].shape
+        _, num_kv_heads, block_size, _ = planes[0].shape
         turning, values = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
         plain = turning.clone() if norm is None else self.rms_norm(turning, norm, eps)
         cos, sin = (t.index_select(0, places.positions)[:, None] for t in (places.cos, places.sin))
-        turning.copy_(plain * cos + plain.roll(head_dim // 2, -1) * sin)
+        num_rotated = cos.shape[-1]
+        rotated = plain[..., :num_rotated]
+        turning.copy_(plain)
+        turning[..., :num_rotated] = rotated * cos + rotated.roll(num_rotated // 2, -1) * sin
         blocks, offsets = places.kv_positions // block_size, places.kv_positions % block_size
         planes[0][blocks, :, offsets] = turning[:, -num_kv_heads:]
         planes[1][blocks, :, offsets] = values

@@ -12,28 +12,40 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from replicas.generators.model_config import RopeConfig
+    from replicas.generators.rope_config import RopeConfig
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Return the angle per position of each pair of channels, float32 (head_dim / 2,).
+def inverse_frequencies(rope: RopeConfig, head_dim: int, max_seq_len: int = 0) -> torch.Tensor:
+    """Return the angle per position of each pair of channels, float32 (rotated channels / 2,).
 
     Frequencies do not depend on the sequence, so that its KV can be kept and shared. Those of type
-    "dynamic" are what transformers uses at the model's longest sequence, as in vLLM.
+    "dynamic" are what transformers uses at the model's longest sequence, as in vLLM. Those of type
+    "longrope" are the long ones if an engine takes sequences over the original length, for short
+    sequences, too.
 
-    Source: transformers ``modeling_rope_utils.py``.
+    Args:
+        rope: Settings.
+        head_dim: Channels of a head.
+        max_seq_len: Longest sequence in tokens.
+
+    Source: transformers ``modeling_rope_utils.py``; vLLM's `Phi3LongRoPEScaledRotaryEmbedding`.
     """
+    rotary_dim = rope.rotary_dim(head_dim)
     match rope.rope_type:
         case "linear":
-            return _default_frequencies(rope.theta, head_dim) / rope.factor
+            return _default_frequencies(rope.theta, rotary_dim) / rope.factor
         case "dynamic":
-            return _default_frequencies(_dynamic_theta(rope, head_dim), head_dim)
+            return _default_frequencies(_dynamic_theta(rope, rotary_dim), rotary_dim)
         case "yarn":
-            return _yarn_frequencies(rope, head_dim)
+            return _yarn_frequencies(rope, rotary_dim)
         case "llama3":
-            return _llama3_frequencies(rope, _default_frequencies(rope.theta, head_dim))
+            return _llama3_frequencies(rope, _default_frequencies(rope.theta, rotary_dim))
+        case "longrope":
+            is_long = max_seq_len > rope.original_max_position_embeddings
+            factors = torch.tensor(rope.long_factors if is_long else rope.short_factors)
+            return 1.0 / (factors * _powers(rope.theta, rotary_dim))
         case _:
-            return _default_frequencies(rope.theta, head_dim)
+            return _default_frequencies(rope.theta, rotary_dim)
 
 
 def _powers(theta: float, head_dim: int) -> torch.Tensor:
@@ -92,10 +104,10 @@ def _llama3_frequencies(rope: RopeConfig, inv_freq: torch.Tensor) -> torch.Tenso
 def cos_and_sin(
     rope: RopeConfig, head_dim: int, max_seq_len: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cosines and the sines of every position, each (max_seq_len, head_dim / 2)."""
+    """Return cosines and sines of every position, each (max_seq_len, rotated channels / 2)."""
     wide = torch.promote_types(dtype, torch.float32)
     positions = torch.arange(max_seq_len, dtype=wide)
-    angles = positions[:, None] * inverse_frequencies(rope, head_dim).to(wide)
+    angles = positions[:, None] * inverse_frequencies(rope, head_dim, max_seq_len).to(wide)
     scale = rope.attention_factor
     return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
@@ -103,10 +115,11 @@ def cos_and_sin(
 def rope_table(
     rope: RopeConfig, head_dim: int, max_seq_len: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines of every position as the two halves of a head need them.
+    """Return cosines and sines of every position as the halves of a head's channels need them.
 
     Returns:
-        Two tensors (max_seq_len, head_dim): each cosine twice; each sine negated, then as it is.
+        Two tensors (max_seq_len, rotated channels): each cosine twice; each sine negated, then as
+        it is.
     """
     cos, sin = cos_and_sin(rope, head_dim, max_seq_len, dtype)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)

@@ -23,7 +23,6 @@ from replicas.generators.torch.compiled_stack import COLUMNS, PLANES
 from replicas.generators.torch.fast_attention import tiles_of
 from replicas.generators.torch.kernels import Kernel, address, bits, place
 from replicas.generators.torch.linear import LONG_WEIGHTS
-from replicas.generators.torch.loader import DenseLayerWeights
 from replicas.generators.torch.panels import PanelLinear
 from replicas.generators.torch.products import num_panels
 
@@ -31,7 +30,8 @@ if TYPE_CHECKING:
     from replicas.generators.model_config import ModelConfig
     from replicas.generators.torch.inputs import Int64Array, PagedBatch
     from replicas.generators.torch.kv_cache import TorchKVCache
-    from replicas.generators.torch.loader import LayerWeights, ModelWeights
+    from replicas.generators.torch.layers import DenseLayer
+    from replicas.generators.torch.loader import ModelWeights
 
 MOST_ROWS = 96
 """Tokens of a unit: more are no faster, and have longer to wait for each other at the end."""
@@ -121,9 +121,10 @@ class LayerStack:
         share = config.num_attention_heads // config.num_key_value_heads
         shape = weights.embedding.dtype, config.head_dim, share
         self._kernel = Kernel(compiled_stack.run_layers, *shape)
-        self._addresses = np.array([_addresses(layer) for layer in weights.layers])
+        layers = _dense(weights)
+        self._addresses = np.array([_addresses(layer) for layer in layers])
         self._used: tuple[weakref.ref[TorchKVCache] | None, Int64Array] = None, self._addresses
-        matrices = _matrices(weights.layers[0])
+        matrices = _matrices(layers[0])
         self._layer_weights = sum(linear.panels.weight.numel() for linear in matrices)
         self._make_shares_kernel = cache(lambda: Kernel(compiled_shares.share_layers, *shape))
         if not self._is_small:
@@ -140,11 +141,10 @@ class LayerStack:
 
     @staticmethod
     def can_run(weights: ModelWeights) -> bool:
-        """Return whether all weights are packed as panels, and no layer has experts."""
-        return all(
-            isinstance(layer, DenseLayerWeights)
-            and all(isinstance(linear, PanelLinear) for linear in _matrices(layer))
-            for layer in weights.layers
+        """Return whether all layers have Llama's form, and weights are packed as panels."""
+        layers = _dense(weights)
+        return len(layers) == len(weights.layers) and all(
+            all(isinstance(linear, PanelLinear) for linear in _matrices(layer)) for layer in layers
         )
 
     def plan(self, batch: PagedBatch, wanted: Int64Array) -> Units | Shares:
@@ -300,13 +300,22 @@ class LayerStack:
         return table
 
 
-def _matrices(layer: LayerWeights) -> list[PanelLinear]:
-    assert isinstance(layer, DenseLayerWeights)
+def _dense(weights: ModelWeights) -> list[DenseLayer]:
+    """Return the layers that compiled code computes: causal, with SiLU, as scores are scaled."""
+    found = (layer.as_dense() for layer in weights.layers)
+    return [
+        layer
+        for layer in found
+        if layer is not None and layer.window is layer.scale is None and layer.activation == "silu"
+    ]
+
+
+def _matrices(layer: DenseLayer) -> list[PanelLinear]:
     found = [layer.qkv, layer.o, layer.gate, layer.up, layer.down]
     return cast("list[PanelLinear]", found)
 
 
-def _addresses(layer: LayerWeights) -> list[int]:
+def _addresses(layer: DenseLayer) -> list[int]:
     dtype = layer.input_norm.dtype
     qkv, o, gate, up, down = (
         (linear.panels.weight.data_ptr(), address(linear.panels.bias, dtype))

@@ -7,9 +7,12 @@ request: programs are compiled while warming up, and no more after that.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from replicas.errors import ConfigError
+from replicas.generators.model_config import layer_specs
+from replicas.generators.torch.models.common import pre_norm_layer
 
 if TYPE_CHECKING:
     from replicas.generators.model_config import ModelConfig
@@ -119,6 +122,7 @@ def check_lane(config: ModelConfig, tp: int, *, max_rows: int, block_size: int) 
     Raises:
         ConfigError: Says which two numbers do not go together.
     """
+    _check_layers(config)
     _check_division(config, tp)
     _check_tiles(config)
     heads = config.num_attention_heads // tp
@@ -156,12 +160,44 @@ def check_cache(num_blocks: int, table_width: int) -> None:
         )
 
 
-def _check_division(config: ModelConfig, tp: int) -> None:
-    if config.experts is not None:
+def check_window(config: ModelConfig, max_seq_len: int) -> None:
+    """Refuse sequences that are longer than a window of attention.
+
+    Raises:
+        ConfigError: Gives both numbers.
+    """
+    window = config.sliding_window
+    if window is not None and window < max_seq_len:
         raise ConfigError(
-            f"{config.name_or_path} has experts, which this package computes on the CPU alone; "
-            "serve it without a mesh, or with a class of others (generator)"
+            f"{config.name_or_path}: sliding window {window} is shorter than {max_seq_len=}, and "
+            f"meshes compute no windows; set max_seq_len to {window} or less"
         )
+
+
+def _check_layers(config: ModelConfig) -> None:
+    """Refuse layers other than Llama's with biases and norms of heads."""
+    where = "which this package computes on the CPU alone; serve it without a mesh, or with a class"
+    if config.experts is not None:
+        raise ConfigError(f"{config.name_or_path} has experts, {where} of others (generator)")
+    same = replace(
+        config, norm_kind="rms", activation="silu", attention_scale=None, attention_soft_cap=None,
+        sliding_window=None, layer_types=(), local_rope=None,
+    )  # fmt: skip
+    plain = pre_norm_layer(same, 0)
+    found = (
+        replace(layer, attention=replace(layer.attention, window=None))
+        for layer in layer_specs(config)
+    )
+    is_partial = config.rope.share != 1.0
+    changes = is_partial, config.logits_soft_cap is not None, config.embedding_scale != 1.0
+    if any(changes) or any(layer != plain for layer in found):
+        raise ConfigError(
+            f"{config.name_or_path} has layers of family {config.family!r}, {where} of others "
+            "(generator)"
+        )
+
+
+def _check_division(config: ModelConfig, tp: int) -> None:
     if config.num_attention_heads % tp or config.num_key_value_heads % tp:
         raise ConfigError(
             f"{config.num_attention_heads} query heads and {config.num_key_value_heads} KV heads "

@@ -9,7 +9,13 @@ import torch
 
 from replicas.errors import ConfigError
 from replicas.generators.model_config import check_sizes
-from replicas.generators.ttnn.buckets import TILE, check_cache, check_lane, decode_table_width
+from replicas.generators.ttnn.buckets import (
+    TILE,
+    check_cache,
+    check_lane,
+    check_window,
+    decode_table_width,
+)
 from replicas.generators.ttnn.calls import CallLimits
 from replicas.generators.ttnn.mesh import TTMesh, refusals
 from replicas.generators.ttnn.profiles import profile
@@ -94,6 +100,7 @@ def load_model(
         )
     precision = profile(optimizations or mesh.settings.optimizations, config)
     check_sizes(config, max_batch_size, max_seq_len, num_lanes)
+    check_window(config, max_seq_len)
     devices = mesh.lanes(num_lanes)
     # Check before minutes of loading, with any valid block size, as the real one is unknown yet.
     num_rows = max_batch_size // num_lanes

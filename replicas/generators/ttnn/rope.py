@@ -16,7 +16,7 @@ from replicas.generators.torch.rope import cos_and_sin
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from replicas.generators.model_config import RopeConfig
+    from replicas.generators.rope_config import RopeConfig
 
 
 class DeviceRope:

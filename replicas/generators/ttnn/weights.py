@@ -36,9 +36,9 @@ import ttnn
 
 from replicas.config import EngineConfig
 from replicas.errors import DeviceError
+from replicas.generators.checkpoint import expected_weights
 from replicas.generators.fingerprint import conversion_source
 from replicas.generators.torch.loader import (
-    expected_weights,
     open_safetensors,
     random_source,
 )

@@ -159,7 +159,7 @@ def test_a_grid_has_the_memory_of_its_architecture(llama):
         ({"kv_cache_memory_bytes": 2**30},
          "args.engine.kv_cache_memory_bytes is for engines on the CPU.*num_blocks"),
         ({"dtype": "bfloat16"}, "dtype 'bfloat16' and mesh exclude each other"),
-        ({"attention": "reference"}, "attention 'reference' is for engines on the CPU"),
+        ({"attention": "batched"}, "attention 'batched' is for engines on the CPU"),
         ({"generator": "a:B", "load_format": "random"}, "'random' .* a:B loads its weights"),
         ({"generator": "llama3_70b_galaxy"}, "32 chips of a Galaxy, but mesh N150 has"),
         ({"generator": "qwen3_32b_galaxy", "mesh": {"name": "TG"}, "tt_data_parallel": 4},

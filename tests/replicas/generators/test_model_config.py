@@ -163,13 +163,14 @@ def test_end_tokens_come_from_both_files_once_each(tmp_path):
         (MISTRAL | {"sliding_window": None}, None),
         (QWEN2 | {"sliding_window": 8}, None),
         (QWEN2 | {"sliding_window": 8, "use_sliding_window": False}, None),
-        (QWEN2 | {"sliding_window": 8, "use_sliding_window": True}, 8),
+        (QWEN2 | {"sliding_window": 8, "use_sliding_window": True}, None),
+        (QWEN2 | {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, 8),
         (
             QWEN2
             | {
                 "sliding_window": 8,
                 "use_sliding_window": True,
-                "layer_types": ["full_attention"],
+                "layer_types": ["full_attention"] * 2,
             },
             None,
         ),
@@ -188,8 +189,13 @@ def test_a_window_counts_where_the_family_uses_it(changes, window):
         ),
         ({"architectures": []}, "architecture None"),
         ({"architectures": "Phi3ForCausalLM"}, "list of names, got 'Phi3ForCausalLM'"),
-        ({"rope_scaling": {"type": "su", "factor": 2.0}}, "rope type 'su'"),
-        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope'"),
+        ({"rope_scaling": {"type": "spiral", "factor": 2.0}}, "rope type 'spiral'.*'longrope'"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "no 'short_factor'"),
+        (
+            {"rope_scaling": {"type": "su", "short_factor": [1.0] * 7, "long_factor": [1.0] * 8}},
+            "short_factor has 7 numbers for 8 frequencies",
+        ),
+        ({"layer_types": ["full_attention"], **MISTRAL}, "1 layer_types for num_hidden_layers 2"),
         ({"rope_scaling": {"type": "linear"}}, "no 'factor'"),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope factor 0.5 .* at least 1"),
         ({"rope_scaling": {"type": "yarn", "factor": float("nan")}}, "rope factor nan"),

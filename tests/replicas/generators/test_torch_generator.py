@@ -31,7 +31,7 @@ def kv_bytes(cache):
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "qwen3"])
-@pytest.mark.parametrize("attention", ["fast", "reference"])
+@pytest.mark.parametrize("attention", ["fast", "batched"])
 def test_torch_generator_conforms(tiny, case, attention):
     config = tiny(case).config
 
@@ -165,7 +165,7 @@ def test_longest_sequence_fits_exactly(config):
     [
         ({"tt_data_parallel": 3}, "max_batch_size=8 must be a positive multiple"),
         ({"max_seq_len": 0}, "max_seq_len=0 positive"),
-        ({"attention": "slow"}, "attention 'slow' is not one of fast, reference"),
+        ({"attention": "slow"}, "attention 'slow' is not one of fast, batched"),
         ({"load_format": "gguf"}, "load_format 'gguf' is not one of safetensors, random"),
         ({"dtype": torch.float16}, "dtype torch.float16 is not one of"),
     ],
@@ -265,12 +265,12 @@ def test_decode_output_is_read_back_as_it_is(config):
         generator.process_decode_output_host(host, is_tokens=True)
 
 
-def test_a_window_shorter_than_the_longest_sequence_is_refused(tiny):
-    window = tiny("mistral").hf_config.to_dict() | {"sliding_window": 64}
-    hf_config = SimpleNamespace(to_dict=lambda: window, name_or_path=str(tiny("mistral").folder))
-    make_generator(hf_config, max_seq_len=64)
-    with pytest.raises(ConfigError, match=r"window 64 is shorter than max_seq_len=128"):
-        make_generator(hf_config, max_seq_len=128)
+def test_a_window_as_long_as_the_longest_sequence_is_none(tiny):
+    config = replace(tiny("mistral").config, sliding_window=64)
+    for max_seq_len, window in ((64, None), (65, 64)):
+        generator = make_generator(config, max_seq_len=max_seq_len)
+        layers = generator._model._weights.layers
+        assert {layer.attention.spec.window for layer in layers} == {window}
 
 
 @pytest.fixture

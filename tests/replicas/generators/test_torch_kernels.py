@@ -16,7 +16,7 @@ from numba.core.errors import UnsupportedError
 from torch.nn import functional
 
 from replicas.generators.torch import compiled, kernels
-from replicas.generators.torch.attention import ReferenceAttention, make_attention
+from replicas.generators.torch.attention import BatchedAttention, make_attention
 from replicas.generators.torch.compiled import TILE
 from replicas.generators.torch.fast_attention import FastAttention
 from replicas.generators.torch.kernels import (
@@ -290,7 +290,7 @@ def test_where_numba_cannot_compile_plain_operations_are_taken_with_one_warning(
     assert isinstance(make_attention("fast", torch.float64, 8, 1), FastAttention)
     attention_for.cache_clear()
     monkeypatch.setattr(kernels, "cfunc", refuse)
-    assert isinstance(make_attention("fast", torch.float64, 8, 1), ReferenceAttention)
+    assert isinstance(make_attention("fast", torch.float64, 8, 1), BatchedAttention)
     [warning] = caplog.records
     assert "numba cannot compile attend: no such processor" in warning.getMessage()
     assert "Install the numba" in warning.getMessage()

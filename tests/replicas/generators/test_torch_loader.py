@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from replicas.errors import ModelLoadError
+from replicas.generators.checkpoint import expected_weights
 from replicas.generators.model_config import load_hf_config
 from replicas.generators.protocol import CpuDevice
-from replicas.generators.torch.linear import PlainLinear
-from replicas.generators.torch.loader import expected_weights, load_weights
+from replicas.generators.torch.loader import load_weights
 from tests.replicas.generators.tiny_models import save_model
 
 FLOAT32 = CpuDevice(torch.float32)
@@ -29,12 +29,16 @@ def rewrite(folder, change):
     save_file(weights, path)
 
 
-def tensors(weights):
-    for layer in weights.layers:
-        for name in layer.__dataclass_fields__:
-            value = getattr(layer, name)
-            yield from (value.weight, value.bias) if isinstance(value, PlainLinear) else (value,)
-    yield from (weights.embedding, weights.final_norm, weights.lm_head.weight)
+def tensors(part):
+    """Yield all tensors of weights, layers and linear layers, in order."""
+    if part is None or isinstance(part, torch.Tensor):
+        yield part
+    elif isinstance(part, tuple):
+        for each in part:
+            yield from tensors(each)
+    elif hasattr(part, "__dataclass_fields__"):
+        for name in part.__dataclass_fields__:
+            yield from tensors(getattr(part, name))
 
 
 def same(one, two):
@@ -67,9 +71,18 @@ def test_tied_embeddings_share_memory_even_when_the_file_repeats_them(tmp_path):
     [
         ("model.layers.1.mlp.up_proj.weight", None, r"missing in .*: model\.layers\.1\.mlp\.up_pr"),
         ("model.layers.0.self_attn.q_proj.bias", torch.zeros(64), r"unexpected .*q_proj\.bias"),
-        ("model.norm.weight", torch.ones(32), r"model\.norm\.weight \(32,\) instead of \(64,\)"),
+        (
+            "model.norm.weight",
+            torch.ones(32),
+            r"model\.norm\.weight \(32,\) instead of \(64,\) \(model\.safetensors\)",
+        ),
+        (
+            "model.layers.2.mlp.up_proj.weight",
+            torch.zeros(96, 64, dtype=torch.int8),
+            r"among BF16, .*layers\.2\.mlp\.up_proj\.weight is I8 \(model\.safetensors\)",
+        ),
     ],
-    ids=["missing", "unexpected", "another shape"],
+    ids=["missing", "unexpected", "another shape", "another dtype"],
 )
 def test_a_weight_that_is_not_as_it_should_be_is_named(folder, name, value, message):
     def change(weights):
@@ -78,6 +91,13 @@ def test_a_weight_that_is_not_as_it_should_be_is_named(folder, name, value, mess
 
     rewrite(folder, change)
     with pytest.raises(ModelLoadError, match=message):
+        load_weights(load_hf_config(folder), FLOAT32)
+
+
+def test_a_file_without_its_end_is_refused_with_the_missing_bytes(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors: its end is missing, 10 bytes"):
         load_weights(load_hf_config(folder), FLOAT32)
 
 
@@ -127,9 +147,11 @@ def test_random_weights_need_only_the_configuration_and_follow_the_seed(folder):
     assert same(draw(1), first)
     assert not torch.equal(draw(2).embedding, first.embedding)
     assert torch.equal(draw(1, torch.bfloat16).embedding, first.embedding.bfloat16())
-    assert first.layers[0].qkv.weight.std().item() == pytest.approx(0.02, rel=0.05)
-    assert not torch.equal(first.layers[0].qkv.weight, first.layers[1].qkv.weight)
-    assert first.final_norm.eq(1).all()
+    assert first.layers[0].attention.qkv.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert not torch.equal(
+        first.layers[0].attention.qkv.weight, first.layers[1].attention.qkv.weight
+    )
+    assert first.final_norm.weight.eq(1).all()
 
 
 @pytest.mark.parametrize("case", ["llama-biases", "qwen2", "qwen3", "mistral"])

@@ -18,6 +18,7 @@ from replicas.generators.ttnn.buckets import (
     bucket_for,
     check_cache,
     check_lane,
+    check_window,
     decode_table_width,
     padded_vocab_size,
     prefill_buckets,
@@ -160,3 +161,26 @@ def test_a_cache_smaller_than_a_page_table_is_refused():
     check_cache(8, 8)
     with pytest.raises(ConfigError, match=r"7 blocks.* 8"):
         check_cache(7, 8)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("Phi3", {}),
+        ("Olmo2", {}),
+        ("Gemma2", {"hidden_activation": "gelu_pytorch_tanh"}),
+        ("Gemma3", {"hidden_activation": "gelu_pytorch_tanh"}),
+    ],
+)
+def test_layers_of_other_families_are_refused_by_name(family, changes):
+    changes = {"architectures": [f"{family}ForCausalLM"], "max_position_embeddings": 64, **changes}
+    with pytest.raises(ConfigError, match=f"has layers of family '{family.lower()}.*on the CPU"):
+        check_lane(config(**changes), 1, max_rows=8, block_size=32)
+
+
+def test_sequences_longer_than_a_window_are_refused():
+    windowed = config(architectures=["MistralForCausalLM"], sliding_window=64)
+    check_lane(windowed, 1, max_rows=8, block_size=32)
+    check_window(windowed, 64)
+    with pytest.raises(ConfigError, match=r"window 64 is shorter than max_seq_len=65"):
+        check_window(windowed, 65)

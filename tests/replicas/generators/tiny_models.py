@@ -62,6 +62,54 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 """Case name -> (transformers class prefix, settings besides the common ones)."""
 
+_LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+_LONG_ROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64,
+    "short_factor": [1.0, 1.1, 1.3, 1.5, 2.0, 2.5], "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 8.0],
+    "partial_rotary_factor": 0.75,
+}  # fmt: skip
+FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "mistral-window": ("Mistral", {"num_key_value_heads": 2, "sliding_window": 9}),
+    "qwen2-windows": (
+        "Qwen2",
+        {
+            "num_key_value_heads": 2,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "max_window_layers": 1,
+        },
+    ),
+    "qwen3-moe-mixed": ("Qwen3Moe", {
+        "num_key_value_heads": 2, "head_dim": 32, "moe_intermediate_size": 48, "num_experts": 4,
+        "num_experts_per_tok": 2, "mlp_only_layers": [1],
+    }),
+    "phi3": ("Phi3", {"num_key_value_heads": 2, "sliding_window": 20}),
+    "phi4-long": ("Phi3", {
+        "num_key_value_heads": 2, "rope_parameters": _LONG_ROPE, "tie_word_embeddings": True,
+        "original_max_position_embeddings": 64,
+    }),
+    "olmo2": ("Olmo2", {"num_key_value_heads": 2}),
+    "gemma2": ("Gemma2", {
+        "num_key_value_heads": 2, "head_dim": 32, "sliding_window": 9, "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0,
+    }),
+    "gemma3": ("Gemma3", {
+        "num_key_value_heads": 2, "head_dim": 32, "sliding_window": 9, "layer_types": _LAYER_TYPES,
+        "query_pre_attn_scalar": 32, "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    }),
+    "seed-oss": ("SeedOss", {
+        "num_key_value_heads": 2, "head_dim": 32, "attention_out_bias": True, "mlp_bias": True,
+    }),
+    "qwen2-moe": ("Qwen2Moe", {
+        "num_key_value_heads": 2, "moe_intermediate_size": 48, "num_experts": 6,
+        "num_experts_per_tok": 2, "shared_expert_intermediate_size": 80, "mlp_only_layers": [0],
+    }),
+}  # fmt: skip
+"""More families and layers, held to float32 logits and tokens of transformers' classes."""
+
 SCALED_ROPES: Mapping[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 2.5},
     "dynamic": {"rope_type": "dynamic", "factor": 2.0},
@@ -82,8 +130,9 @@ _SCALED_CASES = {
 
 def make_model(case: str) -> Any:
     """Build a model in float32 whose norms and biases are not the usual ones and zeros."""
-    prefix, settings = {**CASES, **_SCALED_CASES}[case]
-    config = getattr(transformers, f"{prefix}Config")(**_COMMON, **settings)
+    prefix, settings = {**CASES, **FAMILIES, **_SCALED_CASES}[case]
+    text = getattr(transformers, f"{prefix}TextConfig", None)
+    config = (text or getattr(transformers, f"{prefix}Config"))(**{**_COMMON, **settings})
     torch.manual_seed(sum(case.encode()))
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
     with torch.no_grad():

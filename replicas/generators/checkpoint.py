@@ -1,0 +1,169 @@
+"""Checks of a checkpoint's safetensors files against a configuration, without reading weights.
+
+Reads the headers of the files. Imports no torch, so that a model folder can be checked before
+anything is started.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, NamedTuple
+
+from replicas.errors import ModelLoadError
+from replicas.generators.layer_specs import NormSpec
+from replicas.generators.model_config import layer_specs
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from replicas.generators.layer_specs import Shape
+    from replicas.generators.model_config import ModelConfig
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_MOST_SHOWN = 8
+_MOST_HEADER_BYTES = 100_000_000
+"""Limit of the format. Source: safetensors' `MAX_HEADER_SIZE`."""
+_DTYPES = ("BF16", "F16", "F32", "F64")
+"""Dtypes of weights that are converted to the dtype of the computation."""
+
+
+class StoredTensor(NamedTuple):
+    """Tensor of a checkpoint.
+
+    Attributes:
+        file: The file that holds it.
+        dtype: As safetensors writes it, for example "BF16".
+        shape: Its shape.
+    """
+
+    file: Path
+    dtype: str
+    shape: Shape
+
+
+def final_norm(config: ModelConfig) -> NormSpec:
+    """Return the norm before the output layer."""
+    return NormSpec("model.norm.weight", config.hidden_size, config.norm_kind)
+
+
+def expected_weights(config: ModelConfig) -> dict[str, Shape]:
+    """Return the Hugging Face name and shape of every weight, in a fixed order."""
+    hidden, vocab = config.hidden_size, config.vocab_size
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (vocab, hidden)}
+    for index, layer in enumerate(layer_specs(config)):
+        for name, shape in layer.tensors():
+            shapes[f"model.layers.{index}.{name}"] = shape
+    shapes.update(final_norm(config).tensors())
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (vocab, hidden)
+    return shapes
+
+
+def check_checkpoint(folder: Path, shapes: Mapping[str, Shape]) -> dict[str, StoredTensor]:
+    """Check that a folder has exactly the wanted weights, and return where each tensor is.
+
+    Args:
+        folder: Model folder.
+        shapes: As of ``expected_weights``.
+
+    Raises:
+        ModelLoadError: A file is missing, damaged or cut off, or a tensor is missing, unexpected,
+            or of another shape or of a dtype that is no float; names the file, the tensor, what it
+            has and what config.json implies.
+    """
+    found = {name: tensor for path in _files(folder) for name, tensor in _read_header(path).items()}
+    missing = [name for name in shapes if name not in found]
+    if missing:
+        raise ModelLoadError(
+            f"weights missing in {folder}: {_listed(missing)}; config.json implies them: use the "
+            "one that was saved with these weights, or copy all of the model's files"
+        )
+    unexpected = [name for name in found if name not in shapes and not _is_redundant(name)]
+    if unexpected:
+        raise ModelLoadError(
+            f"unexpected weights in {folder}: {_listed(unexpected)}; by config.json the model has "
+            "none of these names: use the one that was saved with these weights"
+        )
+    wrong = [
+        f"{name} {found[name].shape} instead of {shape} ({found[name].file.name})"
+        for name, shape in shapes.items()
+        if found[name].shape != shape
+    ]
+    if wrong:
+        raise ModelLoadError(
+            f"weights in {folder} do not have the shapes of config.json: {_listed(wrong)}; use the "
+            "config.json that was saved with these weights"
+        )
+    wrong = [
+        f"{name} is {found[name].dtype} ({found[name].file.name})"
+        for name in shapes
+        if found[name].dtype not in _DTYPES
+    ]
+    if wrong:
+        raise ModelLoadError(
+            f"weights in {folder} are not of a dtype among {', '.join(_DTYPES)}: {_listed(wrong)}; "
+            "quantised weights are not supported: use the model's unquantised checkpoint"
+        )
+    return found
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / _INDEX
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            return [folder / name for name in sorted(names)]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ModelLoadError(f"{index} has no usable weight_map: {error!r}") from error
+    if (folder / _SINGLE).is_file():
+        return [folder / _SINGLE]
+    raise ModelLoadError(f"{folder} contains neither {_SINGLE} nor {_INDEX}")
+
+
+def _read_header(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a safetensors file.
+
+    Source: https://github.com/huggingface/safetensors, "Format".
+    """
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            if size > _MOST_HEADER_BYTES:
+                raise ValueError(f"it would have {size} bytes")
+            header = json.loads(file.read(size))
+        tensors = {
+            name: StoredTensor(path, entry["dtype"], tuple(entry["shape"]))
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+        end = max((header[name]["data_offsets"][1] for name in tensors), default=0)
+        missing = 8 + size + end - path.stat().st_size
+    except OSError as error:
+        raise ModelLoadError(f"cannot read the weights in {path}: {error.strerror}") from error
+    except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
+        raise ModelLoadError(
+            f"cannot read the weights in {path}: its header is damaged, {error!r}; copy the file "
+            "again"
+        ) from error
+    if missing > 0:
+        raise ModelLoadError(
+            f"cannot read the weights in {path}: its end is missing, {missing} bytes; copy the "
+            "file again"
+        )
+    return tensors
+
+
+def _is_redundant(name: str) -> bool:
+    """Tell names that some checkpoints carry although the configuration implies their values.
+
+    ``lm_head.weight`` gets here only when the embeddings are tied.
+    """
+    return name == "lm_head.weight" or name.endswith(".rotary_emb.inv_freq")
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:_MOST_SHOWN])
+    more = len(names) - _MOST_SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown

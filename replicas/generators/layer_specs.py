@@ -1,0 +1,248 @@
+"""Decoder layers as data: sizes, names of weights, and what each layer computes. Pure.
+
+A model family describes each of its layers by a `LayerSpec`. The weights that a checkpoint must
+have, the KV of a layer, the operators that compute it and the layers that compiled code may claim
+all follow from these descriptions.
+
+Names of weights are those of the checkpoint below a layer's prefix. Dimensions: H query heads, G KV
+heads, D head size, N hidden size, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from replicas.generators.rope_config import RopeConfig
+
+Shape: TypeAlias = tuple[int, ...]
+Tensors: TypeAlias = "Iterator[tuple[str, Shape]]"
+"""Names and shapes of checkpoint tensors."""
+
+Activation: TypeAlias = Literal["silu", "gelu_tanh"]
+"""Function of an MLP's gate; "gelu_tanh" is GELU's tanh approximation."""
+
+NormKind: TypeAlias = Literal["rms", "wide", "offset"]
+"""RMS norms. "rms" rounds to the model's dtype before it multiplies by the weight, "wide" after.
+"offset" is "wide" with a weight of one plus the checkpoint's tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class NormSpec:
+    """RMS norm.
+
+    Attributes:
+        name: Name of the weight.
+        size: Features that are normalised together.
+        kind: See `NormKind`.
+    """
+
+    name: str
+    size: int
+    kind: NormKind = "rms"
+
+    def tensors(self) -> Tensors:
+        """Yield the weight."""
+        yield self.name, (self.size,)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of a checkpoint tensor.
+
+    Attributes:
+        name: Its name without ".weight".
+        rows: How many.
+        first: The first of them.
+        total: Rows of the whole tensor; None if all are taken.
+    """
+
+    name: str
+    rows: int
+    first: int = 0
+    total: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LinearSpec:
+    """Linear layer whose weight is one part of a checkpoint tensor, or several joined by rows.
+
+    Attributes:
+        parts: In order.
+        columns: Input features.
+        has_bias: Whether there are biases beside the weights.
+    """
+
+    parts: tuple[Part, ...]
+    columns: int
+    has_bias: bool = False
+
+    def tensors(self) -> Tensors:
+        """Yield the weights and biases."""
+        for part in self.parts:
+            rows = part.rows if part.total is None else part.total
+            yield f"{part.name}.weight", (rows, self.columns)
+            if self.has_bias:
+                yield f"{part.name}.bias", (rows,)
+
+
+def linear(name: str, rows: int, columns: int, has_bias: bool = False) -> LinearSpec:
+    """Return a linear layer of one checkpoint tensor."""
+    return LinearSpec((Part(name, rows),), columns, has_bias)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Attention whose keys and values are cached per KV head.
+
+    Attributes:
+        num_heads: H.
+        num_kv_heads: G.
+        head_dim: D.
+        qkv: N -> (H + 2 * G) * D: queries, keys, values.
+        o: H * D -> N.
+        rope: Rotation of queries and keys; channel i of the rotated ones is paired with the one
+            half of them further.
+        q_norm: Norm of the queries, of each head or, if its size is H * D, of all together.
+        k_norm: Norm of the keys, likewise.
+        window: Tokens that a position sees, its own included; None for all.
+        scale: Factor of the scores; None is D ** -0.5.
+        soft_cap: Scores s become soft_cap * tanh(s / soft_cap).
+        sinks: Name of a tensor (H,) of scores that take weight and give no value.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv: LinearSpec
+    o: LinearSpec
+    rope: RopeConfig
+    q_norm: NormSpec | None = None
+    k_norm: NormSpec | None = None
+    window: int | None = None
+    scale: float | None = None
+    soft_cap: float | None = None
+    sinks: str | None = None
+
+    def tensors(self) -> Tensors:
+        """Yield all weights."""
+        yield from self.qkv.tensors()
+        yield from self.o.tensors()
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None:
+                yield from norm.tensors()
+        if self.sinks is not None:
+            yield self.sinks, (self.num_heads,)
+
+
+@dataclass(frozen=True, slots=True)
+class MlpSpec:
+    """MLP with a gate: down(activation(gate(x)) * up(x)).
+
+    Attributes:
+        gate: N -> inner.
+        up: N -> inner.
+        down: inner -> N.
+        activation: Of the gate.
+    """
+
+    gate: LinearSpec
+    up: LinearSpec
+    down: LinearSpec
+    activation: Activation = "silu"
+
+    def tensors(self) -> Tensors:
+        """Yield all weights."""
+        for each in (self.gate, self.up, self.down):
+            yield from each.tensors()
+
+    def numbered(self, number: int) -> MlpSpec:
+        """Return this with a number in place of the "{}" in each name."""
+        gate, up, down = (_numbered(each, number) for each in (self.gate, self.up, self.down))
+        return MlpSpec(gate, up, down, self.activation)
+
+
+def _numbered(spec: LinearSpec, number: int) -> LinearSpec:
+    parts = tuple(replace(part, name=part.name.format(number)) for part in spec.parts)
+    return replace(spec, parts=parts)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """Settings of experts.
+
+    Attributes:
+        num_experts: Experts of a layer.
+        num_per_token: Experts that compute each token.
+        intermediate_size: Size inside one expert.
+        is_normalised: The weights of a token's experts are scaled to sum to 1.
+        rounds_shares: These weights are rounded to the model's dtype.
+    """
+
+    num_experts: int
+    num_per_token: int
+    intermediate_size: int
+    is_normalised: bool
+    rounds_shares: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """Experts in place of an MLP.
+
+    Attributes:
+        config: How tokens are routed.
+        router: N -> E.
+        expert: Each expert, with "{}" for its number in the names.
+        shared: MLP of all tokens beside the experts, or None.
+        shared_gate: N -> 1: the sigmoid of its product is a factor of the shared MLP's result.
+    """
+
+    config: ExpertsConfig
+    router: LinearSpec
+    expert: MlpSpec
+    shared: MlpSpec | None = None
+    shared_gate: LinearSpec | None = None
+
+    def tensors(self) -> Tensors:
+        """Yield all weights."""
+        yield from self.router.tensors()
+        for number in range(self.config.num_experts):
+            yield from self.expert.numbered(number).tensors()
+        for each in (self.shared, self.shared_gate):
+            if each is not None:
+                yield from each.tensors()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """Decoder layer: x += attention(x), then x += mlp(x), each between up to two norms.
+
+    Attributes:
+        attention: The attention.
+        mlp: The MLP or experts.
+        input_norm: Before the attention.
+        attention_norm: Of the attention's result, before it is added.
+        mlp_norm: Before the MLP.
+        output_norm: Of the MLP's result, before it is added.
+    """
+
+    attention: AttentionSpec
+    mlp: MlpSpec | ExpertsSpec
+    input_norm: NormSpec | None = None
+    attention_norm: NormSpec | None = None
+    mlp_norm: NormSpec | None = None
+    output_norm: NormSpec | None = None
+
+    def tensors(self) -> Tensors:
+        """Yield all weights, each name once or more."""
+        parts = (
+            self.input_norm, self.attention, self.attention_norm, self.mlp_norm, self.mlp,
+            self.output_norm,
+        )  # fmt: skip
+        for part in parts:
+            if part is not None:
+                yield from part.tensors()

@@ -1,0 +1,372 @@
+"""Decoder layers made of shared operators, as their family describes them.
+
+The order of operations and of casts is that of transformers, so that float32 results agree.
+
+Dimensions: T tokens, N hidden size, H query heads, G KV heads, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from torch.nn import functional
+
+from replicas.generators.layer_specs import ExpertsSpec, LinearSpec, MlpSpec, NormSpec
+from replicas.generators.torch.experts import Experts, own_experts
+from replicas.generators.torch.linear import make_linear
+from replicas.generators.torch.plain import PlainKernels
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from replicas.generators.layer_specs import Activation, AttentionSpec, LayerSpec
+    from replicas.generators.protocol import Exchange, LayerCallback
+    from replicas.generators.rope_config import RopeConfig
+    from replicas.generators.torch.kernels import Kernels
+    from replicas.generators.torch.kv_cache import TorchKVCache
+    from replicas.generators.torch.linear import LinearLayer
+    from replicas.generators.torch.plain import Attend, TokenPlaces
+
+    Fetch: TypeAlias = Callable[[str], torch.Tensor]
+    RopeKey: TypeAlias = tuple[RopeConfig, int]
+
+_PLAIN = PlainKernels()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardPass:
+    """What the layers of a pass have in common.
+
+    Attributes:
+        cache: Written and read.
+        kernels: Norms and rotations.
+        places: Of the tokens, by the rotation of a layer and its heads' size.
+        attend: Attention of layers that compiled code computes, or None.
+        attend_any: Attention of any layer.
+        before: Called with each layer's index before its attention and any write, or None.
+        after: Called with each layer's index after its attention, or None.
+    """
+
+    cache: TorchKVCache
+    kernels: Kernels | PlainKernels
+    places: Mapping[RopeKey, TokenPlaces]
+    attend: Attend | None
+    attend_any: Attend
+    before: LayerCallback | None
+    after: LayerCallback | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Norm:
+    """RMS norm.
+
+    Attributes:
+        weight: (features,), in float32 at least unless of kind "rms".
+        eps: Added to the variance.
+        is_wide: The product with the weight is rounded, not what it multiplies.
+    """
+
+    weight: torch.Tensor
+    eps: float
+    is_wide: bool
+
+    def __call__(self, x: torch.Tensor, kernels: Kernels | PlainKernels) -> torch.Tensor:
+        """(T, features) -> (T, features)."""
+        if not self.is_wide:
+            return kernels.rms_norm(x, self.weight, self.eps)
+        wide = x.to(self.weight.dtype)
+        normed = functional.rms_norm(wide, wide.shape[-1:], eps=self.eps)
+        return (normed * self.weight).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attention:
+    """Attention over the KV cache.
+
+    Attributes:
+        spec: What is computed.
+        qkv: N -> (H + 2 * G) * D.
+        o: H * D -> N.
+        head_norm: (H + G, D), weight of a norm of each head that kernels compute with the rotation.
+        q_norm: Norm of queries that they do not.
+        k_norm: Norm of keys that they do not.
+        eps: Of the norms.
+        sinks: (H,) or None.
+    """
+
+    spec: AttentionSpec
+    qkv: LinearLayer
+    o: LinearLayer
+    head_norm: torch.Tensor | None
+    q_norm: Norm | None
+    k_norm: Norm | None
+    eps: float
+    sinks: torch.Tensor | None
+
+    @property
+    def is_simple(self) -> bool:
+        """Return whether a token sees all before it by scaled scores alone, and all of it turns."""
+        spec = self.spec
+        others = spec.window, spec.scale, spec.soft_cap, self.sinks
+        return spec.rope.share == 1.0 and all(each is None for each in others)
+
+    def __call__(self, x: torch.Tensor, index: int, run: ForwardPass) -> torch.Tensor:
+        """(T, N) -> (T, H * D), what ``o`` takes; KV of these tokens is written."""
+        spec = self.spec
+        heads = self.qkv(x).view(len(x), -1, spec.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = heads[:, : spec.num_heads], heads[:, spec.num_heads : -spec.num_kv_heads]
+            for norm, part in ((self.q_norm, q), (self.k_norm, k)):
+                rows = part.reshape(-1, len(norm.weight))
+                part.copy_(norm(rows, run.kernels).view(part.shape))
+        if run.before is not None:
+            run.before(index)
+        is_simple = self.is_simple and run.attend is not None
+        kernels = run.kernels if spec.rope.share == 1.0 else _PLAIN
+        kernels.rotate_and_store(
+            heads,
+            run.places[spec.rope, spec.head_dim],
+            run.cache.planes[index],
+            self.head_norm,
+            self.eps,
+        )
+        attend = run.attend if is_simple and run.attend is not None else run.attend_any
+        attended = attend(index, heads[:, : spec.num_heads], spec, self.sinks).flatten(1)
+        if run.after is not None:
+            run.after(index)
+        return attended
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mlp:
+    """MLP with a gate.
+
+    Attributes:
+        gate: N -> inner.
+        up: N -> inner.
+        down: inner -> N.
+        activation: Of the gate.
+    """
+
+    gate: LinearLayer
+    up: LinearLayer
+    down: LinearLayer
+    activation: Activation = "silu"
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """(T, N) -> (T, N)."""
+        return self.down(self.inner(x))
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        """(T, N) -> (T, inner), what ``down`` takes."""
+        if self.activation == "silu":
+            return self.up.times(x, self.gate.swish(x))
+        return self.up.times(x, functional.gelu(self.gate(x), approximate="tanh"))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseLayer:
+    """Layer of Llama's form, which the compiled layer loop may claim.
+
+    It is x += o(attention(qkv(norm(x)))), then x += down(silu(gate(norm(x))) * up(norm(x))).
+
+    Attributes:
+        input_norm: (N,), weight of a norm of kind "rms".
+        qkv: N -> (H + 2 * G) * D: queries, keys, values.
+        qk_norm: (H + G, D) norm weight per head, or None.
+        o: H * D -> N.
+        post_norm: (N,), likewise, before the MLP.
+        gate: N -> inner.
+        up: N -> inner.
+        down: inner -> N.
+        rope: Rotation of whole heads.
+        window: Tokens that a position sees; None for all.
+        scale: Factor of the scores; None is D ** -0.5.
+        activation: Of the gate.
+    """
+
+    input_norm: torch.Tensor
+    qkv: LinearLayer
+    qk_norm: torch.Tensor | None
+    o: LinearLayer
+    post_norm: torch.Tensor
+    gate: LinearLayer
+    up: LinearLayer
+    down: LinearLayer
+    rope: RopeConfig
+    window: int | None
+    scale: float | None
+    activation: Activation
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderLayer:
+    """Decoder layer; see ``LayerSpec`` for its parts.
+
+    Attributes:
+        attention: The attention.
+        mlp: The MLP or experts.
+        input_norm: Before the attention.
+        attention_norm: Of its result.
+        mlp_norm: Before the MLP.
+        output_norm: Of its result.
+    """
+
+    attention: Attention
+    mlp: Mlp | Experts
+    input_norm: Norm | None
+    attention_norm: Norm | None
+    mlp_norm: Norm | None
+    output_norm: Norm | None
+
+    def __call__(
+        self, x: torch.Tensor, index: int, run: ForwardPass, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Compute the layer.
+
+        Args:
+            x: (T, N).
+            index: Of this layer.
+            run: The pass.
+            wanted: int64 (S,), tokens that are wanted of the last layer; None for all.
+
+        Returns:
+            (T, N) or (S, N).
+        """
+        kernels = run.kernels
+        normed = x if self.input_norm is None else self.input_norm(x, kernels)
+        attended = self.attention(normed, index, run)
+        if wanted is not None:
+            # Nothing reads the other tokens any more.
+            attended, x = (_rows(part, wanted) for part in (attended, x))
+        if self.attention_norm is None:
+            x = self.attention.o.plus(attended, x)
+        else:
+            x = x + self.attention_norm(self.attention.o(attended), kernels)
+        normed = x if self.mlp_norm is None else self.mlp_norm(x, kernels)
+        if self.output_norm is not None:
+            return x + self.output_norm(self.mlp(normed), kernels)
+        if isinstance(self.mlp, Mlp):
+            return self.mlp.down.plus(self.mlp.inner(normed), x)
+        return x + self.mlp(normed)
+
+    def as_dense(self) -> DenseLayer | None:
+        """Return the layer as one of Llama's form, or None if it has another."""
+        attention, mlp, spec = self.attention, self.mlp, self.attention.spec
+        before, between = self.input_norm, self.mlp_norm
+        if not isinstance(mlp, Mlp) or before is None or between is None:
+            return None
+        others = (
+            self.attention_norm, self.output_norm, attention.q_norm, attention.k_norm,
+            attention.sinks, spec.soft_cap,
+        )  # fmt: skip
+        if any(each is not None for each in others) or spec.rope.share != 1.0:
+            return None
+        if before.is_wide or between.is_wide:
+            return None
+        return DenseLayer(
+            before.weight, attention.qkv, attention.head_norm, attention.o, between.weight,
+            mlp.gate, mlp.up, mlp.down, spec.rope, spec.window, spec.scale, mlp.activation,
+        )  # fmt: skip
+
+
+def _rows(rows: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    if len(indices) == len(rows) and torch.equal(indices, torch.arange(len(rows))):
+        return rows
+    return rows.index_select(0, indices)
+
+
+class LayerMaker:
+    """Maker of layers from their descriptions and the checkpoint's tensors.
+
+    Args:
+        fetch: Function that returns a tensor by its name below the layer's prefix, in the dtype of
+            the computation.
+        eps: Of all norms.
+        exchange: Communication with the ranks that have other experts.
+    """
+
+    def __init__(self, fetch: Fetch, eps: float, exchange: Exchange | None = None) -> None:
+        self._fetch = fetch
+        self._eps = eps
+        self._exchange = exchange
+
+    def layer(self, spec: LayerSpec) -> DecoderLayer:
+        """Make a layer."""
+        return DecoderLayer(
+            attention=self._attention(spec.attention),
+            mlp=self._mlp(spec.mlp) if isinstance(spec.mlp, MlpSpec) else self._experts(spec.mlp),
+            input_norm=self._maybe_norm(spec.input_norm),
+            attention_norm=self._maybe_norm(spec.attention_norm),
+            mlp_norm=self._maybe_norm(spec.mlp_norm),
+            output_norm=self._maybe_norm(spec.output_norm),
+        )
+
+    def norm(self, spec: NormSpec) -> Norm:
+        """Make a norm."""
+        weight = self._fetch(spec.name)
+        if spec.kind == "rms":
+            return Norm(weight, self._eps, is_wide=False)
+        weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        return Norm(weight + 1.0 if spec.kind == "offset" else weight, self._eps, is_wide=True)
+
+    def _maybe_norm(self, spec: NormSpec | None) -> Norm | None:
+        return None if spec is None else self.norm(spec)
+
+    def linear(self, spec: LinearSpec) -> LinearLayer:
+        """Make a linear layer."""
+        bias = self._joined(spec, "bias") if spec.has_bias else None
+        return make_linear(self._joined(spec, "weight"), bias)
+
+    def _joined(self, spec: LinearSpec, kind: str) -> torch.Tensor:
+        found = [
+            self._fetch(f"{part.name}.{kind}")[part.first : part.first + part.rows]
+            for part in spec.parts
+        ]
+        return torch.cat(found) if len(found) > 1 else found[0].contiguous()
+
+    def _attention(self, spec: AttentionSpec) -> Attention:
+        q_norm, k_norm = self._maybe_norm(spec.q_norm), self._maybe_norm(spec.k_norm)
+        head_norm = None
+        are_of_heads = (
+            q_norm is not None
+            and k_norm is not None
+            and not q_norm.is_wide
+            and len(q_norm.weight) == len(k_norm.weight) == spec.head_dim
+        )
+        if are_of_heads and q_norm is not None and k_norm is not None:
+            head_norm = torch.cat((
+                q_norm.weight.expand(spec.num_heads, -1),
+                k_norm.weight.expand(spec.num_kv_heads, -1),
+            ))  # fmt: skip
+            q_norm = k_norm = None
+        return Attention(
+            spec,
+            self.linear(spec.qkv),
+            self.linear(spec.o),
+            head_norm,
+            q_norm,
+            k_norm,
+            self._eps,
+            None if spec.sinks is None else self._fetch(spec.sinks),
+        )
+
+    def _mlp(self, spec: MlpSpec) -> Mlp:
+        gate, up, down = (self.linear(each) for each in (spec.gate, spec.up, spec.down))
+        return Mlp(gate, up, down, spec.activation)
+
+    def _experts(self, spec: ExpertsSpec) -> Experts:
+        own = [
+            self._mlp(spec.expert.numbered(number))
+            for number in own_experts(spec.config.num_experts, self._exchange)
+        ]
+        return Experts(
+            spec.config,
+            self.linear(spec.router),
+            own,
+            self._exchange,
+            shared=None if spec.shared is None else self._mlp(spec.shared),
+            shared_gate=None if spec.shared_gate is None else self.linear(spec.shared_gate),
+        )
