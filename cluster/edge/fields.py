@@ -73,11 +73,20 @@ class FieldTable(dict[str, Field]):
         required: Names of the fields that must be given.
         nested: Fields that hold objects with tables of their own: the name, the table of the
             object if the field is one, and that of its entries if it is an array.
+        is_optional: Tells of an object in an array whether it may be ignored as a whole, as unknown
+            fields may; None: no object may.
     """
 
-    def __init__(self, name: str, fields: Mapping[str, Field]) -> None:
+    def __init__(
+        self,
+        name: str,
+        fields: Mapping[str, Field],
+        *,
+        is_optional: Callable[[Mapping[str, Any]], bool] | None = None,
+    ) -> None:
         super().__init__(fields)
         self.name = name
+        self.is_optional = is_optional
         self.required = tuple(name for name, field in self.items() if field.is_required)
         held = ((name, *_tables(field.schema)) for name, field in self.items())
         self.nested = tuple(each for each in held if each[1:] != (None, None))
@@ -362,14 +371,14 @@ def read_fields(body: Mapping[str, Any], table: FieldTable, path: str = "") -> d
 
 
 def remove_unknown_fields(body: dict[str, Any], table: FieldTable) -> list[str]:
-    """Remove the fields of a decoded body, at any depth, that no table has.
+    """Remove the fields of a decoded body, at any depth, that no table has, and optional entries.
 
     Args:
         body: The decoded JSON object, which is changed.
         table: Its documented fields.
 
     Returns:
-        The paths of the removed fields; the client has chosen their names.
+        The paths of what was removed, in the body as it was; the client has chosen their names.
     """
     removed: list[str] = []
     if not body.keys() <= table.keys():
@@ -379,8 +388,6 @@ def remove_unknown_fields(body: dict[str, Any], table: FieldTable) -> list[str]:
         removed += [name[:_MAX_SHOWN_CHARS] for name in unknown]
     for name, of_object, of_entries in table.nested:
         value = body.get(name)
-        if value is None:
-            continue
         if isinstance(value, dict):
             if of_object is not None:
                 below = remove_unknown_fields(value, of_object)
@@ -390,7 +397,19 @@ def remove_unknown_fields(body: dict[str, Any], table: FieldTable) -> list[str]:
                 # Paths are made for removed fields alone: a chat may have thousands of messages.
                 if isinstance(entry, dict) and (below := remove_unknown_fields(entry, of_entries)):
                     removed += [f"{name}[{i}].{path}" for path in below]
+            if of_entries.is_optional is not None:
+                removed += _remove_optional(value, of_entries.is_optional, name)
     return removed
+
+
+def _remove_optional(
+    entries: list[Any], is_optional: Callable[[Mapping[str, Any]], bool], name: str
+) -> list[str]:
+    """Remove the optional entries of an array; return their paths."""
+    removed = [i for i, each in enumerate(entries) if isinstance(each, dict) and is_optional(each)]
+    for i in reversed(removed):
+        del entries[i]
+    return [f"{name}[{i}]" for i in removed]
 
 
 # --- rows -----------------------------------------------------------------------------------------

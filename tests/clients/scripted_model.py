@@ -30,10 +30,13 @@ def call(name: str, **arguments: object) -> str:
 
 
 ANSWERS = (
-    ("[tool]", "It is sunny in Bern."),
+    ("sunny in Bern", "It is sunny in Bern."),
+    ("[tool]", "It is done."),
     ("person", '{"name": "Ada", "age": 36}'),
     ("weather", call("get_weather", city="Bern")),
     ("Write hello.txt", call("write", filePath="hello.txt", content="Hi.")),
+    ("Save hello.txt", call("exec_command", cmd="printf Hi. > hello.txt")),
+    ("Create hello.txt", call("Write", file_path="hello.txt", content="Hi.")),
     ("", "Hello! How can I help?"),
 )
 """Parts of a chat from its last question on, each with the model's answer; the first one counts."""

@@ -18,7 +18,7 @@ from tests.clients.scripted_model import scripted_server
 HERE = Path(__file__).parent
 CLIENTS = HERE.parents[1] / ".venv-clients"
 PYTHON_PROGRAMS = ["instructor_objects", "langchain_chat", "litellm_completion", "llm_prompt"]
-NODE_PROGRAMS = ["ai_sdk", "opencode_edit"]
+NODE_PROGRAMS = ["ai_sdk", "claude_code_edit", "codex_edit", "opencode_edit"]
 
 
 @pytest.fixture(scope="module")

@@ -43,6 +43,7 @@ class ResponseOptions:
         response_id: Its id.
         repeated: Fields of the answer that repeat the request.
         has_logprobs: Whether texts have log probabilities.
+        namespaces: See `cluster.edge.responses.translation.Translation`.
         is_stored: Whether the answer is kept.
         is_background: Whether it is made without a connection.
         items: The request's own input.
@@ -52,6 +53,7 @@ class ResponseOptions:
     response_id: str
     repeated: dict[str, Any]
     has_logprobs: bool = False
+    namespaces: dict[str, dict[str, str]] = field(default_factory=dict)
     is_stored: bool = False
     is_background: bool = False
     items: list[dict[str, Any]] = field(default_factory=list)
@@ -73,7 +75,8 @@ class ResponseBuilder:
         self._spec = spec
         self._options: ResponseOptions = spec.own
         self._reader = MessageReader(spec, holds_calls=not spec.stream)
-        self._output = OutputItems(self._options.response_id.removeprefix("resp_"))
+        key = self._options.response_id.removeprefix("resp_")
+        self._output = OutputItems(key, self._options.namespaces)
         # Of tokens whose text no piece has had yet.
         self._logprobs: list[list[TokenLogprob]] = []
         self._finish_reason: str | None = None

@@ -82,6 +82,7 @@ class ResponsesApi(Api):
             response_id=f"resp_{uuid.uuid4().hex}",
             repeated=found.repeated,
             has_logprobs=found.has_logprobs,
+            namespaces=found.namespaces,
             is_stored=self._archive.is_on and values.get("store", True),
             is_background=is_background,
             items=found.items,

@@ -36,6 +36,10 @@ _INCLUDES = (
     "message.input_image.image_url", "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 )  # fmt: skip
+_OPTIONAL_TOOLS = (
+    "web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11",
+)  # fmt: skip
+"""Tools that OpenAI runs, and that a model may do without. Agents offer them unasked."""
 _MAX_METADATA = 16
 _MAX_METADATA_KEY_CHARS = 64
 _MAX_METADATA_CHARS = 512
@@ -99,11 +103,11 @@ REASONING_FIELDS = FieldTable(
     },
 )
 
-TOOL_FIELDS = FieldTable(
-    "ResponseTool",
+_FUNCTION_FIELDS = FieldTable(
+    "ResponseFunction",
     {
-        "type": acts(STRING, "Kind of the tool; only function is served."),
-        "name": acts(STRING, "Name of the function."),
+        "type": acts(STRING, "function, or namespace, which holds functions."),
+        "name": acts(STRING, "Name of the function, or of the namespace."),
         "description": acts(STRING, "What it does, for the model."),
         "parameters": acts(OBJECT, "A JSON schema of its arguments."),
         "strict": acts(BOOLEAN, "A grammar makes arguments follow the schema."),
@@ -112,6 +116,15 @@ TOOL_FIELDS = FieldTable(
         "async": not_yet(BOOLEAN, "The call does not wait for its result.", neutral=(False,)),
         "allowed_callers": not_yet(ARRAY, "What may call the tool.", neutral=(["direct"],)),
     },
+)
+
+TOOL_FIELDS = FieldTable(
+    "ResponseTool",
+    {
+        **_FUNCTION_FIELDS,
+        "tools": acts(array_of(_FUNCTION_FIELDS), "With type namespace: its functions."),
+    },
+    is_optional=lambda tool: tool.get("type") in _OPTIONAL_TOOLS,
 )
 
 TOOL_CHOICE_FIELDS = FieldTable(
@@ -145,10 +158,7 @@ _ITEM = {
     "status": acts(STRING, "A function_call that is incomplete is left out."),
 }
 _CONTENT = any_of(STRING, array_of(PART_FIELDS))
-_OF_PROGRAMS = {
-    "namespace": not_yet(STRING, "Namespace of the function."),
-    "caller": not_yet(OBJECT, "What has called the function.", neutral=(_DIRECT,)),
-}
+_CALLER = not_yet(OBJECT, "What has called the function.", neutral=(_DIRECT,))
 
 MESSAGE_FIELDS = FieldTable(
     "ResponseMessage",
@@ -169,7 +179,8 @@ FUNCTION_CALL_FIELDS = FieldTable(
         "call_id": acts(STRING, "Id by which the result names the call.", is_required=True),
         "name": acts(STRING, "Name of the function.", is_required=True),
         "arguments": acts(STRING, "Its arguments, a JSON object as text.", is_required=True),
-        **_OF_PROGRAMS,
+        "namespace": acts(STRING, "Namespace of the function."),
+        "caller": _CALLER,
         "async": not_yet(BOOLEAN, "The call does not wait for its result.", neutral=(False,)),
     },
 )
@@ -181,7 +192,8 @@ FUNCTION_CALL_OUTPUT_FIELDS = FieldTable(
         "call_id": acts(STRING, "The call whose result it is.", is_required=True),
         "output": acts(_CONTENT, "The result: a text, or parts.", is_required=True),
         "name": no_effect(STRING, "Name of the function."),
-        **_OF_PROGRAMS,
+        "namespace": no_effect(STRING, "Namespace of the function."),
+        "caller": _CALLER,
     },
 )
 

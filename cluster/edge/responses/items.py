@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from cluster.edge.families.message import ArgumentsPiece, CallEnd, CallStart, ContentPiece
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from cluster.edge.families.message import Piece
 
 Event = dict[str, Any]
@@ -28,13 +30,16 @@ class OutputItems:
 
     Args:
         key: Part of all ids, that of the response.
+        namespaces: Of each function in a namespace, its fields of a call, by the model's name of
+            it.
 
     Attributes:
         items: All items that have begun; the last one may be open.
     """
 
-    def __init__(self, key: str) -> None:
+    def __init__(self, key: str, namespaces: Mapping[str, dict[str, str]]) -> None:
         self._key = key
+        self._namespaces = namespaces
         self._pieces: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
         self._kind: _Kind | None = None
@@ -48,7 +53,8 @@ class OutputItems:
             logprobs: Log probabilities of its content.
         """
         if isinstance(piece, CallStart):
-            fields = {"call_id": piece.call_id, "name": piece.name, "arguments": ""}
+            named = self._namespaces.get(piece.name, {"name": piece.name})
+            fields = {"call_id": piece.call_id, **named, "arguments": ""}
             return [*self.close("completed"), *self._open("function_call", fields)]
         if isinstance(piece, ArgumentsPiece):
             return [self._delta("response.function_call_arguments", piece.text)]

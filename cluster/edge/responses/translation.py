@@ -7,7 +7,7 @@ reasoning and its calls, become one message of the chat.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cluster.edge.field_names import WholeField, naming_fields
 from cluster.edge.fields import (
@@ -34,9 +34,9 @@ from cluster.edge.responses.fields import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
-_FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
+_FUNCTION_FIELDS = ("description", "parameters", "strict")
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _CONTINUED = "previous_response_id"
 _INSTRUCTIONS_GAP = "\n\n"
@@ -52,6 +52,7 @@ class Translation:
         items: The request's own input.
         repeated: Fields of the answer that repeat the request.
         has_logprobs: Whether texts have log probabilities.
+        namespaces: Of each function in a namespace, its fields of a call, by the chat's name of it.
     """
 
     chat: dict[str, Any]
@@ -59,6 +60,7 @@ class Translation:
     items: list[dict[str, Any]]
     repeated: dict[str, Any]
     has_logprobs: bool
+    namespaces: dict[str, dict[str, str]]
 
 
 def translate(
@@ -99,7 +101,8 @@ def translate(
         names["reasoning_effort"] = "reasoning.effort"
     tools = _read_tools(values.get("tools", ()))
     allowed = _read_tool_choice(values.get("tool_choice", "auto"), chat, names)
-    _offer_tools(tools, allowed, chat, names)
+    functions = list(_functions(tools))
+    _offer_functions(functions, allowed, chat, names)
     return Translation(
         chat=chat,
         field_names=names,
@@ -122,6 +125,11 @@ def translate(
             "user": values.get("user"),
         },
         has_logprobs=has_logprobs,
+        namespaces={
+            each.name: {"name": each.tool["name"], "namespace": each.namespace}
+            for each in functions
+            if each.namespace is not None
+        },
     )
 
 
@@ -236,7 +244,10 @@ class _Conversation:
     def _add_call(self, item: dict[str, Any], path: str) -> None:
         if item.get("status") == "incomplete":
             return  # the beginning of a call, from a stream: its arguments are no object
-        function = {"name": item["name"], "arguments": item["arguments"]}
+        name = item["name"]
+        if "namespace" in item:
+            name = _full_name(item["namespace"], name)
+        function = {"name": name, "arguments": item["arguments"]}
         call = {"id": item["call_id"], "type": "function", "function": function}
         if self._assistant is None:
             self._append({"role": "assistant"}, path)
@@ -296,26 +307,77 @@ def _read_text(
     return {"format": own, "verbosity": text.get("verbosity", "medium")}
 
 
-def _read_tools(given: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the checked tools as the answer repeats them."""
+class _Function(NamedTuple):
+    """A function that a request offers.
+
+    Attributes:
+        name: Its name in the chat.
+        tool: Its checked fields.
+        path: Its path in the request.
+        namespace: The namespace that holds it, if one does.
+    """
+
+    name: str
+    tool: dict[str, Any]
+    path: str
+    namespace: str | None
+
+
+def _full_name(namespace: str, name: str) -> str:
+    """Return the name by which a chat knows a function in a namespace.
+
+    Source: vLLM 0.32 `flat_namespace_tool_name`.
+    """
+    return f"{namespace}__{name}"
+
+
+def _functions(tools: Iterable[dict[str, Any]]) -> Iterator[_Function]:
+    """Return the functions of checked tools."""
+    for i, tool in enumerate(tools):
+        path = f"tools[{i}]"
+        if tool["type"] == "function":
+            yield _Function(tool["name"], tool, path, None)
+            continue
+        namespace = tool["name"]
+        for j, function in enumerate(tool["tools"]):
+            name = _full_name(namespace, function["name"])
+            yield _Function(name, function, f"{path}.tools[{j}]", namespace)
+
+
+def _read_tools(
+    given: Iterable[Mapping[str, Any]], path: str = "tools", *, namespaces: bool = True
+) -> list[dict[str, Any]]:
+    """Return the checked tools as the answer repeats them.
+
+    Args:
+        given: The tools.
+        path: Their path in the request.
+        namespaces: Whether they may be namespaces.
+    """
     tools = []
     for i, body in enumerate(given):
-        path = f"tools[{i}]"
+        where = f"{path}[{i}]"
         kind = body.get("type")
         if kind is None:
-            raise bad_field(f"{path}.type", "is required")
-        if kind != "function":
+            raise bad_field(f"{where}.type", "is required")
+        if kind != "function" and not (namespaces and kind == "namespace"):
             text = "a tool that OpenAI runs"
             if kind == "custom":
                 text = "a tool without a JSON schema"
+            elif kind == "namespace":
+                text = "a namespace inside a namespace"
             text = f"is {text}, which is not offered here: send functions"
-            raise bad_field(f"{path}.type", f"{shown(kind)} {text}")
-        own = read_fields(body, TOOL_FIELDS, f"{path}.")
+            raise bad_field(f"{where}.type", f"{shown(kind)} {text}")
+        own = read_fields(body, TOOL_FIELDS, f"{where}.")
         if "name" not in own:
-            raise bad_field(f"{path}.name", "is required")
-        tools.append(
-            {"type": kind, "description": None, "parameters": None, "strict": False, **own}
-        )
+            raise bad_field(f"{where}.name", "is required")
+        if kind == "namespace":
+            held = _read_tools(own.get("tools", ()), f"{where}.tools", namespaces=False)
+            tools.append({"description": None, **own, "tools": held})
+        else:
+            tools.append(
+                {"type": kind, "description": None, "parameters": None, "strict": False, **own}
+            )
     return tools
 
 
@@ -351,21 +413,21 @@ def _read_tool_choice(
     return allowed
 
 
-def _offer_tools(
-    tools: list[dict[str, Any]],
+def _offer_functions(
+    functions: list[_Function],
     allowed: list[str] | None,
     chat: dict[str, Any],
     names: dict[str, str],
 ) -> None:
-    """Offer the tools to the model; it does not see those that it may not call."""
-    known = {tool["name"] for tool in tools}
+    """Offer functions to the model; it does not see those that it may not call."""
+    known = {each.name for each in functions}
     for i, name in enumerate(allowed or ()):
         if name not in known:
             raise bad_field(f"tool_choice.tools[{i}].name", f"is {shown(name)}, which no tool has")
-    for i, tool in enumerate(tools):
-        if allowed is not None and tool["name"] not in allowed:
+    for each in functions:
+        if allowed is not None and each.name not in allowed:
             continue
-        function = {name: tool[name] for name in _FUNCTION_FIELDS if tool[name] is not None}
+        given = {name: each.tool[name] for name in _FUNCTION_FIELDS if each.tool[name] is not None}
         offered = chat.setdefault("tools", [])
-        names[f"tools[{len(offered)}].function"] = f"tools[{i}]"
-        offered.append({"type": "function", "function": function})
+        names[f"tools[{len(offered)}].function"] = each.path
+        offered.append({"type": "function", "function": {"name": each.name, **given}})

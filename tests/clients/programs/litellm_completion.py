@@ -35,7 +35,7 @@ asked = litellm.completion(messages=[question], tools=[TOOL], **options).choices
 assert asked.finish_reason == "tool_calls"
 [called] = asked.message.tool_calls
 assert json.loads(called.function.arguments) == {"city": "Bern"}
-result = {"role": "tool", "tool_call_id": called.id, "content": "sunny"}
+result = {"role": "tool", "tool_call_id": called.id, "content": "sunny in Bern"}
 history = [question, asked.message.model_dump(), result]
 final = litellm.completion(messages=history, tools=[TOOL], **options)
 assert final.choices[0].message.content == "It is sunny in Bern."

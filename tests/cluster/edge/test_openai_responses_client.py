@@ -97,6 +97,32 @@ def test_reasoning_and_a_call_and_its_result(client, service):
         )
 
 
+def test_a_function_in_a_namespace_is_called_by_its_own_name(client, service):
+    """As coding agents group the tools that they add, with nothing stored by the server."""
+    service.text = f"<think>\nHm.\n</think>\n\n{CALL.replace(FUNCTION['name'], 'agents__spawn')}"
+    spawn = {**TOOL, "name": "spawn"}
+    namespace = {"type": "namespace", "name": "agents", "description": "d", "tools": [spawn]}
+    options = {
+        "model": "demo",
+        "tools": [TOOL, namespace],
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "parallel_tool_calls": True,
+        "prompt_cache_key": "p",
+        "reasoning": {"summary": "auto"},
+    }
+    question = [{"role": "user", "content": "Spawn one."}]
+    events = [checked(e) for e in client.responses.create(**options, input=question, stream=True)]
+    added = [e.item for e in events if e.type == "response.output_item.added"]
+    reasoning, call = events[-1].response.output
+    for each in (added[-1], call):
+        assert (each.namespace, each.name) == ("agents", "spawn")
+    service.text = ""
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "spawned"}
+    sent = [*question, reasoning.to_dict(), call.to_dict(), result]
+    assert client.responses.create(**options, input=sent).output_text == "spawned"
+
+
 def test_an_answer_of_a_given_form(client, service):
     class Weather(pydantic.BaseModel):
         city: str
@@ -150,7 +176,7 @@ def test_input_items_are_listed_over_pages(client):
 
 def test_bad_requests_name_the_field(client):
     with pytest.raises(openai.BadRequestError) as refused:
-        client.responses.create(model="demo", input="hi", tools=[{"type": "web_search"}])
+        client.responses.create(model="demo", input="hi", tools=[{"type": "mcp"}])
     assert refused.value.param == "tools[0].type"
 
 

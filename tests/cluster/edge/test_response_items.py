@@ -23,7 +23,7 @@ LOGPROB = {"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": []}
 
 def built(pieces, status="completed"):
     """The events of a message's pieces, and the items at the end."""
-    output = OutputItems("k")
+    output = OutputItems("k", {})
     events = []
     for piece in pieces:
         logprobs = [LOGPROB] if isinstance(piece, ContentPiece) else []
@@ -138,7 +138,7 @@ def test_a_cut_call_is_incomplete_and_keeps_its_arguments():
 
 
 def test_the_whole_items_have_no_incomplete_call_and_one_message_instead_of_those_around_it():
-    output = OutputItems("k")
+    output = OutputItems("k", {})
     broken = [CALL[0], ArgumentsPiece(0, '{"ci'), CallEnd(0, is_complete=False)]
     for piece in [ContentPiece("So"), *broken, ContentPiece(" it is")]:
         output.add(piece, [LOGPROB] if isinstance(piece, ContentPiece) else [])

@@ -254,6 +254,22 @@ def test_only_allowed_tools_are_offered():
     assert [tool["name"] for tool in found.repeated["tools"]] == ["weather", "time"]
 
 
+def test_functions_in_a_namespace_have_full_names_in_the_chat():
+    namespace = {"type": "namespace", "name": "agents", "description": "d", "tools": [TOOL]}
+    call = {**CALL, "namespace": "agents"}
+    choice = {"type": "function", "name": "agents__weather"}
+    found = translated(tools=[TOOL, namespace], input=[USER, call, RESULT], tool_choice=choice)
+    names = [tool["function"]["name"] for tool in found.chat["tools"]]
+    assert names == ["weather", "agents__weather"]
+    assert found.field_names["tools[1].function"] == "tools[1].tools[0]"
+    [called] = found.chat["messages"][1]["tool_calls"]
+    assert called["function"]["name"] == "agents__weather"
+    assert found.chat["tool_choice"]["function"]["name"] == "agents__weather"
+    assert found.namespaces == {"agents__weather": {"name": "weather", "namespace": "agents"}}
+    repeated = {**TOOL, "description": None, "strict": False}
+    assert found.repeated["tools"] == [repeated, {**namespace, "tools": [repeated]}]
+
+
 IMAGE = {"type": "input_image", "image_url": "data:"}
 
 
@@ -287,6 +303,17 @@ IMAGE = {"type": "input_image", "image_url": "data:"}
             '"custom" is a tool without a JSON schema',
         ),
         ({"tools": [{}]}, "tools[0].type", "is required"),
+        ({"tools": [{"type": ["function"]}]}, "tools[0].type", "is a tool that OpenAI runs"),
+        (
+            {"tools": [{"type": "namespace", "name": "n", "tools": [{}]}]},
+            "tools[0].tools[0].type",
+            "",
+        ),
+        (
+            {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "namespace"}]}]},
+            "tools[0].tools[0].type",
+            "a namespace inside a namespace",
+        ),
         ({"tool_choice": {"type": "mcp"}}, "tool_choice.type", "send function or allowed_tools"),
         ({"tool_choice": "any"}, "tool_choice", "must be one of auto"),
         (

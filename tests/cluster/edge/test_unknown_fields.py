@@ -6,6 +6,7 @@ from tests.cluster.edge.fake_backend import FakeBackend
 from tests.cluster.edge.test_routes import PROMPTS, call
 
 HEADER = "x-ttserve-ignored-fields"
+CHATS = "/v1/chat/completions"
 BODIES = {**PROMPTS, "/tokenize": {"prompt": "hi"}, "/detokenize": {"tokens": [104]}}
 
 
@@ -28,7 +29,7 @@ def test_unknown_fields_of_messages_parts_and_tools_are_named_by_their_paths():
     tool = {"type": "function", "function": {"name": "f"}, "cache_control": {}}
     body = {"messages": messages, "tools": [tool], "tool_choice": "none"}
     backend = FakeBackend()
-    answer = call(backend, "POST", "/v1/chat/completions", body)
+    answer = call(backend, "POST", CHATS, body)
     assert answer.status == 200
     names = (
         "messages[0].cache_control, messages[1].content[0].cache_control, tools[0].cache_control"
@@ -36,6 +37,23 @@ def test_unknown_fields_of_messages_parts_and_tools_are_named_by_their_paths():
     assert answer.headers[HEADER] == names
     text = backend.tokenizer.decode(backend.requests[0].prompt_token_ids)
     assert text == "[system]a[user]hi[assistant]"
+
+
+RESPONSE = {"model": "demo", "input": "hi"}
+TOOLS = [
+    {"type": "web_search", "external_web_access": False},
+    {"type": "function", "name": "f", "mood": 1},
+    {"type": "web_search_preview_2025_03_11"},
+]
+
+
+def test_a_search_that_openai_runs_is_ignored_and_named():
+    body = {**RESPONSE, "tools": TOOLS, "tool_choice": "none"}
+    answer = call(FakeBackend(), "POST", "/v1/responses", body)
+    assert answer.status == 200
+    paths = "tools[0].external_web_access, tools[1].mood, tools[0], tools[2]"
+    assert answer.headers[HEADER] == paths
+    assert [tool["name"] for tool in answer.body["tools"]] == ["f"]
 
 
 @pytest.mark.parametrize("path", PROMPTS)
@@ -64,15 +82,16 @@ def test_documented_fields_that_are_not_supported_are_refused_all_the_same(path)
 
 
 @pytest.mark.parametrize(
-    ("extra", "param"),
+    ("path", "extra", "param"),
     [
-        ({"nvext": 1}, "nvext"),
-        ({"messages": [{"role": "user", "content": "a", "mood": 1}]}, "messages[0].mood"),
+        (CHATS, {"nvext": 1}, "nvext"),
+        (CHATS, {"messages": [{"role": "user", "content": "a", "mood": 1}]}, "messages[0].mood"),
+        ("/v1/responses", {**RESPONSE, "tools": TOOLS[:1]}, "tools[0].type"),
     ],
 )
-def test_a_configuration_may_refuse_unknown_fields(extra, param):
-    body = {**PROMPTS["/v1/chat/completions"], **extra}
-    answer = call(FakeBackend(), "POST", "/v1/chat/completions", body, unknown_fields="refuse")
+def test_a_configuration_may_refuse_unknown_fields(path, extra, param):
+    body = {**PROMPTS.get(path, {}), **extra}
+    answer = call(FakeBackend(), "POST", path, body, unknown_fields="refuse")
     assert answer.status == 400
     assert answer.body["error"]["param"] == param
     assert HEADER not in answer.headers
