@@ -18,7 +18,7 @@ from tests.cluster.edge.fake_backend import FakeBackend
 from tests.cluster.edge.http_server import serving
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 PIECE_CHARS = 7
 
@@ -43,18 +43,23 @@ ANSWERS = (
 
 
 class ScriptedModel(FakeBackend):
-    """A model with the calls of Hermes and recorded answers."""
+    """A model with the calls of Hermes and recorded answers.
+
+    Args:
+        answers: Parts of a chat from its last question on, each with the model's answer.
+    """
 
     max_model_len = 2**18
     tool_call_parser = "hermes"
 
-    def __init__(self) -> None:
+    def __init__(self, answers: Sequence[tuple[str, str]] = ANSWERS) -> None:
         super().__init__(self._say)
+        self._answers = answers
 
     async def _say(self, request, emit) -> Usage:
         prompt = self.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
         question = prompt.rpartition("[user]")[2]
-        text = next(answer for part, answer in ANSWERS if part in question)
+        text = next(answer for part, answer in self._answers if part in question)
         for choice in range(request.sampling.n):
             for start in range(0, len(text), PIECE_CHARS):
                 piece = text[start : start + PIECE_CHARS]
@@ -64,10 +69,10 @@ class ScriptedModel(FakeBackend):
 
 
 @contextlib.contextmanager
-def scripted_server() -> Iterator[int]:
-    """Serve the model on a socket of its own; yields the port."""
+def scripted_server(model: ScriptedModel | None = None) -> Iterator[int]:
+    """Serve a model on a socket of its own; yields the port."""
     ingress = IngressConfig(max_body_bytes=2**22, request_timeout_s=60)
-    with serving(create_app(ScriptedModel(), ingress, version="0")) as port:
+    with serving(create_app(model or ScriptedModel(), ingress, version="0")) as port:
         yield port
 
 
