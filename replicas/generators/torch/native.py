@@ -46,6 +46,9 @@ ALL_FEATURES = Feature.AVX2 | Feature.AVX512 | Feature.AMX
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2}
 """Dtypes of the kernels; `kernel_dtype` of the header."""
 
+ATTENTION_TILE = 4
+"""Tokens of a prompt that read a key together."""
+
 _FAULTS = {
     1: "is not something that the kernels compute",
     2: "has sizes that contradict each other",
@@ -146,6 +149,127 @@ class RopeCall(Structure):
     ]
 
 
+class PackedMatrix(Structure):
+    """A packed weight matrix of bfloat16."""
+
+    _fields_ = [
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("num_inputs", c_int64),
+        ("num_outputs", c_int64),
+        ("uses_tiles", c_int64),
+    ]
+
+
+class ProductCall(Structure):
+    """Product of rows and a packed matrix."""
+
+    _fields_ = [
+        ("tasks", Tasks),
+        ("matrix", PackedMatrix),
+        ("x", c_void_p),
+        ("num_rows", c_int64),
+        ("rows_of_task", c_int64),
+        ("then", c_int64),
+        ("other", c_void_p),
+        ("out", c_void_p),
+    ]
+
+
+class DecoderLayer(Structure):
+    """Weights of a decoder layer and the planes of its keys and values."""
+
+    _fields_ = [
+        ("input_norm", c_void_p),
+        ("qkv", PackedMatrix),
+        ("head_norm", c_void_p),
+        ("o", PackedMatrix),
+        ("post_norm", c_void_p),
+        ("gate", PackedMatrix),
+        ("up", PackedMatrix),
+        ("down", PackedMatrix),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("window", c_int64),
+    ]
+
+
+class LayersPass(Structure):
+    """The layers, the cache and the tokens of a pass."""
+
+    _fields_ = [
+        ("layers", c_void_p),
+        ("num_layers", c_int64),
+        ("is_end", c_int64),
+        ("hidden_size", c_int64),
+        ("inner_size", c_int64),
+        ("num_kv_heads", c_int64),
+        ("share", c_int64),
+        ("head_size", c_int64),
+        ("rotary_size", c_int64),
+        ("eps", c_double),
+        ("scale", c_double),
+        ("num_blocks", c_int64),
+        ("block_size", c_int64),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("num_positions", c_int64),
+        ("num_tokens", c_int64),
+        ("x", c_void_p),
+        ("positions", c_void_p),
+        ("kv_positions", c_void_p),
+        ("num_requests", c_int64),
+        ("lengths", c_void_p),
+        ("tables", c_void_p),
+        ("table_width", c_int64),
+        ("num_wanted", c_int64),
+        ("wanted", c_void_p),
+        ("out", c_void_p),
+    ]
+
+
+class TokenLayersCall(Structure):
+    """Layers over units of neighbouring tokens."""
+
+    _fields_ = [
+        ("tasks", Tasks),
+        ("pass", LayersPass),
+        ("num_threads", c_int64),
+        ("entered", c_int64),
+        ("num_units", c_int64),
+        ("max_rows", c_int64),
+        ("starts", c_void_p),
+        ("cuts", c_void_p),
+        ("unit_requests", c_void_p),
+        ("needs", c_void_p),
+        ("unit_wanted", c_void_p),
+        ("stored", c_void_p),
+        ("done", c_void_p),
+        ("scratch", c_void_p),
+        ("scratch_size", c_int64),
+    ]
+
+
+class WeightLayersCall(Structure):
+    """Layers with the weights divided among threads."""
+
+    _fields_ = [
+        ("tasks", Tasks),
+        ("pass", LayersPass),
+        ("num_tiles", c_int64),
+        ("tiles", c_void_p),
+        ("are_alone", c_void_p),
+        ("phase_tasks", c_void_p),
+        ("done", c_void_p),
+        ("heads", c_void_p),
+        ("attended", c_void_p),
+        ("gated", c_void_p),
+        ("num_threads", c_int64),
+        ("entered", c_int64),
+        ("normed", c_void_p),
+    ]
+
+
 class _KernelSet(Structure):
     _fields_ = [
         ("name", c_char_p),
@@ -153,6 +277,9 @@ class _KernelSet(Structure):
         ("attention", c_void_p),
         ("norm", c_void_p),
         ("rope", c_void_p),
+        ("product", c_void_p),
+        ("token_layers", c_void_p),
+        ("weight_layers", c_void_p),
     ]
 
 
@@ -170,6 +297,12 @@ _MIRRORS: dict[str, type[Structure]] = {
     "attention_call": AttentionCall,
     "norm_call": NormCall,
     "rope_call": RopeCall,
+    "packed_matrix": PackedMatrix,
+    "product_call": ProductCall,
+    "decoder_layer": DecoderLayer,
+    "layers_pass": LayersPass,
+    "token_layers_call": TokenLayersCall,
+    "weight_layers_call": WeightLayersCall,
     "kernel_set": _KernelSet,
 }
 
@@ -201,6 +334,9 @@ def _layout_there(library: ctypes.CDLL) -> list[tuple[str, str, int, int]]:
 _HOW = "run `python -m replicas.generators.torch.build_kernels`, which needs a C compiler"
 
 
+_CHECKS = ("attention", "norm", "rope", "product", "token_layers", "weight_layers")
+
+
 class Library:
     """The shared library.
 
@@ -211,6 +347,9 @@ class Library:
         check_attention: Returns a `kernel_status` of an `AttentionCall`.
         check_norm: Of a `NormCall`.
         check_rope: Of a `RopeCall`.
+        check_product: Of a `ProductCall`.
+        check_token_layers: Of a `TokenLayersCall`.
+        check_weight_layers: Of a `WeightLayersCall`.
 
     Raises:
         NativeError: It is missing or damaged, or was built from other sources.
@@ -226,7 +365,7 @@ class Library:
             self._choose = self._library.kernels_for
             checks = [
                 getattr(self._library, f"kernels_check_{name}")
-                for name in ("attention", "norm", "rope")
+                for name in _CHECKS
             ]
         except (OSError, AttributeError, ValueError) as error:
             raise NativeError(f"cannot load the kernel library: {error}; {_HOW}") from error
@@ -239,7 +378,14 @@ class Library:
         self._choose.argtypes, self._choose.restype = [c_int64], POINTER(_KernelSet)
         for check in checks:
             check.argtypes, check.restype = [c_void_p], c_int64
-        self.check_attention, self.check_norm, self.check_rope = checks
+        (
+            self.check_attention,
+            self.check_norm,
+            self.check_rope,
+            self.check_product,
+            self.check_token_layers,
+            self.check_weight_layers,
+        ) = checks
 
     @property
     def features(self) -> Feature:
@@ -256,6 +402,9 @@ class Library:
             Worker(found.attention),
             Worker(found.norm),
             Worker(found.rope),
+            Worker(found.product),
+            Worker(found.token_layers),
+            Worker(found.weight_layers),
         )
 
 
@@ -324,6 +473,9 @@ class KernelSet:
         attention: Of an `AttentionCall`.
         norm: Of a `NormCall`.
         rope: Of a `RopeCall`.
+        product: Of a `ProductCall`.
+        token_layers: Of a `TokenLayersCall`.
+        weight_layers: Of a `WeightLayersCall`.
     """
 
     library: Library
@@ -332,6 +484,9 @@ class KernelSet:
     attention: Worker
     norm: Worker
     rope: Worker
+    product: Worker
+    token_layers: Worker
+    weight_layers: Worker
 
 
 def require(status: int, what: str) -> None:

@@ -1,37 +1,43 @@
-"""All layers of a pass in one call, for models whose weights are packed as panels.
+"""Runs of decoder layers in one call of a C kernel, for models whose weights are packed as panels.
 
 Between two operations on the rows of a small model nearly as much time goes by as in them. Here a
-pass is one call, whose threads share out the tokens, or the weights where these are many and the
-tokens few, not the operations.
+run of layers is one call. Its threads divide the tokens, or the weights where these are many and
+the tokens few, instead of every operation. `csrc/layers.c` is the other side.
 
-Dimensions: T tokens, R requests, N hidden size, S wanted tokens, U units.
+Dimensions: T tokens, R requests, N hidden size, S wanted tokens, U units, B tiles.
 """
 
 from __future__ import annotations
 
+import ctypes
 import weakref
+from ctypes import byref
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
 
-from replicas.generators.torch import compiled_shares, compiled_stack
-from replicas.generators.torch.compiled import TILE
-from replicas.generators.torch.compiled_stack import COLUMNS, PLANES
+from replicas.generators.torch import native
 from replicas.generators.torch.fast_attention import tiles_of
-from replicas.generators.torch.kernels import Kernel, address, bits, place
 from replicas.generators.torch.linear import LONG_WEIGHTS
-from replicas.generators.torch.panels import PanelLinear
-from replicas.generators.torch.products import num_panels
+from replicas.generators.torch.native import (
+    ATTENTION_TILE,
+    LayersPass,
+    TokenLayersCall,
+    WeightLayersCall,
+    address,
+    array_address,
+)
+from replicas.generators.torch.panels import PANEL, PanelLinear, num_panels
 
 if TYPE_CHECKING:
-    from replicas.generators.model_config import ModelConfig
+    from collections.abc import Sequence
+
     from replicas.generators.torch.inputs import Int64Array, PagedBatch
     from replicas.generators.torch.kv_cache import TorchKVCache
-    from replicas.generators.torch.layers import DenseLayer
-    from replicas.generators.torch.loader import ModelWeights
+    from replicas.generators.torch.layers import DecoderLayer, DenseLayer
+    from replicas.generators.torch.native import KernelSet
 
 MOST_ROWS = 96
 """Tokens of a unit: more are no faster, and have longer to wait for each other at the end."""
@@ -40,6 +46,10 @@ FEWEST_ROWS = 8
 SHORT_PASS = 1 << 30
 """A pass of at most so many products of a token and a weight takes milliseconds. Stopping at each
 of its layers would take as long, and KV transfers can wait until its end."""
+
+_ROTATED_ROWS = 8
+"""Tokens that are rotated in one task; `SHARE_ROTATE_ROWS` of the header."""
+_BFLOAT16 = torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +61,7 @@ class Units:
         requests: int64 (U,), that of the first token.
         needs: int64 (U,), the first unit with tokens of that request.
         wanted: int64 (S,), in order: tokens that go through the model's last layer.
-        firsts: int64 (U + 1,), of the wanted tokens, those of a unit and behind.
+        firsts: int64 (U + 1,), index in `wanted` of each unit's first, and S.
     """
 
     cuts: Int64Array
@@ -93,7 +103,7 @@ def cut(starts: Int64Array, wanted: Int64Array, num_threads: int) -> Units:
     rows = -(-num_tokens // num_units)
     cuts = np.arange(0, num_tokens, rows)
     owners = np.searchsorted(starts, cuts, side="right") - 1
-    cuts -= (cuts - starts[owners]) % TILE
+    cuts -= (cuts - starts[owners]) % ATTENTION_TILE
     return Units(
         cuts=np.append(cuts, num_tokens),
         requests=owners,
@@ -103,32 +113,85 @@ def cut(starts: Int64Array, wanted: Int64Array, num_threads: int) -> Units:
     )
 
 
-class LayerStack:
-    """The layers of a model over a KV cache.
+def claim(layers: Sequence[DecoderLayer]) -> list[range]:
+    """Return the runs of consecutive layers, as indices, that a `LayerStack` can compute.
 
-    Owner: the table of addresses, of the weights and of the cache that was used last.
+    A layer is of Llama's form with SiLU, over all tokens or a window of them, and its matrices are
+    packed as panels. All layers of a run are of one size and rotate alike.
+    """
+    runs: list[range] = []
+    shapes = [_shape(layer) for layer in layers]
+    for index, shape in enumerate(shapes):
+        if shape is None:
+            continue
+        if runs and runs[-1].stop == index and shapes[index - 1] == shape:
+            runs[-1] = range(runs[-1].start, index + 1)
+        else:
+            runs.append(range(index, index + 1))
+    return runs
+
+
+def _shape(layer: DecoderLayer) -> tuple[object, ...] | None:
+    """Return what the layers of a run have in common; None if a layer is of another form."""
+    dense, spec = layer.as_dense(), layer.attention.spec
+    if dense is None or dense.activation != "silu":
+        return None
+    matrices = _matrices(dense)
+    if not all(isinstance(linear, PanelLinear) for linear in matrices):
+        return None
+    sizes = [(one.matrix.num_inputs, one.matrix.num_outputs) for one in matrices]
+    return spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.rope, spec.scale, *sizes
+
+
+class LayerStack:
+    """A run of a model's layers over a KV cache.
+
+    Owner: the structures of the layers, with the planes of the cache that was used last.
 
     Args:
-        config: The model.
-        weights: bfloat16, every matrix a `PanelLinear`.
+        layers: All layers of the model.
+        run: Those of one run of `claim`.
         rope: (cos, sin) as in `TokenPlaces`.
+        eps: Of the norms.
+        kernels: The kernels that compute them; None for the best of this processor.
     """
 
     def __init__(
-        self, config: ModelConfig, weights: ModelWeights, rope: tuple[torch.Tensor, torch.Tensor]
+        self,
+        layers: Sequence[DecoderLayer],
+        run: range,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        eps: float,
+        kernels: KernelSet | None = None,
     ) -> None:
-        self._config, self._weights, self._rope = config, weights, rope
-        share = config.num_attention_heads // config.num_key_value_heads
-        shape = weights.embedding.dtype, config.head_dim, share
-        self._kernel = Kernel(compiled_stack.run_layers, *shape)
-        layers = _dense(weights)
-        self._addresses = np.array([_addresses(layer) for layer in layers])
-        self._used: tuple[weakref.ref[TorchKVCache] | None, Int64Array] = None, self._addresses
-        matrices = _matrices(layers[0])
-        self._layer_weights = sum(linear.panels.weight.numel() for linear in matrices)
-        self._make_shares_kernel = cache(lambda: Kernel(compiled_shares.share_layers, *shape))
-        if not self._is_small:
-            self._make_shares_kernel()  # compile at start, not during a step
+        self._kernels = native.kernel_set() if kernels is None else kernels
+        self._first, self._is_end = run.start, run.stop == len(layers)
+        self._rope = rope
+        found = [layers[index].as_dense() for index in run]
+        self._weights = [layer for layer in found if layer is not None]
+        assert len(self._weights) == len(run)
+        cos, sin = rope
+        spec, matrices = layers[run.start].attention.spec, _matrices(self._weights[0])
+        down = matrices[-1].matrix
+        self._pass = LayersPass(
+            hidden_size=down.num_outputs,
+            inner_size=down.num_inputs,
+            num_kv_heads=spec.num_kv_heads,
+            share=spec.num_heads // spec.num_kv_heads,
+            head_size=spec.head_dim,
+            rotary_size=cos.shape[1],
+            eps=eps,
+            scale=spec.head_dim**-0.5 if spec.scale is None else spec.scale,
+            cos=address(cos, _BFLOAT16),
+            sin=address(sin, _BFLOAT16),
+            num_positions=len(cos),
+        )
+        """Sizes and places that are the same for every pass."""
+        self._used: tuple[weakref.ref[TorchKVCache] | None, ctypes.Array[native.DecoderLayer]]
+        self._used = None, (native.DecoderLayer * len(run))()
+        self._layer_weights = sum(
+            one.matrix.num_inputs * num_panels(one.matrix.num_outputs) * PANEL for one in matrices
+        )
 
     @property
     def _is_small(self) -> bool:
@@ -137,15 +200,7 @@ class LayerStack:
 
     def is_short(self, num_tokens: int) -> bool:
         """Return whether a pass of so many tokens is better not interrupted."""
-        return num_tokens * self._layer_weights * len(self._addresses) < SHORT_PASS
-
-    @staticmethod
-    def can_run(weights: ModelWeights) -> bool:
-        """Return whether all layers have Llama's form, and weights are packed as panels."""
-        layers = _dense(weights)
-        return len(layers) == len(weights.layers) and all(
-            all(isinstance(linear, PanelLinear) for linear in _matrices(layer)) for layer in layers
-        )
+        return num_tokens * self._layer_weights * len(self._weights) < SHORT_PASS
 
     def plan(self, batch: PagedBatch, wanted: Int64Array) -> Units | Shares:
         """Return how a pass is cut for the threads that PyTorch uses.
@@ -168,146 +223,123 @@ class LayerStack:
         layers: range,
         plan: Units | Shares,
     ) -> torch.Tensor:
-        """Take the tokens through some layers.
+        """Take the tokens through some layers of the run.
 
         Args:
             x: (T, N), contiguous, written.
             batch: Their places.
             cache: Written and read.
-            layers: Which, in order.
+            layers: Their indices in the model, in order.
             plan: The pass, cut.
 
         Returns:
             (S, N) behind the model's last layer; else ``x``.
         """
-        is_last = layers[-1] == len(self._addresses) - 1
-        out = x.new_empty(len(plan.wanted), x.shape[1]) if is_last else x
+        planes = self._with(cache)
+        given = LayersPass.from_buffer_copy(self._pass)
+        nth = layers.start - self._first
+        given.layers, given.num_layers = ctypes.addressof(planes[nth]), len(layers)
+        given.is_end = self._is_end and nth + len(layers) == len(self._weights)
+        given.num_blocks, given.block_size = len(cache.planes[0][0]), cache.block_size
+        given.num_tokens, given.x = len(x), address(x, _BFLOAT16)
+        given.positions = address(batch.positions, torch.int64)
+        given.kv_positions = address(batch.kv_positions, torch.int64)
+        given.num_requests, given.table_width = batch.block_table.shape
+        given.lengths = array_address(batch.seq_lens)
+        given.tables = array_address(batch.block_table)
+        out = x
+        if given.is_end:
+            out = x.new_empty(len(plan.wanted), x.shape[1])
+            given.num_wanted, given.wanted = len(plan.wanted), array_address(plan.wanted)
+            given.out = out.data_ptr()
         if isinstance(plan, Units):
-            self._run_units(x, out, batch, cache, layers, plan)
+            self._run_units(given, batch, plan)
         else:
-            self._run_shares(x, out, batch, cache, layers, plan)
+            self._run_shares(given, plan)
         return out
 
-    def _run_units(
-        self,
-        x: torch.Tensor,
-        out: torch.Tensor,
-        batch: PagedBatch,
-        cache: TorchKVCache,
-        layers: range,
-        units: Units,
-    ) -> None:
+    def _run_units(self, given: LayersPass, batch: PagedBatch, units: Units) -> None:
         num_units = len(units.requests)
+        num_threads = min(torch.get_num_threads(), num_units)
         progress = np.zeros((2, num_units), dtype=np.int64)
-        table = self._with(cache)
-        self._kernel(
-            len(layers) * num_units,
+        max_rows = int(np.diff(units.cuts).max())
+        num_heads = 2 * given.num_kv_heads * (given.share + 1)
+        size = given.hidden_size + given.inner_size + num_heads * given.head_size
+        # Rows of a thread begin with a cache line of their own.
+        size = -(-max_rows * size // 32) * 32
+        scratch = torch.empty(num_threads * size, dtype=_BFLOAT16)
+        call = TokenLayersCall(
+            (0, given.num_layers * num_units),
+            given,
+            num_threads,
             0,
-            min(torch.get_num_threads(), num_units),
             num_units,
-            layers[0],
-            len(self._addresses) - 1,
-            *self._given(x, out, batch, cache),
-            place(batch.query_start_loc),
-            place(batch.seq_lens),
-            place(batch.block_table),
-            place(units.wanted),
-            place(units.cuts),
-            place(units.requests),
-            place(units.needs),
-            place(units.firsts),
-            place(table),
-            place(progress[0]),
-            place(progress[1]),
-            int(np.diff(units.cuts).max()),
+            max_rows,
+            array_address(batch.query_start_loc),
+            array_address(units.cuts),
+            array_address(units.requests),
+            array_address(units.needs),
+            array_address(units.firsts),
+            array_address(progress[0]),
+            array_address(progress[1]),
+            scratch.data_ptr(),
+            size,
         )
+        native.require(self._kernels.library.check_token_layers(byref(call)), "a pass")
+        self._kernels.token_layers(call)
 
-    def _run_shares(
-        self,
-        x: torch.Tensor,
-        out: torch.Tensor,
-        batch: PagedBatch,
-        cache: TorchKVCache,
-        layers: range,
-        shares: Shares,
-    ) -> None:
-        config, num_tokens = self._config, len(x)
-        size = config.num_attention_heads * config.head_dim
-        heads_size = size + 2 * config.num_key_value_heads * config.head_dim
-        heads, attended = x.new_empty(num_tokens, heads_size), x.new_empty(num_tokens, size)
-        gated = x.new_empty(num_tokens, config.intermediate_size)
+    def _run_shares(self, given: LayersPass, shares: Shares) -> None:
+        num_tokens, num_threads = given.num_tokens, torch.get_num_threads()
+        size = given.num_kv_heads * given.share * given.head_size
+        heads_size = size + 2 * given.num_kv_heads * given.head_size
         of_hidden, of_inner, of_heads = (
-            num_panels(n) for n in (x.shape[1], config.intermediate_size, heads_size)
+            num_panels(n) for n in (given.hidden_size, given.inner_size, heads_size)
         )
+        num_tiles = shares.tiles.shape[1]
         # In the order of the phases.
         counts = np.array((
-            of_heads, -(-num_tokens // compiled_shares.ROWS),
-            shares.tiles.shape[1] * config.num_key_value_heads, 1, of_hidden, of_inner, of_hidden,
+            of_heads, -(-num_tokens // _ROTATED_ROWS), num_tiles * given.num_kv_heads, 1,
+            of_hidden, of_inner, of_hidden,
         ))  # fmt: skip
-        num_tasks = int(counts.sum())
-        done = np.zeros(compiled_shares.PHASES * len(layers), dtype=np.int64)
-        dtype, table = x.dtype, self._with(cache)
-        self._make_shares_kernel()(
-            len(layers) * num_tasks,
-            layers[0],
-            len(self._addresses) - 1,
-            num_tokens,
-            *self._given(x, out, batch, cache),
-            *(place(row) for row in shares.tiles),
-            place(counts),
-            place(batch.block_table),
-            place(shares.wanted),
-            len(shares.wanted),
-            address(heads, dtype),
-            address(attended, dtype),
-            address(gated, dtype),
-            place(table),
-            place(shares.are_alone),
-            place(done),
-            num_tasks,
+        done = np.zeros(len(counts) * given.num_layers, dtype=np.int64)
+        heads, attended, gated, normed = (
+            torch.empty(n, dtype=_BFLOAT16)
+            for n in (
+                num_tokens * heads_size,
+                num_tokens * size,
+                num_tokens * given.inner_size,
+                num_threads * num_tokens * given.hidden_size,
+            )
         )
-
-    def _given(
-        self, x: torch.Tensor, out: torch.Tensor, batch: PagedBatch, cache: TorchKVCache
-    ) -> tuple[int, ...]:
-        """Return the arguments common to both kernels: sizes, rows, places."""
-        config, dtype = self._config, x.dtype
-        return (
-            x.shape[1],
-            config.intermediate_size,
-            config.num_key_value_heads,
-            cache.block_size,
-            batch.block_table.shape[1],
-            bits(config.rms_norm_eps),
-            address(x, dtype),
-            address(out, dtype),
-            address(self._rope[0], dtype),
-            address(self._rope[1], dtype),
-            address(batch.positions, torch.int64),
-            address(batch.kv_positions, torch.int64),
+        call = WeightLayersCall(
+            (0, given.num_layers * int(counts.sum())),
+            given,
+            num_tiles,
+            array_address(shares.tiles),
+            array_address(shares.are_alone),
+            array_address(counts),
+            array_address(done),
+            heads.data_ptr(),
+            attended.data_ptr(),
+            gated.data_ptr(),
+            num_threads,
+            0,
+            normed.data_ptr(),
         )
+        native.require(self._kernels.library.check_weight_layers(byref(call)), "a pass")
+        self._kernels.weight_layers(call)
 
-    def _with(self, cache: TorchKVCache) -> Int64Array:
-        """Return the table with the planes of a cache."""
-        held, table = self._used
+    def _with(self, cache: TorchKVCache) -> ctypes.Array[native.DecoderLayer]:
+        """Return the structures of the layers with the planes of a cache."""
+        held, found = self._used
         if held is None or held() is not cache:
-            # A table of its own: another thread may be in a pass over another cache.
-            table = self._addresses.copy()
-            table[:, PLANES:] = [
-                [address(plane, plane.dtype) for plane in planes] for planes in cache.planes
-            ]
-            self._used = weakref.ref(cache), table
-        return table
-
-
-def _dense(weights: ModelWeights) -> list[DenseLayer]:
-    """Return the layers that compiled code computes: causal, with SiLU, as scores are scaled."""
-    found = (layer.as_dense() for layer in weights.layers)
-    return [
-        layer
-        for layer in found
-        if layer is not None and layer.window is layer.scale is None and layer.activation == "silu"
-    ]
+            # Structures of their own: another thread may be in a pass over another cache.
+            found = (native.DecoderLayer * len(self._weights))(*(
+                _structure(layer, cache.planes[self._first + nth])
+                for nth, layer in enumerate(self._weights)
+            ))  # fmt: skip
+            self._used = weakref.ref(cache), found
+        return found
 
 
 def _matrices(layer: DenseLayer) -> list[PanelLinear]:
@@ -315,13 +347,19 @@ def _matrices(layer: DenseLayer) -> list[PanelLinear]:
     return cast("list[PanelLinear]", found)
 
 
-def _addresses(layer: DenseLayer) -> list[int]:
-    dtype = layer.input_norm.dtype
-    qkv, o, gate, up, down = (
-        (linear.panels.weight.data_ptr(), address(linear.panels.bias, dtype))
-        for linear in _matrices(layer)
+def _structure(layer: DenseLayer, planes: tuple[torch.Tensor, torch.Tensor]) -> native.DecoderLayer:
+    qkv, o, gate, up, down = (linear.matrix for linear in _matrices(layer))
+    keys, values = planes
+    return native.DecoderLayer(
+        input_norm=address(layer.input_norm, _BFLOAT16),
+        qkv=qkv,
+        head_norm=address(layer.qk_norm, _BFLOAT16),
+        o=o,
+        post_norm=address(layer.post_norm, _BFLOAT16),
+        gate=gate,
+        up=up,
+        down=down,
+        keys=address(keys, _BFLOAT16),
+        values=address(values, _BFLOAT16),
+        window=layer.window or 0,
     )
-    norm, rest = address(layer.input_norm, dtype), address(layer.post_norm, dtype)
-    found = [norm, *qkv, address(layer.qk_norm, dtype), *o, rest, *gate, *up, *down, 0, 0]
-    assert len(found) == COLUMNS
-    return found

@@ -15,13 +15,23 @@
 typedef uint16_t bf16;  // the upper half of a float32
 
 #ifdef KERNEL_VARIANT
-kernel_function VARIANT(attention), VARIANT(norm), VARIANT(rope);
+kernel_function VARIANT(attention), VARIANT(norm), VARIANT(rope), VARIANT(product);
+kernel_function VARIANT(token_layers), VARIANT(weight_layers);
 
 // The parts that a pass over whole layers calls for its own tasks.
 void VARIANT(attend_tile)(const attention_call *call, int64_t tile, int64_t kv_head);
 void VARIANT(normalise_row)(const norm_call *call, int64_t row);
 void VARIANT(rotate_token)(const rope_call *call, int64_t token);
+// Multiply rows by the panels from the first to the one before the last. `other` and `out` are whole
+// products.
+void VARIANT(multiply_panels)(const packed_matrix *matrix, const bf16 *x, int64_t num_rows,
+                              int64_t first_panel, int64_t last_panel, int64_t then,
+                              const bf16 *other, bf16 *out);
 #endif
+
+INLINE int64_t panels_of(int64_t num_columns) {
+  return (num_columns + PANEL_COLUMNS - 1) / PANEL_COLUMNS;
+}
 
 // Take the next task of a call; tasks.count or more when none are left.
 INLINE int64_t take_task(kernel_tasks *tasks) {

@@ -112,6 +112,121 @@ typedef struct rope_call {
   double eps;
 } rope_call;
 
+enum { PANEL_COLUMNS = 64 };  // columns of a weight matrix that are packed together
+
+// What becomes of a product before it is rounded; the other operand has the product's shape.
+enum product_then { PRODUCT_ONLY = 0, PRODUCT_PLUS = 1, PRODUCT_TIMES = 2, PRODUCT_SWISH = 3 };
+
+// A packed weight matrix of bfloat16.
+typedef struct packed_matrix {
+  const void *weight;   // (panels, inputs / 2, 64, 2), whole vectors aligned to 64 bytes
+  const void *bias;     // (outputs,), or NULL
+  int64_t num_inputs;   // even
+  int64_t num_outputs;
+  int64_t uses_tiles;   // 1: computed by AMX; the inputs are then a multiple of 32
+} packed_matrix;
+
+// Product of rows and a packed matrix, plus its bias. A task is a panel and some of the rows.
+typedef struct product_call {
+  kernel_tasks tasks;
+  packed_matrix matrix;
+  const void *x;         // (rows, inputs)
+  int64_t num_rows;
+  int64_t rows_of_task;  // at most; a multiple of 32
+  int64_t then;          // a product_then
+  const void *other;     // (rows, outputs), or NULL
+  void *out;             // (rows, outputs); may be `other`
+} product_call;
+
+// Weights of a decoder layer and the planes of its keys and values.
+typedef struct decoder_layer {
+  const void *input_norm;  // (hidden,)
+  packed_matrix qkv;
+  const void *head_norm;   // (query heads + KV heads, head size), or NULL
+  packed_matrix o;
+  const void *post_norm;   // (hidden,)
+  packed_matrix gate;
+  packed_matrix up;
+  packed_matrix down;
+  void *keys;              // (blocks, KV heads, block size, head size)
+  void *values;
+  int64_t window;          // keys that a token sees at most, itself included; 0: all
+} decoder_layer;
+
+// The layers, the cache and the tokens of a pass, all of bfloat16.
+typedef struct layers_pass {
+  const decoder_layer *layers;
+  int64_t num_layers;
+  int64_t is_end;      // 1: nothing but `wanted` is computed after the last layer's attention
+  int64_t hidden_size;
+  int64_t inner_size;
+  int64_t num_kv_heads;
+  int64_t share;       // query heads of a KV head
+  int64_t head_size;
+  int64_t rotary_size;
+  double eps;
+  double scale;        // factor of the scores
+  int64_t num_blocks;
+  int64_t block_size;
+  const void *cos;     // (positions, rotary size), see rope_call
+  const void *sin;
+  int64_t num_positions;
+  int64_t num_tokens;
+  void *x;             // (tokens, hidden), in place
+  const int64_t *positions;     // (tokens,)
+  const int64_t *kv_positions;  // (tokens,)
+  int64_t num_requests;
+  const int64_t *lengths;       // (requests,), keys that the last token of each sees
+  const int64_t *tables;        // (requests, table width)
+  int64_t table_width;
+  int64_t num_wanted;
+  const int64_t *wanted;        // (wanted,), tokens in order
+  void *out;                    // (wanted, hidden), where `is_end`
+} layers_pass;
+
+// Layers over units of neighbouring tokens. A task is a unit in one layer; tasks are taken in order,
+// layer by layer, so that all threads read the weights of a layer while these are in the caches.
+typedef struct token_layers_call {
+  kernel_tasks tasks;
+  layers_pass pass;
+  int64_t num_threads;  // that take tasks
+  int64_t entered;      // threads that have begun; 0 before a call
+  int64_t num_units;
+  int64_t max_rows;              // tokens of the greatest unit
+  const int64_t *starts;         // (requests + 1,), first token of each request, and the number
+  const int64_t *cuts;           // (units + 1,), the same of units
+  const int64_t *unit_requests;  // (units,), request of each unit's first token
+  const int64_t *needs;          // (units,), first unit with tokens of that request
+  const int64_t *unit_wanted;    // (units + 1,), index in `wanted` of each unit's first
+  int64_t *stored;  // (units,), layers whose keys and values are stored; 0 before a call
+  int64_t *done;    // (units,), layers that are computed; 0 before a call
+  void *scratch;    // (num_threads, scratch_size) numbers
+  int64_t scratch_size;  // max_rows * (hidden + (2 heads + 2 KV heads) * head size + inner)
+} token_layers_call;
+
+enum {
+  SHARE_PHASES = 7,      // of a layer; see layers.c
+  SHARE_ROTATE_ROWS = 8  // tokens that are rotated in one task
+};
+
+// Layers with the weights divided among threads, for few tokens. A task is a part of a phase of a
+// layer: panels of a matrix, rows or heads. A phase begins when the previous one has ended.
+typedef struct weight_layers_call {
+  kernel_tasks tasks;
+  layers_pass pass;
+  int64_t num_tiles;            // of tokens that attend together, see attention_call
+  const int64_t *tiles;         // (4, tiles): tokens, counts, lengths, requests
+  const int64_t *are_alone;     // (tiles,), 1 for the only token of a request
+  const int64_t *phase_tasks;   // (SHARE_PHASES,), number of tasks of each phase
+  int64_t *done;     // (layers * SHARE_PHASES,), finished tasks of each phase; 0 before a call
+  void *heads;       // (tokens, query heads + 2 * KV heads, head size)
+  void *attended;    // (tokens, query heads, head size)
+  void *gated;       // (tokens, inner)
+  int64_t num_threads;
+  int64_t entered;   // threads that have begun; 0 before a call
+  void *normed;      // (num_threads, tokens, hidden)
+} weight_layers_call;
+
 // A kernel: one thread's part of a call.
 typedef void kernel_function(void *call);
 
@@ -122,6 +237,9 @@ typedef struct kernel_set {
   kernel_function *attention;
   kernel_function *norm;
   kernel_function *rope;
+  kernel_function *product;
+  kernel_function *token_layers;
+  kernel_function *weight_layers;
 } kernel_set;
 
 // A field of a structure, for native.py to compare with its own. The last one has no name.
@@ -145,5 +263,8 @@ KERNEL_EXPORT const kernel_set *kernels_for(int64_t features);
 KERNEL_EXPORT int64_t kernels_check_attention(const attention_call *call);
 KERNEL_EXPORT int64_t kernels_check_norm(const norm_call *call);
 KERNEL_EXPORT int64_t kernels_check_rope(const rope_call *call);
+KERNEL_EXPORT int64_t kernels_check_product(const product_call *call);
+KERNEL_EXPORT int64_t kernels_check_token_layers(const token_layers_call *call);
+KERNEL_EXPORT int64_t kernels_check_weight_layers(const weight_layers_call *call);
 
 #endif

@@ -10,4 +10,7 @@ const kernel_set VARIANT(kernel_set) = {
     .attention = VARIANT(attention),
     .norm = VARIANT(norm),
     .rope = VARIANT(rope),
+    .product = VARIANT(product),
+    .token_layers = VARIANT(token_layers),
+    .weight_layers = VARIANT(weight_layers),
 };
