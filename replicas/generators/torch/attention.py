@@ -243,10 +243,10 @@ def attend_rows(
     return found.reshape(num_rows, num_queries, num_heads, v.shape[-1])
 
 
-def _fast(dtype: torch.dtype, head_dim: int, share: int) -> AttentionBackend:
+def _fast(dtype: torch.dtype, _head_dim: int, _share: int) -> AttentionBackend:
     from replicas.generators.torch.fast_attention import FastAttention
 
-    return FastAttention(dtype, head_dim, share)
+    return FastAttention(dtype)
 
 
 BACKENDS: Mapping[str, Callable[[torch.dtype, int, int], AttentionBackend]] = {

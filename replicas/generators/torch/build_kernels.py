@@ -27,10 +27,11 @@ SOURCES = Path(__file__).parent / "csrc"
 LIBRARY = Path(__file__).parent / "_kernels.so"
 
 _FLAGS = (
-    "-std=gnu11", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno",
+    "-std=gnu11", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno",
     "-fno-trapping-math", "-Wall", "-Wextra", "-Wno-psabi", "-Wno-unknown-pragmas",
 )  # fmt: skip
-"""Contraction into fused operations is part of the kernels; reordering of sums is not."""
+"""A compiler that fused or reordered operations here and not there would change bits of a result
+with what is computed beside it. Kernels fuse explicitly."""
 
 _PER_LIBRARY = ("check.c", "layout.c", "processor.c")
 """Sources that are compiled once; all others are compiled for each instruction set."""

@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache by compiled kernels.
+"""Attention over the paged KV cache by kernels in C.
 
 Dimensions: T tokens, H query heads, G KV heads, D head size.
 """
@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from replicas.generators.torch.compiled import TILE
-from replicas.generators.torch.kernels import Tiles, attention_for, kernels_for
+from replicas.generators.torch.kernels import TILE, Tiles, kernels_for
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -27,8 +26,6 @@ class FastAttention:
 
     Args:
         dtype: Of all tensors.
-        head_dim: D.
-        share: H / G.
 
     Attributes:
         kernels: See ``attention.AttentionBackend``.
@@ -38,9 +35,8 @@ class FastAttention:
     kernels: Kernels | PlainKernels
     is_compiled = True
 
-    def __init__(self, dtype: torch.dtype, head_dim: int, share: int) -> None:
-        self.kernels = kernels_for(dtype)
-        self._attend = attention_for(dtype, head_dim, share)
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.kernels = self._kernels = kernels_for(dtype)
 
     def prepare(self, batch: PagedBatch, cache: TorchKVCache) -> Attend:
         """Return the attention function of a pass; see ``attention.AttentionBackend.prepare``."""
@@ -49,7 +45,7 @@ class FastAttention:
         def attend(layer: int, q: torch.Tensor, *_spec: object) -> torch.Tensor:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
             for tiles in parts:
-                self._attend(q, tiles, cache.planes[layer], out)
+                self._kernels.attend(q, tiles, cache.planes[layer], out)
             return out
 
         return attend

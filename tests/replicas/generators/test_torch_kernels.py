@@ -1,37 +1,30 @@
-"""Each compiled kernel gives what its formula in PyTorch gives, on one thread as on several."""
+"""Each kernel gives what its formula in PyTorch gives, for every instruction set."""
 
-import errno
-import os
-import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from numba.core.caching import IndexDataCacheFile
-from numba.core.errors import UnsupportedError
 from torch.nn import functional
 
-from replicas.generators.torch import compiled, kernels
+from replicas.generators.torch import native
 from replicas.generators.torch.attention import BatchedAttention, make_attention
-from replicas.generators.torch.compiled import TILE
 from replicas.generators.torch.fast_attention import FastAttention
-from replicas.generators.torch.kernels import (
-    Kernel,
-    Tiles,
-    attention_for,
-    kernels_for,
-)
+from replicas.generators.torch.kernels import PLAIN_SCORING, TILE, Scoring, Tiles, kernels_for
+from replicas.generators.torch.native import NO_FEATURES, Feature
 from replicas.generators.torch.plain import PlainKernels, TokenPlaces
 from replicas.generators.torch.team import in_team
 
 DTYPES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2.0**-7}
 BLOCK = 16
+# Without AVX-512, and without any of a processor's features.
+MASKS = [NO_FEATURES, Feature.AVX512 | Feature.AMX, native.ALL_FEATURES]
 
 dtypes = st.sampled_from(list(DTYPES))
+masks = st.sampled_from(MASKS)
 seeds = st.integers(0, 2**20)
 
 
@@ -56,37 +49,48 @@ def draw(seed):
     )
 
 
-@given(dtypes, st.integers(1, 40), st.integers(1, 70), seeds)
-def test_norm(dtype, num_rows, size, seed):
+@given(dtypes, masks, st.integers(1, 40), st.integers(1, 70), st.sampled_from([0.0, 1.0]), seeds)
+def test_norm(dtype, mask, num_rows, size, offset, seed):
     make = draw(seed)
     x, weight = make(num_rows, size, dtype=dtype), make(size, dtype=dtype)
     wide = torch.promote_types(dtype, torch.float32)
-    wanted = functional.rms_norm(x.to(wide), (size,), eps=1e-5).to(dtype) * weight
-    assert_near(kernels_for(dtype).rms_norm(x, weight, 1e-5), wanted, dtype)
+    normed = functional.rms_norm(x.to(wide), (size,), eps=1e-5)
+    # Gemma adds 1 to the weight, and rounds behind it.
+    wanted = normed * (weight.to(wide) + offset) if offset else normed.to(dtype) * weight
+    found = kernels_for(dtype, mask).rms_norm(x, weight, 1e-5, offset)
+    assert found.dtype == dtype
+    size = wanted.abs().amax() if dtype is torch.bfloat16 else 1
+    assert_near(found / size, wanted / size, dtype)
 
 
-@given(dtypes, st.integers(1, 6), st.sampled_from([1, 3]), st.sampled_from([2, 16, 34]), seeds)
+@given(
+    dtypes, masks, st.integers(1, 6), st.sampled_from([1, 3]), st.sampled_from([2, 16, 34]), seeds
+)  # fmt: skip
 def test_rotation_goes_by_position_and_keys_and_values_go_to_their_blocks(
-    dtype, num_tokens, num_kv_heads, head_dim, seed
+    dtype, mask, num_tokens, num_kv_heads, head_dim, seed
 ):
     make, rng = draw(seed), np.random.default_rng(seed)
     num_heads, has_norm = 2 * num_kv_heads, bool(seed % 2)
+    # All channels of a head rotate, or the first ones alone.
+    turning = head_dim if seed % 3 else head_dim // 4 * 2
     heads = make(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
     norm = make(num_heads + num_kv_heads, head_dim, dtype=dtype) if has_norm else None
-    cos, sin = make(9, head_dim, dtype=dtype), make(9, head_dim, dtype=dtype)
+    cos, sin = make(9, turning, dtype=dtype), make(9, turning, dtype=dtype)
     positions = torch.from_numpy(rng.integers(0, 9, num_tokens))
     kv_positions = torch.from_numpy(rng.permutation(3 * BLOCK)[:num_tokens].copy())
     planes = tuple(make(3, num_kv_heads, BLOCK, head_dim, dtype=dtype) for _ in range(2))
     before, given_heads = [plane.clone() for plane in planes], heads.clone()
     places = TokenPlaces(cos, sin, positions, kv_positions)
-    kernels_for(dtype).rotate_and_store(heads, places, planes, norm, 1e-5)
+    kernels_for(dtype, mask).rotate_and_store(heads, places, planes, norm, 1e-5)
 
     plain = given_heads[:, : num_heads + num_kv_heads].to(torch.float64)
     if norm is not None:
         plain = functional.rms_norm(plain, (head_dim,), eps=1e-5).to(dtype) * norm
         plain = plain.to(torch.float64)
     cosines, sines = cos[positions, None].double(), sin[positions, None].double()
-    turned = plain * cosines + plain.roll(head_dim // 2, -1) * sines
+    rotated = plain[..., :turning]
+    rotated = rotated * cosines + rotated.roll(turning // 2, -1) * sines
+    turned = torch.cat([rotated, plain[..., turning:]], dim=-1)
     size = turned.abs().amax() if dtype is torch.bfloat16 else 1
     assert_near(heads[:, : num_heads + num_kv_heads] / size, (turned / size).to(dtype), dtype)
     values = heads[:, num_heads + num_kv_heads :]
@@ -99,97 +103,155 @@ def test_rotation_goes_by_position_and_keys_and_values_go_to_their_blocks(
         assert torch.equal(plane, old)
 
 
-# Each is a kernel that is compiled: KV heads, query heads of each, and their size.
+# KV heads, query heads of each, width of a key and of a value. In the last two, values are the
+# first part of the keys, as in latent attention.
 HEADS = [
-    *(
-        (torch.float32, heads)
-        for heads in [(1, 1, 8), (2, 2, 32), (1, 5, 20), (3, 1, 80), (1, 4, 3)]
-    ),
-    *((torch.bfloat16, heads) for heads in [(1, 1, 8), (2, 2, 32), (1, 5, 20)]),
-    *((torch.float64, heads) for heads in [(1, 1, 8), (1, 5, 20)]),
-]
-
-
-@given(
-    st.sampled_from(HEADS),
-    st.lists(st.integers(1, 64), min_size=1, max_size=5),
-    st.sampled_from([8, 16, 24]),
-    st.sampled_from([1, TILE]),
-    seeds,
+    (1, 1, 8, 8), (2, 2, 32, 32), (1, 5, 20, 20), (3, 1, 80, 80), (1, 4, 3, 3), (2, 3, 64, 96),
+    (1, 9, 48, 32), (1, 40, 72, 64),
+]  # fmt: skip
+SCORINGS = st.builds(
+    Scoring,
+    scale=st.sampled_from([None, 0.2]),
+    window=st.sampled_from([None, 1, 7, 40]),
+    soft_cap=st.sampled_from([None, 1.5]),
 )
-def test_tokens_attend_to_their_blocks_and_to_nothing_behind_them(
-    dtype_and_heads, lengths, block, size, seed
-):
-    make, rng = draw(seed), np.random.default_rng(seed)
-    dtype, (num_kv_heads, share, head_dim) = dtype_and_heads
-    num_requests = len(lengths)
-    k_plane, v_plane = (make(41, num_kv_heads, block, head_dim, dtype=dtype) for _ in range(2))
-    tables = rng.permutation(40)[: 8 * num_requests].reshape(num_requests, 8) + 1
-    k, v = (plane[tables].transpose(1, 2).flatten(2, 3).double() for plane in (k_plane, v_plane))
-    k_plane[0] = v_plane[0] = torch.nan
-    for table, length in zip(tables, lengths, strict=True):
-        for plane in (k_plane, v_plane):
+
+
+def poisoned(planes, tables, lengths, window, counts):
+    """NaN wherever no token may look: behind sequences, before windows, in the null block."""
+    block = planes[0].shape[2]
+    for plane in planes:
+        plane[0] = torch.nan
+        for table, length, count in zip(tables, lengths, counts, strict=True):
             plane[table[-(-length // block) :]] = torch.nan
             if length % block:
                 plane[table[length // block], :, length % block :] = torch.nan
-    num_heads = num_kv_heads * share
-    # Other tokens lie between, and queries are part of a wider tensor.
+            before = 0 if window is None else max(length - count + 1 - window, 0)
+            plane[table[: before // block]] = torch.nan
+
+
+def expected(q, k, v, first, scoring, sinks):
+    """The formula for the query heads of one token over the keys that it sees, in float64."""
+    num_kv_heads = len(k)
+    queries = q.double().view(num_kv_heads, -1, q.shape[-1])
+    scale = q.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
+    scores = queries @ k[:, first:].transpose(1, 2) * scale
+    if scoring.soft_cap is not None:
+        scores = scoring.soft_cap * (scores / scoring.soft_cap).tanh()
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double().view(num_kv_heads, -1, 1)], dim=-1)
+    weights = scores.softmax(-1)[..., : k.shape[1] - first]
+    return (weights @ v[:, first:]).reshape(len(q), -1)
+
+
+@given(
+    dtypes,
+    masks,
+    st.sampled_from(HEADS),
+    st.lists(st.integers(1, 64), min_size=1, max_size=5),
+    st.sampled_from([8, 16, 24, 200]),
+    st.sampled_from([1, TILE]),
+    SCORINGS,
+    seeds,
+)
+def test_tokens_attend_to_what_they_see_and_to_nothing_else(
+    dtype, mask, heads, lengths, block, size, scoring, seed
+):
+    make, rng = draw(seed), np.random.default_rng(seed)
+    num_kv_heads, share, key_width, value_width = heads
+    num_requests, num_heads = len(lengths), num_kv_heads * share
+    lengths = np.array(lengths) * (5 if block == 200 else 1)
+    keys = make(41, num_kv_heads, block, key_width, dtype=dtype)
+    values = (
+        keys[..., :value_width]
+        if value_width < key_width
+        else make(41, num_kv_heads, block, value_width, dtype=dtype)
+    )
+    sinks = make(num_heads, dtype=dtype) if seed % 2 else None
+    tables = rng.permutation(40)[: 8 * num_requests].reshape(num_requests, 8) + 1
+    k, v = (plane[tables].transpose(1, 2).flatten(2, 3).double() for plane in (keys, values))
     counts = np.array([int(rng.integers(1, min(size, length) + 1)) for length in lengths])
+    poisoned((keys, values), tables, lengths, scoring.window, counts)
+    # Other tokens lie between, and queries are part of a wider tensor.
     tokens = rng.permutation(2 * num_requests)[:num_requests].astype(np.int64) * size
     num_tokens = 2 * num_requests * size
-    q = make(num_tokens, num_heads + 3, head_dim, dtype=dtype)[:, :num_heads]
-    out = torch.zeros(num_tokens, num_heads, head_dim, dtype=dtype)
+    q = make(num_tokens, num_heads + 3, key_width, dtype=dtype)[:, :num_heads]
+    out = torch.zeros(num_tokens, num_heads, value_width, dtype=dtype)
     order = rng.permutation(num_requests)
-    tiles = Tiles(
-        size, tokens, counts, np.array(lengths), np.argsort(order), tables[order].astype(np.int64)
-    )
-    attention_for(dtype, head_dim, share)(q, tiles, (k_plane, v_plane), out)
+    tiles = Tiles(size, tokens, counts, lengths, np.argsort(order), tables[order].astype(np.int64))
+    kernels_for(dtype, mask).attend(q, tiles, (keys, values), out, replace(scoring, sinks=sinks))
 
     written = []
     for row, (first, count, length) in enumerate(zip(tokens, counts, lengths, strict=True)):
         for token in range(first, first + count):
             seen = length - (first + count - 1 - token)
-            queries = q[token].double().view(num_kv_heads, share, head_dim)
-            scores = queries @ k[row, :, :seen].transpose(1, 2) * head_dim**-0.5
-            wanted = (scores.softmax(-1) @ v[row, :, :seen]).reshape(num_heads, head_dim)
+            begin = 0 if scoring.window is None else max(seen - scoring.window, 0)
+            wanted = expected(q[token], k[row, :, :seen], v[row, :, :seen], begin, scoring, sinks)
             assert_near(out[token], wanted, dtype)
             written.append(token)
     assert not out[np.setdiff1d(np.arange(num_tokens), written)].any()
 
 
+@given(
+    dtypes, masks, st.sampled_from(HEADS[:6]), st.integers(1, 150), st.sampled_from([16, 24]),
+    st.sampled_from([None, 9]), seeds,
+)  # fmt: skip
+def test_a_token_has_the_same_bits_alone_and_beside_others(
+    dtype, mask, heads, length, block, window, seed
+):
+    make = draw(seed)
+    num_kv_heads, share, key_width, value_width = heads
+    keys = make(12, num_kv_heads, block, key_width, dtype=dtype)
+    values = make(12, num_kv_heads, block, value_width, dtype=dtype)
+    count = min(TILE, length)
+    q = make(count, num_kv_heads * share, key_width, dtype=dtype)
+    table = np.random.default_rng(seed).permutation(12)[None, :10].astype(np.int64)
+    kernels, scoring = kernels_for(dtype, mask), Scoring(window=window)
+
+    def attend(queries, size, lengths):
+        out = queries.new_empty(*queries.shape[:2], value_width)
+        num = len(lengths)
+        which, counts = np.arange(num), np.full(num, len(queries) // num)
+        tiles = Tiles(size, which, counts, np.array(lengths), np.zeros_like(which), table)
+        kernels.attend(queries, tiles, (keys, values), out, scoring)
+        return out
+
+    together = attend(q, TILE, [length])
+    alone = attend(q, 1, [length - count + 1 + i for i in range(count)])
+    assert torch.equal(together, alone)
+
+
 def one_tile(length, block):
     """The first token of a pass, alone."""
-    return Tiles(
-        1,
-        *(np.array([number]) for number in (0, 1, length, 0)),
-        np.array([[block]]),
-    )
+    return Tiles(1, *(np.array([number]) for number in (0, 1, length, 0)), np.array([[block]]))
 
 
+@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [1.0, 1e3, 1e4])
-def test_great_scores_leave_one_token(dtype, scale):
+def test_great_scores_leave_one_token(dtype, mask, scale):
     k_plane = torch.zeros(2, 1, BLOCK, 8, dtype=dtype)
     k_plane[1, 0, 5] = scale
     v_plane = torch.arange(2 * BLOCK * 8).view(2, 1, BLOCK, 8).to(dtype)
     q = torch.full((1, 1, 8), scale, dtype=dtype)
     out = torch.empty_like(q)
-    attention_for(dtype, 8, 1)(q, one_tile(BLOCK, 1), (k_plane, v_plane), out)
+    kernels_for(dtype, mask).attend(q, one_tile(BLOCK, 1), (k_plane, v_plane), out)
     if scale > 1:
         assert torch.equal(out[0, 0], v_plane[1, 0, 5])
     assert out.isfinite().all()
 
 
+@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_number_that_is_none_stays_so(dtype):
-    ours = kernels_for(dtype)
+def test_a_number_that_is_none_stays_so(dtype, mask):
+    ours = kernels_for(dtype, mask)
     x = torch.ones(1, 8, dtype=dtype)
     x[0, 3] = torch.nan
     ones = torch.ones(8, dtype=dtype)
     assert ours.rms_norm(x, ones, 1e-5).isnan().all()
     planes = torch.ones(1, 1, BLOCK, 8, dtype=dtype), torch.ones(1, 1, BLOCK, 8, dtype=dtype)
     out = torch.zeros(1, 1, 8, dtype=dtype)
-    attention_for(dtype, 8, 1)(x.view(1, 1, 8), one_tile(3, 0), planes, out)
+    ours.attend(x.view(1, 1, 8), one_tile(3, 0), planes, out)
     assert out.isnan().all()
 
 
@@ -221,83 +283,71 @@ def test_what_is_not_in_a_row_is_refused(wrong):
         kernels_for(torch.float32).rms_norm(**given, eps=1e-5)
 
 
-@pytest.mark.parametrize("how", ["an empty index", "a full disk"])
-def test_code_that_cannot_be_kept_is_compiled_all_the_same(monkeypatch, tmp_path, caplog, how):
+PLANE = torch.zeros(3, 2, BLOCK, 8)
+WRONG_CALLS = {
+    "heads that no KV head has": ({"q": torch.zeros(2, 3, 8)}, ValueError),
+    "another key width": ({"q": torch.zeros(2, 4, 16)}, ValueError),
+    "another value width": ({"out": torch.zeros(2, 4, 16)}, ValueError),
+    "planes that differ": ({"values": torch.zeros(2, 2, BLOCK, 8)}, ValueError),
+    "a plane that is turned": ({"values": PLANE.transpose(1, 2).contiguous().transpose(1, 2)},
+                               ValueError),
+    "a dtype": ({"q": torch.zeros(2, 4, 8).double()}, ValueError),
+    "sinks of other heads": ({"scoring": Scoring(sinks=torch.zeros(3))}, ValueError),
+    "a token behind the last": ({"tokens": 2}, ValueError),
+    "a negative token": ({"tokens": -1}, ValueError),
+    "more tokens than a tile has": ({"counts": 2}, ValueError),
+    "no token": ({"counts": 0}, ValueError),
+    "a length behind the table": ({"lengths": 2 * BLOCK + 1}, ValueError),
+    "no key": ({"lengths": 0}, ValueError),
+    "a request without a table": ({"requests": 1}, ValueError),
+    "a block behind the last": ({"tables": [[0, 3]], "lengths": BLOCK + 1}, ValueError),
+    "a negative block": ({"tables": [[-1, 0]]}, ValueError),
+    "a tile of another size": ({"size": 3}, ValueError),
+    "a negative window": ({"scoring": Scoring(window=-1)}, ValueError),
+    "too wide a key": (
+        {"q": torch.zeros(2, 4, 1032), "out": torch.zeros(2, 4, 1032),
+         "keys": torch.zeros(3, 2, 1, 1032), "values": torch.zeros(3, 2, 1, 1032)},
+        native.UnsupportedCallError,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_a_wrong_shape_or_index_is_an_error(name):
+    changes, error = WRONG_CALLS[name]
+    given = {
+        "q": torch.zeros(2, 4, 8), "out": torch.zeros(2, 4, 8), "keys": PLANE, "values": PLANE,
+        "size": 1, "tokens": 1, "counts": 1, "lengths": 1, "requests": 0, "tables": [[0, 1]],
+        "scoring": PLAIN_SCORING, **changes,
+    }  # fmt: skip
+    arrays = [np.array([given[key]]) for key in ("tokens", "counts", "lengths", "requests")]
+    tiles = Tiles(given["size"], *arrays, np.array(given["tables"]))
+    with pytest.raises(error):
+        kernels_for(torch.float32).attend(
+            given["q"], tiles, (given["keys"], given["values"]), given["out"], given["scoring"]
+        )
+
+
+def test_positions_outside_of_their_arrays_are_an_error():
+    places = TokenPlaces(
+        torch.zeros(9, 8), torch.zeros(9, 8), torch.tensor([8]), torch.tensor([47])
+    )
+    given = torch.zeros(1, 6, 8), places, (PLANE.clone(), PLANE.clone()), None, 1e-5
+    kernels_for(torch.float32).rotate_and_store(*given)
+    for wrong in ({"positions": torch.tensor([9])}, {"kv_positions": torch.tensor([48])}):
+        with pytest.raises(ValueError, match="index outside"):
+            kernels_for(torch.float32).rotate_and_store(
+                given[0], replace(places, **wrong), *given[2:]
+            )
+
+
+def test_without_the_library_plain_operations_are_taken_with_one_warning(monkeypatch, caplog):
     def refuse(*_arguments):
-        raise OSError(errno.ENOSPC, "no space left on device")
-
-    monkeypatch.setattr(kernels.numba.config, "CACHE_DIR", str(tmp_path))
-    Kernel(compiled.rms_norm, torch.float32)
-    [index] = tmp_path.rglob("*.nbi")
-    assert not caplog.records
-    if how == "an empty index":
-        index.write_bytes(b"")
-    else:
-        index.unlink()
-        monkeypatch.setattr(IndexDataCacheFile, "save", refuse)
-    kernel = Kernel(compiled.rms_norm, torch.float32)
-    monkeypatch.setattr(kernels_for(torch.float32), "_rms_norm", kernel)
-    assert "is not cached" in caplog.text
-    test_norm.hypothesis.inner_test(torch.float32, 3, 5, 0)
-
-
-@pytest.mark.parametrize("part", kernels._SOURCES, ids=lambda part: part.__name__)
-def test_code_of_another_source_is_not_taken_for_this(monkeypatch, tmp_path, part):
-    before = kernels._version()
-    changed = tmp_path / "changed.py"
-    changed.write_bytes(Path(part.__file__).read_bytes() + b"#")
-    monkeypatch.setattr(part, "__file__", str(changed))
-    kernels._version.cache_clear()
-    try:
-        assert kernels._version() != before
-    finally:
-        kernels._version.cache_clear()
-
-
-def test_code_for_one_dtype_is_in_files_of_its_own(monkeypatch, tmp_path):
-    monkeypatch.setattr(kernels.numba.config, "CACHE_DIR", str(tmp_path))
-    for dtype in DTYPES:
-        Kernel(compiled.rms_norm, dtype)
-    assert len(list(tmp_path.rglob("*.nbi"))) == len(DTYPES)
-
-
-def test_code_of_other_versions_is_taken_away_when_it_is_old(monkeypatch, tmp_path):
-    monkeypatch.setattr(kernels.numba.config, "CACHE_DIR", str(tmp_path))
-    Kernel(compiled.rms_norm, torch.float32)
-    [own] = tmp_path.rglob("*.nbi")
-    month_ago_s = time.time() - kernels._STALE_S - 1.0
-    names = {
-        "old": own.name.replace(kernels._version(), "0" * 16),
-        "new": own.name.replace(kernels._version(), "1" * 16),
-        "foreign": "others.function-3.py311.nbi",
-    }
-    for name in names.values():
-        own.with_name(name).touch()
-    for name in (own.name, names["old"], names["foreign"]):
-        os.utime(own.with_name(name), (month_ago_s, month_ago_s))
-    kernels._prune.cache_clear()
-    Kernel(compiled.rms_norm, torch.float32)
-    left = {path.name for path in own.parent.glob("*.nbi")}
-    assert left == {own.name, names["new"], names["foreign"]}
-
-
-def test_where_numba_cannot_compile_plain_operations_are_taken_with_one_warning(
-    monkeypatch, caplog
-):
-    def refuse(*_arguments, **_options):
-        raise UnsupportedError("no such processor")
+        raise native.NativeError("it was not built")
 
     assert isinstance(make_attention("fast", torch.float64, 8, 1), FastAttention)
-    attention_for.cache_clear()
-    monkeypatch.setattr(kernels, "cfunc", refuse)
+    kernels_for.cache_clear()
+    monkeypatch.setattr(native, "kernel_set", refuse)
     assert isinstance(make_attention("fast", torch.float64, 8, 1), BatchedAttention)
     [warning] = caplog.records
-    assert "numba cannot compile attend: no such processor" in warning.getMessage()
-    assert "Install the numba" in warning.getMessage()
-
-
-def test_heads_of_another_shape_are_refused():
-    planes = torch.zeros(1, 1, BLOCK, 32), torch.zeros(1, 1, BLOCK, 32)
-    q = torch.zeros(1, 3, 32)
-    with pytest.raises(ValueError, match=r"heads \(3, 32\) over 32, made for \(2, 32\)"):
-        attention_for(torch.float32, 32, 2)(q, one_tile(1, 0), planes, q.clone())
+    assert "it was not built" in warning.getMessage()

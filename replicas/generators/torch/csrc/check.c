@@ -35,8 +35,8 @@ int64_t kernels_check_rope(const rope_call *call) {
   if (!are_sizes(sizes, 5) || call->tasks.count < 0 || call->num_heads < 0 ||
       call->rotary_size < 0 || call->rotary_size > call->head_size || call->rotary_size % 2)
     return KERNEL_BAD_SIZE;
-  if (!call->heads || !call->cos || !call->sin || !call->positions || !call->kv_positions ||
-      !call->keys || !call->values)
+  if (!call->heads || !call->positions || !call->kv_positions || !call->keys || !call->values ||
+      (call->rotary_size && (!call->cos || !call->sin)))
     return KERNEL_NULL;
   if (!are_within(call->positions, call->tasks.count, 0, call->num_positions) ||
       !are_within(call->kv_positions, call->tasks.count, 0, call->num_blocks * call->block_size))

@@ -1,6 +1,9 @@
 // Loads and stores of one dtype, named by what the including file has defined:
-// ITEM (as stored), REAL (as computed), LANES and VECTOR (of REAL), DTYPE (suffix of the names).
+// ITEM (as stored), REAL (as computed), LANES and VECTOR (of REAL), and as suffixes of names DTYPE
+// and KIND (of vector).
+#ifndef NAME
 #define NAME(function) JOIN(function, DTYPE)
+#define VECTORS(function) JOIN(function, KIND)
 #define LOAD(from) NAME(load)(from)
 #define STORE(to, x) NAME(store)(to, x)
 
@@ -27,3 +30,4 @@ INLINE REAL NAME(rounded_one)(REAL x) {
   PUT(&stored, x);
   return GET(&stored);
 }
+#endif

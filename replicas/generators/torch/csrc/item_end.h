@@ -1,5 +1,6 @@
 // Undefine what item.h and its including file have defined.
 #undef NAME
+#undef VECTORS
 #undef LOAD
 #undef STORE
 #undef GET
@@ -9,3 +10,4 @@
 #undef LANES
 #undef VECTOR
 #undef DTYPE
+#undef KIND

@@ -5,6 +5,7 @@
 #define REAL float
 #define LANES FLOATS
 #define VECTOR floats
+#define KIND floats
 #define DTYPE float32
 #include "norm_rope.inc"
 
@@ -12,6 +13,7 @@
 #define REAL float
 #define LANES FLOATS
 #define VECTOR floats
+#define KIND floats
 #define DTYPE bfloat16
 #include "norm_rope.inc"
 
@@ -19,6 +21,7 @@
 #define REAL double
 #define LANES DOUBLES
 #define VECTOR doubles
+#define KIND doubles
 #define DTYPE float64
 #include "norm_rope.inc"
 

@@ -8,6 +8,10 @@
 
 #include "internal.h"
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 #if defined(__AVX512F__)
 #define VECTOR_BYTES 64
 #elif defined(__AVX2__)
@@ -115,20 +119,43 @@ INLINE doubles all_doubles(double x) { return (doubles){0} + x; }
 INLINE floats max_floats(floats x, floats best) { return choose_floats(x > best, x, best); }
 INLINE doubles max_doubles(doubles x, doubles best) { return choose_doubles(x > best, x, best); }
 
+// a * b + c, rounded once where the processor can. The compiler itself fuses nothing.
+INLINE floats fuse_floats(floats a, floats b, floats c) {
+#if defined(__AVX512F__)
+  return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
+INLINE doubles fuse_doubles(doubles a, doubles b, doubles c) {
+#if defined(__AVX512F__)
+  return (doubles)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+#elif defined(__FMA__)
+  return (doubles)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+#else
+  return a * b + c;
+#endif
+}
+
 // The exponential of x <= 0 with an error below 2 ulp, at least exp(-87); NaN stays NaN.
 // Source: Cephes expf.
 INLINE floats exp_floats(floats x) {
   x = choose_floats(x < -87.f, all_floats(-87.f), x);
   // Conversion rounds towards zero, and x <= 0. What it makes of NaN does not matter.
-  const words minus_power = (words)__builtin_convertvector(x * -1.44269504f + 0.5f, ints);
+  const floats rounded = fuse_floats(x, all_floats(-1.44269504f), all_floats(0.5f));
+  const words minus_power = (words)__builtin_convertvector(rounded, ints);
   const floats minus_whole = __builtin_convertvector((ints)minus_power, floats);
-  const floats rest = (x + minus_whole * 0.693359375f) - minus_whole * 2.12194440e-4f;
-  floats found = 1.9875691500e-4f * rest + 1.3981999507e-3f;
-  found = found * rest + 8.3334519073e-3f;
-  found = found * rest + 4.1665795894e-2f;
-  found = found * rest + 1.6666665459e-1f;
-  found = found * rest + 5.0000001201e-1f;
-  found = found * (rest * rest) + rest + 1.f;
+  floats rest = fuse_floats(minus_whole, all_floats(0.693359375f), x);
+  rest = fuse_floats(minus_whole, all_floats(-2.12194440e-4f), rest);
+  floats found = fuse_floats(all_floats(1.9875691500e-4f), rest, all_floats(1.3981999507e-3f));
+  found = fuse_floats(found, rest, all_floats(8.3334519073e-3f));
+  found = fuse_floats(found, rest, all_floats(4.1665795894e-2f));
+  found = fuse_floats(found, rest, all_floats(1.6666665459e-1f));
+  found = fuse_floats(found, rest, all_floats(5.0000001201e-1f));
+  found = fuse_floats(found, rest * rest, rest) + 1.f;
   return found * (floats)((127 - minus_power) << 23);
 }
 
@@ -154,12 +181,7 @@ INLINE doubles load_doubles(const double *from) { return load_float64(from); }
 INLINE void store_floats(float *to, floats x) { store_float32(to, x); }
 INLINE void store_doubles(double *to, doubles x) { store_float64(to, x); }
 
-// By the suffix of a dtype, for files that are compiled for each.
-INLINE float total_float32(floats x) { return sum_floats(x); }
-INLINE float total_bfloat16(floats x) { return sum_floats(x); }
-INLINE double total_float64(doubles x) { return sum_doubles(x); }
-INLINE float root_float32(float x) { return sqrtf(x); }
-INLINE float root_bfloat16(float x) { return sqrtf(x); }
-INLINE double root_float64(double x) { return sqrt(x); }
+INLINE float root_floats(float x) { return sqrtf(x); }
+INLINE double root_doubles(double x) { return sqrt(x); }
 
 #endif
