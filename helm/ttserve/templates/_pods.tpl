@@ -307,7 +307,7 @@ spec:
         - {name: hugepages, mountPath: /dev/hugepages-1G}
         {{- end }}
         {{- if $hasBoards }}
-        # Not the home's .cache, where numba keeps an index that is a pickle.
+        # Not the home's .cache, where other packages may keep files that they execute.
         - {name: cache, mountPath: {{ include "ttserve.cacheFolder" . }}}
         {{- end }}
   volumes:

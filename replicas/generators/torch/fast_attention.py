@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from replicas.generators.torch.kernels import TILE, Tiles, kernels_for
+from replicas.generators.torch.kernels import Tiles, kernels_for
+from replicas.generators.torch.native import ATTENTION_TILE
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -67,7 +68,7 @@ def tiles_of(batch: PagedBatch) -> tuple[Int64Array, Int64Array]:
 def _parts(batch: PagedBatch) -> list[Tiles]:
     """Return the tiles of requests with one token, and those of others."""
     counts = np.diff(batch.query_start_loc)
-    kinds = ((1, counts == 1), (TILE, counts > 1))
+    kinds = ((1, counts == 1), (ATTENTION_TILE, counts > 1))
     return [_tiles(batch, which, size) for size, which in kinds if which.any()]
 
 

@@ -34,16 +34,13 @@ if TYPE_CHECKING:
     from replicas.generators.torch.inputs import Int64Array
     from replicas.generators.torch.plain import TokenPlaces
 
-TILE = 4
-"""Tokens of a prompt that read a key together; `ATTENTION_TILE` of the header."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tiles:
     """Neighbouring tokens of sequences that attend together; every array contiguous.
 
     Attributes:
-        size: Tokens of a tile at most, 1 or ``TILE``.
+        size: Tokens of a tile at most, 1 or `native.ATTENTION_TILE`.
         tokens: int64 (B,), the first of each in the pass.
         counts: int64 (B,), how many, at least 1.
         lengths: int64 (B,), tokens in the cache up to the last of them, itself included.

@@ -363,10 +363,7 @@ class Library:
             there = _layout_there(self._library)
             self._features = self._library.kernels_features
             self._choose = self._library.kernels_for
-            checks = [
-                getattr(self._library, f"kernels_check_{name}")
-                for name in _CHECKS
-            ]
+            checks = [getattr(self._library, f"kernels_check_{name}") for name in _CHECKS]
         except (OSError, AttributeError, ValueError) as error:
             raise NativeError(f"cannot load the kernel library: {error}; {_HOW}") from error
         here = _layout_here()

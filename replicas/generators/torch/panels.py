@@ -109,7 +109,7 @@ class PanelLinear:
         matrix, most, num_rows = self.matrix, self._rows_of_task, len(x)
         num_outputs = matrix.num_outputs
         shape = (num_rows, num_outputs)
-        if x.shape != (num_rows, matrix.num_inputs) or other is not None and other.shape != shape:
+        if x.shape != (num_rows, matrix.num_inputs) or (other is not None and other.shape != shape):
             raise ValueError(
                 f"product of {tuple(x.shape)} with {matrix.num_inputs} -> {num_outputs}"
                 + ("" if other is None else f", and {tuple(other.shape)}")

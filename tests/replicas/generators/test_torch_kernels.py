@@ -13,8 +13,8 @@ from torch.nn import functional
 from replicas.generators.torch import native
 from replicas.generators.torch.attention import BatchedAttention, make_attention
 from replicas.generators.torch.fast_attention import FastAttention
-from replicas.generators.torch.kernels import PLAIN_SCORING, TILE, Scoring, Tiles, kernels_for
-from replicas.generators.torch.native import NO_FEATURES, Feature
+from replicas.generators.torch.kernels import PLAIN_SCORING, Scoring, Tiles, kernels_for
+from replicas.generators.torch.native import ATTENTION_TILE, NO_FEATURES, Feature
 from replicas.generators.torch.plain import PlainKernels, TokenPlaces
 from replicas.generators.torch.team import in_team
 
@@ -150,7 +150,7 @@ def expected(q, k, v, first, scoring, sinks):
     st.sampled_from(HEADS),
     st.lists(st.integers(1, 64), min_size=1, max_size=5),
     st.sampled_from([8, 16, 24, 200]),
-    st.sampled_from([1, TILE]),
+    st.sampled_from([1, ATTENTION_TILE]),
     SCORINGS,
     seeds,
 )
@@ -203,7 +203,7 @@ def test_a_token_has_the_same_bits_alone_and_beside_others(
     num_kv_heads, share, key_width, value_width = heads
     keys = make(12, num_kv_heads, block, key_width, dtype=dtype)
     values = make(12, num_kv_heads, block, value_width, dtype=dtype)
-    count = min(TILE, length)
+    count = min(ATTENTION_TILE, length)
     q = make(count, num_kv_heads * share, key_width, dtype=dtype)
     table = np.random.default_rng(seed).permutation(12)[None, :10].astype(np.int64)
     kernels, scoring = kernels_for(dtype, mask), Scoring(window=window)
@@ -216,7 +216,7 @@ def test_a_token_has_the_same_bits_alone_and_beside_others(
         kernels.attend(queries, tiles, (keys, values), out, scoring)
         return out
 
-    together = attend(q, TILE, [length])
+    together = attend(q, ATTENTION_TILE, [length])
     alone = attend(q, 1, [length - count + 1 + i for i in range(count)])
     assert torch.equal(together, alone)
 
