@@ -135,7 +135,7 @@ class PackedLinear:
 
 
 def _as_panels(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearLayer:
-    """Return the weight for a kernel of our own; ImportError: numba is not to be had."""
+    """Return the weight for a kernel of our own; NativeError: there is no library."""
     from replicas.generators.torch.panels import PanelLinear
 
     return PanelLinear(weight, bias)

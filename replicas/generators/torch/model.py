@@ -25,12 +25,13 @@ if TYPE_CHECKING:
     from replicas.generators.model_config import ModelConfig
     from replicas.generators.protocol import LayerCallback
     from replicas.generators.torch.attention import AttentionBackend
-    from replicas.generators.torch.inputs import PagedBatch
+    from replicas.generators.torch.inputs import Int64Array, PagedBatch
     from replicas.generators.torch.kv_cache import TorchKVCache
     from replicas.generators.torch.loader import ModelWeights
     from replicas.generators.torch.stack import LayerStack
 
     _Callbacks: TypeAlias = tuple[LayerCallback | None, LayerCallback | None]
+    _Part: TypeAlias = tuple[range, LayerStack | None]
 
 
 class PagedTransformer:
@@ -58,19 +59,34 @@ class PagedTransformer:
         }
         self._max_seq_len = max_seq_len
         self._scale = torch.tensor(config.embedding_scale, dtype=dtype)
-        self._stack: LayerStack | None = None
-        if attention.is_compiled:
-            # Where nothing can be compiled it cannot be loaded, either.
-            from replicas.generators.torch.stack import LayerStack
+        self._parts = self._divide()
+        """Consecutive layers, and what computes them in one call if anything does."""
 
-            if LayerStack.can_run(weights):
-                rope = self._ropes[config.rope, config.head_dim]
-                self._stack = LayerStack(config, weights, rope)
+    def _divide(self) -> list[_Part]:
+        """Divide the layers into runs that compiled code computes, and the others."""
+        layers = self._weights.layers
+        if not self._attention.is_compiled:
+            return [(range(len(layers)), None)]
+        # Without compiled code it cannot be loaded, either.
+        from replicas.generators.torch.stack import LayerStack, claim
+
+        parts: list[_Part] = []
+        done = 0
+        for run in claim(layers):
+            if run.start > done:
+                parts.append((range(done, run.start), None))
+            spec = layers[run.start].attention.spec
+            rope = self._ropes[spec.rope, spec.head_dim]
+            parts.append((run, LayerStack(layers, run, rope, self._config.rms_norm_eps)))
+            done = run.stop
+        if done < len(layers):
+            parts.append((range(done, len(layers)), None))
+        return parts
 
     @property
     def is_one_call(self) -> bool:
         """Return whether a pass is one call."""
-        return self._stack is not None
+        return len(self._parts) == 1 and self._parts[0][1] is not None
 
     def forward(
         self,
@@ -109,8 +125,7 @@ class PagedTransformer:
         x = functional.embedding(batch.input_ids, weights.embedding)
         if self._config.embedding_scale != 1.0:
             x = x * self._scale
-        run = self._run_one_by_one if self._stack is None else self._run_stack
-        last = run(x, batch, cache, (before_layer, after_layer))
+        last = self._run(x, batch, cache, (before_layer, after_layer))
         return weights.final_norm(last, self._attention.kernels)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -121,31 +136,30 @@ class PagedTransformer:
             cap = self._config.logits_soft_cap
             return logits if cap is None else (logits / cap).tanh() * cap
 
-    def _run_stack(
+    def _run(
         self, x: torch.Tensor, batch: PagedBatch, cache: TorchKVCache, around: _Callbacks
     ) -> torch.Tensor:
-        """Run all layers in one call, or one call each for a long pass with layer callbacks."""
-        assert self._stack is not None
-        layers = range(len(self._weights.layers))
+        """Run all layers; return the hidden states of the wanted tokens."""
         indices = batch.logits_indices.numpy()
         is_in_order = bool((indices[1:] > indices[:-1]).all())
         # Indices of an engine are always in order; only other callers need the sort.
         wanted, order = (indices, None) if is_in_order else np.unique(indices, return_inverse=True)
-        plan = self._stack.plan(batch, wanted)
-        before_layer, after_layer = around
-        is_one = around == (None, None) or self._stack.is_short(len(x))
-        for some in [layers] if is_one else [layers[index : index + 1] for index in layers]:
-            _tell(before_layer, some)
-            x = self._stack.run(x, batch, cache, some, plan)
-            _tell(after_layer, some)
+        run: ForwardPass | None = None
+        for layers, stack in self._parts:
+            if stack is not None:
+                x = _run_stack(stack, x, batch, cache, layers, wanted, around)
+                continue
+            run = self._begin(batch, cache, around) if run is None else run
+            for index in layers:
+                is_last = index == len(self._weights.layers) - 1
+                some = torch.from_numpy(wanted) if is_last else None
+                x = self._weights.layers[index](x, index, run, some)
         return x if order is None else x.index_select(0, torch.from_numpy(order))
 
-    def _run_one_by_one(
-        self, x: torch.Tensor, batch: PagedBatch, cache: TorchKVCache, around: _Callbacks
-    ) -> torch.Tensor:
-        """Run operation by operation, each divided among the threads."""
+    def _begin(self, batch: PagedBatch, cache: TorchKVCache, around: _Callbacks) -> ForwardPass:
+        """Return what layers have in common that run operation by operation."""
         attention, positions = self._attention, (batch.positions, batch.kv_positions)
-        run = ForwardPass(
+        return ForwardPass(
             cache,
             attention.kernels,
             {key: TokenPlaces(*table, *positions) for key, table in self._ropes.items()},
@@ -153,10 +167,6 @@ class PagedTransformer:
             self._plain.prepare(batch, cache),
             *around,
         )
-        *others, last = self._weights.layers
-        for index, layer in enumerate(others):
-            x = layer(x, index, run)
-        return last(x, len(others), run, batch.logits_indices)
 
     def serve_experts(self) -> None:
         """Take part in a pass of the ranks that share out the experts, with no token."""
@@ -193,6 +203,26 @@ class PagedTransformer:
         held = batch.block_table.shape[1] * cache.block_size
         if (batch.seq_lens < np.maximum(counts, 1)).any() or batch.seq_lens.max() > held:
             raise IndexError(f"sequences of {batch.seq_lens} tokens in blocks for {held}")
+
+
+def _run_stack(
+    stack: LayerStack,
+    x: torch.Tensor,
+    batch: PagedBatch,
+    cache: TorchKVCache,
+    layers: range,
+    wanted: Int64Array,
+    around: _Callbacks,
+) -> torch.Tensor:
+    """Run layers in one call, or in one call each for a long pass with layer callbacks."""
+    plan = stack.plan(batch, wanted)
+    before_layer, after_layer = around
+    is_one = around == (None, None) or stack.is_short(len(x))
+    for some in [layers] if is_one else [layers[i : i + 1] for i in range(len(layers))]:
+        _tell(before_layer, some)
+        x = stack.run(x, batch, cache, some, plan)
+        _tell(after_layer, some)
+    return x
 
 
 def _tell(callback: LayerCallback | None, layers: range) -> None:

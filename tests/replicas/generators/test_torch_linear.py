@@ -5,24 +5,36 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicas.generators.torch import linear, pairs
+from replicas.generators.torch import linear, native
 from replicas.generators.torch.linear import (
     PackedLinear,
     PlainLinear,
     gives_the_same,
     make_linear,
 )
+from replicas.generators.torch.native import Feature
 from replicas.generators.torch.panels import PanelLinear
 
 needs_packing = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor packs no bfloat16"
 )
-needs_pairs = pytest.mark.skipif(
-    not pairs.are_supported(), reason="this processor has no products of pairs"
-)
+# The kernels of processors with all features of this one, and of those that lack some.
+WITHOUT = {
+    "all": Feature(0),
+    "no tiles": Feature.AMX,
+    "no pairs": Feature.AMX | Feature.AVX512,
+    "none": Feature.AMX | Feature.AVX512 | Feature.AVX2,
+}
+
+
+def panels(name):
+    """A function that packs a weight for the kernels of one instruction set."""
+    return lambda weight, bias: PanelLinear(weight, bias, native.kernel_set(WITHOUT[name]))
+
+
 KINDS = [
-    pytest.param(PackedLinear, marks=needs_packing),
-    pytest.param(PanelLinear, marks=needs_pairs),
+    pytest.param(PackedLinear, marks=needs_packing, id="oneDNN"),
+    *(pytest.param(panels(name), id=name) for name in WITHOUT),
 ]
 
 
@@ -38,15 +50,17 @@ def test_products_are_within_rounding_of_exact_ones(kind, num_tokens, has_bias):
     check_products(kind, num_tokens, 64, 96, has_bias)
 
 
-@needs_pairs
 @given(
+    st.sampled_from(list(WITHOUT)),
     st.integers(1, 70),
     st.integers(1, 80).map(lambda half: 2 * half) | st.integers(1, 5).map(lambda n: 32 * n),
     st.integers(1, 200),
     st.booleans(),
 )
-def test_panels_have_any_number_of_rows_features_and_columns(num_tokens, num_in, num_out, has_bias):
-    check_products(PanelLinear, num_tokens, num_in, num_out, has_bias)
+def test_panels_have_any_number_of_rows_features_and_columns(
+    without, num_tokens, num_in, num_out, has_bias
+):
+    check_products(panels(without), num_tokens, num_in, num_out, has_bias)
 
 
 def check_products(kind, num_tokens, num_in, num_out, has_bias):
@@ -61,14 +75,15 @@ def check_products(kind, num_tokens, num_in, num_out, has_bias):
         torch.testing.assert_close(result.double(), value, rtol=2**-8, atol=1e-3)
 
 
-@needs_pairs
 @pytest.mark.parametrize("num_in", [62, 64], ids=["pairs", "tiles where there are any"])
-@pytest.mark.parametrize("num_threads", [1, 2, 5])
-def test_a_row_of_panels_is_the_same_whatever_is_beside_it(num_threads, num_in):
+@pytest.mark.parametrize(
+    ("num_threads", "without"), [(1, "all"), (2, "no tiles"), (5, "all"), (2, "no pairs")]
+)
+def test_a_row_of_panels_is_the_same_whatever_is_beside_it(num_threads, without, num_in):
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        found, x = PanelLinear(drawn(150, num_in), drawn(150)), drawn(80, num_in)
+        found, x = panels(without)(drawn(150, num_in), drawn(150)), drawn(80, num_in)
         whole = found(x)
         for first in range(40):
             for last in (*range(first + 1, first + 9), first + 33, first + 40):
@@ -77,11 +92,11 @@ def test_a_row_of_panels_is_the_same_whatever_is_beside_it(num_threads, num_in):
         torch.set_num_threads(before)
 
 
-@needs_pairs
-def test_a_number_that_is_none_stays_in_its_row():
+@pytest.mark.parametrize("without", WITHOUT)
+def test_a_number_that_is_none_stays_in_its_row(without):
     x = drawn(7, 64)
     x[3, 5] = torch.nan
-    found = PanelLinear(drawn(96, 64), None)
+    found = panels(without)(drawn(96, 64), None)
     for result in (found(x), found.swish(x)):
         assert result[3].isnan().all()
         assert not result[[0, 1, 2, 4, 5, 6]].isnan().any()
@@ -121,13 +136,35 @@ def test_where_packing_fails_the_plain_product_is_taken(monkeypatch):
     def refuse(*_args):
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(pairs, "are_supported", lambda: False)
+    monkeypatch.setattr(native, "kernel_set", refuse)
     monkeypatch.setattr(linear, "_product", refuse)
     monkeypatch.setattr(linear, "_product_with", refuse)
     assert isinstance(make_linear(drawn(8, 4), None), PlainLinear)
 
 
-@needs_pairs
-def test_where_pairs_are_multiplied_the_weight_is_panels_unless_its_features_are_odd():
+def test_weights_are_panels_unless_their_features_are_odd():
     assert isinstance(make_linear(drawn(8, 4), None), PanelLinear)
     assert not isinstance(make_linear(drawn(8, 5), None), PanelLinear)
+
+
+def test_great_sums_are_gated_without_overflow():
+    found = PanelLinear(torch.tensor([[3e38, 0.0], [0.0, 3e38]]).bfloat16(), None)
+    result = found.swish(torch.tensor([[1.0, -1.0]]).bfloat16())
+    assert result.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("x", "other"),
+    [
+        (torch.zeros(2, 6).bfloat16(), None),
+        (torch.zeros(2, 4), None),
+        (torch.zeros(4, 2).bfloat16().T, None),
+        (torch.zeros(2, 4).bfloat16(), torch.zeros(1, 8).bfloat16()),
+        (torch.zeros(2, 4).bfloat16(), torch.zeros(2, 8)),
+    ],
+    ids=["features", "dtype", "columns", "rows of the summand", "dtype of the summand"],
+)
+def test_operands_of_another_shape_or_dtype_are_refused(x, other):
+    found = PanelLinear(drawn(8, 4), None)
+    with pytest.raises(ValueError, match=r"product of|in a row"):
+        found.plus(x, other) if other is not None else found(x)

@@ -9,29 +9,41 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.generators.torch import generator, pairs, stack
+from replicas.generators.torch import generator, native, stack
 from replicas.generators.torch.fast_attention import tiles_of
 from replicas.generators.torch.inputs import PagedBatch
+from replicas.generators.torch.kernels import kernels_for
+from replicas.generators.torch.native import Feature
 from tests.replicas.generators.conftest import make_generator
 
-pytestmark = pytest.mark.skipif(
-    not pairs.are_supported(), reason="this processor has no products of pairs"
-)
 BLOCK, WIDTH, MOST = 16, 12, 8
+NO_TILES, NO_PAIRS = Feature.AMX, Feature.AMX | Feature.AVX512
+# Threads, and features of the processor to do without.
+HOSTS = {
+    "1 thread": (1, Feature(0)),
+    "5 threads": (5, Feature(0)),
+    "2 threads, no tiles": (2, NO_TILES),
+    "5 threads, no pairs": (5, NO_PAIRS),
+}
 
 
-@pytest.fixture(params=[1, 5], ids="{} threads".format, autouse=True, scope="module")
-def _threads(request):
+@pytest.fixture(params=HOSTS.values(), ids=HOSTS, autouse=True, scope="module")
+def _host(request):
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
+    num_threads, without = request.param
+    torch.set_num_threads(num_threads)
+    kernel_set = native.kernel_set
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generator, "LONG_PRODUCTS", 0)  # no pass is too short for threads
+        patch.setattr(native, "kernel_set", lambda _none=None: kernel_set(without))
+        kernels_for.cache_clear()
         yield
+    kernels_for.cache_clear()
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="session")
-def made(tiny):
+@pytest.fixture(scope="module")
+def made(_host, tiny):
     """A generator and a cache for it, of each case one."""
 
     @cache
@@ -82,7 +94,8 @@ def run(made, batch, monkeypatch, *, in_one, seed=0, shares="tokens"):
     fill(kv_cache, seed)
     with monkeypatch.context() as patch:
         if not in_one:
-            patch.setattr(torch_generator._model, "_stack", None)
+            layers = range(torch_generator._config.num_hidden_layers)
+            patch.setattr(torch_generator._model, "_parts", [(layers, None)])
         elif shares == "weights":
             patch.setattr(stack.LayerStack, "plan", share_weights)
         logits = torch_generator._forward(batch, kv_cache)
@@ -108,7 +121,7 @@ requests = st.lists(
 
 @pytest.mark.parametrize("shares", ["tokens", "weights"])
 @pytest.mark.parametrize("case", ["llama-gqa", "qwen2", "qwen3"])
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(requests, st.data(), st.integers(0, 2**20))
 def test_passes_of_any_requests(made, case, shares, parts, data, seed):
     num_tokens = sum(now for _, now in parts)
@@ -120,7 +133,7 @@ def test_passes_of_any_requests(made, case, shares, parts, data, seed):
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "qwen2", "qwen3"])
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(st.lists(st.one_of(st.just(1), st.integers(1, 60)), min_size=2, max_size=6), requests)
 def test_a_prompt_is_the_same_to_the_bit_however_it_is_cut_and_whatever_is_beside_it(
     made, case, chunks, others
