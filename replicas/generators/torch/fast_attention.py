@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from replicas.generators.torch.kernels import Tiles, kernels_for
+from replicas.generators.torch.kernels import PLAIN_SCORING, Scoring, Tiles, kernels_for
 from replicas.generators.torch.native import ATTENTION_TILE
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from replicas.generators.layer_specs import AttentionSpec
     from replicas.generators.torch.inputs import Int64Array, PagedBatch
     from replicas.generators.torch.kernels import Kernels
     from replicas.generators.torch.kv_cache import TorchKVCache
@@ -43,10 +44,18 @@ class FastAttention:
         """Return the attention function of a pass; see ``attention.AttentionBackend.prepare``."""
         parts = _parts(batch)
 
-        def attend(layer: int, q: torch.Tensor, *_spec: object) -> torch.Tensor:
+        def attend(
+            layer: int,
+            q: torch.Tensor,
+            spec: AttentionSpec | None = None,
+            sinks: torch.Tensor | None = None,
+        ) -> torch.Tensor:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
+            scoring = PLAIN_SCORING
+            if spec is not None:
+                scoring = Scoring(spec.scale, spec.window, spec.soft_cap, sinks)
             for tiles in parts:
-                self._kernels.attend(q, tiles, cache.planes[layer], out)
+                self._kernels.attend(q, tiles, cache.planes[layer], out, scoring)
             return out
 
         return attend

@@ -105,13 +105,6 @@ class Attention:
     eps: float
     sinks: torch.Tensor | None
 
-    @property
-    def is_simple(self) -> bool:
-        """Return whether a token sees all before it by scaled scores alone, and all of it turns."""
-        spec = self.spec
-        others = spec.window, spec.scale, spec.soft_cap, self.sinks
-        return spec.rope.share == 1.0 and all(each is None for each in others)
-
     def __call__(self, x: torch.Tensor, index: int, run: ForwardPass) -> torch.Tensor:
         """(T, N) -> (T, H * D), what ``o`` takes; KV of these tokens is written."""
         spec = self.spec
@@ -123,7 +116,6 @@ class Attention:
                 part.copy_(norm(rows, run.kernels).view(part.shape))
         if run.before is not None:
             run.before(index)
-        is_simple = self.is_simple and run.attend is not None
         kernels = run.kernels if spec.rope.share == 1.0 else _PLAIN
         kernels.rotate_and_store(
             heads,
@@ -132,7 +124,7 @@ class Attention:
             self.head_norm,
             self.eps,
         )
-        attend = run.attend if is_simple and run.attend is not None else run.attend_any
+        attend = run.attend_any if run.attend is None else run.attend
         attended = attend(index, heads[:, : spec.num_heads], spec, self.sinks).flatten(1)
         if run.after is not None:
             run.after(index)

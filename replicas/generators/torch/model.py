@@ -147,7 +147,7 @@ class PagedTransformer:
         run: ForwardPass | None = None
         for layers, stack in self._parts:
             if stack is not None:
-                x = _run_stack(stack, x, batch, cache, layers, wanted, around)
+                x = _run_stack(stack, x, batch, cache, wanted, around)
                 continue
             run = self._begin(batch, cache, around) if run is None else run
             for index in layers:
@@ -210,12 +210,11 @@ def _run_stack(
     x: torch.Tensor,
     batch: PagedBatch,
     cache: TorchKVCache,
-    layers: range,
     wanted: Int64Array,
     around: _Callbacks,
 ) -> torch.Tensor:
     """Run layers in one call, or in one call each for a long pass with layer callbacks."""
-    plan = stack.plan(batch, wanted)
+    plan, layers = stack.plan(batch, wanted), stack.layers
     before_layer, after_layer = around
     is_one = around == (None, None) or stack.is_short(len(x))
     for some in [layers] if is_one else [layers[i : i + 1] for i in range(len(layers))]:

@@ -50,7 +50,7 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     memory = _memory.take(math.prod(shape) * weight.itemsize)
     packed = torch.from_numpy(memory).view(weight.dtype).view(shape)
     in_pairs = weight.reshape(num_outputs, size // 2, 2)
-    for panel, columns in enumerate(in_pairs.split(PANEL)):
+    for panel, columns in enumerate(torch.split(in_pairs, PANEL)):
         packed[panel, :, : len(columns)] = columns.transpose(0, 1)
     return packed
 

@@ -154,6 +154,9 @@ class LayerStack:
         rope: (cos, sin) as in `TokenPlaces`.
         eps: Of the norms.
         kernels: The kernels that compute them; None for the best of this processor.
+
+    Attributes:
+        layers: Indices of the run's layers.
     """
 
     def __init__(
@@ -165,7 +168,7 @@ class LayerStack:
         kernels: KernelSet | None = None,
     ) -> None:
         self._kernels = native.kernel_set() if kernels is None else kernels
-        self._first, self._is_end = run.start, run.stop == len(layers)
+        self.layers, self._is_end = run, run.stop == len(layers)
         self._rope = rope
         found = [layers[index].as_dense() for index in run]
         self._weights = [layer for layer in found if layer is not None]
@@ -189,7 +192,7 @@ class LayerStack:
         """Sizes and places that are the same for every pass."""
         self._used: tuple[weakref.ref[TorchKVCache] | None, ctypes.Array[native.DecoderLayer]]
         self._used = None, (native.DecoderLayer * len(run))()
-        self._layer_weights = sum(
+        self._layer_weights: int = sum(
             one.matrix.num_inputs * num_panels(one.matrix.num_outputs) * PANEL for one in matrices
         )
 
@@ -237,7 +240,7 @@ class LayerStack:
         """
         planes = self._with(cache)
         given = LayersPass.from_buffer_copy(self._pass)
-        nth = layers.start - self._first
+        nth = layers.start - self.layers.start
         given.layers, given.num_layers = ctypes.addressof(planes[nth]), len(layers)
         given.is_end = self._is_end and nth + len(layers) == len(self._weights)
         given.num_blocks, given.block_size = len(cache.planes[0][0]), cache.block_size
@@ -335,7 +338,7 @@ class LayerStack:
         if held is None or held() is not cache:
             # Structures of their own: another thread may be in a pass over another cache.
             found = (native.DecoderLayer * len(self._weights))(*(
-                _structure(layer, cache.planes[self._first + nth])
+                _structure(layer, cache.planes[self.layers.start + nth])
                 for nth, layer in enumerate(self._weights)
             ))  # fmt: skip
             self._used = weakref.ref(cache), found
