@@ -11,7 +11,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --retries 10 --time
 export HF_HUB_OFFLINE := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help serve test test-local test-ray test-slow test-slow-local test-slow-ray test-tt test-clients test-helm test-chart build-helm build-chart ci-all check lint types imports chaos fuzz lock sbom audit clean
+.PHONY: help serve test test-local test-ray test-slow test-slow-local test-slow-ray test-tt test-clients test-helm test-chart build-helm build-chart ci-all check lint types imports chaos fuzz sanitize lock sbom audit clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -99,6 +99,10 @@ chaos: $(VENV)/.installed ## Inject random faults into simulated clusters. EVENT
 # TARGETS="http tools" runs some; a failed input is printed, and kept in generated/fuzz.
 fuzz: $(VENV)/.installed-dev ## Change inputs of every parser at random. SECONDS=60 SEED=n TARGETS=names.
 	$(VENV)/bin/python -m tests.fuzz --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED)) $(TARGETS)
+
+# Random shapes in C's kernels, with gcc's or clang's sanitizers.
+sanitize: $(VENV)/.installed-dev ## Run the CPU kernels under AddressSanitizer and UBSan. CALLS=n SEED=n.
+	$(VENV)/bin/python -m tests.kernels --calls $(or $(CALLS),1000) --seed $(or $(SEED),0)
 
 # The versions of constraints.txt with the hashes of all their files, for the image and for `audit`. The
 # targets above install by version alone: an index of torch's CPU wheels has other files than PyPI.

@@ -262,9 +262,8 @@ def make_attention(name: str, dtype: torch.dtype, head_dim: int, share: int) -> 
         return BACKENDS[name](dtype, head_dim, share)
     except (ImportError, RuntimeError) as error:
         logger.warning(
-            "this engine computes attention, norms and rotations without compiled kernels, some "
-            "times slower: %s. Install the numba and llvmlite of constraints.txt, built for "
-            "this processor; `attention: batched` selects the plain operations silently",
+            "this engine computes without the C kernels, several times slower: %s. "
+            "`attention: batched` selects the plain operations silently",
             error,
         )
         return BatchedAttention()

@@ -1,8 +1,8 @@
 // Checks of calls: what a kernel would read or write outside its arrays, and what it cannot compute.
 #include "kernels.h"
 
-// A product of sizes stays far below what int64_t holds.
-static const int64_t MOST = (int64_t)1 << 40;
+// The product of two sizes and a width stays below what int64_t holds.
+static const int64_t MOST = (int64_t)1 << 24;
 
 static int are_sizes(const int64_t *sizes, int count) {
   for (int i = 0; i < count; i++)
@@ -68,7 +68,7 @@ int64_t kernels_check_attention(const attention_call *call) {
     return KERNEL_BAD_INDEX;
   for (int64_t tile = 0; tile < call->num_tiles; tile++) {
     const int64_t first = call->tokens[tile], length = call->lengths[tile];
-    if (first < 0 || first + call->counts[tile] > call->num_tokens) return KERNEL_BAD_INDEX;
+    if (first < 0 || first > call->num_tokens - call->counts[tile]) return KERNEL_BAD_INDEX;
     // A token sees itself.
     if (length < call->counts[tile]) return KERNEL_BAD_SIZE;
     const int64_t *table = call->tables + call->requests[tile] * call->table_width;
@@ -112,8 +112,8 @@ static int64_t check_pass(const layers_pass *pass) {
   const int64_t queries = pass->num_kv_heads * pass->share * pass->head_size;
   const int64_t heads = queries + 2 * pass->num_kv_heads * pass->head_size;
   if (!pass->layers || !pass->cos || !pass->sin || !pass->x || !pass->positions ||
-      !pass->kv_positions || !pass->lengths || !pass->tables || (pass->is_end && !pass->out) ||
-      (pass->is_end && pass->num_wanted && !pass->wanted))
+      !pass->kv_positions || !pass->lengths || !pass->tables ||
+      (pass->is_end && pass->num_wanted && (!pass->wanted || !pass->out)))
     return KERNEL_NULL;
   for (int64_t i = 0; i < pass->num_layers; i++) {
     const decoder_layer *layer = &pass->layers[i];
@@ -206,7 +206,7 @@ int64_t kernels_check_weight_layers(const weight_layers_call *call) {
   for (int64_t tile = 0; tile < call->num_tiles; tile++) {
     const int64_t most = call->are_alone[tile] ? 1 : ATTENTION_TILE;
     if (counts[tile] < 1 || counts[tile] > most || tokens[tile] < 0 ||
-        tokens[tile] + counts[tile] > pass->num_tokens || requests[tile] < 0 ||
+        tokens[tile] > pass->num_tokens - counts[tile] || requests[tile] < 0 ||
         requests[tile] >= pass->num_requests || lengths[tile] < counts[tile] ||
         lengths[tile] > pass->lengths[requests[tile]])
       return KERNEL_BAD_INDEX;

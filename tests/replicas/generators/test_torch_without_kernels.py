@@ -1,4 +1,4 @@
-"""An engine whose numba cannot be loaded computes the same, and says that it is slow."""
+"""An engine without the kernel library computes the same, and says that it is slow."""
 
 import os
 import subprocess
@@ -13,16 +13,11 @@ from tests.models import model_folder
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, seed=0, ignore_eos=True)
 PROMPTS = [[7 * i % 149 for i in range(1, 22)], [5, 9, 3]]
 SCRIPT = """
-import sys
+import pathlib, sys
+from replicas.generators.torch import native
+from tests.replicas.generators import test_torch_without_kernels as case
 
-class Refuses:
-    def find_spec(self, name, *_):
-        if name.split(".")[0] in ("numba", "llvmlite"):
-            raise ImportError("Numba needs NumPy 2.3 or less")
-
-sys.meta_path.insert(0, Refuses())
-from tests.replicas.generators import test_torch_without_numba as case
-
+native.LIBRARY = pathlib.Path("/no/such/_kernels.so")
 for dtype in ("float32", "bfloat16"):
     print("engine", file=sys.stderr)
     print(case.tokens(sys.argv[1], dtype).decode())
@@ -34,7 +29,7 @@ def tokens(folder, dtype):
         return msgspec.json.encode(generate(core, PROMPTS, GREEDY))
 
 
-def test_an_engine_starts_without_numba_and_says_once_what_to_do():
+def test_an_engine_starts_without_the_library_and_says_once_what_to_do():
     folder = str(model_folder("llama-gqa"))
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, folder], capture_output=True, text=True,
@@ -45,5 +40,5 @@ def test_an_engine_starts_without_numba_and_says_once_what_to_do():
     assert float32 == msgspec.json.decode(tokens(folder, "float32"))
     assert [len(row) for row in bfloat16] == [GREEDY.max_tokens] * len(PROMPTS)
     for said in done.stderr.split("engine\n")[1:]:
-        assert said.count("Numba needs NumPy 2.3 or less") == 1
-        assert said.count("Install the numba and llvmlite") == 1
+        assert said.count("/no/such/_kernels.so was not built") == 1
+        assert said.count("build_kernels`, which needs a C compiler") == 1
