@@ -1,16 +1,23 @@
-"""Attention of the torch generator against PyTorch's own, on one thread, bfloat16.
+"""Attention of the CPU engine on one thread, bfloat16: against PyTorch's, or an earlier commit's.
 
 Prompts: causal `scaled_dot_product_attention` over contiguous keys. Decodes: the same over blocks
-that are gathered first, because PyTorch needs contiguous keys. Both sides run by turns; figures are
-medians of CPU time. A ratio above 1 means that ours is faster. The last column is ours against
-itself (A/A).
+that are gathered first, because PyTorch needs contiguous keys. With `--before FOLDER`, a checkout
+of an earlier commit, the other side is that commit's attention, in a process of its own.
+
+Both sides run by turns; figures are medians of CPU time. A ratio above 1 means that ours is faster.
+The last column is ours against itself (A/A).
 
     python -m benchmarks.attention
+    git worktree add /tmp/before COMMIT && python -m benchmarks.attention --before /tmp/before
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import statistics
+import subprocess
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -18,7 +25,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from replicas.generators.torch.fast_attention import FastAttention
+from replicas.generators.torch.attention import make_attention
 from replicas.generators.torch.inputs import PagedBatch
 from replicas.generators.torch.kv_cache import TorchKVCache
 
@@ -33,8 +40,11 @@ CASES = {
     "16 prompts of 128, 135 M model": (16, 128, 128, 9, 3, 64),
     "1 prompt of 128, demo model": (1, 128, 128, 8, 4, 32),
     "1 prompt of 2,048, 8 B model": (1, 2048, 2048, 32, 8, 128),
-    "64 decodes at 160, 0.56 M model": (64, 1, 160, 4, 2, 32),
+    "1 decode at 160, 135 M model": (1, 1, 160, 9, 3, 64),
+    "8 decodes at 160, 135 M model": (8, 1, 160, 9, 3, 64),
     "32 decodes at 160, 135 M model": (32, 1, 160, 9, 3, 64),
+    "128 decodes at 160, 135 M model": (128, 1, 160, 9, 3, 64),
+    "64 decodes at 160, 0.56 M model": (64, 1, 160, 4, 2, 32),
     "8 decodes at 2,000, 8 B model": (8, 1, 2000, 32, 8, 128),
 }
 
@@ -43,6 +53,7 @@ def case(
     requests: int, new: int, length: int, heads: int, kv_heads: int, size: int
 ) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
     """Ours and PyTorch's, over the same numbers."""
+    torch.manual_seed(0)
     columns = -(-length // BLOCK)
     shape = (requests * columns + 1, kv_heads, BLOCK, size)
     cache = TorchKVCache(shape, torch.bfloat16, num_layers=1, num_lanes=1)
@@ -60,7 +71,8 @@ def case(
         block_table=tables,
         logits_indices=torch.arange(requests),
     )
-    attend = FastAttention(torch.bfloat16, size, heads // kv_heads).prepare(batch, cache)
+    backend = make_attention("fast", torch.bfloat16, size, heads // kv_heads)
+    attend = backend.prepare(batch, cache)
     places = torch.from_numpy(tables)
 
     def gathered() -> list[torch.Tensor]:
@@ -86,19 +98,71 @@ def seconds(run: Callable[[], torch.Tensor]) -> float:
     return time.thread_time() - started_s
 
 
+class Earlier:
+    """The attention of another checkout, in a process of its own.
+
+    Args:
+        folder: The checkout.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--serve"],
+            env={**os.environ, "PYTHONPATH": folder},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def seconds(self, name: str) -> float:
+        """CPU time of one call of a case."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{name}\n")
+        self._process.stdin.flush()
+        return float(self._process.stdout.readline())
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
+
+def serve() -> None:
+    """Print the seconds of one call for each name of a case on the standard input."""
+    runs: dict[str, Callable[[], torch.Tensor]] = {}
+    for line in sys.stdin:
+        name = line.rstrip("\n")
+        if name not in runs:
+            runs = {name: case(*CASES[name])[0]}
+            runs[name]()
+        print(seconds(runs[name]), flush=True)
+
+
 def main() -> None:
     """Print the table."""
+    parser = argparse.ArgumentParser(description="Attention on one thread, bfloat16.")
+    parser.add_argument("--before", metavar="FOLDER", help="checkout of an earlier commit")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    print("| case | ours, us | PyTorch, us | ratio | A/A |\n|---|---|---|---|---|")
+    if given.serve:
+        serve()
+        return
+    earlier = Earlier(given.before) if given.before else None
+    other = "PyTorch" if earlier is None else "before"
+    print(f"| case | ours, us | {other}, us | ratio | A/A |\n|---|---|---|---|---|")
     for name, sizes in CASES.items():
         ours, theirs = case(*sizes)
         torch.testing.assert_close(ours(), theirs(), rtol=2e-2, atol=2e-2)
-        rounds = [[seconds(run) for run in (ours, theirs) * 2] for _ in range(ROUNDS)]
-        medians = (statistics.median(times) for times in zip(*rounds, strict=True))
-        mine, peer, again, _ = medians
+        rounds = []
+        for _ in range(ROUNDS):
+            peer = seconds(theirs) if earlier is None else earlier.seconds(name)
+            rounds.append((seconds(ours), peer, seconds(ours)))
+        mine, peer, again = (statistics.median(times) for times in zip(*rounds, strict=True))
         ratios = f"{peer / mine:.2f} | {mine / again:.2f}"
         print(f"| {name} | {1e6 * mine:,.0f} | {1e6 * peer:,.0f} | {ratios} |")
+    if earlier is not None:
+        earlier.close()
 
 
 if __name__ == "__main__":

@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from replicas.generators.torch.kernels import PLAIN_SCORING, Scoring, Tiles, kernels_for
 from replicas.generators.torch.native import ATTENTION_TILE
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+    import torch
 
     from replicas.generators.layer_specs import AttentionSpec
     from replicas.generators.torch.inputs import Int64Array, PagedBatch
@@ -50,12 +50,13 @@ class FastAttention:
             spec: AttentionSpec | None = None,
             sinks: torch.Tensor | None = None,
         ) -> torch.Tensor:
-            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+            planes = cache.planes[layer]
+            out = q.new_empty(*q.shape[:2], planes[1].shape[-1])
             scoring = PLAIN_SCORING
             if spec is not None:
                 scoring = Scoring(spec.scale, spec.window, spec.soft_cap, sinks)
             for tiles in parts:
-                self._kernels.attend(q, tiles, cache.planes[layer], out, scoring)
+                self._kernels.attend(q, tiles, planes, out, scoring)
             return out
 
         return attend
