@@ -98,16 +98,20 @@ def build(library: Path = LIBRARY, *, extra_flags: tuple[str, ...] = ()) -> None
     if compiler is None:
         raise BuildError("no C compiler (cc, gcc, clang or the ziglang package) was found")
     sets = [one for one in _instruction_sets() if not one.flags or _accepts(compiler, one.flags)]
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         command = [*compiler, *_FLAGS, *extra_flags, "-c"]
         jobs = _jobs(sets, command, Path(folder))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(_run, jobs))
-        new = Path(folder) / library.name
+        # Beside the library, which it replaces at once.
+        new = library.with_name(f"{library.name}.{os.getpid()}")
         objects = [job[-1] for job in jobs]
-        _run([*compiler, "-shared", *extra_flags, "-o", str(new), *objects, "-lm"])
-        _seal(new)
-        os.replace(new, library)
+        try:
+            _run([*compiler, "-shared", *extra_flags, "-o", str(new), *objects, "-lm"])
+            _seal(new)
+            os.replace(new, library)
+        finally:
+            new.unlink(missing_ok=True)
 
 
 def _instruction_sets() -> list[_InstructionSet]:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+import build_backend
 from replicas.generators.torch import build_kernels, native
 from replicas.generators.torch.native import Feature, NativeError
 
@@ -108,3 +109,36 @@ def test_tensors_that_do_not_lie_in_a_row_are_refused():
         native.rows_address(torch.zeros(4, 4), torch.float64)
     with pytest.raises(ValueError, match="in a row"):
         native.array_address(np.zeros(4, np.int32))
+
+
+def test_the_build_requires_a_compiler_only_where_the_host_has_none(monkeypatch, tmp_path):
+    asked = (
+        build_backend.get_requires_for_build_wheel,
+        build_backend.get_requires_for_build_editable,
+    )
+    monkeypatch.setattr(build_kernels, "find_compiler", lambda: ["cc"])
+    assert not any("ziglang" in name for ask in asked for name in ask())
+    monkeypatch.setattr(build_kernels, "find_compiler", lambda: None)
+    assert [sum("ziglang" in name for name in ask()) for ask in asked] == [1, 1]
+
+
+def test_an_installation_without_a_compiler_works_and_says_what_it_lacks(
+    monkeypatch, tmp_path, capfd
+):
+    library = tmp_path / "_kernels.so"
+    library.write_bytes(b"of an earlier version")
+    monkeypatch.setattr(build_kernels, "find_compiler", lambda: None)
+    monkeypatch.setattr(build_kernels, "LIBRARY", library)
+    monkeypatch.setattr(build_backend.build_meta, "build_wheel", lambda *given: given)
+    assert build_backend.build_wheel("dist") == ("dist", {}, None)
+    assert "without compiled kernels" in capfd.readouterr().err
+    assert not library.exists()
+
+
+def test_a_wheel_with_the_library_is_for_one_platform(monkeypatch):
+    monkeypatch.setattr(build_kernels, "build", lambda: None)
+    monkeypatch.setattr(build_backend.build_meta, "build_wheel", lambda *given: given)
+    _, settings, _ = build_backend.build_wheel("dist", {"--build-option": "--verbose"})
+    verbose, platform = settings["--build-option"]
+    assert verbose == "--verbose"
+    assert platform.startswith("--plat-name=linux_")

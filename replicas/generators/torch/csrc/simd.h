@@ -8,7 +8,7 @@
 
 #include "internal.h"
 
-#if defined(__AVX2__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
@@ -78,7 +78,45 @@ INLINE void store_bfloat16(bf16 *to, floats x) {
 
 // --- arithmetic ---------------------------------------------------------------------------------
 
-// The sum of a vector's numbers, halves first: the same order for every vector.
+#if defined(__SSE2__)
+
+// A vector as four numbers, whose sum or maximum is that of the vector.
+#if defined(__AVX512F__)
+#define IN_FOUR(x, join)                                                                   \
+  join(join(_mm512_castps512_ps128((__m512)(x)), _mm512_extractf32x4_ps((__m512)(x), 1)), \
+       join(_mm512_extractf32x4_ps((__m512)(x), 2), _mm512_extractf32x4_ps((__m512)(x), 3)))
+#elif defined(__AVX2__)
+#define IN_FOUR(x, join) \
+  join(_mm256_castps256_ps128((__m256)(x)), _mm256_extractf128_ps((__m256)(x), 1))
+#else
+#define IN_FOUR(x, join) ((__m128)(x))
+#endif
+
+INLINE float sum_floats(floats x) {
+  const __m128 four = IN_FOUR(x, _mm_add_ps);
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+
+// None of the numbers is NaN.
+INLINE float greatest_floats(floats x) {
+  const __m128 four = IN_FOUR(x, _mm_max_ps);
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+
+// Store the sums of up to four vectors.
+INLINE void sum_each_floats(const floats *x, int count, float *to) {
+  __m128 parts[4];
+  for (int i = 0; i < 4; i++) parts[i] = IN_FOUR(x[i < count ? i : 0], _mm_add_ps);
+  _MM_TRANSPOSE4_PS(parts[0], parts[1], parts[2], parts[3]);
+  const __m128 sums =
+      _mm_add_ps(_mm_add_ps(parts[0], parts[1]), _mm_add_ps(parts[2], parts[3]));
+  memcpy(to, &sums, (size_t)count * sizeof(float));
+}
+
+#else
+
 INLINE float sum_floats(floats x) {
   float parts[FLOATS];
   memcpy(parts, &x, sizeof x);
@@ -87,12 +125,30 @@ INLINE float sum_floats(floats x) {
   return parts[0];
 }
 
+// None of the numbers is NaN.
+INLINE float greatest_floats(floats x) {
+  float best = x[0];
+  for (int i = 1; i < FLOATS; i++) best = x[i] > best ? x[i] : best;
+  return best;
+}
+
+// Store the sums of up to four vectors.
+INLINE void sum_each_floats(const floats *x, int count, float *to) {
+  for (int i = 0; i < count; i++) to[i] = sum_floats(x[i]);
+}
+
+#endif
+
 INLINE double sum_doubles(doubles x) {
   double parts[DOUBLES];
   memcpy(parts, &x, sizeof x);
   for (int half = DOUBLES / 2; half > 0; half /= 2)
     for (int i = 0; i < half; i++) parts[i] += parts[i + half];
   return parts[0];
+}
+
+INLINE void sum_each_doubles(const doubles *x, int count, double *to) {
+  for (int i = 0; i < count; i++) to[i] = sum_doubles(x[i]);
 }
 
 // Unroll the next loop, whose bounds are known when it is compiled.
@@ -162,12 +218,6 @@ INLINE floats exp_floats(floats x) {
 INLINE doubles exp_doubles(doubles x) {
   for (int i = 0; i < DOUBLES; i++) x[i] = exp(x[i]);
   return x;
-}
-
-INLINE float greatest_floats(floats x) {
-  float best = x[0];
-  for (int i = 1; i < FLOATS; i++) best = x[i] > best ? x[i] : best;
-  return best;
 }
 
 INLINE double greatest_doubles(doubles x) {
