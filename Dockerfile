@@ -45,9 +45,11 @@ RUN python3 -m venv /opt/ttserve && export PATH=/opt/ttserve/bin:$PATH PIP_NO_CA
         && pip install --no-deps --index-url "$TORCH_INDEX" --requirement torch.txt; fi \
     && pip install --constraint runtime.txt --requirement requirements.txt
 
-# The kernels of CPU engines are compiled here; the image itself needs no compiler.
-FROM installed AS code
+# Compiles the kernels of CPU engines; the image itself needs no compiler.
+FROM installed AS compiler
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev
+
+FROM compiler AS code
 COPY pyproject.toml build_backend.py LICENSE README.md ./
 COPY cluster cluster
 COPY configs configs

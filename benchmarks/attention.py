@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 BLOCK = 32
+_SERVE = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 ROUNDS = 20
 # Requests, tokens of each in the pass and in all, query heads, KV heads, head size.
 CASES = {
@@ -107,7 +109,8 @@ class Earlier:
 
     def __init__(self, folder: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--serve"],
+            [sys.executable, "-c", _SERVE, str(Path(__file__).resolve()), "--serve"],
+            cwd=folder,
             env={**os.environ, "PYTHONPATH": folder},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

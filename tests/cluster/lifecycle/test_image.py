@@ -76,6 +76,12 @@ def test_the_projects_own_wheel_is_built_without_an_index():
     assert {"--no-index", "--no-deps", "--no-build-isolation"} <= {*run_instruction("code").split()}
 
 
+def test_the_kernels_are_compiled_for_the_image():
+    assert " gcc " in run_instruction("compiler")
+    assert "FROM compiler AS code\n" in DOCKERFILE
+    assert "build_backend.py" in DOCKERFILE
+
+
 def test_what_ray_writes_in_a_pod_is_closed_to_other_users(tmp_path):
     """KubeRay starts Ray with `bash -c`, which reads the file that BASH_ENV names."""
     profile = tmp_path / "profile.sh"

@@ -1,13 +1,15 @@
 """The C kernels: how they are built, loaded and chosen, and what calls they refuse."""
 
 import ctypes
+import importlib
 import shutil
+import sys
+import types
 
 import numpy as np
 import pytest
 import torch
 
-import build_backend
 from replicas.generators.torch import build_kernels, native
 from replicas.generators.torch.native import Feature, NativeError
 
@@ -111,7 +113,23 @@ def test_tensors_that_do_not_lie_in_a_row_are_refused():
         native.array_address(np.zeros(4, np.int32))
 
 
-def test_the_build_requires_a_compiler_only_where_the_host_has_none(monkeypatch, tmp_path):
+@pytest.fixture
+def build_backend(monkeypatch):
+    """Return the build backend over a stand-in for setuptools, which would change sys.path."""
+    setuptools, build_meta = (types.ModuleType(name) for name in ("setuptools", "build_meta"))
+    setuptools.build_meta = build_meta
+    for kind in ("wheel", "editable", "sdist"):
+        setattr(build_meta, f"build_{kind}", lambda *given: [*given])
+        for prefix in ("get_requires", "prepare_metadata"):
+            setattr(build_meta, f"{prefix}_for_build_{kind}", lambda _settings: [])
+    monkeypatch.setitem(sys.modules, "setuptools", setuptools)
+    monkeypatch.setitem(sys.modules, "setuptools.build_meta", build_meta)
+    monkeypatch.delitem(sys.modules, "build_backend", raising=False)
+    yield importlib.import_module("build_backend")
+    del sys.modules["build_backend"]
+
+
+def test_the_build_requires_a_compiler_only_where_the_host_has_none(monkeypatch, build_backend):
     asked = (
         build_backend.get_requires_for_build_wheel,
         build_backend.get_requires_for_build_editable,
@@ -123,21 +141,19 @@ def test_the_build_requires_a_compiler_only_where_the_host_has_none(monkeypatch,
 
 
 def test_an_installation_without_a_compiler_works_and_says_what_it_lacks(
-    monkeypatch, tmp_path, capfd
+    monkeypatch, build_backend, tmp_path, capfd
 ):
     library = tmp_path / "_kernels.so"
     library.write_bytes(b"of an earlier version")
     monkeypatch.setattr(build_kernels, "find_compiler", lambda: None)
     monkeypatch.setattr(build_kernels, "LIBRARY", library)
-    monkeypatch.setattr(build_backend.build_meta, "build_wheel", lambda *given: given)
-    assert build_backend.build_wheel("dist") == ("dist", {}, None)
+    assert build_backend.build_wheel("dist") == ["dist", {}, None]
     assert "without compiled kernels" in capfd.readouterr().err
     assert not library.exists()
 
 
-def test_a_wheel_with_the_library_is_for_one_platform(monkeypatch):
+def test_a_wheel_with_the_library_is_for_one_platform(monkeypatch, build_backend):
     monkeypatch.setattr(build_kernels, "build", lambda: None)
-    monkeypatch.setattr(build_backend.build_meta, "build_wheel", lambda *given: given)
     _, settings, _ = build_backend.build_wheel("dist", {"--build-option": "--verbose"})
     verbose, platform = settings["--build-option"]
     assert verbose == "--verbose"
