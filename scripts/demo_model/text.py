@@ -22,13 +22,19 @@ BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 SYSTEM, USER, ASSISTANT, END = "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
 SPECIAL_TOKENS = (BOS, EOS, PAD, SYSTEM, USER, ASSISTANT, END)
 
+# The model has seen no tools: results are turns of the user, calls look as Hermes shows them.
 CHAT_TEMPLATE = (
     "{{- bos_token }}"
     "{%- for message in messages %}"
-    "{%- if message['role'] not in ['system', 'user', 'assistant'] %}"
-    "{{- raise_exception('unknown role ' ~ message['role']) }}"
+    "{%- set role = 'user' if message['role'] == 'tool' else message['role'] %}"
+    "{%- if role not in ['system', 'user', 'assistant'] %}"
+    "{{- raise_exception('unknown role ' ~ role) }}"
     "{%- endif %}"
-    "{{- '<|' ~ message['role'] ~ '|>' ~ (message['content'] | trim) ~ '<|end|>' }}"
+    "{{- '<|' ~ role ~ '|>' ~ ((message['content'] or '') | trim) }}"
+    "{%- for call in message.get('tool_calls') or [] %}"
+    "{{- '<tool_call>' ~ (call['function'] | tojson) ~ '</tool_call>' }}"
+    "{%- endfor %}"
+    "{{- '<|end|>' }}"
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
 )

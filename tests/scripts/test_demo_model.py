@@ -159,8 +159,22 @@ def test_chat_template_marks_every_turn_and_asks_for_an_answer(tokenizer: Any) -
 
 
 def test_chat_template_refuses_an_unknown_role(tokenizer: Any) -> None:
-    with pytest.raises(Exception, match="unknown role tool"):
-        tokenizer.apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)
+    with pytest.raises(Exception, match="unknown role critic"):
+        tokenizer.apply_chat_template([{"role": "critic", "content": "x"}], tokenize=False)
+
+
+def test_chat_template_shows_calls_of_tools_and_gives_their_results_to_the_user(
+    tokenizer: Any,
+) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    turns = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "c"},
+    ]
+    assert tokenizer.apply_chat_template(turns, tokenize=False) == (
+        '<|bos|><|assistant|><tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call><|end|>'
+        "<|user|>2<|end|>"
+    )
 
 
 def test_transformers_loads_it_and_it_answers_a_question_and_stops(tokenizer: Any) -> None:
