@@ -210,7 +210,10 @@ MESSAGE_FIELDS = FieldTable(
             any_of(STRING, array_of(CONTENT_PART_FIELDS)),
             "A text, or text parts, which are joined by line breaks.",
         ),
-        "name": acts(STRING, "Name of the speaker, for the chat template."),
+        "name": acts(
+            STRING,
+            "Name of the speaker, for the chat template; with the role function, the called one.",
+        ),
         "reasoning": acts(STRING, "Reasoning of an earlier answer, for the chat template."),
         "reasoning_content": acts(STRING, "The same as reasoning, under its other name."),
         "tool_calls": acts(array_of(TOOL_CALL_FIELDS), "Calls of an earlier answer."),
@@ -218,7 +221,7 @@ MESSAGE_FIELDS = FieldTable(
         "refusal": no_effect(STRING, "Part of an answer that a client may send back."),
         "annotations": no_effect(ARRAY, "Part of an answer that a client may send back."),
         "audio": not_yet(OBJECT, "An earlier answer in sound."),
-        "function_call": not_yet(OBJECT, "The former name of tool_calls."),
+        "function_call": acts(CALLED_FUNCTION_FIELDS, "The former name of tool_calls: one call."),
     },
 )
 
@@ -363,9 +366,12 @@ CHAT_FIELDS = FieldTable(
             "A template of the client's own; refused unless the server trusts its clients.",
         ),
         "documents": acts(array_of(OBJECT), "Documents for the chat template."),
-        "functions": not_yet(ARRAY, "The former name of tools.", neutral=([],)),
-        "function_call": not_yet(
-            ANYTHING, "The former name of tool_choice.", neutral=("none", "auto")
+        "functions": acts(
+            array_of(FUNCTION_FIELDS), "The former name of tools; the answer has a function_call."
+        ),
+        "function_call": acts(
+            any_of(choice("none", "auto"), CALLED_FUNCTION_FIELDS),
+            "The former name of tool_choice.",
         ),
         "modalities": not_yet(ARRAY, "Forms of the answer besides text.", neutral=(["text"],)),
         "audio": not_yet(OBJECT, "Options of spoken answers."),

@@ -38,7 +38,14 @@ from cluster.edge.openai_fields import (
 )
 from cluster.edge.openai_limits import MAX_PROMPTS, check_sizes, check_structure, prompt_too_long
 from cluster.edge.structured_outputs import read_grammar
-from cluster.edge.tool_requests import NO_TOOLS, ToolUse, read_calls, read_tool_use, template_tools
+from cluster.edge.tool_requests import (
+    NO_TOOLS,
+    ToolUse,
+    read_calls,
+    read_function_call,
+    read_tool_use,
+    template_tools,
+)
 from cluster.errors import BadRequestError, NotFoundError
 from replicas import bad_words
 from replicas.beam_search import BeamSearchParams
@@ -732,9 +739,18 @@ def _message(body: Mapping[str, Any], path: str) -> dict[str, Any]:
     message = read_fields(body, MESSAGE_FIELDS, f"{path}.")
     role = message["role"]
     if role == "function":
-        # The former name of results, which templates do not know.
+        # The former name of results, which templates do not know. They name the function.
         message["role"] = "tool"
-    if calls := message.pop("tool_calls", None):
+        if "name" in message:
+            message["tool_call_id"] = f"call_{message['name']}"
+    calls = message.pop("tool_calls", None)
+    if "function_call" in message:
+        if role != "assistant" or calls:
+            raise bad_field(f"{path}.function_call", "needs the role assistant, and no tool_calls")
+        call = read_function_call(message.pop("function_call"), f"{path}.function_call")
+        message["tool_calls"] = [{"id": f"call_{call['function']['name']}", **call}]
+        message.setdefault("content", "")
+    if calls:
         if role != "assistant":
             raise bad_field(f"{path}.tool_calls", "needs the role assistant")
         message["tool_calls"] = read_calls(calls, f"{path}.tool_calls")

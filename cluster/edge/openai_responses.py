@@ -71,6 +71,7 @@ class _Shape:
 class CompletionShape(_Shape):
     """Format of /v1/completions: text is a field of the choice."""
 
+    call_reason = "stop"
     id_prefix = "cmpl"
     whole_object = "text_completion"
     chunk_object = "text_completion"
@@ -120,6 +121,7 @@ class CompletionShape(_Shape):
 class ChatShape(_Shape):
     """Format of /v1/chat/completions: text is the content of the assistant's message."""
 
+    call_reason = "tool_calls"
     id_prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
@@ -145,7 +147,7 @@ class ChatShape(_Shape):
         if not body["content"] and (message.calls or has_reasoned):
             body["content"] = None
         if message.calls:
-            body["tool_calls"] = [_call_body(call) for call in message.calls]
+            body |= self._calls([_call_body(call) for call in message.calls])
         return {"message": body}
 
     def chunk_message(self, message: MessageDelta, *, is_first: bool) -> bytes:
@@ -172,8 +174,12 @@ class ChatShape(_Shape):
                 more = {"index": piece.index, "function": {"arguments": ""}}
                 calls.setdefault(piece.index, more)["function"]["arguments"] += piece.text
         if calls:
-            delta["tool_calls"] = list(calls.values())
+            delta |= self._calls(list(calls.values()))
         return b'"delta":' + orjson.dumps(delta)
+
+    def _calls(self, calls: list[Body]) -> Body:
+        """Return the field of a message with its calls."""
+        return {"tool_calls": calls}
 
     def logprobs(
         self, positions: list[list[TokenLogprob]], offset: int, *, as_ids: bool = False
@@ -189,6 +195,16 @@ class ChatShape(_Shape):
         spelling = self._tokenizer.token_bytes(entry.token_id)
         token = f"token_id:{entry.token_id}" if as_ids else _shown(spelling)
         return {"token": token, "logprob": _finite(entry.logprob), "bytes": list(spelling)}
+
+
+class FunctionCallShape(ChatShape):
+    """Format of a chat with `functions`, the former name of tools: a message has one call."""
+
+    call_reason = "function_call"
+
+    def _calls(self, calls: list[Body]) -> Body:
+        [call] = calls
+        return {"function_call": call["function"]}
 
 
 Shape: TypeAlias = CompletionShape | ChatShape
@@ -482,7 +498,9 @@ def _details(
 ) -> tuple[Body, int]:
     """Return a choice's fields other than its text, and the offset at which its text ends."""
     last = deltas[-1]
-    reason = "tool_calls" if has_calls and last.finish_reason == "stop" else last.finish_reason
+    reason: str | None = last.finish_reason
+    if has_calls and reason == "stop":
+        reason = shape.call_reason
     fields: Body = {"logprobs": None, "finish_reason": reason}
     if positions := [position for delta in deltas for position in delta.logprobs or ()]:
         as_ids = spec.return_tokens_as_token_ids

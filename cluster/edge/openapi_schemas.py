@@ -106,7 +106,11 @@ SCHEMAS: dict[str, JsonSchema] = {
     ),
     "AnsweredMessage": _object(
         {"role": {"const": "assistant"}, "content": _TEXT_OR_NULL},
-        {"reasoning": _TEXT_OR_NULL, "tool_calls": _array(ref("AnsweredCall"))},
+        {
+            "reasoning": _TEXT_OR_NULL,
+            "tool_calls": _array(ref("AnsweredCall")),
+            "function_call": _object({"name": _STRING, "arguments": _STRING}),
+        },
     ),
     "ChatChoice": _object({**_CHOICE, "message": ref("AnsweredMessage")}, _CHOICE_OPTIONS),
     "ChatCompletion": _object(

@@ -96,6 +96,18 @@ def read_calls(bodies: list[dict[str, Any]], path: str) -> list[dict[str, Any]]:
     return [_call(body, f"{path}[{i}]") for i, body in enumerate(bodies)]
 
 
+def read_function_call(body: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Return a call without an id as chat templates take it: arguments as an object.
+
+    Raises:
+        BadRequestError: The call is wrong; `param` is its path.
+    """
+    function = read_fields(body, CALLED_FUNCTION_FIELDS, f"{path}.")
+    name: str = function["name"]
+    arguments = _arguments(function.get("arguments", ""), f"{path}.arguments")
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 def _tools(values: Mapping[str, Any]) -> tuple[Tool, ...]:
     tools: dict[str, Tool] = {}
     for i, body in enumerate(values.get("tools", ())):
@@ -146,10 +158,7 @@ def _named(function: Mapping[str, Any], tools: Sequence[Tool], path: str) -> Too
 
 def _call(body: Mapping[str, Any], path: str) -> dict[str, Any]:
     values = read_fields(body, TOOL_CALL_FIELDS, f"{path}.")
-    function = read_fields(values["function"], CALLED_FUNCTION_FIELDS, f"{path}.function.")
-    name: str = function["name"]
-    arguments = _arguments(function.get("arguments", ""), f"{path}.function.arguments")
-    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    call = read_function_call(values["function"], f"{path}.function")
     return {"id": values["id"], **call} if "id" in values else call
 
 

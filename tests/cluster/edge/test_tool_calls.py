@@ -526,7 +526,20 @@ def history(backend, messages):
 def test_the_former_role_of_results_is_rendered_as_a_result():
     messages = [USER, {"role": "function", "name": "weather", "content": "sun"}]
     rendered = history(EchoBackend(), messages)[1]
-    assert rendered == {"role": "tool", "name": "weather", "content": "sun"}
+    result = {"role": "tool", "name": "weather", "content": "sun"}
+    assert rendered == {**result, "tool_call_id": "call_weather"}
+
+
+def test_the_former_call_of_an_answer_is_rendered_as_a_call():
+    messages = [USER, {"role": "assistant", "content": None, "function_call": FUNCTION}]
+    call_ = {"id": "call_weather", "type": "function"}
+    function = {"name": "weather", "arguments": {"city": "Bern"}}
+    calls = [{**call_, "function": function}]
+    assert history(EchoBackend(), messages)[1] == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": calls,
+    }
 
 
 @pytest.mark.parametrize("given", ["abc123XYZ", None])
