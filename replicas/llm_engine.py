@@ -132,11 +132,13 @@ def to_engine_input(
     token_ids = _encoded(prompt, tokenizer) if isinstance(prompt, str) else _plain_ids(prompt)
     if params.truncate_prompt_tokens is not None:
         most = most_prompt_tokens(
-            params.truncate_prompt_tokens, params.max_tokens, facts.max_model_len
+            params.truncate_prompt_tokens,
+            params.max_tokens if params.pooling is None else 0,
+            facts.max_model_len,
         )
         token_ids = truncated(token_ids, most, params.truncation_side)
         params = msgspec.structs.replace(params, truncate_prompt_tokens=None)
-    _check_prompt(token_ids, facts)
+    _check_prompt(token_ids, facts, num_output=params.pooling is None)
     return token_ids, params
 
 
@@ -145,8 +147,13 @@ def grammar_checker(tokenizer: Tokenizer | None) -> GrammarChecker:
     return GrammarChecker(() if tokenizer is None else tokenizer.special_token_texts)
 
 
-def _check_prompt(token_ids: list[int], facts: EngineFacts) -> None:
+def _check_prompt(token_ids: list[int], facts: EngineFacts, *, num_output: int) -> None:
     """Refuse a prompt that the engine cannot run.
+
+    Args:
+        token_ids: The prompt.
+        facts: What the engine is.
+        num_output: Tokens of output for which there must be room.
 
     Raises:
         InvalidRequestError: The prompt is empty, leaves no room for output, or contains an invalid
@@ -154,7 +161,7 @@ def _check_prompt(token_ids: list[int], facts: EngineFacts) -> None:
     """
     if not token_ids:
         raise InvalidRequestError("prompt", "the prompt is empty")
-    if len(token_ids) >= facts.max_model_len:
+    if len(token_ids) + num_output > facts.max_model_len:
         raise InvalidRequestError(
             "prompt",
             f"the prompt has {len(token_ids)} tokens and max_model_len is {facts.max_model_len}: "

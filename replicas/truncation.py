@@ -16,7 +16,8 @@ def most_prompt_tokens(asked: int, max_tokens: int | None, max_model_len: int) -
 
     Args:
         asked: `truncate_prompt_tokens`; -1 keeps what leaves room for the output.
-        max_tokens: Most tokens of output; None is all the room left, at least one token.
+        max_tokens: Most tokens of output; 0 for an embedding; None is all the room left, at least
+            one token.
         max_model_len: Longest sequence of the model.
 
     Raises:
@@ -24,8 +25,8 @@ def most_prompt_tokens(asked: int, max_tokens: int | None, max_model_len: int) -
     """
     check_range("truncate_prompt_tokens", asked)
     if asked == -1:
-        return max(max_model_len - (max_tokens or 1), 1)
-    if asked >= max_model_len:
+        return max(max_model_len - (1 if max_tokens is None else max_tokens), 1)
+    if asked > max_model_len - (max_tokens != 0):
         raise InvalidRequestError(
             "truncate_prompt_tokens",
             f"truncate_prompt_tokens is {asked} and max_model_len is {max_model_len}: there is no "

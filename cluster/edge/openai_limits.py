@@ -120,20 +120,22 @@ def check_sizes(body: Mapping[str, Any], limits: BodyLimits) -> None:
 
 
 def prompt_too_long(
-    num_tokens: int, max_model_len: int, param: str, *, is_whole: bool = True
+    num_tokens: int, max_model_len: int, param: str, *, is_whole: bool = True, num_output: int = 1
 ) -> BadRequestError:
-    """Return the error for a prompt that leaves no room for output.
+    """Return the error for a prompt that is too long, or leaves no room for output.
 
     Args:
         num_tokens: Tokens of the prompt.
         max_model_len: Longest sequence of the model.
         param: The field with the prompt.
         is_whole: Whether `num_tokens` is the whole prompt; else encoding stopped at this count.
+        num_output: Tokens of output for which there must be room; 0 for an embedding.
     """
     count = f"{num_tokens}" if is_whole else f"more than {num_tokens - 1}"
     return BadRequestError(
-        f"the prompt has {count} tokens and max_model_len is {max_model_len}: no room is left "
-        f"for output; shorten the prompt by {num_tokens + 1 - max_model_len} tokens or more",
+        f"the prompt has {count} tokens and max_model_len is {max_model_len}: "
+        f"{'no room is left for output; ' if num_output else ''}"
+        f"shorten the prompt by {num_tokens + num_output - max_model_len} tokens or more",
         param=param,
     )
 
@@ -153,8 +155,10 @@ def _check_prompt(name: str, value: object, limits: BodyLimits | None) -> None:
     for path, prompt in prompts:
         if isinstance(prompt, str):
             _check_text(len(prompt), limits, path)
-        elif isinstance(prompt, list) and len(prompt) >= limits.max_model_len:
-            raise prompt_too_long(len(prompt), limits.max_model_len, path)
+        elif isinstance(prompt, list) and len(prompt) > limits.max_model_len:
+            # Only embeddings have prompts as their input.
+            num_output = 0 if name == "input" else 1
+            raise prompt_too_long(len(prompt), limits.max_model_len, path, num_output=num_output)
 
 
 def _check_messages(value: object, limits: BodyLimits | None) -> None:

@@ -176,6 +176,11 @@ class ParsedRequest:
         return "messages" if isinstance(self.prompt, ChatPrompt) else self.prompt.path
 
     @property
+    def num_reserved(self) -> int | None:
+        """Most tokens of output; 0 for an embedding, whose one token needs no room."""
+        return 0 if "pooling" in self.values else self.max_tokens or None
+
+    @property
     def is_truncated(self) -> bool:
         """Whether the prompt may be longer than the model takes, because it will be truncated."""
         return "truncate_prompt_tokens" in self.values
@@ -403,7 +408,7 @@ def truncate_prompt(
     if asked is None:
         return prompt_token_ids
     try:
-        most = most_prompt_tokens(asked, parsed.max_tokens, max_model_len)
+        most = most_prompt_tokens(asked, parsed.num_reserved, max_model_len)
     except InvalidRequestError as error:
         raise BadRequestError(str(error), param=error.param) from error
     return truncated(prompt_token_ids, most, parsed.values.get("truncation_side", "left"))
@@ -481,8 +486,10 @@ def build_request(
     room = max_model_len - len(prompt_token_ids)
     if not prompt_token_ids:
         raise BadRequestError("the prompt is empty: it has no tokens", param="prompt")
-    if room < 1:
-        raise prompt_too_long(len(prompt_token_ids), max_model_len, parsed.prompt_param)
+    num_output = 0 if "pooling" in values else 1  # the one token of an embedding has no meaning
+    if room < num_output:
+        num_prompt, param = len(prompt_token_ids), parsed.prompt_param
+        raise prompt_too_long(num_prompt, max_model_len, param, num_output=num_output)
     max_tokens = parsed.max_tokens
     if max_tokens is None:
         max_tokens = min(room, card.defaults.max_tokens or room)
@@ -497,7 +504,7 @@ def build_request(
     return EngineRequest(
         request_id,
         prompt_token_ids,
-        _sampling(parsed, card, min(max_tokens, room), vocab_size, seed),
+        _sampling(parsed, card, min(max_tokens, max(room, 1)), vocab_size, seed),
         cache_salt=values.get("cache_salt", ""),
         adapter="" if card.parent is None else card.id,
         priority=priority,

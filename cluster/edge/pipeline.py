@@ -381,6 +381,7 @@ class Pipeline:
                 card.max_model_len,
                 parsed.prompt_param,
                 is_whole=error.is_whole,
+                num_output=parsed.num_reserved != 0,
             ) from error
         except NoCutError as error:
             raise BadRequestError(str(error), param=parsed.prompt_param) from error

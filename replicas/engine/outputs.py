@@ -47,8 +47,9 @@ class EndRules(NamedTuple):
 
     def longest(self, seq: Sequence) -> int:
         """Return the number of tokens at which a sequence ends by its length."""
-        wanted = seq.num_prompt_tokens + seq.sampling.max_tokens
-        return min(wanted, self.max_model_len)
+        num_prompt = seq.num_prompt_tokens
+        # At least one token ends a prompt of `max_model_len`, which only embeddings may have.
+        return max(min(num_prompt + seq.sampling.max_tokens, self.max_model_len), num_prompt + 1)
 
     def stop_ids(self, seq: Sequence) -> frozenset[int]:
         """Return every token id that ends a sequence."""

@@ -336,7 +336,9 @@ class RequestChecks:
             return f"its id has more than {MAX_REQUEST_ID_CHARS} characters"
         if num_prompt == 0:
             return "the prompt is empty"
-        if num_prompt + self._tokens_per_pass > self._max_model_len:
+        # The one token that comes with an embedding has no meaning, and needs no room.
+        num_output = self._tokens_per_pass if request.sampling.pooling is None else 0
+        if num_prompt + num_output > self._max_model_len:
             return (
                 f"the prompt has {num_prompt} tokens and max_model_len is {self._max_model_len}: "
                 "there is no room for output"

@@ -86,6 +86,24 @@ def test_base64_has_the_same_numbers():
     assert found == pytest.approx(vector_of(ids("hi")))
 
 
+@pytest.mark.parametrize("make", [lambda n: [5] * n, lambda n: "x" * n], ids=["tokens", "text"])
+def test_an_input_may_be_as_long_as_a_sequence(make):
+    backend = EmbeddingBackend()
+    longest = backend.max_model_len
+    extra = len(ids("x" * 10)) - 10
+    fits = make(longest if isinstance(make(1), list) else longest - extra)
+    assert call(backend, "POST", EMBED, {"input": fits}).status == 200
+    assert len(backend.requests[0].prompt_token_ids) == longest
+    error = call(backend, "POST", EMBED, {"input": make(longest + 1)}).body["error"]
+    assert error["param"] == "input"
+    assert f"max_model_len is {longest}" in error["message"]
+    assert "output" not in error["message"]
+    for most in (-1, longest):
+        fields = {"input": make(longest + 9), "truncate_prompt_tokens": most}
+        call(backend, "POST", EMBED, fields)
+        assert len(backend.requests[-1].prompt_token_ids) == longest
+
+
 def test_a_long_input_can_be_truncated():
     backend = EmbeddingBackend()
     call(backend, "POST", EMBED, {"input": "x" * 500, "truncate_prompt_tokens": 8})
@@ -130,8 +148,8 @@ def test_the_best_documents_alone_and_without_their_texts():
         (EMBED, {"input": ""}, "input"),
         (EMBED, {"input": ["a", ""]}, "input[1]"),
         (EMBED, {"input": [[1], [999]]}, "input[1][0]"),
-        (EMBED, {"input": "x" * 64}, "input"),
-        (EMBED, {"input": ["a", "x" * 64]}, "input[1]"),
+        (EMBED, {"input": "x" * 65}, "input"),
+        (EMBED, {"input": ["a", "x" * 65]}, "input[1]"),
         (EMBED, {"input": ["a"] * 257}, "input"),
         (EMBED, {"input": [{"role": "user"}]}, "input[0]"),
         (EMBED, {"input": [1, "a"]}, "input[1]"),
@@ -143,7 +161,7 @@ def test_the_best_documents_alone_and_without_their_texts():
         (RERANK, {"query": "a"}, "documents"),
         (RERANK, {"query": "a", "documents": []}, "documents"),
         (RERANK, {"query": "a", "documents": ["a", ""]}, "documents[1]"),
-        (RERANK, {"query": "a", "documents": ["x" * 64]}, "documents[0]"),
+        (RERANK, {"query": "a", "documents": ["x" * 65]}, "documents[0]"),
         (RERANK, {"query": "a", "documents": ["a"] * 256}, "documents"),
         (RERANK, {"query": "a", "documents": ["a"], "top_n": -1}, "top_n"),
     ],

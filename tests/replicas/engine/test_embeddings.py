@@ -70,6 +70,30 @@ def test_vectors_are_those_of_transformers_in_chunks_and_as_a_whole(folder, budg
         assert np.linalg.norm(vector) == pytest.approx(1.0, abs=1e-5)
 
 
+@pytest.mark.parametrize("budget", [None, 33, 95])
+def test_a_prompt_may_be_as_long_as_a_sequence(folder, budget):
+    prompt = (PROMPT * 3)[:96]
+    config = make_config(folder, max_model_len=96, max_num_batched_tokens=budget)
+    with engine_core(config) as core:
+        [outputs] = outputs_of(core, (prompt, MEAN))
+        core.handle(CLIENT, AddRequest(EngineRequest("long", [*prompt, 5], MEAN)), 0.0)
+        core.handle(CLIENT, AddRequest(EngineRequest("text", prompt, PLAIN)), 0.0)
+        refused = take_events(core)[CLIENT]
+    np.testing.assert_allclose(vector_of(outputs), expected(folder, prompt, "mean"), atol=1e-4)
+    assert [event.request_id for event in refused] == ["long", "text"]
+    assert all("max_model_len is 96" in event.message for event in refused)
+
+
+def test_the_offline_interface_takes_such_a_prompt_too(folder):
+    prompt = (PROMPT * 3)[:96]
+    with LLM(folder, multiprocess=False, skip_tokenizer_init=True, max_model_len=96) as llm:
+        [whole, cut] = llm.embed([prompt, [*prompt, 5]], truncate_prompt_tokens=96, use_tqdm=False)
+        with pytest.raises(InvalidRequestError, match="97 tokens and max_model_len is 96"):
+            llm.embed([[*prompt, 5]], use_tqdm=False)
+    np.testing.assert_allclose(whole, expected(folder, prompt, "last"), atol=1e-4)
+    np.testing.assert_allclose(cut, expected(folder, [*prompt, 5][-96:], "last"), atol=1e-4)
+
+
 @pytest.mark.parametrize("params", [MEAN, LAST], ids=["mean", "last"])
 def test_a_cached_prefix_changes_nothing(folder, params):
     with engine_core(make_config(folder)) as core:
