@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from replicas.output_processor import OutputDelta
     from replicas.tokenizer import Tokenizer
 
+_HEAD_BYTES = 1024
+"""Bytes of a response's own fields, at most."""
 _ITEM_ID = re.compile("(?:msg|rs|fc)_([0-9a-f]{32})_[0-9]{1,6}")
 
 
@@ -88,6 +90,8 @@ class ResponsesApi(Api):
             items=found.items,
             previous=turns,
         )
+        if is_background:
+            self._check_room(own)
         return replace(
             parsed,
             response_options={
@@ -120,8 +124,9 @@ class ResponsesApi(Api):
         return ResponseEvents(builder, lambda response: self._keep(request, spec, response))
 
     def _keep(self, request: EngineRequest, spec: ResponseSpec, response: Body) -> None:
-        if spec.own.is_stored:
-            self._archive.keep(_origin(request, spec), response)
+        if spec.own.is_stored and not self._archive.keep(_origin(request, spec), response):
+            # Only the finished answer shows that it is larger than the store.
+            response["store"] = False
 
     def _start(self, request: EngineRequest, spec: ResponseSpec, work: BackgroundWork) -> Body:
         builder = ResponseBuilder(self._tokenizer, request, spec)
@@ -135,6 +140,15 @@ class ResponsesApi(Api):
         if values.get("stream", False):
             text = "cannot be streamed: leave stream out, and read the response by its id"
             raise bad_field("background", text)
+
+    def _check_room(self, own: ResponseOptions) -> None:
+        """Refuse a response in the background if not even a failed one could be read later."""
+        known = [orjson.dumps(each) for each in (own.items, own.repeated)]
+        num_bytes = sum(map(len, (*known, *own.previous))) + _HEAD_BYTES
+        most = self._archive.max_text_bytes
+        if num_bytes > most:
+            text = f"needs {num_bytes} bytes of this server's store of responses, which has {most}"
+            raise bad_field("background", f"{text}; leave it out, or send less input")
 
 
 def _origin(request: EngineRequest, spec: ResponseSpec) -> Origin:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -112,10 +112,15 @@ class ResponseArchive:
         """Return whether responses are kept at all."""
         return self._store.is_on
 
-    def keep(self, origin: Origin, response: dict[str, Any]) -> None:
-        """Store a finished response."""
+    @property
+    def max_text_bytes(self) -> int:
+        """Return the most bytes of a response and its conversation that are kept."""
+        return self._store.max_text_bytes
+
+    def keep(self, origin: Origin, response: dict[str, Any]) -> bool:
+        """Store a finished response; return whether it fits into the store."""
         turns = origin.turns(response)
-        self._store.put(origin.tenant, origin.response_id, orjson.dumps(response), turns)
+        return self._store.put(origin.tenant, origin.response_id, orjson.dumps(response), turns)
 
     def start(
         self, origin: Origin, builder: ResponseBuilder, work: BackgroundWork
@@ -178,7 +183,14 @@ class ResponseArchive:
 
     def _end(self, origin: Origin, response: dict[str, Any]) -> None:
         del self._running[origin.tenant, origin.response_id]
-        self.keep(origin, response)
+        if not self.keep(origin, response):
+            text = (
+                "the answer with its conversation is larger than this server's store of responses"
+            )
+            error = {"code": "response_too_large", "message": f"{text}; leave background out"}
+            failed = {**response, "status": "failed", "output": [], "error": error}
+            failed |= {"incomplete_details": None, "completed_at": None}
+            self.keep(replace(origin, previous=(), items=[]), failed)
 
 
 def response_archive(

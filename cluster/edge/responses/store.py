@@ -84,12 +84,17 @@ class ResponseStore:
     def __len__(self) -> int:
         return len(self._ages)
 
-    def put(self, tenant: str, response_id: str, body: bytes, turns: tuple[bytes, ...]) -> None:
-        """Store a response with a new id, unless it alone is larger than the store."""
+    @property
+    def max_text_bytes(self) -> int:
+        """Return the most bytes of a response and its conversation; negative if none is stored."""
+        return self._max_bytes - _ENTRY_BYTES
+
+    def put(self, tenant: str, response_id: str, body: bytes, turns: tuple[bytes, ...]) -> bool:
+        """Store a response with a new id; return whether it fits into the store."""
         now_s = self._now_s()
         stored = StoredResponse(body, turns, now_s)
         if stored.num_bytes > self._max_bytes:
-            return
+            return False
         shelf = self._shelves.setdefault(tenant, _Shelf())
         shelf.responses[response_id] = stored
         shelf.num_bytes += stored.num_bytes
@@ -99,6 +104,7 @@ class ResponseStore:
         while self.num_bytes > self._max_bytes or len(self) > self._max_responses:
             largest = max(self._shelves, key=lambda name: self._shelves[name].num_bytes)
             self.delete(largest, next(iter(self._shelves[largest].responses)))
+        return True
 
     def get(self, tenant: str, response_id: str) -> StoredResponse | None:
         """Return a tenant's response, which counts as a use; None if it is not there."""

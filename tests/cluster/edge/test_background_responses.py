@@ -20,7 +20,7 @@ from replicas.output_processor import OutputDelta
 from tests.cluster.edge.fake_backend import FakeBackend
 from tests.cluster.edge.test_responses import PATH, Server
 from tests.cluster.edge.test_routes import Client
-from tests.cluster.edge.test_tool_calls import EchoBackend
+from tests.cluster.edge.test_tool_calls import EchoBackend, ToolBackend
 from tests.cluster.engines import KEYS, model_folder
 
 
@@ -197,6 +197,23 @@ def test_the_background_needs_a_stored_answer_that_is_not_streamed(fields):
     error = Server(FakeBackend()).refusal(background=True, **fields)
     assert error["param"] == "background"
     assert next(iter(fields)) in error["message"]
+
+
+def test_an_answer_that_is_larger_than_the_store_is_read_as_failed():
+    async def run():
+        backend = ToolBackend("x" * 5000, size=1000)
+        app = Application(backend, response_archive(4500, 100.0))
+        first = await app.start()
+        await settle()
+        found = await app.ask("GET", f"{PATH}/{first['id']}")
+        assert (found["status"], found["output"], found["store"]) == ("failed", [], True)
+        assert found["error"]["code"] == "response_too_large"
+        error = (await app.ask("POST", PATH, too_large, 400))["error"]
+        assert error["param"] == "background"
+        assert len(backend.requests) == 1
+
+    too_large = {"model": "demo", "input": "y" * 3500, "background": True}
+    asyncio.run(run())
 
 
 # --- several ingresses ----------------------------------------------------------------------------

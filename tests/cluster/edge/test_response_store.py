@@ -66,14 +66,14 @@ def test_a_response_that_is_too_old_is_forgotten():
 def test_a_response_that_is_larger_than_the_store_is_not_kept(max_bytes):
     store, _ = make_store(max_bytes)
     assert store.is_on is (max_bytes > 0)
-    store.put("", "r", b"x" * _ENTRY_BYTES, ())
+    assert not store.put("", "r", b"x" * _ENTRY_BYTES, ())
     assert (len(store), store.num_bytes) == (0, 0)
 
 
 def test_a_response_that_is_larger_than_the_store_removes_no_other():
     store, _ = make_store()
     for name in "rs":
-        store.put("", name, b"", ())
+        assert store.put("", name, b"", ())
     store.put("", "large", b"x" * 10 * _ENTRY_BYTES, ())
     assert [store.get("", name) is not None for name in ("r", "s", "large")] == [True, True, False]
 

@@ -342,6 +342,17 @@ def test_a_response_that_is_not_to_be_stored_is_not():
     assert "send the whole conversation" in error["message"]
 
 
+def test_an_answer_that_is_larger_than_the_store_says_that_it_is_not_stored():
+    server = Server(ToolBackend("x" * 10_000), response_store_bytes=10_000)
+    body = server.answer()
+    events, _ = server.events()
+    for response in (body, events[-1]["response"]):
+        assert (response["status"], response["store"]) == ("completed", False)
+        assert server.request("GET", f"{PATH}/{response['id']}").status == 404
+    server.backend.text = "x"
+    assert server.answer()["store"] is True
+
+
 def test_a_server_without_a_store_says_so():
     server = Server(FakeBackend(), response_store_bytes=0)
     body = server.answer()
