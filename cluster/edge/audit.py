@@ -36,8 +36,7 @@ def record(scope: MutableMapping[str, Any], status: int) -> None:
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds"),
         "tenant": tenant_of(scope).name,
         "source": (scope.get("client") or ("",))[0],
-        # The client guard refuses some calls before they have an id.
-        "request_id": scope.get("request_id", ""),
+        "request_id": scope["request_id"],
         "call": f"{scope['method']} {scope['path']}" + (f"?{query}" if query else ""),
         "status": status,
     }

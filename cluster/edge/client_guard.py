@@ -32,15 +32,17 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 from starlette.middleware import Middleware
 
 from cluster.config.environment import process_environment
 from cluster.config.front import HAPROXY_VARIABLE, is_loopback
 from cluster.config.ray_auth import front_proof
-from cluster.config.schema import LARGEST_BODY_BYTES
+from cluster.config.schema import LARGEST_BODY_BYTES, IngressConfig
 from cluster.edge import audit
 from cluster.edge.answers import error_response
 from cluster.edge.api_keys import shared_keys
+from cluster.edge.boundary import with_boundary, without_root
 from cluster.edge.headers import (
     BOUND_HEADER,
     DISABLE_SERVE_WATCH,
@@ -64,6 +66,8 @@ from cluster.errors import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from cluster.edge.api_keys import ApiKeys
@@ -77,16 +81,17 @@ _PROOF = PROOF_HEADER.encode()
 _FORWARDED = frozenset({b"x-forwarded-for", b"forwarded", b"x-real-ip", b"via"})
 _SOURCE_BITS = 64
 _PIECE_BYTES = 64 * 2**10
+_OF_BODY = frozenset({b"content-length", b"content-type"})
 _DISCONNECT_TURNS = 3
 """Turns of the event loop that each request waits before it reaches the application. When the loop
 is late, many clients have already disconnected. The first turn reads the end of such a connection,
 the second reports it to the server, the third wakes the task that watches the client."""
 
-MAX_BODY_VARIABLE = "TTSERVE_MAX_BODY_BYTES"
-"""Environment variable with `max_body_bytes`: the guard of an ingress replica is created before its
-application."""
-API_KEYS_VARIABLE = "TTSERVE_API_KEYS"
-"""Environment variable with `api_keys`, likewise; "" or unset without keys."""
+_REFUSAL_KEY = "ttserve.refusal"
+
+INGRESS_VARIABLE = "TTSERVE_INGRESS"
+"""Environment variable with `args.ingress` as JSON: the guard of an ingress replica is created
+before its application."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +144,18 @@ def ingress_middlewares() -> list[Middleware]:
     belong to one loop. Ingress replicas have such a server only behind HAProxy.
     """
     environment = process_environment()
-    max_body_bytes = environment.get(MAX_BODY_VARIABLE, LARGEST_BODY_BYTES)
-    limits = ClientLimits(max_body_bytes=int(max_body_bytes))
-    proof = front_proof(environment)
-    key_file = environment.get(API_KEYS_VARIABLE)
-    keys = shared_keys(key_file) if key_file else None
+    given = environment.get(INGRESS_VARIABLE, "{}")
+    ingress = msgspec.json.decode(given, type=IngressConfig)
     return [
         Middleware(
-            ClientGuard, limits, is_ingress=True, is_behind_haproxy=True, proof=proof, api_keys=keys
+            ClientGuard,
+            ClientLimits(max_body_bytes=ingress.max_body_bytes),
+            is_ingress=True,
+            is_behind_haproxy=True,
+            proof=front_proof(environment),
+            api_keys=shared_keys(ingress.api_keys) if ingress.api_keys else None,
+            cors_origins=ingress.cors_origins,
+            root_path=ingress.root_path,
         )
     ]
 
@@ -164,6 +173,8 @@ class ClientGuard:
         proof: Value that HAProxy sends with each request. A request without it bypassed HAProxy,
             and its ttserve headers are ignored. Empty if Ray has no token to derive it from.
         api_keys: Keys of clients; None: the guard asks for none.
+        cors_origins: Origins of web pages that may read the guard's refusals.
+        root_path: Path under which a proxy shows the application; "" for none.
 
     Attributes:
         num_bodies: Bodies being received.
@@ -171,7 +182,7 @@ class ClientGuard:
             received or not yet delivered, and by unread answers.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - Serve builds it from the arguments of its `Middleware`
         self,
         app: ASGIApp,
         limits: ClientLimits | None = None,
@@ -180,8 +191,12 @@ class ClientGuard:
         is_behind_haproxy: bool = False,
         proof: str = "",
         api_keys: ApiKeys | None = None,
+        cors_origins: Sequence[str] = (),
+        root_path: str = "",
     ) -> None:
         self._app = app
+        self._refuse = with_boundary(_raise_refusal, cors_origins, root_path)
+        self._root_path = root_path
         self._limits = limits or ClientLimits()
         self._is_ingress = is_ingress
         self._is_behind_haproxy = is_behind_haproxy
@@ -202,7 +217,8 @@ class ClientGuard:
             await self._app(scope, receive, send)
             return
         source: str = scope["client"][0]
-        exchange = _Exchange(self, self._limits, source, scope["path"], receive, send)
+        path = without_root(scope["path"], self._root_path)
+        exchange = _Exchange(self, self._limits, source, path, receive, send)
         headers = dict(scope["headers"])
         try:
             api_keys = self._api_keys
@@ -222,14 +238,11 @@ class ClientGuard:
             return
         finally:
             exchange.close()
-        response = error_response(error, scope["path"])
         is_operators = headers.get(LISTENER_HEADER.encode()) == OPERATIONS.encode()
         if is_operators and is_audited(scope["method"], scope["path"]):
             audit.mark(scope)
-            audit.record(scope, response.status_code)
-        # Otherwise the rest of the body would be parsed as the connection's next request.
-        response.headers["connection"] = "close"
-        await response(scope, receive, exchange.draining_send(error))
+        scope[_REFUSAL_KEY] = error
+        await self._refuse(scope, receive, exchange.draining_send(error))
 
     def add_body(self, source: str) -> None:
         """Count a body that is being received.
@@ -293,6 +306,13 @@ class ClientGuard:
             if is_loopback((scope.get("server") or ("", 0))[0]):
                 ours.append((BOUND_HEADER.encode(), LOOPBACK.encode()))
         return {**scope, "headers": headers + ours, "client": (source_of(peer), port)}
+
+
+async def _raise_refusal(scope: Scope, receive: Receive, send: Send) -> None:
+    """Raise the error in a scope: the application of a request that the guard refuses."""
+    del receive, send
+    error: ServingError = scope[_REFUSAL_KEY]
+    raise error
 
 
 class _RefusedError(Exception):
@@ -420,12 +440,17 @@ class _Exchange:
 
     async def _send_head(self, start: Message) -> None:
         """Send the answer's head, or a 429 if too many bytes of unread answers are held."""
-        declared = dict(start.get("headers", ())).get(b"content-length", b"0")
+        headers: list[tuple[bytes, bytes]] = [*start.get("headers", ())]
+        by_name = dict(headers)
+        declared = by_name.get(b"content-length", b"0")
         try:
             self._reserve_shared_bytes(int(declared) - self._limits.free_bytes)
         except _RefusedError as refused:
             self._is_refused = True
-            response = error_response(refused.error, self._path)
+            request_id = by_name.get(_REQUEST_ID, b"").decode("latin-1") or None
+            response = error_response(refused.error, self._path, request_id)
+            # The others are those of the boundary.
+            response.raw_headers += [each for each in headers if each[0] not in _OF_BODY]
             await response({"type": "http"}, self._receive, self._send)
         else:
             await self._send_in_time(start)
@@ -446,7 +471,12 @@ class _Exchange:
         """
 
         async def send(message: Message) -> None:
-            if message["type"] != "http.response.body" or isinstance(error, BodyTimeoutError):
+            if message["type"] == "http.response.start":
+                # Otherwise the rest of the body would be parsed as the connection's next request.
+                headers = [*message["headers"], (b"connection", b"close")]
+                await self._send({**message, "headers": headers})
+                return
+            if isinstance(error, BodyTimeoutError):
                 await self._send(message)
                 return
             await self._send({**message, "more_body": True})

@@ -12,24 +12,21 @@ from __future__ import annotations
 
 import functools
 import logging
-import re
-import uuid
 from typing import TYPE_CHECKING, cast
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match, Route, compile_path
+from starlette.routing import Route
 
 from cluster.config.schema import LEAST_ONGOING_REQUESTS
 from cluster.edge import audit
-from cluster.edge.answers import error_response, json_response, to_serving_error
+from cluster.edge.answers import json_response
 from cluster.edge.anthropic.fields import COUNT_TOKENS_FIELDS
 from cluster.edge.anthropic.requests import parse_count_tokens
-from cluster.edge.apis import APIS, api_of
+from cluster.edge.apis import APIS
+from cluster.edge.boundary import with_boundary
 from cluster.edge.documentation import documented
 from cluster.edge.fair_scheduler import Priority
 from cluster.edge.field_names import naming_fields
@@ -39,7 +36,7 @@ from cluster.edge.fields import (
 )
 from cluster.edge.gate import RequestGate
 from cluster.edge.headers import require_json
-from cluster.edge.json_bodies import IGNORED_FIELDS, IGNORED_FIELDS_HEADER, read_json_body
+from cluster.edge.json_bodies import read_json_body
 from cluster.edge.openai_fields import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
 from cluster.edge.openai_limits import BodyLimits
 from cluster.edge.openai_requests import (
@@ -51,22 +48,21 @@ from cluster.edge.openai_requests import (
 )
 from cluster.edge.openai_responses import model_body
 from cluster.edge.pipeline import Pipeline, with_history
-from cluster.edge.quota_service import TenantQuotas, lease_of
+from cluster.edge.quota_service import TenantQuotas
 from cluster.edge.responses.api import ResponsesApi
 from cluster.edge.responses.archive import response_archive
 from cluster.edge.route_table import ROUTES
-from cluster.edge.sse import ClientGoneError
 from cluster.edge.stored_responses import StoredResponses
 from cluster.edge.tenants import NO_TENANT, tenant_of
 from cluster.edge.text_jobs import TextJobs
-from cluster.errors import MethodNotAllowedError, NotFoundError
+from cluster.errors import NotFoundError
 from replicas.messages import PAUSE_MODES
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
     from typing import Any
 
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
     from cluster.config.schema import AdmissionConfig, IngressConfig
     from cluster.edge.api import Api
@@ -84,22 +80,7 @@ logger = logging.getLogger(__name__)
 
 MAX_ANSWERED_TOKENS = 2**18
 """Most token ids in an answer of /tokenize, and most that are counted."""
-_MAX_REQUEST_ID_CHARS = 128
-_NOT_VISIBLE = re.compile(r"[^\x21-\x7e]")
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_CLIENT_CLOSED_REQUEST = 499
-_EXPOSED_HEADERS = (
-    "x-request-id",
-    "request-id",
-    "retry-after",
-    IGNORED_FIELDS_HEADER,
-    *(
-        f"x-ratelimit-{figure}-{unit}"
-        for figure in ("limit", "remaining", "reset")
-        for unit in ("requests", "tokens")
-    ),
-)
-"""Headers that a page of `cors_origins` may read."""
 
 
 def create_app(  # noqa: PLR0913 - each part may be shared with the ingress
@@ -199,7 +180,7 @@ def create_app(  # noqa: PLR0913 - each part may be shared with the ingress
 
 
 class _EdgeApplication(Starlette):
-    """Starlette without its error middlewares, which would inspect each chunk of a stream.
+    """Starlette with our boundary in place of its middlewares, which inspect each streamed chunk.
 
     Attributes:
         cors_origins: Origins of web pages that may read answers.
@@ -210,26 +191,7 @@ class _EdgeApplication(Starlette):
     root_path: str = ""
 
     def build_middleware_stack(self) -> ASGIApp:
-        app: ASGIApp = _RequestBoundary(self.router)
-        if self.cors_origins:
-            app = _CorsOfApi(
-                app,
-                allow_origins=self.cors_origins,
-                allow_methods=("GET", "POST", "DELETE"),
-                allow_headers=("*",),
-                expose_headers=_EXPOSED_HEADERS,
-            )
-        return _RootPath(app, self.root_path) if self.root_path else app
-
-
-class _CorsOfApi(CORSMiddleware):
-    """CORS for every path but those of operators, which no web page may use, on any listener."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and _is_for_operators(scope["path"]):
-            await self.app(scope, receive, send)
-        else:
-            await super().__call__(scope, receive, send)
+        return with_boundary(self.router, self.cors_origins, self.root_path)
 
 
 class _GatedHandler:
@@ -395,97 +357,6 @@ class _RouteHandlers:
     async def _read_body(self, request: Request, table: FieldTable) -> dict[str, Any]:
         limits = BodyLimits.of_models(self._backend.models(), self._backend.tokenizer)
         return await read_json_body(request, table, limits, self._ingress)
-
-
-class _RootPath:
-    """Serves a path below the root path as the same path without it."""
-
-    def __init__(self, app: ASGIApp, root_path: str) -> None:
-        self._app = app
-        self._root_path = root_path
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path: str = scope.get("path", "")
-        if path.startswith(self._root_path + "/"):
-            scope = {**scope, "path": path[len(self._root_path) :]}
-        await self._app(scope, receive, send)
-
-
-class _RequestBoundary:
-    """Outermost layer: gives each request an id, names ignored fields, and answers every error."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        request_id = scope["request_id"] = _request_id(scope)
-        is_started = False
-
-        def send_named(message: Message) -> Awaitable[None]:
-            nonlocal is_started
-            if not is_started:  # the first message has the headers
-                is_started = True
-                names = api_of(scope["path"]).request_id_headers
-                own = [(name, request_id.encode()) for name in names]
-                headers = [*message.get("headers", ()), *own]
-                if IGNORED_FIELDS in scope:
-                    headers.append((IGNORED_FIELDS_HEADER.encode(), scope[IGNORED_FIELDS]))
-                audit.record(scope, message["status"])
-                if (lease := lease_of(scope)) is not None:
-                    headers += lease.headers()
-                message = {**message, "headers": headers}
-            return send(message)
-
-        try:
-            await self._app(scope, receive, send_named)
-        except (ClientGoneError, ClientDisconnect):
-            logger.info("request %s: the client disconnected; aborted", request_id)
-            if not is_started:  # for proxies and access logs
-                await Response(status_code=_CLIENT_CLOSED_REQUEST)(scope, receive, send_named)
-        except Exception as error:
-            if is_started:
-                raise
-            await _error_response_of(error, scope)(scope, receive, send_named)
-
-
-_OPERATIONS_PATHS = tuple(
-    compile_path(spec.path)[0] for spec in ROUTES if spec.listener == "operations"
-)
-
-
-def _is_for_operators(path: str) -> bool:
-    return any(pattern.match(path) for pattern in _OPERATIONS_PATHS)
-
-
-def _request_id(scope: Scope) -> str:
-    """Return the client's x-request-id, made safe for headers and logs, or a new id."""
-    given = next((v for k, v in scope["headers"] if k == b"x-request-id"), b"").decode("latin-1")
-    return _NOT_VISIBLE.sub("", given)[:_MAX_REQUEST_ID_CHARS] or uuid.uuid4().hex
-
-
-def _error_response_of(error: Exception, scope: Scope) -> Response:
-    """Return the response of an error; Starlette's own 404 and 405 get the same form as others."""
-    path, request_id = scope["path"], scope["request_id"]
-    if not isinstance(error, HTTPException):
-        return error_response(to_serving_error(error, request_id), path, request_id)
-    kind = NotFoundError if error.status_code == 404 else MethodNotAllowedError
-    message = f"{scope['method']} {Request(scope).url.path}: {error.detail}"
-    response = error_response(kind(message), path, request_id)
-    if error.status_code == 405:
-        response.headers["allow"] = ", ".join(sorted(_methods_of(scope)))
-    return response
-
-
-def _methods_of(scope: Scope) -> set[str]:
-    """Return the methods of a request's path; Starlette names those of its first route alone."""
-    found: set[str] = set()
-    for route in scope["router"].routes:
-        if route.matches(scope)[0] is not Match.NONE:
-            found |= route.methods
-    return found
 
 
 def _flag(request: Request, name: str, *, default: bool) -> bool:

@@ -30,7 +30,7 @@ from cluster.config.environment import process_environment
 from cluster.config.resolve import replica_engine, resolve
 from cluster.config.schema import NODE_HOST
 from cluster.edge.api_keys import shared_keys
-from cluster.edge.client_guard import API_KEYS_VARIABLE, MAX_BODY_VARIABLE
+from cluster.edge.client_guard import INGRESS_VARIABLE
 from cluster.edge.routes import create_app
 from cluster.ingress import Ingress
 from cluster.lifecycle import haproxy
@@ -522,8 +522,7 @@ def ingress_deployment(config: ClusterConfig) -> Deployment:
             "runtime_env": {
                 "env_vars": {
                     **_INGRESS_VARIABLES,
-                    MAX_BODY_VARIABLE: str(config.ingress.max_body_bytes),
-                    API_KEYS_VARIABLE: config.ingress.api_keys or "",
+                    INGRESS_VARIABLE: msgspec.json.encode(config.ingress).decode(),
                 }
             },
         },

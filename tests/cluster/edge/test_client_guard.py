@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import http.client
 import json
 import socket
 import struct
@@ -12,6 +13,7 @@ import pytest
 from starlette.responses import Response
 
 from cluster.config.schema import IngressConfig
+from cluster.edge.boundary import with_boundary
 from cluster.edge.client_guard import (
     ClientLimits,
     ingress_middlewares,
@@ -252,12 +254,69 @@ def test_a_delivered_body_uses_no_shared_bytes(behind_haproxy):
 
 
 def test_an_ingress_reads_no_body_that_its_application_would_refuse(monkeypatch):
-    monkeypatch.setenv("TTSERVE_MAX_BODY_BYTES", "1000")
+    monkeypatch.setenv("TTSERVE_INGRESS", '{"max_body_bytes": 1000}')
     [middleware] = ingress_middlewares()
     guard = middleware.cls(NamesOfHeaders(), *middleware.args, **middleware.kwargs)
     with serving(guard) as port, contextlib.closing(connect(port)) as client:
         client.sendall(request_bytes(b" " * 1001))
         assert answer(client)[0] == 413
+
+
+ORIGIN = "https://chat.example.com"
+SETTINGS = {"cors_origins": [ORIGIN], "root_path": "/llm", "max_body_bytes": 1000}
+
+
+@contextlib.contextmanager
+def of_web_pages(monkeypatch, app, limits=None):
+    """The port of a guarded application whose answers web pages may read, below a root path."""
+    monkeypatch.setenv("TTSERVE_INGRESS", json.dumps(SETTINGS))
+    [middleware] = ingress_middlewares()
+    args = middleware.args if limits is None else (limits,)
+    with serving(middleware.cls(app, *args, **middleware.kwargs)) as port:
+        yield port
+
+
+def whole_answer_of(port, body, path, **headers):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    with contextlib.closing(connection):
+        named = {"content-type": "application/json", "origin": ORIGIN, **headers}
+        connection.request("POST", path, body, named)
+        reply = connection.getresponse()
+        return reply, json.loads(reply.read())
+
+
+@pytest.mark.parametrize("root", ["", "/llm"])
+@pytest.mark.parametrize(
+    ("path", "error_type", "ids"),
+    [
+        ("/v1/completions", "BadRequestError", {"x-request-id"}),
+        ("/v1/messages", "request_too_large", {"x-request-id", "request-id"}),
+        ("/v1/messages/count_tokens", "request_too_large", {"x-request-id", "request-id"}),
+    ],
+)
+def test_a_refusal_has_the_form_of_any_other_error(monkeypatch, root, path, error_type, ids):
+    with of_web_pages(monkeypatch, NamesOfHeaders()) as port:
+        reply, body = whole_answer_of(port, b" " * 1001, root + path, **{"x-request-id": "job-7"})
+    assert (reply.status, body["error"]["type"]) == (413, error_type)
+    assert reply.headers["access-control-allow-origin"] == ORIGIN
+    assert reply.headers["connection"] == "close"
+    assert {reply.headers[name] for name in ids} == {"job-7"}
+    assert body.get("request_id", "job-7") == "job-7"
+
+
+def test_an_answer_that_cannot_be_held_is_refused_in_the_same_form(monkeypatch):
+    async def answers_much(scope, receive, send):
+        await Response(b"x" * LARGE_ANSWER)(scope, receive, send)
+
+    app = with_boundary(answers_much, [ORIGIN], "/llm")
+    none_shared = ClientLimits(shared_bytes=0)
+    with of_web_pages(monkeypatch, app, none_shared) as port:
+        reply, body = whole_answer_of(port, b"{}", "/llm/v1/messages", **{"x-request-id": "job-7"})
+    assert (reply.status, body["error"]["type"], body["request_id"]) == (
+        529, "overloaded_error", "job-7",
+    )  # fmt: skip
+    assert reply.headers["access-control-allow-origin"] == ORIGIN
+    assert reply.headers.get_all("x-request-id") == ["job-7"]
 
 
 class Scopes:

@@ -665,7 +665,7 @@ def test_an_answer_names_its_request_once(config, shared):
 
 def test_a_client_that_sends_a_body_that_is_too_large_gets_the_answer(config, shared, monkeypatch):
     """Before it reads, as most clients do; 9 MiB fit in no buffer on the way."""
-    monkeypatch.setenv("TTSERVE_MAX_BODY_BYTES", "1000")
+    monkeypatch.setenv("TTSERVE_INGRESS", '{"max_body_bytes": 1000}')
     [middleware] = ingress_middlewares()
     app = middleware.cls(make_app(), *middleware.args, **middleware.kwargs)
     body = b" " * (9 * 2**20)
