@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from cluster.edge.fields import FieldTable
     from cluster.edge.openai import ResponseSpec, Usage
@@ -94,6 +94,23 @@ class Api(ABC):
         Raises:
             InternalError: A choice has not finished.
         """
+
+    def whole_steps(
+        self,
+        request: EngineRequest,
+        spec: ResponseSpec,
+        deltas: list[OutputDelta],
+        usage: Usage,
+    ) -> Iterator[Body | None]:
+        """Make the body of `whole` in steps of bounded work.
+
+        Yields:
+            None while other requests may run; at last the body.
+
+        Raises:
+            InternalError: A choice has not finished.
+        """
+        yield self.whole(request, spec, deltas, usage)
 
     @abstractmethod
     def stream(self, request: EngineRequest, spec: ResponseSpec) -> StreamWriter:

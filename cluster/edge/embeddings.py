@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import numpy as np
+import orjson
 
 from cluster.edge.api import Api
 from cluster.edge.embedding_fields import EMBEDDING_FIELDS, RERANK_FIELDS
@@ -20,7 +21,7 @@ from cluster.edge.openai_requests import ParsedRequest, TextPrompt, read_prompts
 from cluster.errors import InternalError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     import numpy.typing as npt
 
@@ -68,12 +69,26 @@ class EmbeddingsApi(_EmbeddingApi):
         usage: Usage,
     ) -> Body:
         """See `cluster.edge.api.Api.whole`."""
+        *_, body = self.whole_steps(request, spec, deltas, usage)
+        assert body is not None, "the last step"
+        return body
+
+    def whole_steps(
+        self,
+        request: EngineRequest,
+        spec: ResponseSpec,
+        deltas: list[OutputDelta],
+        usage: Usage,
+    ) -> Iterator[Body | None]:
+        """Encode one embedding in each step, as all of them may be a million numbers."""
         del request
-        data = [
-            {"object": "embedding", "index": index, "embedding": _encoded(raw, spec.own)}
-            for index, raw in enumerate(_embeddings(spec, deltas))
-        ]
-        return {
+        data: list[orjson.Fragment] = []
+        for index, raw in enumerate(_embeddings(spec, deltas)):
+            if data:
+                yield None
+            entry = {"object": "embedding", "index": index, "embedding": _encoded(raw, spec.own)}
+            data.append(orjson.Fragment(orjson.dumps(entry)))
+        yield {
             "id": f"embd-{spec.request_id}",
             "object": "list",
             "created": spec.created,

@@ -9,6 +9,7 @@ Owner: this module keeps no state between requests.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -63,7 +64,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from cluster.config.schema import AdmissionConfig, IngressConfig
-    from cluster.edge.api import Api
+    from cluster.edge.api import Api, Body
     from cluster.edge.backend import Backend
     from cluster.edge.families.parser import OutputParser
     from cluster.edge.gate import RequestGate
@@ -268,7 +269,11 @@ class Pipeline:
             generate = lease.count_tokens(generate, ready.num_prompt_tokens)
         generating = generate(emit)
         usage = await run_until_disconnect(http_request.receive, generating, request.timeout_s)
-        response = json_response(api.whole(request, ready.spec, deltas, usage))
+        body: Body | None = None
+        for body in api.whole_steps(request, ready.spec, deltas, usage):
+            if body is None:
+                await asyncio.sleep(0)
+        response = json_response(body)
         response.raw_headers += self._more_headers(request, http_request)()
         return response
 

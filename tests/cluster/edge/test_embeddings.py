@@ -1,5 +1,6 @@
 """/v1/embeddings and /v1/rerank over a backend without engines."""
 
+import asyncio
 import base64
 import math
 import struct
@@ -13,7 +14,7 @@ from replicas.output_processor import OutputDelta
 from replicas.sampling_params import SamplingDefaults
 from tests.cluster.edge.fake_backend import FakeBackend
 from tests.cluster.edge.http_server import serving
-from tests.cluster.edge.test_routes import call, make_app
+from tests.cluster.edge.test_routes import Client, call, make_app
 
 EMBED, RERANK = "/v1/embeddings", "/v1/rerank"
 
@@ -84,6 +85,34 @@ def test_base64_has_the_same_numbers():
     [entry] = answer.body["data"]
     found = struct.unpack("<2f", base64.b64decode(entry["embedding"]))
     assert found == pytest.approx(vector_of(ids("hi")))
+
+
+@pytest.mark.parametrize("encoding", ["float", "base64"])
+def test_other_requests_run_while_many_embeddings_are_encoded(encoding):
+    """Counted in turns of the event loop between the last embedding and the answer."""
+    num_inputs, turns = 256, []
+
+    class Backend(EmbeddingBackend):
+        async def embed(self, request, emit):
+            usage = await super().embed(request, emit)
+            turns.clear()
+            return usage
+
+    async def count_turns():
+        while True:
+            turns.append(None)
+            await asyncio.sleep(0)
+
+    async def run():
+        counting = asyncio.create_task(count_turns())
+        body = {"input": ["a"] * num_inputs, "encoding_format": encoding}
+        client = await Client(make_app(Backend())).request("POST", EMBED, body)
+        counting.cancel()
+        return client
+
+    answer = asyncio.run(run())
+    assert len(answer.body["data"]) == num_inputs
+    assert len(turns) >= num_inputs
 
 
 @pytest.mark.parametrize("make", [lambda n: [5] * n, lambda n: "x" * n], ids=["tokens", "text"])
