@@ -496,7 +496,21 @@ def no_effect(schema: Schema | FieldTable, text: str) -> Field:
     return Field(schema, check_of(schema), Support.NO_EFFECT, text)
 
 
-def not_yet(schema: Schema | FieldTable, text: str, *, neutral: tuple[object, ...] = ()) -> Field:
-    """Return the row of a field that only its neutral values may have, or null."""
+def not_yet(
+    schema: Schema | FieldTable,
+    text: str,
+    *,
+    neutral: tuple[object, ...] = (),
+    then: Check | None = None,
+) -> Field:
+    """Return the row of a field that only its neutral values may have, or null.
+
+    Args:
+        schema: Its schema, or the table of an object.
+        text: What it does where it is supported.
+        neutral: The accepted values.
+        then: Refuses a value that the schema accepts with an error of its own.
+    """
     schema = schema_of(schema)
-    return Field(schema, check_of(schema), Support.NOT_YET, text, neutral)
+    check = check_of(schema) if then is None else _both(check_of(schema), then)
+    return Field(schema, check, Support.NOT_YET, text, neutral)

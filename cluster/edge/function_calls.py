@@ -41,14 +41,14 @@ def parse_functions(body: Mapping[str, Any]) -> ParsedRequest:
         ("function_call", "tool_choice", choice),
     ):
         body.pop(name, None)
-        if given and body.get(new_name):
+        if given not in (None, []) and body.get(new_name):
             raise bad_field(name, f"is the former name of {new_name}; send one of them")
     if functions:
         body["tools"] = [{"type": "function", "function": each} for each in functions]
         body["parallel_tool_calls"] = False
         names["tools"] = "functions"
         names |= {f"tools[{i}].function": f"functions[{i}]" for i in range(len(functions))}
-    if choice:
+    if choice is not None:
         is_named = isinstance(choice, dict)
         body["tool_choice"] = {"type": "function", "function": choice} if is_named else choice
         names |= {"tool_choice": "function_call", "tool_choice.function": "function_call"}

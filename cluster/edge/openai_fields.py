@@ -165,11 +165,15 @@ TOOL_CALL_FIELDS = FieldTable(
 )
 """Fields of a call in an earlier message of the assistant."""
 
+NAMED_FUNCTION_FIELDS = FieldTable(
+    "NamedFunction", {"name": acts(_FUNCTION_NAME, "Name of the function.", is_required=True)}
+)
+
 NAMED_TOOL_FIELDS = FieldTable(
     "NamedTool",
     {
         "type": acts(choice("function"), "Kind of the tool."),
-        "function": acts(CALLED_FUNCTION_FIELDS, "The function.", is_required=True),
+        "function": acts(NAMED_FUNCTION_FIELDS, "The function.", is_required=True),
     },
 )
 
@@ -187,7 +191,7 @@ TOOL_CHOICE_FIELDS = FieldTable(
     "ToolChoice",
     {
         "type": acts(choice("function", "allowed_tools"), "Kind of the choice."),
-        "function": acts(CALLED_FUNCTION_FIELDS, "With type function: the one to call."),
+        "function": acts(NAMED_FUNCTION_FIELDS, "With type function: the one to call."),
         "allowed_tools": acts(
             ALLOWED_TOOLS_FIELDS, "With type allowed_tools: those that may be called."
         ),
@@ -370,7 +374,7 @@ CHAT_FIELDS = FieldTable(
             array_of(FUNCTION_FIELDS), "The former name of tools; the answer has a function_call."
         ),
         "function_call": acts(
-            any_of(choice("none", "auto"), CALLED_FUNCTION_FIELDS),
+            any_of(choice("none", "auto"), NAMED_FUNCTION_FIELDS),
             "The former name of tool_choice.",
         ),
         "modalities": not_yet(ARRAY, "Forms of the answer besides text.", neutral=(["text"],)),

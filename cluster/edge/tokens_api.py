@@ -28,6 +28,7 @@ from cluster.edge.fields import (
     not_yet,
     read_fields,
 )
+from cluster.edge.openai import Usage
 from cluster.edge.openai_fields import COMPLETION_FIELDS
 from cluster.edge.openai_requests import parse_completion
 from cluster.edge.openai_responses import ChatShape, usage_body
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from cluster.edge.api import Body
-    from cluster.edge.openai import ResponseSpec, Usage
+    from cluster.edge.openai import ResponseSpec
     from cluster.edge.openai_requests import ParsedRequest
     from cluster.errors import ServingError
     from replicas.messages import EngineRequest, TokenLogprob
@@ -150,7 +151,7 @@ class TokensApi(Api):
 
 
 class TokensWriter:
-    """A `StreamWriter` of token ids: one event for each delta.
+    """A `StreamWriter` of token ids: one event for each delta, or for `stream_interval` tokens.
 
     Args:
         shape: Form of log probabilities of text.
@@ -163,18 +164,30 @@ class TokensWriter:
         self._spec = spec
         self._prompt_token_ids = request.prompt_token_ids
         self._num_open = request.sampling.n
+        self._num_tokens = 0
         self._is_first = True
+        self._unsent: list[list[OutputDelta]] = [[] for _ in range(request.sampling.n)]
+        # The first event of each choice comes at once.
+        self._least = [1] * request.sampling.n
 
     def add(self, delta: OutputDelta) -> bytes:
-        """Return the event of a delta."""
+        """Add a delta; return the event to send now, or b""."""
+        unsent = self._unsent[delta.choice]
+        unsent.append(delta)
+        self._num_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
             self._num_open -= 1
-        elif not delta.token_ids and not delta.text:
+        elif sum(len(each.token_ids) for each in unsent) < self._least[delta.choice]:
             return b""
-        body = {**_head(self._spec), "choices": [_choice(self._shape, self._spec, [delta])]}
+        body = {**_head(self._spec), "choices": [_choice(self._shape, self._spec, unsent)]}
         if self._is_first and self._spec.return_token_ids:
             body["prompt_token_ids"] = self._prompt_token_ids
         self._is_first = False
+        if self._spec.continuous_usage_stats:
+            usage = Usage(len(self._prompt_token_ids), self._num_tokens)
+            body["usage"] = usage_body(usage, self._spec)
+        self._least[delta.choice] = self._spec.stream_interval
+        unsent.clear()
         return _event(body)
 
     def skip(self, delta: OutputDelta) -> None:

@@ -19,6 +19,7 @@ from cluster.edge.openai_fields import (
     ALLOWED_TOOLS_FIELDS,
     CALLED_FUNCTION_FIELDS,
     FUNCTION_FIELDS,
+    NAMED_FUNCTION_FIELDS,
     NAMED_TOOL_FIELDS,
     TOOL_CALL_FIELDS,
     TOOL_CHOICE_FIELDS,
@@ -149,7 +150,7 @@ def _chosen(choice: Mapping[str, Any], tools: Sequence[Tool], *, is_parallel: bo
 
 def _named(function: Mapping[str, Any], tools: Sequence[Tool], path: str) -> Tool:
     """Return the tool that a choice names."""
-    name = read_fields(function, CALLED_FUNCTION_FIELDS, path)["name"]
+    name = read_fields(function, NAMED_FUNCTION_FIELDS, path)["name"]
     for tool in tools:
         if tool.name == name:
             return tool

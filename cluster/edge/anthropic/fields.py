@@ -6,6 +6,8 @@ vLLM 0.32 `AnthropicMessagesRequest` for `chat_template_kwargs`.
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from cluster.edge.fields import (
     ANYTHING,
     BOOLEAN,
@@ -21,6 +23,14 @@ from cluster.edge.fields import (
     not_yet,
 )
 from cluster.edge.openai_fields import CHAT_FIELDS
+from cluster.errors import ThreadsUnsupportedError
+
+
+def _refuse_thread(value: object, path: str) -> NoReturn:
+    """Refuse a conversation that the server keeps, in the way that clients know."""
+    del value, path
+    raise ThreadsUnsupportedError
+
 
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
 _CACHE = no_effect(OBJECT, "Every prompt is cached as far as memory allows.")
@@ -156,10 +166,10 @@ COUNT_TOKENS_FIELDS = FieldTable(
         ),
         "system": acts(_CONTENT, "A text, or text blocks, before the conversation."),
         "tools": acts(array_of(TOOL_FIELDS), "The tools that the model may call."),
-        "tool_choice": acts(TOOL_CHOICE_FIELDS, "Which calls the answer has."),
+        "tool_choice": no_effect(TOOL_CHOICE_FIELDS, "All tools are in the prompt."),
         "thinking": acts(THINKING_FIELDS, "Whether the model reasons; without it: disabled."),
         "output_config": acts(OUTPUT_CONFIG_FIELDS, "Effort and form of the answer."),
-        "output_format": acts(OUTPUT_FORMAT_FIELDS, "Former name of output_config.format."),
+        "output_format": no_effect(OUTPUT_FORMAT_FIELDS, "It is not in the prompt."),
         "chat_template_kwargs": CHAT_FIELDS["chat_template_kwargs"],
         "context_management": no_effect(OBJECT, "Nothing is edited: the whole history is used."),
         "speed": no_effect(choice("standard", "fast"), "There is one speed."),
@@ -177,6 +187,8 @@ MESSAGES_FIELDS = FieldTable(
     "MessagesRequest",
     {
         **COUNT_TOKENS_FIELDS,
+        "tool_choice": acts(TOOL_CHOICE_FIELDS, "Which calls the answer has."),
+        "output_format": acts(OUTPUT_FORMAT_FIELDS, "Former name of output_config.format."),
         "max_tokens": acts(
             {"type": "integer", "minimum": 1}, "Most tokens of the answer.", is_required=True
         ),
@@ -191,7 +203,11 @@ MESSAGES_FIELDS = FieldTable(
         "diagnostics": no_effect(OBJECT, "Answers have no diagnostics."),
         "fallbacks": no_effect(ANYTHING, "No model declines a request for reasons of policy."),
         "fallback_credit_token": no_effect(STRING, "Nothing is billed."),
-        "thread": acts(OBJECT, "Refused with the error on which clients continue without it."),
+        "thread": not_yet(
+            OBJECT,
+            "A stored conversation; clients continue without it on this error.",
+            then=_refuse_thread,
+        ),
         "container": not_yet(ANYTHING, "A container for tools that run on the server."),
     },
 )

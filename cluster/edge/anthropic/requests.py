@@ -27,7 +27,6 @@ from cluster.edge.anthropic.fields import (
 from cluster.edge.field_names import naming_fields
 from cluster.edge.fields import bad_field, read_fields, shown
 from cluster.edge.openai_requests import parse_chat_completion
-from cluster.errors import ThreadsUnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -64,10 +63,7 @@ def parse_messages(body: Mapping[str, Any]) -> ParsedRequest:
         BadRequestError: A field is wrong; `param` is its path.
         ThreadsUnsupportedError: A conversation is to be kept.
     """
-    values = read_fields(body, MESSAGES_FIELDS)
-    if "thread" in values:
-        raise ThreadsUnsupportedError
-    return _parsed(translate(values))
+    return _parsed(translate(read_fields(body, MESSAGES_FIELDS)))
 
 
 def parse_count_tokens(body: Mapping[str, Any]) -> ParsedRequest:

@@ -87,7 +87,7 @@ TEXT_FIELDS = FieldTable(
     "ResponseText",
     {
         "format": acts(FORMAT_FIELDS, "Form of the answer."),
-        "verbosity": acts(STRING, "How long answers are; refused unless medium."),
+        "verbosity": acts(STRING, "A variable of the chat template, if it knows it."),
     },
 )
 
@@ -155,8 +155,9 @@ PART_FIELDS = FieldTable(
 _ITEM = {
     "type": acts(STRING, "Kind of the item."),
     "id": no_effect(STRING, "Part of an answer that a client may send back."),
-    "status": acts(STRING, "A function_call that is incomplete is left out."),
+    "status": no_effect(STRING, "Part of an answer that a client may send back."),
 }
+_STATUS_OF_CALL = acts(STRING, "A function_call that is incomplete is left out.")
 _CONTENT = any_of(STRING, array_of(PART_FIELDS))
 _CALLER = not_yet(OBJECT, "What has called the function.", neutral=(_DIRECT,))
 
@@ -176,6 +177,7 @@ FUNCTION_CALL_FIELDS = FieldTable(
     "ResponseFunctionCall",
     {
         **_ITEM,
+        "status": _STATUS_OF_CALL,
         "call_id": acts(STRING, "Id by which the result names the call.", is_required=True),
         "name": acts(STRING, "Name of the function.", is_required=True),
         "arguments": acts(STRING, "Its arguments, a JSON object as text.", is_required=True),
@@ -218,7 +220,8 @@ _ITEM_FIELDS = FieldTable(
             MESSAGE_FIELDS,
         )
         for name, row in table.items()
-    },
+    }
+    | {"status": _STATUS_OF_CALL},
 )
 """Fields of an item of any kind; each kind has a table of its own."""
 

@@ -82,6 +82,7 @@ def test_a_body_without_functions_has_no_former_names_in_its_answer(fields):
         ({"tools": AS_TOOLS["tools"]}, "functions"),
         ({"function_call": "required"}, "function_call"),
         ({"function_call": {"name": "other"}}, "function_call.name"),
+        ({"function_call": {}}, "function_call.name"),
         ({"function_call": "auto", "tool_choice": "auto"}, "function_call"),
         ({"messages": [{**USER, "function_call": FUNCTION}]}, "messages[0].function_call"),
         (

@@ -42,6 +42,15 @@ def test_a_stream_has_an_event_for_each_delta_and_one_end():
     assert done == "[DONE]"
 
 
+def test_a_stream_may_have_several_tokens_in_an_event_and_counts_in_each():
+    options = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
+    sampling = {"max_tokens": 3, "stream_interval": 2}
+    *events, _ = generate(FakeBackend(), sampling, **options).events
+    sizes = [len(event["choices"][0]["token_ids"]) for event in events]
+    assert sizes == [1, 2]
+    assert [event["usage"]["completion_tokens"] for event in events] == [1, 3]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_text_and_the_prompt_come_if_they_are_asked_for(stream):
     answer = generate(
