@@ -51,14 +51,22 @@ class Api(ABC):
 
     Attributes:
         route: Name of the route in `cluster.edge.route_table`.
-        fields: The fields of its bodies.
+        summary: What the route does, for its documentation.
+        fields: The fields of its bodies. With `stream` among them answers may be streamed.
+        answer_schema: Name of the schema of its answers in `cluster.edge.openapi_schemas`.
+        error_schema: Likewise, of its errors.
+        more_statuses: Statuses of errors that only this API has.
         is_resumable: Whether a client may resume a stream by `Last-Event-ID`. The writer's `finish`
             must then begin with the one event that has the finish reason.
         request_id_headers: Headers of every answer with the request's id.
     """
 
     route: ClassVar[str]
+    summary: ClassVar[str]
     fields: ClassVar[FieldTable]
+    answer_schema: ClassVar[str]
+    error_schema: ClassVar[str] = "Error"
+    more_statuses: ClassVar[tuple[int, ...]] = ()
     is_resumable: ClassVar[bool] = False
     request_id_headers: ClassVar[tuple[bytes, ...]] = (b"x-request-id",)
 

@@ -1,4 +1,4 @@
-"""Table of the generating APIs, and the form of the errors on each path. Pure."""
+"""Table of the generating APIs, and the form of the errors on each path."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING
 from cluster.edge.anthropic.api import MessagesApi
 from cluster.edge.embeddings import EmbeddingsApi, RerankApi
 from cluster.edge.openai_apis import ChatCompletionsApi, CompletionsApi
+from cluster.edge.responses.api import ResponsesApi
 from cluster.edge.route_table import ROUTES
 from cluster.edge.tokens_api import TokensApi
 
 if TYPE_CHECKING:
     from cluster.edge.api import Api
+    from cluster.edge.responses.archive import ResponseArchive
+    from replicas.tokenizer import Tokenizer
 
-APIS: tuple[type[Api], ...] = (
+_OF_TOKENIZER: tuple[type[Api], ...] = (
     CompletionsApi,
     ChatCompletionsApi,
     MessagesApi,
@@ -21,13 +24,21 @@ APIS: tuple[type[Api], ...] = (
     EmbeddingsApi,
     RerankApi,
 )
-"""The APIs that need a tokenizer alone; `cluster.edge.route_table` has a route of each one's name.
+"""The APIs that need a tokenizer alone."""
 
-`ResponsesApi` also has a store, so the application makes it. Its errors have OpenAI's form.
-"""
+APIS: tuple[type[Api], ...] = (*_OF_TOKENIZER, ResponsesApi)
+"""All generating APIs; `cluster.edge.route_table` has a route of each one's name."""
 
 _PATHS = {spec.name: spec.path for spec in ROUTES}
 _API_OF_PATH = {_PATHS[api.route]: api for api in APIS}
+
+
+def make_apis(
+    tokenizer: Tokenizer, responses: ResponseArchive, max_conversation_bytes: int
+) -> list[Api]:
+    """Return an object of each API; for the arguments see `ResponsesApi`."""
+    of_responses = ResponsesApi(tokenizer, responses, max_conversation_bytes)
+    return [*(api(tokenizer) for api in _OF_TOKENIZER), of_responses]
 
 
 def api_of(path: str) -> type[Api]:

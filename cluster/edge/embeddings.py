@@ -48,7 +48,9 @@ class EmbeddingsApi(_EmbeddingApi):
     """The API of /v1/embeddings."""
 
     route: ClassVar[str] = "embeddings"
+    summary: ClassVar[str] = "Return the embeddings of texts"
     fields: ClassVar[FieldTable] = EMBEDDING_FIELDS
+    answer_schema: ClassVar[str] = "Embeddings"
 
     async def parse(self, body: Mapping[str, Any], tenant: str) -> ParsedRequest:
         """See `cluster.edge.api.Api.parse`."""
@@ -115,7 +117,9 @@ class RerankApi(_EmbeddingApi):
     """The API of /v1/rerank: cosine similarity of a query and documents."""
 
     route: ClassVar[str] = "rerank"
+    summary: ClassVar[str] = "Order texts by their similarity to a query"
     fields: ClassVar[FieldTable] = RERANK_FIELDS
+    answer_schema: ClassVar[str] = "Ranking"
 
     async def parse(self, body: Mapping[str, Any], tenant: str) -> ParsedRequest:
         """See `cluster.edge.api.Api.parse`."""

@@ -32,8 +32,10 @@ class CompletionsApi(Api):
     """The API of /v1/completions."""
 
     route: ClassVar[str] = "completions"
+    summary: ClassVar[str] = "Continue a text"
     is_resumable: ClassVar[bool] = True
     fields: ClassVar[FieldTable] = COMPLETION_FIELDS
+    answer_schema: ClassVar[str] = "Completion"
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer)
@@ -63,8 +65,10 @@ class ChatCompletionsApi(Api):
     """The API of /v1/chat/completions."""
 
     route: ClassVar[str] = "chat_completions"
+    summary: ClassVar[str] = "Answer a conversation"
     is_resumable: ClassVar[bool] = True
     fields: ClassVar[FieldTable] = CHAT_FIELDS
+    answer_schema: ClassVar[str] = "ChatCompletion"
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer)

@@ -1,7 +1,8 @@
-"""The OpenAPI document: requests from the tables of fields, routes from the table of routes. Pure.
+"""The OpenAPI document: requests from the tables of fields, routes from the table of routes.
 
 A field of a request shows the schema that its check is derived from. One that is not supported yet
-shows the values that are accepted. `OPERATIONS` has the rest: every route has one.
+shows the values that are accepted. `OPERATIONS` has the rest: that of a generating API is what the
+API says of itself.
 """
 
 from __future__ import annotations
@@ -13,27 +14,21 @@ from typing import TYPE_CHECKING, Any
 
 from cluster import errors
 from cluster.edge.anthropic.answers import OVERLOADED
-from cluster.edge.anthropic.fields import COUNT_TOKENS_FIELDS, MESSAGES_FIELDS
-from cluster.edge.embedding_fields import EMBEDDING_FIELDS, RERANK_FIELDS
+from cluster.edge.anthropic.fields import COUNT_TOKENS_FIELDS
+from cluster.edge.apis import APIS
 from cluster.edge.fields import FieldTable, Support
 from cluster.edge.json_bodies import IGNORED_FIELDS_HEADER
-from cluster.edge.openai_fields import (
-    CHAT_FIELDS,
-    COMPLETION_FIELDS,
-    DETOKENIZE_FIELDS,
-    TOKENIZE_FIELDS,
-)
+from cluster.edge.openai_fields import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
 from cluster.edge.openapi_schemas import SCHEMAS, ref, view_schemas
-from cluster.edge.responses.fields import RESPONSES_FIELDS
 from cluster.edge.responses.input_items import MAX_LIMIT
 from cluster.edge.resume import LAST_EVENT_ID
 from cluster.edge.route_table import ROUTES
-from cluster.edge.tokens_api import GENERATE_FIELDS
 from replicas.messages import PAUSE_MODES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from cluster.edge.api import Api
     from cluster.edge.fields import Field, Schema
     from cluster.edge.openapi_schemas import JsonSchema
     from cluster.edge.route_table import Listener, RouteSpec
@@ -75,8 +70,18 @@ class Operation:
     is_order: bool = False
 
 
-def _generates(summary: str, fields: FieldTable, answer: str) -> Operation:
-    return Operation(summary, answer, fields, is_streamed=True, errors=(404, 409, 503))
+def _generates(api: type[Api]) -> Operation:
+    """Return the operation of a generating API."""
+    conflicts = (409,) if api.is_resumable else ()
+    return Operation(
+        api.summary,
+        api.answer_schema,
+        api.fields,
+        is_streamed="stream" in api.fields,
+        is_resumable=api.is_resumable,
+        error=api.error_schema,
+        errors=(404, 503, *conflicts, *api.more_statuses),
+    )
 
 
 def _orders(summary: str, **query: JsonSchema) -> Operation:
@@ -85,39 +90,13 @@ def _orders(summary: str, **query: JsonSchema) -> Operation:
 
 
 OPERATIONS: dict[str, Operation] = {
-    "completions": _generates("Continue a text", COMPLETION_FIELDS, "Completion"),
-    "chat_completions": _generates("Answer a conversation", CHAT_FIELDS, "ChatCompletion"),
-    "messages": Operation(
-        "Answer a conversation of Anthropic's Messages API",
-        "AnthropicMessage",
-        MESSAGES_FIELDS,
-        is_streamed=True,
-        is_resumable=False,
-        error="AnthropicError",
-        errors=(404, 503, OVERLOADED),
-    ),
+    **{api.route: _generates(api) for api in APIS},
     "count_tokens": Operation(
         "Count the tokens of such a conversation",
         "TokenCount",
         COUNT_TOKENS_FIELDS,
         error="AnthropicError",
         errors=(404, OVERLOADED),
-    ),
-    "generate_tokens": Operation(
-        "Continue token ids",
-        "Generated",
-        GENERATE_FIELDS,
-        is_streamed=True,
-        is_resumable=False,
-        errors=(404, 503),
-    ),
-    "responses": Operation(
-        "Answer items, and keep the answer if it may be kept",
-        "Response",
-        RESPONSES_FIELDS,
-        is_streamed=True,
-        is_resumable=False,
-        errors=(404, 503),
     ),
     "compact_response": Operation("Not offered", "Error", errors=(404,)),
     "response": Operation("Show a stored response", "Response", errors=(404, 429)),
@@ -134,12 +113,6 @@ OPERATIONS: dict[str, Operation] = {
     "delete_response": Operation("Forget a stored response", "DeletedResponse", errors=(404, 429)),
     "cancel_response": Operation(
         "Cancel a response in the background", "Response", errors=(404, 429)
-    ),
-    "embeddings": Operation(
-        "Return the embeddings of texts", "Embeddings", EMBEDDING_FIELDS, errors=(404, 503)
-    ),
-    "rerank": Operation(
-        "Order texts by their similarity to a query", "Ranking", RERANK_FIELDS, errors=(404, 503)
     ),
     "models": Operation("List the served models", "Models"),
     "model": Operation("Show a served model", "Model", errors=(404,)),

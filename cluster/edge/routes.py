@@ -25,7 +25,7 @@ from cluster.edge import audit
 from cluster.edge.answers import json_response
 from cluster.edge.anthropic.fields import COUNT_TOKENS_FIELDS
 from cluster.edge.anthropic.requests import parse_count_tokens
-from cluster.edge.apis import APIS
+from cluster.edge.apis import make_apis
 from cluster.edge.boundary import with_boundary
 from cluster.edge.documentation import documented
 from cluster.edge.fair_scheduler import Priority
@@ -49,7 +49,6 @@ from cluster.edge.openai_requests import (
 from cluster.edge.openai_responses import model_body
 from cluster.edge.pipeline import Pipeline, with_history
 from cluster.edge.quota_service import TenantQuotas
-from cluster.edge.responses.api import ResponsesApi
 from cluster.edge.responses.archive import response_archive
 from cluster.edge.route_table import ROUTES
 from cluster.edge.stored_responses import StoredResponses
@@ -65,7 +64,6 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from cluster.config.schema import AdmissionConfig, IngressConfig
-    from cluster.edge.api import Api
     from cluster.edge.api_keys import ApiKeys
     from cluster.edge.backend import Backend
     from cluster.edge.fields import FieldTable
@@ -158,9 +156,7 @@ def create_app(  # noqa: PLR0913 - each part may be shared with the ingress
         "delete_response": stored.delete,
         "cancel_response": stored.cancel,
     }
-    of_responses = ResponsesApi(backend.tokenizer, responses, ingress.max_body_bytes)
-    apis: list[Api] = [of_responses, *(make_api(backend.tokenizer) for make_api in APIS)]
-    for api in apis:
+    for api in make_apis(backend.tokenizer, responses, ingress.max_body_bytes):
         handlers[api.route] = functools.partial(pipeline.respond, api=api)
     app = _EdgeApplication(
         routes=[

@@ -90,7 +90,9 @@ class TokensApi(Api):
     """The API of /inference/v1/generate."""
 
     route: ClassVar[str] = "generate_tokens"
+    summary: ClassVar[str] = "Continue token ids"
     fields: ClassVar[FieldTable] = GENERATE_FIELDS
+    answer_schema: ClassVar[str] = "Generated"
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer)

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cluster.edge.anthropic.answers import MessageWriter, error_body, error_status, whole_message
+from cluster.edge.anthropic.answers import (
+    OVERLOADED,
+    MessageWriter,
+    error_body,
+    error_status,
+    whole_message,
+)
 from cluster.edge.anthropic.fields import MESSAGES_FIELDS
 from cluster.edge.anthropic.requests import parse_messages
 from cluster.edge.api import Api
@@ -25,7 +31,11 @@ class MessagesApi(Api):
     """The API of /v1/messages."""
 
     route: ClassVar[str] = "messages"
+    summary: ClassVar[str] = "Answer a conversation of Anthropic's Messages API"
     fields: ClassVar[FieldTable] = MESSAGES_FIELDS
+    answer_schema: ClassVar[str] = "AnthropicMessage"
+    error_schema: ClassVar[str] = "AnthropicError"
+    more_statuses: ClassVar[tuple[int, ...]] = (OVERLOADED,)
     request_id_headers: ClassVar[tuple[bytes, ...]] = (b"x-request-id", b"request-id")
 
     async def parse(self, body: Mapping[str, Any], tenant: str) -> ParsedRequest:

@@ -52,7 +52,9 @@ class ResponsesApi(Api):
     """
 
     route: ClassVar[str] = "responses"
+    summary: ClassVar[str] = "Answer items, and keep the answer if it may be kept"
     fields: ClassVar[FieldTable] = RESPONSES_FIELDS
+    answer_schema: ClassVar[str] = "Response"
 
     def __init__(
         self, tokenizer: Tokenizer, archive: ResponseArchive, max_conversation_bytes: int

@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from cluster.edge import apis, routes
+from cluster.edge import apis
 from cluster.edge.field_names import naming_fields
 from cluster.edge.fields import FieldTable, acts, bad_field
 from cluster.edge.openai_apis import ChatCompletionsApi
@@ -64,8 +64,8 @@ class OtherApi(ChatCompletionsApi):
 @pytest.fixture
 def served(monkeypatch):
     """Serve `OtherApi` on the path of chats."""
-    served = [OtherApi if api is ChatCompletionsApi else api for api in apis.APIS]
-    monkeypatch.setattr(routes, "APIS", served)
+    served = [OtherApi if api is ChatCompletionsApi else api for api in apis._OF_TOKENIZER]
+    monkeypatch.setattr(apis, "_OF_TOKENIZER", served)
     monkeypatch.setitem(apis._API_OF_PATH, PATH, OtherApi)
 
 
