@@ -131,6 +131,51 @@ def test_a_stream_that_fails_ends_as_its_api_says():
     assert b"".join(answer.chunks) == b"<he>failed: the replica died"
 
 
+DATA = "data:image/png;base64," + "A" * 2**14
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "part", "param", "error_type"),
+    [
+        (
+            PATH,
+            "messages",
+            {"type": "image_url", "image_url": {"url": DATA}},
+            "messages[0].content[1].type",
+            "BadRequestError",
+        ),
+        (
+            "/v1/responses",
+            "input",
+            {"type": "input_image", "image_url": DATA},
+            "input[0].content[1].type",
+            "BadRequestError",
+        ),
+        (
+            "/v1/messages",
+            "messages",
+            {
+                "type": "image",
+                "source": {"type": "base64", "media_type": "image/png", "data": DATA},
+            },
+            "messages[0].content[1].type",
+            "invalid_request_error",
+        ),
+    ],
+    ids=["chat", "responses", "messages"],
+)
+def test_an_image_is_refused_by_the_path_of_its_part(path, body, part, param, error_type):
+    text = {"type": "input_text" if body == "input" else "text", "text": "What is this?"}
+    message = {"role": "user", "content": [text, part]}
+    answer = call(FakeBackend(), "POST", path, {"model": "demo", "max_tokens": 9, body: [message]})
+    error = answer.body["error"]
+    assert (answer.status, error["type"]) == (400, error_type)
+    assert error["message"].startswith(param)
+    assert f'"{part["type"]}"' in error["message"]
+    assert error.get("param", param) == param
+    assert len(error["message"]) < 200
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completion", "/v1/chat/completionsx", "/nothing"])
 def test_other_paths_have_errors_of_openais_form(path):
     answer = call(FakeBackend(), "POST", path, {})

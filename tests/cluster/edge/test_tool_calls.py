@@ -167,6 +167,20 @@ def test_an_answer_may_have_several_calls_unless_the_request_forbids_it():
     assert len(answer(f"{CALL}\n{CALL}", parallel_tool_calls=False)[0]["tool_calls"]) == 1
 
 
+def test_the_last_value_of_a_repeated_key_counts():
+    twice = '{"city": "Ulm", "city": "Bern"}'
+    text = CALL.replace('{"city": "Bern"}', twice)
+    [called] = answer(text)[0]["tool_calls"]
+    assert called["function"]["arguments"] == twice
+    message = {"role": "assistant", "tool_calls": [called]}
+    [sent_back] = history(EchoBackend(), [USER, message])[1]["tool_calls"]
+    assert sent_back["function"]["arguments"] == {"city": "Bern"}
+    tool = {"name": "weather", "input_schema": PARAMETERS}
+    body = {"messages": [USER], "tools": [tool], "max_tokens": 99}
+    [block] = call(ToolBackend(text), "POST", "/v1/messages", body).body["content"]
+    assert block["input"] == {"city": "Bern"}
+
+
 def test_without_tools_that_can_be_called_a_call_is_text():
     assert answer(CALL, tool_choice="none")[0]["content"] == CALL
     assert answer(CALL, tools=None)[0]["content"] == CALL
