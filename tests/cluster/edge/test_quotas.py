@@ -122,7 +122,7 @@ class Network:
     def tenant_owned_by(self, number, limits):
         names = (f"tenant-{i}" for i in range(1000))
         node = self.nodes[number]
-        name = next(name for name in names if node.owner(name) == node._id)
+        name = next(name for name in names if node._machine.owner(name) == node._machine.ingress)
         return Tenant.limited(name, limits)
 
     async def meet(self):
@@ -150,7 +150,7 @@ async def opened(network, number, tenant, held):
     entering = asyncio.ensure_future(holding.__aenter__())
     while not entering.done():
         await asyncio.sleep(0)
-        if node._waiting:
+        if node._machine.is_waiting:
             await node.exchange()
     try:
         await entering
@@ -268,8 +268,8 @@ async def test_idle_tenants_are_forgotten():
     await close(held)
     for _ in range(2):
         await network.meet()
-    assert [len(node._book) for node in network.nodes] == [0, 0]
-    assert [node._limits for node in network.nodes] == [{}, {}]
+    assert [len(node._machine.book) for node in network.nodes] == [0, 0]
+    assert [node._machine.num_tenants for node in network.nodes] == [0, 0]
 
 
 @pytest.mark.parametrize("is_owner_cut_off", [False, True])
@@ -416,7 +416,7 @@ def test_without_holders_nothing_is_open_whenever_requests_are_cancelled(seed, l
         for _ in range(2):
             await network.meet()
         for node in network.nodes:
-            assert [account.open_of for account in node._book._accounts.values()] == []
+            assert [account.open_of for account in node._machine.book._accounts.values()] == []
 
     asyncio.run(run())
 
