@@ -431,7 +431,8 @@ class Legs:
     def _judge(self, leg: Leg, event: EngineEvent | Exception) -> None:
         """Report to the pools that an engine failed the request, drains, or gives tokens.
 
-        A broken connection ends many requests at once; the fleet reports it instead.
+        A broken connection ends many requests at once; the fleet reports it instead. An engine that
+        aborts a request without a token has neither failed nor shown that it works.
         """
         if isinstance(event, Refused) and event.reason == "draining":
             self._pools.drains(leg.incarnation, leg.epoch)
@@ -439,7 +440,7 @@ class Legs:
             if event.finish_reason == "error":
                 if _is_own_fault(event.error or ""):
                     self._pools.failed(leg.incarnation, asyncio.get_running_loop().time())
-            elif not leg.has_tokens:
+            elif not leg.has_tokens and (event.token_ids or event.finish_reason != "abort"):
                 self._pools.succeeded(leg.incarnation)
         elif isinstance(event, EngineLateError) and leg.state is LegState.ASKED:
             self._pools.failed(leg.incarnation, asyncio.get_running_loop().time())

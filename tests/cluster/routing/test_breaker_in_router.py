@@ -79,6 +79,30 @@ async def test_the_only_engine_is_asked_however_often_it_fails():
         assert made.pools.breakers.state("bad") == "closed"
 
 
+async def test_a_request_aborted_without_a_token_does_not_close_a_breaker():
+    """As by a pause of the engine: it tells nothing of whether the engine works."""
+    ends = [("error", "its device is broken")]
+
+    def answer(message):
+        if not isinstance(message, AddRequest):
+            return []
+        request_id, (reason, error) = message.request.request_id, ends[0]
+        accepted = Accepted(request_id, 0, 0, 0, 1)
+        return [accepted, TokenOutput(request_id, 0, [], reason, error=error)]
+
+    async with scripted(("both", "bad", answer)) as (made, _bad):
+        for _ in range(THRESHOLD - 1):
+            with pytest.raises(InternalError):
+                await made.tokens([1])
+        ends[0] = ("abort", None)
+        assert await made.tokens([1]) == []
+        assert made.pools.breakers.state("bad") == "closed"
+        ends[0] = ("error", "its device is broken")
+        with pytest.raises(InternalError):
+            await made.tokens([1])
+        assert made.pools.breakers.state("bad") == "open"
+
+
 async def test_a_lapsed_reservation_is_no_failure_of_an_engine():
     async with scripted(("both", "e", answering([LAPSED]))) as (made, _engine):
         for _ in range(2 * THRESHOLD):
