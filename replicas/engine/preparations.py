@@ -7,6 +7,8 @@ long as a sequence with it lives: after a preemption the sequence may run again 
 No more grammars are ordered than the worker has threads, so that each one's time counts from the
 beginning of its compilation. A compilation that takes too long fails the sequences that wait for
 it and keeps its thread. While all threads are kept so, sequences with other grammars fail at once.
+What counts is CPU time, because the threads stand back where the host is busy, and a good grammar
+must not fail for that. Time on the clock is only bounded for the client's sake.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ if TYPE_CHECKING:
     from replicas.sampling.preparation import Prepared
     from replicas.sampling_params import StructuredOutputs
 
-GRAMMAR_TIMEOUT_S = 1.0
-"""Seconds that a grammar may take to compile."""
+GRAMMAR_CPU_S = 1.0
+"""Seconds of CPU time that a grammar may take to compile."""
+GRAMMAR_TIMEOUT_S = 10.0
+"""Seconds on the clock that it may take, however busy the host is."""
 FIRST_GRAMMAR_TIMEOUT_S = 30.0
-"""The same for the first ones: the worker also reads the model's vocabulary then."""
+"""Both for the first ones: the worker also reads the model's vocabulary then."""
 LATE = f"{BAD_GRAMMAR}: it takes too long to compile"
 
 
@@ -45,12 +49,38 @@ class Ended(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Grammar:
-    """One grammar. `deadline_s` is set while it is compiled; `is_ready` once it can be used."""
+    """One grammar.
+
+    Attributes:
+        users: The sequences that have it.
+        deadline_s: While it is compiled: when it is late, whatever CPU time it has taken.
+        check_s: When it may have taken its CPU time.
+        max_cpu_s: The most CPU time that it may take.
+        is_late: Whether it takes too long; it may still be compiled.
+        is_ready: Whether it can be used.
+    """
 
     users: dict[Sequence, None] = field(default_factory=dict)
     deadline_s: float | None = None
+    check_s: float = 0.0
+    max_cpu_s: float = GRAMMAR_CPU_S
     is_late: bool = False
     is_ready: bool = False
+
+    def note_progress(self, cpu_s: float, now_s: float) -> None:
+        """Note the CPU time that its compilation has taken."""
+        self.is_late |= cpu_s >= self.max_cpu_s
+        self.check_s = now_s + self.max_cpu_s - cpu_s
+
+    def finds_late(self, now_s: float) -> bool:
+        """Return whether it is compiled and late, after a look at the clock."""
+        if self.deadline_s is None:
+            return False
+        self.is_late |= now_s >= self.deadline_s
+        if now_s >= self.check_s:
+            # Its thread has not begun, or the worker does not say.
+            self.check_s = now_s + self.max_cpu_s
+        return self.is_late
 
 
 class Preparations:
@@ -66,7 +96,7 @@ class Preparations:
         self.waiting: set[Sequence] = set()
         self._grammars: dict[StructuredOutputs, _Grammar] = {}
         self._unwanted: list[StructuredOutputs] = []
-        self._timeout_s = FIRST_GRAMMAR_TIMEOUT_S
+        self._has_vocabulary = False
 
     def add(self, seq: Sequence) -> None:
         """Note a new sequence, which waits for its grammar if it has one that is not ready."""
@@ -103,7 +133,11 @@ class Preparations:
         )
         for spec, grammar in self._grammars.items():
             if num_free > 0 and grammar.deadline_s is None and not grammar.is_ready:
-                grammar.deadline_s = now_s + self._timeout_s
+                first = (FIRST_GRAMMAR_TIMEOUT_S, FIRST_GRAMMAR_TIMEOUT_S)
+                later = (GRAMMAR_TIMEOUT_S, GRAMMAR_CPU_S)
+                timeout_s, grammar.max_cpu_s = later if self._has_vocabulary else first
+                grammar.deadline_s = now_s + timeout_s
+                grammar.check_s = now_s + grammar.max_cpu_s
                 orders.append(Preparation(spec))
                 num_free -= 1
         return orders
@@ -112,10 +146,12 @@ class Preparations:
         """Take results of the worker, and return the sequences that need not wait any more."""
         ended = Ended([], [])
         for result in results:
-            self._take(result, ended)
+            if result.cpu_s is None:
+                self._take(result, ended)
+            else:
+                self._grammars[result.grammar].note_progress(result.cpu_s, now_s)
         for grammar in self._grammars.values():
-            if grammar.deadline_s is not None and now_s >= grammar.deadline_s:
-                grammar.is_late = True
+            if grammar.finds_late(now_s):
                 self._fail(grammar, LATE, ended)
         if sum(grammar.is_late for grammar in self._grammars.values()) >= NUM_GRAMMAR_THREADS:
             for grammar in self._grammars.values():
@@ -128,9 +164,9 @@ class Preparations:
         return ended
 
     def next_deadline_s(self) -> float | None:
-        """Return when the next compilation is late; None if none can be."""
+        """Return when the next compilation may be late; None if none can be."""
         deadlines = [
-            g.deadline_s
+            min(g.deadline_s, g.check_s)
             for g in self._grammars.values()
             if g.deadline_s is not None and not g.is_late
         ]
@@ -145,7 +181,7 @@ class Preparations:
     def _take(self, result: Prepared, ended: Ended) -> None:
         grammar = self._grammars[result.grammar]
         grammar.deadline_s, grammar.is_late = None, False
-        self._timeout_s = GRAMMAR_TIMEOUT_S
+        self._has_vocabulary = True
         if result.error is not None:
             self._fail(grammar, f"{BAD_GRAMMAR}: {result.error}", ended)
         elif grammar.users:

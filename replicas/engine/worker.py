@@ -200,8 +200,8 @@ class Worker:
         self._progress("warm up", 1.0)
 
     def prepare(self, orders: Sequence[Preparation]) -> list[Prepared]:
-        """Begin to compile grammars, and return those that have ended since the last call."""
-        return self._grammars.prepare(orders)
+        """Begin to compile grammars, and return how those are that are compiled."""
+        return self._grammars.prepare(orders) + self._grammars.progress()
 
     def submit_step(
         self, batch: ScheduledBatch | None, meta: ConnectorMeta | None, now_s: float

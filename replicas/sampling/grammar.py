@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -33,9 +34,9 @@ if TYPE_CHECKING:
 
     from replicas.grammars import GrammarCompiler
     from replicas.sampling.preparation import Preparation
-    from replicas.sampling.processor import LogitRows
+    from replicas.sampling.processor import DeviceAbilities, LogitRows
     from replicas.sampling.row import SampledRow
-    from replicas.sampling_params import StructuredOutputs
+    from replicas.sampling_params import SamplingParams, StructuredOutputs
 
     Float32Array = npt.NDArray[np.float32]
     Int32Array = npt.NDArray[np.int32]
@@ -90,6 +91,8 @@ class GrammarCache:
         self._making = threading.Lock()
         self._threads = ThreadPoolExecutor(NUM_GRAMMAR_THREADS, "grammar", initializer=_stand_back)
         self._compiling: dict[StructuredOutputs, Future[LLMatcher]] = {}
+        # Of each compilation: the CPU clock of its thread, and its time at the beginning.
+        self._clocks: dict[StructuredOutputs, tuple[int, float]] = {}
         # Least recently used first; those in use are not dropped.
         self._entries: OrderedDict[StructuredOutputs, _Entry] = OrderedDict()
         self._in_use: set[StructuredOutputs] = set()
@@ -113,6 +116,13 @@ class GrammarCache:
         done = [spec for spec, future in self._compiling.items() if future.done()]
         return ended + [self._end(spec, self._compiling.pop(spec)) for spec in done]
 
+    def progress(self) -> list[Prepared]:
+        """Return the CPU time of the compilations that have begun and not ended."""
+        return [
+            Prepared(spec, cpu_s=time.clock_gettime(clock) - begun_s)
+            for spec, (clock, begun_s) in list(self._clocks.items())
+        ]
+
     def matcher(self, spec: StructuredOutputs, token_ids: Sequence[int]) -> LLMatcher | None:
         """Return a matcher that has read an output; None if the grammar does not allow it.
 
@@ -134,6 +144,8 @@ class GrammarCache:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, spec: StructuredOutputs) -> LLMatcher:
+        clock = time.pthread_getcpuclockid(threading.get_ident())
+        self._clocks[spec] = clock, time.clock_gettime(clock)
         with self._making:
             if self._compiler is None:
                 self._compiler = self._make_compiler()
@@ -141,6 +153,7 @@ class GrammarCache:
 
     def _end(self, spec: StructuredOutputs, future: Future[LLMatcher]) -> Prepared:
         """Keep a compiled grammar, or say why there is none."""
+        self._clocks.pop(spec, None)
         error = future.exception()
         if isinstance(error, InvalidRequestError):
             return Prepared(spec, str(error))
@@ -188,6 +201,10 @@ class GrammarProcessor:
     def remove(self, slot: int) -> None:
         """Drop the matcher of a slot."""
         self._matchers.pop(slot, None)
+
+    def needs_host(self, sampling: SamplingParams, can: DeviceAbilities) -> bool:
+        """Return True: no device masks by grammars."""
+        return True
 
     def prepare(self, rows: LogitRows) -> None:
         """Compute the masks of the step's rows."""

@@ -25,7 +25,14 @@ class Preparation(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Prepared(msgspec.Struct, frozen=True, array_like=True):
-    """A grammar that a worker has compiled, or `error`, the reason why there is none."""
+    """State of a grammar that a worker was ordered to compile.
+
+    Attributes:
+        grammar: The grammar.
+        error: Why there is none; None if it is compiled.
+        cpu_s: Seconds of CPU time of its compilation, if that is not over; None if it is.
+    """
 
     grammar: StructuredOutputs
     error: str | None = None
+    cpu_s: float | None = None

@@ -6,6 +6,7 @@ import pytest
 
 from replicas.engine.preparations import (
     FIRST_GRAMMAR_TIMEOUT_S,
+    GRAMMAR_CPU_S,
     GRAMMAR_TIMEOUT_S,
     LATE,
     Preparations,
@@ -95,9 +96,9 @@ def test_a_late_grammar_fails_its_sequences_and_its_result_is_kept_by_the_worker
 ):
     preparations.add(one := sequence("one", A))
     preparations.take_orders(5.0)
-    assert preparations.next_deadline_s() == 5.0 + GRAMMAR_TIMEOUT_S
-    assert preparations.end([], 5.9).failed == []
-    assert preparations.end([], 6.0).failed == [(one, LATE)]
+    assert preparations.next_deadline_s() == 5.0 + GRAMMAR_CPU_S
+    assert preparations.end([Prepared(A, cpu_s=0.9)], 5.9).failed == []
+    assert preparations.end([Prepared(A, cpu_s=1.0)], 6.0).failed == [(one, LATE)]
     assert preparations.next_deadline_s() is None
     preparations.add(two := sequence("two", A))
     assert preparations.end([], 6.5).failed == [(two, LATE)]
@@ -105,21 +106,34 @@ def test_a_late_grammar_fails_its_sequences_and_its_result_is_kept_by_the_worker
     assert preparations.end([Prepared(A)], 9.0).ready[0].request_id == "three"
 
 
+def test_a_grammar_is_late_by_its_cpu_time_and_a_busy_host_gives_it_little(preparations):
+    preparations.add(one := sequence("one", A))
+    preparations.take_orders(5.0)
+    assert preparations.end([], 6.0).failed == [], "its thread has not begun"
+    assert preparations.next_deadline_s() == 7.0
+    assert preparations.end([Prepared(A, cpu_s=0.25)], 7.0).failed == []
+    assert preparations.next_deadline_s() == 7.75
+    assert preparations.end([Prepared(A, cpu_s=0.5)], 14.75).failed == []
+    assert preparations.next_deadline_s() == 5.0 + GRAMMAR_TIMEOUT_S
+    assert preparations.end([Prepared(A, cpu_s=0.75)], 15.0).failed == [(one, LATE)]
+
+
 def test_time_counts_from_the_order_and_only_as_many_are_ordered_as_are_compiled(preparations):
     for name, spec in (("a", A), ("b", B), ("c", C)):
         preparations.add(sequence(name, spec))
     assert preparations.take_orders(0.0) == [Preparation(A), Preparation(B)]
-    preparations.end([Prepared(A)], 0.9)
+    preparations.end([Prepared(A), Prepared(B, cpu_s=0.9)], 0.9)
     assert preparations.take_orders(0.9) == [Preparation(C)]
-    assert preparations.end([Prepared(B)], 1.5).failed == []
-    assert preparations.next_deadline_s() == 0.9 + GRAMMAR_TIMEOUT_S
+    assert preparations.end([Prepared(B), Prepared(C, cpu_s=0.6)], 1.5).failed == []
+    assert preparations.next_deadline_s() == 0.9 + GRAMMAR_CPU_S
 
 
 def test_while_late_grammars_keep_all_threads_further_ones_fail_at_once(preparations):
     for name, spec in (("a", A), ("b", B), ("c", C)):
         preparations.add(sequence(name, spec))
     preparations.take_orders(0.0)
-    failed = {s.request_id: error for s, error in preparations.end([], 1.0).failed}
+    compiling = [Prepared(A, cpu_s=1.0), Prepared(B, cpu_s=1.0)]
+    failed = {s.request_id: error for s, error in preparations.end(compiling, 1.0).failed}
     assert failed == {"a": LATE, "b": LATE, "c": GRAMMARS_BUSY}
     preparations.add(four := sequence("four", C))
     assert preparations.take_orders(1.1) == []

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -252,6 +253,31 @@ def wait_for(cache, spec):
     while not ended:
         ended = cache.prepare([])
     return ended
+
+
+def test_the_cpu_time_of_a_compilation_counts_while_it_lasts():
+    go_on, found = threading.Event(), []
+
+    class Slow(GrammarCompiler):
+        def compile(self, spec):
+            started_s = time.thread_time()
+            while not go_on.is_set():
+                found.append(time.thread_time() - started_s)
+            return super().compile(spec)
+
+    cache = GrammarCache(lambda: Slow.for_model(TEXT, VOCAB, [EOS]))
+    spec = StructuredOutputs(regex="a")
+    assert cache.progress() == []
+    assert cache.prepare([Preparation(spec)]) == []
+    while len(found) < 100:
+        time.sleep(0.001)
+    least_s = found[99]
+    [progress] = cache.progress()
+    assert progress.grammar == spec
+    assert progress.cpu_s > least_s
+    go_on.set()
+    assert wait_for(cache, spec) == [Prepared(spec)]
+    assert cache.progress() == []
 
 
 def test_large_grammars_count_for_more():
