@@ -334,13 +334,17 @@ class KVLoaded(msgspec.Struct, frozen=True, array_like=True, tag="kv_loaded", gc
     failure: str | None
 
 
+UNKNOWN_RANK = 0
+"""Rank of a token that a device has drawn, if it returned the log probability of that alone."""
+
+
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log probability of a token at one position.
 
     Attributes:
         token_id: The token.
         logprob: Natural logarithm of its probability.
-        rank: Its rank among all tokens, 1 for the likeliest.
+        rank: Its rank among all tokens, 1 for the likeliest; or `UNKNOWN_RANK`.
     """
 
     token_id: int

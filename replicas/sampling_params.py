@@ -442,6 +442,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
         return not self.needs_whole_prompt if skips is None else not skips
 
     @property
+    def has_penalties(self) -> bool:
+        """Return whether presence, frequency or repetition penalty changes logits."""
+        given = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
+        return given != (0.0, 0.0, 1.0)
+
+    @property
     def needs_whole_prompt(self) -> bool:
         """Return whether every position of the prompt must be computed, even where its KV is."""
         return self.prompt_logprobs is not None or self.pooling == "mean"

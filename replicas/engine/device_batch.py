@@ -4,12 +4,17 @@ Owner: the model runner. Rows are slots of the persistent batch, `replicas.engin
 
 Device and host draw different tokens for the same seed, so the request alone decides which of them
 draws, never the other requests of a step. The device draws where it supports the parameters (for
-example, few enough candidates); otherwise the host draws from the row's logits. A generator call
+example, few enough candidates); otherwise the host draws from the row's logits. Penalties and log
+probabilities are the device's in decode calls only, as prefill calls take no tokens to penalise: a
+row with either gets the token after its prompt from the host. A generator call
 returns either tokens or logits. So a step with rows of both kinds takes two calls, each row in one
 of them, unless the generator returns the logits of some rows beside the tokens of the others.
 
 A device that continues from its own tokens is called with the inputs of the last step that it
-reloaded, and reloads none of them.
+reloaded, and reloads none of them. It lacks the tokens that the host draws. So it continues only
+without the host's rows: the scheduler leaves these out of the step after each of theirs, and the
+host draws while the device computes that one. The step with them reloads all inputs, because
+there is no command to reload those of some rows.
 
 Source of the commands: vllm-tt-plugin docs/DECODE_RELOAD_CONTRACT.md (decode contract 1).
 """
@@ -28,11 +33,14 @@ from replicas.sampling.processor import DeviceAbilities, drawn_on_host
 from replicas.sampling_params import GREEDY_EPS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy.typing as npt
 
     from replicas.engine.input_batch import PersistentBatch
     from replicas.engine.step import NewRow, ScheduledBatch, StepKind
     from replicas.generators.protocol import ModelCapabilities
+    from replicas.sampling.processor import RowProcessor
     from replicas.sampling.sampler import SamplingColumns
 
     IntArray = npt.NDArray[np.integer]
@@ -56,6 +64,7 @@ class CallRows:
 
 
 _ANY = DeviceAbilities()
+_NO_PENALTIES = (0.0, 0.0, 1.0)
 
 
 class DeviceDraws:
@@ -72,6 +81,9 @@ class DeviceDraws:
     Attributes:
         kinds: As given.
         keeps_state: As given.
+        penalties: (B, 3) presence, frequency and repetition penalty of each slot.
+        is_penalised: (B,) whether any of them changes logits.
+        num_logprobs: (B,) as `DeviceSamplingParams.num_logprobs`.
     """
 
     def __init__(
@@ -87,7 +99,12 @@ class DeviceDraws:
         self.keeps_state = keeps_state
         self._can = can
         self._gives_both = gives_both
-        self._on_host = np.zeros(max_batch_size, dtype=np.bool_)
+        self._on_host: dict[StepKind, BoolArray] = {
+            kind: np.zeros(max_batch_size, dtype=np.bool_) for kind in kinds
+        }
+        self.penalties = np.tile(_NO_PENALTIES, (max_batch_size, 1))
+        self.is_penalised = np.zeros(max_batch_size, dtype=np.bool_)
+        self.num_logprobs = np.full(max_batch_size, NO_LOG_PROBS)
 
     @classmethod
     def as_asked(
@@ -108,14 +125,37 @@ class DeviceDraws:
         return cls(
             max_batch_size,
             kinds,
-            can=DeviceAbilities(can.get("max_device_top_k")),
+            can=DeviceAbilities(
+                can.get("max_device_top_k"),
+                can.get("supports_device_penalties", True),
+                can.get("max_device_logprobs"),
+            ),
             keeps_state=not can.get("device_draws_keep_no_state", False),
             gives_both=can.get("gives_logits_beside_tokens", False),
         )
 
-    def add(self, row: NewRow, *, is_touched: bool) -> None:
-        """Take over a row; `is_touched` as in `drawn_on_host`."""
-        self._on_host[row.slot] = drawn_on_host(row.sampling, self._can, is_touched=is_touched)
+    def add(self, row: NewRow, processors: Sequence[RowProcessor]) -> None:
+        """Take over a row, which these processors touch."""
+        slot, sampling = row.slot, row.sampling
+        is_hosts = bool(self.kinds) and drawn_on_host(sampling, self._can, processors)
+        for kind, on_host in self._on_host.items():
+            on_host[slot] = is_hosts or (kind != "decode" and len(processors) > 0)
+        self.penalties[slot] = (
+            sampling.presence_penalty,
+            sampling.frequency_penalty,
+            sampling.repetition_penalty,
+        )
+        self.is_penalised[slot] = sampling.has_penalties
+        self.num_logprobs[slot] = NO_LOG_PROBS if sampling.logprobs is None else sampling.logprobs
+
+    def on_host(self, kind: StepKind, slots: IntArray) -> BoolArray:
+        """Return (R,) whether the host draws for each of these rows in a step of this kind."""
+        found = self._on_host.get(kind)
+        return np.ones(len(slots), dtype=np.bool_) if found is None else found[slots]
+
+    def decodes_on_host(self, slot: int) -> bool:
+        """Return whether the host draws for a row in decode steps in which the device may draw."""
+        return "decode" in self.kinds and bool(self._on_host["decode"][slot])
 
     def divide(self, kind: StepKind, slots: IntArray, samples: BoolArray) -> list[CallRows]:
         """Return the calls of a step, in order.
@@ -129,7 +169,7 @@ class DeviceDraws:
         entries, wanted = np.arange(len(slots)), np.flatnonzero(samples)
         if kind not in self.kinds:
             return [CallRows(entries, no_rows, wanted)]
-        is_hosts = samples & self._on_host[slots]
+        is_hosts = samples & self._on_host[kind][slots]
         is_drawn = samples & ~is_hosts
         # Rows that need a call of their own, which does not draw.
         is_apart = is_hosts | ~samples if self.keeps_state else is_hosts
@@ -182,45 +222,58 @@ class DecodeCommands:
             decode calls are traced.
 
     Attributes:
+        runs_ahead: As given.
         num_steps_left: How often the device may continue after the last reload before any of its
             rows, also one that has left, passes the end of its page table. Set at each reload.
     """
 
     def __init__(self, *, runs_ahead: bool) -> None:
-        self._runs_ahead = runs_ahead
-        self._rows: npt.NDArray[np.int32] | None = None
+        self.runs_ahead = runs_ahead
+        # Rows of the last call, and those of them for which the device has drawn.
+        self._rows: Int32Array | None = None
+        self._drawn: Int32Array | None = None
         self.num_steps_left = 0
 
-    def continues(self, slots: IntArray) -> bool:
-        """Return whether a call for these rows, all drawn on the device, needs no host tokens."""
-        has_rows = self._rows is not None and _are_among(slots, self._rows)
-        return self._runs_ahead and self.num_steps_left > 0 and has_rows
+    def continues(self, slots: Int32Array, *, may_drop: bool) -> bool:
+        """Return whether a call for these rows, all drawn on the device, needs no host tokens.
+
+        Args:
+            slots: (R,) rows of the call.
+            may_drop: Whether it may lack rows for which the device has drawn.
+        """
+        drawn = self._drawn
+        if drawn is None or not self.runs_ahead or self.num_steps_left <= 0:
+            return False
+        if slots is drawn or np.array_equal(slots, drawn):
+            return True
+        return may_drop and bool(np.isin(slots, drawn).all())
 
     def invalidate(self) -> None:
         """Note that a call other than a decode with device sampling is made."""
-        self._rows = None
+        self._rows = self._drawn = None
 
     def next_call(
         self,
-        slots: npt.NDArray[np.int32],
+        slots: Int32Array,
+        drawn: Int32Array,
         *,
         has_new: bool,
         has_new_blocks: bool,
-        has_hosts: bool = False,
         is_ahead: bool = False,
     ) -> DecodeReload:
         """Return the commands of a decode call that samples on the device.
 
         Args:
             slots: (R,) rows that run.
+            drawn: Those of them for which the device draws; the device lacks the others' tokens.
             has_new: Whether one of them holds a new or restarted sequence.
             has_new_blocks: Whether the block table of one of them has grown.
-            has_hosts: Whether the host draws for one of them, whose token the device lacks.
             is_ahead: Whether the host does not know their tokens yet; requires `continues`.
         """
-        before, self._rows = self._rows, slots
+        before, self._rows, self._drawn = self._rows, slots, drawn
+        has_hosts = len(drawn) < len(slots)
         is_same = before is slots or (before is not None and np.array_equal(before, slots))
-        if is_ahead or (is_same and not has_new and self._runs_ahead and not has_hosts):
+        if is_ahead or (is_same and not has_new and self.runs_ahead and not has_hosts):
             if self.num_steps_left > 0:
                 self.num_steps_left -= 1
                 return _STEADY if is_same and not has_new_blocks else _NEW_BLOCKS
@@ -228,22 +281,17 @@ class DecodeCommands:
         return HOST_SAMPLED if is_same and not has_new else _AFRESH
 
 
-def _are_among(slots: IntArray, rows: IntArray) -> bool:
-    return slots is rows or np.array_equal(slots, rows) or bool(np.isin(slots, rows).all())
-
-
 def device_params(
     batch: PersistentBatch,
     columns: SamplingColumns,
+    draws: DeviceDraws,
     slots: IntArray,
     entries: IntArray,
     num_entries: int,
-    *,
-    keeps_state: bool,
 ) -> DeviceSamplingParams:
     """Return the sampling parameters of `slots` at `entries`, with padding everywhere else.
 
-    With `keeps_state` the device draws each row's numbers from a stream that starts at its seed. It
+    If it keeps state, the device draws each row's numbers from a stream that starts at its seed. It
     restarts the stream on command: after every prefill, and when rows come or go. The same seed
     would then repeat its numbers. So the row's seed is derived from the request's seed and the
     index of its next token, which differ between restarts. Consequence: a request repeats its
@@ -255,10 +303,10 @@ def device_params(
     Args:
         batch: The persistent batch.
         columns: Its rows' parameters.
+        draws: The others of these, and whether the device keeps state.
         slots: (n,) rows that the device draws for.
         entries: (n,) their indices in the call.
         num_entries: Rows of the call.
-        keeps_state: See above.
     """
     temperature, top_k = np.zeros(num_entries), np.ones(num_entries, dtype=np.int64)
     top_p = np.ones(num_entries)
@@ -268,21 +316,26 @@ def device_params(
     temperature[at], top_k[at] = columns.temperature[drawn], columns.top_k[drawn]
     top_p[at] = columns.top_p[drawn]
     seeds = columns.seed[drawn]
-    if keeps_state:
+    if draws.keeps_state:
         indices = (batch.num_tokens[drawn] - batch.num_prompt_tokens[drawn]).astype(np.int64)
         seeds = (uniform(seeds, indices) * 2.0**53).astype(np.int64)
     for entry, value in zip(at.tolist(), seeds.tolist(), strict=True):
         seed[entry] = value
+    penalties = np.tile(_NO_PENALTIES, (num_entries, 1))
+    penalties[entries] = draws.penalties[slots]
+    presence, frequency, repetition = penalties.T.tolist()
+    num_logprobs = np.full(num_entries, NO_LOG_PROBS)
+    num_logprobs[entries] = draws.num_logprobs[slots]
     return DeviceSamplingParams(
         temperature=temperature.tolist(),
         top_k=top_k.tolist(),
         top_p=top_p.tolist(),
-        presence_penalty=[0.0] * num_entries,
-        frequency_penalty=[0.0] * num_entries,
-        repetition_penalty=[1.0] * num_entries,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        repetition_penalty=repetition,
         seed=seed,
-        num_logprobs=[NO_LOG_PROBS] * num_entries,
-        enable_log_probs=[False] * num_entries,
+        num_logprobs=num_logprobs.tolist(),
+        enable_log_probs=(num_logprobs != NO_LOG_PROBS).tolist(),
     )
 
 
@@ -352,6 +405,8 @@ class DeviceInputs:
         }
         if len(rows.drawn) and len(rows.sampled):
             found["logits_rows"] = slots[rows.sampled].tolist()
+        if reload.sampling_state:
+            found |= self._histories(slots[rows.drawn])
         return found
 
     def params(
@@ -368,11 +423,35 @@ class DeviceInputs:
         return device_params(
             self._batch,
             self._columns,
+            self._draws,
             slots[rows.drawn],
             places[rows.drawn],
             num_places,
-            keeps_state=self._draws.keeps_state,
         )
+
+    def _histories(self, slots: Int32Array) -> dict[str, torch.Tensor]:
+        """Return the tokens that penalties of some of these (R,) rows concern, if there are any.
+
+        The device counts its own draws, so it needs them only when it drops its state.
+        """
+        slots = slots[self._draws.is_penalised[slots]]
+        if not len(slots):
+            return {}
+        batch = self._batch
+        starts, ends = batch.num_prompt_tokens[slots], batch.num_tokens[slots]
+        return {
+            "prompt_tokens": self._padded(slots, np.zeros_like(starts), starts),
+            "output_tokens": self._padded(slots, starts, ends),
+        }
+
+    def _padded(self, slots: Int32Array, starts: Int32Array, ends: Int32Array) -> torch.Tensor:
+        """Return int32 (B, longest): a part of the tokens of some rows, with -1 everywhere else."""
+        token_ids = self._batch.token_ids
+        width = int((ends - starts).max(initial=0))
+        found = np.full((len(token_ids), width), -1, dtype=np.int32)
+        for slot, start, end in zip(slots.tolist(), starts.tolist(), ends.tolist(), strict=True):
+            found[slot, : end - start] = token_ids[slot, start:end]
+        return torch.from_numpy(found)
 
     def _reload(
         self, rows: CallRows, slots: Int32Array, scheduled: ScheduledBatch, *, is_ahead: bool
@@ -383,9 +462,9 @@ class DeviceInputs:
             return HOST_SAMPLED
         reload = self.commands.next_call(
             slots,
+            slots[rows.drawn] if len(rows.sampled) else slots,
             has_new=bool(scheduled.new),
             has_new_blocks=bool(scheduled.appended_blocks),
-            has_hosts=bool(len(rows.sampled)),
             is_ahead=is_ahead,
         )
         if reload.sampling_params or self._params is None:

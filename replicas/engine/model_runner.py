@@ -23,6 +23,7 @@ from replicas.engine.speculation import accepted_runs
 from replicas.engine.step import RowFailure, RowHidden, RowLogprobs, ScheduledBatch, StepResult
 from replicas.errors import DeviceError
 from replicas.philox import uniform
+from replicas.sampling.logprobs import of_device
 from replicas.sampling.processor import LogitRows, RowProcessors
 from replicas.sampling.sampler import (
     NO_ALLOWED_TOKEN,
@@ -143,6 +144,7 @@ class SubmittedStep:
         hidden: Sums of the hidden states of prompts whose embeddings are asked for.
         result: The result, once the tokens are known.
         prepare_s: Seconds of the submission outside the generator.
+        on_host: As in `StepResult`.
     """
 
     slots: Int32Array
@@ -159,6 +161,7 @@ class SubmittedStep:
     hidden: list[RowHidden] = field(default_factory=list)
     result: StepResult | None = None
     prepare_s: float = 0.0
+    on_host: list[int] = field(default_factory=list)
 
 
 class ModelRunner:
@@ -261,6 +264,8 @@ class ModelRunner:
             scheduled.kind,
             scheduled.num_passes,
         )
+        if scheduled.new and self._device.commands.runs_ahead:
+            step.on_host = self._hosts_among(scheduled)
         if self._drafter is not None and rows.num_logits.max() > 1:
             step.positions = _positions(rows.num_logits)
         for call_rows in rows.calls:
@@ -331,15 +336,13 @@ class ModelRunner:
         The step may leave out rows of the last one, unless that restarts the device's random
         streams.
         """
-        if self._steady is None or scheduled.kind != "decode" or scheduled.new:
+        if scheduled.kind != "decode" or scheduled.new:
             return False
-        slots_before, rows = self._steady
-        if len(rows.calls[0].drawn) < len(rows.slots):
-            return False
-        if scheduled.slots == slots_before:
-            return self._device.commands.continues(rows.slots)
-        slots = np.asarray(scheduled.slots, dtype=np.int32)
-        return not self._draws.keeps_state and self._device.commands.continues(slots)
+        if self._steady is not None and scheduled.slots == self._steady[0]:
+            slots = self._steady[1].slots
+        else:
+            slots = np.asarray(scheduled.slots, dtype=np.int32)
+        return self._device.commands.continues(slots, may_drop=not self._draws.keeps_state)
 
     def _take_over(self, row: NewRow) -> None:
         """Replace the parameters of a new row's slot; the batch has taken over the rest."""
@@ -347,12 +350,17 @@ class ModelRunner:
         if self._drafter is not None:
             self._drafter.take_slot(row.slot)
         self._columns.add(row)
-        self._draws.add(row, is_touched=self._processors.add(row))
+        self._draws.add(row, self._processors.add(row))
         self._prompt_reads.pop(row.slot, None)
         if row.sampling.prompt_logprobs is not None:
             self._prompt_reads[row.slot] = row.sampling.prompt_logprobs
         elif row.sampling.pooling is not None:
             self._prompt_reads[row.slot] = row.sampling.pooling
+
+    def _hosts_among(self, scheduled: ScheduledBatch) -> list[int]:
+        """Return the rows among a step's new ones that the host draws for in decode steps."""
+        slots = {row.slot for row in scheduled.new if self._draws.decodes_on_host(row.slot)}
+        return [row for row, slot in enumerate(scheduled.slots) if slot in slots]
 
     def _changes_of(self, step: SubmittedStep) -> RowChanges | None:
         """Return changes of the rows of logits that processors touch, once these are prepared."""
@@ -363,7 +371,7 @@ class ModelRunner:
             places: IntArray = step.token_places[entries]
         else:
             slots, places = self._drawn_places(step, step.positions)
-        is_touched = self._processors.touched[slots]
+        is_touched = self._processors.touched[slots] & self._draws.on_host(step.kind, slots)
         if not is_touched.any():
             return None
         slots, places = slots[is_touched], places[is_touched]
@@ -401,8 +409,12 @@ class ModelRunner:
             found = step.num_logits > 0
             self._batch.record(slots[found], places[found], token_ids[found])
             drawn = _runs_of_one(token_ids)
+        logprobs: list[RowLogprobs] = []
+        if isinstance(outputs[-1], tuple):
+            logprobs += self._logprobs_of_device(step, outputs)
         if step.changes is not None:
-            self._accept(slots, drawn)
+            self._accept(step, drawn)
+            logprobs += self._logprobs_of(slots)
         num_drafts = self._propose(step) if step.max_drafts else []
         step.result = StepResult(
             drawn.token_ids,
@@ -411,10 +423,11 @@ class ModelRunner:
             list(drawn.failed),
             time.perf_counter() - sampling,
             num_drafts,
-            self._logprobs_of(slots) if step.changes is not None else [],
+            logprobs,
             step.prepare_s,
             self._logprobs_of_prompts(step.prompts) if step.prompts else [],
             step.hidden,
+            step.on_host,
         )
 
     def _drawn_and_sampled(self, step: SubmittedStep, outputs: list[ForwardOutput]) -> IntArray:
@@ -736,6 +749,27 @@ class ModelRunner:
             if slot in found
         ]
 
+    def _logprobs_of_device(
+        self, step: SubmittedStep, outputs: list[ForwardOutput]
+    ) -> list[RowLogprobs]:
+        """Return the log probabilities that the device has returned beside its tokens."""
+        found = []
+        for (rows, places), output in zip(
+            ((call.rows, call.places) for call in step.calls), outputs, strict=True
+        ):
+            # Beside logits, a device returns none.
+            if not isinstance(output, tuple) or len(rows.sampled):
+                continue
+            tokens, entries = _tokens(output), rows.entries[rows.drawn]
+            counts = self._draws.num_logprobs[step.slots[entries]]
+            for row, place, count in zip(
+                entries.tolist(), places[rows.drawn].tolist(), counts.tolist(), strict=True
+            ):
+                if count >= 0:
+                    entry = of_device(output[1], place, int(tokens[place]), count)
+                    found.append(RowLogprobs(row, [entry]))
+        return found
+
     def _logprobs_of_prompts(self, parts: Sequence[_PromptPart]) -> list[RowLogprobs]:
         """Return the log probabilities of parts of prompts."""
         assert self._logprobs is not None, "nothing here reads log probabilities"
@@ -749,11 +783,16 @@ class ModelRunner:
             found.append(RowLogprobs(part.row, positions))
         return found
 
-    def _accept(self, slots: Int32Array, drawn: _Drawn) -> None:
-        """Give processors the tokens of the rows that they touch."""
-        token_ids = iter(drawn.token_ids)
+    def _accept(self, step: SubmittedStep, drawn: _Drawn) -> None:
+        """Give processors the tokens that the host has drawn for the rows that they touch.
+
+        Their state of the device's rows is not used again: a row returns to the host only with a
+        new prefill, and as a new row.
+        """
+        slots, token_ids = step.slots, iter(drawn.token_ids)
         counts = drawn.counts or [1] * len(slots)
-        touched = self._processors.touched[slots].tolist()
+        on_host = self._draws.on_host(step.kind, slots)
+        touched = (self._processors.touched[slots] & on_host).tolist()
         for slot, count, is_touched in zip(slots.tolist(), counts, touched, strict=True):
             run = list(islice(token_ids, count))
             if run and is_touched:

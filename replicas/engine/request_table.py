@@ -44,10 +44,11 @@ class DecodeRows:
         sequences: As given.
         plain: The step of these rows alone in which none gets a block.
         num_in: Rows of each DP group.
+        on_host: Those of the rows whose tokens are drawn on the host, see `Sequence`.
         stop_ids: Every token that may end one of them.
     """
 
-    __slots__ = ("num_in", "plain", "sequences", "stop_ids")
+    __slots__ = ("num_in", "on_host", "plain", "sequences", "stop_ids")
 
     def __init__(self, kind: StepKind, sequences: list[Sequence], num_groups: int) -> None:
         self.sequences = sequences
@@ -58,6 +59,7 @@ class DecodeRows:
         if num_groups > 1:
             groups = [s.place.dp_group for s in sequences]
             self.num_in = [groups.count(g) for g in range(num_groups)]
+        self.on_host = [s for s in sequences if s.is_drawn_on_host]
         # Most rows share one set.
         self.stop_ids = frozenset().union(*{s.stop_ids for s in sequences})
 

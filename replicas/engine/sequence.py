@@ -164,6 +164,8 @@ class Sequence:
         num_preemptions: How often it lost its blocks.
         is_known_to_runner: Whether the runner's batch holds it; False makes the next step send it
             whole.
+        is_drawn_on_host: Whether its tokens are drawn on the host, on a device that continues from
+            the tokens of others by itself.
         examine_at: While it decodes: computed tokens at which it fills a block or ends.
         stop_ids: While it decodes: tokens that end it.
         prompt_logprobs: Log probabilities of the part of the prompt that is computed, as in
@@ -192,6 +194,7 @@ class Sequence:
     has_sent_tokens: bool = False
     num_preemptions: int = 0
     is_known_to_runner: bool = False
+    is_drawn_on_host: bool = False
     examine_at: int = 0
     stop_ids: frozenset[int] = frozenset()
     prompt_logprobs: list[list[TokenLogprob]] | None = None

@@ -119,6 +119,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
             their prompt: for each computed token those of the next one, if that is in the prompt.
             The first part begins with the prompt's first token, which has none.
         hidden: Of the rows that ask for embeddings and compute states that these pool.
+        on_host: Rows among the new ones that the host draws for, on a device that continues from
+            its own tokens: it cannot continue with them before the host has drawn.
     """
 
     token_ids: list[int]
@@ -131,6 +133,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     prepare_s: float = 0.0
     prompt_logprobs: list[RowLogprobs] = []
     hidden: list[RowHidden] = []
+    on_host: list[int] = []
 
     @property
     def device_s(self) -> float:

@@ -38,9 +38,14 @@ KVCache: TypeAlias = Any
 
 ForwardOutput: TypeAlias = Any
 """Host logits ``torch.Tensor`` float (rows, 1, V); or, with ``sampling_params``, sampled tokens
-int (rows,) or (rows, 1), or a pair (tokens, log-probabilities) when those were asked for; or device
+int (rows,) or (rows, 1), or a pair (tokens, `DeviceLogProbs`) when those were asked for; or device
 handles for ``read_decode_output`` when ``read_from_device`` is False. A class with
 `output_tokens_per_step` W may yield tokens (rows, n), n <= W, each row padded with -1."""
+
+DeviceLogProbs: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
+"""Log probabilities beside sampled tokens: float (rows,), those of the tokens; or float (rows, n)
+and int (rows, n), those of the n likeliest tokens, best first, and the tokens. They are of the
+model's logits, before temperature."""
 
 LayerCallback: TypeAlias = Callable[[int], None]
 """Called with the index of a layer, 0-based, during a forward pass."""
@@ -83,6 +88,9 @@ class ModelCapabilities(TypedDict, total=False):
             False.
         reads_decode_later: ``decode_forward(read_from_device=False)`` returns before the output is
             there. `supports_async_decode` implies it. Ours; default False.
+        max_device_logprobs: Most likeliest tokens whose log probabilities device sampling returns
+            in decode calls, beside that of the drawn token; None if it returns none at all. Not
+            with `gives_logits_beside_tokens`. Ours; default None.
         gives_logits_beside_tokens: ``decode_forward`` accepts ``logits_rows`` together with
             ``sampling_params``. Ours; default False.
         supports_mixed_batch: Has ``forward_mixed``. Ours; default False.
@@ -111,6 +119,7 @@ class ModelCapabilities(TypedDict, total=False):
     supports_sample_in_prefill: bool
     samples_on_device_if_asked: bool
     reads_decode_later: bool
+    max_device_logprobs: int | None
     gives_logits_beside_tokens: bool
     supports_mixed_batch: bool
     supports_hidden_states: bool
@@ -440,8 +449,10 @@ class TextDecoder(Protocol):
             reset_sampling_state: Reset penalties and seeds of the rows.
             slot_remap: int32 (B,), row i takes over the device state of slot ``slot_remap[i]``,
                 applied once; None when no row moved.
-            **kwargs: Inputs of other model kinds, and token histories for device penalties. With
-                the capability ``gives_logits_beside_tokens`` also ``logits_rows``, H rows for which
+            **kwargs: Inputs of other model kinds. With a reset, if rows have penalties, their
+                histories ``prompt_tokens`` and ``output_tokens``, int32 (B, longest) padded with
+                -1; the device counts what it draws afterwards. With the capability
+                ``gives_logits_beside_tokens`` also ``logits_rows``, H rows for which
                 the host draws: the answer is then a pair of tokens, which of these rows mean
                 nothing, and their logits float (H, V).
 

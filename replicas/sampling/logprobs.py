@@ -12,12 +12,14 @@ Dimensions: n rows of logits that are changed together; V vocabulary.
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
-from replicas.messages import TokenLogprob
+from replicas.errors import DeviceError
+from replicas.messages import UNKNOWN_RANK, TokenLogprob
 from replicas.sampling.processor import SlotProcessor
 from replicas.sampling.sampler import Limits, best_tokens, block_maxima, within_limits
 from replicas.sampling_params import GREEDY_EPS, SamplingParams
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from replicas.config import LogprobsMode
-    from replicas.sampling.processor import LogitRows
+    from replicas.sampling.processor import DeviceAbilities, LogitRows
     from replicas.sampling.row import SampledRow
 
     Float32Array = npt.NDArray[np.float32]
@@ -78,6 +80,17 @@ class Logprobs(SlotProcessor[_Asked]):
         if sampling.logprobs is None and not sampling.logprob_token_ids:
             return None
         return _Asked(sampling, sampling.logprobs or 0, sampling.logprob_token_ids)
+
+    def needs_host(self, sampling: SamplingParams, can: DeviceAbilities) -> bool:
+        """Return whether the device cannot report all that is asked.
+
+        Devices report values of the model's logits. With penalties they might be others.
+        """
+        most, count = can.max_logprobs, sampling.logprobs
+        if most is None or count is None or not 0 <= count <= most:
+            return True
+        is_other = bool(sampling.logprob_token_ids) or sampling.has_penalties
+        return is_other or self.mode != "raw_logprobs"
 
     def prepare(self, rows: LogitRows) -> None:
         """Begin a step."""
@@ -175,11 +188,46 @@ class Logprobs(SlotProcessor[_Asked]):
         """Return what to subtract for log probabilities, of rows (n, V); 0 for logits."""
         if self.mode.endswith("logits"):
             return [0.0] * len(logits)
-        subtracted = torch.from_numpy(np.where(np.abs(greatest) < _SMALL, 0.0, greatest))
+        subtracted = np.where(np.abs(greatest) < _SMALL, np.float32(0.0), greatest)
         if subtracted.any():
-            logits.sub_(subtracted[:, None])
-        log_sums: list[float] = logits.exp_().sum(dim=-1).double().log().add(subtracted).tolist()
+            logits.sub_(torch.from_numpy(subtracted)[:, None])
+        sums = logits.exp_().sum(dim=-1).numpy()
+        log_sums: list[float] = (np.log(sums, dtype=np.float64) + subtracted).tolist()
         return log_sums
+
+
+def of_device(
+    found: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    place: int,
+    token_id: int,
+    num_likeliest: int,
+) -> list[TokenLogprob]:
+    """Return the log probability of a token that a device has drawn, then the likeliest ones.
+
+    Args:
+        found: As `DeviceLogProbs` of the generators' protocol.
+        place: Row of the call.
+        token_id: The drawn token.
+        num_likeliest: How many of the likeliest are asked for.
+
+    Raises:
+        DeviceError: The device has returned fewer, or none for the drawn token.
+    """
+    if isinstance(found, torch.Tensor):
+        values, token_ids = found[place : place + 1].tolist(), [token_id]
+        drawn = TokenLogprob(token_id, values[0], UNKNOWN_RANK)
+    else:
+        values, token_ids = (part[place].tolist() for part in found)
+        if token_id not in token_ids:
+            raise DeviceError(f"the device gave no log probability of token {token_id}, its draw")
+        rank = token_ids.index(token_id) + 1
+        drawn = TokenLogprob(token_id, values[rank - 1], rank)
+    if len(token_ids) < num_likeliest:
+        raise DeviceError(
+            f"the device gave log probabilities of {len(token_ids)} tokens, not {num_likeliest}"
+        )
+    likeliest = zip(token_ids[:num_likeliest], values, itertools.count(1), strict=False)
+    return [drawn, *(TokenLogprob(*each) for each in likeliest)]
 
 
 def _entries(

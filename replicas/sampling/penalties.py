@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
-    from replicas.sampling.processor import LogitRows
+    from replicas.sampling.processor import DeviceAbilities, LogitRows
     from replicas.sampling.row import SampledRow
     from replicas.sampling_params import SamplingParams
 
@@ -36,23 +36,31 @@ class Penalties(SlotProcessor["_Penalised"]):
     def state_of(self, row: SampledRow) -> _Penalised | None:
         """Return the state of a row; None if it has no penalty."""
         sampling = row.sampling
-        repetition, without = sampling.repetition_penalty, (1.0, 0.0, 0.0)
-        if (repetition, sampling.frequency_penalty, sampling.presence_penalty) == without:
+        if not sampling.has_penalties:
             return None
-        prompt = row.token_ids[: row.num_prompt_tokens] if repetition != 1.0 else []
+        is_repeating = sampling.repetition_penalty != 1.0
+        prompt = row.token_ids[: row.num_prompt_tokens] if is_repeating else []
         state = _Penalised(sampling, prompt)
         state.count(row.token_ids[row.num_prompt_tokens :])
         return state
 
+    def needs_host(self, sampling: SamplingParams, can: DeviceAbilities) -> bool:
+        """Return whether the device applies no penalties."""
+        return not can.penalties
+
     def apply(self, logits: torch.Tensor, rows: LogitRows, indices: Int64Array) -> None:
         """Penalise the tokens that each row has already, in float32 (n, V)."""
+        values = logits.numpy()
         for place, index, state in self._touched(rows, indices):
-            values = logits[place].numpy()
             token_ids, penalties = state.tokens(rows.drafts[index] if rows.drafts else ())
-            found, factor = values[token_ids], state.repetition
+            row = values[place]
+            found, factor = row.take(token_ids), state.repetition
             if factor != 1.0:
-                found = np.where(found > 0, found / factor, found * factor)
-            values[token_ids] = found - penalties
+                # A factor below 1 rewards: the greater of the two for a positive logit.
+                least_or_greatest = np.minimum if factor > 1.0 else np.maximum
+                found = least_or_greatest(found / factor, found * factor)
+            found -= penalties
+            row[token_ids] = found
 
     def accept(self, slot: int, token_ids: Sequence[int]) -> None:
         """Count the tokens that a row has got."""
@@ -89,9 +97,9 @@ class _Penalised:
             if place == len(self._token_ids):
                 self._token_ids = np.concatenate([self._token_ids, self._token_ids])
                 self._penalties = np.concatenate([self._penalties, self._penalties])
-            self._counts[token_id] += 1
+            count = self._counts[token_id] = self._counts.get(token_id, 0) + 1
             self._token_ids[place] = token_id
-            self._penalties[place] = self._penalty(self._counts[token_id])
+            self._penalties[place] = self._penalty(count)
 
     def tokens(self, drafts: Sequence[int]) -> tuple[Int64Array, Float32Array]:
         """Return (n,) tokens, each once, and the penalties for their number, drafts included."""

@@ -54,6 +54,21 @@ class LogitRows:
     drafts: Sequence[Sequence[int]] = ()
 
 
+class DeviceAbilities(NamedTuple):
+    """Parameters of a draw that a device supports.
+
+    Attributes:
+        max_top_k: Most candidates that it can choose from; None for any number.
+        penalties: Whether it applies penalties in decode calls.
+        max_logprobs: Most likeliest tokens whose log probabilities decode calls return beside that
+            of the drawn token; None: they return none at all.
+    """
+
+    max_top_k: int | None = None
+    penalties: bool = False
+    max_logprobs: int | None = None
+
+
 class RowProcessor(Protocol):
     """One concern of sampling, with its state of every slot."""
 
@@ -62,6 +77,14 @@ class RowProcessor(Protocol):
 
     def remove(self, slot: int) -> None:
         """Drop the state of a slot, if there is any."""
+
+    def needs_host(self, sampling: SamplingParams, can: DeviceAbilities) -> bool:
+        """Return whether a touched row must be drawn on the host, also in decode steps.
+
+        Args:
+            sampling: The row's parameters.
+            can: What the device does in place of this processor.
+        """
 
     def prepare(self, rows: LogitRows) -> None:
         """Begin what needs no logits; the device may still compute them.
@@ -119,6 +142,10 @@ class SlotProcessor(ABC, Generic[State]):
         """Drop the state of a slot, if there is any."""
         self._states.pop(slot, None)
 
+    def needs_host(self, sampling: SamplingParams, can: DeviceAbilities) -> bool:
+        """Return True: no device does this."""
+        return True
+
     def prepare(self, rows: LogitRows) -> None:
         """Do nothing: `apply` needs no preparation."""
 
@@ -157,8 +184,8 @@ class RowProcessors:
         self.touched: BoolArray = np.zeros(max_batch_size, dtype=np.bool_)
         self.num_touched = 0
 
-    def add(self, row: SampledRow) -> bool:
-        """Take over a row, replacing the state of its slot; return whether it is touched."""
+    def add(self, row: SampledRow) -> Sequence[RowProcessor]:
+        """Take over a row, replacing the state of its slot; return what touches it."""
         self.remove((row.slot,))
         found = [processor for processor in self._processors if processor.add(row)]
         if found:
@@ -167,7 +194,7 @@ class RowProcessors:
             self.num_touched += 1
             for processor in found:
                 self._num_slots[processor] += 1
-        return bool(found)
+        return found
 
     def remove(self, slots: Iterable[int]) -> None:
         """Drop the state of slots, as far as there is any."""
@@ -218,27 +245,19 @@ class RowChanges:
             processor.note_drawn(drawn)
 
 
-class DeviceAbilities(NamedTuple):
-    """Parameters of a draw that a device supports.
-
-    Attributes:
-        max_top_k: Most candidates that it can choose from; None for any number.
-    """
-
-    max_top_k: int | None = None
-
-
-def drawn_on_host(sampling: SamplingParams, can: DeviceAbilities, *, is_touched: bool) -> bool:
-    """Return whether a row must be drawn on the host, where the device could draw others.
+def drawn_on_host(
+    sampling: SamplingParams, can: DeviceAbilities, processors: Iterable[RowProcessor]
+) -> bool:
+    """Return whether a decoding row is drawn on the host, where the device could draw others.
 
     Device and host draw different tokens for one seed, so the request alone decides.
 
     Args:
         sampling: The row's parameters.
         can: What the device supports.
-        is_touched: Whether a processor touches the row.
+        processors: Those that touch the row.
     """
-    if is_touched:
+    if any(processor.needs_host(sampling, can) for processor in processors):
         return True
     if sampling.temperature < GREEDY_EPS:
         return False

@@ -132,6 +132,31 @@ def test_tokens_are_those_of_the_torch_engine(name):
     assert_same(outputs, torch_tokens(case, num_new), name, folder=model_folder(case))
 
 
+def test_a_row_of_the_host_beside_others_that_run_ahead(monkeypatch):
+    """Its neighbours get the same tokens as without it, and two steps in flight those of one."""
+    biased = msgspec.structs.replace(greedy(), logit_bias={7: 3.0})
+    found, continued = {}, {}
+    for steps, first in ((1, biased), (2, biased), (2, greedy())):
+        mesh = {"sample_on_device": "decode_only", "trace": "all"}
+        settings = config("llama-32", 2, mesh=mesh, **_MISS, steps_in_flight=steps)
+        reloads = []
+        with golden_boards(), engine_core(settings) as core:
+            generator = core._executor._worker._generator
+            decode = generator.decode_forward
+
+            def counted(*, reload_inputs, decode=decode, reloads=reloads, **arguments):
+                reloads.append(reload_inputs)
+                return decode(reload_inputs=reload_inputs, **arguments)
+
+            monkeypatch.setattr(generator, "decode_forward", counted)
+            key = steps, first is biased
+            found[key] = generate(core, PROMPTS, [first, *[greedy()] * (len(PROMPTS) - 1)])
+            continued[key] = reloads.count(False)
+    assert found[1, True] == found[2, True]
+    assert found[2, True][1:] == found[2, False][1:]
+    assert continued[1, True] < continued[2, True] < continued[2, False]
+
+
 @pytest.fixture
 def pair():
     pairs = []

@@ -43,6 +43,7 @@ _PENALTIES = "supports_device_penalties"
 _NO_STATE = "device_draws_keep_no_state"
 _IN_PREFILL = "supports_sample_in_prefill"
 _TOP_K = "max_device_top_k"
+_LOGPROBS = "max_device_logprobs"
 _BLOCK_SIZE = "required_block_size"
 
 
@@ -116,6 +117,9 @@ def narrowed_capabilities(
     limits = [limit for limit in (narrowed.get(_TOP_K), own.get(_TOP_K)) if limit is not None]
     if limits:
         narrowed[_TOP_K] = min(limits)
+    if narrowed.get(_LOGPROBS) is not None:
+        count = own.get(_LOGPROBS)
+        narrowed[_LOGPROBS] = None if count is None else min(narrowed[_LOGPROBS], count)
     narrowed |= {key: own[key] for key in (_IF_ASKED, _READS_LATER, *_BLOCKS) if key in own}
     if own.get(_BLOCK_SIZE) is not None:
         narrowed[_BLOCK_SIZE] = own[_BLOCK_SIZE]
@@ -173,6 +177,8 @@ def _impossible(signature: ModelSignature) -> list[tuple[str, str]]:
         found += [("supports_prefix_caching", reason), ("supports_chunked_prefill", reason)]
     if not signature.decode.takes("sampling_params"):
         found.append(("supports_sample_on_device", "its decode_forward takes no sampling_params"))
+    if not (signature.decode.takes("prompt_tokens") and signature.decode.takes("output_tokens")):
+        found.append((_PENALTIES, "its decode_forward takes no prompt_tokens and output_tokens"))
     if not signature.contract:
         reason = "it is of the legacy contract, in which the model guesses when to reload"
         found.append(("supports_async_decode", reason))

@@ -11,13 +11,14 @@ from replicas.errors import DeviceError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from replicas.generators.protocol import ForwardOutput
+    from replicas.generators.protocol import DeviceLogProbs, ForwardOutput
 
 
 def is_on_host(output: ForwardOutput) -> bool:
-    """Return whether an output is a host tensor, or a tuple of host tensors and None."""
-    parts = output if isinstance(output, tuple) else (output,)
-    return all(part is None or isinstance(part, torch.Tensor) for part in parts)
+    """Return whether an output is a host tensor, or a tuple of such outputs and None."""
+    if isinstance(output, tuple):
+        return all(part is None or is_on_host(part) for part in output)
+    return isinstance(output, torch.Tensor)
 
 
 def host_output(
@@ -43,7 +44,7 @@ def host_output(
 
     Returns:
         Logits (rows, 1, V), or int tokens (rows, n), or with `wants_log_probs` a pair (tokens,
-        log-probabilities).
+        `DeviceLogProbs`).
 
     Raises:
         DeviceError: The output has another form; gives its shape.
@@ -57,7 +58,7 @@ def host_output(
         raise DeviceError(f"the generator returned {type(output).__name__}, not a host tensor")
     if is_tokens:
         tokens = _tokens(output, num_rows, most_tokens)
-        return (tokens, rest) if wants_log_probs else tokens
+        return (tokens, _log_probs(rest, num_rows)) if wants_log_probs else tokens
     return _logits(output, num_rows, vocab_size)
 
 
@@ -84,6 +85,22 @@ def _tokens(output: torch.Tensor, num_rows: int, most_tokens: int) -> torch.Tens
             f"each of {num_rows} rows"
         )
     return output.reshape(-1, width)[:num_rows]
+
+
+def _log_probs(output: object, num_rows: int) -> DeviceLogProbs:
+    if isinstance(output, torch.Tensor) and output.numel() == len(output) >= num_rows:
+        return output.reshape(-1)[:num_rows].float()
+    match output:
+        case (torch.Tensor() as values, torch.Tensor() as token_ids) if (
+            values.shape == token_ids.shape and values.ndim == 2 and len(values) >= num_rows
+        ):
+            return values[:num_rows].float(), token_ids[:num_rows].long()
+    parts = output if isinstance(output, tuple) else (output,)
+    found = [tuple(part.shape) if isinstance(part, torch.Tensor) else part for part in parts]
+    raise DeviceError(
+        f"sampling on the device gave log probabilities {found}, neither one for each of "
+        f"{num_rows} rows nor the likeliest and their tokens"
+    )
 
 
 def _logits(output: torch.Tensor, num_rows: int, vocab_size: int) -> torch.Tensor:

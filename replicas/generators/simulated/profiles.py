@@ -42,6 +42,7 @@ CAPABILITIES: ModelCapabilities = {
     "supports_async_decode": True,
     "supports_sample_on_device": True,
     "supports_sample_in_prefill": True,
+    "supports_device_penalties": False,
     "device_draws_keep_no_state": True,
 }
 """Capabilities of the simulated generator, for simulators that create none."""

@@ -41,6 +41,9 @@ class FakeMesh:
 class MeshGenerator(TorchGenerator):
     """The torch generator on a mesh, in float32; draws the most likely token.
 
+    Its decode applies penalties to the tokens that a reset has given it and those that it has drawn
+    since, and returns the log probabilities of eight tokens if any row asks for some.
+
     Attributes:
         log: Names of the calls, in order.
         loads: Of each decode call: whether it reloaded inputs, and the page table.
@@ -53,6 +56,8 @@ class MeshGenerator(TorchGenerator):
         "supports_sample_on_device": True,
         "supports_sample_in_prefill": True,
         "max_device_top_k": 32,
+        "supports_device_penalties": True,
+        "max_device_logprobs": 8,
         "fabric_config": {"config": "FABRIC_2D"},
     }
 
@@ -105,7 +110,8 @@ class MeshGenerator(TorchGenerator):
 
     def decode_forward(
         self, *, tokens, page_table, start_pos, read_from_device, sampling_params=None,
-        reload_inputs, reload_page_table, reload_sampling_params, reset_sampling_state, **kwargs,
+        reload_inputs, reload_page_table, reload_sampling_params, reset_sampling_state,
+        logits_rows=None, prompt_tokens=None, output_tokens=None, **kwargs,
     ):  # fmt: skip
         self.loads.append((reload_inputs, reload_page_table))
         assert not read_from_device
@@ -118,6 +124,11 @@ class MeshGenerator(TorchGenerator):
             self._page_table = page_table.clone()
         if reload_sampling_params:
             self._params = sampling_params
+        if reset_sampling_state:
+            is_penalised = any(p != (0.0, 0.0, 1.0) for p in penalties_of(self._params))
+            assert is_penalised == (prompt_tokens is not None) == (output_tokens is not None)
+            self._prompts = counts_of(prompt_tokens, len(tokens), self._config.vocab_size)
+            self._outputs = counts_of(output_tokens, len(tokens), self._config.vocab_size)
         logits = super().decode_forward(
             tokens=self._tokens, page_table=self._page_table, start_pos=self._positions, **kwargs
         )
@@ -125,19 +136,55 @@ class MeshGenerator(TorchGenerator):
             return logits
         live = self._positions >= 0
         assert [t == 0.0 for t in self._params.temperature] == [True] * len(live)
-        self._tokens = logits.argmax(dim=-1).int() * live[:, None]
+        penalised = self._penalised(logits[:, 0])
+        self._tokens = penalised.argmax(dim=-1, keepdim=True).int() * live[:, None]
+        self._outputs[torch.arange(len(live)), self._tokens[:, 0].long()] += live
         self._positions = self._positions + live
+        if logits_rows is not None:
+            return self._tokens, logits[logits_rows, 0]
+        if any(self._params.enable_log_probs):
+            return self._tokens, tuple(logits[:, 0].log_softmax(dim=-1).topk(8))
         return self._tokens
 
+    def _penalised(self, logits):
+        presence, frequency, repetition = torch.tensor([*penalties_of(self._params)]).T[..., None]
+        is_seen = (self._prompts + self._outputs > 0) & (repetition != 1.0)
+        scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
+        logits = torch.where(is_seen, scaled, logits)
+        return logits - frequency * self._outputs - presence * (self._outputs > 0)
+
     def read_decode_output(self, tt_out, async_read=True):
-        return tt_out.clone(), []
+        return copy_of(tt_out), []
 
     def process_decode_output_host(self, tt_out, is_tokens=False):
-        assert is_tokens == (tt_out.ndim == 2)
+        output = tt_out[0] if isinstance(tt_out, tuple) else tt_out
+        assert is_tokens == (output.ndim == 2)
         return tt_out
 
     def close(self):
         self.log.append("close")
+
+
+def penalties_of(params):
+    """Yield presence, frequency and repetition penalty of each row."""
+    return zip(
+        params.presence_penalty, params.frequency_penalty, params.repetition_penalty, strict=True
+    )
+
+
+def counts_of(tokens, num_rows, vocab_size):
+    """Return (B, V) how often each row of a history, padded with -1, has each token."""
+    counts = torch.zeros(num_rows, vocab_size)
+    for row, history in enumerate([] if tokens is None else tokens.tolist()):
+        for token_id in history:
+            counts[row, token_id] += token_id >= 0
+    return counts
+
+
+def copy_of(output):
+    if isinstance(output, tuple):
+        return tuple(map(copy_of, output))
+    return output.clone()
 
 
 class Doubles:

@@ -15,7 +15,9 @@ from replicas.engine.device_batch import DeviceDraws
 from replicas.engine.model_runner import ModelRunner
 from replicas.engine.step import NewRow, ScheduledBatch
 from replicas.philox import mint_seed
-from replicas.sampling.processor import DeviceAbilities
+from replicas.sampling.logprobs import Logprobs
+from replicas.sampling.order import row_processors
+from replicas.sampling.processor import DeviceAbilities, RowProcessors
 from replicas.sampling_params import SamplingParams
 
 VOCAB = 50
@@ -367,6 +369,28 @@ def test_one_that_gives_logits_beside_tokens_is_called_once():
     assert commands(device) == STEADY
 
 
+@pytest.mark.parametrize("device", [Generous(), Device()], ids=["one call", "two calls"])
+def test_the_device_continues_without_the_rows_of_the_host(device):
+    runner = make_runner(device)
+    rows = [new(slot, **sampling) for slot, sampling in enumerate((SMALL, WIDE, {}, {}))]
+    everybody, others = dict.fromkeys(range(4), 1), {0: 1, 2: 1, 3: 1}
+    assert runner.run(step("prefill", dict.fromkeys(range(4), 3), rows)).on_host == [1]
+    steps = [submit(runner, everybody), submit(runner, others)]
+    assert [step.result for step in steps] == [None, None], "nobody waits"
+    assert commands(device) == (PAGES if isinstance(device, Generous) else STEADY)
+    assert not device.calls[-1][1]["page_table"][1].any()
+    results = [runner.collect(step) for step in steps]
+    assert [len(result.token_ids) for result in results] == [4, 3]
+    assert [result.on_host for result in results] == [[], []]
+    by_host = results[0].token_ids[1]
+    submit(runner, everybody)
+    found = next(kw for _, kw in reversed(device.calls) if 1 in live(kw))
+    assert found["reload_inputs"]
+    assert found["tokens"][1, 0] == by_host
+    assert found["start_pos"][1] == 4
+    assert device.calls[-1][1]["start_pos"].tolist()[2:] == [5, 5]
+
+
 ON_DEVICE = [
     {}, {"temperature": 1e-6}, {"temperature": 1.0, "top_k": 1}, SMALL,
     {"temperature": 0.5, "top_k": 32, "top_p": 0.5},
@@ -375,9 +399,19 @@ MIN_P = {**SMALL, "min_p": 0.1}
 ON_HOST = [WIDE, MIN_P, *({"temperature": 1.0, "top_k": top_k} for top_k in (0, -1))]
 
 
+CHANGES = {
+    "none": {},
+    "bias": {"logit_bias": {3: 1.0}},
+    "penalty": {"presence_penalty": 0.5},
+    "one logprob": {"logprobs": 0},
+    "logprobs": {"logprobs": 2},
+    "both": {"presence_penalty": 0.5, "logprobs": 0},
+}
+
+
 @given(
     company=st.lists(
-        st.tuples(st.sampled_from(ON_DEVICE + ON_HOST), st.booleans(), st.booleans()),
+        st.tuples(st.sampled_from(ON_DEVICE + ON_HOST), st.sampled_from([*CHANGES]), st.booleans()),
         min_size=1,
         max_size=4,
     ),
@@ -385,25 +419,38 @@ ON_HOST = [WIDE, MIN_P, *({"temperature": 1.0, "top_k": top_k} for top_k in (0, 
     keeps_state=st.booleans(),
     gives_both=st.booleans(),
     max_top_k=st.sampled_from([32, None]),
+    penalties=st.booleans(),
+    max_logprobs=st.sampled_from([None, 0, 2]),
 )
 def test_who_draws_a_token_depends_on_its_request_alone(
-    company, kind, keeps_state, gives_both, max_top_k
+    company, kind, keeps_state, gives_both, max_top_k, penalties, max_logprobs
 ):
     samples = np.array([kind == "decode" or wants for _, _, wants in company])
     draws = DeviceDraws(
-        4, frozenset({"prefill", "decode"}), can=DeviceAbilities(max_top_k),
+        4, frozenset({"prefill", "decode"}),
+        can=DeviceAbilities(max_top_k, penalties, max_logprobs),
         keeps_state=keeps_state, gives_both=gives_both and not keeps_state,
     )  # fmt: skip
-    for slot, (sampling, is_touched, _) in enumerate(company):
-        draws.add(new(slot, **sampling), is_touched=is_touched)
+    processors = RowProcessors(row_processors((), logprobs=Logprobs("raw_logprobs")), 4)
+    for slot, (sampling, change, _) in enumerate(company):
+        row = new(slot, **sampling, **CHANGES[change])
+        draws.add(row, processors.add(row))
     calls = draws.divide(kind, np.arange(len(company), dtype=np.int32), samples)
     assert sorted(e for call in calls for e in call.entries.tolist()) == [*range(len(company))]
     drawn = {int(call.entries[i]) for call in calls for i in call.drawn}
     sampled = {int(call.entries[i]) for call in calls for i in call.sampled}
     assert sorted([*drawn, *sampled]) == np.flatnonzero(samples).tolist()
-    for entry, (sampling, is_touched, _) in enumerate(company):
+    on_device = {
+        "none": True,
+        "bias": False,
+        "penalty": penalties and kind == "decode",
+        "one logprob": max_logprobs is not None and kind == "decode",
+        "logprobs": max_logprobs == 2 and kind == "decode",
+        "both": False,
+    }
+    for entry, (sampling, change, _) in enumerate(company):
         is_hosts = sampling in ON_HOST and (max_top_k is not None or sampling is MIN_P)
-        is_hosts = is_hosts or is_touched
+        is_hosts = is_hosts or not on_device[change]
         assert entry not in (drawn if is_hosts else sampled)
     for call in calls:
         if len(call.drawn) and keeps_state:

@@ -19,9 +19,9 @@ from replicas.engine.executor import UniProcExecutor
 from replicas.errors import ConfigError, DeviceError, UnknownGeneratorError
 from replicas.launch import child_environment
 from replicas.mesh_environment import make_folders
-from replicas.messages import Utility, UtilityResult
+from replicas.messages import AddRequest, EngineRequest, TokenOutput, Utility, UtilityResult
 from replicas.sampling_params import SamplingParams
-from tests.engines import engine_core, generate, num_preemptions
+from tests.engines import engine_core, generate, num_preemptions, take_events
 from tests.models import model_folder
 from tests.replicas.engine.mesh_doubles import MeshGenerator, install
 
@@ -135,6 +135,105 @@ def test_a_request_that_the_device_cannot_draw_for_changes_nobody_elses_tokens(
     ]
     with engine_core(config(folder, mesh={"sample_on_device": "none"})) as core:
         assert generate(core, [PROMPTS[1]], [hot]) == [found[1]]
+
+
+PENALISED = SamplingParams(
+    max_tokens=40, temperature=0.0, ignore_eos=True,
+    presence_penalty=0.6, frequency_penalty=0.4, repetition_penalty=1.3,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+@pytest.mark.parametrize(
+    ("by_device", "changes"),
+    [(False, {}), (True, {}), (True, {"num_blocks": 8})],
+    ids=["the host", "the device", "the device, preempted rows"],
+)
+def test_penalties_are_the_same_whoever_applies_them(
+    monkeypatch, folder, steps_in_flight, by_device, changes
+):
+    sampling = [PENALISED if i % 2 else GREEDY for i in range(len(PROMPTS))]
+    cpu = msgspec.structs.replace(config(folder), mesh=None, dtype="float32")
+    with engine_core(cpu) as core:
+        expected = generate(core, PROMPTS, sampling, stagger=3)
+    install(monkeypatch, can(supports_device_penalties=by_device))
+    settings = config(
+        folder, mesh={"sample_on_device": "all"}, steps_in_flight=steps_in_flight, **changes
+    )
+    with engine_core(settings) as core:
+        assert generate(core, PROMPTS, sampling, stagger=3) == expected
+        loads = core._executor._worker._generator.loads
+        loads.clear()
+        generate(core, PROMPTS[:2], PENALISED)
+    assert ((False, False) in loads) == by_device, "a device that applies them runs ahead"
+
+
+def logprobs_of(core, prompts, sampling):
+    """Return the log probabilities of each prompt's tokens, by position."""
+    for i, prompt in enumerate(prompts):
+        core.handle(b"c", AddRequest(EngineRequest(f"r{i}", list(prompt), sampling[i])), 0.0)
+    found, num_open = {}, len(prompts)
+    while num_open:
+        core.step(0.0)
+        for output in take_events(core).get(b"c", []):
+            if isinstance(output, TokenOutput):
+                found.setdefault(output.request_id, []).extend(output.logprobs or [])
+                num_open -= output.finish_reason is not None
+    return found
+
+
+@pytest.mark.parametrize("most", [None, 2, 8])
+def test_log_probabilities_are_the_same_whoever_reads_them(monkeypatch, folder, most):
+    asked = [{"logprobs": 3}, {}, {"logprobs": 0}, {"logprobs": 3, "presence_penalty": 0.5}]
+    sampling = [
+        SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, **fields)
+        for fields in asked
+    ]
+    cpu = msgspec.structs.replace(config(folder), mesh=None, dtype="float32")
+    with engine_core(cpu) as core:
+        expected = logprobs_of(core, PROMPTS[:4], sampling)
+    install(monkeypatch, can(max_device_logprobs=most))
+    with engine_core(config(folder, mesh={"sample_on_device": "all"})) as core:
+        found = logprobs_of(core, PROMPTS[:4], sampling)
+    assert found.keys() == expected.keys()
+    for request_id, positions in found.items():
+        for position, wanted in zip(positions, expected[request_id], strict=True):
+            assert [(e.token_id, e.rank) for e in position] == [
+                (e.token_id, e.rank) for e in wanted
+            ]
+            assert [e.logprob for e in position] == pytest.approx(
+                [e.logprob for e in wanted], abs=1e-5
+            )
+
+
+GivesBoth = can(
+    device_draws_keep_no_state=True, gives_logits_beside_tokens=True, max_device_logprobs=None
+)
+"""A generator that returns the logits of some rows beside the tokens of the others."""
+
+
+@pytest.mark.parametrize("generator", [MeshGenerator, GivesBoth], ids=["two calls", "one call"])
+def test_a_row_of_the_host_does_not_stop_the_others_from_running_ahead(
+    monkeypatch, folder, generator
+):
+    install(monkeypatch, generator)
+    biased = SamplingParams(max_tokens=40, temperature=0.0, logit_bias={3: 4.0}, ignore_eos=True)
+    sampling = [biased, GREEDY, GREEDY, GREEDY]
+    found, continued = {}, {}
+    for steps in (1, 2):
+        settings = config(folder, mesh={"sample_on_device": "all"}, steps_in_flight=steps)
+        with engine_core(settings) as core:
+            loads = core._executor._worker._generator.loads
+            loads.clear()
+            found[steps] = generate(core, PROMPTS[:4], sampling)
+            continued[steps] = sum(not inputs for inputs, _ in loads)
+            alone = [
+                generate(core, [prompt], one)[0]
+                for prompt, one in zip(PROMPTS[:4], sampling, strict=True)
+            ]
+        assert found[steps] == alone
+    # All have 39 tokens left: the device continues in every second step until the others end.
+    assert continued[1] <= 1 < 19 <= continued[2]
 
 
 def test_a_device_goes_on_without_rows_that_leave(monkeypatch, folder):

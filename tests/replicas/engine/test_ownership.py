@@ -18,6 +18,7 @@ PACKAGES = (replicas.engine, replicas.engine_process, replicas.sampling)
 WRITERS = {
     "handle": "requests",
     "is_aborted": "request_table",
+    "is_drawn_on_host": "scheduler",
     "is_known_to_runner": "scheduler",
     "has_sent_tokens": "outputs",
     "load": "kv_loads",

@@ -56,6 +56,26 @@ def test_a_step_that_changes_nothing_is_the_one_before(mixed):
     assert [batch is batches[0] for batch in batches] == [not slots for slots in grown]
 
 
+@pytest.mark.parametrize(("num_hosts", "is_left_out"), [(0, False), (1, True), (2, False)])
+def test_few_rows_of_the_host_are_left_out_of_the_step_after_theirs(num_hosts, is_left_out):
+    scheduler = make_scheduler(mixed_batches=False, max_batch_size=4)
+    for request_id in "abcd":
+        add(scheduler, request_id)
+    first = result_of([1] * 4)
+    prompts = scheduler.schedule()
+    scheduler.update(prompts, msgspec.structs.replace(first, on_host=[*range(num_hosts)]))
+    everybody, others = [0, 1, 2, 3], [1, 2, 3]
+    found = [scheduler.schedule(), scheduler.schedule_ahead()]
+    for _ in range(2):
+        scheduler.update(found[-2], result_of([1] * len(found[-2].slots)))
+        found.append(scheduler.schedule_ahead())
+    slots = [batch.slots for batch in found]
+    assert slots == ([everybody, others] * 2 if is_left_out else [everybody] * 4)
+    lengths = [len(seq.token_ids) - seq.num_prompt_tokens for seq in scheduler.table.rows]
+    assert lengths == ([2, 3, 3, 3] if is_left_out else [3] * 4)
+    scheduler.check_invariants()
+
+
 def test_a_token_ends_whom_it_may_end():
     scheduler = make_scheduler()
     add(scheduler, "a")

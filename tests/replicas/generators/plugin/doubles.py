@@ -211,7 +211,8 @@ class Double:
     def check_decode(self, tokens: Any, page_table: Any, kv_cache: Any, start_pos: Any) -> None:
         assert kv_cache is self.given_cache
         assert all(output.event is not None for output in self.pending), "never read"
-        assert len(self.pending) <= 1, "more than two steps in flight"
+        # A step takes two calls if the host draws for some of its rows, and the next one then one.
+        assert len(self.pending) <= 2, "more than two steps in flight"
         assert tokens.dtype == torch.int32
         assert tokens.shape == (self.max_batch_size, 1)
         assert start_pos.dtype == torch.int32
@@ -424,6 +425,42 @@ class Contract1(ReadsLater):
             return self.leave_on_device(self.logits(result), is_tokens=False)
         self.check_params(sampling_params, self.max_batch_size, torch.nonzero(start_pos < 0))
         return self.leave_on_device(torch.from_numpy(result).to(torch.int32), is_tokens=True)
+
+
+class Penalises(Contract1):
+    """Contract 1 with penalties and log probabilities; it checks what they are given."""
+
+    model_capabilities: ClassVar = {
+        **Contract1.model_capabilities,
+        "supports_device_penalties": True,
+        "max_device_logprobs": 0,
+    }
+
+    def decode_forward(
+        self, *, prompt_tokens: Any = MISSING, output_tokens: Any = MISSING, **arguments: Any
+    ) -> Any:
+        params = arguments.get("sampling_params", MISSING)
+        is_penalised: list[int] = []
+        if params is not MISSING:
+            assert set(params.frequency_penalty) == {0.0}
+            is_penalised = [i for i, value in enumerate(params.presence_penalty) if value]
+            assert {params.presence_penalty[i] for i in is_penalised} <= {0.5}
+            assert {params.repetition_penalty[i] for i in is_penalised} <= {1.25}
+        is_given = bool(is_penalised) and arguments["reset_sampling_state"]
+        assert is_given == (prompt_tokens is not MISSING) == (output_tokens is not MISSING)
+        if is_given:
+            for history in (prompt_tokens, output_tokens):
+                assert history.dtype == torch.int32
+                others = [i for i in range(len(history)) if i not in is_penalised]
+                assert (history[others] == -1).all()
+            for row in is_penalised:
+                prompt, output = (h[row][h[row] >= 0] for h in (prompt_tokens, output_tokens))
+                assert len(prompt) + len(output) == int(arguments["start_pos"][row]) + 1
+                assert int(output[-1]) == int(arguments["tokens"][row, 0])
+        output = super().decode_forward(**arguments)
+        if params is not MISSING and any(params.enable_log_probs):
+            output.values = (output.values, torch.full((len(output.values), 1), -0.25))
+        return output
 
 
 class Blocks(Contract1):

@@ -14,7 +14,7 @@ import transformers
 from replicas.errors import ConfigError, DeviceError
 from replicas.generators.model_config import load_hf_config, parse_hf_config
 from replicas.generators.plugin.adapter import adapt
-from replicas.generators.plugin.outputs import host_output
+from replicas.generators.plugin.outputs import host_output, is_on_host
 from replicas.generators.plugin.sampling import to_tt_sampling_params
 from replicas.generators.plugin.shim import SlidingWindowSpec
 from replicas.generators.protocol import DeviceSamplingParams
@@ -198,6 +198,7 @@ class Narrowed(Plain):
         "supports_chunked_prefill": True,
         "supports_sample_on_device": True,
         "max_device_top_k": 32,
+        "max_device_logprobs": 20,
         "fabric_config": {"config": "FABRIC_1D"},
     }
     of_instance: ClassVar[Any]
@@ -219,6 +220,8 @@ def narrowed(of_instance: Any) -> Any:
         # Neither more than the class says, nor what its methods cannot do.
         ({"max_device_top_k": 64, "supports_device_grammar": True}, {}),
         ({"max_device_top_k": None, "supports_async_decode": True}, {}),
+        ({"max_device_logprobs": None}, {"max_device_logprobs": None}),
+        ({"max_device_logprobs": 2}, {"max_device_logprobs": 2}),
         # Penalties are possible unless class or model deny them.
         ({"supports_device_penalties": False}, {"supports_device_penalties": False}),
     ],
@@ -668,12 +671,30 @@ def test_forms_of_logits(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", [(2,), (2, 1), (2, 1, 1), (4, 1)])
 def test_forms_of_tokens(shape: tuple[int, ...]) -> None:
     tokens = torch.arange(shape[0], dtype=torch.int32).reshape(shape)
-    log_probs = torch.zeros(shape)
+    log_probs = torch.arange(float(shape[0])).reshape(shape)
     assert give(tokens, is_tokens=True).tolist() == [[0], [1]]
     assert give((tokens, log_probs), is_tokens=True).tolist() == [[0], [1]]
     found, found_log_probs = give((tokens, log_probs), is_tokens=True, wants_log_probs=True)
     assert found.tolist() == [[0], [1]]
-    assert found_log_probs is log_probs
+    assert found_log_probs.tolist() == [0.0, 1.0]
+
+
+def test_the_likeliest_tokens_beside_those_that_the_device_has_drawn() -> None:
+    tokens = torch.zeros(4, dtype=torch.int32)
+    values, token_ids = torch.rand(4, 8).bfloat16(), torch.ones((4, 8), dtype=torch.int32)
+    output = (tokens, (values, token_ids))
+    assert is_on_host(output)
+    _, found = give(output, is_tokens=True, wants_log_probs=True)
+    assert [part.tolist() for part in found] == [values[:2].tolist(), token_ids[:2].tolist()]
+
+
+@pytest.mark.parametrize(
+    "log_probs", [None, torch.zeros(1), torch.zeros(2, 3), (torch.zeros(2, 3), torch.zeros(2, 4))]
+)
+def test_other_forms_of_log_probabilities(log_probs: object) -> None:
+    output = (torch.zeros(2, dtype=torch.int32), log_probs)
+    with pytest.raises(DeviceError, match="neither one for each of 2 rows nor the likeliest"):
+        give(output, is_tokens=True, wants_log_probs=True)
 
 
 @pytest.mark.parametrize(

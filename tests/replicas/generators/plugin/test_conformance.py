@@ -66,6 +66,32 @@ def test_through_an_engine_that_draws_on_the_device(
 
 
 @pytest.mark.usefixtures("ttnn")
+@pytest.mark.parametrize("name", ["Contract1", "Penalises"])
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_rows_of_the_host_beside_others_that_run_ahead(
+    name: str, steps_in_flight: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a class does not take by name, or need not draw for, the host draws."""
+    open_doubles(monkeypatch, 2)
+    mesh = MeshConfig(name="N300", sample_on_device="decode_only")
+    config = engine_config(
+        folder, f"{DOUBLES}:{name}", mesh, max_num_batched_tokens=64, num_blocks=20,
+        steps_in_flight=steps_in_flight,
+    )  # fmt: skip
+    plain = {"temperature": 0.0, "max_tokens": 12, "seed": 0}
+    penalised = {"presence_penalty": 0.5, "repetition_penalty": 1.25}
+    sampling = [
+        SamplingParams(**plain, **fields)
+        for fields in ({"logit_bias": {5: 1.0}}, penalised, {"logprobs": 0}, {}, {})
+    ]
+    prompts = [make_prompt(i * 11, 15 + i) for i in range(5)]
+    with engine_core(config) as core:
+        found = generate(core, prompts, sampling, stagger=2)
+        assert found == [expect(prompt, 12) for prompt in prompts]
+        assert model_of(core).num_steady > 0
+
+
+@pytest.mark.usefixtures("ttnn")
 @pytest.mark.parametrize("draws", [None, "decode_only", "all"])
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("name", ["Seed", "SeedV1"])

@@ -155,6 +155,7 @@ def test_declared_but_impossible() -> None:
         "supports_async_decode": False,
         "supports_spec_decode": False,
         "supports_async_spec_decode": False,
+        "supports_device_penalties": False,
         "supports_sample_in_prefill": True,
         "samples_on_device_if_asked": True,
         "reads_decode_later": True,
