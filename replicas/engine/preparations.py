@@ -32,6 +32,8 @@ GRAMMAR_TIMEOUT_S = 10.0
 """Seconds on the clock that it may take, however busy the host is."""
 FIRST_GRAMMAR_TIMEOUT_S = 30.0
 """Both for the first ones: the worker also reads the model's vocabulary then."""
+_LEAST_PAUSE_S = 0.05
+"""Seconds between two looks at a compilation whose thread is starved."""
 LATE = f"{BAD_GRAMMAR}: it takes too long to compile"
 
 
@@ -70,7 +72,7 @@ class _Grammar:
     def note_progress(self, cpu_s: float, now_s: float) -> None:
         """Note the CPU time that its compilation has taken."""
         self.is_late |= cpu_s >= self.max_cpu_s
-        self.check_s = now_s + self.max_cpu_s - cpu_s
+        self.check_s = now_s + max(self.max_cpu_s - cpu_s, _LEAST_PAUSE_S)
 
     def finds_late(self, now_s: float) -> bool:
         """Return whether it is compiled and late, after a look at the clock."""
