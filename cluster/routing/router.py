@@ -145,12 +145,18 @@ class Router:
         if self.admission is not None:
             self.admission.capacity_changed()
 
-    async def run(self, request: EngineRequest, emit: Emit) -> None:
+    async def run(self, request: EngineRequest, emit: Emit, token_ids: Sequence[int] = ()) -> None:
         """Run a request and pass its outputs to `emit` in order.
 
         The last output of each choice has its finish reason. A choice of which no more is wanted is
         dropped by its engine. If the call ends early, cancelled or because no more of any choice is
         wanted, the request is aborted on its engines.
+
+        Args:
+            request: The request.
+            emit: Receives its outputs.
+            token_ids: Output that the client already has, of a request with one choice: engines
+                continue after it, as after a migration.
 
         Raises:
             ServingError: The request cannot run, or failed midway.
@@ -160,6 +166,8 @@ class Router:
             run = Run(self, request, emit, route)
             self.traffic.come(num_prompt_tokens)
             self.lengths.prompts.add(num_prompt_tokens)
+            if token_ids:
+                run.continue_after(token_ids)
             try:
                 await self._live(run)
             finally:
@@ -267,6 +275,13 @@ class Run:
             return False
         is_early = self._router.moments is not None or self._router.config.order == "prefill_first"
         return is_early and self._side.is_remote
+
+    def continue_after(self, token_ids: Sequence[int]) -> None:
+        """Begin after the output that another router has had for the same request."""
+        request = self._request
+        output = TokenOutput(request.request_id, 0, list(token_ids))
+        self._note(output)
+        self._grow()
 
     async def enter(self) -> None:
         """Wait for admission, where it is configured.

@@ -384,6 +384,26 @@ def begins(message):
 
 
 @pytest.mark.parametrize("order", get_args(OrderName))
+async def test_a_request_continues_after_the_output_of_another_router(order):
+    engines = ("prefill", "p", prefills), ("decode", "d", decodes)
+    async with cluster(*engines, order=order) as (made, p, d):
+        request, outputs = made.request(PROMPT), []
+
+        async def emit(output):
+            outputs.append((output.index, output.token_ids, output.finish_reason))
+            return True
+
+        await made.router.run(request, emit, [FIRST, 6])
+        assert outputs == [(2, [6, 7], "length")]
+        [add], [activate] = d.received(AddRequest), d.received(Activate)
+        assert (add.mode, activate.token_ids) == ("decode", [[FIRST, 6]])
+        assert add.request.prompt_token_ids == PROMPT
+        assert not p.messages, "the decode engine computes the prompt"
+        traffic = made.router.traffic
+        assert (traffic.num_waiting, traffic.num_decoding) == (0, 0)
+
+
+@pytest.mark.parametrize("order", get_args(OrderName))
 async def test_successor_of_a_decode_engine_continues_from_its_tokens(order):
     engines = ("prefill", "p", prefills), ("decode", "d1", begins), ("decode", "d2", decodes)
     async with cluster(*engines, order=order) as (made, p, lost, d):
