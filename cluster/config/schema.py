@@ -108,7 +108,7 @@ MAX_TENANT_CHARS = 128
 """Longest name of a tenant."""
 
 
-class TenantLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TenantLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of one tenant, over all ingresses; see docs/keys.md.
 
     Attributes:

@@ -10,6 +10,9 @@ If the owner does not answer in time, an ingress decides by its own book, which 
 and what the owner said last. So while an ingress cannot reach the owner, while any of them hangs,
 and for about a second after one has come or gone, each may admit a tenant up to its limits.
 
+In a rolling update ingresses of two versions exchange reports. New fields of these messages come
+last and have defaults, so that each version reads the other's.
+
 Owner: a `QuotaMachine` owns the `QuotaBook` of one ingress. `cluster.edge.quota_service` carries
 its exchanges to the other ingresses.
 """

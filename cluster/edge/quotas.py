@@ -19,6 +19,8 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
 if TYPE_CHECKING:
     from cluster.config.schema import TenantLimits
 
@@ -76,7 +78,7 @@ class Refusal(NamedTuple):
     retry_after_s: float
 
 
-class Ask(NamedTuple):
+class Ask(msgspec.Struct, frozen=True, array_like=True):
     """Requests of a tenant that are to be admitted together.
 
     Attributes:

@@ -13,8 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.config.schema import AdmissionConfig, IngressConfig, TenantConfig, TenantLimits
-from cluster.edge.quota_service import QUESTION, TenantQuotas, lease_of
-from cluster.edge.quotas import Allowance, QuotaBook, duration, rate_headers
+from cluster.edge.quota_service import (
+    QUESTION,
+    Exchange,
+    TenantQuotas,
+    TenantReport,
+    lease_of,
+)
+from cluster.edge.quotas import Allowance, Ask, QuotaBook, duration, rate_headers
 from cluster.edge.routes import create_app
 from cluster.edge.tenants import Tenant
 from cluster.errors import BadRequestError, QuotaError, SaturatedError
@@ -550,3 +556,15 @@ def test_a_priority_is_clamped_to_what_the_tenant_may_have(limits, given, used):
     [client] = serve(limits, [(COMPLETION[0], {**COMPLETION[1], "priority": given})], service)
     assert client.status == 200
     assert [request.priority for request in service.requests] == [used]
+
+
+def test_a_report_of_a_newer_version_is_read():
+    limits = {"max_requests": 3, "min_priority": 0, "new": 1}
+    report = ["a", "owner", limits, 1, 2, [1.0, None], [[2, True, "new"]], "new"]
+    found = msgspec.msgpack.decode(
+        msgspec.msgpack.encode(["sender", [report], "new"]), type=Exchange
+    )
+    known = TenantReport(
+        "a", "owner", TenantLimits(max_requests=3), 1, 2, (1.0, None), [Ask(2, is_further=True)]
+    )
+    assert found == Exchange("sender", [known])
