@@ -160,6 +160,14 @@ class NotReadyError(ServingError):
     code = "not_ready"
 
 
+class IngressLeavingError(ServingError):
+    """The ingress of an open request ends, and the request was not done within its drain time."""
+
+    status = 503
+    type = "ServiceUnavailableError"
+    code = "ingress_leaving"
+
+
 class TokensDifferError(ServingError):
     """A broken stream cannot be resumed because the rerun has other tokens."""
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
+from cluster.edge.departure import Departure
 from cluster.edge.engine_metrics import render_engine_metrics
 from cluster.edge.explain import RoutesView, route_view, short_form
 from cluster.edge.metric_pages import merged_pages
@@ -25,8 +26,8 @@ from cluster.edge.openai import ModelCard, Usage
 from cluster.edge.peers import NoPeers
 from cluster.edge.quota_service import QUESTION as QUOTAS
 from cluster.edge.quota_service import TenantQuotas
+from cluster.edge.responses.archive import HAND_OVER, response_archive
 from cluster.edge.responses.archive import QUESTION as RESPONSES
-from cluster.edge.responses.archive import response_archive
 from cluster.edge.resume import ReplayCheck
 from cluster.edge.slots import SlotsView, merged_views, slots_view
 from cluster.edge.tenants import Tenant
@@ -40,6 +41,7 @@ from cluster.routing.router import Router
 from cluster.routing.tickets import TicketOffice
 from replicas.async_client import AsyncMPClient
 from replicas.errors import EngineError
+from replicas.messages import TokenOutput
 from replicas.model_name import model_name
 from replicas.output_processor import OutputProcessor
 from replicas.tokenizer import Tokenizer
@@ -56,7 +58,7 @@ if TYPE_CHECKING:
     from cluster.routing.explain import Route
     from cluster.routing.pools import Member
     from kv_transfer.keys import KeyRing
-    from replicas.messages import EngineRequest, FinishReason, PauseMode, TokenOutput
+    from replicas.messages import EngineRequest, FinishReason, PauseMode
     from replicas.output_processor import OutputDelta
 
 T = TypeVar("T")
@@ -93,6 +95,7 @@ class Ingress:
         router: Places and runs requests.
         quotas: Counts requests against the limits of their tenants.
         responses: Keeps answers of /v1/responses.
+        departure: The end of this ingress.
     """
 
     def __init__(
@@ -137,6 +140,7 @@ class Ingress:
         self.responses = response_archive(
             config.ingress.response_store_bytes, config.ingress.response_store_age_s, self._peers
         )
+        self.departure = Departure(config.ingress_drain_timeout_s)
         self._models = _model_cards(config, created_s=int(time.time()))
         self._had_every_pool = False
 
@@ -145,13 +149,18 @@ class Ingress:
         return self._models
 
     async def generate(
-        self, request: EngineRequest, emit: Emit, known: StreamPosition | None = None
+        self,
+        request: EngineRequest,
+        emit: Emit,
+        known: StreamPosition | None = None,
+        token_ids: Sequence[int] = (),
     ) -> Usage:
         """Run a request; see `cluster.edge.backend.Backend.generate`."""
         processor = OutputProcessor(self.tokenizer, request, self.tokenizer.eos_token_ids)
         num_known = 0 if known is None else known.num_tokens
         replay = None if known is None else ReplayCheck(known)
-        with _RequestMetrics(self.metrics, is_resumed=num_known > 0) as request_metrics:
+        is_resumed = num_known > 0 or bool(token_ids)
+        with _RequestMetrics(self.metrics, is_resumed=is_resumed) as request_metrics:
 
             async def deliver(output: TokenOutput) -> bool:
                 for part in [output] if replay is None else split_into_tokens(output, num_known):
@@ -165,7 +174,9 @@ class Ingress:
                     await emit(delta)
                 return not processor.has_ended(output.choice)
 
-            await self.router.run(request, deliver)
+            if token_ids:
+                await deliver(TokenOutput(request.request_id, 0, list(token_ids)))
+            await self.router.run(request, deliver, token_ids)
             request_metrics.is_finished = True
         return Usage(
             len(request.prompt_token_ids), processor.num_output_tokens, processor.num_cached_tokens
@@ -227,7 +238,7 @@ class Ingress:
         """Answer an ingress of this application, perhaps this one.
 
         Args:
-            question: `QUOTAS`, `RESPONSES`, `ROUTES`, `METRICS` or `SLOTS`.
+            question: `QUOTAS`, `RESPONSES`, `HAND_OVER`, `ROUTES`, `METRICS` or `SLOTS`.
             payload: Content of the question: a client's id for `ROUTES`, the asking ingress for
                 `METRICS` and `SLOTS`.
 
@@ -236,8 +247,10 @@ class Ingress:
         """
         if question == QUOTAS:
             return self.quotas.answer(payload)
-        if question == RESPONSES:
-            return await self.responses.answer(payload)
+        if question in {RESPONSES, HAND_OVER}:
+            archive = self.responses
+            answer = archive.answer if question == RESPONSES else archive.take_over
+            return await answer(payload)
         text = payload.decode()
         if question == ROUTES and self.router.routes.of_client_id(text) is not None:
             return await self._shared_routes.get(text) or b""

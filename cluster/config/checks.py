@@ -204,6 +204,8 @@ def _check_ingress(ingress: IngressConfig) -> None:
     _check_origins(ingress)
     if ingress.response_store_bytes < 0:
         raise ClusterConfigError("args.ingress.response_store_bytes must not be negative")
+    if ingress.drain_timeout_s is not None and not ingress.drain_timeout_s >= 0:
+        raise ClusterConfigError("args.ingress.drain_timeout_s must not be negative")
     for name in ("stream_keep_alive_s", "response_store_age_s", "request_timeout_s"):
         if not getattr(ingress, name) > 0:
             raise ClusterConfigError(f"args.ingress.{name} must be positive")

@@ -92,6 +92,13 @@ class ClusterConfig:
         return self.served_model_names[0]
 
     @property
+    def ingress_drain_timeout_s(self) -> float:
+        """Seconds that a stopping ingress gives its requests to finish."""
+        own = self.ingress.drain_timeout_s
+        longest = max(pool.drain_timeout_s for pool in self.pools.values())
+        return longest if own is None else own
+
+    @property
     def is_disaggregated(self) -> bool:
         """Whether prefill and decode have pools of their own."""
         return "both" not in self.pools

@@ -237,6 +237,9 @@ class IngressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         max_body_bytes: Largest request body; larger ones get 413. At most 64 MiB.
         request_timeout_s: Longest time for a whole request, in seconds. Then it is aborted and gets
             408, or an error as the last event of its stream. Clients cannot change it.
+        drain_timeout_s: Seconds that a stopping ingress gives its requests to finish. Streams that
+            take longer end with an event that says how to continue them. None: the longest
+            `drain_timeout_s` of the pools.
         share_prefix_cache: Whether tenants share cached prompts. Sharing saves work, but lets a
             tenant detect what others have asked. It has no effect without either `api_keys`
             or `router.admission.tenant_header`.
@@ -276,6 +279,7 @@ class IngressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_ongoing_requests: int | None = None
     max_body_bytes: int = 8 * 2**20
     request_timeout_s: float = 3600.0
+    drain_timeout_s: float | None = None
     share_prefix_cache: bool = False
     prompt_tokens_details: bool = False
     route_header: bool = False

@@ -26,7 +26,11 @@ class Backend(Protocol):
         """Return the models that requests may name, the default one first."""
 
     async def generate(
-        self, request: EngineRequest, emit: Emit, known: StreamPosition | None = None
+        self,
+        request: EngineRequest,
+        emit: Emit,
+        known: StreamPosition | None = None,
+        token_ids: Sequence[int] = (),
     ) -> Usage:
         """Run a request.
 
@@ -39,6 +43,8 @@ class Backend(Protocol):
             known: Position of a client that resumes a stream of one choice. The backend checks that
                 the rerun gives the same tokens, and emits deltas of one token each, so that they
                 are the same in every run. None: deltas of any size.
+            token_ids: Output that another ingress has had from engines, for a request of one
+                choice. It is emitted first, and engines continue after it.
 
         Returns:
             The token counts of the whole request, once every choice has ended.

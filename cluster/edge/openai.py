@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from cluster.config.schema import ReasoningParserName, ToolParserName
     from cluster.edge.families.parser import OutputParser
+    from cluster.edge.tenants import Tenant
     from cluster.errors import ServingError
     from replicas.config import LogprobsMode, SchedulingPolicy
     from replicas.messages import EngineRequest
@@ -39,11 +40,19 @@ class BackgroundWork(NamedTuple):
         run: Runs it, once; see `cluster.edge.backend.Backend.generate`.
         to_serving_error: Maps an exception of `run` to the error for the client.
         release: Must be called once when the work has ended, so that it no longer counts as open.
+        tenant: The request's tenant.
+        source: Address of its client.
+        can_continue: Whether another ingress can continue the request after its output so far.
+        left_s: Returns the seconds left of the request's longest time; None without a limit.
     """
 
     run: Callable[[Emit], Coroutine[Any, Any, Usage]]
     to_serving_error: Callable[[Exception], ServingError]
     release: Callable[[], None]
+    tenant: Tenant
+    source: str
+    can_continue: bool
+    left_s: Callable[[], float | None]
 
 
 class Usage(NamedTuple):

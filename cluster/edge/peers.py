@@ -17,6 +17,15 @@ class Peers(Protocol):
             timeout_s: Time for an answer.
         """
 
+    async def ask_one(self, question: str, payload: bytes, timeout_s: float) -> bytes:
+        """Return the answer of any one ingress that is not ending; empty if none answers in time.
+
+        Args:
+            question: Name of the question, as above.
+            payload: Its content.
+            timeout_s: Time for the answer.
+        """
+
 
 class NoPeers:
     """The peers of an ingress that is alone."""
@@ -25,3 +34,8 @@ class NoPeers:
         """Return no answer."""
         del question, payload, timeout_s
         return []
+
+    async def ask_one(self, question: str, payload: bytes, timeout_s: float) -> bytes:
+        """Return no answer."""
+        del question, payload, timeout_s
+        return b""

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from starlette.requests import Request
 
 from cluster.edge.answers import json_response, to_serving_error
 from cluster.edge.batch import run_batch
@@ -50,9 +51,9 @@ from cluster.edge.quota_service import lease_of
 from cluster.edge.responses.truncation import possible_begins, without_oldest
 from cluster.edge.resume import LAST_EVENT_ID, ResumableChunks, resume_request
 from cluster.edge.sse import EventStream, run_in_time, run_until_disconnect
-from cluster.edge.tenants import cache_salt, tenant_of
+from cluster.edge.tenants import cache_salt, set_tenant, tenant_of
 from cluster.edge.text_jobs import MAX_INLINE_COST
-from cluster.errors import BadRequestError
+from cluster.errors import BadRequestError, NotReadyError
 from replicas.text_pieces import NoCutError
 from replicas.tokenizer import TooManyTokensError
 from replicas.truncation import most_prompt_tokens
@@ -60,18 +61,20 @@ from replicas.truncation import most_prompt_tokens
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
 
-    from starlette.requests import Request
     from starlette.responses import Response
 
     from cluster.config.schema import AdmissionConfig, IngressConfig
     from cluster.edge.api import Api, Body
     from cluster.edge.backend import Backend
+    from cluster.edge.departure import Departure
     from cluster.edge.families.parser import OutputParser
     from cluster.edge.gate import RequestGate
     from cluster.edge.message_output import MessageOutput
     from cluster.edge.openai import Emit, ModelCard, ResponseSpec, StartBackground, Usage
     from cluster.edge.openai_requests import ParsedRequest
-    from cluster.edge.quota_service import QuotaLease
+    from cluster.edge.quota_service import QuotaLease, TenantQuotas
+    from cluster.edge.responses.api import ResponsesApi
+    from cluster.edge.responses.moves import MovedRequest
     from cluster.edge.text_jobs import TextJobs
     from replicas.beam_search import BeamSearchParams
     from replicas.messages import EngineRequest
@@ -88,12 +91,14 @@ class _ReadyRequest:
         spec: Options of the answer.
         card: The model that it names.
         beams: Parameters of each prompt's beam search by request id; empty: tokens are drawn.
+        token_ids: Output of a single request so far, after which it continues.
     """
 
     requests: list[EngineRequest]
     spec: ResponseSpec
     card: ModelCard
     beams: dict[str, BeamSearchParams]
+    token_ids: tuple[int, ...] = ()
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -110,10 +115,11 @@ class Pipeline:
         admission: Headers of objectives; None: no header counts.
         jobs: Tokenizer and grammar work.
         gate: Counts open requests; each prompt beyond the first counts as one.
+        departure: Ends open requests when the ingress ends.
         has_tenants: Whether requests have tenants, whose caches are apart unless they share them.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - shared with the rest of the application
         self,
         backend: Backend,
         ingress: IngressConfig,
@@ -121,9 +127,11 @@ class Pipeline:
         jobs: TextJobs,
         gate: RequestGate,
         *,
+        departure: Departure,
         has_tenants: bool,
     ) -> None:
         self._backend = backend
+        self._departure = departure
         self._gate = gate
         self._admission = admission
         self._jobs = jobs
@@ -253,6 +261,7 @@ class Pipeline:
             to_serving_error,
             timeout_s=request.timeout_s,
             keep_alive_s=self._ingress.stream_keep_alive_s,
+            departure=self._departure,
             more_headers=self._more_headers(request, http_request),
         )
 
@@ -268,7 +277,9 @@ class Pipeline:
         if lease is not None:
             generate = lease.count_tokens(generate, ready.num_prompt_tokens)
         generating = generate(emit)
-        usage = await run_until_disconnect(http_request.receive, generating, request.timeout_s)
+        usage = await run_until_disconnect(
+            http_request.receive, generating, request.timeout_s, self._departure
+        )
         body: Body | None = None
         for body in api.whole_steps(request, ready.spec, deltas, usage):
             if body is None:
@@ -281,23 +292,88 @@ class Pipeline:
         self, ready: _ReadyRequest, start: StartBackground, http_request: Request
     ) -> Response:
         """Start a request that its connection does not end; it still counts as an open one."""
-        request = ready.requests[0]
-        request_id = http_request.scope["request_id"]
         lease = lease_of(http_request.scope)
+        work = self._background_work(ready, http_request, lease, ready.num_prompt_tokens)
+        return json_response(start(ready.requests[0], ready.spec, work))
+
+    async def continue_background(
+        self, moved: MovedRequest, api: ResponsesApi, quotas: TenantQuotas
+    ) -> None:
+        """Continue a request that another ingress ran in its background.
+
+        Args:
+            moved: The request.
+            api: Its API.
+            quotas: Counts it as an open one of its tenant.
+
+        Raises:
+            ServingError: It cannot run here.
+        """
+        is_ready, reason = self._backend.is_ready()
+        if not is_ready:
+            raise NotReadyError(reason)
+        scope = {
+            "type": "http",
+            "headers": [],
+            "client": (moved.source, 0),
+            "request_id": moved.request_id,
+        }
+        set_tenant(scope, moved.tenant)
+        http_request = Request(scope)
+        parsed = api.parse_moved(moved)
+        models = moved.tenant.visible(self._backend.models())
+        card = resolve_model(parsed.values.get("model"), models)
+        ready = await self._prepare(parsed, card, http_request)
+        request_id = engine_request_id(moved.request_id, uuid.uuid4().hex)
+        request = msgspec.structs.replace(
+            moved.request, request_id=request_id, timeout_s=moved.left_s
+        )
+        ready = _ReadyRequest(
+            [request],
+            dataclasses.replace(ready.spec, created=moved.created),
+            card,
+            dict.fromkeys([request_id], *ready.beams.values()) if ready.beams else {},
+            tuple(moved.token_ids),
+        )
+        # Its prompt and its output so far have been charged, and charge again as they are emitted.
+        lease = quotas.lease(moved.tenant)
+        work = self._background_work(ready, http_request, lease, -len(moved.token_ids))
+        assert ready.spec.start_background is not None, "only such requests move"
+        ready.spec.start_background(request, ready.spec, work)
+
+    def _background_work(
+        self,
+        ready: _ReadyRequest,
+        http_request: Request,
+        lease: QuotaLease | None,
+        num_charged: int,
+    ) -> BackgroundWork:
+        """Return what runs a request without its connection, and count it as an open one.
+
+        Raises:
+            SaturatedError: Too many requests are open.
+        """
+        timeout_s = ready.requests[0].timeout_s
+        request_id = http_request.scope["request_id"]
         generate = self._runner(ready, lease)
         if lease is not None:
-            generate = lease.count_tokens(generate, ready.num_prompt_tokens)
+            generate = lease.count_tokens(generate, num_charged)
+        begun_s = time.monotonic()
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._gate.count_more(1))
             if lease is not None:
                 stack.enter_context(lease.extend())
-            work = BackgroundWork(
-                lambda emit: run_in_time(generate(emit), request.timeout_s),
-                lambda error: to_serving_error(error, request_id),
-                stack.pop_all().close,
+            return BackgroundWork(
+                run=lambda emit: run_in_time(generate(emit), timeout_s),
+                to_serving_error=lambda error: to_serving_error(error, request_id),
+                release=stack.pop_all().close,
+                tenant=tenant_of(http_request.scope),
+                source=http_request.client.host if http_request.client else "",
+                can_continue=not ready.beams,
+                left_s=lambda: (
+                    None if timeout_s is None else max(begun_s + timeout_s - time.monotonic(), 0.0)
+                ),
             )
-        body = start(request, ready.spec, work)
-        return json_response(body)
 
     def _runner(
         self, ready: _ReadyRequest, lease: QuotaLease | None
@@ -308,6 +384,10 @@ class Pipeline:
             if ready.beams
             else self._backend.generate
         )
+        if ready.token_ids:
+            return functools.partial(
+                self._backend.generate, ready.requests[0], token_ids=ready.token_ids
+            )
         if len(ready.requests) == 1:
             return functools.partial(generate, ready.requests[0])
 

@@ -182,6 +182,10 @@ class QuotaMachine:
         else:
             self._waiting.setdefault(tenant, []).append(request)
 
+    def adopt(self, tenant: str, limits: TenantLimits) -> None:
+        """Report a tenant from now on, of whose requests another ingress has admitted one."""
+        self._limits[tenant] = limits
+
     def cancel(self, request: QuotaRequest, now_s: float) -> None:
         """Let nothing wait for requests any more; admitted ones are no longer open."""
         if not request.is_decided:

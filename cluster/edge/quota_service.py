@@ -118,6 +118,13 @@ class TenantQuotas:
         finally:
             self._machine.end(request, self._clock())
 
+    def lease(self, tenant: Tenant) -> QuotaLease | None:
+        """Return a lease for a request that another ingress has admitted; None without limits."""
+        if tenant.limits is None:
+            return None
+        self._machine.adopt(tenant.name, tenant.limits)
+        return QuotaLease(self, tenant.name, tenant.limits)
+
     def count_open(self, tenant: str, limits: TenantLimits, num: int) -> None:
         """Add to the open requests of a tenant at this ingress."""
         self._machine.count_open(tenant, limits, num, self._clock())

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from cluster.errors import BadRequestError, TokensDifferError
+from cluster.errors import BadRequestError, IngressLeavingError, TokensDifferError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -152,9 +152,13 @@ class ResumableChunks:
         self._chunks = chunks
         self._position = position
         # Seeds are int64.
-        self._head = f"id: {_digest(request)}-{position.seed + 2**63:x}-"
+        self._head = f"{_digest(request)}-{position.seed + 2**63:x}-"
         self._num_tokens, self._checksum = position.num_tokens, position.checksum
         self._num_skipped = 0
+        # That of the client's last event.
+        self._last_id = FROM_START
+        if position.num_tokens:
+            self._id("")
 
     def add(self, delta: OutputDelta) -> bytes:
         """Add a delta like `StreamWriter.add`; tokens that the client has give no event."""
@@ -180,7 +184,12 @@ class ResumableChunks:
 
     def fail(self, error: ServingError) -> bytes:
         """Return the end of a failed stream, like `StreamWriter.fail`."""
+        if isinstance(error, IngressLeavingError):
+            error = IngressLeavingError(
+                f"{error.message} with the header Last-Event-ID: {self._last_id}"
+            )
         return self._chunks.fail(error)
 
     def _id(self, end: str) -> bytes:
-        return f"{self._head}{self._num_tokens}-{self._checksum:08x}{end}\n".encode()
+        self._last_id = f"{self._head}{self._num_tokens}-{self._checksum:08x}{end}"
+        return f"id: {self._last_id}\n".encode()

@@ -27,6 +27,7 @@ from cluster.edge.anthropic.fields import COUNT_TOKENS_FIELDS
 from cluster.edge.anthropic.requests import parse_count_tokens
 from cluster.edge.apis import make_apis
 from cluster.edge.boundary import with_boundary
+from cluster.edge.departure import Departure
 from cluster.edge.documentation import documented
 from cluster.edge.fair_scheduler import Priority
 from cluster.edge.field_names import naming_fields
@@ -49,6 +50,7 @@ from cluster.edge.openai_requests import (
 from cluster.edge.openai_responses import model_body
 from cluster.edge.pipeline import Pipeline, with_history
 from cluster.edge.quota_service import TenantQuotas
+from cluster.edge.responses.api import ResponsesApi
 from cluster.edge.responses.archive import response_archive
 from cluster.edge.route_table import ROUTES
 from cluster.edge.stored_responses import StoredResponses
@@ -90,6 +92,7 @@ def create_app(  # noqa: PLR0913 - each part may be shared with the ingress
     api_keys: ApiKeys | None = None,
     quotas: TenantQuotas | None = None,
     responses: ResponseArchive | None = None,
+    departure: Departure | None = None,
 ) -> Starlette:
     """Build the ASGI app, to be wrapped in `cluster.edge.client_guard`.
 
@@ -101,6 +104,7 @@ def create_app(  # noqa: PLR0913 - each part may be shared with the ingress
         api_keys: Keys that requests need; None: no request needs one.
         quotas: Counts requests against the limits of their tenants; None: this application's alone.
         responses: Keeps answers of /v1/responses; None: this application's alone.
+        departure: Ends open requests when the ingress ends; None: nothing does.
     """
     quotas = quotas or TenantQuotas()
     jobs = TextJobs(backend.tokenizer)
@@ -113,7 +117,15 @@ def create_app(  # noqa: PLR0913 - each part may be shared with the ingress
         api_keys,
         admission,
     )
-    pipeline = Pipeline(backend, ingress, admission, jobs, gate, has_tenants=has_tenants)
+    pipeline = Pipeline(
+        backend,
+        ingress,
+        admission,
+        jobs,
+        gate,
+        departure=departure or Departure(),
+        has_tenants=has_tenants,
+    )
     routes = _RouteHandlers(backend, ingress, version, jobs, gate)
     handlers: dict[str, Handler] = {
         "models": routes.models,
@@ -157,6 +169,10 @@ def create_app(  # noqa: PLR0913 - each part may be shared with the ingress
         "cancel_response": stored.cancel,
     }
     for api in make_apis(backend.tokenizer, responses, ingress.max_body_bytes):
+        if isinstance(api, ResponsesApi):
+            responses.continue_with(
+                functools.partial(pipeline.continue_background, api=api, quotas=quotas)
+            )
         handlers[api.route] = functools.partial(pipeline.respond, api=api)
     app = _EdgeApplication(
         routes=[

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from cluster.edge.api import StreamWriter
+    from cluster.edge.departure import Departure
     from cluster.edge.openai import Emit, Usage
     from cluster.errors import ServingError
     from replicas.output_processor import OutputDelta
@@ -54,7 +55,7 @@ class ClientGoneError(Exception):
 class EventStream(Response):
     """A response that sends events as they come, and keep-alive comments between them."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one caller, all named
         self,
         generate: Callable[[Emit], Awaitable[Usage]],
         writer: StreamWriter,
@@ -62,6 +63,7 @@ class EventStream(Response):
         *,
         timeout_s: float | None,
         keep_alive_s: float,
+        departure: Departure,
         more_headers: Callable[[], Headers] = tuple,
     ) -> None:
         """Create the response of one request.
@@ -72,6 +74,7 @@ class EventStream(Response):
             to_serving_error: Maps an exception and the request's id to the error for the client.
             timeout_s: Longest time for the request, see `run_until_disconnect`.
             keep_alive_s: Seconds without an event after which a comment is sent.
+            departure: Ends the request when the ingress ends.
             more_headers: Called for further headers when the response starts.
         """
         super().__init__()
@@ -80,6 +83,7 @@ class EventStream(Response):
         self._to_serving_error = to_serving_error
         self._timeout_s = timeout_s
         self._keep_alive_s = keep_alive_s
+        self._departure = departure
         self._more_headers = more_headers
         self._is_started = False
         self._loop = asyncio.get_running_loop()
@@ -101,7 +105,7 @@ class EventStream(Response):
 
         self._keep_alive(send)
         try:
-            await run_until_disconnect(receive, run(), self._timeout_s)
+            await run_until_disconnect(receive, run(), self._timeout_s, self._departure)
         except ClientGoneError:
             raise
         except Exception as error:
@@ -158,7 +162,10 @@ class EventStream(Response):
 
 
 async def run_until_disconnect(
-    receive: Receive, work: Coroutine[Any, Any, T], timeout_s: float | None
+    receive: Receive,
+    work: Coroutine[Any, Any, T],
+    timeout_s: float | None,
+    departure: Departure | None = None,
 ) -> T:
     """Run `work`, and cancel it when the client disconnects or the time is over.
 
@@ -166,16 +173,22 @@ async def run_until_disconnect(
         receive: The request's ASGI `receive`, after the body has been read.
         work: Must release its resources when it is cancelled.
         timeout_s: Longest time for the work; None: no limit.
+        departure: Ends the work when the ingress ends; None: nothing does.
 
     Raises:
         ClientGoneError: The client disconnected before the work was done.
         DeadlineError: The time was over before the work was done.
+        IngressLeavingError: The ingress ended before the work was done.
     """
     with Interrupt() as interrupt:
         watching = asyncio.create_task(_interrupt_on_disconnect(receive, interrupt))
+        if departure is not None:
+            departure.open_requests.add(interrupt)
         try:
             return await _run_in_time(work, timeout_s, interrupt)
         finally:
+            if departure is not None:
+                departure.open_requests.discard(interrupt)
             # On every path, including the caller's own cancellation.
             watching.cancel()
 

@@ -36,6 +36,7 @@ from cluster.ingress import Ingress
 from cluster.lifecycle import haproxy
 from cluster.lifecycle.autoscaling import ingress_report, replica_report
 from cluster.lifecycle.gangs import find_gang
+from cluster.lifecycle.replica_end import call_at_end
 from cluster.lifecycle.replica_port import guard_replica_port
 from cluster.lifecycle.secret import deployment_keys
 from cluster.routing.fleet import DESCRIBE_TIMEOUT_S
@@ -266,15 +267,21 @@ class IngressReplica:
             api_keys=self._api_keys,
             quotas=ingress.quotas,
             responses=ingress.responses,
+            departure=ingress.departure,
         )
 
         @contextlib.asynccontextmanager
         async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+            loop = asyncio.get_running_loop()
+            call_at_end(
+                partial(loop.call_soon_threadsafe, ingress.departure.begin, ingress.responses)
+            )
             following = asyncio.create_task(ingress.fleet.follow(self._directory))
             sharing = asyncio.create_task(ingress.follow_peers())
             try:
                 yield
             finally:
+                await ingress.departure.finish(ingress.responses, peers.has_other)
                 following.cancel()
                 sharing.cancel()
                 await ingress.close()
@@ -304,16 +311,50 @@ class IngressPeers:
             self._threads, self._ask_all, question, payload, timeout_s
         )
 
+    async def ask_one(self, question: str, payload: bytes, timeout_s: float) -> bytes:
+        """Return the answer of an ingress that Serve chooses; it chooses none that ends."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._threads, self._ask_one, question, payload, timeout_s
+        )
+
+    async def has_other(self) -> bool:
+        """Return whether Serve runs or starts an ingress that it is not about to end."""
+        try:
+            status = await asyncio.wait_for(asyncio.to_thread(serve.status), DESCRIBE_TIMEOUT_S)
+            states = status.applications[self._application].deployments[INGRESS].replica_states
+        except (RayServeException, RayError, asyncio.TimeoutError, KeyError) as error:
+            logger.info("cannot get the number of ingresses from Serve: %r", error)
+            return False
+        return any(count for state, count in states.items() if state != "STOPPING")
+
     def close(self) -> None:
         """End the threads, those that wait for an answer after their question's timeout."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
+    def _ask_one(self, question: str, payload: bytes, timeout_s: float) -> bytes:
+        asked = None
+        try:
+            asked = self._ingresses().answer_peer.remote(question, payload)
+            answer: bytes = asked.result(timeout_s=timeout_s)
+        except (RayServeException, RayError, TimeoutError) as error:
+            logger.info("no ingress answers: %s", error)
+            if asked is not None:
+                asked.cancel()  # type: ignore[no-untyped-call]
+            return b""
+        return answer
+
+    def _ingresses(self) -> DeploymentHandle[Any]:
+        if self._handle is None:
+            self._handle = serve.get_deployment_handle(INGRESS, self._application)
+        return self._handle
+
     def _ask_all(self, question: str, payload: bytes, timeout_s: float) -> list[bytes]:
         try:
-            if self._handle is None:
-                self._handle = serve.get_deployment_handle(INGRESS, self._application)
-            answers = self._handle.broadcast("answer_peer", question, payload).results(
-                timeout_s=timeout_s, return_exceptions=True
+            answers = (
+                self._ingresses()
+                .broadcast("answer_peer", question, payload)
+                .results(timeout_s=timeout_s, return_exceptions=True)
             )
         except (RayServeException, RayError, TimeoutError) as error:
             logger.info("no ingress answers: %s", error)
@@ -526,6 +567,7 @@ def ingress_deployment(config: ClusterConfig) -> Deployment:
                 }
             },
         },
-        # At least as long as the pools let their requests run; else this would cut streams.
-        graceful_shutdown_timeout_s=max(_shutdown_timeout_s(config, role) for role in config.pools),
+        # The drain, and time for the events that end open streams.
+        graceful_shutdown_timeout_s=config.ingress_drain_timeout_s
+        + max(2 * stop_timeout_s(engine) for engine in config.engines.values()),
     )(serve.ingress()(IngressReplica))

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import json
 import os
 import re
 import signal
@@ -19,6 +20,9 @@ pytestmark = pytest.mark.ray
 
 DEMO = harness.REPOSITORY / "configs" / "demo.yaml"
 SERVE, RAY_SERVE = ("serve",), ("ray", "serve")
+DRAIN_S = 30
+MEDIUM, LONG = 400, 2000
+"""Tokens of an answer that takes some seconds, and of one that outlasts the drain of an ingress."""
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +58,43 @@ def test_deployed_config_serves_and_is_gone_after_shutdown_and_wrong_ones_give_t
     cluster.run(*words, "shutdown", "-y")
     harness.wait_for(lambda: not cluster.applications(), 60, "no application")
     harness.wait_for(lambda: not harness.is_listening(port), 20, "the port is closed")
+
+
+@pytest.mark.timeout(600)
+def test_an_updated_ingress_loses_no_response_and_its_streams_can_be_continued(cluster, tmp_path):
+    """An update of the only ingress, under a stream and a response that outlast its drain."""
+    port = supervisor.free_port()
+    url = f"http://127.0.0.1:{port}"
+    deploy(cluster, SERVE, tmp_path, slow_application(port))
+    harness.wait_for(lambda: is_healthy(url), 120, "healthy endpoint")
+    stored = respond(url, input="one", max_output_tokens=4)
+    background = respond(url, input="two", background=True, max_output_tokens=MEDIUM)
+    body = {"prompt": "three", "max_tokens": LONG, "ignore_eos": True, "stream": True}
+    events = harness.events_with_ids(url, "/v1/completions", body, "0", 120)
+    received = [next(events)]
+    deploy(cluster, SERVE, tmp_path, slow_application(port, prompt_tokens_details=True))
+    received += events
+    _, last = received.pop()
+    error = json.loads(last)["error"]
+    assert error["code"] == "ingress_leaving", last
+    [continued_id] = re.findall(r"Last-Event-ID: (\S+)$", error["message"])
+    assert continued_id == received[-1][0]
+    harness.wait_for(lambda: is_healthy(url), 120, "healthy endpoint")
+    rest = harness.events_with_ids(url, "/v1/completions", body, continued_id, 120)
+    next_id, _ = next(rest)
+    rest.close()
+    assert int(next_id.split("-")[2]) > int(continued_id.split("-")[2])
+    assert get_response(url, stored) == stored
+    respond(url, input="four", previous_response_id=stored["id"], max_output_tokens=4)
+
+    def ended():
+        found = get_response(url, background)
+        return found if found["status"] != "in_progress" else None
+
+    found = harness.wait_for(ended, 120, "the response in the background ends")
+    assert (found["status"], found["usage"]["output_tokens"]) == ("incomplete", MEDIUM)
+    cluster.run(*SERVE, "shutdown", "-y")
+    harness.wait_for(lambda: not cluster.applications(), 60, "no application")
 
 
 def test_cluster_ends_by_its_process_id_and_leaves_nothing(cluster):
@@ -110,6 +151,47 @@ def demo_on_free_port():
     port = supervisor.free_port()
     file["http_options"]["port"] = port
     return file, port
+
+
+def slow_application(port, **ingress):
+    """A file with one replica on a simulated mesh, whose ingress drains for some seconds."""
+    args = {
+        "model": "demo",
+        "engine": {
+            "block_size": 64,
+            "max_model_len": 2048,
+            "max_batch_size": 4,
+            "num_blocks": 128,
+            "simulated_mesh": {"model": "Llama-3.1-8B", "board": "n150"},
+        },
+        "ingress": {"drain_timeout_s": DRAIN_S, **ingress},
+        # Serve replaces the engine, too, as the arguments of the application change.
+        "pools": {"both": {"drain_timeout_s": 60}},
+    }
+    application = {
+        "name": "ttserve",
+        "import_path": "cluster.app:build",
+        # Else Serve keeps an ingress for 30 s, longer than this drain.
+        "runtime_env": {"env_vars": {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2"}},
+        "args": args,
+    }
+    return {"http_options": {"host": "127.0.0.1", "port": port}, "applications": [application]}
+
+
+def respond(url, **body):
+    """Return the answer of a request to /v1/responses."""
+    status, answer = harness.post_json(
+        f"{url}/v1/responses", {"model": "demo", "temperature": 0, "ignore_eos": True, **body}
+    )
+    assert status == 200, answer
+    return answer
+
+
+def get_response(url, response):
+    """Return a response as it is now."""
+    status, found = harness.get_json(f"{url}/v1/responses/{response['id']}")
+    assert status == 200, found
+    return found
 
 
 def add_wrong(file):

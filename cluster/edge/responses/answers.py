@@ -48,6 +48,7 @@ class ResponseOptions:
         is_background: Whether it is made without a connection.
         items: The request's own input.
         previous: Encoded items of the conversation before that, one entry per response.
+        body: The request's body, if it is in the background.
     """
 
     response_id: str
@@ -58,6 +59,7 @@ class ResponseOptions:
     is_background: bool = False
     items: list[dict[str, Any]] = field(default_factory=list)
     previous: tuple[bytes, ...] = ()
+    body: dict[str, Any] = field(default_factory=dict)
 
 
 class ResponseBuilder:

@@ -22,6 +22,7 @@ from cluster.edge.openai_requests import parse_chat_completion
 from cluster.edge.responses.answers import ResponseBuilder, ResponseEvents, ResponseOptions
 from cluster.edge.responses.archive import Origin
 from cluster.edge.responses.fields import RESPONSES_FIELDS
+from cluster.edge.responses.moves import MovedRequest
 from cluster.edge.responses.translation import translate
 from cluster.errors import NotFoundError
 
@@ -78,12 +79,33 @@ class ResponsesApi(Api):
             items = [await history.resolved(item, f"input[{i}]") for i, item in enumerate(items)]
             # References share an item in memory, but nothing that is made of them does.
             check_entries(items, MAX_MESSAGE_ENTRIES, "input")
-        previous = _decoded(turns, items)
-        found = translate(body, {**values, "input": items}, previous)
+        response_id = f"resp_{uuid.uuid4().hex}"
+        return self._parsed(body, {**values, "input": items}, turns, response_id)
+
+    def parse_moved(self, moved: MovedRequest) -> ParsedRequest:
+        """Parse the request of another ingress's response in the background.
+
+        Raises:
+            BadRequestError: This ingress, of another version, does not know one of its fields.
+        """
+        body = orjson.loads(moved.body)
+        values = read_fields(body, RESPONSES_FIELDS)
+        return self._parsed(body, values, moved.turns, moved.response_id)
+
+    def _parsed(
+        self,
+        body: Mapping[str, Any],
+        values: Mapping[str, Any],
+        turns: tuple[bytes, ...],
+        response_id: str,
+    ) -> ParsedRequest:
+        is_background = values.get("background", False)
+        previous = _decoded(turns, values["input"])
+        found = translate(body, values, previous)
         with naming_fields(found.field_names):
             parsed = parse_chat_completion(found.chat)
         own = ResponseOptions(
-            response_id=f"resp_{uuid.uuid4().hex}",
+            response_id=response_id,
             repeated=found.repeated,
             has_logprobs=found.has_logprobs,
             namespaces=found.namespaces,
@@ -91,6 +113,7 @@ class ResponsesApi(Api):
             is_background=is_background,
             items=found.items,
             previous=turns,
+            body={**body, "input": values["input"]} if is_background else {},
         )
         if is_background:
             self._check_room(own)
@@ -132,7 +155,24 @@ class ResponsesApi(Api):
 
     def _start(self, request: EngineRequest, spec: ResponseSpec, work: BackgroundWork) -> Body:
         builder = ResponseBuilder(self._tokenizer, request, spec)
-        return self._archive.start(_origin(request, spec), builder, work)
+        origin, own = _origin(request, spec), spec.own
+
+        def moved(token_ids: list[int]) -> MovedRequest:
+            return MovedRequest(
+                tenant=work.tenant,
+                source=work.source,
+                request_id=spec.request_id,
+                response_id=own.response_id,
+                created=spec.created,
+                body=orjson.dumps(own.body),
+                turns=own.previous,
+                request=request,
+                # The answer needs the log probabilities of all tokens.
+                token_ids=[] if own.has_logprobs or not work.can_continue else token_ids,
+                left_s=work.left_s(),
+            )
+
+        return self._archive.start(origin, builder, work, moved)
 
     def _check_background(self, values: Mapping[str, Any]) -> None:
         if not self._archive.is_on:

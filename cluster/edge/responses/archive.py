@@ -3,35 +3,51 @@
 A response is at the ingress that made it. A request about it may come to any ingress, which asks
 the others if it does not have the response itself. A lost ingress loses its responses.
 
+Serve no longer passes questions to an ingress that ends. So it hands all its responses over at
+once: finished ones as they are, and those that run in its background with their output so far,
+from which the other ingress continues.
+
 Owner: a `ResponseArchive` owns the store and the background of one ingress.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 import orjson
 
 from cluster.edge.peers import NoPeers
 from cluster.edge.responses.background import BackgroundResponse
+from cluster.edge.responses.moves import HAND_OVERS, HandOver
 from cluster.edge.responses.store import ResponseStore
-from cluster.errors import SaturatedError
+from cluster.errors import SaturatedError, ServingError
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from cluster.edge.openai import BackgroundWork
     from cluster.edge.peers import Peers
     from cluster.edge.responses.answers import ResponseBuilder
+    from cluster.edge.responses.moves import MovedRequest
+
+logger = logging.getLogger(__name__)
 
 Action = Literal["read", "conversation", "delete", "cancel"]
 
 QUESTION = "responses"
-"""Name of this module's question to the other ingresses."""
+HAND_OVER = "hand_over"
+"""Names of this module's questions to the other ingresses."""
+_TAKEN = b"taken"
+_HAND_OVER_BYTES = 2**20
+"""Bytes of responses that are handed over together, about."""
+_HAND_OVER_TIMEOUT_S = 10.0
 _RESPONSE_ID = re.compile("resp_[0-9a-f]{32}")
 _TIMEOUT_S = 2.0
 _MAX_ASKING = 4
@@ -92,6 +108,20 @@ class Origin:
         return (*self.previous, orjson.dumps([*self.items, *response["output"]]))
 
 
+class _Running(NamedTuple):
+    """A response in the background.
+
+    Attributes:
+        origin: Where it comes from.
+        response: The response.
+        moved: See `ResponseArchive.start`.
+    """
+
+    origin: Origin
+    response: BackgroundResponse
+    moved: Callable[[list[int]], MovedRequest]
+
+
 class ResponseArchive:
     """Finds and keeps responses.
 
@@ -103,9 +133,16 @@ class ResponseArchive:
     def __init__(self, store: ResponseStore, peers: Peers | None = None) -> None:
         self._store = store
         self._peers = peers or NoPeers()
-        self._running: dict[tuple[str, str], tuple[Origin, BackgroundResponse]] = {}
+        self._running: dict[tuple[str, str], _Running] = {}
         self._asking = asyncio.Semaphore(_MAX_ASKING)
         self._num_waiting = 0
+        self._is_leaving = False
+        self._continue: Callable[[MovedRequest], Awaitable[None]] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether no response is here."""
+        return not self._running and not len(self._store)
 
     @property
     def is_on(self) -> bool:
@@ -123,12 +160,72 @@ class ResponseArchive:
         return self._store.put(origin.tenant, origin.response_id, orjson.dumps(response), turns)
 
     def start(
-        self, origin: Origin, builder: ResponseBuilder, work: BackgroundWork
+        self,
+        origin: Origin,
+        builder: ResponseBuilder,
+        work: BackgroundWork,
+        moved: Callable[[list[int]], MovedRequest],
     ) -> dict[str, Any]:
-        """Start a response in the background, which is stored when it ends; return its body."""
-        running = BackgroundResponse(builder, work, partial(self._end, origin))
-        self._running[origin.tenant, origin.response_id] = (origin, running)
-        return running.body()
+        """Start a response in the background, which is stored when it ends; return its body.
+
+        Args:
+            origin: Where it comes from.
+            builder: Builds it.
+            work: Runs its request.
+            moved: Returns, for its output so far, what another ingress continues it with.
+        """
+        response = BackgroundResponse(builder, work, partial(self._end, origin))
+        self._running[origin.tenant, origin.response_id] = _Running(origin, response, moved)
+        return response.body()
+
+    def continue_with(self, start: Callable[[MovedRequest], Awaitable[None]]) -> None:
+        """Set what continues the response of another ingress; it raises ServingError if it cannot.
+
+        Until then this ingress takes over only finished responses.
+        """
+        self._continue = start
+
+    async def hand_over(self) -> bool:
+        """Hand responses over to another ingress, and take over none from now on.
+
+        Returns:
+            Whether all went that were here.
+        """
+        self._is_leaving = True
+        while len(self._store):
+            responses = self._store.oldest(_HAND_OVER_BYTES)
+            if not await self._offer(HandOver(responses)):
+                return False
+            for response in responses:
+                self._store.delete(response.tenant, response.response_id)
+        for key, running in list(self._running.items()):
+            request = running.moved(running.response.token_ids)
+            if not await self._offer(HandOver(requests=[request])):
+                return False
+            if key in self._running:
+                await running.response.abandon()
+                del self._running[key]
+        return self.is_empty
+
+    async def take_over(self, payload: bytes) -> bytes:
+        """Take over responses of an ingress that ends; return what tells it so, else nothing."""
+        if self._is_leaving or not self.is_on:
+            return b""
+        offered = HAND_OVERS.decode(payload)
+        for request in offered.requests:
+            if self._continue is None:
+                return b""
+            try:
+                await self._continue(request)
+            except ServingError as error:
+                logger.warning("cannot continue %s here: %s", request.response_id, error)
+                return b""
+        self._store.adopt(offered.responses)
+        return _TAKEN
+
+    async def _offer(self, offered: HandOver) -> bool:
+        payload = msgspec.msgpack.encode(offered)
+        return await self._peers.ask_one(HAND_OVER, payload, _HAND_OVER_TIMEOUT_S) == _TAKEN
 
     async def find(self, action: Action, tenant: str, response_id: str) -> FoundResponse | None:
         """Act on a tenant's response at the ingress that has it.
@@ -162,17 +259,17 @@ class ResponseArchive:
 
     async def close(self) -> None:
         """Cancel all responses in the background."""
-        await asyncio.gather(*(running.cancel() for _, running in self._running.values()))
+        await asyncio.gather(*(running.response.cancel() for running in self._running.values()))
 
     async def _find_here(self, lookup: Lookup) -> FoundResponse | None:
         key = (lookup.tenant, lookup.response_id)
         if key in self._running:
-            origin, running = self._running[key]
+            origin, response, _ = self._running[key]
             if lookup.action in {"read", "conversation"}:
-                body = running.body()
+                body = response.body()
                 turns = origin.turns(body) if lookup.action == "conversation" else ()
                 return FoundResponse(orjson.dumps(body), turns)
-            await running.cancel()
+            await response.cancel()
         stored = self._store.get(*key)
         if stored is None:
             return None

@@ -25,7 +25,10 @@ class BackgroundResponse:
     Args:
         builder: Builds the response.
         work: Runs its request.
-        on_end: Called once with the finished response, whatever its status is.
+        on_end: Called once with the finished response, whatever its status is; not after `abandon`.
+
+    Attributes:
+        token_ids: Its output so far.
     """
 
     def __init__(
@@ -35,6 +38,8 @@ class BackgroundResponse:
         self._work = work
         self._on_end = on_end
         self._status = "queued"
+        self._is_abandoned = False
+        self.token_ids: list[int] = []
         self._task = asyncio.create_task(self._run())
         # A task that is cancelled before its first step never runs a `finally` of its own.
         self._task.add_done_callback(self._end)
@@ -50,6 +55,11 @@ class BackgroundResponse:
         self._task.cancel()
         await asyncio.wait({self._task})
 
+    async def abandon(self) -> None:
+        """End the request in the backend, because another ingress continues it."""
+        self._is_abandoned = True
+        await self.cancel()
+
     async def _run(self) -> Body:
         try:
             _, response = self._builder.finish(await self._work.run(self._emit))
@@ -59,10 +69,13 @@ class BackgroundResponse:
 
     async def _emit(self, delta: OutputDelta) -> None:
         self._status = "in_progress"
+        self.token_ids += delta.token_ids
         self._builder.add(delta)
 
     def _end(self, task: asyncio.Task[Body]) -> None:
         self._work.release()
+        if self._is_abandoned:
+            return
         self._on_end(self._builder.cancel() if task.cancelled() else task.result())
 
 

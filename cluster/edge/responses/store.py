@@ -9,8 +9,12 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from cluster.edge.responses.moves import MovedResponse
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 MAX_RESPONSES = 2**16
 """Most responses in a store."""
@@ -90,21 +94,53 @@ class ResponseStore:
         return self._max_bytes - _ENTRY_BYTES
 
     def put(self, tenant: str, response_id: str, body: bytes, turns: tuple[bytes, ...]) -> bool:
-        """Store a response with a new id; return whether it fits into the store."""
+        """Store a response in place of one of its id; return whether it fits into the store."""
+        fits = self._insert(tenant, response_id, StoredResponse(body, turns, self._now_s()))
+        self._trim()
+        return fits
+
+    def adopt(self, moved: Iterable[MovedResponse]) -> None:
+        """Store responses that another store has had for some time, as `put` does."""
         now_s = self._now_s()
-        stored = StoredResponse(body, turns, now_s)
+        for tenant, response_id, body, turns, age_s in map(msgspec.structs.astuple, moved):
+            self._insert(tenant, response_id, StoredResponse(body, turns, now_s - age_s))
+        self._ages = OrderedDict(sorted(self._ages.items(), key=lambda entry: entry[1]))
+        self._trim()
+
+    def _insert(self, tenant: str, response_id: str, stored: StoredResponse) -> bool:
+        self.delete(tenant, response_id)
         if stored.num_bytes > self._max_bytes:
             return False
         shelf = self._shelves.setdefault(tenant, _Shelf())
         shelf.responses[response_id] = stored
         shelf.num_bytes += stored.num_bytes
         self.num_bytes += stored.num_bytes
-        self._ages[tenant, response_id] = now_s
+        self._ages[tenant, response_id] = stored.stored_s
+        return True
+
+    def _trim(self) -> None:
         self._forget_old()
         while self.num_bytes > self._max_bytes or len(self) > self._max_responses:
             largest = max(self._shelves, key=lambda name: self._shelves[name].num_bytes)
             self.delete(largest, next(iter(self._shelves[largest].responses)))
-        return True
+
+    def oldest(self, max_bytes: int) -> list[MovedResponse]:
+        """Return the oldest responses, for another store.
+
+        Args:
+            max_bytes: Most bytes of all but the last.
+        """
+        self._forget_old()
+        found: list[MovedResponse] = []
+        now_s, num_bytes = self._now_s(), 0
+        for tenant, response_id in self._ages:
+            if num_bytes > max_bytes:
+                break
+            stored = self._shelves[tenant].responses[response_id]
+            num_bytes += stored.num_bytes
+            age_s = now_s - stored.stored_s
+            found.append(MovedResponse(tenant, response_id, stored.body, stored.turns, age_s))
+        return found
 
     def get(self, tenant: str, response_id: str) -> StoredResponse | None:
         """Return a tenant's response, which counts as a use; None if it is not there."""

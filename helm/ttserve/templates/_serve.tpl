@@ -106,14 +106,15 @@
 {{- div (mul (include "ttserve.bytes" .) 3) 4 }}
 {{- end }}
 
-{{/* The longest time that a pool lets its requests end. */}}
+{{/* The longest time that a pool or an ingress lets its requests end. */}}
 {{- define "ttserve.drainSeconds" -}}
 {{- if not (kindIs "invalid" .Values.drainSeconds) }}
 {{- .Values.drainSeconds }}
 {{- else }}
 {{- $defaults := fromYaml (include "ttserve.defaults" .) }}
-{{- $longest := 0 }}
-{{- range (fromYaml (include "ttserve.args" .)).pools }}
+{{- $args := fromYaml (include "ttserve.args" .) }}
+{{- $longest := ceil (default 0 (dig "ingress" "drain_timeout_s" 0 $args)) }}
+{{- range $args.pools }}
   {{- $longest = max $longest (ceil (dig "drain_timeout_s" $defaults.drain_timeout_s (default (dict) .))) }}
 {{- end }}
 {{- $longest }}

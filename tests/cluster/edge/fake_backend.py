@@ -78,7 +78,8 @@ class FakeBackend:
         )
         return [demo, *adapters]
 
-    async def generate(self, request, emit, known=None):
+    async def generate(self, request, emit, known=None, token_ids=()):
+        assert not token_ids, "a script begins at its start"
         self.requests.append(request)
         self.num_open += 1
         try:

@@ -106,3 +106,31 @@ def test_the_store_stays_within_its_limits_and_counts_its_memory(steps):
         assert store.num_bytes == sum(response.num_bytes for response in kept)
         assert store.num_bytes <= 8 * _ENTRY_BYTES
         assert len(store) == len(kept) <= 5
+
+
+def test_responses_of_another_store_keep_their_age():
+    old, clock = make_store()
+    store, own_clock = make_store()
+    own_clock.now_s = 7.0
+    for name, now_s in (("r", 0.0), ("s", 60.0)):
+        clock.now_s = now_s
+        old.put("a", name, name.encode(), (b"turn",))
+    store.put("b", "own", b"", ())
+    clock.now_s = 90.0
+    assert [moved.response_id for moved in old.oldest(0)] == ["r"]
+    store.adopt(old.oldest(10**6))
+    assert store.get("a", "r").turns == (b"turn",)
+    own_clock.now_s += 10.0
+    assert [name for name in "rs" if store.get("a", name) is not None] == ["s"]
+    assert store.get("b", "own") is not None
+    own_clock.now_s += 60.0
+    assert store.get("a", "s") is None
+    assert store.get("b", "own") is not None
+
+
+def test_a_response_that_is_stored_again_is_replaced():
+    store, _ = make_store()
+    store.put("", "r", b"one", ())
+    store.put("", "r", b"two!", ())
+    assert store.get("", "r").body == b"two!"
+    assert (len(store), store.num_bytes) == (1, _ENTRY_BYTES + 4)
