@@ -43,6 +43,8 @@ FAMILIES: Mapping[str, str] = {
 _MODELS = "replicas.generators.torch.models"
 
 _SLIDING = "sliding_attention"
+_MOST_LAYERS, _MOST_EXPERTS = 4096, 65536
+"""Each is described by itself: more would take all memory before anything is checked."""
 _POSITION_KEYS = (
     "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length",
     "max_target_positions", "max_sequence_length", "max_seq_length", "seq_len",
@@ -252,10 +254,10 @@ class RawConfig:
         """
         num_experts = int(self.values[count])
         num_per_token = int(self.values["num_experts_per_tok"])
-        if not 1 <= num_per_token <= num_experts:
+        if not 1 <= num_per_token <= num_experts <= _MOST_EXPERTS:
             raise ConfigError(
                 f"num_experts_per_tok {num_per_token} is not from 1 to the number of experts, "
-                f"{num_experts}"
+                f"{num_experts}, or this is over {_MOST_EXPERTS}"
             )
         inner = int(self.values[size])
         return ExpertsConfig(num_experts, num_per_token, inner, is_normalised, rounds_shares)
@@ -288,6 +290,9 @@ class RawConfig:
         """
         raw = self.values
         _refuse_unsupported(raw, self.name_or_path, *defaults.activation)
+        num_layers = int(raw["num_hidden_layers"])
+        if not 1 <= num_layers <= _MOST_LAYERS:
+            raise ConfigError(f"num_hidden_layers {num_layers} is not from 1 to {_MOST_LAYERS}")
         heads = int(raw["num_attention_heads"])
         hidden_size = int(raw["hidden_size"])
         kv_heads = int(raw.get("num_key_value_heads", defaults.kv_heads) or heads)
@@ -304,7 +309,7 @@ class RawConfig:
             name_or_path=self.name_or_path,
             architectures=self.architectures,
             family=self.family,
-            num_hidden_layers=int(raw["num_hidden_layers"]),
+            num_hidden_layers=num_layers,
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
