@@ -204,11 +204,11 @@ def _check_ingress(ingress: IngressConfig) -> None:
     _check_origins(ingress)
     if ingress.response_store_bytes < 0:
         raise ClusterConfigError("args.ingress.response_store_bytes must not be negative")
-    if ingress.drain_timeout_s is not None and not ingress.drain_timeout_s >= 0:
-        raise ClusterConfigError("args.ingress.drain_timeout_s must not be negative")
+    if ingress.drain_timeout_s is not None and not 0 <= ingress.drain_timeout_s < math.inf:
+        raise ClusterConfigError("args.ingress.drain_timeout_s must be finite and not negative")
     for name in ("stream_keep_alive_s", "response_store_age_s", "request_timeout_s"):
-        if not getattr(ingress, name) > 0:
-            raise ClusterConfigError(f"args.ingress.{name} must be positive")
+        if not 0 < getattr(ingress, name) < math.inf:
+            raise ClusterConfigError(f"args.ingress.{name} must be more than 0 and finite")
 
 
 def _check_router(router: RouterConfig, *, has_keys: bool) -> None:

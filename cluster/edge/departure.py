@@ -36,6 +36,7 @@ class Departure:
         self._drain_s = drain_s
         self._deadline_s: float | None = None
         self._task: asyncio.Task[None] | None = None
+        self._is_finishing = False
         self.open_requests: set[Interrupt] = set()
 
     def begin(self, archive: ResponseArchive) -> None:
@@ -59,7 +60,8 @@ class Departure:
         self.begin(archive)
         assert self._task is not None
         assert self._deadline_s is not None
-        self._task.cancel()
+        # An offer under way must end: the other ingress may have taken it already.
+        self._is_finishing = True
         await asyncio.wait({self._task})
         # Without a successor an offer would only delay the end of the application.
         while not archive.is_empty and time.monotonic() < self._deadline_s:
@@ -68,17 +70,17 @@ class Departure:
             await asyncio.sleep(_PERIOD_S)
 
     async def _drain(self, archive: ResponseArchive, deadline_s: float) -> None:
-        while True:
+        while not self._is_finishing:
             # Also those that were made since: a request that still comes is served.
             await archive.hand_over()
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
-                break
+                self.end_requests()
+                # Responses that these requests have left.
+                await asyncio.sleep(0)
+                await archive.hand_over()
+                return
             await asyncio.sleep(min(_PERIOD_S, left_s))
-        self.end_requests()
-        # Responses that these requests have left.
-        await asyncio.sleep(0)
-        await archive.hand_over()
 
     def end_requests(self) -> None:
         """End every open request with an `IngressLeavingError`."""

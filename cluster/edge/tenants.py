@@ -7,7 +7,7 @@ A request belongs to one tenant, and its ASGI scope holds that `Tenant`: the ten
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from cluster.config.schema import TenantLimits
 from cluster.errors import PermissionDeniedError
@@ -15,10 +15,20 @@ from cluster.errors import PermissionDeniedError
 if TYPE_CHECKING:
     from collections.abc import MutableMapping, Sequence
 
-    from cluster.edge.openai import ModelCard
     from cluster.edge.route_table import RouteSpec
 
 _SCOPE_KEY = "ttserve.tenant"
+
+
+class Named(Protocol):
+    """A model of /v1/models."""
+
+    @property
+    def id(self) -> str:
+        """Its name in requests."""
+
+
+_NamedT = TypeVar("_NamedT", bound=Named)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +97,7 @@ class Tenant:
         """
         return (f"tenant {self.name}", self.weight) if self.name else (source, 1.0)
 
-    def visible(self, cards: Sequence[ModelCard]) -> Sequence[ModelCard]:
+    def visible(self, cards: Sequence[_NamedT]) -> Sequence[_NamedT]:
         """Return the models that exist for this tenant."""
         if self.models is None:
             return cards

@@ -136,6 +136,7 @@ class ResponseArchive:
         self._running: dict[tuple[str, str], _Running] = {}
         self._asking = asyncio.Semaphore(_MAX_ASKING)
         self._num_waiting = 0
+        self._taking_over = asyncio.Lock()
         self._is_leaving = False
         self._continue: Callable[[MovedRequest], Awaitable[None]] | None = None
 
@@ -199,6 +200,8 @@ class ResponseArchive:
             for response in responses:
                 self._store.delete(response.tenant, response.response_id)
         for key, running in list(self._running.items()):
+            if key not in self._running:
+                continue  # It ended during the offer of another one; the next call moves it.
             request = running.moved(running.response.token_ids)
             if not await self._offer(HandOver(requests=[request])):
                 return False
@@ -212,16 +215,31 @@ class ResponseArchive:
         if self._is_leaving or not self.is_on:
             return b""
         offered = HAND_OVERS.decode(payload)
-        for request in offered.requests:
-            if self._continue is None:
-                return b""
-            try:
-                await self._continue(request)
-            except ServingError as error:
-                logger.warning("cannot continue %s here: %s", request.response_id, error)
-                return b""
-        self._store.adopt(offered.responses)
+        async with self._taking_over:
+            for request in offered.requests:
+                if not await self._take_over_running(request):
+                    return b""
+            for response in offered.responses:
+                # One that ended during its own offer runs here as well: the finished one is right.
+                running = self._running.pop((response.tenant, response.response_id), None)
+                if running is not None:
+                    await running.response.abandon()
+            self._store.adopt(offered.responses)
         return _TAKEN
+
+    async def _take_over_running(self, request: MovedRequest) -> bool:
+        """Continue a response of another ingress; return whether it is here."""
+        key = (request.tenant.name, request.response_id)
+        if key in self._running or self._store.get(*key) is not None:
+            return True  # Offered again, because the answer to the first offer came too late.
+        if self._continue is None:
+            return False
+        try:
+            await self._continue(request)
+        except ServingError as error:
+            logger.warning("cannot continue %s here: %s", request.response_id, error)
+            return False
+        return True
 
     async def _offer(self, offered: HandOver) -> bool:
         payload = msgspec.msgpack.encode(offered)

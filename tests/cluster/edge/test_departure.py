@@ -98,6 +98,61 @@ def test_a_response_in_the_background_continues_at_another_ingress():
     asyncio.run(run())
 
 
+def test_a_response_that_ends_during_an_offer_moves_finished():
+    async def run():
+        peers = Ingresses()
+        backend, successor = SlowBackend(), ContinuingBackend()
+        old, new = Application(backend, peers), Application(successor, peers)
+        body = {"model": "demo", "input": "hi", "background": True}
+        started = [await old.ask("POST", PATH, body) for _ in range(2)]
+        backend.may_begin.set()
+        await settle()
+
+        class Peer:
+            async def take_over(self, payload):
+                backend.may_end.set()
+                await settle()
+                return await new.archive.take_over(payload)
+
+        peers.archives = [Peer()]
+        while not await old.archive.hand_over():
+            pass
+        assert len(successor.requests) <= 1, "only the first one was offered while it ran"
+        await settle()
+        peers.archives = [new.archive]
+        for response in started:
+            ended = await new.ask("GET", f"{PATH}/{response['id']}")
+            assert ended["status"] == "completed"
+            assert texts(ended) == texts(await new.ask("GET", f"{PATH}/{started[1]['id']}"))
+
+    asyncio.run(run())
+
+
+def test_a_response_that_is_offered_twice_runs_once():
+    async def run():
+        peers = Ingresses()
+        backend, successor = SlowBackend(), ContinuingBackend()
+        old, new = Application(backend, peers), Application(successor, peers)
+        started = await old.ask("POST", PATH, {"model": "demo", "input": "hi", "background": True})
+        backend.may_begin.set()
+        await settle()
+
+        class Peer:
+            async def take_over(self, payload):
+                await asyncio.gather(*(new.archive.take_over(payload) for _ in range(2)))
+                return await new.archive.take_over(payload)
+
+        peers.archives = [Peer()]
+        assert await old.archive.hand_over()
+        await settle()
+        assert len(successor.requests) == 1
+        assert (await new.ask("GET", "/load")) == {"server_load": 0}
+        peers.archives = [new.archive]
+        assert (await new.ask("GET", f"{PATH}/{started['id']}"))["status"] == "completed"
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("fields", [{"top_logprobs": 1}, {}])
 def test_an_answer_with_log_probabilities_is_computed_again(fields):
     async def run():

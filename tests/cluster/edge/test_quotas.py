@@ -13,13 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.config.schema import AdmissionConfig, IngressConfig, TenantConfig, TenantLimits
-from cluster.edge.quota_service import (
-    QUESTION,
-    Exchange,
-    TenantQuotas,
-    TenantReport,
-    lease_of,
-)
+from cluster.edge.quota_machine import Exchange, TenantReport
+from cluster.edge.quota_service import QUESTION, TenantQuotas, lease_of
 from cluster.edge.quotas import Allowance, Ask, QuotaBook, duration, rate_headers
 from cluster.edge.routes import create_app
 from cluster.edge.tenants import Tenant
