@@ -563,7 +563,7 @@ def ingress_deployment(config: ClusterConfig) -> Deployment:
             "runtime_env": {
                 "env_vars": {
                     **_INGRESS_VARIABLES,
-                    INGRESS_VARIABLE: msgspec.json.encode(config.ingress).decode(),
+                    INGRESS_VARIABLE: msgspec.json.encode(config.ingress, enc_hook=dict).decode(),
                 }
             },
         },
