@@ -57,7 +57,7 @@ class _InstructionSet:
     Attributes:
         name: Suffix of its functions.
         needs: Features as an expression of `kernels.h`.
-        flags: What the compiler is told.
+        flags: Arguments that select the instructions.
     """
 
     name: str

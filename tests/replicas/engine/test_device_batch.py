@@ -373,17 +373,17 @@ def test_one_that_gives_logits_beside_tokens_is_called_once():
 def test_the_device_continues_without_the_rows_of_the_host(device):
     runner = make_runner(device)
     rows = [new(slot, **sampling) for slot, sampling in enumerate((SMALL, WIDE, {}, {}))]
-    everybody, others = dict.fromkeys(range(4), 1), {0: 1, 2: 1, 3: 1}
+    all_rows, others = dict.fromkeys(range(4), 1), {0: 1, 2: 1, 3: 1}
     assert runner.run(step("prefill", dict.fromkeys(range(4), 3), rows)).on_host == [1]
-    steps = [submit(runner, everybody), submit(runner, others)]
-    assert [step.result for step in steps] == [None, None], "nobody waits"
+    steps = [submit(runner, all_rows), submit(runner, others)]
+    assert [step.result for step in steps] == [None, None], "no step waits"
     assert commands(device) == (PAGES if isinstance(device, Generous) else STEADY)
     assert not device.calls[-1][1]["page_table"][1].any()
     results = [runner.collect(step) for step in steps]
     assert [len(result.token_ids) for result in results] == [4, 3]
     assert [result.on_host for result in results] == [[], []]
     by_host = results[0].token_ids[1]
-    submit(runner, everybody)
+    submit(runner, all_rows)
     found = next(kw for _, kw in reversed(device.calls) if 1 in live(kw))
     assert found["reload_inputs"]
     assert found["tokens"][1, 0] == by_host

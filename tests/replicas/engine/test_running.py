@@ -64,13 +64,13 @@ def test_few_rows_of_the_host_are_left_out_of_the_step_after_theirs(num_hosts, i
     first = result_of([1] * 4)
     prompts = scheduler.schedule()
     scheduler.update(prompts, msgspec.structs.replace(first, on_host=[*range(num_hosts)]))
-    everybody, others = [0, 1, 2, 3], [1, 2, 3]
+    all_rows, others = [0, 1, 2, 3], [1, 2, 3]
     found = [scheduler.schedule(), scheduler.schedule_ahead()]
     for _ in range(2):
         scheduler.update(found[-2], result_of([1] * len(found[-2].slots)))
         found.append(scheduler.schedule_ahead())
     slots = [batch.slots for batch in found]
-    assert slots == ([everybody, others] * 2 if is_left_out else [everybody] * 4)
+    assert slots == ([all_rows, others] * 2 if is_left_out else [all_rows] * 4)
     lengths = [len(seq.token_ids) - seq.num_prompt_tokens for seq in scheduler.table.rows]
     assert lengths == ([2, 3, 3, 3] if is_left_out else [3] * 4)
     scheduler.check_invariants()
