@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from cluster.edge.openai import ResponseSpec
     from replicas.output_processor import OutputDelta
 
+NO_END = "the generation ended without a finish reason"
+
 
 class MessageReader:
     """Reader of one choice's message, with the request's parser, or all text as content.
@@ -86,6 +88,6 @@ def check_end(finish_reason: str | None) -> None:
         NotReadyError: It was aborted.
     """
     if finish_reason is None:
-        raise InternalError("the generation ended without a finish reason")
+        raise InternalError(NO_END)
     if finish_reason not in {"stop", "length"}:
         raise NotReadyError("the generation was aborted by an operator; send the request again")

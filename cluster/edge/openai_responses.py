@@ -24,7 +24,7 @@ from cluster.edge.families.message import (
     MessageDelta,
     ReasoningPiece,
 )
-from cluster.edge.message_reader import MessageReader
+from cluster.edge.message_reader import NO_END, MessageReader
 from cluster.edge.openai import AnsweredPrompt, Usage
 from cluster.errors import InternalError
 from replicas.messages import TokenLogprob
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 Body = dict[str, Any]
 
 _DONE = b"data: [DONE]\n\n"
-_NO_END = "the generation ended without a finish reason"
 _MIN_LOGPROB = -9999.0
 """OpenAI's number for "very unlikely"; JSON has no infinity."""
 
@@ -223,15 +222,11 @@ def whole_body(
         InternalError: A choice has not finished.
     """
     prompts, num_choices = _prompts(request, spec), request.sampling.n
-    by_choice: list[list[OutputDelta]] = [[] for _ in range(len(prompts) * num_choices)]
-    for delta in deltas:
-        by_choice[delta.choice].append(delta)
+    by_choice = deltas_by_choice(deltas, len(prompts) * num_choices)
     choices: list[Body] = []
     num_reasoning: int | None = None
     for index, own in enumerate(by_choice):
         prompt = prompts[index // num_choices]
-        if not own or own[-1].finish_reason is None:
-            raise InternalError(_NO_END)
         kept = [_without_output(own)] if spec.drops_output else own
         all_text = "".join(delta.text for delta in kept)
         has_calls = False
@@ -250,6 +245,20 @@ def whole_body(
     body["usage"] = usage_body(usage._replace(reasoning_tokens=num_reasoning), spec)
     _add_prompts(shape, body, prompts, num_choices, spec, by_choice)
     return body
+
+
+def deltas_by_choice(deltas: list[OutputDelta], num_choices: int) -> list[list[OutputDelta]]:
+    """Return the deltas of each choice.
+
+    Raises:
+        InternalError: A choice has not finished.
+    """
+    by_choice: list[list[OutputDelta]] = [[] for _ in range(num_choices)]
+    for delta in deltas:
+        by_choice[delta.choice].append(delta)
+    if any(not own or own[-1].finish_reason is None for own in by_choice):
+        raise InternalError(NO_END)
+    return by_choice
 
 
 def _whole_message(
@@ -375,7 +384,7 @@ class ChunkWriter:
             InternalError: A choice has not finished.
         """
         if self._num_open > 0:
-            raise InternalError(_NO_END)
+            raise InternalError(NO_END)
         readers = [c.message.reader for c in self._choices if c.message is not None]
         if readers:
             num_reasoning = sum(reader.num_reasoning_tokens for reader in readers)

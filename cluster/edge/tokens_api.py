@@ -28,10 +28,11 @@ from cluster.edge.fields import (
     not_yet,
     read_fields,
 )
+from cluster.edge.message_reader import NO_END
 from cluster.edge.openai import Usage
 from cluster.edge.openai_fields import COMPLETION_FIELDS
 from cluster.edge.openai_requests import parse_completion
-from cluster.edge.openai_responses import ChatShape, usage_body
+from cluster.edge.openai_responses import ChatShape, deltas_by_choice, usage_body
 from cluster.errors import InternalError
 
 if TYPE_CHECKING:
@@ -128,11 +129,7 @@ class TokensApi(Api):
         usage: Usage,
     ) -> Body:
         """See `cluster.edge.api.Api.whole`."""
-        by_choice: list[list[OutputDelta]] = [[] for _ in range(request.sampling.n)]
-        for delta in deltas:
-            by_choice[delta.choice].append(delta)
-        if any(not own or own[-1].finish_reason is None for own in by_choice):
-            raise InternalError(_NO_END)
+        by_choice = deltas_by_choice(deltas, request.sampling.n)
         body = {
             **_head(spec),
             "model": spec.model,
@@ -203,7 +200,7 @@ class TokensWriter:
             InternalError: A choice has not finished.
         """
         if self._num_open > 0:
-            raise InternalError(_NO_END)
+            raise InternalError(NO_END)
         if not self._spec.include_usage:
             return _DONE
         counts = {**_head(self._spec), "choices": [], "usage": usage_body(usage, self._spec)}
@@ -212,9 +209,6 @@ class TokensWriter:
     def fail(self, error: ServingError) -> bytes:
         """Return the last event of a failed stream, which then has no `[DONE]`."""
         return _event(openai_error_body(error))
-
-
-_NO_END = "the generation ended without a finish reason"
 
 
 def _event(body: Body) -> bytes:
