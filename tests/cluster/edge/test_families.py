@@ -401,8 +401,10 @@ def test_a_repeated_argument_keeps_its_first_value():
     assert parser("qwen3_coder").read(text).calls == [ToolCall("f", '{"a": "x"}')]
 
 
+# A number is unread until its end is there: with a wrong character it has up to 30, as below.
 VALUES_OF_JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    st.none() | st.booleans() | st.integers(-(10**27), 10**27)
+    | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(max_size=5) | st.sampled_from(['"', "\\", "\n", "\ud800"]),
     lambda each: st.lists(each, max_size=3) | st.dictionaries(st.text(max_size=3), each),
     max_leaves=8,
@@ -430,6 +432,14 @@ def test_a_scanner_of_json_agrees_with_a_decoder(value, indent, wrong, data):
     assert (whole.scan(text, 0), whole.is_done, whole.is_malformed) == (
         end, scanner.is_done, scanner.is_malformed,
     )  # fmt: skip
+
+
+def test_a_number_of_any_length_is_read_once_its_end_is_there():
+    text = f"[{10**40}"
+    scanner = JsonScanner()
+    assert scanner.scan(text, 0) == 1
+    assert scanner.scan(text + "]", 1) == len(text) + 1
+    assert scanner.is_done
 
 
 def json_error(text):
