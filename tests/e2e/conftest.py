@@ -23,7 +23,7 @@ def interrupted_server():
     port = supervisor.free_port()
     server = harness.LocalServer(["--port", str(port)], port)
     try:
-        harness.wait_for(lambda: "Starting Ray Serve" in server.log, 60, "Serve starts")
+        harness.wait_for(lambda: "Starting Ray Serve" in server.log, 180, "Serve starts")
         server.signal_group(signal.SIGINT)
         yield server
     finally:

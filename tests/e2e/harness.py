@@ -291,7 +291,7 @@ class RayCluster:
             )  # fmt: skip
         self.footprint = Footprint(self.process.pid)
         wait_for(
-            lambda: "Ray runtime started" in self._log.read_text(errors="replace"), 60, "ray start"
+            lambda: "Ray runtime started" in self._log.read_text(errors="replace"), 180, "ray start"
         )
 
     def _documented(self) -> dict[str, str]:
@@ -342,7 +342,7 @@ class RayCluster:
         self.footprint.look()
         self.process.terminate()
         self.process.wait(deadline_s)
-        wait_for(lambda: not self.footprint.left(), 10, f"nothing left of {self.footprint.left()}")
+        wait_for(lambda: not self.footprint.left(), 180, f"nothing left of {self.footprint.left()}")
 
     def close(self) -> None:
         """End whatever is left and remove the private folder."""

@@ -196,7 +196,7 @@ class RayHosts:
             assert process.poll() is None, said
             return "Ray runtime started" in said
 
-        harness.wait_for(has_started, 120, f"ray start on {name}")
+        harness.wait_for(has_started, 180, f"ray start on {name}")
 
 
 def _run(*command: str) -> None:

@@ -182,7 +182,7 @@ def front(request, tmp_path_factory):
     recorder = Recorder()
     try:
         with request.param(path, port) as front:
-            harness.wait_for(lambda: len(front.engines()) == NUM_ENGINES, 60, "every engine")
+            harness.wait_for(lambda: len(front.engines()) == NUM_ENGINES, 180, "every engine")
             body = {"model": MODEL, "prompt": "recorded", "max_tokens": 4, "stream": True}
             for _ in range(4):
                 assert [*harness.stream_events(front.url, "/v1/completions", body)][-1] == "[DONE]"
@@ -220,7 +220,7 @@ class Honest:
             assert not report.failures, report.failures[:5]
             return report.num_done >= end
 
-        harness.wait_for(reached, 120, "streams go on")
+        harness.wait_for(reached, 180, "streams go on")
 
 
 @contextlib.contextmanager
@@ -350,5 +350,5 @@ def test_attacks_leave_nothing_behind(front, honest):
     server, _ = front
     honest.check(NUM_STREAMS)
     honest.stop()
-    harness.wait_for(lambda: is_idle(metrics(server)), 90, "every slot, block and lease is free")
+    harness.wait_for(lambda: is_idle(metrics(server)), 180, "every slot, block and lease is free")
     assert server.is_healthy()

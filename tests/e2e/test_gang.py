@@ -98,7 +98,7 @@ def test_a_gang_serves_the_whole_model_and_starts_again_as_one(server, folder):
     before = engines(server)
     assert len(before) == 2
     os.kill(min(before), signal.SIGKILL)
-    harness.wait_for(lambda: not before & engines(server), 30, "both ranks have ended")
-    harness.wait_for(lambda: answers(server)[0][0] == 200, 120, "the gang serves again")
+    harness.wait_for(lambda: not before & engines(server), 180, "both ranks have ended")
+    harness.wait_for(lambda: answers(server)[0][0] == 200, 180, "the gang serves again")
     assert len(engines(server)) == 2
     check(server, folder)

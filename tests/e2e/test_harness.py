@@ -55,7 +55,7 @@ def test_a_segment_that_a_child_leaves_is_reported_after_its_death(paths):
         footprint.look()
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        harness.wait_for(lambda: not footprint.processes_left(), 10, "both have ended")
+        harness.wait_for(lambda: not footprint.processes_left(), 180, "both have ended")
         assert footprint.left() == {"shared memory": {paths[0]}}
         os.unlink(paths[0])
         assert footprint.left() == {}

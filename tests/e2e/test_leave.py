@@ -139,7 +139,7 @@ def test_no_stream_fails_when_a_host_leaves(cluster, name, tmp_path):
     # Requests that a load balancer sent to this host before it left.
     through = long_streams(cluster, host, tmp_path)
     leaving.start()
-    harness.wait_for(lambda: health(cluster, host)[0] == 503, 120, "the host is not ready")
+    harness.wait_for(lambda: health(cluster, host)[0] == 503, 180, "the host is not ready")
     assert json.loads(health(cluster, host)[1])["reason"] == "this host leaves"
     said = status(cluster)
     assert re.search(rf"host {re.escape(host.address)}: HTTP draining, leaves within", said.stdout)
@@ -172,5 +172,5 @@ def long_streams(cluster, host, folder):
         with path.open("wb") as output:
             process = cluster.head.start(*command, environment=cluster.environment, output=output)
         streams.append((process, path))
-    harness.wait_for(lambda: all(path.stat().st_size for path in paths), 120, "first tokens")
+    harness.wait_for(lambda: all(path.stat().st_size for path in paths), 180, "first tokens")
     return streams

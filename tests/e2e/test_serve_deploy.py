@@ -51,13 +51,13 @@ def test_deployed_config_serves_and_is_gone_after_shutdown_and_wrong_ones_give_t
     for name, wrong in applications.items():
         assert wrong["status"] == "DEPLOY_FAILED", wrong
         assert reasons[name] in wrong["message"].splitlines()[-1]
-    harness.wait_for(lambda: is_healthy(url), 30, "healthy endpoint")
+    harness.wait_for(lambda: is_healthy(url), 180, "healthy endpoint")
     body = {"model": "demo", "prompt": "Return the", "max_tokens": 8, "stream": True}
     assert [*harness.stream_events(url, "/v1/completions", body)][-1] == "[DONE]"
     check_private(cluster)
     cluster.run(*words, "shutdown", "-y")
-    harness.wait_for(lambda: not cluster.applications(), 60, "no application")
-    harness.wait_for(lambda: not harness.is_listening(port), 20, "the port is closed")
+    harness.wait_for(lambda: not cluster.applications(), 180, "no application")
+    harness.wait_for(lambda: not harness.is_listening(port), 180, "the port is closed")
 
 
 @pytest.mark.timeout(600)
@@ -66,7 +66,7 @@ def test_an_updated_ingress_loses_no_response_and_its_streams_can_be_continued(c
     port = supervisor.free_port()
     url = f"http://127.0.0.1:{port}"
     deploy(cluster, SERVE, tmp_path, slow_application(port))
-    harness.wait_for(lambda: is_healthy(url), 120, "healthy endpoint")
+    harness.wait_for(lambda: is_healthy(url), 180, "healthy endpoint")
     stored = respond(url, input="one", max_output_tokens=4)
     background = respond(url, input="two", background=True, max_output_tokens=MEDIUM)
     body = {"prompt": "three", "max_tokens": LONG, "ignore_eos": True, "stream": True}
@@ -79,7 +79,7 @@ def test_an_updated_ingress_loses_no_response_and_its_streams_can_be_continued(c
     assert error["code"] == "ingress_leaving", last
     [continued_id] = re.findall(r"Last-Event-ID: (\S+)$", error["message"])
     assert continued_id == received[-1][0]
-    harness.wait_for(lambda: is_healthy(url), 120, "healthy endpoint")
+    harness.wait_for(lambda: is_healthy(url), 180, "healthy endpoint")
     rest = harness.events_with_ids(url, "/v1/completions", body, continued_id, 120)
     next_id, _ = next(rest)
     rest.close()
@@ -91,10 +91,10 @@ def test_an_updated_ingress_loses_no_response_and_its_streams_can_be_continued(c
         found = get_response(url, background)
         return found if found["status"] != "in_progress" else None
 
-    found = harness.wait_for(ended, 120, "the response in the background ends")
+    found = harness.wait_for(ended, 180, "the response in the background ends")
     assert (found["status"], found["usage"]["output_tokens"]) == ("incomplete", MEDIUM)
     cluster.run(*SERVE, "shutdown", "-y")
-    harness.wait_for(lambda: not cluster.applications(), 60, "no application")
+    harness.wait_for(lambda: not cluster.applications(), 180, "no application")
 
 
 def test_cluster_ends_by_its_process_id_and_leaves_nothing(cluster):
@@ -109,7 +109,7 @@ def test_haproxy_ends_with_a_cluster_that_is_killed(tmp_path):
         file, port = demo_on_free_port()
         file["applications"][0]["args"]["model"] = "/no/such/model"
         deploy(cluster, SERVE, tmp_path, file)
-        harness.wait_for(lambda: harness.is_listening(port), 60, "HAProxy listens")
+        harness.wait_for(lambda: harness.is_listening(port), 180, "HAProxy listens")
         killed = [
             process_id
             for process_id in cluster.footprint.look()
@@ -119,7 +119,7 @@ def test_haproxy_ends_with_a_cluster_that_is_killed(tmp_path):
         # The raylet first: it would end what an actor that has died has started.
         for process_id in sorted(killed):
             os.kill(process_id, signal.SIGKILL)
-        harness.wait_for(lambda: not harness.is_listening(port), 20, "the port is closed")
+        harness.wait_for(lambda: not harness.is_listening(port), 180, "the port is closed")
     finally:
         cluster.close()
 

@@ -100,7 +100,7 @@ def test_a_full_disk_stops_no_request(made_server):
     # A new request waits a minute for an engine, and may get one.
     harness.post_json(url, BODY, timeout_s=150)
     os.unlink(f"{disk}/fill")
-    harness.wait_for(lambda: harness.post_json(url, BODY)[0] == 200, 60, "it serves again")
+    harness.wait_for(lambda: harness.post_json(url, BODY)[0] == 200, 180, "it serves again")
 
 
 @needs_make

@@ -40,7 +40,7 @@ def serve_file(port):
 
 def metrics(server):
     """(name, labels) -> value of every sample that the server shows."""
-    with urllib.request.urlopen(f"{server.operations_url}/metrics", timeout=10) as reply:
+    with urllib.request.urlopen(f"{server.operations_url}/metrics", timeout=60) as reply:
         page = reply.read().decode()
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
@@ -82,7 +82,7 @@ def wait_whole(server):
     def is_whole():
         return len(labels_of(metrics(server), "ttserve_slots", "replica")) == 3
 
-    harness.wait_for(is_whole, 60, "every replica serves")
+    harness.wait_for(is_whole, 180, "every replica serves")
 
 
 def wait_idle(server):
@@ -92,7 +92,7 @@ def wait_idle(server):
         samples = metrics(server)
         return samples if is_idle(samples) else None
 
-    return harness.wait_for(idle, 20, "every slot and block is free")
+    return harness.wait_for(idle, 180, "every slot and block is free")
 
 
 def added(before, after, name, **labels):

@@ -81,7 +81,7 @@ def forget_peak(process_id: int) -> None:
 def metrics_page(port: int) -> bytes:
     """Return the page /metrics of a loopback port; empty if there is none."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as reply:
             page: bytes = reply.read()
     except (OSError, http.client.HTTPException):
         return b""
