@@ -109,17 +109,29 @@ def _host_bytes(proc: Path, wanted: str) -> int:
 
 def _groups(proc: Path, cgroups: Path) -> Iterator[_Group]:
     """Yield each limited control group around this process."""
+    for folder in group_folders("memory", proc, cgroups):
+        found = _read_group(folder)
+        if found is not None:
+            yield found
+
+
+def group_folders(controller: str, proc: Path, cgroups: Path) -> Iterator[Path]:
+    """Yield the folders of the control groups around this process, some of which may be missing.
+
+    Args:
+        controller: Name of the controller in version 1, such as "memory".
+        proc: Mount point of procfs.
+        cgroups: Mount point of the control groups.
+    """
     for line in (proc / "self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers not in {"", "memory"}:
+        if controllers and controller not in controllers.split(","):
             continue
         root = cgroups / controllers
         # A container may see its own group as the root, whatever its path on the host is.
         group = root / path.lstrip("/")
         for folder in (group, *group.parents):
-            found = _read_group(folder)
-            if found is not None:
-                yield found
+            yield folder
             if folder == root:
                 break
 

@@ -348,8 +348,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             sets no limit.
         speculative_config: Drafts of the next tokens, verified in passes of several tokens a row.
             The tokens are those of plain decoding. It needs a generator with mixed batches.
-        num_threads: Compute threads of the generator; None is the library's default, or one on a
-            simulated mesh.
+        num_threads: Compute threads of the generator; None is one for each core that affinity and
+            the CPU quota of the container leave, or one on a simulated mesh.
         niceness: Niceness of the engine's process relative to its parent, 0 to 19. Against
             processes of its container (of its session, where Linux groups by these) that want the
             same core, 3 leaves it a third of the core and 5 a quarter. Where engines share cores,

@@ -29,6 +29,7 @@ from replicas.generators.model_config import load_engine_model
 from replicas.generators.plugin.routes import route_mesh
 from replicas.generators.simulated.device import DeviceTimeline
 from replicas.grammars import GrammarCompiler
+from replicas.host_cores import usable_cores
 from replicas.kv_groups import only_kv_group
 from replicas.memory_profile import memory_table
 from replicas.messages import WorkerDescription
@@ -115,9 +116,8 @@ class Worker:
         config = self._config
         # With a simulated mesh the host only samples. A second thread would cost milliseconds a
         # step where engines share cores.
-        num_threads = config.num_threads or (None if config.simulated_mesh is None else 1)
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
+        most = min(torch.get_num_threads(), usable_cores()) if config.simulated_mesh is None else 1
+        torch.set_num_threads(config.num_threads or most)
         self._hf_config = load_engine_model(config)
         if not self._hf_config.states_max_positions and config.max_model_len is None:
             logger.warning(

@@ -27,13 +27,14 @@ SOURCES = Path(__file__).parent / "csrc"
 LIBRARY = Path(__file__).parent / "_kernels.so"
 
 _FLAGS = (
-    "-std=gnu11", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno",
-    "-fno-trapping-math", "-Wall", "-Wextra", "-Wno-psabi", "-Wno-unknown-pragmas",
+    "-std=gnu11", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-ffp-contract=off",
+    "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra", "-Wno-psabi",
+    "-Wno-unknown-pragmas",
 )  # fmt: skip
 """A compiler that fused or reordered operations here and not there would change bits of a result
 with what is computed beside it. Kernels fuse explicitly."""
 
-_PER_LIBRARY = ("check.c", "layout.c", "processor.c")
+_PER_LIBRARY = ("check.c", "layout.c", "processor.c", "wait.c")
 """Sources that are compiled once; all others are compiled for each instruction set."""
 
 _AVX2 = ("-mavx2", "-mfma")
@@ -107,7 +108,7 @@ def build(library: Path = LIBRARY, *, extra_flags: tuple[str, ...] = ()) -> None
         new = library.with_name(f"{library.name}.{os.getpid()}")
         objects = [job[-1] for job in jobs]
         try:
-            _run([*compiler, "-shared", *extra_flags, "-o", str(new), *objects, "-lm"])
+            _run([*compiler, "-shared", "-pthread", *extra_flags, "-o", str(new), *objects, "-lm"])
             _seal(new)
             os.replace(new, library)
         finally:

@@ -1,5 +1,8 @@
 """All layers in one call give the results of single operations, to the bit."""
 
+import ctypes
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
@@ -225,6 +228,33 @@ def test_passes_over_two_caches_at_once_do_not_meet(made, monkeypatch):
             assert all(torch.equal(logits, wanted[0]) for logits in found)
             now = [plane for planes in one.planes for plane in planes]
             assert all(torch.equal(*both) for both in zip(now, wanted[1], strict=True))
+
+
+def test_a_thread_that_waits_sleeps_and_is_woken(made, monkeypatch):
+    batch, call_kernel = batch_of([(0, 40)], range, 1), native.Worker.__call__
+    wanted = run(made("llama-gqa"), batch, monkeypatch, in_one=True)
+    seconds = []
+
+    def withhold(worker, call):
+        """Let a thread wait for the first phase of the first layer, whose tasks start later."""
+        if not isinstance(call, native.WeightLayersCall):
+            call_kernel(worker, call)
+            return
+        num_first = ctypes.c_int64.from_address(call.phase_tasks).value
+        first = native.WeightLayersCall.from_buffer_copy(call)
+        first.tasks.count = call.tasks.next = num_first
+        waiting = threading.Thread(target=worker._function, args=(ctypes.byref(call),))
+        waiting.start()
+        time.sleep(0.5)
+        seconds.append(time.clock_gettime(time.pthread_getcpuclockid(waiting.ident)))
+        worker._function(ctypes.byref(first))
+        waiting.join()
+
+    monkeypatch.setattr(native.Worker, "__call__", withhold)
+    assert_equal(run(made("llama-gqa"), batch, monkeypatch, in_one=True, shares="weights"), wanted)
+    # A thread that is busy while it waits would have used half a second.
+    assert len(seconds) == 1
+    assert seconds[0] < 0.25
 
 
 @pytest.mark.parametrize("index", [-1, 20])

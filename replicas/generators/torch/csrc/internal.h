@@ -14,6 +14,12 @@
 
 typedef uint16_t bf16;  // the upper half of a float32
 
+// Wait until other threads have published at least `wanted`, and see what they wrote before.
+void wait_for(const int64_t *progress, int64_t wanted);
+void publish(int64_t *progress, int64_t value);
+// Publish one more finished task. Nothing waits for fewer than `last` of them.
+void publish_one(int64_t *progress, int64_t last);
+
 #ifdef KERNEL_VARIANT
 kernel_function VARIANT(attention), VARIANT(norm), VARIANT(rope), VARIANT(product);
 kernel_function VARIANT(token_layers), VARIANT(weight_layers);

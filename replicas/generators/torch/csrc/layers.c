@@ -4,28 +4,10 @@
 // rotation of halves, causal attention, output projection, norm, SwiGLU. Threads take tasks in
 // order. A task waits for others that it depends on. These were taken earlier, so a waiting thread
 // always waits for a running one.
-#include <sched.h>
 #include <stddef.h>
 #include <string.h>
 
 #include "internal.h"
-
-// --- waiting ------------------------------------------------------------------------------------
-
-enum { POLLS = 1000 };  // before a waiting thread yields its core
-
-// Wait until other threads have published at least `wanted`, and see what they wrote before.
-static void wait_for(const int64_t *progress, int64_t wanted) {
-  for (int polls = 0; __atomic_load_n(progress, __ATOMIC_ACQUIRE) < wanted; polls++)
-    if (polls >= POLLS) sched_yield();
-}
-
-static void publish(int64_t *progress, int64_t value) {
-  __atomic_store_n(progress, value, __ATOMIC_RELEASE);
-}
-
-// Publish one more finished task; those of other threads before it become visible with it.
-static void publish_one(int64_t *progress) { __atomic_fetch_add(progress, 1, __ATOMIC_ACQ_REL); }
 
 // --- parts of a layer ---------------------------------------------------------------------------
 
@@ -263,6 +245,6 @@ void VARIANT(weight_layers)(void *given) {
         break;
       default: multiply_panel(&layer->down, call->gated, rows, part, PRODUCT_PLUS, x);
     }
-    publish_one(&call->done[at]);
+    publish_one(&call->done[at], call->phase_tasks[phase]);
   }
 }
