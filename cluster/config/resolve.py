@@ -236,7 +236,8 @@ def check_weights(config: ClusterConfig) -> None:
         if not any(folder.glob("*.safetensors*")):
             continue
         try:
-            check_checkpoint(folder, expected_weights(load_engine_model(engine)))
+            model = load_engine_model(engine)
+            check_checkpoint(folder, expected_weights(model), model.quantization)
         except ConfigError as error:
             raise ClusterConfigError(f"args.pools.{role}.engine: {error}") from error
 

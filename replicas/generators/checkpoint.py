@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from replicas.errors import ModelLoadError
 from replicas.generators.layer_specs import NormSpec
 from replicas.generators.model_config import layer_specs
+from replicas.generators.quantization import stored_weights
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,14 +20,13 @@ if TYPE_CHECKING:
 
     from replicas.generators.layer_specs import Shape
     from replicas.generators.model_config import ModelConfig
+    from replicas.generators.quantization import Quantization
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _MOST_SHOWN = 8
 _MOST_HEADER_BYTES = 100_000_000
 """Limit of the format. Source: safetensors' `MAX_HEADER_SIZE`."""
-_DTYPES = ("BF16", "F16", "F32", "F64")
-"""Dtypes of weights that are converted to the dtype of the computation."""
 
 
 class StoredTensor(NamedTuple):
@@ -61,35 +61,43 @@ def expected_weights(config: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
-def check_checkpoint(folder: Path, shapes: Mapping[str, Shape]) -> dict[str, StoredTensor]:
+def check_checkpoint(
+    folder: Path, shapes: Mapping[str, Shape], quantization: Quantization | None = None
+) -> dict[str, StoredTensor]:
     """Check that a folder has exactly the wanted weights, and return where each tensor is.
 
     Args:
         folder: Model folder.
         shapes: As of ``expected_weights``.
+        quantization: How some of the weights may be stored.
 
     Raises:
         ModelLoadError: A file is missing, damaged or cut off, or a tensor is missing, unexpected,
-            or of another shape or of a dtype that is no float; names the file, the tensor, what it
-            has and what config.json implies.
+            or of another shape or dtype; names the file, the tensor, what it has and what
+            config.json implies.
     """
     found = {name: tensor for path in _files(folder) for name, tensor in _read_header(path).items()}
-    missing = [name for name in shapes if name not in found]
+    wanted = {
+        name: spec
+        for weight in stored_weights(shapes, quantization, found).values()
+        for name, spec in weight.items()
+    }
+    missing = [name for name in wanted if name not in found]
     if missing:
         raise ModelLoadError(
             f"weights missing in {folder}: {_listed(missing)}; config.json implies them: use the "
             "one that was saved with these weights, or copy all of the model's files"
         )
-    unexpected = [name for name in found if name not in shapes and not _is_redundant(name)]
+    unexpected = [name for name in found if name not in wanted and not _is_redundant(name)]
     if unexpected:
         raise ModelLoadError(
             f"unexpected weights in {folder}: {_listed(unexpected)}; by config.json the model has "
             "none of these names: use the one that was saved with these weights"
         )
     wrong = [
-        f"{name} {found[name].shape} instead of {shape} ({found[name].file.name})"
-        for name, shape in shapes.items()
-        if found[name].shape != shape
+        f"{name} {found[name].shape} instead of {spec.shape} ({found[name].file.name})"
+        for name, spec in wanted.items()
+        if found[name].shape != spec.shape
     ]
     if wrong:
         raise ModelLoadError(
@@ -97,14 +105,16 @@ def check_checkpoint(folder: Path, shapes: Mapping[str, Shape]) -> dict[str, Sto
             "config.json that was saved with these weights"
         )
     wrong = [
-        f"{name} is {found[name].dtype} ({found[name].file.name})"
-        for name in shapes
-        if found[name].dtype not in _DTYPES
+        f"{name} is {found[name].dtype} instead of {' or '.join(spec.dtypes)} "
+        f"({found[name].file.name})"
+        for name, spec in wanted.items()
+        if found[name].dtype not in spec.dtypes
     ]
     if wrong:
         raise ModelLoadError(
-            f"weights in {folder} are not of a dtype among {', '.join(_DTYPES)}: {_listed(wrong)}; "
-            "quantised weights are not supported: use the model's unquantised checkpoint"
+            f"weights in {folder} are of other dtypes than config.json implies: {_listed(wrong)}; "
+            "its quantization_config says how quantised weights are stored: use the config.json "
+            "that was saved with these weights, or the model's unquantised checkpoint"
         )
     return found
 

@@ -22,7 +22,21 @@ Shape: TypeAlias = tuple[int, ...]
 Tensors: TypeAlias = "Iterator[tuple[str, Shape]]"
 """Names and shapes of checkpoint tensors."""
 
-Activation: TypeAlias = Literal["silu", "gelu_tanh"]
+
+@dataclass(frozen=True, slots=True)
+class ClampedSwiglu:
+    """GPT-OSS's gate: (up + 1) * gate * sigmoid(alpha * gate), both clamped first.
+
+    Attributes:
+        alpha: Factor inside the sigmoid.
+        limit: The gate is at most this, the other from minus this to this.
+    """
+
+    alpha: float
+    limit: float
+
+
+Activation: TypeAlias = 'Literal["silu", "gelu_tanh"] | ClampedSwiglu'
 """Function of an MLP's gate; "gelu_tanh" is GELU's tanh approximation."""
 
 NormKind: TypeAlias = Literal["rms", "wide", "offset"]
@@ -58,12 +72,28 @@ class Part:
         rows: How many.
         first: The first of them.
         total: Rows of the whole tensor; None if all are taken.
+        step: From one of them to the next.
+        stack: Matrices in the tensor, if it has those of all experts, (experts, columns, rows)
+            under its name alone, with biases (experts, rows) under "_bias".
+        entry: Which of them.
     """
 
     name: str
     rows: int
     first: int = 0
     total: int | None = None
+    step: int = 1
+    stack: int | None = None
+    entry: int = 0
+
+    @property
+    def taken(self) -> slice:
+        """The rows."""
+        return slice(self.first, self.first + self.rows * self.step, self.step)
+
+    def numbered(self, number: int) -> Part:
+        """Return this with a number in place of the "{}" of its name, or as its entry."""
+        return replace(self, name=self.name.format(number), entry=number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +114,11 @@ class LinearSpec:
         """Yield the weights and biases."""
         for part in self.parts:
             rows = part.rows if part.total is None else part.total
+            if part.stack is not None:
+                yield part.name, (part.stack, self.columns, rows)
+                if self.has_bias:
+                    yield f"{part.name}_bias", (part.stack, rows)
+                continue
             yield f"{part.name}.weight", (rows, self.columns)
             if self.has_bias:
                 yield f"{part.name}.bias", (rows,)
@@ -140,7 +175,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class MlpSpec:
-    """MLP with a gate: down(activation(gate(x)) * up(x)).
+    """MLP with a gate: down(activation(gate(x)) * up(x)), or as `ClampedSwiglu` says.
 
     Attributes:
         gate: N -> inner.
@@ -160,14 +195,13 @@ class MlpSpec:
             yield from each.tensors()
 
     def numbered(self, number: int) -> MlpSpec:
-        """Return this with a number in place of the "{}" in each name."""
+        """Return this for one expert; see `Part.numbered`."""
         gate, up, down = (_numbered(each, number) for each in (self.gate, self.up, self.down))
         return MlpSpec(gate, up, down, self.activation)
 
 
 def _numbered(spec: LinearSpec, number: int) -> LinearSpec:
-    parts = tuple(replace(part, name=part.name.format(number)) for part in spec.parts)
-    return replace(spec, parts=parts)
+    return replace(spec, parts=tuple(part.numbered(number) for part in spec.parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +230,7 @@ class ExpertsSpec:
     Attributes:
         config: How tokens are routed.
         router: N -> E.
-        expert: Each expert, with "{}" for its number in the names.
+        expert: Each expert, with "{}" for its number in the names, or in stacks.
         shared: MLP of all tokens beside the experts, or None.
         shared_gate: N -> 1: the sigmoid of its product is a factor of the shared MLP's result.
     """

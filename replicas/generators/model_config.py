@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from replicas.errors import ConfigError
 from replicas.generators.layer_specs import ExpertsConfig
+from replicas.generators.quantization import read_quantization
 from replicas.generators.rope_config import RopeConfig, RopeDefaults, read_rope
 from replicas.kv_groups import KVSpec
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from replicas.config import EngineConfig
     from replicas.generators.layer_specs import Activation, LayerSpec, NormKind
+    from replicas.generators.quantization import Quantization
 
 FAMILIES: Mapping[str, str] = {
     "LlamaForCausalLM": "llama",
@@ -38,6 +40,7 @@ FAMILIES: Mapping[str, str] = {
     "Gemma3ForCausalLM": "gemma3_text",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "SeedOssForCausalLM": "seed_oss",
+    "GptOssForCausalLM": "gpt_oss",
 }
 """Architecture name -> family (the configuration's model_type), a module of `_MODELS`."""
 _MODELS = "replicas.generators.torch.models"
@@ -92,6 +95,7 @@ class ModelConfig:
         embedding_scale: Factor of the embedding's rows, rounded to the model's dtype.
         mlp_layers: Layers with an MLP in a model with experts.
         shared_intermediate_size: Size inside the expert of all tokens, if there is one.
+        quantization: How weights may be stored, if not as they are.
     """
 
     name_or_path: str
@@ -127,6 +131,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     mlp_layers: tuple[int, ...] = ()
     shared_intermediate_size: int = 0
+    quantization: Quantization | None = None
 
     def has_window(self, layer: int) -> bool:
         """Return whether a layer sees a window of its sequence only."""
@@ -328,6 +333,7 @@ class RawConfig:
             eos_token_id=_eos_token_ids(raw, self.generation),
             dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "").removeprefix("torch."),
             states_max_positions=bool(stated_positions),
+            quantization=read_quantization(raw, self.name_or_path),
         )
 
 
@@ -539,10 +545,6 @@ def _refuse_unsupported(raw: Mapping[str, Any], name: str, key: str, supported: 
     activation = raw.get(key, supported)
     if activation != supported:
         raise ConfigError(f"{name}: {key} {activation!r} is not supported, only {supported!r}")
-    quantization = raw.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else "?"
-        raise ConfigError(f"{name}: weights quantised by {method!r} are not supported")
     layer_types = set(raw.get("layer_types") or ()) - {"full_attention", _SLIDING}
     if layer_types:
         raise ConfigError(f"{name}: layer_types {sorted(layer_types)} are not supported")

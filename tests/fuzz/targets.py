@@ -675,6 +675,11 @@ def model_config_seeds():
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
     qwen = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
             "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}  # fmt: skip
+    gpt_oss = {
+        **experts, "head_dim": 16, "sliding_window": 64, "swiglu_limit": 7.0,
+        "layer_types": ["sliding_attention", "full_attention"], "attention_bias": True,
+        "quantization_config": {"quant_method": "mxfp4"},
+    }  # fmt: skip
     for architecture, changes in (
         ("LlamaForCausalLM", {"rope_scaling": llama3}),
         ("LlamaForCausalLM", {"rope_parameters": yarn}),
@@ -682,6 +687,7 @@ def model_config_seeds():
         ("MistralForCausalLM", {"sliding_window": 64}),
         ("MixtralForCausalLM", experts),
         ("Qwen3MoeForCausalLM", qwen),
+        ("GptOssForCausalLM", gpt_oss),
     ):
         config = {**base, "architectures": [architecture], **changes}
         yield json.dumps({"config.json": config, "generation_config.json": generation}).encode()

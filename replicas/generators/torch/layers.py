@@ -21,7 +21,7 @@ from replicas.generators.torch.plain import PlainKernels
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from replicas.generators.layer_specs import Activation, AttentionSpec, LayerSpec
+    from replicas.generators.layer_specs import Activation, AttentionSpec, LayerSpec, Part
     from replicas.generators.protocol import Exchange, LayerCallback
     from replicas.generators.rope_config import RopeConfig
     from replicas.generators.torch.kernels import Kernels
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from replicas.generators.torch.linear import LinearLayer
     from replicas.generators.torch.plain import Attend, TokenPlaces
 
-    Fetch: TypeAlias = Callable[[str], torch.Tensor]
+    Fetch: TypeAlias = Callable[..., torch.Tensor]
     RopeKey: TypeAlias = tuple[RopeConfig, int]
 
 _PLAIN = PlainKernels()
@@ -155,7 +155,12 @@ class Mlp:
         """(T, N) -> (T, inner), what ``down`` takes."""
         if self.activation == "silu":
             return self.up.times(x, self.gate.swish(x))
-        return self.up.times(x, functional.gelu(self.gate(x), approximate="tanh"))
+        gate = self.gate(x)
+        if self.activation == "gelu_tanh":
+            return self.up.times(x, functional.gelu(gate, approximate="tanh"))
+        limit = self.activation.limit
+        gate, up = gate.clamp(max=limit), self.up(x).clamp(-limit, limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * self.activation.alpha))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -274,8 +279,8 @@ class LayerMaker:
     """Maker of layers from their descriptions and the checkpoint's tensors.
 
     Args:
-        fetch: Function that returns a tensor by its name below the layer's prefix, in the dtype of
-            the computation.
+        fetch: Function that returns a tensor by its name below the layer's prefix, or the entry of
+            it whose index is the second argument, in the dtype of the computation.
         eps: Of all norms.
         exchange: Communication with the ranks that have other experts.
     """
@@ -313,11 +318,15 @@ class LayerMaker:
         return make_linear(self._joined(spec, "weight"), bias)
 
     def _joined(self, spec: LinearSpec, kind: str) -> torch.Tensor:
-        found = [
-            self._fetch(f"{part.name}.{kind}")[part.first : part.first + part.rows]
-            for part in spec.parts
-        ]
+        found = [self._part(part, kind)[part.taken] for part in spec.parts]
         return torch.cat(found) if len(found) > 1 else found[0].contiguous()
+
+    def _part(self, part: Part, kind: str) -> torch.Tensor:
+        if part.stack is None:
+            return self._fetch(f"{part.name}.{kind}")
+        if kind == "bias":
+            return self._fetch(f"{part.name}_bias", part.entry)
+        return self._fetch(part.name, part.entry).T
 
     def _attention(self, spec: AttentionSpec) -> Attention:
         q_norm, k_norm = self._maybe_norm(spec.q_norm), self._maybe_norm(spec.k_norm)

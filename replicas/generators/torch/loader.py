@@ -18,6 +18,8 @@ from safetensors import SafetensorError, safe_open
 from replicas.errors import ModelLoadError
 from replicas.generators.checkpoint import check_checkpoint, expected_weights, final_norm
 from replicas.generators.model_config import layer_specs
+from replicas.generators.quantization import stored_weights
+from replicas.generators.torch.dequantize import mxfp4
 from replicas.generators.torch.layers import LayerMaker
 from replicas.generators.torch.linear import make_linear
 
@@ -25,10 +27,12 @@ if TYPE_CHECKING:
     from replicas.generators.layer_specs import LayerSpec, Shape
     from replicas.generators.model_config import ModelConfig
     from replicas.generators.protocol import CpuDevice
+    from replicas.generators.quantization import Quantization
     from replicas.generators.torch.layers import DecoderLayer, Norm
     from replicas.generators.torch.linear import LinearLayer
 
-Fetch: TypeAlias = Callable[[str], torch.Tensor]
+Fetch: TypeAlias = Callable[..., torch.Tensor]
+"""(name, index or None) -> a weight, or an entry of its first dimension."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,12 +69,13 @@ def load_weights(
     shapes = expected_weights(config)
     if device.load_format == "random":
         return _assemble(config, device, random_source(shapes, device.seed), max_seq_len)
-    with open_safetensors(Path(config.name_or_path), shapes) as fetch:
+    folder = Path(config.name_or_path)
+    with open_safetensors(folder, shapes, config.quantization) as fetch:
         return _assemble(config, device, fetch, max_seq_len)
 
 
 def random_source(shapes: Mapping[str, Shape], seed: int) -> Fetch:
-    """Return what draws a weight by its name, float32; the order of asking does not matter.
+    """Return what draws a weight, or an entry of it, in float32; order does not matter.
 
     Args:
         shapes: As of ``expected_weights``.
@@ -78,28 +83,35 @@ def random_source(shapes: Mapping[str, Shape], seed: int) -> Fetch:
     """
     order = {name: index for index, name in enumerate(shapes)}
 
-    def fetch(name: str) -> torch.Tensor:
-        shape = shapes[name]
+    def fetch(name: str, index: int | None = None) -> torch.Tensor:
+        shape = shapes[name] if index is None else shapes[name][1:]
         if name.endswith("norm.weight"):
             return torch.ones(shape)
-        stream = torch.Generator().manual_seed(seed * len(order) + order[name])
+        key = seed * len(order) + order[name]
+        # No name has a key below zero, so that no entry has the numbers of a whole tensor.
+        entry = key if index is None else -1 - key * shapes[name][0] - index
+        stream = torch.Generator().manual_seed(entry)
         return torch.randn(shape, generator=stream) * 0.02
 
     return fetch
 
 
 @contextmanager
-def open_safetensors(folder: Path, shapes: Mapping[str, Shape]) -> Iterator[Fetch]:
+def open_safetensors(
+    folder: Path, shapes: Mapping[str, Shape], quantization: Quantization | None = None
+) -> Iterator[Fetch]:
     """Check the folder's files against the shapes, open them, and yield a reader by name.
 
     Args:
         folder: Of the model.
         shapes: As of ``expected_weights``.
+        quantization: How some weights may be stored; they are read as float32.
 
     Raises:
         ModelLoadError: See `check_checkpoint`; or a file cannot be opened.
     """
-    stored = check_checkpoint(folder, shapes)
+    stored = check_checkpoint(folder, shapes, quantization)
+    weights = stored_weights(shapes, quantization, stored)
     with ExitStack() as stack:
         try:
             files = {
@@ -108,14 +120,26 @@ def open_safetensors(folder: Path, shapes: Mapping[str, Shape]) -> Iterator[Fetc
             }
         except (OSError, SafetensorError) as error:
             raise ModelLoadError(f"cannot read the weights in {folder}: {error}") from error
-        yield lambda name: files[stored[name].file].get_tensor(name)
+
+        def read(name: str, index: int | None) -> torch.Tensor:
+            file = files[stored[name].file]
+            found: torch.Tensor = (
+                file.get_tensor(name) if index is None else file.get_slice(name)[index]
+            )
+            return found
+
+        def fetch(name: str, index: int | None = None) -> torch.Tensor:
+            parts = [read(part, index) for part in weights[name]]
+            return parts[0] if name in weights[name] else mxfp4(*parts)
+
+        yield fetch
 
 
 def _assemble(
     config: ModelConfig, device: CpuDevice, fetch: Fetch, max_seq_len: int | None
 ) -> ModelWeights:
-    def get(name: str) -> torch.Tensor:
-        return fetch(name).to(device.dtype).contiguous()
+    def get(name: str, index: int | None = None) -> torch.Tensor:
+        return fetch(name, index).to(device.dtype)
 
     embedding = get("model.embed_tokens.weight")
     layers = []
@@ -135,8 +159,8 @@ def _assemble(
     )
 
 
-def _get_under(get: Fetch, prefix: str, name: str) -> torch.Tensor:
-    return get(prefix + name)
+def _get_under(get: Fetch, prefix: str, name: str, index: int | None = None) -> torch.Tensor:
+    return get(prefix + name, index)
 
 
 def _without_long_window(spec: LayerSpec, max_seq_len: int | None) -> LayerSpec:

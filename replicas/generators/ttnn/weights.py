@@ -202,8 +202,10 @@ def load_lane_weights(
             return place(partial(_load, files))
     except DamagedCacheError as error:
         logger.warning("converting the weights again, as the cached ones are damaged: %s", error)
-    folder = Path(config.name_or_path)
-    with open_safetensors(folder, expected_weights(config)) as fetch, _writing(cache) as writer:
+    source = open_safetensors(
+        Path(config.name_or_path), expected_weights(config), config.quantization
+    )
+    with source as fetch, _writing(cache) as writer:
         return place(partial(_convert_and_keep, fetch, lane_shape, writer))
 
 

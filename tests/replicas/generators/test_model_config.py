@@ -204,7 +204,7 @@ def test_a_window_counts_where_the_family_uses_it(changes, window):
         ({"rope_scaling": {"rope_type": "llama3"}}, "no 'factor'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised by 'gptq'"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised by 'awq'"),
         ({"layer_types": ["linear_attention"]}, "linear_attention"),
         ({"num_hidden_layers": 2**53}, "num_hidden_layers 9007199254740992 is not from 1 to 4096"),
         ({"num_hidden_layers": 0}, "num_hidden_layers 0 is not from 1"),

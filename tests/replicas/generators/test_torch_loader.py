@@ -79,7 +79,7 @@ def test_tied_embeddings_share_memory_even_when_the_file_repeats_them(tmp_path):
         (
             "model.layers.2.mlp.up_proj.weight",
             torch.zeros(96, 64, dtype=torch.int8),
-            r"among BF16, .*layers\.2\.mlp\.up_proj\.weight is I8 \(model\.safetensors\)",
+            r"layers\.2\.mlp\.up_proj\.weight is I8 instead of BF16 .*\(model\.safetensors\)",
         ),
     ],
     ids=["missing", "unexpected", "another shape", "another dtype"],

@@ -107,6 +107,13 @@ FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
         "num_key_value_heads": 2, "moe_intermediate_size": 48, "num_experts": 6,
         "num_experts_per_tok": 2, "shared_expert_intermediate_size": 80, "mlp_only_layers": [0],
     }),
+    "gpt-oss": ("GptOss", {
+        "num_key_value_heads": 2, "head_dim": 32, "num_local_experts": 6, "sliding_window": 9,
+        "num_experts_per_tok": 3, "swiglu_limit": 1.5, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+    }),
 }  # fmt: skip
 """More families and layers, held to float32 logits and tokens of transformers' classes."""
 
