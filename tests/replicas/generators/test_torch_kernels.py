@@ -128,6 +128,7 @@ def poisoned(planes, tables, lengths, window, counts):
                 plane[table[length // block], :, length % block :] = torch.nan
             before = 0 if window is None else max(length - count + 1 - window, 0)
             plane[table[: before // block]] = torch.nan
+            plane[table[before // block], :, : before % block] = torch.nan
 
 
 def expected(q, k, v, first, scoring, sinks):
@@ -219,6 +220,36 @@ def test_a_token_has_the_same_bits_alone_and_beside_others(
     together = attend(q, ATTENTION_TILE, [length])
     alone = attend(q, 1, [length - count + 1 + i for i in range(count)])
     assert torch.equal(together, alone)
+
+
+@given(
+    dtypes, masks, st.sampled_from(HEADS), st.integers(ATTENTION_TILE, 100),
+    st.sampled_from([None, 9]), st.sampled_from([torch.nan, torch.inf]), seeds,
+)  # fmt: skip
+def test_a_number_that_is_none_reaches_the_tokens_alone_that_see_it(
+    dtype, mask, heads, length, window, wrong, seed
+):
+    make, rng = draw(seed), np.random.default_rng(seed)
+    num_kv_heads, share, key_width, value_width = heads
+    planes = [make(8, num_kv_heads, BLOCK, size, dtype=dtype) for size in (key_width, value_width)]
+    q = make(ATTENTION_TILE, num_kv_heads * share, key_width, dtype=dtype)
+    table = rng.permutation(8)[None].astype(np.int64)
+    arrays = (np.array([number]) for number in (0, ATTENTION_TILE, length, 0))
+    tile = Tiles(ATTENTION_TILE, *arrays, table)
+
+    def attend():
+        out = q.new_empty(*q.shape[:2], value_width)
+        kernels_for(dtype, mask).attend(q, tile, tuple(planes), out, Scoring(window=window))
+        return out
+
+    clean = attend()
+    place = length - 1 - int(rng.integers(min(length, 16)))
+    planes[1][table[0, place // BLOCK], :, place % BLOCK] = wrong
+    found = attend()
+    positions = np.arange(length - ATTENTION_TILE, length)
+    sees = (positions >= place) & (positions < place + (window or length))
+    assert torch.equal(found[~sees], clean[~sees])
+    assert not found[sees].isfinite().any()
 
 
 def one_tile(length, block):

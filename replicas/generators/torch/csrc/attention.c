@@ -119,6 +119,12 @@ INLINE void fetch(const char *from, int64_t num_bytes) {
 #endif
 #include "attention.inc"
 
+static int attend(const attention_call *call, const rows *part, int is_alone) {
+  if (call->dtype == KERNEL_BFLOAT16) return attend_bfloat16(call, part, is_alone);
+  if (call->dtype == KERNEL_FLOAT32) return attend_float32(call, part, is_alone);
+  return attend_float64(call, part, is_alone);
+}
+
 void VARIANT(attend_tile)(const attention_call *call, int64_t tile, int64_t kv_head) {
   const int64_t count = call->counts[tile], length = call->lengths[tile];
   rows part = {
@@ -132,12 +138,15 @@ void VARIANT(attend_tile)(const attention_call *call, int64_t tile, int64_t kv_h
   const int64_t num_rows = count * call->share;
   for (part.first_row = 0; part.first_row < num_rows; part.first_row += MAX_ROWS) {
     part.count = (int)smaller(num_rows - part.first_row, MAX_ROWS);
-    if (call->dtype == KERNEL_BFLOAT16)
-      attend_bfloat16(call, &part);
-    else if (call->dtype == KERNEL_FLOAT32)
-      attend_float32(call, &part);
-    else
-      attend_float64(call, &part);
+    if (attend(call, &part, 0)) continue;
+    // Each token again: the NaN may be where it, or another of these tokens, does not look.
+    rows one = part;
+    for (int done = 0; done < part.count; done += one.count) {
+      one.first_row = part.first_row + done;
+      const int64_t left = call->share - one.first_row % call->share;
+      one.count = (int)smaller(left, part.count - done);
+      attend(call, &one, 1);
+    }
   }
 }
 
