@@ -382,6 +382,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "recompute" keeps the verified part and computes the rest, as is always done with KV
             lost by a store; "fail" ends the request with an error.
         reservation_timeout_s: How long a reserved slot waits for its KV before it is released.
+        expert_placement: In a gang, for each expert the list of ranks that hold it, in every layer.
+            Experts that many tokens choose may be on several ranks. None gives each rank an equal
+            run of experts.
         gang: The gang of engines that share out the experts of the model; None for an engine with
             all experts. Only on the CPU.
     """
@@ -429,6 +432,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_store: StoreConfig | None = None
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     reservation_timeout_s: float = 120.0
+    expert_placement: tuple[tuple[int, ...], ...] | None = None
     gang: GangConfig | None = None
 
     def validate(self) -> None:

@@ -684,6 +684,20 @@ class DraftCounters(msgspec.Struct):
     num_accepted_tokens_per_pos: list[int] = []
 
 
+class ExpertCounters(msgspec.Struct, frozen=True, kw_only=True):
+    """Load of a model's experts.
+
+    Attributes:
+        num_tokens: For each expert this engine's tokens that it has had, in all layers.
+        num_rows: Rows that experts of this engine have computed, its own and those of other ranks.
+        imbalance: Tokens of a layer's busiest expert over the mean of all; mean over the layers.
+    """
+
+    num_tokens: list[int] = []
+    num_rows: int = 0
+    imbalance: float = 0.0
+
+
 class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """All counters of one engine, read between two steps.
 
@@ -698,6 +712,7 @@ class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True):
         kv_recompute_tokens: Prompt tokens computed here because their KV did not arrive.
         num_stalls: Turns of the core thread that exceeded the stall limit.
         drafts: Counters of speculative decoding; all zero without it.
+        experts: Load of the experts; all zero without them.
     """
 
     num_waiting: int
@@ -710,6 +725,7 @@ class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True):
     kv_recompute_tokens: int = 0
     num_stalls: int = 0
     drafts: DraftCounters = msgspec.field(default_factory=DraftCounters)
+    experts: ExpertCounters = ExpertCounters()
 
 
 class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,13 @@ from cluster.edge.engine_metrics import render_engine_metrics
 from cluster.routing import metrics
 from cluster.routing.metrics import RouterMetrics
 from kv_transfer.connector import PathCounters, StageHistogram, TransferStats
-from replicas.messages import DraftCounters, EngineMetrics, GroupCounters, HostSeconds
+from replicas.messages import (
+    DraftCounters,
+    EngineMetrics,
+    ExpertCounters,
+    GroupCounters,
+    HostSeconds,
+)
 from replicas.text_pieces import MAX_WHOLE_CHARS
 from replicas.tt.meshes import MESHES, mesh_spec
 from scripts import values_table
@@ -60,6 +66,7 @@ def exported():
         transfer=transfer,
         host_seconds=host,
         drafts=of_ones(DraftCounters, num_accepted_tokens_per_pos=[1]),
+        experts=of_ones(ExpertCounters, num_tokens=[1]),
     )
     engines = render_engine_metrics([(make_member("decode", "d"), engine)], "tiny")
     page = router.render() + engines

@@ -28,6 +28,8 @@ from kv_transfer.errors import AddressError, InvalidLayoutError
 from kv_transfer.layout import ROW_TOKENS
 from kv_transfer.store import STORE_BACKENDS, StoreConfig
 from replicas.config import STORE_CONNECTORS, EngineConfig, Role
+from replicas.errors import ConfigError
+from replicas.generators.expert_placement import place_experts
 from replicas.generators.model_config import ModelConfig
 from replicas.kv_sizing import kv_rope, resolve_dtype
 
@@ -283,19 +285,21 @@ def _check_gang_counts(args: ClusterArgs, role: Role, pool: PoolConfig) -> None:
 
 def _check_gang_model(role: Role, size: int, engine: EngineConfig, model: ModelConfig) -> None:
     """Refuse gangs of models without experts, and of engines that are not on the CPU."""
+    where = f"args.pools.{role}.gang_size"
+    if size == 1 and engine.expert_placement is not None:
+        raise ClusterConfigError(f"{where} is 1, so remove expert_placement, or set gang_size")
     if size == 1:
         return
-    where = f"args.pools.{role}.gang_size"
     if engine.mesh is not None or engine.simulated_mesh is not None:
         raise ClusterConfigError(f"{where} is for engines on the CPU: remove it, or the mesh")
     if model.experts is None:
         raise ClusterConfigError(
             f"{where}: the model has no experts, so its replicas need no gang; remove gang_size"
         )
-    if model.experts.num_experts % size:
-        raise ClusterConfigError(
-            f"{where} {size} does not divide the model's {model.experts.num_experts} experts"
-        )
+    try:
+        place_experts(model.experts.num_experts, size, engine.expert_placement)
+    except ConfigError as error:
+        raise ClusterConfigError(f"{where}: {error}") from error
 
 
 def _check_resources(where: str, resources: Mapping[str, float]) -> None:

@@ -143,6 +143,11 @@ def _accepted_drafts(engine: _EngineSample) -> _Samples:
         yield (str(position),), count
 
 
+def _expert_tokens(engine: _EngineSample) -> _Samples:
+    for expert, count in enumerate(engine.metrics.experts.num_tokens):
+        yield (str(expert),), count
+
+
 def _transfers(engine: _EngineSample) -> _Samples:
     stats = engine.metrics.transfer
     for path, counts in stats.paths.items():
@@ -257,6 +262,22 @@ FAMILIES = (
         CounterMetricFamily, "vllm:spec_decode_num_accepted_tokens_per_pos",
         "Drafts that were right, by their position behind the last token",
         _accepted_drafts, ("position",),
+    ),
+    Family(
+        CounterMetricFamily, "ttserve_expert_tokens",
+        "Tokens that an engine's requests sent to each expert, in all layers",
+        _expert_tokens, ("expert",),
+    ),
+    *_of_engines(
+        CounterMetricFamily, "metrics.experts",
+        ("ttserve_expert_rows", "Rows that the experts of an engine computed, also for other ranks",
+         "num_rows"),
+    ),
+    *_of_engines(
+        GaugeMetricFamily, "metrics.experts",
+        ("ttserve_expert_imbalance",
+         "Tokens of a layer's busiest expert over the mean of all experts; mean over the layers",
+         "imbalance"),
     ),
     Family(
         CounterMetricFamily, "ttserve_step_host_seconds",

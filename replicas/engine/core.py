@@ -424,6 +424,7 @@ class EngineCore:
             kv_recompute_tokens=self._scheduler.loads.num_recompute_tokens,
             num_stalls=self.watchdog.num_stalls,
             drafts=self._scheduler.draft_counters,
+            experts=self._executor.collective_rpc("expert_counters")[0],
         )
 
     def kv_transfers(self, now_s: float) -> KVTransfers:

@@ -32,7 +32,7 @@ from replicas.grammars import GrammarCompiler
 from replicas.host_cores import usable_cores
 from replicas.kv_groups import only_kv_group
 from replicas.memory_profile import memory_table
-from replicas.messages import WorkerDescription
+from replicas.messages import ExpertCounters, WorkerDescription
 from replicas.platforms.cpu import CpuPlatform
 from replicas.platforms.mesh import MeshPlatform
 from replicas.platforms.simulated import SimulatedPlatform
@@ -243,6 +243,19 @@ class Worker:
     def transfer_stats(self, now_s: float) -> TransferStats | None:
         """Return totals of the KV connector; None without one."""
         return self._connector.stats(now_s) if self._connector is not None else None
+
+    def expert_counters(self) -> ExpertCounters:
+        """Return the load of the model's experts; zeros without any."""
+        generator = self._generator
+        load = generator.expert_load() if hasattr(generator, "expert_load") else None
+        if load is None:
+            return ExpertCounters()
+        most, mean = load.num_tokens.max(1), load.num_tokens.mean(1)
+        return ExpertCounters(
+            num_tokens=load.num_tokens.sum(0).tolist(),
+            num_rows=load.num_rows,
+            imbalance=float((most / mean).mean()) if mean.all() else 0.0,
+        )
 
     def describe(self) -> WorkerDescription:
         """Return what runs here; see `WORKER_METHODS`."""

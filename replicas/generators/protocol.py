@@ -23,7 +23,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, TypedDict, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    Protocol,
+    TypeAlias,
+    TypedDict,
+    TypeVar,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -180,6 +190,7 @@ class CpuDevice:
         progress: Called while loading with (stage, fraction done in 0..1); must be quick.
         shares_kv: Whether other processes of this host may map the KV cache's memory.
         exchange: Communication with the other ranks of a gang, which have the other experts.
+        expert_placement: For each expert the ranks that hold it; None gives each an equal run.
     """
 
     dtype: torch.dtype
@@ -189,6 +200,7 @@ class CpuDevice:
     progress: Callable[[str, float], None] | None = None
     shares_kv: bool = False
     exchange: Exchange | None = None
+    expert_placement: Sequence[Sequence[int]] | None = None
 
 
 NO_LOG_PROBS = -2
@@ -641,6 +653,27 @@ class SupportsGang(Protocol):
         Raises:
             GangLostError: A rank is no more.
         """
+        ...
+
+
+class ExpertLoad(NamedTuple):
+    """What the experts of a model have computed.
+
+    Attributes:
+        num_tokens: int64 (layers with experts, experts): this rank's tokens that each expert has
+            had, wherever it is.
+        num_rows: Rows that this rank's experts have computed, its own and those of other ranks.
+    """
+
+    num_tokens: Int64Array
+    num_rows: int
+
+
+class SupportsExpertLoad(Protocol):
+    """Generator that counts the load of its experts."""
+
+    def expert_load(self) -> ExpertLoad | None:
+        """Return the counts since warm-up; None for a model without experts."""
         ...
 
 

@@ -73,6 +73,7 @@ class CpuPlatform(Platform):
             # No engine on this host reads a decode engine's KV, and private memory is faster.
             shares_kv=config.kv_connector is not None and config.role != "decode",
             exchange=exchange,
+            expert_placement=config.expert_placement,
         )
         if config.dtype == "auto" and self.model.dtype == "float16":
             logger.warning(

@@ -36,7 +36,7 @@ from replicas.generators.simulated.tokens import (
     expected_tokens,
 )
 from replicas.kv_groups import only_kv_group
-from replicas.messages import WorkerDescription
+from replicas.messages import ExpertCounters, WorkerDescription
 from replicas.sampling.preparation import Prepared
 from replicas.sampling_params import GREEDY_EPS
 
@@ -262,6 +262,10 @@ class VirtualWorker:
     def transfers(self, now_s: float) -> list[TransferInfo]:
         """Return the KV transfers under way."""
         return self._connector.transfers(now_s) if self._connector is not None else []
+
+    def expert_counters(self) -> ExpertCounters:
+        """Return zeros: virtual models have no experts."""
+        return ExpertCounters()
 
     def describe(self) -> WorkerDescription:
         """Return what runs here; see `WORKER_METHODS`."""

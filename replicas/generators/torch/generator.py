@@ -32,11 +32,13 @@ if TYPE_CHECKING:
     from replicas.generators.model_config import ModelConfig
     from replicas.generators.protocol import (
         DeviceSamplingParams,
+        ExpertLoad,
         FlatBatch,
         Generator,
         KVCache,
         KVCacheShape,
         LayerCallback,
+        SupportsExpertLoad,
         SupportsGang,
         SupportsHiddenStates,
         SupportsLayerCallbacks,
@@ -120,7 +122,6 @@ class TorchGenerator:
         config = to_model_config(hf_config)
         _check_device(mesh_device)
         check_sizes(config, max_batch_size, max_seq_len, tt_data_parallel)
-        _check_exchange(config, mesh_device)
         weights = load_weights(config, mesh_device, max_seq_len)
         share = config.num_attention_heads // config.num_key_value_heads
         attention = make_attention(mesh_device.attention, mesh_device.dtype, config.head_dim, share)
@@ -316,6 +317,10 @@ class TorchGenerator:
         with torch.inference_mode():
             self._model.serve_experts()
 
+    def expert_load(self) -> ExpertLoad | None:
+        """Return what the experts have computed since warm-up; see ``SupportsExpertLoad``."""
+        return self._model.expert_load()
+
     def set_layer_callbacks(
         self, before: LayerCallback | None, after: LayerCallback | None
     ) -> None:
@@ -365,7 +370,10 @@ class TorchGenerator:
         with torch.inference_mode(), _all_threads_if(is_long):
             if (num_threads := torch.get_num_threads()) > 1:
                 HELPERS.keep_off(num_threads)
-            return (run or self._model.forward)(batch, cache, before, after)
+            result = (run or self._model.forward)(batch, cache, before, after)
+        if is_warm_up:
+            self._model.forget_expert_load()
+        return result
 
 
 @contextlib.contextmanager
@@ -397,21 +405,6 @@ def _check_device(device: CpuDevice) -> None:
         raise ConfigError(f"load_format {device.load_format!r} is not one of {known}")
 
 
-def _check_exchange(config: ModelConfig, device: CpuDevice) -> None:
-    if device.exchange is None:
-        return
-    if config.experts is None:
-        raise ConfigError(
-            f"{config.name_or_path} has no experts to share out, and its engines need not step "
-            "together; remove gang_size"
-        )
-    if config.experts.num_experts % device.exchange.size:
-        raise ConfigError(
-            f"{config.experts.num_experts} experts do not divide by gang_size "
-            f"{device.exchange.size}"
-        )
-
-
 def _checked(kv_cache: KVCache) -> TorchKVCache:
     if not isinstance(kv_cache, TorchKVCache):
         raise TypeError(f"kv_cache must come from allocate_kv_cache, got {type(kv_cache).__name__}")
@@ -437,5 +430,6 @@ if TYPE_CHECKING:  # fails type checking when the class and the protocols part w
     _mixed: type[SupportsMixedBatch] = TorchGenerator
     _callback: type[SupportsLayerCallbacks] = TorchGenerator
     _gang: type[SupportsGang] = TorchGenerator
+    _load: type[SupportsExpertLoad] = TorchGenerator
     _hidden: type[SupportsHiddenStates] = TorchGenerator
     _budget: type[SupportsTokenBudget] = TorchGenerator

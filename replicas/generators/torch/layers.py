@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from replicas.generators.layer_specs import ExpertsSpec, LinearSpec, MlpSpec, NormSpec
-from replicas.generators.torch.experts import Experts, own_experts
+from replicas.generators.torch.experts import ExpertDispatch, Experts
 from replicas.generators.torch.linear import make_linear
 from replicas.generators.torch.plain import PlainKernels
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from replicas.generators.layer_specs import Activation, AttentionSpec, LayerSpec, Part
-    from replicas.generators.protocol import Exchange, LayerCallback
+    from replicas.generators.protocol import LayerCallback
     from replicas.generators.rope_config import RopeConfig
     from replicas.generators.torch.kernels import Kernels
     from replicas.generators.torch.kv_cache import TorchKVCache
@@ -282,13 +282,13 @@ class LayerMaker:
         fetch: Function that returns a tensor by its name below the layer's prefix, or the entry of
             it whose index is the second argument, in the dtype of the computation.
         eps: Of all norms.
-        exchange: Communication with the ranks that have other experts.
+        dispatch: The way to the ranks that have other experts, if there are any.
     """
 
-    def __init__(self, fetch: Fetch, eps: float, exchange: Exchange | None = None) -> None:
+    def __init__(self, fetch: Fetch, eps: float, dispatch: ExpertDispatch | None = None) -> None:
         self._fetch = fetch
         self._eps = eps
-        self._exchange = exchange
+        self._dispatch = dispatch
 
     def layer(self, spec: LayerSpec) -> DecoderLayer:
         """Make a layer."""
@@ -359,15 +359,12 @@ class LayerMaker:
         return Mlp(gate, up, down, spec.activation)
 
     def _experts(self, spec: ExpertsSpec) -> Experts:
-        own = [
-            self._mlp(spec.expert.numbered(number))
-            for number in own_experts(spec.config.num_experts, self._exchange)
-        ]
+        own = range(spec.config.num_experts) if self._dispatch is None else self._dispatch.own
         return Experts(
             spec.config,
             self.linear(spec.router),
-            own,
-            self._exchange,
+            [self._mlp(spec.expert.numbered(number)) for number in own],
+            self._dispatch,
             shared=None if spec.shared is None else self._mlp(spec.shared),
             shared_gate=None if spec.shared_gate is None else self.linear(spec.shared_gate),
         )

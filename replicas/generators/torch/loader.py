@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from safetensors import SafetensorError, safe_open
 
-from replicas.errors import ModelLoadError
+from replicas.errors import ConfigError, ModelLoadError
 from replicas.generators.checkpoint import check_checkpoint, expected_weights, final_norm
+from replicas.generators.expert_placement import place_experts
 from replicas.generators.model_config import layer_specs
 from replicas.generators.quantization import stored_weights
 from replicas.generators.torch.dequantize import mxfp4
+from replicas.generators.torch.experts import ExpertDispatch
 from replicas.generators.torch.layers import LayerMaker
 from replicas.generators.torch.linear import make_linear
 
@@ -65,6 +67,7 @@ def load_weights(
     Raises:
         ModelLoadError: The folder has no safetensors file, a file cannot be read, or names, shapes
             or dtypes differ from what the configuration implies; the message names them.
+        ConfigError: The experts cannot be placed on the ranks of the device's gang.
     """
     shapes = expected_weights(config)
     if device.load_format == "random":
@@ -141,11 +144,12 @@ def _assemble(
     def get(name: str, index: int | None = None) -> torch.Tensor:
         return fetch(name, index).to(device.dtype)
 
+    dispatch = _dispatch(config, device)
     embedding = get("model.embed_tokens.weight")
     layers = []
     for index, spec in enumerate(layer_specs(config)):
         get_under = partial(_get_under, get, f"model.layers.{index}.")
-        maker = LayerMaker(get_under, config.rms_norm_eps, device.exchange)
+        maker = LayerMaker(get_under, config.rms_norm_eps, dispatch)
         layers.append(maker.layer(_without_long_window(spec, max_seq_len)))
         if device.progress is not None:
             device.progress("weights", (index + 1) / config.num_hidden_layers)
@@ -161,6 +165,19 @@ def _assemble(
 
 def _get_under(get: Fetch, prefix: str, name: str, index: int | None = None) -> torch.Tensor:
     return get(prefix + name, index)
+
+
+def _dispatch(config: ModelConfig, device: CpuDevice) -> ExpertDispatch | None:
+    """Return the way to other ranks' experts, None without other ranks."""
+    if device.exchange is None:
+        return None
+    if config.experts is None:
+        raise ConfigError(
+            f"{config.name_or_path} has no experts to share out, and its engines need not step "
+            "together; remove gang_size"
+        )
+    size, table = device.exchange.size, device.expert_placement
+    return ExpertDispatch(place_experts(config.experts.num_experts, size, table), device.exchange)
 
 
 def _without_long_window(spec: LayerSpec, max_seq_len: int | None) -> LayerSpec:

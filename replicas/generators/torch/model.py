@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from replicas.generators.protocol import ExpertLoad
 from replicas.generators.torch.attention import BatchedAttention
 from replicas.generators.torch.experts import Experts
 from replicas.generators.torch.layers import ForwardPass
@@ -49,6 +50,8 @@ class PagedTransformer:
     ) -> None:
         self._config = config
         self._weights = weights
+        mlps = (layer.mlp for layer in weights.layers)
+        self._experts = [mlp for mlp in mlps if isinstance(mlp, Experts)]
         self._attention = attention
         self._plain = BatchedAttention()
         dtype = weights.embedding.dtype
@@ -171,9 +174,20 @@ class PagedTransformer:
     def serve_experts(self) -> None:
         """Take part in a pass of the ranks that share out the experts, with no token."""
         nothing = self._weights.embedding[:0]
-        for layer in self._weights.layers:
-            if isinstance(layer.mlp, Experts):
-                layer.mlp(nothing)
+        for experts in self._experts:
+            experts(nothing)
+
+    def expert_load(self) -> ExpertLoad | None:
+        """Return what the experts have computed; see ``SupportsExpertLoad``."""
+        if not self._experts:
+            return None
+        by_layer = torch.stack([experts.num_tokens for experts in self._experts])
+        return ExpertLoad(by_layer.numpy(), sum(experts.num_rows for experts in self._experts))
+
+    def forget_expert_load(self) -> None:
+        """Count from zero again."""
+        for experts in self._experts:
+            experts.forget_load()
 
     def _check(self, batch: PagedBatch, cache: TorchKVCache) -> None:
         """Check all indices, as kernels do not check bounds.

@@ -533,8 +533,14 @@ def test_a_gang_needs_experts_that_divide_and_a_network_of_its_own(tmp_path):
         return resolve({"model": str(folder), "pools": pools, **changes})
 
     assert resolved(2).pools["both"].gang_size == 2
-    with pytest.raises(ClusterConfigError, match="gang_size 3 does not divide the model's 4"):
+    with pytest.raises(ClusterConfigError, match="4 experts do not divide by gang_size 3"):
         resolved(3)
+    hot = [[0, 1, 2], [0], [1], [2]]
+    assert resolved(3, engine={"expert_placement": hot}).pools["both"].gang_size == 3
+    with pytest.raises(ClusterConfigError, match=r"expert_placement\[0\].*for gang_size 2"):
+        resolved(2, engine={"expert_placement": hot})
+    with pytest.raises(ClusterConfigError, match="gang_size is 1, so remove expert_placement"):
+        resolved(1, engine={"expert_placement": hot})
     with pytest.raises(ClusterConfigError, match="kv_network: plain"):
         resolved(2, data_host="node")
     with pytest.raises(ClusterConfigError, match="max_replicas and gang_size exclude each other"):

@@ -6,7 +6,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from cluster.edge.engine_metrics import render_engine_metrics
 from kv_transfer.connector import PathCounters, StageHistogram, TransferStats
 from kv_transfer.store import StoreCounters
-from replicas.messages import DraftCounters, EngineMetrics, GroupCounters, HostSeconds
+from replicas.messages import (
+    DraftCounters,
+    EngineMetrics,
+    ExpertCounters,
+    GroupCounters,
+    HostSeconds,
+)
 from tests.cluster.engines import make_member
 from tests.kv_groups import one_kv_group
 
@@ -43,6 +49,7 @@ def engine(groups, transfer, num_recomputed=0):
         transfer=transfer,
         kv_recompute_tokens=num_recomputed,
         drafts=DraftCounters(5, 12, 7, [4, 3]),
+        experts=ExpertCounters(num_tokens=[6, 2], num_rows=9, imbalance=1.5),
     )
 
 
@@ -258,6 +265,14 @@ def test_without_engines_every_family_is_still_named():
     page = render_engine_metrics([], "tiny").decode()
     names = {family.name for family in text_string_to_metric_families(page)}
     assert {"vllm:num_requests_running", "ttserve_kv_transfer_bytes"} <= names
+
+
+def test_the_load_of_experts_has_its_series(samples):
+    for expert, tokens in enumerate((6, 2)):
+        found = of(samples, "ttserve_expert_tokens_total", expert=str(expert))
+        assert set(found.values()) == {tokens}
+    assert set(of(samples, "ttserve_expert_rows_total").values()) == {9}
+    assert set(of(samples, "ttserve_expert_imbalance").values()) == {1.5}
 
 
 def test_drafts_have_the_names_of_vllm(samples):

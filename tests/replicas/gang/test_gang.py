@@ -275,6 +275,13 @@ def test_of_four_ranks_none_outlives_the_first(deed):
     assert all("rank 0 was lost" in failure for failure in failures)
 
 
+def test_a_hot_expert_on_both_ranks_gives_the_tokens_of_one_engine(alone):
+    """Expert 0 is on both ranks, and the others are not shared out equally."""
+    table = ((0, 1), *((1,),) * 5, (0,), (0,))
+    with gang(config(expert_placement=table), 2) as (_, handles):
+        assert run_all(handles, GREEDY) == alone[GREEDY.seed]
+
+
 @pytest.mark.slow
 def test_four_ranks_give_the_tokens_of_one_engine(alone):
     with gang(config(), 4) as (_, handles):
