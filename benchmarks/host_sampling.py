@@ -51,6 +51,7 @@ class Asked(NamedTuple):
     top_p: float = 1.0
     penalties: bool = False
     logprobs: int | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
 
     def sampling(self) -> SamplingParams:
         """Return the parameters of a request."""
@@ -63,6 +64,7 @@ class Asked(NamedTuple):
             presence_penalty=penalty,
             frequency_penalty=penalty,
             logprobs=self.logprobs,
+            allowed_token_ids=self.allowed_token_ids,
         )
 
 
@@ -72,6 +74,7 @@ CASES = {
     "top-k 50": Asked(top_k=50),
     "top-p 0.9": Asked(temperature=0.7, top_p=0.9),
     "top-k 50, top-p 0.9": Asked(temperature=0.7, top_k=50, top_p=0.9),
+    "top-k 50, 8 allowed": Asked(top_k=50, allowed_token_ids=tuple(range(0, 4000, 500))),
     "default again (A/A)": Asked(),
     "penalties": Asked(penalties=True),
     "greedy, penalties": Asked(temperature=0.0, penalties=True),
@@ -107,6 +110,11 @@ class Plain:
             logits = torch.where(self._is_seen, scaled, logits)
             logits -= asked.frequency_penalty * self._counts
             logits -= asked.presence_penalty * (self._counts > 0)
+        if asked.allowed_token_ids is not None:
+            allowed = list(asked.allowed_token_ids)
+            masked = torch.full_like(logits, -torch.inf)
+            masked[:, allowed] = logits[:, allowed]
+            logits = masked
         tokens = _draw(logits, self._asked)
         if asked.logprobs is not None:
             values = logits.float().log_softmax(dim=-1)

@@ -392,6 +392,10 @@ def best_tokens(logits: Float32Array, maxima: Float32Array, count: int) -> Int64
     else:
         bound = np.partition(maxima, len(maxima) - count)[len(maxima) - count]
         blocks = np.flatnonzero(maxima >= bound)
+        if len(blocks) > count:
+            # Of equal blocks the first ones: where a grammar allows few tokens, most are equal.
+            equal = np.flatnonzero(maxima == bound)[count - np.count_nonzero(maxima > bound) :]
+            blocks = np.setdiff1d(blocks, equal, assume_unique=True)
         places = (blocks[:, None] * _BLOCK + np.arange(_BLOCK)).reshape(-1)
         places = places[: len(places) - max(0, int(places[-1]) + 1 - len(logits))]
         candidates = places[logits[places] >= bound]

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from replicas.engine.step import NewRow
 from replicas.philox import uniform
-from replicas.sampling.sampler import NO_ALLOWED_TOKEN, NO_DISTRIBUTION, SamplingColumns, sample
+from replicas.sampling.sampler import (
+    NO_ALLOWED_TOKEN,
+    NO_DISTRIBUTION,
+    SamplingColumns,
+    best_tokens,
+    block_maxima,
+    sample,
+)
 from replicas.sampling_params import SamplingParams
 from tests.replicas.sampling.reference_sampler import weights_of
 
@@ -216,6 +223,16 @@ def test_equal_logits_are_ranked_by_token_over_blocks():
     # Three best and, of all that are equal after them, the lowest two.
     grid = (np.arange(4000) + 0.5) / 4000
     assert set(draw(logits.expand(4000, -1), grid, top_k=5)) == {0, 1, 3, 700, 1999}
+
+
+@given(allowed=st.lists(st.integers(0, 9999), max_size=12), count=st.integers(1, 30))
+def test_the_best_of_few_allowed_tokens_are_searched_in_few_blocks(allowed, count):
+    logits = torch.full((1, 10_000), -torch.inf)
+    # Some are equal.
+    logits[0, allowed] = torch.tensor([float(token_id % 3) for token_id in allowed])
+    found = best_tokens(logits[0].numpy(), block_maxima(logits).numpy()[0], count)
+    assert len(found) <= count * 256
+    assert (found[:count] == (-logits[0]).argsort(stable=True)[:count].numpy()).all()
 
 
 def test_tokens_with_no_probability_are_never_drawn_from_other_blocks():
