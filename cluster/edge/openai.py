@@ -7,7 +7,7 @@ returns the `Usage`, which `cluster.edge.openai_responses` turns into a body.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from replicas.sampling_params import MAX_LOGPROBS, SamplingDefaults
 
@@ -23,14 +23,54 @@ if TYPE_CHECKING:
     from replicas.output_processor import OutputDelta
     from replicas.sampling_params import ReasoningMarks
 
+Item = TypeVar("Item", contravariant=True)
+Result = TypeVar("Result", contravariant=True)
+
 Emit: TypeAlias = "Callable[[OutputDelta], Awaitable[None]]"
 """Sends a delta to the client; awaiting it applies the client's back-pressure."""
 
 
 StartBackground: TypeAlias = (
-    "Callable[[EngineRequest, ResponseSpec, BackgroundWork], dict[str, Any]]"
+    "Callable[[EngineRequest, ResponseSpec, BackgroundWork], StartedResponse]"
 )
-"""Starts a request, and returns the body that answers it at once."""
+"""Starts a request that runs without its connection."""
+
+
+class EventWriter(Protocol[Item, Result]):
+    """Converter of what a request emits into the events of its stream; does no I/O."""
+
+    def add(self, item: Item, /) -> bytes:
+        """Add an item; return the events to send now, or b""."""
+
+    def finish(self, result: Result, /) -> bytes:
+        """Return the end of the stream."""
+
+    def fail(self, error: ServingError, /) -> bytes:
+        """Return the end of a stream that fails after its first byte."""
+
+
+class FollowedResponse(NamedTuple):
+    """The stream of a response that another request has made, or makes.
+
+    Attributes:
+        run: Passes its progress on until it has ended, and returns the ended response.
+        writer: Writes the events.
+    """
+
+    run: Callable[[Callable[[Any], Awaitable[None]]], Awaitable[dict[str, Any]]]
+    writer: EventWriter[Any, dict[str, Any]]
+
+
+class StartedResponse(NamedTuple):
+    """A request that runs without its connection.
+
+    Attributes:
+        body: The body that answers it at once.
+        events: Returns the stream that answers it instead, if its client wants that.
+    """
+
+    body: dict[str, Any]
+    events: Callable[[], FollowedResponse]
 
 
 class BackgroundWork(NamedTuple):

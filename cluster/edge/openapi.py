@@ -99,7 +99,18 @@ OPERATIONS: dict[str, Operation] = {
         errors=(404, OVERLOADED),
     ),
     "compact_response": Operation("Not offered", "Error", errors=(404,)),
-    "response": Operation("Show a stored response", "Response", errors=(404, 429)),
+    "response": Operation(
+        "Show a stored response, or its events",
+        "Response",
+        is_streamed=True,
+        is_resumable=False,
+        query={
+            "stream": _FLAG,
+            "starting_after": {"type": "integer", "minimum": 0},
+            "include_obfuscation": _FLAG,
+        },
+        errors=(404, 429, 503),
+    ),
     "response_input_items": Operation(
         "List the items that a stored response has been made from",
         "ResponseItems",

@@ -146,10 +146,10 @@ class Pipeline:
             ClientGoneError: The client disconnected before the answer.
         """
         ready = await self._read_request(http_request, api)
-        if ready.spec.stream:
-            return self._stream(ready, http_request, api)
         if ready.spec.start_background is not None:
             return self._start_background(ready, ready.spec.start_background, http_request)
+        if ready.spec.stream:
+            return self._stream(ready, http_request, api)
         return await self._whole(ready, http_request, api)
 
     async def _read_request(self, http_request: Request, api: Api) -> _ReadyRequest:
@@ -294,7 +294,18 @@ class Pipeline:
         """Start a request that its connection does not end; it still counts as an open one."""
         lease = lease_of(http_request.scope)
         work = self._background_work(ready, http_request, lease, ready.num_prompt_tokens)
-        return json_response(start(ready.requests[0], ready.spec, work))
+        started = start(ready.requests[0], ready.spec, work)
+        if not ready.spec.stream:
+            return json_response(started.body)
+        followed = started.events()
+        return EventStream(
+            followed.run,
+            followed.writer,
+            to_serving_error,
+            timeout_s=None,
+            keep_alive_s=self._ingress.stream_keep_alive_s,
+            departure=self._departure,
+        )
 
     async def continue_background(
         self, moved: MovedRequest, api: ResponsesApi, quotas: TenantQuotas

@@ -49,6 +49,7 @@ from cluster.edge.openai_requests import (
 )
 from cluster.edge.openai_responses import model_body
 from cluster.edge.pipeline import Pipeline, with_history
+from cluster.edge.queries import flag
 from cluster.edge.quota_service import TenantQuotas
 from cluster.edge.responses.api import ResponsesApi
 from cluster.edge.responses.archive import response_archive
@@ -117,13 +118,14 @@ def create_app(  # noqa: PLR0913 - each part may be shared with the ingress
         api_keys,
         admission,
     )
+    departure = departure or Departure()
     pipeline = Pipeline(
         backend,
         ingress,
         admission,
         jobs,
         gate,
-        departure=departure or Departure(),
+        departure=departure,
         has_tenants=has_tenants,
     )
     routes = _RouteHandlers(backend, ingress, version, jobs, gate)
@@ -160,7 +162,7 @@ def create_app(  # noqa: PLR0913 - each part may be shared with the ingress
     responses = responses or response_archive(
         ingress.response_store_bytes, ingress.response_store_age_s
     )
-    stored = StoredResponses(responses)
+    stored = StoredResponses(responses, gate, departure, ingress.stream_keep_alive_s)
     handlers |= {
         "compact_response": stored.compact,
         "response": stored.read,
@@ -336,7 +338,7 @@ class _RouteHandlers:
         mode = request.query_params.get("mode", "abort")
         if mode not in PAUSE_MODES:
             raise bad_field("mode", f"must be one of {', '.join(PAUSE_MODES)}; got {shown(mode)}")
-        clear_cache = _flag(request, "clear_cache", default=True)
+        clear_cache = flag(request.query_params, "clear_cache", default=True)
         done = await self._backend.pause(cast("PauseMode", mode), clear_cache=clear_cache)
         return _all_done("paused", done)
 
@@ -351,7 +353,7 @@ class _RouteHandlers:
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         require_json(request.headers)
-        running = _flag(request, "reset_running_requests", default=False)
+        running = flag(request.query_params, "reset_running_requests", default=False)
         done = await self._backend.reset_prefix_cache(reset_running_requests=running)
         return _all_done("reset", done)
 
@@ -369,18 +371,6 @@ class _RouteHandlers:
     async def _read_body(self, request: Request, table: FieldTable) -> dict[str, Any]:
         limits = BodyLimits.of_models(self._backend.models(), self._backend.tokenizer)
         return await read_json_body(request, table, limits, self._ingress)
-
-
-def _flag(request: Request, name: str, *, default: bool) -> bool:
-    """Return a boolean of the query.
-
-    Raises:
-        BadRequestError: It is neither true nor false.
-    """
-    value = request.query_params.get(name, str(default)).lower()
-    if value not in {"true", "false", "1", "0"}:
-        raise bad_field(name, f"must be true or false, got {shown(value)}")
-    return value in {"true", "1"}
 
 
 def _all_done(status: str, done: Mapping[str, bool]) -> Response:

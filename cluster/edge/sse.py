@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from starlette.responses import Response
 
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
-    from cluster.edge.api import StreamWriter
     from cluster.edge.departure import Departure
-    from cluster.edge.openai import Emit, Usage
+    from cluster.edge.openai import EventWriter
     from cluster.errors import ServingError
-    from replicas.output_processor import OutputDelta
 
     Headers = Iterable[tuple[bytes, bytes]]
 
 T = TypeVar("T")
+Item = TypeVar("Item", contravariant=True)
+Result = TypeVar("Result", contravariant=True)
 
 _HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -52,13 +52,13 @@ class ClientGoneError(Exception):
     """The client closed the connection, so no answer can be sent."""
 
 
-class EventStream(Response):
+class EventStream(Response, Generic[Item, Result]):
     """A response that sends events as they come, and keep-alive comments between them."""
 
     def __init__(  # noqa: PLR0913 - one caller, all named
         self,
-        generate: Callable[[Emit], Awaitable[Usage]],
-        writer: StreamWriter,
+        generate: Callable[[Callable[[Item], Awaitable[None]]], Awaitable[Result]],
+        writer: EventWriter[Item, Result],
         to_serving_error: Callable[[Exception, str], ServingError],
         *,
         timeout_s: float | None,
@@ -69,8 +69,9 @@ class EventStream(Response):
         """Create the response of one request.
 
         Args:
-            generate: Runs the request, once; see `cluster.edge.backend.Backend.generate`.
-            writer: Converts deltas into events.
+            generate: Runs the request, once, and passes on what it emits; see
+                `cluster.edge.backend.Backend.generate`.
+            writer: Converts that into events.
             to_serving_error: Maps an exception and the request's id to the error for the client.
             timeout_s: Longest time for the request, see `run_until_disconnect`.
             keep_alive_s: Seconds without an event after which a comment is sent.
@@ -95,8 +96,8 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the stream; raises ClientGoneError if the client disconnects first."""
 
-        async def emit(delta: OutputDelta) -> None:
-            chunk = self._writer.add(delta)
+        async def emit(item: Item) -> None:
+            chunk = self._writer.add(item)
             if chunk:
                 await self._send(send, chunk, more=True)
 

@@ -7,17 +7,27 @@ from typing import TYPE_CHECKING
 import orjson
 from starlette.responses import Response
 
-from cluster.edge.answers import json_response
-from cluster.edge.fields import bad_field
-from cluster.edge.responses.api import missing_response
+from cluster.edge.answers import json_response, to_serving_error
+from cluster.edge.fields import bad_field, shown
+from cluster.edge.queries import flag
+from cluster.edge.responses.archive import missing_response
 from cluster.edge.responses.input_items import input_items, item_page
+from cluster.edge.sse import EventStream
 from cluster.edge.tenants import tenant_of
 from cluster.errors import BadRequestError, NotFoundError
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from typing import Any
+
     from starlette.requests import Request
 
+    from cluster.edge.departure import Departure
+    from cluster.edge.gate import RequestGate
     from cluster.edge.responses.archive import Action, FoundResponse, ResponseArchive
+    from cluster.edge.responses.events import Progress
+
+_MAX_NUMBER_DIGITS = 15
 
 
 class StoredResponses:
@@ -25,16 +35,51 @@ class StoredResponses:
 
     Args:
         archive: The responses of all ingresses.
+        gate: Counts streams as open requests.
+        departure: Ends open streams when the ingress ends.
+        keep_alive_s: Seconds without an event after which a stream has a comment.
     """
 
-    def __init__(self, archive: ResponseArchive) -> None:
+    def __init__(
+        self,
+        archive: ResponseArchive,
+        gate: RequestGate,
+        departure: Departure,
+        keep_alive_s: float,
+    ) -> None:
         self._archive = archive
+        self._gate = gate
+        self._departure = departure
+        self._keep_alive_s = keep_alive_s
 
     async def read(self, request: Request) -> Response:
-        """Answer with a response as it is now."""
-        if request.query_params.get("stream", "false").lower() not in {"false", "0"}:
-            raise bad_field("stream", "is not possible: ask again until the response has ended")
-        return _body(await self._find("read", request))
+        """Answer with a response as it is now, or with its events from one on."""
+        query = request.query_params
+        is_streamed = flag(query, "stream", default=False)
+        # Events are never padded.
+        flag(query, "include_obfuscation", default=False)
+        after = _event_number(query.get("starting_after"))
+        if after is not None and not is_streamed:
+            raise bad_field("starting_after", "needs stream=true")
+        # The answer of HEAD has no events.
+        if not is_streamed or request.method == "HEAD":
+            return _body(await self._find("read", request))
+        response_id = request.path_params["response_id"]
+        tenant = tenant_of(request.scope).name
+        followed = self._archive.events(tenant, response_id, -1 if after is None else after)
+
+        async def run(emit: Callable[[Progress], Awaitable[None]]) -> dict[str, Any]:
+            with self._gate.count_more(1):
+                return await followed.run(emit)
+
+        return EventStream(
+            run,
+            followed.writer,
+            to_serving_error,
+            timeout_s=None,
+            keep_alive_s=self._keep_alive_s,
+            departure=self._departure,
+        )
 
     async def input_items(self, request: Request) -> Response:
         """Answer with a page of the items that a response has been made from."""
@@ -70,6 +115,19 @@ class StoredResponses:
         if found is None:
             raise NotFoundError(missing_response(response_id), param="response_id")
         return found
+
+
+def _event_number(text: str | None) -> int | None:
+    """Return the number of an event in a query; None if there is none.
+
+    Raises:
+        BadRequestError: It is no such number.
+    """
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) <= _MAX_NUMBER_DIGITS):
+        raise bad_field("starting_after", f"must be the number of an event, got {shown(text)}")
+    return int(text)
 
 
 def _body(found: FoundResponse) -> Response:

@@ -12,13 +12,19 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
 from cluster.edge.api import openai_error_body
 from cluster.edge.families.message import ContentPiece, ReasoningPiece
 from cluster.edge.message_reader import MessageReader, check_end
 from cluster.edge.openai_responses import ChatShape
+from cluster.edge.responses.events import DONE, EventEncoder, begin_events, error_event, last_event
 from cluster.edge.responses.items import OutputItems
+from cluster.edge.responses.recording import (
+    KnownOutput,
+    Part,
+    decode_parts,
+    encode_part,
+    part_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,8 +37,6 @@ if TYPE_CHECKING:
     from replicas.tokenizer import Tokenizer
 
 Body = dict[str, Any]
-
-_DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,7 @@ class ResponseOptions:
         items: The request's own input.
         previous: Encoded items of the conversation before that, one entry per response.
         body: The request's body, if it is in the background.
+        recording: Recording of the output so far, if another ingress has begun it.
     """
 
     response_id: str
@@ -60,6 +65,7 @@ class ResponseOptions:
     items: list[dict[str, Any]] = field(default_factory=list)
     previous: tuple[bytes, ...] = ()
     body: dict[str, Any] = field(default_factory=dict)
+    recording: bytes = b""
 
 
 class ResponseBuilder:
@@ -69,6 +75,9 @@ class ResponseBuilder:
         tokenizer: Tokenizer of the model.
         request: The engines' request.
         spec: Options of the answer.
+
+    Attributes:
+        recording: Recording of the output so far, if the events may be asked for again.
     """
 
     def __init__(self, tokenizer: Tokenizer, request: EngineRequest, spec: ResponseSpec) -> None:
@@ -78,7 +87,15 @@ class ResponseBuilder:
         self._options: ResponseOptions = spec.own
         self._reader = MessageReader(spec, holds_calls=not spec.stream)
         key = self._options.response_id.removeprefix("resp_")
-        self._output = OutputItems(key, self._options.namespaces)
+        self._output = OutputItems(key)
+        own = self._options
+        # The items of any other answer tell which events it would have had.
+        self._is_recorded = own.is_background or (own.is_stored and spec.stream)
+        self.recording = bytearray(own.recording)
+        known = decode_parts(own.recording)
+        for part in known:
+            self._output.add(part)
+        self._known = KnownOutput(known)
         # Of tokens whose text no piece has had yet.
         self._logprobs: list[list[TokenLogprob]] = []
         self._finish_reason: str | None = None
@@ -92,8 +109,21 @@ class ResponseBuilder:
             logprobs: list[Body] = []
             if isinstance(piece, ContentPiece | ReasoningPiece):
                 logprobs = self._take_logprobs(piece.text)
-            events += self._output.add(piece, logprobs)
+            part = part_of(piece, logprobs, self._options.namespaces)
+            events += self._add_part(part)
         return events
+
+    def begin(self) -> None:
+        """Record the beginning of a response in the background."""
+        self._add_part(Part("begin"))
+
+    def _add_part(self, part: Part) -> list[Event]:
+        new = self._known.new_part(part)
+        if new is None:
+            return []
+        if self._is_recorded:
+            self.recording += encode_part(new)
+        return self._output.add(new)
 
     def finish(self, usage: Usage) -> tuple[list[Event], Body]:
         """End the output; return its last events, and the response.
@@ -195,11 +225,11 @@ class ResponseEvents:
     def __init__(self, builder: ResponseBuilder, keep: Callable[[Body], None]) -> None:
         self._builder = builder
         self._keep = keep
-        self._num_events = 0
+        self._events = EventEncoder()
 
     def add(self, delta: OutputDelta) -> bytes:
         """Add a delta; return the events to send now, or b""."""
-        return self._begin() + self._encoded(self._builder.add(delta))
+        return self._begin() + self._events.encode(self._builder.add(delta))
 
     def skip(self, delta: OutputDelta) -> None:
         """Streams of responses cannot be resumed."""
@@ -214,33 +244,16 @@ class ResponseEvents:
         """
         events, response = self._builder.finish(usage)
         self._keep(response)
-        last = {"type": f"response.{response['status']}", "response": response}
-        return self._encoded([*events, last]) + _DONE
+        return self._events.encode([*events, last_event(response)]) + DONE
 
     def fail(self, error: ServingError) -> bytes:
         """Return the end of a stream that fails after its first byte."""
-        details = openai_error_body(error)["error"]
-        # OpenAI's form of the event has the details beside its type, Open Responses' below `error`.
-        flat = {name: details[name] for name in ("code", "message", "param")}
         begin = self._begin()
-        events = [
-            {"type": "error", **flat, "error": details},
-            {"type": "response.failed", "response": self._builder.fail(error)},
-        ]
-        return begin + self._encoded(events)
+        details = openai_error_body(error)["error"]
+        events = [error_event(details), last_event(self._builder.fail(error))]
+        return begin + self._events.encode(events)
 
     def _begin(self) -> bytes:
-        if self._num_events:
+        if self._events.num_events:
             return b""
-        response = self._builder.response("in_progress")
-        kinds = ("response.created", "response.in_progress")
-        return self._encoded([{"type": kind, "response": response} for kind in kinds])
-
-    def _encoded(self, events: list[Event]) -> bytes:
-        encoded = bytearray()
-        for event in events:
-            kind = event["type"]
-            numbered = {"type": kind, "sequence_number": self._num_events, **event}
-            encoded += b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(numbered) + b"\n\n"
-            self._num_events += 1
-        return bytes(encoded)
+        return self._events.encode(begin_events(self._builder.response("in_progress")))

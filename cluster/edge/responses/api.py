@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import uuid
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import orjson
@@ -12,6 +13,7 @@ import orjson
 from cluster.edge.api import Api
 from cluster.edge.field_names import naming_fields
 from cluster.edge.fields import bad_field, read_fields, shown
+from cluster.edge.openai import StartedResponse
 from cluster.edge.openai_limits import (
     MAX_MESSAGE_ENTRIES,
     MAX_MESSAGES,
@@ -20,7 +22,7 @@ from cluster.edge.openai_limits import (
 )
 from cluster.edge.openai_requests import parse_chat_completion
 from cluster.edge.responses.answers import ResponseBuilder, ResponseEvents, ResponseOptions
-from cluster.edge.responses.archive import Origin
+from cluster.edge.responses.archive import Origin, missing_response
 from cluster.edge.responses.fields import RESPONSES_FIELDS
 from cluster.edge.responses.moves import MovedRequest
 from cluster.edge.responses.translation import translate
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from cluster.edge.openai import BackgroundWork, ResponseSpec, Usage
     from cluster.edge.openai_requests import ParsedRequest
     from cluster.edge.responses.archive import Action, FoundResponse, ResponseArchive
+    from cluster.edge.responses.background import BackgroundResponse
     from replicas.messages import EngineRequest
     from replicas.output_processor import OutputDelta
     from replicas.tokenizer import Tokenizer
@@ -90,7 +93,7 @@ class ResponsesApi(Api):
         """
         body = orjson.loads(moved.body)
         values = read_fields(body, RESPONSES_FIELDS)
-        return self._parsed(body, values, moved.turns, moved.response_id)
+        return self._parsed(body, values, moved.turns, moved.response_id, moved.recording)
 
     def _parsed(
         self,
@@ -98,6 +101,7 @@ class ResponsesApi(Api):
         values: Mapping[str, Any],
         turns: tuple[bytes, ...],
         response_id: str,
+        recording: bytes = b"",
     ) -> ParsedRequest:
         is_background = values.get("background", False)
         previous = _decoded(turns, values["input"])
@@ -114,6 +118,7 @@ class ResponsesApi(Api):
             items=found.items,
             previous=turns,
             body={**body, "input": values["input"]} if is_background else {},
+            recording=recording,
         )
         if is_background:
             self._check_room(own)
@@ -146,18 +151,34 @@ class ResponsesApi(Api):
     def stream(self, request: EngineRequest, spec: ResponseSpec) -> ResponseEvents:
         """See `cluster.edge.api.Api.stream`."""
         builder = ResponseBuilder(self._tokenizer, request, spec)
-        return ResponseEvents(builder, lambda response: self._keep(request, spec, response))
 
-    def _keep(self, request: EngineRequest, spec: ResponseSpec, response: Body) -> None:
-        if spec.own.is_stored and not self._archive.keep(_origin(request, spec), response):
+        def keep(response: Body) -> None:
+            self._keep(request, spec, response, bytes(builder.recording))
+
+        return ResponseEvents(builder, keep)
+
+    def _keep(
+        self,
+        request: EngineRequest,
+        spec: ResponseSpec,
+        response: Body,
+        recording: bytes = b"",
+    ) -> None:
+        origin = _origin(request, spec)
+        if spec.own.is_stored and not self._archive.keep(origin, response, recording):
             # Only the finished answer shows that it is larger than the store.
             response["store"] = False
 
-    def _start(self, request: EngineRequest, spec: ResponseSpec, work: BackgroundWork) -> Body:
+    def _start(
+        self, request: EngineRequest, spec: ResponseSpec, work: BackgroundWork
+    ) -> StartedResponse:
         builder = ResponseBuilder(self._tokenizer, request, spec)
         origin, own = _origin(request, spec), spec.own
 
-        def moved(token_ids: list[int]) -> MovedRequest:
+        # The answer needs the log probabilities of all tokens.
+        begins_again = own.has_logprobs or not work.can_continue
+
+        def moved(running: BackgroundResponse) -> MovedRequest:
             return MovedRequest(
                 tenant=work.tenant,
                 source=work.source,
@@ -167,21 +188,21 @@ class ResponsesApi(Api):
                 body=orjson.dumps(own.body),
                 turns=own.previous,
                 request=request,
-                # The answer needs the log probabilities of all tokens.
-                token_ids=[] if own.has_logprobs or not work.can_continue else token_ids,
+                token_ids=[] if begins_again else running.token_ids,
                 left_s=work.left_s(),
+                recording=b"" if begins_again else running.recording(),
             )
 
-        return self._archive.start(origin, builder, work, moved)
+        body = self._archive.start(origin, builder, work, moved)
+        return StartedResponse(
+            body, partial(self._archive.events, origin.tenant, origin.response_id)
+        )
 
     def _check_background(self, values: Mapping[str, Any]) -> None:
         if not self._archive.is_on:
             raise bad_field("background", "needs stored responses, but this server stores none")
         if not values.get("store", True):
             raise bad_field("background", "needs store: clients read the response later")
-        if values.get("stream", False):
-            text = "cannot be streamed: leave stream out, and read the response by its id"
-            raise bad_field("background", text)
 
     def _check_room(self, own: ResponseOptions) -> None:
         """Refuse a response in the background if not even a failed one could be read later."""
@@ -314,8 +335,3 @@ def _decoded(turns: Sequence[bytes], items: str | list[Any]) -> list[dict[str, A
             text = f"and input hold more than {MAX_MESSAGES} items or {MAX_MESSAGE_ENTRIES} values"
             raise bad_field("previous_response_id", f"{text}; send a shorter conversation as input")
     return previous
-
-
-def missing_response(response_id: str) -> str:
-    """Return the message about a response that is not stored."""
-    return f"no response {shown(response_id)} is stored: it never was, or its time is over"

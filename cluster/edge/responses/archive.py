@@ -23,11 +23,15 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import msgspec
 import orjson
 
+from cluster.edge.fields import shown
+from cluster.edge.openai import FollowedResponse
 from cluster.edge.peers import NoPeers
 from cluster.edge.responses.background import BackgroundResponse
+from cluster.edge.responses.events import RUNNING, Progress, ReplayedEvents
 from cluster.edge.responses.moves import HAND_OVERS, HandOver
+from cluster.edge.responses.recording import decode_parts, parts_of_items
 from cluster.edge.responses.store import ResponseStore
-from cluster.errors import SaturatedError, ServingError
+from cluster.errors import NotFoundError, SaturatedError, ServingError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -39,7 +43,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Action = Literal["read", "conversation", "delete", "cancel"]
+Action = Literal["read", "conversation", "delete", "cancel", "follow"]
 
 QUESTION = "responses"
 HAND_OVER = "hand_over"
@@ -53,6 +57,12 @@ _TIMEOUT_S = 2.0
 _MAX_ASKING = 4
 """Most questions at a time: each takes a thread that other questions need, too."""
 _MAX_WAITING = 64
+_POLL_S = 0.25
+"""Time between two questions about a response that runs at another ingress."""
+_MAX_MISSES = 20
+"""Questions in a row without an answer after which such a response counts as lost."""
+_PARTS_AT_ONCE = 256
+"""Most parts of an output whose events are made before other requests run."""
 
 
 class Lookup(msgspec.Struct, frozen=True, array_like=True):
@@ -60,27 +70,31 @@ class Lookup(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         action: What to do with the response: "read" it, also with its "conversation", "delete" it,
-            or "cancel" it if it runs.
+            "cancel" it if it runs, or "follow" it: read it with the recording of its output.
         tenant: The tenant that asks.
         response_id: The response.
+        begin: First byte of the recording to return.
     """
 
     action: Action
     tenant: str
     response_id: str
+    begin: int = 0
 
 
 class FoundResponse(msgspec.Struct, frozen=True, array_like=True):
     """A response.
 
     Attributes:
-        body: The response as JSON.
+        body: The response as JSON; without its output if it is followed and runs.
         turns: The conversation up to and with it, see `StoredResponse`; empty if it was not asked
             for.
+        recording: What follows in the recording of its output, see `StoredResponse`.
     """
 
     body: bytes
     turns: tuple[bytes, ...] = ()
+    recording: bytes = b""
 
 
 _LOOKUPS = msgspec.msgpack.Decoder(Lookup)
@@ -119,7 +133,7 @@ class _Running(NamedTuple):
 
     origin: Origin
     response: BackgroundResponse
-    moved: Callable[[list[int]], MovedRequest]
+    moved: Callable[[BackgroundResponse], MovedRequest]
 
 
 class ResponseArchive:
@@ -155,17 +169,23 @@ class ResponseArchive:
         """Return the most bytes of a response and its conversation that are kept."""
         return self._store.max_text_bytes
 
-    def keep(self, origin: Origin, response: dict[str, Any]) -> bool:
-        """Store a finished response; return whether it fits into the store."""
-        turns = origin.turns(response)
-        return self._store.put(origin.tenant, origin.response_id, orjson.dumps(response), turns)
+    def keep(self, origin: Origin, response: dict[str, Any], recording: bytes = b"") -> bool:
+        """Store a finished response; return whether it fits into the store.
+
+        Args:
+            origin: Where it comes from.
+            response: The response.
+            recording: Recording of its output, see `StoredResponse`.
+        """
+        turns, body = origin.turns(response), orjson.dumps(response)
+        return self._store.put(origin.tenant, origin.response_id, body, turns, recording)
 
     def start(
         self,
         origin: Origin,
         builder: ResponseBuilder,
         work: BackgroundWork,
-        moved: Callable[[list[int]], MovedRequest],
+        moved: Callable[[BackgroundResponse], MovedRequest],
     ) -> dict[str, Any]:
         """Start a response in the background, which is stored when it ends; return its body.
 
@@ -173,9 +193,9 @@ class ResponseArchive:
             origin: Where it comes from.
             builder: Builds it.
             work: Runs its request.
-            moved: Returns, for its output so far, what another ingress continues it with.
+            moved: Returns what another ingress continues it with.
         """
-        response = BackgroundResponse(builder, work, partial(self._end, origin))
+        response = BackgroundResponse(builder, work, partial(self._end, origin, builder))
         self._running[origin.tenant, origin.response_id] = _Running(origin, response, moved)
         return response.body()
 
@@ -202,12 +222,13 @@ class ResponseArchive:
         for key, running in list(self._running.items()):
             if key not in self._running:
                 continue  # It ended during the offer of another one; the next call moves it.
-            request = running.moved(running.response.token_ids)
+            request = running.moved(running.response)
             if not await self._offer(HandOver(requests=[request])):
                 return False
             if key in self._running:
-                await running.response.abandon()
+                # First, so that streams of it look for it at the other ingress from now on.
                 del self._running[key]
+                await running.response.abandon()
         return self.is_empty
 
     async def take_over(self, payload: bytes) -> bytes:
@@ -245,8 +266,78 @@ class ResponseArchive:
         payload = msgspec.msgpack.encode(offered)
         return await self._peers.ask_one(HAND_OVER, payload, _HAND_OVER_TIMEOUT_S) == _TAKEN
 
-    async def find(self, action: Action, tenant: str, response_id: str) -> FoundResponse | None:
+    def events(self, tenant: str, response_id: str, after: int = -1) -> FollowedResponse:
+        """Return the events of a tenant's response, which is replayed, and followed if it runs.
+
+        Args:
+            tenant: The tenant.
+            response_id: The response.
+            after: Number of the last event that the client has; -1 for none.
+        """
+        run = partial(self._follow, tenant, response_id)
+        return FollowedResponse(run, ReplayedEvents(response_id, after))
+
+    async def _follow(
+        self,
+        tenant: str,
+        response_id: str,
+        emit: Callable[[Progress], Awaitable[None]],
+    ) -> dict[str, Any]:
+        """Emit the progress of a response, wherever it runs; return it when it has ended.
+
+        Raises:
+            NotFoundError: No ingress has it, or no longer.
+        """
+        begin, num_misses, has_begun = 0, 0, False
+        while True:
+            found = await self._look_again(tenant, response_id, begin, has_begun=has_begun)
+            if found is None:
+                num_misses += 1
+                if not has_begun or num_misses > _MAX_MISSES:
+                    raise NotFoundError(missing_response(response_id), param="response_id")
+                await asyncio.sleep(_POLL_S)
+                continue
+            num_misses = 0
+            response: dict[str, Any] = orjson.loads(found.body)
+            has_ended = response["status"] not in RUNNING
+            parts = decode_parts(found.recording)
+            if has_ended and not begin and not parts:
+                parts = parts_of_items(response["output"])
+            for i in range(0, max(len(parts), 1), _PARTS_AT_ONCE):
+                is_current = i + _PARTS_AT_ONCE >= len(parts)
+                await emit(Progress(response, parts[i : i + _PARTS_AT_ONCE], is_current))
+                if not is_current:
+                    await asyncio.sleep(0)
+            if has_ended:
+                return response
+            has_begun = True
+            begin += len(found.recording)
+            running = self._running.get((tenant, response_id))
+            if running is None:
+                await asyncio.sleep(_POLL_S)
+            else:
+                await running.response.wait_for_more(begin)
+
+    async def _look_again(
+        self, tenant: str, response_id: str, begin: int, *, has_begun: bool
+    ) -> FoundResponse | None:
+        try:
+            return await self.find("follow", tenant, response_id, begin)
+        except SaturatedError:
+            if has_begun:
+                return None  # The next question comes soon.
+            raise
+
+    async def find(
+        self, action: Action, tenant: str, response_id: str, begin: int = 0
+    ) -> FoundResponse | None:
         """Act on a tenant's response at the ingress that has it.
+
+        Args:
+            action: What to do, see `Lookup`.
+            tenant: The tenant that asks.
+            response_id: The response.
+            begin: First byte of a recording to return.
 
         Returns:
             The response as it was before a deletion, or after a cancellation; None if no ingress
@@ -255,7 +346,7 @@ class ResponseArchive:
         Raises:
             SaturatedError: Too many questions wait for the other ingresses.
         """
-        lookup = Lookup(action, tenant, response_id)
+        lookup = Lookup(action, tenant, response_id, begin)
         found = await self._find_here(lookup)
         if found is not None or not _RESPONSE_ID.fullmatch(response_id):
             return found
@@ -283,6 +374,9 @@ class ResponseArchive:
         key = (lookup.tenant, lookup.response_id)
         if key in self._running:
             origin, response, _ = self._running[key]
+            if lookup.action == "follow":
+                status = orjson.dumps(response.status_body())
+                return FoundResponse(status, (), response.recording(lookup.begin))
             if lookup.action in {"read", "conversation"}:
                 body = response.body()
                 turns = origin.turns(body) if lookup.action == "conversation" else ()
@@ -293,12 +387,14 @@ class ResponseArchive:
             return None
         if lookup.action == "delete":
             self._store.delete(*key)
+        if lookup.action == "follow":
+            return FoundResponse(stored.body, (), stored.recording[lookup.begin :])
         turns = stored.turns if lookup.action == "conversation" else ()
         return FoundResponse(stored.body, turns)
 
-    def _end(self, origin: Origin, response: dict[str, Any]) -> None:
+    def _end(self, origin: Origin, builder: ResponseBuilder, response: dict[str, Any]) -> None:
         del self._running[origin.tenant, origin.response_id]
-        if not self.keep(origin, response):
+        if not self.keep(origin, response, bytes(builder.recording)):
             text = (
                 "the answer with its conversation is larger than this server's store of responses"
             )
@@ -313,3 +409,8 @@ def response_archive(
 ) -> ResponseArchive:
     """Return the archive of an ingress; see `args.ingress.response_store_bytes`."""
     return ResponseArchive(ResponseStore(max_bytes, max_age_s, time.monotonic), peers)
+
+
+def missing_response(response_id: str) -> str:
+    """Return the message about a response that is not stored."""
+    return f"no response {shown(response_id)} is stored: it never was, or its time is over"

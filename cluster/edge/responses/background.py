@@ -39,6 +39,8 @@ class BackgroundResponse:
         self._on_end = on_end
         self._status = "queued"
         self._is_abandoned = False
+        self._has_changed = asyncio.Event()
+        self._has_ended = False
         self.token_ids: list[int] = []
         self._task = asyncio.create_task(self._run())
         # A task that is cancelled before its first step never runs a `finally` of its own.
@@ -49,6 +51,19 @@ class BackgroundResponse:
         response = self._builder.response(self._status)
         response["output"] = [item for item in response["output"] if not _is_open(item)]
         return response
+
+    def status_body(self) -> Body:
+        """Return the response as it is now, without its output."""
+        return {**self._builder.response(self._status), "output": []}
+
+    def recording(self, begin: int = 0) -> bytes:
+        """Return the recording of its output so far, from a byte on."""
+        return bytes(self._builder.recording[begin:])
+
+    async def wait_for_more(self, size: int) -> None:
+        """Wait until the recording has more bytes than `size`, or the response has ended here."""
+        while len(self._builder.recording) <= size and not self._has_ended:
+            await self._has_changed.wait()
 
     async def cancel(self) -> None:
         """End the request in the backend; return when `on_end` has been called."""
@@ -68,12 +83,21 @@ class BackgroundResponse:
         return response
 
     async def _emit(self, delta: OutputDelta) -> None:
-        self._status = "in_progress"
+        if self._status == "queued":
+            self._status = "in_progress"
+            self._builder.begin()
         self.token_ids += delta.token_ids
         self._builder.add(delta)
+        self._notify()
+
+    def _notify(self) -> None:
+        self._has_changed.set()
+        self._has_changed = asyncio.Event()
 
     def _end(self, task: asyncio.Task[Body]) -> None:
         self._work.release()
+        self._has_ended = True
+        self._notify()
         if self._is_abandoned:
             return
         self._on_end(self._builder.cancel() if task.cancelled() else task.result())

@@ -10,12 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from cluster.edge.families.message import ArgumentsPiece, CallEnd, CallStart, ContentPiece
-
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from cluster.edge.families.message import Piece
+    from cluster.edge.responses.recording import Part
 
 Event = dict[str, Any]
 Item = dict[str, Any]
@@ -30,43 +26,45 @@ class OutputItems:
 
     Args:
         key: Part of all ids, that of the response.
-        namespaces: Of each function in a namespace, its fields of a call, by the model's name of
-            it.
 
     Attributes:
         items: All items that have begun; the last one may be open.
     """
 
-    def __init__(self, key: str, namespaces: Mapping[str, dict[str, str]]) -> None:
+    def __init__(self, key: str) -> None:
         self._key = key
-        self._namespaces = namespaces
         self._pieces: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
         self._kind: _Kind | None = None
         self.items: list[Item] = []
 
-    def add(self, piece: Piece, logprobs: list[dict[str, Any]]) -> list[Event]:
-        """Add a piece of the message; return its events.
-
-        Args:
-            piece: The piece.
-            logprobs: Log probabilities of its content.
-        """
-        if isinstance(piece, CallStart):
-            named = self._namespaces.get(piece.name, {"name": piece.name})
-            fields = {"call_id": piece.call_id, **named, "arguments": ""}
-            return [*self.close("completed"), *self._open("function_call", fields)]
-        if isinstance(piece, ArgumentsPiece):
-            return [self._delta("response.function_call_arguments", piece.text)]
-        if isinstance(piece, CallEnd):
-            return self.close("completed" if piece.is_complete else "incomplete")
-        if isinstance(piece, ContentPiece):
-            events = self._begin_text("message", {"role": "assistant"})
-            self._logprobs += logprobs
-            delta = self._delta("response.output_text", piece.text)
-            return [*events, {**delta, "logprobs": logprobs}]
-        events = self._begin_text("reasoning", {"summary": []})
-        return [*events, self._delta("response.reasoning_text", piece.text)]
+    def add(self, part: Part) -> list[Event]:
+        """Add a part of the output; return its events."""
+        events: list[Event] = []
+        match part.kind:
+            case "call":
+                fields: Item = {"call_id": part.call_id, "name": part.text}
+                if part.namespace is not None:
+                    fields["namespace"] = part.namespace
+                fields["arguments"] = ""
+                events = [*self.close("completed"), *self._open("function_call", fields)]
+            case "arguments":
+                events = [self._delta("response.function_call_arguments", part.text)]
+            case "end":
+                events = self.close("completed")
+            case "cut":
+                events = self.close("incomplete")
+            case "content":
+                events = self._begin_text("message", {"role": "assistant"})
+                self._logprobs += part.logprobs
+                delta = self._delta("response.output_text", part.text)
+                events.append({**delta, "logprobs": part.logprobs})
+            case "reasoning":
+                events = self._begin_text("reasoning", {"summary": []})
+                events.append(self._delta("response.reasoning_text", part.text))
+            case "begin":
+                pass  # not of an item
+        return events
 
     def whole_items(self) -> list[Item]:
         """Return the items of the same answer without a stream; all must have ended.

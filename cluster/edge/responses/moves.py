@@ -21,6 +21,7 @@ class MovedResponse(msgspec.Struct, frozen=True, array_like=True):
         body: The response as JSON.
         turns: The conversation up to and with it, see `StoredResponse`.
         age_s: Seconds since it was stored.
+        recording: Recording of its output, see `StoredResponse`.
     """
 
     tenant: str
@@ -28,6 +29,7 @@ class MovedResponse(msgspec.Struct, frozen=True, array_like=True):
     body: bytes
     turns: tuple[bytes, ...]
     age_s: float
+    recording: bytes = b""
 
 
 class MovedRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -44,6 +46,7 @@ class MovedRequest(msgspec.Struct, frozen=True, array_like=True):
         request: The engines' request.
         token_ids: Its output so far; empty if it has to be computed again.
         left_s: Seconds left of the request's longest time; None without a limit.
+        recording: Recording of its output so far; empty if it has to be computed again.
     """
 
     tenant: Tenant
@@ -56,6 +59,7 @@ class MovedRequest(msgspec.Struct, frozen=True, array_like=True):
     request: EngineRequest
     token_ids: list[int]
     left_s: float | None
+    recording: bytes = b""
 
 
 class HandOver(msgspec.Struct, frozen=True, array_like=True):

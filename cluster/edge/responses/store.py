@@ -9,8 +9,6 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from cluster.edge.responses.moves import MovedResponse
 
 if TYPE_CHECKING:
@@ -31,16 +29,20 @@ class StoredResponse:
         turns: The conversation up to and with it, one entry of encoded items for each response.
             Neighbours share the entries.
         stored_s: Time at which it was stored, in seconds.
+        recording: Recording of its output, see `cluster.edge.responses.recording`; empty if its
+            items tell which events it has.
     """
 
     body: bytes
     turns: tuple[bytes, ...]
     stored_s: float
+    recording: bytes = b""
 
     @property
     def num_bytes(self) -> int:
         """Memory that it may take, if no other response shares its turns."""
-        return _ENTRY_BYTES + len(self.body) + sum(map(len, self.turns))
+        turns = sum(map(len, self.turns))
+        return _ENTRY_BYTES + len(self.body) + len(self.recording) + turns
 
 
 @dataclass(slots=True)
@@ -93,17 +95,26 @@ class ResponseStore:
         """Return the most bytes of a response and its conversation; negative if none is stored."""
         return self._max_bytes - _ENTRY_BYTES
 
-    def put(self, tenant: str, response_id: str, body: bytes, turns: tuple[bytes, ...]) -> bool:
+    def put(
+        self,
+        tenant: str,
+        response_id: str,
+        body: bytes,
+        turns: tuple[bytes, ...],
+        recording: bytes = b"",
+    ) -> bool:
         """Store a response in place of one of its id; return whether it fits into the store."""
-        fits = self._insert(tenant, response_id, StoredResponse(body, turns, self._now_s()))
+        stored = StoredResponse(body, turns, self._now_s(), recording)
+        fits = self._insert(tenant, response_id, stored)
         self._trim()
         return fits
 
     def adopt(self, moved: Iterable[MovedResponse]) -> None:
         """Store responses that another store has had for some time, as `put` does."""
         now_s = self._now_s()
-        for tenant, response_id, body, turns, age_s in map(msgspec.structs.astuple, moved):
-            self._insert(tenant, response_id, StoredResponse(body, turns, now_s - age_s))
+        for each in moved:
+            stored = StoredResponse(each.body, each.turns, now_s - each.age_s, each.recording)
+            self._insert(each.tenant, each.response_id, stored)
         self._ages = OrderedDict(sorted(self._ages.items(), key=lambda entry: entry[1]))
         self._trim()
 
@@ -139,7 +150,11 @@ class ResponseStore:
             stored = self._shelves[tenant].responses[response_id]
             num_bytes += stored.num_bytes
             age_s = now_s - stored.stored_s
-            found.append(MovedResponse(tenant, response_id, stored.body, stored.turns, age_s))
+            found.append(
+                MovedResponse(
+                    tenant, response_id, stored.body, stored.turns, age_s, stored.recording
+                )
+            )
         return found
 
     def get(self, tenant: str, response_id: str) -> StoredResponse | None:

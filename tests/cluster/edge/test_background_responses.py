@@ -192,11 +192,10 @@ def test_responses_in_the_background_count_as_open_requests():
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("fields", [{"store": False}, {"stream": True}])
-def test_the_background_needs_a_stored_answer_that_is_not_streamed(fields):
-    error = Server(FakeBackend()).refusal(background=True, **fields)
+def test_the_background_needs_a_stored_answer():
+    error = Server(FakeBackend()).refusal(background=True, store=False)
     assert error["param"] == "background"
-    assert next(iter(fields)) in error["message"]
+    assert "store" in error["message"]
 
 
 def test_an_answer_that_is_larger_than_the_store_is_read_as_failed():

@@ -15,6 +15,7 @@ from cluster.edge.families.message import (
     ReasoningPiece,
 )
 from cluster.edge.responses.items import OutputItems
+from cluster.edge.responses.recording import part_of
 
 ARGUMENTS = '{"city": "Bern"}'
 CALL = [CallStart(0, "weather", "call_1"), ArgumentsPiece(0, ARGUMENTS), CallEnd(0)]
@@ -23,11 +24,11 @@ LOGPROB = {"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": []}
 
 def built(pieces, status="completed"):
     """The events of a message's pieces, and the items at the end."""
-    output = OutputItems("k", {})
+    output = OutputItems("k")
     events = []
     for piece in pieces:
         logprobs = [LOGPROB] if isinstance(piece, ContentPiece) else []
-        events += deepcopy(output.add(piece, logprobs))
+        events += deepcopy(output.add(part_of(piece, logprobs, {})))
     events += deepcopy(output.finish(status))
     return events, output.items
 
@@ -138,10 +139,10 @@ def test_a_cut_call_is_incomplete_and_keeps_its_arguments():
 
 
 def test_the_whole_items_have_no_incomplete_call_and_one_message_instead_of_those_around_it():
-    output = OutputItems("k", {})
+    output = OutputItems("k")
     broken = [CALL[0], ArgumentsPiece(0, '{"ci'), CallEnd(0, is_complete=False)]
     for piece in [ContentPiece("So"), *broken, ContentPiece(" it is")]:
-        output.add(piece, [LOGPROB] if isinstance(piece, ContentPiece) else [])
+        output.add(part_of(piece, [LOGPROB] if isinstance(piece, ContentPiece) else [], {}))
     output.finish("incomplete")
     [message] = output.whole_items()
     assert (message["id"], message["status"]) == ("msg_k_0", "incomplete")
