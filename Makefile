@@ -101,7 +101,7 @@ fuzz: $(VENV)/.installed-dev ## Change inputs of every parser at random. SECONDS
 	$(VENV)/bin/python -m tests.fuzz --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED)) $(TARGETS)
 
 # Random shapes in C's kernels, with gcc's or clang's sanitizers.
-sanitize: $(VENV)/.installed-dev ## Run the CPU kernels under AddressSanitizer and UBSan. CALLS=n SEED=n.
+sanitize: $(VENV)/.installed-dev ## Run the CPU kernels under gcc's sanitizers. CALLS=n SEED=n.
 	$(VENV)/bin/python -m tests.kernels --calls $(or $(CALLS),1000) --seed $(or $(SEED),0)
 
 # The versions of constraints.txt with the hashes of all their files, for the image and for `audit`. The

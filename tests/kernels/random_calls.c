@@ -1,7 +1,11 @@
 // Calls the kernels with random shapes in arrays that end where the last number does, so that
 // AddressSanitizer sees each access outside of them; and the checks with calls that are wrong.
 //
-//   random_calls CALLS SEED
+// Passes over layers are computed by several threads, which ThreadSanitizer watches; both ways of
+// dividing them must give the same bits.
+//
+//   random_calls CALLS SEED [layers]
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -20,7 +24,7 @@ static int64_t draw(int64_t limit) {  // 0 to limit - 1
 static int64_t pick(const int64_t *from, int64_t count) { return from[draw(count)]; }
 
 // Arrays of a call, freed together.
-static void *arrays[32];
+static void *arrays[128];
 static int num_arrays;
 
 static void *array(int64_t num_bytes) {
@@ -175,18 +179,23 @@ static void call_rope(const kernel_set *kernels) {
   require(kernels_check_rope(&call) == KERNEL_BAD_INDEX, "a wrong position is seen");
 }
 
-static void call_product(const kernel_set *kernels) {
+// A weight matrix of small numbers.
+static packed_matrix matrix(int64_t inputs, int64_t outputs, int has_tiles) {
+  const int64_t count = (outputs + PANEL_COLUMNS - 1) / PANEL_COLUMNS * PANEL_COLUMNS * inputs;
+  void *weight = NULL;
+  if (posix_memalign(&weight, 64, (size_t)count * 2)) abort();
+  memcpy(weight, numbers(KERNEL_BFLOAT16, count), (size_t)count * 2);
+  free(arrays[--num_arrays]);
+  arrays[num_arrays++] = weight;
+  return (packed_matrix){weight, draw(2) ? NULL : numbers(KERNEL_BFLOAT16, outputs), inputs,
+                         outputs, has_tiles && inputs % 32 == 0};
+}
+
+static void call_product(const kernel_set *kernels, int has_tiles) {
   const int64_t rows = 1 + draw(70), inputs = 2 + 2 * draw(80), outputs = 1 + draw(200);
   const int64_t panels = (outputs + PANEL_COLUMNS - 1) / PANEL_COLUMNS;
-  const int64_t of_panel = inputs * PANEL_COLUMNS;
-  void *weight = NULL;
-  if (posix_memalign(&weight, 64, (size_t)(panels * of_panel * 2))) abort();
-  arrays[num_arrays++] = weight;
-  memset(weight, 0, (size_t)(panels * of_panel * 2));
   product_call call = {
-      .matrix = {weight, draw(2) ? NULL : numbers(KERNEL_BFLOAT16, outputs), inputs, outputs,
-                 (kernels->features & KERNEL_AVX512) && (kernels_features() & KERNEL_AMX) &&
-                     inputs % 32 == 0},
+      .matrix = matrix(inputs, outputs, has_tiles),
       .num_rows = rows,
       .rows_of_task = 32 * (1 + draw(3)),
       .then = draw(4),
@@ -199,24 +208,229 @@ static void call_product(const kernel_set *kernels) {
   kernels->product(&call);
 }
 
+enum { MAX_THREADS = 4, MAX_REQUESTS = 4, MAX_LAYERS = 3, MOST_NEW = 40, BLOCK = 16, WIDTH = 6 };
+
+typedef struct work {
+  kernel_function *kernel;
+  void *call;
+} work;
+
+static void *run_one(void *given) {
+  const work *todo = given;
+  todo->kernel(todo->call);
+  return NULL;
+}
+
+static void run_threads(kernel_function *kernel, void *call, int64_t num_threads) {
+  pthread_t threads[MAX_THREADS];
+  work todo = {kernel, call};
+  for (int64_t i = 1; i < num_threads; i++)
+    if (pthread_create(&threads[i], NULL, run_one, &todo)) abort();
+  run_one(&todo);
+  for (int64_t i = 1; i < num_threads; i++) pthread_join(threads[i], NULL);
+}
+
+static void *copy_of(const void *from, int64_t num_bytes) {
+  return memcpy(array(num_bytes), from, (size_t)num_bytes);
+}
+
+static int64_t *zeros(int64_t count) {
+  int64_t *found = array(count * (int64_t)sizeof *found);
+  return memset(found, 0, (size_t)count * sizeof *found);
+}
+
+// Requests of a pass: their tokens, the blocks of each, and which tokens are wanted.
+static void draw_requests(layers_pass *pass, int64_t *starts) {
+  int64_t *lengths = zeros(MAX_REQUESTS), *tables = zeros(MAX_REQUESTS * WIDTH);
+  int64_t *positions = zeros(MAX_REQUESTS * MOST_NEW), *places = zeros(MAX_REQUESTS * MOST_NEW);
+  int64_t *wanted = zeros(MAX_REQUESTS * MOST_NEW), token = 0;
+  const int64_t limit = 1 + draw(4);
+  pass->num_requests = 1 + draw(MAX_REQUESTS);
+  for (int64_t request = 0; request < pass->num_requests; request++) {
+    const int64_t before = draw(WIDTH * BLOCK - MOST_NEW), now = draw(2) ? 1 : 1 + draw(MOST_NEW);
+    for (int64_t i = 0; i < WIDTH; i++)
+      tables[request * WIDTH + i] = (i * MAX_REQUESTS + request) ^ 1;
+    starts[request] = token;
+    for (int64_t at = before; at < before + now; at++, token++) {
+      positions[token] = at;
+      places[token] = tables[request * WIDTH + at / BLOCK] * BLOCK + at % BLOCK;
+      if (!draw(limit)) wanted[pass->num_wanted++] = token;
+    }
+    lengths[request] = before + now;
+  }
+  if (!draw(4)) pass->num_wanted = 0;
+  starts[pass->num_requests] = pass->num_tokens = token;
+  pass->num_blocks = MAX_REQUESTS * WIDTH;
+  pass->block_size = BLOCK;
+  pass->table_width = WIDTH;
+  pass->num_positions = WIDTH * BLOCK;
+  pass->lengths = lengths;
+  pass->tables = tables;
+  pass->positions = positions;
+  pass->kv_positions = places;
+  pass->wanted = pass->num_wanted ? wanted : NULL;
+}
+
+static void draw_layers(layers_pass *pass, decoder_layer *layers, int has_tiles) {
+  static const int64_t head_sizes[] = {8, 16, 20, 32};
+  pass->num_layers = 1 + draw(MAX_LAYERS);
+  pass->num_kv_heads = 1 + draw(2);
+  pass->share = 1 + draw(3);
+  pass->head_size = pick(head_sizes, 4);
+  pass->rotary_size = draw(pass->head_size / 2 + 1) * 2;
+  pass->hidden_size = draw(2) ? 64 : 2 + 2 * draw(50);
+  pass->inner_size = draw(2) ? 96 : 2 + 2 * draw(60);
+  pass->eps = 1e-5;
+  pass->scale = 0.3;
+  pass->cos = numbers(KERNEL_BFLOAT16, pass->num_positions * pass->rotary_size);
+  pass->sin = numbers(KERNEL_BFLOAT16, pass->num_positions * pass->rotary_size);
+  const int64_t hidden = pass->hidden_size, inner = pass->inner_size;
+  const int64_t queries = pass->num_kv_heads * pass->share, groups = pass->num_kv_heads;
+  const int64_t size = pass->head_size, plane = pass->num_blocks * groups * BLOCK * size;
+  for (int64_t i = 0; i < pass->num_layers; i++)
+    layers[i] = (decoder_layer){
+        .input_norm = numbers(KERNEL_BFLOAT16, hidden),
+        .qkv = matrix(hidden, (queries + 2 * groups) * size, has_tiles),
+        .head_norm = draw(2) ? NULL : numbers(KERNEL_BFLOAT16, (queries + groups) * size),
+        .o = matrix(queries * size, hidden, has_tiles),
+        .post_norm = numbers(KERNEL_BFLOAT16, hidden),
+        .gate = matrix(hidden, inner, has_tiles),
+        .up = matrix(hidden, inner, has_tiles),
+        .down = matrix(inner, hidden, has_tiles),
+        .keys = numbers(KERNEL_BFLOAT16, plane),
+        .values = numbers(KERNEL_BFLOAT16, plane),
+        .window = draw(2) ? 0 : 1 + draw(50),
+    };
+  pass->layers = layers;
+  pass->is_end = draw(2);
+  pass->x = numbers(KERNEL_BFLOAT16, pass->num_tokens * hidden);
+  if (pass->is_end && pass->num_wanted)
+    pass->out = numbers(KERNEL_BFLOAT16, pass->num_wanted * hidden);
+}
+
+static void run_token_layers(const kernel_set *kernels, const layers_pass *pass,
+                             const int64_t *starts, int64_t num_threads) {
+  token_layers_call call = {.pass = *pass, .num_threads = num_threads, .starts = starts};
+  const int64_t num_tokens = pass->num_tokens, rows = 1 + draw(num_tokens);
+  int64_t *cuts = zeros(num_tokens + 1), *requests = zeros(num_tokens), *needs = zeros(num_tokens);
+  int64_t *firsts = zeros(num_tokens + 1), request = 0, nth = 0;
+  for (int64_t begin = 0; begin < num_tokens; begin += rows) {
+    const int64_t unit = call.num_units++;
+    while (starts[request + 1] <= begin) request++;
+    while (nth < pass->num_wanted && pass->wanted[nth] < begin) nth++;
+    cuts[unit] = begin;
+    requests[unit] = request;
+    firsts[unit] = nth;
+    needs[unit] = starts[request] / rows;
+  }
+  cuts[call.num_units] = num_tokens;
+  firsts[call.num_units] = pass->num_wanted;
+  call.max_rows = rows;
+  call.cuts = cuts;
+  call.unit_requests = requests;
+  call.needs = needs;
+  call.unit_wanted = firsts;
+  call.stored = zeros(call.num_units);
+  call.done = zeros(call.num_units);
+  const int64_t heads = 2 * pass->num_kv_heads * (pass->share + 1) * pass->head_size;
+  call.scratch_size = rows * (pass->hidden_size + heads + pass->inner_size);
+  call.scratch = array(2 * num_threads * call.scratch_size);
+  call.tasks.count = call.num_units * pass->num_layers;
+  require(kernels_check_token_layers(&call) == KERNEL_OK, "a right pass of units is taken");
+  run_threads(kernels->token_layers, &call, num_threads);
+}
+
+static int64_t panels(int64_t columns) { return (columns + PANEL_COLUMNS - 1) / PANEL_COLUMNS; }
+
+static void run_weight_layers(const kernel_set *kernels, const layers_pass *pass,
+                              const int64_t *starts, int64_t num_threads) {
+  weight_layers_call call = {.pass = *pass, .num_threads = num_threads};
+  int64_t rows[4][MAX_REQUESTS * MOST_NEW], *are_alone = zeros(pass->num_tokens);
+  for (int64_t request = 0; request < pass->num_requests; request++)
+    for (int64_t token = starts[request]; token < starts[request + 1]; token += ATTENTION_TILE) {
+      const int64_t tile = call.num_tiles++, left = starts[request + 1] - token;
+      rows[0][tile] = token;
+      rows[1][tile] = left < ATTENTION_TILE ? left : ATTENTION_TILE;
+      rows[2][tile] = pass->lengths[request] - left + rows[1][tile];
+      rows[3][tile] = request;
+      are_alone[tile] = starts[request + 1] - starts[request] == 1;
+    }
+  int64_t *tiles = zeros(4 * call.num_tiles);
+  for (int row = 0; row < 4; row++)
+    memcpy(tiles + row * call.num_tiles, rows[row], 8 * (size_t)call.num_tiles);
+  const int64_t queries = pass->num_kv_heads * pass->share * pass->head_size;
+  const int64_t heads = queries + 2 * pass->num_kv_heads * pass->head_size;
+  const int64_t phase_tasks[SHARE_PHASES] = {
+      panels(heads), (pass->num_tokens + SHARE_ROTATE_ROWS - 1) / SHARE_ROTATE_ROWS,
+      call.num_tiles * pass->num_kv_heads, 1, panels(pass->hidden_size), panels(pass->inner_size),
+      panels(pass->hidden_size)};
+  for (int i = 0; i < SHARE_PHASES; i++) call.tasks.count += phase_tasks[i] * pass->num_layers;
+  call.tiles = tiles;
+  call.are_alone = are_alone;
+  call.phase_tasks = phase_tasks;
+  call.done = zeros(SHARE_PHASES * pass->num_layers);
+  call.heads = array(2 * pass->num_tokens * heads);
+  call.attended = array(2 * pass->num_tokens * queries);
+  call.gated = array(2 * pass->num_tokens * pass->inner_size);
+  call.normed = array(2 * num_threads * pass->num_tokens * pass->hidden_size);
+  require(kernels_check_weight_layers(&call) == KERNEL_OK, "a right pass of shares is taken");
+  run_threads(kernels->weight_layers, &call, num_threads);
+}
+
+static void call_layers(const kernel_set *kernels, int has_tiles) {
+  layers_pass pass = {0};
+  decoder_layer layers[MAX_LAYERS], others[MAX_LAYERS];
+  int64_t starts[MAX_REQUESTS + 1];
+  draw_requests(&pass, starts);
+  draw_layers(&pass, layers, has_tiles);
+  layers_pass other = pass;
+  const int64_t plane = 2 * pass.num_blocks * pass.num_kv_heads * BLOCK * pass.head_size;
+  const int64_t all = 2 * pass.num_tokens * pass.hidden_size;
+  const int64_t some = 2 * pass.num_wanted * pass.hidden_size;
+  other.layers = others;
+  other.x = copy_of(pass.x, all);
+  if (pass.out) other.out = copy_of(pass.out, some);
+  for (int64_t i = 0; i < pass.num_layers; i++) {
+    others[i] = layers[i];
+    others[i].keys = copy_of(layers[i].keys, plane);
+    others[i].values = copy_of(layers[i].values, plane);
+  }
+  run_token_layers(kernels, &pass, starts, 1 + draw(MAX_THREADS));
+  run_weight_layers(kernels, &other, starts, 1 + draw(MAX_THREADS));
+  const char *const same = "both ways give the same bits";
+  if (pass.out) require(!memcmp(pass.out, other.out, (size_t)some), same);
+  if (!pass.is_end) require(!memcmp(pass.x, other.x, (size_t)all), same);
+  for (int64_t i = 0; i < pass.num_layers; i++) {
+    require(!memcmp(layers[i].keys, others[i].keys, (size_t)plane), same);
+    require(!memcmp(layers[i].values, others[i].values, (size_t)plane), same);
+  }
+}
+
 int main(int count, char **arguments) {
-  if (count != 3) return 2;
+  if (count < 3) return 2;
+  const int only_layers = count > 3;
   const int64_t features = kernels_features();
-  const int64_t masks[] = {~(int64_t)0, ~(int64_t)(KERNEL_AVX512 | KERNEL_AMX), 0};
-  for (int m = 0; m < 3; m++) {
+  const int64_t masks[] = {~(int64_t)0, ~(int64_t)KERNEL_AMX,
+                           ~(int64_t)(KERNEL_AVX512 | KERNEL_AMX), 0};
+  for (int m = 0; m < 4; m++) {
     state = strtoull(arguments[2], NULL, 10) * 2654435761u + 1;
     const kernel_set *kernels = kernels_for(features & masks[m]);
+    const int has_tiles = (features & masks[m] & KERNEL_AMX) != 0;
     for (int64_t i = strtoll(arguments[1], NULL, 10); i > 0; i--) {
-      call_attention(kernels);
-      free_arrays();
-      call_norm(kernels);
-      free_arrays();
-      call_rope(kernels);
-      free_arrays();
-      call_product(kernels);
+      if (!only_layers) {
+        call_attention(kernels);
+        free_arrays();
+        call_norm(kernels);
+        free_arrays();
+        call_rope(kernels);
+        free_arrays();
+        call_product(kernels, has_tiles);
+        free_arrays();
+      }
+      call_layers(kernels, has_tiles);
       free_arrays();
     }
-    printf("%s: no fault\n", kernels->name);
+    printf("%s%s: no fault\n", kernels->name, has_tiles ? " with tiles" : "");
   }
   return 0;
 }

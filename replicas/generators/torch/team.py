@@ -45,7 +45,6 @@ class TeamHelpers(threading.local):
     """
 
     def __init__(self) -> None:
-        self._threads: list[int] = []
         # How many threads, the core of this one, and which ones it may run on, when it was last
         # seen to.
         self._seen: tuple[int, int, set[int]] | None = None
@@ -61,25 +60,16 @@ class TeamHelpers(threading.local):
         # With more threads than cores, one has to share it.
         if seen == self._seen or core not in cores or num_threads > len(cores):
             return
-        is_listed = self._seen is not None and self._seen[0] == num_threads
         try:
-            try:
-                self._confine(cores - {core}, None if is_listed else num_threads)
-            except ProcessLookupError:
-                # OpenMP ends those that a team has had no use for, and makes new ones.
-                self._confine(cores - {core}, num_threads)
+            # Listed each time: OpenMP ends threads and makes new ones, and the system may give the
+            # number of an ended one to a stranger.
+            for thread in _others_in_team(num_threads):
+                os.sched_setaffinity(thread, cores - {core})
         except OSError as error:
             # Not an error: computation works on any core, only slower.
             self._is_off = True
             logger.warning("cannot pin compute threads to cores, steps may be slower: %s", error)
         self._seen = seen
-
-    def _confine(self, cores: set[int], num_threads: int | None) -> None:
-        """Let them run there alone; those of a team of so many, if it has to be looked at."""
-        if num_threads is not None:
-            self._threads = _others_in_team(num_threads)
-        for thread in self._threads:
-            os.sched_setaffinity(thread, cores)
 
 
 HELPERS = TeamHelpers()

@@ -3,7 +3,6 @@
 import logging
 import os
 import threading
-import time
 
 import pytest
 import torch
@@ -55,16 +54,6 @@ def _anywhere():
 def let_run_anywhere():
     for thread in helpers_of(3):
         os.sched_setaffinity(thread, CORES)
-
-
-def ended():
-    """Return the number of an ended thread, which is valid until a little after its join."""
-    thread = threading.Thread(target=lambda: None)
-    thread.start()
-    thread.join()
-    while os.path.exists(f"/proc/self/task/{thread.native_id}"):
-        time.sleep(0.001)
-    return thread.native_id
 
 
 def helpers_of(num_threads):
@@ -127,18 +116,22 @@ def test_with_more_threads_than_cores_all_run_anywhere(on_core):
     assert [cores_of(thread) for thread in helpers_of(num_threads)] == [CORES] * len(CORES)
 
 
-def test_those_that_come_for_helpers_that_ended_are_looked_for(on_core, three_cores, monkeypatch):
+def test_a_thread_that_has_the_number_of_an_ended_helper_is_left_alone(on_core, monkeypatch):
     helpers, list_again = TeamHelpers(), team._others_in_team
-    gone = ended()
-    monkeypatch.setattr(team, "_others_in_team", lambda count: [gone, *list_again(count)[1:]])
+    ends = threading.Event()
+    stranger = threading.Thread(target=ends.wait)
+    stranger.start()
+    monkeypatch.setattr(team, "_others_in_team", lambda _count: [stranger.native_id])
     with monkeypatch.context() as before:
         before.setattr(os, "sched_setaffinity", lambda _thread, _cores: None)
-        helpers.keep_off(3)
+        helpers.keep_off(2)
     monkeypatch.setattr(team, "_others_in_team", list_again)
     on_core(LAST)
-    helpers.keep_off(3)
-    for thread in helpers_of(3):
-        assert cores_of(thread) == CORES - {LAST}
+    helpers.keep_off(2)
+    assert cores_of(stranger.native_id) == CORES
+    assert [cores_of(thread) for thread in helpers_of(2)] == [CORES - {LAST}]
+    ends.set()
+    stranger.join()
 
 
 def test_refused_pinning_is_logged_once_and_computation_continues(on_core, monkeypatch, caplog):

@@ -166,10 +166,14 @@ void VARIANT(token_layers)(void *given) {
     if (pass->is_end && nth == pass->num_layers - 1) {
       // Nothing reads the other tokens any more.
       const int64_t first = call->unit_wanted[unit], last = call->unit_wanted[unit + 1];
-      keep_wanted(pass, first, last, begin, attended);
       rows = last - first;
-      x = (bf16 *)pass->out + first * hidden;
+      if (rows) {
+        keep_wanted(pass, first, last, begin, attended);
+        x = (bf16 *)pass->out + first * hidden;
+      }
     }
+    // Without a row there may be no output to take an address in.
+    if (!rows) continue;
     multiply_all(&layer->o, attended, rows, PRODUCT_PLUS, x);
     normalise_rows(pass, x, rows, layer->post_norm, normed);
     multiply_all(&layer->gate, normed, rows, PRODUCT_SWISH, gated);
@@ -211,6 +215,10 @@ void VARIANT(weight_layers)(void *given) {
     const int is_reduced = is_last && phase > KEEP_WANTED;
     const int64_t rows = is_reduced ? pass->num_wanted : pass->num_tokens;
     bf16 *x = is_reduced ? pass->out : pass->x;
+    if (!rows) {  // there may be no output to take an address in
+      publish_one(&call->done[at], call->phase_tasks[phase]);
+      continue;
+    }
     if ((phase == QKV || phase == GATE_UP) && normed_for != at) {
       const void *weight = phase == QKV ? layer->input_norm : layer->post_norm;
       normalise_rows(pass, x, rows, weight, normed);
