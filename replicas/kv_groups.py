@@ -106,6 +106,14 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
         """Return how many blocks a sequence of so many tokens needs."""
         return -(-num_tokens // self.block_size)
 
+    def first_block_seen(self, position: int) -> int:
+        """Return the index of the first block with KV that a token at this position sees.
+
+        It sees those before it to the last of its window, itself included.
+        """
+        window = self.spec.window
+        return 0 if window is None else max(position + 1 - window, 0) // self.block_size
+
     def num_tokens_in(self, num_blocks: int) -> int:
         """Return the longest sequence, in tokens, that fits into so many blocks."""
         return num_blocks * self.block_size

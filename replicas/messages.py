@@ -630,7 +630,11 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupCounters(msgspec.Struct, kw_only=True):
-    """Counters and gauges of one DP group since the engine's start; blocks per KV group."""
+    """Counters and gauges of one DP group since the engine's start; blocks per KV group.
+
+    Attributes:
+        window_blocks_freed: KV blocks that sequences have left behind a window of attention.
+    """
 
     num_running: int = 0
     num_reserved: int = 0
@@ -643,6 +647,7 @@ class GroupCounters(msgspec.Struct, kw_only=True):
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     num_preemptions: int = 0
+    window_blocks_freed: int = 0
     requests_finished: dict[str, int] = {}
 
 

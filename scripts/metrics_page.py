@@ -278,7 +278,10 @@ GROUPS = (
     ("Engines and steps", r"ttserve_(step|stalls)"),
     ("Speculative decoding", r"vllm:spec_decode_"),
     ("Experts", r"ttserve_expert_"),
-    ("KV cache", r"vllm:(kv_cache|prefix_cache)|ttserve_kv_(free_blocks|blocks|block_bytes)"),
+    (
+        "KV cache",
+        r"vllm:(kv_cache|prefix_cache)|ttserve_kv_((free_|window_)?blocks|block_bytes)",
+    ),
     ("KV store", r"ttserve_kv_store_"),
     ("KV transfer", r"ttserve_kv_"),
 )

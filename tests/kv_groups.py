@@ -6,12 +6,19 @@ from replicas.kv_groups import KVGroup, KVSpec
 
 
 def one_kv_group(
-    num_blocks: int, block_size: int = 32, bytes_per_token: int = 2
+    num_blocks: int, block_size: int = 32, bytes_per_token: int = 2, window: int | None = None
 ) -> tuple[KVGroup, ...]:
-    """The groups of a model whose layers, there is one, cache every token."""
+    """The groups of a model whose layers, there is one, cache every token, or see a window."""
     group = KVGroup(
         layers=(0,),
-        spec=KVSpec(heads=1, width=bytes_per_token // 2, dtype="bfloat16", planes=1),
+        spec=KVSpec(
+            heads=1,
+            width=bytes_per_token // 2,
+            dtype="bfloat16",
+            planes=1,
+            kind="full" if window is None else "window",
+            window=window,
+        ),
         block_size=block_size,
         num_blocks=num_blocks,
     )

@@ -217,6 +217,9 @@ FAMILIES = (
         ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", "prefix_cache_hits"),
         ("vllm:num_preemptions", "Sequences that were preempted and lost their KV blocks",
          "num_preemptions"),
+        ("ttserve_kv_window_blocks_freed",
+         "KV blocks that running sequences have freed, as a window of attention moved past them",
+         "window_blocks_freed"),
     ),
     *_of_groups(
         GaugeMetricFamily,

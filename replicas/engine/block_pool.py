@@ -147,6 +147,14 @@ class BlockPool:
                     self._cached[block_id] = None
                     self._note_change(block_id)
 
+    def find(self, block_hash: bytes) -> int | None:
+        """Return the cached block of a hash, or None; takes no reference."""
+        return self._block_by_hash.get(block_hash)
+
+    def num_unheld(self, block_ids: Iterable[int]) -> int:
+        """Return how many of these cached blocks count as free until they are shared."""
+        return sum(self._ref_counts[block_id] == 0 for block_id in block_ids)
+
     def find_prefix(self, block_hashes: Iterable[bytes]) -> list[int]:
         """Return the block ids of the longest cached prefix of the hashes; takes no reference."""
         found: list[int] = []

@@ -3,8 +3,13 @@
 Owner of every sequence's `KVPlace`, on the engine's core thread. This module allocates and frees;
 the scheduler decides when, and counts what is computed. Slots are global: a slot is a row of the
 padded decode batch, and `dp_group = slot // slots_per_group`. Each DP group has a pool of blocks
-for each KV group of the model, and block ids are local to a pool. A sequence gets and frees blocks
-in all KV groups at once, or in none.
+for each KV group of the model, and block ids are local to a pool. A sequence gets blocks in all KV
+groups at once, or in none.
+
+A group of layers with a window needs the blocks of that window alone. It frees those behind it as
+the sequence advances, and hits a prefix of which only the last window is cached. Its pool is its
+own, like that of every group: blocks of different groups differ in bytes, so that a shared pool
+would need pages of a common size, and layers that are cut to them.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import msgspec
 
 from kv_transfer.block_hash import extend_block_hashes, prefix_root
-from replicas.engine.block_pool import BlockPool, PrefixWalk
+from replicas.engine.block_pool import NULL_BLOCK, BlockPool, PrefixWalk
 from replicas.engine.kv_events import PrefixFeed, PrefixJournal
 from replicas.engine.sequence import Phase
 from replicas.messages import GroupCounters, GroupSnapshot
@@ -38,8 +43,9 @@ class Place(NamedTuple):
 
     Attributes:
         dp_group: The DP group.
-        hits: For each KV group the cached blocks that the sequence hits there.
-        num_tokens: Tokens that these hold; the same number in each KV group.
+        hits: For each KV group the cached blocks that the sequence hits there; null behind the
+            group's window.
+        num_tokens: Tokens that these stand for; the same number in each KV group.
         is_converted: Whether some of their KV came in another dtype.
     """
 
@@ -117,6 +123,7 @@ class KVCacheManager:
         count = config.tt_data_parallel
         self._kv_groups = kv_groups
         self._block_sizes = [kv_group.block_size for kv_group in kv_groups]
+        self._windowed = [i for i, g in enumerate(kv_groups) if g.spec.window is not None]
         self.block_multiple = lcm(*self._block_sizes)
         self.block_divisor = gcd(*self._block_sizes)
         self._slots_per_group = config.slots_per_group
@@ -188,9 +195,12 @@ class KVCacheManager:
             groups.sort(key=lambda g: prompt_tokens[g] - prefixes[g][1])
         for group in groups:
             walks, num_hit = prefixes.get(group) or self.find_prefix(seq, group)
-            if self._fits(group, num_tokens, walks, num_hit):
+            if self._fits(seq, group, num_tokens, walks, num_hit):
                 found = zip(walks, self._block_sizes, strict=True)
-                return Place(group, [w.block_ids[: num_hit // s] for w, s in found], num_hit)
+                hits = [w.block_ids[: num_hit // s] for w, s in found]
+                for index in self._windowed:
+                    hits[index] = self._window_hits(seq, group, index, num_hit)
+                return Place(group, hits, num_hit)
         return None
 
     def fork(
@@ -198,7 +208,8 @@ class KVCacheManager:
     ) -> Place | None:
         """Return room for a sequence beside another with the same prompt, or None.
 
-        It shares the full blocks of the prompt, which needs no prefix cache.
+        It shares the full blocks of the prompt, which needs no prefix cache, unless the other
+        sequence has left some of them behind its window.
 
         Args:
             seq: The sequence to place.
@@ -213,6 +224,10 @@ class KVCacheManager:
         hits = []
         for kv_group, pool, table in self._each_kv_group(group, parent.place.block_ids):
             hits.append(table[: num_shared // kv_group.block_size])
+            seen = hits[-1][kv_group.first_block_seen(num_shared) :]
+            if NULL_BLOCK in seen:
+                return None
+            hits[-1][: -len(seen) or None] = [NULL_BLOCK] * (len(hits[-1]) - len(seen))
             if kv_group.num_blocks_for(num_tokens) - len(hits[-1]) > pool.num_free_blocks:
                 return None
         return Place(group, hits, num_shared, parent.place.is_converted)
@@ -236,8 +251,11 @@ class KVCacheManager:
         place, group = seq.place, found.dp_group
         place.walks.clear()
         place.block_ids = []
+        place.num_behind = [
+            kv_group.first_block_seen(found.num_tokens) for kv_group in self._kv_groups
+        ]
         for kv_group, pool, hits in self._each_kv_group(group, found.hits):
-            pool.share(hits)
+            pool.share([block_id for block_id in hits if block_id != NULL_BLOCK])
             num_new = kv_group.num_blocks_for(num_tokens) - len(hits)
             place.block_ids.append([*hits, *pool.allocate(num_new)])
         place.capacity = self._capacity(seq)
@@ -270,7 +288,7 @@ class KVCacheManager:
         place.is_converted |= is_converted and num_new > 0
         if seq.needs_whole_prompt:
             return
-        self.index_full_blocks(seq, min(seq.num_computed_tokens, seq.num_tokens - 1))
+        self.settle(seq, min(seq.num_computed_tokens, seq.num_tokens - 1))
 
     def grow(self, wanted: SequenceOf[tuple[Sequence, int]]) -> list[list[list[int]]] | None:
         """Append the blocks that sequences lack, each for its number of tokens.
@@ -315,13 +333,19 @@ class KVCacheManager:
             self._pools[seq.place.dp_group], seq.place.block_ids, strict=True
         ):
             pool.forget(block_ids)
+        # Those behind a window are held no longer, but may be cached.
+        for index in self._windowed if seq.place.block_hashes else ():
+            pool = self._pools[seq.place.dp_group][index]
+            hashes = seq.place.block_hashes[index][: seq.place.num_behind[index]]
+            pool.forget(b for b in map(pool.find, hashes) if b is not None)
 
     def free_blocks(self, seq: Sequence) -> None:
         """Free the blocks of a sequence; it keeps its tokens. Idempotent."""
         place = seq.place
-        for pool, block_ids in zip(self._pools[place.dp_group], place.block_ids, strict=False):
-            pool.free(block_ids)
+        for index, block_ids in enumerate(place.block_ids):
+            self._pools[place.dp_group][index].free(block_ids[place.num_behind[index] :])
         place.block_ids = []
+        place.num_behind = []
         place.capacity = 0
         place.num_indexed_tokens = 0
         place.is_converted = False
@@ -329,8 +353,10 @@ class KVCacheManager:
     # --- prefix index --------------------------------------------------------------------------
 
     def find_prefix(self, seq: Sequence, group: int) -> tuple[list[PrefixWalk], int]:
-        """Return the cached leading blocks of each KV group, and the tokens that all groups have.
+        """Return the cached leading blocks of each KV group, and the tokens that all groups serve.
 
+        A group with a window serves a prefix if it has the blocks that the token behind it sees;
+        their walks stay empty.
         At least one token is left to compute, because its logits are needed. A request that does
         not read the cache hits nothing, but its blocks are indexed.
         """
@@ -342,20 +368,73 @@ class KVCacheManager:
         self._extend_hashes(seq)
         num_hit = last = len(seq.token_ids) - 1
         for index, pool in enumerate(self._pools[group]):
+            if self._kv_groups[index].spec.window is not None:
+                continue
             walk, size = walks[index], self._block_sizes[index]
             pool.bring_up_to_date(walk, seq.place.block_hashes[index], last // size)
             num_hit = min(num_hit, len(walk.found) * size)
-        return walks, num_hit - num_hit % self.block_multiple
+        num_hit -= num_hit % self.block_multiple
+        if self._windowed and num_hit:
+            num_hit = self._served_by_windows(seq, group, num_hit)
+        return walks, num_hit
 
-    def index_full_blocks(self, seq: Sequence, num_final_tokens: int) -> None:
-        """Index the blocks that have just become full.
+    def _served_by_windows(self, seq: Sequence, group: int, num_tokens: int) -> int:
+        """Return the longest prefix of at most `num_tokens` that all groups with windows serve."""
+        index = 0
+        while num_tokens and index < len(self._windowed):
+            served = self._served_by_window(seq, group, self._windowed[index], num_tokens)
+            # A shorter prefix is another one for the groups before.
+            index = index + 1 if served == num_tokens else 0
+            num_tokens = served
+        return num_tokens
+
+    def _served_by_window(self, seq: Sequence, group: int, index: int, num_tokens: int) -> int:
+        """Return the longest prefix of at most `num_tokens` that a group with a window serves.
+
+        Each block is looked up once: a missing one cuts the prefix before it.
+        """
+        kv_group, pool = self._kv_groups[index], self._pools[group][index]
+        hashes, size = seq.place.block_hashes[index], kv_group.block_size
+        number = num_tokens // size
+        while number > kv_group.first_block_seen(num_tokens):
+            number -= 1
+            if pool.find(hashes[number]) is None:
+                num_tokens = number * size
+                num_tokens -= num_tokens % self.block_multiple
+                number = num_tokens // size
+        return num_tokens
+
+    def _window_hits(self, seq: Sequence, group: int, index: int, num_tokens: int) -> list[int]:
+        """Return the blocks with which a group with a window serves a prefix."""
+        if not num_tokens:
+            return []
+        kv_group, find = self._kv_groups[index], self._pools[group][index].find
+        first = kv_group.first_block_seen(num_tokens)
+        hashes = seq.place.block_hashes[index][first : num_tokens // kv_group.block_size]
+        return [NULL_BLOCK] * first + [b for b in map(find, hashes) if b is not None]
+
+    def settle(self, seq: Sequence, num_final_tokens: int) -> None:
+        """Index the blocks that have just become full, and free those behind a window.
 
         An indexed block may be shared, so it must not be written to again.
 
         Args:
             seq: The sequence.
             num_final_tokens: Leading tokens whose KV is here and never computed or loaded again.
+                No step under way computes an earlier one, so none sees what is freed.
         """
+        self.index_full_blocks(seq, num_final_tokens)
+        for index in self._windowed:
+            kv_group, place = self._kv_groups[index], seq.place
+            begin, end = place.num_behind[index], kv_group.first_block_seen(num_final_tokens)
+            if begin < end:
+                self._pools[place.dp_group][index].free(place.block_ids[index][begin:end])
+                place.block_ids[index][begin:end] = [NULL_BLOCK] * (end - begin)
+                place.num_behind[index] = end
+                self.stats[place.dp_group].window_blocks_freed += end - begin
+
+    def index_full_blocks(self, seq: Sequence, num_final_tokens: int) -> None:
+        """Index the blocks of a sequence that have just become full; see `settle`."""
         if seq.place.is_converted or self._key is None:
             return
         num_indexed, divisor = seq.place.num_indexed_tokens, self.block_divisor
@@ -420,10 +499,13 @@ class KVCacheManager:
             ]
             for index, pool in enumerate(pools):
                 pool.check_invariants()
-                used = {b for block_ids in tables for b in block_ids[index]}
+                used = {b for block_ids in tables for b in block_ids[index]} - {NULL_BLOCK}
                 assert pool.num_free_blocks + len(used) == pool.num_blocks, f"{self!r}"
         for seq in (s for s in sequences if s.place.block_ids):
             assert seq.place.capacity == self._capacity(seq)
+            for table, num_behind in zip(seq.place.block_ids, seq.place.num_behind, strict=True):
+                assert table[:num_behind] == [NULL_BLOCK] * num_behind
+                assert NULL_BLOCK not in table[num_behind:]
             if seq.is_over:
                 continue
             for kv_group, pool, table in self._each_kv_group(
@@ -436,7 +518,9 @@ class KVCacheManager:
     def _extend_hashes(self, seq: Sequence) -> None:
         assert self._key is not None
         if not seq.place.block_hashes:
-            seq.place.block_hashes = [[] for _ in self._block_sizes]
+            # Groups of equal blocks share one list.
+            by_size: dict[int, list[bytes]] = {size: [] for size in self._block_sizes}
+            seq.place.block_hashes = [by_size[size] for size in self._block_sizes]
         num_tokens = seq.num_tokens
         for index, hashes in enumerate(seq.place.block_hashes):
             size = self._block_sizes[index]
@@ -451,13 +535,20 @@ class KVCacheManager:
         """Return each KV group with its pool in a DP group and its entry of `values`."""
         return zip(self._kv_groups, self._pools[group], values, strict=True)
 
-    def _fits(self, group: int, num_tokens: int, walks: list[PrefixWalk], num_hit: int) -> bool:
+    def _fits(
+        self, seq: Sequence, group: int, num_tokens: int, walks: list[PrefixWalk], num_hit: int
+    ) -> bool:
         """Return whether a group has blocks for `num_tokens`, of which `num_hit` are cached."""
         for index, pool in enumerate(self._pools[group]):
             kv_group = self._kv_groups[index]
             num_found = num_hit // kv_group.block_size
             num_taken = kv_group.num_blocks_for(num_tokens) - num_found
-            if num_taken + walks[index].num_evictable(num_found) > pool.num_free_blocks:
+            if kv_group.spec.window is None:
+                num_taken += walks[index].num_evictable(num_found)
+            else:
+                hits = self._window_hits(seq, group, index, num_hit)
+                num_taken += pool.num_unheld(hits[kv_group.first_block_seen(num_hit) :])
+            if num_taken > pool.num_free_blocks:
                 return False
         return True
 

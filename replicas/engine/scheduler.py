@@ -1030,7 +1030,7 @@ class Scheduler:
                 seq.num_computed_tokens += count - 1
                 self._append_run(outputs, seq, run)
             else:
-                self._kv.index_full_blocks(seq, seq.num_computed_tokens)
+                self._kv.settle(seq, seq.num_computed_tokens)
         has_runs = decoded.counts or max(counts) > 1
         return outputs if has_runs else outputs._replace(counts=[])
 
@@ -1050,8 +1050,8 @@ class Scheduler:
         self._finish_or_continue(seq, end)
 
     def _finish_or_continue(self, seq: Sequence, end: End | None) -> None:
-        """Index a sequence's full blocks after new tokens, then end, hand over or decode it."""
-        self._kv.index_full_blocks(seq, seq.num_tokens - 1)
+        """Settle a sequence's blocks after new tokens, then end, hand over or decode it."""
+        self._kv.settle(seq, seq.num_tokens - 1)
         if end is not None:
             self._finish(seq, end.reason)
         elif seq.mode == "prefill":

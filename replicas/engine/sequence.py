@@ -114,7 +114,9 @@ class KVPlace:
 
     Attributes:
         block_ids: For each KV group its block table, in which the block of token t is number
-            `t // block_size` of that group; empty without blocks.
+            `t // block_size` of that group; empty without blocks. Blocks behind the window of a
+            group are null.
+        num_behind: For each KV group the leading null blocks of its table.
         capacity: Tokens for which it has blocks in every KV group.
         block_hashes: For each KV group chain hashes of the full blocks of `token_ids`; empty until
             they are needed.
@@ -131,6 +133,7 @@ class KVPlace:
     dp_group: int = -1
     slot: int = -1
     block_ids: list[list[int]] = field(default_factory=list)
+    num_behind: list[int] = field(default_factory=list)
     capacity: int = 0
     block_hashes: list[list[bytes]] = field(default_factory=list)
     walks: dict[int, list[PrefixWalk]] = field(default_factory=dict)

@@ -110,11 +110,17 @@ class World:
     # --- the device ----------------------------------------------------------------------------
 
     def places(
-        self, lane: int, tables: Tables, positions: Iterable[int]
+        self, lane: int, tables: Tables, positions: Iterable[int], seen_from: int = 0
     ) -> Iterator[tuple[int, tuple[int, int, int, int]]]:
-        """Yield the places of these positions' KV, in every KV group."""
+        """Yield the places of these positions' KV, in every KV group with a window that has them.
+
+        The window is that of the token at `seen_from`.
+        """
+        firsts = [max(seen_from + 1 - (g.spec.window or seen_from + 1), 0) for g in self.kv_groups]
         for position in positions:
             for i, (kv_group, table) in enumerate(zip(self.kv_groups, tables, strict=True)):
+                if position < firsts[i]:
+                    continue
                 number, offset = divmod(position, kv_group.block_size)
                 yield position, (i, lane, table[number], offset)
 
@@ -128,8 +134,8 @@ class World:
             self.kv[place] = tokens[: position + 1]
 
     def assert_holds(self, lane: int, tables: Tables, tokens: Prefix) -> None:
-        """The KV of every one of these tokens is where the block tables say."""
-        for position, place in self.places(lane, tables, range(len(tokens))):
+        """The KV of the tokens that the next one sees is where the block tables say."""
+        for position, place in self.places(lane, tables, range(len(tokens)), len(tokens)):
             assert self.kv.get(place) == tokens[: position + 1], f"wrong KV at {place}"
 
     def run(self, batch: ScheduledBatch, sample: Callable[[], int]) -> StepResult:
@@ -170,9 +176,14 @@ class World:
                 assert len(drafts) <= self.num_drafts.get(slot, 0)
                 assert end < self.scheduler._end_rules.longest(seq)
                 assert not batch.new
-            for table, block_ids in zip(tables, seq.place.block_ids, strict=True):
-                assert table == block_ids[: len(table)]
-                assert 0 not in table
+            for kv_group, table, block_ids in zip(
+                self.kv_groups, tables, seq.place.block_ids, strict=True
+            ):
+                # The device may know blocks behind the window that are not the sequence's any more.
+                first = kv_group.first_block_seen(start)
+                assert table[first:] == block_ids[first : len(table)]
+                assert 0 not in table[first:]
+                assert not any(block_ids[: max(first - 1, 0)]), "a block behind the window is held"
             # Decoding rows that are planned together may get so many tokens more.
             assert seq.num_computed_tokens - end in {0, self.tokens_per_pass - 1}
             assert slot // self.config.slots_per_group == seq.place.dp_group
@@ -452,7 +463,7 @@ class World:
                 if s.place.dp_group == group and s.place.block_ids
             ]
             for i, (kv_group, pool) in enumerate(zip(self.kv_groups, pools, strict=True)):
-                counts = Counter(b for block_ids in tables for b in block_ids[i])
+                counts = Counter(b for block_ids in tables for b in block_ids[i] if b)
                 assert pool._ref_counts == [counts[b] for b in range(kv_group.num_blocks)]
         self._check_loads()
         for transfer in self.connector.transfers.values():

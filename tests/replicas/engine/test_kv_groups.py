@@ -10,7 +10,13 @@ from replicas.errors import ConfigError
 from replicas.kv_groups import only_kv_group
 from replicas.kv_sizing import derive_max_model_len
 from tests.kv_groups import one_kv_group
-from tests.replicas.engine.fakes import make_config, make_sequence, result_of, scheduler_of
+from tests.replicas.engine.fakes import (
+    make_config,
+    make_sequence,
+    make_siblings,
+    result_of,
+    scheduler_of,
+)
 from tests.replicas.engine.virtual import virtual_worker
 from tests.replicas.simulation.test_virtual_worker import (
     FACTS,
@@ -104,6 +110,71 @@ def test_a_prefix_is_as_long_as_every_kv_group_has_it():
     lost = add(scheduler, "lost", prompt, max_tokens=9)
     assert sum(step(scheduler).num_scheduled_tokens) == 10
     assert lost.place.num_cached_tokens == 0
+
+
+def windowed(full, *windows, **changes):
+    """Make the scheduler of a model with a full group and groups with windows, blocks of two."""
+    groups = one_kv_group(1 + full, 2)
+    for window in windows:
+        groups += one_kv_group(1 + full, 2, window=window)
+    return scheduler_of(kv_groups=groups, **changes)
+
+
+def test_blocks_behind_a_window_are_freed_as_the_sequence_advances():
+    scheduler = windowed(12, 3)
+    seq = add(scheduler, "a", [1, 2, 3, 4, 5], max_tokens=6)
+    step(scheduler)
+    # The next token, at position 5, sees 3 to 5: blocks 1 and 2.
+    assert [table[:1] for table in seq.place.block_ids] == [[seq.place.block_ids[0][0]], [0]]
+    assert free(scheduler) == [9, 10]
+    for _ in range(4):
+        step(scheduler)
+    # Position 9 sees 7 to 9: blocks 3 and 4 of five.
+    assert [len(set(table) - {0}) for table in seq.place.block_ids] == [5, 2]
+    [counters] = scheduler.group_counters()
+    assert counters.window_blocks_freed == 3
+    step(scheduler)
+    assert free(scheduler) == [12, 12]
+
+
+def test_the_last_blocks_of_a_window_serve_a_prefix():
+    scheduler = windowed(12, 3)
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    first = add(scheduler, "first", prompt, max_tokens=1)
+    step(scheduler)
+    # Cached blocks are taken oldest first: those of the prefix's beginning are lost in one group.
+    windows = scheduler._kv._pools[0][1]
+    windows.forget([windows.find(h) for h in first.place.block_hashes[1][:3]])
+    again = add(scheduler, "again", prompt, max_tokens=3)
+    assert sum(step(scheduler).num_scheduled_tokens) == 1
+    assert again.place.num_cached_tokens == 8
+    assert [len(set(table) - {0}) for table in again.place.block_ids] == [5, 2]
+
+
+def test_a_prefix_is_cut_to_what_every_window_serves():
+    scheduler = windowed(12, 3, 5)
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    first = add(scheduler, "first", prompt, max_tokens=1)
+    step(scheduler)
+    # Without block 2 the wide window serves four tokens; for these the narrow one lacks block 1.
+    for index, number in ((2, 2), (1, 1)):
+        pool = scheduler._kv._pools[0][index]
+        pool.forget([pool.find(first.place.block_hashes[index][number])])
+    again = add(scheduler, "again", prompt, max_tokens=3)
+    step(scheduler)
+    assert again.place.num_cached_tokens == 2
+
+
+def test_a_choice_does_not_share_blocks_that_its_parent_has_left_behind():
+    scheduler = windowed(20, 2, enable_prefix_caching=False)
+    parent = make_sequence("a", [1, 2, 3, 4], max_tokens=9, ignore_eos=True, n=2)
+    assert scheduler.add(parent, 0.0) is None
+    step(scheduler)
+    [sibling] = make_siblings(parent)
+    assert scheduler._kv.fork(sibling, parent, 4) is not None
+    for _ in range(3):
+        step(scheduler)
+    assert scheduler._kv.fork(sibling, parent, 4) is None
 
 
 def test_the_smallest_kv_group_limits_the_longest_sequence():

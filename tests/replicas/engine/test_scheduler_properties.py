@@ -27,6 +27,9 @@ GRAMMARS = [StructuredOutputs(regex=letter) for letter in "abc"]
 CLIENTS = st.sampled_from([b"one", b"two", b"three"])
 
 
+_NO_WINDOW = st.none()
+
+
 @st.composite
 def prompts(draw, longest):
     """Most begin alike, so that prefixes are found."""
@@ -35,15 +38,15 @@ def prompts(draw, longest):
 
 
 @st.composite
-def worlds(draw, num_kv_groups=1, most_tokens=1):
+def worlds(draw, num_kv_groups=1, most_tokens=1, windows=_NO_WINDOW):
     groups, slots, block_size = (draw(st.integers(1, n)) for n in (2, 3, 4))
-    kv_groups = one_kv_group(draw(st.integers(4, 8)), block_size)
+    kv_groups = one_kv_group(draw(st.integers(4, 8)), block_size, window=draw(windows))
     room = kv_groups[0].num_usable_blocks * block_size
     for _ in range(num_kv_groups - 1):
         # About as much room in other blocks, so that either group may be the one without.
         other_size = draw(st.integers(1, 6))
         other_blocks = max(2, room // other_size + draw(st.integers(-2, 3)))
-        kv_groups += one_kv_group(1 + other_blocks, other_size)
+        kv_groups += one_kv_group(1 + other_blocks, other_size, window=draw(windows))
     room = min(g.num_usable_blocks * g.block_size for g in kv_groups)
     tokens_per_pass = min(draw(st.integers(min(most_tokens, 2), most_tokens)), room - 1)
     extent = draw(st.integers(tokens_per_pass, 2 * tokens_per_pass)) if most_tokens > 1 else 1
@@ -119,7 +122,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _add_one(self, data, remote):
         seq = self._new(data, "prefill" if remote else "local")
         pool = self.world.connector.pool
-        if not remote:
+        if remote is False:
             whole = seq.num_prompt_tokens
             known = st.none() | st.just(whole) | st.integers(0, whole)
             pool[seq.request_id] = data.draw(known, label="tokens in the store")
@@ -277,6 +280,23 @@ class TwoKVGroupsMachine(SchedulerMachine):
         super().start(world)
 
 
+class WindowsMachine(SchedulerMachine):
+    """The same for layers that see windows, alone and beside others, without transfers."""
+
+    reserve = load = lend = None
+
+    @initialize(data=st.data())
+    def start(self, data):
+        # One token, and about one block, are the edges of what a window may be.
+        windows = st.sampled_from([None, 1, 2, 3, 4, 5, 8])
+        super().start(data.draw(worlds(data.draw(st.integers(1, 3)), windows=windows)))
+
+    @rule(data=st.data(), count=st.integers(1, 4))
+    def add(self, data, count):
+        for _ in range(count):
+            self._add_one(data, remote=None)
+
+
 class BlocksMachine(SchedulerMachine):
     """The same for a device that gives a row one or several tokens a pass, as it likes."""
 
@@ -292,5 +312,7 @@ TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = SETTINGS
 TestTwoKVGroups = TwoKVGroupsMachine.TestCase
 TestTwoKVGroups.settings = SETTINGS
+TestWindows = WindowsMachine.TestCase
+TestWindows.settings = SETTINGS
 TestBlocks = BlocksMachine.TestCase
 TestBlocks.settings = SETTINGS
