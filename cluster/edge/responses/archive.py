@@ -56,6 +56,8 @@ _RESPONSE_ID = re.compile("resp_[0-9a-f]{32}")
 _TIMEOUT_S = 2.0
 _MAX_ASKING = 4
 """Most questions at a time: each takes a thread that other questions need, too."""
+_MAX_POLLING = 2
+"""Most of these questions that are about responses which streams follow."""
 _MAX_WAITING = 64
 _POLL_S = 0.25
 """Time between two questions about a response that runs at another ingress."""
@@ -86,7 +88,8 @@ class FoundResponse(msgspec.Struct, frozen=True, array_like=True):
     """A response.
 
     Attributes:
-        body: The response as JSON; without its output if it is followed and runs.
+        body: The response as JSON; without its output if it is followed and runs, and only its
+            status if `begin` is not 0.
         turns: The conversation up to and with it, see `StoredResponse`; empty if it was not asked
             for.
         recording: What follows in the recording of its output, see `StoredResponse`.
@@ -149,6 +152,7 @@ class ResponseArchive:
         self._peers = peers or NoPeers()
         self._running: dict[tuple[str, str], _Running] = {}
         self._asking = asyncio.Semaphore(_MAX_ASKING)
+        self._polling = asyncio.Semaphore(_MAX_POLLING)
         self._num_waiting = 0
         self._taking_over = asyncio.Lock()
         self._is_leaving = False
@@ -288,29 +292,30 @@ class ResponseArchive:
         Raises:
             NotFoundError: No ingress has it, or no longer.
         """
-        begin, num_misses, has_begun = 0, 0, False
+        begin, num_misses = 0, 0
+        response: dict[str, Any] = {}
         while True:
-            found = await self._look_again(tenant, response_id, begin, has_begun=has_begun)
+            found = await self._look_again(tenant, response_id, begin)
             if found is None:
                 num_misses += 1
-                if not has_begun or num_misses > _MAX_MISSES:
+                if not response or num_misses > _MAX_MISSES:
                     raise NotFoundError(missing_response(response_id), param="response_id")
                 await asyncio.sleep(_POLL_S)
                 continue
             num_misses = 0
-            response: dict[str, Any] = orjson.loads(found.body)
+            response |= orjson.loads(found.body)
             has_ended = response["status"] not in RUNNING
-            parts = decode_parts(found.recording)
-            if has_ended and not begin and not parts:
+            lines = found.recording.splitlines(keepends=True)
+            for i in range(0, len(lines), _PARTS_AT_ONCE):
+                parts = decode_parts(b"".join(lines[i : i + _PARTS_AT_ONCE]))
+                await emit(Progress(response, parts))
+                await asyncio.sleep(0)
+            parts = []
+            if has_ended and not begin and not lines:
                 parts = parts_of_items(response["output"])
-            for i in range(0, max(len(parts), 1), _PARTS_AT_ONCE):
-                is_current = i + _PARTS_AT_ONCE >= len(parts)
-                await emit(Progress(response, parts[i : i + _PARTS_AT_ONCE], is_current))
-                if not is_current:
-                    await asyncio.sleep(0)
+            await emit(Progress(response, parts, is_current=True))
             if has_ended:
                 return response
-            has_begun = True
             begin += len(found.recording)
             running = self._running.get((tenant, response_id))
             if running is None:
@@ -318,15 +323,13 @@ class ResponseArchive:
             else:
                 await running.response.wait_for_more(begin)
 
-    async def _look_again(
-        self, tenant: str, response_id: str, begin: int, *, has_begun: bool
-    ) -> FoundResponse | None:
-        try:
+    async def _look_again(self, tenant: str, response_id: str, begin: int) -> FoundResponse | None:
+        """Look for more of a response; streams leave room for other questions."""
+        found = await self._find_here(Lookup("follow", tenant, response_id, begin))
+        if found is not None:
+            return found
+        async with self._polling:
             return await self.find("follow", tenant, response_id, begin)
-        except SaturatedError:
-            if has_begun:
-                return None  # The next question comes soon.
-            raise
 
     async def find(
         self, action: Action, tenant: str, response_id: str, begin: int = 0
@@ -375,8 +378,10 @@ class ResponseArchive:
         if key in self._running:
             origin, response, _ = self._running[key]
             if lookup.action == "follow":
-                status = orjson.dumps(response.status_body())
-                return FoundResponse(status, (), response.recording(lookup.begin))
+                # A stream that has some of the recording has the rest of the body.
+                head = response.head() if lookup.begin == 0 else {"status": response.status}
+                recording = response.recording(lookup.begin)
+                return FoundResponse(orjson.dumps(head), (), recording)
             if lookup.action in {"read", "conversation"}:
                 body = response.body()
                 turns = origin.turns(body) if lookup.action == "conversation" else ()

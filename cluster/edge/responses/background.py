@@ -28,6 +28,7 @@ class BackgroundResponse:
         on_end: Called once with the finished response, whatever its status is; not after `abandon`.
 
     Attributes:
+        status: "queued" or "in_progress".
         token_ids: Its output so far.
     """
 
@@ -37,7 +38,7 @@ class BackgroundResponse:
         self._builder = builder
         self._work = work
         self._on_end = on_end
-        self._status = "queued"
+        self.status = "queued"
         self._is_abandoned = False
         self._has_changed = asyncio.Event()
         self._has_ended = False
@@ -48,13 +49,13 @@ class BackgroundResponse:
 
     def body(self) -> Body:
         """Return the response as it is now, with the items that have ended."""
-        response = self._builder.response(self._status)
+        response = self._builder.response(self.status)
         response["output"] = [item for item in response["output"] if not _is_open(item)]
         return response
 
-    def status_body(self) -> Body:
+    def head(self) -> Body:
         """Return the response as it is now, without its output."""
-        return {**self._builder.response(self._status), "output": []}
+        return {**self._builder.response(self.status), "output": []}
 
     def recording(self, begin: int = 0) -> bytes:
         """Return the recording of its output so far, from a byte on."""
@@ -83,8 +84,8 @@ class BackgroundResponse:
         return response
 
     async def _emit(self, delta: OutputDelta) -> None:
-        if self._status == "queued":
-            self._status = "in_progress"
+        if self.status == "queued":
+            self.status = "in_progress"
             self._builder.begin()
         self.token_ids += delta.token_ids
         self._builder.add(delta)

@@ -92,7 +92,7 @@ class Progress(NamedTuple):
 
     response: Body
     parts: Sequence[Part]
-    is_current: bool
+    is_current: bool = False
 
 
 class ReplayedEvents:

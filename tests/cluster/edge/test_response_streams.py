@@ -220,6 +220,58 @@ def test_a_stream_continues_at_the_ingress_that_takes_its_response_over(monkeypa
     asyncio.run(run())
 
 
+def test_streams_leave_room_for_other_questions(monkeypatch):
+    monkeypatch.setattr("cluster.edge.responses.archive._POLL_S", 0.001)
+
+    class Peers(Ingresses):
+        most = open = 0
+
+        async def ask_all(self, question, payload, timeout_s):
+            self.open += 1
+            self.most = max(self.most, self.open)
+            await asyncio.sleep(0.01)
+            self.open -= 1
+            return await super().ask_all(question, payload, timeout_s)
+
+    async def run():
+        peers = Peers()
+        backend = SlowBackend()
+        one = Application(backend, response_archive(2**20, 100.0, peers))
+        other = Application(FakeBackend(), response_archive(2**20, 100.0, peers))
+        peers.archives = [one.archive, other.archive]
+        path = f"{PATH}/{(await one.start())['id']}"
+        readers = [Reader(other, f"{path}?stream=true") for _ in range(100)]
+        assert (await other.ask("GET", path))["status"] == "queued"
+        await readers[-1].has(2)
+        backend.may_begin.set()
+        backend.may_end.set()
+        ended = [await reader.end() for reader in readers]
+        assert all(events == ended[0] for events in ended)
+        assert peers.most <= 3, "two of streams, one of the GET"
+
+    asyncio.run(run())
+
+
+def test_other_requests_run_while_a_long_response_is_replayed():
+    async def run():
+        backend = ToolBackend("x" * 4000, size=1)
+        backend.max_model_len = 8192
+        app = Application(backend, response_archive(2**24, 100.0))
+        client = Client(app._app)
+        await client.request("POST", PATH, {**BODY, "stream": True})
+        whole = split_events(client.chunks)
+        response = json.loads(whole[0][2].partition("data: ")[2])["response"]
+        reader = Reader(app, f"{PATH}/{response['id']}?stream=true")
+        turns = 0
+        while not reader.task.done():
+            turns += 1
+            await asyncio.sleep(0)
+        assert turns > 4000 / 256
+        assert reader.events == whole
+
+    asyncio.run(run())
+
+
 def test_a_stream_that_breaks_says_where_to_go_on():
     async def run():
         backend = SlowBackend()
