@@ -43,6 +43,18 @@ class _EmbeddingApi(Api):
         """See `cluster.edge.api.Api.stream`; no field asks for one."""
         raise AssertionError("embeddings are not streamed")
 
+    def whole(
+        self,
+        request: EngineRequest,
+        spec: ResponseSpec,
+        deltas: list[OutputDelta],
+        usage: Usage,
+    ) -> Body:
+        """See `cluster.edge.api.Api.whole`."""
+        *_, body = self.whole_steps(request, spec, deltas, usage)
+        assert body is not None, "the last step"
+        return body
+
 
 class EmbeddingsApi(_EmbeddingApi):
     """The API of /v1/embeddings."""
@@ -62,18 +74,6 @@ class EmbeddingsApi(_EmbeddingApi):
                 raise bad_field(f"input[{i}]", "is of another kind than input[0]; send one kind")
         prompts = read_prompts("input", values["input"], values.get("add_special_tokens", True))
         return _parsed(values, prompts, values.get("encoding_format", "float"))
-
-    def whole(
-        self,
-        request: EngineRequest,
-        spec: ResponseSpec,
-        deltas: list[OutputDelta],
-        usage: Usage,
-    ) -> Body:
-        """See `cluster.edge.api.Api.whole`."""
-        *_, body = self.whole_steps(request, spec, deltas, usage)
-        assert body is not None, "the last step"
-        return body
 
     def whole_steps(
         self,
@@ -143,32 +143,35 @@ class RerankApi(_EmbeddingApi):
             values, [TextPrompt(text, is_special, path) for path, text in texts], ranking
         )
 
-    def whole(
+    def whole_steps(
         self,
         request: EngineRequest,
         spec: ResponseSpec,
         deltas: list[OutputDelta],
         usage: Usage,
-    ) -> Body:
-        """See `cluster.edge.api.Api.whole`."""
+    ) -> Iterator[Body | None]:
+        """Compare and encode one document in each step; both may be megabytes in all."""
         del request
-        query, *others = _embeddings(spec, deltas)
-        vectors = _floats(b"".join(others)).reshape(len(others), -1).astype(np.float64)
-        # All have length 1.
-        scores: list[float] = (vectors @ _floats(query).astype(np.float64)).tolist()
+        first, *others = _embeddings(spec, deltas)
+        query = _floats(first).astype(np.float64)
+        scores: list[float] = []
+        for raw in others:
+            # All have length 1.
+            scores.append(float(_floats(raw).astype(np.float64) @ query))
+            yield None
         best = sorted(range(len(scores)), key=lambda index: -scores[index])[: spec.own.top_n]
         documents = spec.own.documents
-        return {
+        results: list[orjson.Fragment] = []
+        for index in best:
+            result: Body = {"index": index, "relevance_score": scores[index]}
+            if documents:
+                result["document"] = {"text": documents[index]}
+            results.append(orjson.Fragment(orjson.dumps(result)))
+            yield None
+        yield {
             "id": f"rerank-{spec.request_id}",
             "model": spec.model,
-            "results": [
-                {
-                    "index": index,
-                    "relevance_score": scores[index],
-                    **({"document": {"text": documents[index]}} if documents else {}),
-                }
-                for index in best
-            ],
+            "results": results,
             "usage": _usage(usage),
         }
 
