@@ -49,6 +49,8 @@ _MIN_LOGPROB = -9999.0
 class _Shape:
     """What the formats of both APIs share."""
 
+    call_reason = "tool_calls"
+
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
@@ -70,7 +72,6 @@ class _Shape:
 class CompletionShape(_Shape):
     """Format of /v1/completions: text is a field of the choice."""
 
-    call_reason = "stop"
     id_prefix = "cmpl"
     whole_object = "text_completion"
     chunk_object = "text_completion"
@@ -120,7 +121,6 @@ class CompletionShape(_Shape):
 class ChatShape(_Shape):
     """Format of /v1/chat/completions: text is the content of the assistant's message."""
 
-    call_reason = "tool_calls"
     id_prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
