@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from replicas.config import DEFAULT_KV_BYTES
 from replicas.errors import ConfigError
 from replicas.generators.protocol import DEFAULT_TOKEN_BUDGET
@@ -51,10 +53,22 @@ def kv_rope(config: EngineConfig) -> str:
 
 
 def kv_specs(config: EngineConfig, model: ModelConfig) -> tuple[KVSpec, ...]:
-    """Return the KV of each layer; on a simulated mesh, as stored here."""
+    """Return the KV of each layer; on a simulated mesh, as stored here.
+
+    Layers keep the KV of a window only if all have that window, on ttserve's own classes for the
+    CPU, without a KV connector. Elsewhere one block table serves all layers, or other engines may
+    read any block of it, so that layers with a window keep the KV of all tokens, too.
+    """
     if config.simulated_mesh is not None:
         return (KV_SPEC,)
-    return model.kv_specs(resolve_dtype(config, model))
+    specs = model.kv_specs(resolve_dtype(config, model))
+    window = model.sliding_window
+    needs_all = any(v is not None for v in (config.mesh, config.kv_connector, config.generator))
+    if window is None or needs_all or not all(map(model.has_window, range(len(specs)))):
+        return specs
+    if window >= (config.max_model_len or model.max_position_embeddings):
+        return specs
+    return tuple(msgspec.structs.replace(spec, kind="window", window=window) for spec in specs)
 
 
 def kv_groups(
