@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from replicas.generators.torch.attention import make_attention
+from replicas.generators.torch.backends import make_attention
 from replicas.generators.torch.inputs import PagedBatch
 from replicas.generators.torch.kv_cache import TorchKVCache
 

@@ -11,7 +11,7 @@ heads, D head size, N hidden size, E experts.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -174,6 +174,78 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Sizes of latent attention (MLA).
+
+    Attributes:
+        rank: Latent of a token, of which all heads' keys and values are made.
+        query_rank: Latent that queries are made of; None if of the hidden state.
+        rotated: Channels of queries, and of the one key of all heads, that are rotated.
+        plain: Channels of each head's queries and keys that are not.
+        value: Of each head.
+        is_interleaved: Channel 2 i of the rotated ones is paired with 2 i + 1.
+    """
+
+    rank: int
+    query_rank: int | None
+    rotated: int
+    plain: int
+    value: int
+    is_interleaved: bool = True
+
+    @property
+    def row(self) -> int:
+        """Elements that are cached of a token: its latent, and the rotated key."""
+        return self.rank + self.rotated
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttentionSpec:
+    """Attention over a cached latent of each token; P plain, R rotated, V value channels, L latent.
+
+    Attributes:
+        num_heads: H.
+        sizes: Of the parts.
+        q: N, or the query latent, -> H * (P + R).
+        kv_a: N -> L + R: latent and rotated key.
+        kv_norm: Norm of the latent.
+        kv_b: L -> H * (P + V): plain parts of keys, and values.
+        o: H * V -> N.
+        rope: Rotation.
+        scale: Factor of the scores.
+        q_a: N -> query latent, or None.
+        q_norm: Norm of the query latent, or None.
+    """
+
+    num_heads: int
+    sizes: LatentConfig
+    q: LinearSpec
+    kv_a: LinearSpec
+    kv_norm: NormSpec
+    kv_b: LinearSpec
+    o: LinearSpec
+    rope: RopeConfig
+    scale: float
+    q_a: LinearSpec | None = None
+    q_norm: NormSpec | None = None
+
+    window: ClassVar[None] = None
+    soft_cap: ClassVar[None] = None
+
+    @property
+    def head_dim(self) -> int:
+        """Channels that ``rope`` is for."""
+        return self.sizes.rotated
+
+    def tensors(self) -> Tensors:
+        """Yield all weights."""
+        parts = self.q_a, self.q_norm, self.q, self.kv_a, self.kv_norm, self.kv_b, self.o
+        for part in parts:
+            if part is not None:
+                yield from part.tensors()
+
+
+@dataclass(frozen=True, slots=True)
 class MlpSpec:
     """MLP with a gate: down(activation(gate(x)) * up(x)), or as `ClampedSwiglu` says.
 
@@ -214,6 +286,12 @@ class ExpertsConfig:
         intermediate_size: Size inside one expert.
         is_normalised: The weights of a token's experts are scaled to sum to 1.
         rounds_shares: These weights are rounded to the model's dtype.
+        scoring: Function of the router's products.
+        routes_wide: The router computes in float32 at least.
+        scale: Factor of the weights.
+        num_groups: Groups of as many experts each.
+        groups_per_token: The best so many of them have a token's experts. Groups compare by their
+            best expert, or with a correction by the sum of the best two.
     """
 
     num_experts: int
@@ -221,6 +299,11 @@ class ExpertsConfig:
     intermediate_size: int
     is_normalised: bool
     rounds_shares: bool
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    routes_wide: bool = False
+    scale: float = 1.0
+    num_groups: int = 1
+    groups_per_token: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +316,7 @@ class ExpertsSpec:
         expert: Each expert, with "{}" for its number in the names, or in stacks.
         shared: MLP of all tokens beside the experts, or None.
         shared_gate: N -> 1: the sigmoid of its product is a factor of the shared MLP's result.
+        correction: Name of a tensor (E,) that is added to scores for the choice of experts alone.
     """
 
     config: ExpertsConfig
@@ -240,6 +324,7 @@ class ExpertsSpec:
     expert: MlpSpec
     shared: MlpSpec | None = None
     shared_gate: LinearSpec | None = None
+    correction: str | None = None
 
     def tensors(self) -> Tensors:
         """Yield all weights."""
@@ -249,6 +334,8 @@ class ExpertsSpec:
         for each in (self.shared, self.shared_gate):
             if each is not None:
                 yield from each.tensors()
+        if self.correction is not None:
+            yield self.correction, (self.config.num_experts,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +351,7 @@ class LayerSpec:
         output_norm: Of the MLP's result, before it is added.
     """
 
-    attention: AttentionSpec
+    attention: AttentionSpec | LatentAttentionSpec
     mlp: MlpSpec | ExpertsSpec
     input_norm: NormSpec | None = None
     attention_norm: NormSpec | None = None

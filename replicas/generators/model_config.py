@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from replicas.config import EngineConfig
-    from replicas.generators.layer_specs import Activation, LayerSpec, NormKind
+    from replicas.generators.layer_specs import Activation, LatentConfig, LayerSpec, NormKind
     from replicas.generators.quantization import Quantization
 
 FAMILIES: Mapping[str, str] = {
@@ -41,6 +41,8 @@ FAMILIES: Mapping[str, str] = {
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "SeedOssForCausalLM": "seed_oss",
     "GptOssForCausalLM": "gpt_oss",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
 }
 """Architecture name -> family (the configuration's model_type), a module of `_MODELS`."""
 _MODELS = "replicas.generators.torch.models"
@@ -96,6 +98,7 @@ class ModelConfig:
         mlp_layers: Layers with an MLP in a model with experts.
         shared_intermediate_size: Size inside the expert of all tokens, if there is one.
         quantization: How weights may be stored, if not as they are.
+        latent: Sizes of latent attention; None if keys and values are cached per head.
     """
 
     name_or_path: str
@@ -132,6 +135,7 @@ class ModelConfig:
     mlp_layers: tuple[int, ...] = ()
     shared_intermediate_size: int = 0
     quantization: Quantization | None = None
+    latent: LatentConfig | None = None
 
     def has_window(self, layer: int) -> bool:
         """Return whether a layer sees a window of its sequence only."""
@@ -142,6 +146,8 @@ class ModelConfig:
     def kv_specs(self, dtype: str) -> tuple[KVSpec, ...]:
         """Return the KV of each layer, with elements of a dtype."""
         spec = KVSpec(heads=self.num_key_value_heads, width=self.head_dim, dtype=dtype)
+        if self.latent is not None:
+            spec = KVSpec(heads=1, width=self.latent.row, dtype=dtype, kind="latent", planes=1)
         return (spec,) * self.num_hidden_layers
 
 

@@ -47,6 +47,7 @@ PAIRS += [
     for case in FAMILIES
     if case != "phi4-long"
 ]
+PAIRS.append(("deepseek-v3", "mixed, chunked, pooled"))
 
 
 @pytest.mark.parametrize(("case", "name"), PAIRS)

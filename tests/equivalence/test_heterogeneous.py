@@ -95,6 +95,9 @@ SHARDED4, SHARDED8 = "Sharded4", "Sharded8"
         ("llama-gqa", (None, 32, 2), (SHARDED2, 64, 1)),
         ("llama-gqa", (SHARDED4, 64, 1), (None, 32, 4)),
         ("llama-gqa", (None, 128, 4), (None, 32, 2)),
+        # One plane of latents.
+        ("deepseek-v2", (None, 96, 2), (None, 64, 1)),
+        ("deepseek-v3", (ONE, 64, 1), (None, 32, 2)),
     ],
 )
 def test_tokens_do_not_depend_on_how_the_two_ends_lay_out_their_kv(

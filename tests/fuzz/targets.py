@@ -680,6 +680,14 @@ def model_config_seeds():
         "layer_types": ["sliding_attention", "full_attention"], "attention_bias": True,
         "quantization_config": {"quant_method": "mxfp4"},
     }  # fmt: skip
+    latent = {
+        "q_lora_rank": 24, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+        "v_head_dim": 12, "n_routed_experts": 8, "n_shared_experts": 2, "n_group": 4,
+        "topk_group": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 48,
+        "first_k_dense_replace": 1, "routed_scaling_factor": 1.7,
+        "rope_scaling": {**yarn, "mscale_all_dim": 1.0},
+    }  # fmt: skip
+    grouped = {**latent, "topk_method": "group_limited_greedy", "scoring_func": "softmax"}
     for architecture, changes in (
         ("LlamaForCausalLM", {"rope_scaling": llama3}),
         ("LlamaForCausalLM", {"rope_parameters": yarn}),
@@ -688,6 +696,8 @@ def model_config_seeds():
         ("MixtralForCausalLM", experts),
         ("Qwen3MoeForCausalLM", qwen),
         ("GptOssForCausalLM", gpt_oss),
+        ("DeepseekV2ForCausalLM", grouped),
+        ("DeepseekV3ForCausalLM", {**latent, "topk_method": "noaux_tc", "norm_topk_prob": True}),
     ):
         config = {**base, "architectures": [architecture], **changes}
         yield json.dumps({"config.json": config, "generation_config.json": generation}).encode()

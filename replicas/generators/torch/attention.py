@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache by PyTorch's operations, and the choice of a back end.
+"""Attention over the paged KV cache by PyTorch's operations.
 
 A back end prepares one pass (which tokens go together) and returns a function that every layer
 calls. Positions past a sequence's end, those behind a window and the null block may hold anything,
@@ -11,25 +11,21 @@ L = W * S.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
-from torch.nn import functional
 
 from replicas.generators.torch.plain import Attend, PlainKernels
+from replicas.generators.torch.row_attention import attend_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from replicas.generators.layer_specs import AttentionSpec
+    from replicas.generators.layer_specs import AttentionSpec, LatentAttentionSpec
     from replicas.generators.torch.inputs import Int64Array, PagedBatch
     from replicas.generators.torch.kernels import Kernels
     from replicas.generators.torch.kv_cache import TorchKVCache
-
-logger = logging.getLogger(__name__)
+    from replicas.generators.torch.latent import LatentProducts
 
 MOST_QUERIES = 256
 """Tokens of a row: a mask of more would take much memory, and half of it would be empty."""
@@ -105,17 +101,25 @@ class BatchedAttention:
         windows: dict[int | None, list[_Window]] = {}
 
         def attend(
-            layer: int, q: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None = None
+            layer: int,
+            q: torch.Tensor,
+            spec: AttentionSpec | LatentAttentionSpec,
+            sinks: torch.Tensor | None = None,
+            latent: LatentProducts | None = None,
         ) -> torch.Tensor:
             if not groups:  # made when a layer needs them
                 groups.extend(_groups(batch, cache.block_size))
             if spec.window not in windows:
                 windows[spec.window] = [_window(r, spec.window, cache.block_size) for r in groups]
-            k_plane, v_plane = cache.planes[layer]
-            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+            value = cache.planes[layer][-1].shape[-1] if latent is None else latent.value
+            out = q.new_empty(*q.shape[:2], value)
             for rows, seen in zip(groups, windows[spec.window], strict=True):
-                k, v = (_gather(plane, seen) for plane in (k_plane, v_plane))
-                found = attend_rows(q[rows.tokens], k, v, seen.visible, spec, sinks)
+                some, held = q[rows.tokens], [_gather(each, seen) for each in cache.planes[layer]]
+                if latent is None:
+                    keys, values = held
+                    found = attend_rows(some, keys, values, seen.visible, spec, sinks)
+                else:
+                    found = latent.attend(some, held[0], seen.visible)
                 out[rows.tokens[rows.are_first]] = found[rows.are_first]
             return out
 
@@ -192,78 +196,3 @@ def _gather(plane: torch.Tensor, seen: _Window) -> torch.Tensor:
     blocks = blocks.view(num_rows, length // block_size, num_heads, block_size, size)
     found = blocks.transpose(1, 2).reshape(num_rows, num_heads, length, size)
     return found.masked_fill_(seen.hidden[:, None], 0.0)
-
-
-def attend_rows(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    visible: torch.Tensor,
-    spec: AttentionSpec,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Attend.
-
-    Args:
-        q: (R, n, H, D).
-        k: (R, G, L, D).
-        v: (R, G, L, D).
-        visible: bool (R, 1, n, L).
-        spec: Scale and soft cap.
-        sinks: (H,) scores without a value, or None.
-
-    Returns:
-        (R, n, H, D).
-    """
-    num_rows, num_queries, num_heads, size = q.shape
-    share = num_heads // k.shape[1]
-    # Query heads that share a KV head are further queries of it: (R, G, n * share, D).
-    grouped = q.view(num_rows, num_queries, -1, share, size).permute(0, 2, 1, 3, 4)
-    grouped = grouped.reshape(num_rows, -1, num_queries * share, size)
-    if num_queries > 1 and share > 1:
-        visible = visible.repeat_interleave(share, dim=2)
-    scale = size**-0.5 if spec.scale is None else spec.scale
-    if spec.soft_cap is None and sinks is None:
-        found = functional.scaled_dot_product_attention(
-            grouped, k, v, attn_mask=visible, scale=scale
-        )
-    else:
-        scores = grouped @ k.transpose(-1, -2) * scale
-        if spec.soft_cap is not None:
-            scores = (scores / spec.soft_cap).tanh() * spec.soft_cap
-        scores = scores.masked_fill(~visible, -torch.inf)
-        if sinks is not None:
-            sunk = sinks.view(1, -1, 1, share).expand(num_rows, -1, num_queries, -1)
-            sunk = sunk.reshape(num_rows, -1, num_queries * share, 1)
-            scores = torch.cat((scores, sunk.to(scores.dtype)), dim=-1)
-        wide = torch.promote_types(scores.dtype, torch.float32)
-        weights = scores.softmax(dim=-1, dtype=wide).to(v.dtype)
-        found = weights[..., : k.shape[2]] @ v
-    found = found.view(num_rows, -1, num_queries, share, v.shape[-1]).permute(0, 2, 1, 3, 4)
-    return found.reshape(num_rows, num_queries, num_heads, v.shape[-1])
-
-
-def _fast(dtype: torch.dtype, _head_dim: int, _share: int) -> AttentionBackend:
-    from replicas.generators.torch.fast_attention import FastAttention
-
-    return FastAttention(dtype)
-
-
-BACKENDS: Mapping[str, Callable[[torch.dtype, int, int], AttentionBackend]] = {
-    "fast": _fast,
-    "batched": lambda _dtype, _head_dim, _share: BatchedAttention(),
-}
-"""The values of ``CpuDevice.attention``, made for a dtype, D and H / G."""
-
-
-def make_attention(name: str, dtype: torch.dtype, head_dim: int, share: int) -> AttentionBackend:
-    """Create one of `BACKENDS`; falls back to the plain one, with a warning, without kernels."""
-    try:
-        return BACKENDS[name](dtype, head_dim, share)
-    except (ImportError, RuntimeError) as error:
-        logger.warning(
-            "this engine computes without the C kernels, several times slower: %s. "
-            "`attention: batched` selects the plain operations silently",
-            error,
-        )
-        return BatchedAttention()

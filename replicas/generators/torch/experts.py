@@ -110,13 +110,14 @@ class Experts:
         dispatch: The way to the other ranks, if the experts are distributed.
         shared: MLP of all tokens, which every rank has, or None.
         shared_gate: hidden -> 1: the sigmoid of its product is a factor of the shared result.
+        correction: (E,), added to scores for the choice of experts alone, or None.
 
     Attributes:
         num_tokens: int64 (E,): this rank's tokens that each expert has had, wherever it is.
         num_rows: Rows that this rank's experts have computed, its own and those of other ranks.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts of a layer of experts
         self,
         config: ExpertsConfig,
         router: LinearLayer,
@@ -125,6 +126,7 @@ class Experts:
         *,
         shared: Mlp | None = None,
         shared_gate: LinearLayer | None = None,
+        correction: torch.Tensor | None = None,
     ) -> None:
         self._config = config
         self._router = router
@@ -132,6 +134,7 @@ class Experts:
         self._dispatch = dispatch
         self._shared = shared
         self._shared_gate = shared_gate
+        self._correction = correction
         self.forget_load()
 
     def forget_load(self) -> None:
@@ -176,15 +179,32 @@ class Experts:
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each token's experts, int64 (T, K), ascending, and their weights (T, K)."""
         # As transformers does; float64 is for oracles, which round nothing.
-        precise = torch.float64 if x.dtype == torch.float64 else torch.float32
-        likely = torch.softmax(self._router(x).to(precise), dim=-1)
-        shares, experts = likely.topk(self._config.num_per_token, dim=-1)
-        if self._config.is_normalised:
+        config, precise = self._config, torch.promote_types(x.dtype, torch.float32)
+        products = self._router(x.to(precise) if config.routes_wide else x).to(precise)
+        is_softmax = config.scoring == "softmax"
+        likely = torch.softmax(products, dim=-1) if is_softmax else products.sigmoid()
+        wanted = likely if self._correction is None else likely + self._correction
+        if config.num_groups > 1:
+            wanted = self._of_best_groups(wanted)
+        experts = wanted.topk(config.num_per_token, dim=-1).indices
+        shares = likely.gather(1, experts)
+        if config.is_normalised:
             shares = shares / shares.sum(dim=-1, keepdim=True)
-        if self._config.rounds_shares:
+        shares = shares * config.scale
+        if config.rounds_shares:
             shares = shares.to(x.dtype)
         experts, order = experts.sort(dim=-1)
         return experts, shares.gather(1, order)
+
+    def _of_best_groups(self, wanted: torch.Tensor) -> torch.Tensor:
+        """Return scores (T, E) that are minus infinity outside of each token's best groups."""
+        num_groups = self._config.num_groups
+        groups = wanted.view(len(wanted), num_groups, self._config.num_experts // num_groups)
+        num_best = 1 if self._correction is None else 2
+        best = groups.topk(num_best, dim=-1).values.sum(-1)
+        chosen = best.topk(self._config.groups_per_token, dim=-1).indices
+        others = torch.ones_like(best, dtype=torch.bool).scatter_(1, chosen, value=False)
+        return groups.masked_fill(others.unsqueeze(-1), -torch.inf).flatten(1)
 
     def _run(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """Return the products of rows that are ordered by this rank's experts."""

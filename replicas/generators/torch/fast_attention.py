@@ -5,21 +5,25 @@ Dimensions: T tokens, H query heads, G KV heads, D head size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
+import torch
 
+from replicas.generators.torch.attention import BatchedAttention
+from replicas.generators.torch.inputs import requests_of
 from replicas.generators.torch.kernels import PLAIN_SCORING, Scoring, Tiles, kernels_for
 from replicas.generators.torch.native import ATTENTION_TILE
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-    import torch
 
-    from replicas.generators.layer_specs import AttentionSpec
+    from replicas.generators.layer_specs import AttentionSpec, LatentAttentionSpec
     from replicas.generators.torch.inputs import Int64Array, PagedBatch
     from replicas.generators.torch.kernels import Kernels
     from replicas.generators.torch.kv_cache import TorchKVCache
+    from replicas.generators.torch.latent import LatentProducts
     from replicas.generators.torch.plain import Attend, PlainKernels
 
 
@@ -39,24 +43,51 @@ class FastAttention:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.kernels = self._kernels = kernels_for(dtype)
+        self._batched = BatchedAttention()
 
     def prepare(self, batch: PagedBatch, cache: TorchKVCache) -> Attend:
         """Return the attention function of a pass; see ``attention.AttentionBackend.prepare``."""
         parts = _parts(batch)
+        prompts: list[tuple[torch.Tensor, Attend]] = []
 
         def attend(
             layer: int,
             q: torch.Tensor,
-            spec: AttentionSpec | None = None,
+            spec: AttentionSpec | LatentAttentionSpec | None = None,
             sinks: torch.Tensor | None = None,
+            latent: LatentProducts | None = None,
         ) -> torch.Tensor:
-            planes = cache.planes[layer]
-            out = q.new_empty(*q.shape[:2], planes[1].shape[-1])
+            if latent is not None:
+                if not prompts and any(tiles.size > 1 for tiles in parts):
+                    tokens, several = requests_of(batch, np.diff(batch.query_start_loc) > 1)
+                    prompts.append((tokens, self._batched.prepare(several, cache)))
+                return attend_latent(layer, q, cast("LatentAttentionSpec", spec), latent)
+            keys, values = cache.planes[layer]
+            out = q.new_empty(*q.shape[:2], values.shape[-1])
             scoring = PLAIN_SCORING
             if spec is not None:
                 scoring = Scoring(spec.scale, spec.window, spec.soft_cap, sinks)
             for tiles in parts:
-                self._kernels.attend(q, tiles, planes, out, scoring)
+                self._kernels.attend(q, tiles, (keys, values), out, scoring)
+            return out
+
+        def attend_latent(
+            layer: int, q: torch.Tensor, spec: LatentAttentionSpec, latent: LatentProducts
+        ) -> torch.Tensor:
+            """Let decodes read latents in place; keys and values of prompts are made of them."""
+            out = q.new_empty(*q.shape[:2], latent.value)
+            (plane,) = cache.planes[layer]
+            planes = plane, plane[..., : latent.rank]
+            for tiles in parts:
+                if tiles.size == 1:
+                    tokens = torch.from_numpy(tiles.tokens)
+                    own = replace(tiles, tokens=np.arange(len(tokens)))
+                    absorbed = latent.absorb(q[tokens])
+                    found = q.new_empty(*absorbed.shape[:2], latent.rank)
+                    self._kernels.attend(absorbed, own, planes, found, Scoring(spec.scale))
+                    out[tokens] = latent.values(found)
+            for tokens, attend_some in prompts:
+                out[tokens] = attend_some(layer, q[tokens], spec, latent=latent)
             return out
 
         return attend

@@ -10,15 +10,16 @@ trace, no device sampling and no state between calls, so rows may move between s
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 
 from replicas.errors import ConfigError
-from replicas.generators.model_config import check_sizes, to_model_config
+from replicas.generators.model_config import check_sizes, layer_specs, to_model_config
 from replicas.generators.protocol import DEFAULT_TOKEN_BUDGET, CpuDevice, ModelCapabilities
-from replicas.generators.torch.attention import BACKENDS, make_attention
+from replicas.generators.torch.backends import BACKENDS, make_attention
 from replicas.generators.torch.inputs import BlockSpace, from_decode, from_flat, from_prefill
 from replicas.generators.torch.kv_cache import TorchKVCache
 from replicas.generators.torch.linear import LONG_WEIGHTS
@@ -93,12 +94,14 @@ class TorchGenerator:
         self._max_batch_size = max_batch_size
         self._num_lanes = num_lanes
         self._shares_kv = shares_kv
-        attention = 2 * config.num_attention_heads + 2 * config.num_key_value_heads
+        attention = layer_specs(config)[0].attention
         inner = config.intermediate_size
         if config.experts is not None:
             inner = config.experts.num_per_token * config.experts.intermediate_size
-        self._layer_weights = config.hidden_size * (attention * config.head_dim + 3 * inner)
-        self._context_products = 2 * config.num_attention_heads * config.head_dim
+        weights = sum(math.prod(shape) for _, shape in attention.tensors())
+        self._layer_weights = weights + 3 * config.hidden_size * inner
+        (spec, *_), heads = config.kv_specs("float32"), config.num_attention_heads
+        self._context_products = 2 * heads * spec.width
         self._before_layer: LayerCallback | None = None
         self._after_layer: LayerCallback | None = None
 
@@ -157,8 +160,8 @@ class TorchGenerator:
             ConfigError: Heads, head size, layers or dtype are not the model's.
             TransferError: The host gives no memory that can be shared.
         """
-        config = self._config
-        wanted = (config.num_key_value_heads, config.head_dim, config.num_hidden_layers)
+        spec, *_ = specs = self._config.kv_specs(str(self._dtype).removeprefix("torch."))
+        wanted = (spec.heads, spec.width, len(specs))
         given = (kv_cache_shape[1], kv_cache_shape[3], num_layers)
         if given != wanted or dtype != self._dtype:
             raise ConfigError(
@@ -166,7 +169,12 @@ class TorchGenerator:
                 f"{wanted} in {self._dtype}"
             )
         return TorchKVCache(
-            kv_cache_shape, dtype, num_layers, self._num_lanes, shares=self._shares_kv
+            kv_cache_shape,
+            dtype,
+            num_layers,
+            self._num_lanes,
+            num_planes=spec.planes,
+            shares=self._shares_kv,
         )
 
     def warmup_model_prefill(

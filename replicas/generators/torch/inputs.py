@@ -66,6 +66,21 @@ class PagedBatch:
     logits_indices: torch.Tensor
 
 
+def requests_of(batch: PagedBatch, which: npt.NDArray[np.bool_]) -> tuple[torch.Tensor, PagedBatch]:
+    """Return a pass of some requests (R,), and int64 indices of its tokens in the whole one."""
+    counts = np.diff(batch.query_start_loc)
+    tokens = torch.from_numpy(np.flatnonzero(np.repeat(which, counts)))
+    return tokens, PagedBatch(
+        input_ids=batch.input_ids[tokens],
+        positions=batch.positions[tokens],
+        kv_positions=batch.kv_positions[tokens],
+        query_start_loc=np.concatenate(([0], np.cumsum(counts[which]))),
+        seq_lens=batch.seq_lens[which],
+        block_table=np.ascontiguousarray(batch.block_table[which]),
+        logits_indices=tokens[:0],
+    )
+
+
 def from_flat(batch: FlatBatch, space: BlockSpace) -> PagedBatch:
     """Convert the engine's flat batch."""
     first_blocks = batch.dp_groups.astype(np.int64) * space.num_blocks

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from replicas.generators.protocol import KVCacheShape
 
 LaneCache: TypeAlias = list[list[torch.Tensor]]
-"""[layer] -> [k, v], each (num_blocks, H, S, D)."""
+"""[layer] -> [k, v], or one plane of latents; each (num_blocks, H, S, D)."""
 
 
 class TorchKVCache(list[LaneCache]):
@@ -28,7 +28,7 @@ class TorchKVCache(list[LaneCache]):
     ``b`` of lane ``l`` is row ``l * num_blocks + b``.
 
     Attributes:
-        planes: Per layer (k, v), each (P, H, S, D), contiguous.
+        planes: Per layer (k, v), or one plane of latents; each (P, H, S, D), contiguous.
         num_blocks: Blocks per lane, with the null block.
         block_size: Tokens per block.
         memory: The bytes of all planes, (n,) uint8: layer by layer, K before V.
@@ -43,6 +43,7 @@ class TorchKVCache(list[LaneCache]):
         num_layers: int,
         num_lanes: int,
         *,
+        num_planes: int = 2,
         shares: bool = False,
     ) -> None:
         """Allocate zeros.
@@ -52,6 +53,7 @@ class TorchKVCache(list[LaneCache]):
             dtype: Dtype of keys and values.
             num_layers: Layers.
             num_lanes: Lanes.
+            num_planes: 2 for keys and values, 1 for latents.
             shares: Whether other processes of this host may map the cache.
 
         Raises:
@@ -64,22 +66,27 @@ class TorchKVCache(list[LaneCache]):
         whole = (num_lanes * shape[0], *shape[1:])
         num_items = math.prod(whole)
         plane_bytes, lane_bytes = (n * dtype.itemsize for n in (num_items, math.prod(shape)))
-        self.shared_region = SharedRegion.create(2 * num_layers * plane_bytes) if shares else None
+        num_bytes = num_planes * num_layers * plane_bytes
+        self.shared_region = SharedRegion.create(num_bytes) if shares else None
         if self.shared_region is None:
-            self.memory = own_memory(2 * num_layers * plane_bytes)
+            self.memory = own_memory(num_bytes)
             # Memory that is short must show now.
             self.memory.fill(0)
         else:
             self.memory = self.shared_region.memory
         self.offsets = tuple(
-            tuple(piece * plane_bytes + lane * lane_bytes for piece in range(2 * num_layers))
+            tuple(
+                piece * plane_bytes + lane * lane_bytes for piece in range(num_planes * num_layers)
+            )
             for lane in range(num_lanes)
         )
         planes = [
             torch.frombuffer(self.memory, dtype=dtype, count=num_items, offset=offset).view(whole)
             for offset in self.offsets[0]
         ]
-        self.planes = list(zip(planes[::2], planes[1::2], strict=True))
+        self.planes = [
+            tuple(planes[first : first + num_planes]) for first in range(0, len(planes), num_planes)
+        ]
         super().__init__(
             [
                 [

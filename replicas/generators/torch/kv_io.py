@@ -43,7 +43,7 @@ class TorchKVIO:
         k = kv_cache[0][0][0]
         _, num_kv_heads, block_size, head_dim = k.shape
         dtype = str(k.dtype).removeprefix("torch.")
-        found = (len(kv_cache[0]), 2, num_kv_heads, head_dim, block_size, dtype)
+        found = (len(kv_cache[0]), len(kv_cache[0][0]), num_kv_heads, head_dim, block_size, dtype)
         told = (
             layout.num_layers,
             layout.num_planes,

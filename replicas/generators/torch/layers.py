@@ -13,15 +13,23 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch.nn import functional
 
-from replicas.generators.layer_specs import ExpertsSpec, LinearSpec, MlpSpec, NormSpec
+from replicas.generators.layer_specs import (
+    AttentionSpec,
+    ExpertsSpec,
+    LatentAttentionSpec,
+    LinearSpec,
+    MlpSpec,
+    NormSpec,
+)
 from replicas.generators.torch.experts import ExpertDispatch, Experts
-from replicas.generators.torch.linear import make_linear
-from replicas.generators.torch.plain import PlainKernels
+from replicas.generators.torch.latent import LatentProducts
+from replicas.generators.torch.linear import PlainLinear, make_linear
+from replicas.generators.torch.plain import PlainKernels, rotated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from replicas.generators.layer_specs import Activation, AttentionSpec, LayerSpec, Part
+    from replicas.generators.layer_specs import Activation, LayerSpec, Part
     from replicas.generators.protocol import LayerCallback
     from replicas.generators.rope_config import RopeConfig
     from replicas.generators.torch.kernels import Kernels
@@ -117,15 +125,64 @@ class Attention:
         if run.before is not None:
             run.before(index)
         kernels = run.kernels if spec.rope.share == 1.0 else _PLAIN
+        keys, values = run.cache.planes[index]
         kernels.rotate_and_store(
             heads,
             run.places[spec.rope, spec.head_dim],
-            run.cache.planes[index],
+            (keys, values),
             self.head_norm,
             self.eps,
         )
         attend = run.attend_any if run.attend is None else run.attend
         attended = attend(index, heads[:, : spec.num_heads], spec, self.sinks).flatten(1)
+        if run.after is not None:
+            run.after(index)
+        return attended
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentAttention:
+    """Attention over cached latents.
+
+    Attributes:
+        spec: What is computed, and what its other parts take and give.
+        q_a: See ``spec``; likewise the next four, and ``o``.
+        q_norm: Norm of the query latent.
+        q: Rotated channels of a head lie in halves.
+        kv_a: Likewise.
+        kv_norm: Norm of the latent.
+        products: What ``kv_b`` computes, on either side of attention.
+        o: H * V -> N.
+    """
+
+    spec: LatentAttentionSpec
+    q_a: LinearLayer | None
+    q_norm: Norm | None
+    q: LinearLayer
+    kv_a: LinearLayer
+    kv_norm: Norm
+    products: LatentProducts
+    o: LinearLayer
+
+    def __call__(self, x: torch.Tensor, index: int, run: ForwardPass) -> torch.Tensor:
+        """(T, N) -> (T, H * V), what ``o`` takes; latents of these tokens are written."""
+        spec, sizes = self.spec, self.spec.sizes
+        places = run.places[spec.rope, sizes.rotated]
+        rows = self.kv_a(x)
+        latents = self.kv_norm(rows[:, : sizes.rank].contiguous(), run.kernels)
+        if self.q_a is not None and self.q_norm is not None:
+            x = self.q_norm(self.q_a(x), run.kernels)
+        q = self.q(x).view(len(x), spec.num_heads, -1)
+        q[..., sizes.plain :] = rotated(q[..., sizes.plain :], places)
+        key = rotated(rows[:, None, sizes.rank :], places)
+        if run.before is not None:
+            run.before(index)
+        (plane,) = run.cache.planes[index]
+        block_size = plane.shape[2]
+        blocks, offsets = places.kv_positions // block_size, places.kv_positions % block_size
+        plane[blocks, 0, offsets] = torch.cat((latents, key[:, 0]), dim=-1)
+        attend = run.attend_any if run.attend is None else run.attend
+        attended = attend(index, q, spec, latent=self.products).flatten(1)
         if run.after is not None:
             run.after(index)
         return attended
@@ -178,9 +235,7 @@ class DenseLayer:
         gate: N -> inner.
         up: N -> inner.
         down: inner -> N.
-        rope: Rotation of whole heads.
-        window: Tokens that a position sees; None for all.
-        scale: Factor of the scores; None is D ** -0.5.
+        spec: Of the attention, which rotates whole heads.
         activation: Of the gate.
     """
 
@@ -192,9 +247,7 @@ class DenseLayer:
     gate: LinearLayer
     up: LinearLayer
     down: LinearLayer
-    rope: RopeConfig
-    window: int | None
-    scale: float | None
+    spec: AttentionSpec
     activation: Activation
 
 
@@ -211,7 +264,7 @@ class DecoderLayer:
         output_norm: Of its result.
     """
 
-    attention: Attention
+    attention: Attention | LatentAttention
     mlp: Mlp | Experts
     input_norm: Norm | None
     attention_norm: Norm | None
@@ -251,10 +304,13 @@ class DecoderLayer:
 
     def as_dense(self) -> DenseLayer | None:
         """Return the layer as one of Llama's form, or None if it has another."""
-        attention, mlp, spec = self.attention, self.mlp, self.attention.spec
+        attention, mlp = self.attention, self.mlp
         before, between = self.input_norm, self.mlp_norm
         if not isinstance(mlp, Mlp) or before is None or between is None:
             return None
+        if not isinstance(attention, Attention):
+            return None
+        spec = attention.spec
         others = (
             self.attention_norm, self.output_norm, attention.q_norm, attention.k_norm,
             attention.sinks, spec.soft_cap,
@@ -265,7 +321,7 @@ class DecoderLayer:
             return None
         return DenseLayer(
             before.weight, attention.qkv, attention.head_norm, attention.o, between.weight,
-            mlp.gate, mlp.up, mlp.down, spec.rope, spec.window, spec.scale, mlp.activation,
+            mlp.gate, mlp.up, mlp.down, spec, mlp.activation,
         )  # fmt: skip
 
 
@@ -293,7 +349,11 @@ class LayerMaker:
     def layer(self, spec: LayerSpec) -> DecoderLayer:
         """Make a layer."""
         return DecoderLayer(
-            attention=self._attention(spec.attention),
+            attention=(
+                self._attention(spec.attention)
+                if isinstance(spec.attention, AttentionSpec)
+                else self._latent(spec.attention)
+            ),
             mlp=self._mlp(spec.mlp) if isinstance(spec.mlp, MlpSpec) else self._experts(spec.mlp),
             input_norm=self._maybe_norm(spec.input_norm),
             attention_norm=self._maybe_norm(spec.attention_norm),
@@ -354,17 +414,47 @@ class LayerMaker:
             None if spec.sinks is None else self._fetch(spec.sinks),
         )
 
+    def _latent(self, spec: LatentAttentionSpec) -> LatentAttention:
+        sizes = spec.sizes
+        order = torch.arange(sizes.rotated)
+        if sizes.is_interleaved:
+            # Pairs become halves, in queries and keys alike, which leaves their products.
+            order = torch.cat((order[::2], order[1::2]))
+        of_head = torch.cat((torch.arange(sizes.plain), sizes.plain + order))
+        starts = torch.arange(spec.num_heads) * len(of_head)
+        of_row = torch.cat((torch.arange(sizes.rank), sizes.rank + order))
+        return LatentAttention(
+            spec,
+            None if spec.q_a is None else self.linear(spec.q_a),
+            self._maybe_norm(spec.q_norm),
+            self._linear_of(spec.q, (starts[:, None] + of_head).flatten()),
+            self._linear_of(spec.kv_a, of_row),
+            self.norm(spec.kv_norm),
+            LatentProducts(spec, self._joined(spec.kv_b, "weight")),
+            self.linear(spec.o),
+        )
+
+    def _linear_of(self, spec: LinearSpec, order: torch.Tensor) -> LinearLayer:
+        """Make a linear layer of rows in another order."""
+        bias = self._joined(spec, "bias")[order] if spec.has_bias else None
+        return make_linear(self._joined(spec, "weight")[order], bias)
+
     def _mlp(self, spec: MlpSpec) -> Mlp:
         gate, up, down = (self.linear(each) for each in (spec.gate, spec.up, spec.down))
         return Mlp(gate, up, down, spec.activation)
 
     def _experts(self, spec: ExpertsSpec) -> Experts:
         own = range(spec.config.num_experts) if self._dispatch is None else self._dispatch.own
+        router = self.linear(spec.router)
+        if spec.config.routes_wide:
+            weight = self._joined(spec.router, "weight")
+            router = PlainLinear(weight.to(torch.promote_types(weight.dtype, torch.float32)), None)
         return Experts(
             spec.config,
-            self.linear(spec.router),
+            router,
             [self._mlp(spec.expert.numbered(number)) for number in own],
             self._dispatch,
             shared=None if spec.shared is None else self._mlp(spec.shared),
             shared_gate=None if spec.shared_gate is None else self.linear(spec.shared_gate),
+            correction=None if spec.correction is None else self._fetch(spec.correction),
         )

@@ -182,7 +182,7 @@ def _dispatch(config: ModelConfig, device: CpuDevice) -> ExpertDispatch | None:
 
 def _without_long_window(spec: LayerSpec, max_seq_len: int | None) -> LayerSpec:
     """Return a layer without a window that no sequence is longer than."""
-    window = spec.attention.window
-    if window is None or max_seq_len is None or window < max_seq_len:
+    attention = spec.attention
+    if attention.window is None or max_seq_len is None or attention.window < max_seq_len:
         return spec
-    return replace(spec, attention=replace(spec.attention, window=None))
+    return replace(spec, attention=replace(attention, window=None))

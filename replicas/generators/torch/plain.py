@@ -56,11 +56,15 @@ class PlainKernels:
         _, num_kv_heads, block_size, _ = planes[0].shape
         turning, values = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
         plain = turning.clone() if norm is None else self.rms_norm(turning, norm, eps)
-        cos, sin = (t.index_select(0, places.positions)[:, None] for t in (places.cos, places.sin))
-        num_rotated = cos.shape[-1]
-        rotated = plain[..., :num_rotated]
+        num_rotated = places.cos.shape[-1]
         turning.copy_(plain)
-        turning[..., :num_rotated] = rotated * cos + rotated.roll(num_rotated // 2, -1) * sin
+        turning[..., :num_rotated] = rotated(plain[..., :num_rotated], places)
         blocks, offsets = places.kv_positions // block_size, places.kv_positions % block_size
         planes[0][blocks, :, offsets] = turning[:, -num_kv_heads:]
         planes[1][blocks, :, offsets] = values
+
+
+def rotated(x: torch.Tensor, places: TokenPlaces) -> torch.Tensor:
+    """Return all channels of heads (T, H, C) rotated; channel i is paired with i + C / 2."""
+    cos, sin = (t.index_select(0, places.positions)[:, None] for t in (places.cos, places.sin))
+    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin

@@ -133,10 +133,10 @@ def claim(layers: Sequence[DecoderLayer]) -> list[range]:
 
 def _shape(layer: DecoderLayer) -> tuple[object, ...] | None:
     """Return what the layers of a run have in common; None if a layer is of another form."""
-    dense, spec = layer.as_dense(), layer.attention.spec
+    dense = layer.as_dense()
     if dense is None or dense.activation != "silu":
         return None
-    matrices = _matrices(dense)
+    spec, matrices = dense.spec, _matrices(dense)
     if not all(isinstance(linear, PanelLinear) for linear in matrices):
         return None
     sizes = [(one.matrix.num_inputs, one.matrix.num_outputs) for one in matrices]
@@ -174,7 +174,7 @@ class LayerStack:
         self._weights = [layer for layer in found if layer is not None]
         assert len(self._weights) == len(run)
         cos, sin = rope
-        spec, matrices = layers[run.start].attention.spec, _matrices(self._weights[0])
+        spec, matrices = self._weights[0].spec, _matrices(self._weights[0])
         down = matrices[-1].matrix
         self._pass = LayersPass(
             hidden_size=down.num_outputs,
@@ -350,7 +350,7 @@ def _matrices(layer: DenseLayer) -> list[PanelLinear]:
     return cast("list[PanelLinear]", found)
 
 
-def _structure(layer: DenseLayer, planes: tuple[torch.Tensor, torch.Tensor]) -> native.DecoderLayer:
+def _structure(layer: DenseLayer, planes: tuple[torch.Tensor, ...]) -> native.DecoderLayer:
     qkv, o, gate, up, down = (linear.matrix for linear in _matrices(layer))
     keys, values = planes
     return native.DecoderLayer(
@@ -364,5 +364,5 @@ def _structure(layer: DenseLayer, planes: tuple[torch.Tensor, torch.Tensor]) -> 
         down=down,
         keys=address(keys, _BFLOAT16),
         values=address(values, _BFLOAT16),
-        window=layer.window or 0,
+        window=layer.spec.window or 0,
     )

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from replicas.errors import ConfigError
+from replicas.generators.layer_specs import AttentionSpec
 from replicas.generators.model_config import layer_specs
 from replicas.generators.torch.models.common import pre_norm_layer
 
@@ -179,6 +180,10 @@ def _check_layers(config: ModelConfig) -> None:
     where = "which this package computes on the CPU alone; serve it without a mesh, or with a class"
     if config.experts is not None:
         raise ConfigError(f"{config.name_or_path} has experts, {where} of others (generator)")
+    if config.latent is not None:
+        raise ConfigError(
+            f"{config.name_or_path} has latent attention, {where} of others (generator)"
+        )
     same = replace(
         config, norm_kind="rms", activation="silu", attention_scale=None, attention_soft_cap=None,
         sliding_window=None, layer_types=(), local_rope=None,
@@ -187,6 +192,7 @@ def _check_layers(config: ModelConfig) -> None:
     found = (
         replace(layer, attention=replace(layer.attention, window=None))
         for layer in layer_specs(config)
+        if isinstance(layer.attention, AttentionSpec)
     )
     is_partial = config.rope.share != 1.0
     changes = is_partial, config.logits_soft_cap is not None, config.embedding_scale != 1.0

@@ -67,7 +67,8 @@ class PagedLoop:
         self.slots_per_lane = slots_per_lane
         self.table_width = max_seq_len // block_size
         self.num_blocks = 1 + slots_per_lane * self.table_width
-        shape = (self.num_blocks, config.num_key_value_heads, block_size, config.head_dim)
+        spec = config.kv_specs(str(dtype).removeprefix("torch."))[0]
+        shape = (self.num_blocks, spec.heads, block_size, spec.width)
         self.cache = generator.allocate_kv_cache(shape, dtype, config.num_hidden_layers)
         shuffle = random.Random(seed)
         self._free_blocks = [list(range(1, self.num_blocks)) for _ in range(num_lanes)]

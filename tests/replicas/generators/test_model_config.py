@@ -17,6 +17,7 @@ from replicas.generators.model_config import (
     read_architecture,
     to_model_config,
 )
+from replicas.kv_groups import KVSpec
 
 RAW = {
     "architectures": ["LlamaForCausalLM"],
@@ -380,3 +381,42 @@ def test_what_neither_reading_understands_says_both_reasons(tmp_path):
         load_engine_model(theirs)
     assert isinstance(refused.value.__cause__, ConfigError)
     assert "'no-such-model' is not one of" in str(refused.value.__cause__)
+
+
+def test_latents_take_an_eighth_of_the_kv_of_plain_heads():
+    raw = {
+        "architectures": ["DeepseekV2ForCausalLM"], "hidden_size": 2048, "vocab_size": 102400,
+        "intermediate_size": 10944, "num_hidden_layers": 27, "num_attention_heads": 16,
+        "q_lora_rank": None, "num_experts_per_tok": 6, "first_k_dense_replace": 1,
+    }  # fmt: skip
+    config = parse_hf_config(raw, "folder")
+    (spec, *_) = specs = config.kv_specs("bfloat16")
+    assert len(specs) == 27
+    assert (spec.kind, spec.planes, spec.width) == ("latent", 1, 576)
+    # Of 16 heads with keys of 128 + 64 and values of 128 channels.
+    plain = KVSpec(heads=16, width=(192 + 128) // 2, dtype="bfloat16")
+    assert 8 * spec.bytes_per_block(64) <= plain.bytes_per_block(64)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"topk_method": "best"}, "topk_method 'best'"),
+        ({"scoring_func": "tanh"}, "scoring_func 'tanh'"),
+        ({"norm_topk_prob": True}, "norm_topk_prob True is not supported"),
+        ({"kv_lora_rank": 0}, "kv_lora_rank"),
+        (
+            {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1},
+            "6 experts of a token from topk_group 1 of n_group 3, of 64",
+        ),
+    ],
+)
+def test_experts_and_latents_that_are_not_computed_are_refused(change, message):
+    raw = {
+        "architectures": ["DeepseekV2ForCausalLM"], "hidden_size": 64, "vocab_size": 128,
+        "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_experts_per_tok": 6,
+    }  # fmt: skip
+    assert parse_hf_config(raw, "folder").latent is not None
+    with pytest.raises(ConfigError, match=message):
+        parse_hf_config(raw | change, "folder")

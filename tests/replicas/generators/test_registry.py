@@ -146,7 +146,7 @@ def test_a_registered_architecture_that_ours_do_not_know_is_served(tmp_path):
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones():
-    with pytest.raises(UnknownGeneratorError, match=r"'GPT2LMHeadModel'; known: Gemma2.*Qwen3"):
+    with pytest.raises(UnknownGeneratorError, match=r"'GPT2LMHeadModel'; known: Deepseek.*Qwen3"):
         resolve_generator("GPT2LMHeadModel")
 
 

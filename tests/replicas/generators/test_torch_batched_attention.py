@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from replicas.generators.layer_specs import AttentionSpec, linear
 from replicas.generators.rope_config import RopeConfig
 from replicas.generators.torch import attention
-from replicas.generators.torch.attention import BatchedAttention, attend_rows
+from replicas.generators.torch.attention import BatchedAttention
+from replicas.generators.torch.row_attention import attend_rows
 from tests.replicas.generators.reference_attention import reference_attention
 
 BLOCK, WIDTH, HEADS, SIZE = 4, 12, 2, 8

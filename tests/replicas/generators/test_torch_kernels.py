@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from replicas.generators.torch import native
-from replicas.generators.torch.attention import BatchedAttention, make_attention
+from replicas.generators.torch.attention import BatchedAttention
+from replicas.generators.torch.backends import make_attention
 from replicas.generators.torch.fast_attention import FastAttention
 from replicas.generators.torch.kernels import PLAIN_SCORING, Scoring, Tiles, kernels_for
 from replicas.generators.torch.native import ATTENTION_TILE, NO_FEATURES, Feature

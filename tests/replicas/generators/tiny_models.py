@@ -68,6 +68,12 @@ _LONG_ROPE = {
     "short_factor": [1.0, 1.1, 1.3, 1.5, 2.0, 2.5], "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 8.0],
     "partial_rotary_factor": 0.75,
 }  # fmt: skip
+_LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16, "v_head_dim": 12, "n_routed_experts": 8, "n_shared_experts": 2,
+    "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 1.7,
+}  # fmt: skip
 FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "mistral-window": ("Mistral", {"num_key_value_heads": 2, "sliding_window": 9}),
     "qwen2-windows": (
@@ -107,6 +113,14 @@ FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
         "num_key_value_heads": 2, "moe_intermediate_size": 48, "num_experts": 6,
         "num_experts_per_tok": 2, "shared_expert_intermediate_size": 80, "mlp_only_layers": [0],
     }),
+    "deepseek-v2": ("DeepseekV2", {
+        **_LATENT, "topk_method": "group_limited_greedy", "q_lora_rank": None,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 0.7,
+            "mscale_all_dim": 0.9, "original_max_position_embeddings": 64,
+        },
+    }),
+    "deepseek-v3": ("DeepseekV3", {**_LATENT, "norm_topk_prob": True, "attention_bias": True}),
     "gpt-oss": ("GptOss", {
         "num_key_value_heads": 2, "head_dim": 32, "num_local_experts": 6, "sliding_window": 9,
         "num_experts_per_tok": 3, "swiglu_limit": 1.5, "rope_parameters": {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from replicas.generators.layer_specs import ClampedSwiglu, LinearSpec, MlpSpec, Part, linear
 from replicas.generators.model_config import Defaults, ModelConfig, RawConfig
 from replicas.generators.rope_config import RopeDefaults
-from replicas.generators.torch.models.common import experts, pre_norm_layer
+from replicas.generators.torch.models.common import attention, experts, pre_norm_layer
 
 if TYPE_CHECKING:
     from replicas.generators.layer_specs import LayerSpec
@@ -66,7 +66,7 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
     )
     return replace(
         found,
-        attention=replace(found.attention, sinks="self_attn.sinks"),
+        attention=replace(attention(config, index), sinks="self_attn.sinks"),
         mlp=replace(
             routed,
             router=linear("mlp.router", count, hidden, has_bias=True),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from replicas.generators.layer_specs import LinearSpec, Part
 from replicas.generators.model_config import Defaults, ModelConfig, RawConfig
 from replicas.generators.rope_config import RopeDefaults
-from replicas.generators.torch.models.common import mlp, pre_norm_layer
+from replicas.generators.torch.models.common import attention, mlp, pre_norm_layer
 
 if TYPE_CHECKING:
     from replicas.generators.layer_specs import LayerSpec
@@ -31,5 +31,5 @@ def layer(config: ModelConfig, index: int) -> LayerSpec:
         LinearSpec((Part("mlp.gate_up_proj", inner, first, 2 * inner),), hidden)
         for first in (0, inner)
     )
-    attention = replace(found.attention, qkv=qkv)
-    return replace(found, attention=attention, mlp=replace(mlp(config), gate=gate, up=up))
+    fused = replace(attention(config, index), qkv=qkv)
+    return replace(found, attention=fused, mlp=replace(mlp(config), gate=gate, up=up))
