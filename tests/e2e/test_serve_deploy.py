@@ -7,9 +7,12 @@ import os
 import re
 import signal
 import socket
+import threading
+import time
 from pathlib import Path
 
 import harness
+import openai
 import pytest
 import yaml
 
@@ -72,6 +75,10 @@ def test_an_updated_ingress_loses_no_response_and_its_streams_can_be_continued(c
     body = {"prompt": "three", "max_tokens": LONG, "ignore_eos": True, "stream": True}
     events = harness.events_with_ids(url, "/v1/completions", body, "0", 120)
     received = [next(events)]
+    followed = []
+    following = threading.Thread(target=follow, args=(url, background["id"], followed), daemon=True)
+    following.start()
+    harness.wait_for(lambda: followed, 60, "events of the response in the background")
     deploy(cluster, SERVE, tmp_path, slow_application(port, prompt_tokens_details=True))
     received += events
     _, last = received.pop()
@@ -93,6 +100,11 @@ def test_an_updated_ingress_loses_no_response_and_its_streams_can_be_continued(c
 
     found = harness.wait_for(ended, 180, "the response in the background ends")
     assert (found["status"], found["usage"]["output_tokens"]) == ("incomplete", MEDIUM)
+    following.join(timeout=180)
+    assert [event.sequence_number for event in followed] == [*range(len(followed))]
+    assert followed[-1].response.to_dict() == found
+    text = "".join(each.delta for each in followed if each.type == "response.output_text.delta")
+    assert text == found["output"][0]["content"][0]["text"]
     cluster.run(*SERVE, "shutdown", "-y")
     harness.wait_for(lambda: not cluster.applications(), 180, "no application")
 
@@ -185,6 +197,20 @@ def respond(url, **body):
     )
     assert status == 200, answer
     return answer
+
+
+def follow(url, response_id, followed):
+    """Append the events of a response to `followed`; resume a stream that breaks."""
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+    deadline_s = time.monotonic() + 170
+    while not (followed and followed[-1].type == "response.incomplete"):
+        assert time.monotonic() < deadline_s, followed[-1:]
+        after = {"starting_after": followed[-1].sequence_number} if followed else {}
+        # As the only ingress is replaced, there is none for a time.
+        with contextlib.suppress(openai.APIError):
+            for event in client.responses.retrieve(response_id, stream=True, **after):
+                followed.append(event)
+        time.sleep(0.2)
 
 
 def get_response(url, response):
