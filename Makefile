@@ -134,16 +134,23 @@ $(VENV)/bin/python:
 	@$(PYTHON) -m venv --clear $(VENV) || \
 		{ rm -rf $(VENV); echo "no venv; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
 
-# The kernels are compiled when the package is installed.
+comma := ,
+INSTALL = $(PIP) install --quiet --constraint constraints.txt
+# Without a compiler the build requires ziglang, which not every mirror of PyPI has.
+EDITABLE = $(INSTALL) --editable $(1) || \
+	{ $(INSTALL) setuptools && $(INSTALL) --no-build-isolation --editable $(1); }
+
+# The kernels are compiled when the package is installed; pip shows no message of the build.
 KERNELS = build_backend.py $(wildcard replicas/generators/torch/csrc/* replicas/generators/torch/build_kernels.py)
 
 $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt $(KERNELS)
 	@echo "Setting up $(VENV): the first time this downloads PyTorch and Ray and takes minutes."
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[examples,plot]'
+	$(call EDITABLE,'.[examples$(comma)plot]')
+	@$(VENV)/bin/python -m replicas.generators.torch.build_kernels --if-changed || true
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(call EDITABLE,'.[dev]')
 	@touch $@
 
 $(VENV_TOOLS)/.installed: requirements/tools.txt

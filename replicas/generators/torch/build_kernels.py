@@ -35,15 +35,43 @@ _FLAGS = (
 with what is computed beside it. Kernels fuse explicitly."""
 
 _PER_LIBRARY = ("check.c", "layout.c", "processor.c", "wait.c")
-"""Sources that are compiled once; all others are compiled for each instruction set."""
+"""Sources that are compiled once."""
+_PER_SET = ("attention.c", "layers.c", "norm_rope.c", "products.c", "variant.c")
+"""Sources that are compiled for each instruction set."""
+_INCLUDED = (
+    "attention.inc", "attention_pairs.inc", "attention_plain.inc", "internal.h", "item.h",
+    "item_end.h", "kernels.h", "norm_rope.inc", "simd.h",
+)  # fmt: skip
+FILES = tuple(sorted((*_PER_LIBRARY, *_PER_SET, *_INCLUDED)))
+"""All of `csrc/`. A file that something else left there does not count."""
 
 _AVX2 = ("-mavx2", "-mfma")
 _AVX512 = (
     *_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16",
     "-mamx-tile", "-mamx-bf16", "-mprefer-vector-width=512",
 )  # fmt: skip
+_PROBES = {
+    "avx2": "__m256 f(__m256 a) { return _mm256_fmadd_ps(a, a, a); }",
+    "avx512": """
+        __m512 f(__m512 a, __m512i b) {
+          b = (__m512i)_mm512_cvtne2ps_pbh(a, _mm512_scalef_ps(a, a));
+          b = _mm512_maskz_loadu_epi16(7, &b);
+          return _mm512_dpbf16_ps(_mm512_mul_ps(a, a), (__m512bh)b, (__m512bh)b);
+        }
+        void g(void *a) {
+          _tile_loadconfig(a);
+          _tile_loadd(0, a, 64);
+          _tile_dpbf16ps(0, 1, 2);
+          _tile_stored(0, a, 64);
+        }""",
+}
+"""What the sources need of a compiler, for each instruction set."""
 _HASH_DIGITS, _CHECKSUM_BYTES = 16, 16
 
+WITHOUT = (
+    "ttserve has no compiled kernels: engines on the CPU will compute with PyTorch's batched "
+    "operations, several times slower"
+)
 _X86 = {"x86_64", "AMD64"}
 
 
@@ -78,10 +106,17 @@ def find_compiler() -> list[str] | None:
 
 
 def source_hash(sources: Path = SOURCES) -> str:
-    """Return what identifies the sources and the flags, 16 hexadecimal digits."""
+    """Return what identifies the sources and the flags, 16 hexadecimal digits.
+
+    Raises:
+        BuildError: A source cannot be read.
+    """
     digest = hashlib.blake2b(repr((_FLAGS, _AVX512)).encode(), digest_size=_HASH_DIGITS // 2)
-    for path in sorted(sources.iterdir()):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    try:
+        for name in FILES:
+            digest.update(name.encode() + b"\0" + (sources / name).read_bytes())
+    except OSError as error:
+        raise BuildError(f"a source of the kernels cannot be read: {error}") from error
     return digest.hexdigest()
 
 
@@ -98,7 +133,7 @@ def build(library: Path = LIBRARY, *, extra_flags: tuple[str, ...] = ()) -> None
     compiler = find_compiler()
     if compiler is None:
         raise BuildError("no C compiler (cc, gcc, clang or the ziglang package) was found")
-    sets = [one for one in _instruction_sets() if not one.flags or _accepts(compiler, one.flags)]
+    sets = [one for one in _instruction_sets() if _accepts(compiler, one)]
     with tempfile.TemporaryDirectory() as folder:
         command = [*compiler, *_FLAGS, *extra_flags, "-c"]
         jobs = _jobs(sets, command, Path(folder))
@@ -126,22 +161,28 @@ def _instruction_sets() -> list[_InstructionSet]:
 def _jobs(sets: list[_InstructionSet], command: list[str], folder: Path) -> list[list[str]]:
     """Return the commands that compile; the last word of each is its object file."""
     have = [f"-DHAVE_{one.name}" for one in sets]
-    jobs = []
-    for source in sorted(SOURCES.glob("*.c")):
-        if source.name in _PER_LIBRARY:
-            jobs.append([*command, *have, str(source), "-o", str(folder / f"{source.stem}.o")])
-            continue
+    jobs = [
+        [*command, *have, str(SOURCES / name), "-o", str(folder / f"{name}.o")]
+        for name in _PER_LIBRARY
+    ]
+    for name in _PER_SET:
         for one in sets:
             defines = [f"-DKERNEL_VARIANT={one.name}", f"-DKERNEL_NEEDS={one.needs}"]
-            target = folder / f"{source.stem}_{one.name}.o"
-            jobs.append([*command, *one.flags, *defines, str(source), "-o", str(target)])
+            target = str(folder / f"{name}_{one.name}.o")
+            jobs.append([*command, *one.flags, *defines, str(SOURCES / name), "-o", target])
     return jobs
 
 
-def _accepts(compiler: list[str], flags: tuple[str, ...]) -> bool:
-    """Return whether a compiler knows these flags; an older one knows fewer instructions."""
-    command = [*compiler, *flags, "-x", "c", "-c", os.devnull, "-o", os.devnull]
-    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+def _accepts(compiler: list[str], one: _InstructionSet) -> bool:
+    """Return whether a compiler knows an instruction set; says so where it does not."""
+    if one.name not in _PROBES:
+        return True
+    command = [*compiler, *one.flags, "-x", "c", "-c", "-", "-o", os.devnull]
+    probe = f"#include <immintrin.h>\n{_PROBES[one.name]}\n"
+    done = subprocess.run(command, input=probe, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.stderr.write(f"the kernels lack {one.name}, which {compiler[0]} cannot compile\n")
+    return done.returncode == 0
 
 
 def _run(command: list[str]) -> None:
@@ -180,12 +221,12 @@ def main() -> int:
     """Build the library of this checkout; exit code 1 where that is not possible."""
     parser = argparse.ArgumentParser(description="Build the kernel library of the torch generator.")
     parser.add_argument("--if-changed", action="store_true", help="only where a source has changed")
-    if parser.parse_args().if_changed and is_current():
-        return 0
+    given = parser.parse_args()
     try:
-        build()
+        if not (given.if_changed and is_current()):
+            build()
     except BuildError as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"{WITHOUT}: {error}\n")
         return 1
     return 0
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from replicas.generators.torch.build_kernels import LIBRARY, is_current, seal_of
+from replicas.generators.torch.build_kernels import LIBRARY, BuildError, is_current, seal_of
 from replicas.generators.torch.team import in_team
 
 if TYPE_CHECKING:
@@ -414,7 +414,11 @@ def load() -> Library:
     """
     if not LIBRARY.exists():
         raise NativeError(f"{LIBRARY} was not built when ttserve was installed; {_HOW}")
-    if not is_current():
+    try:
+        fits = is_current()
+    except BuildError as error:
+        raise NativeError(f"{error}; install ttserve again") from error
+    if not fits:
         raise NativeError(f"{LIBRARY} was built from other sources; {_HOW}")
     return Library()
 

@@ -2,9 +2,13 @@
 
 import ctypes
 import importlib
+import os
 import shutil
+import subprocess
 import sys
+import tarfile
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +16,8 @@ import torch
 
 from replicas.generators.torch import build_kernels, native
 from replicas.generators.torch.native import Feature, NativeError
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_kernels_need_no_feature_that_is_masked():
@@ -74,6 +80,79 @@ def test_a_compiler_that_fails_leaves_the_earlier_library(monkeypatch, tmp_path)
         build_kernels.build(library)
     assert library.read_bytes() == b"earlier"
     assert [path.name for path in tmp_path.iterdir()] == ["_kernels.so"]
+
+
+def test_the_list_of_sources_is_whole_and_a_foreign_file_changes_nothing(tmp_path):
+    held = {path.name for path in build_kernels.SOURCES.iterdir() if path.name[0] != "."}
+    assert held == set(build_kernels.FILES)
+    sources = tmp_path / "csrc"
+    shutil.copytree(build_kernels.SOURCES, sources)
+    (sources / ".check.c.swp").write_bytes(b"an editor's")
+    assert build_kernels.source_hash(sources) == build_kernels.source_hash()
+    (sources / "check.c").write_bytes(b"changed")
+    assert build_kernels.source_hash(sources) != build_kernels.source_hash()
+
+
+def test_sources_that_cannot_be_read_are_an_error_with_its_cure(monkeypatch, tmp_path):
+    with pytest.raises(build_kernels.BuildError, match=r"cannot be read: .*attention\.c"):
+        build_kernels.source_hash(tmp_path)
+    monkeypatch.setattr(native, "is_current", lambda: build_kernels.source_hash(tmp_path))
+    native.load.cache_clear()
+    try:
+        with pytest.raises(NativeError, match="install ttserve again"):
+            native.load()
+    finally:
+        native.load.cache_clear()
+
+
+def test_a_compiler_without_an_intrinsic_leaves_its_instruction_set_out(tmp_path, capfd):
+    compiler = tmp_path / "old-cc"
+    compiler.write_text("#!/bin/sh\n! grep -q _tile_dpbf16ps\n")
+    compiler.chmod(0o755)
+    sets = build_kernels._instruction_sets()
+    taken = [one.name for one in sets if build_kernels._accepts([str(compiler)], one)]
+    assert taken == [one.name for one in sets if one.name != "avx512"]
+    if len(taken) < len(sets):
+        assert "lack avx512, which" in capfd.readouterr().err
+
+
+def run(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, check=False,
+        env={key: os.environ[key] for key in ("HOME", "PATH") if key in os.environ} | environment,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_source_distribution_can_be_installed_with_and_without_a_compiler(tmp_path):
+    tree = tmp_path / "tree"
+    for name in ("cluster", "configs", "kv_transfer", "replicas"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("LICENSE", "MANIFEST.in", "README.md", "build_backend.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, tree)
+    made = run("-c", f"import os; os.chdir({str(tree)!r}); import build_backend; "
+               f"build_backend.build_sdist({str(tmp_path)!r})", PYTHONPATH=str(tree))  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    [source] = tmp_path.glob("*.tar.gz")
+    with tarfile.open(source) as whole:
+        assert not any(name.endswith(".so") for name in whole.getnames())
+
+    options = ["--no-index", "--no-deps", "--no-compile", "--no-build-isolation", "--target"]
+
+    def install(target, **environment):
+        return run("-m", "pip", "install", *options, tmp_path / target, source, **environment)
+
+    done = install("with")
+    assert done.returncode == 0, done.stderr
+    found = run("-c", "from replicas.generators.torch.native import load; print(load().features)",
+                PYTHONPATH=str(tmp_path / "with"))  # fmt: skip
+    assert found.stdout.strip() == str(native.load().features), found.stderr
+    done = install("without", PATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.glob("without/**/_kernels.so"))
+    done = install("required", PATH=str(tmp_path), TTSERVE_REQUIRE_KERNELS="1")
+    assert done.returncode != 0
+    assert "no C compiler" in done.stderr + done.stdout
 
 
 def norm_call(**changes):
@@ -148,8 +227,28 @@ def test_an_installation_without_a_compiler_works_and_says_what_it_lacks(
     monkeypatch.setattr(build_kernels, "find_compiler", lambda: None)
     monkeypatch.setattr(build_kernels, "LIBRARY", library)
     assert build_backend.build_wheel("dist") == ["dist", {}, None]
-    assert "without compiled kernels" in capfd.readouterr().err
+    assert "has no compiled kernels" in capfd.readouterr().err
     assert not library.exists()
+
+
+def test_a_build_that_fails_leaves_a_library_that_fits(monkeypatch, build_backend, capfd):
+    before = build_kernels.LIBRARY.read_bytes()
+    monkeypatch.setattr(build_kernels, "find_compiler", lambda: [shutil.which("false")])
+    _, settings, _ = build_backend.build_wheel("dist")
+    assert settings["--build-option"][0].startswith("--plat-name")
+    assert "library of the same sources stays" in capfd.readouterr().err
+    assert build_kernels.LIBRARY.read_bytes() == before
+
+
+def test_an_installation_that_requires_the_kernels_fails_without_them(monkeypatch, build_backend):
+    monkeypatch.setenv("TTSERVE_REQUIRE_KERNELS", "1")
+    monkeypatch.setattr(build_kernels, "find_compiler", lambda: None)
+    with pytest.raises(build_kernels.BuildError, match="no C compiler"):
+        build_backend.build_editable("dist")
+
+
+def test_the_image_requires_the_kernels():
+    assert "ENV TTSERVE_REQUIRE_KERNELS=1" in (ROOT / "Dockerfile").read_text().splitlines()
 
 
 def test_a_wheel_with_the_library_is_for_one_platform(monkeypatch, build_backend):
