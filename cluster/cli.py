@@ -144,9 +144,17 @@ def environment(
 def validate(
     files: Annotated[list[Path], typer.Argument(help="Ray Serve config files.", metavar="FILE...")],
 ) -> None:
-    """Check config files: keys, types, model, weights, generator, and values that must agree."""
+    """Check config files: keys, types, model, weights, generator, and values that must agree.
+
+    Of a good file the bytes of KV that a token takes in each pool are printed.
+    """
     from cluster.config.environment import process_environment
-    from cluster.config.resolve import check_generators, check_weights, resolve
+    from cluster.config.resolve import (
+        check_generators,
+        check_weights,
+        kv_per_token_lines,
+        resolve,
+    )
     from cluster.config.serve_file import read_serve_file
     from cluster.errors import ClusterConfigError
 
@@ -160,6 +168,8 @@ def validate(
             typer.echo(f"{path}: {error}", err=True)
             return False
         typer.echo(f"{path}: ok")
+        for line in kv_per_token_lines(config):
+            typer.echo(f"  {line}")
         _warn(path, file.warning)
         return True
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kv_transfer.layout import ROW_TOKENS
 from replicas.config import DEFAULT_KV_BYTES
 from replicas.errors import ConfigError
 from replicas.generators.protocol import DEFAULT_TOKEN_BUDGET
@@ -69,6 +70,23 @@ def kv_specs(config: EngineConfig, model: ModelConfig) -> tuple[KVSpec, ...]:
     if window >= (config.max_model_len or model.max_position_embeddings):
         return specs
     return tuple(msgspec.structs.replace(spec, kind="window", window=window) for spec in specs)
+
+
+def kv_per_token(config: EngineConfig, model: ModelConfig) -> str:
+    """Return a line about the KV of a token: its bytes, layers and dtype.
+
+    Layers with a window are named apart, as their KV is freed behind it. On a simulated mesh the
+    bytes are those of the model that it simulates.
+    """
+    if config.simulated_mesh is not None:
+        simulated = engine_profile(config, config.simulated_mesh).model
+        return f"{simulated.kv_bytes_per_token:,} bytes of KV per token of the simulated model"
+    parts = []
+    for spec, layers in layers_by_spec(kv_specs(config, model)):
+        size = len(layers) * spec.bytes_per_block(ROW_TOKENS) // ROW_TOKENS
+        tokens = "token" if spec.window is None else f"token of the last {spec.window:,}"
+        parts.append(f"{size:,} bytes of KV per {tokens} in {len(layers)} layers of {spec.dtype}")
+    return ", ".join(parts)
 
 
 def kv_groups(

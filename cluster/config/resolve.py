@@ -43,7 +43,7 @@ from replicas.generators.checkpoint import check_checkpoint, expected_weights
 from replicas.generators.model_config import ModelConfig, load_engine_model, read_architecture
 from replicas.generators.plugin.routes import check_route
 from replicas.generators.plugin.sizes import check_route_sizes
-from replicas.kv_sizing import longest_sequence
+from replicas.kv_sizing import kv_per_token, longest_sequence
 from replicas.mesh_environment import check_generator
 from replicas.model_name import model_name
 from replicas.sampling_params import SamplingDefaults
@@ -240,6 +240,14 @@ def check_weights(config: ClusterConfig) -> None:
             check_checkpoint(folder, expected_weights(model), model.quantization)
         except ConfigError as error:
             raise ClusterConfigError(f"args.pools.{role}.engine: {error}") from error
+
+
+def kv_per_token_lines(config: ClusterConfig) -> list[str]:
+    """Return for each pool a line about the KV of a token."""
+    return [
+        f"{role}: {kv_per_token(engine, load_engine_model(engine))}"
+        for role, engine in config.engines.items()
+    ]
 
 
 def demo_model_folder() -> Path:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from replicas.config import SimulatedMeshConfig
 from replicas.errors import ConfigError
+from replicas.generators.model_config import load_hf_config
 from replicas.kv_groups import KVGroup, KVSpec, layers_by_spec
+from replicas.kv_sizing import kv_per_token
+from tests.engines import make_config
+from tests.models import model_folder
 
 FULL = KVSpec(heads=8, width=128, dtype="bfloat16")
 WINDOW = KVSpec(heads=8, width=128, dtype="bfloat16", kind="window", window=1024)
@@ -52,3 +57,23 @@ def test_layers_of_equal_spec_are_one_group():
 def test_a_group_has_the_bytes_of_all_its_layers():
     group = KVGroup(layers=(0, 1, 3), spec=WINDOW, block_size=64, num_blocks=9)
     assert group.bytes_per_block == 3 * WINDOW.bytes_per_block(64)
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "line"),
+    [
+        # 2 planes, 2 heads of 16, and of 32, elements of 4 bytes.
+        ("llama-gqa", {}, "768 bytes of KV per token in 3 layers of float32"),
+        ("llama-gqa", {"dtype": "bfloat16"}, "384 bytes of KV per token in 3 layers of bfloat16"),
+        ("mistral-window", {}, "768 bytes of KV per token of the last 9 in 3 layers of float32"),
+        (
+            "llama-gqa",
+            {"simulated_mesh": SimulatedMeshConfig(board="n150", model="Llama-3.1-8B")},
+            "69,632 bytes of KV per token of the simulated model",
+        ),
+    ],
+    ids=["all tokens", "bfloat16", "window", "simulated"],
+)
+def test_kv_of_a_token_as_validate_prints_it(case, changes, line):
+    config = make_config(model_folder(case), **changes)
+    assert kv_per_token(config, load_hf_config(config.model)) == line

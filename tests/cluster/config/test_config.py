@@ -340,7 +340,10 @@ def test_model_folder_that_is_no_model_is_refused(good, tmp_path):
 def test_validate_accepts_a_good_file_and_names_each_bad_one(good, tmp_path):
     path = write(tmp_path, good)
     result = CliRunner().invoke(cli, ["validate", str(path)])
-    assert (result.exit_code, result.output) == (0, f"{path}: ok\n")
+    # 2 layers, 2 planes, 2 heads of 16 elements of 4 bytes.
+    kv = "512 bytes of KV per token in 2 layers of float32"
+    expected = f"{path}: ok\n  decode: {kv}\n  prefill: {kv}\n"
+    assert (result.exit_code, result.output) == (0, expected)
     result = CliRunner().invoke(cli, ["validate", str(path), str(tmp_path / "none.yaml")])
     assert result.exit_code == 2
     assert f"{path}: ok" in result.output
