@@ -149,7 +149,8 @@ class DraftController:
     A draft pays if the share of right drafts at its position, times the seconds of a token without
     drafts, is more than the seconds that one more draft costs. That differs with the number of
     rows, so each power of two of rows has figures of its own. They are learned from steps of
-    decoding rows alone. Where drafts do not pay they are tried again after `RETRY_STEPS` steps.
+    decoding rows alone. Where drafts do not pay they are tried again after `RETRY_STEPS` steps, and
+    after twice as many each time that they do not pay again, up to `_MOST_RETRY_STEPS`.
 
     Pure: it is fed with durations and has no clock.
 
@@ -204,6 +205,7 @@ class DraftController:
 
 RETRY_STEPS = 256
 """Steps until drafts that did not pay are tried again, or plain steps are measured again."""
+_MOST_RETRY_STEPS = 8 * RETRY_STEPS
 _PLAIN_STEPS = 4
 """Steps without drafts of which the mean is taken before drafts are used."""
 _TRIED_ROWS = 4
@@ -224,6 +226,8 @@ class _DraftFigures:
         # Seconds of a step without drafts, of each of its tokens, and of a draft beside them.
         self._plain_s, self._token_s, self._draft_s = _Mean(), _Mean(), _Mean()
         self._steps_since_plain = 0
+        # Steps until the next trial if no draft pays.
+        self._retry_steps = RETRY_STEPS
         self._paying: int | None
         self._drafted: list[float]
         self._right: list[float]
@@ -282,8 +286,13 @@ class _DraftFigures:
         if sum(self._drafted) < _TRIED_ROWS or self._paying == 0:
             return
         self._paying = self._num_paying(_MARGIN if self._paying is None else 1.0)
-        if self._paying < self._max_drafts and not self._steps_to_trial:
-            self._steps_to_trial = RETRY_STEPS
+        if self._paying == 0:
+            self._steps_to_trial = self._retry_steps
+            self._retry_steps = min(2 * self._retry_steps, _MOST_RETRY_STEPS)
+        else:
+            self._retry_steps = RETRY_STEPS
+            if self._paying < self._max_drafts and not self._steps_to_trial:
+                self._steps_to_trial = RETRY_STEPS
 
     def _num_paying(self, margin: float) -> int:
         """Return how many drafts of a row bring more than `margin` times what each costs."""

@@ -125,6 +125,18 @@ def test_drafts_that_are_never_right_cost_three_percent_at_most(num_rows):
     assert steps.num_tokens / steps.seconds > 0.97 * num_rows
 
 
+def test_drafts_that_stay_wrong_are_tried_ever_less_often():
+    steps, wrong = Steps(), [0.0] * 3
+    limits = steps.run(12_000, 1, draft_s=0.5, right=wrong)
+    assert limits.count(3) <= 4 * 9, "4 steps each, after 256, 512, 1024, and every 2048 steps"
+    assert steps.num_tokens / steps.seconds > 0.99
+    found = steps.run(2100, 1, draft_s=0.1, right=[1.0] * 3)
+    assert found[-1] == 3
+    # Drafts have paid meanwhile, so the next trials are soon again.
+    limits = steps.run(1000, 1, draft_s=0.5, right=wrong)
+    assert limits[300:].count(3) >= 4
+
+
 def test_the_limit_follows_the_load_and_the_text():
     steps = Steps()
     good, bad = [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]
