@@ -33,6 +33,8 @@ MAX_BAD_WORD_TOKENS = 256
 MAX_BAD_WORD_CHARS = 1024
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
+MAX_REPETITION_PENALTY = 1e20
+"""Greater factors, and those below its inverse, act as these: float32 logits would overflow."""
 MAX_REASONING_MARK_TOKENS = 32
 """Most tokens that begin and end the reasoning."""
 MAX_GRAMMAR_BYTES = 256 * 2**10
@@ -289,6 +291,12 @@ class ReasoningBudget(msgspec.Struct, frozen=True, kw_only=True, array_like=True
             _check_vocabulary(name, token_ids, vocab_size)
 
 
+def _bounded_penalty(penalty: float) -> float:
+    if penalty == 1.0 or not _is_in_range("repetition_penalty", penalty):
+        return penalty
+    return min(max(penalty, 1.0 / MAX_REPETITION_PENALTY), MAX_REPETITION_PENALTY)
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """Parameters that control token choice and the end of generation.
 
@@ -311,7 +319,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
         presence_penalty: Subtracted from the logits of tokens in the output; in [-2, 2].
         frequency_penalty: Subtracted for each time that a token is in the output; in [-2, 2].
         repetition_penalty: Divides positive logits of tokens in prompt or output, and multiplies
-            negative ones; > 0, 1 is off.
+            negative ones; > 0, 1 is off, clamped to [1e-20, 1e20].
         min_p: Keep tokens at least this likely relative to the likeliest; in [0, 1], 0 is off.
         min_tokens: Tokens before which neither an end token nor a stop string ends the output.
         logit_bias: Token id to the value that is added to its logit, clamped to [-100, 100].
@@ -377,6 +385,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
             put("seed", None)
         if self.logit_bias:
             put("logit_bias", _clamped(self.logit_bias))
+        put("repetition_penalty", _bounded_penalty(self.repetition_penalty))
         given: object = self.temperature
         temperature = given if isinstance(given, int | float) else math.inf
         if GREEDY_EPS <= temperature < LEAST_TEMPERATURE:
@@ -604,9 +613,15 @@ def _kinds() -> dict[str, Any]:
 
 def _typed(name: str, value: object, kind: Any) -> Any:  # noqa: ANN401 - a field's
     try:
-        return msgspec.convert(_plain(value), kind)
+        found = msgspec.convert(_plain(value), kind)
     except msgspec.ValidationError as error:
         raise InvalidRequestError(name, f"{name} has a wrong type: {error}") from error
+    try:
+        msgspec.msgpack.encode(found)
+    except (OverflowError, UnicodeEncodeError) as error:
+        # A number over 64 bits, or half of a surrogate pair.
+        raise InvalidRequestError(name, f"{name} cannot be sent to an engine: {error}") from error
+    return found
 
 
 def _plain(value: object) -> object:

@@ -236,6 +236,10 @@ def test_minted_seeds_differ_by_request_and_repeat_by_llm_seed():
         ("x", SamplingParams(max_tokens=0), "max_tokens", ["0"]),
         ("x", SamplingParams(temperature=float("inf")), "temperature", ["inf"]),
         ("x", SamplingParams(stop=("",)), "stop", ["empty"]),
+        ("x", SamplingParams(max_tokens=10**30), "max_tokens", ["max_tokens cannot be sent"]),
+        ("x", SamplingParams(top_k=10**30), "top_k", ["top_k cannot be sent"]),
+        ("x", SamplingParams(stop=("\ud800",)), "stop", ["stop cannot be sent", "surrogates"]),
+        ("x", SamplingParams(bad_words=("\ud800",)), "bad_words", ["bad_words", "surrogates"]),
     ],
 )
 def test_bad_prompt_among_good_ones_is_named_and_nothing_runs(llm, prompt, params, name, words):

@@ -90,6 +90,13 @@ def test_a_high_repetition_penalty_leaves_each_token_once(llm):
     assert len({*found, *PROMPT}) == len(found) + len(set(PROMPT))
 
 
+@pytest.mark.parametrize("penalty", [1e-300, 1e-40, 1e38, 1e308])
+def test_a_repetition_penalty_of_any_size_leaves_a_distribution(llm, penalty):
+    found = tokens(llm, SEEDED, temperature=0.01, repetition_penalty=penalty)
+    assert len(found) == 12
+    assert penalty < 1.0 or len({*found, *PROMPT}) == len(found) + len(set(PROMPT))
+
+
 def test_a_negative_presence_penalty_keeps_the_first_token(llm):
     first = tokens(llm, GREEDY)[0]
     assert tokens(llm, GREEDY, presence_penalty=-2.0, frequency_penalty=-2.0) == [first] * 12
