@@ -108,6 +108,7 @@ class KVCacheManager:
         config: The engine's configuration.
         kv_groups: The model's KV groups.
         prefix_cache_key: Secret that the hashes of cached blocks depend on; 16 to 64 bytes.
+        max_pass_tokens: Most tokens behind a sequence's computed ones whose KV a pass writes.
 
     Attributes:
         block_multiple: A multiple of this many tokens fills whole blocks in each KV group.
@@ -118,8 +119,13 @@ class KVCacheManager:
     """
 
     def __init__(
-        self, config: EngineConfig, kv_groups: SequenceOf[KVGroup], prefix_cache_key: bytes
+        self,
+        config: EngineConfig,
+        kv_groups: SequenceOf[KVGroup],
+        prefix_cache_key: bytes,
+        max_pass_tokens: int,
     ) -> None:
+        self._max_pass_tokens = max_pass_tokens
         count = config.tt_data_parallel
         self._kv_groups = kv_groups
         self._block_sizes = [kv_group.block_size for kv_group in kv_groups]
@@ -228,7 +234,8 @@ class KVCacheManager:
             if NULL_BLOCK in seen:
                 return None
             hits[-1][: -len(seen) or None] = [NULL_BLOCK] * (len(hits[-1]) - len(seen))
-            if kv_group.num_blocks_for(num_tokens) - len(hits[-1]) > pool.num_free_blocks:
+            num_blocks = self._num_first_blocks(kv_group, num_shared, num_tokens)
+            if num_blocks - len(hits[-1]) > pool.num_free_blocks:
                 return None
         return Place(group, hits, num_shared, parent.place.is_converted)
 
@@ -245,6 +252,9 @@ class KVCacheManager:
     def admit(self, seq: Sequence, found: Place, num_tokens: int) -> int:
         """Give a sequence its slot, the blocks it hits, and new blocks up to `num_tokens`.
 
+        Of a group with a window it gets those of its first pass; `grow` appends the next ones, as
+        `settle` frees those that the window has left.
+
         Returns:
             The leading tokens whose KV is in the blocks that it hits.
         """
@@ -256,7 +266,8 @@ class KVCacheManager:
         ]
         for kv_group, pool, hits in self._each_kv_group(group, found.hits):
             pool.share([block_id for block_id in hits if block_id != NULL_BLOCK])
-            num_new = kv_group.num_blocks_for(num_tokens) - len(hits)
+            num_blocks = self._num_first_blocks(kv_group, found.num_tokens, num_tokens)
+            num_new = num_blocks - len(hits)
             place.block_ids.append([*hits, *pool.allocate(num_new)])
         place.capacity = self._capacity(seq)
         place.num_indexed_tokens = found.num_tokens
@@ -542,7 +553,7 @@ class KVCacheManager:
         for index, pool in enumerate(self._pools[group]):
             kv_group = self._kv_groups[index]
             num_found = num_hit // kv_group.block_size
-            num_taken = kv_group.num_blocks_for(num_tokens) - num_found
+            num_taken = self._num_first_blocks(kv_group, num_hit, num_tokens) - num_found
             if kv_group.spec.window is None:
                 num_taken += walks[index].num_evictable(num_found)
             else:
@@ -551,6 +562,12 @@ class KVCacheManager:
             if num_taken > pool.num_free_blocks:
                 return False
         return True
+
+    def _num_first_blocks(self, kv_group: KVGroup, num_hit: int, num_tokens: int) -> int:
+        """Return the length of a sequence's first table, for `num_tokens` after `num_hit`."""
+        if kv_group.spec.window is not None:
+            num_tokens = min(num_tokens, num_hit + self._max_pass_tokens)
+        return kv_group.num_blocks_for(num_tokens)
 
     def _append_blocks(self, seq: Sequence, nums: list[int]) -> list[list[int]]:
         """Append `nums` new blocks per KV group; the caller has checked that there are enough."""

@@ -121,7 +121,8 @@ class Scheduler:
         assert 1 <= chunk_alignment <= self._token_budget, f"{chunk_alignment=}"
         self._config = config
         self._connector = connector
-        self._kv = KVCacheManager(config, kv_groups, prefix_cache_key)
+        max_pass_tokens = self._token_budget + kv_tokens_per_pass - 1
+        self._kv = KVCacheManager(config, kv_groups, prefix_cache_key, max_pass_tokens)
         self.loads = KVLoads(config, self._kv, connector, resumes_prefill=resumes_prefill)
         self._resumes_prefill = resumes_prefill
         decode_kind: StepKind = "mixed" if config.mixed_batches else "decode"
@@ -806,7 +807,8 @@ class Scheduler:
 
     def _find_place(self, seq: Sequence, num_needed: int, full_groups: set[int]) -> Place | None:
         """Return room for a queued sequence, where it finds most of its KV."""
-        # The whole prompt must fit, or two half-computed prompts could starve each other.
+        # The whole prompt must fit, or two half-computed prompts could starve each other. In a
+        # window it need not: the rows before it take what they need by preemption.
         prompt_tokens = self.table.prompt_tokens() if seq.place.dp_group < 0 else []
         place = self._kv.find_place(seq, num_needed, full_groups, prompt_tokens)
         parent = seq.parent

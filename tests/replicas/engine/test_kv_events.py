@@ -97,7 +97,7 @@ def test_what_was_cleared_needs_no_more_words():
 
 def test_an_engine_of_several_kv_groups_tells_nothing():
     feed = KVCacheManager(
-        make_config(), one_kv_group(9, 4) + one_kv_group(9, 8), PREFIX_CACHE_KEY
+        make_config(), one_kv_group(9, 4) + one_kv_group(9, 8), PREFIX_CACHE_KEY, 8
     ).prefix_feed
     feed.follow(is_followed=True)
     assert feed.listing() == feed.take() == []

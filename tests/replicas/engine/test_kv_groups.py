@@ -137,6 +137,23 @@ def test_blocks_behind_a_window_are_freed_as_the_sequence_advances():
     assert free(scheduler) == [12, 12]
 
 
+def test_a_long_prompt_takes_the_blocks_of_a_window_as_it_gets_there():
+    groups = (*one_kv_group(13, 2), *one_kv_group(13, 2, window=3))
+    scheduler = scheduler_of(kv_groups=groups, max_num_batched_tokens=6)
+    add(scheduler, "a", [*range(1, 21)], max_tokens=2)
+    most, rooms = [], []
+    for run in ([], [], [], [1]):
+        batch = scheduler.schedule()
+        most.append(free(scheduler))
+        scheduler.update(batch, result_of([run]))
+        scheduler.check_invariants()
+        rooms.append(free(scheduler))
+    # The full group takes all ten blocks at once. The window takes three for each chunk of six, of
+    # which the next token sees one; the last chunk has two tokens.
+    assert most == [[2, 9], [2, 8], [2, 8], [2, 10]]
+    assert rooms == [[2, 11], [2, 11], [2, 11], [2, 11]]
+
+
 def test_the_last_blocks_of_a_window_serve_a_prefix():
     scheduler = windowed(12, 3)
     prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
