@@ -57,8 +57,8 @@ class FollowedResponse(NamedTuple):
         writer: Writes the events.
     """
 
-    run: Callable[[Callable[[Any], Awaitable[None]]], Awaitable[dict[str, Any]]]
-    writer: EventWriter[Any, dict[str, Any]]
+    run: Callable[[Callable[[Any], Awaitable[None]]], Awaitable[Any]]
+    writer: EventWriter[Any, Any]
 
 
 class StartedResponse(NamedTuple):

@@ -18,14 +18,13 @@ from cluster.errors import BadRequestError, NotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
-    from typing import Any
 
     from starlette.requests import Request
 
     from cluster.edge.departure import Departure
     from cluster.edge.gate import RequestGate
     from cluster.edge.responses.archive import Action, FoundResponse, ResponseArchive
-    from cluster.edge.responses.events import Progress
+    from cluster.edge.responses.events import EndedResponse, Progress
 
 _MAX_NUMBER_DIGITS = 15
 
@@ -68,9 +67,10 @@ class StoredResponses:
         tenant = tenant_of(request.scope).name
         followed = self._archive.events(tenant, response_id, -1 if after is None else after)
 
-        async def run(emit: Callable[[Progress], Awaitable[None]]) -> dict[str, Any]:
+        async def run(emit: Callable[[Progress], Awaitable[None]]) -> EndedResponse:
             with self._gate.count_more(1):
-                return await followed.run(emit)
+                ended: EndedResponse = await followed.run(emit)
+                return ended
 
         return EventStream(
             run,

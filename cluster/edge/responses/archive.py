@@ -27,9 +27,9 @@ from cluster.edge.fields import shown
 from cluster.edge.openai import FollowedResponse
 from cluster.edge.peers import NoPeers
 from cluster.edge.responses.background import BackgroundResponse
-from cluster.edge.responses.events import RUNNING, Progress, ReplayedEvents
+from cluster.edge.responses.events import RUNNING, EndedResponse, Progress, ReplayedEvents
 from cluster.edge.responses.moves import HAND_OVERS, HandOver
-from cluster.edge.responses.recording import decode_parts, parts_of_items
+from cluster.edge.responses.recording import decode_parts, pages, parts_of_items
 from cluster.edge.responses.store import ResponseStore
 from cluster.errors import NotFoundError, SaturatedError, ServingError
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from cluster.edge.peers import Peers
     from cluster.edge.responses.answers import ResponseBuilder
     from cluster.edge.responses.moves import MovedRequest
+    from cluster.edge.responses.recording import Part
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +103,7 @@ class FoundResponse(msgspec.Struct, frozen=True, array_like=True):
 
 _LOOKUPS = msgspec.msgpack.Decoder(Lookup)
 _FOUND = msgspec.msgpack.Decoder(FoundResponse)
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +288,7 @@ class ResponseArchive:
         tenant: str,
         response_id: str,
         emit: Callable[[Progress], Awaitable[None]],
-    ) -> dict[str, Any]:
+    ) -> EndedResponse:
         """Emit the progress of a response, wherever it runs; return it when it has ended.
 
         Raises:
@@ -303,19 +305,20 @@ class ResponseArchive:
                 await asyncio.sleep(_POLL_S)
                 continue
             num_misses = 0
-            response |= orjson.loads(found.body)
-            has_ended = response["status"] not in RUNNING
-            lines = found.recording.splitlines(keepends=True)
-            for i in range(0, len(lines), _PARTS_AT_ONCE):
-                parts = decode_parts(b"".join(lines[i : i + _PARTS_AT_ONCE]))
-                await emit(Progress(response, parts))
+            fields = {k: memoryview(raw) for k, raw in _FIELDS.decode(found.body).items()}
+            output = fields.get("output")
+            response |= {k: [] if k == "output" else orjson.loads(v) for k, v in fields.items()}
+            for page in pages(found.recording, _PARTS_AT_ONCE):
+                await emit(Progress(response, decode_parts(page)))
                 await asyncio.sleep(0)
-            parts = []
-            if has_ended and not begin and not lines:
-                parts = parts_of_items(response["output"])
+            has_ended = response["status"] not in RUNNING
+            is_recorded = begin > 0 or bool(found.recording)
+            parts: list[Part] = []
+            if has_ended and not is_recorded and output is not None:
+                parts = parts_of_items(orjson.loads(output))
             await emit(Progress(response, parts, is_current=True))
             if has_ended:
-                return response
+                return EndedResponse(response, found.body)
             begin += len(found.recording)
             running = self._running.get((tenant, response_id))
             if running is None:

@@ -85,7 +85,7 @@ class Progress(NamedTuple):
     """What is new of a response.
 
     Attributes:
-        response: The response; without its output if it runs.
+        response: The response without its output.
         parts: Parts of its output, in their order.
         is_current: Whether these are all that there are by now.
     """
@@ -93,6 +93,18 @@ class Progress(NamedTuple):
     response: Body
     parts: Sequence[Part]
     is_current: bool = False
+
+
+class EndedResponse(NamedTuple):
+    """A response that has ended.
+
+    Attributes:
+        response: The response without its output.
+        body: All of it as JSON. It stays encoded, as streams to many slow clients may hold it.
+    """
+
+    response: Body
+    body: bytes
 
 
 class ReplayedEvents:
@@ -130,7 +142,7 @@ class ReplayedEvents:
             self._check_after()
         return bytes(encoded)
 
-    def finish(self, response: Body) -> bytes:
+    def finish(self, ended: EndedResponse) -> bytes:
         """Return the end of the stream.
 
         Raises:
@@ -138,13 +150,14 @@ class ReplayedEvents:
         """
         events: list[Event] = []
         done = DONE
-        status = response["status"]
+        response, status = ended.response, ended.response["status"]
         if status in {"completed", "incomplete"}:
             events = self._output.finish(status)
         elif status == "failed":
             details = {"type": "server_error", "param": None, **response["error"]}
             events, done = [error_event(details)], b""
-        encoded = self._events.encode([*events, last_event(response)])
+        last = {**last_event(response), "response": orjson.Fragment(ended.body)}
+        encoded = self._events.encode([*events, last])
         self._check_after()
         return encoded + done
 

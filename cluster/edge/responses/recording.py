@@ -14,7 +14,7 @@ import msgspec
 from cluster.edge.families.message import ArgumentsPiece, CallEnd, CallStart, ContentPiece
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from cluster.edge.families.message import Piece
 
@@ -90,6 +90,17 @@ def parts_of_items(items: Sequence[Mapping[str, Any]]) -> list[Part]:
 def encode_part(part: Part) -> bytes:
     """Return the line of a part."""
     return _ENCODER.encode(part) + b"\n"
+
+
+def pages(recording: bytes, num_parts: int) -> Iterator[bytes]:
+    """Yield the whole lines of a recording, some at a time: there may be 100,000 of them."""
+    begin = 0
+    while begin < len(recording):
+        end = begin
+        for _ in range(num_parts):
+            end = recording.find(b"\n", end) + 1 or len(recording)
+        yield recording[begin:end]
+        begin = end
 
 
 def decode_parts(recording: bytes) -> list[Part]:

@@ -12,7 +12,14 @@ from cluster.config.schema import IngressConfig
 from cluster.edge.families.message import ArgumentsPiece, CallEnd, CallStart, ContentPiece
 from cluster.edge.openai import Usage
 from cluster.edge.responses.archive import response_archive
-from cluster.edge.responses.recording import KnownOutput, Part, part_of
+from cluster.edge.responses.recording import (
+    KnownOutput,
+    Part,
+    decode_parts,
+    encode_part,
+    pages,
+    part_of,
+)
 from cluster.edge.routes import create_app
 from cluster.errors import ReplicaLostError
 from replicas.output_processor import OutputDelta
@@ -367,6 +374,14 @@ def test_output_that_is_made_again_adds_only_what_is_new(texts, known_size, data
     output = KnownOutput(known)
     new = [output.new_part(Part("content", each)) for each in texts]
     assert "".join(part.text for part in new if part is not None) == text[cut:]
+
+
+@given(st.lists(st.text(max_size=5), max_size=20), st.integers(1, 7))
+def test_the_pages_of_a_recording_have_all_of_its_parts_in_order(texts, num_parts):
+    parts = [Part("content", text) for text in texts]
+    found = [decode_parts(page) for page in pages(b"".join(map(encode_part, parts)), num_parts)]
+    assert [part for page in found for part in page] == parts
+    assert all(len(page) == num_parts for page in found[:-1])
 
 
 def test_a_call_that_is_made_again_keeps_its_first_id():
