@@ -1,7 +1,8 @@
 """Attention of the CPU engine on one thread, bfloat16: against PyTorch's, or an earlier commit's.
 
 Prompts: causal `scaled_dot_product_attention` over contiguous keys. Decodes: the same over blocks
-that are gathered first, because PyTorch needs contiguous keys. With `--before FOLDER`, a checkout
+that are gathered first, because PyTorch needs contiguous keys. Batched is what hosts without the
+kernels run. With `--before FOLDER`, a checkout
 of an earlier commit, the other side is that commit's attention, in a process of its own.
 
 Both sides run by turns; figures are medians of CPU time. A ratio above 1 means that ours is faster.
@@ -26,6 +27,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from replicas.generators.layer_specs import AttentionSpec, LinearSpec
+from replicas.generators.rope_config import RopeConfig
 from replicas.generators.torch.backends import make_attention
 from replicas.generators.torch.inputs import PagedBatch
 from replicas.generators.torch.kv_cache import TorchKVCache
@@ -53,8 +56,8 @@ CASES = {
 
 def case(
     requests: int, new: int, length: int, heads: int, kv_heads: int, size: int
-) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
-    """Ours and PyTorch's, over the same numbers."""
+) -> tuple[Callable[[], torch.Tensor], ...]:
+    """Ours, PyTorch's and the batched one, over the same numbers."""
     torch.manual_seed(0)
     columns = -(-length // BLOCK)
     shape = (requests * columns + 1, kv_heads, BLOCK, size)
@@ -73,8 +76,12 @@ def case(
         block_table=tables,
         logits_indices=torch.arange(requests),
     )
-    backend = make_attention("fast", torch.bfloat16, size, heads // kv_heads)
-    attend = backend.prepare(batch, cache)
+    attend, batched = (
+        make_attention(name, torch.bfloat16, size, heads // kv_heads).prepare(batch, cache)
+        for name in ("fast", "batched")
+    )
+    none = LinearSpec((), 0)
+    spec = AttentionSpec(heads, kv_heads, size, qkv=none, o=none, rope=RopeConfig("default", 1e4))
     places = torch.from_numpy(tables)
 
     def gathered() -> list[torch.Tensor]:
@@ -90,7 +97,7 @@ def case(
         )
         return found.transpose(1, 2).reshape(q.shape)
 
-    return lambda: attend(0, q), theirs
+    return lambda: attend(0, q, spec), theirs, lambda: batched(0, q, spec)
 
 
 def seconds(run: Callable[[], torch.Tensor]) -> float:
@@ -153,17 +160,22 @@ def main() -> None:
         return
     earlier = Earlier(given.before) if given.before else None
     other = "PyTorch" if earlier is None else "before"
-    print(f"| case | ours, us | {other}, us | ratio | A/A |\n|---|---|---|---|---|")
+    print(
+        f"| case | ours, us | {other}, us | ratio | A/A | batched, us |\n|---|---|---|---|---|---|"
+    )
     for name, sizes in CASES.items():
-        ours, theirs = case(*sizes)
+        ours, theirs, batched = case(*sizes)
         torch.testing.assert_close(ours(), theirs(), rtol=2e-2, atol=2e-2)
         rounds = []
         for _ in range(ROUNDS):
             peer = seconds(theirs) if earlier is None else earlier.seconds(name)
-            rounds.append((seconds(ours), peer, seconds(ours)))
-        mine, peer, again = (statistics.median(times) for times in zip(*rounds, strict=True))
+            rounds.append((seconds(ours), peer, seconds(ours), seconds(batched)))
+        mine, peer, again, second = (
+            statistics.median(times) for times in zip(*rounds, strict=True)
+        )
         ratios = f"{peer / mine:.2f} | {mine / again:.2f}"
-        print(f"| {name} | {1e6 * mine:,.0f} | {1e6 * peer:,.0f} | {ratios} |")
+        times = f"{1e6 * mine:,.0f} | {1e6 * peer:,.0f} | {ratios} | {1e6 * second:,.0f}"
+        print(f"| {name} | {times} |")
     if earlier is not None:
         earlier.close()
 

@@ -25,8 +25,10 @@ ROUNDS = 9
 CALLS_OF = 2e9
 """Products of a round, in at most so many calls as follow."""
 MOST_CALLS = 200
-SHAPES = ((128, 256), (256, 704), (256, 4096), (576, 1536), (1536, 576))
-ROWS = (1, 4, 16, 32, 64, 128, 2048)
+SHAPES = (
+    (128, 256), (256, 704), (256, 4096), (576, 1536), (1536, 576), (2048, 2048), (4096, 14336),
+)  # fmt: skip
+ROWS = (1, 4, 16, 32, 64, 128, 512, 2048)
 
 
 def times(calls: Sequence[Callable[[], object]], count: int) -> list[float]:

@@ -25,8 +25,9 @@ ONLY, PLUS, TIMES, SWISH = range(4)
 
 _TILE_FEATURES = 32
 """AMX multiplies so many features of a row at once."""
-_CHUNK_BYTES = 1 << 19
-"""Rows that stay in the second-level cache while panel after panel is multiplied by them."""
+_CHUNK_BYTES, _CHUNK_BYTES_WITH_TILES = 1 << 19, 1 << 20
+"""Rows that stay in the second-level cache while panel after panel is multiplied by them.
+Processors with AMX have 2 MB of it; fewer rows would read all weights more often."""
 
 _memory = Pieces()
 
@@ -85,7 +86,8 @@ class PanelLinear:
         self.matrix = PackedMatrix(
             self._weight.data_ptr(), address(bias, weight.dtype), size, num_outputs, uses_tiles
         )
-        self._rows_of_task = max(_CHUNK_BYTES // (64 * size), 1) * 32
+        chunk_bytes = _CHUNK_BYTES_WITH_TILES if uses_tiles else _CHUNK_BYTES
+        self._rows_of_task = max(chunk_bytes // (64 * size), 1) * 32
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the product; see ``linear.LinearLayer``."""
