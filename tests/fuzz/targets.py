@@ -687,6 +687,11 @@ def model_config_seeds():
         "first_k_dense_replace": 1, "routed_scaling_factor": 1.7,
         "rope_scaling": {**yarn, "mscale_all_dim": 1.0},
     }  # fmt: skip
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "gptq"}
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "group",
+               "group_size": 128, "actorder": "weight"}  # fmt: skip
+    compressed = {"quant_method": "compressed-tensors", "format": "pack-quantized",
+                  "config_groups": {"group_0": {"weights": weights}}}  # fmt: skip
     grouped = {**latent, "topk_method": "group_limited_greedy", "scoring_func": "softmax"}
     for architecture, changes in (
         ("LlamaForCausalLM", {"rope_scaling": llama3}),
@@ -695,6 +700,8 @@ def model_config_seeds():
         ("MistralForCausalLM", {"sliding_window": 64}),
         ("MixtralForCausalLM", experts),
         ("Qwen3MoeForCausalLM", qwen),
+        ("LlamaForCausalLM", {"quantization_config": gptq}),
+        ("LlamaForCausalLM", {"quantization_config": compressed}),
         ("GptOssForCausalLM", gpt_oss),
         ("DeepseekV2ForCausalLM", grouped),
         ("DeepseekV3ForCausalLM", {**latent, "topk_method": "noaux_tc", "norm_topk_prob": True}),

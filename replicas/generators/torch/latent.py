@@ -27,7 +27,7 @@ _MOST_ABSORBED = 32
 
 
 class LatentProducts:
-    """The products of latents of one layer.
+    """Products of one layer's latents.
 
     Owner: the weight; nothing changes it.
 
@@ -53,7 +53,7 @@ class LatentProducts:
         """(H, L, V)."""
 
     def absorb(self, q: torch.Tensor) -> torch.Tensor:
-        """Return queries (T, H, P + C) as those of latents with rotated keys, (T, H, L + C)."""
+        """Turn queries of keys (T, H, P + C) into those of cached rows (T, H, L + C)."""
         plain, rotated = q[..., : self._plain], q[..., self._plain :]
         absorbed = torch.bmm(plain.transpose(0, 1), self._keys).transpose(0, 1)
         return torch.cat((absorbed, rotated), dim=-1)

@@ -20,7 +20,7 @@ from replicas.generators.checkpoint import check_checkpoint, expected_weights, f
 from replicas.generators.expert_placement import place_experts
 from replicas.generators.model_config import layer_specs
 from replicas.generators.quantization import stored_weights
-from replicas.generators.torch.dequantize import mxfp4
+from replicas.generators.torch.dequantize import dequantize
 from replicas.generators.torch.experts import ExpertDispatch
 from replicas.generators.torch.layers import LayerMaker
 from replicas.generators.torch.linear import make_linear
@@ -133,7 +133,9 @@ def open_safetensors(
 
         def fetch(name: str, index: int | None = None) -> torch.Tensor:
             parts = [read(part, index) for part in weights[name]]
-            return parts[0] if name in weights[name] else mxfp4(*parts)
+            if quantization is None or len(parts) == 1:
+                return parts[0]
+            return dequantize(quantization, parts, name, shapes[name])
 
         yield fetch
 

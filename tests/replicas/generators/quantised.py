@@ -73,3 +73,75 @@ def pack_mxfp4(stack: torch.Tensor) -> Packed:
                 pairs = [low + 16 * high for low, high in zip(codes[::2], codes[1::2], strict=True)]
                 blocks[expert, row, group] = torch.tensor(pairs, dtype=torch.uint8)
     return {"_blocks": blocks, "_scales": scales}, weight
+
+
+def _words(values: list[int], bits: int) -> list[int]:
+    """Signed words of 32 bits, the first value in the lowest bits."""
+    found = []
+    for first in range(0, len(values), 32 // bits):
+        word = sum(v << bits * i for i, v in enumerate(values[first : first + 32 // bits]))
+        found.append(word - (1 << 32) if word >= 1 << 31 else word)
+    return found
+
+
+def _int32(rows: list[list[int]]) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def pack_gptq(
+    weight: torch.Tensor, *, bits: int, group: int, is_shuffled: bool, is_symmetric: bool, less: int
+) -> Packed:
+    """Draw the integers, zeros and scales of a weight (rows, columns).
+
+    Args:
+        weight: Gives the shape.
+        bits: Of an integer.
+        group: Input features of a group; -1 for all.
+        is_shuffled: Input features of a group lie anywhere, as with desc_act.
+        is_symmetric: All zeros are in the middle.
+        less: Subtracted from stored zeros, modulo 2 ** bits.
+    """
+    rows, columns = weight.shape
+    draw, top = random.Random(rows * columns + bits), 1 << bits
+    size = columns if group == -1 else group
+    groups = [column // size for column in range(columns)]
+    if is_shuffled:
+        draw.shuffle(groups)
+    num = max(groups) + 1
+    zeros = [[top // 2 if is_symmetric else draw.randrange(top) for _ in range(rows)]
+             for _ in range(num)]  # fmt: skip
+    scales = torch.tensor([[draw.uniform(0.5, 1.5) for _ in range(rows)] for _ in range(num)])
+    scales = (scales / top).half()
+    integers = [[draw.randrange(top) for _ in range(columns)] for _ in range(rows)]
+    table = scales.tolist()
+    plain = [
+        [(integers[r][c] - zeros[groups[c]][r]) * table[groups[c]][r] for c in range(columns)]
+        for r in range(rows)
+    ]
+    parts = {
+        "qweight": _int32([_words(row, bits) for row in integers]).T.contiguous(),
+        "qzeros": _int32([_words([(z - less) % top for z in row], bits) for row in zeros]),
+        "scales": scales,
+        "g_idx": torch.tensor(groups, dtype=torch.int32),
+    }
+    return parts, torch.tensor(plain)
+
+
+def pack_compressed(weight: torch.Tensor, *, bits: int, group: int, is_packed: bool) -> Packed:
+    """Draw the signed integers and scales of a weight; see `pack_gptq`."""
+    rows, columns = weight.shape
+    draw, half = random.Random(rows * columns + bits), 1 << bits - 1
+    size = columns if group == -1 else group
+    scales = [[draw.uniform(0.5, 1.5) / half for _ in range(columns // size)] for _ in range(rows)]
+    integers = [[draw.randrange(-half, half) for _ in range(columns)] for _ in range(rows)]
+    plain = [
+        [number * row_scales[c // size] for c, number in enumerate(row)]
+        for row, row_scales in zip(integers, scales, strict=True)
+    ]
+    parts = {"weight_scale": torch.tensor(scales)}
+    if is_packed:
+        words = [_words([number + half for number in row], bits) for row in integers]
+        parts |= {"weight_packed": _int32(words), "weight_shape": torch.tensor([rows, columns])}
+    else:
+        parts["weight"] = torch.tensor(integers, dtype=torch.int8)
+    return parts, torch.tensor(plain)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,12 @@ from replicas.generators.torch.loader import load_weights
 from tests.models import model_folder, reference_model
 from tests.replicas.generators.conftest import make_generator
 from tests.replicas.generators.paged_loop import PagedLoop
-from tests.replicas.generators.quantised import pack_folder, pack_mxfp4
+from tests.replicas.generators.quantised import (
+    pack_compressed,
+    pack_folder,
+    pack_gptq,
+    pack_mxfp4,
+)
 
 PROMPT = tuple(7 * i % 149 for i in range(1, 22))
 TOLERANCE = 1e-4
@@ -60,8 +66,102 @@ def test_scales_of_another_shape_are_named(mxfp4_folder, tmp_path):
         load_weights(load_hf_config(tmp_path), CpuDevice(torch.float32))
 
 
-@pytest.mark.parametrize("method", ["fp8", "awq", "bitsandbytes", None])
-def test_other_methods_are_refused_by_name(tiny, method):
-    raw = tiny("llama-gqa").hf_config.to_dict() | {"quantization_config": {"quant_method": method}}
-    with pytest.raises(ConfigError, match=f"weights quantised by {method!r} are not supported"):
+def is_linear(name):
+    return ".layers." in name and name.endswith("_proj.weight")
+
+
+def packed_folder(tmp_path, case, settings, pack):
+    folder = tmp_path / "model"
+    pack_folder(Path(model_folder(case)), folder, settings, is_linear, pack, "weight")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("case", "bits", "group", "is_shuffled", "is_symmetric", "form"),
+    [
+        ("llama-gqa", 4, 32, False, True, "gptq"),
+        ("qwen2", 4, 16, True, False, "gptq"),
+        ("llama-gqa", 8, -1, False, False, "gptq_v2"),
+        ("qwen3-moe", 8, 16, True, True, None),
+    ],
+)
+def test_gptq_is_read_as_what_it_stands_for(
+    tmp_path, case, bits, group, is_shuffled, is_symmetric, form
+):
+    less = int(form != "gptq_v2")
+    pack = partial(
+        pack_gptq, bits=bits, group=group, is_shuffled=is_shuffled, is_symmetric=is_symmetric,
+        less=less,
+    )  # fmt: skip
+    settings = {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": is_shuffled}
+    settings |= {"sym": is_symmetric} | ({} if form is None else {"checkpoint_format": form})
+    folder = packed_folder(tmp_path, case, settings, pack)
+    assert_logits_of(folder, folder / "plain")
+
+
+def compressed(bits, group, form, **changes):
+    weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "channel"}
+    if group != -1:
+        weights |= {"strategy": "group", "group_size": group}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights | changes}}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
+
+
+@pytest.mark.parametrize(
+    ("case", "bits", "group", "form"),
+    [
+        ("llama-gqa", 8, -1, "pack-quantized"),
+        ("qwen2", 8, 16, "pack-quantized"),
+        ("llama-biases", 4, 32, "pack-quantized"),
+        ("llama-gqa", 8, -1, "int-quantized"),
+    ],
+)
+def test_compressed_tensors_are_read_as_what_they_stand_for(tmp_path, case, bits, group, form):
+    pack = partial(pack_compressed, bits=bits, group=group, is_packed=form == "pack-quantized")
+    folder = packed_folder(tmp_path, case, compressed(bits, group, form), pack)
+    assert_logits_of(folder, folder / "plain")
+
+
+def test_groups_that_have_no_scales_are_named(tmp_path):
+    pack = partial(
+        pack_gptq, bits=8, group=32, is_shuffled=False, is_symmetric=True, less=1
+    )  # fmt: skip
+    settings = {"quant_method": "gptq", "bits": 8, "group_size": 32}
+    folder = packed_folder(tmp_path, "llama-gqa", settings, pack)
+    stored = load_file(folder / "model.safetensors")
+    stored["model.layers.1.mlp.up_proj.g_idx"] += 5
+    save_file(stored, folder / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=r"1\.mlp\.up_proj\.weight .* 5 to 6 .* of 2 groups"):
+        load_weights(load_hf_config(folder), CpuDevice(torch.float32))
+
+
+def test_a_packed_weight_of_another_shape_is_named(tmp_path):
+    pack = partial(pack_compressed, bits=8, group=-1, is_packed=True)
+    settings = compressed(8, -1, "pack-quantized")
+    folder = packed_folder(tmp_path, "llama-gqa", settings, pack)
+    stored = load_file(folder / "model.safetensors")
+    stored["model.layers.0.mlp.up_proj.weight_shape"] = torch.tensor([96, 63])
+    save_file(stored, folder / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=r"up_proj\.weight_shape is \[96, 63\], .* \[96, 64\]"):
+        load_weights(load_hf_config(folder), CpuDevice(torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        *(({"quant_method": method}, f"quantised by {method!r} are not supported")
+          for method in ("fp8", "awq", "bitsandbytes", None)),
+        ({"quant_method": "gptq", "bits": 3}, "by 'gptq' with bits 3 "),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size 0 is neither"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "'marlin'"),
+        (compressed(8, -1, "float-quantized"), "with format 'float-quantized'"),
+        (compressed(8, -1, "pack-quantized", symmetric=False), "with symmetric False"),
+        (compressed(8, -1, "pack-quantized", strategy="tensor"), "with strategy 'tensor'"),
+        (compressed(8, 16, "pack-quantized", actorder="group"), "with actorder 'group'"),
+        (compressed(8, -1, "int-quantized", type="float"), "with type 'float'"),
+    ],
+)  # fmt: skip
+def test_other_methods_are_refused_by_name(tiny, settings, message):
+    raw = tiny("llama-gqa").hf_config.to_dict() | {"quantization_config": settings}
+    with pytest.raises(ConfigError, match=message):
         parse_hf_config(raw, "folder")
