@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kv_transfer.block_hash import HASH_BYTES, extend_block_hashes
+from kv_transfer.block_hash import HASH_BYTES, extend_block_hashes, prefix_root
 from kv_transfer.connector import (
     ConnectorSettings,
     SaveProgress,
@@ -31,7 +31,7 @@ from kv_transfer.pooled_meta import (
 from kv_transfer.pooled_worker import PooledConnectorWorker, require_store
 from kv_transfer.store_thread import StoreThread
 
-_UNIT_VERSION = 2
+_UNIT_VERSION = 3
 """Rises when the bytes of a value, or the inputs of its key, change."""
 
 
@@ -46,12 +46,10 @@ def unit_keys(content_hash: str, request: TransferRequest, unit_tokens: int) -> 
     Returns:
         One 32-byte key per whole unit, each a hash of everything up to the end of its unit.
     """
-    scope: tuple[object, ...] = (request.cache_salt,)
-    if request.adapter or request.images:
-        scope += (request.adapter, request.images)
-    covered = msgspec.msgpack.encode((_UNIT_VERSION, unit_tokens, content_hash, *scope))
-    # Not keyed with a secret: engines that share a pool need not share one. No collision is known.
-    root = hashlib.blake2b(covered, digest_size=HASH_BYTES, person=b"ttserve kv root").digest()
+    covered = msgspec.msgpack.encode((_UNIT_VERSION, unit_tokens, content_hash))
+    # No secret: engines that share a pool need not share one. No collision is known.
+    key = hashlib.blake2b(covered, digest_size=HASH_BYTES, person=b"ttserve kv root").digest()
+    root = prefix_root(key, request.cache_salt, request.adapter, request.images)
     keys: list[bytes] = []
     extend_block_hashes(keys, request.prompt_token_ids, unit_tokens, root)
     return tuple(keys)
