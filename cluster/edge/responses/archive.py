@@ -64,8 +64,10 @@ _POLL_S = 0.25
 """Time between two questions about a response that runs at another ingress."""
 _MAX_MISSES = 20
 """Questions in a row without an answer after which such a response counts as lost."""
-_PARTS_AT_ONCE = 256
+_PARTS_AT_ONCE = 64
 """Most parts of an output whose events are made before other requests run."""
+_LONG_BYTES = 4096
+"""Longer recordings are replayed in turns with those of other streams."""
 
 
 class Lookup(msgspec.Struct, frozen=True, array_like=True):
@@ -155,6 +157,7 @@ class ResponseArchive:
         self._running: dict[tuple[str, str], _Running] = {}
         self._asking = asyncio.Semaphore(_MAX_ASKING)
         self._polling = asyncio.Semaphore(_MAX_POLLING)
+        self._replaying = asyncio.Lock()
         self._num_waiting = 0
         self._taking_over = asyncio.Lock()
         self._is_leaving = False
@@ -309,8 +312,12 @@ class ResponseArchive:
             output = fields.get("output")
             response |= {k: [] if k == "output" else orjson.loads(v) for k, v in fields.items()}
             for page in pages(found.recording, _PARTS_AT_ONCE):
+                if len(found.recording) > _LONG_BYTES:
+                    # One page of all streams in a turn of the event loop. Not held while a client
+                    # is sent to, which may be slow.
+                    async with self._replaying:
+                        await asyncio.sleep(0)
                 await emit(Progress(response, decode_parts(page)))
-                await asyncio.sleep(0)
             has_ended = response["status"] not in RUNNING
             is_recorded = begin > 0 or bool(found.recording)
             parts: list[Part] = []
