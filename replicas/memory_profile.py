@@ -31,11 +31,13 @@ class MemoryProfile(NamedTuple):
         weights: Added by loading the model, with the kernels that this compiles.
         activation: Added at most by a full step; None if no step was measured.
         peak: Resident size of the process at most, in that step; None likewise.
+        loading: Added at most while the model was loaded, with tensors that were then freed.
     """
 
     weights: int
     activation: int | None = None
     peak: int | None = None
+    loading: int | None = None
 
 
 def resident_bytes(proc: Path = Path("/proc")) -> int:
@@ -103,11 +105,12 @@ def memory_table(
         max_model_len: Longest sequence in tokens.
         num_lanes: Lanes, of which each has the group's blocks.
     """
-    weights, activation = (None, None) if profile is None else profile[:2]
+    weights, activation, _, loading = (None,) * 4 if profile is None else profile
     num_blocks = num_lanes * group.num_usable_blocks
     concurrency = max_concurrency(group, max_model_len, num_lanes)
     rows = {
         "weights and kernels": _mib(weights),
+        "peak of loading": _mib(loading),
         "peak activation": _mib(activation),
         "bytes per block": f"{group.bytes_per_block:,}",
         "blocks": f"{num_blocks:,} in {num_lanes} lanes" if num_lanes > 1 else f"{num_blocks:,}",

@@ -87,8 +87,10 @@ class CpuPlatform(Platform):
         """Load the weights and, if `gpu_memory_utilization` is set, measure the memory for KV."""
         config, resident = self.config, resident_bytes()
         max_seq_len = config.max_model_len or self.model.max_position_embeddings
-        generator = self.initialize(self._device, max_seq_len)
-        self.memory = MemoryProfile(resident_bytes() - resident)
+        made: list[Generator] = []
+        peak = peak_bytes_of(lambda: made.append(self.initialize(self._device, max_seq_len)))
+        generator = made.pop()
+        self.memory = MemoryProfile(resident_bytes() - resident, loading=peak - resident)
         if config.gpu_memory_utilization is not None:
             self.memory = self._measured(generator, self.memory, max_seq_len)
             config = msgspec.structs.replace(

@@ -53,10 +53,11 @@ def test_kv_gets_the_share_less_what_a_full_step_takes(monkeypatch):
     ("profile", "num_lanes", "lines"),
     [
         (
-            MemoryProfile(3 * MIB, MIB // 2, 9 * MIB),
+            MemoryProfile(3 * MIB, MIB // 2, 9 * MIB, 5 * MIB),
             1,
-            ["weights and kernels 3.0 MiB", "peak activation 0.5 MiB", "bytes per block 8,192",
-             "blocks 100", "tokens 3,200", "maximum concurrency 25.00 sequences of 100 tokens"],
+            ["weights and kernels 3.0 MiB", "peak of loading 5.0 MiB", "peak activation 0.5 MiB",
+             "bytes per block 8,192", "blocks 100", "tokens 3,200",
+             "maximum concurrency 25.00 sequences of 100 tokens"],
         ),
         (
             MemoryProfile(3 * MIB),

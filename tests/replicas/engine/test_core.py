@@ -361,6 +361,7 @@ def test_kv_takes_the_rest_of_a_share_of_memory(folder, monkeypatch, caplog):
         assert len(generate(core, [[5, 9, 3]])[0]) == 12
     table = {line[2:22].strip(): line[22:].strip() for line in caplog.text.splitlines()}
     assert table["blocks"] == f"{group.num_usable_blocks:,}"
+    assert table["peak of loading"].endswith("MiB")
     assert table["peak activation"].endswith("MiB")
 
 
