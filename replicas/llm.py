@@ -15,7 +15,7 @@ from replicas.client import InprocClient, SyncMPClient
 from replicas.config import EngineConfig
 from replicas.errors import ConfigError, InvalidRequestError, ModelLoadError
 from replicas.generation_config import read_sampling_defaults
-from replicas.llm_engine import LLMEngine, to_engine_input
+from replicas.llm_engine import LLMEngine, check_characters, to_engine_input
 from replicas.sampling_params import SamplingParams
 from replicas.tokenizer import Tokenizer
 from replicas.vllm_options import engine_options as translated_options
@@ -185,6 +185,7 @@ class LLM:
                 text = self._tokenizer.apply_chat_template(
                     list(conversation), add_generation_prompt, chat_template_kwargs, tools
                 )
+                check_characters("prompt", text)
                 prompts.append(self._tokenizer.encode(text, add_special_tokens=False))
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 

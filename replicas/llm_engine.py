@@ -194,13 +194,23 @@ def _encoded_params(
 def _encoded(text: str, tokenizer: Tokenizer | None) -> list[int]:
     if tokenizer is None:
         raise InvalidRequestError("prompt", "a text prompt needs a tokenizer; give token ids")
+    check_characters("prompt", text)
+    return tokenizer.encode(text)
+
+
+def check_characters(name: str, text: str) -> None:
+    """Refuse half of a surrogate pair, which no tokenizer takes.
+
+    Raises:
+        InvalidRequestError: The text has one; the message says where.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
+        where = f"{name}[{error.start}]"
         raise InvalidRequestError(
-            "prompt", f"prompt[{error.start}] is a lone surrogate, half of a character"
+            name, f"{where} is a lone surrogate, half of a character"
         ) from error
-    return tokenizer.encode(text)
 
 
 def _plain_ids(prompt: object) -> list[int]:

@@ -181,6 +181,11 @@ def test_chat_shows_tools_to_the_template(llm, monkeypatch):
     assert seen == [[tool]]
 
 
+def test_half_a_character_in_a_conversation_is_refused(llm):
+    with pytest.raises(InvalidRequestError, match=r"1 of 1: .* lone surrogate"):
+        llm.chat([{"role": "user", "content": "a\ud800"}], GREEDY, use_tqdm=False)
+
+
 def test_a_bad_conversation_among_good_ones_is_named(llm):
     with pytest.raises(InvalidRequestError, match="conversation 2 of 2: it has no turn"):
         llm.chat([[{"role": "user", "content": "hello"}], []], GREEDY, use_tqdm=False)
