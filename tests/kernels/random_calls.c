@@ -83,7 +83,7 @@ static void call_attention(const kernel_set *kernels) {
       .num_requests = 1 + draw(3),
       .table_width = 1 + draw(4),
       .num_blocks = 1 + draw(6),
-      .num_tokens = 4 + draw(8),
+      .num_tokens = ATTENTION_TILE + draw(8),
       .scale = 0.3,
       .soft_cap = draw(2) ? 0 : 2,
       .window = draw(2) ? 0 : 1 + draw(50),

@@ -154,7 +154,9 @@ def _instruction_sets() -> list[_InstructionSet]:
     found = [_InstructionSet("portable", "0", ())]
     if platform.machine() in _X86:
         found.append(_InstructionSet("avx2", "KERNEL_AVX2", _AVX2))
-        found.append(_InstructionSet("avx512", "(KERNEL_AVX2 | KERNEL_AVX512)", _AVX512))
+        wide = "KERNEL_AVX2 | KERNEL_AVX512"
+        found.append(_InstructionSet("avx512", f"({wide})", _AVX512))
+        found.append(_InstructionSet("amx", f"({wide} | KERNEL_AMX)", (*_AVX512, "-DHAS_TILES")))
     return found
 
 
@@ -175,10 +177,11 @@ def _jobs(sets: list[_InstructionSet], command: list[str], folder: Path) -> list
 
 def _accepts(compiler: list[str], one: _InstructionSet) -> bool:
     """Return whether a compiler knows an instruction set; says so where it does not."""
-    if one.name not in _PROBES:
+    probed = "avx512" if one.name == "amx" else one.name
+    if probed not in _PROBES:
         return True
     command = [*compiler, *one.flags, "-x", "c", "-c", "-", "-o", os.devnull]
-    probe = f"#include <immintrin.h>\n{_PROBES[one.name]}\n"
+    probe = f"#include <immintrin.h>\n{_PROBES[probed]}\n"
     done = subprocess.run(command, input=probe, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.stderr.write(f"the kernels lack {one.name}, which {compiler[0]} cannot compile\n")

@@ -46,7 +46,7 @@ ALL_FEATURES = Feature.AVX2 | Feature.AVX512 | Feature.AMX
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2}
 """Dtypes of the kernels; `kernel_dtype` of the header."""
 
-ATTENTION_TILE = 4
+ATTENTION_TILE = 8
 """Tokens of a prompt that read a key together."""
 
 _FAULTS = {
@@ -469,7 +469,7 @@ class KernelSet:
 
     Attributes:
         library: Where they are from.
-        name: Of the instruction set: avx512, avx2 or portable.
+        name: Of the instruction set: amx, avx512, avx2 or portable.
         features: What they may use.
         attention: Of an `AttentionCall`.
         norm: Of a `NormCall`.

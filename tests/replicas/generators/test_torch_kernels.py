@@ -21,8 +21,8 @@ from replicas.generators.torch.team import in_team
 
 DTYPES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2.0**-7}
 BLOCK = 16
-# Without AVX-512, and without any of a processor's features.
-MASKS = [NO_FEATURES, Feature.AVX512 | Feature.AMX, native.ALL_FEATURES]
+# Without tiles, without AVX-512, and without any of a processor's features.
+MASKS = [NO_FEATURES, Feature.AMX, Feature.AVX512 | Feature.AMX, native.ALL_FEATURES]
 
 dtypes = st.sampled_from(list(DTYPES))
 masks = st.sampled_from(MASKS)

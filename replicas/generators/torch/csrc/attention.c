@@ -12,7 +12,7 @@ enum {
   MAX_ROWS = 32,  // rows of a pass over the keys
   SLOT = 16,      // scores of a run of keys begin at a multiple of this
   CHUNK = 128,    // scores of a row per chunk, padding included, for blocks of up to this size
-  MAX_SCORES = CHUNK + 2 * SLOT,
+  MAX_SCORES = CHUNK + 3 * SLOT,
   MAX_RUNS = CHUNK / SLOT + 2,
   AHEAD = 2,      // blocks that are fetched ahead: memory takes longer than a block's arithmetic
   LINE = 64,      // bytes of a cache line
@@ -120,6 +120,14 @@ INLINE void fetch(const char *from, int64_t num_bytes) {
 #include "attention.inc"
 
 static int attend(const attention_call *call, const rows *part, int is_alone) {
+#ifdef HAS_TILES
+  if (call->dtype == KERNEL_BFLOAT16) {
+    shape_tiles(part->count);
+    const int is_whole = attend_bfloat16(call, part, is_alone);
+    _tile_release();  // a thread without tiles is quicker to switch
+    return is_whole;
+  }
+#endif
   if (call->dtype == KERNEL_BFLOAT16) return attend_bfloat16(call, part, is_alone);
   if (call->dtype == KERNEL_FLOAT32) return attend_float32(call, part, is_alone);
   return attend_float64(call, part, is_alone);

@@ -37,7 +37,7 @@ typedef struct kernel_tasks {
 } kernel_tasks;
 
 enum {
-  ATTENTION_TILE = 4,         // tokens of a prompt that read a key together
+  ATTENTION_TILE = 8,         // tokens of a prompt that read a key together
   ATTENTION_MAX_WIDTH = 1024  // numbers of a key or value
 };
 

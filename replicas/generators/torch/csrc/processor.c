@@ -8,9 +8,15 @@ extern const kernel_set kernel_set_avx2;
 #ifdef HAVE_avx512
 extern const kernel_set kernel_set_avx512;
 #endif
+#ifdef HAVE_amx
+extern const kernel_set kernel_set_amx;
+#endif
 
 // Best first.
 static const kernel_set *const SETS[] = {
+#ifdef HAVE_amx
+    &kernel_set_amx,
+#endif
 #ifdef HAVE_avx512
     &kernel_set_avx512,
 #endif
