@@ -39,7 +39,7 @@ from replicas.config import EngineConfig, GangConfig, LogprobsMode, Role, Schedu
 from replicas.errors import ConfigError, FaultPlanError
 from replicas.faults import INGRESS, FaultPlan
 from replicas.generation_config import read_sampling_defaults
-from replicas.generators.checkpoint import check_checkpoint, expected_weights
+from replicas.generators.checkpoint import check_checkpoint, expected_weights, unused_layers
 from replicas.generators.model_config import ModelConfig, load_engine_model, read_architecture
 from replicas.generators.plugin.routes import check_route
 from replicas.generators.plugin.sizes import check_route_sizes
@@ -237,7 +237,8 @@ def check_weights(config: ClusterConfig) -> None:
             continue
         try:
             model = load_engine_model(engine)
-            check_checkpoint(folder, expected_weights(model), model.quantization)
+            shapes, unused = expected_weights(model), unused_layers(model)
+            check_checkpoint(folder, shapes, model.quantization, unused)
         except ConfigError as error:
             raise ClusterConfigError(f"args.pools.{role}.engine: {error}") from error
 

@@ -61,8 +61,19 @@ def expected_weights(config: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
+def unused_layers(config: ModelConfig) -> tuple[str, ...]:
+    """Return the prefixes of weights that a checkpoint may have and no generator computes."""
+    first = config.num_hidden_layers
+    return tuple(
+        f"model.layers.{first + index}." for index in range(config.num_nextn_predict_layers)
+    )
+
+
 def check_checkpoint(
-    folder: Path, shapes: Mapping[str, Shape], quantization: Quantization | None = None
+    folder: Path,
+    shapes: Mapping[str, Shape],
+    quantization: Quantization | None = None,
+    unused: tuple[str, ...] = (),
 ) -> dict[str, StoredTensor]:
     """Check that a folder has exactly the wanted weights, and return where each tensor is.
 
@@ -70,6 +81,7 @@ def check_checkpoint(
         folder: Model folder.
         shapes: As of ``expected_weights``.
         quantization: How some of the weights may be stored.
+        unused: Prefixes of names that may be there besides; see ``unused_layers``.
 
     Raises:
         ModelLoadError: A file is missing, damaged or cut off, or a tensor is missing, unexpected,
@@ -88,7 +100,8 @@ def check_checkpoint(
             f"weights missing in {folder}: {_listed(missing)}; config.json implies them: use the "
             "one that was saved with these weights, or copy all of the model's files"
         )
-    unexpected = [name for name in found if name not in wanted and not _is_redundant(name)]
+    found = {name: tensor for name, tensor in found.items() if not name.startswith(unused)}
+    unexpected = [name for name in found if name not in wanted and not _is_redundant(name, found)]
     if unexpected:
         raise ModelLoadError(
             f"unexpected weights in {folder}: {_listed(unexpected)}; by config.json the model has "
@@ -165,12 +178,15 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _is_redundant(name: str) -> bool:
+def _is_redundant(name: str, found: Mapping[str, object]) -> bool:
     """Tell names that some checkpoints carry although the configuration implies their values.
 
-    ``lm_head.weight`` gets here only when the embeddings are tied.
+    ``lm_head.weight`` gets here only when the embeddings are tied, a bias only where there is none;
+    AutoGPTQ writes zeros there, which the loader checks.
     """
-    return name == "lm_head.weight" or name.endswith(".rotary_emb.inv_freq")
+    if name == "lm_head.weight" or name.endswith(".rotary_emb.inv_freq"):
+        return True
+    return name.endswith(".bias") and f"{name.removesuffix('bias')}qweight" in found
 
 
 def _listed(names: list[str]) -> str:

@@ -52,11 +52,13 @@ class NormSpec:
         name: Name of the weight.
         size: Features that are normalised together.
         kind: See `NormKind`.
+        eps: Added to the mean square; None is the model's.
     """
 
     name: str
     size: int
     kind: NormKind = "rms"
+    eps: float | None = None
 
     def tensors(self) -> Tensors:
         """Yield the weight."""

@@ -98,6 +98,7 @@ class ModelConfig:
         mlp_layers: Layers with an MLP in a model with experts.
         shared_intermediate_size: Size inside the expert of all tokens, if there is one.
         quantization: How weights may be stored, if not as they are.
+        num_nextn_predict_layers: Layers behind the others that only draft tokens; not computed.
         latent: Sizes of latent attention; None if keys and values are cached per head.
     """
 
@@ -135,6 +136,7 @@ class ModelConfig:
     mlp_layers: tuple[int, ...] = ()
     shared_intermediate_size: int = 0
     quantization: Quantization | None = None
+    num_nextn_predict_layers: int = 0
     latent: LatentConfig | None = None
 
     def has_window(self, layer: int) -> bool:
@@ -340,6 +342,7 @@ class RawConfig:
             dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "").removeprefix("torch."),
             states_max_positions=bool(stated_positions),
             quantization=read_quantization(raw, self.name_or_path),
+            num_nextn_predict_layers=int(raw.get("num_nextn_predict_layers") or 0),
         )
 
 

@@ -46,6 +46,8 @@ class Mxfp4:
         if len(shape) != 3:
             return {}
         count, columns, rows = shape
+        if columns % MXFP4_GROUP:
+            return {}
         scales = (count, rows, columns // MXFP4_GROUP)
         return {
             f"{name}_blocks": StoredSpec((*scales, MXFP4_GROUP // 2), ("U8",)),
@@ -75,6 +77,8 @@ class Gptq:
         if len(shape) != 2 or base == name:
             return {}
         (rows, columns), packed = shape, 32 // self.bits
+        if rows % packed or columns % packed:
+            return {}
         groups = _groups(columns, self.group_size)
         return {
             f"{base}.qweight": StoredSpec((columns // packed, rows), ("I32",)),
@@ -163,6 +167,9 @@ def _compressed_tensors(settings: Mapping[str, Any], name: str) -> CompressedTen
     groups = list((settings.get("config_groups") or {}).values())
     _check(name, method, config_groups=(len(groups), (1,)))
     weights, is_packed = groups[0]["weights"], form == "pack-quantized"
+    activations = groups[0].get("input_activations")
+    # Activations that are quantised as they come stay in floats, which loses nothing.
+    is_dynamic = isinstance(activations, dict) and activations.get("dynamic") is True
     _check(
         name,
         method,
@@ -171,7 +178,7 @@ def _compressed_tensors(settings: Mapping[str, Any], name: str) -> CompressedTen
         symmetric=(weights.get("symmetric", True), (True,)),
         strategy=(weights.get("strategy"), ("channel", "group")),
         actorder=(weights.get("actorder"), (None, False, "weight", "static")),
-        input_activations=(groups[0].get("input_activations"), (None,)),
+        input_activations=(None if is_dynamic else activations, (None,)),
     )
     is_grouped = weights["strategy"] == "group"
     size = _group_size(weights["group_size"], name) if is_grouped else None

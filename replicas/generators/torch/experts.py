@@ -189,7 +189,8 @@ class Experts:
         experts = wanted.topk(config.num_per_token, dim=-1).indices
         shares = likely.gather(1, experts)
         if config.is_normalised:
-            shares = shares / shares.sum(dim=-1, keepdim=True)
+            # As transformers: sigmoids of far negative products may all be zero.
+            shares = shares / (shares.sum(dim=-1, keepdim=True) + 1e-20)
         shares = shares * config.scale
         if config.rounds_shares:
             shares = shares.to(x.dtype)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn import functional
 
 from replicas.generators.torch.row_attention import attend_rows
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 _MOST_ABSORBED = 32
 """Tokens of a row that attend to latents; a power of two, so that rows of a group agree."""
+_MOST_EXPANDED = 1 << 25
+"""Numbers of the keys and values made of latents at a time, unless one head needs more."""
 
 
 class LatentProducts:
@@ -49,8 +52,8 @@ class LatentProducts:
         keys, values = torch.split(by_head, [sizes.plain, sizes.value], dim=1)
         self._keys = keys.contiguous()
         """(H, P, L)."""
-        self._values = values.transpose(1, 2).contiguous()
-        """(H, L, V)."""
+        self._values = values.contiguous()
+        """(H, V, L)."""
 
     def absorb(self, q: torch.Tensor) -> torch.Tensor:
         """Turn queries of keys (T, H, P + C) into those of cached rows (T, H, L + C)."""
@@ -60,7 +63,7 @@ class LatentProducts:
 
     def values(self, attended: torch.Tensor) -> torch.Tensor:
         """Return values (T, H, V) of attended latents (T, H, L)."""
-        return torch.bmm(attended.transpose(0, 1), self._values).transpose(0, 1)
+        return torch.bmm(attended.transpose(0, 1), self._values.transpose(1, 2)).transpose(0, 1)
 
     def attend(self, q: torch.Tensor, rows: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
         """Attend.
@@ -78,6 +81,19 @@ class LatentProducts:
             absorbed = self.absorb(q.flatten(0, 1)).view(*q.shape[:3], -1)
             found = attend_rows(absorbed, rows, latents, visible, self._spec)
             return self.values(found.flatten(0, 1)).reshape(*q.shape[:3], -1)
-        plain, values = latents @ self._keys.transpose(1, 2), latents @ self._values
-        shared = rows[..., self.rank :].expand(-1, q.shape[2], -1, -1)
-        return attend_rows(q, torch.cat((plain, shared), dim=-1), values, visible, self._spec)
+        width = q.shape[3] + self.value
+        num_heads = max(1, _MOST_EXPANDED // (rows[..., 0].numel() * width))
+        found = []
+        for first in range(0, q.shape[2], num_heads):
+            heads = slice(first, first + num_heads)
+            plain = _expand(latents, self._keys[heads])
+            shared = rows[..., self.rank :].expand(-1, plain.shape[1], -1, -1)
+            keys, values = torch.cat((plain, shared), dim=-1), _expand(latents, self._values[heads])
+            found.append(attend_rows(q[:, :, heads], keys, values, visible, self._spec))
+        return torch.cat(found, dim=2)
+
+
+def _expand(latents: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the products (R, h, K, X) of latents (R, 1, K, L) and heads' weights (h, X, L)."""
+    products = functional.linear(latents[:, 0], weight.flatten(0, 1))
+    return products.view(*products.shape[:2], *weight.shape[:2]).transpose(1, 2)

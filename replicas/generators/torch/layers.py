@@ -336,7 +336,7 @@ class LayerMaker:
 
     Args:
         fetch: Function that returns a tensor by its name below the layer's prefix, or the entry of
-            it whose index is the second argument, in the dtype of the computation.
+            it whose index is the second argument, in `dtype` or else that of the computation.
         eps: Of all norms.
         dispatch: The way to the ranks that have other experts, if there are any.
     """
@@ -364,10 +364,11 @@ class LayerMaker:
     def norm(self, spec: NormSpec) -> Norm:
         """Make a norm."""
         weight = self._fetch(spec.name)
+        eps = self._eps if spec.eps is None else spec.eps
         if spec.kind == "rms":
-            return Norm(weight, self._eps, is_wide=False)
+            return Norm(weight, eps, is_wide=False)
         weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
-        return Norm(weight + 1.0 if spec.kind == "offset" else weight, self._eps, is_wide=True)
+        return Norm(weight + 1.0 if spec.kind == "offset" else weight, eps, is_wide=True)
 
     def _maybe_norm(self, spec: NormSpec | None) -> Norm | None:
         return None if spec is None else self.norm(spec)
@@ -456,5 +457,8 @@ class LayerMaker:
             self._dispatch,
             shared=None if spec.shared is None else self._mlp(spec.shared),
             shared_gate=None if spec.shared_gate is None else self.linear(spec.shared_gate),
-            correction=None if spec.correction is None else self._fetch(spec.correction),
+            correction=None
+            if spec.correction is None
+            # Rounded like weights it would choose other experts.
+            else self._fetch(spec.correction, dtype=torch.float32),
         )

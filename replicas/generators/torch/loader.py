@@ -16,7 +16,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from replicas.errors import ConfigError, ModelLoadError
-from replicas.generators.checkpoint import check_checkpoint, expected_weights, final_norm
+from replicas.generators.checkpoint import (
+    check_checkpoint,
+    expected_weights,
+    final_norm,
+    unused_layers,
+)
 from replicas.generators.expert_placement import place_experts
 from replicas.generators.model_config import layer_specs
 from replicas.generators.quantization import stored_weights
@@ -73,7 +78,8 @@ def load_weights(
     if device.load_format == "random":
         return _assemble(config, device, random_source(shapes, device.seed), max_seq_len)
     folder = Path(config.name_or_path)
-    with open_safetensors(folder, shapes, config.quantization) as fetch:
+    unused = unused_layers(config)
+    with open_safetensors(folder, shapes, config.quantization, unused) as fetch:
         return _assemble(config, device, fetch, max_seq_len)
 
 
@@ -101,7 +107,10 @@ def random_source(shapes: Mapping[str, Shape], seed: int) -> Fetch:
 
 @contextmanager
 def open_safetensors(
-    folder: Path, shapes: Mapping[str, Shape], quantization: Quantization | None = None
+    folder: Path,
+    shapes: Mapping[str, Shape],
+    quantization: Quantization | None = None,
+    unused: tuple[str, ...] = (),
 ) -> Iterator[Fetch]:
     """Check the folder's files against the shapes, open them, and yield a reader by name.
 
@@ -109,11 +118,13 @@ def open_safetensors(
         folder: Of the model.
         shapes: As of ``expected_weights``.
         quantization: How some weights may be stored; they are read as float32.
+        unused: As of ``unused_layers``.
 
     Raises:
-        ModelLoadError: See `check_checkpoint`; or a file cannot be opened.
+        ModelLoadError: See `check_checkpoint`; or a file cannot be opened, or a layer without a
+            bias has one that is not zero.
     """
-    stored = check_checkpoint(folder, shapes, quantization)
+    stored = check_checkpoint(folder, shapes, quantization, unused)
     weights = stored_weights(shapes, quantization, stored)
     with ExitStack() as stack:
         try:
@@ -137,14 +148,21 @@ def open_safetensors(
                 return parts[0]
             return dequantize(quantization, parts, name, shapes[name])
 
+        wanted = {part for parts in weights.values() for part in parts}
+        for name in stored.keys() - wanted:
+            if name.endswith(".bias") and read(name, None).any():
+                raise ModelLoadError(
+                    f"{name} in {stored[name].file} is not zero, and by config.json the layer has "
+                    "no bias; use the config.json that was saved with these weights"
+                )
         yield fetch
 
 
 def _assemble(
     config: ModelConfig, device: CpuDevice, fetch: Fetch, max_seq_len: int | None
 ) -> ModelWeights:
-    def get(name: str, index: int | None = None) -> torch.Tensor:
-        return fetch(name, index).to(device.dtype)
+    def get(name: str, index: int | None = None, dtype: torch.dtype = device.dtype) -> torch.Tensor:
+        return fetch(name, index).to(dtype)
 
     dispatch = _dispatch(config, device)
     embedding = get("model.embed_tokens.weight")
@@ -165,8 +183,8 @@ def _assemble(
     )
 
 
-def _get_under(get: Fetch, prefix: str, name: str, index: int | None = None) -> torch.Tensor:
-    return get(prefix + name, index)
+def _get_under(get: Fetch, prefix: str, name: str, *rest: object, **named: object) -> torch.Tensor:
+    return get(prefix + name, *rest, **named)
 
 
 def _dispatch(config: ModelConfig, device: CpuDevice) -> ExpertDispatch | None:

@@ -36,7 +36,7 @@ import ttnn
 
 from replicas.config import EngineConfig
 from replicas.errors import DeviceError
-from replicas.generators.checkpoint import expected_weights
+from replicas.generators.checkpoint import expected_weights, unused_layers
 from replicas.generators.fingerprint import conversion_source
 from replicas.generators.torch.loader import (
     open_safetensors,
@@ -202,9 +202,8 @@ def load_lane_weights(
             return place(partial(_load, files))
     except DamagedCacheError as error:
         logger.warning("converting the weights again, as the cached ones are damaged: %s", error)
-    source = open_safetensors(
-        Path(config.name_or_path), expected_weights(config), config.quantization
-    )
+    folder, shapes = Path(config.name_or_path), expected_weights(config)
+    source = open_safetensors(folder, shapes, config.quantization, unused_layers(config))
     with source as fetch, _writing(cache) as writer:
         return place(partial(_convert_and_keep, fetch, lane_shape, writer))
 

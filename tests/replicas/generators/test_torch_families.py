@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from replicas.errors import ModelLoadError
+from replicas.generators.model_config import load_hf_config
+from replicas.generators.torch import latent
 from tests.models import model_folder, reference_model
 from tests.replicas.generators.conftest import PROMPTS, TinyModel, make_generator
 from tests.replicas.generators.paged_loop import PagedLoop
@@ -41,6 +47,51 @@ def test_logits_and_tokens_are_those_of_transformers(case, mixed):
         found = torch.stack(sequence.logits)
         assert (found - wanted).abs().max() < TOLERANCE
         assert sequence.output == wanted.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["apart", "mixed, chunked"])
+def test_keys_and_values_made_of_latents_head_by_head_are_the_same(monkeypatch, mixed):
+    """These prompts would attend to latents, and all heads expand them at once."""
+    monkeypatch.setattr(latent, "_MOST_ABSORBED", 1)
+    monkeypatch.setattr(latent, "_MOST_EXPANDED", 1)
+    test_logits_and_tokens_are_those_of_transformers("deepseek-v2", mixed)
+
+
+def test_the_correction_of_scores_is_not_rounded(tmp_path):
+    """In bfloat16 all of these corrections would be 1, and the first experts would win."""
+    folder = tmp_path / "v3"
+    shutil.copytree(model_folder("deepseek-v3"), folder)
+    stored = load_file(folder / "model.safetensors")
+    config = load_hf_config(folder)
+    for name, weight in stored.items():
+        if name.endswith("mlp.gate.weight"):
+            weight.zero_()
+        elif name.endswith("e_score_correction_bias"):
+            stored[name] = 1.0 + 1e-3 * torch.arange(8.0)
+    save_file(stored, folder / "model.safetensors")
+    generator = make_generator(config, torch.bfloat16, max_seq_len=64)
+    loop = PagedLoop(generator, config, slots_per_lane=8, max_seq_len=64, dtype=torch.bfloat16)
+    loop.generate(PROMPTS, 2)
+    num_tokens = generator.expert_load().num_tokens
+    per_token = config.experts.num_per_token
+    assert (num_tokens[:, -per_token:] > 0).all()
+    assert not num_tokens[:, :-per_token].any()
+
+
+def test_layers_that_only_draft_tokens_are_not_read(tmp_path):
+    """Checkpoints of DeepSeek-V3 have one."""
+    folder = tmp_path / "v3"
+    shutil.copytree(model_folder("deepseek-v3"), folder)
+    stored = load_file(folder / "model.safetensors")
+    last = load_hf_config(folder).num_hidden_layers
+    stored[f"model.layers.{last}.eh_proj.weight"] = torch.zeros(2, 2)
+    save_file(stored, folder / "model.safetensors")
+    make_generator(load_hf_config(folder))
+    values = json.loads((folder / "config.json").read_text())
+    assert values["num_nextn_predict_layers"] == 1
+    (folder / "config.json").write_text(json.dumps(values | {"num_nextn_predict_layers": 0}))
+    with pytest.raises(ModelLoadError, match="eh_proj"):
+        make_generator(load_hf_config(folder))
 
 
 def test_an_engine_with_long_sequences_takes_the_long_factors_of_longrope():

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from replicas.errors import ConfigError, ModelLoadError
 from replicas.generators.model_config import load_hf_config, parse_hf_config
 from replicas.generators.protocol import CpuDevice
+from replicas.generators.quantization import StoredSpec, read_quantization, stored_weights
 from replicas.generators.torch.loader import load_weights
 from tests.models import model_folder, reference_model
 from tests.replicas.generators.conftest import make_generator
@@ -122,12 +123,43 @@ def test_compressed_tensors_are_read_as_what_they_stand_for(tmp_path, case, bits
     assert_logits_of(folder, folder / "plain")
 
 
-def test_groups_that_have_no_scales_are_named(tmp_path):
-    pack = partial(
-        pack_gptq, bits=8, group=32, is_shuffled=False, is_symmetric=True, less=1
-    )  # fmt: skip
-    settings = {"quant_method": "gptq", "bits": 8, "group_size": 32}
+def test_activations_that_are_quantised_as_they_come_stay_floats(tmp_path):
+    settings = compressed(8, -1, "int-quantized")
+    activations = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+    settings["config_groups"]["group_0"]["input_activations"] = activations
+    pack = partial(pack_compressed, bits=8, group=-1, is_packed=False)
     folder = packed_folder(tmp_path, "llama-gqa", settings, pack)
+    assert_logits_of(folder, folder / "plain")
+
+
+PACK_GPTQ = partial(pack_gptq, bits=8, group=32, is_shuffled=False, is_symmetric=True, less=1)
+GPTQ_SETTINGS = {"quant_method": "gptq", "bits": 8, "group_size": 32}
+
+
+def test_biases_of_zeros_beside_quantised_weights_are_no_biases(tmp_path):
+    """AutoGPTQ writes them."""
+    folder = packed_folder(tmp_path, "llama-gqa", GPTQ_SETTINGS, PACK_GPTQ)
+    stored = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.bias"
+    stored[name] = torch.zeros(96)
+    save_file(stored, folder / "model.safetensors")
+    assert_logits_of(folder, folder / "plain")
+    stored[name][3] = 0.5
+    save_file(stored, folder / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=r"1\.mlp\.up_proj\.bias .* is not zero"):
+        load_weights(load_hf_config(folder), CpuDevice(torch.float32))
+
+
+def test_sizes_that_fill_no_word_are_refused_by_name():
+    shapes = {"a.weight": (12, 64), "b.weight": (64, 12)}
+    names = {"a.qweight": None, "b.qweight": None}
+    quantization = read_quantization({"quantization_config": GPTQ_SETTINGS | {"bits": 4}}, "m")
+    found = stored_weights(shapes, quantization, names)
+    assert found == {name: {name: StoredSpec(shape)} for name, shape in shapes.items()}
+
+
+def test_groups_that_have_no_scales_are_named(tmp_path):
+    folder = packed_folder(tmp_path, "llama-gqa", GPTQ_SETTINGS, PACK_GPTQ)
     stored = load_file(folder / "model.safetensors")
     stored["model.layers.1.mlp.up_proj.g_idx"] += 5
     save_file(stored, folder / "model.safetensors")

@@ -120,7 +120,9 @@ FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
             "mscale_all_dim": 0.9, "original_max_position_embeddings": 64,
         },
     }),
-    "deepseek-v3": ("DeepseekV3", {**_LATENT, "norm_topk_prob": True, "attention_bias": True}),
+    "deepseek-v3": ("DeepseekV3", {
+        **_LATENT, "norm_topk_prob": True, "attention_bias": True, "rms_norm_eps": 1e-3,
+    }),
     "gpt-oss": ("GptOss", {
         "num_key_value_heads": 2, "head_dim": 32, "num_local_experts": 6, "sliding_window": 9,
         "num_experts_per_tok": 3, "swiglu_limit": 1.5, "rope_parameters": {
@@ -160,6 +162,9 @@ def make_model(case: str) -> Any:
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.3 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(0.3 * torch.randn_like(buffer))
     return model
 
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _SHARED = "mlp.shared_experts."
 _NAMES = f"{_SHARED}gate_proj {_SHARED}up_proj {_SHARED}down_proj"
+_LATENT_EPS = 1e-6
+"""Of the norms of latents, whatever `rms_norm_eps` is, as in transformers."""
 _SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 _DEFAULTS = {
     "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
@@ -130,7 +132,7 @@ def attention(config: ModelConfig) -> LatentAttentionSpec:
         sizes,
         q=linear(names + q_name, heads * width, query_rank or hidden),
         kv_a=linear(names + "kv_a_proj_with_mqa", sizes.row, hidden, config.qkv_bias),
-        kv_norm=NormSpec(names + "kv_a_layernorm.weight", sizes.rank),
+        kv_norm=NormSpec(names + "kv_a_layernorm.weight", sizes.rank, eps=_LATENT_EPS),
         kv_b=linear(names + "kv_b_proj", heads * (sizes.plain + sizes.value), sizes.rank),
         o=linear(names + "o_proj", hidden, heads * sizes.value, config.o_bias),
         rope=config.rope,
@@ -141,5 +143,5 @@ def attention(config: ModelConfig) -> LatentAttentionSpec:
     return replace(
         spec,
         q_a=linear(names + "q_a_proj", query_rank, hidden, config.qkv_bias),
-        q_norm=NormSpec(names + "q_a_layernorm.weight", query_rank),
+        q_norm=NormSpec(names + "q_a_layernorm.weight", query_rank, eps=_LATENT_EPS),
     )
