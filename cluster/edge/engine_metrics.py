@@ -279,7 +279,7 @@ FAMILIES = (
     *_of_engines(
         GaugeMetricFamily, "metrics.experts",
         ("ttserve_expert_imbalance",
-         "Tokens of a layer's busiest expert over the mean of all experts; mean over the layers",
+         "Tokens of a layer's busiest expert over the mean of all, since warm-up; mean of layers",
          "imbalance"),
     ),
     Family(

@@ -422,7 +422,9 @@ class KVCacheManager:
         kv_group, find = self._kv_groups[index], self._pools[group][index].find
         first = kv_group.first_block_seen(num_tokens)
         hashes = seq.place.block_hashes[index][first : num_tokens // kv_group.block_size]
-        return [NULL_BLOCK] * first + [b for b in map(find, hashes) if b is not None]
+        found = [block_id for block_id in map(find, hashes) if block_id is not None]
+        assert len(found) == len(hashes), "a block of a hit is not cached"
+        return [NULL_BLOCK] * first + found
 
     def settle(self, seq: Sequence, num_final_tokens: int) -> None:
         """Index the blocks that have just become full, and free those behind a window.

@@ -119,7 +119,7 @@ def test_keys_differ_between_models_tenants_and_unit_sizes() -> None:
     assert keys("ab", cache_salt="c") != keys("a", cache_salt="bc")
 
 
-def test_keys_of_text_under_the_base_model_are_those_of_earlier_versions() -> None:
+def test_keys_of_text_under_the_base_model_stay_the_same() -> None:
     """A pool outlives the engines that fill it."""
     request = TransferRequest("r", list(range(UNIT)), cache_salt="pepper")
     [key] = unit_keys("layout", request, UNIT)

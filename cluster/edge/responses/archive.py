@@ -31,7 +31,7 @@ from cluster.edge.responses.events import RUNNING, EndedResponse, Progress, Repl
 from cluster.edge.responses.moves import HAND_OVERS, HandOver
 from cluster.edge.responses.recording import decode_parts, pages, parts_of_items
 from cluster.edge.responses.store import ResponseStore
-from cluster.errors import NotFoundError, SaturatedError, ServingError
+from cluster.errors import NotFoundError, SaturatedError, ServingError, TokensDifferError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from cluster.edge.peers import Peers
     from cluster.edge.responses.answers import ResponseBuilder
     from cluster.edge.responses.moves import MovedRequest
-    from cluster.edge.responses.recording import Part
 
 logger = logging.getLogger(__name__)
 
@@ -232,7 +231,10 @@ class ResponseArchive:
             if key not in self._running:
                 continue  # It ended during the offer of another one; the next call moves it.
             request = running.moved(running.response)
+            # The other ingress goes on from here, and records what follows in pieces of its own.
+            running.response.show_up_to(len(request.recording))
             if not await self._offer(HandOver(requests=[request])):
+                running.response.show_up_to(None)
                 return False
             if key in self._running:
                 # First, so that streams of it look for it at the other ingress from now on.
@@ -317,13 +319,20 @@ class ResponseArchive:
                     # is sent to, which may be slow.
                     async with self._replaying:
                         await asyncio.sleep(0)
-                await emit(Progress(response, decode_parts(page)))
+                try:
+                    parts = decode_parts(page)
+                except msgspec.DecodeError as error:
+                    raise TokensDifferError(
+                        "another ingress has begun this response again: read its events from the "
+                        "first one"
+                    ) from error
+                await emit(Progress(response, parts))
             has_ended = response["status"] not in RUNNING
             is_recorded = begin > 0 or bool(found.recording)
-            parts: list[Part] = []
+            parts = []
             if has_ended and not is_recorded and output is not None:
                 parts = parts_of_items(orjson.loads(output))
-            await emit(Progress(response, parts, is_current=True))
+            await emit(Progress(response, parts))
             if has_ended:
                 return EndedResponse(response, found.body)
             begin += len(found.recording)

@@ -42,6 +42,7 @@ class BackgroundResponse:
         self._is_abandoned = False
         self._has_changed = asyncio.Event()
         self._has_ended = False
+        self._most_shown: int | None = None
         self.token_ids: list[int] = []
         self._task = asyncio.create_task(self._run())
         # A task that is cancelled before its first step never runs a `finally` of its own.
@@ -59,11 +60,16 @@ class BackgroundResponse:
 
     def recording(self, begin: int = 0) -> bytes:
         """Return the recording of its output so far, from a byte on."""
-        return bytes(self._builder.recording[begin:])
+        return bytes(self._builder.recording[begin : self._most_shown])
+
+    def show_up_to(self, size: int | None) -> None:
+        """Show no more of the recording than so many bytes; None shows all of it."""
+        self._most_shown = size
+        self._notify()
 
     async def wait_for_more(self, size: int) -> None:
-        """Wait until the recording has more bytes than `size`, or the response has ended here."""
-        while len(self._builder.recording) <= size and not self._has_ended:
+        """Wait until `recording` has more bytes than `size`, or the response has ended here."""
+        while len(self._builder.recording[: self._most_shown]) <= size and not self._has_ended:
             await self._has_changed.wait()
 
     async def cancel(self) -> None:

@@ -87,12 +87,10 @@ class Progress(NamedTuple):
     Attributes:
         response: The response without its output.
         parts: Parts of its output, in their order.
-        is_current: Whether these are all that there are by now.
     """
 
     response: Body
     parts: Sequence[Part]
-    is_current: bool = False
 
 
 class EndedResponse(NamedTuple):
@@ -121,10 +119,9 @@ class ReplayedEvents:
         self._output = OutputItems(response_id.removeprefix("resp_"))
 
     def add(self, progress: Progress) -> bytes:
-        """Return the events of what is new.
+        """Return the events of what is new, none while the client has more of them.
 
-        Raises:
-            BadRequestError: There are not as many events as the client has.
+        It may, as a response that moves to another ingress is computed again from where it was.
         """
         encoded = bytearray()
         response = progress.response
@@ -138,8 +135,6 @@ class ReplayedEvents:
             else:
                 events = self._output.add(part)
             encoded += self._events.encode(events)
-        if progress.is_current and response["status"] in RUNNING:
-            self._check_after()
         return bytes(encoded)
 
     def finish(self, ended: EndedResponse) -> bytes:
@@ -157,8 +152,10 @@ class ReplayedEvents:
             details = {"type": "server_error", "param": None, **response["error"]}
             events, done = [error_event(details)], b""
         last = {**last_event(response), "response": orjson.Fragment(ended.body)}
-        encoded = self._events.encode([*events, last])
-        self._check_after()
+        encoded, num_events = self._events.encode([*events, last]), self._events.num_events
+        if self._after >= num_events:
+            text = f"is {self._after}, but the last event of the response is {num_events - 1}"
+            raise bad_field(_AFTER, text)
         return encoded + done
 
     def fail(self, error: ServingError) -> bytes:
@@ -172,12 +169,6 @@ class ReplayedEvents:
             how = f"with {_AFTER}={last}" if last >= 0 else "again"
             details["message"] += f"; the response goes on: read it {how}"
         return encode_event(error_event(details), max(last, 0))
-
-    def _check_after(self) -> None:
-        num_events = self._events.num_events
-        if self._after >= num_events:
-            text = f"is {self._after}, but the last event of the response is {num_events - 1}"
-            raise bad_field(_AFTER, text)
 
 
 RUNNING = frozenset({"queued", "in_progress"})

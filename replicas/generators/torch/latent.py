@@ -83,14 +83,14 @@ class LatentProducts:
             return self.values(found.flatten(0, 1)).reshape(*q.shape[:3], -1)
         width = q.shape[3] + self.value
         num_heads = max(1, _MOST_EXPANDED // (rows[..., 0].numel() * width))
-        found = []
+        by_part = []
         for first in range(0, q.shape[2], num_heads):
             heads = slice(first, first + num_heads)
             plain = _expand(latents, self._keys[heads])
             shared = rows[..., self.rank :].expand(-1, plain.shape[1], -1, -1)
             keys, values = torch.cat((plain, shared), dim=-1), _expand(latents, self._values[heads])
-            found.append(attend_rows(q[:, :, heads], keys, values, visible, self._spec))
-        return torch.cat(found, dim=2)
+            by_part.append(attend_rows(q[:, :, heads], keys, values, visible, self._spec))
+        return torch.cat(by_part, dim=2)
 
 
 def _expand(latents: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -294,13 +294,65 @@ def test_a_stream_that_breaks_says_where_to_go_on():
     asyncio.run(run())
 
 
+def test_a_stream_behind_what_there_is_waits_for_it():
+    """A response that has moved may have fewer events than its client, until they come again."""
+
+    async def run():
+        backend = SlowBackend()
+        app = Application(backend)
+        path = f"{PATH}/{(await app.start())['id']}?stream=true"
+        early = Reader(app, f"{path}&starting_after=3")
+        await settle()
+        backend.may_begin.set()
+        backend.may_end.set()
+        assert await early.end() == (await Reader(app, path).end())[4:]
+
+    asyncio.run(run())
+
+
+def test_a_stream_has_no_more_than_what_is_offered_to_another_ingress(monkeypatch):
+    """The other one records what follows in pieces of its own."""
+    monkeypatch.setattr("cluster.edge.responses.archive._POLL_S", 0.001)
+
+    class OtherPieces(FakeBackend):
+        async def generate(self, request, emit, known=None, token_ids=()):
+            await emit(OutputDelta(0, "h", [3]))
+            await emit(OutputDelta(0, "ello", [4], "stop"))
+            return Usage(len(request.prompt_token_ids), 2)
+
+    async def run():
+        peers = EndingIngresses()
+        backend = SlowBackend()
+        old, new = Ingress(backend, peers), Ingress(OtherPieces(), peers)
+        started = await old.ask("POST", PATH, {**BODY, "background": True})
+        reader = Reader(old, f"{PATH}/{started['id']}?stream=true")
+        await settle()
+        peers.archives = [new.archive]
+        ask_one = peers.ask_one
+
+        async def ask_slowly(*question):
+            """Let the model go on between the offer and its answer."""
+            offered = await ask_one(*question)
+            backend.may_begin.set()
+            await settle()
+            return offered
+
+        peers.ask_one = ask_slowly
+        assert await old.archive.hand_over()
+        events = await reader.end()
+        assert [number for number, _, _ in events[:-1]] == list(range(len(events) - 1))
+        path = f"{PATH}/{started['id']}?stream=true"
+        assert await Reader(new, path).end() == events
+
+    asyncio.run(run())
+
+
 def test_wrong_numbers_and_parameters_are_refused():
     async def run():
         backend = SlowBackend()
         app = Application(backend, max_ongoing_requests=2)
         path = f"{PATH}/{(await app.start())['id']}"
         for query, param in {
-            "stream=true&starting_after=2": "starting_after",
             "stream=true&starting_after=-1": "starting_after",
             "stream=true&starting_after=x": "starting_after",
             "stream=true&starting_after=" + "9" * 400: "starting_after",
