@@ -5,7 +5,6 @@ python -m tests.kernels --calls 2000 --seed 0
 
 import argparse
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,8 +26,8 @@ def main():
     parser.add_argument("--calls", type=int, default=2000, help="of each kernel (default: 2000)")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    compiler = shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
+    compiler, *options = build_kernels.find_compiler() or [None]
+    if compiler is None or options:
         print("sanitizers: skipped, they need gcc or clang")
         return 0
     for sanitizers, only in RUNS.items():
@@ -47,8 +46,8 @@ def run(compiler, flags, arguments):
             [compiler, *flags, "-xc", "-", "-o", str(program)],
             input="int main(void) { return 0; }", text=True, capture_output=True, check=False,
         )  # fmt: skip
-        if empty.returncode:
-            print(f"skipped, {compiler} does not have it here")
+        if empty.returncode or subprocess.run([program], check=False).returncode:
+            print(f"skipped, {compiler} does not have it here, or it does not run on this host")
             return 0
         build_kernels.build(library, extra_flags=flags)
         subprocess.run(
