@@ -292,7 +292,7 @@ class ReasoningBudget(msgspec.Struct, frozen=True, kw_only=True, array_like=True
 
 
 def _bounded_penalty(penalty: float) -> float:
-    if penalty == 1.0 or not _is_in_range("repetition_penalty", penalty):
+    if not _is_in_range("repetition_penalty", penalty):
         return penalty
     return min(max(penalty, 1.0 / MAX_REPETITION_PENALTY), MAX_REPETITION_PENALTY)
 
@@ -385,15 +385,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
             put("seed", None)
         if self.logit_bias:
             put("logit_bias", _clamped(self.logit_bias))
-        put("repetition_penalty", _bounded_penalty(self.repetition_penalty))
+        if self.repetition_penalty != 1.0:
+            put("repetition_penalty", _bounded_penalty(self.repetition_penalty))
         given: object = self.temperature
         temperature = given if isinstance(given, int | float) else math.inf
         if GREEDY_EPS <= temperature < LEAST_TEMPERATURE:
             put("temperature", LEAST_TEMPERATURE)
-        if 0.0 <= temperature < GREEDY_EPS:
-            for name in _OFF_IF_GREEDY:
-                if _is_in_range(name, getattr(self, name)):
-                    put(name, _OFF_IF_GREEDY[name])
+        is_greedy = 0.0 <= temperature < GREEDY_EPS
+        for name in _OFF_IF_GREEDY if is_greedy else ():
+            if _is_in_range(name, getattr(self, name)):
+                put(name, _OFF_IF_GREEDY[name])
 
     def checked(self, vocab_size: int, max_logprobs: int = MAX_LOGPROBS) -> Self:
         """Return the same parameters with checked types, which a frozen struct does not check.

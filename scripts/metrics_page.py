@@ -72,6 +72,7 @@ LABELS = {
     "kv": "how the next decode replica got the KV of a moved stream",
     "of": "the predicted value",
     "part": "activity of the host in an engine step",
+    "expert": "number of the expert in its layer",
 }
 """Meaning of each label."""
 

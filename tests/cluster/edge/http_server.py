@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 
-def poll(predicate: Callable[[], Any], what: str = "", deadline_s: float = 20) -> Any:
+def poll(predicate: Callable[[], Any], what: str = "", deadline_s: float = 120) -> Any:
     """Wait until a predicate is true; returns its value."""
     end_s = time.monotonic() + deadline_s
     while not (value := predicate()):

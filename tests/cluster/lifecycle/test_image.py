@@ -11,7 +11,8 @@ from cluster.lifecycle import haproxy
 ROOT = Path(__file__).parents[3]
 # Instructions, each in one line.
 DOCKERFILE = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
-(_ENV,) = re.findall(r"^ENV (.*)$", DOCKERFILE, re.MULTILINE)
+# The last stage is the image.
+(_ENV,) = re.findall(r"^ENV (.*)$", DOCKERFILE.rpartition("\nFROM ")[2], re.MULTILINE)
 IMAGE_VARIABLES = dict(word.split("=", 1) for word in shlex.split(_ENV))
 PROFILE = "/etc/profile.d/ttserve.sh"
 STUB = """#!/bin/sh
