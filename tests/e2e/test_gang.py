@@ -64,7 +64,9 @@ def server(folder, tmp_path_factory):
 def engines(server):
     """Process ids of the gang's engines."""
     table = harness.process_table()
-    return {i for i in server.footprint.look() if "replicas.engine" in table[i].command}
+    # One may have started or ended between the two looks.
+    found = server.footprint.look() & table.keys()
+    return {pid for pid in found if "replicas.engine" in table[pid].command}
 
 
 def answers(server):
