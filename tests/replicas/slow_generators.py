@@ -89,6 +89,13 @@ class Slow(_Counting):
         time.sleep(SLOW_STEP_S / 2)
 
 
+class Unhurried(_Counting):
+    """A generator of 100 tokens in two seconds."""
+
+    def delay(self):
+        time.sleep(0.02)
+
+
 class HangsInStart(TorchGenerator):
     """A generator that never becomes ready."""
 

@@ -430,9 +430,11 @@ def test_asynchronous_front_end_gives_the_same_outputs(llm, greedy):
 @pytest.mark.process
 def test_the_asynchronous_front_end_aborts_measures_and_resets(llm):
     endless = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
+    # What is aborted must not have ended by then.
+    settings = SETTINGS | {"generator": "tests.replicas.slow_generators:Unhurried"}
 
     async def run():
-        engine = await AsyncLLM.start(EngineConfig(model=chat_folder(), **SETTINGS))
+        engine = await AsyncLLM.start(EngineConfig(model=chat_folder(), **settings))
         try:
             dropped = engine.generate("hello world", endless, "mine")
             output = await anext(dropped)
