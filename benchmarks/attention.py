@@ -77,8 +77,7 @@ def case(
         logits_indices=torch.arange(requests),
     )
     attend, batched = (
-        make_attention(name, torch.bfloat16, size, heads // kv_heads).prepare(batch, cache)
-        for name in ("fast", "batched")
+        make_attention(name, torch.bfloat16).prepare(batch, cache) for name in ("fast", "batched")
     )
     none = LinearSpec((), 0)
     spec = AttentionSpec(heads, kv_heads, size, qkv=none, o=none, rope=RopeConfig("default", 1e4))

@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def _fast(dtype: torch.dtype, _head_dim: int, _share: int) -> AttentionBackend:
+def _fast(dtype: torch.dtype) -> AttentionBackend:
     from replicas.generators.torch.fast_attention import FastAttention
 
     return FastAttention(dtype)
 
 
-BACKENDS: Mapping[str, Callable[[torch.dtype, int, int], AttentionBackend]] = {
+BACKENDS: Mapping[str, Callable[[torch.dtype], AttentionBackend]] = {
     "fast": _fast,
-    "batched": lambda _dtype, _head_dim, _share: BatchedAttention(),
+    "batched": lambda _dtype: BatchedAttention(),
 }
-"""The values of ``CpuDevice.attention``, made for a dtype, D and H / G."""
+"""The values of ``CpuDevice.attention``, made for a dtype."""
 
 
-def make_attention(name: str, dtype: torch.dtype, head_dim: int, share: int) -> AttentionBackend:
+def make_attention(name: str, dtype: torch.dtype) -> AttentionBackend:
     """Create one of `BACKENDS`; falls back to the plain one, with a warning, without kernels."""
     try:
-        return BACKENDS[name](dtype, head_dim, share)
+        return BACKENDS[name](dtype)
     except (ImportError, RuntimeError) as error:
         logger.warning(
             "this engine computes without the C kernels, several times slower: %s. "

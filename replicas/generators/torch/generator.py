@@ -126,8 +126,7 @@ class TorchGenerator:
         _check_device(mesh_device)
         check_sizes(config, max_batch_size, max_seq_len, tt_data_parallel)
         weights = load_weights(config, mesh_device, max_seq_len)
-        share = config.num_attention_heads // config.num_key_value_heads
-        attention = make_attention(mesh_device.attention, mesh_device.dtype, config.head_dim, share)
+        attention = make_attention(mesh_device.attention, mesh_device.dtype)
         model = PagedTransformer(config, weights, max_seq_len, attention)
         return cls(
             config,
