@@ -231,7 +231,7 @@ class ResponseArchive:
             if key not in self._running:
                 continue  # It ended during the offer of another one; the next call moves it.
             request = running.moved(running.response)
-            # The other ingress goes on from here, and records what follows in pieces of its own.
+            # The other ingress continues from here, and records the rest in pieces of its own.
             running.response.show_up_to(len(request.recording))
             if not await self._offer(HandOver(requests=[request])):
                 running.response.show_up_to(None)

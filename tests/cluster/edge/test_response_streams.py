@@ -331,7 +331,7 @@ def test_a_stream_has_no_more_than_what_is_offered_to_another_ingress(monkeypatc
         ask_one = peers.ask_one
 
         async def ask_slowly(*question):
-            """Let the model go on between the offer and its answer."""
+            """Let the model continue between the offer and its answer."""
             offered = await ask_one(*question)
             backend.may_begin.set()
             await settle()
