@@ -78,6 +78,16 @@ class Application:
         return await self.ask("POST", PATH, body)
 
 
+def two_ingresses(backend, peers):
+    """Return applications that ask each other, one with the model and one beside it."""
+    found = [
+        Application(each, response_archive(2**20, 100.0, peers))
+        for each in (backend, FakeBackend())
+    ]
+    peers.archives = [each.archive for each in found]
+    return found
+
+
 async def settle():
     for _ in range(20):
         await asyncio.sleep(0)
@@ -250,9 +260,7 @@ def test_any_ingress_cancels_a_response_in_the_background():
     async def run():
         peers = Ingresses()
         backend = SlowBackend()
-        one = Application(backend, response_archive(2**20, 100.0, peers))
-        other = Application(FakeBackend(), response_archive(2**20, 100.0, peers))
-        peers.archives = [one.archive, other.archive]
+        one, other = two_ingresses(backend, peers)
         path = f"{PATH}/{(await one.start())['id']}"
         await settle()
         assert (await other.ask("GET", path))["status"] == "queued"

@@ -25,7 +25,13 @@ from cluster.errors import ReplicaLostError
 from replicas.output_processor import OutputDelta
 from tests.cluster.edge.fake_backend import FakeBackend
 from tests.cluster.edge.http_server import serving
-from tests.cluster.edge.test_background_responses import Application, Ingresses, SlowBackend, settle
+from tests.cluster.edge.test_background_responses import (
+    Application,
+    Ingresses,
+    SlowBackend,
+    settle,
+    two_ingresses,
+)
 from tests.cluster.edge.test_departure import Application as Ingress
 from tests.cluster.edge.test_departure import ContinuingBackend
 from tests.cluster.edge.test_departure import Ingresses as EndingIngresses
@@ -123,9 +129,7 @@ def test_a_running_response_is_followed_at_any_ingress(monkeypatch):
     async def run():
         peers = Ingresses()
         backend = SlowBackend()
-        one = Application(backend, response_archive(2**20, 100.0, peers))
-        other = Application(FakeBackend(), response_archive(2**20, 100.0, peers))
-        peers.archives = [one.archive, other.archive]
+        one, other = two_ingresses(backend, peers)
         path = f"{PATH}/{(await one.start())['id']}?stream=true"
         readers = [Reader(app, path) for app in (one, other)]
         await settle()
@@ -243,9 +247,7 @@ def test_streams_leave_room_for_other_questions(monkeypatch):
     async def run():
         peers = Peers()
         backend = SlowBackend()
-        one = Application(backend, response_archive(2**20, 100.0, peers))
-        other = Application(FakeBackend(), response_archive(2**20, 100.0, peers))
-        peers.archives = [one.archive, other.archive]
+        one, other = two_ingresses(backend, peers)
         path = f"{PATH}/{(await one.start())['id']}"
         readers = [Reader(other, f"{path}?stream=true") for _ in range(100)]
         assert (await other.ask("GET", path))["status"] == "queued"
