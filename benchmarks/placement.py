@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from benchmarks.placing import placing_figures
+from benchmarks.placing import BLOCKS, placing_figures
 from cluster.routing.demand import Demand
 from cluster.routing.placement import Placement
 from cluster.routing.prefix_index import PrefixIndex
@@ -130,7 +130,7 @@ def run_ours(workload: Workload) -> Run:
     loads, steps = encoded(workload.loads), encoded(workload.steps)
     places = [Placement(f"{worker}", 0) for worker in range(NUM_WORKERS)]
     before = rss_bytes()
-    index = PrefixIndex()
+    index = PrefixIndex((BLOCKS,))
     for place in places:
         index.take(place, KVEventBatch(0, 0, [], is_listing=True))
     for worker, _, raw in loads:
@@ -143,9 +143,9 @@ def run_ours(workload: Workload) -> Run:
             index.take(places[worker], decoder.decode(raw))
             change_us.append(1e6 * (time.perf_counter() - started))
         else:
-            found = index.look_up(names)
+            found = index.look_up([names])
             look_up_us.append(1e6 * (time.perf_counter() - started))
-            depths.append(sorted([int(p.incarnation), depth] for p, depth in found.items()))
+            depths.append(sorted([int(p.incarnation), n // BLOCK_SIZE] for p, n in found.items()))
     return Run(look_up_us, change_us, depths, num_bytes)
 
 

@@ -39,7 +39,7 @@ NUM_GROUPS = 8
 SLOTS = 32
 QUEUES = (0, 1000, 10_000)
 POLICIES: tuple[PolicyName, ...] = ("least_delay", "most_empty_slots", "round_robin")
-_BLOCKS = KVGroup(
+BLOCKS = KVGroup(
     layers=(0,), block_size=32, num_blocks=40_000, spec=KVSpec(heads=1, width=1, dtype="bfloat16")
 )
 
@@ -213,7 +213,7 @@ def prefilling_us(num_requests: int) -> list[float]:
 def _description(name: str) -> EngineDescription:
     return EngineDescription(
         incarnation=name, public_key="", input_endpoint="", output_endpoint="", kv_endpoints=None,
-        kv_layout_hash=None, kv_groups=(_BLOCKS,), model="", max_model_len=10**6, vocab_size=10**5,
+        kv_layout_hash=None, kv_groups=(BLOCKS,), model="", max_model_len=10**6, vocab_size=10**5,
         eos_token_ids=[], dp_groups=NUM_GROUPS, slots_per_group=SLOTS,
         max_num_batched_tokens=4096, pid=0,
     )  # fmt: skip

@@ -12,6 +12,7 @@ Source of the terms: vLLM v1/kv_cache_interface.py `KVCacheSpec`, `KVCacheGroupS
 
 from __future__ import annotations
 
+from math import lcm
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
@@ -20,7 +21,7 @@ from kv_transfer.layout import BFLOAT8_B, BFLOAT8_B_TILE_BYTES, DTYPE_BYTES, ROW
 from replicas.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 KVKind: TypeAlias = Literal["full", "window", "latent", "state", "cross"]
 """What a layer keeps: keys and values of all tokens (full), or of the last ones (window); one
@@ -129,6 +130,38 @@ def layers_by_spec(specs: Sequence[KVSpec]) -> list[tuple[KVSpec, tuple[int, ...
     for layer, spec in enumerate(specs):
         layers.setdefault(spec, []).append(layer)
     return [(spec, tuple(indices)) for spec, indices in layers.items()]
+
+
+def served_by_windows(
+    kv_groups: Sequence[KVGroup], num_tokens: int, is_cached: Callable[[int, int], bool]
+) -> int:
+    """Return the longest prefix that all groups with windows serve.
+
+    A group with a window serves a prefix if it has the blocks that the token behind it sees. Each
+    block is looked up once for each group and length: a missing one cuts the prefix before it.
+
+    Args:
+        kv_groups: The model's KV groups.
+        num_tokens: Most tokens of the prefix; fills whole blocks in each group, as the result does.
+        is_cached: Returns whether a KV group, by its index, has the block of this number.
+    """
+    multiple = lcm(*(kv_group.block_size for kv_group in kv_groups))
+    windowed = [i for i, kv_group in enumerate(kv_groups) if kv_group.spec.window is not None]
+    turn = 0
+    while num_tokens and turn < len(windowed):
+        index, served = windowed[turn], num_tokens
+        kv_group = kv_groups[index]
+        number = served // kv_group.block_size
+        while number > kv_group.first_block_seen(served):
+            number -= 1
+            if not is_cached(index, number):
+                served = number * kv_group.block_size
+                served -= served % multiple
+                number = served // kv_group.block_size
+        # A shorter prefix is another one for the groups before.
+        turn = turn + 1 if served == num_tokens else 0
+        num_tokens = served
+    return num_tokens
 
 
 def only_kv_group(kv_groups: Sequence[KVGroup], user: str) -> KVGroup:

@@ -527,19 +527,22 @@ class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag="BlockStored
 
     Attributes:
         block_hashes: Their names (`kv_transfer.block_hash.block_names`), in order.
+        group_idx: Index of their KV group in the engine, from 0.
     """
 
     block_hashes: list[int]
+    group_idx: int = 0
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag="BlockRemoved", gc=False):
     """Blocks that have left the prefix cache; see `BlockStored`."""
 
     block_hashes: list[int]
+    group_idx: int = 0
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag="AllBlocksCleared"):
-    """Removal of all blocks from the prefix cache."""
+    """Removal of all blocks of all KV groups from the prefix cache."""
 
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared

@@ -1,9 +1,10 @@
 """Which leading blocks of a prompt DP groups hold, as reported or as expected. Pure.
 
-Owner: one ingress's event loop, by `Prefixes`. An index is for blocks of one size. Blocks are named
-by 64 bits of their chain hashes (`kv_transfer.block_hash.block_names`). A name stands for every
-token from the first one on, so a holder's prefix of a prompt is the unbroken run of names that it
-holds.
+Owner: one ingress's event loop, by `Prefixes`. An index is for engines with KV groups of one shape.
+Blocks are named by 64 bits of their chain hashes (`kv_transfer.block_hash.block_names`). A name
+stands for every token from the first one on. A holder has a prefix of a prompt if each KV group of
+full attention has the unbroken run of its blocks, and each group with a window those blocks that
+the token behind the prefix sees. This is the rule of the engine's own prefix cache.
 
 A group's reports (`KVEventBatch`) are exact: a batch that arrives twice or late changes nothing. A
 missing batch voids earlier reports until a listing comes. A prompt sent to a group is a guess that
@@ -15,14 +16,18 @@ than it is.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain
+from math import lcm
 from typing import TYPE_CHECKING
 
+from replicas.kv_groups import served_by_windows
 from replicas.messages import BlockRemoved, BlockStored
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence, Set
 
     from cluster.routing.placement import Placement
+    from replicas.kv_groups import KVGroup
     from replicas.messages import KVEventBatch
 
 MAX_ENTRIES = 2**20
@@ -32,6 +37,7 @@ MAX_ENTRIES = 2**20
 """
 ASK_AGAIN = 64
 """After a missed batch, a listing is requested again each time this many more batches came."""
+_NAME_BITS = 64
 _MAX_MASKS = 2**16
 _FORGOTTEN_SHARE = 16
 
@@ -42,7 +48,7 @@ class _Holder:
 
     Attributes:
         bit: Its bit in masks.
-        reported: Blocks that it has reported, oldest first.
+        reported: Blocks that it has reported, oldest first; as `_entries` names them.
         routed: Blocks that were sent there, with the time until which they are assumed to be there;
             in that order.
         seq: Sequence number of the last batch that was taken or seen; -1 before the first.
@@ -60,13 +66,16 @@ class _Holder:
 
 
 class PrefixIndex:
-    """Holders of blocks of one size.
+    """Holders of blocks of one shape.
 
     Args:
+        kv_groups: KV groups of the engines; the numbers of blocks are not read.
         max_entries: Limit of entries.
     """
 
-    def __init__(self, max_entries: int = MAX_ENTRIES) -> None:
+    def __init__(self, kv_groups: Sequence[KVGroup], max_entries: int = MAX_ENTRIES) -> None:
+        self._kv_groups = kv_groups
+        self._block_multiple = lcm(*(kv_group.block_size for kv_group in kv_groups))
         self._max_entries = max_entries
         self._num_entries = 0
         self._holders: dict[Placement, _Holder] = {}
@@ -87,10 +96,13 @@ class PrefixIndex:
         holder = self._holders.get(placement)
         return holder is not None and holder.is_listed
 
-    def reported(self, placement: Placement) -> Set[int]:
-        """Return the names of the blocks that a group has reported."""
+    def reported(self, placement: Placement, group_idx: int) -> Set[int]:
+        """Return the names of the blocks of a KV group that a DP group has reported."""
         holder = self._holders.get(placement)
-        return holder.reported.keys() if holder is not None else frozenset()
+        if holder is None:
+            return frozenset()
+        first = group_idx << _NAME_BITS
+        return {entry - first for entry in holder.reported if entry >> _NAME_BITS == group_idx}
 
     def take(self, placement: Placement, batch: KVEventBatch) -> bool:
         """Add a group's report; return whether a listing has to be requested from it."""
@@ -108,19 +120,25 @@ class PrefixIndex:
         holder.seq = batch.seq
         for event in batch.events:
             if isinstance(event, BlockStored):
-                self._store(holder, event.block_hashes)
+                self._store(holder, _entries(event.block_hashes, event.group_idx))
             elif isinstance(event, BlockRemoved):
-                self._remove(holder, event.block_hashes)
+                self._remove(holder, _entries(event.block_hashes, event.group_idx))
             else:
                 self._forget_told(holder)
         self._keep_bound()
         return False
 
-    def route(self, placement: Placement, names: Sequence[int], until_s: float) -> None:
-        """Assume until `until_s` that a group caches these blocks of a prompt sent there."""
+    def route(self, placement: Placement, names: Sequence[Sequence[int]], until_s: float) -> None:
+        """Assume until `until_s` that a group caches a prompt sent there.
+
+        Args:
+            placement: The DP group, or the whole engine.
+            names: For each KV group the names of the prompt's blocks.
+            until_s: Monotonic clock.
+        """
         holder = self._holder(placement)
         routed, reported = holder.routed, holder.reported
-        for name in names:
+        for name in chain.from_iterable(_entries(of, i) for i, of in enumerate(names)):
             if name not in reported:
                 if routed.pop(name, None) is None:
                     self._num_entries += 1
@@ -146,7 +164,51 @@ class PrefixIndex:
             self._forget_all(holder)
             self._by_bit[holder.bit.bit_length() - 1] = None
 
-    def look_up(self, names: Iterable[int]) -> dict[Placement, int]:
+    def look_up(self, names: Sequence[Sequence[int]]) -> dict[Placement, int]:
+        """Return for each holder of a prefix of a prompt the longest one, in tokens.
+
+        Args:
+            names: For each KV group the names of the prompt's blocks that may be hit.
+        """
+        entries = [_entries(of, i) for i, of in enumerate(names)]
+        most = min(len(e) * g.block_size for e, g in zip(entries, self._kv_groups, strict=True))
+        found: dict[Placement, int] | None = None
+        for kv_group, of in zip(self._kv_groups, entries, strict=True):
+            if kv_group.spec.window is None:
+                size = kv_group.block_size
+                held = {p: num * size for p, num in self._leading_blocks(of).items()}
+                if found is not None:
+                    held = {p: min(held[p], found[p]) for p in held.keys() & found.keys()}
+                found = held
+        if found is None:
+            found = dict.fromkeys(self._holders_of_any(entries), most)
+        elif len(self._kv_groups) == 1:
+            return found
+        multiple = self._block_multiple
+        served = {p: self._served(p, entries, n - n % multiple) for p, n in found.items()}
+        return {placement: num_tokens for placement, num_tokens in served.items() if num_tokens}
+
+    def _served(
+        self, placement: Placement, entries: Sequence[Sequence[int]], num_tokens: int
+    ) -> int:
+        """Return the longest prefix of at most `num_tokens` that a holder's windows serve."""
+        masks, bit = self._masks, self._holders[placement].bit
+        return served_by_windows(
+            self._kv_groups,
+            num_tokens,
+            lambda index, number: bool(masks.get(entries[index][number], 0) & bit),
+        )
+
+    def _holders_of_any(self, entries: Iterable[Iterable[int]]) -> list[Placement]:
+        """Return the holders of any of these blocks."""
+        found: dict[Placement, int] = {}
+        holding = 0
+        for entry in chain.from_iterable(entries):
+            holding |= self._masks.get(entry, 0)
+        self._note(found, holding, 0)
+        return list(found)
+
+    def _leading_blocks(self, names: Iterable[int]) -> dict[Placement, int]:
         """Return for each holder of the first block how many of the leading blocks it holds."""
         found: dict[Placement, int] = {}
         # A run of equal masks, which most of a prompt is, costs one comparison for each block.
@@ -258,3 +320,9 @@ class PrefixIndex:
             for _ in range(min(max(excess, most // _FORGOTTEN_SHARE), most)):
                 entries = fullest.routed or fullest.reported
                 self._drop(fullest, entries.popitem()[0])
+
+
+def _entries(names: Sequence[int], group_idx: int) -> Sequence[int]:
+    """Return names of blocks that no other KV group has; those of the first group are unchanged."""
+    first = group_idx << _NAME_BITS
+    return [first | name for name in names] if first else names

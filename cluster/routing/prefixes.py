@@ -1,16 +1,17 @@
 """How much of a prompt's KV is cached on which engine, as one ingress knows it.
 
 Owner: one ingress's event loop, by its `Fleet`. Engines that report the contents of their prefix
-caches are known exactly. Engines whose models have several KV groups do not report: a prompt that
-they took is assumed to stay for `ROUTED_S`. An engine's entries are removed with it. While secrets
-are rotated, an engine with another first secret computes other hashes, so it appears to hold
-nothing.
+caches are known exactly. Until an engine's first listing has come, a prompt that it took is assumed
+to stay for `ROUTED_S`. An engine's entries are removed with it. While secrets are rotated, an
+engine with another first secret computes other hashes, so it appears to hold nothing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
+
+import msgspec
 
 from cluster.routing.hot_prefixes import HotPrefixes
 from cluster.routing.placement import Placement
@@ -23,17 +24,21 @@ if TYPE_CHECKING:
     from cluster.routing.demand import Demand
     from cluster.routing.pools import Member
     from kv_transfer.keys import KeyRing
+    from replicas.kv_groups import KVGroup
     from replicas.messages import KVEventBatch
 
 ROUTED_S = 120.0
-"""Seconds for which a prompt counts as cached on an engine that does not report its cache."""
+"""Seconds for which a prompt counts as cached on an engine that has not listed its cache."""
+
+_Shape: TypeAlias = "tuple[KVGroup, ...]"
+"""KV groups without their numbers of blocks: equal for all engines of one model and block size."""
 
 
 @dataclass(slots=True)
 class _KnownBlocks:
-    """Blocks of one size: their holders, and how many requests use them."""
+    """Blocks of one shape: their holders, and how many requests use them."""
 
-    index: PrefixIndex = field(default_factory=PrefixIndex)
+    index: PrefixIndex
     hot: HotPrefixes = field(default_factory=HotPrefixes)
 
 
@@ -51,12 +56,12 @@ class Prefixes:
         self._engines: dict[str, Member] = {}
         # For each pool, the decode slots of a DP group and the number of groups.
         self._pools: dict[str, tuple[int, int]] = {}
-        self._sizes: dict[int, _KnownBlocks] = {}
+        self._shapes: dict[_Shape, _KnownBlocks] = {}
         # For each request that was looked up and has not ended, the counters that it is counted in.
         self._counted: dict[str, list[tuple[HotPrefixes, Sequence[int]]]] = {}
 
     def __repr__(self) -> str:
-        return f"Prefixes({self._sizes}, {len(self._counted)} under way)"
+        return f"Prefixes({self._shapes}, {len(self._counted)} under way)"
 
     @property
     def num_counted(self) -> int:
@@ -66,14 +71,16 @@ class Prefixes:
     def add(self, member: Member) -> None:
         """Add an engine."""
         self._engines[member.description.incarnation] = member
-        self._sizes.setdefault(_block_size(member), _KnownBlocks())
+        shape = _shape(member)
+        if shape not in self._shapes:
+            self._shapes[shape] = _KnownBlocks(PrefixIndex(shape))
         self._measure(member.pool)
 
     def remove(self, incarnation: str) -> None:
         """Forget an engine and its blocks. Idempotent."""
         member = self._engines.pop(incarnation, None)
         if member is not None:
-            self._sizes[_block_size(member)].index.forget(incarnation)
+            self._index(member).forget(incarnation)
             self._measure(member.pool)
 
     def take(self, incarnation: str, batches: Iterable[KVEventBatch]) -> bool:
@@ -81,7 +88,7 @@ class Prefixes:
         member = self._engines.get(incarnation)
         if member is None:
             return False
-        index = self._sizes[_block_size(member)].index
+        index = self._index(member)
         asks = False
         for batch in batches:
             asks |= index.take(Placement(incarnation, batch.data_parallel_rank), batch)
@@ -92,27 +99,25 @@ class Prefixes:
         member = self._engines.get(placement.incarnation)
         if member is None or not self._is_asked:
             return
-        size = _block_size(member)
-        index = self._sizes[size].index
+        index = self._index(member)
         if not index.is_listed(Placement(placement.incarnation, max(placement.dp_group, 0))):
-            names = demand.block_names(size, self._key)
-            index.route(placement, names, now_s + ROUTED_S)
+            index.route(placement, self._names(demand, _shape(member)), now_s + ROUTED_S)
 
-    def reported(self, placement: Placement) -> Set[int]:
-        """Return the names of the blocks that a DP group has reported."""
+    def reported(self, placement: Placement, group_idx: int) -> Set[int]:
+        """Return the names of the blocks of a KV group that a DP group has reported."""
         member = self._engines.get(placement.incarnation)
         if member is None:
             return frozenset()
-        return self._sizes[_block_size(member)].index.reported(placement)
+        return self._index(member).reported(placement, group_idx)
 
     def check_invariants(self) -> None:
         """Assert the invariants of each index; see `PrefixIndex.check_invariants`."""
-        for blocks in self._sizes.values():
+        for blocks in self._shapes.values():
             blocks.index.check_invariants()
 
     def expire(self, now_s: float) -> None:
         """Forget prompts assumed to be cached until now at most; call it now and then."""
-        for blocks in self._sizes.values():
+        for blocks in self._shapes.values():
             blocks.index.expire(now_s)
 
     def cached_tokens(self, demand: Demand) -> Mapping[Placement, int]:
@@ -125,16 +130,16 @@ class Prefixes:
         """
         self._count(demand)
         found: dict[Placement, int] = {}
-        for size, blocks in self._sizes.items():
+        for shape, blocks in self._shapes.items():
             if not len(blocks.index):
                 continue
-            names = demand.block_names(size, self._key)
+            names, size = self._names(demand, shape), shape[0].block_size
             pools: dict[str, dict[Placement, int]] = {}
-            for placement, num_blocks in blocks.index.look_up(names).items():
+            for placement, num_tokens in blocks.index.look_up(names).items():
                 pool = self._engines[placement.incarnation].pool
-                pools.setdefault(pool, {})[placement] = num_blocks
+                pools.setdefault(pool, {})[placement] = num_tokens // size
             for pool, held in pools.items():
-                counts = blocks.hot.cool(names, held, *self._pools[pool])
+                counts = blocks.hot.cool(names[0], held, *self._pools[pool])
                 found.update({p: num_blocks * size for p, num_blocks in counts.items()})
         return found
 
@@ -146,11 +151,17 @@ class Prefixes:
     def _count(self, demand: Demand) -> None:
         if demand.request_id not in self._counted:
             counted = self._counted[demand.request_id] = [
-                (blocks.hot, demand.block_names(size, self._key))
-                for size, blocks in self._sizes.items()
+                (blocks.hot, demand.block_names(shape[0].block_size, self._key))
+                for shape, blocks in self._shapes.items()
             ]
             for hot, names in counted:
                 hot.enter(names)
+
+    def _index(self, member: Member) -> PrefixIndex:
+        return self._shapes[_shape(member)].index
+
+    def _names(self, demand: Demand, shape: _Shape) -> list[Sequence[int]]:
+        return [demand.block_names(kv_group.block_size, self._key) for kv_group in shape]
 
     def _measure(self, pool: str) -> None:
         """Count a pool's slots and groups again after an engine came or went."""
@@ -159,5 +170,7 @@ class Prefixes:
         self._pools[pool] = slots, sum(engine.dp_groups for engine in engines)
 
 
-def _block_size(member: Member) -> int:
-    return member.description.kv_groups[0].block_size
+def _shape(member: Member) -> _Shape:
+    return tuple(
+        msgspec.structs.replace(kv_group, num_blocks=0) for kv_group in member.description.kv_groups
+    )

@@ -63,6 +63,7 @@ class BlockPool:
         enable_prefix_caching: Whether full blocks are indexed by hash.
         journal: Records which blocks can be found from now on, and which no longer; None records
             nothing.
+        group_idx: Index of the KV group, for the journal.
     """
 
     def __init__(
@@ -71,10 +72,12 @@ class BlockPool:
         *,
         enable_prefix_caching: bool = True,
         journal: PrefixJournal | None = None,
+        group_idx: int = 0,
     ) -> None:
         assert num_blocks >= 2, f"{num_blocks=}"
         self._enable_prefix_caching = enable_prefix_caching
         self._journal = journal
+        self._group_idx = group_idx
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._block_by_hash: dict[bytes, int] = {}
@@ -209,7 +212,7 @@ class BlockPool:
             self._hashes[block_id] = block_hash
             self._block_by_hash[block_hash] = block_id
             if self._journal is not None:
-                self._journal.store(block_hash)
+                self._journal.store(block_hash, self._group_idx)
 
     def forget(self, block_ids: Iterable[int]) -> None:
         """Remove these blocks from the prefix index; held ones stay held."""
@@ -217,7 +220,7 @@ class BlockPool:
             self._forget_hash(block_id)
 
     def reset_prefix_cache(self) -> None:
-        """Forget every hash; held blocks stay held."""
+        """Forget every hash; held blocks stay held. Pools of one journal are reset together."""
         for block_id in self._block_by_hash.values():
             self._note_change(block_id)
         self._block_by_hash.clear()
@@ -244,7 +247,7 @@ class BlockPool:
             self._hashes[block_id] = None
             self._note_change(block_id)
             if self._journal is not None:
-                self._journal.remove(block_hash)
+                self._journal.remove(block_hash, self._group_idx)
 
     def _drop_stale(self, walk: PrefixWalk) -> None:
         """Cut a walk before its first block that lost its hash, and update `unheld`."""

@@ -25,6 +25,7 @@ from kv_transfer.block_hash import extend_block_hashes, prefix_root
 from replicas.engine.block_pool import NULL_BLOCK, BlockPool, PrefixWalk
 from replicas.engine.kv_events import PrefixFeed, PrefixJournal
 from replicas.engine.sequence import Phase
+from replicas.kv_groups import served_by_windows
 from replicas.messages import GroupCounters, GroupSnapshot
 
 if TYPE_CHECKING:
@@ -140,17 +141,17 @@ class KVCacheManager:
                 BlockPool(
                     g.num_blocks,
                     enable_prefix_caching=bool(config.enable_prefix_caching),
-                    journal=journal if len(kv_groups) == 1 else None,
+                    journal=journal,
+                    group_idx=index,
                 )
-                for g in kv_groups
+                for index, g in enumerate(kv_groups)
             ]
             for journal in journals
         ]
         # Without a key nothing is cached.
         self._key = prefix_cache_key if config.enable_prefix_caching else None
         self.prefix_feed = PrefixFeed(
-            journals if len(kv_groups) == 1 else [],
-            lambda group: self._pools[group][0].block_hashes,
+            journals, lambda group: [pool.block_hashes for pool in self._pools[group]]
         )
         self._slots = SlotTable(count, config.slots_per_group)
         self.stats = [GroupCounters() for _ in range(count)]
@@ -386,34 +387,13 @@ class KVCacheManager:
             num_hit = min(num_hit, len(walk.found) * size)
         num_hit -= num_hit % self.block_multiple
         if self._windowed and num_hit:
-            num_hit = self._served_by_windows(seq, group, num_hit)
+            pools, hashes = self._pools[group], seq.place.block_hashes
+            num_hit = served_by_windows(
+                self._kv_groups,
+                num_hit,
+                lambda index, number: pools[index].find(hashes[index][number]) is not None,
+            )
         return walks, num_hit
-
-    def _served_by_windows(self, seq: Sequence, group: int, num_tokens: int) -> int:
-        """Return the longest prefix of at most `num_tokens` that all groups with windows serve."""
-        index = 0
-        while num_tokens and index < len(self._windowed):
-            served = self._served_by_window(seq, group, self._windowed[index], num_tokens)
-            # A shorter prefix is another one for the groups before.
-            index = index + 1 if served == num_tokens else 0
-            num_tokens = served
-        return num_tokens
-
-    def _served_by_window(self, seq: Sequence, group: int, index: int, num_tokens: int) -> int:
-        """Return the longest prefix of at most `num_tokens` that a group with a window serves.
-
-        Each block is looked up once: a missing one cuts the prefix before it.
-        """
-        kv_group, pool = self._kv_groups[index], self._pools[group][index]
-        hashes, size = seq.place.block_hashes[index], kv_group.block_size
-        number = num_tokens // size
-        while number > kv_group.first_block_seen(num_tokens):
-            number -= 1
-            if pool.find(hashes[number]) is None:
-                num_tokens = number * size
-                num_tokens -= num_tokens % self.block_multiple
-                number = num_tokens // size
-        return num_tokens
 
     def _window_hits(self, seq: Sequence, group: int, index: int, num_tokens: int) -> list[int]:
         """Return the blocks with which a group with a window serves a prefix."""

@@ -2,8 +2,7 @@
 
 Owner: the DP groups, on the engine's core thread. No history is kept: a new follower, and one that
 has missed a batch, starts with a listing of all cached blocks, and without followers no event is
-recorded. An engine whose model has several KV groups publishes nothing, because a prefix is cached
-only if every group has it, which events of one group's blocks cannot express.
+recorded. Each event names its KV group, because a prefix is cached only if every group serves it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class PrefixJournal:
-    """Changes of one block pool since they were last taken, in order; written by the pool.
+    """Changes of a DP group's block pools since they were last taken, in order; written by these.
 
     Attributes:
         is_kept: Whether changes are recorded.
@@ -28,46 +27,51 @@ class PrefixJournal:
 
     def __init__(self) -> None:
         self.is_kept = False
-        # Runs of stored or removed hashes; None stands for a cleared pool.
-        self._runs: list[tuple[type[BlockStored | BlockRemoved], list[bytes]] | None] = []
+        # Runs of stored or removed hashes of one KV group; None: all pools were cleared.
+        self._runs: list[tuple[type[BlockStored | BlockRemoved], int, list[bytes]] | None] = []
 
-    def store(self, block_hash: bytes) -> None:
-        """Record that a block can be found."""
-        self._add(BlockStored, block_hash)
+    def store(self, block_hash: bytes, group_idx: int = 0) -> None:
+        """Record that a block of a KV group can be found."""
+        self._add(BlockStored, group_idx, block_hash)
 
-    def remove(self, block_hash: bytes) -> None:
-        """Record that a block can no longer be found."""
-        self._add(BlockRemoved, block_hash)
+    def remove(self, block_hash: bytes, group_idx: int = 0) -> None:
+        """Record that a block of a KV group can no longer be found."""
+        self._add(BlockRemoved, group_idx, block_hash)
 
     def clear(self) -> None:
-        """Record that no block can be found; earlier changes are dropped."""
+        """Record that no block of any KV group can be found; earlier changes are dropped."""
         self._runs = [None] if self.is_kept else []
 
     def take(self) -> list[KVEvent]:
         """Remove and return the changes."""
         runs, self._runs = self._runs, []
-        return [AllBlocksCleared() if r is None else r[0](block_names(r[1])) for r in runs]
+        return [AllBlocksCleared() if r is None else r[0](block_names(r[2]), r[1]) for r in runs]
 
-    def _add(self, kind: type[BlockStored | BlockRemoved], block_hash: bytes) -> None:
+    def _add(
+        self, kind: type[BlockStored | BlockRemoved], group_idx: int, block_hash: bytes
+    ) -> None:
         if not self.is_kept:
             return
         last = self._runs[-1] if self._runs else None
-        if last is None or last[0] is not kind:
-            last = kind, []
+        if last is None or last[0] is not kind or last[1] != group_idx:
+            last = kind, group_idx, []
             self._runs.append(last)
-        last[1].append(block_hash)
+        last[2].append(block_hash)
 
 
 class PrefixFeed:
     """Source of event batches for followers.
 
     Args:
-        journals: One for each DP group; empty if the engine publishes nothing.
-        list_group: Returns the hashes of all blocks of a DP group that can be found now.
+        journals: One for each DP group.
+        list_group: Returns for each KV group the hashes of all blocks that can be found now in a DP
+            group.
     """
 
     def __init__(
-        self, journals: Sequence[PrefixJournal], list_group: Callable[[int], Iterable[bytes]]
+        self,
+        journals: Sequence[PrefixJournal],
+        list_group: Callable[[int], Iterable[Iterable[bytes]]],
     ) -> None:
         self._journals = journals
         self._list_group = list_group
@@ -93,6 +97,14 @@ class PrefixFeed:
     def listing(self) -> list[KVEventBatch]:
         """Return all blocks that can be found; call it directly after `take`."""
         return [
-            KVEventBatch(seq, group, [BlockStored(block_names(self._list_group(group)))], True)
-            for group, seq in enumerate(self._seqs)
+            KVEventBatch(
+                seq,
+                dp_group,
+                [
+                    BlockStored(block_names(hashes), group_idx)
+                    for group_idx, hashes in enumerate(self._list_group(dp_group))
+                ],
+                True,
+            )
+            for dp_group, seq in enumerate(self._seqs)
         ]

@@ -340,14 +340,14 @@ def _check_prefixes(ingress: VirtualIngress, host: VirtualHost) -> None:
     prefixes = ingress.fleet.prefixes
     prefixes.check_invariants()
     for listing in host.engine.listing():
-        [stored] = listing.events
-        assert isinstance(stored, BlockStored)
         group = Placement(host.incarnation, listing.data_parallel_rank)
-        known, truth = set(prefixes.reported(group)), set(stored.block_hashes)
-        assert known == truth, (
-            f"{ingress.name} believes in {len(known - truth)} blocks that {group} does not have, "
-            f"and does not know {len(truth - known)} that it has"
-        )
+        for stored in listing.events:
+            assert isinstance(stored, BlockStored)
+            known, truth = prefixes.reported(group, stored.group_idx), set(stored.block_hashes)
+            assert known == truth, (
+                f"{ingress.name} believes in {len(known - truth)} blocks that {group} does not "
+                f"have, and does not know {len(truth - known)} that it has"
+            )
 
 
 def _check_empty(host: VirtualHost, now_s: float) -> None:

@@ -7,10 +7,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from cluster.routing.placement import Placement
 from cluster.routing.prefix_index import ASK_AGAIN, PrefixIndex
 from replicas.messages import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from tests.kv_groups import one_kv_group
 
 GROUPS = [Placement(engine, group) for engine in ("a", "b", "c") for group in (0, 1)]
 A, B = GROUPS[:2]
 NAMES = range(8)
+SHAPE = one_kv_group(2, block_size=1)
 ENGINES = ("a", "b", "c")
 
 
@@ -73,7 +75,7 @@ class Machine(RuleBasedStateMachine):
 
     @initialize()
     def begin(self):
-        self.index = PrefixIndex()
+        self.index = PrefixIndex(SHAPE)
         self.engines = {placement: Engine() for placement in GROUPS}
         # The expected state: reported names, and guesses with their ends.
         self.told = {placement: set() for placement in GROUPS}
@@ -131,7 +133,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(placement=st.sampled_from(GROUPS), names=some.map(tuple), for_s=st.just(5.0))
     def route(self, placement, names, for_s):
-        self.index.route(placement, names, self.now_s + for_s)
+        self.index.route(placement, [names], self.now_s + for_s)
         for name in names:
             if name not in self.told[placement]:
                 self.routed[placement][name] = self.now_s + for_s
@@ -155,7 +157,7 @@ class Machine(RuleBasedStateMachine):
     @rule(names=st.lists(st.sampled_from(NAMES), max_size=6, unique=True))
     def ask(self, names):
         held = {p: self.told[p] | self.routed[p].keys() for p in GROUPS}
-        assert self.index.look_up(names) == naive(held, names)
+        assert self.index.look_up([names]) == naive(held, names)
 
     @invariant()
     def is_whole(self):
@@ -175,7 +177,7 @@ TestMachine.settings = settings(max_examples=120, stateful_step_count=40, deadli
     st.lists(st.sampled_from(NAMES), max_size=6, unique=True),
 )
 def test_forgetting_only_shortens_prefixes(max_entries, said, names):
-    index, engines = PrefixIndex(max_entries), {placement: Engine() for placement in GROUPS}
+    index, engines = PrefixIndex(SHAPE, max_entries), {placement: Engine() for placement in GROUPS}
     for placement in GROUPS:
         index.take(placement, engines[placement].listing())
     for placement, told in said:
@@ -183,31 +185,31 @@ def test_forgetting_only_shortens_prefixes(max_entries, said, names):
         assert not index.take(placement, engines[placement].sent[-1][0])
         index.check_invariants()
     truth = naive({p: engine.holds for p, engine in engines.items()}, names)
-    for placement, depth in index.look_up(names).items():
+    for placement, depth in index.look_up([names]).items():
         assert depth <= truth[placement]
 
 
 def test_the_limit_drops_ends_of_the_fullest_holder_only():
-    index = PrefixIndex(12)
+    index = PrefixIndex(SHAPE, 12)
     index.take(A, stored(0, *range(10), listing=True))
     index.take(B, stored(0, *range(4), listing=True))
-    assert index.look_up(range(10)) == {A: 8, B: 4}
+    assert index.look_up([range(10)]) == {A: 8, B: 4}
 
 
 def test_after_a_missed_batch_a_listing_is_requested_repeatedly():
-    index = PrefixIndex()
+    index = PrefixIndex(SHAPE)
     index.take(A, stored(3, 1, listing=True))
     asks = [index.take(A, stored(seq, seq)) for seq in range(5, 6 + ASK_AGAIN)]
     assert [i for i, asked in enumerate(asks) if asked] == [0, ASK_AGAIN]
     assert not index.is_listed(A)
-    assert index.look_up([1]) == {}
+    assert index.look_up([[1]]) == {}
     assert not index.take(A, stored(5 + ASK_AGAIN, 7, listing=True))
-    assert index.look_up([7]) == {A: 1}
+    assert index.look_up([[7]]) == {A: 1}
 
 
 def test_an_old_listing_does_not_restore_removed_blocks():
-    index = PrefixIndex()
+    index = PrefixIndex(SHAPE)
     index.take(A, stored(1, 1, listing=True))
     index.take(A, removed(2, 1))
     index.take(A, stored(1, 1, listing=True))
-    assert index.look_up([1]) == {}
+    assert index.look_up([[1]]) == {}

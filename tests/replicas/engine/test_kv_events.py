@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from kv_transfer.block_hash import block_names
 from replicas.engine.block_pool import BlockPool
 from replicas.engine.core import EngineCore
-from replicas.engine.kv_cache import KVCacheManager
 from replicas.engine.kv_events import PrefixFeed, PrefixJournal
 from replicas.engine_process.server import SNAPSHOT_S, EngineServer
 from replicas.messages import (
@@ -22,8 +21,6 @@ from replicas.messages import (
     Hello,
 )
 from replicas.sampling_params import SamplingParams
-from tests.kv_groups import one_kv_group
-from tests.replicas.engine.fakes import PREFIX_CACHE_KEY, make_config
 from tests.replicas.engine.virtual import CountingClock, OneWorker, virtual_worker
 from tests.replicas.generators.simulated.engines import simulated_config
 
@@ -65,7 +62,7 @@ class Follower:
 def test_a_follower_knows_what_can_be_found_whenever_it_came(num_blocks, joins, dice):
     journal = PrefixJournal()
     pool = BlockPool(num_blocks, journal=journal)
-    feed = PrefixFeed([journal], lambda _group: pool.block_hashes)
+    feed = PrefixFeed([journal], lambda _group: [pool.block_hashes])
     follower, tables = Follower(), []
     for turn in range(30):
         if turn == joins:
@@ -95,12 +92,23 @@ def test_what_was_cleared_needs_no_more_words():
     assert journal.take() == [AllBlocksCleared(), BlockStored(block_names([HASHES[1]]))]
 
 
-def test_an_engine_of_several_kv_groups_tells_nothing():
-    feed = KVCacheManager(
-        make_config(), one_kv_group(9, 4) + one_kv_group(9, 8), PREFIX_CACHE_KEY, 8
-    ).prefix_feed
-    feed.follow(is_followed=True)
-    assert feed.listing() == feed.take() == []
+def test_events_name_the_kv_group_of_their_blocks():
+    journal = PrefixJournal()
+    journal.is_kept = True
+    pools = [BlockPool(3, journal=journal, group_idx=index) for index in range(2)]
+    feed = PrefixFeed([journal], lambda _group: [pool.block_hashes for pool in pools])
+    for pool in pools:
+        [block_id] = pool.allocate(1)
+        pool.cache(block_id, HASHES[0])
+    pools[1].forget([1])
+    [name] = block_names(HASHES[:1])
+    [changes], [listing] = feed.take(), feed.listing()
+    assert changes.events == [BlockStored([name]), BlockStored([name], 1), BlockRemoved([name], 1)]
+    assert listing.events == [BlockStored([name]), BlockStored([], 1)]
+    for pool in pools:
+        pool.reset_prefix_cache()
+    [changes] = feed.take()
+    assert changes.events == [AllBlocksCleared()]
 
 
 # --- over a real core ---------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from replicas.engine import kv_cache
 from replicas.engine.kv_cache import KVCacheManager
 from replicas.kv_groups import KVGroup
 from tests.replicas.engine.test_scheduler_properties import WindowsMachine
@@ -14,7 +15,7 @@ FIRST_SEEN = KVGroup.first_block_seen
 BUGS = {
     "freed too early": (KVGroup, "first_block_seen", lambda g, p: FIRST_SEEN(g, p + 1)),
     "never freed": (KVCacheManager, "settle", KVCacheManager.index_full_blocks),
-    "hit without its window": (KVCacheManager, "_served_by_windows", lambda *args: args[-1]),
+    "hit without its window": (kv_cache, "served_by_windows", lambda *args: args[1]),
 }
 
 
