@@ -28,8 +28,8 @@ def main(address: str, key: bytes) -> None:
     warnings.simplefilter("ignore")
     store = RayStore(config(address))
     if key:
-        eventually(lambda: store.put(key, value(1)) != "dropped", 120)
-        print(store.counters().puts, flush=True)
+        eventually(lambda: store.put(key, value(1)) in {"stored", "present"}, 120)
+        print("stored", flush=True)
         sys.stdin.read()
     else:
         outcomes = [store.put(b"a", np.zeros(10, np.uint8)) for _ in range(50)]

@@ -37,7 +37,7 @@ def value(number: int, size: int = VALUE_BYTES) -> NDArray[np.uint8]:
     return np.random.default_rng(number).integers(0, 256, size, dtype=np.uint8)
 
 
-def eventually(condition: Callable[[], object], deadline_s: float = 30.0) -> None:
+def eventually(condition: Callable[[], object], deadline_s: float = 120.0) -> None:
     end_s = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < end_s, "did not happen"

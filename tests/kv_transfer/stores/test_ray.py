@@ -186,7 +186,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.ray
 def test_a_value_outlives_the_engine_that_put_it(store: RayStore, cluster: str) -> None:
     with child("stores.ray_process", cluster, "outlives") as writer:
-        assert writer.stdout.readline().strip() == "1"
+        assert writer.stdout.readline().strip() == "stored"
         writer.send_signal(signal.SIGKILL)
         writer.wait()
     eventually(lambda: store.num_present([b"outlives", b"no"]) == 1)
@@ -272,5 +272,5 @@ def test_a_directory_that_is_busy_is_not_waited_for_each_time(store: RayStore) -
 @pytest.mark.process
 def test_without_ray_everything_is_a_miss() -> None:
     with child("stores.ray_process", "127.0.0.1:1") as client:
-        answer, _ = client.communicate(timeout=60)
+        answer, _ = client.communicate(timeout=240)
     assert answer.strip() == "0 [] {'dropped'}"

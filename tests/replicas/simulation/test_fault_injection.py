@@ -301,7 +301,8 @@ def test_frames_of_a_partition_never_arrive():
 class Starter:
     """Starts engines that are ready well before their plans begin, on a machine of any speed.
 
-    Owner: for any thread, of how long a start has taken at most.
+    Owner: for any thread, of how long a start has taken at most, and of how often that was too
+    little.
 
     Attributes:
         turn: Held during a start: two at a time, as more would delay each other.
@@ -309,6 +310,7 @@ class Starter:
 
     def __init__(self):
         self._longest_s = 0.0
+        self._num_late = 0
         self.turn = threading.Semaphore(2)
         self.start(config()).stop()
 
@@ -320,7 +322,11 @@ class Starter:
 
     def epoch(self):
         """Return when a plan may begin, so that its engine has started and has a client."""
-        return time.time() + 3 * self._longest_s + 6
+        return time.time() + (3 * self._longest_s + 6) * 2**self._num_late
+
+    def was_late(self):
+        """The plan began before its engine was ready: the next ones wait for twice as long."""
+        self._num_late += 1
 
     @contextlib.contextmanager
     def engine(self, *faults, **changes):
@@ -330,12 +336,14 @@ class Starter:
                 epoch_unix_s = self.epoch()
                 try:
                     handle = self.start(config(*faults, epoch_unix_s=epoch_unix_s, **changes))
-                except EngineStartError:  # The plan began first.
+                except EngineStartError:
+                    self.was_late()
                     continue
             try:
                 if time.time() < epoch_unix_s - 4:
                     yield handle, epoch_unix_s
                     return
+                self.was_late()
             finally:
                 handle.stop()
         pytest.fail("it was never ready in time")
@@ -547,6 +555,7 @@ def an_engine_that_is_frozen_for_ever_does_not_outlive_its_parent(starter):
                 parent, started = stack.enter_context(parent_of_engine(frozen))
             if started:
                 break
+            starter.was_late()
         pid = int(started)
         family = [pid, *children(pid)]
         assert len(family) == 2
@@ -556,6 +565,7 @@ def an_engine_that_is_frozen_for_ever_does_not_outlive_its_parent(starter):
 
 
 @pytest.mark.process
+@pytest.mark.timeout(900)  # Of all scenarios together, on a machine that is slow at their starts.
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_an_engine_with_a_plan(outcomes, name):
     outcomes[name].result()
