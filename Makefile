@@ -14,14 +14,15 @@ export RAY_USAGE_STATS_ENABLED := 0
 .PHONY: help serve test test-local test-ray test-slow test-slow-local test-slow-ray test-tt test-clients test-helm test-chart build-helm build-chart ci-all check lint types imports chaos fuzz sanitize lock sbom audit clean
 
 help: ## Show this list.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # PORT=8000 MODEL=/path/to/a/hugging-face/folder CONFIG=configs/2p2d.yaml
 serve: $(VENV)/.installed ## Serve a model on this machine. PORT=8000 MODEL=folder CONFIG=file.
 	@$(VENV)/bin/ttserve serve $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model $(MODEL)) $(if $(CONFIG),--config $(CONFIG))
 
-# Exit code 5: no test of the given files is of this kind.
-PYTEST = $(VENV)/bin/python -m pytest -q $(1) || [ $$? = 5 ]
+# Exit code 5: no test of the given files is of this kind. Halves of `test` keep what failed apart, for `again-%`.
+PYTEST = mkdir -p generated; rm -f generated/$@.passed; \
+	{ $(VENV)/bin/python -m pytest -q -o cache_dir=.pytest_cache/$@ $(1) || [ $$? = 5 ]; } && touch generated/$@.passed
 # A laptop or a CI machine has two cores at least; a third process computes while others wait for an
 # engine that starts, freezes or falls silent. Each begins with its part of the tests in their order,
 # so that what the tests of a file share is mostly made once, and takes over from others at the end.
@@ -53,6 +54,11 @@ test-slow-local: $(VENV)/.installed-dev
 
 test-slow-ray: $(VENV)/.installed-dev
 	@$(call BESIDE,$(call PYTEST,-m "slow and ray" $(call FILES,slow)))
+
+# Alone, so that a test that needs a quieter machine tells itself from one that fails. Where no failed
+# test is known, as after a run that was cut off, pytest ends with code 5.
+again-%: $(VENV)/.installed-dev ## Run the failed tests of `test-local` and so on again, one at a time.
+	[ -e generated/$*.passed ] || $(VENV)/bin/python -m pytest -q -o cache_dir=.pytest_cache/$* --last-failed --last-failed-no-failures none -rfEp
 
 # The ttnn path on ttnn's mock device: no Tenstorrent hardware, but Python 3.12 and RISC-V binutils.
 test-tt: $(VENV_TTNN)/.installed-dev ## Run the ttnn path on ttnn's mock device (Python 3.12).
