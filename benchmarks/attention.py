@@ -70,10 +70,10 @@ def case(
     batch = PagedBatch(
         input_ids=torch.zeros(requests * new, dtype=torch.int64),
         positions=torch.zeros(requests * new, dtype=torch.int64),
-        kv_positions=torch.zeros(requests * new, dtype=torch.int64),
+        kv_positions=torch.zeros(1, requests * new, dtype=torch.int64),
         query_start_loc=np.arange(requests + 1) * new,
         seq_lens=np.full(requests, length),
-        block_table=tables,
+        block_table=tables[None],
         logits_indices=torch.arange(requests),
     )
     attend, batched = (

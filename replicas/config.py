@@ -307,7 +307,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             measures what weights and a full step take, and KV gets the rest. Each engine of a host
             takes its own share: two with 0.4 take 0.8 of it.
         num_blocks: Blocks per lane, null block included; None derives it from
-            `kv_cache_memory_bytes`, or from a mesh's memory beside the weights.
+            `kv_cache_memory_bytes`, or from a mesh's memory beside the weights. Layers with a
+            window beside others have fewer if their slots cannot use as many.
         max_num_batched_tokens: Most tokens computed in one step. None is 2,048, or without chunked
             prefill the longest sequence if that is longer.
         long_prefill_token_threshold: A prompt with more tokens left to compute is long: a step

@@ -29,6 +29,10 @@ compressed vector per token (latent); a recurrent state of fixed size (state); k
 an encoder's tokens (cross)."""
 
 
+ANY_LENGTH = 1 << 40
+"""Tokens of a sequence that no KV group limits."""
+
+
 class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
     """KV of one layer.
 
@@ -86,12 +90,14 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
         spec: KV of each of these layers.
         block_size: Tokens per block.
         num_blocks: Blocks of each lane, null block included.
+        max_blocks: Most blocks that a sequence holds at once; None for those of all its tokens.
     """
 
     layers: tuple[int, ...]
     spec: KVSpec
     block_size: int
     num_blocks: int
+    max_blocks: int | None = None
 
     @property
     def bytes_per_block(self) -> int:
@@ -103,9 +109,14 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
         """Blocks of each lane that a sequence can have: all but the null block."""
         return self.num_blocks - 1
 
-    def num_blocks_for(self, num_tokens: int) -> int:
-        """Return how many blocks a sequence of so many tokens needs."""
+    def table_length(self, num_tokens: int) -> int:
+        """Return how many entries the block table of so many tokens has."""
         return -(-num_tokens // self.block_size)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Return how many blocks a sequence of so many tokens holds at once, at most."""
+        length = self.table_length(num_tokens)
+        return length if self.max_blocks is None else min(length, self.max_blocks)
 
     def first_block_seen(self, position: int) -> int:
         """Return the index of the first block with KV that a token at this position sees.
@@ -117,6 +128,8 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     def num_tokens_in(self, num_blocks: int) -> int:
         """Return the longest sequence, in tokens, that fits into so many blocks."""
+        if self.max_blocks is not None and num_blocks >= self.max_blocks:
+            return ANY_LENGTH
         return num_blocks * self.block_size
 
 
@@ -162,22 +175,3 @@ def served_by_windows(
         turn = turn + 1 if served == num_tokens else 0
         num_tokens = served
     return num_tokens
-
-
-def only_kv_group(kv_groups: Sequence[KVGroup], user: str) -> KVGroup:
-    """Return the only KV group of a model.
-
-    Args:
-        kv_groups: The model's KV groups.
-        user: The component that supports only one, for the error text.
-
-    Raises:
-        ConfigError: There are several.
-    """
-    if len(kv_groups) != 1:
-        sizes = [group.block_size for group in kv_groups]
-        raise ConfigError(
-            f"{user} supports models with one KV group; this one has {len(kv_groups)}, with "
-            f"blocks of {sizes} tokens; serve another model"
-        )
-    return kv_groups[0]

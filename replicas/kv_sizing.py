@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -56,20 +57,27 @@ def kv_rope(config: EngineConfig) -> str:
 def kv_specs(config: EngineConfig, model: ModelConfig) -> tuple[KVSpec, ...]:
     """Return the KV of each layer; on a simulated mesh, as stored here.
 
-    Layers keep the KV of a window only if all have that window, on ttserve's own classes for the
-    CPU, without a KV connector. Elsewhere one block table serves all layers, or other engines may
-    read any block of it, so that layers with a window keep the KV of all tokens, too.
+    Layers with a window keep the KV of that window only on ttserve's own classes for the CPU,
+    without a KV connector. Elsewhere one block table serves all layers, or other engines may read
+    any block of it, so that layers with a window keep the KV of all tokens, too.
     """
     if config.simulated_mesh is not None:
         return (KV_SPEC,)
     specs = model.kv_specs(resolve_dtype(config, model))
     window = model.sliding_window
     needs_all = any(v is not None for v in (config.mesh, config.kv_connector, config.generator))
-    if window is None or needs_all or not all(map(model.has_window, range(len(specs)))):
+    if window is None or needs_all or window >= _asked_length(config, model):
         return specs
-    if window >= (config.max_model_len or model.max_position_embeddings):
-        return specs
-    return tuple(msgspec.structs.replace(spec, kind="window", window=window) for spec in specs)
+    return tuple(
+        msgspec.structs.replace(spec, kind="window", window=window)
+        if model.has_window(layer)
+        else spec
+        for layer, spec in enumerate(specs)
+    )
+
+
+def _asked_length(config: EngineConfig, model: ModelConfig) -> int:
+    return config.max_model_len or model.max_position_embeddings
 
 
 def kv_per_token(config: EngineConfig, model: ModelConfig) -> str:
@@ -94,6 +102,9 @@ def kv_groups(
 ) -> tuple[KVGroup, ...]:
     """Return the KV groups of a model, each with the blocks of one lane.
 
+    Groups that keep all tokens come first, and have `num_blocks_per_lane`. Beside them a group with
+    a window has as many, or those that all slots use at most if these are fewer.
+
     Args:
         config: The engine's configuration.
         model: The served model's config.json.
@@ -103,10 +114,51 @@ def kv_groups(
         ConfigError: See `num_blocks_per_lane`.
     """
     num_blocks = num_blocks_per_lane(config, model, token_budget)
+    by_spec = layers_by_spec(kv_specs(config, model))
+    by_spec.sort(key=lambda found: found[0].window is not None)
+    most = _window_limit(config, model)
     return tuple(
-        KVGroup(layers=layers, spec=spec, block_size=config.block_size, num_blocks=num_blocks)
-        for spec, layers in layers_by_spec(kv_specs(config, model))
+        KVGroup(
+            layers=layers,
+            spec=spec,
+            block_size=config.block_size,
+            num_blocks=num_blocks if spec.window is None else min(num_blocks, most),
+            max_blocks=_max_blocks(config, model, spec),
+        )
+        for spec, layers in by_spec
     )
+
+
+def _max_blocks(config: EngineConfig, model: ModelConfig, spec: KVSpec) -> int | None:
+    """Return the most blocks of a window that one sequence holds: with the largest chunk's."""
+    if spec.window is None:
+        return None
+    return 1 + -(-(spec.window + _longest_pass(config, model)) // config.block_size)
+
+
+def _window_limit(config: EngineConfig, model: ModelConfig) -> int:
+    """Return the blocks of a lane that a group with a window can use, beside one without.
+
+    These are the null block, the window and the next tokens of each slot, and twice the tokens of a
+    step: sequences get the blocks of their next chunk before it is known how large that is. The
+    prefix cache has as many again as the slots, so that it outlives a change of all of them.
+    """
+    specs = kv_specs(config, model)
+    windows = [spec.window for spec in specs if spec.window is not None]
+    if len(windows) in (0, len(specs)):
+        return sys.maxsize
+    size = config.block_size
+    of_slots = config.slots_per_group * (2 + -(-max(windows) // size))
+    if config.enable_prefix_caching is not False:
+        of_slots *= 2
+    return 1 + of_slots + 2 * -(-_longest_pass(config, model) // size)
+
+
+def _longest_pass(config: EngineConfig, model: ModelConfig) -> int:
+    """Return the most tokens of a step of a class that keeps windows, which divides prompts."""
+    if config.enable_chunked_prefill is None:
+        config = msgspec.structs.replace(config, enable_chunked_prefill=True)
+    return config.token_budget(_asked_length(config, model))
 
 
 def num_blocks_per_lane(
@@ -114,7 +166,8 @@ def num_blocks_per_lane(
 ) -> int:
     """Return KV blocks of each lane, null block included: as configured, or as memory allows.
 
-    Memory is the configured number of bytes, or a mesh's DRAM beside the weights.
+    They are those of each group that keeps all tokens; see `kv_groups` for others. Memory is the
+    configured number of bytes, or a mesh's DRAM beside the weights.
 
     Args:
         config: The engine's configuration.
@@ -133,9 +186,17 @@ def num_blocks_per_lane(
         return _num_blocks_on_mesh(config, config.mesh, model, token_budget)
     if config.num_blocks is not None:
         return config.num_blocks
-    size = sum(spec.bytes_per_block(config.block_size) for spec in kv_specs(config, model))
+    specs = kv_specs(config, model)
+    size = sum(spec.bytes_per_block(config.block_size) for spec in specs)
     kv_bytes = config.kv_cache_memory_bytes or DEFAULT_KV_BYTES
-    count = kv_bytes // config.tt_data_parallel // size
+    lane_bytes = kv_bytes // config.tt_data_parallel
+    count = lane_bytes // size
+    most = _window_limit(config, model)
+    if count > most:
+        # What windows cannot use is for the others.
+        windows = [spec for spec in specs if spec.window is not None]
+        window_size = sum(spec.bytes_per_block(config.block_size) for spec in windows)
+        count = (lane_bytes - most * window_size) // (size - window_size)
     if count < 2:
         raise ConfigError(
             f"kv_cache_memory_bytes {kv_bytes} is too small for 2 KV blocks in "
@@ -247,8 +308,8 @@ def derive_max_model_len(config: EngineConfig, model_limit: int, groups: Sequenc
 
 def _check_room(config: EngineConfig, asked: int, group: KVGroup) -> None:
     num_blocks = group.num_usable_blocks
-    room = num_blocks * group.block_size
     if group.num_blocks_for(asked) > num_blocks:
+        room = group.num_tokens_in(num_blocks)
         raise ConfigError(
             f"max_model_len {asked} does not fit the KV cache, which holds {room} tokens per lane "
             f"({num_blocks} blocks of {group.block_size}); {_more_memory(config)} or lower "

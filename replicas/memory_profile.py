@@ -15,7 +15,7 @@ from kv_transfer.host_memory import total_bytes
 from replicas.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from replicas.kv_groups import KVGroup
 
@@ -86,38 +86,44 @@ def kv_bytes(utilization: float, profile: MemoryProfile) -> int:
     return left
 
 
-def max_concurrency(group: KVGroup, max_model_len: int, num_lanes: int) -> float:
-    """Return how many sequences of the longest length have KV at once.
+def max_concurrency(groups: Sequence[KVGroup], max_model_len: int, num_lanes: int) -> float:
+    """Return how many sequences of the longest length have KV at once, in all KV groups.
 
     Source: vLLM v1/core/kv_cache_utils.py, `get_max_concurrency_for_kv_cache_config`.
     """
-    return num_lanes * group.num_usable_blocks / group.num_blocks_for(max_model_len)
+    return num_lanes * min(g.num_usable_blocks / g.num_blocks_for(max_model_len) for g in groups)
 
 
 def memory_table(
-    profile: MemoryProfile | None, group: KVGroup, max_model_len: int, num_lanes: int
+    profile: MemoryProfile | None, groups: Sequence[KVGroup], max_model_len: int, num_lanes: int
 ) -> str:
     """Return the lines about an engine's memory that it logs at its start.
 
     Args:
         profile: Measured memory; None for a device that is not the CPU.
-        group: Its KV group.
+        groups: Its KV groups. Lines about one with a window say so.
         max_model_len: Longest sequence in tokens.
-        num_lanes: Lanes, of which each has the group's blocks.
+        num_lanes: Lanes, of which each has the groups' blocks.
     """
     weights, activation, _, loading = (None,) * 4 if profile is None else profile
-    num_blocks = num_lanes * group.num_usable_blocks
-    concurrency = max_concurrency(group, max_model_len, num_lanes)
+    concurrency = max_concurrency(groups, max_model_len, num_lanes)
     rows = {
         "weights and kernels": _mib(weights),
         "peak of loading": _mib(loading),
         "peak activation": _mib(activation),
-        "bytes per block": f"{group.bytes_per_block:,}",
-        "blocks": f"{num_blocks:,} in {num_lanes} lanes" if num_lanes > 1 else f"{num_blocks:,}",
-        "tokens": f"{num_blocks * group.block_size:,}",
-        "maximum concurrency": f"{concurrency:.2f} sequences of {max_model_len:,} tokens",
     }
-    return "\n".join(["memory:", *(f"  {name:20} {value}" for name, value in rows.items())])
+    for group in groups:
+        num_blocks = num_lanes * group.num_usable_blocks
+        lanes = f" in {num_lanes} lanes" if num_lanes > 1 else ""
+        window = f" (window {group.spec.window:,})" if group.spec.window is not None else ""
+        rows |= {
+            f"bytes per block{window}": f"{group.bytes_per_block:,}",
+            f"blocks{window}": f"{num_blocks:,}{lanes}",
+            f"tokens{window}": f"{num_blocks * group.block_size:,}",
+        }
+    rows["maximum concurrency"] = f"{concurrency:.2f} sequences of {max_model_len:,} tokens"
+    width = max(20, *map(len, rows))
+    return "\n".join(["memory:", *(f"  {name:{width}} {value}" for name, value in rows.items())])
 
 
 def _mib(num_bytes: int | None) -> str:

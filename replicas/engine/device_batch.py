@@ -339,6 +339,22 @@ def device_params(
     )
 
 
+def table_arguments(
+    page_tables: npt.NDArray[np.int32], layer_groups: Sequence[int]
+) -> dict[str, Any]:
+    """Return page tables as arguments of a padded call.
+
+    Args:
+        page_tables: (G, N, K), of each KV group.
+        layer_groups: KV group of each layer; not needed if there is only one.
+    """
+    tables = [torch.from_numpy(table) for table in page_tables]
+    found: dict[str, Any] = {"page_table": tables[0]}
+    if len(tables) > 1:
+        found["page_tables_per_layer"] = [tables[group] for group in layer_groups]
+    return found
+
+
 class DeviceInputs:
     """Maker of the arguments of decode calls, with the inputs that the device already has.
 
@@ -347,6 +363,7 @@ class DeviceInputs:
         columns: Its rows' sampling parameters.
         draws: Division of rows between device and host.
         runs_ahead: Whether the device can continue from its own tokens, without the host.
+        layer_groups: See `table_arguments`.
 
     Attributes:
         commands: Which inputs a decode call must reload.
@@ -359,14 +376,16 @@ class DeviceInputs:
         draws: DeviceDraws,
         *,
         runs_ahead: bool,
+        layer_groups: Sequence[int] = (),
     ) -> None:
         self._batch = batch
+        self._layer_groups = layer_groups
         self._columns = columns
         self._draws = draws
         self.commands = DecodeCommands(runs_ahead=runs_ahead)
         self._params: DeviceSamplingParams | None = None
-        # Tokens, page table and positions of the last decode that reloaded them.
-        self._inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        # Tokens, page tables and positions of the last decode that reloaded them.
+        self._inputs: tuple[torch.Tensor, dict[str, Any], torch.Tensor] | None = None
 
     def decode_inputs(
         self, rows: CallRows, slots: Int32Array, scheduled: ScheduledBatch, *, is_ahead: bool
@@ -388,14 +407,14 @@ class DeviceInputs:
             self.commands.num_steps_left = self._batch.max_model_len - 1 - last
             self._inputs = (
                 torch.from_numpy(inputs.tokens),
-                torch.from_numpy(inputs.page_tables[0]),
+                table_arguments(inputs.page_tables, self._layer_groups),
                 torch.from_numpy(inputs.start_pos),
             )
         # While the device continues from its own tokens, `tokens` and `start_pos` are stale.
-        tokens, page_table, start_pos = self._inputs
+        tokens, tables, start_pos = self._inputs
         found: dict[str, Any] = {
             "tokens": tokens,
-            "page_table": page_table,
+            **tables,
             "start_pos": start_pos,
             "sampling_params": self._params if len(rows.drawn) else None,
             "reload_inputs": reload.inputs,

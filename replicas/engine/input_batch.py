@@ -70,10 +70,10 @@ class TokenPlaces(NamedTuple):
         request_indices: int32 (T,), each token's row of the step.
         positions: int64 (T,), its position in its sequence.
         token_indices: int64 (T,), its index in the flattened token table: slot * M + position.
-        block_table_indices: int64 (T,), index of its block in the flattened block table: slot * K +
-            position // block size.
-        block_numbers: int64 (T,), lane-local id of that block.
-        block_offsets: int64 (T,), its place in the block.
+        block_table_indices: int64 (G, T), index of its block in each group's flattened block table:
+            slot * K + position // block size.
+        block_numbers: int64 (G, T), lane-local id of that block.
+        block_offsets: int64 (G, T), its place in the block.
     """
 
     request_indices: npt.NDArray[np.int32]
@@ -202,7 +202,7 @@ class PersistentBatch:
         counts: npt.NDArray[np.int32],
         num_logits: npt.NDArray[np.int32],
     ) -> FlatBatch:
-        """Return the flat form of a step, for a model with one KV group.
+        """Return the flat form of a step.
 
         Args:
             slots: (R,) rows that run, in order.
@@ -213,15 +213,16 @@ class PersistentBatch:
         seq_lens = self.num_computed_tokens[slots] + counts
         query_start_loc = np.zeros(len(slots) + 1, dtype=np.int32)
         ends = np.cumsum(counts, out=query_start_loc[1:])
-        [block_size] = self.block_sizes
+        sizes = np.array(self.block_sizes)
+        width = -(-int(seq_lens.max()) // int(sizes.min()))
         return FlatBatch(
             request_indices=places.request_indices,
             input_ids=self.token_ids.reshape(-1).take(places.token_indices),
             positions=places.positions,
-            slot_mapping=places.block_numbers * block_size + places.block_offsets,
+            slot_mapping=places.block_numbers * sizes[:, None] + places.block_offsets,
             query_start_loc=query_start_loc,
             seq_lens=seq_lens,
-            block_table=self.block_table[0, slots, : -(-int(seq_lens.max()) // block_size)],
+            block_table=self.block_table[:, slots, :width],
             dp_groups=self.dp_groups[slots],
             logits_indices=last_indices(ends, num_logits),
         )
@@ -229,7 +230,7 @@ class PersistentBatch:
     def places_of_tokens(
         self, slots: npt.NDArray[np.int32], counts: npt.NDArray[np.int32]
     ) -> TokenPlaces:
-        """Return where the tokens of a step are, for a model with one KV group.
+        """Return where the tokens of a step are.
 
         Source: vLLM v1/worker/gpu_model_runner.py `_prepare_inputs`, and block_table.py
         `compute_slot_mapping`.
@@ -243,15 +244,16 @@ class PersistentBatch:
         shifts = self.num_computed_tokens[slots] - (np.cumsum(counts) - counts)
         positions = np.arange(len(request_indices), dtype=np.int64) + np.repeat(shifts, counts)
         rows = slots[request_indices].astype(np.int64)
-        [block_size], [block_table] = self.block_sizes, self.block_table
-        columns, block_offsets = np.divmod(positions, block_size)
+        columns, block_offsets = np.divmod(positions, np.array(self.block_sizes)[:, None])
         block_table_indices = rows * self.table_width + columns
+        tables = self.block_table.reshape(len(self.block_table), -1)
+        block_numbers = np.take_along_axis(tables, block_table_indices, axis=1)
         return TokenPlaces(
             request_indices=request_indices,
             positions=positions,
             token_indices=rows * self.max_model_len + positions,
             block_table_indices=block_table_indices,
-            block_numbers=block_table.reshape(-1).take(block_table_indices).astype(np.int64),
+            block_numbers=block_numbers.astype(np.int64),
             block_offsets=block_offsets,
         )
 

@@ -9,7 +9,8 @@ groups at once, or in none.
 A group of layers with a window needs the blocks of that window alone. It frees those behind it as
 the sequence advances, and hits a prefix of which only the last window is cached. Its pool is its
 own, like that of every group: blocks of different groups differ in bytes, so that a shared pool
-would need pages of a common size, and layers that are cut to them.
+would need pages of a common size, and layers that are cut to them. `replicas.kv_sizing` gives a
+window as many blocks as the slots can use, and all other memory to the groups that keep all tokens.
 """
 
 from __future__ import annotations
@@ -313,7 +314,7 @@ class KVCacheManager:
         for index, kv_group in enumerate(self._kv_groups):
             nums, sums = [], [0] * len(self._pools)
             for seq, num_tokens in wanted:
-                num = max(kv_group.num_blocks_for(num_tokens) - len(seq.place.block_ids[index]), 0)
+                num = max(kv_group.table_length(num_tokens) - len(seq.place.block_ids[index]), 0)
                 nums.append(num)
                 sums[seq.place.dp_group] += num
             for group, num in enumerate(sums):
@@ -549,7 +550,7 @@ class KVCacheManager:
         """Return the length of a sequence's first table, for `num_tokens` after `num_hit`."""
         if kv_group.spec.window is not None:
             num_tokens = min(num_tokens, num_hit + self._max_pass_tokens)
-        return kv_group.num_blocks_for(num_tokens)
+        return kv_group.table_length(num_tokens)
 
     def _append_blocks(self, seq: Sequence, nums: list[int]) -> list[list[int]]:
         """Append `nums` new blocks per KV group; the caller has checked that there are enough."""

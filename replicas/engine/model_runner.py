@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from replicas.engine.device_batch import DeviceDraws, DeviceInputs
+from replicas.engine.device_batch import DeviceDraws, DeviceInputs, table_arguments
 from replicas.engine.input_batch import PersistentBatch, last_indices
 from replicas.engine.speculation import accepted_runs
 from replicas.engine.step import RowFailure, RowHidden, RowLogprobs, ScheduledBatch, StepResult
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         SupportsHiddenStates,
         SupportsMixedBatch,
     )
+    from replicas.kv_groups import KVGroup
     from replicas.messages import TokenLogprob
     from replicas.sampling.logprobs import Logprobs
     from replicas.sampling.processor import RowChanges, RowProcessor
@@ -171,7 +172,7 @@ class ModelRunner:
         generator: The loaded model.
         kv_cache: KV cache that the generator has allocated.
         config: The engine's configuration.
-        block_size: Tokens per block of the one KV group that `kv_cache` holds.
+        kv_groups: The model's KV groups.
         max_model_len: Longest sequence in tokens.
         wait_for_event: Waits for an event of `read_decode_output`; not needed by generators without
             asynchronous decode.
@@ -185,7 +186,7 @@ class ModelRunner:
         generator: Generator,
         kv_cache: KVCache,
         config: EngineConfig,
-        block_size: int,
+        kv_groups: Sequence[KVGroup],
         max_model_len: int,
         wait_for_event: Callable[[object], None] | None = None,
         *,
@@ -196,7 +197,10 @@ class ModelRunner:
         self._generator = generator
         self._kv_cache = kv_cache
         num_slots = config.max_batch_size
-        self._batch = PersistentBatch(num_slots, max_model_len, (block_size,))
+        block_sizes = [group.block_size for group in kv_groups]
+        self._batch = PersistentBatch(num_slots, max_model_len, block_sizes)
+        by_layer = {layer: i for i, group in enumerate(kv_groups) for layer in group.layers}
+        self._layer_groups = [by_layer[layer] for layer in sorted(by_layer)]
         self._columns = SamplingColumns(num_slots)
         self._processors = RowProcessors(processors, num_slots)
         self._logprobs = logprobs
@@ -222,6 +226,7 @@ class ModelRunner:
             self._columns,
             self._draws,
             runs_ahead=runs_ahead and self._traces_decode,
+            layer_groups=self._layer_groups,
         )
         self._release: Callable[[int], None] = getattr(generator, "release_request", _keeps_nothing)
         # Slots and rows of the last step if it was a single decode call: a next decode step of the
@@ -664,13 +669,13 @@ class ModelRunner:
         started = time.perf_counter()
         output = self._generator.prefill_forward(
             tokens=torch.from_numpy(inputs.tokens),
-            page_table=torch.from_numpy(inputs.page_tables[0]),
             kv_cache=self._kv_cache,
             enable_trace=self._traces_prefill,
             prompt_lens=torch.from_numpy(inputs.prompt_lens),
             start_pos=torch.from_numpy(inputs.start_pos),
             empty_slots=inputs.empty_slots,
             sampling_params=params,
+            **table_arguments(inputs.page_tables, self._layer_groups),
         )
         step.device_s += time.perf_counter() - started
         return _Call(rows, places, output)

@@ -30,7 +30,6 @@ from replicas.generators.plugin.routes import route_mesh
 from replicas.generators.simulated.device import DeviceTimeline
 from replicas.grammars import GrammarCompiler
 from replicas.host_cores import usable_cores
-from replicas.kv_groups import only_kv_group
 from replicas.memory_profile import memory_table
 from replicas.messages import ExpertCounters, WorkerDescription
 from replicas.platforms.cpu import CpuPlatform
@@ -59,7 +58,7 @@ if TYPE_CHECKING:
     from replicas.engine.speculation import Drafter
     from replicas.engine.step import ModelFacts, ScheduledBatch, StepResult
     from replicas.generators.model_config import ModelConfig
-    from replicas.generators.protocol import Generator, SupportsLayerCallbacks
+    from replicas.generators.protocol import Generator, SupportsKVGroups, SupportsLayerCallbacks
     from replicas.kv_groups import KVGroup
     from replicas.platforms.platform import Platform
     from replicas.sampling.preparation import Preparation, Prepared
@@ -149,22 +148,25 @@ class Worker:
             The connector's endpoints and the layout of the blocks of each KV group, or None without
             a connector.
 
-        Raises:
-            ConfigError: There are several KV groups.
         """
         hf, config = self._hf_config, self._config
         platform, generator = self._platform, self._generator
-        group = only_kv_group(kv_groups, f"generator {platform.generator_class.__qualname__}")
-        shape = group.num_blocks, group.spec.heads, group.block_size, group.spec.width
-        memory = memory_table(platform.memory, group, max_model_len, config.tt_data_parallel)
+        memory = memory_table(platform.memory, kv_groups, max_model_len, config.tt_data_parallel)
         logger.info("%s", memory)
-        kv_cache = generator.allocate_kv_cache(shape, platform.dtype, len(group.layers))
+        if len(kv_groups) == 1:
+            [group] = kv_groups
+            shape = group.num_blocks, group.spec.heads, group.block_size, group.spec.width
+            kv_cache = generator.allocate_kv_cache(shape, platform.dtype, len(group.layers))
+        else:
+            # `kv_sizing.kv_specs` gives several only to classes that take them.
+            grouped = cast("SupportsKVGroups", generator)
+            kv_cache = grouped.allocate_kv_groups(kv_groups, platform.dtype)
         logprobs = Logprobs(config.logprobs_mode)
         self._runner = ModelRunner(
             generator,
             kv_cache,
             config,
-            group.block_size,
+            kv_groups,
             max_model_len,
             platform.wait,
             processors=row_processors(hf.eos_token_id, self._grammars, logprobs),

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
+    from replicas.kv_groups import KVGroup
+
     Int32Array: TypeAlias = npt.NDArray[np.int32]
     Int64Array: TypeAlias = npt.NDArray[np.int64]
 
@@ -255,18 +257,18 @@ PADDING_ROW: Mapping[str, float | int | bool | None] = {
 class FlatBatch:
     """Concatenated tokens of one step: prefill chunks and decodes of R requests.
 
-    R is at least 1. Arrays have exactly the stated lengths; a generator may read them only during
-    the call.
+    R is at least 1. G is the number of KV groups, whose tables are in their order. Arrays have
+    exactly the stated lengths; a generator may read them only during the call.
 
     Attributes:
         request_indices: int32 (T,), row 0..R-1 of each token's request in scheduled order.
         input_ids: int32 (T,), token ids.
         positions: int64 (T,), position of each token in its sequence, 0-based.
-        slot_mapping: int64 (T,), lane-local KV position, block * block_size + offset.
+        slot_mapping: int64 (G, T), lane-local KV position, block * block_size + offset.
         query_start_loc: int32 (R + 1,), request r owns tokens query_start_loc[r]..[r + 1].
         seq_lens: int32 (R,), computed plus scheduled tokens.
-        block_table: int32 (R, blocks of the longest), lane-local block ids; unused entries are 0,
-            the null block.
+        block_table: int32 (G, R, blocks of the longest), lane-local block ids; unused entries and
+            those of blocks behind a window are 0, the null block, or of any block.
         dp_groups: int32 (R,), lane of each request.
         logits_indices: int64 (S,), flat token indices whose logits are wanted, in output order.
     """
@@ -597,6 +599,22 @@ class SupportsPerLayerKVCache(Protocol):
 
         Returns:
             The cache, nested as by ``allocate_kv_cache``.
+        """
+        ...
+
+
+class SupportsKVGroups(Protocol):
+    """Generator with a block table for each KV group of a model."""
+
+    def allocate_kv_groups(self, kv_groups: Sequence[KVGroup], dtype: torch.dtype) -> KVCache:
+        """Allocate the cache of a model with several KV groups, instead of ``allocate_kv_cache``.
+
+        Later calls give the tables of all groups, in this order: a ``FlatBatch`` in its arrays, the
+        padded forms one for each layer in ``page_tables_per_layer``.
+
+        Args:
+            kv_groups: The model's KV groups; each layer is in one.
+            dtype: Of the elements.
         """
         ...
 

@@ -35,7 +35,6 @@ from replicas.generators.simulated.tokens import (
     draw_salt,
     expected_tokens,
 )
-from replicas.kv_groups import only_kv_group
 from replicas.messages import ExpertCounters, WorkerDescription
 from replicas.sampling.preparation import Prepared
 from replicas.sampling_params import GREEDY_EPS
@@ -237,7 +236,7 @@ class VirtualWorker:
         self, kv_groups: Sequence[KVGroup], max_model_len: int
     ) -> tuple[tuple[str, ...], tuple[KVLayout, ...]] | None:
         """Make the KV rows, if modelled, and the connector; return as `Worker` does."""
-        config, group = self._config, only_kv_group(kv_groups, "a simulated mesh")
+        config, [group] = self._config, kv_groups
         self._max_model_len = max_model_len
         if self._models_kv:
             self._cache = PagedKVCache(config.tt_data_parallel, group.num_blocks, group.block_size)

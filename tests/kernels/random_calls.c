@@ -208,7 +208,8 @@ static void call_product(const kernel_set *kernels, int has_tiles) {
   kernels->product(&call);
 }
 
-enum { MAX_THREADS = 4, MAX_REQUESTS = 4, MAX_LAYERS = 3, MOST_NEW = 40, BLOCK = 16, WIDTH = 6 };
+enum { MAX_THREADS = 4, MAX_REQUESTS = 4, MAX_LAYERS = 3, MAX_GROUPS = 2, MOST_NEW = 40 };
+enum { BLOCK = 16, WIDTH = 6 };
 
 typedef struct work {
   kernel_function *kernel;
@@ -243,6 +244,7 @@ static int64_t *zeros(int64_t count) {
 static void draw_requests(layers_pass *pass, int64_t *starts) {
   int64_t *lengths = zeros(MAX_REQUESTS), *tables = zeros(MAX_REQUESTS * WIDTH);
   int64_t *positions = zeros(MAX_REQUESTS * MOST_NEW), *places = zeros(MAX_REQUESTS * MOST_NEW);
+  int64_t *num_blocks = zeros(MAX_GROUPS);
   int64_t *wanted = zeros(MAX_REQUESTS * MOST_NEW), token = 0;
   const int64_t limit = 1 + draw(4);
   pass->num_requests = 1 + draw(MAX_REQUESTS);
@@ -260,14 +262,25 @@ static void draw_requests(layers_pass *pass, int64_t *starts) {
   }
   if (!draw(4)) pass->num_wanted = 0;
   starts[pass->num_requests] = pass->num_tokens = token;
-  pass->num_blocks = MAX_REQUESTS * WIDTH;
+  // Another group has the same sequences in blocks of other ids.
+  pass->num_groups = 1 + draw(MAX_GROUPS);
+  const int64_t num_entries = pass->num_requests * WIDTH;
+  int64_t *all_tables = zeros(pass->num_groups * num_entries);
+  int64_t *all_places = zeros(pass->num_groups * token);
+  for (int64_t group = 0; group < pass->num_groups; group++) {
+    num_blocks[group] = MAX_REQUESTS * WIDTH + group;
+    for (int64_t i = 0; i < num_entries; i++)
+      all_tables[group * num_entries + i] = tables[i] + group;
+    for (int64_t i = 0; i < token; i++) all_places[group * token + i] = places[i] + group * BLOCK;
+  }
+  pass->num_blocks = num_blocks;
   pass->block_size = BLOCK;
   pass->table_width = WIDTH;
   pass->num_positions = WIDTH * BLOCK;
   pass->lengths = lengths;
-  pass->tables = tables;
+  pass->tables = all_tables;
   pass->positions = positions;
-  pass->kv_positions = places;
+  pass->kv_positions = all_places;
   pass->wanted = pass->num_wanted ? wanted : NULL;
 }
 
@@ -286,8 +299,10 @@ static void draw_layers(layers_pass *pass, decoder_layer *layers, int has_tiles)
   pass->sin = numbers(KERNEL_BFLOAT16, pass->num_positions * pass->rotary_size);
   const int64_t hidden = pass->hidden_size, inner = pass->inner_size;
   const int64_t queries = pass->num_kv_heads * pass->share, groups = pass->num_kv_heads;
-  const int64_t size = pass->head_size, plane = pass->num_blocks * groups * BLOCK * size;
-  for (int64_t i = 0; i < pass->num_layers; i++)
+  const int64_t size = pass->head_size;
+  for (int64_t i = 0; i < pass->num_layers; i++) {
+    const int64_t group = draw(pass->num_groups);
+    const int64_t plane = pass->num_blocks[group] * groups * BLOCK * size;
     layers[i] = (decoder_layer){
         .input_norm = numbers(KERNEL_BFLOAT16, hidden),
         .qkv = matrix(hidden, (queries + 2 * groups) * size, has_tiles),
@@ -300,7 +315,9 @@ static void draw_layers(layers_pass *pass, decoder_layer *layers, int has_tiles)
         .keys = numbers(KERNEL_BFLOAT16, plane),
         .values = numbers(KERNEL_BFLOAT16, plane),
         .window = draw(2) ? 0 : 1 + draw(50),
+        .group = group,
     };
+  }
   pass->layers = layers;
   pass->is_end = draw(2);
   pass->x = numbers(KERNEL_BFLOAT16, pass->num_tokens * hidden);
@@ -384,13 +401,14 @@ static void call_layers(const kernel_set *kernels, int has_tiles) {
   draw_requests(&pass, starts);
   draw_layers(&pass, layers, has_tiles);
   layers_pass other = pass;
-  const int64_t plane = 2 * pass.num_blocks * pass.num_kv_heads * BLOCK * pass.head_size;
+  const int64_t block = 2 * pass.num_kv_heads * BLOCK * pass.head_size;
   const int64_t all = 2 * pass.num_tokens * pass.hidden_size;
   const int64_t some = 2 * pass.num_wanted * pass.hidden_size;
   other.layers = others;
   other.x = copy_of(pass.x, all);
   if (pass.out) other.out = copy_of(pass.out, some);
   for (int64_t i = 0; i < pass.num_layers; i++) {
+    const int64_t plane = pass.num_blocks[layers[i].group] * block;
     others[i] = layers[i];
     others[i].keys = copy_of(layers[i].keys, plane);
     others[i].values = copy_of(layers[i].values, plane);
@@ -401,6 +419,7 @@ static void call_layers(const kernel_set *kernels, int has_tiles) {
   if (pass.out) require(!memcmp(pass.out, other.out, (size_t)some), same);
   if (!pass.is_end) require(!memcmp(pass.x, other.x, (size_t)all), same);
   for (int64_t i = 0; i < pass.num_layers; i++) {
+    const int64_t plane = pass.num_blocks[layers[i].group] * block;
     require(!memcmp(layers[i].keys, others[i].keys, (size_t)plane), same);
     require(!memcmp(layers[i].values, others[i].values, (size_t)plane), same);
   }

@@ -8,7 +8,8 @@ from replicas.config import SimulatedMeshConfig
 from replicas.errors import ConfigError
 from replicas.generators.model_config import load_hf_config
 from replicas.kv_groups import KVGroup, KVSpec, layers_by_spec
-from replicas.kv_sizing import kv_per_token
+from replicas.kv_sizing import kv_groups, kv_per_token
+from replicas.memory_profile import max_concurrency
 from tests.engines import make_config
 from tests.models import model_folder
 
@@ -67,13 +68,57 @@ def test_a_group_has_the_bytes_of_all_its_layers():
         ("llama-gqa", {"dtype": "bfloat16"}, "384 bytes of KV per token in 3 layers of bfloat16"),
         ("mistral-window", {}, "768 bytes of KV per token of the last 9 in 3 layers of float32"),
         (
+            "gemma2",
+            {},
+            "1,024 bytes of KV per token of the last 9 in 2 layers of float32, "
+            "512 bytes of KV per token in 1 layers of float32",
+        ),
+        (
             "llama-gqa",
             {"simulated_mesh": SimulatedMeshConfig(board="n150", model="Llama-3.1-8B")},
             "69,632 bytes of KV per token of the simulated model",
         ),
     ],
-    ids=["all tokens", "bfloat16", "window", "simulated"],
+    ids=["all tokens", "bfloat16", "window", "some windows", "simulated"],
 )
 def test_kv_of_a_token_as_validate_prints_it(case, changes, line):
     config = make_config(model_folder(case), **changes)
     assert kv_per_token(config, load_hf_config(config.model)) == line
+
+
+def sizes_of(case, **changes):
+    config = make_config(model_folder(case), block_size=4, max_num_batched_tokens=16, **changes)
+    groups = kv_groups(config, load_hf_config(config.model))
+    return groups, [group.num_blocks for group in groups]
+
+
+def test_a_window_has_what_the_slots_can_use_and_other_layers_the_rest_of_the_memory():
+    # Beside the null block two chunks of 16, and for each slot 9 tokens and two blocks more.
+    (full, window), (num_full, num_window) = sizes_of(
+        "gemma2", max_batch_size=3, enable_prefix_caching=False, num_blocks=None,
+        kv_cache_memory_bytes=10**6,
+    )  # fmt: skip
+    assert num_window == 1 + 2 * 4 + 3 * (3 + 2)
+    left = 10**6 - num_window * window.bytes_per_block
+    assert num_full == left // full.bytes_per_block
+    # As many again keep prefixes that no slot uses.
+    assert sizes_of("gemma2", max_batch_size=3, num_blocks=99)[1] == [99, 1 + 2 * 4 + 2 * 3 * 5]
+
+
+def test_few_blocks_are_the_same_for_all_layers():
+    (full, window), sizes = sizes_of(
+        "gemma2", num_blocks=None, kv_cache_memory_bytes=35_000, max_model_len=40
+    )
+    count = 35_000 // (full.bytes_per_block + window.bytes_per_block)
+    assert sizes == [count, count]
+    assert sizes_of("mistral-window", num_blocks=1000)[1] == [1000]
+
+
+def test_a_long_sequence_takes_few_blocks_of_a_window():
+    (full, window), (num_full, num_window) = sizes_of("gemma2", max_batch_size=2, num_blocks=400)
+    # A window and a chunk may begin within blocks.
+    assert (full.num_blocks_for(80), window.num_blocks_for(80)) == (20, 1 + 25 // 4 + 1)
+    assert window.num_blocks_for(8) == full.num_blocks_for(8) == 2
+    assert max_concurrency([full, window], 80, 2) == 2 * min(399 / 20, (num_window - 1) / 8)
+    assert window.num_tokens_in(7) == 28
+    assert window.num_tokens_in(8) > full.num_tokens_in(num_full)

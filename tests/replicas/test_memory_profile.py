@@ -69,7 +69,7 @@ def test_kv_gets_the_share_less_what_a_full_step_takes(monkeypatch):
     ],
 )  # fmt: skip
 def test_the_table_has_every_size(profile, num_lanes, lines):
-    table = memory_table(profile, GROUP, 100, num_lanes)
+    table = memory_table(profile, [GROUP], 100, num_lanes)
     found = [" ".join(line.split()) for line in table.splitlines()]
     assert found[0] == "memory:"
     assert set(lines) <= set(found)

@@ -56,13 +56,13 @@ class _Rows:
     Attributes:
         tokens: int64 (R, n), indices of tokens in the pass; short rows repeat their last one.
         positions: int64 (R, n), places of these tokens in their sequences.
-        table: int64 (R, K), global block ids of their sequences.
+        tables: int64 (groups, R, K), global block ids of their sequences in each KV group.
         are_first: bool (R, n), False where a token is repeated.
     """
 
     tokens: torch.Tensor
     positions: Int64Array
-    table: Int64Array
+    tables: Int64Array
     are_first: torch.Tensor
 
 
@@ -98,7 +98,7 @@ class BatchedAttention:
     def prepare(self, batch: PagedBatch, cache: TorchKVCache) -> Attend:
         """Return the attention function of one pass, which layers call once each."""
         groups: list[_Rows] = []
-        windows: dict[int | None, list[_Window]] = {}
+        windows: dict[tuple[int, int | None], list[_Window]] = {}
 
         def attend(
             layer: int,
@@ -109,11 +109,14 @@ class BatchedAttention:
         ) -> torch.Tensor:
             if not groups:  # made when a layer needs them
                 groups.extend(_groups(batch, cache.block_size))
-            if spec.window not in windows:
-                windows[spec.window] = [_window(r, spec.window, cache.block_size) for r in groups]
+            key = group, window = cache.group_of[layer], spec.window
+            if key not in windows:
+                windows[key] = [
+                    _window(r, r.tables[group], window, cache.block_size) for r in groups
+                ]
             value = cache.planes[layer][-1].shape[-1] if latent is None else latent.value
             out = q.new_empty(*q.shape[:2], value)
-            for rows, seen in zip(groups, windows[spec.window], strict=True):
+            for rows, seen in zip(groups, windows[key], strict=True):
                 some, held = q[rows.tokens], [_gather(each, seen) for each in cache.planes[layer]]
                 if latent is None:
                     keys, values = held
@@ -163,19 +166,19 @@ def _rows(
     return _Rows(
         tokens=torch.from_numpy(first[:, None] + taken),
         positions=(ends - sizes)[:, None] + taken,
-        table=batch.block_table[requests],
+        tables=batch.block_table[:, requests],
         are_first=torch.from_numpy(steps < sizes[:, None]),
     )
 
 
-def _window(rows: _Rows, window: int | None, block_size: int) -> _Window:
-    """Return the blocks and positions that rows see."""
+def _window(rows: _Rows, table: Int64Array, window: int | None, block_size: int) -> _Window:
+    """Return the blocks of a KV group's table and the positions that rows see."""
     last = rows.positions[:, -1]
     oldest = 0 * rows.positions if window is None else np.maximum(rows.positions - window + 1, 0)
     begin = oldest[:, 0] // block_size
     width = int((last // block_size - begin).max()) + 1
     columns = begin[:, None] + np.arange(width)
-    blocks = np.take_along_axis(rows.table, np.minimum(columns, rows.table.shape[1] - 1), axis=1)
+    blocks = np.take_along_axis(table, np.minimum(columns, table.shape[1] - 1), axis=1)
     positions = (columns[:, :, None] * block_size + np.arange(block_size)).reshape(len(last), -1)
     hidden = (positions > last[:, None]) | (positions < oldest[:, :1])
     visible = positions[:, None] <= rows.positions[:, :, None]

@@ -48,6 +48,7 @@ class FastAttention:
     def prepare(self, batch: PagedBatch, cache: TorchKVCache) -> Attend:
         """Return the attention function of a pass; see ``attention.AttentionBackend.prepare``."""
         parts = _parts(batch)
+        by_group = [[replace(t, tables=table) for t in parts] for table in batch.block_table]
         prompts: list[tuple[torch.Tensor, Attend]] = []
 
         def attend(
@@ -67,7 +68,7 @@ class FastAttention:
             scoring = PLAIN_SCORING
             if spec is not None:
                 scoring = Scoring(spec.scale, spec.window, spec.soft_cap, sinks)
-            for tiles in parts:
+            for tiles in by_group[cache.group_of[layer]]:
                 self._kernels.attend(q, tiles, (keys, values), out, scoring)
             return out
 
@@ -78,7 +79,7 @@ class FastAttention:
             out = q.new_empty(*q.shape[:2], latent.value)
             (plane,) = cache.planes[layer]
             planes = plane, plane[..., : latent.rank]
-            for tiles in parts:
+            for tiles in by_group[cache.group_of[layer]]:
                 if tiles.size == 1:
                     tokens = torch.from_numpy(tiles.tokens)
                     own = replace(tiles, tokens=np.arange(len(tokens)))
@@ -107,7 +108,7 @@ def tiles_of(batch: PagedBatch) -> tuple[Int64Array, Int64Array]:
 
 
 def _parts(batch: PagedBatch) -> list[Tiles]:
-    """Return the tiles of requests with one token, and those of others."""
+    """Return the tiles of requests with one token, and those of others; with the first table."""
     counts = np.diff(batch.query_start_loc)
     kinds = ((1, counts == 1), (ATTENTION_TILE, counts > 1))
     return [_tiles(batch, which, size) for size, which in kinds if which.any()]
@@ -127,5 +128,5 @@ def _tiles(batch: PagedBatch, which: npt.NDArray[np.bool_], size: int) -> Tiles:
     order = np.argsort(-lengths, kind="stable")
     owners = requests[rows]
     return Tiles(
-        size, tokens[order], counts[order], lengths[order], owners[order], batch.block_table
+        size, tokens[order], counts[order], lengths[order], owners[order], batch.block_table[0]
     )

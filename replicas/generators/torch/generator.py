@@ -42,11 +42,13 @@ if TYPE_CHECKING:
         SupportsExpertLoad,
         SupportsGang,
         SupportsHiddenStates,
+        SupportsKVGroups,
         SupportsLayerCallbacks,
         SupportsMixedBatch,
         SupportsTokenBudget,
     )
     from replicas.generators.torch.inputs import Int64Array, PagedBatch
+    from replicas.kv_groups import KVGroup
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 _LOAD_FORMATS = ("safetensors", "random")
@@ -159,21 +161,43 @@ class TorchGenerator:
             ConfigError: Heads, head size, layers or dtype are not the model's.
             TransferError: The host gives no memory that can be shared.
         """
+        return self._allocate(kv_cache_shape, dtype, num_layers)
+
+    def allocate_kv_groups(self, kv_groups: Sequence[KVGroup], dtype: torch.dtype) -> TorchKVCache:
+        """Allocate a zeroed cache of several KV groups; see ``SupportsKVGroups``.
+
+        Raises:
+            ConfigError: Heads, head size, layers or dtype are not the model's.
+            TransferError: The host gives no memory that can be shared.
+        """
+        first, num_layers = kv_groups[0], sum(len(group.layers) for group in kv_groups)
+        shape = first.num_blocks, first.spec.heads, first.block_size, first.spec.width
+        groups = [(group.layers, group.num_blocks) for group in kv_groups]
+        return self._allocate(shape, dtype, num_layers, groups)
+
+    def _allocate(
+        self,
+        shape: KVCacheShape,
+        dtype: torch.dtype,
+        num_layers: int,
+        groups: Sequence[tuple[Sequence[int], int]] = (),
+    ) -> TorchKVCache:
         spec, *_ = specs = self._config.kv_specs(str(self._dtype).removeprefix("torch."))
         wanted = (spec.heads, spec.width, len(specs))
-        given = (kv_cache_shape[1], kv_cache_shape[3], num_layers)
+        given = (shape[1], shape[3], num_layers)
         if given != wanted or dtype != self._dtype:
             raise ConfigError(
                 f"KV cache of (kv heads, head size, layers) {given} in {dtype} for a model of "
                 f"{wanted} in {self._dtype}"
             )
         return TorchKVCache(
-            kv_cache_shape,
+            shape,
             dtype,
             num_layers,
             self._num_lanes,
             num_planes=spec.planes,
             shares=self._shares_kv,
+            groups=groups,
         )
 
     def warmup_model_prefill(
@@ -187,8 +211,8 @@ class TorchGenerator:
         """Run one prompt of a block through the null block."""
         cache = _checked(kv_cache)
         zeros = np.zeros((1, cache.block_size), dtype=np.int64)
-        ends = np.array([cache.block_size])
-        batch = from_prefill(zeros, zeros, 0 * ends, ends, 0 * ends, cache.block_size)
+        ends, first = np.array([cache.block_size]), _null_blocks(cache, 1)
+        batch = from_prefill(zeros, first[:, :, None], 0 * ends, ends, first, cache.block_size)
         self._forward(batch, cache, is_warm_up=True)
 
     def warmup_model_decode(
@@ -204,7 +228,8 @@ class TorchGenerator:
         """Decode a full batch in the null block."""
         cache = _checked(kv_cache)
         zeros = np.zeros(max_batch_size, dtype=np.int64)
-        batch = from_decode(zeros, zeros[:, None], zeros, zeros, cache.block_size)
+        first = _null_blocks(cache, max_batch_size)
+        batch = from_decode(zeros, first[:, :, None], zeros, first, cache.block_size)
         self._forward(batch, cache, is_warm_up=True)
 
     def prefill_forward(
@@ -229,14 +254,14 @@ class TorchGenerator:
         Raises:
             ValueError: A chunk or slot is out of range, or an option is not supported.
         """
-        _refuse_options(sampling_params, page_tables_per_layer)
+        _refuse_options(sampling_params)
         cache = _checked(kv_cache)
         slots = _int64(empty_slots)
         if slots.min() < 0 or slots.max() >= self._max_batch_size:
             raise ValueError(f"empty_slots {slots} for a batch of {self._max_batch_size}")
         batch = from_prefill(
             _int64(tokens),
-            _int64(page_table),
+            _tables(cache, page_table, page_tables_per_layer),
             _int64(start_pos),
             _int64(prompt_lens),
             self._space(cache).first_blocks(slots),
@@ -275,7 +300,7 @@ class TorchGenerator:
             raise TypeError("reset_batch is retired; decode contract 1 has four reload commands")
         if not reload_inputs:
             raise ValueError("needs reload_inputs: supports_async_decode is False")
-        _refuse_options(sampling_params, page_tables_per_layer)
+        _refuse_options(sampling_params)
         cache = _checked(kv_cache)
         positions = _int64(start_pos)
         if len(positions) != self._max_batch_size:
@@ -285,7 +310,7 @@ class TorchGenerator:
         if len(live):
             batch = from_decode(
                 _int64(tokens)[live, 0],
-                _int64(page_table)[live],
+                _tables(cache, page_table, page_tables_per_layer)[:, live],
                 positions[live],
                 self._space(cache).first_blocks(live),
                 cache.block_size,
@@ -418,14 +443,28 @@ def _checked(kv_cache: KVCache) -> TorchKVCache:
     return kv_cache
 
 
-def _refuse_options(
-    sampling_params: DeviceSamplingParams | None,
-    page_tables_per_layer: Sequence[torch.Tensor] | None,
-) -> None:
+def _refuse_options(sampling_params: DeviceSamplingParams | None) -> None:
     if sampling_params is not None:
         raise ValueError("sampling_params given, but supports_sample_on_device is False")
-    if page_tables_per_layer is not None:
-        raise ValueError("page_tables_per_layer given, but every layer uses page_table")
+
+
+def _tables(
+    cache: TorchKVCache, page_table: torch.Tensor, by_layer: Sequence[torch.Tensor] | None
+) -> Int64Array:
+    """Return the page tables (G, N, K) of the cache's KV groups."""
+    num_groups = len(cache.num_blocks)
+    if by_layer is None:
+        if num_groups > 1:
+            raise ValueError(f"one page_table for the layers of {num_groups} KV groups")
+        return _int64(page_table)[None]
+    if len(by_layer) != len(cache.group_of):
+        raise ValueError(f"{len(by_layer)} page_tables_per_layer of {len(cache.group_of)} layers")
+    return np.stack([_int64(by_layer[cache.group_of.index(nth)]) for nth in range(num_groups)])
+
+
+def _null_blocks(cache: TorchKVCache, num_rows: int) -> Int64Array:
+    """Return (G, rows) null blocks."""
+    return np.zeros((len(cache.num_blocks), num_rows), dtype=np.int64)
 
 
 def _int64(values: torch.Tensor | Sequence[int]) -> Int64Array:
@@ -437,6 +476,7 @@ if TYPE_CHECKING:  # fails type checking when the class and the protocols part w
     _mixed: type[SupportsMixedBatch] = TorchGenerator
     _callback: type[SupportsLayerCallbacks] = TorchGenerator
     _gang: type[SupportsGang] = TorchGenerator
+    _groups: type[SupportsKVGroups] = TorchGenerator
     _load: type[SupportsExpertLoad] = TorchGenerator
     _hidden: type[SupportsHiddenStates] = TorchGenerator
     _budget: type[SupportsTokenBudget] = TorchGenerator

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import TypeAlias
 
     import numpy.typing as npt
@@ -27,18 +28,22 @@ class BlockSpace:
     """Mapping of lane-local blocks and global slots to the cache.
 
     Attributes:
-        num_blocks: Blocks per lane, with the null block.
+        num_blocks: Blocks per lane of each KV group, with the null block.
         block_size: Tokens per block.
         slots_per_lane: ``max_batch_size // tt_data_parallel``.
     """
 
-    num_blocks: int
+    num_blocks: Sequence[int]
     block_size: int
     slots_per_lane: int
 
     def first_blocks(self, slots: Int64Array) -> Int64Array:
-        """Return the global id of block 0 of each slot's lane."""
-        first: Int64Array = slots // self.slots_per_lane * self.num_blocks
+        """Return (G, n), the global id of block 0 of the lanes of slots (n,)."""
+        return self.of_lanes(slots // self.slots_per_lane)
+
+    def of_lanes(self, lanes: Int64Array) -> Int64Array:
+        """Return (G, n), the global id of block 0 of lanes (n,)."""
+        first: Int64Array = np.multiply.outer(np.array(self.num_blocks), lanes)
         return first
 
 
@@ -46,14 +51,16 @@ class BlockSpace:
 class PagedBatch:
     """One forward pass: T tokens of R requests, request after request; all contiguous.
 
+    Each of G KV groups has positions and a table of its own.
+
     Attributes:
         input_ids: int64 (T,).
         positions: int64 (T,), position of each token in its sequence.
-        kv_positions: int64 (T,), where its KV goes: global block * block_size + offset.
+        kv_positions: int64 (G, T), where its KV goes: global block * block_size + offset.
         query_start_loc: int64 (R + 1,), request r owns tokens query_start_loc[r]..[r + 1].
         seq_lens: int64 (R,), tokens of each request after this pass, the new ones included.
-        block_table: int64 (R, K), global block ids; no request reads a block that another writes in
-            this pass.
+        block_table: int64 (G, R, K), global block ids; no request reads a block that another writes
+            in this pass.
         logits_indices: int64 (S,), tokens whose logits are wanted.
     """
 
@@ -73,25 +80,25 @@ def requests_of(batch: PagedBatch, which: npt.NDArray[np.bool_]) -> tuple[torch.
     return tokens, PagedBatch(
         input_ids=batch.input_ids[tokens],
         positions=batch.positions[tokens],
-        kv_positions=batch.kv_positions[tokens],
+        kv_positions=batch.kv_positions[:, tokens],
         query_start_loc=np.concatenate(([0], np.cumsum(counts[which]))),
         seq_lens=batch.seq_lens[which],
-        block_table=np.ascontiguousarray(batch.block_table[which]),
+        block_table=np.ascontiguousarray(batch.block_table[:, which]),
         logits_indices=tokens[:0],
     )
 
 
 def from_flat(batch: FlatBatch, space: BlockSpace) -> PagedBatch:
     """Convert the engine's flat batch."""
-    first_blocks = batch.dp_groups.astype(np.int64) * space.num_blocks
-    first_of_token = first_blocks[batch.request_indices]
+    first_blocks = space.of_lanes(batch.dp_groups.astype(np.int64))
+    places = batch.slot_mapping + first_blocks[:, batch.request_indices] * space.block_size
     return PagedBatch(
         input_ids=torch.from_numpy(batch.input_ids.astype(np.int64)),
         positions=torch.from_numpy(np.ascontiguousarray(batch.positions)),
-        kv_positions=torch.from_numpy(batch.slot_mapping + first_of_token * space.block_size),
+        kv_positions=torch.from_numpy(np.ascontiguousarray(places)),
         query_start_loc=batch.query_start_loc.astype(np.int64),
         seq_lens=batch.seq_lens.astype(np.int64),
-        block_table=np.ascontiguousarray(batch.block_table + first_blocks[:, None]),
+        block_table=np.ascontiguousarray(batch.block_table + first_blocks[:, :, None]),
         logits_indices=torch.from_numpy(batch.logits_indices),
     )
 
@@ -108,24 +115,24 @@ def from_prefill(
 
     Args:
         tokens: (N, longest) prompts from position 0.
-        page_table: (N, K) lane-local blocks.
+        page_table: (G, N, K) lane-local blocks.
         starts: (N,) first position of each chunk.
         ends: (N,) end position of each chunk.
-        first_blocks: (N,) global id of block 0 of each row's lane.
+        first_blocks: (G, N) global id of block 0 of each row's lane.
         block_size: Tokens per block.
 
     Raises:
         ValueError: A chunk is empty, or ends past its row of tokens or its page table.
     """
     num_scheduled = ends - starts
-    width = min(tokens.shape[1], page_table.shape[1] * block_size)
+    width = min(tokens.shape[1], page_table.shape[2] * block_size)
     if num_scheduled.min() < 1 or starts.min() < 0 or ends.max() > width:
         raise ValueError(f"prefill chunks {starts} to {ends} do not fit in rows of {width} tokens")
     query_start_loc = np.concatenate(([0], np.cumsum(num_scheduled)))
     rows = np.repeat(np.arange(len(starts)), num_scheduled)
     positions = np.arange(len(rows)) - np.repeat(query_start_loc[:-1] - starts, num_scheduled)
     return _from_positions(
-        tokens[rows, positions], rows, positions, page_table + first_blocks[:, None], block_size
+        tokens[rows, positions], rows, positions, page_table + first_blocks[:, :, None], block_size
     )
 
 
@@ -141,11 +148,12 @@ def from_decode(
     Raises:
         ValueError: A position lies past its page table.
     """
-    width = page_table.shape[1] * block_size
+    width = page_table.shape[2] * block_size
     if positions.max() >= width:
         raise ValueError(f"decode position {positions.max()} does not fit in {width} tokens")
     rows = np.arange(len(positions))
-    return _from_positions(tokens, rows, positions, page_table + first_blocks[:, None], block_size)
+    table = page_table + first_blocks[:, :, None]
+    return _from_positions(tokens, rows, positions, table, block_size)
 
 
 def _from_positions(
@@ -156,8 +164,8 @@ def _from_positions(
     block_size: int,
 ) -> PagedBatch:
     """Assemble a batch whose rows' tokens are contiguous and want one logit each."""
-    blocks = block_table[rows, positions // block_size]
-    ends = np.searchsorted(rows, np.arange(len(block_table)), side="right")
+    blocks = np.ascontiguousarray(block_table[:, rows, positions // block_size])
+    ends = np.searchsorted(rows, np.arange(block_table.shape[1]), side="right")
     return PagedBatch(
         input_ids=torch.from_numpy(input_ids),
         positions=torch.from_numpy(positions),

@@ -1,11 +1,14 @@
 """The torch generator's paged KV cache: one tensor per layer and plane, seen per lane.
 
-Dimensions: P = lanes * num_blocks blocks of all lanes, H KV heads, S block size, D head size.
+Layers of a KV group have blocks of the same ids; another group has a number of its own.
+
+Dimensions: P = lanes * blocks of a group's lane, H KV heads, S block size, D head size.
 """
 
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -15,6 +18,8 @@ from replicas.errors import ConfigError
 from replicas.generators.torch.memory import own_memory
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from replicas.generators.protocol import KVCacheShape
 
 LaneCache: TypeAlias = list[list[torch.Tensor]]
@@ -25,18 +30,19 @@ class TorchKVCache(list[LaneCache]):
     """``cache[lane][layer] -> [k, v]``, views of tensors that hold every lane.
 
     Owner: the tensors' memory. One flat pass addresses all lanes through ``planes``, where block
-    ``b`` of lane ``l`` is row ``l * num_blocks + b``.
+    ``b`` of lane ``l`` is row ``l * num_blocks + b``, with the number of the layer's group.
 
     Attributes:
         planes: Per layer (k, v), or one plane of latents; each (P, H, S, D), contiguous.
-        num_blocks: Blocks per lane, with the null block.
+        group_of: KV group of each layer.
+        num_blocks: Per KV group, blocks per lane, with the null block.
         block_size: Tokens per block.
         memory: The bytes of all planes, (n,) uint8: layer by layer, K before V.
         offsets: Per lane, per layer and plane: where in ``memory`` the lane's first block is.
         shared_region: Where ``memory`` is when other processes of this host may map it, else None.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keyword-only: what few caches have
         self,
         shape: KVCacheShape,
         dtype: torch.dtype,
@@ -45,28 +51,35 @@ class TorchKVCache(list[LaneCache]):
         *,
         num_planes: int = 2,
         shares: bool = False,
+        groups: Sequence[tuple[Sequence[int], int]] = (),
     ) -> None:
         """Allocate zeros.
 
         Args:
-            shape: (num_blocks, H, S, D) of one lane.
+            shape: (num_blocks, H, S, D) of one lane; the first is that of the only KV group.
             dtype: Dtype of keys and values.
             num_layers: Layers.
             num_lanes: Lanes.
             num_planes: 2 for keys and values, 1 for latents.
             shares: Whether other processes of this host may map the cache.
+            groups: Layers and blocks per lane of each KV group; empty if there is only one.
 
         Raises:
             ConfigError: A dimension is not positive.
             TransferError: The host gives no memory that can be shared.
         """
-        if min(*shape, num_layers, num_lanes) < 1:
+        groups = groups or [(range(num_layers), shape[0])]
+        self.num_blocks = [num_blocks for _, num_blocks in groups]
+        if min(*shape, num_layers, num_lanes, *self.num_blocks) < 1:
             raise ConfigError(f"KV cache {shape=} {num_layers=} {num_lanes=} must be positive")
-        self.num_blocks, _, self.block_size, _ = shape
-        whole = (num_lanes * shape[0], *shape[1:])
-        num_items = math.prod(whole)
-        plane_bytes, lane_bytes = (n * dtype.itemsize for n in (num_items, math.prod(shape)))
-        num_bytes = num_planes * num_layers * plane_bytes
+        by_layer = {layer: nth for nth, (layers, _) in enumerate(groups) for layer in layers}
+        self.group_of = [by_layer[layer] for layer in range(num_layers)]
+        self.block_size = shape[2]
+        lane_blocks = [self.num_blocks[group] for group in self.group_of for _ in range(num_planes)]
+        block_items = math.prod(shape[1:])
+        block_bytes = block_items * dtype.itemsize
+        starts = [0, *accumulate(num_lanes * count * block_bytes for count in lane_blocks)]
+        num_bytes = starts.pop()
         self.shared_region = SharedRegion.create(num_bytes) if shares else None
         if self.shared_region is None:
             self.memory = own_memory(num_bytes)
@@ -76,13 +89,19 @@ class TorchKVCache(list[LaneCache]):
             self.memory = self.shared_region.memory
         self.offsets = tuple(
             tuple(
-                piece * plane_bytes + lane * lane_bytes for piece in range(num_planes * num_layers)
+                start + lane * count * block_bytes
+                for start, count in zip(starts, lane_blocks, strict=True)
             )
             for lane in range(num_lanes)
         )
         planes = [
-            torch.frombuffer(self.memory, dtype=dtype, count=num_items, offset=offset).view(whole)
-            for offset in self.offsets[0]
+            torch.frombuffer(
+                self.memory,
+                dtype=dtype,
+                count=num_lanes * count * block_items,
+                offset=start,
+            ).view(num_lanes * count, *shape[1:])
+            for start, count in zip(starts, lane_blocks, strict=True)
         ]
         self.planes = [
             tuple(planes[first : first + num_planes]) for first in range(0, len(planes), num_planes)
@@ -90,8 +109,11 @@ class TorchKVCache(list[LaneCache]):
         super().__init__(
             [
                 [
-                    [plane.narrow(0, lane * self.num_blocks, self.num_blocks) for plane in layer]
-                    for layer in self.planes
+                    [
+                        plane.narrow(0, lane * self.num_blocks[group], self.num_blocks[group])
+                        for plane in layer
+                    ]
+                    for layer, group in zip(self.planes, self.group_of, strict=True)
                 ]
                 for lane in range(num_lanes)
             ]

@@ -34,13 +34,13 @@ class TorchKVIO:
         """View the cache's memory as bytes.
 
         Args:
-            kv_cache: The cache.
+            kv_cache: The cache, of one KV group.
             layout: The layout that peers know; must describe this cache.
 
         Raises:
             InvalidLayoutError: The layout is not the cache's; gives both.
         """
-        k = kv_cache[0][0][0]
+        [num_blocks], k = kv_cache.num_blocks, kv_cache[0][0][0]
         _, num_kv_heads, block_size, head_dim = k.shape
         dtype = str(k.dtype).removeprefix("torch.")
         found = (len(kv_cache[0]), len(kv_cache[0][0]), num_kv_heads, head_dim, block_size, dtype)
@@ -59,13 +59,13 @@ class TorchKVIO:
             )
         self._layout = layout
         self._host_blocks = tuple(
-            HostBlocks.within(layout, kv_cache.memory, offsets, kv_cache.num_blocks)
+            HostBlocks.within(layout, kv_cache.memory, offsets, num_blocks)
             for offsets in kv_cache.offsets
         )
         self._shared_region = kv_cache.shared_region
         self._region_layout = RegionLayout(
             block_size=block_size,
-            num_blocks=kv_cache.num_blocks,
+            num_blocks=num_blocks,
             content_hash=layout.content_hash(),
             offsets=kv_cache.offsets,
         )

@@ -27,7 +27,7 @@ from replicas.generators.torch.linear import PlainLinear, make_linear
 from replicas.generators.torch.plain import PlainKernels, rotated
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from replicas.generators.layer_specs import Activation, LayerSpec, Part
     from replicas.generators.protocol import LayerCallback
@@ -50,7 +50,7 @@ class ForwardPass:
     Attributes:
         cache: Written and read.
         kernels: Norms and rotations.
-        places: Of the tokens, by the rotation of a layer and its heads' size.
+        places: Of the tokens, by KV group, then by the rotation of a layer and its heads' size.
         attend: Attention of layers that compiled code computes, or None.
         attend_any: Attention of any layer.
         before: Called with each layer's index before its attention and any write, or None.
@@ -59,11 +59,15 @@ class ForwardPass:
 
     cache: TorchKVCache
     kernels: Kernels | PlainKernels
-    places: Mapping[RopeKey, TokenPlaces]
+    places: Sequence[Mapping[RopeKey, TokenPlaces]]
     attend: Attend | None
     attend_any: Attend
     before: LayerCallback | None
     after: LayerCallback | None
+
+    def places_in(self, index: int, rope: RopeConfig, size: int) -> TokenPlaces:
+        """Return the places of the tokens in a layer."""
+        return self.places[self.cache.group_of[index]][rope, size]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,7 +132,7 @@ class Attention:
         keys, values = run.cache.planes[index]
         kernels.rotate_and_store(
             heads,
-            run.places[spec.rope, spec.head_dim],
+            run.places_in(index, spec.rope, spec.head_dim),
             (keys, values),
             self.head_norm,
             self.eps,
@@ -167,7 +171,7 @@ class LatentAttention:
     def __call__(self, x: torch.Tensor, index: int, run: ForwardPass) -> torch.Tensor:
         """(T, N) -> (T, H * V), what ``o`` takes; latents of these tokens are written."""
         spec, sizes = self.spec, self.spec.sizes
-        places = run.places[spec.rope, sizes.rotated]
+        places = run.places_in(index, spec.rope, sizes.rotated)
         rows = self.kv_a(x)
         latents = self.kv_norm(rows[:, : sizes.rank].contiguous(), run.kernels)
         if self.q_a is not None and self.q_norm is not None:

@@ -102,7 +102,8 @@ class PagedTransformer:
 
         Args:
             batch: The tokens of the pass.
-            cache: Written at ``batch.kv_positions``, read through ``batch.block_table``.
+            cache: Written at ``batch.kv_positions``, read through ``batch.block_table``; of as many
+                KV groups.
             before_layer: Called with each layer's index before its attention and any write.
             after_layer: Called with each layer's index after its attention.
 
@@ -161,11 +162,14 @@ class PagedTransformer:
 
     def _begin(self, batch: PagedBatch, cache: TorchKVCache, around: _Callbacks) -> ForwardPass:
         """Return what layers have in common that run operation by operation."""
-        attention, positions = self._attention, (batch.positions, batch.kv_positions)
+        attention, ropes = self._attention, self._ropes.items()
         return ForwardPass(
             cache,
             attention.kernels,
-            {key: TokenPlaces(*table, *positions) for key, table in self._ropes.items()},
+            [
+                {key: TokenPlaces(*table, batch.positions, stored) for key, table in ropes}
+                for stored in batch.kv_positions
+            ],
             attention.prepare(batch, cache) if attention.is_compiled else None,
             self._plain.prepare(batch, cache),
             *around,
@@ -195,18 +199,20 @@ class PagedTransformer:
         Raises:
             IndexError: A position or a block does not exist.
         """
-        num_blocks = len(cache.planes[0][0])
-        limits = (
-            ("position", batch.positions.numpy(), self._max_seq_len),
-            ("KV position", batch.kv_positions.numpy(), num_blocks * cache.block_size),
-            ("block", batch.block_table, num_blocks),
+        limits = [("position", batch.positions.numpy(), self._max_seq_len)]
+        of_groups = zip(
+            cache.num_blocks, batch.kv_positions.numpy(), batch.block_table, strict=True
         )
+        for lane_blocks, stored, table in of_groups:
+            num_blocks = len(cache) * lane_blocks
+            limits += [("KV position", stored, num_blocks * cache.block_size)]
+            limits += [("block", table, num_blocks)]
         starts, num_tokens = batch.query_start_loc, len(batch.input_ids)
         counts = np.diff(starts)
         is_whole = starts[0] == 0 and starts[-1] == num_tokens and counts.min(initial=0) >= 0
-        if not is_whole or {len(batch.positions), len(batch.kv_positions)} != {num_tokens}:
+        if not is_whole or {len(batch.positions), batch.kv_positions.shape[1]} != {num_tokens}:
             raise IndexError(f"requests from {starts}, of {num_tokens} tokens")
-        if {len(batch.block_table), len(batch.seq_lens)} != {len(counts)}:
+        if {batch.block_table.shape[1], len(batch.seq_lens)} != {len(counts)}:
             raise IndexError(f"tables and lengths of other than {len(counts)} requests")
         for name, found, limit in limits:
             if found.min() < 0 or found.max() >= limit:
@@ -214,7 +220,7 @@ class PagedTransformer:
         wanted = batch.logits_indices.numpy()
         if len(wanted) and (wanted.min() < 0 or wanted.max() >= num_tokens):
             raise IndexError(f"logits of tokens {wanted}, of {num_tokens}")
-        held = batch.block_table.shape[1] * cache.block_size
+        held = batch.block_table.shape[2] * cache.block_size
         if (batch.seq_lens < np.maximum(counts, 1)).any() or batch.seq_lens.max() > held:
             raise IndexError(f"sequences of {batch.seq_lens} tokens in blocks for {held}")
 

@@ -191,6 +191,7 @@ class DecoderLayer(Structure):
         ("keys", c_void_p),
         ("values", c_void_p),
         ("window", c_int64),
+        ("group", c_int64),
     ]
 
 
@@ -209,7 +210,8 @@ class LayersPass(Structure):
         ("rotary_size", c_int64),
         ("eps", c_double),
         ("scale", c_double),
-        ("num_blocks", c_int64),
+        ("num_groups", c_int64),
+        ("num_blocks", c_void_p),
         ("block_size", c_int64),
         ("cos", c_void_p),
         ("sin", c_void_p),

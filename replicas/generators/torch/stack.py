@@ -243,11 +243,13 @@ class LayerStack:
         nth = layers.start - self.layers.start
         given.layers, given.num_layers = ctypes.addressof(planes[nth]), len(layers)
         given.is_end = self._is_end and nth + len(layers) == len(self._weights)
-        given.num_blocks, given.block_size = len(cache.planes[0][0]), cache.block_size
+        num_blocks = len(cache) * np.array(cache.num_blocks)
+        given.num_groups, given.num_blocks = len(num_blocks), array_address(num_blocks)
+        given.block_size = cache.block_size
         given.num_tokens, given.x = len(x), address(x, _BFLOAT16)
         given.positions = address(batch.positions, torch.int64)
         given.kv_positions = address(batch.kv_positions, torch.int64)
-        given.num_requests, given.table_width = batch.block_table.shape
+        _, given.num_requests, given.table_width = batch.block_table.shape
         given.lengths = array_address(batch.seq_lens)
         given.tables = array_address(batch.block_table)
         out = x
@@ -338,8 +340,8 @@ class LayerStack:
         if held is None or held() is not cache:
             # Structures of their own: another thread may be in a pass over another cache.
             found = (native.DecoderLayer * len(self._weights))(*(
-                _structure(layer, cache.planes[self.layers.start + nth])
-                for nth, layer in enumerate(self._weights)
+                _structure(layer, cache.planes[index], cache.group_of[index])
+                for index, layer in zip(self.layers, self._weights, strict=True)
             ))  # fmt: skip
             self._used = weakref.ref(cache), found
         return found
@@ -350,7 +352,9 @@ def _matrices(layer: DenseLayer) -> list[PanelLinear]:
     return cast("list[PanelLinear]", found)
 
 
-def _structure(layer: DenseLayer, planes: tuple[torch.Tensor, ...]) -> native.DecoderLayer:
+def _structure(
+    layer: DenseLayer, planes: tuple[torch.Tensor, ...], group: int
+) -> native.DecoderLayer:
     qkv, o, gate, up, down = (linear.matrix for linear in _matrices(layer))
     keys, values = planes
     return native.DecoderLayer(
@@ -365,4 +369,5 @@ def _structure(layer: DenseLayer, planes: tuple[torch.Tensor, ...]) -> native.De
         keys=address(keys, _BFLOAT16),
         values=address(values, _BFLOAT16),
         window=layer.spec.window or 0,
+        group=group,
     )

@@ -165,7 +165,7 @@ class World:
             most = end - 1 + self.kv_tokens_per_pass
             most = max(end, min(most, self.longest + self.tokens_per_pass))
             tables = [
-                self.batch.block_table[i, slot, : kv_group.num_blocks_for(most)].tolist()
+                self.batch.block_table[i, slot, : kv_group.table_length(most)].tolist()
                 for i, kv_group in enumerate(self.kv_groups)
             ]
             tokens = tuple(self.batch.token_ids[slot, :end].tolist())

@@ -19,6 +19,7 @@ from replicas.sampling.logprobs import Logprobs
 from replicas.sampling.order import row_processors
 from replicas.sampling.processor import DeviceAbilities, RowProcessors
 from replicas.sampling_params import SamplingParams
+from tests.kv_groups import one_kv_group
 
 VOCAB = 50
 PADDING = (0.0, 1, 1.0, None)
@@ -98,7 +99,9 @@ def make_runner(device: Device, **mesh: object) -> ModelRunner:
         model="/none", max_batch_size=4, block_size=32, mesh=MeshConfig(**settings)
     )
     config.validate()
-    return ModelRunner(device, "cache", config, config.block_size, 128, device.wait)
+    return ModelRunner(
+        device, "cache", config, one_kv_group(9, config.block_size), 128, device.wait
+    )
 
 
 def new(slot, num_tokens=3, *, temperature=0.0, computed=0, prompt=None, **sampling):

@@ -18,6 +18,7 @@ from replicas.generators.model_config import load_hf_config
 from replicas.generators.protocol import CpuDevice
 from replicas.generators.torch.generator import TorchGenerator
 from replicas.sampling_params import SamplingParams
+from tests.kv_groups import one_kv_group
 from tests.models import VOCAB_SIZE, model_folder
 
 BLOCK_SIZE, MAX_LEN = 8, 48
@@ -92,7 +93,13 @@ def make_runner(model, num_slots, drafter, processors=()):
     shape = (num_slots * NUM_BLOCKS + 1, 2, BLOCK_SIZE, 16)
     kv_cache = model.allocate_kv_cache(shape, torch.float32, 3)
     return ModelRunner(
-        model, kv_cache, config, BLOCK_SIZE, MAX_LEN, drafter=drafter, processors=processors
+        model,
+        kv_cache,
+        config,
+        one_kv_group(shape[0], BLOCK_SIZE),
+        MAX_LEN,
+        drafter=drafter,
+        processors=processors,
     )
 
 

@@ -158,21 +158,26 @@ def assert_decode(tables, slots):
 
 def assert_flat(tables, slots, counts):
     num_logits = tables.batch.num_logits(slots, counts)
-    flat, size = tables.batch.flat_inputs(slots, counts, num_logits), tables.block_sizes[0]
+    flat, sizes = tables.batch.flat_inputs(slots, counts, num_logits), tables.block_sizes
     wanted, last = [], []
     for request, (slot, count) in enumerate(zip(slots.tolist(), counts.tolist(), strict=True)):
         row = tables.rows[slot]
         for at in range(row.computed, row.computed + count):
-            place = row.table(0, tables.width)[at // size] * size + at % size
-            wanted.append((request, row.tokens[at], at, place))
+            places = (
+                row.table(g, tables.width)[at // size] * size + at % size
+                for g, size in enumerate(sizes)
+            )
+            wanted.append((request, row.tokens[at], at, *places))
         if at + 1 == len(row.tokens):
             last.append(len(wanted) - 1)
-    found = flat.request_indices, flat.input_ids, flat.positions, flat.slot_mapping
+    found = flat.request_indices, flat.input_ids, flat.positions, *flat.slot_mapping
     assert list(zip(*(array.tolist() for array in found), strict=True)) == wanted
     assert flat.logits_indices.tolist() == last
-    width = -(-int(flat.seq_lens.max()) // size)
+    width = -(-int(flat.seq_lens.max()) // min(sizes))
     rows = [tables.rows[slot] for slot in slots.tolist()]
-    assert flat.block_table.tolist() == [row.table(0, tables.width)[:width] for row in rows]
+    assert flat.block_table.tolist() == [
+        [row.table(g, tables.width)[:width] for row in rows] for g in range(len(sizes))
+    ]
     assert flat.dp_groups.tolist() == [row.group for row in rows]
     assert flat.query_start_loc.tolist() == [0, *accumulate(counts.tolist())]
     assert flat.seq_lens.tolist() == [
@@ -190,7 +195,7 @@ def test_inputs_of_any_steps_are_those_of_plain_lists(seed, block_sizes, spare_w
     tables = Tables(dice, block_sizes, spare_width)
     num_full = 0
     for _ in range(40):
-        kind = dice.choice(kinds[: 4 if len(block_sizes) == 1 else 3])
+        kind = dice.choice(kinds)
         work = tables.step(kind)
         if work is None:
             continue

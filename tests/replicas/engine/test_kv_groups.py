@@ -5,9 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from replicas.engine.core import EngineCore
 from replicas.errors import ConfigError
-from replicas.kv_groups import only_kv_group
 from replicas.kv_sizing import derive_max_model_len
 from tests.kv_groups import one_kv_group
 from tests.replicas.engine.fakes import (
@@ -16,14 +14,6 @@ from tests.replicas.engine.fakes import (
     make_siblings,
     result_of,
     scheduler_of,
-)
-from tests.replicas.engine.virtual import virtual_worker
-from tests.replicas.simulation.test_virtual_worker import (
-    FACTS,
-    CountingClock,
-    OddTiming,
-    OneWorker,
-    plain_config,
 )
 
 
@@ -203,14 +193,3 @@ def test_the_smallest_kv_group_limits_the_longest_sequence():
         ConfigError, match=r"max_model_len 25 .* 24 tokens per lane \(3 blocks of 8"
     ):
         derive_max_model_len(longer, 100, groups)
-
-
-def test_who_takes_one_kv_group_refuses_several():
-    assert only_kv_group(FACTS.kv_groups, "nobody") is FACTS.kv_groups[0]
-    two = FACTS.kv_groups * 2
-    with pytest.raises(ConfigError, match=r"generator X supports .* one KV group.* 2.* \[8, 8\]"):
-        only_kv_group(two, "generator X")
-    config, facts = plain_config(), msgspec.structs.replace(FACTS, kv_groups=two)
-    worker = virtual_worker(config, CountingClock(), timing=OddTiming(), facts=facts)
-    with pytest.raises(ConfigError, match="a simulated mesh supports models with one KV group"):
-        EngineCore(config, OneWorker(worker))

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from replicas.config import SpeculativeConfig
 from replicas.generators.model_config import load_hf_config
 from replicas.kv_sizing import kv_groups
 from replicas.sampling_params import SamplingParams
@@ -16,9 +17,9 @@ WINDOW, BLOCK_SIZE, NUM_NEW = 9, 4, 30
 SAMPLING = SamplingParams(max_tokens=NUM_NEW, temperature=0.0, seed=0, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def folder():
-    return model_folder("mistral-window")
+@pytest.fixture(scope="module", params=["mistral-window", "gemma2", "gemma3", "gpt-oss"])
+def folder(request):
+    return model_folder(request.param)
 
 
 def make_prompts(*lengths):
@@ -68,10 +69,37 @@ def test_a_prefix_is_hit_though_its_beginning_is_lost(folder):
     [prompt, other, tail] = make_prompts(60, 40, 5)
     prompts = [prompt, other, [*prompt[:56], *tail]]
     # Of 31 blocks the second request takes the oldest: those of the first one's beginning.
-    with window_core(folder, num_blocks=32, max_model_len=100) as core:
+    sizes = {"num_blocks": 32, "max_model_len": 100}
+    if folder != model_folder("mistral-window"):
+        # Beside layers that keep all tokens one slot has few blocks of a window.
+        sizes, prompts[1:2] = {"num_blocks": 64, "max_batch_size": 1, "max_model_len": 100}, []
+    with window_core(folder, **sizes) as core:
+        num_used = sum(-(-(len(p) + NUM_NEW - 1) // BLOCK_SIZE) for p in prompts[:-1])
+        assert core.facts.kv_groups[-1].num_usable_blocks < num_used
         outputs = [generate(core, [each], SAMPLING)[0] for each in prompts]
         assert num_prefix_hits(core) == 56
         assert_right(folder, prompts, outputs)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"mixed_batches": False}, {"attention": "batched"}, {"tt_data_parallel": 2}],
+    ids=["padded calls", "batched operations", "two lanes"],
+)
+def test_every_way_of_computing_reads_the_blocks_of_its_layer(changes):
+    folder, prompts = model_folder("gemma3"), make_prompts(60, 5, 33, 8)
+    with window_core(folder, **changes) as core:
+        assert_right(folder, prompts, generate(core, prompts, SAMPLING, stagger=2))
+        assert sum(g.window_blocks_freed for g in core.metrics(0.0).groups) > 20
+
+
+def test_drafts_are_verified_over_the_blocks_of_a_window(folder):
+    prompts = [[*part, *part, *part] for part in make_prompts(12, 7, 9)]
+    drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=4, prompt_lookup_min=1)
+    with window_core(folder, speculative_config=drafts) as core:
+        assert_right(folder, prompts, generate(core, prompts, SAMPLING))
+        assert core.metrics(0.0).drafts.num_draft_tokens > 0
+        assert num_freed(core) > 0
 
 
 @pytest.mark.parametrize(
@@ -84,12 +112,14 @@ def test_a_prefix_is_hit_though_its_beginning_is_lost(folder):
         ("mistral-window", {"kv_connector": "p2p", "role": "both", "block_size": 32}, None),
         # A class of another package is given one table for all tokens.
         ("mistral-window", {"generator": "module:Class"}, None),
-        ("gemma2", {}, None),
+        ("gemma2", {}, (None, WINDOW)),
+        ("gemma2", {"kv_connector": "p2p", "role": "both", "block_size": 32}, None),
         ("llama-gqa", {}, None),
     ],
-    ids=["all layers", "too long", "connector", "class", "some layers", "none"],
+    ids=["all layers", "too long", "connector", "class", "some layers", "their connector", "none"],
 )
 def test_which_models_keep_the_blocks_of_a_window(case, changes, window):
     config = make_config(model_folder(case), **changes)
-    [group] = kv_groups(config, load_hf_config(config.model))
-    assert group.spec.window == window
+    groups = kv_groups(config, load_hf_config(config.model))
+    windows = window if isinstance(window, tuple) else (window,)
+    assert tuple(group.spec.window for group in groups) == windows

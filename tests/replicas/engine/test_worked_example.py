@@ -47,6 +47,8 @@ class Engine:
             "token_ids": batch.token_ids,
             "block_table": batch.block_table[0],
         }  # fmt: skip
+        for name in ("block_table_indices", "block_numbers", "block_offsets", "slot_mapping"):
+            [arrays[name]] = arrays[name]
         found = {name: array.tolist() for name, array in arrays.items()}
         found |= {"num_scheduled_tokens": scheduled.num_scheduled_tokens}
         found |= {"num_reqs": flat.num_reqs, "max_query_len": flat.max_query_len}

@@ -197,10 +197,10 @@ class PagedLoop:
             request_indices=requests.astype(np.int32),
             input_ids=tokens.astype(np.int32),
             positions=positions,
-            slot_mapping=kv_slots,
+            slot_mapping=kv_slots[None],
             query_start_loc=np.array(query_start_loc, dtype=np.int32),
             seq_lens=starts + np.array(scheduled, dtype=np.int32),
-            block_table=self._page_table(sequences).numpy(),
+            block_table=self._page_table(sequences).numpy()[None],
             dp_groups=np.array([s.lane for s in sequences], dtype=np.int32),
             logits_indices=(
                 np.arange(len(rows)) if every else np.array(query_start_loc[1:], dtype=np.int64) - 1

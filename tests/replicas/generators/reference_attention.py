@@ -13,7 +13,8 @@ def reference_attention(batch, cache):
         out = torch.empty_like(q)
         for request, length in enumerate(batch.seq_lens.tolist()):
             begin, end = batch.query_start_loc[request : request + 2].tolist()
-            blocks = torch.from_numpy(batch.block_table[request, : -(-length // cache.block_size)])
+            table = batch.block_table[cache.group_of[layer], request]
+            blocks = torch.from_numpy(table[: -(-length // cache.block_size)])
             k = k_plane[blocks].transpose(0, 1).flatten(1, 2)[:, :length]
             v = v_plane[blocks].transpose(0, 1).flatten(1, 2)[:, :length]
             out[begin:end] = attend_one(q[begin:end], k, v, spec and spec.window)

@@ -46,10 +46,11 @@ def make_pass(parts, share, seed):
     batch = SimpleNamespace(
         query_start_loc=np.concatenate(([0], np.cumsum(counts))),
         seq_lens=lengths,
-        block_table=np.where(used, table, 0),
+        block_table=np.where(used, table, 0)[None],
     )
     q = torch.from_numpy(random.standard_normal((counts.sum(), share * HEADS, SIZE))).float()
-    return batch, SimpleNamespace(planes=[planes.unbind(0)], block_size=BLOCK), q
+    cache = SimpleNamespace(planes=[planes.unbind(0)], block_size=BLOCK, group_of=[0])
+    return batch, cache, q
 
 
 @settings(max_examples=60, deadline=None)
@@ -70,8 +71,8 @@ def test_blocks_behind_a_window_are_not_read():
     spec = spec_of(window=5)
     wanted = BatchedAttention().prepare(batch, cache)(0, q, spec)
     for plane in cache.planes[0]:
-        plane[batch.block_table[0, :6]] = math.nan
-        plane[batch.block_table[1, :1]] = math.nan
+        plane[batch.block_table[0, 0, :6]] = math.nan
+        plane[batch.block_table[0, 1, :1]] = math.nan
     assert torch.equal(BatchedAttention().prepare(batch, cache)(0, q, spec), wanted)
 
 

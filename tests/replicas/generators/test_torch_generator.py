@@ -325,7 +325,7 @@ def test_a_short_pass_takes_one_thread_and_a_long_one_all(
 )
 def test_what_does_not_exist_is_neither_read_nor_written(config, field, value, said):
     loop = make_loop(config)
-    batch = from_decode(*(np.array(v) for v in ([5], [[1]], [3], [0])), loop.cache.block_size)
+    batch = from_decode(*(np.array(v) for v in ([5], [[[1]]], [3], [[0]])), loop.cache.block_size)
     changed = getattr(batch, field) * 0 + value
     before = kv_bytes(loop.cache)
     with pytest.raises(IndexError, match=said):
@@ -336,14 +336,14 @@ def test_what_does_not_exist_is_neither_read_nor_written(config, field, value, s
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"block_table": np.zeros((0, 1), np.int64)}, "other than 1 requests"),
+        ({"block_table": np.zeros((1, 0, 1), np.int64)}, "other than 1 requests"),
         ({"seq_lens": np.array([2])}, "sequences of"),
     ],
     ids=["no table", "shorter than what is computed"],
 )
 def test_every_request_has_a_table_and_a_length_that_it_reaches(config, changes, said):
     loop = make_loop(config)
-    arguments = ([[5, 6, 7]], [[1]], [0], [3], [0])
+    arguments = ([[5, 6, 7]], [[[1]]], [0], [3], [[0]])
     batch = from_prefill(*map(np.array, arguments), loop.cache.block_size)
     before = kv_bytes(loop.cache)
     with pytest.raises(IndexError, match=said):

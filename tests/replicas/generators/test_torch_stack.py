@@ -17,6 +17,7 @@ from replicas.generators.torch.fast_attention import tiles_of
 from replicas.generators.torch.inputs import PagedBatch
 from replicas.generators.torch.kernels import kernels_for
 from replicas.generators.torch.native import Feature
+from replicas.kv_groups import KVGroup
 from tests.replicas.generators.conftest import make_generator
 
 BLOCK, WIDTH, MOST = 16, 12, 8
@@ -62,25 +63,43 @@ def made(_host, tiny):
 
 def cache_for(torch_generator):
     config = torch_generator._config
-    shape = (MOST * WIDTH + 1, config.num_key_value_heads, BLOCK, config.head_dim)
-    return torch_generator.allocate_kv_cache(shape, torch.bfloat16, config.num_hidden_layers)
+    layers = range(config.num_hidden_layers)
+    if not any(map(config.has_window, layers)):
+        shape = (MOST * WIDTH + 1, config.num_key_value_heads, BLOCK, config.head_dim)
+        return torch_generator.allocate_kv_cache(shape, torch.bfloat16, len(layers))
+    [spec, *_] = config.kv_specs("bfloat16")
+    return torch_generator.allocate_kv_groups(
+        [
+            KVGroup(
+                layers=tuple(i for i in layers if config.has_window(i) == has_window),
+                spec=spec,
+                block_size=BLOCK,
+                num_blocks=MOST * WIDTH + 1 + has_window,
+            )
+            for has_window in (False, True)
+        ],
+        torch.bfloat16,
+    )
 
 
-def batch_of(parts, wanted, seed):
+def batch_of(parts, wanted, seed, num_groups=1):
     """Requests of (tokens before, tokens now), each with blocks of its own in any order."""
     random = np.random.default_rng(seed)
     counts = np.array([now for _, now in parts])
     positions = np.concatenate([np.arange(before, before + now) for before, now in parts])
-    table = random.permutation(MOST * WIDTH)[: len(parts) * WIDTH].reshape(-1, WIDTH) + 1
+    tables = np.stack([
+        random.permutation(MOST * WIDTH)[: len(parts) * WIDTH].reshape(-1, WIDTH) + 1
+        for _ in range(num_groups)
+    ])  # fmt: skip
     rows = np.repeat(np.arange(len(parts)), counts)
-    blocks = table[rows, positions // BLOCK]
+    blocks = np.ascontiguousarray(tables[:, rows, positions // BLOCK])
     return PagedBatch(
         input_ids=torch.from_numpy(random.integers(0, 100, len(rows))),
         positions=torch.from_numpy(positions),
         kv_positions=torch.from_numpy(blocks * BLOCK + positions % BLOCK),
         query_start_loc=np.concatenate(([0], np.cumsum(counts))),
         seq_lens=np.array([before + now for before, now in parts]),
-        block_table=table,
+        block_table=tables,
         logits_indices=torch.tensor(wanted(len(rows)), dtype=torch.int64),
     )
 
@@ -123,13 +142,14 @@ requests = st.lists(
 
 
 @pytest.mark.parametrize("shares", ["tokens", "weights"])
-@pytest.mark.parametrize("case", ["llama-gqa", "qwen2", "qwen3"])
+@pytest.mark.parametrize("case", ["llama-gqa", "qwen2", "qwen3", "qwen2-windows"])
 @settings(max_examples=10)
 @given(requests, st.data(), st.integers(0, 2**20))
 def test_passes_of_any_requests(made, case, shares, parts, data, seed):
     num_tokens = sum(now for _, now in parts)
     wanted = data.draw(st.lists(st.integers(0, num_tokens - 1), min_size=1, max_size=num_tokens))
-    batch = batch_of(parts, lambda _: wanted, seed)
+    _, kv_cache = made(case)
+    batch = batch_of(parts, lambda _: wanted, seed, len(kv_cache.num_blocks))
     with pytest.MonkeyPatch.context() as patch:
         one = run(made(case), batch, patch, in_one=True, seed=seed, shares=shares)
         assert_equal(one, run(made(case), batch, patch, in_one=False, seed=seed))
@@ -151,12 +171,13 @@ def test_a_prompt_is_the_same_to_the_bit_however_it_is_cut_and_whatever_is_besid
         batch = batch_of(parts if now < length else parts[-1:], lambda n: [n - 1], 0)
         batch.input_ids[-now:] = torch.from_numpy(tokens[before : before + now])
         table = np.arange(WIDTH) + 1 + (MOST - 1) * WIDTH  # blocks of its own
-        batch.block_table[:-1] = np.arange(len(batch.block_table) - 1)[:, None] * WIDTH + 1
-        batch.block_table[:-1] += np.arange(WIDTH)
-        batch.block_table[-1] = table
+        [tables] = batch.block_table
+        tables[:-1] = np.arange(len(tables) - 1)[:, None] * WIDTH + 1
+        tables[:-1] += np.arange(WIDTH)
+        tables[-1] = table
         rows = np.repeat(np.arange(len(batch.seq_lens)), np.diff(batch.query_start_loc))
         places = batch.positions.numpy()
-        blocks = batch.block_table[rows, places // BLOCK]
+        blocks = tables[rows, places // BLOCK]
         batch.kv_positions.copy_(torch.from_numpy(blocks * BLOCK + places % BLOCK))
         return torch_generator._forward(batch, kv_cache)
 

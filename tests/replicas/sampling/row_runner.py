@@ -10,6 +10,7 @@ from replicas.config import EngineConfig
 from replicas.engine.model_runner import ModelRunner
 from replicas.engine.step import NewRow, ScheduledBatch, StepResult
 from replicas.sampling_params import SamplingParams
+from tests.kv_groups import one_kv_group
 
 if TYPE_CHECKING:
     from replicas.sampling.logprobs import Logprobs
@@ -63,7 +64,13 @@ class Rows:
         config = EngineConfig(model="/none", max_batch_size=NUM_SLOTS, block_size=4)
         self.generator = TableGenerator(seed, vocab)
         self.runner = ModelRunner(
-            self.generator, "cache", config, 4, MAX_LEN, processors=processors, logprobs=logprobs
+            self.generator,
+            "cache",
+            config,
+            one_kv_group(9, 4),
+            MAX_LEN,
+            processors=processors,
+            logprobs=logprobs,
         )
         self.token_ids: dict[int, list[int]] = {}
         self.failed: dict[int, str] = {}

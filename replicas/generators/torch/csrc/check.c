@@ -102,7 +102,7 @@ int64_t kernels_check_product(const product_call *call) {
 static int64_t check_pass(const layers_pass *pass) {
   const int64_t sizes[] = {pass->num_layers,   pass->hidden_size,   pass->inner_size,
                            pass->num_kv_heads, pass->share,         pass->head_size,
-                           pass->num_blocks,   pass->block_size,    pass->num_positions,
+                           pass->num_groups,   pass->block_size,    pass->num_positions,
                            pass->num_tokens,   pass->num_requests,  pass->table_width};
   if (!are_sizes(sizes, 12) || pass->num_wanted < 0 || pass->rotary_size < 0 ||
       pass->rotary_size > pass->head_size || pass->rotary_size % 2)
@@ -112,14 +112,15 @@ static int64_t check_pass(const layers_pass *pass) {
   const int64_t queries = pass->num_kv_heads * pass->share * pass->head_size;
   const int64_t heads = queries + 2 * pass->num_kv_heads * pass->head_size;
   if (!pass->layers || !pass->cos || !pass->sin || !pass->x || !pass->positions ||
-      !pass->kv_positions || !pass->lengths || !pass->tables ||
+      !pass->kv_positions || !pass->lengths || !pass->tables || !pass->num_blocks ||
       (pass->is_end && pass->num_wanted && (!pass->wanted || !pass->out)))
     return KERNEL_NULL;
   for (int64_t i = 0; i < pass->num_layers; i++) {
     const decoder_layer *layer = &pass->layers[i];
     if (!is_matrix(&layer->qkv, hidden, heads) || !is_matrix(&layer->o, queries, hidden) ||
         !is_matrix(&layer->gate, hidden, inner) || !is_matrix(&layer->up, hidden, inner) ||
-        !is_matrix(&layer->down, inner, hidden) || layer->window < 0)
+        !is_matrix(&layer->down, inner, hidden) || layer->window < 0 || layer->group < 0 ||
+        layer->group >= pass->num_groups)
       return KERNEL_BAD_SIZE;
     if (!layer->input_norm || !layer->post_norm || !layer->keys || !layer->values ||
         !layer->qkv.weight || !layer->o.weight || !layer->gate.weight || !layer->up.weight ||
@@ -127,13 +128,20 @@ static int64_t check_pass(const layers_pass *pass) {
       return KERNEL_NULL;
   }
   if (!are_within(pass->positions, pass->num_tokens, 0, pass->num_positions) ||
-      !are_within(pass->kv_positions, pass->num_tokens, 0, pass->num_blocks * pass->block_size) ||
       !are_within(pass->lengths, pass->num_requests, 1, pass->table_width * pass->block_size + 1))
     return KERNEL_BAD_INDEX;
-  for (int64_t request = 0; request < pass->num_requests; request++) {
-    const int64_t used = (pass->lengths[request] + pass->block_size - 1) / pass->block_size;
-    if (!are_within(pass->tables + request * pass->table_width, used, 0, pass->num_blocks))
+  for (int64_t group = 0; group < pass->num_groups; group++) {
+    const int64_t num_blocks = pass->num_blocks[group];
+    const int64_t *places = pass->kv_positions + group * pass->num_tokens;
+    const int64_t *tables = pass->tables + group * pass->num_requests * pass->table_width;
+    if (!are_sizes(&num_blocks, 1)) return KERNEL_BAD_SIZE;
+    if (!are_within(places, pass->num_tokens, 0, num_blocks * pass->block_size))
       return KERNEL_BAD_INDEX;
+    for (int64_t request = 0; request < pass->num_requests; request++) {
+      const int64_t used = (pass->lengths[request] + pass->block_size - 1) / pass->block_size;
+      if (!are_within(tables + request * pass->table_width, used, 0, num_blocks))
+        return KERNEL_BAD_INDEX;
+    }
   }
   for (int64_t i = 0; pass->is_end && i < pass->num_wanted; i++)
     if (pass->wanted[i] < (i ? pass->wanted[i - 1] + 1 : 0) || pass->wanted[i] >= pass->num_tokens)

@@ -151,6 +151,7 @@ typedef struct decoder_layer {
   void *keys;              // (blocks, KV heads, block size, head size)
   void *values;
   int64_t window;          // keys that a token sees at most, itself included; 0: all
+  int64_t group;           // KV group, whose blocks it has
 } decoder_layer;
 
 // The layers, the cache and the tokens of a pass, all of bfloat16.
@@ -166,7 +167,8 @@ typedef struct layers_pass {
   int64_t rotary_size;
   double eps;
   double scale;        // factor of the scores
-  int64_t num_blocks;
+  int64_t num_groups;  // KV groups: layers whose blocks have the same ids
+  const int64_t *num_blocks;    // (groups,)
   int64_t block_size;
   const void *cos;     // (positions, rotary size), see rope_call
   const void *sin;
@@ -174,10 +176,10 @@ typedef struct layers_pass {
   int64_t num_tokens;
   void *x;             // (tokens, hidden), in place
   const int64_t *positions;     // (tokens,)
-  const int64_t *kv_positions;  // (tokens,)
+  const int64_t *kv_positions;  // (groups, tokens)
   int64_t num_requests;
   const int64_t *lengths;       // (requests,), keys that the last token of each sees
-  const int64_t *tables;        // (requests, table width)
+  const int64_t *tables;        // (groups, requests, table width)
   int64_t table_width;
   int64_t num_wanted;
   const int64_t *wanted;        // (wanted,), tokens in order
