@@ -146,7 +146,8 @@ def validate(
 ) -> None:
     """Check config files: keys, types, model, weights, generator, and values that must agree.
 
-    Of a good file the bytes of KV that a token takes in each pool are printed.
+    Of a good file the bytes of KV that a token takes in each pool are printed, and how many of the
+    longest sequences fit.
     """
     from cluster.config.environment import process_environment
     from cluster.config.resolve import (

@@ -175,3 +175,11 @@ def served_by_windows(
         turn = turn + 1 if served == num_tokens else 0
         num_tokens = served
     return num_tokens
+
+
+def max_concurrency(groups: Sequence[KVGroup], max_model_len: int, num_lanes: int) -> float:
+    """Return how many sequences of the longest length have KV at once, in all KV groups.
+
+    Source: vLLM v1/core/kv_cache_utils.py, `get_max_concurrency_for_kv_cache_config`.
+    """
+    return num_lanes * min(g.num_usable_blocks / g.num_blocks_for(max_model_len) for g in groups)

@@ -16,7 +16,7 @@ from replicas.generators.simulated.tokens import KV_SPEC
 from replicas.generators.ttnn.buckets import check_cache, check_lane, decode_table_width
 from replicas.generators.ttnn.budget import lane_memory, native_token_budget, num_blocks
 from replicas.generators.ttnn.profiles import profile
-from replicas.kv_groups import KVGroup, layers_by_spec
+from replicas.kv_groups import KVGroup, layers_by_spec, max_concurrency
 from replicas.tt.meshes import lane_shape
 
 if TYPE_CHECKING:
@@ -81,20 +81,27 @@ def _asked_length(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def kv_per_token(config: EngineConfig, model: ModelConfig) -> str:
-    """Return a line about the KV of a token: its bytes, layers and dtype.
+    """Return a line about the KV of a token: its bytes, layers and dtype; and of a sequence.
 
     Layers with a window are named apart, as their KV is freed behind it. On a simulated mesh the
-    bytes are those of the model that it simulates.
+    bytes are those of the model that it simulates. How many of the longest sequences fit is left
+    out where only an engine's start can tell.
     """
+    room, groups = "", _known_groups(config, model)
+    if groups:
+        longest = longest_sequence(config, model)
+        count = max_concurrency(groups, longest, config.tt_data_parallel)
+        room = f"; room for {count:.2f} sequences of {longest:,} tokens"
     if config.simulated_mesh is not None:
         simulated = engine_profile(config, config.simulated_mesh).model
-        return f"{simulated.kv_bytes_per_token:,} bytes of KV per token of the simulated model"
+        size = simulated.kv_bytes_per_token
+        return f"{size:,} bytes of KV per token of the simulated model{room}"
     parts = []
     for spec, layers in layers_by_spec(kv_specs(config, model)):
         size = len(layers) * spec.bytes_per_block(ROW_TOKENS) // ROW_TOKENS
         tokens = "token" if spec.window is None else f"token of the last {spec.window:,}"
         parts.append(f"{size:,} bytes of KV per {tokens} in {len(layers)} layers of {spec.dtype}")
-    return ", ".join(parts)
+    return ", ".join(parts) + room
 
 
 def kv_groups(
@@ -265,16 +272,22 @@ def longest_sequence(config: EngineConfig, model: ModelConfig) -> int:
             models on a mesh has fewer blocks than a page table has entries, which may be a few more
             than the sequence needs.
     """
-    is_declared_later = (
-        config.mesh is not None and not config.uses_native_generator and not config.num_blocks
-    )
-    is_unknown = is_declared_later or config.gpu_memory_utilization is not None
-    groups = () if is_unknown else kv_groups(config, model)
+    groups = _known_groups(config, model)
     longest = derive_max_model_len(config, position_limit(config, model), groups)
     if config.mesh is not None and config.uses_native_generator:
         for group in groups:
             check_cache(group.num_blocks, decode_table_width(longest, group.block_size))
     return longest
+
+
+def _known_groups(config: EngineConfig, model: ModelConfig) -> tuple[KVGroup, ...]:
+    """Return the KV groups; empty if their blocks are known only at an engine's start."""
+    is_declared_later = (
+        config.mesh is not None and not config.uses_native_generator and not config.num_blocks
+    )
+    if is_declared_later or config.gpu_memory_utilization is not None:
+        return ()
+    return kv_groups(config, model)
 
 
 def derive_max_model_len(config: EngineConfig, model_limit: int, groups: Sequence[KVGroup]) -> int:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kv_transfer.host_memory import total_bytes
 from replicas.errors import ConfigError
+from replicas.kv_groups import max_concurrency
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -84,14 +85,6 @@ def kv_bytes(utilization: float, profile: MemoryProfile) -> int:
             "lower max_num_batched_tokens"
         )
     return left
-
-
-def max_concurrency(groups: Sequence[KVGroup], max_model_len: int, num_lanes: int) -> float:
-    """Return how many sequences of the longest length have KV at once, in all KV groups.
-
-    Source: vLLM v1/core/kv_cache_utils.py, `get_max_concurrency_for_kv_cache_config`.
-    """
-    return num_lanes * min(g.num_usable_blocks / g.num_blocks_for(max_model_len) for g in groups)
 
 
 def memory_table(

@@ -7,9 +7,8 @@ import pytest
 from replicas.config import SimulatedMeshConfig
 from replicas.errors import ConfigError
 from replicas.generators.model_config import load_hf_config
-from replicas.kv_groups import KVGroup, KVSpec, layers_by_spec
+from replicas.kv_groups import KVGroup, KVSpec, layers_by_spec, max_concurrency
 from replicas.kv_sizing import kv_groups, kv_per_token
-from replicas.memory_profile import max_concurrency
 from tests.engines import make_config
 from tests.models import model_folder
 
@@ -82,8 +81,27 @@ def test_a_group_has_the_bytes_of_all_its_layers():
     ids=["all tokens", "bfloat16", "window", "some windows", "simulated"],
 )
 def test_kv_of_a_token_as_validate_prints_it(case, changes, line):
-    config = make_config(model_folder(case), **changes)
+    # Of unknown memory, so that only the line's beginning is left.
+    config = make_config(model_folder(case), gpu_memory_utilization=0.5, **changes)
     assert kv_per_token(config, load_hf_config(config.model)) == line
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "room"),
+    [
+        # 40 blocks of 4 tokens for 25 of a sequence.
+        ("llama-gqa", {}, "1.60 sequences of 100"),
+        ("llama-gqa", {"tt_data_parallel": 2}, "3.20 sequences of 100"),
+        # 9 tokens of a window and 16 of a step take at most 8 blocks.
+        ("mistral-window", {}, "5.00 sequences of 100"),
+        ("gemma2", {}, "1.60 sequences of 100"),
+    ],
+    ids=["all tokens", "lanes", "window", "some windows"],
+)
+def test_validate_prints_how_many_sequences_fit(case, changes, room):
+    sizes = {"num_blocks": 41, "block_size": 4, "max_num_batched_tokens": 16}
+    config = make_config(model_folder(case), max_model_len=100, **sizes, **changes)
+    assert kv_per_token(config, load_hf_config(config.model)).endswith(f"; room for {room} tokens")
 
 
 def sizes_of(case, **changes):

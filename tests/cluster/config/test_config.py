@@ -340,9 +340,11 @@ def test_model_folder_that_is_no_model_is_refused(good, tmp_path):
 def test_validate_accepts_a_good_file_and_names_each_bad_one(good, tmp_path):
     path = write(tmp_path, good)
     result = CliRunner().invoke(cli, ["validate", str(path)])
-    # 2 layers, 2 planes, 2 heads of 16 elements of 4 bytes.
-    kv = "512 bytes of KV per token in 2 layers of float32"
-    expected = f"{path}: ok\n  decode: {kv}\n  prefill: {kv}\n"
+    # 2 layers, 2 planes, 2 heads of 16 elements of 4 bytes. A null block in each of two lanes.
+    kv = (
+        "512 bytes of KV per token in 2 layers of float32; room for 2047.{} sequences of 256 tokens"
+    )
+    expected = f"{path}: ok\n  decode: {kv.format(75)}\n  prefill: {kv.format(88)}\n"
     assert (result.exit_code, result.output) == (0, expected)
     result = CliRunner().invoke(cli, ["validate", str(path), str(tmp_path / "none.yaml")])
     assert result.exit_code == 2
