@@ -79,6 +79,8 @@ CASES = {
     "penalties": Asked(penalties=True),
     "greedy, penalties": Asked(temperature=0.0, penalties=True),
     "logprobs 5": Asked(logprobs=5),
+    "logprobs 20": Asked(logprobs=20),
+    "greedy, logprobs 20": Asked(temperature=0.0, logprobs=20),
 }
 
 

@@ -20,6 +20,7 @@ import torch
 
 from replicas.errors import DeviceError
 from replicas.messages import UNKNOWN_RANK, TokenLogprob
+from replicas.sampling.compiled import Entries, find_kernels, read_entries
 from replicas.sampling.processor import SlotProcessor
 from replicas.sampling.sampler import Limits, best_tokens, block_maxima, within_limits
 from replicas.sampling_params import GREEDY_EPS, SamplingParams
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from replicas.sampling.row import SampledRow
 
     Float32Array = npt.NDArray[np.float32]
+    Float64Array = npt.NDArray[np.float64]
     Int64Array = npt.NDArray[np.int64]
 
 
@@ -43,6 +45,7 @@ _SMALL = 60.0
 """Powers of e of smaller numbers do not overflow in float32, and their sum does not vanish: nothing
 needs to be subtracted from such logits first."""
 _DEFAULTS = SamplingParams()
+_NO_TOKENS = np.empty(0, dtype=np.int64)
 
 
 class _Asked(NamedTuple):
@@ -66,6 +69,7 @@ class Logprobs(SlotProcessor[_Asked]):
     def __init__(self, mode: LogprobsMode) -> None:
         super().__init__()
         self.mode = mode
+        self._kernels = find_kernels()
         # float32 (n, V), reused: new memory costs as much as the copies.
         self._kept = torch.empty(0, 0)
         # Of the rows of the last `apply` that ask: place among them, slot, and what it asks for.
@@ -148,18 +152,11 @@ class Logprobs(SlotProcessor[_Asked]):
         found = []
         for start in range(0, len(token_ids), PORTION):
             part = slice(start, start + PORTION)
-            # In a call of its own, which drops the logits before the next ones are computed.
-            found += self._portion(compute_logits(hidden[part]).float(), token_ids[part], asked)
+            logits = compute_logits(hidden[part]).float().contiguous()
+            found += self._read(logits, token_ids[part], [asked] * len(logits))
+            # Dropped before the next ones are computed.
+            del logits
         return found
-
-    def _portion(
-        self, logits: torch.Tensor, token_ids: Sequence[int], asked: _Asked
-    ) -> list[list[TokenLogprob]]:
-        """Return `of_prompt` of float32 logits (n, V), which are overwritten."""
-        return [
-            self._read(logits[row : row + 1], [token_id], [asked])[0]
-            for row, token_id in enumerate(token_ids)
-        ]
 
     def _read(
         self, logits: torch.Tensor, token_ids: Sequence[int], asked: Sequence[_Asked]
@@ -171,29 +168,25 @@ class Logprobs(SlotProcessor[_Asked]):
             token_ids: (n,) its token; negative: there is none, and nothing is returned for it.
             asked: (n,) what is asked of each row.
         """
-        maxima = block_maxima(logits).numpy()
-        rows = [
-            [] if token_id < 0 else _entries(values, of_blocks, wanted, token_id)
-            for values, of_blocks, wanted, token_id in zip(
-                logits.numpy(), maxima, asked, token_ids, strict=True
-            )
-        ]
-        log_sums = self._log_sums(logits, maxima.max(axis=1))
-        return [
-            [TokenLogprob(token_id, value - log_sum, rank) for token_id, value, rank in entries]
-            for entries, log_sum in zip(rows, log_sums, strict=True)
-        ]
-
-    def _log_sums(self, logits: torch.Tensor, greatest: Float32Array) -> list[float]:
-        """Return what to subtract for log probabilities, of rows (n, V); 0 for logits."""
-        if self.mode.endswith("logits"):
-            return [0.0] * len(logits)
-        subtracted = np.where(np.abs(greatest) < _SMALL, np.float32(0.0), greatest)
-        if subtracted.any():
-            logits.sub_(torch.from_numpy(subtracted)[:, None])
-        sums = logits.exp_().sum(dim=-1).numpy()
-        log_sums: list[float] = (np.log(sums, dtype=np.float64) + subtracted).tolist()
-        return log_sums
+        vocab = logits.shape[-1]
+        given: list[list[int]] = []
+        num_likeliest = []
+        for token_id, wanted in zip(token_ids, asked, strict=True):
+            is_drawn = token_id >= 0
+            count = 0 if wanted.token_ids or not is_drawn else wanted.num_likeliest
+            given.append([token_id, *wanted.token_ids] if is_drawn else [])
+            num_likeliest.append(vocab if count == -1 else min(count, vocab))
+        if self._kernels is None:
+            found = _plain_entries(logits, given, num_likeliest)
+        else:
+            found = read_entries(self._kernels, logits, given, num_likeliest)
+        counts = np.add([len(tokens) for tokens in given], num_likeliest)
+        values = found.values.astype(np.float64)
+        if not self.mode.endswith("logits"):
+            values -= np.repeat(found.log_sums, counts)
+        columns = found.token_ids.tolist(), values.tolist(), found.ranks.tolist()
+        entries = map(TokenLogprob, *columns)
+        return [list(itertools.islice(entries, count)) for count in counts.tolist()]
 
 
 def of_device(
@@ -230,19 +223,36 @@ def of_device(
     return [drawn, *(TokenLogprob(*each) for each in likeliest)]
 
 
-def _entries(
-    values: Float32Array, maxima: Float32Array, asked: _Asked, token_id: int
-) -> list[tuple[int, float, int]]:
-    """Return token, logit and rank of the entries of a row (V,)."""
-    others = [(other, _rank(values, other)) for other in asked.token_ids]
-    if not others and asked.num_likeliest:
-        count = len(values) if asked.num_likeliest == -1 else asked.num_likeliest
-        likeliest = best_tokens(values, maxima, count)[:count].tolist()
-        others = [(other, rank) for rank, other in enumerate(likeliest, 1)]
-    return [
-        (found, float(values[found]), rank)
-        for found, rank in [(token_id, _rank(values, token_id)), *others]
-    ]
+def _plain_entries(
+    logits: torch.Tensor, given: Sequence[list[int]], num_likeliest: Sequence[int]
+) -> Entries:
+    """Return the same as `read_entries`, without kernels; overwrites the logits."""
+    maxima = block_maxima(logits).numpy()
+    token_ids: list[Int64Array] = []
+    ranks: list[Int64Array] = []
+    values: list[Float32Array] = []
+    for row, of_blocks, tokens, count in zip(
+        logits.numpy(), maxima, given, num_likeliest, strict=True
+    ):
+        likeliest = best_tokens(row, of_blocks, count)[:count] if count else _NO_TOKENS
+        token_ids += [np.array(tokens, dtype=np.int64), likeliest]
+        ranks += [np.array([_rank(row, token_id) for token_id in tokens], dtype=np.int64)]
+        ranks += [np.arange(1, count + 1)]
+        values += [row[part] for part in token_ids[-2:]]
+    log_sums = _log_sums(logits, maxima.max(axis=1))
+    return Entries(
+        np.concatenate(token_ids), np.concatenate(values), np.concatenate(ranks), log_sums
+    )
+
+
+def _log_sums(logits: torch.Tensor, greatest: Float32Array) -> Float64Array:
+    """Return the logarithms of the sums of the powers of e, of rows (n, V)."""
+    subtracted = np.where(np.abs(greatest) < _SMALL, np.float32(0.0), greatest)
+    if subtracted.any():
+        logits.sub_(torch.from_numpy(subtracted)[:, None])
+    sums = logits.exp_().sum(dim=-1).numpy()
+    log_sums: Float64Array = np.log(sums, dtype=np.float64) + subtracted
+    return log_sums
 
 
 def _rank(values: Float32Array, token_id: int) -> int:

@@ -5,6 +5,7 @@
 // dividing them must give the same bits.
 //
 //   random_calls CALLS SEED [layers]
+#include <math.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -425,6 +426,61 @@ static void call_layers(const kernel_set *kernels, int has_tiles) {
   }
 }
 
+static void call_penalties(const kernel_set *kernels) {
+  const int64_t vocabulary = 1 + draw(600), num_tokens = draw(vocabulary + 1);
+  penalties_call call = {
+      .tasks.count = 1,
+      .logits = numbers(KERNEL_FLOAT32, vocabulary),
+      .vocabulary = vocabulary,
+      .tokens = indices(num_tokens, vocabulary),
+      .penalties = numbers(KERNEL_FLOAT32, num_tokens),
+      .num_tokens = num_tokens,
+      .repetition = 0.5 + (double)draw(3) / 2,
+  };
+  require(kernels_check_penalties(&call) == KERNEL_OK, "a right call of penalties is taken");
+  kernels->penalties(&call);
+  if (!num_tokens) return;
+  ((int64_t *)call.tokens)[draw(num_tokens)] = draw(2) ? -1 : vocabulary;
+  require(kernels_check_penalties(&call) == KERNEL_BAD_INDEX, "a wrong token is seen");
+}
+
+static void call_logprobs(const kernel_set *kernels) {
+  const int64_t rows = 1 + draw(4), vocabulary = 1 + draw(draw(2) ? 300 : 1500);
+  int64_t *firsts = indices(rows + 1, 1), *given = indices(rows, 4), entries = 0;
+  for (int64_t row = 0; row < rows; row++) {
+    entries += given[row] + draw(draw(2) ? 1 : vocabulary + 1);
+    firsts[row + 1] = entries;
+  }
+  logprobs_call call = {
+      .tasks.count = rows,
+      .logits = numbers(KERNEL_FLOAT32, rows * vocabulary),
+      .vocabulary = vocabulary,
+      .firsts = firsts,
+      .num_given = given,
+      .tokens = indices(entries, vocabulary),
+      .values = array(entries * 4),
+      .ranks = array(entries * 8),
+      .log_sums = array(rows * 8),
+  };
+  static const float special[] = {NAN, INFINITY, -INFINITY};
+  float *logits = (float *)call.logits;
+  const int64_t among = 1 + draw(50);
+  for (int64_t i = 0; i < rows * vocabulary && among < 40; i++)
+    if (!draw(among)) logits[i] = special[draw(3)];
+  require(kernels_check_logprobs(&call) == KERNEL_OK, "a right call of log probabilities is taken");
+  kernels->logprobs(&call);
+  for (int64_t i = 0; i < entries; i++)
+    require(call.tokens[i] >= 0 && call.tokens[i] < vocabulary, "a token is in the vocabulary");
+  const int64_t row = draw(rows);
+  if (given[row]) {
+    call.tokens[firsts[row]] = draw(2) ? -1 : vocabulary;
+    require(kernels_check_logprobs(&call) == KERNEL_BAD_INDEX, "a wrong token is seen");
+  }
+  static const int64_t wrong[] = {-1, INT64_MIN, INT64_MAX};
+  *(draw(2) ? &firsts[row + 1] : &given[row]) = pick(wrong, 3);
+  require(kernels_check_logprobs(&call) != KERNEL_OK, "a wrong size is seen");
+}
+
 int main(int count, char **arguments) {
   if (count < 3) return 2;
   const int only_layers = count > 3;
@@ -444,6 +500,10 @@ int main(int count, char **arguments) {
         call_rope(kernels);
         free_arrays();
         call_product(kernels, has_tiles);
+        free_arrays();
+        call_penalties(kernels);
+        free_arrays();
+        call_logprobs(kernels);
         free_arrays();
       }
       if (i % 4) continue;  // as long as all the others

@@ -36,7 +36,9 @@ with what is computed beside it. Kernels fuse explicitly."""
 
 _PER_LIBRARY = ("check.c", "layout.c", "processor.c", "wait.c")
 """Sources that are compiled once."""
-_PER_SET = ("attention.c", "layers.c", "norm_rope.c", "products.c", "variant.c")
+_PER_SET = (
+    "attention.c", "layers.c", "norm_rope.c", "products.c", "sampling.c", "variant.c",
+)  # fmt: skip
 """Sources that are compiled for each instruction set."""
 _INCLUDED = (
     "attention.inc", "attention_pairs.inc", "attention_plain.inc", "internal.h", "item.h",

@@ -272,6 +272,36 @@ class WeightLayersCall(Structure):
     ]
 
 
+class PenaltiesCall(Structure):
+    """Penalties on the logits of a row's tokens."""
+
+    _fields_ = [
+        ("tasks", Tasks),
+        ("logits", c_void_p),
+        ("vocabulary", c_int64),
+        ("tokens", c_void_p),
+        ("penalties", c_void_p),
+        ("num_tokens", c_int64),
+        ("repetition", c_double),
+    ]
+
+
+class LogprobsCall(Structure):
+    """Logits and ranks of tokens of rows, and what makes log probabilities of logits."""
+
+    _fields_ = [
+        ("tasks", Tasks),
+        ("logits", c_void_p),
+        ("vocabulary", c_int64),
+        ("firsts", c_void_p),
+        ("num_given", c_void_p),
+        ("tokens", c_void_p),
+        ("values", c_void_p),
+        ("ranks", c_void_p),
+        ("log_sums", c_void_p),
+    ]
+
+
 class _KernelSet(Structure):
     _fields_ = [
         ("name", c_char_p),
@@ -282,6 +312,8 @@ class _KernelSet(Structure):
         ("product", c_void_p),
         ("token_layers", c_void_p),
         ("weight_layers", c_void_p),
+        ("penalties", c_void_p),
+        ("logprobs", c_void_p),
     ]
 
 
@@ -305,6 +337,8 @@ _MIRRORS: dict[str, type[Structure]] = {
     "layers_pass": LayersPass,
     "token_layers_call": TokenLayersCall,
     "weight_layers_call": WeightLayersCall,
+    "penalties_call": PenaltiesCall,
+    "logprobs_call": LogprobsCall,
     "kernel_set": _KernelSet,
 }
 
@@ -336,7 +370,10 @@ def _layout_there(library: ctypes.CDLL) -> list[tuple[str, str, int, int]]:
 _HOW = "run `python -m replicas.generators.torch.build_kernels`, which needs a C compiler"
 
 
-_CHECKS = ("attention", "norm", "rope", "product", "token_layers", "weight_layers")
+_CHECKS = (
+    "attention", "norm", "rope", "product", "token_layers", "weight_layers", "penalties",
+    "logprobs",
+)  # fmt: skip
 
 
 class Library:
@@ -384,6 +421,8 @@ class Library:
             self.check_product,
             self.check_token_layers,
             self.check_weight_layers,
+            self.check_penalties,
+            self.check_logprobs,
         ) = checks
 
     @property
@@ -404,6 +443,8 @@ class Library:
             Worker(found.product),
             Worker(found.token_layers),
             Worker(found.weight_layers),
+            Worker(found.penalties),
+            Worker(found.logprobs),
         )
 
 
@@ -479,6 +520,8 @@ class KernelSet:
         product: Of a `ProductCall`.
         token_layers: Of a `TokenLayersCall`.
         weight_layers: Of a `WeightLayersCall`.
+        penalties: Of a `PenaltiesCall`.
+        logprobs: Of a `LogprobsCall`.
     """
 
     library: Library
@@ -490,6 +533,8 @@ class KernelSet:
     product: Worker
     token_layers: Worker
     weight_layers: Worker
+    penalties: Worker
+    logprobs: Worker
 
 
 def require(status: int, what: str) -> None:

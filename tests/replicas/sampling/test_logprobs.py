@@ -8,6 +8,8 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from replicas.generators.torch import native
+from replicas.sampling.compiled import find_kernels
 from replicas.sampling.logprobs import Logprobs
 from replicas.sampling.order import row_processors
 from replicas.sampling_params import SamplingParams
@@ -15,6 +17,23 @@ from tests.replicas.sampling import reference_sampler
 from tests.replicas.sampling.row_runner import VOCAB, Rows
 
 MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
+
+
+@pytest.fixture(autouse=True, scope="module", params=["kernels", "PyTorch"])
+def computed_by(request):
+    """Compute with the kernels of this host, or as on one that has none."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "PyTorch":
+
+            def refuse():
+                raise native.NativeError("there is no library")
+
+            patch.setattr(native, "kernel_set", refuse)
+        yield request.param
+
+
+def test_the_kernels_are_used_where_the_host_has_them(computed_by):
+    assert (find_kernels() is None) == (computed_by == "PyTorch")
 
 
 def make_rows(mode, **options):

@@ -221,3 +221,31 @@ int64_t kernels_check_weight_layers(const weight_layers_call *call) {
   }
   return KERNEL_OK;
 }
+
+int64_t kernels_check_penalties(const penalties_call *call) {
+  const int64_t sizes[] = {call->vocabulary};
+  if (!are_sizes(sizes, 1) || call->tasks.count != 1 || call->num_tokens < 0 ||
+      call->num_tokens > call->vocabulary || !(call->repetition > 0))
+    return KERNEL_BAD_SIZE;
+  if (!call->logits || (call->num_tokens && (!call->tokens || !call->penalties)))
+    return KERNEL_NULL;
+  if (!are_within(call->tokens, call->num_tokens, 0, call->vocabulary)) return KERNEL_BAD_INDEX;
+  return KERNEL_OK;
+}
+
+int64_t kernels_check_logprobs(const logprobs_call *call) {
+  const int64_t sizes[] = {call->vocabulary}, rows = call->tasks.count;
+  if (rows == 0) return KERNEL_OK;
+  if (!are_sizes(sizes, 1) || rows < 0 || rows > MOST) return KERNEL_BAD_SIZE;
+  if (!call->logits || !call->firsts || !call->num_given || !call->tokens || !call->values ||
+      !call->ranks || !call->log_sums)
+    return KERNEL_NULL;
+  if (call->firsts[0] != 0) return KERNEL_BAD_INDEX;
+  for (int64_t row = 0; row < rows; row++) {
+    const int64_t first = call->firsts[row], given = call->num_given[row];
+    const int64_t count = call->firsts[row + 1] < first ? -1 : call->firsts[row + 1] - first;
+    if (given < 0 || given > count || count - given > call->vocabulary) return KERNEL_BAD_SIZE;
+    if (!are_within(call->tokens + first, given, 0, call->vocabulary)) return KERNEL_BAD_INDEX;
+  }
+  return KERNEL_OK;
+}

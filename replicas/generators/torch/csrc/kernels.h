@@ -1,4 +1,4 @@
-// Interface between the torch generator (native.py) and its kernels.
+// Interface between native.py and the kernels of the torch generator and of sampling.
 //
 // A kernel is a function of one call structure. Every thread of a team runs it with the same
 // structure and takes tasks from it until none are left. `native.py` mirrors each structure;
@@ -229,6 +229,32 @@ typedef struct weight_layers_call {
   void *normed;      // (num_threads, tokens, hidden)
 } weight_layers_call;
 
+// Penalties on the logits of a row's tokens. It has one task.
+typedef struct penalties_call {
+  kernel_tasks tasks;
+  float *logits;           // (vocabulary,), in place
+  int64_t vocabulary;
+  const int64_t *tokens;   // (tokens,), each once
+  const float *penalties;  // (tokens,), what each loses after the repetition penalty
+  int64_t num_tokens;
+  double repetition;       // > 0; divides positive logits and multiplies others
+} penalties_call;
+
+// Logits and ranks of tokens of each row, and what makes log probabilities of logits. The entries of
+// a row are given tokens, then its likeliest ones, of which the lower token comes first if equal. A
+// rank is the number of tokens that are at least as likely. A task is a row.
+typedef struct logprobs_call {
+  kernel_tasks tasks;
+  const float *logits;       // (rows, vocabulary)
+  int64_t vocabulary;
+  const int64_t *firsts;     // (rows + 1,), first entry of each row, and the number of entries
+  const int64_t *num_given;  // (rows,), tokens that are given
+  int64_t *tokens;           // (entries,), those of likeliest ones are written
+  float *values;             // (entries,), their logits
+  int64_t *ranks;            // (entries,)
+  double *log_sums;          // (rows,), logarithm of the sum of the powers of e of the logits
+} logprobs_call;
+
 // A kernel: one thread's part of a call.
 typedef void kernel_function(void *call);
 
@@ -242,6 +268,8 @@ typedef struct kernel_set {
   kernel_function *product;
   kernel_function *token_layers;
   kernel_function *weight_layers;
+  kernel_function *penalties;
+  kernel_function *logprobs;
 } kernel_set;
 
 // A field of a structure, for native.py to compare with its own. The last one has no name.
@@ -268,5 +296,7 @@ KERNEL_EXPORT int64_t kernels_check_rope(const rope_call *call);
 KERNEL_EXPORT int64_t kernels_check_product(const product_call *call);
 KERNEL_EXPORT int64_t kernels_check_token_layers(const token_layers_call *call);
 KERNEL_EXPORT int64_t kernels_check_weight_layers(const weight_layers_call *call);
+KERNEL_EXPORT int64_t kernels_check_penalties(const penalties_call *call);
+KERNEL_EXPORT int64_t kernels_check_logprobs(const logprobs_call *call);
 
 #endif
