@@ -476,7 +476,7 @@ class Scheduler:
             if self._draft_control is not None and not failed:
                 seconds = (result.device_s + result.sample_s) / plan.num_passes
                 num_rows = len(plan.decodes.sequences)
-                self._draft_control.learn(num_rows, plan.progress, counts, seconds)
+                self._draft_control.learn(num_rows, plan.max_drafts, plan.progress, counts, seconds)
         else:
             num_decodes = len(plan.decodes.sequences)
             num_decoded = sum(counts[:num_decodes]) if counts else num_decodes
@@ -857,7 +857,9 @@ class Scheduler:
         """Begin a step: its tokens count as computed from now on."""
         kv = self._kv
         if self._draft_control is not None:
-            self._speculate(plan, self._draft_control.limit(len(plan.decodes)))
+            has_drafts = bool(self._drafts)
+            limit = self._draft_control.limit(len(plan.decodes), has_drafts=has_drafts)
+            self._speculate(plan, limit)
         if plan.sequences or plan.appended or plan.progress or plan.max_drafts or kv.left_slots:
             batch = plan.build(kv.pop_left_slots())
             for seq in plan.sequences:

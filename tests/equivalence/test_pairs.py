@@ -425,7 +425,7 @@ class Counters:
 
         patch.setattr(Scheduler, "_add_passes", counted_passes)
         patch.setattr(Scheduler, "schedule_ahead", counted_ahead)
-        patch.setattr(DraftController, "limit", lambda _self, num_rows: 4 * (num_rows % 2))
+        patch.setattr(DraftController, "limit", lambda _self, num_rows, **_: 4 * (num_rows % 2))
 
 
 @pytest.mark.parametrize("number", range(len(RUNS)))

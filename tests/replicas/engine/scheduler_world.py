@@ -204,7 +204,7 @@ class World:
         result = result_of(runs, self._propose(batch, runs))
         return msgspec.structs.replace(result, prompt_logprobs=of_prompts)
 
-    def _draft_limit(self, num_rows: int) -> int:
+    def _draft_limit(self, num_rows: int, *, has_drafts: bool) -> int:
         return self.dice.choice([0, 1, 4, 4])
 
     def _draw(self, drafts: list[int], sample: Callable[[], int]) -> Iterator[int]:

@@ -20,7 +20,7 @@ def begin(scheduler, *prompt_lengths, num_drafts=3, **sampling):
     """
     for num_rows in (1, 2):
         for _ in range(4):
-            scheduler._draft_control.learn(num_rows, [], [], 1.0)
+            scheduler._draft_control.learn(num_rows, 0, [], [], 1.0)
     for number, length in enumerate(prompt_lengths):
         seq = make_sequence(f"r{number}", [1] * length, **{"max_tokens": 99, **sampling})
         scheduler.add(seq, 0.0)
@@ -110,7 +110,7 @@ def test_drafts_are_not_verified_where_they_stopped_paying():
     scheduler = make_scheduler()
     begin(scheduler, 2, num_drafts=0)
     for _ in range(4):
-        scheduler._draft_control.learn(1, [4], [1], 4.0)
+        scheduler._draft_control.learn(1, 3, [4], [1], 4.0)
     counts = [run(scheduler, [7], num_drafts=[3])[0] for _ in range(2)]
     assert counts == [[1], [1]]
     assert scheduler.draft_counters.num_draft_tokens == 12

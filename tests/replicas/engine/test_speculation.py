@@ -77,10 +77,11 @@ class Steps:
         """Return the limits of so many steps; a draft of a row costs `draft_s`."""
         limits = []
         for _ in range(num_steps):
-            limit = self.controller.limit(num_rows)
+            limit = self.controller.limit(num_rows, has_drafts=True)
             counts = [1 + self._num_right(limit, right) for _ in range(num_rows)]
             seconds = plain_s + draft_s * limit * num_rows
-            self.controller.learn(num_rows, [1 + limit] * num_rows * (limit > 0), counts, seconds)
+            planned = [1 + limit] * num_rows * (limit > 0)
+            self.controller.learn(num_rows, limit, planned, counts, seconds)
             self.seconds += seconds
             self.num_tokens += sum(counts)
             limits.append(limit)
@@ -137,6 +138,29 @@ def test_drafts_that_stay_wrong_are_tried_ever_less_often():
     assert limits[300:].count(3) >= 4
 
 
+def test_every_fourth_step_looks_for_drafts_until_there_are_any():
+    controller, limits = DraftController(3), []
+    for _ in range(24):
+        limits.append(controller.limit(2, has_drafts=False))
+        controller.learn(2, limits[-1], [], [], 1.0)
+    assert limits == [0] * 4 + [3, 0, 0, 0] * 5
+    assert [controller.limit(2, has_drafts=drafts) for drafts in (True, True)] == [3, 3]
+    controller.learn(2, 3, [4, 1], [4, 1], 1.2)
+    assert controller.limit(2, has_drafts=False) == 3, "a trial looks in every step"
+
+
+@pytest.mark.parametrize(("search_s", "limit"), [(0.02, 0), (0.0, 0), (-0.05, 3)])
+def test_right_drafts_that_bring_less_than_their_search_costs_are_not_used(search_s, limit):
+    """One row of eight has a right draft in each eighth step, which is 1.6 % more tokens."""
+    controller = DraftController(3)
+    for step in range(400):
+        allowed = controller.limit(8, has_drafts=step % 8 == 0)
+        has_draft = allowed > 0 and step % 8 == 0
+        planned, counts = ([2, *[1] * 7], [2, *[1] * 7]) if has_draft else ([], [])
+        controller.learn(8, allowed, planned, counts, 1.0 + search_s * (allowed > 0))
+    assert controller.limit(8, has_drafts=True) == limit
+
+
 def test_the_limit_follows_the_load_and_the_text():
     steps = Steps()
     good, bad = [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]
@@ -154,8 +178,9 @@ def test_the_limit_follows_the_load_and_the_text():
 
 def test_verified_drafts_are_counted():
     controller = DraftController(3)
-    controller.learn(2, [], [], 1.0)
-    controller.learn(2, [3, 1], [2, 1], 1.0)
-    controller.learn(2, [4, 2], [], 1.0)
-    controller.learn(2, [4, 2], [4, 2], 1.0)
+    controller.learn(2, 0, [], [], 1.0)
+    controller.learn(2, 3, [], [], 1.0)
+    controller.learn(2, 3, [3, 1], [2, 1], 1.0)
+    controller.learn(2, 3, [4, 2], [], 1.0)
+    controller.learn(2, 3, [4, 2], [4, 2], 1.0)
     assert controller.counters == DraftCounters(5, 10, 5, [3, 1, 1])
